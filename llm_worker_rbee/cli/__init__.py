@@ -161,7 +161,9 @@ def main() -> None:
     # Before NumPy is imported. Slabs of the reference backend are too small for two threads to gain anything, and where
     # a core is busy the threads wait for each other: 17 s to the first token instead of 0.6 (docs/decisions.md).
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    sys.exit(run_command_line(sys.argv[1:]))
+    status = run_command_line(sys.argv[1:])
+    gc.freeze()  # the interpreter would search all objects for garbage before it ends: 0.1 s
+    sys.exit(status)
 
 
 def run_command_line(args: Sequence[str]) -> int:
