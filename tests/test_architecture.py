@@ -62,14 +62,14 @@ SECOND_PLACES: dict[str, dict[str, str]] = {}  # beside the one place of a heavy
 
 # Line budgets. "." are the modules at the top of the package.
 LINES = {
-    ".": 2_150,
+    ".": 2_190,
     "backends": 1_425,
-    "backends/cpu": 5_480,
+    "backends/cpu": 5_520,
     "backends/cpu/matmul": 980,
     "backends/cuda": 6_000,
     "bench": 9_170,
     "cache": 60,
-    "cli": 3_140,
+    "cli": 3_150,
     "cli/bench": 1_440,
     "cluster": 700,
     "engine": 2_600,
@@ -77,10 +77,10 @@ LINES = {
     "models": 1_280,
     "server": 4_150,
     "token_engine": 1_980,
-    "tokenizer": 1_640,
+    "tokenizer": 1_670,
     "weights": 3_250,
 }
-MAX_TOTAL_LINES = 45_500
+MAX_TOTAL_LINES = 45_700
 MAX_BENCH_LINES = 10_600  # bench with its commands
 MAX_MODULES = 218
 MAX_FOLDER_FILES = 25

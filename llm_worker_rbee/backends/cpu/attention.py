@@ -112,6 +112,16 @@ def decode_tiles(query_start, heads, heads_tile, work, n):
     return n - before
 
 
+@kernel
+def longest_decode(query_start, positions):
+    """Return the positions that the longest of the requests without prefill pieces sees."""
+    longest = 0
+    for r in range(query_start.shape[0] - 1):
+        if query_start[r + 1] - query_start[r] < MIN_PREFILL_TOKENS:
+            longest = max(longest, positions[query_start[r + 1] - 1] + 1)
+    return longest
+
+
 def split_work(args, step, piece):
     """Split the attention of a step into pieces and count them."""
     a, s = i64(args), i64(step)
@@ -123,7 +133,8 @@ def split_work(args, step, piece):
     tiles = decode_tiles(starts, heads, HEADS_TILE, work, prefill)
     splits = 1
     if s[Step.PARTIALS] and 0 < tiles < threads * PIECES_PER_THREAD:
-        splits = min(-(-threads * PIECES_PER_THREAD // tiles), key_blocks(s[Step.TABLE_WIDTH] * s[Step.BLOCK_SIZE]))
+        longest = longest_decode(starts, i64(s[Step.POSITIONS]))
+        splits = min(-(-threads * PIECES_PER_THREAD // tiles), key_blocks(longest))
     s[entry + WorkEntry.PREFILL], s[entry + WorkEntry.DECODE] = prefill, tiles * splits
     s[entry + WorkEntry.SPLITS], s[entry + WorkEntry.HEADS] = splits, heads_piece
 
