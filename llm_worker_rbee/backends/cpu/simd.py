@@ -98,6 +98,11 @@ def strided_index(b: Any, index: Any, stride: Any, times: int) -> Any:
     return b.add(index, b.mul(stride, ir.Constant(stride.type, times)))
 
 
+def offset_index(b: Any, index: Any, more: int) -> Any:
+    """Emit index + more."""
+    return b.add(index, ir.Constant(index.type, more))
+
+
 def element_pointer(b: Any, array: ArrayValue, index: Any, target: ir.Type) -> Any:
     """Emit a pointer to element `index`, as a pointer to `target`."""
     size = ir.Constant(index.type, array.dtype.bitwidth // 8)

@@ -37,9 +37,10 @@ from ..simd import (
     emits,
     f32x16,
     map_tile,
+    offset_index,
     strided_index,
 )
-from .tile_kernel import TileKernel
+from .tile_kernel import TileKernel, block_signature
 
 TOKENS = 16
 PANEL_BYTES, SCALE, SUM, SUM16 = 768, 512, 576, 640
@@ -52,10 +53,6 @@ I64 = ir.IntType(64)
 totals16 = Tile(f32x16, TOKENS)
 
 
-def _plus(b: Any, index: Any, more: int) -> Any:
-    return b.add(index, ir.Constant(index.type, more))
-
-
 def _emit_tile(b: Any, name: str, *args: Any) -> None:
     """Emit an instruction on tile registers, which are numbers here."""
     values = [ir.Constant(I8, arg) if isinstance(arg, int) else arg for arg in args]
@@ -65,7 +62,7 @@ def _emit_tile(b: Any, name: str, *args: Any) -> None:
 
 def _store_token(b: Any, panel: Any, at: Any, token: Any, values: Any, scale: Any, total: Any, totals: Any) -> None:
     def put(first: int, size: int, value: Any) -> None:
-        where = b.add(_plus(b, at, first), b.mul(token, ir.Constant(token.type, size)))
+        where = b.add(offset_index(b, at, first), b.mul(token, ir.Constant(token.type, size)))
         emit_store(b, panel, where, value)
 
     put(0, 32, values)
@@ -121,7 +118,7 @@ def dot_tiles(
     """Write the integer sums of some blocks, one tile of tokens x rows for each scale."""
 
     def place(array: Any, index: Any, more: int) -> Any:
-        return element_pointer(b, array, _plus(b, index, more), I8)
+        return element_pointer(b, array, offset_index(b, index, more), I8)
 
     for i in range(blocks * scales_per_block):
         block, half = divmod(i, scales_per_block)
@@ -133,13 +130,7 @@ def dot_tiles(
         _emit_tile(b, "tilestored64", tile, place(sums, ir.Constant(I64, 0), SUMS_BYTES * i), ir.Constant(I64, 64))
 
 
-def _add_signature(total: Any, scales_per_block: Any, has_minimum: Any, *rest: Any) -> Any:
-    sums, _, scales, minima, _, panel, _ = rest
-    index = types.intp
-    return total(total, scales_per_block, has_minimum, sums, index, scales, minima, index, panel, index)
-
-
-@emits(_add_signature, prefer_literal=True)
+@emits(block_signature, prefer_literal=True)
 def add_block(
     b: Any, total: Any, scales_per_block: int, has_minimum: bool, sums: Any, first: Any, scales: Any, minima: Any,
     scale: Any, panel: Any, at: Any,
@@ -147,19 +138,19 @@ def add_block(
     """Return total + the integer sums of a block times the scales of tokens and rows, and the minima."""
 
     def of_token(field: int, token: int) -> Any:
-        return emit_splat(b, emit_load(b, panel, _plus(b, at, field + 4 * token), F32), f32x16.ir)
+        return emit_splat(b, emit_load(b, panel, offset_index(b, at, field + 4 * token), F32), f32x16.ir)
 
     for half in range(scales_per_block):
-        factors = emit_load(b, scales, _plus(b, scale, 16 * half), f32x16.ir)
+        factors = emit_load(b, scales, offset_index(b, scale, 16 * half), f32x16.ir)
 
         def scaled(token: int, half: int = half, factors: Any = factors, old: Any = total) -> Any:
-            dot = emit_load(b, sums, _plus(b, first, SUMS_BYTES * half + 64 * token), I32X16)
+            dot = emit_load(b, sums, offset_index(b, first, SUMS_BYTES * half + 64 * token), I32X16)
             value = b.fmul(b.sitofp(dot, f32x16.ir), of_token(SCALE, token))
             return emit_fma(b, value, factors, b.extract_value(old, token))
 
         total = map_tile(b, TOKENS, scaled)
         if has_minimum:
-            low = emit_load(b, minima, _plus(b, scale, 16 * half), f32x16.ir)
+            low = emit_load(b, minima, offset_index(b, scale, 16 * half), f32x16.ir)
             field = SUM if scales_per_block == 1 else SUM16 + 64 * half
 
             def shifted(token: int, low: Any = low, field: int = field, old: Any = total) -> Any:

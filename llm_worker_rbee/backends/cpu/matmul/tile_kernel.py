@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from numba import types
+
 
 class TileKernel(NamedTuple):
     """Layouts of unpacked weights and of panels, and the kernel that multiplies them."""
@@ -35,3 +37,14 @@ class TileKernel(NamedTuple):
     # Intrinsics before the first product of a task (of SCALES_PER_BLOCK) and after the last one. None: nothing to do.
     begin: Callable[..., None] | None = None
     end: Callable[..., None] | None = None
+
+
+def block_signature(total: Any, scales_per_block: Any, has_minimum: Any, *operands: Any) -> Any:
+    """Return the signature of an emitter that adds blocks to a tile of totals.
+
+    Operands: weights or sums and an index, scales, minima and an index, a panel and an index; more are indices.
+    """
+    first, _, scales, minima, _, panel, _, *more = operands
+    index = types.intp
+    rest = first, index, scales, minima, index, panel, index, *[index] * len(more)
+    return total(total, scales_per_block, has_minimum, *rest)

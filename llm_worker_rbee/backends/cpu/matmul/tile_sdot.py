@@ -42,8 +42,9 @@ from ..simd import (
     emit_store,
     emits,
     map_tile,
+    offset_index,
 )
-from .tile_kernel import TileKernel
+from .tile_kernel import TileKernel, block_signature
 
 binding.initialize_native_asmparser()
 TOKENS, ROW_VECTORS = 4, 2  # of a tile
@@ -60,13 +61,9 @@ X, W, SCALED = ("16", "17", "18", "19"), ("20", "21", "22"), ("24", "25", "26", 
 X_SCALE, W_SCALE, X_SUM, W_MINIMUM = "28", "29", "30", "31"
 
 
-def _plus(b: Any, index: Any, more: int) -> Any:
-    return b.add(index, ir.Constant(index.type, more))
-
-
 def _store_token(b: Any, panel: Any, at: Any, token: Any, values: Any, scale: Any, total: Any, totals: Any) -> None:
     def put(first: int, size: int, value: Any) -> None:
-        where = b.add(_plus(b, at, first), b.mul(token, ir.Constant(token.type, size)))
+        where = b.add(offset_index(b, at, first), b.mul(token, ir.Constant(token.type, size)))
         emit_store(b, panel, where, value)
 
     put(0, 32, values)
@@ -83,7 +80,7 @@ def load_totals(b: Any, totals: Any, at: Any, stride: Any) -> Any:
 
     def one(cell: int) -> Any:
         row, token = CELLS[cell]
-        where = b.add(_plus(b, at, 4 * row), b.mul(stride, ir.Constant(stride.type, token)))
+        where = b.add(offset_index(b, at, 4 * row), b.mul(stride, ir.Constant(stride.type, token)))
         return emit_load(b, totals, where, F32X4)
 
     return map_tile(b, len(CELLS), one)
@@ -93,7 +90,7 @@ def load_totals(b: Any, totals: Any, at: Any, stride: Any) -> Any:
 def store_totals(b: Any, totals: Any, at: Any, stride: Any, tile: Any) -> None:
     """Write them back."""
     for cell, (row, token) in enumerate(CELLS):
-        where = b.add(_plus(b, at, 4 * row), b.mul(stride, ir.Constant(stride.type, token)))
+        where = b.add(offset_index(b, at, 4 * row), b.mul(stride, ir.Constant(stride.type, token)))
         emit_store(b, totals, where, b.extract_value(tile, cell))
 
 
@@ -174,13 +171,7 @@ def loop_code(scales_per_block: int, has_minimum: bool) -> str:
     return "\\0A".join(lines)
 
 
-def _tile_signature(total: Any, scales_per_block: Any, has_minimum: Any, *rest: Any) -> Any:
-    weights, _, scales, minima, _, panel, *_ = rest
-    index = types.intp
-    return total(total, scales_per_block, has_minimum, weights, index, scales, minima, index, panel, index, index)
-
-
-@emits(_tile_signature, prefer_literal=True)
+@emits(block_signature, prefer_literal=True)
 def add_blocks(
     b: Any, total: Any, scales_per_block: int, has_minimum: bool, weights: Any, line: Any, scales: Any, minima: Any,
     scale: Any, panel: Any, at: Any, blocks: Any,

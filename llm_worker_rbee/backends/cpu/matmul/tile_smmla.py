@@ -39,10 +39,11 @@ from ..simd import (
     emit_store,
     emits,
     map_tile,
+    offset_index,
     strided_index,
     u8x64,
 )
-from .tile_kernel import TileKernel
+from .tile_kernel import TileKernel, block_signature
 
 ROW_PAIRS, TOKEN_PAIRS = 4, 2  # of a tile
 PANEL_BYTES, MINUS_MAGIC, SCALE, SUM, SUM16 = 288, 128, 160, 192, 224
@@ -53,17 +54,13 @@ pair_totals8 = Tile(Vector("f32x2x2", F32, 4), ROW_PAIRS * TOKEN_PAIRS)  # row p
 CELLS = [(rows, tokens) for rows in range(ROW_PAIRS) for tokens in range(TOKEN_PAIRS)]
 
 
-def _plus(b: Any, index: Any, more: int) -> Any:
-    return b.add(index, ir.Constant(index.type, more))
-
-
 def _shuffle(b: Any, x: Any, y: Any, lanes: list[int]) -> Any:
     return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
 
 
 def _store_token(b: Any, panel: Any, at: Any, token: Any, values: Any, scale: Any, total: Any, totals: Any) -> None:
     def put(first: int, value: Any) -> None:
-        emit_store(b, panel, strided_index(b, _plus(b, at, first), token, 8), value)
+        emit_store(b, panel, strided_index(b, offset_index(b, at, first), token, 8), value)
 
     for columns in range(4):
         put(32 * columns, _shuffle(b, values, values, list(range(8 * columns, 8 * columns + 8))))
@@ -88,7 +85,7 @@ def _weight_order(b: Any, quads: list[Any]) -> list[Any]:
 def _token_places(b: Any, at: Any, stride: Any, cell: int) -> list[Any]:
     """Emit the indices of the first row of a cell, for each of its two tokens."""
     rows, tokens = CELLS[cell]
-    return [strided_index(b, _plus(b, at, 2 * rows), stride, 2 * tokens + token) for token in range(2)]
+    return [strided_index(b, offset_index(b, at, 2 * rows), stride, 2 * tokens + token) for token in range(2)]
 
 
 @emits(lambda totals, at, stride: pair_totals8(totals, types.intp, types.intp))
@@ -116,21 +113,15 @@ def _emit_dots(b: Any, weights: Any, at: Any, panel: Any, first: Any, columns: r
     start = cgutils.global_constant(b.module, "magic", ir.Constant(I32X4, [MAGIC_BITS] * 4))
     acc = {cell: emit_reload(b, start) for cell in CELLS}
     for eight in columns:
-        x = [emit_load(b, panel, _plus(b, first, 32 * eight + 16 * pair), I8X16) for pair in range(TOKEN_PAIRS)]
-        w = [emit_load(b, weights, _plus(b, at, 128 * eight + 16 * pair), I8X16) for pair in range(ROW_PAIRS)]
+        x = [emit_load(b, panel, offset_index(b, first, 32 * eight + 16 * pair), I8X16) for pair in range(TOKEN_PAIRS)]
+        w = [emit_load(b, weights, offset_index(b, at, 128 * eight + 16 * pair), I8X16) for pair in range(ROW_PAIRS)]
         for rows, tokens in CELLS:
             name = "llvm.aarch64.neon.smmla.v4i32.v16i8"
             acc[rows, tokens] = emit_call(b, name, I32X4, acc[rows, tokens], x[tokens], w[rows])
     return {cell: b.bitcast(value, F32X4) for cell, value in acc.items()}
 
 
-def _tile_signature(total: Any, scales_per_block: Any, has_minimum: Any, *rest: Any) -> Any:
-    weights, _, scales, minima, _, panel, _ = rest
-    index = types.intp
-    return total(total, scales_per_block, has_minimum, weights, index, scales, minima, index, panel, index)
-
-
-@emits(_tile_signature, prefer_literal=True)
+@emits(block_signature, prefer_literal=True)
 def add_block(
     b: Any, total: Any, scales_per_block: int, has_minimum: bool, weights: Any, line: Any, scales: Any, minima: Any,
     scale: Any, panel: Any, at: Any,
@@ -139,10 +130,10 @@ def add_block(
     value = [b.extract_value(total, cell) for cell in range(len(CELLS))]
 
     def of_tokens(first: int) -> list[Any]:
-        return [emit_load(b, panel, _plus(b, at, first + 16 * pair), F32X4) for pair in range(TOKEN_PAIRS)]
+        return [emit_load(b, panel, offset_index(b, at, first + 16 * pair), F32X4) for pair in range(TOKEN_PAIRS)]
 
     def of_rows(array: ArrayValue, half: int) -> list[Any]:
-        pairs = [emit_load(b, array, _plus(b, scale, 16 * half + 2 * pair), F32X2) for pair in range(ROW_PAIRS)]
+        pairs = [emit_load(b, array, offset_index(b, scale, 16 * half + 2 * pair), F32X2) for pair in range(ROW_PAIRS)]
         return [_shuffle(b, pair, pair, [0, 1, 0, 1]) for pair in pairs]
 
     for half in range(scales_per_block):
