@@ -145,7 +145,7 @@ def _read_numbers(metadata: Mapping[str, object], key: str, length: int) -> list
     values = metadata.get(_PREFIX + key)
     tolist = getattr(values, "tolist", None)
     numbers = tolist() if tolist is not None else values
-    if not isinstance(numbers, list) or not set(map(type, numbers)) <= {int, float, bool}:
+    if not isinstance(numbers, list) or not all(issubclass(kind, (int, float)) for kind in set(map(type, numbers))):
         raise TokenizerError(f"{_PREFIX}{key} must be an array of numbers")
     if len(numbers) < length:
         raise TokenizerError(f"{_PREFIX}{key} has {len(numbers)} entries for {length} tokens")
