@@ -32,7 +32,7 @@ from .repack import repack
 Floats = NDArray[np.float32]
 PIECES_PER_THREAD = 8  # of a matrix
 # The values of attention are the most sensitive: half of the error of a model's log-probabilities came from there, with
-# 3% of the arithmetic (docs/decisions.md). The output head uses two-term activations too, whatever its name.
+# 3% of the arithmetic where several heads share them (docs/decisions.md). The output head uses two terms too.
 HIGH_PRECISION_TENSORS = ("attn_v.weight",)
 
 MIN_TOKENS = PACKED = UNPACKED = None  # set for each variant
@@ -114,7 +114,9 @@ def pack_weight(tensors: Sequence[Tensor], threads: int) -> PackedWeight:
 
 
 def _is_sensitive(tensor: Tensor) -> bool:
-    return tensor.name.endswith(HIGH_PRECISION_TENSORS) and not layout_of_tensor(tensor).float_type
+    rows, columns = tensor.shape
+    is_shared = 2 * rows <= columns  # with a KV head for each head, twice the products of v are 8% of the arithmetic
+    return is_shared and tensor.name.endswith(HIGH_PRECISION_TENSORS) and not layout_of_tensor(tensor).float_type
 
 
 def linear_tasks(w: PackedWeight, count: int, floats: int, quantized: int, output: int, threads: int) -> list[Task]:
