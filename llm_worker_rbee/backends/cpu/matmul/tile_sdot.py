@@ -15,9 +15,9 @@ scale) is sum * scale, rounded once, as a scale has 22 bits: one instruction ins
 turns of one pipe) and a product.
 
 The loop over blocks is assembly, because the order decides: an `fmla` writes its result one cycle later than an `sdot`,
-so each change from `fmla` to `sdot` costs a pipe one turn, and LLVM scatters them. A block is two phases (four with two
-scales): the dot products of four rows, with all `fmla` in one place: those of the last two phases, whose operands are
-ready. 57 G multiply-adds a second instead of 52, of 80 without any scale (docs/decisions/079-unpack-first.md).
+so each change from `fmla` to `sdot` costs a pipe a turn, and LLVM scatters them. Here all dot products of a scale come
+first, then all `fmla`. 60 G multiply-adds a second instead of 52 in the first-level cache, of 80 without any scale
+(docs/decisions/079-unpack-first.md).
 """
 
 from __future__ import annotations
@@ -55,10 +55,12 @@ totals8 = Tile(Vector("f32x4", F32, 4), ROW_VECTORS * TOKENS)  # row vector afte
 CELLS = [(row, token) for row in range(ROW_VECTORS) for token in range(TOKENS)]
 # Operands of the assembly: eight totals, pointers that move on, the blocks that are left; then the address of MAGIC.
 WEIGHTS, PANEL, SCALES, MINIMA, BLOCKS, START = (f"${{{number}}}" for number in (8, 9, 10, 11, 12, 26))
-# Registers v8 to v31: sums of each row vector and token, activations, weights, scaled sums, scales.
+# Registers v8 to v31: sums of each row vector and token, activations, weights, scaled sums. Those of activations and
+# weights hold the scales once the dot products are done.
 SUMS = [[f"{8 + TOKENS * row + token}" for token in range(TOKENS)] for row in range(ROW_VECTORS)]
-X, W, SCALED = ("16", "17", "18", "19"), ("20", "21", "22"), ("24", "25", "26", "27")
-X_SCALE, W_SCALE, X_SUM, W_MINIMUM = "28", "29", "30", "31"
+SCALED = [[f"{24 + TOKENS * row + token}" for token in range(TOKENS)] for row in range(ROW_VECTORS)]
+X, W = ("16", "17", "18", "19"), ("20", "21", "22", "23")
+X_SCALE, X_SUM, W_SCALE, W_MINIMUM = "16", "17", ("18", "19"), ("20", "21")
 
 
 def _store_token(b: Any, panel: Any, at: Any, token: Any, values: Any, scale: Any, total: Any, totals: Any) -> None:
@@ -95,80 +97,53 @@ def store_totals(b: Any, totals: Any, at: Any, stride: Any, tile: Any) -> None:
 
 
 def _load(register: str, pointer: str, offset: int = 0) -> str:
-    return f"{'ldr' if offset >= 0 else 'ldur'} q{register}, [{pointer}, #{offset}]"
+    return f"ldr q{register}, [{pointer}, #{offset}]"
 
 
-class _Phase:
-    """The instructions of one row vector and one scale of a block: dot products, and two steps of floats later."""
-
-    def __init__(self, half: int, row: int, scales_per_block: int) -> None:
-        self.row, self.sums = row, SUMS[row]
-        self.quads = range(8) if scales_per_block == 1 else range(4 * half, 4 * half + 4)
-        self.scale, self.block_scales = 64 * half + 16 * row, 64 * scales_per_block  # in bytes
-        self.x_sum = SUM if scales_per_block == 1 else SUM16 + 16 * half
-
-    def dots(self) -> list[str]:
-        """Return the integer sums of four rows x four tokens."""
-        lines = [_load(register, START) for register in self.sums]
-        for quad in self.quads:
-            if quad % 4 == 0:
-                lines += [_load(register, PANEL, 32 * token + 4 * quad) for token, register in enumerate(X)]
-            weights = W[quad % len(W)]
-            lines.append(_load(weights, WEIGHTS, 64 * quad + 16 * self.row))
-            lines += [f"sdot v{self.sums[t]}.4s, v{weights}.16b, v{X[t]}.4b[{quad % 4}]" for t in range(TOKENS)]
-        return lines
-
-    def scale_sums(self, past: bool) -> list[str]:
-        """Return SCALED = sums * scale of each token; `past`: the pointers have moved on to the next block."""
-        first = -PANEL_BYTES if past else 0
-        lines = [_load(X_SCALE, PANEL, first + SCALE)]
-        lines += [_load(SCALED[t], PANEL, first + MINUS_MAGIC + 16 * t) for t in range(TOKENS)]
-        return lines + [f"fmla v{SCALED[t]}.4s, v{self.sums[t]}.4s, v{X_SCALE}.s[{t}]" for t in range(TOKENS)]
-
-    def add(self, past: bool) -> list[str]:
-        """Return total += SCALED * scale of the rows."""
-        lines = [_load(W_SCALE, SCALES, self.scale - (self.block_scales if past else 0))]
-        return lines + [f"fmla {self._total(t)}, v{SCALED[t]}.4s, v{W_SCALE}.4s" for t in range(TOKENS)]
-
-    def add_minimum(self, past: bool) -> list[str]:
-        """Return total += scaled sum of the activations * minimum of the rows."""
-        lines = [_load(W_MINIMUM, MINIMA, self.scale - (self.block_scales if past else 0))]
-        lines.append(_load(X_SUM, PANEL, self.x_sum - (PANEL_BYTES if past else 0)))
-        return lines + [f"fmla {self._total(t)}, v{W_MINIMUM}.4s, v{X_SUM}.s[{t}]" for t in range(TOKENS)]
-
-    def _total(self, token: int) -> str:
-        return f"${{{self.row * TOKENS + token}}}.4s"
+def _dots(quads: range) -> list[str]:
+    """Return the integer sums of 8 rows x 4 tokens over some quads of columns."""
+    steps = [(quad, row) for quad in quads for row in range(ROW_VECTORS)]
+    loads = [_load(W[i % len(W)], WEIGHTS, 64 * quad + 16 * row) for i, (quad, row) in enumerate(steps)]
+    lines = [loads[0]]
+    for i, (quad, row) in enumerate(steps):
+        if quad == quads[0]:
+            lines += [_load(register, START) for register in SUMS[row]]
+        if quad % 4 == 0 and row == 0:
+            lines += [_load(register, PANEL, 32 * token + 4 * quad) for token, register in enumerate(X)]
+        lines += loads[i + 1 : i + 2]  # one step ahead
+        dot = f"v{W[i % len(W)]}.16b"
+        lines += [f"sdot v{SUMS[row][t]}.4s, {dot}, v{X[t]}.4b[{quad % 4}]" for t in range(TOKENS)]
+    return lines
 
 
-def _block_code(phases: list[_Phase], has_minimum: bool, first: bool) -> list[str]:
-    """Return the dot products of a block with the float steps of the phases before, which the first block lacks."""
-    lines = []
-    for i, phase in enumerate(phases):
-        floats = []
-        if i >= 2 or not first:
-            floats += phases[i - 2].add(i < 2)
-        if i >= 1 or not first:
-            floats += phases[i - 1].scale_sums(i < 1)
-        if has_minimum and (i >= 2 or not first):
-            floats += phases[i - 2].add_minimum(i < 2)
-        dots = phase.dots()
-        middle = len(dots) // 2
-        lines += dots[:middle] + floats + dots[middle:]
-    lines += [f"add {WEIGHTS}, {WEIGHTS}, #512", f"add {PANEL}, {PANEL}, #{PANEL_BYTES}"]
-    lines += [f"add {pointer}, {pointer}, #{phases[0].block_scales}" for pointer in (SCALES, MINIMA)]
-    return [*lines, f"subs {BLOCKS}, {BLOCKS}, #1"]
+def _add_to_totals(scale: int, x_sum: int, has_minimum: bool) -> list[str]:
+    """Return SCALED = sums * scale of each token, total += SCALED * scale of the rows, and the minimum likewise.
+
+    `scale` and `x_sum` are the offsets of the first scale of the rows and of the scaled sums of the activations.
+    """
+    lines = [_load(X_SCALE, PANEL, SCALE)]
+    lines += [_load(SCALED[row][t], PANEL, MINUS_MAGIC + 16 * t) for row, t in CELLS]
+    lines += [_load(W_SCALE[row], SCALES, scale + 16 * row) for row in range(ROW_VECTORS)]
+    if has_minimum:
+        lines += [_load(X_SUM, PANEL, x_sum)]
+        lines += [_load(W_MINIMUM[row], MINIMA, scale + 16 * row) for row in range(ROW_VECTORS)]
+    lines += [f"fmla v{SCALED[row][t]}.4s, v{SUMS[row][t]}.4s, v{X_SCALE}.s[{t}]" for row, t in CELLS]
+    lines += [f"fmla ${{{cell}}}.4s, v{SCALED[row][t]}.4s, v{W_SCALE[row]}.4s" for cell, (row, t) in enumerate(CELLS)]
+    if has_minimum:
+        lines += [f"fmla ${{{cell}}}.4s, v{W_MINIMUM[row]}.4s, v{X_SUM}.s[{t}]" for cell, (row, t) in enumerate(CELLS)]
+    return lines
 
 
 def loop_code(scales_per_block: int, has_minimum: bool) -> str:
     """Return the loop over blocks as assembly."""
-    phases = [_Phase(half, row, scales_per_block) for half in range(scales_per_block) for row in range(ROW_VECTORS)]
-    lines = [*_block_code(phases, has_minimum, True), "b.eq 2f", "1:"]
-    lines += [*_block_code(phases, has_minimum, False), "b.ne 1b", "2:"]
-    for phase in phases[-2:]:
-        if phase is phases[-1]:
-            lines += phase.scale_sums(True)
-        lines += phase.add(True) + (phase.add_minimum(True) if has_minimum else [])
-    return "\\0A".join(lines)
+    lines = ["1:"]
+    for half in range(scales_per_block):
+        quads = range(8) if scales_per_block == 1 else range(4 * half, 4 * half + 4)
+        x_sum = SUM if scales_per_block == 1 else SUM16 + 16 * half
+        lines += _dots(quads) + _add_to_totals(64 * half, x_sum, has_minimum)
+    moves = (WEIGHTS, 512), (PANEL, PANEL_BYTES), (SCALES, 64 * scales_per_block), (MINIMA, 64 * scales_per_block)
+    lines += [f"add {pointer}, {pointer}, #{size}" for pointer, size in moves]
+    return "\\0A".join([*lines, f"subs {BLOCKS}, {BLOCKS}, #1", "b.ne 1b"])
 
 
 @emits(block_signature, prefer_literal=True)
