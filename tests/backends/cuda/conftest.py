@@ -20,6 +20,8 @@ TRITON = importlib.util.find_spec("triton") is not None and importlib.util.find_
 collect_ignore_glob = [] if TRITON else ["test_*.py"]
 if not GPU:
     os.environ[INTERPRET] = "1"
+    if TRITON:
+        importlib.import_module("tests.helpers.triton_interpreter").install()
 
 
 def _stop_interpreting() -> None:
