@@ -48,6 +48,7 @@ from .tile_kernel import TileKernel, block_signature
 
 binding.initialize_native_asmparser()
 TOKENS, ROW_VECTORS = 4, 2  # of a tile
+PREFETCH_BYTES = 512  # of a panel ahead, from the second-level cache
 PANEL_BYTES, MINUS_MAGIC, SCALE, SUM, SUM16 = 256, 128, 192, 208, 224
 SCALES_PER_BLOCK = HAS_MINIMUM = None  # set for each variant
 I64, I32X4, F32X4 = ir.IntType(64), ir.VectorType(I32, 4), ir.VectorType(F32, 4)
@@ -103,6 +104,7 @@ def _load(register: str, pointer: str, offset: int = 0) -> str:
 def _dots(quads: range) -> list[str]:
     """Return the integer sums of 8 rows x 4 tokens over some quads of columns."""
     steps = [(quad, row) for quad in quads for row in range(ROW_VECTORS)]
+    scaled = [_load(SCALED[row][t], PANEL, MINUS_MAGIC + 16 * t) for row, t in CELLS]
     loads = [_load(W[i % len(W)], WEIGHTS, 64 * quad + 16 * row) for i, (quad, row) in enumerate(steps)]
     lines = [loads[0]]
     for i, (quad, row) in enumerate(steps):
@@ -111,6 +113,10 @@ def _dots(quads: range) -> list[str]:
         if quad % 4 == 0 and row == 0:
             lines += [_load(register, PANEL, 32 * token + 4 * quad) for token, register in enumerate(X)]
         lines += loads[i + 1 : i + 2]  # one step ahead
+        if i >= len(steps) - len(scaled):  # spread over the last steps
+            lines.append(scaled[i - len(steps)])
+        if quad < 2:  # a cache line of the panel each
+            lines.append(f"prfm pldl1keep, [{PANEL}, #{PREFETCH_BYTES + 64 * (2 * quad + row)}]")
         dot = f"v{W[i % len(W)]}.16b"
         lines += [f"sdot v{SUMS[row][t]}.4s, {dot}, v{X[t]}.4b[{quad % 4}]" for t in range(TOKENS)]
     return lines
@@ -122,7 +128,6 @@ def _add_to_totals(scale: int, x_sum: int, has_minimum: bool) -> list[str]:
     `scale` and `x_sum` are the offsets of the first scale of the rows and of the scaled sums of the activations.
     """
     lines = [_load(X_SCALE, PANEL, SCALE)]
-    lines += [_load(SCALED[row][t], PANEL, MINUS_MAGIC + 16 * t) for row, t in CELLS]
     lines += [_load(W_SCALE[row], SCALES, scale + 16 * row) for row in range(ROW_VECTORS)]
     if has_minimum:
         lines += [_load(X_SUM, PANEL, x_sum)]
