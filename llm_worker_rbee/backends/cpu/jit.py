@@ -253,6 +253,12 @@ class PartLibrary(codegen.JITCodeLibrary):
     Numba's own library makes machine code of every function with all that it calls, n times of what is n calls deep.
     """
 
+    optimized = True  # before it is a part of a kernel and optimized again: inner loops of products need both
+
+    def _optimize_final_module(self) -> None:
+        if self.optimized:
+            super()._optimize_final_module()
+
     def _finalize_final_module(self) -> None:
         self._finalize_dynamic_globals()
         self._finalized = True
@@ -266,10 +272,12 @@ class _PartLowering(typed_passes.NativeLowering):
     """Lower a part to LLVM code and register it for its callers, without a function for Python."""
 
     _name = "part_lowering"
+    optimized = True
 
     def run_pass(self, state: Any) -> bool:
         name = state.func_id.func_qualname
         state.library, state.flags.no_compile = PartLibrary(state.targetctx.codegen(), name), True
+        state.library.optimized = self.optimized
         super().run_pass(state)
         lowered = state["cr"]
         entry = _dynfunc.make_function(lowered.fndesc.lookup_module(), name, "", 0, lowered.env, (state.library,))
@@ -278,8 +286,19 @@ class _PartLowering(typed_passes.NativeLowering):
         return True
 
 
-# Passes of Numba that change nothing in kernels: they have neither closures nor expressions of whole arrays to fuse.
-_UNNEEDED_PASSES = untyped_passes.InlineClosureLikes, typed_passes.NopythonRewrites
+@compiler_machinery.register_pass(mutates_CFG=True, analysis_only=False)
+class _SimplePartLowering(_PartLowering):
+    _name = "simple_part_lowering"
+    optimized = False
+
+
+# Passes of Numba that change nothing in kernels: these have no closures, context managers, loops over tuples of several
+# types, arguments of exceptions or expressions of whole arrays to fuse, and nobody reads the notes of types.
+_UNNEEDED_PASSES = (
+    untyped_passes.InlineClosureLikes, untyped_passes.MakeFunctionToJitFunction, untyped_passes.WithLifting,
+    untyped_passes.FindLiterallyCalls, untyped_passes.LiteralUnroll, untyped_passes.RewriteDynamicRaises,
+    typed_passes.NopythonRewrites, typed_passes.AnnotateTypes, typed_passes.DumpParforDiagnostics,
+)  # fmt: skip
 
 
 class _PartCompiler(compiler.Compiler):
@@ -296,6 +315,10 @@ class _PartCompiler(compiler.Compiler):
         return [manager]
 
 
+class _SimplePartCompiler(_PartCompiler):
+    lowering = _SimplePartLowering
+
+
 class _KernelCompiler(_PartCompiler):
     lowering = typed_passes.NativeLowering
 
@@ -303,13 +326,13 @@ class _KernelCompiler(_PartCompiler):
 class KernelFunction:
     """A function that kernels call as a part of theirs, and Python as a kernel, compiled for the types it meets."""
 
-    def __init__(self, function: Callable[..., Any], options: Any = _OPTIONS) -> None:
-        self.py_func, self._options = function, options
+    def __init__(self, function: Callable[..., Any], part_compiler: type[_PartCompiler] = _PartCompiler) -> None:
+        self.py_func, self._part_compiler = function, part_compiler
 
     @cached_property
     def part(self) -> Any:
         """What kernels call."""
-        return nb.njit(pipeline_class=_PartCompiler, **_PART_OPTIONS)(self.py_func)
+        return nb.njit(pipeline_class=self._part_compiler, **_PART_OPTIONS)(self.py_func)
 
     @property
     def _numba_type_(self) -> Any:
@@ -318,7 +341,7 @@ class KernelFunction:
     @cached_property
     def dispatcher(self) -> Any:
         """What Python calls."""
-        made: Any = nb.njit(pipeline_class=_KernelCompiler, **self._options)(self.py_func)
+        made: Any = nb.njit(pipeline_class=_KernelCompiler, **_OPTIONS)(self.py_func)
         made._cache = KernelCache(self.py_func)
         return made
 
@@ -334,6 +357,11 @@ def inline(function: Callable[..., Any]) -> Any:
 def kernel(function: Callable[..., Any]) -> KernelFunction:
     """Return a function that kernels and Python call, compiled for the argument types that it meets."""
     return KernelFunction(function)
+
+
+def simple_kernel(function: Callable[..., Any]) -> KernelFunction:
+    """Return the same, optimized only as a part of each kernel: faster to compile, for code without hot loops."""
+    return KernelFunction(function, _SimplePartCompiler)
 
 
 def parallel(function: Callable[..., Any]) -> Any:

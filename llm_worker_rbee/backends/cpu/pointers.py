@@ -15,6 +15,7 @@ import numba as nb
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ... import machine
@@ -40,11 +41,19 @@ def _pointer_to(kind: Any) -> Any:
 
 
 def _array_of(kind: Any) -> Any:
-    pointer = _pointer_to(kind)
+    """Return the intrinsic that makes an array of an address: many calls, so it must be typed and lowered fast."""
+    made, size = types.Array(kind, 1, "C"), kind.bitwidth // 8
 
-    @nb.njit(inline="always")
-    def array(address):
-        return nb.carray(pointer(address), (ARRAY_LENGTH,))
+    @intrinsic
+    def array(_: Any, address: Any) -> Any:
+        def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+            value = context.make_array(made)(context, b)  # no owner, no parent
+            value.data = b.inttoptr(args[0], context.get_data_type(kind).as_pointer())
+            value.nitems, value.itemsize = ir.Constant(I64, ARRAY_LENGTH), ir.Constant(I64, size)
+            value.shape, value.strides = (cgutils.pack_array(b, [ir.Constant(I64, n)]) for n in (ARRAY_LENGTH, size))
+            return value._getvalue()
+
+        return made(types.int64), gen
 
     return array
 

@@ -23,7 +23,8 @@ from .. import reference_sampling
 from ..ops import Ints, Logprobs, SampleRow
 from ..reference_sampling import MAX_LOGIT
 from . import sampling_kernels as kernels
-from .jit import PythonKernel, TaskKernel, kernel
+from .jit import PythonKernel, TaskKernel
+from .jit import simple_kernel as kernel
 from .pointers import f32, f64, i64
 from .program import Program, Step, Task, new_step, pack_args
 

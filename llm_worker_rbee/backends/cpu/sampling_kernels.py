@@ -13,7 +13,7 @@ import math
 import numpy as np
 
 from . import simd as f
-from .jit import kernel
+from .jit import simple_kernel as kernel
 from .simd import LANES
 from .simd import MIN_EXPONENT_F64 as MIN_EXPONENT
 

@@ -1,19 +1,24 @@
-"""The JIT cache: reused by the next process, never stale after an edit, never used when damaged; and float16."""
+"""The JIT cache: reused by the next process, never stale after an edit, never used when damaged; parts; and float16."""
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numba as nb
+import numpy as np
 import pytest
 
 from llm_worker_rbee import machine
 from llm_worker_rbee.backends import cpu_info
 from llm_worker_rbee.backends.cpu import jit
+from llm_worker_rbee.backends.cpu.pointers import f64, i64
 from llm_worker_rbee.backends.kernel_cache import CACHE_VARIABLE
 from tests.backends.test_cpu_info import run
 
@@ -68,6 +73,26 @@ with np.errstate(all="ignore"):
 print("f16c" in cpu_info.llvm_features())
 """
 RIGHT, WRONG = 6.0, 54.0
+SCALE: Any = None  # set for each variant
+PLUS_ONE: Any = None
+DOUBLED: Any = None
+
+
+def plus_one(x):
+    return x + SCALE
+
+
+def doubled(x):
+    """Call another part for whatever type it gets."""
+    return PLUS_ONE(x) * 2
+
+
+def double_both(args, step, piece):
+    f64(args)[0], i64(args)[1] = DOUBLED(f64(args)[0]), DOUBLED(i64(args)[1])
+
+
+def call(task: jit.TaskKernel, values: Any) -> None:
+    ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(task.address)(values.ctypes.data, 0, 0)
 
 
 def start(cache: Path | str, root: Path = PACKAGE.parent, **env: str) -> subprocess.Popen[str]:
@@ -84,6 +109,30 @@ def end(process: subprocess.Popen[str], warning: str = "") -> tuple[float, bool]
     assert [warning in line for line in errors.splitlines()] == [True] * bool(warning), errors
     value, kept = out.split()
     return float(value), kept == "True"
+
+
+@pytest.mark.parametrize("make", [jit.kernel, jit.simple_kernel])
+def test_kernel_function_is_called_by_python_and_by_kernels(make: Any) -> None:
+    """A function is compiled for the types it meets: for Python as a kernel, for kernels as a part, at any depth."""
+    name = make.__name__
+    inner = make(jit.variant(plus_one, name, SCALE=1))
+    outer = make(jit.variant(doubled, name, PLUS_ONE=inner))
+    assert (outer(3), outer(1.25), type(outer(3))) == (8, 4.5, int)
+    values = np.array([1.25, 0.0])
+    values.view(np.int64)[1] = 3
+    call(jit.TaskKernel(double_both, name, DOUBLED=outer), values)
+    assert (values[0], values.view(np.int64)[1]) == (4.5, 8)
+    for part in (inner.part, outer.part):
+        assert set(part.overloads) == {(nb.int64,), (nb.float64,)}
+        for compiled in part.overloads.values():
+            library, symbol = compiled.library, compiled.fndesc.llvm_func_name
+            assert isinstance(library, jit.PartLibrary)
+            assert library.optimized == (make is jit.kernel)
+            assert not library.get_function(symbol).is_declaration
+            assert library.get_pointer_to_function(symbol) == 0  # LLVM code only
+            assert not library.codegen._engine.is_symbol_defined(symbol)
+    assert set(outer.dispatcher.overloads) == {(nb.int64,), (nb.float64,)}
+    assert not inner.dispatcher.overloads  # Python did not call it
 
 
 def test_jit_cache_is_reused_and_never_stale(tmp_path: Path) -> None:
