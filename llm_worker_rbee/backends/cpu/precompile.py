@@ -1,7 +1,8 @@
 """All kernels, those of one model, and loading them before use: from disk, or compiled by several processes.
 
-Numba compiles one kernel at a time in a process, so helper processes share the work: each starts with its part of the
-list, then walks backwards through the parts of the others, and skips what is cached by then.
+Numba compiles one kernel at a time in a process, so helper processes share the work: each starts with its share, then
+walks backwards through the shares of the others, and skips what is cached by then. Kernels with parts in common are in
+one share: a part is compiled once in a process.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,9 @@ COMMON_MODULES = "elementwise rope sampling"
 HEADS_PER_KV_HEAD = (1, 2, 3, 4, 5, 6, 7, 8)  # of known models
 KERNELS_PER_HELPER = 4  # fewer are compiled before a helper has started
 MAX_HELPERS = 7
+# About what the kernels of a module take to compile, to make shares of one length; 1 for others.
+SECONDS_PER_KERNEL = {"sampling": 2, "attention": 3, "linear": 3, "repack": 3}
+HELPER_START_SECONDS = 2
 Kernel = TaskKernel | PythonKernel
 
 
@@ -104,10 +108,19 @@ def load_kernels(kernels: Sequence[Kernel], progress: Progress | None = None) ->
 
 def _work_orders(missing: Sequence[Kernel], processes: int) -> list[list[Kernel]]:
     """Return the order in which each process goes through the kernels, so that two seldom meet at one."""
-    edges = [len(missing) * i // processes for i in range(processes + 1)]
-    parts = [list(missing[start:stop]) for start, stop in pairwise(edges)]
+    groups: dict[str, list[Kernel]] = {}
+    for kernel in missing:
+        module = kernel.name.partition(".")[0].removesuffix("_kernels")
+        groups.setdefault(kernel.name if module == "linear" else module, []).append(kernel)
+    seconds = {name: len(group) * SECONDS_PER_KERNEL.get(name.partition(".")[0], 1) for name, group in groups.items()}
+    shares: list[list[Kernel]] = [[] for _ in range(processes)]
+    busy = [0] + [HELPER_START_SECONDS] * (processes - 1)
+    for name in sorted(groups, key=lambda name: -seconds[name]):
+        first_free = busy.index(min(busy))
+        shares[first_free] += groups[name]
+        busy[first_free] += seconds[name]
     return [
-        parts[i] + [kernel for j in range(1, processes) for kernel in reversed(parts[(i + j) % processes])]
+        shares[i] + [kernel for j in range(1, processes) for kernel in reversed(shares[(i + j) % processes])]
         for i in range(processes)
     ]
 
