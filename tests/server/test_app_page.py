@@ -260,7 +260,7 @@ def test_page_counts_tokens_rather_than_events(browser: Any, start: Start) -> No
         page.click("#stop")
         reply = finished(page)
         assert page.inner_text("article.assistant .foot span") == f"stopped after {len(reply)} tokens"
-        assert server.llm.engine.scheduler.stats.num_accepted_tokens > 100
+        assert server.llm.engine.scheduler.stats.num_accepted_tokens > 20  # drafting may pause where it costs time
 
 
 def test_page_controls_have_labels_and_answers_are_text(browser: Any, server: Server) -> None:
