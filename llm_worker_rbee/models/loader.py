@@ -7,8 +7,10 @@ norms and biases become float32.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from threading import Lock
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +30,7 @@ from .decoder import Transformer
 
 # Tables in old exports, redundant with the metadata.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn_rot_embd.weight")
+MAX_BLOCKS_AT_ONCE = 4  # each holds pages of the file
 
 
 def load_model(
@@ -56,7 +59,8 @@ class _ModelLoader:
     max_context: int
     advance: Callable[[int], None]
     used: set[str] = field(default_factory=set)
-    packed_bytes: int = 0  # bytes
+    packed_bytes: int = 0
+    packed_lock: Lock = field(default_factory=Lock)
 
     def model(self) -> Transformer:
         c = self.config
@@ -64,7 +68,7 @@ class _ModelLoader:
         embedding = self.matrix("token_embd.weight", c.vocab_size, c.d_model)
         release_pages(embedding.data)  # checked now, packed last
         global_rope, local_rope = self.ropes()
-        blocks = tuple(self.block(i, local_rope if c.windows[i] else global_rope) for i in range(c.n_layers))
+        blocks = self.blocks([local_rope if c.windows[i] else global_rope for i in range(c.n_layers)])
         table = self.pack([embedding])
         model = Transformer(
             config=c,
@@ -117,6 +121,14 @@ class _ModelLoader:
             needed = "tensor 'rope_factors_long.weight' needs an original context length"
             raise ModelFileError(f"{needed}, which is {scaling.original_context}")
         return replace(scaling, kind="longrope", short_factors=tuple(short.tolist()), long_factors=tuple(long.tolist()))
+
+    def blocks(self, ropes: list[RopeTable]) -> tuple[Block, ...]:
+        """Build all blocks, several at once on the CPU: its kernels pack and read the file without the GIL."""
+        threads = 1 if self.ops.has_device_memory else min(self.ops.threads or 1, MAX_BLOCKS_AT_ONCE)
+        if threads == 1:
+            return tuple(map(self.block, range(len(ropes)), ropes))
+        with ThreadPoolExecutor(threads) as pool:
+            return tuple(pool.map(self.block, range(len(ropes)), ropes))
 
     def block(self, i: int, rope: RopeTable) -> Block:
         c, prefix = self.config, f"blk.{i}."
@@ -177,8 +189,9 @@ class _ModelLoader:
 
     def pack(self, parts: list[Tensor]) -> PackedWeight:
         made = self.ops.prepare(parts)
-        self.packed_bytes += sum(part.nbytes for part in parts)
-        self.advance(self.packed_bytes)
+        with self.packed_lock:
+            self.packed_bytes += sum(part.nbytes for part in parts)
+            self.advance(self.packed_bytes)
         return made
 
     def projection(self, name: str, rows: int, columns: int) -> Tensor:

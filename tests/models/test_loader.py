@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from llm_worker_rbee.backends import select_backend
+from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.config import ModelConfig
 from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError
 from llm_worker_rbee.models import Transformer, load_model, read_model_config
@@ -69,6 +70,32 @@ def refused(path: Path, expected: str) -> None:
 @pytest.mark.parametrize("family", minimal_gguf.FAMILIES)
 def test_load_model_valid_model_loads(tmp_path: Path, family: str) -> None:
     assert load(write(tmp_path / "m.gguf", family=family)).config.family.name == family
+
+
+def test_load_model_blocks_packed_at_once_are_those_packed_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(minimal_gguf, "LAYERS", 5)
+    checkpoint = open_checkpoint(write(tmp_path / "m.gguf"))
+    x = np.random.default_rng(1).standard_normal((2, read_model_config(checkpoint).d_model), np.float32)
+    found = []
+    for threads in (None, 3):
+        backend, done = ReferenceBackend(), list[int]()
+        backend.threads = threads
+        model = load_model(checkpoint, backend, read_model_config(checkpoint), advance=done.append)
+        assert done == sorted(done)
+        found.append([done[-1], *(backend.linear(x, block.attention.qkv.weight).tolist() for block in model.blocks)])
+    assert len(found[0]) == 1 + 5
+    assert found[0] == found[1]
+
+
+def test_load_model_blocks_packed_at_once_name_the_first_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(minimal_gguf, "LAYERS", 5)
+    drop = ("blk.0.ffn_down.weight", "blk.1.ffn_up.weight")
+    checkpoint, backend = open_checkpoint(write(tmp_path / "m.gguf", drop=drop)), ReferenceBackend()
+    backend.threads = 2
+    with pytest.raises(ModelFileError, match=drop[0]):
+        load_model(checkpoint, backend, read_model_config(checkpoint))
 
 
 @pytest.mark.parametrize("key", REQUIRED)
