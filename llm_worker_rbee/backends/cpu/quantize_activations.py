@@ -125,14 +125,17 @@ def _block_maxima(b: Any, x: list[Any]) -> Any:
 
 
 def _to_int8(b: Any, x: list[Any], top: Any) -> Any:
-    """Emit all 64 values in steps of a 127th of their block's maximum, the first two lanes of `top`."""
+    """Emit all 64 values in steps of a 127th of their block's maximum, the first two lanes of `top`.
+
+    MAGIC + value is rounded to an integer, to even at a half, and its low byte is that integer: no conversion.
+    """
     zero, steps = (ir.Constant(top.type, [value] * top.type.count) for value in (0.0, 127.0))
     inverse = b.select(b.fcmp_ordered(">", top, zero), b.fdiv(steps, top), zero)
     made = []
     for i, v in enumerate(x):
         factor = _shuffle(b, inverse, inverse, [i // 2] * LANES)
-        whole = b.fptosi(emit_vector_call(b, "rint", b.fmul(v, factor)), I32X16)
-        made.append(b.trunc(whole, ir.VectorType(I8, LANES)))
+        whole = b.fadd(b.fmul(v, factor), ir.Constant(v.type, [MAGIC] * LANES))
+        made.append(b.trunc(b.bitcast(whole, I32X16), ir.VectorType(I8, LANES)))
     return concat_vectors(b, made)
 
 
