@@ -30,15 +30,16 @@ Floats = NDArray[np.float32]
 Part = tuple[str, Program | HostCall]
 # Bytes of weights and keys that a thread reads while (0.12 us) one more thread delays the end of a task.
 BYTES_PER_EXTRA_THREAD = 1200
+MIN_USEFUL_THREADS = 2
 
 
 def useful_threads(work_bytes: int, num_tasks: int) -> int:
-    """Return how many threads compute a step of so many bytes soonest, at least 2.
+    """Return how many threads compute a step of so many bytes soonest, at least MIN_USEFUL_THREADS.
 
     A task of n bytes on p threads takes as long as n / p + p * BYTES_PER_EXTRA_THREAD bytes on one: least at the square
     root of the quotient.
     """
-    return max(2, isqrt(work_bytes // (max(1, num_tasks) * BYTES_PER_EXTRA_THREAD)))
+    return max(MIN_USEFUL_THREADS, isqrt(work_bytes // (max(1, num_tasks) * BYTES_PER_EXTRA_THREAD)))
 
 
 def _weights(graph: Graph) -> list[PackedWeight]:
@@ -66,10 +67,13 @@ class CpuForward:
         self._lowered: dict[str, Lowering] = {}  # by KV type
         self._parts: dict[tuple[str, bool], list[Part]] = {}  # by KV type, and whether components are apart
         self._step, self._buffers = new_step(), dict[int, NDArray[Any]]()
-        self._counts: list[int] = []  # entries of numbers that tasks write
+        self._step_address = self._step.ctypes.data
+        self._inputs, self._inputs_address = np.empty(0, np.int64), 0  # arrays of the batch
+        self._counts = np.empty(0, np.intp)  # entries of numbers that tasks write
         self._held = ("", 0)  # KV type and tokens of the buffers
         self._partials = np.empty(0, np.uint8)  # of attention
-        self._kv: tuple[weakref.ref[Any], Table] | None = None  # the first layer's keys stand for the whole cache
+        self._partials_at = (("", -1), 0)  # what they are for, KV type and positions, and their address
+        self._kv: tuple[weakref.ref[Any], Table, int] | None = None  # the first layer's keys stand for the whole cache
         self._lock = threading.Lock()
 
     def __call__(self, batch: Batch, kv: Sequence[KVLayer]) -> Array:
@@ -103,33 +107,31 @@ class CpuForward:
 
     def _run(self, batch: Batch, kv: Sequence[KVLayer], profiler: Profiler | None = None) -> Array:
         b, tokens, n_logits = batch, len(batch.ids), len(batch.logits_index)
-        kv_type = kv_type_of(kv[0])
+        kv_type, block_size, width = kv_type_of(kv[0]), kv[0].v.shape[2], batch.block_table.shape[1]
         parts = self._programs(kv_type, apart=profiler is not None)
-        if tokens and not 0 <= b.ids.min() <= b.ids.max() < self._vocabulary:
+        ids = b.ids.tolist()
+        if tokens and not 0 <= min(ids) <= max(ids) < self._vocabulary:
             raise InferenceError(f"a token id is outside the vocabulary of {self._vocabulary}")
         logits = np.empty((n_logits, self._num_logits), np.float32)
-        arrays = b.ids, b.positions, b.slot_mapping, b.query_start, b.block_table, b.logits_index
-        held = [np.ascontiguousarray(array, np.int64) for array in arrays]
         require_not_forked()  # before the lock, which a forked child might find locked for ever
         with self._lock:
             step = self._step_for(kv_type, pad_to_panels(max(tokens, n_logits)))
-            step[Step.TOKENS], step[Step.NUM_LOGITS] = tokens, n_logits
-            step[Step.BLOCK_SIZE], step[Step.TABLE_WIDTH] = kv[0].v.shape[2], b.block_table.shape[1]
-            step[Step.REQUESTS] = len(b.context_len)
-            step[Step.TOKEN_IDS : Step.LOGITS_INDEX + 1] = [array.ctypes.data for array in held]
-            step[Step.KV] = self._kv_addresses(kv).ctypes.data
-            step[Step.LOGITS] = logits.ctypes.data
-            step[Step.PARTIALS] = self._partials_for(kv_type, b.block_table.shape[1] * kv[0].v.shape[2])
+            step[: Step.PARTIALS + 1] = [
+                tokens, n_logits, block_size, width, len(b.context_len), self._num_logits, *self._hold(b),
+                self._kv_address(kv), logits.ctypes.data, self._partials_for(kv_type, width * block_size),
+            ]  # fmt: skip
             step[self._counts] = 0  # not counted in a step without tokens
             threads = self._threads_for(batch, kv, parts)
             for component, part in parts:
                 run: Callable[..., None] = self._run_host if isinstance(part, HostCall) else part.run
-                args = (part, tokens, n_logits) if isinstance(part, HostCall) else (step, threads)
+                args = (part, tokens, n_logits) if isinstance(part, HostCall) else (step, threads, self._step_address)
                 (run if profiler is None else profiler(component, run))(*args)
         return self._soft_cap * np.tanh(logits / self._soft_cap) if self._soft_cap else logits
 
     def _threads_for(self, batch: Batch, kv: Sequence[KVLayer], parts: Sequence[Part]) -> int:
         """Return how many threads a step uses: small models are not faster with more."""
+        if self.threads <= MIN_USEFUL_THREADS:
+            return self.threads
         values = kv[0].v
         key_bytes = 2 * len(kv) * values.shape[1] * values.shape[3] * values.itemsize  # of a token, with its value
         # each token after the first takes about a quarter of its time
@@ -151,17 +153,30 @@ class CpuForward:
         for value, entry, result in zip(node.outputs, call.outputs, results, strict=True):
             array(value, entry)[...] = result
 
-    def _kv_addresses(self, kv: Sequence[KVLayer]) -> Table:
+    def _hold(self, b: Batch) -> list[int]:
+        """Copy the arrays of a batch to where tasks find them, and return the address of each."""
+        arrays = b.ids, b.positions, b.slot_mapping, b.query_start, b.block_table, b.logits_index
+        sizes = [array.size for array in arrays]
+        if sum(sizes) > self._inputs.size:
+            self._inputs = np.empty(2 * sum(sizes), np.int64)
+            self._inputs_address = self._inputs.ctypes.data
+        np.concatenate(arrays, axis=None, out=self._inputs[: sum(sizes)])
+        return [self._inputs_address + self._inputs.itemsize * sum(sizes[:i]) for i in range(len(sizes))]
+
+    def _kv_address(self, kv: Sequence[KVLayer]) -> int:
         if self._kv is None or self._kv[0]() is not kv[0].k:
-            self._kv = weakref.ref(kv[0].k), layer_addresses(kv)
-        return self._kv[1]
+            table = layer_addresses(kv)
+            self._kv = weakref.ref(kv[0].k), table, table.ctypes.data
+        return self._kv[2]
 
     def _partials_for(self, kv_type: str, positions: int) -> int:
         """Return the address of memory for partial results of attention; 0 if none is needed."""
-        size = self._lower(kv_type).partial_bytes(positions)
-        if size > self._partials.size:
-            self._partials = np.empty(2 * size, np.uint8)  # room for a context that grows
-        return self._partials.ctypes.data if size else 0
+        if self._partials_at[0] != (kv_type, positions):
+            size = self._lower(kv_type).partial_bytes(positions)
+            if size > self._partials.size:
+                self._partials = np.empty(2 * size, np.uint8)  # room for a context that grows
+            self._partials_at = (kv_type, positions), self._partials.ctypes.data if size else 0
+        return self._partials_at[1]
 
     def _step_for(self, kv_type: str, tokens: int) -> Table:
         """Return the step table with buffers for this many tokens."""
@@ -174,7 +189,9 @@ class CpuForward:
                     if count:
                         buffers[entry] = aligned(np.zeros, tokens * count, dtype)
                         step[entry] = buffers[entry].ctypes.data
-            self._counts = [entry for entry in range(Step.END, lowered.buffers.end) if entry not in buffers]
-            self._step, self._buffers = step, buffers  # only now that there was memory for all of it
+            counts = [entry for entry in range(Step.END, lowered.buffers.end) if entry not in buffers]
+            self._counts = np.array(counts, np.intp)
+            self._step, self._step_address = step, step.ctypes.data
+            self._buffers = buffers  # only now that there was memory for all of it
             self._held = kv_type, tokens
         return self._step

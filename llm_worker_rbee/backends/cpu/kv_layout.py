@@ -27,6 +27,7 @@ from .pointers import aligned, emit_prefetch, f32, i8, u16
 from .simd import F16, F32, I8, LANES, Tile, emits, f32x16, literal_int, map_tile
 
 DTYPES = {"float32": np.float32, "float16": np.uint16, "int8": np.int8}
+KV_TYPES = {np.dtype(dtype): kind for kind, dtype in DTYPES.items()}
 ARRAY_OF_TYPE: Any = {"float32": f32, "float16": u16, "int8": i8}  # how a task sees the cache
 FMA_BY_LANE = INSTRUCTION_SETS[ISA].fma_by_lane
 FMA_STEPS = 4  # values of a head that are multiplied together; heads are padded to a multiple of it
@@ -51,7 +52,7 @@ def padded_dim(head_dim: int) -> int:
 
 def kv_type_of(layer: KVLayer) -> str:
     """Return the KV type of a layer."""
-    return next(kind for kind, dtype in DTYPES.items() if layer.k.dtype == dtype)
+    return KV_TYPES[layer.k.dtype]
 
 
 def layer_addresses(layers: Sequence[KVLayer]) -> Any:

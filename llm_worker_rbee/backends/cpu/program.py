@@ -39,6 +39,7 @@ from ...errors import InferenceError, MissingDependencyError
 from .. import cpu_info
 from .jit import TaskKernel, kernel, parallel
 from .pointers import (
+    aligned,
     atomic_add,
     atomic_load,
     atomic_store,
@@ -70,7 +71,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 if "NUMBA_THREADING_LAYER_PRIORITY" not in os.environ:
     _numba.config.THREADING_LAYER_PRIORITY = LAYERS
 
-_mask = threading.local()  # `threads`: what Numba's mask of this Python thread is
+_local = threading.local()  # of a Python thread: `threads`, Numba's mask; `counters` of its programs, and their address
 _launch_lock = threading.Lock()
 _guard: AbstractContextManager[object] | None = None  # what a launch holds; None: the layer is not known yet
 _forked = False
@@ -214,11 +215,23 @@ def require_not_forked() -> None:
 def launch(threads: int) -> AbstractContextManager[object]:
     """Mask Numba's pool to `threads` and return what to hold while a kernel runs: `with launch(n): kernel(...)`."""
     require_not_forked()
-    if getattr(_mask, "threads", 0) != threads:
+    if getattr(_local, "threads", 0) != threads:
         threading_layer()
         _numba.set_num_threads(threads)
-        _mask.threads = threads
+        _local.threads = threads
     return _guard or _choose_guard()
+
+
+def _zero_counters(threads: int) -> int:
+    """Return the address of zeroed counters for one run: a Python thread runs one program at a time."""
+    size = (2 + threads) * CACHE_LINE_BYTES
+    counters, address = getattr(_local, "counters", (None, 0))
+    if counters is None or counters.size < size:
+        counters = aligned(np.zeros, size, np.uint8)
+        address = counters.ctypes.data
+        _local.counters = counters, address
+    counters.fill(0)
+    return int(address)
 
 
 def _choose_guard() -> AbstractContextManager[object]:
@@ -249,11 +262,12 @@ class Program:
         self._table: Table = np.array(rows, np.int64).reshape(-1, TASK_FIELDS)
         self._address = self._table.ctypes.data
 
-    def run(self, step: Table, threads: int) -> None:
-        """Run one step. Several Python threads may run the same program, each with a step of its own."""
-        counters = np.zeros((3 + threads) * CACHE_LINE_BYTES, np.uint8)
-        aligned = -(-counters.ctypes.data // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
-        program = self._address, len(self._table), step.ctypes.data, aligned
+    def run(self, step: Table, threads: int, address: int = 0) -> None:
+        """Run one step. Several Python threads may run the same program, each with a step of its own.
+
+        `address`: of the step, if it is known; to ask an array for it takes 3 to 10 us.
+        """
+        program = self._address, len(self.tasks), address or step.ctypes.data, _zero_counters(threads)
         with launch(threads):
             if threads == 1:
                 worker_loop(*program, 0, 1)

@@ -119,7 +119,10 @@ def sample(logits: Floats, rows: Sequence[SampleRow], threads: int) -> Ints:
     assert len(logits) == len(rows), "each row of logits has its settings"
     logits = np.ascontiguousarray(logits, np.float32)
     if _is_faster_alone(rows):
-        tokens = np.array([_sample_alone(line, row) for line, row in zip(logits, rows, strict=True)], np.int64)
+        found = [_sample_alone(line, row) for line, row in zip(logits, rows, strict=True)]
+        tokens = np.array(found, np.int64)
+        if min(found) >= 0:
+            return tokens
     else:
         tokens = _sample_batch(logits, rows, threads)
     for i in np.flatnonzero(tokens < 0).tolist():  # undecided; or not finite, which the reference raises for

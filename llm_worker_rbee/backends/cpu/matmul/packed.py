@@ -48,55 +48,62 @@ def int8_operands(a, s):
     return weights, u8(a[LinearArg.NIBBLE_SCALES]), i8(at[0]), f32(at[1]), f32(at[4 + sums]), i32(at[2 + sums])
 
 
-def dot_rows(operands, out, place, group, token, columns, stride, unit):
-    """Compute 16 rows for TOKENS tokens; xs and xi are sums of the activations, scaled and as integers.
+def dot_rows(operands, out, place, start, stop, token, columns, stride, unit):
+    """Compute groups start .. stop - 1 of 16 rows for TOKENS tokens.
 
-    With NIBBLE_SCALES, 16 columns share a byte of scale and minimum, and 256 columns the factors of these.
+    xs and xi are sums of the activations, scaled and as integers. With NIBBLE_SCALES, 16 columns share a byte of scale
+    and minimum, and 256 columns the factors of these.
     """
     (packed, scales, minima), nibbles, xq, xd, xs, xi = operands
     n = columns // 32
     n_scales = (n * SCALES_PER_BLOCK) >> SCALE_SHIFT
-    total = simd.zero_floats(TOKENS)
-    for block in range(n):
-        line = (group * n + block) * BLOCK_BYTES
-        at, b = token * columns + block * 32, token * n + block
-        # of the first tile only: those that follow find the weights in the cache
-        if PREFETCH_BYTES and token < TOKENS and not NIBBLE_SCALES:
-            prefetch(packed, line + PREFETCH_BYTES, BLOCK_BYTES)
-        if SUMS_OF_16:
-            if NIBBLE_SCALES:
-                s, byte = (group * n_scales + (block >> 3)) * 16, (group * n + block) * 32
-                d, m = simd.load(scales, s), simd.load(minima, s)
-                first, second = simd.nibbles_times(nibbles, byte, 0, d), simd.nibbles_times(nibbles, byte + 16, 0, d)
-            else:
-                s = (group * n_scales + block * 2) * 16
-                first, second = simd.load(scales, s), simd.load(scales, s + 16)
-            acc = simd.init_dot(TOKENS, MAGIC_SUMS, xi, 2 * b, 2 * n, OFFSET)
-            acc = dot_block(acc, LAYOUT, 0, packed, line, xq, at, columns)
-            dot = simd.finish_dot(acc, MAGIC_SUMS, xi, 2 * b, 2 * n, OFFSET)
-            total = simd.add_scaled_dot(total, dot, xd, b, n, first)
-            if NIBBLE_SCALES:
-                total = simd.fma_broadcast(total, simd.nibbles_times(nibbles, byte, 1, m), xs, 2 * b, 2 * n)
-            acc = simd.init_dot(TOKENS, MAGIC_SUMS, xi, 2 * b + 1, 2 * n, OFFSET)
-            acc = dot_block(acc, LAYOUT, 1, packed, line, xq, at, columns)
-            dot = simd.finish_dot(acc, MAGIC_SUMS, xi, 2 * b + 1, 2 * n, OFFSET)
-            total = simd.add_scaled_dot(total, dot, xd, b, n, second)
-            if NIBBLE_SCALES:
-                total = simd.fma_broadcast(total, simd.nibbles_times(nibbles, byte + 16, 1, m), xs, 2 * b + 1, 2 * n)
-        else:
-            s = (group * n_scales + (block >> SCALE_SHIFT)) * 16
-            acc = simd.init_dot(TOKENS, MAGIC_SUMS, xi, b, n, OFFSET)
-            if TWO_CHAINS:
+    for group in range(start, stop):
+        total = simd.zero_floats(TOKENS)
+        for block in range(n):
+            line = (group * n + block) * BLOCK_BYTES
+            at, b = token * columns + block * 32, token * n + block
+            # of the first tile only: those that follow find the weights in the cache
+            if PREFETCH_BYTES and token < TOKENS and not NIBBLE_SCALES:
+                prefetch(packed, line + PREFETCH_BYTES, BLOCK_BYTES)
+            if SUMS_OF_16:
+                if NIBBLE_SCALES:
+                    s, byte = (group * n_scales + (block >> 3)) * 16, (group * n + block) * 32
+                    d, m = simd.load(scales, s), simd.load(minima, s)
+                    first, second = (
+                        simd.nibbles_times(nibbles, byte, 0, d),
+                        simd.nibbles_times(nibbles, byte + 16, 0, d),
+                    )
+                else:
+                    s = (group * n_scales + block * 2) * 16
+                    first, second = simd.load(scales, s), simd.load(scales, s + 16)
+                acc = simd.init_dot(TOKENS, MAGIC_SUMS, xi, 2 * b, 2 * n, OFFSET)
                 acc = dot_block(acc, LAYOUT, 0, packed, line, xq, at, columns)
-                two = simd.init_dot(TOKENS, False, xi, b, n, 0)
-                acc = simd.add_tiles(acc, dot_block(two, LAYOUT, 1, packed, line, xq, at, columns))
+                dot = simd.finish_dot(acc, MAGIC_SUMS, xi, 2 * b, 2 * n, OFFSET)
+                total = simd.add_scaled_dot(total, dot, xd, b, n, first)
+                if NIBBLE_SCALES:
+                    total = simd.fma_broadcast(total, simd.nibbles_times(nibbles, byte, 1, m), xs, 2 * b, 2 * n)
+                acc = simd.init_dot(TOKENS, MAGIC_SUMS, xi, 2 * b + 1, 2 * n, OFFSET)
+                acc = dot_block(acc, LAYOUT, 1, packed, line, xq, at, columns)
+                dot = simd.finish_dot(acc, MAGIC_SUMS, xi, 2 * b + 1, 2 * n, OFFSET)
+                total = simd.add_scaled_dot(total, dot, xd, b, n, second)
+                if NIBBLE_SCALES:
+                    total = simd.fma_broadcast(
+                        total, simd.nibbles_times(nibbles, byte + 16, 1, m), xs, 2 * b + 1, 2 * n
+                    )
             else:
-                acc = dot_block(acc, LAYOUT, 2, packed, line, xq, at, columns)
-            dot = simd.finish_dot(acc, MAGIC_SUMS, xi, b, n, OFFSET)
-            total = simd.add_scaled_dot(total, dot, xd, b, n, simd.load(scales, s))
-            if HAS_MINIMUM:
-                total = simd.fma_broadcast(total, simd.load(minima, s), xs, b, n)
-    simd.store_tile(out, place, stride, total, unit)
+                s = (group * n_scales + (block >> SCALE_SHIFT)) * 16
+                acc = simd.init_dot(TOKENS, MAGIC_SUMS, xi, b, n, OFFSET)
+                if TWO_CHAINS:
+                    acc = dot_block(acc, LAYOUT, 0, packed, line, xq, at, columns)
+                    two = simd.init_dot(TOKENS, False, xi, b, n, 0)
+                    acc = simd.add_tiles(acc, dot_block(two, LAYOUT, 1, packed, line, xq, at, columns))
+                else:
+                    acc = dot_block(acc, LAYOUT, 2, packed, line, xq, at, columns)
+                dot = simd.finish_dot(acc, MAGIC_SUMS, xi, b, n, OFFSET)
+                total = simd.add_scaled_dot(total, dot, xd, b, n, simd.load(scales, s))
+                if HAS_MINIMUM:
+                    total = simd.fma_broadcast(total, simd.load(minima, s), xs, b, n)
+        simd.store_tile(out, place + (group - start) * 16, stride, total, unit)
 
 
 def float_operands(a, s):
@@ -104,14 +111,15 @@ def float_operands(a, s):
     return u16(a[LinearArg.PACKED]) if NARROW else f32(a[LinearArg.PACKED]), f32(s[a[LinearArg.INPUT]])
 
 
-def float_rows(operands, out, place, group, token, columns, stride, unit):
-    """Compute 16 rows of float weights for TOKENS tokens: column by column, so that a sum has one order."""
+def float_rows(operands, out, place, start, stop, token, columns, stride, unit):
+    """Compute groups of 16 rows of float weights for TOKENS tokens: column by column, so that a sum has one order."""
     weights, x = operands
-    total = simd.zero_floats(TOKENS)
-    for column in range(columns):
-        w = simd.load_as_f32(weights, (group * columns + column) * 16, BFLOAT)
-        total = simd.fma_broadcast(total, w, x, token * columns + column, columns)
-    simd.store_tile(out, place, stride, total, unit)
+    for group in range(start, stop):
+        total = simd.zero_floats(TOKENS)
+        for column in range(columns):
+            w = simd.load_as_f32(weights, (group * columns + column) * 16, BFLOAT)
+            total = simd.fma_broadcast(total, w, x, token * columns + column, columns)
+        simd.store_tile(out, place + (group - start) * 16, stride, total, unit)
 
 
 @kernel
@@ -157,26 +165,27 @@ def packed_matmul(args, step, piece):
     rows, stride, out = a[LinearArg.ROWS], a[LinearArg.STRIDE], f32(s[a[LinearArg.OUTPUT]])
     begin, end, first, stop = piece_bounds(a, tokens, piece)
     length = stop - first
-    n, near = (2 * length, 1) if two_term else (length, GROUPS_IN_L1)
-    row, some = 0, scratch(16 * max(TILE, n if two_term else 0))
+    n, near = (2 * length, 1) if two_term else (length, GROUPS_IN_L1 if length > 1 else end - begin)
+    row, some, whole = 0, scratch(16 * max(TILE, n if two_term else 0)), rows // 16
     while begin < end:
         again = row >= length
         token = row - length + tokens + first if again else row + first
         count = next_tile_tokens((n if again or length == tokens else length) - row, TILE)
-        last = min(end, begin + near)
-        for group in range(begin, last):
-            left = rows - group * 16
+        group, last = begin, min(end, begin + near)
+        while group < last:
             place = a[LinearArg.FIRST] + group * 16 + token * stride
-            direct = left >= 16 and not two_term
+            direct = group < whole and not two_term
             to, at, apart = (out, place, stride) if direct else (some, 16 * row if two_term else 0, 16)
+            next_group = min(last, whole) if direct else group + 1
             if count == TILE:
-                ROWS_TILE(operands, to, at, group, token, columns, apart, unit)
+                ROWS_TILE(operands, to, at, group, next_group, token, columns, apart, unit)
             elif count == MID_TILE_TOKENS:
-                ROWS_MID(operands, to, at, group, token, columns, apart, unit)
+                ROWS_MID(operands, to, at, group, next_group, token, columns, apart, unit)
             else:
-                ROWS_ONE(operands, to, at, group, token, columns, apart, unit)
-            if left < 16 and not two_term:
-                copy_partial_group(some, out, place, stride, left, count)
+                ROWS_ONE(operands, to, at, group, next_group, token, columns, apart, unit)
+            if not (direct or two_term):
+                copy_partial_group(some, out, place, stride, rows - group * 16, count)
+            group = next_group
         row += count
         if row == n:
             if two_term:
