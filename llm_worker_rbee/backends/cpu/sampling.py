@@ -121,7 +121,7 @@ def sample(logits: Floats, rows: Sequence[SampleRow], threads: int) -> Ints:
     if _is_faster_alone(rows):
         found = [_sample_alone(line, row) for line, row in zip(logits, rows, strict=True)]
         tokens = np.array(found, np.int64)
-        if min(found) >= 0:
+        if min(found, default=0) >= 0:
             return tokens
     else:
         tokens = _sample_batch(logits, rows, threads)

@@ -17,7 +17,7 @@ from .jit import simple_kernel as kernel
 from .simd import LANES
 from .simd import MIN_EXPONENT_F64 as MIN_EXPONENT
 
-BLOCK = 64
+BLOCK, WIDE_BLOCK = 64, 1024  # logits whose largest is known; the second where only one token is looked for
 MIN_BUCKETED_KEYS, BUCKETS, BUCKETS_PER_UNIT = 256, 512, 16  # more keys are worth buckets; a unit of distance
 TIE_TOLERANCE = 1e-10  # two sums or keys nearer than this are left to the reference
 UNDECIDED, NOT_FINITE = -1, -2
@@ -239,18 +239,6 @@ def block_max(x):
 
 
 @kernel
-def first_index(x, maxima, best):
-    """Return the lowest id of the largest logit."""
-    b = 0
-    while maxima[b] != best:
-        b += 1
-    i = b * BLOCK
-    while x[i] != best:
-        i += 1
-    return i
-
-
-@kernel
 def gather_above(x, maxima, low, high, ids):
     """Write the ids of logits in low .. high, ascending; return their number."""
     count = 0
@@ -356,8 +344,28 @@ def widen_until_mass(x, maxima, best, temperature, center, mass, ids, s):
 @kernel
 def greedy(x):
     """Return the lowest id of the largest logit, or NOT_FINITE."""
-    maxima, best = block_max(x)
-    return first_index(x, maxima, best) if math.isfinite(best) else NOT_FINITE
+    marks, best, first = f.splat(x.dtype.type(0)), x.dtype.type(-np.inf), 0
+    whole = x.shape[0] // WIDE_BLOCK * WIDE_BLOCK
+    for start in range(0, whole, WIDE_BLOCK):
+        a = b = c = d = f.splat(x.dtype.type(-np.inf))
+        for i in range(start, start + WIDE_BLOCK, BLOCK):
+            p, q, r, s = f.load(x, i), f.load(x, i + 16), f.load(x, i + 32), f.load(x, i + 48)
+            if x.itemsize == 4:  # float64 logits were made of finite float32 ones
+                marks = f.nan_mask(f.nan_mask(marks, p, q), r, s)
+            a, b, c, d = f.max_nan_second(p, a), f.max_nan_second(q, b), f.max_nan_second(r, c), f.max_nan_second(s, d)
+        largest = f.hmax(f.max_nan_second(f.max_nan_second(a, b), f.max_nan_second(c, d)))
+        if largest > best:
+            best, first = largest, start
+    mark = f.hsum(marks)
+    for i in range(whole, x.shape[0]):
+        mark = mark if x[i] == x[i] else x[i]
+        if x[i] > best:
+            best, first = x[i], i
+    if not (mark == mark and math.isfinite(best)):
+        return NOT_FINITE
+    while x[first] != best:
+        first += 1
+    return first
 
 
 @kernel

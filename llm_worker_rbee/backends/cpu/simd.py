@@ -425,6 +425,13 @@ def fma_broadcast(b: Any, total: Any, vector: Any, x: Any, index: Any, stride: A
     return map_tile(b, total.type.count, one)
 
 
+@emits(lambda tile, factor: f32x16(tile, types.float32))
+def add_pair(b: Any, tile: Any, factor: Any) -> Any:
+    """Return the sum of the two vectors of a tile, each times a factor first."""
+    by = emit_splat(b, factor, f32x16.ir)
+    return b.fadd(*(b.fmul(b.extract_value(tile, t), by) for t in range(2)))
+
+
 @emits(lambda array, index, stride, tile, unit: types.void(array, types.intp, types.intp, tile, types.float32))
 def store_tile(b: Any, array: Any, index: Any, stride: Any, tile: Any, unit: Any) -> None:
     """Write 16 results of each token, times `unit`."""

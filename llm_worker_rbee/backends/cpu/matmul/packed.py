@@ -26,6 +26,7 @@ MID_TILE_TOKENS = 4 if MAX_TILE_TOKENS > 4 else MAX_TILE_TOKENS // 2  # for the 
 # tokens of a piece: their activations stay in the second-level cache
 TOKENS_PER_PIECE = 144 if MAX_TILE_TOKENS > 4 else 12 * MAX_TILE_TOKENS
 TWO_CHAINS = MAX_TILE_TOKENS > 4  # two shorter chains of dot products hide latency, if registers hold both
+PAIRS = MID_TILE_TOKENS == 2
 GROUPS_IN_L1 = 4  # row groups that each tile of tokens meets in turn: they stay in the first-level cache
 MAGIC_SUMS = INSTRUCTION_SETS[ISA].magic_sums
 # set for each variant
@@ -49,7 +50,7 @@ def int8_operands(a, s):
 
 
 def dot_rows(operands, out, place, start, stop, token, columns, stride, unit):
-    """Compute groups start .. stop - 1 of 16 rows for TOKENS tokens.
+    """Compute groups start .. stop - 1 of 16 rows for TOKENS tokens, or (stride 0) the sum of two.
 
     xs and xi are sums of the activations, scaled and as integers. With NIBBLE_SCALES, 16 columns share a byte of scale
     and minimum, and 256 columns the factors of these.
@@ -103,7 +104,10 @@ def dot_rows(operands, out, place, start, stop, token, columns, stride, unit):
                 total = simd.add_scaled_dot(total, dot, xd, b, n, simd.load(scales, s))
                 if HAS_MINIMUM:
                     total = simd.fma_broadcast(total, simd.load(minima, s), xs, b, n)
-        simd.store_tile(out, place + (group - start) * 16, stride, total, unit)
+        if TOKENS == 2 and stride == 0:  # the two terms of one token
+            simd.store(out, place + (group - start) * 16, simd.add_pair(total, unit))
+        else:
+            simd.store_tile(out, place + (group - start) * 16, stride, total, unit)
 
 
 def float_operands(a, s):
@@ -165,8 +169,11 @@ def packed_matmul(args, step, piece):
     rows, stride, out = a[LinearArg.ROWS], a[LinearArg.STRIDE], f32(s[a[LinearArg.OUTPUT]])
     begin, end, first, stop = piece_bounds(a, tokens, piece)
     length = stop - first
-    n, near = (2 * length, 1) if two_term else (length, GROUPS_IN_L1 if length > 1 else end - begin)
-    row, some, whole = 0, scratch(16 * max(TILE, n if two_term else 0)), rows // 16
+    row, n, whole = 0, 2 * length if two_term else length, rows // 16
+    is_pair = PAIRS and two_term and tokens == 1  # the two rows of the token are one tile, which adds them
+    in_one_pass = is_pair or not two_term
+    near = end - begin if length == 1 and in_one_pass else GROUPS_IN_L1 if in_one_pass else 1
+    some = scratch(16 * max(TILE, n if two_term else 0))
     while begin < end:
         again = row >= length
         token = row - length + tokens + first if again else row + first
@@ -174,8 +181,10 @@ def packed_matmul(args, step, piece):
         group, last = begin, min(end, begin + near)
         while group < last:
             place = a[LinearArg.FIRST] + group * 16 + token * stride
-            direct = group < whole and not two_term
-            to, at, apart = (out, place, stride) if direct else (some, 16 * row if two_term else 0, 16)
+            direct = group < whole and in_one_pass
+            to, at, apart = (
+                (out, place, 0 if is_pair else stride) if direct else (some, 16 * row if two_term else 0, 16)
+            )
             next_group = min(last, whole) if direct else group + 1
             if count == TILE:
                 ROWS_TILE(operands, to, at, group, next_group, token, columns, apart, unit)
@@ -183,12 +192,14 @@ def packed_matmul(args, step, piece):
                 ROWS_MID(operands, to, at, group, next_group, token, columns, apart, unit)
             else:
                 ROWS_ONE(operands, to, at, group, next_group, token, columns, apart, unit)
-            if not (direct or two_term):
+            if is_pair and not direct:
+                add_two_terms(some, 1, out, place, stride, rows - group * 16)
+            elif not (direct or two_term):
                 copy_partial_group(some, out, place, stride, rows - group * 16, count)
             group = next_group
         row += count
         if row == n:
-            if two_term:
+            if not in_one_pass:
                 place = a[LinearArg.FIRST] + begin * 16 + first * stride
                 add_two_terms(some, length, out, place, stride, rows - begin * 16)
             begin, row = last, 0
