@@ -331,8 +331,11 @@ class KernelFunction:
 
     @cached_property
     def part(self) -> Any:
-        """What kernels call."""
-        return nb.njit(pipeline_class=self._part_compiler, **_PART_OPTIONS)(self.py_func)
+        """What kernels call; a constant argument is an argument as any other, or each would be compiled for itself."""
+        made: Any = nb.njit(pipeline_class=self._part_compiler, **_PART_OPTIONS)(self.py_func)
+        template_for = made.get_call_template
+        made.get_call_template = lambda args, kws: template_for(tuple(map(nb.types.unliteral, args)), kws)
+        return made
 
     @property
     def _numba_type_(self) -> Any:

@@ -88,7 +88,8 @@ def doubled(x):
 
 
 def double_both(args, step, piece):
-    f64(args)[0], i64(args)[1] = DOUBLED(f64(args)[0]), DOUBLED(i64(args)[1])
+    """Call it for two types, and for a constant, which is none of its own."""
+    f64(args)[0], i64(args)[1] = DOUBLED(f64(args)[0]), DOUBLED(i64(args)[1]) + DOUBLED(7)
 
 
 def call(task: jit.TaskKernel, values: Any) -> None:
@@ -121,7 +122,7 @@ def test_kernel_function_is_called_by_python_and_by_kernels(make: Any) -> None:
     values = np.array([1.25, 0.0])
     values.view(np.int64)[1] = 3
     call(jit.TaskKernel(double_both, name, DOUBLED=outer), values)
-    assert (values[0], values.view(np.int64)[1]) == (4.5, 8)
+    assert (values[0], values.view(np.int64)[1]) == (4.5, 8 + 16)
     for part in (inner.part, outer.part):
         assert set(part.overloads) == {(nb.int64,), (nb.float64,)}
         for compiled in part.overloads.values():
