@@ -29,6 +29,13 @@ ARM_FEATURES = {
     "asimd": (16, 1), "asimddp": (16, 20), "i8mm": (26, 13), "bf16": (26, 14), "sve": (16, 22), "sve2": (26, 1),
     "svei8mm": (26, 9), "svebf16": (26, 12),
 }  # fmt: skip
+# (implementer, part) -> name, of /proc/cpuinfo; Linux tells no other name
+ARM_PROCESSORS = {
+    ("0x41", "0xd03"): "Arm Cortex-A53", ("0x41", "0xd05"): "Arm Cortex-A55", ("0x41", "0xd08"): "Arm Cortex-A72",
+    ("0x41", "0xd0b"): "Arm Cortex-A76", ("0x41", "0xd0c"): "Arm Neoverse-N1", ("0x41", "0xd40"): "Arm Neoverse-V1",
+    ("0x41", "0xd49"): "Arm Neoverse-N2", ("0x41", "0xd4f"): "Arm Neoverse-V2", ("0x41", "0xd83"): "Arm Neoverse-V3",
+    ("0x41", "0xd8e"): "Arm Neoverse-N3", ("0xc0", "0xac3"): "Ampere-1", ("0xc0", "0xac4"): "Ampere-1A",
+}  # fmt: skip
 M_MMAP_THRESHOLD = -3  # of malloc.h
 PR_SET_PDEATHSIG = 1  # of prctl
 SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18  # of x86-64 Linux
@@ -56,6 +63,9 @@ def cpu_name() -> str:
     fields = {key.strip(): value.strip() for key, value in lines.items()}
     if platform.system() == "Darwin":
         return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
+    if "CPU part" in fields:
+        part = fields.get("CPU implementer", ""), fields["CPU part"]
+        return ARM_PROCESSORS.get(part, "Arm implementer {}, part {}".format(*part))
     return fields.get("model name") or fields.get("Model") or platform.processor() or platform.machine()
 
 

@@ -24,6 +24,20 @@ def test_machine_values_are_plausible() -> None:
     assert total is None or available is None or 0 < available <= total
 
 
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd0c\n", "Arm Neoverse-N1"),
+        ("processor\t: 0\nCPU implementer\t: 0x99\nCPU part\t: 0x123\n", "Arm implementer 0x99, part 0x123"),
+        ("processor\t: 0\nmodel name\t: Some CPU @ 2 GHz\n", "Some CPU @ 2 GHz"),
+    ],
+)
+def test_cpu_name(monkeypatch: pytest.MonkeyPatch, text: str, name: str) -> None:
+    monkeypatch.setattr(machine, "_read", lambda path: text)
+    monkeypatch.setattr(machine.platform, "system", lambda: "Linux")
+    assert machine.cpu_name() == name
+
+
 def test_unreadable_machine_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_read", lambda path: "")
     monkeypatch.setattr(machine, "_arm_features", lambda: [])

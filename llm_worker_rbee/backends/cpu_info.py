@@ -1,14 +1,13 @@
 """What CPU kernels may use of this machine: its best instruction set, or the requested one; and how many threads.
 
 `LLM_WORKER_CPU_ISA` (set by `--cpu-isa`) forces another one, for tests; this machine must be able to run it. LLVM ends
-the process over an instruction that it believes the machine lacks, so its view is what counts. On x86 it asks the
-processor. On Arm it knows dot products and i8mm by the processor's name only, which a virtual machine may hide, so they
-are set.
-NUMBA_CPU_NAME and NUMBA_CPU_FEATURES narrow its view. Numba is imported by name, inside: without it the machine's own
-features are the answer.
+the process over an instruction that is not among the machine's features as it detected them, so those count. On x86 it
+reads them from the processor. On Arm it derives dot products and i8mm from the processor's name, which a virtual
+machine may hide, so they are set. NUMBA_CPU_NAME and NUMBA_CPU_FEATURES narrow them. Numba is imported by name, inside:
+without it the machine's own features are the answer.
 
 Threads are as many as the physical cores that this process may use, of the fast kind where there are two, and no more
-than a container's quota pays for; `LLM_WORKER_THREADS` sets another number where no option does. More than the cores
+than a container's quota, rounded; `LLM_WORKER_THREADS` sets another number where no option does. More than the cores
 that it may run on, or than the quota, are refused: they would only wait for each other.
 """
 
@@ -33,7 +32,7 @@ LLVM_NAMES = {
     "asimddp": "dotprod",
 }  # fmt: skip
 SET_FOR_LLVM = ("asimddp", "i8mm")  # LLVM knows them by the processor's name only
-# A sum of products of bytes: LLVM emits `sdot` if it believes in it.
+# A sum of products of bytes: LLVM emits `sdot` if the feature is on.
 DOT_PRODUCT_IR = """
 define i32 @probe(<16 x i8> %x, <16 x i8> %y) {
   %a = sext <16 x i8> %x to <16 x i32>
@@ -47,7 +46,7 @@ declare i32 @llvm.vector.reduce.add.v16i32(<16 x i32>)
 
 
 class InstructionSet(NamedTuple):
-    """Required features, and what its dot product and its registers want."""
+    """Required features, and the parameters of kernels that its dot product and its registers decide."""
 
     features: frozenset[str]
     weight_bias: int  # added to int8 weights: 128 for unsigned bytes, 0 for signed ones
@@ -57,6 +56,8 @@ class InstructionSet(NamedTuple):
     prefetch_bytes: tuple[int, int] = (4096, 4096)
     attention_tile: tuple[int, int] = (2, 1)  # rows x vectors of 16 floats of prefill attention: what registers hold
     fma_by_lane: bool = False  # multiplies a vector by one lane of another: no broadcast is needed
+    lane_activations: bool = False  # the dot product reads its activations from any lane of a register
+    shift_insert: bool = False  # one instruction joins two bit planes (`sli`, `sri`)
     magic_sums: bool = False  # integer sums begin at the bits of a float (simd.MAGIC): conversions are slow
 
 
@@ -64,8 +65,11 @@ def _isa(weight_bias: int, tile_tokens: int, *features: str, **options: Any) -> 
     return InstructionSet(frozenset(features), weight_bias, tile_tokens, **options)
 
 
-NEON: Any = {"prefetch_bytes": (0, 1024), "magic_sums": True, "attention_tile": (4, 1), "fma_by_lane": True}
-NEON_DOTPROD = _isa(0, 4, "asimd", "asimddp", unpack_min_tokens=8, **NEON)
+NEON: Any = {
+    "prefetch_bytes": (0, 1024), "attention_tile": (4, 1),
+    "fma_by_lane": True, "shift_insert": True, "magic_sums": True,
+}  # fmt: skip
+NEON_DOTPROD = _isa(0, 4, "asimd", "asimddp", unpack_min_tokens=8, lane_activations=True, **NEON)
 AVX512_VNNI = "avx512f", "avx512bw", "avx512vl", "avx512_vnni"
 # best first
 INSTRUCTION_SETS: dict[str, InstructionSet] = {
@@ -126,10 +130,10 @@ def llvm_features() -> frozenset[str]:
     if more and config.CPU_FEATURES is None:
         known = codegen.get_host_cpu_features()
         config.CPU_FEATURES = ",".join(filter(None, [known, *more]))  # no effect once something has been compiled
-    return frozenset(name for name in have if _llvm_believes(name, registry.cpu_target.target_context.codegen()))
+    return frozenset(name for name in have if _llvm_compiles(name, registry.cpu_target.target_context.codegen()))
 
 
-def _llvm_believes(name: str, compiler: Any) -> bool:
+def _llvm_compiles(name: str, compiler: Any) -> bool:
     features = compiler.magic_tuple()[2].split(",")
     if name == "asimd":  # every 64-bit Arm processor has it
         return "-neon" not in features
@@ -155,8 +159,12 @@ def _default_limits() -> list[ThreadLimit]:
         found.append(ThreadLimit(fast, _count(fast, "performance core") + _of(fast, physical, "physical core")))
     quota = machine.cpu_quota()
     if quota is not None:  # half of a core's time is worth a thread
-        found.append(ThreadLimit(max(1, math.floor(quota + 0.5)), f"a quota of {quota:g} cores"))
+        found.append(ThreadLimit(max(1, math.floor(quota + 0.5)), _quota_text(quota)))
     return found
+
+
+def _quota_text(quota: float) -> str:
+    return f"a quota of {quota:g} {'core' if quota == 1 else 'cores'}"
 
 
 def _count(number: int, what: str) -> str:
@@ -173,7 +181,7 @@ def _request_limits() -> list[ThreadLimit]:
     found = [ThreadLimit(usable, f"{usable} cores that this process may run on")]
     quota = machine.cpu_quota()
     if quota is not None:
-        found.append(ThreadLimit(max(1, math.ceil(quota)), f"a quota of {quota:g} cores"))
+        found.append(ThreadLimit(max(1, math.ceil(quota)), _quota_text(quota)))
     pool = os.environ.get(NUMBA_THREADS_VARIABLE, "")
     if pool.isdigit() and int(pool):
         found.append(ThreadLimit(int(pool), f"{NUMBA_THREADS_VARIABLE}={pool}"))

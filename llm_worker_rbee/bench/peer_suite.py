@@ -109,6 +109,11 @@ class Plan:
     device: str = "auto"
     backend: str = "auto"
 
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.peers) - set(NAMES))
+        if unknown:
+            raise InvalidRequestError(f"unknown peer {unknown[0]!r}: use some of {', '.join(NAMES)}", "peer")
+
     @property
     def parallel_batches(self) -> list[int]:
         return [batch for batch in dict.fromkeys(self.batches) if batch > 1 and any(self.tg)]
@@ -228,10 +233,7 @@ def _measure(
 
 
 def _validated_tasks(checkpoint: Checkpoint, plan: Plan) -> list[Task]:
-    """Return the tasks; raise if a peer is unknown, there is no task, or one exceeds the context."""
-    unknown = sorted(set(plan.peers) - set(NAMES))
-    if unknown:
-        raise InvalidRequestError(f"unknown peer {unknown[0]!r}: use some of {', '.join(NAMES)}", "peer")
+    """Return the tasks; raise if there is none, or one exceeds the context."""
     tasks, context = plan.tasks(checkpoint), read_model_config(checkpoint).context_length
     if not tasks:
         raise InvalidRequestError("nothing to measure: --pp and --tg are both 0", "pp")
@@ -426,7 +428,12 @@ def markdown(run: Run) -> str:
     ]
     busy = [f"{name} {_cores(before)} and {_cores(after)}" for name, (before, after) in busy_rows(run)]
     load = f"Cores that were busy before and after each row: {'; '.join(busy)}." if busy else ""
-    return "\n".join([*head, *rows, "", load]).rstrip() + "\n"
+    missing = [
+        f"- {what.replace('_', ' ')}: {name}: {reason}"
+        for what in ("left_out", "failed")
+        for name, reason in run.details.get(what, {}).items()
+    ]
+    return "\n".join([*head, *rows, "", *missing, *[""] * bool(missing), load]).rstrip() + "\n"
 
 
 def busy_rows(run: Run) -> Iterator[tuple[str, tuple[float | None, float | None]]]:

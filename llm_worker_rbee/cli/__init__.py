@@ -159,7 +159,7 @@ def root(
 def main() -> None:
     """Run the command that the arguments name, and exit with its status."""
     # Before NumPy is imported. Slabs of the reference backend are too small for two threads to gain anything, and where
-    # a core is busy the threads wait for each other: 17 s to the first token instead of 0.6 (docs/decisions.md).
+    # a core is busy the threads wait for each other: 17 s to the first token instead of 0.6 (docs/decisions/).
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     status = run_command_line(sys.argv[1:])
     if "torch" not in sys.modules:  # its extension modules report objects that are left as leaks

@@ -179,7 +179,9 @@ def _check_package(name: str) -> Check:
 
 def _check_cpu_kernels() -> Check:
     try:
-        return Check("CPU kernels", "ok", f"{cpu_info.current_isa()} (of {', '.join(cpu_info.available_isas())})")
+        found = f"{cpu_info.current_isa()} (of {', '.join(cpu_info.available_isas())})"
+        is_refused = "amx_int8" in machine.cpu_features() and "amx_int8" not in cpu_info.llvm_features()
+        return Check("CPU kernels", "ok", found + "; the system does not grant AMX" * is_refused)
     except InvalidRequestError as error:
         return Check("CPU kernels", "warn", str(error), f"unset {cpu_info.ISA_VARIABLE}")
 

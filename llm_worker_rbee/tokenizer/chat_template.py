@@ -3,7 +3,7 @@
 A template comes with a model file and is not trusted. chat_template_worker.py renders it in a small process (20 MB,
 80 ms to start, then kept) whose time and memory the operating system limits; every failure is a `ChatTemplateError`,
 except that the process was killed from outside (by the system when memory is short): then it renders once more. Limits
-inside this process were tried first and could be evaded (docs/decisions.md).
+inside this process were tried first and could be evaded (docs/decisions/).
 """
 
 import atexit

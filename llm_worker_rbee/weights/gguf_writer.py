@@ -58,12 +58,12 @@ def write_gguf(
     version: int = VERSIONS[-1],
     alignment: int = DEFAULT_ALIGNMENT,
 ) -> Path:
-    """Write one file; adds `general.alignment` if it is not the default."""
+    """Write one file, which replaces an existing one at the very end; adds an `alignment` that is not the default."""
     if alignment != DEFAULT_ALIGNMENT:
         metadata = {**metadata, "general.alignment": Typed("uint32", alignment)}
     raws = {name: _raw(tensor) for name, tensor in (tensors or {}).items()}
     entries = [(name, raw.shape, BLOCK_TYPES[raw.kind].id, len(raw.data)) for name, raw in raws.items()]
-    with path.open("wb") as file:
+    with _replacing(path) as file:
         _write_header(file, metadata, entries, version, alignment)
         for raw in raws.values():
             _pad(file, alignment)
@@ -86,18 +86,25 @@ def write_quantized_gguf(
     with _explain_os_errors(path, total):
         if shutil.disk_usage(path.parent).free < total + SPARE_BYTES:
             raise _no_space_error(path, total)
-        part = path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
-        try:
-            with part.open("wb") as file:
-                entries = [(job.name, job.source.shape, job.kind.id, job.nbytes) for job in jobs]
-                _write_header(file, metadata, entries, VERSIONS[-1], DEFAULT_ALIGNMENT)
-                _write_jobs(file, jobs, total, threads, progress)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
+        with _replacing(path) as file:
+            entries = [(job.name, job.source.shape, job.kind.id, job.nbytes) for job in jobs]
+            _write_header(file, metadata, entries, VERSIONS[-1], DEFAULT_ALIGNMENT)
+            _write_jobs(file, jobs, total, threads, progress)
+            file.flush()
+            os.fsync(file.fileno())
     return path
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a file beside `path` that takes its place once it is complete."""
+    part = path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            yield file
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _write_jobs(

@@ -237,6 +237,7 @@ def test_run_rows_names_results_and_goes_on_after_a_failure(tiny: Path, fake: st
     ratio = {result.name: result for result in run.results}["plain tg2/llama-bench"].fields["ours_over_peer"]
     assert lines[5].startswith("| plain tg2 | llama-bench, build 7031 (0c1e570) | ")
     assert lines[5].endswith(f"| {ratio:.2f} ({ratio:.2f} to {ratio:.2f}) |")
+    assert lines[-3].startswith("- failed: too long: pp300 needs 300 tokens")
     assert lines[-1].startswith("Cores that were busy before and after each row: plain ")
 
 

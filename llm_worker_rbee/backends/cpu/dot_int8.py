@@ -37,9 +37,8 @@ from .simd import (
 
 ISA = cpu_info.current_isa()
 WEIGHT_BIAS = cpu_info.INSTRUCTION_SETS[ISA].weight_bias
-# `sdot` takes its activations from any lane of a register; elsewhere a broadcasting load is as good.
-BROADCAST_BY_LANE = ISA in ("neon_i8mm", "neon_dotprod")
-SHIFT_INSERT = ISA in ("neon_i8mm", "neon_dotprod", "neon")  # one instruction joins two bit planes
+LANE_ACTIVATIONS = cpu_info.INSTRUCTION_SETS[ISA].lane_activations
+SHIFT_INSERT = cpu_info.INSTRUCTION_SETS[ISA].shift_insert
 # for products of many tokens (matmul/unpacked.py)
 TILE_KERNELS: dict[str, TileKernel] = {"avx512_amx": AMX, "neon_i8mm": SMMLA, "neon_dotprod": SDOT}
 EmitDot = Callable[[Any, Any, Any, Any], Any]  # (builder, accumulator, weights, activations) -> accumulator
@@ -217,13 +216,15 @@ def dot_block(b: Any, acc: Any, layout: int, half: int, packed: Any, line: Any, 
         return emit_load(b, packed, b.add(line, ir.Constant(line.type, 64 * number)), u8x64.ir)
 
     def add(total: Any, token: int, weights: Any, quad: int) -> Any:
-        near = quad // 4 * 4 if BROADCAST_BY_LANE else quad
-        where = b.add(at, b.add(b.mul(stride, ir.Constant(stride.type, token)), ir.Constant(at.type, 4 * near)))
-        some = emit_load(b, x, where, ir.VectorType(I32, 4) if BROADCAST_BY_LANE else I32)
-        if BROADCAST_BY_LANE:
-            nothing, lane = ir.Constant(some.type, ir.Undefined), ir.Constant(I32X16, [quad % 4] * LANES)
-        four = b.shuffle_vector(some, nothing, lane) if BROADCAST_BY_LANE else emit_splat(b, some, I32X16)
-        return emit(b, total, weights, b.bitcast(four, u8x64.ir))
+        first = quad // 4 * 4 if LANE_ACTIVATIONS else quad
+        where = b.add(at, b.add(b.mul(stride, ir.Constant(stride.type, token)), ir.Constant(at.type, 4 * first)))
+        loaded = emit_load(b, x, where, ir.VectorType(I32, 4) if LANE_ACTIVATIONS else I32)
+        if LANE_ACTIVATIONS:
+            undefined, lane = ir.Constant(loaded.type, ir.Undefined), ir.Constant(I32X16, [quad % 4] * LANES)
+            activations = b.shuffle_vector(loaded, undefined, lane)
+        else:
+            activations = emit_splat(b, loaded, I32X16)
+        return emit(b, total, weights, b.bitcast(activations, u8x64.ir))
 
     for quad in quads:
         weights = _unpack_quad(b, lines, kind.planes, quad)

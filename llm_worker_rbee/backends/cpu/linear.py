@@ -32,7 +32,7 @@ from .repack import repack
 Floats = NDArray[np.float32]
 PIECES_PER_THREAD = 8  # of a matrix
 # The values of attention are the most sensitive: half of the error of a model's log-probabilities came from there, with
-# 3% of the arithmetic where several heads share them (docs/decisions.md). The output head uses two terms too.
+# 3% of the arithmetic where heads share them (docs/decisions/036). The output head uses two terms too.
 HIGH_PRECISION_TENSORS = ("attn_v.weight",)
 
 MIN_TOKENS = PACKED = UNPACKED = None  # set for each variant
@@ -106,17 +106,20 @@ class PackedWeight(StackedWeight):
 
 def pack_weight(tensors: Sequence[Tensor], threads: int) -> PackedWeight:
     """Pack tensors; adjacent ones that share a layout become one matrix."""
-    grouped = [(key, list(same)) for key, same in groupby(tensors, lambda t: (layout_of_tensor(t), _is_sensitive(t)))]
+    rows = tensors[0].shape[0]  # of q, in a stack that holds v
+    keyed = groupby(tensors, lambda tensor: (layout_of_tensor(tensor), _is_sensitive(tensor, rows)))
+    grouped = [(key, list(same)) for key, same in keyed]
     parts = tuple(repack(same, threads) for _, same in grouped)
     for tensor in tensors:
         release_pages(tensor.data)
     return PackedWeight(parts, tuple(is_sensitive for (_, is_sensitive), _ in grouped))
 
 
-def _is_sensitive(tensor: Tensor) -> bool:
-    rows, columns = tensor.shape
-    is_shared = 2 * rows <= columns  # with a KV head for each head, twice the products of v are 8% of the arithmetic
-    return is_shared and tensor.name.endswith(HIGH_PRECISION_TENSORS) and not layout_of_tensor(tensor).float_type
+def _is_sensitive(tensor: Tensor, query_rows: int) -> bool:
+    """Return whether a tensor multiplies two-term activations: v, unless each head has a KV head of its own."""
+    if not tensor.name.endswith(HIGH_PRECISION_TENSORS) or layout_of_tensor(tensor).float_type:
+        return False
+    return tensor.shape[0] < query_rows  # otherwise a second term of v is 8% of the arithmetic
 
 
 def linear_tasks(w: PackedWeight, count: int, floats: int, quantized: int, output: int, threads: int) -> list[Task]:

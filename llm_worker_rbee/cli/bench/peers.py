@@ -14,7 +14,7 @@ from ...bench.peer_suite import Row, TimeLeft
 from ...bench.peers import OURS
 from ...bench.results import Recorder, Result, Run, write_atomically
 from ...bench.roofline import measure_limits
-from ...errors import counted
+from ...errors import WorkerError, counted
 from ...progress import step_progress, transfer_progress
 from ...weights.hub import locate_model
 from ..options import MODEL_HELP, ComputeOptions, gather, option_fields
@@ -88,6 +88,10 @@ class PeerOptions:
             for name, (text, option_name, low) in counts.items()
             if text is not None
         }
+        names = [row.name for row in found]
+        repeated = next((name for name in names if names.count(name) > 1), None)
+        if repeated is not None:
+            raise typer.BadParameter(f"two rows are named {repeated!r}: give each file or shape once, or one run each")
         return [row._replace(**lengths) for row in found]
 
 
@@ -101,14 +105,14 @@ def peers(options: PeerOptions, results: ResultOptions, computing: ComputeOption
     """Measure this worker beside llama-bench, llama-cpp-python and transformers.
 
     The same file, the same lengths, the same number of threads, in turn;
-    device, backend and instruction set are ours alone. Each
+    device, backend and instruction set apply to this worker only. Each
     peer but llama-bench keeps the model loaded; loading is not counted.
     transformers computes in float32. llama-bench does not sample, the
     others sample greedily.
 
     With --batch 16 `serve` and llama-server with 16 slots answer 16 real
-    prompts at once over HTTP, TG tokens each: what all of them make a second
-    from when the last has begun to when the first is complete.
+    prompts at once over HTTP, TG tokens each: tokens per second of all
+    requests while all of them decode.
 
     --suite cpu compares the built-in model in three types, the shape of
     Llama-2-7B with 4 layers in three types, a prompt of 4,096 tokens, and 16
@@ -139,6 +143,9 @@ def peers(options: PeerOptions, results: ResultOptions, computing: ComputeOption
     settings |= {"suite": options.suite, "rows": [row.name for row in rows]}
     with common.recording("peers", results, _show, **settings) as recorder:
         _measure(recorder, rows, plan, options.files)
+        if not recorder.results():
+            failed = recorder.details.get("failed", {})
+            raise WorkerError(next((f"{row}: {reason}" for row, reason in failed.items()), "no row was measured"))
         if options.markdown is not None:
             write_atomically(options.markdown, benchmark.markdown(recorder.to_run()).encode())
             note(f"wrote {options.markdown}")
