@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import chain, groupby
-from math import isqrt
+from math import isqrt, log2
 from typing import Any, cast
 
 import numpy as np
@@ -34,12 +34,14 @@ MIN_USEFUL_THREADS = 2
 
 
 def useful_threads(work_bytes: int, num_tasks: int) -> int:
-    """Return how many threads compute a step of so many bytes soonest, at least MIN_USEFUL_THREADS.
+    """Return how many threads compute a step of so many bytes soonest: a power of two, at least MIN_USEFUL_THREADS.
 
     A task of n bytes on p threads takes as long as n / p + p * BYTES_PER_EXTRA_THREAD bytes on one: least at the square
-    root of the quotient.
+    root of the quotient. Powers of two, so that adjacent steps use the same number: OpenMP ends the threads that a
+    parallel region leaves out, and creates them again (29 us each).
     """
-    return max(MIN_USEFUL_THREADS, isqrt(work_bytes // (max(1, num_tasks) * BYTES_PER_EXTRA_THREAD)))
+    best = isqrt(work_bytes // (max(1, num_tasks) * BYTES_PER_EXTRA_THREAD))
+    return max(MIN_USEFUL_THREADS, 1 << round(log2(max(1, best))))
 
 
 def _weights(graph: Graph) -> list[PackedWeight]:

@@ -234,6 +234,11 @@ def _zero_counters(threads: int) -> int:
     return int(address)
 
 
+def threads_in_use(limit: int) -> int:
+    """Return the threads of the last program of this Python thread, at most `limit`: another number costs time."""
+    return min(limit, getattr(_local, "threads", limit))
+
+
 def _choose_guard() -> AbstractContextManager[object]:
     global _guard
     _guard = _launch_lock if threading_layer() == "workqueue" else nullcontext()

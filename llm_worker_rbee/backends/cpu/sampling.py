@@ -26,7 +26,7 @@ from . import sampling_kernels as kernels
 from .jit import PythonKernel, TaskKernel
 from .jit import simple_kernel as kernel
 from .pointers import f32, f64, i64
-from .program import Program, Step, Task, new_step, pack_args
+from .program import Program, Step, Task, new_step, pack_args, threads_in_use
 
 Floats = NDArray[np.float32]
 MAX_GREEDY_ROWS = 4  # without a program
@@ -159,7 +159,7 @@ def _sample_batch(logits: Floats, rows: Sequence[SampleRow], threads: int) -> In
     step[Step.TOKENS], step[Step.VOCABULARY] = len(rows), logits.shape[-1]
     step[Step.LOGITS], step[Step.TOKEN_IDS] = logits.ctypes.data, tokens.ctypes.data
     step[Step.SAMPLE_INTS], step[Step.SAMPLE_FLOATS] = ints.ctypes.data, floats.ctypes.data
-    _sample_program().run(step, threads)
+    _sample_program().run(step, threads_in_use(threads))
     return tokens
 
 

@@ -130,6 +130,8 @@ def test_step_uses_fewer_threads_for_a_small_model_and_more_for_long_contexts(de
     fused.threads = 4
     assert threads(512, 512) == 4
     assert useful_threads(1000, 300) == 2  # of the smallest model
+    powers = {useful_threads(work, 300) for work in range(10**6, 10**9, 10**6)}
+    assert powers == {2, 4, 8, 16, 32, 64}
 
 
 def test_fused_forward_from_two_python_threads_has_the_same_bits(default_model: Path) -> None:

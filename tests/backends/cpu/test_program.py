@@ -35,6 +35,15 @@ def test_launch_masks_the_pool_in_every_python_thread() -> None:
     assert seen == [1, 1, SEVERAL, SEVERAL]
 
 
+def test_threads_in_use_are_those_of_the_last_launch() -> None:
+    with program.launch(SEVERAL):
+        assert program.threads_in_use(SEVERAL) == SEVERAL
+    with program.launch(1):
+        assert program.threads_in_use(SEVERAL) == 1
+    with program.launch(SEVERAL):
+        assert program.threads_in_use(1) == 1
+
+
 CONCURRENT = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
