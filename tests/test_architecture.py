@@ -62,25 +62,25 @@ SECOND_PLACES: dict[str, dict[str, str]] = {}  # beside the one place of a heavy
 
 # Line budgets. "." are the modules at the top of the package.
 LINES = {
-    ".": 2_190,
-    "backends": 1_425,
-    "backends/cpu": 5_540,
+    ".": 2_195,
+    "backends": 1_432,
+    "backends/cpu": 5_690,
     "backends/cpu/matmul": 980,
     "backends/cuda": 6_000,
-    "bench": 9_170,
+    "bench": 9_180,
     "cache": 60,
     "cli": 3_150,
     "cli/bench": 1_440,
     "cluster": 700,
     "engine": 2_600,
     "layers": 260,
-    "models": 1_280,
+    "models": 1_290,
     "server": 4_150,
     "token_engine": 1_980,
     "tokenizer": 1_670,
     "weights": 3_250,
 }
-MAX_TOTAL_LINES = 45_700
+MAX_TOTAL_LINES = 45_900
 MAX_BENCH_LINES = 10_600  # bench with its commands
 MAX_MODULES = 218
 MAX_FOLDER_FILES = 25
