@@ -29,25 +29,15 @@ def soak(*args: str | Path) -> tuple[int, dict[str, Any], str]:
     return done.returncode, json.loads(done.stdout.splitlines()[-1]), done.stdout + done.stderr
 
 
-def test_soak_of_30_seconds_passes(tmp_path: Path) -> None:
+def test_soak_of_12_seconds_passes(tmp_path: Path) -> None:
     """Memory is not judged, as caches fill in the first minute; nor is the latency of /health."""
     model = with_kernels(write_model(tmp_path / "tiny.gguf"))
     status, found, said = soak(
-        "--minutes",
-        "0.5",
-        "-m",
-        model,
-        "--concurrency",
-        "12",
-        "--health-ms",
-        "0",
-        "--kv-memory",
-        "16M",
-        "--visit-limit",
-        "100",
-    )
+        "--minutes", "0.2", "-m", model, "--concurrency", "12", "--health-ms", "0", "--kv-memory", "16M",
+        "--visit-limit", "100",
+    )  # fmt: skip
     assert status == 0, said
-    assert found["visits"] > 50
+    assert found["visits"] > 20
     assert found["checks"] == {
         "no error of the server's": True, "visitors were let in": True, "nothing is left": True, "always healthy": True,
         "health is quick": None, "memory does not grow": None,
