@@ -26,7 +26,7 @@ MID_TILE_TOKENS = 4 if MAX_TILE_TOKENS > 4 else MAX_TILE_TOKENS // 2  # for the 
 # tokens of a piece: their activations stay in the second-level cache
 TOKENS_PER_PIECE = 144 if MAX_TILE_TOKENS > 4 else 12 * MAX_TILE_TOKENS
 TWO_CHAINS = MAX_TILE_TOKENS > 4  # two shorter chains of dot products hide latency, if registers hold both
-PAIRS = MID_TILE_TOKENS == 2
+ADDS_TERMS_IN_TILE = MID_TILE_TOKENS == 2  # of a single token: its two terms are one tile
 GROUPS_IN_L1 = 4  # row groups that each tile of tokens meets in turn: they stay in the first-level cache
 MAGIC_SUMS = INSTRUCTION_SETS[ISA].magic_sums
 # set for each variant
@@ -70,10 +70,8 @@ def dot_rows(operands, out, place, start, stop, token, columns, stride, unit):
                 if NIBBLE_SCALES:
                     s, byte = (group * n_scales + (block >> 3)) * 16, (group * n + block) * 32
                     d, m = simd.load(scales, s), simd.load(minima, s)
-                    first, second = (
-                        simd.nibbles_times(nibbles, byte, 0, d),
-                        simd.nibbles_times(nibbles, byte + 16, 0, d),
-                    )
+                    first = simd.nibbles_times(nibbles, byte, 0, d)
+                    second = simd.nibbles_times(nibbles, byte + 16, 0, d)
                 else:
                     s = (group * n_scales + block * 2) * 16
                     first, second = simd.load(scales, s), simd.load(scales, s + 16)
@@ -170,38 +168,39 @@ def packed_matmul(args, step, piece):
     begin, end, first, stop = piece_bounds(a, tokens, piece)
     length = stop - first
     row, n, whole = 0, 2 * length if two_term else length, rows // 16
-    is_pair = PAIRS and two_term and tokens == 1  # the two rows of the token are one tile, which adds them
+    is_pair = ADDS_TERMS_IN_TILE and two_term and tokens == 1
     in_one_pass = is_pair or not two_term
-    near = end - begin if length == 1 and in_one_pass else GROUPS_IN_L1 if in_one_pass else 1
-    some = scratch(16 * max(TILE, n if two_term else 0))
+    groups_per_pass = end - begin if length == 1 and in_one_pass else GROUPS_IN_L1 if in_one_pass else 1
+    buffer = scratch(16 * max(TILE, n if two_term else 0))
     while begin < end:
-        again = row >= length
-        token = row - length + tokens + first if again else row + first
-        count = next_tile_tokens((n if again or length == tokens else length) - row, TILE)
-        group, last = begin, min(end, begin + near)
+        is_second_term = row >= length
+        token = row - length + tokens + first if is_second_term else row + first
+        count = next_tile_tokens((n if is_second_term or length == tokens else length) - row, TILE)
+        group, last = begin, min(end, begin + groups_per_pass)
         while group < last:
             place = a[LinearArg.FIRST] + group * 16 + token * stride
             direct = group < whole and in_one_pass
-            to, at, apart = (
-                (out, place, 0 if is_pair else stride) if direct else (some, 16 * row if two_term else 0, 16)
-            )
+            if direct:
+                to, at, token_stride = out, place, 0 if is_pair else stride
+            else:
+                to, at, token_stride = buffer, 16 * row if two_term else 0, 16
             next_group = min(last, whole) if direct else group + 1
             if count == TILE:
-                ROWS_TILE(operands, to, at, group, next_group, token, columns, apart, unit)
+                ROWS_TILE(operands, to, at, group, next_group, token, columns, token_stride, unit)
             elif count == MID_TILE_TOKENS:
-                ROWS_MID(operands, to, at, group, next_group, token, columns, apart, unit)
+                ROWS_MID(operands, to, at, group, next_group, token, columns, token_stride, unit)
             else:
-                ROWS_ONE(operands, to, at, group, next_group, token, columns, apart, unit)
+                ROWS_ONE(operands, to, at, group, next_group, token, columns, token_stride, unit)
             if is_pair and not direct:
-                add_two_terms(some, 1, out, place, stride, rows - group * 16)
+                add_two_terms(buffer, 1, out, place, stride, rows - group * 16)
             elif not (direct or two_term):
-                copy_partial_group(some, out, place, stride, rows - group * 16, count)
+                copy_partial_group(buffer, out, place, stride, rows - group * 16, count)
             group = next_group
         row += count
         if row == n:
             if not in_one_pass:
                 place = a[LinearArg.FIRST] + begin * 16 + first * stride
-                add_two_terms(some, length, out, place, stride, rows - begin * 16)
+                add_two_terms(buffer, length, out, place, stride, rows - begin * 16)
             begin, row = last, 0
 
 
