@@ -14,10 +14,21 @@ import pytest
 from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.bench import micro, roofline
-from llm_worker_rbee.bench.micro import Case, Measurement, TimingPlan, calibrate, measure
+from llm_worker_rbee.bench.micro import (
+    Case,
+    Measurement,
+    TimingPlan,
+    calibrate,
+    cases,
+    components,
+    kernels,
+    measure,
+    ops,
+)
 from llm_worker_rbee.bench.results import Recorder
 from llm_worker_rbee.bench.synthetic import random_tensor
 from llm_worker_rbee.errors import InvalidRequestError
+from llm_worker_rbee.weights.quants import BLOCK_TYPES
 
 QUICK = TimingPlan(seconds=0.0, min_samples=2, max_samples=2, warm_up_s=0.0)
 KEPT_NAMES = {
@@ -57,10 +68,10 @@ def test_op_case_runs_on_the_reference(case: Case) -> None:
 
 @pytest.mark.parametrize("family", ["linear/Q4_0", "linear/Q6_K", "linear/BF16", "linear/IQ2_XS", "linear/F32"])
 def test_linear_case_equals_dequantized_product(family: str) -> None:
-    kind = micro.BLOCK_TYPES[family.split("/")[1]]
+    kind = BLOCK_TYPES[family.split("/")[1]]
     product: Any = by_name()[f"{family}/1"].make(ReferenceBackend())()
-    weight = random_tensor(kind, (micro.LINEAR_ROWS, micro.LINEAR_COLUMNS)).dequantize()
-    x = np.random.default_rng(7).standard_normal(micro.RANDOM_PERIOD, np.float32)[None, : micro.LINEAR_COLUMNS]
+    weight = random_tensor(kind, (ops.LINEAR_ROWS, ops.LINEAR_COLUMNS)).dequantize()
+    x = np.random.default_rng(7).standard_normal(cases.RANDOM_PERIOD, np.float32)[None, : ops.LINEAR_COLUMNS]
     assert np.isfinite(product).all()
     np.testing.assert_allclose(product, x @ weight.T, rtol=1e-3, atol=1e-3)
 
@@ -119,7 +130,7 @@ def test_kernel_cases_count_multiply_adds_and_bytes_of_the_file() -> None:
     cases = {case.name: case for case in micro.kernel_cases()}
     assert len(cases) == len(list(micro.kernel_cases()))
     assert {case.backend for case in cases.values()} == {"cpu"}
-    rows, columns = micro.KERNEL_SHAPE
+    rows, columns = kernels.KERNEL_SHAPE
     q4_0 = cases["kernel/matmul/Q4_0/16"].work
     assert q4_0 == (rows * columns // 32 * 18 + 4 * 16 * (rows + columns), 2 * 16 * rows * columns, None)
     assert cases["kernel/matmul_two_term/Q6_K/1"].work.operations == 2 * cases["kernel/matmul/Q6_K/1"].work.operations
@@ -131,22 +142,22 @@ def test_kernel_cases_count_multiply_adds_and_bytes_of_the_file() -> None:
 
 @pytest.mark.parametrize("name", ["Q4_0/1", "Q8_0/3", "F16/1"])
 def test_kernel_matmul_equals_dequantized_product(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(micro, "KERNEL_SHAPE", (48, 256))
-    monkeypatch.setattr(micro, "KERNEL_TOKENS", (1, 3))
-    micro._kernel_weight.cache_clear()
+    monkeypatch.setattr(kernels, "KERNEL_SHAPE", (48, 256))
+    monkeypatch.setattr(kernels, "KERNEL_TOKENS", (1, 3))
+    kernels._kernel_weight.cache_clear()
     (case,) = [case for case in micro.kernel_cases() if case.name == f"kernel/matmul/{name}"]
     kind, tokens = name.split("/")
     product: Any = case.make(CpuBackend())()
-    weight = random_tensor(micro.BLOCK_TYPES[kind], (48, 256)).dequantize()
+    weight = random_tensor(BLOCK_TYPES[kind], (48, 256)).dequantize()
     np.testing.assert_allclose(product, roofline._random(int(tokens), 256) @ weight.T, atol=0.05)
-    micro._kernel_weight.cache_clear()  # of the wrong shape for others
+    kernels._kernel_weight.cache_clear()  # of the wrong shape for others
 
 
 def test_kernel_attention_equals_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(micro, "KERNEL_CONTEXTS", {(4, 2, 32): ((3, 40),)})
+    monkeypatch.setattr(kernels, "KERNEL_CONTEXTS", {(4, 2, 32): ((3, 40),)})
     (case,) = [case for case in micro.kernel_cases() if "attention" in case.name]
     assert case.name == "kernel/attention/4x32/3@40"
-    results: list[Any] = [case.make(ops)() for ops in (CpuBackend(), ReferenceBackend())]
+    results: list[Any] = [case.make(backend)() for backend in (CpuBackend(), ReferenceBackend())]
     np.testing.assert_allclose(*results, atol=2e-3)  # the CPU's keys and values are float16
 
 
@@ -163,13 +174,13 @@ def test_run_names_the_instruction_set_and_leaves_kernels_of_the_cpu_out() -> No
 
 @pytest.mark.parametrize("arrays", [False, True])
 def test_decoding_scheduler_step_adds_a_token_to_each_request(arrays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(micro, "RESTART_CONTEXT", micro.MAX_PROMPT + 40)
+    monkeypatch.setattr(components, "RESTART_CONTEXT", components.MAX_PROMPT + 40)
     made = micro.DecodingScheduler(5)
     step = partial(made.step, arrays=arrays)
     first = made.scheduler
     prompts = [request.num_prompt_tokens for request in first.running]
     assert len(prompts) == 5
-    assert micro.MIN_PROMPT <= min(prompts) < max(prompts) <= micro.MAX_PROMPT
+    assert components.MIN_PROMPT <= min(prompts) < max(prompts) <= components.MAX_PROMPT
     for n in range(2, 40):
         step()
         assert [len(request.tokens) for request in made.scheduler.running] == [n] * 5
