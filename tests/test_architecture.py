@@ -70,7 +70,7 @@ LINES = {
     "bench": 9_290,
     "cache": 60,
     "cli": 3_150,
-    "cli/bench": 1_440,
+    "cli/bench": 1_460,
     "cluster": 700,
     "engine": 2_600,
     "layers": 260,
@@ -80,9 +80,9 @@ LINES = {
     "tokenizer": 1_670,
     "weights": 3_250,
 }
-MAX_TOTAL_LINES = 46_010
-MAX_BENCH_LINES = 10_730  # bench with its commands
-MAX_MODULES = 224
+MAX_TOTAL_LINES = 46_030
+MAX_BENCH_LINES = 10_750  # bench with its commands
+MAX_MODULES = 225
 MAX_FOLDER_FILES = 25
 MAX_FILE_LINES = 800
 LISTED_FILE_LINES = 600  # longer files are named here
