@@ -67,10 +67,10 @@ LINES = {
     "backends/cpu": 5_690,
     "backends/cpu/matmul": 980,
     "backends/cuda": 6_000,
-    "bench": 9_290,
+    "bench": 12_500,
     "cache": 60,
     "cli": 3_150,
-    "cli/bench": 1_460,
+    "cli/bench": 1_800,
     "cluster": 700,
     "engine": 2_600,
     "layers": 260,
@@ -80,9 +80,9 @@ LINES = {
     "tokenizer": 1_670,
     "weights": 3_250,
 }
-MAX_TOTAL_LINES = 46_030
-MAX_BENCH_LINES = 10_750  # bench with its commands
-MAX_MODULES = 225
+MAX_TOTAL_LINES = 50_500
+MAX_BENCH_LINES = 14_300  # bench with its commands
+MAX_MODULES = 245
 MAX_FOLDER_FILES = 25
 MAX_FILE_LINES = 800
 LISTED_FILE_LINES = 600  # longer files are named here
@@ -98,6 +98,7 @@ LONG_FUNCTIONS = {
 }
 MIN_MODULE_LINES = 80  # a shorter module with a single client is part of that client, unless there is a reason
 SMALL_MODULES = {
+    "bench/provenance.py": "what the pages of the repository are tested against",
     "cache/kv_cache.py": "a layer of its own, tested alone",
     "cluster/router.py": "Ray copies its module into each process",
     "engine/dummy_model.py": "replaces the model for `serve --engine null`",

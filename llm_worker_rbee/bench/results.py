@@ -29,6 +29,7 @@ from ..errors import WorkerError
 from ..progress import StepProgress
 from . import statistics
 from .processes import THREAD_VARIABLES
+from .provenance import source_hashes
 
 SCHEMA = "llm-worker-rbee/bench"
 SCHEMA_VERSION = 1
@@ -118,16 +119,20 @@ class Run:
     details: Mapping[str, Any] = field(default_factory=dict)  # of this kind alone: limits, a table, a histogram
     complete: bool = True  # False: interrupted, with what was measured until then
     elapsed_s: float = 0.0
+    command: str = ""  # that repeats it
+    sources: Mapping[str, str] = field(default_factory=dict)  # hashes of the code that was there (provenance.py)
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `--json` prints and files hold."""
-        names = ("kind", "created", "complete", "elapsed_s", "commit", "machine", "versions", "model", "settings")
+        names = ("kind", "created", "complete", "elapsed_s", "command", "commit", "sources", "machine", "versions",
+                 "model", "settings")  # fmt: skip
         head = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, **{name: getattr(self, name) for name in names}}
         return {**head, "details": dict(self.details), "results": [result.as_json() for result in self.results]}
 
     def save(self, path: Path) -> None:
         text = json.dumps(replace_non_finite(self.as_json()), indent=1, ensure_ascii=False) + "\n"
-        write_atomically(path, text.encode(errors="backslashreplace"))  # undecodable bytes of a path
+        data = text.encode(errors="backslashreplace")  # undecodable bytes of a path
+        write_atomically(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
 
     @staticmethod
     def load(path: Path) -> Run:
@@ -156,13 +161,14 @@ class Run:
         results = found.get("results")
         if not isinstance(results, list):
             raise ResultsError(f"{where}: results is not a list")
-        objects = {key: found.get(key) or {} for key in ("settings", "details", "versions")}
+        objects = {key: found.get(key) or {} for key in ("settings", "details", "versions", "sources")}
         objects |= {key: found[key] for key in ("commit", "model") if found.get(key) is not None}
         objects["machine"] = found.get("machine")
         fields: dict[str, Any] = {key: _require_object(one, f"{where}: {key}") for key, one in objects.items()}
         fields |= {key: _pop_text(dict(found), key, where) for key in ("kind", "created")}
         made = tuple(Result.from_json(one, f"{where}: results[{i}]") for i, one in enumerate(results))
         elapsed_s = _pop_number({"elapsed_s": 0.0, **found}, "elapsed_s", where)
+        fields["command"] = _pop_text({"command": "", **found}, "command", where)
         return Run(results=made, complete=found.get("complete", True) is True, elapsed_s=elapsed_s, **fields)
 
 
@@ -177,6 +183,7 @@ class Recorder:
     settings: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] | None = None
     details: dict[str, Any] = field(default_factory=dict)
+    command: str = ""
     _started: float = field(default_factory=time.monotonic)
     _results: dict[tuple[str, str | None], Result] = field(default_factory=dict)
     _pending: dict[tuple[str, str | None], Pending] = field(default_factory=dict)
@@ -202,7 +209,7 @@ class Recorder:
         created, elapsed_s = datetime.now(UTC).isoformat(timespec="seconds"), round(time.monotonic() - self._started, 3)
         return Run(
             self.kind, self.results(), created, describe_machine(), package_versions(), describe_commit(), self.model,
-            self.settings, self.details, complete, elapsed_s,
+            self.settings, self.details, complete, elapsed_s, self.command, source_hashes(),
         )  # fmt: skip
 
 

@@ -45,7 +45,8 @@ RUN = st.builds(
     Run,
     kind=TEXT, results=st.lists(RESULT, max_size=4).map(tuple), created=TEXT, machine=OBJECT,
     versions=st.dictionaries(TEXT, TEXT, max_size=3), commit=st.none() | OBJECT, model=st.none() | OBJECT,
-    settings=OBJECT, details=OBJECT, complete=st.booleans(), elapsed_s=NUMBER,
+    settings=OBJECT, details=OBJECT, complete=st.booleans(), elapsed_s=NUMBER, command=TEXT,
+    sources=st.dictionaries(TEXT, TEXT, max_size=2),
 )  # fmt: skip
 
 
@@ -69,6 +70,15 @@ def test_run_save_then_load_is_equal(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["the way.json"]
     head = json.loads(path.read_text())
     assert (head["schema"], head["schema_version"]) == (SCHEMA, SCHEMA_VERSION)
+
+
+def test_run_save_gzip_is_equal_and_repeatable(tmp_path: Path) -> None:
+    run, paths = micro(), [tmp_path / f"{name}.json.gz" for name in ("one", "two")]
+    for path in paths:
+        run.save(path)
+    assert Run.load(paths[0]) == rounded(run)
+    assert paths[0].read_bytes()[:2] == b"\x1f\x8b"
+    assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
 def test_run_save_non_finite_numbers_become_null(tmp_path: Path) -> None:

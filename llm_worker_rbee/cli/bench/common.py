@@ -5,6 +5,8 @@ saved and compared.
 """
 
 import os
+import shlex
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -57,7 +59,7 @@ def recording(kind: str, options: ResultOptions, show: Callable[[Run], None], **
     for path in _places(options):
         require_place(path)
     before = None if options.baseline is None else baseline.load(options.baseline)
-    recorder = Recorder(kind, dict(settings))
+    recorder = Recorder(kind, dict(settings), command=repeatable_command(sys.argv[1:]))
     if before is not None:
         baseline.require_comparable(before, recorder.to_run(), force=options.force)
     interrupted = False
@@ -72,6 +74,22 @@ def recording(kind: str, options: ResultOptions, show: Callable[[Run], None], **
         raise KeyboardInterrupt
     if failed:
         raise typer.Exit(1)
+
+
+def repeatable_command(arguments: Sequence[str]) -> str:
+    """Return the command line that repeats a run: without `--save` and its like, and with files by name alone."""
+    left, words = list(arguments), ["llm-worker-rbee"]
+    while left:
+        word, equals, value = left.pop(0).partition("=")
+        if word in ("--save", "--save-baseline"):
+            left = left if equals else left[1:]
+        elif word != "--json":
+            words.append(f"{word}={_file_name(value)}" if equals else _file_name(word))
+    return shlex.join(words)
+
+
+def _file_name(word: str) -> str:
+    return Path(word).name if os.path.isabs(word) else word
 
 
 def _places(options: ResultOptions) -> list[Path]:
