@@ -250,6 +250,9 @@ class Backend(ABC):
         """
         raise NotImplementedError(f"the {self.name} backend samples synchronously")
 
+    def synchronize(self) -> None:  # noqa: B027
+        """Wait until the device has done all that was launched on it."""
+
     def free_memory(self) -> int | None:
         """Return the free bytes of the device's own memory; None: the host's memory counts."""
         return None

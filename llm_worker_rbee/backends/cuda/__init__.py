@@ -66,6 +66,10 @@ class CudaBackend(ops.Backend):
         self._linear = BatchedLinear(self.torch_device, batch_invariant=deterministic)
         self._held: list[tuple[tuple[Any, ...], Any]] = []  # what was made from host arrays
 
+    def synchronize(self) -> None:
+        if self.torch_device.type == "cuda":
+            torch.cuda.synchronize(self.torch_device)
+
     def free_memory(self) -> int:
         """Return the free bytes, with what the allocator holds in reserve."""
         if self.torch_device.type == "cpu":
