@@ -4,6 +4,8 @@
 #   make serve       serve the default model over HTTP
 #   make test        lint, types, architecture, tests
 #   make test-extra  tests of clusters, with Ray in an environment of its own, a soak, emulated Arm processors
+#   make pages       write the generated pages and the chart from the saved runs in docs/results
+#   make evidence    measure everything that they show again (half an hour on a quiet machine), and write them
 #   make clean       remove the environments and everything built
 
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -21,10 +23,10 @@ WORKERS ?= auto
 CHROMIUM ?= /usr/bin/chromium
 DEMO_PROMPT ?= What is the capital of France, and what is it famous for? Answer in one sentence.
 
-.PHONY: demo serve test test-extra test-cluster browser lint types clean help FORCE
+.PHONY: demo serve test test-extra test-cluster browser lint types pages evidence clean help FORCE
 
 help:
-	@sed -n '3,8s/^# *//p' Makefile
+	@sed -n '3,10s/^# *//p' Makefile
 
 demo: $(VENV)/.core
 	@$(BIN)/python -m llm_worker_rbee run --temperature 0 --max-tokens 32 "$(DEMO_PROMPT)"
@@ -46,6 +48,13 @@ test-extra: $(VENV)/.dev
 
 test-cluster: $(VENV)/.extra
 	$(BIN)/python -m pytest --disable-warnings --confcutdir tests/cluster tests/cluster
+
+pages: $(VENV)/.dev
+	@$(BIN)/python tools/pages.py
+
+# Options for it: make evidence EVIDENCE="--only micro --llama-bench PATH".
+evidence: $(VENV)/.dev
+	@$(BIN)/python tools/evidence.py $(EVIDENCE)
 
 # Pages are tested in the system's Chromium. It is installed only as root on Debian with CI=true, where it is missing.
 browser:

@@ -1,7 +1,7 @@
 """The saved form of a benchmark: a `Run` of named `Result`s with their samples, on a machine, a commit and a model.
 
-The JSON form is versioned and described in docs/results.md; it holds plain units, and prefixes are added for display. A
-`Recorder` collects samples while a benchmark runs and makes a run of them at any time, also after Ctrl-C.
+The JSON form is versioned and described in docs/saved-runs.md; it holds plain units, and prefixes are added for
+display. A `Recorder` collects samples while a benchmark runs and makes a run of them at any time, also after Ctrl-C.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from llm_worker_rbee.bench.results import (
 )
 from tests.helpers.bench_runs import micro
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "results.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "saved-runs.md"
 TEXT = st.text(max_size=20)
 NUMBER = st.floats(allow_nan=False, allow_infinity=False, width=32)
 VALUE = st.none() | st.booleans() | st.integers(-(10**9), 10**9) | NUMBER | TEXT
@@ -247,7 +247,7 @@ def test_recorder_groups_samples_by_name_and_backend() -> None:
     assert {"llm-worker-rbee", "python", "numpy"} <= set(run.versions)
 
 
-@pytest.mark.skipif(not DOCUMENT.exists(), reason="this is not a checkout: there is no docs/results.md")
+@pytest.mark.skipif(not DOCUMENT.exists(), reason="this is not a checkout: there is no docs/saved-runs.md")
 def test_documentation_names_every_field() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     run = micro()
@@ -258,7 +258,7 @@ def test_documentation_names_every_field() -> None:
     assert f"larger than {statistics.NOISE:.0%}" in text
 
 
-@pytest.mark.skipif(not DOCUMENT.exists(), reason="this is not a checkout: there is no docs/results.md")
+@pytest.mark.skipif(not DOCUMENT.exists(), reason="this is not a checkout: there is no docs/saved-runs.md")
 def test_documentation_names_fields_of_each_kind() -> None:
     text, folder = DOCUMENT.read_text(encoding="utf-8"), Path(results.__file__).parent
     found = set()

@@ -1,0 +1,154 @@
+"""docs/benchmarks.md: every figure of the saved runs in docs/results, by machine and command."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from llm_worker_rbee.bench.results import Result, Run, quantity
+
+Runs = Mapping[str, Run]
+OURS = "llm-worker-rbee"
+PEERS = {"llama-bench": "llama.cpp", "llama-server": "llama.cpp (llama-server)", "mistral.rs": "mistral.rs (Candle)"}
+KINDS = {
+    "peers": "Against other programs",
+    "e2e": "Prefill and decode",
+    "micro": "The named benchmarks",
+    "accuracy": "Accuracy",
+    "load": "Start",
+    "serving": "Server",
+}
+INTRO = """# Benchmarks
+
+Figures of this worker and of others on the same machine and file, in turn in one run. A figure is the mean of the
+middle half of its samples, with the 95% interval in brackets; ratios are means of the ratios of single repetitions.
+Each section names the command that repeats it: [measuring.md](measuring.md) explains the commands,
+[saved-runs.md](saved-runs.md) the files behind the figures. What claims of speed come to is in [claims.md](claims.md),
+where the time of a step goes in [profile.md](profile.md), why other programs differ in [peers.md](peers.md), and what
+was tried on the way in [decisions](decisions/README.md).
+
+![Tokens per second relative to llama.cpp](pictures/speed.svg)"""
+MICRO_NOTE = (
+    "Hidden size 4096, 32 heads of 128, float32. A step of the fast backends needs no mask: there the mask is made and "
+    "added by their own means, for comparison alone."
+)
+SKIPPED_E2E = ("bytes_per_token", "device_step/", "host_step/", "products/", "device_memory/")
+# the suite of the worker that this one descends from: its own figures, in seconds, on an unnamed CPU
+ORIGINAL_S = {
+    "rope_forward/1": 62.6e-6, "rope_forward/8": 206e-6, "rope_forward/32": 468e-6, "rope_forward/128": 9.23e-3,
+    "qkv_projection/1": 19.1e-3, "qkv_projection/8": 21.0e-3, "qkv_projection/32": 50.8e-3,
+    "qkv_projection/128": 65.5e-3, "attention_scores/1": 3.84e-6, "attention_scores/8": 44.8e-6,
+    "attention_scores/32": 308e-6, "attention_scores/128": 8.49e-3, "causal_mask/8": 9.93e-6, "causal_mask/32": 119e-6,
+    "causal_mask/128": 2.12e-3, "causal_mask/512": 58.8e-3, "causal_mask_cached/8": 9.1e-6,
+    "causal_mask_cached/32": 117.4e-6, "causal_mask_cached/128": 1.9e-3, "causal_mask_cached/512": 55.0e-3,
+    "full_attention/1": 11.5e-6, "full_attention/8": 120e-6, "full_attention/32": 1.07e-3,
+}  # fmt: skip
+
+
+def machine_name(run: Run) -> str:
+    """Return `2 cores, Arm Neoverse-N1`, and the GPU where the run used it."""
+    machine = run.machine
+    name = f"{machine.get('cpu')}, {machine.get('cores')} cores"
+    gpus = [str(gpu).partition(",")[0] for gpu in machine.get("gpus") or ()]
+    return f"{name}, {gpus[0]}" if gpus else name
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return a Markdown table."""
+    return [f"| {' | '.join(head)} |", "|" + " --- |" * len(head), *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def number(value: float) -> str:
+    """Return three digits or whole numbers: 4.54, 35.6, 1,755."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def with_interval(result: Result) -> str:
+    """Return `611 (608 to 612)`; of a figure without spread the value alone."""
+    if result.unit not in ("tok/s", "req/s", ""):
+        value, low, high = (quantity(one, result.unit) for one in (result.estimate, result.low, result.high))
+    else:
+        value, low, high = map(number, (result.estimate, result.low, result.high))
+    return value if result.low == result.high else f"{value} ({low} to {high})"
+
+
+def peers_table(run: Run) -> list[str]:
+    """Return a row for each file and length, a pair of columns for each peer."""
+    by_task: dict[str, dict[str, Result]] = {}
+    for result in run.results:
+        task, _, peer = result.name.rpartition("/")
+        by_task.setdefault(task, {})[peer] = result
+    peers = list(dict.fromkeys(peer for found in by_task.values() for peer in found if peer != OURS))
+    rows = []
+    for task, found in by_task.items():
+        cells = [task, with_interval(found[OURS]) if OURS in found else "-"]
+        for peer in peers:
+            result = found.get(peer)
+            cells += ["-", "-"] if result is None else [with_interval(result), ratio(result)]
+        rows.append(cells)
+    names = [f"{PEERS.get(peer, peer)} {version(run, peer)}".strip() for peer in peers]
+    return table(["file and tokens", "this worker", *(cell for name in names for cell in (name, "ratio"))], rows)
+
+
+def version(run: Run, peer: str) -> str:
+    """Return the version of a peer."""
+    found = (result.fields.get("version") for result in run.results if result.name.endswith(f"/{peer}"))
+    return str(next(found, "") or "")
+
+
+def ratio(result: Result) -> str:
+    """Return `4.54 (4.52 to 4.54)`."""
+    value, ends = result.fields.get("ours_over_peer"), result.fields.get("ratio_interval")
+    if value is None:
+        return "-"
+    return f"**{value:.2f}**" + (f" ({ends[0]:.2f} to {ends[1]:.2f})" if ends else "")
+
+
+def results_table(run: Run) -> list[str]:
+    """Return name and value of each result."""
+    kept = [r for r in run.results if not (run.kind == "e2e" and r.name.startswith(SKIPPED_E2E))]
+    rows = ([f"`{r.name}`", f"{with_interval(r)} {'tok/s' * (r.unit == 'tok/s')}".strip()] for r in kept)
+    return table(["result", "value"], rows)
+
+
+def micro_table(runs: Sequence[Run]) -> list[str]:
+    """Return the named benchmarks, a column for each backend and the original's figures."""
+    columns = {str(result.fields.get("backend")): None for run in runs for result in run.results}
+    times = {(result.name, result.fields.get("backend")): result for run in runs for result in run.results}
+    rows = []
+    for name, original in ORIGINAL_S.items():
+        cells = [with_interval(times[name, backend]) if (name, backend) in times else "-" for backend in columns]
+        if any(cell != "-" for cell in cells):
+            rows.append([f"`{name}`", *cells, quantity(original, "s")])
+    return table(["benchmark", *columns, "the original, unnamed CPU"], rows)
+
+
+def origin(run: Run) -> str:
+    """Return date, commit, model and command of a run."""
+    commit = "-" if run.commit is None else str(run.commit["id"])[:7]
+    model = f", {run.model['name']}" if run.model and run.model.get("name") else ""
+    return f"{run.created[:10]}, commit {commit}{model}: `{run.command}`"
+
+
+SHOWN: Mapping[str, Callable[[Run], list[str]]] = {"peers": peers_table}
+
+
+def markdown(runs: Runs) -> str:
+    """Return the page: a section for each machine, in it one for each kind of run."""
+    machines: dict[str, list[Run]] = {}
+    for run in runs.values():
+        if run.kind in KINDS:
+            machines.setdefault(machine_name(run), []).append(run)
+    lines = [INTRO]
+    for machine, found in machines.items():
+        lines += ["", f"## {machine}"]
+        for kind, title in KINDS.items():
+            own = [run for run in found if run.kind == kind]
+            if not own:
+                continue
+            lines += ["", f"### {title}"]
+            if kind == "micro":
+                lines += ["", MICRO_NOTE, "", *micro_table(own), "", *(f"- {origin(run)}" for run in own)]
+                continue
+            for run in own:
+                lines += ["", origin(run), "", *SHOWN.get(kind, results_table)(run)]
+    return "\n".join(lines)

@@ -1,0 +1,146 @@
+"""Measure everything that the pages show again, and write them: `make evidence`.
+
+    python tools/evidence.py                          all that this machine can measure, then the pages
+    python tools/evidence.py --list                   the steps, and why one is left out
+    python tools/evidence.py --only micro,profile     some of them
+    python tools/evidence.py --llama-bench PATH --llama-server PATH     with llama.cpp beside this worker
+
+Each step is a command of `llm-worker-rbee`; its run goes to docs/results/MACHINE/STEP.json.gz, where MACHINE is made of
+architecture, cores and GPU. A run takes about half an hour on two cores: nothing else should run beside it. Steps whose
+program or device is missing are left out with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pages
+
+from llm_worker_rbee.bench.results import Run, describe_machine
+
+NAMED = "^(rope_forward|qkv_projection|attention_scores|causal_mask|causal_mask_cached|full_attention)/"
+SHAPE_7B = "--synthetic llama2-7b:Q4_K_M"
+SERVERS = "--peer llama-bench --peer llama-server --llama-bench {llama_bench} --llama-server {llama_server}"
+
+
+class Step(NamedTuple):
+    """A saved run: the command that makes it, and what it needs."""
+
+    name: str
+    command: str
+    needs: tuple[str, ...] = ()  # cuda, llama-bench, llama-server, mistral.rs, quiet CPU without a GPU: cpu
+
+
+STEPS = (
+    Step("micro-reference", f"bench micro --backend reference --filter '{NAMED}'"),
+    Step("micro-cpu", f"bench micro --backend cpu --filter '{NAMED}'"),
+    Step("micro-cuda", f"bench micro --backend cuda --filter '{NAMED}'", ("cuda",)),
+    Step("experiments", "bench experiments"),
+    Step("profile-cpu", "profile --backend cpu --no-flame"),
+    Step("profile-reference", "profile --backend reference --no-flame"),
+    Step("profile-cuda", f"profile --device cuda {SHAPE_7B} --no-flame", ("cuda",)),
+    Step("profile-cuda-64", f"profile --device cuda {SHAPE_7B} --batch 64 --no-flame", ("cuda",)),
+    Step("accuracy", "bench accuracy", ("cpu",)),
+    Step("load", "bench load", ("cpu",)),
+    Step("e2e", "bench e2e --batch 1,16 --prefix 1000", ("cpu",)),
+    Step("e2e-cuda", f"bench e2e --device cuda {SHAPE_7B} --batch 1,64 --burst 64x27", ("cuda",)),
+    Step("serving-null", "bench serving --spawn --engine null -c 64 --serve-args '--null-step-ms 2.5'", ("cpu",)),
+    Step("peers", f"bench peers --suite cpu {SERVERS}", ("cpu", "llama-bench", "llama-server")),
+    Step("peers-mistralrs", "bench peers --peer mistral.rs", ("cpu", "mistral.rs")),
+)
+
+
+def machine_folder() -> str:
+    """Return `aarch64-2`, or `x86_64-16-h200`."""
+    found = describe_machine()
+    gpus = [str(gpu).partition(",")[0].split()[-1].lower() for gpu in found["gpus"]]
+    return "-".join([str(found["architecture"]), str(found["cores"]), *gpus[:1]])
+
+
+def missing(step: Step, programs: dict[str, str | None]) -> str | None:
+    """Return why a step cannot run here."""
+    has_gpu = bool(describe_machine()["gpus"])
+    for need in step.needs:
+        if need == "cuda" and not has_gpu:
+            return "there is no NVIDIA GPU"
+        if need == "cpu" and has_gpu:
+            return "measured on a machine without a GPU"
+        if need in programs and programs[need] is None:
+            return f"--{need.replace('.', '')} is not given and {need} is not installed"
+    return None
+
+
+def make_smaller(path: Path) -> None:
+    """Leave out the samples that count in nothing."""
+    run = Run.load(path)
+    kept = [
+        replace(result, fields={key: value for key, value in result.fields.items() if key != "set_aside"})
+        for result in run.results
+    ]
+    replace(run, results=tuple(kept)).save(path)
+
+
+def run_step(step: Step, folder: Path, programs: dict[str, str | None]) -> bool:
+    """Run the command of a step; return whether it succeeded."""
+    path = folder / f"{step.name}.json.gz"
+    values = {name.replace("-", "_").replace(".", ""): str(value) for name, value in programs.items()}
+    words = [*shlex.split(step.command.format(**values)), "--save", str(path)]
+    print(f"\n== {step.name}: llm-worker-rbee {shlex.join(words)}", flush=True)
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-m", "llm_worker_rbee", *words], cwd=pages.ROOT)
+    print(
+        f"== {step.name}: {'done' if done.returncode == 0 else 'FAILED'} after {time.monotonic() - start:.0f} s",
+        flush=True,
+    )
+    if done.returncode == 0:
+        make_smaller(path)
+    return done.returncode == 0
+
+
+def select(only: str | None) -> Iterable[Step]:
+    """Return the steps that are named, by the beginning of their names; all without a list."""
+    names = None if only is None else tuple(name.strip() for name in only.split(","))
+    chosen = [step for step in STEPS if names is None or step.name.startswith(names)]
+    if not chosen:
+        sys.exit(f"error: --only {only} names no step: there are {', '.join(step.name for step in STEPS)}")
+    return chosen
+
+
+def main() -> int:
+    """Run the steps, then write the pages."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", metavar="STEP,...", help="some steps, by the beginning of their names")
+    parser.add_argument("--list", action="store_true", help="show the steps and exit")
+    parser.add_argument(
+        "--machine", metavar="NAME", help="folder in docs/results (default: made of the machine's parts)"
+    )
+    parser.add_argument("--llama-bench", metavar="PATH", default=shutil.which("llama-bench"))
+    parser.add_argument("--llama-server", metavar="PATH", default=shutil.which("llama-server"))
+    given = parser.parse_args()
+    programs = {"llama-bench": given.llama_bench, "llama-server": given.llama_server}
+    folder, failed = pages.RESULTS / (given.machine or machine_folder()), []
+    for step in select(given.only):
+        reason = missing(step, programs)
+        if given.list or reason:
+            print(f"{step.name}: {'left out, ' + reason if reason else 'llm-worker-rbee ' + step.command}")
+        elif not run_step(step, folder, programs):
+            failed.append(step.name)
+    if given.list:
+        return 0
+    pages.main([])
+    if failed:
+        print(f"error: failed: {', '.join(failed)}", file=sys.stderr)
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
