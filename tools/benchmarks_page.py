@@ -44,12 +44,18 @@ ORIGINAL_S = {
 }  # fmt: skip
 
 
+def uses_gpu(run: Run) -> bool:
+    """Return whether a run measured a GPU."""
+    named = [str(run.settings.get(key) or "") for key in ("device", "backend")]
+    return any(name.startswith("cuda") for name in named + [str(r.fields.get("backend")) for r in run.results])
+
+
 def machine_name(run: Run) -> str:
-    """Return `2 cores, Arm Neoverse-N1`, and the GPU where the run used it."""
+    """Return `Arm Neoverse-N1, 2 cores`, or the GPU where the run used it."""
     machine = run.machine
     name = f"{machine.get('cpu')}, {machine.get('cores')} cores"
     gpus = [str(gpu).partition(",")[0] for gpu in machine.get("gpus") or ()]
-    return f"{name}, {gpus[0]}" if gpus else name
+    return f"{gpus[0]} ({name})" if gpus and uses_gpu(run) else name
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks_page import OURS, machine_name, number
+from benchmarks_page import OURS, machine_name, number, uses_gpu
 
 from llm_worker_rbee.bench.results import Result, Run
 
@@ -54,10 +54,8 @@ def _rounded(result: Result) -> float:
 
 
 def _machine(run: Run) -> str:
-    threads = run.settings.get("threads")
-    is_gpu = str(run.settings.get("device") or "").startswith("cuda")
     name = machine_name(run)
-    return name.rpartition(", ")[2] if is_gpu else f"{name.partition(',')[0]}, {threads} threads"
+    return name.partition(" (")[0] if uses_gpu(run) else f"{name.partition(',')[0]}, {run.settings['threads']} threads"
 
 
 def _label(task: str) -> str | None:
