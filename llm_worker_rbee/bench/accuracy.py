@@ -29,7 +29,8 @@ from ..llm import LLM
 from ..models import Transformer, load_model, read_model_config
 from ..models.convert import is_fp8, quantize_checkpoint
 from ..progress import StepProgress
-from . import library_child, statistics
+from . import statistics
+from .peers import library_child
 from .processes import ChildFailedError, ChildProcess, library_environment
 from .results import Better, Recorder, Result
 from .synthetic import Spec, checkpoint

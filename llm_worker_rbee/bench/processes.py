@@ -2,8 +2,9 @@
 
 A child prints one JSON object a line: first a greeting (its version), then one reply for each line that it is sent.
 `{"error": ...}` reports a failure. Standard error goes to a file, whose last line explains an early end. Every wait is
-bounded, every failure one line. The programs on the other side are library_child.py, load_child.py, and modules run as
-programs: e2e, peers, server_process. Linux has all of it in /proc; elsewhere only the own peak memory is known.
+bounded, every failure one line. The programs on the other side are peers/library_child.py, load_child.py, and modules
+run as programs: e2e, peers.programs, server_process. Linux has all of it in /proc; elsewhere only the own peak memory
+is known.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.test_peers import FAKE, program
-from tests.bench.test_peers_servers import server
+from tests.bench.peers.test_programs import FAKE, program
+from tests.bench.peers.test_servers import server
 
 from .conftest import Run
 

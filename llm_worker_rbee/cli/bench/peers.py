@@ -9,9 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ...bench import peer_suite as benchmark
-from ...bench.peer_suite import Row, TimeLeft
-from ...bench.peers import OURS
+from ...bench.peers import plan as planning
+from ...bench.peers import suite as benchmark
+from ...bench.peers.plan import Plan, Row, TimeLeft
+from ...bench.peers.programs import OURS
 from ...bench.results import Recorder, Result, Run, write_atomically
 from ...bench.roofline import measure_limits
 from ...errors import WorkerError, counted
@@ -58,9 +59,9 @@ class PeerOptions:
     )
     timeout: float = _peer(900.0, "S", "Timeout of one answer, in seconds.", min=0.1)
 
-    def plan(self, computing: ComputeOptions) -> benchmark.Plan:
-        return benchmark.Plan(
-            threads=computing.set_up(), repetitions=self.repetitions, peers=self.peer or benchmark.NAMES,
+    def plan(self, computing: ComputeOptions) -> Plan:
+        return Plan(
+            threads=computing.set_up(), repetitions=self.repetitions, peers=self.peer or planning.NAMES,
             llama_bench=self.llama_bench, llama_server=self.llama_server, pythons=self.peer_python or (),
             timeout_s=self.timeout, device=computing.device, backend=computing.backend,
         )  # fmt: skip
@@ -78,7 +79,7 @@ class PeerOptions:
         else:
             if shapes or len(models) > 1:
                 raise typer.BadParameter("--suite has its models: leave --synthetic out, give at most one MODEL")
-            found = benchmark.select_rows(self.suite, self.rows)
+            found = planning.select_rows(self.suite, self.rows)
             if not all(row.synthetic for row in found):
                 path = _locate(models[0] if models else None)
                 found = [row if row.synthetic else row._replace(model=path) for row in found]
@@ -151,7 +152,7 @@ def peers(options: PeerOptions, results: ResultOptions, computing: ComputeOption
             note(f"wrote {options.markdown}")
 
 
-def _measure(recorder: Recorder, rows: Sequence[Row], plan: benchmark.Plan, files: Path | None) -> None:
+def _measure(recorder: Recorder, rows: Sequence[Row], plan: Plan, files: Path | None) -> None:
     """Measure the rows; with several, say how long they take, and the ratios of each when it is finished."""
     with ExitStack() as stack:
         folder = files or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="llm-worker-rbee-")))
@@ -176,16 +177,16 @@ def _measure(recorder: Recorder, rows: Sequence[Row], plan: benchmark.Plan, file
         benchmark.run_rows(recorder, progress, rows, folder, plan, on_row)
 
 
-def _list(rows: Sequence[Row], plan: benchmark.Plan) -> None:
+def _list(rows: Sequence[Row], plan: Plan) -> None:
     estimates = _estimate(rows, plan)
     lines = [[row.name, _tests(row), _duration(estimates[row.name])] for row in rows]
     total = ["", "", _duration(sum(estimates.values()))]
     common.print_table([["", "TESTS", "ABOUT"], *lines, total], right=[2])
 
 
-def _estimate(rows: Sequence[Row], plan: benchmark.Plan) -> dict[str, float]:
+def _estimate(rows: Sequence[Row], plan: Plan) -> dict[str, float]:
     limits = measure_limits(plan.threads)
-    return {row.name: benchmark.estimate_seconds(row, plan, limits) for row in rows}
+    return {row.name: planning.estimate_seconds(row, plan, limits) for row in rows}
 
 
 def _duration(seconds: float) -> str:
@@ -193,7 +194,7 @@ def _duration(seconds: float) -> str:
 
 
 def _tests(row: Row) -> str:
-    parts = [f"{kind}{n}" + (f"@b{batch}" if batch > 1 else "") for kind, n, batch in benchmark.planned_tests(row)]
+    parts = [f"{kind}{n}" + (f"@b{batch}" if batch > 1 else "") for kind, n, batch in planning.planned_tests(row)]
     return " ".join(parts)
 
 

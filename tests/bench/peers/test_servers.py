@@ -12,16 +12,14 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee import __version__
-from llm_worker_rbee.bench import peer_suite
 from llm_worker_rbee.bench.engine_harness import encode_bundled_prompts
 from llm_worker_rbee.bench.http_client import RequestFailedError
-from llm_worker_rbee.bench.peer_suite import Plan
-from llm_worker_rbee.bench.peers import (
-    OURS,
+from llm_worker_rbee.bench.peers import suite
+from llm_worker_rbee.bench.peers.plan import Plan
+from llm_worker_rbee.bench.peers.programs import OURS, PeerError, Task
+from llm_worker_rbee.bench.peers.servers import (
     LlamaServer,
-    PeerError,
     Stream,
-    Task,
     TokenCount,
     WorkerServer,
     count_chunks,
@@ -33,7 +31,7 @@ from llm_worker_rbee.weights import open_checkpoint
 from tests.cli.conftest import write_model
 from tests.helpers import fake_llama_server as fake
 
-from .test_peers import program
+from .test_programs import program
 
 TEST = Task("tg", 5, ((1, 2, 3), (4,)))
 
@@ -173,7 +171,7 @@ def test_run_llama_server_gets_the_same_prompts(tmp_path: Path) -> None:
     model = write_model(tmp_path / "tiny.gguf")
     plan = Plan(pp=[8], tg=[40], batches=[3], repetitions=2, llama_server=str(server(tmp_path)))
     recorder = Recorder("peers")
-    peer_suite.run(recorder, lambda *_: None, model, plan)
+    suite.run(recorder, lambda *_: None, model, plan)
     found = {result.name: result for result in recorder.results()}
     assert set(found) == {f"tg40@b3/{OURS}", "tg40@b3/llama-server"}  # the others do one at a time
     ours, theirs = found[f"tg40@b3/{OURS}"], found["tg40@b3/llama-server"]
@@ -191,6 +189,6 @@ def test_run_without_llama_server_leaves_it_out(tmp_path: Path, monkeypatch: pyt
     model = write_model(tmp_path / "tiny.gguf")
     monkeypatch.setenv("PATH", str(tmp_path))
     recorder = Recorder("peers")
-    peer_suite.run(recorder, lambda *_: None, model, Plan(tg=[40], batches=[2], repetitions=1, peers=["llama-server"]))
+    suite.run(recorder, lambda *_: None, model, Plan(tg=[40], batches=[2], repetitions=1, peers=["llama-server"]))
     assert recorder.details["left_out"] == {"llama-server": "it is not on the PATH: --llama-server PATH names one"}
     assert [result.name for result in recorder.results()] == [f"tg40@b2/{OURS}"]

@@ -1,10 +1,8 @@
-"""Programs to compare this worker with, and how each is measured; peer_suite.py says what is compared.
+"""Servers as peers: llama-server and `serve`, which answer many requests at once over loopback.
 
-A peer is a library in a child process, llama-bench, or a server. llama-bench loads the model for each run, times
-without loading and does not sample; all others sample greedily. Many requests at once are sent over loopback by one
-client, to llama-server with a slot for each prompt and to `serve` with a batch of that size, both without a prefix
-cache: the rate counts the tokens of all answers from the first token of the last to the end of the first. As a program
-this module is the child that runs this worker, by the protocol of library_child.py.
+One client sends all prompts, to llama-server with a slot for each and to `serve` with a batch of that size, both
+without a prefix cache: the rate counts the tokens of all answers from the first token of the last to the end of the
+first.
 """
 
 from __future__ import annotations
@@ -12,130 +10,20 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from .. import __version__
-from ..backends import resolve_kv_type, select_backend
-from ..models import load_model, read_model_config
-from ..weights import open_checkpoint
-from . import http_client, library_child
-from .engine_harness import EngineHarness
-from .http_client import Address, BlockingClient, Client, EventParser, RequestFailedError, run_event_loop
-from .processes import ChildFailedError, ChildProcess, describe_exit
-from .server_process import ServerProcess, worker_server
+from ... import __version__
+from .. import http_client
+from ..http_client import Address, BlockingClient, Client, EventParser, RequestFailedError, run_event_loop
+from ..server_process import ServerProcess, worker_server
+from .programs import LLAMA_SERVER, OURS, Peer, PeerError, Task
 
-PeerError = ChildFailedError
-OURS, LLAMA_BENCH, LLAMA_SERVER = "llm-worker-rbee", "llama-bench", "llama-server"
-WARM_UP_TOKENS = 8
-BATCH_WARM_UP_TOKENS = 32  # the first answer must not end before the last has begun
-LONG_PROMPT = 2048  # from so many tokens on llama-bench makes no run before the one that it times
 SLOT_CONTEXT_STEP = 256  # the context of a llama-server slot is a multiple of this
 SHUTDOWN_S = 5
-
-
-class Task(NamedTuple):
-    """`pp` or `tg` of a length; with prompts, answers of that length to all of them at once."""
-
-    kind: str
-    tokens: int
-    prompts: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def name(self) -> str:
-        """`pp512`, `tg128@b16`."""
-        return f"{self.kind}{self.tokens}" + (f"@b{len(self.prompts)}" if self.prompts else "")
-
-
-class Peer:
-    """A program to compare with; `version` is known once it has started."""
-
-    name: str
-    version = ""
-    batches: tuple[bool, ...] = (False,)  # whether it runs tasks of one sequence, of many prompts, or of both
-
-    def can_run(self, task: Task) -> bool:
-        return bool(task.prompts) in self.batches
-
-    def start(self) -> None:
-        """Start it and load the model; raise PeerError on failure."""
-
-    def warm_up(self, tasks: Sequence[Task]) -> None:
-        """Start it, then run each prefill and a few tokens of each decode."""
-        self.start()
-        for task in filter(self.can_run, tasks):
-            few = task.tokens if task.kind == "pp" else BATCH_WARM_UP_TOKENS if task.prompts else WARM_UP_TOKENS
-            self.measure_rate(task._replace(tokens=min(task.tokens, few)))
-
-    def measure_rate(self, task: Task) -> float:
-        """Return the tokens per second of one run."""
-        raise NotImplementedError
-
-    def close(self) -> None: ...
-
-
-class LibraryPeer(Peer):
-    """A library in a child process, which keeps the model loaded between runs."""
-
-    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> None:
-        self.name = name
-        self._child = ChildProcess(name, command, env, timeout_s)
-
-    def start(self) -> None:
-        self.version = str(self._child.start()["version"])
-
-    def measure_rate(self, task: Task) -> float:
-        reply = self._child.request({"kind": task.kind, "tokens": task.tokens}, "seconds")
-        return float(reply.get("tokens", task.tokens)) / float(reply["seconds"])
-
-    def close(self) -> None:
-        self._child.close()
-
-
-class LlamaBench(Peer):
-    """The llama-bench program, one process for each run."""
-
-    name = LLAMA_BENCH
-
-    def __init__(self, program: str, model: str, threads: int, timeout_s: float) -> None:
-        self._command = [program, "-m", model, "-t", str(threads), "-ngl", "0", "-r", "1", "-o", "json"]
-        self._timeout_s = timeout_s
-
-    def start(self) -> None:
-        """Make a first short run: it shows that the program works, and its build."""
-        self.measure_rate(Task("tg", 1))
-
-    def warm_up(self, tasks: Sequence[Task]) -> None:
-        """Start only: each run is a process of its own, which warms up itself."""
-        self.start()
-
-    def measure_rate(self, task: Task) -> float:
-        prompt, generated = (task.tokens, 0) if task.kind == "pp" else (0, task.tokens)
-        command = [*self._command, "-p", str(prompt), "-n", str(generated)]
-        command += ["--no-warmup"] if prompt >= LONG_PROMPT else []
-        try:
-            done = subprocess.run(command, capture_output=True, timeout=self._timeout_s)
-        except subprocess.TimeoutExpired:
-            raise PeerError(f"{self.name} did not end within {self._timeout_s:g} s") from None
-        except OSError as error:
-            raise PeerError(f"{self.name} cannot be started: {error.strerror}") from None
-        if done.returncode != 0:
-            raise PeerError(describe_exit(self.name, done.returncode, done.stderr))
-        return self._parse(done.stdout, prompt, generated)
-
-    def _parse(self, output: bytes, prompt: int, generated: int) -> float:
-        try:
-            (row,) = [r for r in json.loads(output) if (r["n_prompt"], r["n_gen"]) == (prompt, generated)]
-            self.version = f"build {row['build_number']} ({row['build_commit']})"
-            return float(row["avg_ts"])
-        except (ValueError, KeyError, TypeError):
-            raise PeerError(f"{self.name} printed no JSON of the known form: {output[:200]!r}") from None
 
 
 class TokenCount(NamedTuple):
@@ -336,25 +224,3 @@ def shared_rate(answers: Sequence[Sequence[TokenCount]]) -> float:
 
 def _tokens_at(answer: Sequence[TokenCount], moment: float) -> int:
     return max((count.tokens for count in answer if count.time <= moment), default=0)
-
-
-def load_worker(settings: dict[str, Any]) -> tuple[str, library_child.Handler]:
-    """Prefill and decode as `bench e2e` runs them."""
-    checkpoint = open_checkpoint(Path(settings["model"]))
-    on_cpu = settings["backend"] in ("auto", "cpu") and not settings["device"].startswith("cuda")
-    backend = select_backend(settings["device"], settings["backend"], settings.get("threads") if on_cpu else None)
-    config = read_model_config(checkpoint)
-    kv_type = resolve_kv_type(backend)
-    backend.load_kernels(checkpoint, config, kv_type)
-    model = load_model(checkpoint, backend, config, settings["context"])
-    harness = EngineHarness(model, settings["context"], kv_type=kv_type)
-
-    def measure(kind: str, tokens: int) -> dict[str, float]:
-        timed = (harness.prefill if kind == "pp" else harness.decode)(0, tokens, 1)
-        return {"seconds": timed.seconds, "tokens": timed.tokens}
-
-    return __version__, measure
-
-
-if __name__ == "__main__":
-    library_child.serve(load_worker, json.loads(sys.argv[1]))

@@ -5,29 +5,24 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from llm_worker_rbee import __version__, machine
-from llm_worker_rbee.bench import peer_suite
-from llm_worker_rbee.bench.peer_suite import Plan, Row, TimeLeft
-from llm_worker_rbee.bench.peers import OURS, PeerError
+from llm_worker_rbee.bench.peers import suite
+from llm_worker_rbee.bench.peers.plan import Plan, Row
+from llm_worker_rbee.bench.peers.programs import OURS, PeerError
 from llm_worker_rbee.bench.results import Recorder, Result
-from llm_worker_rbee.bench.roofline import Limits
 from llm_worker_rbee.errors import ContextLengthError, InvalidRequestError
 from llm_worker_rbee.llm import LLM
-from llm_worker_rbee.weights import open_checkpoint
 from tests.cli.conftest import write_model
 
-from .test_peers import fake as fake
-from .test_peers import program
-from .test_peers import tiny as tiny
+from .test_programs import fake as fake
+from .test_programs import program
+from .test_programs import tiny as tiny
 
 THREADS = min(2, machine.usable_cores())
-SMALL = "smollm2-135m:Q4_0:1"
-LIMITS = Limits(2, ((1 << 30, 1e10),), 1e11)
 
 
 def results(recorder: Recorder) -> dict[str, Result]:
@@ -36,7 +31,7 @@ def results(recorder: Recorder) -> dict[str, Result]:
 
 def run(model: Path, plan: Plan) -> Recorder:
     recorder = Recorder("peers")
-    peer_suite.run(recorder, lambda *_: None, model, plan)
+    suite.run(recorder, lambda *_: None, model, plan)
     return recorder
 
 
@@ -96,7 +91,7 @@ def test_run_alternates_peers_and_reports_ratios(tiny: Path, fake: str) -> None:
     plan = Plan(pp=[12, 12], tg=[3, 0], repetitions=2, peers=["llama-bench"], llama_bench=fake)
     progress: list[str] = []
     recorder = Recorder("peers")
-    peer_suite.run(recorder, lambda what, *_: progress.append(what), tiny, plan)
+    suite.run(recorder, lambda what, *_: progress.append(what), tiny, plan)
     found = results(recorder)
     assert set(found) == {f"{test}/{peer}" for test in ("pp12", "tg3") for peer in (OURS, "llama-bench")}
     ours, theirs = found[f"pp12/{OURS}"], found["pp12/llama-bench"]
@@ -173,41 +168,6 @@ def test_run_failing_worker_raises(tiny: Path) -> None:
         run(tiny, Plan(pp=[4], tg=[0], peers=[], backend="none"))
 
 
-def test_suite_cpu_has_small_and_large_files_a_long_prompt_and_many_requests() -> None:
-    rows = {row.name: row for row in peer_suite.select_rows("cpu", None)}
-    assert list(rows) == ["default", "q4_0", "q8_0", "7b-q4_k_m", "7b-q4_0", "7b-q8_0", "long", "requests"]
-    tests = {name: list(peer_suite.planned_tests(row)) for name, row in rows.items()}
-    assert tests["q8_0"] == [("pp", 512, 1), ("tg", 128, 1)]
-    assert tests["7b-q4_0"] == [("pp", 128, 1), ("tg", 32, 1)]
-    assert (tests["long"], tests["requests"]) == ([("pp", 4096, 1)], [("tg", 128, 16)])
-    assert [row.name for row in peer_suite.select_rows("cpu", "^7b|long")] == [*list(rows)[3:6], "long"]
-
-
-@pytest.mark.parametrize(
-    ("suite", "pattern", "message"),
-    [
-        ("gpu", None, "unknown suite 'gpu': use one of cpu"),
-        ("cpu", "13b", r"--rows '13b' matches no row \(there are default, q4_0"),
-        ("cpu", "[", "not a regular expression"),
-    ],
-)
-def test_select_rows_without_match_raises(suite: str, pattern: str | None, message: str) -> None:
-    with pytest.raises(InvalidRequestError, match=message):
-        peer_suite.select_rows(suite, pattern)
-
-
-def test_make_file_converts_and_writes_once(tiny: Path, tmp_path: Path) -> None:
-    rows = [Row("same", model=tiny), Row("q8_0", model=tiny, converted="Q8_0"), Row("s", synthetic=SMALL)]
-    same, converted, made = (peer_suite.make_file(row, tmp_path, lambda *_: None) for row in rows)
-    assert same == tiny
-    assert (converted.name, made.name) == ("tiny-as-Q8_0.gguf", "smollm2-135m-Q4_0-1.gguf")
-    assert open_checkpoint(converted).tensors["blk.0.attn_q.weight"].kind.name == "Q8_0"
-    assert open_checkpoint(made).tensors["blk.0.attn_q.weight"].kind.name == "Q4_0"
-    before = [path.stat().st_mtime_ns for path in (converted, made)]
-    assert [peer_suite.make_file(row, tmp_path, lambda *_: None) for row in rows[1:]] == [converted, made]
-    assert [path.stat().st_mtime_ns for path in (converted, made)] == before
-
-
 def test_run_rows_names_results_and_goes_on_after_a_failure(tiny: Path, fake: str, tmp_path: Path) -> None:
     rows = [
         Row("plain", (8,), (2,), model=tiny),
@@ -217,7 +177,7 @@ def test_run_rows_names_results_and_goes_on_after_a_failure(tiny: Path, fake: st
     plan = Plan(repetitions=1, threads=THREADS, peers=["llama-bench"], llama_bench=fake)
     recorder, finished, seen = Recorder("peers", {"threads": THREADS}), list[str](), list[tuple[str, float, float]]()
     progress = lambda *step: seen.append(step)  # noqa: E731
-    peer_suite.run_rows(recorder, progress, rows, tmp_path, plan, lambda row: finished.append(row.name))
+    suite.run_rows(recorder, progress, rows, tmp_path, plan, lambda row: finished.append(row.name))
     assert finished == ["plain", "too long", "q8_0"]
     tests = ("plain pp8", "plain tg2", "q8_0 pp8")
     assert {r.name for r in recorder.results()} == {
@@ -230,32 +190,12 @@ def test_run_rows_names_results_and_goes_on_after_a_failure(tiny: Path, fake: st
     assert all(0 <= done <= total == 3 for _, done, total in seen)
     assert {what.partition(":")[0] for what, _, _ in seen} == {"plain", "q8_0"}
     run = recorder.to_run()
-    assert [test for test, _, _ in peer_suite.compared(run)] == list(tests)
-    assert [test for test, _, _ in peer_suite.compared(run, "q8_0")] == ["q8_0 pp8"]
-    lines = peer_suite.markdown(run).splitlines()
+    assert [test for test, _, _ in suite.compared(run)] == list(tests)
+    assert [test for test, _, _ in suite.compared(run, "q8_0")] == ["q8_0 pp8"]
+    lines = suite.markdown(run).splitlines()
     assert lines[2].count("|") == lines[4].count("|") == 6
     ratio = {result.name: result for result in run.results}["plain tg2/llama-bench"].fields["ours_over_peer"]
     assert lines[5].startswith("| plain tg2 | llama-bench, build 7031 (0c1e570) | ")
     assert lines[5].endswith(f"| {ratio:.2f} ({ratio:.2f} to {ratio:.2f}) |")
     assert lines[-3].startswith("- failed: too long: pp300 needs 300 tokens")
     assert lines[-1].startswith("Cores that were busy before and after each row: plain ")
-
-
-def test_estimate_grows_with_lengths_repetitions_and_size(tiny: Path) -> None:
-    plan, row = Plan(repetitions=3), Row("row", synthetic="llama2-7b:Q4_0:4")
-    seconds = peer_suite.estimate_seconds(row, plan, LIMITS)
-    assert peer_suite.estimate_seconds(row._replace(pp=(1024,)), plan, LIMITS) > seconds
-    assert peer_suite.estimate_seconds(row._replace(tg=(256,)), plan, LIMITS) > seconds
-    assert peer_suite.estimate_seconds(row._replace(batches=(1, 16)), plan, LIMITS) > seconds
-    assert peer_suite.estimate_seconds(row, replace(plan, repetitions=9), LIMITS) > seconds
-    assert peer_suite.estimate_seconds(Row("row", model=tiny), plan, LIMITS) < seconds
-    converted = Row("row", model=tiny, converted="Q8_0")
-    assert peer_suite.size_of(converted) == peer_suite.size_of(Row("row", model=tiny))
-
-
-def test_time_left_follows_finished_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([100.0, 120.0, 150.0])
-    monkeypatch.setattr(peer_suite.time, "monotonic", lambda: next(now))
-    left = TimeLeft({"a": 10.0, "b": 15.0, "c": 30.0})
-    assert left.finish("a") == 45.0 * 2  # twice as slow as was estimated
-    assert left.finish("b") == 30.0 * 2

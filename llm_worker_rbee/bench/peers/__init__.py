@@ -1,0 +1,1 @@
+"""Other programs measured in turn with this worker: programs, servers, where they are found, plans and suites."""
