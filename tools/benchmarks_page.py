@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from llm_worker_rbee.bench.results import Result, Run, quantity
@@ -31,7 +32,11 @@ MICRO_NOTE = (
     "Hidden size 4096, 32 heads of 128, float32. A step of the fast backends needs no mask: there the mask is made and "
     "added by their own means, for comparison alone."
 )
-SKIPPED_E2E = ("bytes_per_token", "device_step/", "host_step/", "products/", "device_memory/")
+# results that are left to the saved run: parts of a start, counts behind a figure
+LEFT_OUT = {
+    "e2e": re.compile(r"(bytes_per_token|device_step/|host_step/|products/|device_memory/)"),
+    "load": re.compile(r"(?!(ready|first_token|total|memory|peak))"),
+}
 # the suite of the worker that this one descends from: its own figures, in seconds, on an unnamed CPU
 ORIGINAL_S = {
     "rope_forward/1": 62.6e-6, "rope_forward/8": 206e-6, "rope_forward/32": 468e-6, "rope_forward/128": 9.23e-3,
@@ -111,7 +116,8 @@ def ratio(result: Result) -> str:
 
 def results_table(run: Run) -> list[str]:
     """Return name and value of each result."""
-    kept = [r for r in run.results if not (run.kind == "e2e" and r.name.startswith(SKIPPED_E2E))]
+    skipped = LEFT_OUT.get(run.kind)
+    kept = [result for result in run.results if skipped is None or not skipped.match(result.name)]
     rows = ([f"`{r.name}`", f"{with_interval(r)} {'tok/s' * (r.unit == 'tok/s')}".strip()] for r in kept)
     return table(["result", "value"], rows)
 
