@@ -63,10 +63,10 @@ SECOND_PLACES: dict[str, dict[str, str]] = {}  # beside the one place of a heavy
 # Line budgets. "." are the modules at the top of the package.
 LINES = {
     ".": 2_195,
-    "backends": 1_432,
-    "backends/cpu": 5_690,
+    "backends": 1_489,
+    "backends/cpu": 5_870,
     "backends/cpu/matmul": 980,
-    "backends/cuda": 6_000,
+    "backends/cuda": 6_080,
     "bench": 12_500,
     "cache": 60,
     "cli": 3_150,
@@ -80,7 +80,7 @@ LINES = {
     "tokenizer": 1_670,
     "weights": 3_250,
 }
-MAX_TOTAL_LINES = 50_500
+MAX_TOTAL_LINES = 50_900
 MAX_BENCH_LINES = 14_300  # bench with its commands
 MAX_MODULES = 245
 MAX_FOLDER_FILES = 25

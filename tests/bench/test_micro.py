@@ -24,30 +24,19 @@ from llm_worker_rbee.bench.micro import (
     kernels,
     measure,
     ops,
+    seconds_per_call,
 )
+from llm_worker_rbee.bench.micro.timing import MAX_GRAPH_CALLS, repeated_calls
 from llm_worker_rbee.bench.results import Recorder
 from llm_worker_rbee.bench.synthetic import random_tensor
 from llm_worker_rbee.errors import InvalidRequestError
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 
 QUICK = TimingPlan(seconds=0.0, min_samples=2, max_samples=2, warm_up_s=0.0)
-KEPT_NAMES = {
-    "rope_forward": (1, 8, 32, 128),
-    "qkv_projection": (1, 8, 32, 128),
-    "attention_scores": (1, 8, 32, 128),
-    "causal_mask": (8, 32, 128, 512),
-    "full_attention": (1, 8, 32),
-}
 
 
 def by_name() -> dict[str, Case]:
     return {case.name: case for case in micro.op_cases()}
-
-
-def test_op_cases_include_the_old_suite() -> None:
-    names = list(by_name())
-    wanted = [f"{family}/{size}" for family, sizes in KEPT_NAMES.items() for size in sizes]
-    assert names[: len(wanted)] == wanted
 
 
 def test_op_cases_cover_every_weight_type() -> None:
@@ -76,39 +65,13 @@ def test_linear_case_equals_dequantized_product(family: str) -> None:
     np.testing.assert_allclose(product, x @ weight.T, rtol=1e-3, atol=1e-3)
 
 
-def test_op_cases_have_the_shapes_of_the_old_suite() -> None:
-    """float32, hidden 4096, 32 heads of 128; scores of shape (1, 32, S, S)."""
-    cases = by_name()
-    shapes: dict[str, Any] = {
-        name: cases[name].make(ReferenceBackend())()  # type: ignore[attr-defined]
-        for name in ("rope_forward/8", "qkv_projection/1", "attention_scores/8", "causal_mask/8", "full_attention/8")
-    }
-    assert {name: (array.shape, array.dtype.name) for name, array in shapes.items()} == {
-        "rope_forward/8": ((8, 32, 128), "float32"),
-        "qkv_projection/1": ((1, 3 * 4096), "float32"),
-        "attention_scores/8": ((32, 8, 8), "float32"),
-        "causal_mask/8": ((1, 32, 8, 8), "float32"),
-        "full_attention/8": ((8, 4096), "float32"),
-    }
-    assert np.isneginf(shapes["causal_mask/8"][0, 0][np.triu_indices(8, 1)]).all()
-
-
 class OnlyTheOpTable:
     """A backend that has the ops and nothing beside them."""
 
     name = "fast"
 
     def __getattr__(self, name: str) -> Any:
-        if name in (
-            "rope",
-            "store",
-            "gather",
-            "attention_scores",
-            "causal_mask",
-            "dequantize",
-            "tokenizer",
-            "scheduler",
-        ):
+        if name in ("store", "gather", "dequantize", "tokenizer", "scheduler"):
             raise AttributeError(name)
         return getattr(ReferenceBackend(), name)
 
@@ -117,12 +80,12 @@ def test_select_ops_missing_function_falls_back_to_reference() -> None:
     fast = OnlyTheOpTable()
     ran_on = {
         case.name: case.select_ops(fast).name
-        for case in [*micro.op_cases(), *micro.scheduler_cases(), *micro.model_file_cases()]
+        for case in [*micro.suite_cases(), *micro.op_cases(), *micro.scheduler_cases(), *micro.model_file_cases()]
     }
     homes = {family: {ran_on[n] for n in names} for family, names in groupby(ran_on, lambda n: n.split("/")[0])}
-    assert homes["rope_forward"] == homes["causal_mask"] == homes["dequantize"] == homes["gguf_open"] == {"reference"}
+    assert homes["dequantize"] == homes["gguf_open"] == homes["kv_cache_read"] == {"reference"}
     assert homes["scheduler"] == homes["tokenizer"] == {"reference"}
-    assert homes["products"] == {"fast"}
+    assert homes["products"] == homes["rope_forward"] == homes["causal_mask"] == {"fast"}
     assert homes["qkv_projection"] == homes["full_attention"] == homes["linear"] == homes["sampling"] == {"fast"}
 
 
@@ -231,6 +194,13 @@ def test_run_results_hold_limit_and_rounds() -> None:
     assert recorder.details["limits"]["bandwidth"]
 
 
+def test_rename_one_family() -> None:
+    renamed = micro.rename(micro.select("^causal_mask_cached/"), "causal_mask")
+    assert [case.name for case in renamed] == [f"causal_mask/{n}" for n in (8, 32, 128, 512)]
+    with pytest.raises(InvalidRequestError, match="renames one family, and --filter selects rms_norm, swiglu"):
+        micro.rename(micro.select("rms_norm|swiglu"), "causal_mask")
+
+
 def test_run_same_backend_twice_numbers_the_sides() -> None:
     recorder = Recorder("micro")
     micro.run(recorder, lambda *_: None, micro.select("^rms_norm/1$"), ["reference", "reference"], QUICK)
@@ -255,6 +225,21 @@ def test_measure_samples_functions_in_turn() -> None:
     a, b = "a" * once[0], "b" * once[1]
     assert rounds == (a + b) + (b + a) + (a + b) + (b + a)
     assert [len(one.samples) for one in taken] == [4, 4]
+
+
+def test_repeated_calls_are_timed_by_call() -> None:
+    calls: list[int] = []
+
+    def prepare(function: micro.Function, count: int) -> micro.Function:
+        return lambda: [function() for _ in range(count)]
+
+    made = repeated_calls(lambda: calls.append(1), prepare)
+    assert made.count == MAX_GRAPH_CALLS  # an empty function fits more often into the time
+    taken = measure([made], TimingPlan(seconds=0.0, min_samples=2, max_samples=2, warm_up_s=0.0))[0]
+    assert taken.calls_each == made.count
+    before = len(calls)
+    assert seconds_per_call(made, 2) < 1e-3
+    assert len(calls) - before == 2 * made.count
 
 
 def test_calibrate_fast_function_gets_many_iterations() -> None:

@@ -121,9 +121,23 @@ def test_micro_ab_compares_two_backends(cli: Callable[..., Any]) -> None:
     assert value["details"]["ab"][0]["verdict"] in ("improved", "regressed", "within noise")
 
 
+def test_micro_cached_masks_are_compared_with_masks(cli: Callable[..., Any]) -> None:
+    args = ("bench", "micro", "--backend", "reference", "--rounds", "2", *FAST)
+    assert cli(*args, "--filter", "^causal_mask/8$", "--save-baseline", "masks").returncode == 0
+    renamed = (*args, "--filter", "^causal_mask_cached/8$", "--as", "causal_mask", "--original")
+    done = cli(*renamed, "--baseline", "masks", "--threshold", "100")
+    assert done.returncode == 0, done.stderr
+    head, row, *rest = done.stdout.decode().splitlines()
+    assert head.endswith("ORIGINAL")
+    assert row.startswith("causal_mask/8 ")
+    assert row.endswith("9.10 us")
+    assert any(line.startswith("causal_mask/8 [reference]") for line in rest)  # of the comparison
+
+
 @pytest.mark.parametrize(
     ("args", "status", "message"),
     [
+        (("--filter", "rms_norm|swiglu", "--as", "x"), 1, "renames one family"),
         (("--filter", "nothing-like-it"), 1, "matches no benchmark"),
         (("--filter", "*"), 1, "not a regular expression"),
         (("--ab", "backend=reference"), 2, "backend=A,B"),

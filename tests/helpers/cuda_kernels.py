@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from llm_worker_rbee.backends.cuda import attention_prefill, elementwise, gemm, gemv, rope, sampling_kernels
+from llm_worker_rbee.backends.cuda import attention_prefill, elementwise, gemm, gemv, op_parts, rope, sampling_kernels
 from llm_worker_rbee.backends.cuda.attention_decode import decode_attention, decode_attention_gqa
 from llm_worker_rbee.backends.cuda.compact_kinds import CODEBOOKS, COMPACT_KINDS
 from llm_worker_rbee.backends.cuda.linear_small_batch import E4M3_TILES
@@ -156,6 +156,10 @@ def other_cases() -> dict[str, Case]:
         "prefill dim 256": (
             attention_prefill.prefill_attention, {"table_width": I4}, {"num_warps": 4, "num_stages": 2},
             {**read, "DIM": 256},
+        ),
+        "score_tile": (
+            op_parts.score_tile, {"q": F, "k": F}, {"num_warps": 4},
+            {"HEADS": 32, "DIM": 128, "TILE_QUERIES": 64, "TILE_KEYS": 64},
         ),
         "rope_store_qkv": (
             rope.rope_store_qkv, {}, {"num_warps": 4},

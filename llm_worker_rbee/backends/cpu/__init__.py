@@ -22,7 +22,8 @@ from . import elementwise, forward, kv_layout, precompile, sampling
 from .attention import NUMBERS_PER_TILE, attention_tasks, partial_bytes, split_work_task
 from .kv_layout import kv_type_of, layer_addresses, padded_dim
 from .linear import PackedWeight, pack_weight
-from .program import Program, Step, choose_threads, run_step
+from .op_parts import CpuParts
+from .program import Program, Step, choose_threads, prepare_step, run_step
 from .rope import angles_task, rope_store_task
 
 Floats = NDArray[np.float32]
@@ -108,6 +109,10 @@ class CpuBackend(Backend):
         return out[:, :, :dim]
 
     def attention(self, q: Floats, kv: KVLayer, batch: Batch, params: AttentionParams) -> Floats:
+        return self.prepare_attention(q, kv, batch, params)()
+
+    def prepare_attention(self, q: Floats, kv: KVLayer, batch: Batch, params: AttentionParams) -> Callable[[], Floats]:
+        """Return a function that attends and returns the same array each time."""
         tokens, heads, dim = q.shape
         kv_heads, size, padded = kv.v.shape[1:]
         queries = np.zeros((tokens, heads, padded), np.float32)
@@ -129,8 +134,16 @@ class CpuBackend(Backend):
             Step.TOKENS: tokens, Step.BLOCK_SIZE: size, Step.TABLE_WIDTH: batch.block_table.shape[1],
             Step.REQUESTS: len(batch.context_len),
         }  # fmt: skip
-        run_step(Program(tasks), entries, counts, self.threads)
-        return out[:, :, :dim].reshape(tokens, heads * dim)
+        run = prepare_step(Program(tasks), entries, counts, self.threads)
+
+        def attend(cache: KVLayer = kv) -> Floats:  # which it keeps alive
+            run()
+            return out[:, :, :dim].reshape(tokens, heads * dim)
+
+        return attend
+
+    def op_parts(self) -> CpuParts:
+        return CpuParts(self.threads)
 
     def gated(self, gate_up: Floats, activation: str) -> Floats:
         if activation not in elementwise.ACTIVATIONS:

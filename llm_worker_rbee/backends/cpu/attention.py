@@ -36,6 +36,7 @@ PIECES_PER_THREAD = 4  # at least, if the work can be split into so many
 PREFETCH = True
 CHUNK_INDICES = {1: kv.key_chunk, 2: kv.two_key_chunks, 4: kv.four_key_chunks}
 MAX_HEADS_TILE = 4  # each size is compiled for itself
+ROWS_TILE = {"ROWS": TILE_ROWS, "VECTORS": TILE_VECTORS, "SIZE": TILE_ROWS * TILE_VECTORS}
 # set for each variant
 ROWS = CACHED = HEADS_TILE = None
 SCORE: Any = None
@@ -274,17 +275,30 @@ def split_work_kernel(group: int) -> TaskKernel:
     return TaskKernel(split_work, str(heads), HEADS_TILE=heads)
 
 
+def score_rows_kernel() -> Any:
+    """Return the scores of tiles of rows (prefill)."""
+    return kernel(variant(blockwise.score_rows, "", **ROWS_TILE))
+
+
+def score_kernel(rows: int) -> Any:
+    """Return the scores of `rows` heads of one token (decode)."""
+    vectors = vectors_per_row(rows)
+    narrow = min(2, vectors)
+    sizes = {"ROWS": rows, "VECTORS": vectors, "SIZE": rows * vectors, "CHUNKS": CHUNK_INDICES[vectors]}
+    rest = {"MIN_VECTORS": narrow, "MIN_SIZE": rows * narrow, "MIN_CHUNKS": CHUNK_INDICES[narrow]}
+    return kernel(variant(blockwise.score, f"r{rows}", **sizes, **rest, PREFETCH=PREFETCH))
+
+
 @cache
 def prefill_kernel(kv_type: str) -> TaskKernel:
     """Return attention of pieces of several tokens."""
-    sizes = {"ROWS": TILE_ROWS, "VECTORS": TILE_VECTORS, "SIZE": TILE_ROWS * TILE_VECTORS}
     one = _tile_kernel(blockwise.multiply_values, 1, vectors_per_row(1))
     single = kernel(variant(blockwise.accumulate_single, "", ROWS=TILE_ROWS, MULTIPLY_ONE=one))
     tile = _tile_kernel(blockwise.multiply_values, TILE_ROWS, TILE_VECTORS)
     parts = {
-        "SCORE_ROWS": kernel(variant(blockwise.score_rows, "", **sizes)),
+        "SCORE_ROWS": score_rows_kernel(),
         "ACCUMULATE_ROWS": kernel(
-            variant(blockwise.accumulate_rows, "", **sizes, MULTIPLY_TILE=tile, ACCUMULATE_SINGLE=single)
+            variant(blockwise.accumulate_rows, "", **ROWS_TILE, MULTIPLY_TILE=tile, ACCUMULATE_SINGLE=single)
         ),
     }
     return TaskKernel(attend_prefill, kv_type, ROWS=TILE_ROWS, CACHED=kv.ARRAY_OF_TYPE[kv_type], **parts)
@@ -293,14 +307,8 @@ def prefill_kernel(kv_type: str) -> TaskKernel:
 @cache
 def decode_kernel(rows: int, kv_type: str) -> TaskKernel:
     """Return attention of `rows` heads of one token."""
-    vectors = vectors_per_row(rows)
-    narrow = min(2, vectors)
-    sizes = {"ROWS": rows, "VECTORS": vectors, "SIZE": rows * vectors, "CHUNKS": CHUNK_INDICES[vectors]}
-    rest = {"MIN_VECTORS": narrow, "MIN_SIZE": rows * narrow, "MIN_CHUNKS": CHUNK_INDICES[narrow]}
-    parts = {
-        "SCORE": kernel(variant(blockwise.score, f"r{rows}", **sizes, **rest, PREFETCH=PREFETCH)),
-        "ACCUMULATE_PV": _tile_kernel(blockwise.accumulate_pv, rows, vectors, PREFETCH),
-    }
+    accumulate = _tile_kernel(blockwise.accumulate_pv, rows, vectors_per_row(rows), PREFETCH)
+    parts = {"SCORE": score_kernel(rows), "ACCUMULATE_PV": accumulate}
     return TaskKernel(attend_decode, f"{rows},{kv_type}", ROWS=rows, CACHED=kv.ARRAY_OF_TYPE[kv_type], **parts)
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum, auto
 from typing import Any, NamedTuple
@@ -291,12 +291,24 @@ def pack_floats(table: Table, at: int, values: Sequence[float]) -> Table:
     return table
 
 
-def run_step(program: Program, entries: Mapping[int, NDArray[Any]], counts: Mapping[int, int], threads: int) -> None:
-    """Run a program on a new step with these arrays (of int64 or float32) and counts."""
+def prepare_step(
+    program: Program, entries: Mapping[int, NDArray[Any]], counts: Mapping[int, int], threads: int
+) -> Callable[[], None]:
+    """Return a function that runs a program on one step with these arrays (of int64 or float32) and counts."""
     held = {entry: np.ascontiguousarray(array) for entry, array in entries.items()}
     step = new_step(max(Step.END, *entries) + 5)
     for entry, array in held.items():
         step[entry] = array.ctypes.data
     for entry, count in counts.items():
         step[entry] = count
-    program.run(step, threads)
+    address = step.ctypes.data
+
+    def run(arrays: object = held) -> None:  # which it keeps alive
+        program.run(step, threads, address)
+
+    return run
+
+
+def run_step(program: Program, entries: Mapping[int, NDArray[Any]], counts: Mapping[int, int], threads: int) -> None:
+    """Run a program once on a new step."""
+    prepare_step(program, entries, counts, threads)()

@@ -23,7 +23,7 @@ from ...weights import Checkpoint, Tensor
 from .. import ops, reference, select
 from ..graph import Graph
 from ..ops import Ints, KVLayer
-from . import decoder, device, precompile, sampling
+from . import decoder, device, op_parts, precompile, sampling
 from .attention_prefill import (
     QUERY_TILE,
     SMALL_QUERY_TILE,
@@ -191,6 +191,12 @@ class CudaBackend(ops.Backend):
         out = self._empty(len(q), q.shape[1] * q.shape[2])
         launch_prefill_attention(q.contiguous(), kv, self._once((batch,), upload_tiles), params, out)
         return out
+
+    def op_parts(self) -> op_parts.CudaParts:
+        return op_parts.CudaParts()
+
+    def prepare_calls(self, function: Callable[[], object], count: int) -> Callable[[], object]:
+        return op_parts.prepare_calls(function, count, self.torch_device)
 
     def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         if activation not in IS_GELU:  # no kernel has it

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from ...backends.reference import ReferenceBackend
 from ...layers.rope import inverse_frequencies
 from ...weights.quants import BLOCK_TYPES
 from ..roofline import Work
-from .timing import Function
+from .timing import Function, repeated_calls
 
 HIDDEN, HEADS, HEAD_DIM, D_FF, ROPE_BASE = 4096, 32, 128, 11008, 10000.0
 VOCABULARY = 49152
@@ -36,6 +36,19 @@ class Case:
     work: Work
     needs: str | None = None  # a function beyond the op table, which the reference backend has
     backend: str | None = None  # the only one that can run it
+    notes: Mapping[str, str] = field(default_factory=dict)  # by backend: what differs from a step of the product
+    original_s: float | None = None  # the mean that the Rust worker's suite printed, on an unnamed CPU
+    on_host: bool = False  # its result reaches the host, so that calls cannot be one CUDA graph
+
+    @property
+    def family(self) -> str:
+        """The name without the size."""
+        return self.name.split("/")[0]
+
+    def prepare(self, ops: Any) -> Function:
+        """Return the function to time on a backend; a GPU replays graphs of many calls."""
+        function = self.make(ops)
+        return repeated_calls(function, ops.prepare_calls) if ops.has_device_memory and not self.on_host else function
 
     def select_ops(self, ops: Any) -> Any:
         """Return the backend that can run this: the given one, or the reference."""

@@ -1,4 +1,5 @@
-"""Benchmarks of ops: the Rust worker's suite by name, then norms, KV cache, a block, sampling, every weight type."""
+"""Benchmarks of ops beyond the Rust worker's suite: attention of one token, norms, KV cache, a block, sampling, every
+weight type."""
 
 from __future__ import annotations
 
@@ -34,7 +35,6 @@ from .cases import (
     filled_kv,
     random_array,
     rope_table,
-    token_positions,
 )
 from .timing import Function
 
@@ -45,22 +45,11 @@ WEIGHT_TYPES = [kind for kind in BLOCK_TYPES.values() if kind.name not in ("F64"
 
 def op_cases() -> Iterator[Case]:
     """Yield the benchmarks of ops, in the order in which they run."""
-    short, ends, qkv = (1, 8, 32, 128), (1, 128), 3 * HIDDEN * HIDDEN
-
-    def full_attention(n: int) -> Work:
-        return Work(F * HIDDEN * 4 * n, 2 * n * (n + 1) * HIDDEN)  # causality leaves half of the query-key pairs
-
-    def attention_scores(n: int) -> Work:
-        return Work(F * (2 * n * HIDDEN + HEADS * n * n), 2 * HEADS * n * n * HEAD_DIM)
+    ends = (1, 128)
 
     def attention_decode(n: int) -> Work:
         return Work(F * HIDDEN * 2 * (1 + n), 4 * n * HIDDEN)
 
-    yield from family("rope_forward", short, _rope, lambda n: Work(2 * F * n * HIDDEN, 3 * n * HIDDEN), "rope")
-    yield from family("qkv_projection", short, _qkv, lambda n: Work(F * (qkv + 4 * n * HIDDEN), 2 * n * qkv))
-    yield from family("attention_scores", short, _scores, attention_scores, "attention_scores")
-    yield from family("causal_mask", (8, 32, 128, 512), _mask, lambda n: Work(2 * F * HEADS * n * n), "causal_mask")
-    yield from family("full_attention", (1, 8, 32), lambda n, ops: _attention(n, n, ops), full_attention)
     yield from family("attention_decode", (128, 2048), partial(_attention, 1), attention_decode)
     yield from family("rms_norm", ends, _rms_norm, lambda n: Work(F * HIDDEN * (2 * n + 1), 4 * n * HIDDEN))
     yield from family("swiglu", ends, _swiglu, lambda n: Work(F * 3 * n * D_FF, 5 * n * D_FF))
@@ -68,36 +57,17 @@ def op_cases() -> Iterator[Case]:
     yield from family("kv_cache_read", (128, 2048), _kv_read, lambda n: Work(4 * F * n * HIDDEN), "gather")
     yield from family("block", (1, 32, 128), _block, _block_work)
     for method, row in SAMPLE_ROWS.items():
-        yield Case(f"sampling/{method}", partial(_sampling, row), Work(F * VOCABULARY, VOCABULARY))
+        yield Case(f"sampling/{method}", partial(_sampling, row), Work(F * VOCABULARY, VOCABULARY), on_host=True)
     for kind in WEIGHT_TYPES:
         yield from family(f"linear/{kind.name}", ends, partial(_linear, kind), partial(_linear_work, kind))
     for kind in WEIGHT_TYPES:
         yield _dequantize(kind)
 
 
-def _rope(tokens: int, ops: Any) -> Function:
-    return partial(ops.rope, random_array(ops, tokens, HEADS, HEAD_DIM), token_positions(tokens), rope_table())
-
-
-def _qkv(tokens: int, ops: Any) -> Function:
-    parts = [random_tensor(BLOCK_TYPES["F32"], (HIDDEN, HIDDEN), seed) for seed in range(3)]
-    return partial(ops.linear, random_array(ops, tokens, HIDDEN), ops.prepare(parts))
-
-
-def _scores(tokens: int, ops: Any) -> Function:
-    return partial(
-        ops.attention_scores, *random_array(ops, 2, HEADS, tokens, HEAD_DIM), AttentionParams(HEAD_DIM**-0.5)
-    )
-
-
-def _mask(tokens: int, ops: Any) -> Function:
-    scores, positions = random_array(ops, 1, HEADS, tokens, tokens), token_positions(tokens)
-    return lambda: np.where(ops.causal_mask(positions, positions), scores, np.float32(-np.inf))
-
-
 def _attention(tokens: int, context: int, ops: Any) -> Function:
     q, kv = random_array(ops, tokens, HEADS, HEAD_DIM), filled_kv(ops, context, HEADS, HEAD_DIM)
-    return partial(ops.attention, q, kv, consecutive_batch(tokens, context), AttentionParams(HEAD_DIM**-0.5))
+    attend: Function = ops.prepare_attention(q, kv, consecutive_batch(tokens, context), AttentionParams(HEAD_DIM**-0.5))
+    return attend
 
 
 def _rms_norm(tokens: int, ops: Any) -> Function:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean, median, pstdev
 from typing import Any
 
-from ...backends import select_backend
+from ...backends import Backend, select_backend
 from ...errors import DownloadError, InvalidRequestError
 from ...progress import StepProgress
 from .. import statistics
@@ -18,6 +19,7 @@ from .cases import Case
 from .components import model_file_cases, scheduler_cases
 from .kernels import kernel_cases
 from .ops import op_cases
+from .suite import suite_cases
 from .timing import ROUNDS, Measurement, TimingPlan, measure
 
 
@@ -27,12 +29,22 @@ def select(pattern: str | None) -> list[Case]:
         expression = re.compile(pattern or "")
     except re.error as error:
         raise InvalidRequestError(f"--filter {pattern!r} is not a regular expression: {error}", "filter") from None
-    all_cases = [*op_cases(), *scheduler_cases(), *model_file_cases(), *kernel_cases()]
+    all_cases = [*suite_cases(), *op_cases(), *scheduler_cases(), *model_file_cases(), *kernel_cases()]
     found = [case for case in all_cases if expression.search(case.name)]
     if not found:
-        families = ", ".join(sorted({case.name.split("/")[0] for case in all_cases}))
+        families = ", ".join(sorted({case.family for case in all_cases}))
         raise InvalidRequestError(f"--filter {pattern!r} matches no benchmark (there are {families})", "filter")
     return found
+
+
+def rename(selected: Sequence[Case], family: str) -> list[Case]:
+    """Name the cases of one family after another, to compare with a baseline of that; raise if there are several."""
+    families = sorted({case.family for case in selected})
+    if len(families) > 1:
+        raise InvalidRequestError(
+            f"--as {family!r} renames one family, and --filter selects {', '.join(families)}", "as"
+        )
+    return [replace(case, name=f"{family}{case.name.removeprefix(case.family)}") for case in selected]
 
 
 def run(
@@ -48,7 +60,8 @@ def run(
     total = rounds * len(selected)
     progress("measuring the machine's limits", 0, total)
     limits = measure_limits(max(map(backend_threads, tables)))
-    recorder.details["limits"] = limits.as_json()
+    of_backend = {ops.name: _device_limits(ops) or limits for ops in tables}
+    recorder.details["limits"] = (of_backend[tables[0].name] if len(tables) == 1 else limits).as_json()
     taken: dict[str, list[list[Measurement]]] = {case.name: [] for case in selected}  # rounds, then backends
     for index, case in enumerate([*selected] * rounds):
 
@@ -58,14 +71,23 @@ def run(
         on_progress(0.0)
         used = [case.select_ops(ops) for ops in tables]
         try:
-            functions = [case.make(ops) for ops in used]
+            functions = [case.prepare(ops) for ops in used]
         except DownloadError as error:
             recorder.details.setdefault("left_out", {})[case.name] = str(error)
             continue
         taken[case.name].append(measure(functions, plan, on_progress))
         kept = quietest_rounds(taken[case.name])
-        for name, measured in zip(_backend_labels(used, isa), zip(*taken[case.name], strict=True), strict=True):
-            recorder.add_result(make_result(case, name, measured, kept, limits))
+        sides = zip(used, _backend_labels(used, isa), zip(*taken[case.name], strict=True), strict=True)
+        for ops, label, measured in sides:
+            remarks = {"note": case.notes.get(ops.name), "original_s": case.original_s}
+            side_limits = of_backend.get(ops.name, limits)
+            recorder.add_result(make_result(case, label, measured, kept, side_limits, remarks))
+
+
+def _device_limits(ops: Backend) -> Limits | None:
+    """Return the limits of a GPU."""
+    measured = ops.measure_limits() if ops.device.startswith("cuda") else None
+    return None if measured is None else Limits.of_device(*measured)
 
 
 def _can_run(case: Case, tables: Sequence[Any], recorder: Recorder) -> bool:
@@ -91,18 +113,22 @@ def _backend_labels(used: Sequence[Any], isa: str | None) -> list[str]:
     return names if len(set(names)) == len(names) else [f"{name}#{i + 1}" for i, name in enumerate(names)]
 
 
-def make_result(case: Case, backend: str, rounds: Sequence[Measurement], kept: Sequence[int], limits: Limits) -> Result:
+def make_result(
+    case: Case, backend: str, rounds: Sequence[Measurement], kept: Sequence[int], limits: Limits,
+    remarks: Mapping[str, Any],
+) -> Result:  # fmt: skip
     """Return the samples of the rounds that are kept, with their statistics and the limit."""
     samples, work = [sample for i in kept for sample in rounds[i].samples], case.work
     limit_s = limits.min_seconds(work)
     set_aside = [sample for i, one in enumerate(rounds) if i not in kept for sample in one.samples]
     return Result.from_samples(
-        case.name, "s", samples, backend=backend, iterations=rounds[0].iterations,
+        case.name, "s", samples, backend=backend, iterations=rounds[0].iterations * rounds[0].calls_each,
         rounds=[len(rounds[i].samples) for i in kept], set_aside=round_samples(set_aside),
         mean=fmean(samples), median=median(samples), sd=pstdev(samples),
         outliers=statistics.outliers(samples)._asdict(), bytes=work.bytes, operations=work.operations,
         limit_s=limit_s, bound_by=limits.bound_by(work),
         percent_of_limit=100 * limit_s / statistics.estimate(samples).value,
+        **{key: value for key, value in remarks.items() if value is not None},
     )  # fmt: skip
 
 

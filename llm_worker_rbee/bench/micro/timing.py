@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 Function = Callable[[], object]
+TRIAL_CALLS, MAX_GRAPH_CALLS, GRAPH_S = 10, 500, 0.002
 MIN_SAMPLE_S = 0.002  # a shorter sample would measure the loop and the clock
 ROUNDS = 12  # over all cases: a disturbance of some seconds then meets only a part of each case's samples
 
@@ -22,12 +23,32 @@ class TimingPlan:
     warm_up_s: float = 0.2
 
 
+@dataclass(frozen=True, slots=True)
+class RepeatedCalls:
+    """A function that makes several calls and waits for their results: the replay of a CUDA graph."""
+
+    run: Function
+    count: int
+
+    def __call__(self) -> object:
+        return self.run()
+
+
+def repeated_calls(function: Function, prepare: Callable[[Function, int], Function]) -> RepeatedCalls:
+    """Return so many calls, prepared by the backend, that waiting for the device takes little of the time."""
+    trial = RepeatedCalls(prepare(function, TRIAL_CALLS), TRIAL_CALLS)
+    seconds = min(seconds_per_call(trial, 1) for _ in range(3))
+    count = max(1, min(MAX_GRAPH_CALLS, round(GRAPH_S / seconds)))
+    return RepeatedCalls(prepare(function, count), count)
+
+
 @dataclass(slots=True)
 class Measurement:
     """The samples of one function: seconds per call, over enough calls to exceed the clock's resolution."""
 
     iterations: int
     samples: list[float] = field(default_factory=list)
+    calls_each: int = 1  # of an iteration
 
 
 def measure(
@@ -37,7 +58,7 @@ def measure(
 
     Garbage collection is off while samples are taken. `on_progress` gets the fraction done.
     """
-    taken = [Measurement(calibrate(function, plan)) for function in functions]
+    taken = [Measurement(calibrate(function, plan), calls_each=calls_each(function)) for function in functions]
     budget, start = plan.seconds * len(functions), time.perf_counter()
     was_enabled = gc.isenabled()
     gc.disable()
@@ -58,19 +79,24 @@ def measure(
 
 
 def seconds_per_call(function: Function, iterations: int) -> float:
-    """Return the mean over so many calls."""
+    """Return the mean over so many calls; of `RepeatedCalls`, over so many repetitions."""
     clock = time.perf_counter
     start = clock()
     for _ in range(iterations):
         function()
-    return (clock() - start) / iterations
+    return (clock() - start) / iterations / calls_each(function)
+
+
+def calls_each(function: Function) -> int:
+    """Return how many calls it makes when it is called."""
+    return function.count if isinstance(function, RepeatedCalls) else 1
 
 
 def calibrate(function: Function, plan: TimingPlan) -> int:
     """Warm up, and return the calls per sample that make it long enough; all samples together should fill the time."""
     iterations, start = 1, time.perf_counter()
     while True:
-        took = seconds_per_call(function, iterations) * iterations
+        took = seconds_per_call(function, iterations) * iterations * calls_each(function)
         if time.perf_counter() - start >= plan.warm_up_s and took >= MIN_SAMPLE_S / 10:
             break
         if took < MIN_SAMPLE_S:

@@ -6,6 +6,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import typer
@@ -30,6 +31,8 @@ class MicroOptions:
     ab: str | None = option(None, "backend=A,B", "Measure two backends in turn and compare them.")
     seconds: float = option(0.5, "X", "Seconds per benchmark.", min=0.01, max=600)
     rounds: int = option(benchmark.ROUNDS, "N", "Rounds over all benchmarks; fewer take less time.", min=1, max=100)
+    rename: str | None = option(None, "FAMILY", "Name the results of the one selected family so.", "--as")
+    original: bool = option(False, None, "Show what the Rust worker's own suite printed, on an unnamed CPU.")
     names: bool = option(False, None, "List the benchmarks and exit.", "--list")
 
 
@@ -40,7 +43,10 @@ def micro(options: MicroOptions, results: ResultOptions, computing: ComputeOptio
     TIME is that of one call: the mean of the middle half of the samples. OF LIMIT is the least time that the memory
     or the arithmetic of this machine, measured just before, allows for the task's bytes and operations, over that.
 
-    A benchmark whose function only the reference has runs there, whatever the backend.
+    The first six families are the Rust worker's suite, on any backend: a part that kernels fuse with others, or do
+    not need, is computed with the backend's own means, and the field `note` of its result says so. What else only the
+    reference can do runs there, whatever the backend. On a GPU a sample is the replay of a CUDA graph of many calls,
+    until the device has finished.
 
     The kernels of the CPU (kernel/) are shown with billions of multiply-adds and bytes of the file a second.
     --cpu-isa takes several instruction sets here, separated by commas, or all: each is measured in its own process.
@@ -51,11 +57,16 @@ def micro(options: MicroOptions, results: ResultOptions, computing: ComputeOptio
       llm-worker-rbee bench micro --filter kernel/ --cpu-isa all --rounds 3
       llm-worker-rbee bench micro --save-baseline before
       llm-worker-rbee bench micro --baseline before --threshold 0.05
+      llm-worker-rbee bench micro --filter ^causal_mask/ --save-baseline masks
+      llm-worker-rbee bench micro --filter ^causal_mask_cached/ --as causal_mask --baseline masks
+      llm-worker-rbee bench micro --filter 'rope_forward|qkv|scores|mask|full' --backend cpu --original
       llm-worker-rbee bench micro --ab backend=reference,reference --filter linear/Q4
     """
     isas = _parse_isas(computing.cpu_isa)
     used = (replace(computing, cpu_isa=None) if len(isas) > 1 else computing).set_up()
     selected = benchmark.select(options.filter)
+    if options.rename is not None:
+        selected = benchmark.rename(selected, options.rename)
     if options.names:
         print("\n".join(case.name for case in selected))
         return
@@ -64,9 +75,10 @@ def micro(options: MicroOptions, results: ResultOptions, computing: ComputeOptio
     backends = [computing.backend] if options.ab is None else _parse_ab(options.ab)
     settings = {
         "filter": options.filter, "backends": backends, "seconds": options.seconds, "rounds": options.rounds,
-        "threads": used, "cpu_isa": computing.cpu_isa,
+        "threads": used, "cpu_isa": computing.cpu_isa, "rename": options.rename,
     }  # fmt: skip
-    with common.recording("micro", results, _show_micro, **settings) as recorder:
+    show = partial(_show_micro, original=options.original)
+    with common.recording("micro", results, show, **settings) as recorder:
         if len(isas) > 1:
             for isa in isas:
                 _measure_isa(recorder, isa, options, used)
@@ -99,6 +111,7 @@ def _measure_isa(recorder: Recorder, isa: str, options: MicroOptions, threads: i
             sys.executable, "-m", "llm_worker_rbee", "bench", "micro", "--backend", "cpu", "--cpu-isa", isa,
             "--threads", str(threads), "--seconds", str(options.seconds), "--rounds", str(options.rounds),
             "--save", str(saved), *(["--filter", options.filter] if options.filter else []),
+            *(["--as", options.rename] if options.rename else []),
         ]  # fmt: skip
         done = subprocess.run(command, stdout=subprocess.DEVNULL, env=package_environment())
         if done.returncode != 0:
@@ -117,16 +130,18 @@ def _parse_ab(ab: str) -> list[str]:
     return backends
 
 
-def _show_micro(run: Run) -> None:
+def _show_micro(run: Run, *, original: bool = False) -> None:
     head = ["", "BACKEND", "TIME", "95% INTERVAL", "OF LIMIT", "BOUND BY", "SAMPLES", "OUTLIERS"]
+    head += ["ORIGINAL"] if original else []
     others = [result for result in run.results if not result.name.startswith(benchmark.KERNEL)]
     kernels = [result for result in run.results if result.name.startswith(benchmark.KERNEL)]
     if others or not kernels:
-        common.print_table([head, *map(_micro_row, others)], right=[2, 4, 6])
+        rows = [_micro_row(one) + ([_original(one)] if original else []) for one in others]
+        common.print_table([head, *rows], right=[2, 4, 6, 8])
     if kernels:
         print("\n" if others else "", end="")
         names = list(dict.fromkeys(result.name for result in kernels))  # instruction sets stand below each other
-        rows = map(_kernel_row, sorted(kernels, key=lambda result: names.index(result.name)))
+        rows = list(map(_kernel_row, sorted(kernels, key=lambda result: names.index(result.name))))
         head = ["", "BACKEND", "TIME", "95% INTERVAL", "GMAC/S", "GB/S", "SAMPLES"]
         common.print_table([head, *rows], right=[2, 4, 5, 6])
     _note_left_out(run.details.get("left_out", {}))
@@ -153,6 +168,11 @@ def _micro_row(result: Result) -> list[str]:
         f"{fields['percent_of_limit']:.1f}%", str(fields["bound_by"]),
         f"{len(result.samples)} x {fields['iterations']}", ", ".join(outliers),
     ]  # fmt: skip
+
+
+def _original(result: Result) -> str:
+    seconds = result.fields.get("original_s")
+    return "" if seconds is None else common.quantity(seconds, result.unit)
 
 
 def _kernel_row(result: Result) -> list[str]:

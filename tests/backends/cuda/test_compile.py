@@ -26,7 +26,7 @@ GROUPS = {
     "attention": [
         "decode", "decode staged", "decode float8 all", "decode dim 96", "decode dim 80 part", "decode gqa",
         "decode gqa float8 all", "decode gqa dim 96", "decode gqa part", "prefill", "prefill dim 96 float8 window cap",
-        "prefill dim 256", "rope_store_qkv", "rope_store_qkv all", "rope_store_qkv dim 96 part",
+        "prefill dim 256", "score_tile", "rope_store_qkv", "rope_store_qkv all", "rope_store_qkv dim 96 part",
     ],
     "elementwise": [
         "gemv gated", "rms_norm_rows", "convert_rows", "add_rms_norm_rows",
