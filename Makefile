@@ -4,6 +4,7 @@
 #   make serve       serve the default model over HTTP
 #   make test        lint, types, architecture, tests
 #   make test-extra  tests of clusters, with Ray in an environment of its own, a soak, emulated Arm processors
+#   make docs        build the documents as a site in site/
 #   make pages       write the generated pages and the chart from the saved runs in docs/results
 #   make evidence    measure everything that they show again (half an hour on a quiet machine), and write them
 #   make clean       remove the environments and everything built
@@ -23,10 +24,10 @@ WORKERS ?= auto
 CHROMIUM ?= /usr/bin/chromium
 DEMO_PROMPT ?= What is the capital of France, and what is it famous for? Answer in one sentence.
 
-.PHONY: demo serve test test-extra test-cluster browser lint types pages evidence clean help FORCE
+.PHONY: demo serve test test-extra test-cluster browser lint types docs pages evidence clean help FORCE
 
 help:
-	@sed -n '3,10s/^# *//p' Makefile
+	@sed -n '3,11s/^# *//p' Makefile
 
 demo: $(VENV)/.core
 	@$(BIN)/python -m llm_worker_rbee run --temperature 0 --max-tokens 32 "$(DEMO_PROMPT)"
@@ -48,6 +49,10 @@ test-extra: $(VENV)/.dev
 
 test-cluster: $(VENV)/.extra
 	$(BIN)/python -m pytest --disable-warnings --confcutdir tests/cluster tests/cluster
+
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "Open site/index.html, or serve it with a search box: $(BIN)/python -m http.server -d site"
 
 pages: $(VENV)/.dev
 	@$(BIN)/python tools/pages.py
@@ -90,7 +95,7 @@ $(VENV)/.core: pyproject.toml $(VENV)/.made
 $(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.core
 	@echo "Installing what the tests need ..."
 	@$(FORGET_HALVES)
-	@$(PIP) install -q -c constraints.txt -e '.[dev]'
+	@$(PIP) install -q -c constraints.txt -e '.[dev,docs]'
 	@touch $@
 
 $(VENV)/.extra: pyproject.toml constraints.txt $(VENV)/.core
@@ -100,4 +105,4 @@ $(VENV)/.extra: pyproject.toml constraints.txt $(VENV)/.core
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(EXTRA_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(EXTRA_VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
