@@ -32,7 +32,9 @@ from ..errors import WorkerError
 
 PACKAGE_ROOT = Path(__file__).parents[2]
 BUSY_WINDOW_S = 0.5
-THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+THREAD_VARIABLES = (
+    "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "RAYON_NUM_THREADS",
+)  # fmt: skip
 
 
 class ChildFailedError(WorkerError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -66,7 +67,25 @@ def test_peers_suite_says_how_long_it_takes_and_writes_markdown(
     assert saved["settings"]["rows"] == ["default", "q8_0"]
     assert len(saved["details"]["busy_cores"]["q8_0"]) == 2
     assert "| q8_0 tg2 | llama-bench, build 7031 (0c1e570) |" in (tmp_path / "run.md").read_text()
-    assert [path.name for path in (tmp_path / "files").iterdir()] == ["tiny-as-Q8_0.gguf"]
+    (made,) = (tmp_path / "files").iterdir()
+    assert re.fullmatch(r"tiny-[0-9a-f]{8}-as-Q8_0\.gguf", made.name)
+
+
+def test_peers_list_does_not_fetch_the_default_model(cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for options, row in ((("--suite", "cpu", "--rows", "default"), "default"), ((), "smollm2")):
+        done = cli("bench", "peers", *options, "--list")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.decode().splitlines()[1].split()[:3] == [row, "pp512", "tg128"]
+    assert not list(tmp_path.rglob("*.gguf"))
+
+
+def test_peers_install_of_another_peer_fails(cli: Run, tiny: Path) -> None:
+    done = cli("bench", "peers", tiny, "--install", "vllm")
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert done.stderr.startswith(
+        b"error: --install vllm: only mistral.rs can be installed; install vllm yourself, and"
+    )
 
 
 def test_peers_several_models_are_rows(cli: Run, tiny: Path, fake: Path, tmp_path: Path) -> None:
@@ -89,12 +108,12 @@ def test_peers_invalid_options_fail(cli: Run, tiny: Path) -> None:
         done = cli("bench", "peers", *options)
         assert (done.returncode, done.stdout) == (2, b"")
         assert message in " ".join(done.stderr.decode().replace("│", " ").split())
-    done = cli("bench", "peers", tiny, "--peer", "vllm")
+    done = cli("bench", "peers", tiny, "--peer", "ollama")
     assert (done.returncode, done.stdout) == (1, b"")
     assert done.stderr.startswith(
-        b"error: unknown peer 'vllm': use some of llama-bench, llama-cpp-python, transformers, llama-server"
+        b"error: unknown peer 'ollama': use some of llama-bench, llama-cpp-python, transformers, mistral.rs, vllm, "
     )
-    assert cli("bench", "peers", tiny, "--suite", "cpu", "--peer", "vllm", "--list").returncode == 1
+    assert cli("bench", "peers", tiny, "--suite", "cpu", "--peer", "ollama", "--list").returncode == 1
     done = cli("bench", "peers", tiny, "--suite", "cpu", "--rows", "^(default|q8_0)$", "--pp", "1000", "--tg", "0")
     assert (done.returncode, done.stdout) == (1, b"")
     assert b"error: default: pp1000 needs 1000 tokens, the model's context has " in done.stderr
@@ -105,7 +124,7 @@ def test_peers_invalid_options_fail(cli: Run, tiny: Path) -> None:
 
 
 def test_peers_batch_beside_llama_server(cli: Run, tiny: Path, tmp_path: Path) -> None:
-    options = ("--tg", "40", "--batch", "2", "-r", "1", "--llama-server", server(tmp_path))
+    options = ("--tg", "40", "--batch", "2", "-r", "1", "--peer", "llama-server", "--llama-server", server(tmp_path))
     done = cli("bench", "peers", tiny, *options)
     assert done.returncode == 0, done.stderr
     rows = [line.split()[:2] for line in done.stdout.decode().splitlines()[3:]]

@@ -1,4 +1,7 @@
-"""Which peers are installed, and how each is started for a row."""
+"""Which peers are installed, how each is started for a row, and environments of their own for libraries.
+
+All compute where this worker does: on the CPU with as many threads, or on the GPU.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,21 @@ from pathlib import Path
 
 from ... import machine
 from ...errors import InvalidRequestError, human_bytes
+from ...progress import StepProgress
 from ...weights import Checkpoint
-from ..processes import library_environment, package_environment
+from ...weights.hub import cache_dir
+from ..processes import describe_exit, library_environment, package_environment
 from . import library_child, programs
 from .plan import NAMES, PACKAGES, Plan
 from .programs import LLAMA_BENCH, LLAMA_SERVER, OURS, LibraryPeer, LlamaBench, Peer, PeerError, Task
 from .servers import LlamaServer, WorkerServer
 
-PACKAGE_PROBE_S = 60
+# whether a peer runs tasks of one sequence, of many prompts, or of both
+BATCHES: dict[str, tuple[bool, ...]] = {LLAMA_SERVER: (True,), "mistral.rs": (False, True), "vllm": (False, True)}
+READS_SAFETENSORS = ("transformers", "vllm")
+CPU_ONLY = ("llama-cpp-python", "transformers", "mistral.rs")
+INSTALLED = {"mistral.rs": "mistralrs"}  # peers that `install` installs, and their packages on PyPI
+PACKAGE_PROBE_S, INSTALL_S = 60, 900
 
 
 def context_of(task: Task) -> int:
@@ -47,11 +57,12 @@ def own_peers(model: Path, plan: Plan, tasks: Sequence[Task]) -> list[Peer]:
 
 def _sizes(tasks: Sequence[Task]) -> tuple[int, int]:
     """Return the largest batch and the longest sequence."""
-    return max(len(task.prompts) for task in tasks), max(map(context_of, tasks))
+    return max(len(task.prompts) or 1 for task in tasks), max(map(context_of, tasks))
 
 
 def _child_settings(model: Path, plan: Plan, tasks: Sequence[Task]) -> str:
-    settings = {"model": str(model.absolute()), "threads": plan.threads, "context": max(map(context_of, tasks))}
+    batch, context = _sizes(tasks)
+    settings = {"model": str(model.absolute()), "threads": plan.threads, "context": context, "batch": batch}
     return json.dumps({**settings, "device": plan.device, "backend": plan.backend})
 
 
@@ -61,42 +72,84 @@ def find_peers(
     """Return the peers that are installed and can run some of the tasks."""
     found: list[Peer] = []
     for name in (name for name in NAMES if name in plan.peers):
-        own_tasks = _split(tasks)[name == LLAMA_SERVER]
+        own_tasks = [task for task in tasks if bool(task.prompts) in BATCHES.get(name, (False,))]
         if not own_tasks:
             continue
         try:
-            if name == "transformers":
-                _require_memory(checkpoint)
-            elif checkpoint.format != "gguf":
-                raise PeerError("it reads GGUF files only")
-            make = _make_library if name in PACKAGES else _make_program
-            found.append(make(name, model, checkpoint, plan, own_tasks))
+            _require_suitable(name, checkpoint, plan)
+            make = _make_library if name in PACKAGES else _make_programs
+            found += make(name, model, checkpoint, plan, own_tasks)
         except PeerError as error:
             left_out[name] = str(error)
     return found
 
 
-def _make_program(name: str, model: Path, _: Checkpoint, plan: Plan, tasks: Sequence[Task]) -> Peer:
+def _require_suitable(name: str, checkpoint: Checkpoint, plan: Plan) -> None:
+    """Raise if a peer cannot read the model, or not compute where this worker does."""
+    if checkpoint.format != "gguf" and name not in READS_SAFETENSORS:
+        raise PeerError("it is run with GGUF files only")
+    if plan.is_on_gpu and name in CPU_ONLY:
+        raise PeerError("it is run on the CPU only")
+    if name == "transformers":
+        _require_memory(checkpoint)
+
+
+def _make_programs(name: str, model: Path, _: Checkpoint, plan: Plan, tasks: Sequence[Task]) -> list[Peer]:
     path = plan.llama_bench if name == LLAMA_BENCH else plan.llama_server
     program = shutil.which(path or name)
     if program is None:
         where = f"{path} is not a program" if path else "it is not on the PATH"
         raise PeerError(f"{where}: --{name} PATH names one")
-    if name == LLAMA_BENCH:
-        return LlamaBench(program, str(model), plan.threads, plan.timeout_s)
-    return LlamaServer(program, str(model), plan.threads, *_sizes(tasks), plan.timeout_s)
+    if name == LLAMA_SERVER:
+        return [LlamaServer(program, str(model), plan.threads, *_sizes(tasks), plan.timeout_s, plan.is_on_gpu)]
+    return [
+        LlamaBench(program, str(model), plan.threads, plan.timeout_s, on_gpu=plan.is_on_gpu, options=options)
+        for options in ("", *plan.llama_bench_args)
+    ]
 
 
-def _make_library(name: str, model: Path, checkpoint: Checkpoint, plan: Plan, tasks: Sequence[Task]) -> Peer:
+def _make_library(name: str, model: Path, checkpoint: Checkpoint, plan: Plan, tasks: Sequence[Task]) -> list[Peer]:
     needed = [package for package in PACKAGES[name] if package != "gguf" or checkpoint.format == "gguf"]
-    pythons = dict.fromkeys([*plan.pythons, sys.executable])
+    own = environment_python(name)
+    pythons = dict.fromkeys([*plan.pythons, *([str(own)] if own.exists() else []), sys.executable])
     python = next((path for path in pythons if _has_packages(path, needed)), None)
     if python is None:
         missing = f"{' and '.join(needed)} not installed for {', '.join(pythons)}"
-        raise PeerError(f"{missing}: --peer-python PATH names another")
+        remedy = f", --install {name} installs it" if name in INSTALLED else ""
+        raise PeerError(f"{missing}: --peer-python PATH names another{remedy}")
     source = Path(library_child.__file__).read_text(encoding="utf-8")  # as text: our folder must not be on its path
-    env = library_environment(plan.threads)
-    return LibraryPeer(name, [python, "-c", source, name, _child_settings(model, plan, tasks)], env, plan.timeout_s)
+    env = library_environment(plan.threads) | {"RUST_BACKTRACE": "0"}
+    if not plan.is_on_gpu:
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    command = [python, "-c", source, name, _child_settings(model, plan, tasks)]
+    return [LibraryPeer(name, command, env, plan.timeout_s, BATCHES.get(name, (False,)))]
+
+
+def environment_python(name: str) -> Path:
+    """Return the interpreter of a peer's own environment, which `install` makes."""
+    return cache_dir() / "peers" / name / "bin" / "python"
+
+
+def install(name: str, progress: StepProgress) -> str:
+    """Install a peer into an environment of its own, unless it is there; return the interpreter."""
+    if name not in INSTALLED:
+        own = f"install {name} yourself, and name its interpreter with --peer-python PATH"
+        raise InvalidRequestError(f"--install {name}: only {', '.join(INSTALLED)} can be installed; {own}", "install")
+    python = environment_python(name)
+    if not (python.exists() and _has_packages(str(python), PACKAGES[name])):
+        folder = str(python.parents[1])
+        for number, (what, command) in enumerate((
+            (f"making {folder}", [sys.executable, "-m", "venv", "--clear", folder]),
+            (f"installing {INSTALLED[name]}", [str(python), "-m", "pip", "install", "-q", INSTALLED[name]]),
+        )):  # fmt: skip
+            progress(what, number, 2)
+            try:
+                done = subprocess.run(command, capture_output=True, timeout=INSTALL_S, env=library_environment(1))
+            except subprocess.TimeoutExpired:
+                raise PeerError(f"{what} did not end within {INSTALL_S} s") from None
+            if done.returncode:
+                raise PeerError(describe_exit(what, done.returncode, done.stderr or done.stdout))
+    return str(python)
 
 
 def _has_packages(python: str, packages: Sequence[str]) -> bool:

@@ -21,13 +21,18 @@ from ...progress import StepProgress
 from ...weights import Checkpoint, open_checkpoint
 from .. import synthetic
 from ..engine_harness import encode_bundled_prompts
+from ..results import describe_model
 from ..roofline import Limits
 from .programs import LLAMA_BENCH, LLAMA_SERVER, Task
 
 # Packages that a peer needs; gguf only for a GGUF file.
-PACKAGES = {"llama-cpp-python": ("llama_cpp",), "transformers": ("transformers", "torch", "gguf")}
+PACKAGES = {
+    "llama-cpp-python": ("llama_cpp",), "transformers": ("transformers", "torch", "gguf"), "mistral.rs": ("mistralrs",),
+    "vllm": ("vllm",),
+}  # fmt: skip
 NAMES = (LLAMA_BENCH, *PACKAGES, LLAMA_SERVER)
 # For estimates of time: a run takes about so many times the least time, a process starts, files are written and read.
+DEFAULT_SHAPE = "smollm2-135m:Q4_1"  # of the default model, where its file is not needed yet
 TIMES_LIMIT, START_S, WRITE_RATE, READ_RATE = 2.5, 3.0, 1e8, 1e9
 
 
@@ -82,6 +87,7 @@ class Plan:
     peers: Sequence[str] = NAMES
     llama_bench: str | None = None  # path; None: search the PATH
     llama_server: str | None = None  # path; None: search the PATH
+    llama_bench_args: Sequence[str] = ()  # llama-bench once more with each of these
     pythons: Sequence[str] = ()  # interpreters to search for packages, before this one
     timeout_s: float = 900.0  # of one reply
     device: str = "auto"
@@ -109,8 +115,12 @@ class Plan:
         return replace(self, pp=row.pp, tg=row.tg, batches=row.batches)
 
     @property
+    def is_on_gpu(self) -> bool:
+        return self.backend == "cuda" or self.device.startswith("cuda")
+
+    @property
     def is_on_cpu(self) -> bool:
-        return self.backend in ("auto", "cpu") and not self.device.startswith("cuda")
+        return self.backend in ("auto", "cpu") and not self.is_on_gpu
 
 
 def make_file(row: Row, folder: Path, progress: StepProgress) -> Path:
@@ -123,7 +133,8 @@ def make_file(row: Row, folder: Path, progress: StepProgress) -> Path:
     assert source is not None
     if not row.converted:
         return source
-    path = folder / f"{source.stem}-as-{row.converted}.gguf"
+    digest = describe_model(source, progress)["sha256"][:8]  # two files may have one name
+    path = folder / f"{source.stem}-{digest}-as-{row.converted}.gguf"
     if not path.exists():
         show = lambda what, done, total: progress(what, done, total or 0)  # noqa: E731
         convert(open_checkpoint(source), path, row.converted, progress=show)
@@ -144,7 +155,7 @@ def size_of(row: Row) -> Size:
         checkpoint = open_checkpoint(row.model)
         values = sum(tensor.size for tensor in checkpoint.tensors.values())
         return Size(values, checkpoint.nbytes, read_model_config(checkpoint))
-    spec = synthetic.parse(row.synthetic)
+    spec = synthetic.parse(row.synthetic or DEFAULT_SHAPE)
     values = sum(prod(plan.shape) for plan in synthetic.plans(spec))
     return Size(values, spec.nbytes, read_model_config(synthetic.without_weights(spec)))
 

@@ -7,6 +7,7 @@ protocol of a child is that of library_child.py.
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,13 +19,16 @@ from ...backends import resolve_kv_type, select_backend
 from ...models import load_model, read_model_config
 from ...weights import open_checkpoint
 from ..engine_harness import EngineHarness
+from ..http_client import RequestFailedError
 from ..processes import ChildFailedError, ChildProcess, describe_exit
 from . import library_child
 
 PeerError = ChildFailedError
 OURS, LLAMA_BENCH, LLAMA_SERVER = "llm-worker-rbee", "llama-bench", "llama-server"
 WARM_UP_TOKENS = 8
-BATCH_WARM_UP_TOKENS = 32  # the first answer must not end before the last has begun
+ALL_LAYERS = "999"  # of a model, to the GPU
+# what llama-bench says about itself that speed depends on
+BENCH_SETTINGS = ("backends", "n_threads", "n_batch", "n_ubatch", "type_k", "type_v", "n_gpu_layers", "flash_attn")
 LONG_PROMPT = 2048  # from so many tokens on llama-bench makes no run before the one that it times
 
 
@@ -41,11 +45,20 @@ class Task(NamedTuple):
         return f"{self.kind}{self.tokens}" + (f"@b{len(self.prompts)}" if self.prompts else "")
 
 
+class TokenCount(NamedTuple):
+    """How many tokens an answer had at a time."""
+
+    time: float
+    tokens: int
+
+
 class Peer:
-    """A program to compare with; `version` is known once it has started."""
+    """A program to compare with; version and settings are known once it has started."""
 
     name: str
     version = ""
+    settings: Mapping[str, Any] = {}  # those that speed depends on
+    batch_warm_up_tokens = 32  # the first answer must not end before the last has begun
     batches: tuple[bool, ...] = (False,)  # whether it runs tasks of one sequence, of many prompts, or of both
 
     def can_run(self, task: Task) -> bool:
@@ -58,7 +71,7 @@ class Peer:
         """Start it, then run each prefill and a few tokens of each decode."""
         self.start()
         for task in filter(self.can_run, tasks):
-            few = task.tokens if task.kind == "pp" else BATCH_WARM_UP_TOKENS if task.prompts else WARM_UP_TOKENS
+            few = task.tokens if task.kind == "pp" else self.batch_warm_up_tokens if task.prompts else WARM_UP_TOKENS
             self.measure_rate(task._replace(tokens=min(task.tokens, few)))
 
     def measure_rate(self, task: Task) -> float:
@@ -71,14 +84,27 @@ class Peer:
 class LibraryPeer(Peer):
     """A library in a child process, which keeps the model loaded between runs."""
 
-    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> None:
-        self.name = name
+    batch_warm_up_tokens = sys.maxsize  # a whole answer: some prefill one prompt after the other
+
+    def __init__(
+        self, name: str, command: Sequence[str], env: Mapping[str, str], timeout_s: float,
+        batches: tuple[bool, ...] = (False,),
+    ) -> None:  # fmt: skip
+        self.name, self.batches = name, batches
         self._child = ChildProcess(name, command, env, timeout_s)
 
     def start(self) -> None:
-        self.version = str(self._child.start()["version"])
+        greeting = self._child.start()
+        self.version, self.settings = str(greeting["version"]), dict(greeting.get("settings") or {})
 
     def measure_rate(self, task: Task) -> float:
+        if task.prompts:
+            message = {"kind": task.kind, "tokens": task.tokens, "prompts": task.prompts}
+            answers = self._child.request(message, "answers")["answers"]
+            try:
+                return shared_rate([[TokenCount(*count) for count in answer] for answer in answers])
+            except RequestFailedError as error:
+                raise PeerError(f"{self.name}: {error}") from None
         reply = self._child.request({"kind": task.kind, "tokens": task.tokens}, "seconds")
         return float(reply.get("tokens", task.tokens)) / float(reply["seconds"])
 
@@ -87,13 +113,16 @@ class LibraryPeer(Peer):
 
 
 class LlamaBench(Peer):
-    """The llama-bench program, one process for each run."""
+    """The llama-bench program, one process for each run; with more options it is named after them."""
 
-    name = LLAMA_BENCH
-
-    def __init__(self, program: str, model: str, threads: int, timeout_s: float) -> None:
-        self._command = [program, "-m", model, "-t", str(threads), "-ngl", "0", "-r", "1", "-o", "json"]
+    def __init__(
+        self, program: str, model: str, threads: int, timeout_s: float, *, on_gpu: bool = False, options: str = ""
+    ) -> None:
+        layers = ALL_LAYERS if on_gpu else "0"
+        self._command = [program, "-m", model, "-t", str(threads), "-ngl", layers, "-r", "1", "-o", "json"]
+        self._command += shlex.split(options)  # the last of an option counts
         self._timeout_s = timeout_s
+        self.name = f"{LLAMA_BENCH} {options}".strip()
 
     def start(self) -> None:
         """Make a first short run: it shows that the program works, and its build."""
@@ -121,12 +150,28 @@ class LlamaBench(Peer):
         try:
             (row,) = [r for r in json.loads(output) if (r["n_prompt"], r["n_gen"]) == (prompt, generated)]
             self.version = f"build {row['build_number']} ({row['build_commit']})"
+            self.settings = {key: row[key] for key in BENCH_SETTINGS if key in row}
             return float(row["avg_ts"])
         except (ValueError, KeyError, TypeError):
             raise PeerError(f"{self.name} printed no JSON of the known form: {output[:200]!r}") from None
 
 
-def load_worker(settings: dict[str, Any]) -> tuple[str, library_child.Handler]:
+def shared_rate(answers: Sequence[Sequence[TokenCount]]) -> float:
+    """Return tokens per second of all answers, from the first token of the last to the end of the first."""
+    if not all(answers):
+        raise RequestFailedError("protocol", "an answer has no tokens")
+    start = max(answer[0].time for answer in answers)
+    end = min(next(count.time for count in answer if count.tokens == answer[-1].tokens) for answer in answers)
+    if end <= start:
+        raise RequestFailedError("protocol", "the first answer ended before the last began: use a longer --tg")
+    return sum(_tokens_at(answer, end) - _tokens_at(answer, start) for answer in answers) / (end - start)
+
+
+def _tokens_at(answer: Sequence[TokenCount], moment: float) -> int:
+    return max((count.tokens for count in answer if count.time <= moment), default=0)
+
+
+def load_worker(settings: dict[str, Any]) -> library_child.Loaded:
     """Prefill and decode as `bench e2e` runs them."""
     checkpoint = open_checkpoint(Path(settings["model"]))
     on_cpu = settings["backend"] in ("auto", "cpu") and not settings["device"].startswith("cuda")
@@ -141,7 +186,8 @@ def load_worker(settings: dict[str, Any]) -> tuple[str, library_child.Handler]:
         timed = (harness.prefill if kind == "pp" else harness.decode)(0, tokens, 1)
         return {"seconds": timed.seconds, "tokens": timed.tokens}
 
-    return __version__, measure
+    used = {"backend": backend.name, "threads": settings.get("threads"), "kv_type": kv_type}
+    return __version__, used, measure
 
 
 if __name__ == "__main__":

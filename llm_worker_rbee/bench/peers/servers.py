@@ -13,24 +13,17 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 from ... import __version__
 from .. import http_client
 from ..http_client import Address, BlockingClient, Client, EventParser, RequestFailedError, run_event_loop
 from ..server_process import ServerProcess, worker_server
-from .programs import LLAMA_SERVER, OURS, Peer, PeerError, Task
+from .programs import ALL_LAYERS, LLAMA_SERVER, OURS, Peer, PeerError, Task, TokenCount, shared_rate
 
 SLOT_CONTEXT_STEP = 256  # the context of a llama-server slot is a multiple of this
 SHUTDOWN_S = 5
-
-
-class TokenCount(NamedTuple):
-    """How many tokens an answer had at a time."""
-
-    time: float
-    tokens: int
 
 
 Stream = list[tuple[float, bytes]]  # parts of a body, each with the time at which it was read
@@ -90,11 +83,15 @@ class LlamaServer(ServerPeer):
 
     name, path = LLAMA_SERVER, "/completion"
 
-    def __init__(self, program: str, model: str, threads: int, slots: int, context: int, timeout_s: float) -> None:
+    def __init__(
+        self, program: str, model: str, threads: int, slots: int, context: int, timeout_s: float, on_gpu: bool = False
+    ) -> None:
         super().__init__(timeout_s)
         slot_context = -(-context // SLOT_CONTEXT_STEP) * SLOT_CONTEXT_STEP
-        self._command = [program, "-m", model, "-t", str(threads), "-ngl", "0", "-np", str(slots)]
-        self._command += ["-c", str(slots * slot_context), "--host", "127.0.0.1"]
+        layers = ALL_LAYERS if on_gpu else "0"
+        options = ["-t", str(threads), "-ngl", layers, "-np", str(slots), "-c", str(slots * slot_context)]
+        self._command = [program, "-m", model, *options, "--host", "127.0.0.1"]
+        self.settings = {"options": " ".join(options)}
 
     def make_process(self) -> ServerProcess:
         with socket.create_server(("127.0.0.1", 0)) as probe:  # a free port
@@ -128,7 +125,9 @@ class WorkerServer(ServerPeer):
 
     def __init__(self, model: str, batch: int, context: int, args: Sequence[str], timeout_s: float) -> None:
         super().__init__(timeout_s)
-        self._args = ["-m", model, "--max-batch", str(batch), "--max-context", str(context), "--no-prefix-cache", *args]
+        options = ["--max-batch", str(batch), "--max-context", str(context), "--no-prefix-cache", *args]
+        self._args = ["-m", model, *options]
+        self.settings = {"options": " ".join(options)}
 
     def make_process(self) -> ServerProcess:
         process = worker_server(self._args, timeout_s=self._timeout_s)
@@ -211,16 +210,3 @@ def count_chunks(stream: Stream) -> list[TokenCount]:
     if not moments or type(total) is not int:
         raise RequestFailedError("protocol", "no chunk, or no usage at the end")
     return [TokenCount(moment, round(n * total / len(moments))) for n, moment in enumerate(moments, 1)]
-
-
-def shared_rate(answers: Sequence[Sequence[TokenCount]]) -> float:
-    """Return tokens per second of all answers, from the first token of the last to the end of the first."""
-    start = max(answer[0].time for answer in answers)
-    end = min(next(count.time for count in answer if count.tokens == answer[-1].tokens) for answer in answers)
-    if end <= start:
-        raise RequestFailedError("protocol", "the first answer ended before the last began: use a longer --tg")
-    return sum(_tokens_at(answer, end) - _tokens_at(answer, start) for answer in answers) / (end - start)
-
-
-def _tokens_at(answer: Sequence[TokenCount], moment: float) -> int:
-    return max((count.tokens for count in answer if count.time <= moment), default=0)

@@ -96,6 +96,7 @@ def _measure(
         for one, rates in samples[task].items():
             ratio = statistics.estimate([a / b for a, b in zip(ours, rates, strict=False)])
             value, low, high = ratio if ours else (None, None, None)
+            recorder.details.setdefault("peers", {})[one.name] = {"version": one.version, "settings": one.settings}
             fields = {"peer": one.name, "version": one.version, "ours_over_peer": value, "ratio_interval": [low, high]}
             name = f"{prefix}{task.name}/{one.name}"
             recorder.add_result(Result.from_samples(name, "tok/s", rates, "higher", **fields))

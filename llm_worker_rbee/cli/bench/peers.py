@@ -1,4 +1,4 @@
-"""`llm-worker-rbee bench peers`: this worker beside llama.cpp and transformers."""
+"""`llm-worker-rbee bench peers`: this worker beside llama.cpp, mistral.rs, vLLM and transformers."""
 
 import tempfile
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ...bench.peers import find
 from ...bench.peers import plan as planning
 from ...bench.peers import suite as benchmark
 from ...bench.peers.plan import Plan, Row, TimeLeft
@@ -17,7 +18,7 @@ from ...bench.results import Recorder, Result, Run, write_atomically
 from ...bench.roofline import measure_limits
 from ...errors import WorkerError, counted
 from ...progress import step_progress, transfer_progress
-from ...weights.hub import locate_model
+from ...weights.hub import DEFAULT_MODEL, locate_model
 from ..options import MODEL_HELP, ComputeOptions, gather, option_fields
 from ..terminal import cell, note
 from . import common
@@ -46,7 +47,7 @@ class PeerOptions:
     )
     tg: str | None = option(None, "N,...", "Tokens to generate; 0: no decode.", show_default="128, or the suite's")
     batch: str | None = option(
-        None, "N,...", "Batch sizes; above 1, decode only and only with llama-server.",
+        None, "N,...", "Batch sizes; above 1, decode only, with llama-server, mistral.rs and vllm.",
         show_default="1, or the suite's",
     )  # fmt: skip
     repetitions: Repetitions = 3
@@ -54,15 +55,23 @@ class PeerOptions:
     peer: list[str] | None = _peer(None, "NAME", "Measure only this peer. Repeatable.", show_default="all")
     llama_bench: str | None = _peer(None, "PATH", "Path of llama-bench.", show_default="on the PATH")
     llama_server: str | None = _peer(None, "PATH", "Path of llama-server.", show_default="on the PATH")
+    llama_bench_args: list[str] | None = _peer(
+        None, "ARGS", "Measure llama-bench once more with these options, such as '-fa off'. Repeatable."
+    )
     peer_python: list[str] | None = _peer(
-        None, "PATH", "Python with llama-cpp-python or transformers. Repeatable.", show_default="this one"
+        None, "PATH", "Python with mistralrs, vllm, transformers or llama-cpp-python. Repeatable.",
+        show_default="this one",
+    )  # fmt: skip
+    install: list[str] | None = _peer(
+        None, "NAME", "Install this peer first, into an environment of its own in the cache folder: mistral.rs."
     )
     timeout: float = _peer(900.0, "S", "Timeout of one answer, in seconds.", min=0.1)
 
     def plan(self, computing: ComputeOptions) -> Plan:
         return Plan(
             threads=computing.set_up(), repetitions=self.repetitions, peers=self.peer or planning.NAMES,
-            llama_bench=self.llama_bench, llama_server=self.llama_server, pythons=self.peer_python or (),
+            llama_bench=self.llama_bench, llama_server=self.llama_server,
+            llama_bench_args=self.llama_bench_args or (), pythons=self.peer_python or (),
             timeout_s=self.timeout, device=computing.device, backend=computing.backend,
         )  # fmt: skip
 
@@ -74,14 +83,13 @@ class PeerOptions:
                 raise typer.BadParameter("--rows chooses rows of a suite: give --suite too")
             if len(models) == len(shapes) == 1:
                 raise typer.BadParameter("both a MODEL and --synthetic are given: choose one, or several of them")
-            located = [_locate(name) for name in models] if models or shapes else [_locate(None)]
-            found = [*(Row(path.name, model=path) for path in located), *(Row(s, synthetic=s) for s in shapes)]
+            found = [*map(self._model_row, models), *(Row(s, synthetic=s) for s in shapes)] or [self._model_row(None)]
         else:
             if shapes or len(models) > 1:
                 raise typer.BadParameter("--suite has its models: leave --synthetic out, give at most one MODEL")
             found = planning.select_rows(self.suite, self.rows)
             if not all(row.synthetic for row in found):
-                path = _locate(models[0] if models else None)
+                path = self._model_row(models[0] if models else None).model
                 found = [row if row.synthetic else row._replace(model=path) for row in found]
         counts = {"pp": (self.pp, "--pp", 0), "tg": (self.tg, "--tg", 0), "batches": (self.batch, "--batch", 1)}
         lengths: dict[str, Any] = {
@@ -95,25 +103,29 @@ class PeerOptions:
             raise typer.BadParameter(f"two rows are named {repeated!r}: give each file or shape once, or one run each")
         return [row._replace(**lengths) for row in found]
 
-
-def _locate(name: str | None) -> Path:
-    with transfer_progress() as progress:
-        return locate_model(name, progress=progress)
+    def _model_row(self, name: str | None) -> Row:
+        """Return the row of a model; the list of rows does not fetch the default model."""
+        if name is None and self.list_rows:
+            return Row(DEFAULT_MODEL)
+        with transfer_progress() as progress:
+            path = locate_model(name, progress=progress)
+        return Row(path.name, model=path)
 
 
 @gather(options=PeerOptions, results=ResultOptions, computing=ComputeOptions)
 def peers(options: PeerOptions, results: ResultOptions, computing: ComputeOptions) -> None:
-    """Measure this worker beside llama-bench, llama-cpp-python and transformers.
+    """Measure this worker beside llama.cpp, mistral.rs, vLLM and transformers.
 
     The same file, the same lengths, the same number of threads, in turn;
-    device, backend and instruction set apply to this worker only. Each
-    peer but llama-bench keeps the model loaded; loading is not counted.
-    transformers computes in float32. llama-bench does not sample, the
-    others sample greedily.
+    with --device cuda llama.cpp and vLLM compute on the GPU too, and the
+    others are left out. Each peer but llama-bench keeps the model loaded;
+    loading is not counted. transformers computes in float32. llama-bench
+    does not sample, the others sample greedily.
 
     With --batch 16 `serve` and llama-server with 16 slots answer 16 real
     prompts at once over HTTP, TG tokens each: tokens per second of all
-    requests while all of them decode.
+    requests while all of them decode. mistral.rs and vLLM answer them in
+    their own process.
 
     --suite cpu compares the built-in model in three types, the shape of
     Llama-2-7B with 4 layers in three types, a prompt of 4,096 tokens, and 16
@@ -123,12 +135,17 @@ def peers(options: PeerOptions, results: ResultOptions, computing: ComputeOption
     many cores were busy before and after a row is part of the run: ratios of
     a machine that does other work are worth little.
 
-    A peer that is not installed is left out, one that fails is named.
+    A peer that is not installed is left out, one that fails is named, with
+    its own error. --install mistral.rs makes an environment for it, which
+    later runs find; it stands on Candle.
 
     \b
     Examples:
       llm-worker-rbee bench peers --llama-bench ~/llama.cpp/build/bin/llama-bench
       llm-worker-rbee bench peers model.gguf --peer-python ~/venv/bin/python
+      llm-worker-rbee bench peers --peer mistral.rs --install mistral.rs
+      llm-worker-rbee bench peers model-folder --device cuda --peer vllm --peer-python ~/vllm/bin/python
+      llm-worker-rbee bench peers --peer llama-bench --llama-bench-args '-fa off' --llama-bench-args '-ctk f32 -ctv f32'
       llm-worker-rbee bench peers --batch 16 --llama-server ~/llama.cpp/build/bin/llama-server
       llm-worker-rbee bench peers --synthetic llama2-7b:Q4_0:4 --peer llama-bench
       llm-worker-rbee bench peers --suite cpu --list
@@ -140,6 +157,9 @@ def peers(options: PeerOptions, results: ResultOptions, computing: ComputeOption
         return
     if options.markdown is not None:
         common.require_place(options.markdown)
+    for name in options.install or ():
+        with step_progress() as progress:
+            find.install(name, progress)
     settings = asdict(plan.for_row(rows[0]) if len(rows) == 1 else plan)
     settings |= {"suite": options.suite, "rows": [row.name for row in rows]}
     with common.recording("peers", results, _show, **settings) as recorder:
@@ -213,7 +233,7 @@ def _show(run: Run) -> None:
         if max(one or 0.0 for one in cores) >= BUSY_CORES:
             before, after = (f"{one or 0.0:.1f}" for one in cores)
             note(f"{name}: {before} cores were busy before, {after} after: measure again when the machine is quiet")
-    if any(result.name.endswith("/llama-bench") for result in run.results):
+    if any(result.fields["peer"].startswith("llama-bench") for result in run.results):
         note("llama-bench does not sample; the others sample greedily")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from llm_worker_rbee.bench.peers.plan import Plan, Row, TimeLeft
 from llm_worker_rbee.bench.roofline import Limits
 from llm_worker_rbee.errors import InvalidRequestError
 from llm_worker_rbee.weights import open_checkpoint
+from tests.cli.conftest import write_model
 
 from .test_programs import tiny as tiny
 
@@ -46,12 +48,22 @@ def test_make_file_converts_and_writes_once(tiny: Path, tmp_path: Path) -> None:
     rows = [Row("same", model=tiny), Row("q8_0", model=tiny, converted="Q8_0"), Row("s", synthetic=SMALL)]
     same, converted, made = (plans.make_file(row, tmp_path, lambda *_: None) for row in rows)
     assert same == tiny
-    assert (converted.name, made.name) == ("tiny-as-Q8_0.gguf", "smollm2-135m-Q4_0-1.gguf")
+    assert re.fullmatch(r"tiny-[0-9a-f]{8}-as-Q8_0\.gguf", converted.name)
+    assert made.name == "smollm2-135m-Q4_0-1.gguf"
     assert open_checkpoint(converted).tensors["blk.0.attn_q.weight"].kind.name == "Q8_0"
     assert open_checkpoint(made).tensors["blk.0.attn_q.weight"].kind.name == "Q4_0"
     before = [path.stat().st_mtime_ns for path in (converted, made)]
     assert [plans.make_file(row, tmp_path, lambda *_: None) for row in rows[1:]] == [converted, made]
     assert [path.stat().st_mtime_ns for path in (converted, made)] == before
+
+
+def test_make_file_keeps_files_of_one_name_apart(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    other = write_model(tmp_path / "other" / tiny.name, {"general.name": "another"})
+    rows = [Row("q8_0", model=model, converted="Q8_0") for model in (tiny, other)]
+    first, second = (plans.make_file(row, tmp_path, lambda *_: None) for row in rows)
+    assert first != second
+    assert open_checkpoint(second).metadata["general.name"] == "another"
 
 
 def test_estimate_grows_with_lengths_repetitions_and_size(tiny: Path) -> None:
@@ -62,6 +74,8 @@ def test_estimate_grows_with_lengths_repetitions_and_size(tiny: Path) -> None:
     assert plans.estimate_seconds(row._replace(batches=(1, 16)), plan, LIMITS) > seconds
     assert plans.estimate_seconds(row, replace(plan, repetitions=9), LIMITS) > seconds
     assert plans.estimate_seconds(Row("row", model=tiny), plan, LIMITS) < seconds
+    default = Row("default")  # the list of rows needs no file
+    assert 0 < plans.estimate_seconds(default, plan, LIMITS) < seconds
     converted = Row("row", model=tiny, converted="Q8_0")
     assert plans.size_of(converted) == plans.size_of(Row("row", model=tiny))
 

@@ -54,6 +54,14 @@ def test_llama_bench_output_is_parsed(fake: str) -> None:
     assert bench.measure_rate(Task("pp", 64)) == 1064.5
     assert bench.measure_rate(Task("tg", 16)) == 1000.516
     assert bench.measure_rate(Task("pp", 4096)) == 4096.5  # a long prompt is not run twice
+    assert (bench.name, bench.settings["n_gpu_layers"]) == ("llama-bench", 0)
+
+
+def test_llama_bench_on_the_gpu_and_with_more_options(fake: str) -> None:
+    bench = LlamaBench(fake, "model.gguf", 2, 30, on_gpu=True, options="-fa off -t 1")
+    assert bench.measure_rate(Task("pp", 64)) == 1064.25  # the last -t counts
+    assert bench.name == "llama-bench -fa off -t 1"
+    assert bench.settings == {"backends": "CPU", "n_threads": 1, "n_gpu_layers": 999}
 
 
 @pytest.mark.parametrize(
@@ -114,7 +122,8 @@ def test_load_worker_runs_prefill_and_decode(tiny: Path, monkeypatch: pytest.Mon
 
     for name in ("prefill", "decode"):
         monkeypatch.setattr(EngineHarness, name, lambda self, *given, name=name: note(name, *given))
-    version, measure = load_worker({"model": str(tiny), "context": 16, "device": "auto", "backend": "auto"})
+    version, used, measure = load_worker({"model": str(tiny), "context": 16, "device": "auto", "backend": "auto"})
     assert measure("pp", 16) == measure("tg", 5) == {"seconds": 0.5, "tokens": 7}
     assert version == __version__
+    assert used["backend"] in ("cpu", "cuda")
     assert calls == [("prefill", 0, 16, 1), ("decode", 0, 5, 1)]

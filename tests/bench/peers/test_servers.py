@@ -169,7 +169,8 @@ def test_worker_server_answers_all_prompts(tmp_path: Path) -> None:
 
 def test_run_llama_server_gets_the_same_prompts(tmp_path: Path) -> None:
     model = write_model(tmp_path / "tiny.gguf")
-    plan = Plan(pp=[8], tg=[40], batches=[3], repetitions=2, llama_server=str(server(tmp_path)))
+    names = ["llama-bench", "llama-cpp-python", "transformers", "llama-server"]
+    plan = Plan(pp=[8], tg=[40], batches=[3], repetitions=2, peers=names, llama_server=str(server(tmp_path)))
     recorder = Recorder("peers")
     suite.run(recorder, lambda *_: None, model, plan)
     found = {result.name: result for result in recorder.results()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -157,8 +158,8 @@ def test_run_invalid_plans_raise(tiny: Path, tmp_path: Path) -> None:
         run(tiny, Plan(pp=[257]))
     with pytest.raises(InvalidRequestError, match="--pp and --tg are both 0"):
         run(tiny, Plan(pp=[0], tg=[]))
-    with pytest.raises(InvalidRequestError, match=r"^unknown peer 'vllm': use some of llama-bench"):
-        run(tiny, Plan(pp=[4], peers=["vllm"]))
+    with pytest.raises(InvalidRequestError, match=r"^unknown peer 'ollama': use some of llama-bench"):
+        run(tiny, Plan(pp=[4], peers=["ollama"]))
     with pytest.raises(InvalidRequestError, match=r"--peer-python .*nowhere: No such file"):
         run(tiny, Plan(pp=[4], peers=["llama-cpp-python"], pythons=[str(tmp_path / "nowhere")]))
 
@@ -185,7 +186,14 @@ def test_run_rows_names_results_and_goes_on_after_a_failure(tiny: Path, fake: st
     }
     assert list(recorder.details["failed"]) == ["too long"]
     assert "pp300 needs 300 tokens" in recorder.details["failed"]["too long"]
-    assert [one["name"] for one in recorder.details["models"].values()] == ["tiny.gguf", "tiny-as-Q8_0.gguf"]
+    names = [one["name"] for one in recorder.details["models"].values()]
+    assert names[0] == "tiny.gguf"
+    assert re.fullmatch(r"tiny-[0-9a-f]{8}-as-Q8_0\.gguf", names[1])
+    assert recorder.details["peers"]["llama-bench"] == {
+        "version": "build 7031 (0c1e570)",
+        "settings": {"backends": "CPU", "n_threads": THREADS, "n_gpu_layers": 0},
+    }
+    assert recorder.details["peers"][OURS]["settings"]["threads"] == THREADS
     assert {name: len(cores) for name, cores in recorder.details["busy_cores"].items()} == {"plain": 2, "q8_0": 2}
     assert all(0 <= done <= total == 3 for _, done, total in seen)
     assert {what.partition(":")[0] for what, _, _ in seen} == {"plain", "q8_0"}
