@@ -63,13 +63,13 @@ SECOND_PLACES: dict[str, dict[str, str]] = {}  # beside the one place of a heavy
 # Line budgets. "." are the modules at the top of the package.
 LINES = {
     ".": 2_195,
-    "backends": 1_489,
-    "backends/cpu": 5_870,
+    "backends": 1_520,
+    "backends/cpu": 6_085,
     "backends/cpu/matmul": 980,
-    "backends/cuda": 6_080,
+    "backends/cuda": 6_215,
     "bench": 12_500,
     "cache": 60,
-    "cli": 3_150,
+    "cli": 3_200,
     "cli/bench": 1_800,
     "cluster": 700,
     "engine": 2_600,
@@ -83,7 +83,7 @@ LINES = {
 MAX_TOTAL_LINES = 50_900
 MAX_BENCH_LINES = 14_300  # bench with its commands
 MAX_MODULES = 245
-MAX_FOLDER_FILES = 25
+MAX_FOLDER_FILES = 26
 MAX_FILE_LINES = 800
 LISTED_FILE_LINES = 600  # longer files are named here
 LONG_FILES: set[str] = set()

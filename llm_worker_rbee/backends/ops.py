@@ -90,7 +90,30 @@ class AttentionParams(NamedTuple):
     soft_cap: float = 0.0  # scores become cap * tanh(scores / cap); 0: none
 
 
-Profiler = Callable[[str, Callable[..., Any]], Callable[..., Any]]  # (component, function) -> the function, timed
+class TaskLabel(NamedTuple):
+    """What a profile shows of a task or of a launch."""
+
+    component: str  # of the model
+    kernel: str
+
+
+class KernelSpan(NamedTuple):
+    """A kernel, or a copy, on the time line of a device."""
+
+    name: str
+    start: float  # seconds
+    end: float
+
+
+class KernelTrace(Protocol):
+    """Records what a device runs between `start` and `stop`."""
+
+    def start(self) -> None: ...
+    def stop(self) -> list[KernelSpan]:
+        """Wait for the device, and return its time line in the order of starts."""
+
+
+Profiler = Callable[[Sequence[TaskLabel], NDArray[np.float64]], None]  # gets the seconds of each task
 Progress = Callable[[str, int, int | None], None]  # (what, done, total)
 Forward = Callable[["Batch"], Array]  # one step of a model: the logits
 COMPILING = "compiling kernels, once"  # what `load_kernels` reports
@@ -125,7 +148,7 @@ class FusedForward(Protocol):
         """Return what a step runs, a `graph.ProgramLine` for each fused op."""
 
     def run_profiled(self, batch: Batch, kv: Sequence[KVLayer], profiler: Profiler) -> Array:
-        """Run the same step with each component wrapped by the profiler."""
+        """Run the same step and tell the profiler how long each of its tasks took."""
 
 
 @dataclass(slots=True, eq=False)
@@ -282,8 +305,13 @@ class Backend(ABC):
         """Return the largest bytes so far of tensors (`tensors`) and of the process (`process`) on the device."""
         return {}
 
-    def measure_limits(self) -> tuple[int, float, float] | None:
-        """Measure the device: bytes read, their rate per second, float16 operations per second; None: the host."""
+    def measure_limits(self) -> tuple[int, float, float, dict[str, float]] | None:
+        """Measure the device: bytes read, their rate per second, operations per second in float16, and in the other
+        types of its products by name; None: the host."""
+        return None
+
+    def kernel_trace(self) -> KernelTrace | None:
+        """Return what traces the kernels of a device; None where results are ready when an op returns."""
         return None
 
     def op_parts(self) -> OpParts:

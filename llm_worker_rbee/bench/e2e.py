@@ -32,7 +32,7 @@ from . import processes, statistics, synthetic
 from .engine_harness import EngineHarness, TimedRun
 from .processes import ChildFailedError, ChildProcess, package_environment
 from .results import Recorder, Result, describe_model, replace_non_finite
-from .roofline import Limits, matmul_ceiling, measure_limits
+from .roofline import backend_limits, matmul_ceiling
 from .scenarios import (
     COUNTED_STEPS,
     DECODING_REQUESTS,
@@ -172,7 +172,7 @@ class Throughput:
             bound_by, limit = "memory", bench.limits.memory_bandwidth
         else:
             fields["operations_per_token"] = needed = cost.operations(c) / (c.tokens * c.batch)
-            bound_by, limit = "arithmetic", bench.limits.operations
+            bound_by, limit = "arithmetic", bench.limits.rate(bench.arithmetic)
         fields |= {"bound_by": bound_by, "percent_of_limit": 100 * (needed * rate / limit)}
         if c.kind == "tg" and c.batch > 1:
             if (of_products := bench.ratio(c.name, f"products/{c.name}")) is not None:
@@ -195,14 +195,13 @@ def run(recorder: Recorder, progress: StepProgress, source: Source, plan: Plan) 
     plan = replace(plan, kv_type=resolve_kv_type(backend, plan.kv_type))
     _require_room(source, plan, cases, backend)
     progress("measuring the machine's limits", 0, 0)
-    measured = backend.measure_limits()
-    limits = measure_limits(plan.threads) if measured is None else Limits.of_device(*measured)
+    limits = backend_limits(backend)
     recorder.details["limits"] = limits.as_json()
     recorder.details["peak_memory_is_of"] = "this run" if processes.reset_peak_memory() else "the process"
-    checkpoint = _open(recorder, progress, source, plan, backend)
+    checkpoint = open_source(recorder, progress, source, plan, backend)
     config = read_model_config(checkpoint)
     context = max(need.context for need in _needs(plan, cases, config))
-    model = _load_model(checkpoint, backend, plan, context, progress)
+    model = load_source(checkpoint, backend, plan, context, progress)
     harness = _main_harness(model, plan, cases)
     cost = Cost.from_checkpoint(checkpoint, config, plan.kv_type)
     bench = ModelBench(recorder, harness, cost, limits, backend.name)
@@ -313,7 +312,8 @@ def _as_transfer(progress: StepProgress) -> Callable[[str, int, int | None], Non
     return lambda what, done, total: progress(what, done, total or 0)
 
 
-def _open(recorder: Recorder, progress: StepProgress, source: Source, plan: Plan, backend: Backend) -> Checkpoint:
+def open_source(recorder: Recorder, progress: StepProgress, source: Source, plan: Plan, backend: Backend) -> Checkpoint:
+    """Open a model, or make a synthetic one, and record what it is."""
     quantize = plan.quantize
     if isinstance(source, Path):
         checkpoint = open_checkpoint(source)
@@ -330,9 +330,10 @@ def _open(recorder: Recorder, progress: StepProgress, source: Source, plan: Plan
     return checkpoint
 
 
-def _load_model(
+def load_source(
     checkpoint: Checkpoint, backend: Backend, plan: Plan, context: int | None, progress: StepProgress
 ) -> Transformer:
+    """Prepare the weights of an opened model for a backend."""
     config = read_model_config(checkpoint)
     backend.load_kernels(checkpoint, config, plan.kv_type, _as_transfer(progress))
     what, total = "preparing the weights", checkpoint.nbytes
@@ -356,7 +357,7 @@ def _scenarios(
     yield from (ItlUnderPrefill(bench, target, plan.kv_type) for target in dict.fromkeys(plan.targets_ms))
     if plan.drafts:
         opened = None if plan.draft_model is None else open_checkpoint(Path(plan.draft_model))
-        draft = None if opened is None else _load_model(opened, bench.model.ops, plan, None, progress)
+        draft = None if opened is None else load_source(opened, bench.model.ops, plan, None, progress)
         options: dict[str, Any] = {"speculative": plan.speculative}
         if plan.draft_tokens is not None:
             options["draft_tokens"] = plan.draft_tokens

@@ -64,12 +64,15 @@ class EngineHarness:
         """Do what a server does before it is ready."""
         warm_up(self.engine, LoadPhases())
 
-    def prefill(self, depth: int, tokens: int, batch: int) -> TimedRun:
+    def prefill(self, depth: int, tokens: int, batch: int, on_start: Callable[[], object] | None = None) -> TimedRun:
         """Prefill `tokens` of each sequence behind `depth` cached ones, up to the first output token."""
         cached = depth - depth % self.engine.config.block_size
         self._fill_cache(cached, batch)
         fresh = self._rng.integers(0, self.engine.model.config.vocab_size, (batch, tokens))
-        return self.time_first_tokens(np.concatenate([self.ids[:batch, :cached], fresh], axis=1).tolist())
+        prompts = np.concatenate([self.ids[:batch, :cached], fresh], axis=1).tolist()
+        if on_start is not None:
+            on_start()
+        return self.time_first_tokens(prompts)
 
     def time_first_tokens(self, prompts: Sequence[list[int]]) -> TimedRun:
         """Time until each of these prompts has its first token."""
@@ -82,18 +85,20 @@ class EngineHarness:
 
     def decode(
         self, depth: int, tokens: int, batch: int, between: Callable[[], object] | None = None,
-        time_device: Callable[[], float | None] | None = None,
+        time_device: Callable[[], float | None] | None = None, on_start: Callable[[], object] | None = None,
     ) -> TimedRun:  # fmt: skip
         """Run `tokens` decode steps of each sequence behind `depth` tokens (at 0 one stands for the BOS token).
 
         `between` is called after each step and timed apart, so that it and the step meet the machine in the same state.
-        `time_device` is called after the last step, while the requests are still running.
+        `time_device` is called after the last step, while the requests are still running; `on_start` before the first.
         """
         self._fill_cache(depth - depth % self.engine.config.block_size, batch)
         requests = [_request(ids[: max(1, depth)].tolist(), tokens + self._spare_tokens) for ids in self.ids[:batch]]
         self._start(requests)
         before = [request.num_tokens for request in requests]
         seconds = between_s = 0.0
+        if on_start is not None:
+            on_start()
         start = time.perf_counter()
         while requests[0].num_tokens < before[0] + tokens:
             self._step()

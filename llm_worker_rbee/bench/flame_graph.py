@@ -42,7 +42,7 @@ class Frame(NamedTuple):
     name: str
     file: str  # as a module path: `numpy/_core/fromnumeric.py`
     line: int
-    category: str  # ours, line (a source line of ours), numpy, stdlib, native, other
+    category: str  # ours, line (a source line of ours), component, kernel, numpy, stdlib, native, other
 
 
 Stack = tuple[Frame, ...]  # the root first
@@ -56,7 +56,7 @@ class PySpy(NamedTuple):
     native: bool = False
 
 
-def record_flame(function: Callable[[], None], seconds: float, py_spy: PySpy | None = None) -> Flame:
+def record_flame(function: Callable[[], object], seconds: float, py_spy: PySpy | None = None) -> Flame:
     """Call the function repeatedly for so long, and sample the stack."""
     if py_spy is not None:
         return _record_py_spy(function, seconds, py_spy)
@@ -86,7 +86,34 @@ def record_flame(function: Callable[[], None], seconds: float, py_spy: PySpy | N
     return flame
 
 
-def _call_marked(function: Callable[[], None]) -> None:
+def kernel_flame(seconds: Mapping[tuple[str, str], float]) -> Flame:
+    """Return a graph of kernels alone, by the name of their component and their own."""
+    return [(_kernel_stack(*names), taken) for names, taken in seconds.items() if taken > 0]
+
+
+def split_regions(flame: Flame, region: str, seconds: Mapping[tuple[str, str], float]) -> Flame:
+    """Divide the time of a function among what it ran, by component and kernel: a sampler sees the function alone."""
+    whole = sum(seconds.values())
+    if whole <= 0:
+        return flame
+    found, inside = Flame(), dict[Stack, float]()
+    for stack, weight in flame:
+        depth = next((i + 1 for i, frame in enumerate(stack) if frame.name.endswith(region)), 0)
+        if depth:
+            inside[stack[:depth]] = inside.get(stack[:depth], 0.0) + weight
+        else:
+            found.append((stack, weight))
+    for stack, weight in inside.items():
+        shares = ((_kernel_stack(*names), taken / whole) for names, taken in seconds.items())
+        found += [(stack + kernels, weight * share) for kernels, share in shares if share > 0]
+    return found
+
+
+def _kernel_stack(component: str, kernel: str) -> Stack:
+    return Frame(component, "", 0, "component"), Frame(kernel, "", 0, "kernel")
+
+
+def _call_marked(function: Callable[[], object]) -> None:
     """Mark the bottom of every stack that counts: frames below it, and stacks without it, belong to the caller."""
     function()
 
@@ -150,7 +177,7 @@ def find_py_spy() -> str:
     return found
 
 
-def _record_py_spy(function: Callable[[], None], seconds: float, py_spy: PySpy) -> Flame:
+def _record_py_spy(function: Callable[[], object], seconds: float, py_spy: PySpy) -> Flame:
     rate = round(1 / INTERVAL_S)
     with tempfile.TemporaryDirectory() as folder:
         raw = Path(folder) / "stacks"
@@ -224,6 +251,8 @@ CATEGORIES = {
     "numpy": ("NumPy", 210, 62, 74),
     "stdlib": ("standard library", 140, 34, 72),
     "native": ("native code", 275, 40, 78),
+    "component": ("components", 340, 55, 74),
+    "kernel": ("their kernels", 5, 68, 70),
     "other": ("other", 0, 0, 78),
 }
 ROOT = Frame("all", "", 0, "other")

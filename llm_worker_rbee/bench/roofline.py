@@ -1,7 +1,9 @@
-"""What this machine can do at best, measured: bytes read per second for several sizes, float32 operations per second.
+"""What this machine can do at best, measured: bytes read per second for several sizes, operations per second of each
+arithmetic that the kernels have (float32 FMA, int8 dot products; on a GPU those of the tensor cores).
 
 A benchmark states the bytes and operations that its answer needs; the larger of the two times is its limit, and `% of
-limit` is that over the measured time. Small data is in a cache, so bandwidth is taken at the size at hand.
+limit` is that over the measured time. Small data is in a cache, so bandwidth is taken at the size at hand. The rates
+are those of the kernels' own instructions with nothing else to do (backends/cpu/peak.py), so no kernel exceeds them.
 `matmul_ceiling` is a limit by measurement: all matrix products of a model for a number of rows, and nothing else.
 """
 
@@ -9,10 +11,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,9 +24,10 @@ from .. import machine
 from ..backends import Backend
 from ..models import Transformer
 
-SIZES = tuple(1 << shift for shift in (18, 20, 22, 24, 26, 28, 30))  # 256 KiB to 1 GiB
-SECONDS_PER_SIZE = 0.03
-MATRIX_SIZE = 768
+SIZES = tuple(1 << shift for shift in (15, 16, 17, 18, 20, 22, 24, 26, 28, 30))  # 32 KiB to 1 GiB
+SECONDS_PER_RATE = 0.05
+MIN_READ_BYTES = 1 << 28  # of a call, so that starting threads does not count
+ROUNDS = 4_000_000  # of an arithmetic loop: some 10 ms
 ACTIVATION_SEED = 5
 MAX_MEMORY_FRACTION = 8  # the largest buffer takes at most one part in so many of the free memory
 
@@ -35,6 +38,7 @@ class Work(NamedTuple):
     bytes: float = 0.0  # read and written
     operations: float = 0.0  # multiplications and additions
     resident: float | None = None  # the size of the data touched, where parts of it are read more than once
+    arithmetic: str = "float32"  # of the operations: float32, int8, ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +47,24 @@ class Limits:
 
     threads: int
     bandwidth: tuple[tuple[int, float], ...]  # (size of the data, bytes per second)
-    operations: float  # per second
+    operations: float  # per second, in float32; on a GPU in float16 on tensor cores
+    others: tuple[tuple[str, float], ...] = ()  # (arithmetic, operations per second)
 
     @staticmethod
-    def of_device(size: int, bandwidth: float, operations: float) -> Limits:
+    def of_device(size: int, bandwidth: float, operations: float, others: Mapping[str, float]) -> Limits:
         """Make the limits of a device without CPU threads."""
-        return Limits(0, ((size, bandwidth),), operations)
+        return Limits(0, ((size, bandwidth),), operations, tuple(others.items()))
+
+    def best_of(self, other: Limits) -> Limits:
+        """Return the higher of two measurements of each rate: nothing makes a machine faster than it is."""
+        both = zip(self.bandwidth, other.bandwidth, strict=True)
+        bandwidth = tuple((size, max(rate, again)) for (size, rate), (_, again) in both)
+        others = tuple((name, max(rate, other.rate(name))) for name, rate in self.others)
+        return Limits(self.threads, bandwidth, max(self.operations, other.operations), others)
+
+    def rate(self, arithmetic: str) -> float:
+        """Return operations per second."""
+        return dict(self.others).get(arithmetic, self.operations)
 
     def bandwidth_at(self, size: float) -> float:
         """Return bytes per second for data of this size, interpolated over the logarithm of sizes."""
@@ -60,15 +76,16 @@ class Limits:
         """That of the largest size, which no cache holds."""
         return self.bandwidth[-1][1]
 
-    def _times(self, work: Work) -> tuple[float, float]:
+    def times(self, work: Work) -> tuple[float, float]:
+        """Return the seconds that its bytes take, and its operations."""
         size = work.bytes if work.resident is None else work.resident
-        return work.bytes / self.bandwidth_at(size), work.operations / self.operations
+        return work.bytes / self.bandwidth_at(size), work.operations / self.rate(work.arithmetic)
 
     def min_seconds(self, work: Work) -> float:
-        return max(self._times(work))
+        return max(self.times(work))
 
     def bound_by(self, work: Work) -> str:
-        memory_s, arithmetic_s = self._times(work)
+        memory_s, arithmetic_s = self.times(work)
         return "memory" if memory_s >= arithmetic_s else "arithmetic"
 
     def as_json(self) -> dict[str, Any]:
@@ -77,6 +94,7 @@ class Limits:
             "threads": self.threads,
             "bandwidth": [{"bytes": size, "bytes_per_second": rate} for size, rate in self.bandwidth],
             "operations_per_second": self.operations,
+            "other_operations_per_second": dict(self.others),
         }
 
 
@@ -93,40 +111,62 @@ def library_threads() -> int:
     return machine.usable_cores()
 
 
+def product_arithmetic(weight: Any) -> str:
+    """Return the arithmetic of the product with a packed weight, as its backend computes it."""
+    if getattr(weight, "needs_int8", False):
+        return "int8"
+    return "fp8" if getattr(weight, "is_fp8", False) else "float32"
+
+
+def backend_limits(ops: Backend) -> Limits:
+    """Measure the limits of what a backend computes on: its device, or its threads."""
+    measured = ops.measure_limits()
+    return _measure_limits(backend_threads(ops)) if measured is None else Limits.of_device(*measured)
+
+
 @cache
 def measure_limits(threads: int) -> Limits:
-    """Return the limits for so many threads; the first call takes about a second."""
+    """Return the limits for so many threads; the first call takes about two seconds."""
+    return _measure_limits(threads)
+
+
+def _measure_limits(threads: int) -> Limits:
+    from ..backends.cpu import peak  # it needs Numba
+
     available = machine.memory()[1] or SIZES[-1] * MAX_MEMORY_FRACTION
-    buffer = np.ones(min(SIZES[-1], available // MAX_MEMORY_FRACTION) // 4, np.float32)
+    buffer = np.ones(min(SIZES[-1], available // MAX_MEMORY_FRACTION), np.uint8)
+    operands = [peak.operands() for _ in range(threads)]
     with ThreadPoolExecutor(threads) as pool:
-        sizes = [size for size in SIZES if size <= buffer.nbytes]
-        bandwidth = tuple((size, _read_rate(pool, buffer[: size // 4], threads)) for size in sizes)
-        return Limits(threads, bandwidth, _operation_rate(pool, threads))
+        bandwidth = tuple(
+            (size, _read_rate(pool, peak, buffer[:size], threads)) for size in SIZES if size <= buffer.nbytes
+        )
+        rates = {
+            name: threads * loop.operations * ROUNDS
+            / _min_seconds(pool, [partial(loop.run, one.ctypes.data, ROUNDS) for one in operands])
+            for name, loop in peak.peaks().items()
+        }  # fmt: skip
+    return Limits(threads, bandwidth, rates.pop("float32"), tuple(rates.items()))
 
 
-def _read_rate(pool: ThreadPoolExecutor, data: Any, threads: int) -> float:
-    parts = np.array_split(data, threads)
-    read: Callable[[], object] = (lambda: np.max(data)) if threads == 1 else lambda: list(pool.map(np.max, parts))
-    return float(data.nbytes) / _min_seconds(read)
+def _read_rate(pool: ThreadPoolExecutor, peak: Any, data: NDArray[np.uint8], threads: int) -> float:
+    step = 64 * peak.NUM_SUMS
+    size, repeats = data.nbytes // threads // step * step, -(-MIN_READ_BYTES // data.nbytes)
+    reads = [partial(peak.read_memory, data.ctypes.data + i * size, size, repeats) for i in range(threads)]
+    return float(threads * size * repeats) / _min_seconds(pool, reads)
 
 
-def _operation_rate(pool: ThreadPoolExecutor, threads: int) -> float:
-    """Multiply matrices side by side where the matrix library itself uses fewer threads."""
-    a = np.full((MATRIX_SIZE, MATRIX_SIZE), 0.5, np.float32)
-    products = max(1, threads // library_threads())
-    multiply: Callable[[], object] = lambda: list(pool.map(lambda _: a @ a, range(products)))  # noqa: E731
-    return products * 2 * MATRIX_SIZE**3 / _min_seconds(multiply if products > 1 else lambda: a @ a)
-
-
-def _min_seconds(function: Callable[[], object]) -> float:
-    """Return the shortest of many calls: the one that nothing disturbed."""
-    best, end = float("inf"), time.perf_counter() + SECONDS_PER_SIZE
-    function()
+def _min_seconds(pool: ThreadPoolExecutor, calls: Sequence[Callable[[], object]]) -> float:
+    """Return the shortest time of all calls at once, of many rounds: the one that nothing disturbed."""
+    best, end = float("inf"), time.perf_counter() + SECONDS_PER_RATE
     for count in range(1000):
         start = time.perf_counter()
-        function()
-        best = min(best, time.perf_counter() - start)
-        if time.perf_counter() > end and count >= 2:
+        if len(calls) == 1:
+            calls[0]()
+        else:
+            list(pool.map(lambda call: call(), calls))
+        if count:  # the first round compiles and touches memory
+            best = min(best, time.perf_counter() - start)
+        if time.perf_counter() > end and count >= 3:
             break
     return best
 

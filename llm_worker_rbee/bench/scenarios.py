@@ -19,7 +19,7 @@ from ..weights import Checkpoint
 from . import statistics
 from .engine_harness import EngineHarness, TimedRun, encode_bundled_prompts
 from .results import Better, Recorder, Result
-from .roofline import Limits
+from .roofline import Limits, product_arithmetic
 
 Kind = Literal["pp", "tg"]
 WARM_UP_TOKENS = 8  # of a decode run
@@ -148,6 +148,11 @@ class ModelBench:
     @property
     def model(self) -> Transformer:
         return self.harness.engine.model
+
+    @property
+    def arithmetic(self) -> str:
+        """What most of the matrix products are computed in."""
+        return product_arithmetic(self.model.matrices()[0])
 
     def add(self, name: str, unit: str, sample: float, better: Better = "lower", **fields: Any) -> None:
         """Add a sample and remake its result."""

@@ -9,9 +9,12 @@ import typer
 
 from ..bench import profile as benchmark
 from ..bench.flame_graph import Flame, PySpy, find_py_spy
-from ..bench.results import Run
+from ..bench.profile import report
+from ..bench.profile.workload import Loading, Settings, Subject, load_synthetic
+from ..bench.results import Recorder, Run, describe_model
+from ..bench.synthetic import Spec, parse
 from ..progress import step_progress
-from .bench.common import ModelArgument, Repetitions, ResultOptions, option, recording, require_place
+from .bench.common import ModelArgument, Repetitions, ResultOptions, SyntheticOption, option, recording, require_place
 from .options import LoadOptions, ModelOptions, gather, load_model
 from .terminal import Status, columns, note, program_lines, style
 
@@ -23,18 +26,42 @@ class ProfileOptions:
     """Which model, how much to run, and where the report goes."""
 
     model: ModelArgument = None
-    pp: int = option(128, "N", "Length of the prompt in tokens.", min=1)
-    tg: int = option(16, "N", "Tokens to generate.", min=1)
+    synthetic: SyntheticOption = None
+    pp: int = option(128, "N", "Length of the prompt in tokens; 0: no prefill.", min=0)
+    tg: int = option(16, "N", "Tokens to generate; 0: no decode.", min=0)
+    prompt: str | None = option(None, "TEXT", "A real prompt, from text to text, in place of --pp random tokens.")
+    depth: int = option(0, "N", "Tokens in the KV cache before the prompt.", min=0)
+    batch: int = option(1, "N", "Requests at once.", min=1)
     repetitions: Repetitions = 5
     flame: float = option(3.0, "S", "Seconds for each flame graph; 0: none.", min=0, max=600)
     py_spy: bool = option(False, None, "Sample with py-spy (extra `bench`).")
     native: bool = option(False, None, "With --py-spy: include native frames.")
     out: Path | None = option(None, "FOLDER", "Folder of the report.", "-o", show_default="profile-MODEL-DATE")
 
+    def settings(self) -> Settings:
+        """Return what to run; raise on options that exclude each other."""
+        if self.native and not self.py_spy:
+            raise typer.BadParameter("--native goes with --py-spy: the built-in sampler sees Python only")
+        if not (self.pp or self.tg):
+            raise typer.BadParameter("nothing to profile: --pp and --tg are both 0")
+        if self.prompt is not None and (self.batch > 1 or self.depth or self.synthetic):
+            raise typer.BadParameter("--prompt is one request of a real model: leave out --batch, --depth, --synthetic")
+        if self.synthetic is not None and self.model is not None:
+            raise typer.BadParameter("both a MODEL and --synthetic are given: choose one")
+        require_place(self.out or Path("profile"), folder=self.out is not None)
+        spy = PySpy(find_py_spy(), self.native) if self.py_spy else None
+        run = self.pp, self.tg, self.repetitions, self.flame, spy
+        return Settings(*run, self.batch, self.depth, self.prompt)
+
 
 @gather(options=ProfileOptions, results=ResultOptions, computing=LoadOptions)
 def profile(options: ProfileOptions, results: ResultOptions, computing: LoadOptions) -> None:
     """Show where the time goes, by component, for prefill and decode.
+
+    Steps go through the engine as a server's do. On the CPU every task of a
+    step is timed where it runs, on a GPU every kernel; HOST is what none of
+    them covers. OF LIMIT compares with the measured rates of this machine:
+    memory, and the arithmetic that a component is computed in.
 
     Writes report.html, report.md, flame graphs (SVG, and JSON for speedscope.app) and the run itself.
 
@@ -42,31 +69,43 @@ def profile(options: ProfileOptions, results: ResultOptions, computing: LoadOpti
     Examples:
       llm-worker-rbee profile
       llm-worker-rbee profile model.gguf --pp 512 --tg 32 --out before
+      llm-worker-rbee profile --prompt "Once upon a time"
+      llm-worker-rbee profile --pp 0 --tg 32 --batch 16 --depth 1024
+      llm-worker-rbee profile --synthetic llama2-7b:Q4_K_M:4 --backend reference
+      llm-worker-rbee profile --device cuda --synthetic llama2-7b:Q4_K_M --batch 64
       llm-worker-rbee profile --py-spy --native
     """
-    used, out = computing.set_up(), options.out
-    if options.native and not options.py_spy:
-        raise typer.BadParameter("--native goes with --py-spy: the built-in sampler sees Python only")
-    require_place(out or Path("profile"), folder=out is not None)
-    spy = PySpy(find_py_spy(), options.native) if options.py_spy else None
-    settings = benchmark.Settings(options.pp, options.tg, options.repetitions, options.flame, spy)
-    llm = load_model(ModelOptions(model=options.model), computing, Status())
-    lengths = {"pp": options.pp, "tg": options.tg, "repetitions": options.repetitions}
-    recorded = lengths | {"threads": used, "backend": llm.model.ops.name}
+    used, settings = computing.set_up(), options.settings()
+    spec = None if options.synthetic is None else parse(options.synthetic)
+    lengths = {name: getattr(settings, name) for name in ("pp", "tg", "batch", "depth", "prompt", "repetitions")}
     flames: dict[str, Flame] = {}
     complete = False
-    with recording("profile", results, _print_run, **recorded) as recorder:
-        program = llm.model.program(llm.kv_type)
+    with recording("profile", results, _print_run, **lengths, threads=used) as recorder:
+        subject = _load(recorder, options, computing, spec)
+        recorder.settings["backend"] = subject.model.ops.name
+        program = subject.model.program(subject.kv_type)
         recorder.details["program"] = [[repeats, [list(line) for line in lines]] for repeats, lines in program]
         try:
             with step_progress() as progress:
-                benchmark.run(recorder, progress, llm, settings, flames)
+                benchmark.run(recorder, progress, subject, settings, flames)
             complete = True
         finally:  # after Ctrl-C too: the report of what was measured until then
             if recorder.results():
-                folder = out or _default_folder(llm.checkpoint.path)
-                benchmark.write_report(folder, recorder.to_run(complete=complete), flames)
+                folder = options.out or _default_folder(subject.checkpoint.path)
+                report.write_report(folder, recorder.to_run(complete=complete), flames)
                 note(f"report: {folder / 'report.html'}")
+
+
+def _load(recorder: Recorder, options: ProfileOptions, computing: LoadOptions, spec: Spec | None) -> Subject:
+    if spec is not None:
+        where = computing.device, computing.backend, computing.kernel_threads
+        loading = Loading(*where, computing.kv_type, computing.quantize)
+        with step_progress() as progress:
+            return load_synthetic(recorder, progress, spec, loading)
+    llm = load_model(ModelOptions(model=options.model), computing, Status())
+    with step_progress() as progress:
+        recorder.model = describe_model(llm.checkpoint.path, progress)
+    return Subject(llm.model, llm.checkpoint, llm.kv_type, llm)
 
 
 def _default_folder(model: Path) -> Path:
@@ -79,16 +118,17 @@ def _default_folder(model: Path) -> Path:
 
 def _print_run(run: Run) -> None:
     for phase, title in benchmark.PHASES.items():
-        found = benchmark.components(run, phase)
+        found = report.components(run, phase)
         if not found:
             continue
-        print(f"{style(title, 'bold')}  {benchmark.step_line(run, phase)}\n")
-        rows = [[name.upper() for name in benchmark.COLUMNS], *(part.cells() for part in found)]
-        for line, part in zip(columns(rows, right=range(1, len(rows[0]) - 1)), [None, *found], strict=True):
+        print(f"{style(title, 'bold')}  {report.step_line(run, phase)}. {report.sum_line(run, phase)}\n")
+        rows = [[name.upper() for name in report.COLUMNS], *(part.cells() for part in found)]
+        right = range(1, len(rows[0]) - report.TEXT_COLUMNS)
+        for line, part in zip(columns(rows, right=right), [None, *found], strict=True):
             print(style(line, "bold" if part is None else COLOURS[part.rank]))
-        top = benchmark.by_share(run, phase)[: benchmark.NUM_TOP]
+        top = report.by_share(run, phase)[: report.NUM_TOP]
         print("\ntop five: " + ", ".join(f"{part.label} {part.share:.1%}" for part in top))
-        print("\n".join([*benchmark.classes(run, phase), "targets:"]))
-        print("\n".join(f"  {line}" for line in benchmark.targets(run, phase)) + "\n")
+        print("\n".join([*report.classes(run, phase), "targets:"]))
+        print("\n".join(f"  {line}" for line in report.targets(run, phase)) + "\n")
     print("\n".join([style("Program of a step", "bold"), *program_lines(run.details["program"]), ""]))
-    print(style(benchmark.remark(run), "dim"))
+    print(style(report.remark(run), "dim"))

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from llm_worker_rbee.backends.reference import ReferenceBackend
-from llm_worker_rbee.bench import e2e, engine_harness, roofline
+from llm_worker_rbee.bench import e2e, engine_harness
 from llm_worker_rbee.bench.e2e import Plan
 from llm_worker_rbee.bench.engine_harness import EngineHarness
 from llm_worker_rbee.bench.results import Recorder
@@ -48,7 +48,7 @@ def test_run_names_units_and_arithmetic() -> None:
         "peak_memory",
         *(f"products/tg3{suffix}" for suffix in ("@b2", "@d16@b2")),
     }
-    bandwidth = roofline.measure_limits(1).memory_bandwidth
+    bandwidth = recorder.details["limits"]["bandwidth"][-1]["bytes_per_second"]
     for name, result in found.items():
         unit = "tok/s" if name[:2] in ("pp", "tg", "pr") else "s" if name.startswith("ttft") else "B"
         assert result.unit == unit

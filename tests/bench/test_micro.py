@@ -95,7 +95,7 @@ def test_kernel_cases_count_multiply_adds_and_bytes_of_the_file() -> None:
     assert {case.backend for case in cases.values()} == {"cpu"}
     rows, columns = kernels.KERNEL_SHAPE
     q4_0 = cases["kernel/matmul/Q4_0/16"].work
-    assert q4_0 == (rows * columns // 32 * 18 + 4 * 16 * (rows + columns), 2 * 16 * rows * columns, None)
+    assert q4_0 == (rows * columns // 32 * 18 + 4 * 16 * (rows + columns), 2 * 16 * rows * columns, None, "int8")
     assert cases["kernel/matmul_two_term/Q6_K/1"].work.operations == 2 * cases["kernel/matmul/Q6_K/1"].work.operations
     decode, prefill = (cases[f"kernel/attention/9x64/{n}"].work for n in ("1@4096", "512@512"))
     assert decode.operations == 2 * 2 * 4096 * 9 * 64  # a product with each key and with each value

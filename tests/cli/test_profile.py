@@ -23,12 +23,13 @@ def test_profile_prints_tables_and_writes_files(cli: Run, tiny: Path, tmp_path: 
     assert {path.name for path in (tmp_path / "out").iterdir()} == FILES
     text = done.stdout.decode()
     assert text.count("COMPONENT") == 2
-    for label in ("embedding", "norm", "QKV", "RoPE", "KV write", "attention", "output", "MLP", "head", "sampling",
-                  "scheduling", "Python overhead"):  # fmt: skip
+    for label in ("embedding", "norms", "QKV", "RoPE", "KV write", "scores", "mask", "softmax", "values", "output",
+                  "gate + up", "activation", "down", "head", "sampling", "scheduling",
+                  "host: Python + launches"):  # fmt: skip
         assert len(re.findall(rf"^{re.escape(label)} +\d+\.\d%", text, re.MULTILINE)) == 2
     assert len(re.findall(r"^top five: (?:[^,]+, ){4}[^,]+$", text, re.MULTILINE)) == 2
     assert text.count("targets:") == 2
-    assert "The timer costs" in text
+    assert len(re.findall(r"The components sum to \d+\.\d% of it", text)) == 2
     assert f"report: {tmp_path / 'out' / 'report.html'}" in done.stderr.decode()
     saved = BenchRun.load(tmp_path / "out" / "run.json")
     assert (saved.kind, saved.complete, saved.settings["pp"]) == ("profile", True, 8)
@@ -41,11 +42,24 @@ def test_profile_json_is_one_object(cli: Run, tiny: Path, tmp_path: Path) -> Non
     assert done.returncode == 0
     value = json.loads(done.stdout)
     names = {result["name"] for result in value["results"]}
-    assert {"prefill/step", "decode/step", "prefill/qkv", "decode/python"} <= names
+    assert {"prefill/step", "decode/step", "prefill/qkv", "decode/host", "decode/components_of_step"} <= names
     qkv = next(result for result in value["results"] if result["name"] == "decode/qkv")
     assert {"share", "class", "calls", "bytes", "limit_s", "percent_of_limit", "backend"} <= set(qkv)
     assert (qkv["unit"], qkv["backend"]) == ("s", "reference")
     assert len(BenchRun.load(tmp_path / "saved.json").results) == len(names)
+
+
+def test_profile_synthetic_batch_at_depth(cli: Run, tmp_path: Path) -> None:
+    args = ("--synthetic", "smollm2-135m:Q4_0:1", "--pp", "0", "--tg", "2", "--batch", "3", "--depth", "32", "-r", "1")
+    done = cli("profile", *args, "--flame", "0", "--out", tmp_path / "out", "--json")
+    value = json.loads(done.stdout)
+    assert value["model"]["name"] == "smollm2-135m:Q4_0:1"
+    results = {result["name"]: result for result in value["results"]}
+    assert not any(name.startswith("prefill") for name in results)
+    assert results["decode/step"]["tokens"] == results["decode/step"]["batch"] == 3
+    width, rows = 576, 576 + 2 * 192
+    assert results["decode/qkv"]["operations"] == 2 * 3 * width * rows
+    assert results["decode/qkv"]["arithmetic"] == "int8"
 
 
 def test_profile_default_folder_has_model_and_date(
@@ -65,7 +79,9 @@ def test_profile_default_folder_has_model_and_date(
     [
         (("--native",), 2, "--native goes with --py-spy"),
         (("--pp", "300"), 1, "--pp 300 and --tg 16 need a context of 317: the model has 256"),
-        (("--pp", "0"), 2, "--pp"),
+        (("--pp", "0", "--tg", "0"), 2, "--pp and --tg are both 0"),
+        (("--prompt", "hi", "--batch", "2"), 2, "--prompt is one request"),
+        (("--synthetic", "llama2-7b:F32:1"), 2, "both a MODEL and --synthetic"),
         (("--backend", "nope"), 1, "unknown backend 'nope'"),
         (("--out", __file__), 1, "is not a folder"),
     ],

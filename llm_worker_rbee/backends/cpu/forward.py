@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from itertools import chain, groupby
+from collections.abc import Sequence
+from itertools import groupby
 from math import isqrt, log2
 from typing import Any, cast
 
@@ -18,16 +18,16 @@ from numpy.typing import NDArray
 from ...errors import InferenceError
 from .. import reference
 from ..graph import TOKENS, Graph, ProgramLine, Value, op_names
-from ..ops import Array, Batch, KVLayer, Profiler
+from ..ops import Array, Batch, KVLayer, Profiler, TaskLabel
 from .kv_layout import kv_type_of, layer_addresses
 from .linear import PackedWeight
 from .lowering import HostCall, Lowering, fuse
 from .pointers import aligned
-from .program import Program, Step, Table, new_step, require_not_forked
+from .program import Program, Step, Table, Task, new_step, require_not_forked
 from .quantize_activations import pad_to_panels
 
 Floats = NDArray[np.float32]
-Part = tuple[str, Program | HostCall]
+Part = tuple[tuple[TaskLabel, ...], Program | HostCall]
 # Bytes of weights and keys that a thread reads while (0.12 us) one more thread delays the end of a task.
 BYTES_PER_EXTRA_THREAD = 1200
 MIN_USEFUL_THREADS = 2
@@ -67,7 +67,7 @@ class CpuForward:
         self._weight_bytes = sum(part.packed.nbytes for w in _weights(graph) for part in w.parts)
         self._soft_cap = np.float32(nodes["logits"]["soft_cap"])
         self._lowered: dict[str, Lowering] = {}  # by KV type
-        self._parts: dict[tuple[str, bool], list[Part]] = {}  # by KV type, and whether components are apart
+        self._parts: dict[str, list[Part]] = {}  # by KV type
         self._step, self._buffers = new_step(), dict[int, NDArray[Any]]()
         self._step_address = self._step.ctypes.data
         self._inputs, self._inputs_address = np.empty(0, np.int64), 0  # arrays of the batch
@@ -83,7 +83,7 @@ class CpuForward:
         return self._run(batch, kv)
 
     def run_profiled(self, batch: Batch, kv: Sequence[KVLayer], profiler: Profiler) -> Array:
-        """Run one step with each component as a program of its own."""
+        """Run the same step with each task timed."""
         return self._run(batch, kv, profiler)
 
     def program(self, kv_type: str) -> list[ProgramLine]:
@@ -94,23 +94,25 @@ class CpuForward:
             self._lowered[kv_type] = Lowering(self.graph, kv_type, self.threads)
         return self._lowered[kv_type]
 
-    def _programs(self, kv_type: str, *, apart: bool) -> list[Part]:
-        """Return adjacent tasks as one program (`apart`: one for each component); calls of the host stand alone."""
-        if (kv_type, apart) not in self._parts:
+    def _programs(self, kv_type: str) -> list[Part]:
+        """Return adjacent tasks as one program, with a label for each; calls of the host stand alone."""
+        if kv_type not in self._parts:
             made: list[Part] = []
-            for (is_host, name), group in groupby(
-                self._lower(kv_type).parts,
-                lambda part: (isinstance(part.work, HostCall), part.component if apart else ""),
-            ):
-                works: list[Any] = [part.work for part in group]
-                made += [(name, work) for work in (works if is_host else [Program(chain.from_iterable(works))])]
-            self._parts[kv_type, apart] = made
-        return self._parts[kv_type, apart]
+            for is_host, group in groupby(self._lower(kv_type).parts, lambda part: isinstance(part.work, HostCall)):
+                parts = list(group)
+                if is_host:
+                    made += [((), cast(HostCall, part.work)) for part in parts]
+                    continue
+                tasks = [(part.component, task) for part in parts for task in cast(list[Task], part.work)]
+                labels = tuple(TaskLabel(component, task.kernel.name) for component, task in tasks)
+                made.append((labels, Program(task for _, task in tasks)))
+            self._parts[kv_type] = made
+        return self._parts[kv_type]
 
     def _run(self, batch: Batch, kv: Sequence[KVLayer], profiler: Profiler | None = None) -> Array:
         b, tokens, n_logits = batch, len(batch.ids), len(batch.logits_index)
         kv_type, block_size, width = kv_type_of(kv[0]), kv[0].v.shape[2], batch.block_table.shape[1]
-        parts = self._programs(kv_type, apart=profiler is not None)
+        parts = self._programs(kv_type)
         ids = b.ids.tolist()
         if tokens and not 0 <= min(ids) <= max(ids) < self._vocabulary:
             raise InferenceError(f"a token id is outside the vocabulary of {self._vocabulary}")
@@ -124,10 +126,13 @@ class CpuForward:
             ]  # fmt: skip
             step[self._counts] = 0  # not counted in a step without tokens
             threads = self._threads_for(batch, kv, parts)
-            for component, part in parts:
-                run: Callable[..., None] = self._run_host if isinstance(part, HostCall) else part.run
-                args = (part, tokens, n_logits) if isinstance(part, HostCall) else (step, threads, self._step_address)
-                (run if profiler is None else profiler(component, run))(*args)
+            for labels, part in parts:
+                if isinstance(part, HostCall):
+                    self._run_host(part, tokens, n_logits)  # of a profile, a part of the host's time
+                elif profiler is None:
+                    part.run(step, threads, self._step_address)
+                else:
+                    profiler(labels, part.run_timed(step, threads, self._step_address))
         return self._soft_cap * np.tanh(logits / self._soft_cap) if self._soft_cap else logits
 
     def _threads_for(self, batch: Batch, kv: Sequence[KVLayer], parts: Sequence[Part]) -> int:

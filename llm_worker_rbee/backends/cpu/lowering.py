@@ -91,9 +91,8 @@ class _Expander:
             self.nodes.append(Node(node.op, args, node.outputs))
 
     def _linear(self, node: Node, args: dict[str, Any]) -> Value:
-        component = "qkv" if self._readers.get(node.output) == "split_heads" else "mlp"
-        if self._producers[node["x"]] == "attention":
-            component = "output"
+        component = "qkv" if self._readers.get(node.output) == "split_heads" else "gate_up"
+        component = {"attention": "output", "gated": "down"}.get(self._producers.get(node["x"], ""), component)
         out = self._product(args["x"], args["w"], component)
         return out if args["bias"] is None else self._emit(self.nodes, "add_bias", out.shape, x=out, bias=args["bias"])
 
@@ -220,11 +219,11 @@ class Lowering:
     def _rope_angles(self, node: Node) -> tuple[str, list[Task]]:
         pairs = len(node["table"].inv_freq)
         entry = self._new(node.output, (pairs, np.float32), (pairs, np.float32))
-        return "scheduling", [angles_task(node["table"], entry)]
+        return "rope_angles", [angles_task(node["table"], entry)]
 
     def _split_work(self, node: Node) -> tuple[str, list[Task]]:
         work = self._new(node.output, (node["n_heads"] * NUMBERS_PER_TILE, np.int64), *WORK_NUMBERS)
-        return "scheduling", [split_work_task(node["n_heads"], node["n_kv_heads"], self.threads, work)]
+        return "attention_split", [split_work_task(node["n_heads"], node["n_kv_heads"], self.threads, work)]
 
     def _embed(self, node: Node) -> tuple[str, list[Task]]:
         (table,) = node["table"].parts
@@ -285,7 +284,7 @@ class Lowering:
     def _quantize(self, node: Node) -> tuple[str, list[Task]]:
         x, count = node["x"], COUNTS[node["x"].shape[0]]
         entries = self.entries[x], self._activations(node)
-        return "output", [elementwise.quantize_task(count, *entries, _width(x), two_term=node["two_term"])]
+        return "quantize", [elementwise.quantize_task(count, *entries, _width(x), two_term=node["two_term"])]
 
     def _gated(self, node: Node) -> Any:
         (gate,) = node.parts("gated")
@@ -294,7 +293,7 @@ class Lowering:
         half, source, out = _width(gate.outputs[0]), self.entries[gate["gate_up"]], gate.outputs[0]
         activations = self._activations(node.part("quantize"))
         floats = self._new(out) if out in node.outputs else 0
-        return "mlp", [elementwise.gated_task(source, floats, activations, half, gate["activation"])]
+        return "activation", [elementwise.gated_task(source, floats, activations, half, gate["activation"])]
 
     def _linear(self, node: Node) -> tuple[str, list[Task]]:
         (product,), bias = node.parts("matmul"), node.part("add_bias")

@@ -9,6 +9,8 @@ Threads share few cache lines: one for each range, which its thread alone writes
 finished pieces, written once by each thread in a task; and one with the last finished task, which waiting threads
 read and which is written once in a task.
 
+Profiles run a variant of the loop (TIMED) that also notes when each task ends; the plain one has none of its code.
+
     task:  address of the kernel, address of its arguments, pieces_per_unit, unit_slot, units_per_piece
            -> pieces_per_unit * ceil(step[unit_slot] / units_per_piece) pieces
     step:  a table of integers that all tasks see (`Step`): counts first, then addresses of the batch and of buffers
@@ -25,9 +27,11 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum, auto
+from functools import cache
 from typing import Any, NamedTuple
 
 import numba as nb
@@ -37,7 +41,7 @@ from numpy.typing import NDArray
 
 from ...errors import InferenceError, MissingDependencyError
 from .. import cpu_info
-from .jit import TaskKernel, kernel, parallel
+from .jit import TaskKernel, kernel, parallel, simple_kernel, variant
 from .pointers import (
     aligned,
     atomic_add,
@@ -47,6 +51,7 @@ from .pointers import (
     compare_and_swap,
     cpu_pause,
     i64,
+    read_ticks,
     sched_yield,
 )
 
@@ -58,6 +63,8 @@ PIECE_MASK = (1 << PIECE_BITS) - 1
 SPINS_BEFORE_STEAL = 1000  # of a thread without a range: there are fewer pieces than threads
 SPINS_BEFORE_YIELD = 2000
 LAYERS = ["omp", "tbb", "workqueue"]  # best first
+TIMED = False  # set for the variant of the loop that profiles
+CALIBRATION_S = 0.02
 FORKED = (
     "the kernels cannot run in a process that was forked after they had been used: "
     "start processes with multiprocessing's 'spawn' method, or load the model in the child"
@@ -159,6 +166,8 @@ def worker_loop(program, length, step, counters, thread, threads):
     table, steps = i64(program), i64(step)
     finished, released, words = counters, counters + CACHE_LINE_BYTES, counters + 2 * CACHE_LINE_BYTES
     total = 0
+    if TIMED:  # the first thread that comes begins
+        compare_and_swap(words + threads * CACHE_LINE_BYTES, 0, read_ticks())
     for i in range(length):
         units_per_piece = table[i * TASK_FIELDS + 4]
         units = steps[table[i * TASK_FIELDS + 3]]
@@ -174,6 +183,8 @@ def worker_loop(program, length, step, counters, thread, threads):
                 cpu_pause()
         done = run_pieces(task, args, step, pieces, i + 1, words, released, thread, ranges)
         if done and atomic_add(finished, done) + done == total:
+            if TIMED:
+                i64(words + threads * CACHE_LINE_BYTES)[i + 1] = read_ticks()
             atomic_store(released, i + 1)
         while atomic_load(released) <= i:
             spins += 1
@@ -187,6 +198,25 @@ def run_parallel(program, length, step, counters, threads):
     """Run one program on all threads of a parallel region."""
     for i in nb.prange(threads):
         worker_loop(program, length, step, counters, i, threads)
+
+
+@simple_kernel
+def ticks_now():
+    """Return the counter that `timed_worker_loop` reads."""
+    return read_ticks()
+
+
+@cache
+def ticks_per_second() -> float:
+    """Return the rate of that counter, measured."""
+    ticks_now()
+    ticks, start = ticks_now(), time.perf_counter()
+    time.sleep(CALIBRATION_S)
+    return float(ticks_now() - ticks) / (time.perf_counter() - start)
+
+
+timed_worker_loop = kernel(variant(worker_loop.py_func, "timed", TIMED=True))
+timed_run_parallel = parallel(variant(run_parallel.py_func, "timed", worker_loop=timed_worker_loop))
 
 
 def choose_threads(requested: int | None = None) -> int:
@@ -224,7 +254,7 @@ def launch(threads: int) -> AbstractContextManager[object]:
 
 def _zero_counters(threads: int) -> int:
     """Return the address of zeroed counters for one run: a Python thread runs one program at a time."""
-    size = (2 + threads) * CACHE_LINE_BYTES
+    size = _counters_bytes(threads)
     counters, address = getattr(_local, "counters", (None, 0))
     if counters is None or counters.size < size:
         counters = aligned(np.zeros, size, np.uint8)
@@ -232,6 +262,10 @@ def _zero_counters(threads: int) -> int:
         _local.counters = counters, address
     counters.fill(0)
     return int(address)
+
+
+def _counters_bytes(threads: int) -> int:
+    return (2 + threads) * CACHE_LINE_BYTES
 
 
 def threads_in_use(limit: int) -> int:
@@ -278,6 +312,22 @@ class Program:
                 worker_loop(*program, 0, 1)
             else:
                 run_parallel(*program, threads)
+
+    def run_timed(self, step: Table, threads: int, address: int = 0) -> NDArray[np.float64]:
+        """Do the same, and return the seconds of each task: from the end of the one before it to its own.
+
+        So waiting for the last thread of a task is a part of it, and the sum is the time of the whole program.
+        """
+        before = _counters_bytes(threads)
+        counters = aligned(np.zeros, before + 8 * (1 + len(self.tasks)), np.uint8)
+        program = self._address, len(self.tasks), address or step.ctypes.data, counters.ctypes.data
+        with launch(threads):
+            if threads == 1:
+                timed_worker_loop(*program, 0, 1)
+            else:
+                timed_run_parallel(*program, threads)
+        ends: Table = np.maximum.accumulate(counters[before:].view(np.int64))  # a task without pieces has no end
+        return np.diff(ends) / ticks_per_second()
 
 
 def pack_args(*values: Any) -> Table:

@@ -23,7 +23,7 @@ from ...weights import Checkpoint, Tensor
 from .. import ops, reference, select
 from ..graph import Graph
 from ..ops import Ints, KVLayer
-from . import decoder, device, op_parts, precompile, sampling
+from . import decoder, device, op_parts, precompile, profile, sampling
 from .attention_prefill import (
     QUERY_TILE,
     SMALL_QUERY_TILE,
@@ -85,8 +85,11 @@ class CudaBackend(ops.Backend):
         taken = total - free - reserved(self.torch_device) + torch.cuda.max_memory_reserved(self.torch_device)
         return {"tensors": torch.cuda.max_memory_allocated(self.torch_device), "process": taken}
 
-    def measure_limits(self) -> tuple[int, float, float]:
-        return device.measure_limits(self.torch_device)
+    def measure_limits(self) -> tuple[int, float, float, dict[str, float]] | None:
+        return None if device.is_interpreted() else device.measure_limits(self.torch_device)
+
+    def kernel_trace(self) -> profile.CudaTrace | None:
+        return profile.CudaTrace() if self.torch_device.type == "cuda" else None
 
     def has_failed(self) -> bool:
         """Return whether the device cannot compute any more: an illegal access ends all that a process can do on it."""

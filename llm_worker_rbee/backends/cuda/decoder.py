@@ -18,6 +18,7 @@ import torch
 
 from ..graph import Graph, ProgramLine
 from ..ops import CAPTURING, Batch, Ints, KVLayer, Profiler, Progress, RopeTable, StepLimits
+from . import profile
 from .attention_prefill import QUERY_TILE, SMALL_QUERY_TILE
 from .cuda_graphs import CudaGraphs
 from .device import activate, as_memory_error
@@ -76,21 +77,16 @@ class Decoder:
         return self.graphs.nbytes
 
     def run_profiled(self, batch: Batch, kv: Sequence[KVLayer], profiler: Profiler) -> torch.Tensor:
-        def step() -> torch.Tensor:
-            logits = self(batch, kv)
-            if logits.is_cuda:
-                torch.cuda.synchronize()
-            return logits
-
-        out: torch.Tensor = profiler("decoder", step)()
-        return out
+        """Run the step launch by launch, without a graph."""
+        activate(self.device)
+        return profile.run(self.forward, lambda: self._step(batch, kv, captured=False), profiler)
 
     def time_decode_graph(self, requests: int) -> float | None:
         """Return the seconds of a replay of the graph of a decode step; None if it is not captured."""
         return self.graphs.time_replay(decode_sizes(requests, is_tiled=self._batch_invariant).graph)
 
-    def _step(self, batch: Batch, kv: Sequence[KVLayer]) -> torch.Tensor:
-        """Run a step, through a graph where its sizes are common ones."""
+    def _step(self, batch: Batch, kv: Sequence[KVLayer], *, captured: bool = True) -> torch.Tensor:
+        """Run a step, through a graph (`captured`) where its sizes are common ones."""
         tokens, num_logits = len(batch.ids), len(batch.logits_index)
         is_tiled, decoding = self._batch_invariant, 0
         if tokens == len(batch.context_len) == num_logits:
@@ -98,7 +94,7 @@ class Decoder:
         else:
             decoding = 0 if is_tiled else _leading_ones(np.diff(batch.query_start))
             sizes = prefill_sizes(tokens, decoding, num_logits, is_tiled=is_tiled)
-        if batch.block_table.size > MAX_TABLE_ENTRIES:
+        if batch.block_table.size > MAX_TABLE_ENTRIES or not captured:
             sizes = sizes._replace(is_captured=False)
         self._reserve(sizes.tokens, int(batch.context_len.max()), kv)
         return self._run(batch, sizes, decoding, kv)[:num_logits]

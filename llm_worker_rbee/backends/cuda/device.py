@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -131,11 +131,20 @@ def as_memory_error() -> Iterator[None]:
         raise MemoryError(str(error)) from None
 
 
-def measure_limits(device: torch.device, size: int = 1 << 30, width: int = 8192) -> tuple[int, float, float]:
-    """Return the bytes of a read, its bytes per second, and the float16 operations per second of a matrix product."""
-    data = torch.ones(size // 4, device=device)
+def measure_limits(
+    device: torch.device, size: int = 1 << 30, width: int = 8192
+) -> tuple[int, float, float, dict[str, float]]:
+    """Return the bytes of a read, the bytes per second of the faster of a read and a copy, and the operations per
+    second of matrix products: in float16, and by name in e4m3 where the device has it."""
+    data, copied = (torch.ones(size // 4, device=device) for _ in range(2))
+    bandwidth = max(size / _min_seconds(data.sum), 2 * size / _min_seconds(lambda: copied.copy_(data)))
     a = torch.ones(width, width, dtype=torch.float16, device=device)
-    return size, size / _min_seconds(data.sum), 2 * width**3 / _min_seconds(lambda: a @ a)
+    others = {}
+    if has_fp8(device):
+        e4m3, one = a.to(torch.float8_e4m3fn), torch.ones((), device=device)
+        multiply = partial(torch._scaled_mm, e4m3, e4m3.T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+        others["fp8"] = 2 * width**3 / _min_seconds(multiply)
+    return size, bandwidth, 2 * width**3 / _min_seconds(lambda: a @ a), others
 
 
 def _min_seconds(work: Callable[[], object], count: int = 20) -> float:

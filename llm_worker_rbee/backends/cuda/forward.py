@@ -3,11 +3,13 @@
 Up to 4 decoding tokens take GEMV: five kernels per layer, whose epilogues do the rest, each launched before the
 previous one has ended (PDL). More tokens take tensor cores; small kernels between sum the splits of a product, add to
 the residual stream, norm, and lay the activations out for the next product.
+
+`mark` is called with the component that has just been launched, for profiles (profile.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -29,6 +31,11 @@ MAX_COUNTERS = DECODE_SIZES[-1]  # decoding requests in a graph
 QKV_SPLITS = 4
 
 AnyActivations = Activations | GemvActivations
+PRODUCTS = {"o": "output", "down": "down"}  # the component of a product that adds to the residual stream
+
+
+def _no_mark(component: str) -> None:
+    """Mark nothing."""
 
 
 class StepInputs(NamedTuple):
@@ -58,6 +65,7 @@ class Forward:
         self._counters: dict[int, torch.Tensor] = {}  # by heads
         self.step: Any = None
         self.residual: Any = None
+        self.mark: Callable[[str], None] = _no_mark
 
     @property
     def pdl(self) -> bool:
@@ -78,6 +86,7 @@ class Forward:
     def run_layers(self, step: StepInputs, ops: Sequence[FusedOp] | None = None) -> AnyActivations:
         """Run all layers, or `ops`; return the activations of the output head. The residual stream stays as it is."""
         self.step = step
+        self.mark("copies")
         x: Any = None
         name = ""
         for op in self.layers if ops is None else ops:
@@ -105,9 +114,11 @@ class Forward:
         self.residual = self._streams[:tokens]
         if not self.step.takes_gemv:
             launch_embedding(op.table, op.scale, ids, self.residual)
+            self.mark("embedding")
             return self._norm(None, op.norm, op.eps, op.following)
         out, squares = empty_gemv_activations(op.following, tokens, self.device), self._squares()
         launch_embedding(op.table, op.scale, ids, self.residual, op.norm, out, squares, self.pdl)
+        self.mark("embedding_norm")
         return GemvActivations(out, squares, op.eps)
 
     def gate(self, op: GatedLinear, x: AnyActivations) -> AnyActivations:
@@ -115,8 +126,12 @@ class Forward:
         out, is_gelu = self._activations(op.following, self.step.tokens), IS_GELU[op.activation]
         if _has_epilogue(x, op.w, out):
             launch_gemv("gate_up", x, op.w, out.values, GATED, is_gelu=is_gelu, pdl=self.pdl)
+            self.mark("gate_up_activation")
         else:
-            launch_gated(self._multiply("qkv", x, op.w), out, is_gelu, self.pdl)
+            gate_up = self._multiply("qkv", x, op.w)
+            self.mark("gate_up")
+            launch_gated(gate_up, out, is_gelu, self.pdl)
+            self.mark("activation")
         return out
 
     def add_norm(self, name: str, op: LinearAddNorm, x: AnyActivations) -> AnyActivations:
@@ -125,8 +140,11 @@ class Forward:
         if op.post is None and _has_epilogue(x, op.w, out):
             stream = Stream(self.residual, op.norm, self._squares())
             launch_gemv(name, x, op.w, out.values, RESIDUAL, stream=stream, pdl=self.pdl)
+            self.mark(f"{PRODUCTS[name]}_norm")
             return GemvActivations(out.values, stream.squares, op.eps)
-        return self._norm(self._multiply(name, x, op.w), op.norm, op.eps, op.following, op.post)
+        delta = self._multiply(name, x, op.w)
+        self.mark(PRODUCTS[name])
+        return self._norm(delta, op.norm, op.eps, op.following, op.post)
 
     def _norm(
         self, delta: torch.Tensor | None, norm: torch.Tensor, eps: float, following: PackedWeight,
@@ -136,12 +154,15 @@ class Forward:
         out = self._activations(following, len(self.residual if index is None else index))
         exact = self.linear.batch_invariant
         launch_add_norm(delta, self.residual, norm, eps, out, post, index, self.pdl, exact=exact)
+        self.mark("norm")
         return out
 
     def compute_logits(self, op: Logits, x: AnyActivations) -> torch.Tensor:
         """Apply the output head."""
         logits = sum_splits(self._multiply("head", x, op.head, 1))
-        return torch.tanh(logits / op.soft_cap) * op.soft_cap if op.soft_cap else logits
+        logits = torch.tanh(logits / op.soft_cap) * op.soft_cap if op.soft_cap else logits
+        self.mark("head")
+        return logits
 
     def _squares(self) -> torch.Tensor:
         tokens, width = self.residual.shape
@@ -167,6 +188,7 @@ class Forward:
         """Attend for decode and prefill tokens; return activations of the output projection."""
         step, following = self.step, op.following
         qkv = self._multiply("qkv", x, op.qkv, QKV_SPLITS)
+        self.mark("qkv")
         if step.takes_gemv:
             out: Any = empty_gemv_activations(following, step.tokens, self.device)
             self._decode(qkv, op, out)
@@ -179,7 +201,11 @@ class Forward:
             self._decode(qkv, op, out)
         if "tile_first" in step.arrays:
             self._prefill(qkv, op, out)
-        return Activations(out, None, False) if takes_rows else self.linear.convert(out, following)
+        if takes_rows:
+            return Activations(out, None, False)
+        converted = self.linear.convert(out, following)
+        self.mark("quantize")
+        return converted
 
     def _decode(self, qkv: torch.Tensor, op: Attention, out: Any) -> None:
         """Attend for decoding tokens by split-KV."""
@@ -191,6 +217,7 @@ class Forward:
             arrays["width"], step.decoding, config, (*scratch, self._counters_for(step.decoding, op.n_heads)), out,
             self.pdl,
         )  # fmt: skip
+        self.mark("rope_kv_attention")
 
     def _prefill(self, qkv: torch.Tensor, op: Attention, out: torch.Tensor) -> None:
         """Rotate, store and attend for the tokens of prompts."""
@@ -199,10 +226,12 @@ class Forward:
         norms = op.bias, op.q_norm, op.k_norm, op.eps
         exact = self.linear.batch_invariant
         launch_rope_store(qkv, kv, rope, arrays["positions"], arrays["slots"], q, *norms, exact=exact)
+        self.mark("rope_kv_write")
         names = ("tables", "width", "query_start", "context_len", "num_tiles", "tile_request", "tile_first")
         queries = self.step.tile_queries
         tiles = QueryTiles(queries, tile_programs(len(out), queries), *(arrays[name] for name in names))
         launch_prefill_attention(q, kv, tiles, op.params, out)
+        self.mark("attention")
 
     def _counters_for(self, decoding: int, heads: int) -> torch.Tensor:
         """Return zeros, which the kernel leaves as zeros."""

@@ -101,7 +101,7 @@ def _products(rows: int) -> Case:
     size = layers * BLOCK_BYTES + VOCABULARY * BLOCK_TYPES["Q8_0"].row_bytes(width)
     values = layers * sum(n * columns for n, columns in BLOCK_SHAPES) + VOCABULARY * width
     moved = layers * sum(map(sum, BLOCK_SHAPES)) + VOCABULARY + width  # activations in and out, for each row
-    work = Work(size + F * rows * moved, 2 * rows * values)
+    work = Work(size + F * rows * moved, 2 * rows * values, arithmetic="int8")
     return Case(f"products/{rows}", lambda ops: matmul_ceiling(_model(ops), rows), work)
 
 

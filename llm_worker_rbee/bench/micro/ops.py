@@ -102,7 +102,7 @@ def _block(tokens: int, ops: Any) -> Function:
 
 def _block_work(tokens: int) -> Work:
     operations = 2 * tokens * sum(rows * columns for rows, columns in BLOCK_SHAPES)
-    return Work(BLOCK_BYTES + 4 * F * tokens * DEFAULT_MODEL_SHAPE[0], operations)
+    return Work(BLOCK_BYTES + 4 * F * tokens * DEFAULT_MODEL_SHAPE[0], operations, arithmetic="int8")
 
 
 SAMPLE_ROWS = {
@@ -125,7 +125,8 @@ def _linear(kind: BlockType, tokens: int, ops: Any) -> Function:
 
 def _linear_work(kind: BlockType, tokens: int) -> Work:
     moved = LINEAR_ROWS * kind.row_bytes(LINEAR_COLUMNS) + F * tokens * (LINEAR_ROWS + LINEAR_COLUMNS)
-    return Work(moved, 2 * tokens * LINEAR_ROWS * LINEAR_COLUMNS)
+    arithmetic = "float32" if kind.block_size == 1 else "int8"
+    return Work(moved, 2 * tokens * LINEAR_ROWS * LINEAR_COLUMNS, arithmetic=arithmetic)
 
 
 def _dequantize(kind: BlockType) -> Case:

@@ -119,6 +119,8 @@ def make_result(
 ) -> Result:  # fmt: skip
     """Return the samples of the rounds that are kept, with their statistics and the limit."""
     samples, work = [sample for i in kept for sample in rounds[i].samples], case.work
+    if backend.startswith("reference"):
+        work = work._replace(arithmetic="float32")
     limit_s = limits.min_seconds(work)
     set_aside = [sample for i, one in enumerate(rounds) if i not in kept for sample in one.samples]
     return Result.from_samples(

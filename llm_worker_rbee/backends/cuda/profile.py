@@ -1,0 +1,92 @@
+"""Profiles: the time line of the device, and which of its kernels belong to which component.
+
+A tracer (CUPTI, through PyTorch) notes when each kernel starts and ends, in CUDA graphs too. To know the components a
+step is launched kernel by kernel with a tiny kernel after each of them, which stands between theirs in the time line.
+Under the interpreter a launch returns when it has been computed, so the time between two marks is that of a component.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..ops import KernelSpan, Profiler, TaskLabel
+from .device import is_interpreted
+from .forward import Forward
+
+MARK = "spin_kernel"  # of `torch.cuda._sleep`
+COPIES = ("Memcpy", "Memset")
+
+
+class CudaTrace:
+    """Traces the kernels and copies of all streams."""
+
+    def __init__(self) -> None:
+        self._profiler: Any = None
+
+    def start(self) -> None:
+        self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        torch.cuda.synchronize()
+        self._profiler.start()
+
+    def stop(self) -> list[KernelSpan]:
+        torch.cuda.synchronize()
+        self._profiler.stop()
+        events = [
+            event for event in self._profiler.profiler.kineto_results.events()
+            if event.device_type() == torch._C._autograd.DeviceType.CUDA
+        ]  # fmt: skip
+        spans = [
+            KernelSpan(event.name(), event.start_ns() / 1e9, (event.start_ns() + event.duration_ns()) / 1e9)
+            for event in events
+        ]
+        return sorted(spans, key=lambda span: span.start)
+
+
+def run(forward: Forward, launch: Callable[[], torch.Tensor], profiler: Profiler) -> torch.Tensor:
+    """Launch a step and tell the profiler the time of each of its kernels; under the interpreter, of each component."""
+    before = forward.mark
+    try:
+        return (_run_interpreted if is_interpreted() else _run_traced)(forward, launch, profiler)
+    finally:
+        forward.mark = before
+
+
+def _run_interpreted(forward: Forward, launch: Callable[[], torch.Tensor], profiler: Profiler) -> torch.Tensor:
+    labels, times = list[TaskLabel](), [time.perf_counter()]
+
+    def mark(component: str) -> None:
+        labels.append(TaskLabel(component, component))
+        times.append(time.perf_counter())
+
+    forward.mark = mark
+    result = launch()
+    profiler(tuple(labels), np.diff(np.array(times)))
+    return result
+
+
+def _run_traced(forward: Forward, launch: Callable[[], torch.Tensor], profiler: Profiler) -> torch.Tensor:
+    components = list[str]()
+
+    def mark(component: str) -> None:
+        components.append(component)
+        torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
+
+    forward.mark = mark
+    trace = CudaTrace()
+    trace.start()
+    result = launch()
+    spans = [span for span in trace.stop() if not span.name.startswith(COPIES)]
+    labels, seconds, at = list[TaskLabel](), list[float](), 0
+    for span in spans:
+        if MARK in span.name:
+            at += 1
+        elif 0 < at < len(components):  # before the first mark are copies of the inputs
+            labels.append(TaskLabel(components[at], span.name))
+            seconds.append(span.end - span.start)
+    profiler(tuple(labels), np.array(seconds))
+    return result

@@ -1,0 +1,179 @@
+"""What the components of a step must move and compute at least, counted from the model's graph and a batch.
+
+Products read their weights as they are in the file, attention the keys and values that its queries may see; activations
+are counted only where nothing else is moved, since they stay in a cache. So a limit that follows is never too high.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+from ...backends.graph import LOGITS, Graph, Node
+from ...backends.ops import AttentionParams, Batch
+from ...cache import KVCache
+from ...models import Transformer
+from ...weights import Checkpoint
+from ..roofline import Limits, Work, product_arithmetic
+
+FLOAT = 4  # bytes
+# Components that one kernel computes together, and the parts that are counted.
+FUSED = {
+    "attention": ("scores", "softmax", "values"),
+    "rope_kv_write": ("rope", "kv_write"),
+    "rope_kv_attention": ("rope", "kv_write", "scores", "softmax", "values"),
+    "embedding_norm": ("embedding", "norm"),
+    "output_norm": ("output", "norm"),
+    "gate_up_activation": ("gate_up", "activation"),
+    "down_norm": ("down", "norm"),
+}
+# operations for each value of the result; an exponential counts as one
+NORM, ADD_NORM, GATED, ROPE, SOFTMAX = 4, 5, 4, 3, 4
+
+
+class WeightInfo(NamedTuple):
+    """A packed weight: its bytes in the file, its number of values, the arithmetic of its product."""
+
+    bytes: int
+    values: int
+    arithmetic: str
+
+
+def index_weights(model: Transformer, checkpoint: Checkpoint) -> dict[int, WeightInfo]:
+    """Return the weights of a model, by the `id` of their packed form."""
+    tensors = checkpoint.tensors
+    table = tensors["token_embd.weight"]
+    layers: tuple[tuple[Callable[[Any], Any], tuple[str, ...]], ...] = (
+        (lambda block: block.attention.qkv, ("attn_q", "attn_k", "attn_v", "attn_qkv")),
+        (lambda block: block.attention.output, ("attn_output",)),
+        (lambda block: block.mlp.gate_up, ("ffn_gate", "ffn_up")),
+        (lambda block: block.mlp.down, ("ffn_down",)),
+    )
+
+    def info(weight: Any, *own: Any) -> dict[int, WeightInfo]:
+        sizes = sum(t.nbytes for t in own), sum(t.size for t in own)
+        return {id(weight): WeightInfo(*sizes, product_arithmetic(weight))}
+
+    found = info(model.embedding, table)
+    for i, block in enumerate(model.blocks):
+        for layer, names in layers:
+            own = [tensors[key] for name in names if (key := f"blk.{i}.{name}.weight") in tensors]
+            found |= info(layer(block).weight, *own)
+    return found | info(model.head, tensors.get("output.weight") or table)
+
+
+class Pairs(NamedTuple):
+    """What attention of one layer computes and reads."""
+
+    pairs: int  # of a query and a key that it may see
+    keys: int  # that some query may see
+
+
+def attention_pairs(batch: Batch, params: AttentionParams) -> Pairs:
+    """Count for all requests of a batch; a key is read once a request."""
+    pairs = keys = 0
+    for r, length in enumerate(batch.context_len.tolist()):
+        start, end = int(batch.query_start[r]), int(batch.query_start[r + 1])
+        window = params.window or length
+        seen = [min(p + 1, window) for p in batch.positions[start:end].tolist()]
+        pairs += sum(seen)
+        keys += min(length, max(seen, default=0) + end - start - 1)
+    return Pairs(pairs, keys)
+
+
+class WorkCounter:
+    """Counts the work of steps of one model."""
+
+    def __init__(self, model: Transformer, checkpoint: Checkpoint, cache: KVCache) -> None:
+        self._weights, self._graph = index_weights(model, checkpoint), model.graph()
+        self._components = linear_components(self._graph)
+        self._resident = float(checkpoint.nbytes)  # each weight is read once a step, so none is in a cache by then
+        layer = cache.layers[0]
+        self._kv_bytes = sum(array.nbytes for array in layer) / (len(layer.k) * cache.block_size)  # of a token
+
+    def count(self, batch: Batch) -> dict[str, Counter[Work]]:
+        """Return the calls of each component in a step, by their work."""
+        found: dict[str, Counter[Work]] = {}
+        pairs: dict[AttentionParams, Pairs] = {}
+        for node in self._graph.nodes:
+            if node.op == "attention" and node["params"] not in pairs:
+                pairs[node["params"]] = attention_pairs(batch, node["params"])
+            for component, work in self._of_node(node, batch, pairs):
+                found.setdefault(component, Counter())[work] += 1
+        logits = float(len(batch.logits_index) * self._graph.nodes[-1]["head"].rows)
+        found["sampling"] = Counter([Work(FLOAT * logits, logits)])
+        return found
+
+    def _of_node(self, node: Node, batch: Batch, pairs: Mapping[AttentionParams, Pairs]) -> Iterator[tuple[str, Work]]:
+        sizes: dict[Any, int] = {LOGITS: len(batch.logits_index)}
+
+        def values(name: str) -> float:
+            rows, *rest = node[name].shape
+            return float(sizes.get(rows, len(batch.ids)) * prod(rest))
+
+        match node.op:
+            case "embed":
+                weight, made = self._weights[id(node["table"])], float(len(batch.ids) * node["table"].columns)
+                yield "embedding", Work(weight.bytes * made / weight.values + FLOAT * made, made)
+            case "rms_norm":
+                component = "norm" if len(node["x"].shape) == 2 else "rope"  # of q and k
+                yield component, Work(2 * FLOAT * values("x"), NORM * values("x"))
+            case "add_rms_norm":
+                yield "norm", Work(4 * FLOAT * values("x"), ADD_NORM * values("x"))
+            case "linear":
+                yield self._components[node], self._product(node["w"], values("x") / node["w"].columns)
+            case "rope_store":
+                rotated = values("q") + values("k")
+                yield "rope", Work(2 * FLOAT * rotated, ROPE * rotated)
+                yield "kv_write", Work(2 * FLOAT * values("k") + self._kv_bytes * len(batch.ids))
+            case "attention":
+                yield from self._attention(values("q"), len(batch.ids), pairs[node["params"]])
+            case "gated":
+                yield "activation", Work(1.5 * FLOAT * values("gate_up"), GATED / 2 * values("gate_up"))
+            case "logits":
+                yield "head", self._product(node["head"], len(batch.logits_index))
+
+    def _product(self, weight: Any, rows: float) -> Work:
+        known = self._weights[id(weight)]
+        return Work(known.bytes, 2.0 * rows * known.values, self._resident, known.arithmetic)
+
+    def _attention(self, query_values: float, tokens: int, pairs: Pairs) -> Iterator[tuple[str, Work]]:
+        """Every query meets its keys twice (scores, values), and half of what is read of the cache are keys."""
+        operations = 2.0 * query_values / max(1, tokens) * pairs.pairs
+        half = self._kv_bytes * pairs.keys / 2
+        yield "scores", Work(half, operations, self._resident)
+        yield "softmax", Work(0.0, SOFTMAX * pairs.pairs)
+        yield "values", Work(half, operations, self._resident)
+
+
+def linear_components(graph: Graph) -> dict[Node, str]:
+    """Return the component of each product, from what it reads and what reads it."""
+    readers = {value: node.op for node in graph.nodes for value in node.inputs}
+    producers = {value: node.op for node in graph.nodes for value in node.outputs}
+    found = {}
+    for node in graph.nodes:
+        if node.op == "linear":
+            own = "qkv" if readers.get(node.output) == "split_heads" else "gate_up"
+            found[node] = {"attention": "output", "gated": "down"}.get(producers.get(node["x"], ""), own)
+    return found
+
+
+def limit_of(component: str, counted: Mapping[str, Counter[Work]], limits: Limits) -> dict[str, Any]:
+    """Return bytes, operations and least time of a component in one step; nothing where nothing is counted."""
+    parts = [one for name in FUSED.get(component, (component,)) for one in counted.get(name, Counter()).items()]
+    if not parts:
+        return {}
+    if component in FUSED:  # what one part writes for the next stays inside the kernel
+        parts = [(work if work.resident is not None else work._replace(bytes=0.0), n) for work, n in parts]
+    times = [(limits.times(work), n) for work, n in parts]
+    memory_s, arithmetic_s = (sum(both[i] * n for both, n in times) for i in range(2))
+    one_by_one = sum(max(both) * n for both, n in times)
+    return {
+        "bytes": sum(work.bytes * n for work, n in parts),
+        "operations": sum(work.operations * n for work, n in parts),
+        "limit_s": max(memory_s, arithmetic_s) if component in FUSED else one_by_one,
+        "bound_by": "memory" if memory_s >= arithmetic_s else "arithmetic",
+        "arithmetic": max(parts, key=lambda part: part[0].operations)[0].arithmetic,
+    }
