@@ -1,7 +1,7 @@
 """The claims about the worker that this one descends from, as experiments that anyone can repeat.
 
-Each ends in a verdict: confirmed, refuted or within noise, by a rule that is written beside the claim. A new experiment
-is a function from a `Harness` to a `Finding` and a row of the table below. `markdown` writes docs/claims.md.
+Each ends in a verdict, by a rule that is written beside the claim, and in a decision (decisions.py). A new experiment
+is a function from a `Harness` to a `Finding` and a row of the table below. page.py writes docs/claims.md.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ...errors import InvalidRequestError
-from ..results import Run, describe_model
-from . import cache_mask_rope, components, fused_forward
+from ..results import describe_model
+from . import architecture, caches, components, harness, masks, optimised_ops, rope, source_tree
 from .harness import Finding, Harness
+from .page import markdown
 
-COMMAND = "llm-worker-rbee bench experiments{} --claims docs/claims.md"
+__all__ = ["EXPERIMENTS", "NOT_TESTABLE", "Experiment", "markdown", "run", "select"]
 
 
 class Experiment(NamedTuple):
@@ -25,13 +26,17 @@ class Experiment(NamedTuple):
     run: Callable[[Harness], Finding]
 
 
+WEIGHTS = (
+    "on the reference both sides have float32 weights and the same matrix library, on the kernels both have the file's "
+    "own quantized types"
+)
 EXPERIMENTS = {
     "1": Experiment(
         "a split pipeline (QKV, RoPE and attention as separate modules) fights the framework: one integrated file is "
         "faster",
-        "confirmed if the one function is faster outside the noise at most lengths, refuted if the modules are; both "
-        "sides use the same float32 weights and the same matrix library",
-        fused_forward.run_decoder_block,
+        "on each backend, for decode and for prefill, confirmed if the integrated block is faster outside the noise at "
+        f"most lengths, refuted if the modules are; {WEIGHTS}",
+        architecture.run_decoder_block,
     ),
     "2": Experiment(
         "the ready-made components cover 90% of the infrastructure",
@@ -40,28 +45,78 @@ EXPERIMENTS = {
     ),
     "3": Experiment(
         "one cache object (KV + RoPE tables + masks) beats separate ones",
-        "confirmed if the one object is faster outside the noise at most lengths, refuted if separate ones are; the "
-        "memory held stands beside it",
-        cache_mask_rope.run_unified_cache,
+        "on each backend, for decode and for prefill, confirmed if the one object is faster outside the noise at most "
+        "lengths, refuted if separate ones are; the memory held stands beside it",
+        caches.run_unified_cache,
     ),
     "3a": Experiment(
         "caching causal masks by length pays",
-        "confirmed if at most lengths the kept mask saves over 10% of making one and adding it to the scores, refuted "
-        "if the interval shows that it saves less; where no side has most lengths, the longest decides",
-        cache_mask_rope.run_causal_mask,
+        "on the reference, confirmed if at most lengths the kept mask saves over 10% of making one and adding it to "
+        "the scores, refuted if the interval shows that it saves less; on the kernels, which need no mask, refuted if "
+        "attention without one is faster than with a kept one outside the noise",
+        masks.run_causal_mask,
     ),
     "4": Experiment(
         "the rewrite gives 2 to 3 times the speed",
-        "confirmed if the one function is at least 2 times as fast both in prefill and in decode, refuted if the "
-        "interval of either lies below 2; both sides use float32 weights",
-        fused_forward.run_whole_model,
+        "on each backend, confirmed if the integrated forward is at least 2 times as fast both in prefill and in "
+        f"decode, refuted if the interval of either lies below 2; {WEIGHTS}",
+        architecture.run_whole_model,
     ),
     "5": Experiment(
         "RoPE is 3 to 5 times faster in the optimised kernel",
-        "confirmed if tables applied in place are at least 3 times as fast as the formula at most lengths, refuted if "
-        "the interval lies below 3 at most lengths; the backends' kernels stand beside them",
-        cache_mask_rope.run_rope,
+        "q and k; on each backend, for decode and for prefill, confirmed if the optimised rotation is at least 3 times "
+        "as fast as the formula at most lengths, refuted if the interval lies below 3 at most lengths; the kernels "
+        "also write keys and values into the cache",
+        rope.run_rope,
     ),
+    "6": Experiment(
+        '"actual: 6-11% speedup", "impact: 6-11% performance improvement" (mask cache)',
+        "both figures; confirmed only if the whole forward pass gains at least 6%",
+        masks.run_mask_speedup,
+    ),
+    "7": Experiment(
+        '"causal_mask time reduced by 50-80%" (their expectation before measuring)',
+        "per length inside, above or below the range by the whole interval; refuted if below at most lengths",
+        masks.run_expected_reduction,
+    ),
+    "8": Experiment(
+        '"improvement scales with sequence length"',
+        "confirmed if the relative gain of claim 3a grows over most steps of the length, outside the intervals",
+        masks.run_gain_over_length,
+    ),
+    "9": Experiment(
+        '"QKV 61%: cannot optimise"; RoPE, scores, softmax "already optimised"',
+        "refuted for a part that is over 10% faster on the kernels outside the noise, with as many threads as NumPy "
+        "has and with all; the reference multiplies by float32 weights",
+        optimised_ops.run_optimised_ops,
+    ),
+    "10": Experiment(
+        '"function call overhead: negligible"',
+        "refuted where the calls of modules take over 5% of a step: on the reference calls of empty functions, on the "
+        "kernels op calls with next to no work, since each of them enters compiled code or launches a kernel",
+        architecture.run_call_cost,
+    ),
+    "11": Experiment(
+        '"RoPE cache unification: no benefit", "KV cache already optimal"',
+        "as claim 3, in NumPy: refuted for a part if the other way is faster outside the noise at most lengths",
+        caches.run_caches_alone,
+    ),
+    "12": Experiment(
+        '"90% reuse of the crates", "~200 lines removed", "simpler architecture"',
+        "a table; no verdict where words do not say what is counted",
+        source_tree.run_source_tree,
+    ),
+    "13": Experiment(
+        "masks cached for all lengths cost little memory",
+        "their bytes stand beside those of the KV cache; refuted if they are more",
+        masks.run_mask_memory,
+    ),
+}
+# What cannot be measured, and why.
+NOT_TESTABLE = {
+    '"7 to 9 hours of work"': "how long people work is no property of the software, and nothing here can repeat it",
+    '"simpler architecture" (in claim 12)': "simple is not defined; lines, imports and tests are counted instead",
+    '"~200 lines removed" (in claim 12)': "the lines were removed from a program in another language that is not here",
 }
 
 
@@ -77,59 +132,21 @@ def select(only: Sequence[str]) -> list[str]:
 def run(runner: Harness, only: Sequence[str] = ()) -> None:
     """Run experiments; verdicts and tables are added to the recorder's details one by one."""
     claims, details = select(only), runner.recorder.details
-    details.update(verdicts=[], tables={}, claims={})
+    details.update(verdicts=[], tables={}, more_tables={}, claims={}, not_testable=NOT_TESTABLE)
+    details["backends"] = {target.name: target.label for target in runner.targets}
     runner.recorder.model = describe_model(runner.model)
+    speeds = [("before the first claim", harness.machine_seconds())]
     for index, claim in enumerate(claims):
         experiment = EXPERIMENTS[claim]
         runner.claim, runner.position, runner.num_timed = claim, (index, len(claims)), 0
         runner.report_progress("preparing", 0)
         found = experiment.run(runner)
-        details["verdicts"].append({"claim": claim, "verdict": found.verdict, "line": found.line})
-        details["tables"][claim] = found.table
+        speeds.append((f"after claim {claim}", harness.machine_seconds()))
+        line = harness.verdict_line(claim, found.verdict, found.summary, found.backends)
+        details["verdicts"].append({"claim": claim, "line": line, **found._asdict()})
+        tables = details["verdicts"][-1].pop("tables")
+        details["tables"][claim] = tables[0].rows
+        details["more_tables"][claim] = [table._asdict() for table in tables[1:]]
         details["claims"][claim] = {"claim": experiment.claim, "rule": experiment.rule}
+        details["drift"] = harness.find_drift(speeds)
     runner.progress("done", len(claims), len(claims))
-
-
-def markdown(run: Run) -> str:
-    """Return the page of claims, from the run alone."""
-    command = COMMAND.format(" --all" if run.settings.get("all") else "")
-    verdicts = list(run.details.get("verdicts") or [])
-    lines = ["# The claims, settled by measurement", "", f"Generated by `{command}`; do not edit.", ""]
-    lines += [f"- {name}: {value}" for name, value in _run_facts(run).items()]
-    lines += ["", "| claim | verdict |", "| --- | --- |"]
-    claims = run.details.get("claims") or {}
-    lines += [f"| {one['claim']}: {claims[one['claim']]['claim']} | {one['verdict']} |" for one in verdicts]
-    for one in verdicts:
-        lines += _claim_section(run, one["claim"], one["line"])
-    lines += [
-        "",
-        'Figures "then" were measured on an unnamed CPU by those who made the claims. A change is that of the',
-        "second side against the first; both are measured in turn, so that noise falls on both alike.",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def _claim_section(run: Run, claim: str, line: str) -> list[str]:
-    head, *rows = run.details["tables"][claim]
-    table = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
-    table += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
-    known = run.details["claims"][claim]
-    return ["", f"## Claim {claim}: {known['claim']}", "", f"Rule: {known['rule']}.", "", *table, "", f"`{line}`"]
-
-
-def _run_facts(run: Run) -> dict[str, str]:
-    machine, commit = run.machine, run.commit
-    threads = ", ".join(f"{name}={value}" for name, value in (machine.get("threads") or {}).items()) or "unset"
-    versions = {name: run.versions[name] for name in ("llm-worker-rbee", "python", "numpy") if name in run.versions}
-    return {
-        "Machine": f"{machine.get('cpu')}, {machine.get('cores')} cores, {machine.get('memory_gib')} GiB of memory, "
-        f"{machine.get('system')}",
-        "Instruction sets": " ".join(machine.get("features") or ()) or "-",
-        "Threads": threads,
-        "Versions": ", ".join(f"{name} {value}" for name, value in versions.items()),
-        "Commit": "-" if commit is None else commit["id"] + (", with changes" if commit.get("dirty") else ""),
-        "Date": run.created,
-        "Model (claims 2 and 4)": f"{(run.model or {}).get('name')}",
-        "Time taken": f"{run.elapsed_s:.0f} s" + ("" if run.complete else ", broken off early"),
-    }

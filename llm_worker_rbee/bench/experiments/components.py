@@ -20,7 +20,7 @@ from ...weights import open_checkpoint
 from ..http_client import Address, Client, EventParser, RequestFailedError
 from ..results import Result
 from ..server_process import worker_server
-from .harness import Finding, Harness
+from .harness import Finding, Harness, Table
 
 MIN_COVERED = 0.9
 KV_MEMORY, TIMEOUT_S, MAX_TRIES = "64M", 300.0, 5  # of the server that streams
@@ -54,7 +54,7 @@ def run(runner: Harness) -> Finding:
     runner.recorder.add_result(Result.exact("claim2/covered", "of 1", share, "higher"))
     parts = ", ".join(f"{row[0]}: {row[1] if row[1] == 'yes' else 'no, ' + row[2]}" for row in table[1:])
     summary = f"{sum(covered)} of {len(covered)} parts do their job on a real file ({share:.0%}): {parts}"
-    return runner.finding("confirmed" if share >= MIN_COVERED else "refuted", summary, table)
+    return Finding("confirmed" if share >= MIN_COVERED else "refuted", summary, [Table(table)])
 
 
 def _load_gguf(path: Path) -> str:

@@ -230,6 +230,8 @@ def claim_tables(run: Run, _: ChartRenderer) -> Html:
         numbers = [i for i in range(1, len(rows[0])) if all(NUMBER.match(str(row[i])) for row in rows[1:])]
         made += [heading(f"Claim {name}: {text}"), soft(rule) if rule else ""]
         made.append(table(f"what was measured for claim {name}", rows[0], rows[1:], numbers))
+        for more in detail(run, "more_tables", dict).get(name) or ():
+            made.append(table(str(more["caption"]), more["rows"][0], more["rows"][1:], ()))
     return joined(made)
 
 
