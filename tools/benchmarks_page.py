@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from llm_worker_rbee.bench.micro.suite import ORIGINAL_S
 from llm_worker_rbee.bench.results import Result, Run, quantity
 
 Runs = Mapping[str, Run]
@@ -29,24 +30,14 @@ was tried on the way in [decisions](decisions/README.md).
 
 ![Tokens per second relative to llama.cpp](pictures/speed.svg)"""
 MICRO_NOTE = (
-    "Hidden size 4096, 32 heads of 128, float32. A step of the fast backends needs no mask: there the mask is made and "
-    "added by their own means, for comparison alone."
+    "Hidden size 4096, 32 heads of 128, float32, batch 1. What a backend's kernels fuse with other work, or do not "
+    "need, is computed with its own means; the list below the table says how."
 )
 # results that are left to the saved run: parts of a start, counts behind a figure
 LEFT_OUT = {
     "e2e": re.compile(r"(bytes_per_token|device_step/|host_step/|products/|device_memory/)"),
     "load": re.compile(r"(?!(ready|first_token|total|memory|peak))"),
 }
-# the suite of the worker that this one descends from: its own figures, in seconds, on an unnamed CPU
-ORIGINAL_S = {
-    "rope_forward/1": 62.6e-6, "rope_forward/8": 206e-6, "rope_forward/32": 468e-6, "rope_forward/128": 9.23e-3,
-    "qkv_projection/1": 19.1e-3, "qkv_projection/8": 21.0e-3, "qkv_projection/32": 50.8e-3,
-    "qkv_projection/128": 65.5e-3, "attention_scores/1": 3.84e-6, "attention_scores/8": 44.8e-6,
-    "attention_scores/32": 308e-6, "attention_scores/128": 8.49e-3, "causal_mask/8": 9.93e-6, "causal_mask/32": 119e-6,
-    "causal_mask/128": 2.12e-3, "causal_mask/512": 58.8e-3, "causal_mask_cached/8": 9.1e-6,
-    "causal_mask_cached/32": 117.4e-6, "causal_mask_cached/128": 1.9e-3, "causal_mask_cached/512": 55.0e-3,
-    "full_attention/1": 11.5e-6, "full_attention/8": 120e-6, "full_attention/32": 1.07e-3,
-}  # fmt: skip
 
 
 def uses_gpu(run: Run) -> bool:
@@ -134,6 +125,13 @@ def micro_table(runs: Sequence[Run]) -> list[str]:
     return table(["benchmark", *columns, "the original, unnamed CPU"], rows)
 
 
+def micro_notes(runs: Sequence[Run]) -> list[str]:
+    """Return what differs from a step of the product, by family and backend."""
+    results = (result for run in runs for result in run.results if result.fields.get("note"))
+    notes = {(result.name.split("/")[0], result.fields["backend"]): result.fields["note"] for result in results}
+    return [f"- `{family}` on {backend}: {note}" for (family, backend), note in notes.items()]
+
+
 def origin(run: Run) -> str:
     """Return date, commit, model and command of a run."""
     commit = "-" if run.commit is None else str(run.commit["id"])[:7]
@@ -159,7 +157,8 @@ def markdown(runs: Runs) -> str:
                 continue
             lines += ["", f"### {title}"]
             if kind == "micro":
-                lines += ["", MICRO_NOTE, "", *micro_table(own), "", *(f"- {origin(run)}" for run in own)]
+                lines += ["", MICRO_NOTE, "", *micro_table(own), "", *micro_notes(own), ""]
+                lines += [f"- {origin(run)}" for run in own]
                 continue
             for run in own:
                 lines += ["", origin(run), "", *SHOWN.get(kind, results_table)(run)]

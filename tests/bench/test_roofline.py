@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -93,3 +94,24 @@ def test_quantize_program_writes_the_int8_activations(monkeypatch: pytest.Monkey
     roofline.quantize_program(64, 3, 1)()
     codes, scales = buffers[0][: 3 * 64].reshape(-1, 32), buffers[1][: 3 * 2]
     np.testing.assert_allclose(codes * scales[:, None], roofline._random(3, 64).reshape(-1, 32), atol=0.02)
+
+
+def test_bandwidth_of_large_data_is_the_faster_of_a_read_and_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+
+    def copy_rate(pool: object, data: np.ndarray, threads: int) -> float:
+        copied.append(data.nbytes)
+        return 1e15
+
+    monkeypatch.setattr(roofline, "_copy_rate", copy_rate)
+    monkeypatch.setattr(roofline, "SIZES", (1 << 18, roofline.MIN_COPY_BYTES))
+    (_, small), (_, large) = roofline._measure_limits(1).bandwidth
+    assert small < large == 1e15
+    assert copied == [roofline.MIN_COPY_BYTES]
+
+
+def test_copy_rate_counts_bytes_read_and_written() -> None:
+    data = np.random.default_rng(2).integers(0, 256, 1 << 20, np.uint8)
+    with ThreadPoolExecutor(2) as pool:
+        assert roofline._copy_rate(pool, data, 2) > 0
+    np.testing.assert_array_equal(data[: 1 << 19], data[1 << 19 :])

@@ -65,7 +65,8 @@ def _matmul(kind: str, two_term: bool, tokens: int, ops: Any) -> Function:
 def _matmul_work(kind: str, tokens: int, terms: int = 1) -> Work:
     rows, columns = KERNEL_SHAPE
     moved = rows * BLOCK_TYPES[kind].row_bytes(columns) + F * tokens * (rows + columns)
-    return Work(moved, 2 * terms * tokens * rows * columns, arithmetic="int8")
+    arithmetic = "float32" if BLOCK_TYPES[kind].block_size == 1 else "int8"
+    return Work(moved, 2 * terms * tokens * rows * columns, arithmetic=arithmetic)
 
 
 def _quantize(tokens: int, ops: Any) -> Function:

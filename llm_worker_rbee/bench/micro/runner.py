@@ -9,6 +9,7 @@ from statistics import fmean, median, pstdev
 from typing import Any
 
 from ...backends import Backend, select_backend
+from ...backends.reference import ReferenceBackend
 from ...errors import DownloadError, InvalidRequestError
 from ...progress import StepProgress
 from .. import statistics
@@ -59,9 +60,8 @@ def run(
     selected = [case for case in selected if _can_run(case, tables, recorder)]
     total = rounds * len(selected)
     progress("measuring the machine's limits", 0, total)
-    limits = measure_limits(max(map(backend_threads, tables)))
-    of_backend = {ops.name: _device_limits(ops) or limits for ops in tables}
-    recorder.details["limits"] = (of_backend[tables[0].name] if len(tables) == 1 else limits).as_json()
+    limits = {ops.name: _limits(ops) for ops in (ReferenceBackend(), *tables)}
+    recorder.details["limits"] = max((limits[ops.name] for ops in tables), key=lambda one: one.operations).as_json()
     taken: dict[str, list[list[Measurement]]] = {case.name: [] for case in selected}  # rounds, then backends
     for index, case in enumerate([*selected] * rounds):
 
@@ -75,19 +75,21 @@ def run(
         except DownloadError as error:
             recorder.details.setdefault("left_out", {})[case.name] = str(error)
             continue
+        if not taken[case.name]:
+            for function in functions:
+                function()  # loads its code, which would count as the time of a call
         taken[case.name].append(measure(functions, plan, on_progress))
         kept = quietest_rounds(taken[case.name])
         sides = zip(used, _backend_labels(used, isa), zip(*taken[case.name], strict=True), strict=True)
         for ops, label, measured in sides:
             remarks = {"note": case.notes.get(ops.name), "original_s": case.original_s}
-            side_limits = of_backend.get(ops.name, limits)
-            recorder.add_result(make_result(case, label, measured, kept, side_limits, remarks))
+            recorder.add_result(make_result(case, label, measured, kept, limits[ops.name], remarks))
 
 
-def _device_limits(ops: Backend) -> Limits | None:
-    """Return the limits of a GPU."""
-    measured = ops.measure_limits() if ops.device.startswith("cuda") else None
-    return None if measured is None else Limits.of_device(*measured)
+def _limits(ops: Backend) -> Limits:
+    """Return the limits of what a backend computes on: its device, or its threads."""
+    measured = ops.measure_limits()
+    return measure_limits(backend_threads(ops)) if measured is None else Limits.of_device(*measured)
 
 
 def _can_run(case: Case, tables: Sequence[Any], recorder: Recorder) -> bool:
