@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ..ops import Ints, RopeTable
 from . import cuda_graphs, device
-from .attention_prefill import QUERY_TILE, SMALL_QUERY_TILE, prefill_tile
+from .attention_prefill import SMALL_QUERY_TILE, prefill_tile
 from .decoder import rope_tables
 from .device import shared_memory_bytes, upload
 from .rope import load_first, padded_dim, rope_store_qkv
@@ -65,7 +65,7 @@ class CudaParts:
     def attention_scores(self, q: torch.Tensor, k: torch.Tensor, scale: float) -> Callable[[], torch.Tensor]:
         tokens, heads, dim = q.shape
         out = torch.empty(heads, tokens, tokens, device=q.device)
-        queries = SMALL_QUERY_TILE if tokens <= SMALL_QUERY_TILE else QUERY_TILE
+        queries = SMALL_QUERY_TILE  # in float32, without tensor cores, tiles of 64 spill 7 KB of registers a thread
         keys, _ = prefill_tile(shared_memory_bytes(q.device), dim, q.element_size())
         grid = triton.cdiv(tokens, queries), triton.cdiv(tokens, keys), heads
 
