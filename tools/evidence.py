@@ -29,6 +29,7 @@ from llm_worker_rbee.bench.results import Run, describe_machine
 
 NAMED = "^(rope_forward|qkv_projection|attention_scores|causal_mask|causal_mask_cached|full_attention)/"
 SHAPE_7B = "--synthetic llama2-7b:Q4_K_M"
+NO_FILES = "--flame 0 --no-report"
 SERVERS = "--peer llama-bench --peer llama-server --llama-bench {llama_bench} --llama-server {llama_server}"
 
 
@@ -45,10 +46,11 @@ STEPS = (
     Step("micro-cpu", f"bench micro --backend cpu --filter '{NAMED}'"),
     Step("micro-cuda", f"bench micro --backend cuda --filter '{NAMED}'", ("cuda",)),
     Step("experiments", "bench experiments"),
-    Step("profile-cpu", "profile --backend cpu --no-flame"),
-    Step("profile-reference", "profile --backend reference --no-flame"),
-    Step("profile-cuda", f"profile --device cuda {SHAPE_7B} --no-flame", ("cuda",)),
-    Step("profile-cuda-64", f"profile --device cuda {SHAPE_7B} --batch 64 --no-flame", ("cuda",)),
+    Step("profile-cpu", f"profile --backend cpu {NO_FILES}"),
+    Step("profile-reference", f"profile --backend reference --pp 32 --tg 8 {NO_FILES}"),
+    Step("profile-attention", f"profile --attention-pass {NO_FILES}"),
+    Step("profile-cuda", f"profile --device cuda {SHAPE_7B} {NO_FILES}", ("cuda",)),
+    Step("profile-cuda-64", f"profile --device cuda {SHAPE_7B} --batch 64 {NO_FILES}", ("cuda",)),
     Step("accuracy", "bench accuracy", ("cpu",)),
     Step("load", "bench load", ("cpu",)),
     Step("e2e", "bench e2e --batch 1,16 --prefix 1000", ("cpu",)),

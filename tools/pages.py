@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import benchmarks_page
+import profile_page
 import speed_chart
 
 from llm_worker_rbee.bench import provenance
@@ -36,6 +37,7 @@ class Page(NamedTuple):
 
 PAGES = (
     Page("docs/benchmarks.md", ("*/*.json.gz",), benchmarks_page.markdown),
+    Page("docs/profile.md", ("*/profile*.json.gz",), profile_page.markdown),
     Page("docs/pictures/speed.svg", ("*/peers*.json.gz", "*/e2e*.json.gz"), speed_chart.svg),
 )
 # what a command measures, besides the backends that it ran on

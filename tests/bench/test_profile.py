@@ -23,7 +23,7 @@ from llm_worker_rbee.bench.profile.workload import RandomTokens, Settings, Subje
 from llm_worker_rbee.bench.results import Recorder, Result, ResultsError, Run
 from llm_worker_rbee.bench.roofline import Limits, Work
 from llm_worker_rbee.errors import ContextLengthError, InvalidRequestError
-from tests.cli.conftest import LAYERS, WIDTH, write_model
+from tests.cli.conftest import HEADS, LAYERS, WIDTH, write_model
 from tests.helpers.layer_inputs import BlockTables
 
 SETTINGS = Settings(pp=8, tg=3, repetitions=2, flame_seconds=0.05)
@@ -108,7 +108,7 @@ def test_run_counts_shapes_and_file_bytes(profiled: Profiled, llm: LLM) -> None:
         if llm.backend == "reference":
             assert results[f"{phase}/scores"].fields["operations"] == pytest.approx(LAYERS * 2 * WIDTH * pairs)
         else:
-            softmax = LAYERS * 4 * pairs
+            softmax = LAYERS * 4 * HEADS * pairs
             counted = results[f"{phase}/attention"].fields["operations"]
             assert counted == pytest.approx(LAYERS * 4 * WIDTH * pairs + softmax)
     assert results["decode/head"].fields["operations"] == 2 * WIDTH * llm.config.vocab_size

@@ -129,7 +129,8 @@ class WorkCounter:
                 yield "rope", Work(2 * FLOAT * rotated, ROPE * rotated)
                 yield "kv_write", Work(2 * FLOAT * values("k") + self._kv_bytes * len(batch.ids))
             case "attention":
-                yield from self._attention(values("q"), len(batch.ids), pairs[node["params"]])
+                _, heads, dim = node["q"].shape
+                yield from self._attention(heads, dim, pairs[node["params"]])
             case "gated":
                 yield "activation", Work(1.5 * FLOAT * values("gate_up"), GATED / 2 * values("gate_up"))
             case "logits":
@@ -139,12 +140,12 @@ class WorkCounter:
         known = self._weights[id(weight)]
         return Work(known.bytes, 2.0 * rows * known.values, self._resident, known.arithmetic)
 
-    def _attention(self, query_values: float, tokens: int, pairs: Pairs) -> Iterator[tuple[str, Work]]:
+    def _attention(self, heads: int, dim: int, pairs: Pairs) -> Iterator[tuple[str, Work]]:
         """Every query meets its keys twice (scores, values), and half of what is read of the cache are keys."""
-        operations = 2.0 * query_values / max(1, tokens) * pairs.pairs
+        operations = 2.0 * heads * dim * pairs.pairs
         half = self._kv_bytes * pairs.keys / 2
         yield "scores", Work(half, operations, self._resident)
-        yield "softmax", Work(0.0, SOFTMAX * pairs.pairs)
+        yield "softmax", Work(0.0, SOFTMAX * heads * pairs.pairs)
         yield "values", Work(half, operations, self._resident)
 
 

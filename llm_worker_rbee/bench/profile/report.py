@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ..flame_graph import Flame, render_svg, speedscope
 from ..report import html
 from ..results import Result, ResultsError, Run, quantity, spread
+from . import attention_pass
 from .workload import PHASES
 
 CRITICAL_SHARE, MODERATE_SHARE = 0.10, 0.05
@@ -185,17 +186,44 @@ def markdown(run: Run) -> str:
     """Return the report as Markdown."""
     lines = [f"# Profile of {(run.model or {}).get('name', 'a model')}", ""]
     lines += [f"- {name}: {value}" for name, value in run_facts(run).items()]
+    lines += attention_lines(run)
+    for one, suffix in by_backend(run):
+        lines += phase_lines(one, suffix)
+    lines += ["", remark(run), "", "Critical is over 10% of a step, moderate 5 to 10%, minor less.", ""]
+    return "\n".join(lines)
+
+
+def by_backend(run: Run) -> list[tuple[Run, str]]:
+    """Return the run of each backend, with ` on NAME` where there are several."""
+    names = attention_pass.backends(run)
+    if len(names) < 2:
+        return [(run, "")]
+    return [(attention_pass.of_backend(run, name), f" on {name}") for name in names]
+
+
+def attention_lines(run: Run) -> list[str]:
+    """Return the table of the attention pass, if the run is one."""
+    if not run.settings.get("attention_pass"):
+        return []
+    head, *rows = attention_pass.rows(run)
+    lines = [f"| {' | '.join(head)} |", "| --- |" + " ---: |" * (len(head) - 1)]
+    text = f"Shares of one attention pass, {attention_pass.TOKENS} tokens at width 4096 in float32:"
+    return ["", text, "", *lines, *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def phase_lines(run: Run, suffix: str = "", heading: str = "##") -> list[str]:
+    """Return the sections of a run on one backend."""
+    lines: list[str] = []
     for phase, title in PHASES.items():
         if step_result(run, phase) is None:
             continue
-        lines += ["", f"## {title}", "", f"{step_line(run, phase)}. {sum_line(run, phase)}", ""]
+        lines += ["", f"{heading} {title}{suffix}", "", f"{step_line(run, phase)}. {sum_line(run, phase)}", ""]
         lines += [f"| {' | '.join(COLUMNS)} |", HEAD_LINE]
         lines += [f"| {' | '.join(part.cells())} |" for part in components(run, phase)]
         lines += ["", "Top five:", "", *(f"{i}. {line}" for i, line in enumerate(_top_lines(run, phase), 1))]
         lines += ["", "Classes:", "", *(f"- {line}" for line in classes(run, phase))]
         lines += ["", "Targets:", "", *(f"- {line}" for line in targets(run, phase))]
-    lines += ["", remark(run), "", "Critical is over 10% of a step, moderate 5 to 10%, minor less.", ""]
-    return "\n".join(lines)
+    return lines
 
 
 def write_report(folder: Path, run: Run, flames: Mapping[str, Flame]) -> list[Path]:
@@ -219,9 +247,14 @@ def render_page(run: Run, flames: Mapping[str, Flame]) -> str:
     """Return the report as one HTML page that needs nothing else, with the flame graphs inline."""
     name = str((run.model or {}).get("name", "a model"))
     sections = [html.Section("Run", html.facts(run_facts(run)))]
-    for phase, title in PHASES.items():
-        if step_result(run, phase) is not None:
-            sections.append(html.Section(title, _phase_section(run, phase)))
+    if run.settings.get("attention_pass"):
+        head, *rows = attention_pass.rows(run)
+        table = html.table("shares of one attention pass", head, rows, range(1, len(head)))
+        sections.append(html.Section("Attention pass", table))
+    for one, suffix in by_backend(run):
+        for phase, title in PHASES.items():
+            if step_result(one, phase) is not None:
+                sections.append(html.Section(f"{title}{suffix}", _phase_section(one, phase)))
     for phase, flame in flames.items():
         title = PHASES.get(phase, phase)
         graph = html.Html(f'<div class="drawing wide">{render_svg(flame, f"{title} of {name}")}</div>')

@@ -119,7 +119,7 @@ def test_step_uses_fewer_threads_for_a_small_model_and_more_for_long_contexts(de
     fused = CpuForward(model.graph(), 2)
     fused.threads = 1024  # as many as a step may want
     kv = [cpu.empty_kv(4, 16, 3, 64, "float16") for _ in model.blocks]
-    parts = fused._programs("float16", apart=False)
+    parts = fused._programs("float16")
 
     def threads(tokens: int, context: int) -> int:
         batch = SimpleNamespace(ids=np.zeros(tokens, np.int64), context_len=np.array([context], np.int64))

@@ -6,13 +6,16 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numba
+import numpy as np
 import pytest
 
 from llm_worker_rbee import machine
 from llm_worker_rbee.backends.cpu import program
+from llm_worker_rbee.backends.cpu.elementwise import copy_task
 from tests.cli.conftest import write_model
 from tests.conftest import with_kernels
 
@@ -42,6 +45,29 @@ def test_threads_in_use_are_those_of_the_last_launch() -> None:
         assert program.threads_in_use(SEVERAL) == 1
     with program.launch(SEVERAL):
         assert program.threads_in_use(1) == 1
+
+
+@pytest.mark.parametrize("threads", [1, SEVERAL])
+def test_run_timed_computes_the_same_and_times_each_task(threads: int, rng: np.random.Generator) -> None:
+    """Copies of a matrix, one after the other; the second has no rows."""
+    step, end, rows, width = program.Step, program.Step.END, 500, 64
+    arrays = [rng.standard_normal((rows, width)).astype(np.float32), *(np.zeros((rows, width), np.float32),) * 2]
+    arrays[2] = arrays[1].copy()
+    tasks = [
+        copy_task(step.TOKENS, end, end + 1, 1, width, width),
+        copy_task(step.REQUESTS, end, end + 1, 1, width, width),
+        copy_task(step.TOKENS, end + 1, end + 2, 1, width, width),
+    ]
+    table = program.new_step(end + len(arrays))
+    table[step.TOKENS] = rows
+    table[end:] = [array.ctypes.data for array in arrays]
+    start = time.perf_counter()
+    seconds = program.Program(tasks).run_timed(table, threads)
+    wall = time.perf_counter() - start
+    np.testing.assert_array_equal(arrays[2], arrays[0])
+    assert seconds[1] == 0
+    assert min(seconds[0], seconds[2]) > 0
+    assert seconds.sum() < wall
 
 
 CONCURRENT = """

@@ -97,6 +97,35 @@ def check_steps(models: Sequence[Transformer], mix: str) -> None:
         assert cuda_models.relative_error(got.cpu(), want) < (INT8_ERROR if few else DENSE_ERROR), counts
 
 
+def test_run_profiled_names_the_components_and_changes_no_bit() -> None:
+    model, _ = cuda_models.load_both(cuda_models.random_checkpoint(cuda_models.GROUPED._replace(layers=1), "Q4_0"), ops)
+    assert model.fused is not None
+    found = []
+    for indices, counts, every in STEPS[:2]:
+        ids = np.random.default_rng(1).integers(0, 96, sum(counts))
+        plain, profiled = (cuda_models.Requests(model, 3, "float32") for _ in range(2))
+        want = model.forward(plain.step(indices, counts, ids, every), plain.cache)
+        seen: list[tuple[str, float]] = []
+        batch = profiled.step(indices, counts, ids, every)
+        got = model.fused.run_profiled(
+            batch,
+            profiled.cache.layers,
+            lambda labels, seconds, seen=seen: seen.extend(  # type: ignore[misc]
+                (label.component, taken) for label, taken in zip(labels, seconds, strict=True)
+            ),
+        )
+        assert torch.equal(got, want)
+        assert all(taken > 0 for _, taken in seen)
+        found.append([component for component, _ in seen])
+    assert {"qkv", "rope_kv_write", "attention", "output", "norm", "gate_up", "activation", "down", "head"} <= set(
+        found[0]
+    )
+    assert found[1] == [
+        "copies", "embedding_norm", "qkv", "rope_kv_attention", "output_norm", "gate_up_activation", "down_norm",
+        "head",
+    ]  # fmt: skip
+
+
 def test_matrix_of_packed_and_dense_parts_is_fused() -> None:
     """The values of the KV cache in F16, the queries and keys in Q4_0; gate and up of two packed kinds."""
     shape = cuda_models.GROUPED._replace(layers=1)
