@@ -106,11 +106,14 @@ class KernelSpan(NamedTuple):
 
 
 class KernelTrace(Protocol):
-    """Records what a device runs between `start` and `stop`."""
+    """Records what a device runs."""
 
     def start(self) -> None: ...
-    def stop(self) -> list[KernelSpan]:
-        """Wait for the device, and return its time line in the order of starts."""
+    def mark(self) -> None:
+        """Note that what is launched from now on counts."""
+
+    def stop_after_mark(self) -> list[KernelSpan]:
+        """Wait for the device, and return its time line since the last mark, in the order of starts."""
 
 
 Profiler = Callable[[Sequence[TaskLabel], NDArray[np.float64]], None]  # gets the seconds of each task

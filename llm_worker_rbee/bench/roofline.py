@@ -26,7 +26,7 @@ from ..models import Transformer
 
 SIZES = tuple(1 << shift for shift in (15, 16, 17, 18, 20, 22, 24, 26, 28, 30))  # 32 KiB to 1 GiB
 SECONDS_PER_RATE = 0.05
-MIN_READ_BYTES = 1 << 28  # of a call, so that starting threads does not count
+MIN_READ_BYTES = 1 << 27  # of a thread, so that starting it does not count
 MIN_COPY_BYTES = 1 << 24  # from which a copy is measured too: it is one call
 ROUNDS = 4_000_000  # of an arithmetic loop: some 10 ms
 ACTIVATION_SEED = 5
@@ -116,7 +116,9 @@ def product_arithmetic(weight: Any) -> str:
     """Return the arithmetic of the product with a packed weight, as its backend computes it."""
     if getattr(weight, "needs_int8", False):
         return "int8"
-    return "fp8" if getattr(weight, "is_fp8", False) else "float32"
+    if hasattr(weight, "is_fp8"):  # a GPU's: dequantized for its tensor cores
+        return "fp8" if weight.is_fp8 else "float16"
+    return "float32"
 
 
 def backend_limits(ops: Backend) -> Limits:
@@ -138,9 +140,10 @@ def _measure_limits(threads: int) -> Limits:
     buffer = np.ones(min(SIZES[-1], available // MAX_MEMORY_FRACTION), np.uint8)
     operands = [peak.operands() for _ in range(threads)]
     with ThreadPoolExecutor(threads) as pool:
-        bandwidth = tuple(
-            (size, _read_rate(pool, peak, buffer[:size], threads)) for size in SIZES if size <= buffer.nbytes
-        )
+        sizes = [size for size in SIZES if size <= buffer.nbytes]
+        read = [_read_rate(pool, peak, buffer[:size], threads) for size in reversed(sizes)]
+        # what fits into a smaller cache is never read slower; a thread's part may be too short to show it
+        bandwidth = tuple(zip(sizes, np.maximum.accumulate(read)[::-1].tolist(), strict=True))
         rates = {
             name: threads * loop.operations * ROUNDS
             / _min_seconds(pool, [partial(loop.run, one.ctypes.data, ROUNDS) for one in operands])
@@ -151,7 +154,8 @@ def _measure_limits(threads: int) -> Limits:
 
 def _read_rate(pool: ThreadPoolExecutor, peak: Any, data: NDArray[np.uint8], threads: int) -> float:
     step = 64 * peak.NUM_SUMS
-    size, repeats = data.nbytes // threads // step * step, -(-MIN_READ_BYTES // data.nbytes)
+    size = max(step, data.nbytes // threads // step * step)
+    repeats = -(-MIN_READ_BYTES // size)
     reads = [partial(peak.read_memory, data.ctypes.data + i * size, size, repeats) for i in range(threads)]
     read = float(threads * size * repeats) / _min_seconds(pool, reads)
     return read if data.nbytes < MIN_COPY_BYTES else max(read, _copy_rate(pool, data, threads))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llm_worker_rbee.backends.ops import KernelSpan, TaskLabel
-from llm_worker_rbee.bench.profile.timeline import IDLE, Labelled, busy_times, label_spans, step_times
+from llm_worker_rbee.bench.profile.timeline import IDLE, Labelled, busy_times, durations, label_spans, step_times
 
 PROGRAM = [TaskLabel("qkv", "gemv"), TaskLabel("attention", "decode"), TaskLabel("head", "gemv")]
 COPY = "Memcpy HtoD (Pinned -> Device)"
@@ -50,6 +50,12 @@ def test_step_times_sum_to_the_steps() -> None:
     assert found[TaskLabel("attention", "decode")].seconds == 2 * 16  # 20 less the 4 that overlap
     assert found[TaskLabel("qkv", "gemv")].calls == 2
     assert found[IDLE].seconds == 2 * (2 + 10 + 2)
+
+
+def test_durations_hold_what_overlaps() -> None:
+    line = label_spans([span for start in (0, 100, 200) for span in spans(start)], [PROGRAM])
+    assert durations(line, whole_steps=True)["attention"] == 2 * 20
+    assert durations(line, whole_steps=False)["attention"] == 3 * 20
 
 
 def test_step_times_one_step_has_no_end() -> None:

@@ -32,12 +32,23 @@ def test_limits_min_seconds_is_the_larger_time() -> None:
     assert LIMITS.memory_bandwidth == 2e9
 
 
+def test_limits_rate_is_that_of_the_arithmetic() -> None:
+    limits = Limits(1, ((1 << 20, 4e9),), 1e9, (("int8", 8e9),))
+    assert limits.min_seconds(Work(operations=8e9, arithmetic="int8")) == pytest.approx(1.0)
+    assert limits.min_seconds(Work(operations=8e9)) == pytest.approx(8.0)
+    best = limits.best_of(Limits(1, ((1 << 20, 3e9),), 2e9, (("int8", 9e9),)))
+    assert (best.bandwidth, best.operations, best.rate("int8")) == (((1 << 20, 4e9),), 2e9, 9e9)
+
+
 def test_measure_limits_returns_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline, "SIZES", roofline.SIZES[:4])  # 16 MiB: memory itself is slow to fill
     found = roofline.measure_limits.__wrapped__(1)
     sizes = [size for size, _ in found.bandwidth]
     assert sizes == sorted(sizes)
-    assert all(rate > 1e6 for _, rate in found.bandwidth)
+    rates = [rate for _, rate in found.bandwidth]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] > 1e6
+    assert 0 < found.operations < found.rate("int8")  # a dot product has four multiply-adds for one of FMA
     assert found.operations > 1e6
     assert roofline.measure_limits.__wrapped__(2).threads == 2
 

@@ -29,9 +29,13 @@ class CudaTrace:
         self._profiler: Any = None
 
     def start(self) -> None:
-        self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        kinds = [torch.profiler.ProfilerActivity.CUDA]
+        self._profiler = torch.profiler.profile(activities=kinds, acc_events=True)  # otherwise it warns
         torch.cuda.synchronize()
         self._profiler.start()
+
+    def mark(self) -> None:
+        torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
 
     def stop(self) -> list[KernelSpan]:
         torch.cuda.synchronize()
@@ -45,6 +49,11 @@ class CudaTrace:
             for event in events
         ]
         return sorted(spans, key=lambda span: span.start)
+
+    def stop_after_mark(self) -> list[KernelSpan]:
+        spans = self.stop()
+        last = max((i for i, span in enumerate(spans) if MARK in span.name), default=-1)
+        return spans[last + 1 :]
 
 
 def run(forward: Forward, launch: Callable[[], torch.Tensor], profiler: Profiler) -> torch.Tensor:
@@ -74,7 +83,7 @@ def _run_traced(forward: Forward, launch: Callable[[], torch.Tensor], profiler: 
 
     def mark(component: str) -> None:
         components.append(component)
-        torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
+        trace.mark()
 
     forward.mark = mark
     trace = CudaTrace()

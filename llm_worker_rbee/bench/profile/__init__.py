@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -67,6 +68,7 @@ class _Profiler:
     tasks: dict[str, Tasks] = field(default_factory=dict)  # phase -> the last repetition
     calls: dict[str, dict[str, float]] = field(default_factory=dict)  # phase -> component -> calls of a step
     programs: dict[str, list[list[TaskLabel]]] = field(default_factory=dict)  # on a device: phase -> kernels in order
+    durations: dict[str, dict[str, float]] = field(default_factory=dict)  # phase -> component -> of overlapping kernels
     trace: KernelTrace | None = None
     done: float = 0.0
 
@@ -128,6 +130,7 @@ class _Profiler:
         for name, taken in parts.items():
             samples.setdefault(name, []).append(taken)
         self.calls[phase] = _calls(tasks, steps)
+        self.durations[phase] = {name: total / steps for name, total in self.durations.get(phase, {}).items()}
         self.add_results(phase)
 
     def common(self, phase: str) -> dict[str, Any]:
@@ -147,9 +150,12 @@ class _Profiler:
     def run_traced(self, phase: str) -> tuple[Tasks, int, float]:
         """Return the same from the time line of a device: of one step after the other, or of one run of a prompt."""
         assert self.trace is not None
-        ran = self.workload.run(phase, self.trace.start)
-        labelled = timeline.label_spans(self.trace.stop(), self.programs[phase])
+        self.trace.start()
+        self.workload.run(phase, lambda: None)  # the first launches that a tracer sees are slow
+        ran = self.workload.run(phase, self.trace.mark)
+        labelled = timeline.label_spans(self.trace.stop_after_mark(), self.programs[phase])
         tasks, steps, seconds = timeline.step_times(labelled)
+        self.durations[phase] = timeline.durations(labelled, whole_steps=phase == "decode" and steps > 0)
         rest = tasks.pop(timeline.IDLE, Spent()).seconds
         if phase == "prefill" or not steps:
             tasks = timeline.busy_times(one for one in labelled if one is not None)
@@ -166,11 +172,12 @@ class _Profiler:
         for name, samples in spent.items():
             share, n_steps = sum(samples) / total, self.steps[phase]
             fields: dict[str, Any] = {"share": share, "class": classify(share), "calls": calls.get(name, 0.0)}
-            limit = limit_of(name, self.work[phase], self.limits)
+            limit = {} if _is_padding(name, spent) else limit_of(name, self.work[phase], self.limits)
             fields |= {key: value / n_steps if key in PER_STEP else value for key, value in limit.items()}
             result = Result.from_samples(f"{phase}/{name}", "s", samples, **common, **fields)
             if limit_s := fields.get("limit_s"):
-                fields["percent_of_limit"] = 100 * limit_s / result.estimate if result.estimate else math.nan
+                busy = max(result.estimate, self.durations[phase].get(name, 0.0))
+                fields["percent_of_limit"] = 100 * limit_s / busy if busy else math.nan
             self.recorder.add_result(replace(result, fields={**common, **fields}))
         kernels = {
             f"{LABELS.get(label.component, label.component)}: {label.kernel}": one.seconds
@@ -192,6 +199,11 @@ class _Profiler:
                 flame = record_flame(run_phase, self.settings.flame_seconds, self.settings.py_spy)
             flames[phase] = split_regions(flame, REGION, _named(self.timer.program_tasks()))
             self.report_progress(f"flame graph of {phase}")
+
+
+def _is_padding(component: str, present: Iterable[str]) -> bool:
+    """Return whether decode attention ran beside that of prompts: for padding alone, so nothing is counted for it."""
+    return component == "rope_kv_attention" and "attention" in present
 
 
 def _named(tasks: Tasks) -> dict[tuple[str, str], float]:

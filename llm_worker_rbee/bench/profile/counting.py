@@ -1,7 +1,8 @@
 """What the components of a step must move and compute at least, counted from the model's graph and a batch.
 
 Products read their weights as they are in the file, attention the keys and values that its queries may see; activations
-are counted only where nothing else is moved, since they stay in a cache. So a limit that follows is never too high.
+are counted only where nothing else is moved, since they stay in a cache; on a GPU not at all, since they may be of half
+the size and in its L2. So a limit that follows is never too high.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ class WorkCounter:
     """Counts the work of steps of one model."""
 
     def __init__(self, model: Transformer, checkpoint: Checkpoint, cache: KVCache) -> None:
+        self._on_device = model.ops.has_device_memory
         self._weights, self._graph = index_weights(model, checkpoint), model.graph()
         self._components = linear_components(self._graph)
         self._resident = float(checkpoint.nbytes)  # each weight is read once a step, so none is in a cache by then
@@ -101,9 +103,12 @@ class WorkCounter:
             if node.op == "attention" and node["params"] not in pairs:
                 pairs[node["params"]] = attention_pairs(batch, node["params"])
             for component, work in self._of_node(node, batch, pairs):
+                if self._on_device and work.resident is None:
+                    continue
                 found.setdefault(component, Counter())[work] += 1
         logits = float(len(batch.logits_index) * self._graph.nodes[-1]["head"].rows)
-        found["sampling"] = Counter([Work(FLOAT * logits, logits)])
+        if not self._on_device:
+            found["sampling"] = Counter([Work(FLOAT * logits, logits)])
         return found
 
     def _of_node(self, node: Node, batch: Batch, pairs: Mapping[AttentionParams, Pairs]) -> Iterator[tuple[str, Work]]:
@@ -144,9 +149,10 @@ class WorkCounter:
         """Every query meets its keys twice (scores, values), and half of what is read of the cache are keys."""
         operations = 2.0 * heads * dim * pairs.pairs
         half = self._kv_bytes * pairs.keys / 2
-        yield "scores", Work(half, operations, self._resident)
+        arithmetic = "float16" if self._on_device else "float32"
+        yield "scores", Work(half, operations, self._resident, arithmetic)
         yield "softmax", Work(0.0, SOFTMAX * heads * pairs.pairs)
-        yield "values", Work(half, operations, self._resident)
+        yield "values", Work(half, operations, self._resident, arithmetic)
 
 
 def linear_components(graph: Graph) -> dict[Node, str]:

@@ -55,6 +55,11 @@ class Component(NamedTuple):
         """Return a counted field, NaN if it has none."""
         return float(self.result.fields.get(name) or math.nan)
 
+    @property
+    def percent(self) -> float:
+        """The share of the limit, by the kernels' own time where they overlap."""
+        return float(self.result.fields.get("percent_of_limit") or 100 * self.number("limit_s") / self.seconds)
+
     def cells(self) -> list[str]:
         """Return the row under COLUMNS."""
         calls, limit_s, bound = self.number("calls"), self.number("limit_s"), self.result.fields.get("bound_by")
@@ -64,7 +69,7 @@ class Component(NamedTuple):
             self.label, f"{self.share:.1%}", quantity(self.seconds, "s"),
             spread((self.result.low, self.result.high), "s"), "-" if math.isnan(calls) else f"{calls:,.0f}",
             quantity(self.number("bytes"), "B"), quantity(self.number("operations"), "B").replace("B", "op"),
-            quantity(limit_s, "s"), "-" if math.isnan(limit_s) else f"{100 * limit_s / self.seconds:.1f}%",
+            quantity(limit_s, "s"), "-" if math.isnan(limit_s) else f"{self.percent:.1f}%",
             bound or "-", self.rank,
         ]  # fmt: skip
 
@@ -105,7 +110,7 @@ def _target(part: Component, phase: str, step: float) -> str:
         return f"{head}. It has no floor that bytes or operations set: {best}, and no more."
     operations = f"{part.number('operations') / 1e6:,.0f} million operations"
     amount = operations if bound == "arithmetic" else f"{quantity(part.number('bytes'), 'B')} to move"
-    part_of_limit = f"{100 * limit_s / part.seconds:.1f}% of its limit"
+    part_of_limit = f"{part.percent:.1f}% of its limit"
     head += f", at {part_of_limit} ({quantity(limit_s, 's')}: {amount}, bound by {bound})"
     if part.seconds <= limit_s / TARGET_FRACTION:
         return f"{head}. That is past half of the limit: there is little left to gain."

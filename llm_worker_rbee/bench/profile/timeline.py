@@ -83,6 +83,17 @@ def busy_times(spans: Iterable[Labelled]) -> dict[TaskLabel, Spent]:
     return found
 
 
+def durations(labelled: Sequence[Labelled | None], *, whole_steps: bool) -> dict[str, float]:
+    """Return the time of each component's kernels from start to end, which overlap those before them."""
+    marks = [i for i, one in enumerate(labelled) if one is None]
+    inside = labelled[marks[0] : marks[-1]] if whole_steps else labelled
+    found: dict[str, float] = {}
+    for one in inside:
+        if one is not None:
+            found[one.label.component] = found.get(one.label.component, 0.0) + one.end - one.start
+    return found
+
+
 def step_times(labelled: Sequence[Labelled | None]) -> tuple[dict[TaskLabel, Spent], int, float]:
     """Return the times of all whole steps, how many there are, and their seconds: each ends where the next starts."""
     marks = [i for i, one in enumerate(labelled) if one is None]
