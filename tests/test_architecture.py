@@ -66,10 +66,10 @@ LINES = {
     "backends": 1_520,
     "backends/cpu": 6_085,
     "backends/cpu/matmul": 980,
-    "backends/cuda": 6_215,
+    "backends/cuda": 6_225,
     "bench": 12_500,
     "cache": 60,
-    "cli": 3_200,
+    "cli": 3_225,
     "cli/bench": 1_800,
     "cluster": 700,
     "engine": 2_600,
@@ -82,7 +82,7 @@ LINES = {
 }
 MAX_TOTAL_LINES = 50_900
 MAX_BENCH_LINES = 14_300  # bench with its commands
-MAX_MODULES = 248
+MAX_MODULES = 249
 MAX_FOLDER_FILES = 26
 MAX_FILE_LINES = 800
 LISTED_FILE_LINES = 600  # longer files are named here
