@@ -18,7 +18,7 @@ import benchmarks_page
 import profile_page
 import speed_chart
 
-from llm_worker_rbee.bench import provenance
+from llm_worker_rbee.bench import experiments, provenance
 from llm_worker_rbee.bench.results import Run
 
 ROOT = Path(__file__).parents[1]
@@ -38,6 +38,7 @@ class Page(NamedTuple):
 PAGES = (
     Page("docs/benchmarks.md", ("*/*.json.gz",), benchmarks_page.markdown),
     Page("docs/profile.md", ("*/profile*.json.gz",), profile_page.markdown),
+    Page("docs/claims.md", ("*/experiments*.json.gz",), lambda runs: experiments.markdown(list(runs.values()))),
     Page("docs/pictures/speed.svg", ("*/peers*.json.gz", "*/e2e*.json.gz"), speed_chart.svg),
 )
 # what a command measures, besides the backends that it ran on

@@ -98,8 +98,8 @@ class ForwardSides:
         return logits
 
     def check(self, step: Step) -> None:
-        """Fill the caches; raise if the sides differ."""
-        for side in SIDES:
+        """Fill the caches before decode; raise if the sides differ."""
+        for side in SIDES if step.phase == "decode" else ():
             self.sides.compute(side, self.ids[: step.length], 0)
         one, other = (self.run(side, step) for side in SIDES)
         is_device = self.sides.model.ops.has_device_memory

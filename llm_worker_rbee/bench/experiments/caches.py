@@ -7,7 +7,6 @@ are the index arrays of the step. Claim 11 has the RoPE tables alone, and three 
 
 from __future__ import annotations
 
-import gc
 import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -72,6 +71,17 @@ def make_inputs(target: Target, shape: Shape, step: Step) -> Inputs:
         target.array(harness.random_array(rng, step.tokens, shape.n_heads, shape.head_dim)) for _ in range(3)
     )  # fmt: skip
     return q, k, v
+
+
+def make_attention(target: Target, shape: Shape, step: Step) -> Callable[[], Any]:
+    """Return the attention op of a step over a paged cache that holds all its tokens; q is as RoPE leaves it."""
+    ops, whole = target.ops, Step("prefill", step.context)
+    kv = ops.empty_kv(-(-step.context // BLOCK_SIZE), BLOCK_SIZE, shape.n_heads, shape.head_dim, resolve_kv_type(ops))
+    filled = consecutive_batch(step.context, step.context, BLOCK_SIZE)
+    inputs, table = make_inputs(target, shape, whole), rope_table(shape.head_dim)
+    q = ops.rope_store(*inputs, filled.positions, table, kv, filled.slot_mapping)[step.start :]
+    batch = consecutive_batch(step.tokens, step.context, BLOCK_SIZE)
+    return partial(ops.attention, q, kv, batch, AttentionParams(shape.head_dim**-0.5))
 
 
 def _attend(q: Floats, keys: Floats, values: Floats, mask: Floats) -> Floats:
@@ -243,13 +253,11 @@ CACHES = {"separate": partial(_make_cache, False), "unified": partial(_make_cach
 def measure_memory(ops: Backend, make: Callable[[], AttentionCache], inputs: Inputs, start: int = 0) -> int:
     """Return the bytes that a cache holds after a step, as the allocators of Python and of the device count them."""
     make().attend(*inputs, start)  # what is allocated once and kept elsewhere is not the cache's
-    gc.collect()
     before = ops.allocated_memory()
     tracemalloc.start()
     try:
         cache = make()
         cache.attend(*inputs, start)
-        gc.collect()
         return tracemalloc.get_traced_memory()[0] + ops.allocated_memory() - before
     finally:
         tracemalloc.stop()

@@ -29,7 +29,7 @@ Floats = NDArray[np.float32]
 Samples = Sequence[float]
 VerdictName = Literal["confirmed", "refuted", "within noise", "mixed", "not judged"]
 MIN_GAIN = 0.10  # a smaller gain is not worth a change
-QUICK = TimingPlan(seconds=0.35, min_samples=12, max_samples=60, warm_up_s=0.05)
+QUICK = TimingPlan(seconds=0.35, min_samples=10, max_samples=60, warm_up_s=0.05)
 THOROUGH = TimingPlan(seconds=2.0, min_samples=30, max_samples=100, warm_up_s=0.3)
 SPEED_SIZE, SPEED_REPEATS = 256, 100  # of the product whose time is the machine's speed
 MAX_DRIFT = 0.10  # of the machine's speed during a run

@@ -15,18 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from ...backends import reference, resolve_kv_type
-from ...backends.ops import AttentionParams
+from ...backends import reference
 from ...config import ModelConfig
 from ...engine.model_runner import SingleSequence
 from ...models import Transformer, load_model, read_model_config
 from ...weights import open_checkpoint
 from .. import statistics
-from ..micro import consecutive_batch
 from ..results import quantity
 from ..statistics import Change
 from . import harness
-from .caches import BLOCK_SIZE
+from .caches import make_attention
 from .harness import Finding, Floats, Harness, Row, Samples, Step, Table, VerdictName
 from .numpy_model import CACHED_MASKS, GROWING, additive_mask
 from .targets import Target
@@ -90,16 +88,9 @@ def bounded_softmax(scores: Floats, start: int = 0) -> Floats:
 
 def kernel_sides(target: Target, runner: Harness, step: Step) -> dict[str, Callable[[], Any]]:
     """Return the attention kernel alone, and with a mask beside it that is kept or made."""
-    ops, shape, rng = target.ops, runner.shape, np.random.default_rng(step.length)
-    kv = ops.empty_kv(
-        -(-step.context // BLOCK_SIZE), BLOCK_SIZE, shape.n_heads, shape.head_dim, resolve_kv_type(ops)
-    )  # fmt: skip
-    q = target.array(harness.random_array(rng, step.tokens, shape.n_heads, shape.head_dim))
+    shape, rng = runner.shape, np.random.default_rng(step.length)
     scores = target.array(harness.random_array(rng, shape.n_heads, step.tokens, step.context))
-    attend = partial(
-        ops.attention, q, kv, consecutive_batch(step.tokens, step.context, BLOCK_SIZE),
-        AttentionParams(shape.head_dim**-0.5),
-    )  # fmt: skip
+    attend = make_attention(target, shape, step)
     make = mask_maker(target, step)
     kept = make()
 

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from ...backends import resolve_kv_type
-from ...backends.ops import AttentionParams
 from ...weights.quants import BLOCK_TYPES
 from .. import statistics
 from ..micro import Function, consecutive_batch, rope_table
@@ -21,7 +20,7 @@ from ..roofline import library_threads
 from ..statistics import Change
 from ..synthetic import random_tensor
 from . import harness
-from .caches import BLOCK_SIZE, make_inputs
+from .caches import BLOCK_SIZE, make_attention, make_inputs
 from .harness import Finding, Harness, Shape, Step, Table, VerdictName
 from .targets import Target
 
@@ -97,12 +96,7 @@ def _rope(target: Target, shape: Shape) -> Callable[[Step], Function]:
 
 
 def _attention(target: Target, shape: Shape) -> Callable[[Step], Function]:
-    def side(step: Step) -> Function:
-        batch = consecutive_batch(step.tokens, step.context, BLOCK_SIZE)
-        q, params = make_inputs(target, shape, step)[0], AttentionParams(shape.head_dim**-0.5)
-        return partial(target.ops.attention, q, _kv(target, shape, step), batch, params)
-
-    return side
+    return partial(make_attention, target, shape)
 
 
 def _kv(target: Target, shape: Shape, step: Step) -> Any:
