@@ -135,6 +135,7 @@ def run(runner: Harness, only: Sequence[str] = ()) -> None:
     details.update(verdicts=[], tables={}, more_tables={}, claims={}, not_testable=NOT_TESTABLE)
     details["backends"] = {target.name: target.label for target in runner.targets}
     runner.recorder.model = describe_model(runner.model)
+    harness.machine_seconds()  # warm up
     speeds = [("before the first claim", harness.machine_seconds())]
     for index, claim in enumerate(claims):
         experiment = EXPERIMENTS[claim]

@@ -46,7 +46,7 @@ CHOICES: Mapping[str, Choice] = {
         "or CUDA graph",
         {
             "confirmed": ("accept", f"the integrated block is faster; {ONE_DEFINITION}"),
-            "mixed": ("modify", f"where integration gains, it is used, and only there; {ONE_DEFINITION}"),
+            "mixed": ("modify", f"it gains in some cases only: the reference stays op by op; {ONE_DEFINITION}"),
         },
     ),
     "2": Choice(
@@ -67,7 +67,7 @@ CHOICES: Mapping[str, Choice] = {
                 "reject",
                 "faster for one sequence, but blocks are shared between requests: the product " + NOT_NEEDED,
             ),
-            "mixed": ("reject", "the gain appears in some cases only, and is not worth giving up shared blocks"),
+            "mixed": ("reject", "one object is not faster in all cases, and that is not worth giving up shared blocks"),
         },
     ),
     "3a": Choice(
@@ -79,7 +79,7 @@ CHOICES: Mapping[str, Choice] = {
                 "reject",
                 "a kept mask saves time where a mask is added, but the product " + NOT_NEEDED + " it",
             ),
-            "mixed": ("reject", "it pays where a mask is added, and the kernels add none"),
+            "mixed": ("reject", "it can pay only where a mask is added, and the kernels add none"),
             "refuted": ("reject", "attention without a mask is faster than with a kept one"),
         },
     ),
@@ -143,7 +143,7 @@ CHOICES: Mapping[str, Choice] = {
         {
             "confirmed": ("accept", "calls take at most 5% of a step"),
             "refuted": ("reject", "calls take over 5% of a step, so the product makes one call in a step"),
-            "mixed": ("modify", "negligible where ops are slow, not where kernels are fast: there a step is one call"),
+            "mixed": ("modify", "where calls take over 5% of a step of fast kernels, a step is made one call"),
         },
     ),
     "11": Choice(
