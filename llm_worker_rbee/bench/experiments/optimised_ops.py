@@ -6,7 +6,7 @@ so those are judged together, on both sides as the op `attention`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ QKV_TYPES = ("F32", "Q4_1")  # as in the old suite, and as in the default model
 def run_optimised_ops(runner: Harness) -> Finding:
     """Compare the ops at each step, with NumPy's number of threads and with all."""
     head = ["part", "backend", "threads", "step", "reference", "kernel", "times as fast", "99% interval", "claim"]
-    table, votes = [head], dict[str, list[VerdictName]]()
+    table, votes = [head], dict[str, dict[str, list[VerdictName]]]()
     base = runner.reference
     if base is None:
         return Finding("not judged", "the reference is left out", [Table(table)])
@@ -51,13 +51,19 @@ def run_optimised_ops(runner: Harness) -> Finding:
                 for n in limited:
                     change = statistics.compare(taken["reference"], taken[_label(target, n)])
                     vote = vote_optimised(change)
-                    votes.setdefault(part, []).append(vote)
+                    votes.setdefault(target.name, {}).setdefault(part, []).append(vote)
                     times = [harness.format_time(taken[name]) for name in ("reference", _label(target, n))]
                     cells = [part, target.name, str(n or "-"), str(step), *times, *harness.speedup_cells(change), vote]
                     table.append(cells)
-    found = {part: harness.majority(one) for part, one in votes.items()}
-    summary = "reference against kernels: " + ", ".join(f"{part} {verdict}" for part, verdict in found.items())
-    return Finding(harness.agreed(list(found.values())), summary, [Table(table)])
+    backends = {name: _backend_verdict(parts) for name, parts in votes.items()}
+    return Finding(harness.agreed([one["verdict"] for one in backends.values()]), "", [Table(table)], backends)
+
+
+def _backend_verdict(parts: Mapping[str, Sequence[VerdictName]]) -> dict[str, Any]:
+    """Return the verdict of a backend, and that of each part."""
+    found = {part: harness.majority(votes) for part, votes in parts.items()}
+    summary = ", ".join(f"{part} {verdict}" for part, verdict in found.items())
+    return {"verdict": harness.agreed(list(found.values())), "phases": found, "summary": summary}
 
 
 def _label(target: Target, threads: int | None) -> str:
