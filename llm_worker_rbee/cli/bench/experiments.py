@@ -46,7 +46,7 @@ def experiments(options: ClaimOptions, results: ResultOptions) -> None:
     Examples:
       llm-worker-rbee bench experiments
       llm-worker-rbee bench experiments --only 3a --only 5
-      llm-worker-rbee bench experiments --backends reference,cpu --save claims.json.gz
+      llm-worker-rbee bench experiments --backends reference,cpu
       llm-worker-rbee bench experiments --all --claims docs/claims.md
     """
     used = use_threads(options.threads, "reference")
