@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from html import escape
@@ -89,6 +89,11 @@ def record_flame(function: Callable[[], object], seconds: float, py_spy: PySpy |
 def kernel_flame(seconds: Mapping[tuple[str, str], float]) -> Flame:
     """Return a graph of kernels alone, by the name of their component and their own."""
     return [(_kernel_stack(*names), taken) for names, taken in seconds.items() if taken > 0]
+
+
+def leave_out(flame: Flame, functions: Sequence[str]) -> Flame:
+    """Return the samples outside of these functions."""
+    return [(stack, weight) for stack, weight in flame if not any(frame.name in functions for frame in stack)]
 
 
 def split_regions(flame: Flame, region: str, seconds: Mapping[tuple[str, str], float]) -> Flame:

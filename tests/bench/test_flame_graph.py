@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import pytest
 
 from llm_worker_rbee.bench import flame_graph
-from llm_worker_rbee.bench.flame_graph import Frame, PySpy
+from llm_worker_rbee.bench.flame_graph import Flame, Frame, PySpy
 from llm_worker_rbee.errors import MissingDependencyError, WorkerError
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -34,6 +34,25 @@ def spin() -> int:
 
 def work() -> None:
     spin()
+
+
+def test_split_regions_divides_a_function_among_its_tasks() -> None:
+    caller, region, other = (Frame(name, "a.py", 1, "ours") for name in ("step", "Program.run_timed", "schedule"))
+    flame: Flame = [((caller, region), 3.0), ((caller, other), 1.0), ((caller, region, other), 1.0)]
+    tasks = {("QKV", "matmul"): 6.0, ("head", "matmul"): 2.0, ("norms", "norm"): 0.0}
+    found = flame_graph.split_regions(flame, "Program.run_timed", tasks)
+    named = {tuple(frame.name for frame in stack): weight for stack, weight in found}
+    assert named == {
+        ("step", "schedule"): 1.0,
+        ("step", "Program.run_timed", "QKV", "matmul"): 3.0,
+        ("step", "Program.run_timed", "head", "matmul"): 1.0,
+    }
+    assert flame_graph.split_regions(flame, "Program.run_timed", {}) == flame
+    assert flame_graph.leave_out(flame, ["schedule"]) == flame[:1]
+    assert flame_graph.kernel_flame(tasks) == [
+        ((Frame("QKV", "", 0, "component"), Frame("matmul", "", 0, "kernel")), 6.0),
+        ((Frame("head", "", 0, "component"), Frame("matmul", "", 0, "kernel")), 2.0),
+    ]
 
 
 def test_record_in_process_sees_callers() -> None:

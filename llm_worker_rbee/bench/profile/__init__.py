@@ -17,7 +17,8 @@ from typing import Any
 
 from ...backends.ops import Batch, KernelTrace, TaskLabel
 from ...progress import StepProgress
-from ..flame_graph import Flame, kernel_flame, record_flame, split_regions
+from .. import statistics
+from ..flame_graph import Flame, kernel_flame, leave_out, record_flame, split_regions
 from ..results import Recorder, Result
 from ..roofline import Limits, Work, backend_limits
 from . import timeline
@@ -168,9 +169,10 @@ class _Profiler:
     def add_results(self, phase: str) -> None:
         """Remake the results of all components."""
         spent, calls, common = self.seconds[phase], self.calls[phase], self.common(phase)
-        total = sum(map(sum, spent.values()))
+        estimates = {name: statistics.estimate(samples).value for name, samples in spent.items()}
+        n_steps, total = self.steps[phase], sum(estimates.values())
         for name, samples in spent.items():
-            share, n_steps = sum(samples) / total, self.steps[phase]
+            share = estimates[name] / total
             fields: dict[str, Any] = {"share": share, "class": classify(share), "calls": calls.get(name, 0.0)}
             limit = {} if _is_padding(name, spent) else limit_of(name, self.work[phase], self.limits)
             fields |= {key: value / n_steps if key in PER_STEP else value for key, value in limit.items()}
@@ -185,6 +187,12 @@ class _Profiler:
         }
         self.recorder.details.setdefault("tasks", {})[phase] = kernels
 
+    def run_into(self, phase: str, tasks: Tasks) -> None:
+        """Run a phase, and add the tasks of its programs."""
+        self.workload.run(phase, self.timer.reset)
+        for label, spent in self.timer.program_tasks().items():
+            tasks.setdefault(label, Spent()).add(spent.seconds, spent.calls)
+
     def record_flames(self, flames: dict[str, Flame]) -> None:
         """Sample the stack in passes of their own; the time of a program is divided among its tasks."""
         for phase in self.settings.phases:
@@ -193,11 +201,12 @@ class _Profiler:
                 flames[phase] = kernel_flame(_named(self.tasks.get(phase, {})))
                 self.report_progress(f"flame graph of {phase}")
                 continue
+            tasks: Tasks = {}
             with attach(self.workload.engine, self.timer):
-                self.timer.reset()
-                run_phase = partial(self.workload.run, phase, lambda: None)
+                run_phase = partial(self.run_into, phase, tasks)
                 flame = record_flame(run_phase, self.settings.flame_seconds, self.settings.py_spy)
-            flames[phase] = split_regions(flame, REGION, _named(self.timer.program_tasks()))
+            flame = leave_out(flame, self.workload.setup.get(phase, ()))
+            flames[phase] = split_regions(flame, REGION, _named(tasks))
             self.report_progress(f"flame graph of {phase}")
 
 

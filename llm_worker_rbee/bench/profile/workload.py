@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from ...backends import resolve_kv_type, select_backend
 from ...config import KV_AUTO
@@ -82,6 +82,7 @@ class Workload(Protocol):
 
     engine: Engine
     rest: str  # the component of what happens outside of the engine's steps
+    setup: ClassVar[dict[str, tuple[str, ...]]]  # functions before the timed part of each phase
     tokens: dict[str, int]  # of a step of each phase
 
     def run(self, phase: str, on_start: Callable[[], object]) -> PhaseRun: ...
@@ -91,6 +92,10 @@ class RandomTokens:
     """Prompts of random tokens, all at once, and steps of one token for each."""
 
     rest = "host"
+    setup: ClassVar[dict[str, tuple[str, ...]]] = {
+        "prefill": ("EngineHarness._fill_cache",),
+        "decode": ("EngineHarness._fill_cache", "EngineHarness._start"),
+    }
 
     def __init__(self, subject: Subject, settings: Settings) -> None:
         s, model = settings, subject.model
@@ -118,6 +123,7 @@ class TextPrompt:
     """A prompt from text to text, as `LLM.stream` computes it: prefill ends with the first token."""
 
     rest = "text"
+    setup: ClassVar[dict[str, tuple[str, ...]]] = {}
 
     def __init__(self, subject: Subject, settings: Settings) -> None:
         if subject.llm is None:

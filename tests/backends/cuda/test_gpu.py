@@ -18,6 +18,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 from llm_worker_rbee.backends.cuda import CudaBackend  # noqa: E402
+from llm_worker_rbee.bench import profile  # noqa: E402
+from llm_worker_rbee.bench.profile.workload import Settings, Subject  # noqa: E402
+from llm_worker_rbee.bench.results import Recorder  # noqa: E402
 from llm_worker_rbee.bench.synthetic import Shape  # noqa: E402
 from llm_worker_rbee.config import EngineConfig  # noqa: E402
 from llm_worker_rbee.engine.engine import Engine  # noqa: E402
@@ -202,3 +205,19 @@ def test_async_schedules_give_results_of_sync_steps() -> None:
     plain = Engine(replace(model, ops=SyncBackend(deterministic_ops)), config, "bfloat16")
     for seed in range(15):
         assert run(ahead, seed) == run(plain, seed), seed
+
+
+def test_profile_components_sum_to_the_step() -> None:
+    """Kernels of the time line are all found again, and no component is past its limit."""
+    made = cuda_models.random_checkpoint(MIDDLE, "Q4_0")
+    model = load_model(made, ops, read_model_config(made))
+    recorder = Recorder("profile")
+    subject = Subject(model, made, ops.default_kv_type)
+    settings = Settings(pp=64, tg=16, repetitions=3, flame_seconds=0, batch=2)
+    profile.run(recorder, lambda *_: None, subject, settings, {})
+    found = {result.name: result for result in recorder.results()}
+    decode = {name.removeprefix("decode/") for name in found if name.startswith("decode/")}
+    assert {"qkv", "rope_kv_attention", "output_norm", "gate_up_activation", "down_norm", "head", "sampling"} <= decode
+    assert found["decode/qkv"].fields["calls"] == MIDDLE.layers
+    assert 0.9 < found["decode/components_of_step"].estimate < 1.1
+    assert all(result.fields.get("percent_of_limit", 0) <= 100 for result in found.values())
