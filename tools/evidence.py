@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import pages
 
+from llm_worker_rbee.bench.peers import find
 from llm_worker_rbee.bench.results import Run, describe_machine
 
 NAMED = "^(rope_forward|qkv_projection|attention_scores|causal_mask|causal_mask_cached|full_attention)/"
@@ -32,13 +33,22 @@ SHAPE_7B = "--synthetic llama2-7b:Q4_K_M"
 NO_FILES = "--flame 0 --no-report"
 SERVERS = "--peer llama-bench --peer llama-server --llama-bench {llama_bench} --llama-server {llama_server}"
 
+PEERS = "bench peers --suite cpu --peer llama-bench --peer mistral.rs --llama-bench {llama_bench}"
+REQUESTS = "bench peers --suite cpu --peer llama-server --peer mistral.rs --llama-server {llama_server}"
+OPTIONS = (
+    "--suite cpu --peer llama-bench --llama-bench {llama_bench} --llama-bench-args '-fa off' "
+    "--llama-bench-args '-ctk q8_0 -ctv q8_0' --llama-bench-args '-ub 64'"
+)
+ALL_PEERS = ("cpu", "llama-bench", "mistral.rs")
+REMEDIES = {"mistral.rs": "`bench peers --install mistral.rs` installs it", "perf": "it comes with Linux's tools"}
+
 
 class Step(NamedTuple):
     """A saved run: the command that makes it, and what it needs."""
 
     name: str
     command: str
-    needs: tuple[str, ...] = ()  # cuda, llama-bench, llama-server, mistral.rs, quiet CPU without a GPU: cpu
+    needs: tuple[str, ...] = ()  # cuda, llama-bench, llama-server, mistral.rs, perf, quiet CPU without a GPU: cpu
 
 
 STEPS = (
@@ -57,7 +67,11 @@ STEPS = (
     Step("e2e-cuda", f"bench e2e --device cuda {SHAPE_7B} --batch 1,64 --burst 64x27", ("cuda",)),
     Step("serving-null", "bench serving --spawn --engine null -c 64 --serve-args '--null-step-ms 2.5'", ("cpu",)),
     Step("peers", f"bench peers --suite cpu {SERVERS}", ("cpu", "llama-bench", "llama-server")),
-    Step("peers-mistralrs", "bench peers --peer mistral.rs", ("cpu", "mistral.rs")),
+    Step("peers-mistralrs", f"{PEERS} --rows '^(default|q4_0|q8_0|7b-q4_k_m)$' --pp 128,126 --tg 32", ALL_PEERS),
+    Step("peers-one-thread", f"{PEERS} --rows '^(q4_0|q8_0)$' --pp 128 --tg 32 --threads 1", ALL_PEERS),
+    Step("peers-options", f"bench peers {OPTIONS} --rows '^q4_0$'", ("cpu", "llama-bench")),
+    Step("peers-requests", f"{REQUESTS} --rows '^requests$' --batch 4 --tg 64", (*ALL_PEERS, "llama-server")),
+    Step("peers-profile", "tools/peer_profile.py --llama-bench {llama_bench}", (*ALL_PEERS, "perf")),
 )
 
 
@@ -77,7 +91,7 @@ def missing(step: Step, programs: dict[str, str | None]) -> str | None:
         if need == "cpu" and has_gpu:
             return "measured on a machine without a GPU"
         if need in programs and programs[need] is None:
-            return f"--{need.replace('.', '')} is not given and {need} is not installed"
+            return f"{need} is not installed: {REMEDIES.get(need, f'--{need} PATH names it')}"
     return None
 
 
@@ -96,9 +110,10 @@ def run_step(step: Step, folder: Path, programs: dict[str, str | None]) -> bool:
     path = folder / f"{step.name}.json.gz"
     values = {name.replace("-", "_").replace(".", ""): str(value) for name, value in programs.items()}
     words = [*shlex.split(step.command.format(**values)), "--save", str(path)]
-    print(f"\n== {step.name}: llm-worker-rbee {shlex.join(words)}", flush=True)
+    program = [sys.executable] if words[0].endswith(".py") else [sys.executable, "-m", "llm_worker_rbee"]
+    print(f"\n== {step.name}: {shlex.join(words)}", flush=True)
     start = time.monotonic()
-    done = subprocess.run([sys.executable, "-m", "llm_worker_rbee", *words], cwd=pages.ROOT)
+    done = subprocess.run([*program, *words], cwd=pages.ROOT)
     print(
         f"== {step.name}: {'done' if done.returncode == 0 else 'FAILED'} after {time.monotonic() - start:.0f} s",
         flush=True,
@@ -128,7 +143,11 @@ def main() -> int:
     parser.add_argument("--llama-bench", metavar="PATH", default=shutil.which("llama-bench"))
     parser.add_argument("--llama-server", metavar="PATH", default=shutil.which("llama-server"))
     given = parser.parse_args()
-    programs = {"llama-bench": given.llama_bench, "llama-server": given.llama_server}
+    mistralrs = find.environment_python("mistral.rs")
+    programs = {
+        "llama-bench": given.llama_bench, "llama-server": given.llama_server, "perf": shutil.which("perf"),
+        "mistral.rs": str(mistralrs) if mistralrs.exists() else None,
+    }  # fmt: skip
     folder, failed = pages.RESULTS / (given.machine or machine_folder()), []
     for step in select(given.only):
         reason = missing(step, programs)

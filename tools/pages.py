@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import benchmarks_page
+import peers_page
 import profile_page
 import speed_chart
 
@@ -35,11 +36,13 @@ class Page(NamedTuple):
     render: Callable[[Runs], str]
 
 
+CHART_RUNS = ("*/peers.json.gz", "*/peers-[0-9]*.json.gz", "*/peers-cuda.json.gz", "*/e2e*.json.gz")
 PAGES = (
     Page("docs/benchmarks.md", ("*/*.json.gz",), benchmarks_page.markdown),
     Page("docs/profile.md", ("*/profile*.json.gz",), profile_page.markdown),
     Page("docs/claims.md", ("*/experiments*.json.gz",), lambda runs: experiments.markdown(list(runs.values()))),
-    Page("docs/pictures/speed.svg", ("*/peers*.json.gz", "*/e2e*.json.gz"), speed_chart.svg),
+    Page("docs/peers.md", tuple(f"*/{step}.json.gz" for step in peers_page.STEPS), peers_page.markdown),
+    Page("docs/pictures/speed.svg", CHART_RUNS, speed_chart.svg),
 )
 # what a command measures, besides the backends that it ran on
 KIND_AREAS = {
@@ -66,6 +69,8 @@ def backends(run: Run) -> list[str]:
 
 def areas(run: Run) -> list[str]:
     """Return the areas of the code that a run measured."""
+    if run.kind == "peer-profile":  # samples of other programs
+        return []
     more = set(KIND_AREAS.get(run.kind, ("layers", "engine")))
     if run.kind == "peers" and any("server" in str(peer) for peer in run.settings.get("peers") or ()):
         more.add("server")

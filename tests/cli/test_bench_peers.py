@@ -65,6 +65,7 @@ def test_peers_suite_says_how_long_it_takes_and_writes_markdown(
     assert rows == [[*test, peer] for test in tests for peer in ("llm-worker-rbee", "llama-bench")]
     saved = json.loads((tmp_path / "run.json").read_text())
     assert saved["settings"]["rows"] == ["default", "q8_0"]
+    assert saved["settings"]["llama_bench"] == "llama-bench"  # not where it is
     assert len(saved["details"]["busy_cores"]["q8_0"]) == 2
     assert "| q8_0 tg2 | llama-bench, build 7031 (0c1e570) |" in (tmp_path / "run.md").read_text()
     (made,) = (tmp_path / "files").iterdir()

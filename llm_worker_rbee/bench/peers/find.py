@@ -47,7 +47,8 @@ def own_peers(model: Path, plan: Plan, tasks: Sequence[Task]) -> list[Peer]:
     found: list[Peer] = []
     if single:
         command = [sys.executable, "-m", programs.__name__, _child_settings(model, plan, single)]
-        found.append(LibraryPeer(OURS, command, package_environment(plan.threads), plan.timeout_s))
+        env = package_environment(plan.threads)
+        found.append(LibraryPeer(OURS, command, env, plan.timeout_s, warm_up_runs=_warm_up_runs(plan)))
     if together:
         args = ["--device", plan.device, "--backend", plan.backend]
         args += ["--threads", str(plan.threads)] if plan.is_on_cpu else []
@@ -122,7 +123,12 @@ def _make_library(name: str, model: Path, checkpoint: Checkpoint, plan: Plan, ta
     if not plan.is_on_gpu:
         env["CUDA_VISIBLE_DEVICES"] = ""
     command = [python, "-c", source, name, _child_settings(model, plan, tasks)]
-    return [LibraryPeer(name, command, env, plan.timeout_s, BATCHES.get(name, (False,)))]
+    return [LibraryPeer(name, command, env, plan.timeout_s, BATCHES.get(name, (False,)), _warm_up_runs(plan))]
+
+
+def _warm_up_runs(plan: Plan) -> int:
+    """Return how often a library runs each task before it counts: on a GPU the second run may be slow too."""
+    return 2 if plan.is_on_gpu else 1
 
 
 def environment_python(name: str) -> Path:

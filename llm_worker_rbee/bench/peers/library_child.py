@@ -24,6 +24,7 @@ Reply = dict[str, Any]
 Handler = Callable[..., Reply | None]  # the fields of a request -> the reply; None: its seconds
 Loaded = tuple[str, dict[str, Any], Handler]  # version, the settings that speed depends on, and the handler
 Loader = Callable[[dict[str, Any]], Loaded]
+TEXTS_TRIED = 40  # for one of the right number of tokens
 WORDS = ("the", "river", "runs", "past", "an", "old", "mill", "while", "a", "dog", "sleeps", "in", "warm", "grass")
 
 
@@ -129,8 +130,12 @@ def load_mistralrs(settings: dict[str, Any]) -> Loaded:
     rng = random.Random(0)
 
     def make_text(tokens: int) -> str:
-        ids = runner.tokenize_text(" ".join(rng.choice(WORDS) for _ in range(2 * tokens)), False, None)
-        return str(runner.detokenize_text(ids[:tokens], False))
+        for tried in range(TEXTS_TRIED):  # a first token may be added, and a cut word be other tokens
+            ids = runner.tokenize_text(" ".join(rng.choice(WORDS) for _ in range(2 * tokens)), False, None)
+            text = str(runner.detokenize_text(ids[: max(tokens - tried % 4, 1)], False))
+            if len(runner.tokenize_text(text, True, None)) == tokens:
+                break
+        return text
 
     def measure(kind: str, tokens: int, prompts: list[list[int]] | None = None) -> Reply:
         if prompts is not None:

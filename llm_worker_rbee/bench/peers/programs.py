@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from ... import __version__
@@ -26,6 +27,7 @@ from . import library_child
 PeerError = ChildFailedError
 OURS, LLAMA_BENCH, LLAMA_SERVER = "llm-worker-rbee", "llama-bench", "llama-server"
 WARM_UP_TOKENS = 8
+GPU_REPETITIONS = 5
 ALL_LAYERS = "999"  # of a model, to the GPU
 # what llama-bench says about itself that speed depends on
 BENCH_SETTINGS = ("backends", "n_threads", "n_batch", "n_ubatch", "type_k", "type_v", "n_gpu_layers", "flash_attn")
@@ -59,6 +61,7 @@ class Peer:
     version = ""
     settings: Mapping[str, Any] = {}  # those that speed depends on
     batch_warm_up_tokens = 32  # the first answer must not end before the last has begun
+    warm_up_runs = 1
     batches: tuple[bool, ...] = (False,)  # whether it runs tasks of one sequence, of many prompts, or of both
 
     def can_run(self, task: Task) -> bool:
@@ -70,7 +73,7 @@ class Peer:
     def warm_up(self, tasks: Sequence[Task]) -> None:
         """Start it, then run each prefill and a few tokens of each decode."""
         self.start()
-        for task in filter(self.can_run, tasks):
+        for task in self.warm_up_runs * list(filter(self.can_run, tasks)):
             few = task.tokens if task.kind == "pp" else self.batch_warm_up_tokens if task.prompts else WARM_UP_TOKENS
             self.measure_rate(task._replace(tokens=min(task.tokens, few)))
 
@@ -88,9 +91,9 @@ class LibraryPeer(Peer):
 
     def __init__(
         self, name: str, command: Sequence[str], env: Mapping[str, str], timeout_s: float,
-        batches: tuple[bool, ...] = (False,),
+        batches: tuple[bool, ...] = (False,), warm_up_runs: int = 1,
     ) -> None:  # fmt: skip
-        self.name, self.batches = name, batches
+        self.name, self.batches, self.warm_up_runs = name, batches, warm_up_runs
         self._child = ChildProcess(name, command, env, timeout_s)
 
     def start(self) -> None:
@@ -113,13 +116,16 @@ class LibraryPeer(Peer):
 
 
 class LlamaBench(Peer):
-    """The llama-bench program, one process for each run; with more options it is named after them."""
+    """The llama-bench program, one process for each run; with more options it is named after them.
+
+    On a GPU a run takes milliseconds and the first after its warm-up is slower: the median of several is taken.
+    """
 
     def __init__(
         self, program: str, model: str, threads: int, timeout_s: float, *, on_gpu: bool = False, options: str = ""
     ) -> None:
-        layers = ALL_LAYERS if on_gpu else "0"
-        self._command = [program, "-m", model, "-t", str(threads), "-ngl", layers, "-r", "1", "-o", "json"]
+        layers, repetitions = (ALL_LAYERS, str(GPU_REPETITIONS)) if on_gpu else ("0", "1")
+        self._command = [program, "-m", model, "-t", str(threads), "-ngl", layers, "-r", repetitions, "-o", "json"]
         self._command += shlex.split(options)  # the last of an option counts
         self._timeout_s = timeout_s
         self.name = f"{LLAMA_BENCH} {options}".strip()
@@ -151,7 +157,7 @@ class LlamaBench(Peer):
             (row,) = [r for r in json.loads(output) if (r["n_prompt"], r["n_gen"]) == (prompt, generated)]
             self.version = f"build {row['build_number']} ({row['build_commit']})"
             self.settings = {key: row[key] for key in BENCH_SETTINGS if key in row}
-            return float(row["avg_ts"])
+            return float(median(row.get("samples_ts") or [row["avg_ts"]]))
         except (ValueError, KeyError, TypeError):
             raise PeerError(f"{self.name} printed no JSON of the known form: {output[:200]!r}") from None
 

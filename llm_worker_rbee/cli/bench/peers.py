@@ -162,6 +162,8 @@ def peers(options: PeerOptions, results: ResultOptions, computing: ComputeOption
             find.install(name, progress)
     settings = asdict(plan.for_row(rows[0]) if len(rows) == 1 else plan)
     settings |= {"suite": options.suite, "rows": [row.name for row in rows]}
+    settings |= {name: Path(path).name for name in ("llama_bench", "llama_server") if (path := settings[name])}
+    settings["pythons"] = [Path(path).name for path in plan.pythons]  # where programs are is no matter of speed
     with common.recording("peers", results, _show, **settings) as recorder:
         _measure(recorder, rows, plan, options.files)
         if not recorder.results():

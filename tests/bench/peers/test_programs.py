@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -57,9 +58,15 @@ def test_llama_bench_output_is_parsed(fake: str) -> None:
     assert (bench.name, bench.settings["n_gpu_layers"]) == ("llama-bench", 0)
 
 
+def test_llama_bench_takes_the_median_of_its_repetitions(tmp_path: Path) -> None:
+    row = {"build_number": 1, "build_commit": "a", "n_prompt": 8, "n_gen": 0, "avg_ts": 5.0, "samples_ts": [1, 7, 7]}
+    path = program(tmp_path / "llama-bench", f"#!/bin/sh\necho '{json.dumps([row])}'\n")
+    assert LlamaBench(str(path), "model.gguf", 1, 30, on_gpu=True).measure_rate(Task("pp", 8)) == 7.0
+
+
 def test_llama_bench_on_the_gpu_and_with_more_options(fake: str) -> None:
     bench = LlamaBench(fake, "model.gguf", 2, 30, on_gpu=True, options="-fa off -t 1")
-    assert bench.measure_rate(Task("pp", 64)) == 1064.25  # the last -t counts
+    assert bench.measure_rate(Task("pp", 64)) == 5064.25  # of five repetitions; the last -t counts
     assert bench.name == "llama-bench -fa off -t 1"
     assert bench.settings == {"backends": "CPU", "n_threads": 1, "n_gpu_layers": 999}
 
