@@ -87,7 +87,7 @@ def e2e(options: ModelBenchOptions, results: ResultOptions, computing: LoadOptio
 
     OF LIMIT: for decode, the bytes that a token needs times the rate, over the
     memory bandwidth measured just before; for prefill, the operations over the
-    measured rate of matrix products (float32, on a GPU float16).
+    measured rate of their arithmetic (int8, float32, on a GPU float16).
 
     A synthetic model has random weights and llama.cpp's real mix of types: it
     is for speed only. Several of them run in a process each. On a GPU an engine
