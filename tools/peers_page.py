@@ -67,9 +67,10 @@ LONG_TEXT = """
 - From 512 to 4,096 tokens, where attention counts most, this worker keeps {ours} of its rate and llama.cpp {llama} on
   the Q4_1 file ({command}): a slower product hides part of the attention."""
 GPU_TEXT = """
-llama.cpp here is node-llama-cpp 3.20.0's prebuilt library of release b10361 (its build with CUDA 12, cuBLAS 13 in its
-place), with that release's llama-bench; the driver compiled its kernels for this GPU from PTX. A build for this GPU
-alone may differ. The file has random weights: only their amount and types matter for speed."""
+llama.cpp here is the prebuilt library of node-llama-cpp 3.20.0, release b10361 by the package's metadata (the library
+itself names build 1, adb92f2), built with CUDA 12 and run with cuBLAS 13; llama-bench is compiled from b10361. The
+driver compiled the kernels for this GPU from PTX: a build for this GPU alone may differ. The file has random weights:
+only their amount and types matter for speed."""
 REQUESTS_TEXT = """
 `serve` and llama-server answer over HTTP, mistral.rs in its own process. For Q4_1 llama.cpp and Candle multiply one row
 with one token: all arithmetic is done again for each request, and a batch gains what is left, reading and the overhead

@@ -145,7 +145,7 @@ def peers(options: PeerOptions, results: ResultOptions, computing: ComputeOption
       llm-worker-rbee bench peers model.gguf --peer-python ~/venv/bin/python
       llm-worker-rbee bench peers --peer mistral.rs --install mistral.rs
       llm-worker-rbee bench peers model-folder --device cuda --peer vllm --peer-python ~/vllm/bin/python
-      llm-worker-rbee bench peers --peer llama-bench --llama-bench-args '-fa off' --llama-bench-args '-ctk f32 -ctv f32'
+      llm-worker-rbee bench peers --peer llama-bench --llama-bench-args '-fa off' --llama-bench-args '-ub 64'
       llm-worker-rbee bench peers --batch 16 --llama-server ~/llama.cpp/build/bin/llama-server
       llm-worker-rbee bench peers --synthetic llama2-7b:Q4_0:4 --peer llama-bench
       llm-worker-rbee bench peers --suite cpu --list
