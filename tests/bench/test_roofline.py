@@ -117,7 +117,7 @@ def test_bandwidth_of_large_data_is_the_faster_of_a_read_and_a_copy(monkeypatch:
     monkeypatch.setattr(roofline, "_copy_rate", copy_rate)
     monkeypatch.setattr(roofline, "SIZES", (1 << 18, roofline.MIN_COPY_BYTES))
     (_, small), (_, large) = roofline._measure_limits(1).bandwidth
-    assert small < large == 1e15
+    assert small == large == 1e15  # what fits into a cache is never slower
     assert copied == [roofline.MIN_COPY_BYTES]
 
 
