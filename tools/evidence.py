@@ -31,6 +31,7 @@ from llm_worker_rbee.bench.results import Run, describe_machine
 NAMED = "^(rope_forward|qkv_projection|attention_scores|causal_mask|causal_mask_cached|full_attention)/"
 SHAPE_7B = "--synthetic llama2-7b:Q4_K_M"
 NO_FILES = "--flame 0 --no-report"
+LLAMA_BENCH = "--peer llama-bench --llama-bench {llama_bench}"
 SERVERS = "--peer llama-bench --peer llama-server --llama-bench {llama_bench} --llama-server {llama_server}"
 
 PEERS = "bench peers --suite cpu --peer llama-bench --peer mistral.rs --llama-bench {llama_bench}"
@@ -65,6 +66,14 @@ STEPS = (
     Step("load", "bench load", ("cpu",)),
     Step("e2e", "bench e2e --batch 1,16 --prefix 1000", ("cpu",)),
     Step("e2e-cuda", f"bench e2e --device cuda {SHAPE_7B} --batch 1,64 --burst 64x27", ("cuda",)),
+    Step("e2e-cuda-256", f"bench e2e --device cuda {SHAPE_7B} --pp 0 --batch 256 --depth 150 -r 3", ("cuda",)),
+    Step("e2e-cuda-deterministic", f"bench e2e --device cuda {SHAPE_7B} --batch 1,64 --deterministic -r 3", ("cuda",)),
+    Step(
+        "e2e-cuda-bf16",
+        "bench e2e --device cuda --synthetic llama2-7b:BF16 --pp 0 --pg 128,128 --batch 1,256 -r 2",
+        ("cuda",),
+    ),
+    Step("peers-cuda", f"bench peers --device cuda {SHAPE_7B} {LLAMA_BENCH} -r 5", ("cuda", "llama-bench")),
     Step("serving-null", "bench serving --spawn --engine null -c 64 --serve-args '--null-step-ms 2.5'", ("cpu",)),
     Step("peers", f"bench peers --suite cpu {SERVERS}", ("cpu", "llama-bench", "llama-server")),
     Step("peers-mistralrs", f"{PEERS} --rows '^(default|q4_0|q8_0|7b-q4_k_m)$' --pp 128,126 --tg 32", ALL_PEERS),
