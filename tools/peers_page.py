@@ -309,7 +309,7 @@ def notes(figures: Figures) -> list[str]:
         for name, reason in step.details.get(what, {}).items()
     ]
     return [
-        f"{versions(run)}.",
+        *versions(run),
         "",
         *table(["file", "name", "bytes", "SHA-256"], files),
         *[""] * bool(problems),

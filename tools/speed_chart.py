@@ -19,12 +19,12 @@ from llm_worker_rbee.bench.results import Result, Run
 Runs = Mapping[str, Run]
 # rows of runs -> what the chart calls them
 MODELS = {
-    r"default|smollm2-135m:Q4_1": "SmolLM2-135M, Q4_1",
+    r"default|smollm2-135m:Q4_1|SmolLM2-135M-Instruct.Q4_1.gguf": "SmolLM2-135M, Q4_1",
     r"requests": "SmolLM2-135M, Q4_1",
-    r"(7b-q4_k_m|llama2-7b:Q4_K_M)\S*": "Llama-2-7B shape, Q4_K_M",
-    r"(7b-q8_0|llama2-7b:Q8_0)\S*": "Llama-2-7B shape, Q8_0",
+    r"(7b-q4_k_m|llama2-7b[:-]Q4_K_M)\S*": "Llama-2-7B shape, Q4_K_M",
+    r"(7b-q8_0|llama2-7b[:-]Q8_0)\S*": "Llama-2-7B shape, Q8_0",
 }
-WIDTH, LEFT, RIGHT, ROW, BAR, TOP = 860, 300, 170, 34, 13, 74
+WIDTH, LEFT, RIGHT, ROW, BAR, TOP = 860, 312, 165, 34, 13, 74
 INK, SOFT, OURS_COLOUR, PEER_COLOUR = "#0f172a", "#64748b", "#2563eb", "#cbd5e1"
 
 
@@ -38,7 +38,7 @@ def chart_data(runs: Runs) -> list[dict[str, Any]]:
         for key, result in values.items():
             task, _, peer = key.rpartition("/")
             ours = values.get(f"{task}/{OURS}")
-            label = _label(task)
+            label = _label(task, str((run.model or {}).get("name", "")))
             if not peer.startswith("llama-") or ours is None or label is None:
                 continue
             rows.append({
@@ -58,12 +58,15 @@ def _machine(run: Run) -> str:
     return name.partition(" (")[0] if uses_gpu(run) else f"{name.partition(',')[0]}, {run.settings['threads']} threads"
 
 
-def _label(task: str) -> str | None:
-    """Return `Llama-2-7B shape, Q4_K_M: decode`, or None for a row that the chart leaves out."""
+def _label(task: str, model_file: str) -> str | None:
+    """Return `Llama-2-7B shape, Q4_K_M: decode`, or None for a row that the chart leaves out.
+
+    A run of one file does not repeat its name in each task.
+    """
     found = re.fullmatch(r"(?:(\S+) )?(pp|tg)(\d+)(?:@b(\d+))?", task)
     if found is None:
         return None
-    row, phase, tokens, batch = found[1] or "default", found[2], int(found[3]), found[4]
+    row, phase, tokens, batch = found[1] or model_file, found[2], int(found[3]), found[4]
     model = next((label for pattern, label in MODELS.items() if re.fullmatch(pattern, row)), None)
     if model is None:
         return None
