@@ -10,7 +10,8 @@ from llm_worker_rbee.bench.results import Result, Run, quantity
 
 Runs = Mapping[str, Run]
 OURS = "llm-worker-rbee"
-PEERS = {"llama-bench": "llama.cpp", "llama-server": "llama.cpp (llama-server)", "mistral.rs": "mistral.rs (Candle)"}
+BUSY_CORES = 0.3  # from which on a machine is not quiet
+PEERS = {"llama-bench": "llama.cpp", "llama-server": "llama.cpp (llama-server)", "mistral.rs": "mistral.rs"}
 KINDS = {
     "peers": "Against other programs",
     "e2e": "Prefill and decode",
@@ -23,10 +24,11 @@ INTRO = """# Benchmarks
 
 Figures of this worker and of others on the same machine and file, in turn in one run. A figure is the mean of the
 middle half of its samples, with the 95% interval in brackets; ratios are means of the ratios of single repetitions.
-Each section names the command that repeats it: [measuring.md](measuring.md) explains the commands,
-[saved-runs.md](saved-runs.md) the files behind the figures. What claims of speed come to is in [claims.md](claims.md),
-where the time of a step goes in [profile.md](profile.md), why other programs differ in [peers.md](peers.md), and what
-was tried on the way in [decisions](decisions/README.md).
+Rows `7b-*` are the Llama-2-7B shape with 4 of its 32 layers and random weights; `default`, `q4_0` and `q8_0` are the
+default model as it is and converted. Each section names the command that repeats it: [measuring.md](measuring.md)
+explains the commands, [saved-runs.md](saved-runs.md) the files behind the figures. What claims of speed come to is in
+[claims.md](claims.md), where the time of a step goes in [profile.md](profile.md), why other programs differ in
+[peers.md](peers.md), and what was tried on the way in [decisions](decisions/README.md).
 
 ![Tokens per second relative to llama.cpp](pictures/speed.svg)"""
 MICRO_NOTE = (
@@ -136,7 +138,14 @@ def origin(run: Run) -> str:
     """Return date, commit, model and command of a run."""
     commit = "-" if run.commit is None else str(run.commit["id"])[:7]
     model = f", {run.model['name']}" if run.model and run.model.get("name") else ""
-    return f"{run.created[:10]}, commit {commit}{model}: `{run.command}`"
+    return f"{run.created[:10]}, commit {commit}{model}: `{run.command}`{busy_note(run)}"
+
+
+def busy_note(run: Run) -> str:
+    """Return how many cores other programs used, if they used any."""
+    found = [max(values) for values in (run.details.get("busy_cores") or {}).values() if None not in values]
+    busy = max(found, default=0.0)
+    return f" (not quiet: up to {busy:.1f} cores were in use by other programs)" if busy >= BUSY_CORES else ""
 
 
 SHOWN: Mapping[str, Callable[[Run], list[str]]] = {"peers": peers_table}

@@ -31,6 +31,7 @@ from llm_worker_rbee.bench.results import Run, describe_machine
 NAMED = "^(rope_forward|qkv_projection|attention_scores|causal_mask|causal_mask_cached|full_attention)/"
 SHAPE_7B = "--synthetic llama2-7b:Q4_K_M"
 NO_FILES = "--flame 0 --no-report"
+CUDA_CLAIMS = "--only 1 --only 3 --only 3a --only 4 --only 5 --only 9 --only 10"
 LLAMA_BENCH = "--peer llama-bench --llama-bench {llama_bench}"
 SERVERS = "--peer llama-bench --peer llama-server --llama-bench {llama_bench} --llama-server {llama_server}"
 
@@ -56,7 +57,8 @@ STEPS = (
     Step("micro-reference", f"bench micro --backend reference --filter '{NAMED}'"),
     Step("micro-cpu", f"bench micro --backend cpu --filter '{NAMED}'"),
     Step("micro-cuda", f"bench micro --backend cuda --filter '{NAMED}'", ("cuda",)),
-    Step("experiments", "bench experiments"),
+    Step("experiments", "bench experiments", ("cpu",)),
+    Step("experiments-cuda", f"bench experiments --backends reference,cuda {CUDA_CLAIMS}", ("cuda",)),
     Step("profile-cpu", f"profile --backend cpu {NO_FILES}"),
     Step("profile-reference", f"profile --backend reference --pp 32 --tg 8 {NO_FILES}"),
     Step("profile-attention", f"profile --attention-pass {NO_FILES}"),
@@ -74,6 +76,11 @@ STEPS = (
         ("cuda",),
     ),
     Step("peers-cuda", f"bench peers --device cuda {SHAPE_7B} {LLAMA_BENCH} -r 5", ("cuda", "llama-bench")),
+    Step(
+        "peers-cpu",
+        f"bench peers --suite cpu --device cpu --rows 7b --pp 512 --tg 64 {LLAMA_BENCH} -r 3",
+        ("cuda", "llama-bench"),
+    ),  # the processor of a machine with a GPU
     Step("serving-null", "bench serving --spawn --engine null -c 64 --serve-args '--null-step-ms 2.5'", ("cpu",)),
     Step("peers", f"bench peers --suite cpu {SERVERS}", ("cpu", "llama-bench", "llama-server")),
     Step("peers-mistralrs", f"{PEERS} --rows '^(default|q4_0|q8_0|7b-q4_k_m)$' --pp 128,126 --tg 32", ALL_PEERS),

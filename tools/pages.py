@@ -36,9 +36,10 @@ class Page(NamedTuple):
     render: Callable[[Runs], str]
 
 
-CHART_RUNS = ("*/peers.json.gz", "*/peers-[0-9]*.json.gz", "*/peers-cuda.json.gz", "*/e2e*.json.gz")
+CHART_RUNS = ("*/peers.json.gz", "*/peers-cpu.json.gz", "*/peers-cuda.json.gz")
+SHOWN_RUNS = tuple(f"*/{kind}*.json.gz" for kind in ("peers", "e2e", "micro", "accuracy", "load", "serving"))
 PAGES = (
-    Page("docs/benchmarks.md", ("*/*.json.gz",), benchmarks_page.markdown),
+    Page("docs/benchmarks.md", SHOWN_RUNS, benchmarks_page.markdown),
     Page("docs/profile.md", ("*/profile*.json.gz",), profile_page.markdown),
     Page("docs/claims.md", ("*/experiments*.json.gz",), lambda runs: experiments.markdown(list(runs.values()))),
     Page("docs/peers.md", tuple(f"*/{step}.json.gz" for step in peers_page.STEPS), peers_page.markdown),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from benchmarks_page import OURS, machine_name, number, ratio, table
+from benchmarks_page import OURS, busy_note, machine_name, number, ratio, table
 
 from llm_worker_rbee.bench.results import Result, Run
 
@@ -14,7 +14,6 @@ LLAMA, SERVER, MISTRAL = "llama-bench", "llama-server", "mistral.rs"
 NAMES = {OURS: "this worker", LLAMA: "llama.cpp", SERVER: "llama.cpp (llama-server)", MISTRAL: "mistral.rs (Candle)"}
 FILES = {"default": "Q4_1", "q4_0": "Q4_0", "q8_0": "Q8_0", "7b-q4_k_m": "7B shape, 4 layers, Q4_K_M"}
 SHOWN_FUNCTIONS = 4
-BUSY_CORES = 0.3  # from which on a machine is not quiet
 INTRO = """# Why other programs differ in speed
 
 `llm-worker-rbee bench peers` runs this worker and others in turn on the same file with the same number of threads.
@@ -344,7 +343,9 @@ def markdown(runs: Runs) -> str:
         figures = Figures(found)
         parts = [part(figures) for needed, part in PARTS if all(step in found for step in needed)]
         if parts:
-            lines += ["", f"Measured on {machine_name(found[first_step(found)])}."]
+            run = found[first_step(found)]
+            place = ["", f"Measured on {machine_name(run)}{busy_note(run)}."]
+            lines += [] if parts[0][0].startswith("#") else place  # that section names its machine
             lines += [line for part in parts for line in ("", *part)]
     return "\n".join([*lines, "", END])
 

@@ -21,10 +21,11 @@ Runs = Mapping[str, Run]
 MODELS = {
     r"default|smollm2-135m:Q4_1|SmolLM2-135M-Instruct.Q4_1.gguf": "SmolLM2-135M, Q4_1",
     r"requests": "SmolLM2-135M, Q4_1",
-    r"(7b-q4_k_m|llama2-7b[:-]Q4_K_M)\S*": "Llama-2-7B shape, Q4_K_M",
-    r"(7b-q8_0|llama2-7b[:-]Q8_0)\S*": "Llama-2-7B shape, Q8_0",
+    r"7b-q4_k_m|llama2-7b:Q4_K_M:4": "Llama-2-7B, 4 of 32 layers, Q4_K_M",
+    r"7b-q8_0|llama2-7b:Q8_0:4": "Llama-2-7B, 4 of 32 layers, Q8_0",
+    r"llama2-7b[:-]Q4_K_M(-32)?(\.gguf)?": "Llama-2-7B, random weights, Q4_K_M",
 }
-WIDTH, LEFT, RIGHT, ROW, BAR, TOP = 860, 312, 165, 34, 13, 74
+WIDTH, LEFT, RIGHT, ROW, BAR, TOP = 880, 330, 165, 34, 13, 74
 INK, SOFT, OURS_COLOUR, PEER_COLOUR = "#0f172a", "#64748b", "#2563eb", "#cbd5e1"
 
 
@@ -44,7 +45,7 @@ def chart_data(runs: Runs) -> list[dict[str, Any]]:
             rows.append({
                 "machine": _machine(run), "label": label, "this_worker": _rounded(ours), "llama_cpp": _rounded(result),
                 "ratio": round(float(result.fields["ours_over_peer"]), 3), "date": run.created[:10],
-                "commit": "" if run.commit is None else str(run.commit["id"])[:7], "run": name,
+                "commit": "" if run.commit is None else str(run.commit["id"])[:7], "run": name, "command": run.command,
             })  # fmt: skip
     return rows
 
@@ -70,7 +71,7 @@ def _label(task: str, model_file: str) -> str | None:
     model = next((label for pattern, label in MODELS.items() if re.fullmatch(pattern, row)), None)
     if model is None:
         return None
-    what = f"prefill, {tokens:,} tokens" if phase == "pp" else "decode"
+    what = f"prefill of {tokens:,}" if phase == "pp" else "decode"
     return f"{model}: {what}" + (f", {batch} requests" if batch else "")
 
 

@@ -51,9 +51,9 @@ EXPERIMENTS = {
     ),
     "3a": Experiment(
         "caching causal masks by length pays",
-        "on the reference, confirmed if at most lengths the kept mask saves over 10% of making one and adding it to "
-        "the scores, refuted if the interval shows that it saves less; on the kernels, which need no mask, refuted if "
-        "attention without one is faster than with a kept one outside the noise",
+        "on the reference, confirmed if at most lengths the cached mask saves over 10% of creating one and adding it "
+        "to the scores, refuted if the interval shows that it saves less; on the kernels, which need no mask, refuted "
+        "if attention without one is faster than with a cached one outside the noise",
         masks.run_causal_mask,
     ),
     "4": Experiment(
@@ -65,8 +65,9 @@ EXPERIMENTS = {
     "5": Experiment(
         "RoPE is 3 to 5 times faster in the optimised kernel",
         "q and k; on each backend, for decode and for prefill, confirmed if the optimised rotation is at least 3 times "
-        "as fast as the formula at most lengths, refuted if the interval lies below 3 at most lengths; the kernels "
-        "also write keys and values into the cache",
+        "as fast as the formula at most lengths, refuted if the interval lies below 3 at most lengths; the formula "
+        "is NumPy's with one thread, on a device PyTorch's; a kernel has all threads of its backend, and also writes "
+        "keys and values into the cache",
         rope.run_rope,
     ),
     "6": Experiment(
@@ -76,7 +77,8 @@ EXPERIMENTS = {
     ),
     "7": Experiment(
         '"causal_mask time reduced by 50-80%" (their expectation before measuring)',
-        "per length inside, above or below the range by the whole interval; refuted if below at most lengths",
+        "per length inside, above or below the range by the whole interval; refuted if below at most lengths, or at "
+        "the longest where no side has most",
         masks.run_expected_reduction,
     ),
     "8": Experiment(
@@ -86,8 +88,8 @@ EXPERIMENTS = {
     ),
     "9": Experiment(
         '"QKV 61%: cannot optimise"; RoPE, scores, softmax "already optimised"',
-        "refuted for a part that is over 10% faster on the kernels outside the noise, with as many threads as NumPy "
-        "has and with all; the reference multiplies by float32 weights",
+        "refuted for a part that is over 10% faster on the kernels outside the noise at most steps, with as many "
+        "threads as NumPy has and with all; ops as Python calls them; the reference multiplies by float32 weights",
         optimised_ops.run_optimised_ops,
     ),
     "10": Experiment(

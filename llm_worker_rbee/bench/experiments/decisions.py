@@ -67,7 +67,7 @@ CHOICES: Mapping[str, Choice] = {
                 "reject",
                 "faster for one sequence, but blocks are shared between requests: the product " + NOT_NEEDED,
             ),
-            "mixed": ("reject", "one object is not faster in all cases, and that is not worth giving up shared blocks"),
+            "mixed": ("reject", "one object is not faster everywhere, and blocks are shared between requests"),
         },
     ),
     "3a": Choice(
@@ -77,10 +77,10 @@ CHOICES: Mapping[str, Choice] = {
         {
             "confirmed": (
                 "reject",
-                "a kept mask saves time where a mask is added, but the product " + NOT_NEEDED + " it",
+                "a cached mask saves time where a mask is added, but the product " + NOT_NEEDED + " it",
             ),
             "mixed": ("reject", "it can pay only where a mask is added, and the kernels add none"),
-            "refuted": ("reject", "attention without a mask is faster than with a kept one"),
+            "refuted": ("reject", "attention without a mask is faster than with a cached one"),
         },
     ),
     "4": Choice(
@@ -121,7 +121,10 @@ CHOICES: Mapping[str, Choice] = {
     "7": Choice(
         "none: nothing depends on it",
         "no step of the product adds a mask",
-        {"confirmed": ("reject", "their expectation was right, about a part that the product " + NOT_NEEDED)},
+        {
+            "confirmed": ("reject", "their expectation was right, about a part that the product " + NOT_NEEDED),
+            "refuted": ("reject", "it holds for short prompts at best, where a mask costs least"),
+        },
     ),
     "8": Choice(
         "none: nothing depends on it",
@@ -132,7 +135,7 @@ CHOICES: Mapping[str, Choice] = {
         "kernels are more code than a library call: each has a reference twin and a test that both agree",
         "QKV is multiplied from quantized weights by SIMD or tensor-core kernels, RoPE and attention have kernels",
         {
-            "refuted": ("reject", "each part is over 10% faster on the kernels: it could be optimised, and was"),
+            "refuted": ("reject", "at most steps each part is over 10% faster on the kernels: it could be optimised"),
             "mixed": ("modify", "parts that are faster on the kernels were worth optimising, the others are left"),
             "confirmed": ("accept", "the kernels bring no more than 10% here"),
         },
@@ -143,7 +146,11 @@ CHOICES: Mapping[str, Choice] = {
         {
             "confirmed": ("accept", "calls take at most 5% of a step"),
             "refuted": ("reject", "calls take over 5% of a step, so the product makes one call in a step"),
-            "mixed": ("modify", "where calls take over 5% of a step of fast kernels, a step is made one call"),
+            "mixed": (
+                "modify",
+                "where calls take over 5% of a step of fast kernels, a step is made one call; what is left of its own "
+                "host time overlaps with the device's",
+            ),
         },
     ),
     "11": Choice(
@@ -151,7 +158,11 @@ CHOICES: Mapping[str, Choice] = {
         "the KV cache is paged and preallocated; RoPE tables are separate",
         {
             "confirmed": ("accept", "no other way is faster"),
-            "mixed": ("modify", "RoPE tables stay alone; keys and values are allocated once and never copied to grow"),
+            "mixed": (
+                "modify",
+                "RoPE tables stay alone; keys and values are allocated once and never copied to grow. Pages cost NumPy "
+                "a gather that the kernels do not make, and let requests share prefixes and memory",
+            ),
             "refuted": ("reject", "the other ways are faster"),
         },
     ),
@@ -160,7 +171,7 @@ CHOICES: Mapping[str, Choice] = {
         "lines, imports and the number of modules are bounded by tests",
     ),
     "13": Choice(
-        "none: no masks are kept",
+        "none: no masks are cached",
         "the kernels hold no mask",
         {
             "confirmed": ("reject", "they cost less than the KV cache, but the product " + NOT_NEEDED + " it"),

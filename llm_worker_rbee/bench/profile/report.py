@@ -112,9 +112,9 @@ def _target(part: Component, phase: str, step: float) -> str:
     amount = operations if bound == "arithmetic" else f"{quantity(part.number('bytes'), 'B')} to move"
     part_of_limit = f"{part.percent:.1f}% of its limit"
     head += f", at {part_of_limit} ({quantity(limit_s, 's')}: {amount}, bound by {bound})"
-    if part.seconds <= limit_s / TARGET_FRACTION:
+    if part.percent >= 100 * TARGET_FRACTION:
         return f"{head}. That is past half of the limit: there is little left to gain."
-    after = step - part.seconds + limit_s / TARGET_FRACTION
+    after = step - part.seconds * (1 - part.percent / (100 * TARGET_FRACTION))
     times = f"{quantity(after, 's')} instead of {quantity(step, 's')}: {step / after:.2f} times as fast"
     return f"{head}. At half the limit the step would take {times}."
 
@@ -183,7 +183,9 @@ def remark(run: Run) -> str:
         "A step is timed as it runs for users; its components in a run beside it, in turn. Waiting for the last thread "
         "of a task is a part of that task. The host's time is what no kernel covers. Bytes and operations are what an "
         "answer needs at least, not what the backend does for it; the limit is the larger of the two times they take "
-        "at the measured rates of memory and of the kernels' own arithmetic."
+        "at the measured rates of memory and of the kernels' own arithmetic. Where kernels of a GPU overlap "
+        "(programmatic dependent launch), a moment counts once in the times, and the percentage of the limit is by the "
+        "kernels' own durations: there the least time may be longer than the time shown."
     )
 
 

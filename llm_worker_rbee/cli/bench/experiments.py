@@ -37,7 +37,7 @@ class ClaimOptions:
 
 @gather(options=ClaimOptions, results=ResultOptions)
 def experiments(options: ClaimOptions, results: ResultOptions) -> None:
-    """Settle the claims of old on this machine.
+    """Judge the claims about optimisations on this machine.
 
     Each is tested on every backend that is there, decode and prefill apart, and ends in a line: confirmed, refuted,
     within noise, or mixed where backends differ, with the numbers. Under 5 minutes on 2 cores.
@@ -47,7 +47,7 @@ def experiments(options: ClaimOptions, results: ResultOptions) -> None:
       llm-worker-rbee bench experiments
       llm-worker-rbee bench experiments --only 3a --only 5
       llm-worker-rbee bench experiments --backends reference,cpu
-      llm-worker-rbee bench experiments --all --claims docs/claims.md
+      llm-worker-rbee bench experiments --all --claims claims.md
     """
     used = use_threads(options.threads, "reference")
     selected = claims_benchmark.select(options.only or ())
