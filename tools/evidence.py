@@ -82,7 +82,8 @@ STEPS = (
         ("cuda", "llama-bench"),
     ),  # the processor of a machine with a GPU
     Step("serving-null", "bench serving --spawn --engine null -c 64 --serve-args '--null-step-ms 2.5'", ("cpu",)),
-    Step("peers", f"bench peers --suite cpu {SERVERS}", ("cpu", "llama-bench", "llama-server")),
+    Step("peers", f"bench peers --suite cpu --rows '^(?!long)' {SERVERS} -r 3", ("cpu", "llama-bench", "llama-server")),
+    Step("peers-long", f"bench peers --suite cpu --rows long {LLAMA_BENCH} -r 1", ("cpu", "llama-bench")),
     Step("peers-mistralrs", f"{PEERS} --rows '^(default|q4_0|q8_0|7b-q4_k_m)$' --pp 128,126 --tg 32", ALL_PEERS),
     Step("peers-one-thread", f"{PEERS} --rows '^(q4_0|q8_0)$' --pp 128 --tg 32 --threads 1", ALL_PEERS),
     Step("peers-options", f"bench peers {OPTIONS} --rows '^q4_0$'", ("cpu", "llama-bench")),
