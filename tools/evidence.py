@@ -141,9 +141,11 @@ def run_step(step: Step, folder: Path, programs: dict[str, str | None]) -> bool:
 
 
 def select(only: str | None) -> Iterable[Step]:
-    """Return the steps that are named, by the beginning of their names; all without a list."""
-    names = None if only is None else tuple(name.strip() for name in only.split(","))
-    chosen = [step for step in STEPS if names is None or step.name.startswith(names)]
+    """Return the steps that are named, or whose name begins so where none has exactly that name; all without a list."""
+    names = [""] if only is None else [name.strip() for name in only.split(",")]
+    exact = {step.name for step in STEPS} & set(names)
+    begins = tuple(name for name in names if name not in exact)
+    chosen = [step for step in STEPS if step.name in exact or step.name.startswith(begins)]
     if not chosen:
         sys.exit(f"error: --only {only} names no step: there are {', '.join(step.name for step in STEPS)}")
     return chosen

@@ -300,13 +300,14 @@ def package_versions() -> dict[str, str]:
 
 @cache
 def describe_commit() -> dict[str, Any] | None:
-    """Return the commit of this checkout and whether files differ from it; None for an installed package."""
-    root = Path(__file__).parents[2]
+    """Return the commit of this checkout and whether the package differs from it; None for an installed package."""
+    package = Path(__file__).parents[1]
+    root = package.parent
     known = _git(root, "log", "-1", "--format=%H %cI") if (root / ".git").exists() else None
     if known is None:
         return None
     identity, date = known.split()
-    changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+    changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", package.name)
     return {"id": identity, "date": date, "dirty": bool(changed)}
 
 
