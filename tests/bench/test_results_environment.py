@@ -48,14 +48,20 @@ def test_describe_commit_of_a_checkout(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(results, "__file__", str(tmp_path / "package" / "bench" / "results.py"))
     assert results.describe_commit() is None
     git("init", "-q")
-    (tmp_path / "file").write_text("one")
-    git("add", "file")
+    source, page = tmp_path / "package" / "module.py", tmp_path / "page.md"
+    source.parent.mkdir()
+    source.write_text("one")
+    page.write_text("one")
+    git("add", ".")
     git("commit", "-qm", "first")
     results.describe_commit.cache_clear()
     clean = results.describe_commit()
     assert clean is not None
     assert (clean["id"], clean["dirty"]) == (git("rev-parse", "HEAD"), False)
-    (tmp_path / "file").write_text("two")
+    page.write_text("two")  # not a part of what is measured
+    results.describe_commit.cache_clear()
+    assert results.describe_commit() == clean
+    source.write_text("two")
     results.describe_commit.cache_clear()
     changed = results.describe_commit()
     assert changed is not None
