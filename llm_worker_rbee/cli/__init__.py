@@ -63,7 +63,7 @@ COMMANDS = {
     "bench accuracy": Command("Judge", ".bench.accuracy",
         "Measure how far a path is from float32 on the dequantized weights: the truth."),
     "bench peers": Command("Judge", ".bench.peers",
-        "Measure this worker beside llama-bench, llama-cpp-python and transformers."),
+        "Measure this worker beside llama.cpp, mistral.rs, vLLM and transformers."),
     "bench experiments": Command("Judge", ".bench.experiments", "Settle the claims of old on this machine."),
     "bench compare": Command("Compare and show", ".bench.saved_runs", "Compare two saved runs."),
     "bench report": Command("Compare and show", ".bench.saved_runs",

@@ -25,7 +25,7 @@ from llm_worker_rbee.bench.results import Better, Result, ResultsError, Run
 from llm_worker_rbee.errors import InvalidRequestError
 from tests.helpers.bench_runs import LIMITS, micro, on_another_machine, run_of
 
-DOCUMENTED = Path(__file__).parents[2] / "docs" / "baselines"
+DOCUMENTED = Path(__file__).parents[2] / "docs" / "results"
 
 
 @pytest.fixture(autouse=True)
@@ -63,11 +63,14 @@ def test_load_gzip_path_returns_the_run(tmp_path: Path) -> None:
         baseline.load(str(packed))
 
 
-@pytest.mark.skipif(not DOCUMENTED.exists(), reason="this is not a checkout: there is no docs/baselines")
+@pytest.mark.skipif(not DOCUMENTED.exists(), reason="this is not a checkout: there is no docs/results")
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("reference", "micro"), ("cpu", "micro"), ("arm-kernels-before", "micro"), ("arm-peers-before", "peers")],
-)
+    [
+        ("x86_64-16-h200/micro-cpu", "micro"), ("x86_64-16-h200/peers-cuda", "peers"),
+        ("history/arm-kernels-before", "micro"), ("history/arm-peers-before", "peers"),
+    ],
+)  # fmt: skip
 def test_load_documented_baseline_has_results_with_samples(name: str, kind: str) -> None:
     run = baseline.load(str(DOCUMENTED / f"{name}.json.gz"))
     assert run.kind == kind

@@ -124,11 +124,12 @@ def test_peers_invalid_options_fail(cli: Run, tiny: Path) -> None:
     assert (done.returncode, done.stdout) == (2, b"")
 
 
-def test_peers_batch_beside_llama_server(cli: Run, tiny: Path, tmp_path: Path) -> None:
-    options = ("--tg", "40", "--batch", "2", "-r", "1", "--peer", "llama-server", "--llama-server", server(tmp_path))
-    done = cli("bench", "peers", tiny, *options)
+def test_peers_batch_beside_llama_server(cli: Run, endless: Path, tmp_path: Path) -> None:
+    """Answers are long enough for both to be under way at once on a busy machine."""
+    options = ("--tg", "300", "--batch", "2", "-r", "1", "--peer", "llama-server", "--llama-server", server(tmp_path))
+    done = cli("bench", "peers", endless, *options)
     assert done.returncode == 0, done.stderr
     rows = [line.split()[:2] for line in done.stdout.decode().splitlines()[3:]]
-    assert rows == [["tg40@b2", "llm-worker-rbee"], ["tg40@b2", "llama-server"]]
-    done = cli("bench", "peers", tiny, *options[:-1], tmp_path / "nowhere")
+    assert rows == [["tg300@b2", "llm-worker-rbee"], ["tg300@b2", "llama-server"]]
+    done = cli("bench", "peers", endless, *options[:-1], tmp_path / "nowhere")
     assert f"left out: llama-server: {tmp_path / 'nowhere'} is not a program" in done.stderr.decode()
