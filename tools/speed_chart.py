@@ -23,7 +23,7 @@ MODELS = {
     r"requests": "SmolLM2-135M, Q4_1",
     r"7b-q4_k_m|llama2-7b:Q4_K_M:4": "Llama-2-7B, 4 of 32 layers, Q4_K_M",
     r"7b-q8_0|llama2-7b:Q8_0:4": "Llama-2-7B, 4 of 32 layers, Q8_0",
-    r"llama2-7b[:-]Q4_K_M(-32)?(\.gguf)?": "Llama-2-7B, random weights, Q4_K_M",
+    r"llama2-7b[:-]Q4_K_M(-32)?(\.gguf)?": "Llama-2-7B, 32 layers, Q4_K_M",
 }
 WIDTH, LEFT, RIGHT, ROW, BAR, TOP = 880, 330, 165, 34, 13, 74
 INK, SOFT, OURS_COLOUR, PEER_COLOUR = "#0f172a", "#64748b", "#2563eb", "#cbd5e1"
