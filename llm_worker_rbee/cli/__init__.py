@@ -64,7 +64,7 @@ COMMANDS = {
         "Measure how far a path is from float32 on the dequantized weights: the truth."),
     "bench peers": Command("Judge", ".bench.peers",
         "Measure this worker beside llama.cpp, mistral.rs, vLLM and transformers."),
-    "bench experiments": Command("Judge", ".bench.experiments", "Settle the claims of old on this machine."),
+    "bench experiments": Command("Judge", ".bench.experiments", "Judge the claims about optimisations on this machine."),
     "bench compare": Command("Compare and show", ".bench.saved_runs", "Compare two saved runs."),
     "bench report": Command("Compare and show", ".bench.saved_runs",
         "Write one HTML page with tables and plots of saved runs."),
