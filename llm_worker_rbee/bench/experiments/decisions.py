@@ -1,8 +1,8 @@
 """One decision per claim: accept, modify or reject what it proposes, with the reason, the risk and today's state.
 
-The decision follows from the verdict over all backends that were measured. By the rules of the Rust worker a change stays only if
-its gain is outside the noise: nothing that was refuted or is within noise is accepted. What was confirmed is rejected
-only where the product does not need it, and the reason says so.
+The decision follows from the verdict over all backends that were measured. A change stays only if its gain is outside
+the noise, as the Rust worker's teams had it: nothing that was refuted or is within noise is accepted. What was
+confirmed is rejected only where the product does not need it, and the reason says so.
 """
 
 from __future__ import annotations
