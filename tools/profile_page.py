@@ -14,7 +14,7 @@ HEAD = """# Profile
 Where the time of a prefill and of a decode step goes, by component, with the bytes and operations that each needs at
 least, and the share of its limit. `llm-worker-rbee profile` prints the same on your machine, and writes flame graphs
 whose frames are the kernels. A step goes through the engine as a server's does. On the CPU every task is timed inside
-the parallel region, from the end of the task before it to its own; on a GPU the time line of the device is recorded
+the parallel region, from the end of the task before it to its own; on a GPU the timeline of the device is recorded
 while steps run from CUDA graphs; the reference is timed op by op. The limit is the larger of two times: of the bytes at
 the measured bandwidth, and of the operations at the measured rate of the arithmetic that the product is computed in
 (int8 dot products, float32, float16 on tensor cores). Critical is over 10% of a step, moderate 5 to 10%, minor less.

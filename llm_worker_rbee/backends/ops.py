@@ -98,7 +98,7 @@ class TaskLabel(NamedTuple):
 
 
 class KernelSpan(NamedTuple):
-    """A kernel, or a copy, on the time line of a device."""
+    """A kernel, or a copy, on the timeline of a device."""
 
     name: str
     start: float  # seconds
@@ -113,7 +113,7 @@ class KernelTrace(Protocol):
         """Note that what is launched from now on counts."""
 
     def stop_after_mark(self) -> list[KernelSpan]:
-        """Wait for the device, and return its time line since the last mark, in the order of starts."""
+        """Wait for the device, and return its timeline since the last mark, in the order of starts."""
 
 
 Profiler = Callable[[Sequence[TaskLabel], NDArray[np.float64]], None]  # gets the seconds of each task

@@ -1,7 +1,7 @@
-"""Profiles: the time line of the device, and which of its kernels belong to which component.
+"""Profiles: the timeline of the device, and which of its kernels belong to which component.
 
 A tracer (CUPTI, through PyTorch) notes when each kernel starts and ends, in CUDA graphs too. To know the components a
-step is launched kernel by kernel with a tiny kernel after each of them, which stands between theirs in the time line.
+step is launched kernel by kernel with a tiny kernel after each of them, which stands between theirs in the timeline.
 Under the interpreter a launch returns when it has been computed, so the time between two marks is that of a component.
 """
 

@@ -19,6 +19,7 @@ from ...backends.select import import_cpu_backend
 from ...layers.rope import inverse_frequencies
 from .. import statistics
 from ..micro import ROPE_BASE, consecutive_batch, rope_table
+from ..micro.suite import ORIGINAL_S
 from ..results import quantity
 from . import harness
 from .caches import BLOCK_SIZE
@@ -28,8 +29,6 @@ from .targets import Target, to_numpy
 
 Rotation = Callable[[], list[Any]]
 MIN_SPEEDUP, TOLERANCE, DEVICE_TOLERANCE = 3.0, 1e-5, 1e-3
-# What the old suite measured for `rope_forward` on an unnamed CPU, in seconds.
-OLD_ROPE_S = {1: 62.6e-6, 8: 206e-6, 32: 468e-6, 128: 9.23e-3}
 # The side that a backend is judged by: what it does in a step.
 JUDGED = {"reference": "in_place", "cpu": "angles", "cuda": "table"}
 
@@ -43,7 +42,7 @@ def run_rope(runner: Harness) -> Finding:
         for step in runner.steps((128,), (8, 32, 128), (512,)):
             sides = make_sides(target, runner, step)
             timed = {f"{target.name}/{name}": target.timed(side) for name, side in sides.items()}
-            old = OLD_ROPE_S.get(step.tokens)
+            old = ORIGINAL_S.get(f"rope_forward/{step.tokens}")
             taken = runner.time_sides(step.name, timed, **{f"{target.name}/formula": {"theirs_s": old}})
             best, angles = (
                 statistics.compare(taken[f"{target.name}/{a}"], taken[f"{target.name}/{b}"])

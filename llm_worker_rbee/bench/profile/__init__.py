@@ -2,7 +2,7 @@
 
 A prefill step is the whole prompt up to its first token, a decode step one token more of each request. Both go through
 the engine: plain, to know how long they really take, and timed, in turn. On the CPU each task of the fused program is
-timed inside its parallel region; the reference is timed op by op; on a GPU the time line of the device is recorded. The
+timed inside its parallel region; the reference is timed op by op; on a GPU the timeline of the device is recorded. The
 report, as Markdown and as an HTML page, is made from the results alone, so it can be made again from run.json.
 """
 
@@ -149,7 +149,7 @@ class _Profiler:
         return tasks, ran.steps, ran.seconds
 
     def run_traced(self, phase: str) -> tuple[Tasks, int, float]:
-        """Return the same from the time line of a device: of one step after the other, or of one run of a prompt."""
+        """Return the same from the timeline of a device: of one step after the other, or of one run of a prompt."""
         assert self.trace is not None
         self.trace.start()
         self.workload.run(phase, lambda: None)  # the first launches that a tracer sees are slow

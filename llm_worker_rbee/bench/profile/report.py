@@ -28,8 +28,8 @@ LABELS = {
     "scheduling": "scheduling", "text": "text: tokenize + detokenize", "host": "host: Python + launches",
 }  # in the order of a step  # fmt: skip
 CLASSES = ("critical", "moderate", "minor")
-COLUMNS = ("component", "share", "time a step", "interval", "calls", "bytes", "operations", "least time", "% of limit",
-           "bound by", "class")  # fmt: skip
+COLUMNS = ("component", "share", "time a step", "interval", "calls", "bytes", "operations", "roofline time",
+           "% of roofline", "bound by", "class")  # fmt: skip
 TEXT_COLUMNS = 2  # the last ones
 HEAD_LINE = "| --- |" + " ---: |" * (len(COLUMNS) - 1 - TEXT_COLUMNS) + " --- |" * TEXT_COLUMNS
 NUM_TOP = 5
@@ -184,8 +184,8 @@ def remark(run: Run) -> str:
         "of a task is a part of that task. The host's time is what no kernel covers. Bytes and operations are what an "
         "answer needs at least, not what the backend does for it; the limit is the larger of the two times they take "
         "at the measured rates of memory and of the kernels' own arithmetic. Where kernels of a GPU overlap "
-        "(programmatic dependent launch), a moment counts once in the times, and the percentage of the limit is by the "
-        "kernels' own durations: there the least time may be longer than the time shown."
+        "(programmatic dependent launch), a moment counts once in the times, and the percentage of the roofline is by "
+        "the kernels' own durations: there the roofline time may be longer than the time shown."
     )
 
 

@@ -1,4 +1,4 @@
-"""The time line of a device, told apart by component.
+"""The timeline of a device, divided by component.
 
 The steps of a profile run as they always do, from CUDA graphs and with kernels that overlap, under a tracer that notes
 when each kernel starts and ends. Which component a kernel belongs to is known from one more run of the same step,
@@ -70,7 +70,7 @@ def _is_sampling(name: str) -> bool:
 def busy_times(spans: Iterable[Labelled]) -> dict[TaskLabel, Spent]:
     """Return the time from the end of the kernel before to the end of each: where two overlap, the first one has it.
 
-    Time in which nothing runs is that of `IDLE`, so the sum is the length of the time line.
+    Time in which nothing runs is that of `IDLE`, so the sum is the length of the timeline.
     """
     found: dict[TaskLabel, Spent] = {}
     now: float | None = None
