@@ -27,6 +27,7 @@ from . import library_child
 PeerError = ChildFailedError
 OURS, LLAMA_BENCH, LLAMA_SERVER = "llm-worker-rbee", "llama-bench", "llama-server"
 WARM_UP_TOKENS = 8
+BATCH_ATTEMPTS = 3  # of a run whose first answer may end before the last begins
 GPU_REPETITIONS = 5
 ALL_LAYERS = "999"  # of a model, to the GPU
 # what llama-bench says about itself that speed depends on
@@ -60,7 +61,7 @@ class Peer:
     name: str
     version = ""
     settings: Mapping[str, Any] = {}  # those that speed depends on
-    batch_warm_up_tokens = 32  # the first answer must not end before the last has begun
+    batch_warm_up_tokens = 32
     warm_up_runs = 1
     batches: tuple[bool, ...] = (False,)  # whether it runs tasks of one sequence, of many prompts, or of both
 
@@ -75,11 +76,26 @@ class Peer:
         self.start()
         for task in self.warm_up_runs * list(filter(self.can_run, tasks)):
             few = task.tokens if task.kind == "pp" else self.batch_warm_up_tokens if task.prompts else WARM_UP_TOKENS
-            self.measure_rate(task._replace(tokens=min(task.tokens, few)))
+            task = task._replace(tokens=min(task.tokens, few))
+            self.run_batch(task) if task.prompts else self.measure_rate(task)
 
     def measure_rate(self, task: Task) -> float:
         """Return the tokens per second of one run."""
         raise NotImplementedError
+
+    def run_batch(self, task: Task) -> list[list[TokenCount]]:
+        """Send all prompts at once; return how the tokens of each answer grew."""
+        raise NotImplementedError
+
+    def measure_batch_rate(self, task: Task) -> float:
+        """Return the tokens per second while all prompts are being answered; a run without such a time is repeated."""
+        for attempt in range(BATCH_ATTEMPTS):
+            try:
+                return shared_rate(self.run_batch(task))
+            except RequestFailedError as error:
+                if attempt + 1 == BATCH_ATTEMPTS:
+                    raise PeerError(f"{self.name}: {error}") from None
+        raise AssertionError("unreachable")
 
     def close(self) -> None: ...
 
@@ -102,14 +118,14 @@ class LibraryPeer(Peer):
 
     def measure_rate(self, task: Task) -> float:
         if task.prompts:
-            message = {"kind": task.kind, "tokens": task.tokens, "prompts": task.prompts}
-            answers = self._child.request(message, "answers")["answers"]
-            try:
-                return shared_rate([[TokenCount(*count) for count in answer] for answer in answers])
-            except RequestFailedError as error:
-                raise PeerError(f"{self.name}: {error}") from None
+            return self.measure_batch_rate(task)
         reply = self._child.request({"kind": task.kind, "tokens": task.tokens}, "seconds")
         return float(reply.get("tokens", task.tokens)) / float(reply["seconds"])
+
+    def run_batch(self, task: Task) -> list[list[TokenCount]]:
+        message = {"kind": task.kind, "tokens": task.tokens, "prompts": task.prompts}
+        answers = self._child.request(message, "answers")["answers"]
+        return [[TokenCount(*count) for count in answer] for answer in answers]
 
     def close(self) -> None:
         self._child.close()

@@ -20,7 +20,7 @@ from ... import __version__
 from .. import http_client
 from ..http_client import Address, BlockingClient, Client, EventParser, RequestFailedError, run_event_loop
 from ..server_process import ServerProcess, worker_server
-from .programs import ALL_LAYERS, LLAMA_SERVER, OURS, Peer, PeerError, Task, TokenCount, shared_rate
+from .programs import ALL_LAYERS, LLAMA_SERVER, OURS, Peer, PeerError, Task, TokenCount
 
 SLOT_CONTEXT_STEP = 256  # the context of a llama-server slot is a multiple of this
 SHUTDOWN_S = 5
@@ -60,7 +60,9 @@ class ServerPeer(Peer):
         self.version = self.read_version(urlsplit(self.process.url).netloc)
 
     def measure_rate(self, task: Task) -> float:
-        """Send all prompts at once; return the tokens per second while all of them are being answered."""
+        return self.measure_batch_rate(task)
+
+    def run_batch(self, task: Task) -> list[list[TokenCount]]:
         bodies = [json.dumps(self.make_body(prompt, task.tokens)).encode() for prompt in task.prompts]
         try:
             streams = request_streams(urlsplit(self.process.url).port or 0, self.path, bodies, self._timeout_s)
@@ -68,7 +70,7 @@ class ServerPeer(Peer):
             for generated in (answer[-1].tokens for answer in answers):
                 if generated != task.tokens:
                     raise RequestFailedError("protocol", f"generated {generated} tokens instead of {task.tokens}")
-            return shared_rate(answers)
+            return answers
         except RequestFailedError as error:
             self.process.require_alive()
             raise PeerError(f"{self.name}: {error}") from None

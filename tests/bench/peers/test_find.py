@@ -103,14 +103,14 @@ def measure(model: Path, plan: Plan) -> Recorder:
 
 def test_mistralrs_gets_the_same_tasks(tiny: Path, tmp_path: Path) -> None:
     python = python_with(tmp_path, "mistralrs", MISTRALRS)
-    plan = Plan(pp=[16], tg=[40], batches=[1, 2], repetitions=1, threads=2, peers=["mistral.rs"], pythons=[python])
+    plan = Plan(pp=[16], tg=[160], batches=[1, 2], repetitions=1, threads=2, peers=["mistral.rs"], pythons=[python])
     recorder = measure(tiny, plan)
     found = {result.name: result for result in recorder.results()}
-    assert set(found) == {f"{test}/{peer}" for test in ("pp16", "tg40", "tg40@b2") for peer in (OURS, "mistral.rs")}
-    theirs = found["tg40/mistral.rs"]
+    assert set(found) == {f"{test}/{peer}" for test in ("pp16", "tg160", "tg160@b2") for peer in (OURS, "mistral.rs")}
+    theirs = found["tg160/mistral.rs"]
     assert theirs.fields["version"] == "0.0.test (Candle)"
-    assert theirs.estimate == pytest.approx(39 / 0.5)  # its own time, from the first token on
-    assert 0 < found["tg40@b2/mistral.rs"].estimate <= 2 * 1000
+    assert theirs.estimate == pytest.approx(159 / 0.5)  # its own time, from the first token on
+    assert 0 < found["tg160@b2/mistral.rs"].estimate <= 2 * 1000
     assert recorder.details["peers"]["mistral.rs"]["settings"] == {
         "threads": 2, "dtype": "auto", "max_seqs": 2, "prefix_cache_n": 0,
     }  # fmt: skip
@@ -118,7 +118,7 @@ def test_mistralrs_gets_the_same_tasks(tiny: Path, tmp_path: Path) -> None:
     assert (opened, runner) == (["tiny.gguf", "2"], [2, 0, "none"])
     options = lambda tokens: [["ignore_eos", True], ["max_tokens", tokens], ["temperature", 0.0]]  # noqa: E731
     lengths = [len(ids) for ids in plan.tasks(open_checkpoint(tiny))[-1].prompts]
-    run = [[16, options(1)], [1, options(40)], *([length, options(40)] for length in lengths)]
+    run = [[16, options(1)], [1, options(160)], *([length, options(160)] for length in lengths)]
     assert requests == [run[0], [1, options(8)], *run[2:], *run]  # warming up, then the run
 
 
@@ -132,16 +132,16 @@ def test_mistralrs_error_is_its_first_line(tiny: Path, tmp_path: Path) -> None:
 
 def test_vllm_gets_the_same_tasks(tiny: Path, tmp_path: Path) -> None:
     python = python_with(tmp_path, "vllm", VLLM)
-    plan = Plan(pp=[16], tg=[40], batches=[1, 2], repetitions=1, peers=["vllm"], pythons=[python])
+    plan = Plan(pp=[16], tg=[160], batches=[1, 2], repetitions=1, peers=["vllm"], pythons=[python])
     recorder = measure(tiny, plan)
     found = {result.name: result for result in recorder.results()}
-    assert {name for name in found if name.endswith("/vllm")} == {"pp16/vllm", "tg40/vllm", "tg40@b2/vllm"}
+    assert {name for name in found if name.endswith("/vllm")} == {"pp16/vllm", "tg160/vllm", "tg160@b2/vllm"}
     assert found["pp16/vllm"].fields["version"] == "0.0.test"
-    assert 0 < found["tg40@b2/vllm"].estimate <= 2 * 1000
+    assert 0 < found["tg160@b2/vllm"].estimate <= 2 * 1000
     (options, in_process), *requests = notes(tmp_path)  # type: ignore[misc]
     prompts = plan.tasks(open_checkpoint(tiny))[-1].prompts
     assert dict(options) == {
-        "model": str(tiny), "skip_tokenizer_init": True, "max_model_len": 41 + max(map(len, prompts)),
+        "model": str(tiny), "skip_tokenizer_init": True, "max_model_len": 161 + max(map(len, prompts)),
         "max_num_seqs": 2, "enable_prefix_caching": False, "seed": 0,
     }  # fmt: skip
     assert in_process == "0"
@@ -149,7 +149,7 @@ def test_vllm_gets_the_same_tasks(tiny: Path, tmp_path: Path) -> None:
         ["detokenize", False], ["ignore_eos", True], ["max_tokens", tokens], ["temperature", 0.0],
     ]]  # fmt: skip
     assert requests[:4] == [sampling(1), ["0", 16], sampling(8), ["1", 1]]
-    assert requests[-3:] == [sampling(40), *([str(6 + n), len(ids)] for n, ids in enumerate(prompts))]
+    assert requests[-3:] == [sampling(160), *([str(6 + n), len(ids)] for n, ids in enumerate(prompts))]
 
 
 def test_peers_that_cannot_run_are_left_out(
