@@ -49,7 +49,7 @@ IMPORTS: dict[str, set[str]] = {
 }
 
 # Optional or heavy packages may be imported inside a function, and each in one place only.
-HEAVY = {"torch", "triton", "numba", "matplotlib", "scipy", "psutil", "huggingface_hub", "readline"}
+HEAVY = {"torch", "triton", "numba", "matplotlib", "scipy", "psutil", "huggingface_hub", "readline", "llguidance"}
 LAZY = HEAVY | {"rich", "llvmlite"}
 NOT_IN_CORE = {"torch", "triton", "transformers", "gguf", "sentencepiece", "safetensors", "pytest"}
 LAZY_MODULES = {
@@ -62,27 +62,27 @@ SECOND_PLACES: dict[str, dict[str, str]] = {}  # beside the one place of a heavy
 
 # Line budgets. "." are the modules at the top of the package.
 LINES = {
-    ".": 2_195,
-    "backends": 1_520,
-    "backends/cpu": 6_085,
+    ".": 2_600,
+    "backends": 1_620,
+    "backends/cpu": 6_300,
     "backends/cpu/matmul": 980,
-    "backends/cuda": 6_225,
+    "backends/cuda": 6_500,
     "bench": 12_100,
     "cache": 60,
-    "cli": 3_225,
+    "cli": 3_500,
     "cli/bench": 1_560,
     "cluster": 700,
-    "engine": 2_600,
+    "engine": 3_600,
     "layers": 260,
     "models": 1_290,
-    "server": 4_150,
-    "token_engine": 1_980,
-    "tokenizer": 1_670,
+    "server": 8_000,
+    "token_engine": 2_200,
+    "tokenizer": 3_600,
     "weights": 3_250,
 }
-MAX_TOTAL_LINES = 49_800
+MAX_TOTAL_LINES = 58_000
 MAX_BENCH_LINES = 13_660  # bench with its commands
-MAX_MODULES = 249
+MAX_MODULES = 275
 MAX_FOLDER_FILES = 26
 MAX_FILE_LINES = 800
 LISTED_FILE_LINES = 600  # longer files are named here

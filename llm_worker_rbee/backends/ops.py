@@ -177,6 +177,8 @@ class SampleRow:
     sample_index: int = 0
     position: int = 0
     logprobs: int | None = None  # of `sample_async`: report the token's log-probability and the likeliest ones
+    # Bit t % 32 of word t // 32 says whether token t is allowed; None: all are. The others count as -inf everywhere.
+    mask: NDArray[np.int32] | None = None
     packed: Any = field(default=None, init=False)  # the backend's own: what never changes, packed
 
     @property

@@ -10,16 +10,19 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from ..config import EngineConfig
 from ..errors import ContextLengthError, InvalidRequestError, WorkerError
+from .structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:  # it holds arrays
     from ..backends.ops import SampleRow
 
 FinishReason = Literal["stop", "length", "error"]
 SchedulingEvent = Literal["admitted", "preempted", "resumed"]
+LogprobsMode = Literal["raw", "masked"]
 MAX_SEED = 1 << 64
 MAX_COUNT = (1 << 63) - 1  # the largest integer that a kernel takes
 MAX_STOPS = 16
@@ -100,6 +103,9 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # how many of the most probable tokens to report beside the sampled one
     prompt_logprobs: bool = False
+    structured_outputs: StructuredOutputsParams | None = None
+    close_on_length: bool = False  # end a document within max_tokens, by the shortest way that the grammar allows
+    logprobs_mode: LogprobsMode = "raw"  # "masked": of the tokens that the grammar allows only
 
     def __post_init__(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -110,9 +116,15 @@ class SamplingParams:
             checked[name] = None if is_unset else _check_number(name, value, bounds)
         checked["top_k"] = 0 if checked["top_k"] == -1 else checked["top_k"]
         checked["seed"] = None if checked["seed"] == -1 else checked["seed"]
-        for name in ("ignore_eos", "prompt_logprobs"):
+        for name in ("ignore_eos", "prompt_logprobs", "close_on_length"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} must be true or false, not {getattr(self, name)!r}", name)
+        if self.logprobs_mode not in get_args(LogprobsMode):
+            raise InvalidRequestError(
+                f"logprobs_mode must be raw or masked, not {self.logprobs_mode!r}", "logprobs_mode"
+            )
+        if not isinstance(self.structured_outputs, (StructuredOutputsParams, NoneType)):
+            raise InvalidRequestError("structured_outputs must be a StructuredOutputsParams", "structured_outputs")
         for name, value in checked.items():  # NumPy numbers become Python's, mutable values are copied
             object.__setattr__(self, name, value)
 

@@ -1,0 +1,81 @@
+"""What the text of an answer must conform to: a JSON schema, a regular expression, one of a few texts, or a grammar.
+
+A plain record that passes between processes; grammar.py compiles it, in the engine's process.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InvalidRequestError
+
+FIELD = "structured_outputs"
+MAX_CHARS = 1 << 20  # of a schema, an expression or a grammar
+MAX_CHOICES = 10_000
+KINDS = ("json", "json_object", "regex", "choice", "grammar")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """Exactly one of these is set. `json` is a JSON schema, as an object or as text; `grammar` is Lark or GBNF."""
+
+    json: str | bool | Mapping[str, Any] | None = None  # text once it is validated
+    json_object: bool = False  # any JSON object
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        given += ["json"] if self.json is False else []
+        if len(given) != 1:
+            found = " and ".join(given) or "none"
+            raise InvalidRequestError(f"{FIELD} must have one of {', '.join(KINDS)}: it has {found}", FIELD)
+        (name,) = given
+        value = getattr(self, name)
+        if name == "json":
+            value = _schema_text(value)
+        elif name == "choice":
+            value = _check_choices(value)
+        elif not isinstance(value, bool if name == "json_object" else str):
+            kind = "true or false" if name == "json_object" else "text"
+            raise InvalidRequestError(f"{FIELD}.{name} must be {kind}, not {type(value).__name__}", FIELD)
+        size = sum(map(len, value)) if name == "choice" else 0 if value is True else len(value)
+        if size > MAX_CHARS:
+            raise InvalidRequestError(f"{FIELD}.{name} has {size} characters: at most {MAX_CHARS} are allowed", FIELD)
+        object.__setattr__(self, name, value)
+
+    @property
+    def kind(self) -> str:
+        """Which of the fields is set."""
+        return next(name for name in KINDS if getattr(self, name) not in (None, False))
+
+
+def _schema_text(schema: Any) -> str:
+    """Return a JSON schema as text."""
+    if isinstance(schema, str):
+        try:
+            schema = json_module.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequestError(f"{FIELD}.json is not valid JSON: {str(error)[:200]}", FIELD) from None
+    if not isinstance(schema, (Mapping, bool)):
+        raise InvalidRequestError(f"{FIELD}.json must be a JSON schema: an object, not {type(schema).__name__}", FIELD)
+    try:
+        return json_module.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{FIELD}.json is not plain JSON: {str(error)[:200]}", FIELD) from None
+
+
+def _check_choices(choices: Any) -> tuple[str, ...]:
+    if (
+        isinstance(choices, str)
+        or not isinstance(choices, Sequence)
+        or not all(isinstance(one, str) for one in choices)
+    ):
+        raise InvalidRequestError(f"{FIELD}.choice must be a list of texts", FIELD)
+    if not 1 <= len(choices) <= MAX_CHOICES or not all(choices):
+        raise InvalidRequestError(f"{FIELD}.choice must have 1 to {MAX_CHOICES} texts, none of them empty", FIELD)
+    return tuple(choices)

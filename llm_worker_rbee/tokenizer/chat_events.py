@@ -1,0 +1,83 @@
+"""The records of a chat beside its messages: the tools that a model may call, and the events of its answer.
+
+Every dialect of the server and the offline API have the same ones.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+ToolChoice = Literal["auto", "none", "required"]  # or a `NamedTool`
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = field(default_factory=dict)
+    strict: bool = False  # arguments are held to the schema, also where calling is left to the model
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """What a chat has beside its messages and sampling parameters."""
+
+    tools: list[Tool] = field(default_factory=list)
+    tool_choice: ToolChoice = "auto"
+    tool_name: str | None = None  # the one tool that must be called
+    parallel_tool_calls: bool = True
+    template_kwargs: dict[str, Any] = field(default_factory=dict)  # variables of the template: `enable_thinking`, ...
+    thinking_budget: int | None = None  # tokens; then the end of the reasoning is forced
+
+
+class ReasoningDelta(NamedTuple):
+    """More of the model's reasoning."""
+
+    text: str
+
+
+class ContentDelta(NamedTuple):
+    """More of the answer itself."""
+
+    text: str
+
+
+class ToolCallStart(NamedTuple):
+    """A call of a tool begins; calls are numbered from 0."""
+
+    index: int
+    id: str
+    name: str
+
+
+class ToolCallDelta(NamedTuple):
+    """More of the arguments of a call; the deltas of a call, joined, are its arguments as JSON."""
+
+    index: int
+    arguments: str
+
+
+class ToolCallEnd(NamedTuple):
+    """The arguments of a call are complete."""
+
+    index: int
+
+
+ChatEvent = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallDelta | ToolCallEnd
+
+
+class ToolCall(NamedTuple):
+    """A call as a whole; `arguments` is JSON, or as much of it as there is where the answer was cut."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+def new_call_id() -> str:
+    """Return the id of a call for a model that gives its calls none."""
+    return f"call_{secrets.token_hex(12)}"
