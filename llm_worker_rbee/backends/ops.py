@@ -24,6 +24,8 @@ PackedWeight = Any  # a weight as its backend packed it
 Ints = NDArray[np.int64]
 KV_TYPES = KV_ON_CPU  # types of the KV cache
 NO_TOKENS: Ints = np.empty(0, np.int64)
+# Bit t % 32 of word t // 32 says whether token t is allowed; None: all are.
+TokenMask = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,8 +179,8 @@ class SampleRow:
     sample_index: int = 0
     position: int = 0
     logprobs: int | None = None  # of `sample_async`: report the token's log-probability and the likeliest ones
-    # Bit t % 32 of word t // 32 says whether token t is allowed; None: all are. The others count as -inf everywhere.
-    mask: NDArray[np.int32] | None = None
+    logprobs_mode: str = "raw"  # likewise: "masked" is over the tokens that the mask allows
+    mask: TokenMask | None = None  # tokens that it does not allow count as -inf everywhere
     packed: Any = field(default=None, init=False)  # the backend's own: what never changes, packed
 
     @property
@@ -189,7 +191,10 @@ class SampleRow:
 
 
 class Logprobs(NamedTuple):
-    """Log-softmax of the raw logits at the sampled tokens, and at the k likeliest tokens, best first."""
+    """Log-softmax of the raw logits at the sampled tokens, and at the k likeliest tokens, best first.
+
+    Under a mask that allows fewer than k tokens the rest of `top` is -inf, and of `top_ids` any.
+    """
 
     chosen: NDArray[np.float32]  # (N,)
     top_ids: Ints  # (N, k)
@@ -286,7 +291,9 @@ class Backend(ABC):
     @abstractmethod
     def sample(self, raw_logits: Array, rows: Sequence[SampleRow]) -> Ints: ...
     @abstractmethod
-    def logprobs(self, raw_logits: Array, chosen: Ints, k: int) -> Logprobs: ...
+    def logprobs(
+        self, raw_logits: Array, chosen: Ints, k: int, masks: Sequence[TokenMask | None] | None = None
+    ) -> Logprobs: ...
 
     def sample_async(self, raw_logits: Array, rows: Sequence[SampleRow], pending: Array | None = None) -> PendingTokens:
         """Sample without waiting for the tokens, with log-probabilities; only where `has_async_sampling`.

@@ -5,15 +5,19 @@ logit is divided by it, a negative one multiplied), then presence and frequency 
 3. temperature 0 takes the largest logit (the lowest id among equals) and ends here, otherwise logits are divided by the
 temperature; 4. top-k, typical-p, top-p, min-p, each on the softmax of the remaining candidates; 5. one uniform
 number from Philox4x32-10, keyed by (seed, sample index, position), selects from the cumulative sum in id order.
+What the mask of a row does not allow counts as -inf throughout.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InferenceError
-from .ops import Ints, Logprobs, SampleRow
+from .ops import Ints, Logprobs, SampleRow, TokenMask
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
@@ -23,8 +27,9 @@ MAX_LOGIT = 1e300  # keeps a penalized logit finite
 
 def sample_row(logits: Floats, row: SampleRow) -> int:
     """Return the next token of one request."""
+    logits = apply_mask(logits, row.mask)
     require_finite(logits)
-    adjusted = penalize(logits.astype(np.float64), row)
+    adjusted = apply_mask(penalize(logits.astype(np.float64), row), row.mask)  # a penalized -inf is clipped
     if row.temperature == 0:
         return int(np.argmax(adjusted))
     with np.errstate(over="ignore"):  # a tiny temperature: all but the largest become -inf
@@ -33,6 +38,14 @@ def sample_row(logits: Floats, row: SampleRow) -> int:
     cumulative = np.cumsum(_softmax(scaled[kept]))
     point = uniform(row.seed, row.sample_index, row.position) * cumulative[-1]
     return int(kept[min(np.searchsorted(cumulative, point, side="right"), len(kept) - 1)])
+
+
+def apply_mask(logits: NDArray[Any], mask: TokenMask | None) -> NDArray[Any]:
+    """Return the logits of a row with -inf for tokens that the mask does not allow."""
+    if mask is None:
+        return logits
+    bits = np.unpackbits(mask.astype("<i4").view(np.uint8), bitorder="little", count=logits.size)
+    return np.where(bits, logits, logits.dtype.type(-np.inf))
 
 
 def require_finite(logits: Floats) -> None:
@@ -107,9 +120,14 @@ def _softmax(x: Doubles) -> Doubles:
     return np.asarray(e / e.sum(), np.float64)
 
 
-def logprobs(raw_logits: Floats, chosen: Ints, k: int) -> Logprobs:
-    """Return the log-softmax of raw logits at `chosen`, and the k likeliest of each row (ties: lowest id first)."""
+def logprobs(raw_logits: Floats, chosen: Ints, k: int, masks: Sequence[TokenMask | None] | None = None) -> Logprobs:
+    """Return the log-softmax of raw logits at `chosen`, and the k likeliest of each row (ties: lowest id first).
+
+    With masks it is over the tokens that they allow.
+    """
     k = min(k, raw_logits.shape[-1])
+    if masks is not None and len(raw_logits):
+        raw_logits = np.stack([apply_mask(line, mask) for line, mask in zip(raw_logits, masks, strict=True)])
     require_finite(raw_logits)
     wide = raw_logits.astype(np.float64)
     wide -= wide.max(axis=-1, keepdims=True)

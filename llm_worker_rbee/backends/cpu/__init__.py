@@ -17,7 +17,18 @@ from ...config import ModelConfig
 from ...weights import Checkpoint, Tensor
 from .. import reference
 from ..graph import Graph
-from ..ops import AttentionParams, Backend, Batch, Ints, KVLayer, Logprobs, Progress, RopeTable, SampleRow
+from ..ops import (
+    AttentionParams,
+    Backend,
+    Batch,
+    Ints,
+    KVLayer,
+    Logprobs,
+    Progress,
+    RopeTable,
+    SampleRow,
+    TokenMask,
+)
 from . import elementwise, forward, kv_layout, precompile, sampling
 from .attention import NUMBERS_PER_TILE, attention_tasks, partial_bytes, split_work_task
 from .kv_layout import kv_type_of, layer_addresses, padded_dim
@@ -167,5 +178,7 @@ class CpuBackend(Backend):
     def sample(self, raw_logits: Floats, rows: Sequence[SampleRow]) -> Ints:
         return sampling.sample(raw_logits, rows, self.threads)
 
-    def logprobs(self, raw_logits: Floats, chosen: Ints, k: int) -> Logprobs:
-        return sampling.logprobs(raw_logits, chosen, k)
+    def logprobs(
+        self, raw_logits: Floats, chosen: Ints, k: int, masks: Sequence[TokenMask | None] | None = None
+    ) -> Logprobs:
+        return sampling.logprobs(raw_logits, chosen, k, masks)

@@ -20,23 +20,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import reference_sampling
-from ..ops import Ints, Logprobs, SampleRow
+from ..ops import Ints, Logprobs, SampleRow, TokenMask
 from ..reference_sampling import MAX_LOGIT
 from . import sampling_kernels as kernels
 from .jit import PythonKernel, TaskKernel
 from .jit import simple_kernel as kernel
-from .pointers import f32, f64, i64
+from .pointers import f32, f64, i32, i64
 from .program import Program, Step, Task, new_step, pack_args, threads_in_use
 
 Floats = NDArray[np.float32]
 MAX_GREEDY_ROWS = 4  # without a program
 
 
-# Integers and floats of a row; WINDOW, OUTPUT_IDS, BIAS_IDS and BIAS_VALUES are addresses.
+# Integers and floats of a row; MASK, WINDOW, OUTPUT_IDS, BIAS_IDS and BIAS_VALUES are addresses.
 RowInt = IntEnum(
     "RowInt",
-    "HAS_PENALTIES TOP_K SEED SAMPLE_INDEX POSITION WINDOW WINDOW_SIZE OUTPUT_IDS OUTPUT_SIZE BIAS_IDS "
-    "BIAS_VALUES BIAS_SIZE COUNT",
+    "MASK HAS_PENALTIES TOP_K SEED SAMPLE_INDEX POSITION WINDOW WINDOW_SIZE OUTPUT_IDS OUTPUT_SIZE "
+    "BIAS_IDS BIAS_VALUES BIAS_SIZE COUNT",
     start=0,
 )
 RowFloat = IntEnum("RowFloat", "TEMPERATURE TOP_P MIN_P TYPICAL_P REPETITION PRESENCE FREQUENCY COUNT", start=0)
@@ -84,22 +84,23 @@ def apply_penalties(x, ints, floats):
 
 
 @kernel
-def draw_row(x, ints, floats):
+def draw_row(x, ints, floats, mask):
     """Draw a token by its probability."""
     point = kernels.uniform(np.uint64(ints[RowInt.SEED]), ints[RowInt.SAMPLE_INDEX], ints[RowInt.POSITION])
     top_p, min_p, typical_p = floats[RowFloat.TOP_P], floats[RowFloat.MIN_P], floats[RowFloat.TYPICAL_P]
-    return kernels.draw_token(x, floats[RowFloat.TEMPERATURE], ints[RowInt.TOP_K], top_p, min_p, typical_p, point)
+    temperature, top_k = floats[RowFloat.TEMPERATURE], ints[RowInt.TOP_K]
+    return kernels.draw_token(x, temperature, top_k, top_p, min_p, typical_p, point, mask)
 
 
 @kernel
-def sample_row(x, ints, floats):
+def sample_row(x, ints, floats, mask):
     """Return the token of one row, UNDECIDED or kernels.NOT_FINITE."""
     if ints[RowInt.HAS_PENALTIES]:
-        if not math.isfinite(kernels.block_max(x)[1]):
+        if not math.isfinite(kernels.block_max(x, mask)[1]):
             return kernels.NOT_FINITE
         y = apply_penalties(x, ints, floats)
-        return kernels.greedy(y) if floats[RowFloat.TEMPERATURE] == 0 else draw_row(y, ints, floats)
-    return kernels.greedy(x) if floats[RowFloat.TEMPERATURE] == 0 else draw_row(x, ints, floats)
+        return kernels.greedy(y, mask) if floats[RowFloat.TEMPERATURE] == 0 else draw_row(y, ints, floats, mask)
+    return kernels.greedy(x, mask) if floats[RowFloat.TEMPERATURE] == 0 else draw_row(x, ints, floats, mask)
 
 
 def sample_task(args, step, piece):
@@ -108,7 +109,11 @@ def sample_task(args, step, piece):
     width = s[Step.VOCABULARY]
     x = f32(s[Step.LOGITS] + piece * width * 4)[:width]
     ints = i64(s[Step.SAMPLE_INTS] + piece * RowInt.COUNT * 8)
-    i64(s[Step.TOKEN_IDS])[piece] = sample_row(x, ints, f64(s[Step.SAMPLE_FLOATS] + piece * RowFloat.COUNT * 8))
+    floats, tokens = f64(s[Step.SAMPLE_FLOATS] + piece * RowFloat.COUNT * 8), i64(s[Step.TOKEN_IDS])
+    if ints[RowInt.MASK]:
+        tokens[piece] = sample_row(x, ints, floats, i32(ints[RowInt.MASK]))
+    else:
+        tokens[piece] = sample_row(x, ints, floats, None)
 
 
 SAMPLE = TaskKernel(sample_task)
@@ -138,7 +143,7 @@ def _is_faster_alone(rows: Sequence[SampleRow]) -> bool:
 
 
 def _sample_alone(logits: Floats, row: SampleRow) -> int:
-    return int(kernels.greedy(logits)) if row.temperature == 0 else draw(logits, row)
+    return int(kernels.greedy(logits, row.mask)) if row.temperature == 0 else draw(logits, row)
 
 
 def _sample_batch(logits: Floats, rows: Sequence[SampleRow], threads: int) -> Ints:
@@ -166,8 +171,9 @@ def _sample_batch(logits: Floats, rows: Sequence[SampleRow], threads: int) -> In
 def _pack_ints(row: SampleRow, held: list[NDArray[Any]]) -> tuple[int, ...]:
     """Return the integers of a row; arrays that it points at are added to `held`."""
     settings = row.top_k, row.seed, row.sample_index, row.position
+    mask = 0 if row.mask is None else row.mask.ctypes.data
     if not row.has_penalties:
-        return (0, *settings, 0, 0, 0, 0, 0, 0, 0)
+        return (mask, 0, *settings, 0, 0, 0, 0, 0, 0, 0)
     window = row.penalty_window if row.repetition_penalty != 1.0 else row.penalty_window[:0]
     output_ids = row.output_ids if row.presence_penalty or row.frequency_penalty else row.output_ids[:0]
     arrays = [
@@ -178,7 +184,7 @@ def _pack_ints(row: SampleRow, held: list[NDArray[Any]]) -> tuple[int, ...]:
     ]
     held += arrays
     a, b, c, d = (array.ctypes.data for array in arrays)
-    return (1, *settings, a, len(window), b, len(output_ids), c, d, len(row.logit_bias))
+    return (mask, 1, *settings, a, len(window), b, len(output_ids), c, d, len(row.logit_bias))
 
 
 @cache
@@ -190,26 +196,31 @@ def draw(x: NDArray[Any], row: SampleRow) -> int:
     """Draw a token of one row without penalties; it may be UNDECIDED or kernels.NOT_FINITE."""
     temperature, top_p, min_p, typical_p = map(float, (row.temperature, row.top_p, row.min_p, row.typical_p))
     point = kernels.uniform(np.uint64(row.seed), row.sample_index, row.position)
-    return int(kernels.draw_token(x, temperature, row.top_k, top_p, min_p, typical_p, point))
+    return int(kernels.draw_token(x, temperature, row.top_k, top_p, min_p, typical_p, point, row.mask))
 
 
-def logprobs(logits: Floats, chosen: Ints, k: int) -> Logprobs:
-    """Return the log-softmax of the raw logits at the chosen tokens, and the k likeliest (ties: lowest id first)."""
+def logprobs(logits: Floats, chosen: Ints, k: int, masks: Sequence[TokenMask | None] | None = None) -> Logprobs:
+    """Return the log-softmax of the raw logits at the chosen tokens, and the k likeliest (ties: lowest id first).
+
+    With masks it is over the tokens that they allow.
+    """
     rows, k = len(logits), min(k, logits.shape[-1])
     found = np.empty(rows, np.float32)
     top_ids, top = np.empty((rows, k), np.int64), np.empty((rows, k), np.float32)
     logits = np.ascontiguousarray(logits)
     for i, token in enumerate(chosen.tolist()):
-        found[i] = kernels.log_softmax(logits[i], token, k, top_ids[i], top[i])
+        mask = None if masks is None else masks[i]
+        found[i] = kernels.log_softmax(logits[i], token, k, top_ids[i], top[i], mask)
         if found[i] != found[i]:
-            reference_sampling.require_finite(logits[i])
+            reference_sampling.require_finite(reference_sampling.apply_mask(logits[i], mask))
     return Logprobs(found, top_ids, top)
 
 
 _F32S, _IDS, _FLOAT, _INT = nb.float32[::1], nb.int64[::1], nb.float64, nb.int64
+_MASKS = nb.none, nb.int32[::1]
 PYTHON_KERNELS = (
-    PythonKernel(kernels.greedy, _F32S),
     PythonKernel(kernels.uniform, nb.uint64, _INT, _INT),
-    PythonKernel(kernels.draw_token, _F32S, _FLOAT, _INT, *[_FLOAT] * 4),
-    PythonKernel(kernels.log_softmax, _F32S, _INT, _INT, _IDS, _F32S),
+    *(PythonKernel(kernels.greedy, _F32S, mask) for mask in _MASKS),
+    *(PythonKernel(kernels.draw_token, _F32S, _FLOAT, _INT, *[_FLOAT] * 4, mask) for mask in _MASKS),
+    *(PythonKernel(kernels.log_softmax, _F32S, _INT, _INT, _IDS, _F32S, mask) for mask in _MASKS),
 )

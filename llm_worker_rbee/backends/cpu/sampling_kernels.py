@@ -4,6 +4,8 @@ Finding candidates reads all logits as few times as possible: the maximum of eac
 to look at; nothing is sorted. Filters then keep the fewest candidates, best first, whose probabilities add up to some
 mass: the last of them is found by partitioning, as the k-th largest of a list is. `../reference_sampling.py` defines
 the result; UNDECIDED leaves a near tie to it.
+
+A mask says which tokens are allowed (see simd.py); None is a type of its own, for which nothing is compiled.
 """
 
 from __future__ import annotations
@@ -217,44 +219,52 @@ def uniform(seed, choice, position):
 
 
 @kernel
-def block_max(x):
+def block_max(x, mask):
     """Return the maximum of each block, and the largest of all, NaN if there is one among float32."""
     maxima, whole = np.empty((x.shape[0] + BLOCK - 1) // BLOCK, x.dtype), x.shape[0] // BLOCK
     marks, top = f.splat(x.dtype.type(0)), f.splat(x.dtype.type(-np.inf))
     for b in range(whole):
         i = b * BLOCK
-        p, q, r, s = f.load(x, i), f.load(x, i + 16), f.load(x, i + 32), f.load(x, i + 48)
+        if not f.allows_any(mask, i):
+            maxima[b] = -np.inf
+            continue
+        p, q = f.load_allowed(x, i, mask), f.load_allowed(x, i + 16, mask)
+        r, s = f.load_allowed(x, i + 32, mask), f.load_allowed(x, i + 48, mask)
         if x.itemsize == 4:  # float64 logits were made of finite float32 ones
             marks = f.nan_mask(f.nan_mask(marks, p, q), r, s)
         highest = f.max_nan_second(f.max_nan_second(p, q), f.max_nan_second(r, s))
         maxima[b], top = f.hmax(highest), f.max_nan_second(highest, top)
     mark, best = f.hsum(marks), f.hmax(top)
     if whole < maxima.shape[0]:
-        maxima[whole] = x[whole * BLOCK]
+        maxima[whole] = -np.inf
         for i in range(whole * BLOCK, x.shape[0]):
-            maxima[whole] = max(maxima[whole], x[i])
-            mark = mark if x[i] == x[i] else x[i]
+            if f.is_allowed(mask, i):
+                maxima[whole] = max(maxima[whole], x[i])
+                mark = mark if x[i] == x[i] else x[i]
         best = max(best, maxima[whole])
     return maxima, best if mark == mark else mark
 
 
 @kernel
-def gather_above(x, maxima, low, high, ids):
+def gather_above(x, maxima, low, high, ids, mask):
     """Write the ids of logits in low .. high, ascending; return their number."""
     count = 0
     for b in range(maxima.shape[0]):
         if maxima[b] >= low:
             for i in range(b * BLOCK, min(x.shape[0], b * BLOCK + BLOCK)):
                 ids[count] = i  # where it is not one of them, the next one is written over it
-                count += low <= x[i] <= high
+                count += low <= x[i] <= high and f.is_allowed(mask, i)
     return count
 
 
 @kernel
-def gather_top(x, maxima, k, ids):
+def gather_top(x, maxima, k, ids, mask):
     """Write the ids of logits from a lower bound of the k-th largest on, ascending; return their number and it."""
-    low = kth_largest(maxima.copy() if 2 * k <= maxima.shape[0] else x.copy(), k)
-    return gather_above(x, maxima, low, np.inf, ids), low
+    some = maxima.copy() if 2 * k <= maxima.shape[0] else x.copy()
+    for i in range(x.shape[0] if some.shape[0] == x.shape[0] else 0):
+        some[i] = some[i] if f.is_allowed(mask, i) else -np.inf
+    low = kth_largest(some, k)
+    return gather_above(x, maxima, low, np.inf, ids, mask), low
 
 
 @kernel
@@ -265,14 +275,15 @@ def scale_logits(x, best, temperature, ids, count, s):
 
 
 @kernel
-def exp_sums(x, best, temperature, sums):
+def exp_sums(x, best, temperature, sums, mask):
     """Write the sum of e^s, s = (x - best) / temperature, of each block; return the sums of e^s and of s * e^s."""
     rate, less = f.splat(1 / temperature), f.splat(-best)
     whole, total, moment = x.shape[0] // BLOCK, 0.0, f.splat(0.0)
     for b in range(whole):
         some = f.splat(0.0)
-        for i in range(b * BLOCK, b * BLOCK + BLOCK, LANES):
-            s = f.max_nan_second(f.mul(f.add(f.load_f64(x, i), less), rate), f.splat(2 * MIN_EXPONENT))
+        for i in range(b * BLOCK, b * BLOCK + BLOCK if f.allows_any(mask, b * BLOCK) else 0, LANES):
+            scaled = f.mul(f.add(f.load_allowed_f64(x, i, mask), less), rate)
+            s = f.max_nan_second(scaled, f.splat(2 * MIN_EXPONENT))
             e = f.exp(s)
             some, moment = f.add(some, e), f.fma(e, s, moment)
         sums[b] = f.hsum(some)
@@ -282,7 +293,7 @@ def exp_sums(x, best, temperature, sums):
         sums[whole] = 0
         for i in range(whole * BLOCK, x.shape[0]):
             s = (x[i] - best) / temperature
-            if s > MIN_EXPONENT:
+            if s > MIN_EXPONENT and f.is_allowed(mask, i):
                 sums[whole] += math.exp(s)
                 rest += math.exp(s) * s
         total += sums[whole]
@@ -290,13 +301,15 @@ def exp_sums(x, best, temperature, sums):
 
 
 @kernel
-def draw_from_blocks(x, best, temperature, sums, total, point):
+def draw_from_blocks(x, best, temperature, sums, total, point, mask):
     """Return the token at `point` of the cumulative sum over all tokens, or UNDECIDED."""
     close, before, b = TIE_TOLERANCE * total, 0.0, 0
     while b < sums.shape[0] - 1 and before + sums[b] <= point:
         before += sums[b]
         b += 1
     for i in range(b * BLOCK, min(x.shape[0], b * BLOCK + BLOCK)):
+        if not f.is_allowed(mask, i):
+            continue
         after = before + math.exp((x[i] - best) / temperature)
         if after > point:
             return i if point - before > close and after - point > close else UNDECIDED
@@ -305,9 +318,10 @@ def draw_from_blocks(x, best, temperature, sums, total, point):
 
 
 @kernel
-def select_top_k(x, maxima, best, temperature, k, ids):
+def select_top_k(x, maxima, best, temperature, k, ids, mask):
     """Write the ids of the k largest, ascending, lowest ids among equals; return their number or UNDECIDED."""
-    found, low = gather_top(x, maxima, k, ids)
+    found, low = gather_top(x, maxima, k, ids, mask)
+    k = min(k, found)
     s = np.empty(found, np.float64)
     scale_logits(x, best, temperature, ids, found, s)
     kth = kth_largest(s.copy(), k)
@@ -326,12 +340,12 @@ def select_top_k(x, maxima, best, temperature, k, ids):
 
 
 @kernel
-def widen_until_mass(x, maxima, best, temperature, center, mass, ids, s):
+def widen_until_mass(x, maxima, best, temperature, center, mass, ids, s, mask):
     """Gather candidates around `center` (0: the likeliest) that add up to `mass`; return (number, radius)."""
     radius = 2.0
     while radius < -2 * MIN_EXPONENT:
         low, high = best + temperature * (center - radius), best + temperature * (center + radius)
-        found, total = gather_above(x, maxima, low, high, ids), 0.0
+        found, total = gather_above(x, maxima, low, high, ids, mask), 0.0
         scale_logits(x, best, temperature, ids, found, s)
         for e in exp_all(s, found):
             total += e
@@ -342,14 +356,17 @@ def widen_until_mass(x, maxima, best, temperature, center, mass, ids, s):
 
 
 @kernel
-def greedy(x):
+def greedy(x, mask):
     """Return the lowest id of the largest logit, or NOT_FINITE."""
     marks, best, first = f.splat(x.dtype.type(0)), x.dtype.type(-np.inf), 0
     whole = x.shape[0] // WIDE_BLOCK * WIDE_BLOCK
     for start in range(0, whole, WIDE_BLOCK):
         a = b = c = d = f.splat(x.dtype.type(-np.inf))
         for i in range(start, start + WIDE_BLOCK, BLOCK):
-            p, q, r, s = f.load(x, i), f.load(x, i + 16), f.load(x, i + 32), f.load(x, i + 48)
+            if not f.allows_any(mask, i):
+                continue
+            p, q = f.load_allowed(x, i, mask), f.load_allowed(x, i + 16, mask)
+            r, s = f.load_allowed(x, i + 32, mask), f.load_allowed(x, i + 48, mask)
             if x.itemsize == 4:  # float64 logits were made of finite float32 ones
                 marks = f.nan_mask(f.nan_mask(marks, p, q), r, s)
             a, b, c, d = f.max_nan_second(p, a), f.max_nan_second(q, b), f.max_nan_second(r, c), f.max_nan_second(s, d)
@@ -358,67 +375,73 @@ def greedy(x):
             best, first = largest, start
     mark = f.hsum(marks)
     for i in range(whole, x.shape[0]):
-        mark = mark if x[i] == x[i] else x[i]
-        if x[i] > best:
-            best, first = x[i], i
+        if f.is_allowed(mask, i):
+            mark = mark if x[i] == x[i] else x[i]
+            if x[i] > best:
+                best, first = x[i], i
     if not (mark == mark and math.isfinite(best)):
         return NOT_FINITE
-    while x[first] != best:
+    while not (x[first] == best and f.is_allowed(mask, first)):
         first += 1
     return first
 
 
 @kernel
-def find_candidates(x, temperature, top_k, top_p, min_p, typical_p, point, ids, s):
+def find_candidates(x, temperature, top_k, top_p, min_p, typical_p, point, ids, s, mask):
     """Return (token, 0, ...) if it is clear, or (UNDECIDED, number of candidates, sum over all, center, radius)."""
-    maxima, largest = block_max(x)
+    maxima, largest = block_max(x, mask)
     best, count, total, center, radius = np.float64(largest), 0, 0.0, 0.0, np.inf
     if not math.isfinite(best):
         return NOT_FINITE, 0, total, center, radius
     if temperature < TIE_TOLERANCE * max(1.0, abs(best)):
         return UNDECIDED, 0, total, center, radius
     if 0 < top_k < x.shape[0]:
-        count = select_top_k(x, maxima, best, temperature, top_k, ids)
+        count = select_top_k(x, maxima, best, temperature, top_k, ids, mask)
     elif typical_p < 1 or top_p < 1 or min_p == 0:
         sums = np.empty(maxima.shape[0], np.float64)
-        total, moment = exp_sums(x, best, temperature, sums)
+        total, moment = exp_sums(x, best, temperature, sums, mask)
         if typical_p < 1 or top_p < 1:
             center = moment / total if typical_p < 1 else 0.0
             mass = (typical_p if typical_p < 1 else top_p) + 2 * TIE_TOLERANCE
-            count, radius = widen_until_mass(x, maxima, best, temperature, center, mass * total, ids, s)
+            count, radius = widen_until_mass(x, maxima, best, temperature, center, mass * total, ids, s, mask)
         else:
-            return draw_from_blocks(x, best, temperature, sums, total, point * total), 0, total, center, radius
+            token = draw_from_blocks(x, best, temperature, sums, total, point * total, mask)
+            return token, 0, total, center, radius
     else:
-        count = gather_above(x, maxima, best + temperature * (math.log(min_p) - 1e-6), np.inf, ids)
+        count = gather_above(x, maxima, best + temperature * (math.log(min_p) - 1e-6), np.inf, ids, mask)
     scale_logits(x, best, temperature, ids, count, s)
     return UNDECIDED, count, total, center, radius
 
 
 @kernel
-def draw_token(x, temperature, top_k, top_p, min_p, typical_p, point):
+def draw_token(x, temperature, top_k, top_p, min_p, typical_p, point, mask):
     """Return the token at `point` (0 to 1) of the candidates' cumulative probability, UNDECIDED or NOT_FINITE."""
     ids, s = np.empty(x.shape[0], np.int64), np.empty(x.shape[0], np.float64)
-    token, count, total, center, radius = find_candidates(x, temperature, top_k, top_p, min_p, typical_p, point, ids, s)
+    token, count, total, center, radius = find_candidates(
+        x, temperature, top_k, top_p, min_p, typical_p, point, ids, s, mask
+    )
     if count <= 0:
         return token
     return filter_and_draw(ids[:count], s[:count], total, center, radius, top_p, min_p, typical_p, point)
 
 
 @kernel
-def log_softmax(x, chosen, k, top_ids, top):
+def log_softmax(x, chosen, k, top_ids, top, mask):
     """Return the log-softmax at `chosen` and write the k likeliest, best first; NaN if logits are not finite."""
-    maxima, largest = block_max(x)
+    maxima, largest = block_max(x, mask)
     best = np.float64(largest)
     if not math.isfinite(best):
         return np.float32(np.nan)
-    total, _ = exp_sums(x, best, 1.0, np.empty(maxima.shape[0], np.float64))
+    total, _ = exp_sums(x, best, 1.0, np.empty(maxima.shape[0], np.float64), mask)
     less, ids = math.log(total), np.empty(x.shape[0], np.int64)
-    found = gather_top(x, maxima, k, ids)[0] if k else 0
-    for rank in range(k):
+    found = gather_top(x, maxima, k, ids, mask)[0] if k else 0
+    for rank in range(found, k):
+        top_ids[rank], top[rank] = 0, -np.inf
+    for rank in range(min(k, found)):
         first = 0
         for i in range(1, found):
             if ids[first] < 0 or (ids[i] >= 0 and x[ids[i]] - best - less > x[ids[first]] - best - less):
                 first = i
         top_ids[rank], top[rank] = ids[first], x[ids[first]] - best - less
         ids[first] = -1
-    return np.float32(x[chosen] - best - less)
+    return np.float32(x[chosen] - best - less if f.is_allowed(mask, chosen) else -np.inf)

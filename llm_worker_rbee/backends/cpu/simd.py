@@ -20,7 +20,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-I8, I16, I32, F16, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.HalfType(), ir.FloatType()
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+F16, F32 = ir.HalfType(), ir.FloatType()
 LANES = 16
 # A sum of integers that begins at the bits of this float is, up to 2**22, the bits of MAGIC + sum.
 MAGIC, MAGIC_BITS = 1.5 * 2.0**23, 0x4B400000
@@ -275,6 +276,53 @@ def load_f64(b: Any, array: Any, index: Any) -> Any:
     """Load 16 float32 or float64 as float64."""
     value = emit_load_floats(b, array, index)
     return b.fpext(value, f64x16.ir) if array.dtype == types.float32 else value
+
+
+# A mask is None, or int32 words whose bit i % 32 of word i // 32 says whether element i is allowed.
+@emits(lambda array, index, mask: _vector_of(array.dtype)(array, types.intp, mask))
+def load_allowed(b: Any, array: Any, index: Any, mask: Any) -> Any:
+    """Load 16 float32 or float64 from a multiple of 16 on, with -inf for those that the mask does not allow."""
+    return _emit_load_allowed(b, array, index, mask)
+
+
+@emits(lambda array, index, mask: f64x16(array, types.intp, mask))
+def load_allowed_f64(b: Any, array: Any, index: Any, mask: Any) -> Any:
+    """Load the same as float64."""
+    value = _emit_load_allowed(b, array, index, mask)
+    return b.fpext(value, f64x16.ir) if array.dtype == types.float32 else value
+
+
+def _emit_load_allowed(b: Any, array: ArrayValue, index: Any, mask: Any) -> Any:
+    value = emit_load_floats(b, array, index)
+    if not isinstance(mask, ArrayValue):
+        return value
+    bits = b.bitcast(_emit_mask_bits(b, mask, index, I16), ir.VectorType(I1, LANES))
+    return b.select(bits, value, ir.Constant(value.type, [-math.inf] * LANES))
+
+
+def _emit_mask_bits(b: Any, mask: ArrayValue, index: Any, kind: ir.IntType) -> Any:
+    """Emit a load of as many bits of the mask as `kind` has; `index` is a multiple of their number."""
+    place = b.gep(mask.data, [b.lshr(index, ir.Constant(index.type, 3))])
+    value = b.load(b.bitcast(place, kind.as_pointer()))
+    value.align = 1
+    return value
+
+
+@emits(lambda mask, index: types.boolean(mask, types.intp))
+def allows_any(b: Any, mask: Any, index: Any) -> Any:
+    """Return whether one of 64 elements, from a multiple of 64 on, is allowed."""
+    if not isinstance(mask, ArrayValue):
+        return ir.Constant(I1, 1)
+    return b.icmp_unsigned("!=", _emit_mask_bits(b, mask, index, I64), ir.Constant(I64, 0))
+
+
+@emits(lambda mask, index: types.boolean(mask, types.intp))
+def is_allowed(b: Any, mask: Any, index: Any) -> Any:
+    """Return whether one element is allowed."""
+    if not isinstance(mask, ArrayValue):
+        return ir.Constant(I1, 1)
+    bit = b.trunc(b.and_(index, ir.Constant(index.type, 7)), I8)
+    return b.trunc(b.lshr(_emit_mask_bits(b, mask, index, I8), bit), I1)
 
 
 @emits(lambda array, index, value: types.void(array, types.intp, value))

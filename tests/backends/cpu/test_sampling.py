@@ -120,6 +120,69 @@ def test_sample_of_a_batch_equals_reference_with_any_threads(count: int) -> None
         assert backend.sample(np.asfortranarray(x), wanted).tolist() == expected
 
 
+def some_mask(rng: np.random.Generator, size: int) -> NDArray[np.int32]:
+    """Nothing but one token, a few, whole words cleared, most, all; bits past the end are any."""
+    allowed = rng.random(-(-size // 32) * 32) < rng.choice([0.0, 0.01, 0.3, 0.98, 1.0])
+    allowed[: rng.integers(0, size)] &= rng.random() < 0.5
+    allowed[rng.integers(0, size)] = True
+    return np.packbits(allowed, bitorder="little").view(np.int32)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_masked_sample_equals_reference(threads: int) -> None:
+    """Alone and in a batch, for every mix of settings; a NaN among tokens that are not allowed does not matter."""
+    rng, backend = np.random.default_rng(11), CpuBackend(threads)
+    for i in range(700):
+        size, count = SIZES[i % len(SIZES)], int(rng.choice([1, 1, 6]))
+        x = np.stack([(ordinary, nasty)[rng.integers(2)](rng, size) for _ in range(count)])
+        rows = [(settings, penalties if size > 1 else settings)[rng.integers(2)](rng, size) for _ in range(count)]
+        for line, row in zip(x, rows, strict=True):
+            if rng.random() < 0.9:
+                row.mask = some_mask(rng, size)
+                is_allowed = reference_sampling.apply_mask(np.zeros(size), row.mask) == 0
+                if not np.isfinite(line[is_allowed].max()):
+                    line[:] = ordinary(rng, size)
+                line[~is_allowed] = rng.choice([np.nan, 3e38, -1.0])
+        expected = [reference_sampling.sample_row(line, row) for line, row in zip(x, rows, strict=True)]
+        assert backend.sample(x, rows).tolist() == expected, (i, size, rows)
+        for line, row, token in zip(x, rows, expected, strict=True):
+            assert reference_sampling.apply_mask(line, row.mask)[token] > -np.inf
+
+
+def test_masked_sample_is_seldom_undecided() -> None:
+    rng, decided = np.random.default_rng(12), 0
+    for _ in range(200):
+        x, row = ordinary(rng, 3000), settings(rng, 3000)
+        row.mask, row.temperature = some_mask(rng, 3000), 0.8
+        token = fast.draw(x, row)
+        decided += token >= 0
+        assert token < 0 or token == reference_sampling.sample_row(x, row)
+    assert decided > 150
+
+
+def test_masked_logprobs_equal_reference() -> None:
+    rng = np.random.default_rng(13)
+    for i in range(200):
+        size, k = SIZES[i % len(SIZES)], int(rng.integers(0, 21))
+        x = np.stack([ordinary(rng, size) for _ in range(3)])
+        masks = [some_mask(rng, size), None, some_mask(rng, size)]
+        chosen = np.array([reference_sampling.apply_mask(a, m).argmax() for a, m in zip(x, masks, strict=True)])
+        found, wanted = cpu.logprobs(x, chosen, k, masks), reference_sampling.logprobs(x, chosen, k, masks)
+        is_real = wanted.top > -np.inf
+        assert np.array_equal(is_real, found.top > -np.inf)
+        assert np.array_equal(found.top_ids[is_real], wanted.top_ids[is_real])
+        np.testing.assert_allclose(found.top[is_real], wanted.top[is_real], rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(found.chosen, wanted.chosen, rtol=1e-6, atol=1e-6)
+
+
+def test_mask_without_an_allowed_token_raises() -> None:
+    x, mask = ordinary(np.random.default_rng(14), 100), np.zeros(4, np.int32)
+    rows = (SampleRow(temperature=0, mask=mask), SampleRow(mask=mask), SampleRow(logit_bias=((1, 9.0),), mask=mask))
+    for row in rows:
+        with pytest.raises(InferenceError):
+            cpu.sample(x[None], [row])
+
+
 def test_sample_of_a_batch_with_nan_row_raises() -> None:
     x = np.stack([ordinary(np.random.default_rng(9), 100) for _ in range(6)])
     x[4, 30] = np.nan
