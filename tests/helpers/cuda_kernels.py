@@ -29,7 +29,7 @@ PARAMETERS_BY_TYPE = {
     F: "x_scales x_sums squares out residual norm out_scales out_sums out_squares factors qkv cos sin partial "
     "stats logits parts k v weight total q_norm k_norm bias",
     I4: "x_codes low high block_tables positions counters ids slot_mapping query_start context_len tile_request "
-    "tile_first num_tiles ints chosen top_ids pending wanted",
+    "tile_first num_tiles ints chosen top_ids pending wanted mask_index masks",
     H: "scales x",
     B16: "w k_cache v_cache q_out q",
     "fp32": "eps unit scale",

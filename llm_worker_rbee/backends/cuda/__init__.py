@@ -20,7 +20,7 @@ from ... import machine
 from ...config import KV_CUDA, KV_ON_CUDA
 from ...errors import InvalidRequestError
 from ...weights import Checkpoint, Tensor
-from .. import ops, reference, reference_sampling, select
+from .. import ops, reference, select
 from ..graph import Graph
 from ..ops import Ints, KVLayer
 from . import decoder, device, op_parts, precompile, profile, sampling
@@ -254,9 +254,7 @@ class CudaBackend(ops.Backend):
     def logprobs(
         self, raw_logits: torch.Tensor, chosen: Ints, k: int, masks: Sequence[ops.TokenMask | None] | None = None
     ) -> ops.Logprobs:
-        if masks is not None:
-            return reference_sampling.logprobs(raw_logits.float().cpu().numpy(), chosen, k, masks)
-        return sampling.logprobs(raw_logits, chosen, k)
+        return sampling.logprobs(raw_logits, chosen, k, masks)
 
 
 def _launch_unfused(forward: ops.Forward, kv: Sequence[KVLayer], limits: ops.StepLimits) -> int:

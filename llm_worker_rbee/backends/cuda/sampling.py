@@ -3,7 +3,7 @@
 Logits stay on the device: only ids and log-probabilities (where requested) come to the host, in one copy. An undecided
 row (sampling_kernels.py) is copied to the host and sampled by the reference. `sample_async` waits for nothing: the
 token that penalties and log-probabilities need may be on the device only. The fields of a row that never change are
-packed once, when it is first sampled.
+packed once, when it is first sampled. Masks of allowed tokens are copied to the device as they are, one bit per token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from .. import reference_sampling
-from ..ops import NO_TOKENS, Ints, Logprobs, SampleRow, pending_id
+from ..ops import NO_TOKENS, Ints, Logprobs, SampleRow, TokenMask, pending_id
 from .device import num_multiprocessors, upload
 from .sampling_kernels import NUM_INTS, argmax_rows, logprob_rows, sample_rows
 
@@ -26,6 +26,7 @@ MAX_SCANNED = 32  # likeliest tokens that are found one by one; more of them are
 LIST_TILE = 256  # tokens of a bias or penalty list per iteration
 INTERPRETED_PROGRAMS = 4  # under the interpreter, which has no multiprocessors
 ALIGNMENT = 4  # int32: 16 bytes. Another alignment would compile another kernel
+Wanted = tuple[int, int, bool]  # log-probabilities: the row, how many of the likeliest, whether its mask applies
 PACKED_ROW = struct.Struct("<7d4Q")  # `_constant_fields`, then the number of biases
 _constant_fields = attrgetter(
     "temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -49,27 +50,30 @@ def sample_on_device(
     rows: Sequence[SampleRow],
     pending: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    masks: DeviceMasks | None = None,
 ) -> torch.Tensor:
     """Return the tokens on the device, without waiting for them; negative where a row is undecided or not finite.
 
-    A negative id in the lists of a row, -1 - r, is `pending[r]`. The scratch is 16 bytes per token of the vocabulary
-    for each multiprocessor, or row if there are fewer: 280 MB for 132 of them and a vocabulary of 128k.
+    A negative id in the lists of a row, -1 - r, is `pending[r]`. `masks`: those of the rows, if they are uploaded. The
+    scratch is 16 bytes per token of the vocabulary for each multiprocessor, or row if there are fewer: 280 MB for 132
+    of them and a vocabulary of 128k.
     """
     logits, device = _row_major(logits), logits.device
     count, vocabulary = logits.shape
     block = _block_size(logits)
     out = torch.empty(count, dtype=torch.int32, device=device) if out is None else out
+    masks = masks or upload_masks([row.mask for row in rows], vocabulary, out)
     packed = _pack_rows(rows, vocabulary)
     if packed.is_greedy:
-        argmax_rows[(count,)](logits, logits.stride(0), out, vocabulary, block, num_warps=16)
+        argmax_rows[(count,)](logits, logits.stride(0), *masks, out, vocabulary, block, num_warps=16)
         return out
     floats, biases, ints, ids = _upload_together([packed.floats, packed.biases, packed.ints, packed.ids], device)
     programs = min(count, _num_programs(device))
     scratch = torch.empty((programs, 2, vocabulary), dtype=torch.float64, device=device)
     candidates = torch.empty((programs, 2, block), dtype=torch.float64, device=device)
     sample_rows[(programs,)](
-        logits, logits.stride(0), ints, floats, ids, ids if pending is None else pending, biases, scratch, candidates,
-        out, count, vocabulary, BLOCK=block, LIST_TILE=LIST_TILE, num_warps=32, enable_fp_fusion=False,
+        logits, logits.stride(0), ints, floats, ids, ids if pending is None else pending, biases, *masks, scratch,
+        candidates, out, count, vocabulary, BLOCK=block, LIST_TILE=LIST_TILE, num_warps=32, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -80,15 +84,46 @@ def sample_async(logits: torch.Tensor, rows: Sequence[SampleRow], pending: torch
     The k likeliest are found one by one whatever k is: a request asks for at most 20.
     """
     vocabulary, device = logits.shape[1], logits.device
-    wanted = [(i, min(row.logprobs, vocabulary)) for i, row in enumerate(rows) if row.logprobs is not None]
+    wanted = [
+        (i, min(row.logprobs, vocabulary), row.logprobs_mode == "masked")
+        for i, row in enumerate(rows)
+        if row.logprobs is not None
+    ]
     results = SampleResults.empty(len(rows), wanted, device)
+    masks = upload_masks([row.mask for row in rows], vocabulary, results.tokens)
     if rows:
-        sample_on_device(logits, rows, pending, results.tokens)
+        sample_on_device(logits, rows, pending, results.tokens, masks)
     if wanted:
         logits = _row_major(logits)
         sent = upload(np.array(wanted, np.int64), device)
-        _launch_logprobs(logits, sent, results.tokens, results.values, results.top_ids)
+        _launch_logprobs(logits, sent, results.tokens, masks, results.values, results.top_ids)
     return PendingSample(results, wanted)
+
+
+class DeviceMasks(NamedTuple):
+    """The masks of the rows that have one, as the kernels read them."""
+
+    places: torch.Tensor  # (rows,) where a row's mask is in `words`, -1: it has none
+    words: torch.Tensor  # (masks, num_words)
+    num_words: int  # of a mask; 0: there are none
+
+
+def upload_masks(masks: Sequence[TokenMask | None], vocabulary: int, unused: torch.Tensor) -> DeviceMasks:
+    """Copy the masks of rows to the device through page-locked memory, without waiting.
+
+    `unused`: integers on that device, whose address kernels get where no row has a mask: they do not read it.
+    """
+    device, found = unused.device, [mask for mask in masks if mask is not None]
+    if not found:
+        return DeviceMasks(unused, unused, 0)
+    num_words, first = -(-vocabulary // 32), _aligned(len(masks))
+    staged = torch.empty(first + len(found) * num_words, dtype=torch.int32, pin_memory=device.type == "cuda")
+    words = staged.numpy()
+    has_mask = np.array([mask is not None for mask in masks])
+    words[: len(masks)] = np.where(has_mask, np.cumsum(has_mask) - 1, -1)
+    np.concatenate(found, out=words[first:])
+    on_device = staged.to(device, non_blocking=True)
+    return DeviceMasks(on_device[: len(masks)], on_device[first:], num_words)
 
 
 def warm_up(vocab_size: int, max_batch: int, device: torch.device) -> None:
@@ -100,9 +135,10 @@ def warm_up(vocab_size: int, max_batch: int, device: torch.device) -> None:
     every_filter = SampleRow(top_k=2, top_p=0.9, min_p=0.1, typical_p=0.9, repetition_penalty=1.1, logprobs=1)
     every_filter.penalty_window = np.array([pending_id(0)])
     greedy = sample_async(logits, [SampleRow(temperature=0.0)] * len(logits))
+    every_filter.mask = np.full(-(-vocab_size // 32), -1, np.int32)
     sample_async(logits, [every_filter] * len(logits), greedy.tokens).result()
     # Not `logprobs`, which checks what its kernel stores: nothing, while variants are recorded.
-    _sorted_logprobs(logits[np.zeros(1, np.int64)], MAX_SCANNED + 1)
+    _sorted_logprobs(logits[np.zeros(1, np.int64)], MAX_SCANNED + 1, [every_filter.mask])
 
 
 class SampleResults(NamedTuple):
@@ -114,9 +150,9 @@ class SampleResults(NamedTuple):
     top_ids: torch.Tensor  # (wanted, k)
 
     @classmethod
-    def empty(cls, rows: int, wanted: Sequence[tuple[int, int]], device: torch.device) -> SampleResults:
-        """Allocate room for the tokens, and the log-probabilities of `wanted`: (row, k) each."""
-        k = max((k for _, k in wanted), default=0)
+    def empty(cls, rows: int, wanted: Sequence[Wanted], device: torch.device) -> SampleResults:
+        """Allocate room for the tokens, and the log-probabilities that are wanted."""
+        k = max((k for _, k, _ in wanted), default=0)
         end = _aligned(_aligned(rows) + len(wanted) * (1 + k)) + len(wanted) * k
         return cls.split(torch.empty(end, dtype=torch.int32, device=device), rows, len(wanted), k)
 
@@ -137,7 +173,7 @@ class SampleResults(NamedTuple):
 class PendingSample:
     """Sampled tokens on the device, being copied to the host with their log-probabilities."""
 
-    def __init__(self, results: SampleResults, wanted: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, results: SampleResults, wanted: Sequence[Wanted]) -> None:
         self.tokens = results.tokens
         self._wanted, self._arrival, self._on_host = wanted, None, results
         if results.words.device.type != "cpu":
@@ -156,7 +192,7 @@ class PendingSample:
         values, top_ids = self._on_host.values.numpy(), self._on_host.top_ids.numpy().astype(np.int64)
         return {
             row: Logprobs(values[i : i + 1, 0], top_ids[i : i + 1, :k], values[i : i + 1, 1 : 1 + k])
-            for i, (row, k) in enumerate(self._wanted)
+            for i, (row, k, _) in enumerate(self._wanted)
         }
 
 
@@ -239,38 +275,48 @@ def _upload_together(arrays: Sequence[NDArray[Any]], device: torch.device) -> li
     ]
 
 
-def logprobs(logits: torch.Tensor, chosen: Ints, k: int) -> Logprobs:
-    """Return log-softmax of the raw logits: at the chosen tokens, and the k likeliest of each row, lowest id first."""
+def logprobs(logits: torch.Tensor, chosen: Ints, k: int, masks: Sequence[TokenMask | None] | None = None) -> Logprobs:
+    """Return log-softmax of the raw logits: at the chosen tokens, and the k likeliest of each row, lowest id first.
+
+    Of a row with a mask it is the log-softmax over the tokens that the mask allows."""
     rows, k = len(logits), min(k, logits.shape[-1])
     if not rows:
         return Logprobs(np.empty(0, np.float32), np.empty((0, k), np.int64), np.empty((0, k), np.float32))
     logits, scanned = _row_major(logits), k if k <= MAX_SCANNED else 0
     out = torch.empty((rows, 1 + scanned), dtype=torch.float32, device=logits.device)
     top_ids = torch.empty((rows, scanned), dtype=torch.int32, device=logits.device)
-    wanted = np.stack((np.arange(rows), np.full(rows, scanned)), axis=1)
-    _launch_logprobs(logits, upload(wanted, logits.device), upload(chosen, logits.device), out, top_ids)
+    wanted = np.stack((np.arange(rows), np.full(rows, scanned), np.ones(rows)), axis=1)
+    sent = upload_masks(masks or (), logits.shape[1], top_ids)
+    _launch_logprobs(logits, upload(wanted, logits.device), upload(chosen, logits.device), sent, out, top_ids)
     found = to_host(out)
     if np.isnan(found[:, 0]).any():
         reference_sampling.require_finite(np.full((1, 1), np.nan, np.float32))
     if scanned == k:
         return Logprobs(found[:, 0].copy(), to_host(top_ids).astype(np.int64), found[:, 1:].copy())
-    return Logprobs(found[:, 0].copy(), *_sorted_logprobs(logits, k))
+    return Logprobs(found[:, 0].copy(), *_sorted_logprobs(logits, k, masks or [None] * rows))
 
 
 def _launch_logprobs(
-    logits: torch.Tensor, wanted: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor, top_ids: torch.Tensor
-) -> None:
+    logits: torch.Tensor, wanted: torch.Tensor, chosen: torch.Tensor, masks: DeviceMasks, out: torch.Tensor,
+    top_ids: torch.Tensor,
+) -> None:  # fmt: skip
     logprob_rows[(len(out),)](
-        logits, logits.stride(0), wanted, chosen, out, top_ids, logits.shape[1], top_ids.shape[1],
+        logits, logits.stride(0), wanted, chosen, *masks, out, top_ids, logits.shape[1], top_ids.shape[1],
         BLOCK=_block_size(logits), num_warps=16,
     )  # fmt: skip
 
 
-def _sorted_logprobs(logits: torch.Tensor, k: int) -> tuple[Ints, NDArray[np.float32]]:
+def _sorted_logprobs(
+    logits: torch.Tensor, k: int, masks: Sequence[TokenMask | None]
+) -> tuple[Ints, NDArray[np.float32]]:
     """Return the k likeliest, a row at a time: float64 logits of a whole prompt would not fit."""
     ids, values = [], []
-    for line in logits:
-        wide = torch.log_softmax(line.double(), dim=-1)
+    for line, mask in zip(logits, masks, strict=True):
+        wide = line.double()
+        if mask is not None:
+            forbidden = np.isneginf(reference_sampling.apply_mask(np.zeros(len(line)), mask))
+            wide.masked_fill_(upload(forbidden, line.device, torch.bool), -torch.inf)
+        wide = torch.log_softmax(wide, dim=-1)
         best, order = torch.sort(wide, descending=True, stable=True)
         ids.append(order[:k])
         values.append(best[:k].float())

@@ -3,6 +3,9 @@
 Weights are float64. Nothing is sorted: a filter finds its threshold by bisection. Sums have another order than the
 reference's, so a decision closer than TIE_TOLERANCE is UNDECIDED and left to it. Scratch of a row: scaled logits s and
 e = exp(s); dropped tokens have s = -inf and e = 0. A pass that writes ends with a barrier, since other threads read.
+
+Logits of tokens that a row's mask forbids are read as -inf, by the scan for the largest and where the scratch is
+filled: all that follows sees dropped tokens. A row without a mask takes one branch per block.
 """
 
 from __future__ import annotations
@@ -60,7 +63,26 @@ def draw_token(e, vocabulary, fraction, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def scan_row(x, vocabulary, BLOCK: tl.constexpr):
+def find_mask(mask_index, row, mask_words):
+    """Return the offset of a row's mask, negative where it has none; `mask_words` is 0 where no row has one."""
+    offset = tl.full((), -1, tl.int64)
+    if mask_words > 0:
+        offset = tl.load(mask_index + row).to(tl.int64) * mask_words
+    return offset
+
+
+@triton.jit
+def load_values(x, masks, mask, i, vocabulary):
+    """Return values of tokens i, -inf where the mask (`find_mask`) has a cleared bit, and past the vocabulary."""
+    v = tl.load(x + i, mask=i < vocabulary, other=-INF)
+    if mask >= 0:
+        words = tl.load(masks + mask + i // 32, mask=i < vocabulary, other=0)
+        v = tl.where((words >> (i % 32)) & 1 != 0, v, -INF)
+    return v
+
+
+@triton.jit
+def scan_row(x, masks, mask, vocabulary, BLOCK: tl.constexpr):
     """Return the largest value, the lowest id that has it, and whether a token can be sampled: the largest is finite
     and no value is NaN."""
     best = tl.full((BLOCK,), -INF, x.dtype.element_ty)
@@ -68,7 +90,7 @@ def scan_row(x, vocabulary, BLOCK: tl.constexpr):
     is_nan = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, vocabulary, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        v = tl.load(x + i, mask=i < vocabulary, other=-INF)
+        v = load_values(x, masks, mask, i, vocabulary)
         is_nan |= (v != v).to(tl.int32)
         at = tl.where(v > best, i, at)
         best = tl.maximum(best, v)
@@ -108,9 +130,7 @@ def load_tokens(ids, pending, i, mask):
 def apply_penalties(
     s, e, ids, pending, biases, ints, floats, vocabulary, BLOCK: tl.constexpr, LIST_TILE: tl.constexpr
 ):  # fmt: skip
-    """Apply logit bias, then the repetition penalty, then presence and frequency; e counts the uses of a token.
-
-    Guided decoding does not exist yet: its bitmask of allowed tokens would be applied here, before the biases."""
+    """Apply logit bias, then the repetition penalty, then presence and frequency; e counts the uses of a token."""
     first, second, third, last = tl.load(ints + 8), tl.load(ints + 9), tl.load(ints + 10), tl.load(ints + 11)
     for start in range(first, second, LIST_TILE):
         i = start + tl.arange(0, LIST_TILE)
@@ -150,11 +170,11 @@ def apply_penalties(
 
 
 @triton.jit
-def apply_temperature(x, s, e, vocabulary, top, temperature, BLOCK: tl.constexpr):
-    """Set s = (x - top) / temperature and e = exp(s); drop tokens whose e is 0."""
+def apply_temperature(x, masks, mask, s, e, vocabulary, top, temperature, BLOCK: tl.constexpr):
+    """Set s = (x - top) / temperature and e = exp(s); drop tokens whose e is 0, and those that the mask forbids."""
     for start in range(0, vocabulary, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        v = (tl.load(x + i, mask=i < vocabulary, other=-INF).to(tl.float64) - top) / temperature
+        v = (load_values(x, masks, mask, i, vocabulary).to(tl.float64) - top) / temperature
         w = tl.where(v > -745.0, tl.exp(v), 0.0)
         tl.store(s + i, tl.where(w > 0.0, v, -INF), mask=i < vocabulary)
         tl.store(e + i, w, mask=i < vocabulary)
@@ -312,7 +332,7 @@ def keep_min_p(e, s, vocabulary, fraction, typical_p, BLOCK: tl.constexpr):
     """Keep the tokens that are at least `fraction` as likely as the likeliest. Return 1 if undecided."""
     top = tl.full((), 1.0, tl.float64)  # e of the largest logit, which only typical-p may have dropped
     if typical_p < 1.0:
-        top, _, _ = scan_row(e, vocabulary, BLOCK)
+        top, _, _ = scan_row(e, None, -1, vocabulary, BLOCK)
     least = fraction * top
     num_near = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, vocabulary, BLOCK):
@@ -343,17 +363,18 @@ def filter_and_draw(s, e, candidates, ints, floats, vocabulary, BLOCK: tl.conste
     return tl.where(undecided == 0, draw_token(e, vocabulary, philox_uniform(ints), BLOCK), -1)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "mask_words"])
 def sample_rows(
-    logits, stride, ints, floats, ids, pending, biases, scratch, candidate_scratch, out, count, vocabulary,
-    BLOCK: tl.constexpr, LIST_TILE: tl.constexpr,
+    logits, stride, ints, floats, ids, pending, biases, mask_index, masks, mask_words, scratch, candidate_scratch, out,
+    count, vocabulary, BLOCK: tl.constexpr, LIST_TILE: tl.constexpr,
 ):  # fmt: skip
     """Sample a token for each of `count` rows, which the programs take in turn: each has scratch of one row.
 
     ints (rows, NUM_INTS): top_k, seed, sample index, position as pairs of int32; the offsets in `ids` of the biased,
     the penalty window's and the output tokens, and their end; the offset in `biases`. floats (rows, NUM_FLOATS):
-    temperature, top_p, min_p, typical_p, three penalties. pending: the tokens of the step in flight. scratch (programs,
-    2, vocabulary) and candidate_scratch (programs, 2, BLOCK): float64."""
+    temperature, top_p, min_p, typical_p, three penalties. pending: the tokens of the step in flight. mask_index (rows):
+    the mask of each row in masks (number, mask_words), -1: none. scratch (programs, 2, vocabulary) and
+    candidate_scratch (programs, 2, BLOCK): float64."""
     program = tl.program_id(0).to(tl.int64)
     s, e = scratch + 2 * program * vocabulary, scratch + (2 * program + 1) * vocabulary
     candidates = candidate_scratch + 2 * program * BLOCK
@@ -361,38 +382,40 @@ def sample_rows(
         tl.debug_barrier()  # the row before has been read
         row = tl.cast(n, tl.int64)
         x, row_ints, row_floats = logits + row * stride, ints + row * NUM_INTS, floats + row * NUM_FLOATS
-        largest, token, is_sampleable = scan_row(x, vocabulary, BLOCK)
+        mask = find_mask(mask_index, row, mask_words)
+        largest, token, is_sampleable = scan_row(x, masks, mask, vocabulary, BLOCK)
         top, temperature = largest.to(tl.float64), tl.load(row_floats)
         has_lists = tl.load(row_ints + 8) < tl.load(row_ints + 11)
         if has_lists:
             widen(x, s, vocabulary, BLOCK)
             apply_penalties(s, e, ids, pending, biases, row_ints, row_floats, vocabulary, BLOCK, LIST_TILE)
-            top, token, _ = scan_row(s, vocabulary, BLOCK)
+            top, token, _ = scan_row(s, masks, mask, vocabulary, BLOCK)
         if (temperature > 0.0) & is_sampleable:
             if has_lists:
-                apply_temperature(s, s, e, vocabulary, top, temperature, BLOCK)
+                apply_temperature(s, masks, mask, s, e, vocabulary, top, temperature, BLOCK)
             else:
-                apply_temperature(x, s, e, vocabulary, top, temperature, BLOCK)
+                apply_temperature(x, masks, mask, s, e, vocabulary, top, temperature, BLOCK)
             token = filter_and_draw(s, e, candidates, row_ints, row_floats, vocabulary, BLOCK)
         tl.store(out + row, tl.where(is_sampleable, token, -2))
 
 
-@triton.jit
-def argmax_rows(logits, stride, out, vocabulary, BLOCK: tl.constexpr):
-    """Store the id of the largest logit of each row, the lowest among equals, or NOT_FINITE."""
+@triton.jit(do_not_specialize=["mask_words"])
+def argmax_rows(logits, stride, mask_index, masks, mask_words, out, vocabulary, BLOCK: tl.constexpr):
+    """Store the id of the largest logit of each row, the lowest among equals, or NOT_FINITE. Masks: `sample_rows`."""
     row = tl.program_id(0)
-    _, token, is_sampleable = scan_row(logits + row.to(tl.int64) * stride, vocabulary, BLOCK)
+    mask = find_mask(mask_index, row, mask_words)
+    _, token, is_sampleable = scan_row(logits + row.to(tl.int64) * stride, masks, mask, vocabulary, BLOCK)
     tl.store(out + row, tl.where(is_sampleable, token, -2))
 
 
 @triton.jit
-def next_largest(x, value, token, vocabulary, BLOCK: tl.constexpr):
+def next_largest(x, masks, mask, value, token, vocabulary, BLOCK: tl.constexpr):
     """Return what follows (value, token) in the order largest first, lowest id first among equals."""
     best = tl.full((BLOCK,), -INF, tl.float32)
     at = tl.full((BLOCK,), NO_TOKEN, tl.int32)
     for start in range(0, vocabulary, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        v = tl.load(x + i, mask=i < vocabulary, other=-INF)
+        v = load_values(x, masks, mask, i, vocabulary)
         left = (i < vocabulary) & ((v < value) | ((v == value) & (i > token)))
         better = left & ((v > best) | (at == NO_TOKEN))
         at = tl.where(better, i, at)
@@ -401,28 +424,31 @@ def next_largest(x, value, token, vocabulary, BLOCK: tl.constexpr):
     return top, tl.min(tl.where(best == top, at, NO_TOKEN), 0)
 
 
-@triton.jit(do_not_specialize=["k"])
-def logprob_rows(logits, stride, wanted, chosen, out, top_ids, vocabulary, k, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["k", "mask_words"])
+def logprob_rows(
+    logits, stride, wanted, chosen, mask_index, masks, mask_words, out, top_ids, vocabulary, k, BLOCK: tl.constexpr
+):  # fmt: skip
     """Compute log-softmax in float64 at the chosen token and at the largest (lowest id first among equals).
 
-    wanted (programs, 2): a row of `logits` and `chosen`, and how many of its largest, at most k. out (programs, 1 + k)
-    float32, NaN where no token can be sampled; top_ids (programs, k)."""
+    wanted (programs, 3): a row of `logits` and `chosen`, how many of its largest, at most k, and whether its mask
+    applies (`sample_rows`). out (programs, 1 + k) float32, NaN where no token can be sampled; top_ids (programs, k)."""
     program = tl.program_id(0).to(tl.int64)
-    row, count = tl.load(wanted + 2 * program).to(tl.int64), tl.load(wanted + 2 * program + 1)
+    row, count = tl.load(wanted + 3 * program).to(tl.int64), tl.load(wanted + 3 * program + 1)
     x = logits + row * stride
-    top, _, is_sampleable = scan_row(x, vocabulary, BLOCK)
+    mask = find_mask(mask_index, row, mask_words * tl.load(wanted + 3 * program + 2))
+    top, _, is_sampleable = scan_row(x, masks, mask, vocabulary, BLOCK)
     wide = top.to(tl.float64)
     total = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, vocabulary, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        total += tl.exp(tl.load(x + i, mask=i < vocabulary, other=-INF).to(tl.float64) - wide)
+        total += tl.exp(load_values(x, masks, mask, i, vocabulary).to(tl.float64) - wide)
     less = tl.log(tl.sum(total, 0))
     token = tl.maximum(tl.load(chosen + row), 0)  # undecided ones are sampled again
-    own = tl.load(x + token).to(tl.float64) - wide - less
+    own = load_values(x, masks, mask, token, vocabulary).to(tl.float64) - wide - less
     out += program * (1 + k)
     tl.store(out, tl.where(is_sampleable, own, float("nan")).to(tl.float32))
     value, token = INF, -1
     for n in range(count):
-        value, token = next_largest(x, value, token, vocabulary, BLOCK)
+        value, token = next_largest(x, masks, mask, value, token, vocabulary, BLOCK)
         tl.store(out + 1 + n, (value.to(tl.float64) - wide - less).to(tl.float32))
         tl.store(top_ids + program * k + n, token)

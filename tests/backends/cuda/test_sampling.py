@@ -15,7 +15,7 @@ from llm_worker_rbee.backends.cuda import device
 from llm_worker_rbee.backends.cuda import sampling as fast
 from llm_worker_rbee.backends.ops import SampleRow, pending_id
 from llm_worker_rbee.errors import InferenceError
-from tests.backends.cpu.test_sampling import nasty, ordinary, penalties, settings
+from tests.backends.cpu.test_sampling import nasty, ordinary, penalties, settings, some_mask
 
 DEVICE = device.open_device(0)
 Floats = NDArray[np.float32]
@@ -50,6 +50,77 @@ def test_sample_ordinary_logits_never_undecided() -> None:
     x = np.stack([ordinary(rng, 5000) for _ in rows])
     expected = [reference_sampling.sample_row(line, row) for line, row in zip(x, rows, strict=True)]
     assert fast.sample_on_device(on_device(x), rows).tolist() == expected
+
+
+def is_allowed(row: SampleRow, size: int) -> NDArray[np.bool_]:
+    return np.asarray(reference_sampling.apply_mask(np.zeros(size), row.mask) == 0)
+
+
+@pytest.mark.parametrize("make", [ordinary, nasty])
+@pytest.mark.parametrize("how", [settings, penalties])
+def test_masked_sample_matches_reference(make: Any, how: Any) -> None:
+    """Rows with and without a mask in one batch; what forbidden tokens have in place of a logit does not matter."""
+    rng = np.random.default_rng(21)
+    for size in (1, 31, 32, 33, 200, 1025):
+        rows = [how(rng, size) for _ in range(6)]
+        x = np.stack([make(rng, size) for _ in rows])
+        for line, row in zip(x[1:], rows[1:], strict=True):
+            row.mask = some_mask(rng, size)
+            allowed = is_allowed(row, size)
+            if not np.isfinite(line[allowed].max()):
+                line[:] = ordinary(rng, size)
+            line[~allowed] = rng.choice([np.nan, np.inf, 3e38, -1.0])
+        expected = [reference_sampling.sample_row(line, row) for line, row in zip(x, rows, strict=True)]
+        assert fast.sample(on_device(x), rows).tolist() == expected, size
+        best = [np.where(is_allowed(row, size), line, -np.inf).argmax() for line, row in zip(x, rows, strict=True)]
+        assert fast.sample(on_device(x), [replace(GREEDY, mask=row.mask) for row in rows]).tolist() == best
+
+
+def test_masked_rows_of_ordinary_logits_are_decided() -> None:
+    """The last token of an odd vocabulary alone, then with one other; all of a mask's bits past its end are set."""
+    rng, size = np.random.default_rng(22), 5003
+    x = np.stack([ordinary(rng, size) for _ in range(8)])
+    last, two = (np.zeros(size + 21, np.bool_) for _ in range(2))
+    last[size - 1 :] = two[size - 1 :] = two[40] = True
+    masks = [np.packbits(bits, bitorder="little").view(np.int32) for bits in (last, two)]
+    some: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {},
+        {"top_k": 1, "typical_p": 0.5},
+        {"top_p": 0.9, "min_p": 0.1},
+    ]
+    rows = [SampleRow(**row, mask=mask, seed=5) for mask in masks for row in some]
+    found = fast.sample_on_device(on_device(x), rows).tolist()
+    assert found[:4] == [size - 1] * 4
+    assert found == [reference_sampling.sample_row(line, row) for line, row in zip(x, rows, strict=True)]
+    assert fast.sample_on_device(on_device(x[:5]), [*rows[:4], GREEDY]).tolist()[4] == x[4].argmax()
+
+
+def test_penalties_do_not_revive_forbidden_tokens() -> None:
+    """A penalty makes -inf finite; the mask is applied behind it, and in front of it for the token in flight."""
+    x = np.stack([ordinary(np.random.default_rng(23), 70)] * 3)
+    mask = np.zeros(3, np.int32)
+    mask[2] = 0b100  # token 66
+    row = SampleRow(repetition_penalty=1.5, presence_penalty=-2.0, logit_bias=((1, 100.0), (66, -100.0)), mask=mask)
+    row.penalty_window = row.output_ids = np.array([*range(64), pending_id(1)])
+    rows = [replace(row, temperature=temperature) for temperature in (0.0, 0.7, 1e6)]
+    pending = torch.tensor([3, 69], dtype=torch.int32, device=DEVICE)
+    assert fast.sample_async(on_device(x), rows, pending).result() == [66] * 3
+
+
+@pytest.mark.parametrize("wrong", ["all forbidden", "-inf", "NaN"])
+def test_masked_row_without_a_token_has_no_result(wrong: str) -> None:
+    x = np.stack([ordinary(np.random.default_rng(24), 100) for _ in range(3)])
+    mask = np.zeros(4, np.int32)
+    if wrong != "all forbidden":
+        mask[1], x[1, 35] = 8, -np.inf if wrong == "-inf" else np.nan
+    for row in (GREEDY, SampleRow(top_p=0.9), SampleRow(logit_bias=((1, 2.0),))):
+        rows = [row, replace(row, mask=mask), row]
+        assert fast.sample_async(on_device(x), rows).result() is None
+        with pytest.raises(InferenceError, match="NaN or infinite"):
+            fast.sample(on_device(x), rows)
+    with pytest.raises(InferenceError, match="NaN or infinite"):
+        fast.logprobs(on_device(x), np.zeros(3, np.int64), 2, [None, mask, None])
 
 
 def test_programs_take_rows_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +197,36 @@ def test_async_logprobs_are_those_of_sync_rows() -> None:
         if ours.top.shape[1] <= fast.MAX_SCANNED:
             alone = fast.logprobs(on_device(x[part]), np.array(tokens[part]), wanted[i] or 0)
             assert all(np.array_equal(a, b) for a, b in zip(alone, ours, strict=True)), "the same bits"
+
+
+@pytest.mark.parametrize("k", [0, 3, 40])
+@pytest.mark.parametrize("size", [65, 1025])
+def test_masked_logprobs_match_reference(k: int, size: int) -> None:
+    """Of the tokens that a mask allows, synchronously and of a step; raw where a row asks for nothing else."""
+    rng = np.random.default_rng(25)
+    x = np.stack([ordinary(rng, size) for _ in range(4)])
+    masks = [some_mask(rng, size), None, some_mask(rng, size), some_mask(rng, size)]
+    rows = [SampleRow(mask=mask, logprobs=k, logprobs_mode="masked", seed=i) for i, mask in enumerate(masks)]
+    rows[3].logprobs_mode = "raw"
+    pending = fast.sample_async(on_device(x), rows)
+    tokens = np.array(pending.result())
+    wanted = reference_sampling.logprobs(x, tokens, k, [*masks[:3], None])
+    steps = [found for _, found in sorted(pending.logprobs().items())]
+    joined = [np.concatenate([getattr(one, name) for one in steps]) for name in ("chosen", "top_ids", "top")]
+    for chosen, top_ids, top in (joined, fast.logprobs(on_device(x), tokens, k, [*masks[:3], None])):
+        is_real = wanted.top > -np.inf
+        assert np.array_equal(is_real, top > -np.inf)
+        assert np.array_equal(top_ids[is_real], wanted.top_ids[is_real])
+        assert np.abs(top[is_real] - wanted.top[is_real]).max(initial=0) < 2e-6
+        assert np.abs(chosen - wanted.chosen).max() < 2e-6
+    assert np.isneginf(fast.logprobs(on_device(x[:1]), np.zeros(1, np.int64), 0, [one_bit(9, size)]).chosen[0])
+
+
+def one_bit(token: int, size: int) -> NDArray[np.int32]:
+    """Return the mask that allows one token."""
+    mask = np.zeros(-(-size // 32), np.int32)
+    mask[token // 32] = 1 << token % 32
+    return mask
 
 
 def test_async_sample_without_rows() -> None:
@@ -213,6 +314,11 @@ def test_warm_up_launches_every_variant(monkeypatch: pytest.MonkeyPatch) -> None
             pending = fast.sample_async(logits, rows)
             rows[0].repetition_penalty, rows[0].penalty_window = 2.0, np.array([pending_id(count - 1)])
             fast.sample_async(logits, [replace(row) for row in rows], pending.tokens)
+            masks = [some_mask(rng, 67) if i % 2 == 0 else None for i in range(count)]
+            rows = [replace(row, mask=mask, logprobs_mode="masked") for row, mask in zip(rows, masks, strict=True)]
+            fast.sample_async(logits, rows, pending.tokens)
+            fast.sample(logits, [replace(GREEDY, mask=mask) for mask in masks])
+            fast.logprobs(logits, np.zeros(count, np.int64), 3, [None] * (count - 1) + [one_bit(0, 67)])
     assert launched == warm
 
 
