@@ -10,6 +10,7 @@ import pytest
 
 from llm_worker_rbee import LLM
 from tests.conftest import DEVICE, with_kernels
+from tests.helpers.browser import chromium
 from tests.helpers.server import Server, write_model
 
 KEY = "a-key-for-tests"
@@ -53,6 +54,12 @@ def start(load: Callable[..., LLM]) -> Iterator[Start]:
     yield begin
     for server in reversed(running):
         server.__exit__()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as running:
+        yield running
 
 
 @pytest.fixture
