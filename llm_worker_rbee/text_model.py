@@ -10,6 +10,8 @@ from typing import Any
 from .engine.sampling_defaults import SamplingDefaults
 from .errors import ChatTemplateError, InvalidRequestError, WorkerError
 from .tokenizer import ChatTemplate, Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
+from .tokenizer.chat_detection import detect_chat_format
+from .tokenizer.chat_format import ChatFormat
 from .tokenizer.chat_template import Message, validate_messages
 from .weights import Checkpoint
 
@@ -28,6 +30,7 @@ class TextModel:
         self.tokenizer, self.vocab_size, self.max_context = tokenizer, vocab_size, max_context
         self.sampling_defaults = sampling_defaults
         self._name = name
+        self._chat_format = ChatFormat()
         self._template_source = tokenizer.chat_template if chat_template is None else chat_template
 
     @property
@@ -36,12 +39,21 @@ class TextModel:
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
-        """The chat template, compiled; raises where the model has none."""
+        """The chat template, compiled, with the rules for messages that it needs; raises where the model has none."""
         if self._template_source is None:
             raise ChatTemplateError(f"{self._name} has no chat template", "chat_template")
         tok = self.tokenizer
         bos, eos = ("" if i is None else tok.piece(i) for i in (tok.bos_id, tok.eos_id))
-        return ChatTemplate(self._template_source, bos_token=bos, eos_token=eos)
+        template = ChatTemplate(self._template_source, bos_token=bos, eos_token=eos)
+        self._chat_format = detect_chat_format(template, tok)
+        template.rules = self._chat_format.adaptation()
+        return template
+
+    @property
+    def chat_format(self) -> ChatFormat:
+        """How the model writes reasoning and calls; raises where it has no chat template."""
+        assert self.chat_template is not None
+        return self._chat_format
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Return the ids of a text, with BOS where the file says so; `parse_special` recognises control tokens."""
@@ -51,7 +63,10 @@ class TextModel:
         return self.tokenizer.decode(tokens, skip_special=skip_special)
 
     def apply_chat_template(self, messages: Sequence[Message], **fields: Any) -> str:
-        """Return the prompt that the model's chat template makes of messages."""
+        """Return the prompt that the model's chat template makes of messages.
+
+        `tools` and `template_kwargs` are fields too: the tools that the model may call, variables of the template.
+        """
         return self.chat_template.render(validate_messages(messages), **fields)
 
     def tokenize_chat(self, messages: Sequence[Message], **fields: Any) -> list[int]:

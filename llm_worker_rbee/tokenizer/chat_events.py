@@ -49,7 +49,7 @@ class ContentDelta(NamedTuple):
 class ToolCallStart(NamedTuple):
     """A call of a tool begins; calls are numbered from 0."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # instead of the method of tuples
     id: str
     name: str
 
@@ -57,14 +57,14 @@ class ToolCallStart(NamedTuple):
 class ToolCallDelta(NamedTuple):
     """More of the arguments of a call; the deltas of a call, joined, are its arguments as JSON."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # instead of the method of tuples
     arguments: str
 
 
 class ToolCallEnd(NamedTuple):
     """The arguments of a call are complete."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # instead of the method of tuples
 
 
 ChatEvent = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallDelta | ToolCallEnd

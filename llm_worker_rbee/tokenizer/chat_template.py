@@ -9,6 +9,7 @@ inside this process were tried first and could be evaded (docs/decisions/).
 import atexit
 import json
 import logging
+import re
 import signal
 import sys
 import threading
@@ -23,6 +24,7 @@ import msgspec
 
 from ..errors import ChatTemplateError, InvalidRequestError, UnavailableError, WorkerError
 from ..pipe_process import PipeProcess
+from .chat_events import Tool
 from .tokenizer import MARK, Tokenizer
 
 Message = Mapping[str, Any]
@@ -45,6 +47,46 @@ def _validate_message(i: int, message: Message) -> Message:
     if isinstance(content, list) and all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content):
         return {**message, "content": "".join(part["text"] for part in content)}
     raise InvalidRequestError(f"messages[{i}].content must be text, or a list of text parts", "messages")
+
+
+MAX_KWARGS_CHARS = 64 << 10
+MAX_KWARGS_DEPTH = 16
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "xml_tools"})
+
+
+def validate_template_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the template's variables of a request; raise for those that it may not set, and for what is too large."""
+    field = "chat_template_kwargs"
+    if kwargs is None:
+        return {}
+    if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) and name.isidentifier() for name in kwargs):
+        raise InvalidRequestError(f"{field} must be an object whose keys are names of variables", field)
+    if reserved := sorted(RESERVED & kwargs.keys()):
+        raise InvalidRequestError(f"{field} may not set {', '.join(reserved)}", field)
+    try:
+        size = len(json.dumps(kwargs))
+    except (TypeError, ValueError, RecursionError):
+        raise InvalidRequestError(f"{field} must be plain JSON", field) from None
+    if size > MAX_KWARGS_CHARS or _depth(kwargs) > MAX_KWARGS_DEPTH:
+        limits = f"at most {MAX_KWARGS_CHARS} characters and {MAX_KWARGS_DEPTH} levels are allowed"
+        raise InvalidRequestError(f"{field} is too large: {limits}", field)
+    return dict(kwargs)
+
+
+def _depth(value: Any) -> int:
+    children = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, children), default=0)
+
+
+def tool_definitions(tools: Sequence[Tool | Mapping[str, Any]] | None) -> list[Any] | None:
+    """Return tools as templates take them: objects of the type "function"."""
+    return [_definition(tool) if isinstance(tool, Tool) else tool for tool in tools] if tools else None
+
+
+def _definition(tool: Tool) -> dict[str, Any]:
+    parameters = tool.parameters or {"type": "object", "properties": {}}
+    function = {"name": tool.name, "description": tool.description, "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
 MAX_SOURCE_CHARS = 128 << 10  # the longest published templates have about 20,000
@@ -73,33 +115,43 @@ class ChatTemplate:
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._lock = threading.Lock()
         self._worker: PipeProcess | None = None
+        self.rules: Mapping[str, Any] | None = None  # how messages are adapted: `ChatFormat.adaptation`
         with self._lock:
             self._ensure_worker()
 
     def render(
         self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True,
-        protected: Tokenizer | None = None, **fields: object,
+        protected: Tokenizer | None = None, tools: Sequence[Tool | Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None, **fields: object,
     ) -> str:  # fmt: skip
-        """Render the prompt of these messages; `fields` are further variables of the template.
+        """Render the prompt of these messages.
 
-        With `protected` the names of its control tokens in messages are broken up: see `Tokenizer.protect`.
+        `template_kwargs` are further variables of the template from a request, and checked; `fields` are not. With
+        `protected` the names of its control tokens in messages, tools and variables are broken up: see
+        `Tokenizer.protect`.
         """
         try:
             encoded = json.dumps(messages).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise _not_json(error) from None
-        return self.render_json(encoded, add_generation_prompt=add_generation_prompt, protected=protected, **fields)
+        return self.render_json(
+            encoded, add_generation_prompt=add_generation_prompt, protected=protected, tools=tools,
+            template_kwargs=template_kwargs, **fields,
+        )  # fmt: skip
 
     def render_json(
         self, messages: bytes, *, add_generation_prompt: bool = True, protected: Tokenizer | None = None,
+        tools: Sequence[Tool | Mapping[str, Any]] | None = None, template_kwargs: Mapping[str, Any] | None = None,
         **fields: object,
     ) -> str:  # fmt: skip
         """Render messages that are encoded as JSON, in one line."""
-        values = {"tools": None, "documents": None, **self._tokens, **fields}
-        values |= {"add_generation_prompt": add_generation_prompt}
-        protection = None if protected is None else [protected.special_pattern, MARK]
+        values = {"documents": None, **self._tokens, "add_generation_prompt": add_generation_prompt}
+        given = {**fields, **validate_template_kwargs(template_kwargs), "tools": tool_definitions(tools)}
+        markers = "|".join(map(re.escape, self.rules["markers"])) if self.rules is not None else ""
+        protection = None if protected is None else [protected.special_pattern, markers, MARK]
+        head_values = {"values": values, "given": given, "protect": protection, "rules": self.rules}
         try:
-            head = json.dumps({"values": values, "protect": protection}).encode()
+            head = json.dumps(head_values).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise _not_json(error) from None
         request = head[:-1] + b', "messages": ' + messages + b"}"

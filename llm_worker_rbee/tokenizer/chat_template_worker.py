@@ -1,11 +1,13 @@
 """Renderer of chat templates: a program that chat_template.py runs as a child. It imports no module of the package.
 
 A template may do anything that Jinja's immutable sandbox allows, without bound; the operating system bounds this
-process. JSON lines on standard input and output: {"source", "seconds"} first, then {"values", "messages", "protect"}
-for each rendering; each gets {"text"}, or {"error"} with the index of a message without content where the template
-failed. Each rendering has its own CPU time limit.
+process. JSON lines on standard input and output: {"source", "seconds"} first, then {"values", "messages", "rules",
+"protect"} for each rendering; each gets {"text"}, or {"error"} with the index of a message without content where the
+template failed. Each rendering has its own CPU time limit. `adapt` changes messages to what the template accepts, by
+the rules that chat_detection.py found; it is done here because a long conversation takes long.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -62,7 +64,8 @@ def tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     """Return JSON without HTML escapes."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return text.replace("\\ufdd0", "\ufdd0") if ensure_ascii else text  # the mark of `protect`
 
 
 def allow_more_time(seconds: int) -> None:
@@ -79,17 +82,145 @@ def limit_memory() -> None:
         resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
-def protect(messages: list[Any], pattern: str, mark: str) -> list[Any]:
-    """Return the messages with the names of control tokens, which match the pattern, broken up by the mark."""
-    names = re.compile(pattern)
+KNOWN_ROLES = frozenset({"system", "user", "assistant", "tool", "developer", "function", "ipython"})
+TOOLS_PROMPT = (
+    "# Tools\n\nYou may call functions to help with the request. These are their signatures:\n"
+    "<tools>\n{tools}\n</tools>\n\nTo call a function, write a JSON object with its name and arguments inside tags, as in:\n"
+    '<tool_call>\n{{"name": "function-name", "arguments": {{"argument": "value"}}}}\n</tool_call>'
+)
 
-    def protect_text(text: str) -> str:
-        return names.sub(lambda name: name[0][0] + mark + name[0][1:], text.replace(mark, "\ufffd"))
 
-    return [
-        {**message, "content": protect_text(message["content"])} if message.get("content") else message
-        for message in messages
-    ]
+def adapt(messages: list[Any], values: dict[str, Any], rules: dict[str, Any]) -> list[Any]:
+    """Return the messages as the template accepts them; `values` gets its variables of tools."""
+    adapted = [adapt_message(message, rules) for message in messages]
+    tools = values.get("tools")
+    if tools and rules["tools"] == "system":
+        values["tools"] = None
+        prompt = TOOLS_PROMPT.format(tools="\n".join(tojson(tool) for tool in tools))
+        if adapted and adapted[0]["role"] == "system":
+            adapted[0] = {**adapted[0], "content": f"{adapted[0].get('content') or ''}\n\n{prompt}".strip()}
+        else:
+            adapted.insert(0, {"role": "system", "content": prompt})
+    elif tools and rules["tools"] == "xml_tools":
+        values["xml_tools"] = tools
+    adapted = move_system(adapted, rules)
+    return merge_users(adapted) if rules["must_alternate"] else adapted
+
+
+def adapt_message(message: dict[str, Any], rules: dict[str, Any]) -> dict[str, Any]:
+    """Return one message: text for content, its role, calls and reasoning as the template has them."""
+    role, content = message.get("role"), message.get("content")
+    if isinstance(content, list):
+        content = "".join(part.get("text") or "" for part in content if isinstance(part, dict))
+    if role == "developer" and not rules["has_developer_role"]:
+        role = "system"
+    if role == "function":
+        role = "tool"
+    adapted = {**message, "role": role, "content": content}
+    reasoning = next((message[key] for key in ("reasoning_content", "reasoning", "thinking") if message.get(key)), None)
+    for key in ("reasoning_content", "reasoning", "thinking"):
+        adapted.pop(key, None)
+    if role == "assistant" and reasoning and rules["reasoning_field"]:
+        adapted[rules["reasoning_field"]] = reasoning
+    calls = message.get("tool_calls")
+    adapted.pop("tool_calls", None)
+    if calls and role == "assistant":
+        calls = [adapt_call(call, rules) for call in calls if isinstance(call, dict)]
+        if rules["calls"] == "content":
+            adapted["content"] = "\n".join(filter(None, (content, print_calls(calls, rules["format"]))))
+        else:
+            adapted["tool_calls"] = calls
+    if "tool_call_id" in message and rules["has_short_ids"]:
+        adapted["tool_call_id"] = short_id(message["tool_call_id"])
+    if role == "tool" and not rules["has_tool_role"]:
+        return {"role": "user", "content": f"<tool_response>\n{content or ''}\n</tool_response>"}
+    if adapted["content"] is None and not (rules["has_null_content"] and calls):
+        adapted["content"] = ""
+    return adapted
+
+
+def adapt_call(call: dict[str, Any], rules: dict[str, Any]) -> dict[str, Any]:
+    """Return a call whose arguments are an object or text; arguments that are not valid JSON stay what they are."""
+    function = call.get("function")
+    function = function if isinstance(function, dict) else call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) and rules["calls"] != "string":
+        try:
+            parsed = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            parsed = None
+        arguments = parsed if isinstance(parsed, dict) else {"arguments": arguments}
+    elif not isinstance(arguments, str):
+        arguments = {} if arguments is None else arguments
+        arguments = tojson(arguments) if rules["calls"] == "string" else arguments
+    call_id = call.get("id")
+    call_id = short_id(call_id) if rules["has_short_ids"] else call_id
+    made = {"name": function.get("name"), "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": made}
+
+
+def short_id(call_id: Any) -> str:
+    """Return an id of 9 letters and digits: the same for the same id."""
+    text = str(call_id)
+    return (
+        text if re.fullmatch(r"[a-zA-Z0-9]{9}", text) else hashlib.sha256(text.encode(errors="replace")).hexdigest()[:9]
+    )
+
+
+def print_calls(calls: list[dict[str, Any]], form: dict[str, Any]) -> str:
+    """Return calls as the model writes them, for a template that leaves them out."""
+    texts = []
+    for call in calls:
+        name, arguments = str(call["function"]["name"]), call["function"]["arguments"]
+        if form["kind"] == "pythonic":
+            items = arguments.items() if isinstance(arguments, dict) else ()
+            texts.append(f"{name}({', '.join(f'{key}={value!r}' for key, value in items)})")
+        else:
+            shown = tojson(name)[1:-1] if form["kind"] == "json" else name
+            shown = f"functions.{name}:{len(texts)}" if form["name_is_id"] else shown
+            text = f"{form['call_start']}{shown}{form['name_suffix']}{tojson(arguments)}{form['call_end']}"
+            texts.append(text.replace("\0", short_id(call["id"])))
+    return f"{form['section_start']}{form['separator'].join(texts)}{form['section_end']}"
+
+
+def move_system(messages: list[Any], rules: dict[str, Any]) -> list[Any]:
+    """Put system messages that the template would refuse or drop before the text of the next message of the user."""
+    moved: list[Any] = []
+    waiting: list[str] = []
+    for i, message in enumerate(messages):
+        if message["role"] == "system" and not (rules["has_system_role"] if i == 0 else rules["has_late_system"]):
+            waiting.append(message.get("content") or "")
+        elif message["role"] == "user" and waiting:
+            moved.append({**message, "content": "\n\n".join([*waiting, message.get("content") or ""])})
+            waiting = []
+        else:
+            moved.append(message)
+    return [*moved, {"role": "user", "content": "\n\n".join(waiting)}] if waiting else moved
+
+
+def merge_users(messages: list[Any]) -> list[Any]:
+    """Join neighbouring messages of a user."""
+    merged: list[Any] = []
+    for message in messages:
+        if merged and message["role"] == merged[-1]["role"] == "user":
+            merged[-1] = {**merged[-1], "content": f"{merged[-1]['content']}\n\n{message['content']}"}
+        else:
+            merged.append(message)
+    return merged
+
+
+def protect(value: Any, names: re.Pattern[str], mark: str) -> Any:
+    """Return a value in whose texts the names of control tokens, which match the pattern, are broken up by the mark."""
+    if isinstance(value, str):
+        return names.sub(lambda name: name[0][0] + mark + name[0][1:], value.replace(mark, "\ufffd"))
+    if isinstance(value, list):
+        return [protect(item, names, mark) for item in value]
+    if isinstance(value, dict):
+        return {
+            protect(key, names, mark): item if key == "role" and item in KNOWN_ROLES else protect(item, names, mark)
+            for key, item in value.items()
+        }
+    return value
 
 
 def render(template: Any, values: dict[str, Any], max_chars: int) -> dict[str, Any]:
@@ -128,6 +259,24 @@ def compile_template(source: str) -> tuple[Any, dict[str, str]]:
         return None, {"error": f"cannot be compiled: {error or type(error).__name__}"}
 
 
+def prepare(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the variables of a rendering: messages and tools adapted, and texts of a request protected."""
+    given, messages = request["given"], request["messages"]
+    if request["rules"] is not None:
+        messages = adapt(messages, given, request["rules"])
+    if request["protect"] is not None:
+        control, markers, mark = request["protect"]
+        names, all_names = re.compile(control), re.compile(f"{markers}|{control}" if markers else control)
+        messages = [protect(message, names if is_assistant(message) else all_names, mark) for message in messages]
+        given = protect(given, all_names, mark)
+    return {**given, **request["values"], "messages": messages}
+
+
+def is_assistant(message: Any) -> bool:
+    """Templates look for markers in the text of these messages."""
+    return isinstance(message, dict) and message.get("role") == "assistant"
+
+
 def main() -> None:
     """Reply to lines until end of file."""
     replies = os.fdopen(os.dup(1), "w", encoding="ascii")
@@ -140,10 +289,10 @@ def main() -> None:
             seconds = request["seconds"]
             template, reply = compile_template(request["source"])
         else:
-            messages = request["messages"]
-            if request["protect"] is not None:
-                messages = protect(messages, *request["protect"])
-            reply = render(template, {**request["values"], "messages": messages}, MAX_PROMPT_CHARS + 4 * len(line))
+            try:
+                reply = render(template, prepare(request), MAX_PROMPT_CHARS + 4 * len(line))
+            except (AttributeError, KeyError, TypeError, MemoryError, RecursionError) as error:  # of odd messages
+                reply = {"error": f"failed: {type(error).__name__}: {error}"}
         try:
             text = json.dumps(reply)
         except MemoryError:

@@ -269,6 +269,16 @@ class Tokenizer:
         names = [name for name in self._vocabulary.special_names() if len(name) > 1]
         return "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)"
 
+    @property
+    def verbatim_ids(self) -> dict[str, int]:
+        """Names and ids of the control and user-defined tokens: those that stand for exactly their text."""
+        return self._vocabulary.ids_by_text(VERBATIM_TYPES)
+
+    @property
+    def control_ids(self) -> list[int]:
+        """The ids of control and unknown tokens, in order."""
+        return ids_of_types(self._vocabulary.token_types, SPECIAL_TYPES)
+
     def encode(
         self, text: str, *, add_special: bool = True, parse_special: bool = False, protected: bool = False
     ) -> list[int]:

@@ -1,0 +1,405 @@
+"""Calls of tools in an answer: their formats, read while they arrive.
+
+A call begins (its name is given) as soon as the text has the form of one; arguments are given as JSON, as far as no
+later text can change them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Generator, Sequence
+from typing import Literal
+
+from .chat_events import ChatEvent, Tool, ToolCallDelta, ToolCallEnd, ToolCallStart, new_call_id
+from .chat_format import GEMMA_QUOTE, ID, KEY, ChatFormat
+from .chat_reader import CutError, MarkerReader, MismatchError, Task, encode_markers, overlap
+from .chat_values import escape, gemma_to_json, load_json, python_to_json, schema_types, value_to_json
+
+MAX_NAME_CHARS = 256
+_STRING_STOP = re.compile(r'["\\]')
+_NAME_KEYS, _ARGUMENT_KEYS = {"name", "tool_name"}, {"arguments", "parameters"}
+
+
+class CallReader(MarkerReader):
+    """Reads calls and adds their events."""
+
+    def __init__(self, chat_format: ChatFormat, tools: Sequence[Tool]) -> None:
+        super().__init__(chat_format)
+        self._style = chat_format.tools.kind
+        self._tools = {tool.name: tool for tool in tools}
+        self._events: list[ChatEvent] = []
+        self._num_calls = 0
+        self._is_call_open = self._after_call = False
+        self._space = ""  # at the end of the content so far: held back, left out before a call
+        self._mark = 0  # all of the buffer before it is done
+
+    def _openers(self) -> list[str]:
+        """Return the markers that begin a call or a list of calls."""
+        tools = self._format.tools
+        first = tools.section_start.rstrip("[ \n") if tools.section_start.strip() != "[" else ""
+        head = tools.call_start.partition(ID)[0]
+        if self._style == "json":
+            head = head[: head.rindex("{")] if "{" in head else head
+        found = [self._mark_text(text) for text in (first, head, *tools.other_starts)]
+        return list(dict.fromkeys(text for text in found if text))
+
+    def _is_bare(self) -> bool:
+        """Whether calls have no marker before them: then they are recognised at the start of an answer only."""
+        return self._style in ("json", "pythonic") and set(self._openers()) <= set(
+            map(self._mark_text, self._format.tools.other_starts)
+        )
+
+    def _begin(self, name: str, call_id: str = "") -> None:
+        name = self._show(name)
+        self._events.append(ToolCallStart(self._num_calls, call_id or new_call_id(), name))
+        self._num_calls += 1
+        self._is_call_open = True
+        self._space = ""
+
+    def _give(self, arguments: str) -> None:
+        if arguments:
+            self._events.append(ToolCallDelta(self._num_calls - 1, self._show(arguments)))
+
+    def _end(self) -> None:
+        self._events.append(ToolCallEnd(self._num_calls - 1))
+        self._is_call_open = False
+        self._after_call = True
+
+    def _run_calls(self) -> Task:
+        """Read a list of calls, or one call where there is no list."""
+        tools = self._format.tools
+        section = self._mark_text(tools.section_start.rstrip("[ \n"))
+        end = self._mark_text(tools.section_end.lstrip("] \n"))
+        for marker in map(self._mark_text, tools.other_starts):
+            if (yield from self._try(marker)):
+                yield from self._skip()
+        has_section = bool(section) and (yield from self._try(section))
+        yield from self._skip(" \n\t\r" + ("[" if "[" in tools.section_start else ""))
+        parse = {"json": self._json_call, "tag": self._tag_call, "tagged": self._tagged_call,
+                 "pythonic": self._pythonic_call, "gemma": self._gemma_call}[self._style]  # fmt: skip
+        is_list = has_section or "[" in tools.section_start
+        while True:
+            yield from parse()
+            self._mark = self._position
+            if not is_list or (yield from self._ends_list(end)):
+                self._mark = self._position
+                return
+
+    def _ends_list(self, end: str) -> Generator[None, None, bool]:
+        """Skip what is between two calls of a list, or the end of the list."""
+        start = self._position
+        try:
+            yield from self._skip(" \n\t\r,")
+            is_done = yield from self._try("]")
+            if is_done or (end and (yield from self._try(end))):
+                if is_done and end:
+                    yield from self._try_end(end)
+                return True
+            return False
+        except CutError:
+            self._position = start
+            return True
+
+    # json: {"name": ..., "arguments": {...}}
+
+    def _json_call(self) -> Task:
+        tools = self._format.tools
+        head = tools.call_start.partition(ID)[0]
+        yield from self._expect_loose(head[: head.rindex("{")] if "{" in head else "")
+        yield from self._json_object()
+        yield from self._try_end(self._mark_text(tools.call_end[tools.call_end.rfind("}") + 1 :]))
+        self._end()
+
+    def _expect_loose(self, text: str) -> Task:
+        yield from self._skip()
+        yield from self._expect(self._mark_text(text))
+        yield from self._skip()
+
+    def _json_object(self) -> Task:
+        tools = self._format.tools
+        name, call_id, arguments = "", "", ""
+        yield from self._expect("{")
+        while True:
+            yield from self._skip(" \n\t\r,")
+            if (yield from self._try("}")):
+                break
+            key = yield from self._json_string()
+            yield from self._skip()
+            yield from self._expect(":")
+            yield from self._skip()
+            if key == "function" and (yield from self._peek()) == "{":
+                yield from self._json_object()
+                name = "function"
+            elif key == tools.name_key or (tools.name_key and key in _NAME_KEYS) or key == "function":
+                name = yield from self._json_string()
+            elif not tools.name_key or key == tools.arguments_key or key in _ARGUMENT_KEYS:
+                name = name if tools.name_key else key
+                arguments = yield from self._arguments(name, call_id)
+            elif key == tools.id_key or "id" in key:
+                call_id = (yield from self._json_value()).strip('"')
+            else:
+                yield from self._json_value()
+        if not self._is_call_open:
+            if not name or not self._is_known(name):
+                raise MismatchError
+            self._begin(name, call_id)
+            self._give(arguments or "{}")
+
+    def _is_known(self, name: str) -> bool:
+        """An object without any marker around it is a call only if it names a tool."""
+        return not self._is_bare() or name in self._tools
+
+    def _arguments(self, name: str, call_id: str) -> Generator[None, None, str]:
+        """Read the arguments. They are given at once where the name is known; otherwise they are returned."""
+        first = yield from self._peek()
+        if first == "{":
+            if name and self._is_known(name):
+                self._begin(name, call_id)
+                yield from self._json_value(give=True)
+                return ""
+            return (yield from self._json_value())
+        if first == '"':
+            text: str = yield from self._json_string()
+            if not isinstance(load_json(text), dict):
+                raise MismatchError
+        else:
+            text = yield from self._json_value()
+            if text != "null":
+                raise MismatchError
+            text = "{}"
+        if name and self._is_known(name):
+            self._begin(name, call_id)
+            self._give(text)
+            return ""
+        return text
+
+    def _json_string(self) -> Generator[None, None, str]:
+        if (yield from self._peek()) != '"':
+            raise MismatchError
+        value = load_json((yield from self._json_value()))
+        if not isinstance(value, str):
+            raise MismatchError
+        return value
+
+    def _json_value(self, *, give: bool = False) -> Generator[None, None, str]:
+        """Read one value by its brackets and quotes; with `give` it is given as arguments while it arrives."""
+        start = given = self._position
+        depth, in_string = 0, False
+        while True:
+            if self._position >= len(self._buffer):
+                if give:
+                    self._give(self._buffer[given : self._position])
+                    self._trim()
+                    start = given = self._position
+                yield from self._wait()
+            char = self._buffer[self._position]
+            if in_string:
+                stop = _STRING_STOP.search(self._buffer, self._position)
+                if stop is None:
+                    self._position = len(self._buffer)
+                    continue
+                self._position = stop.start()
+                if stop[0] == "\\":
+                    while self._position + 1 >= len(self._buffer):
+                        yield from self._wait()
+                    self._position += 2
+                    continue
+                in_string = False
+                self._position += 1
+            elif char == '"':
+                in_string = True
+                self._position += 1
+                continue
+            elif char in "{[":
+                depth += 1
+                self._position += 1
+            elif char in "}]" and depth:
+                depth -= 1
+                self._position += 1
+            elif char in ",}] \n\t\r" and not depth:
+                break
+            elif char in self._names:
+                raise MismatchError
+            else:
+                self._position += 1
+                continue
+            if not depth:
+                break
+        if give:
+            self._give(self._buffer[given : self._position])
+        return self._buffer[start : self._position]
+
+    # tag: MARKER name MARKER {...} MARKER
+
+    def _tag_call(self) -> Task:
+        tools = self._format.tools
+        before, has_id, after = tools.call_start.partition(ID)
+        yield from self._expect_loose(before)
+        call_id = (yield from self._until([self._mark_text(after)], MAX_NAME_CHARS))[0].strip() if has_id else ""
+        first, has_id, second = tools.name_suffix.partition(ID)
+        stops = [text for text in (self._mark_text(first), self._mark_text(second)) if text] or ["\n"]
+        name, stop = yield from self._until(stops, MAX_NAME_CHARS)
+        if has_id and stop == stops[0]:
+            call_id = (yield from self._until(stops[1:], MAX_NAME_CHARS))[0].strip()
+        name = name.strip()
+        if tools.name_is_id:
+            call_id, name = name, re.sub(r"^functions\.|:\d+$", "", name)
+        yield from self._skip()
+        if not name or any(char in name for char in "\n{") or (yield from self._peek()) != "{":
+            raise MismatchError
+        self._begin(name, call_id)
+        yield from self._json_value(give=True)
+        yield from self._try_end(self._mark_text(tools.call_end))
+        self._end()
+
+    # tagged: <function=name><parameter=key>value</parameter></function>
+
+    def _tagged_call(self) -> Task:
+        tools = self._format.tools
+        yield from self._expect_loose(tools.call_start)
+        start, end = self._mark_text(tools.argument_start), self._mark_text(tools.call_end)
+        stops = [self._mark_text(tools.name_suffix)] if tools.name_suffix.strip() else [start, end]
+        name, stop = yield from self._until(stops, MAX_NAME_CHARS)
+        if stop in (start, end):
+            self._position -= len(stop)
+        name = name.strip()
+        yield from self._skip()
+        is_empty = yield from self._starts(end)
+        if not name or "\n" in name or not (is_empty or (yield from self._starts(start))):
+            raise MismatchError
+        self._begin(name)
+        self._give("{")
+        count = 0
+        while not (yield from self._starts(end)):
+            yield from self._tagged_argument(name, is_first=count == 0)
+            count += 1
+            yield from self._skip()
+            if not (yield from self._starts(start)) and not (yield from self._starts(end)):
+                break
+        self._give("}")
+        yield from self._try_end(end)
+        self._end()
+
+    def _starts(self, text: str) -> Generator[None, None, bool]:
+        position = self._position
+        found = yield from self._try(text)
+        self._position = position
+        return found
+
+    def _tagged_argument(self, name: str, *, is_first: bool) -> Task:
+        tools = self._format.tools
+        yield from self._expect(self._mark_text(tools.argument_start))
+        suffixes = [encode_markers(self._format, text).rstrip() for text in
+                    (tools.argument_name_suffix, tools.argument_name_suffix_json)]  # fmt: skip
+        key, stop = yield from self._until(suffixes, MAX_NAME_CHARS)
+        key = key.strip()
+        kind: Literal["string", "json", "any"] = self._argument_kind(name, key)
+        if suffixes[0] != suffixes[1]:
+            kind = "string" if stop == suffixes[0] else "json"
+        gap = tools.argument_name_suffix[len(tools.argument_name_suffix.rstrip()) :]
+        if gap:
+            yield from self._try(gap)
+        end = encode_markers(self._format, tools.argument_end.replace(KEY, key))
+        held = end[: len(end) - len(end.lstrip())]
+        self._give(("" if is_first else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
+        if kind == "string":
+            self._give('"')
+            yield from self._stream_value(end.strip(), held)
+            self._give('"')
+            return
+        value, _ = yield from self._until([end.strip()])
+        value = self._show(value.removesuffix(held) if held else value)
+        self._give(value_to_json(value, kind))
+
+    def _stream_value(self, stop: str, held: str) -> Task:
+        """Give a string value while it arrives, without the whitespace that the format puts before its end."""
+        while True:
+            found = self._buffer.find(stop, self._position)
+            if found >= 0:
+                self._give(escape(self._show(self._buffer[self._position : found].removesuffix(held))))
+                self._position = found + len(stop)
+                return
+            keep = overlap(self._buffer, self._position, (held + stop, stop))
+            if self._is_final:
+                keep = 0
+            text = self._buffer[self._position : len(self._buffer) - keep]
+            self._give(escape(self._show(text)))
+            self._position += len(text)
+            self._trim()
+            yield from self._wait()
+
+    def _argument_kind(self, name: str, key: str) -> Literal["string", "json", "any"]:
+        """Return how the value of an argument is read, by the tool's schema; a string where that says nothing."""
+        tool = self._tools.get(self._show(name))
+        properties = tool.parameters.get("properties") if tool is not None else None
+        schema = properties.get(self._show(key)) if isinstance(properties, dict) else None
+        types = schema_types(schema)
+        if not types or types == {"string"}:
+            return "string"
+        return "any" if "string" in types else "json"
+
+    # pythonic: name(key=value, ...), and gemma: call:name{key:value,...}
+
+    def _pythonic_call(self) -> Task:
+        yield from self._skip()
+        name, _ = yield from self._until(["("], MAX_NAME_CHARS)
+        if not re.fullmatch(r"[\w.\-]+", name.strip()) or not self._is_known(name.strip()):
+            raise MismatchError
+        yield from self._items(name.strip(), "=", ")", "'\"", python_to_json)
+        self._end()
+
+    def _gemma_call(self) -> Task:
+        tools = self._format.tools
+        yield from self._expect_loose(tools.call_start)
+        name, _ = yield from self._until(["{"], MAX_NAME_CHARS)
+        if not name.strip() or "\n" in name:
+            raise MismatchError
+        quote = encode_markers(self._format, GEMMA_QUOTE)
+        yield from self._items(name.strip(), ":", "}", quote, lambda text: gemma_to_json(text, quote))
+        yield from self._try_end(self._mark_text(tools.call_end[1:]))
+        self._end()
+
+    def _items(self, name: str, equals: str, close: str, quotes: str, convert: Callable[[str], str]) -> Task:
+        """Read `key EQUALS value` up to the closing bracket; each argument is given once it is complete."""
+        self._begin(name)
+        self._give("{")
+        count = 0
+        while True:
+            yield from self._skip(" \n\t\r,")
+            if (yield from self._try(close)):
+                break
+            key, _ = yield from self._until([equals], MAX_NAME_CHARS)
+            value = yield from self._raw_value(close, quotes)
+            self._give(("" if not count else ", ") + json.dumps(self._show(key).strip(" \"'")) + ": ")
+            self._give(convert(value))
+            count += 1
+        self._give("}")
+
+    def _raw_value(self, close: str, quotes: str) -> Generator[None, None, str]:
+        """Read a value up to a comma or bracket outside its own brackets and quotes."""
+        marks = [quotes] if len(quotes) > 2 else list(quotes)
+        start = self._position
+        depth = 0
+        quote = ""
+        while True:
+            if self._position >= len(self._buffer):
+                yield from self._wait()
+                continue
+            char = self._buffer[self._position]
+            opened = next((mark for mark in marks if mark[0] == char), "")
+            if quote and char == "\\" and len(marks) > 1:
+                while self._position + 1 >= len(self._buffer):
+                    yield from self._wait()
+                self._position += 1
+            elif opened and (not quote or quote == opened):
+                if (yield from self._try(opened)):
+                    quote = "" if quote else opened
+                    continue
+            elif not quote and char in "([{":
+                depth += 1
+            elif not quote and char in ")]}" and depth:
+                depth -= 1
+            elif not quote and not depth and char in ("," + close):
+                return self._buffer[start : self._position]
+            self._position += 1

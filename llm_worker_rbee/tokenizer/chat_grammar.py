@@ -1,0 +1,368 @@
+"""The grammar of an answer: reasoning, then content of a given form or calls of tools, in the format of the model.
+
+The result is Lark as llguidance reads it. Markers that are tokens stand there by id. Literals are written as the
+template prints them, so that an answer renders back to the same tokens. Free text is a run of tokens without control
+tokens, or a lazy expression up to a marker that consists of several tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..errors import InvalidRequestError
+from .chat_events import ChatOptions, Tool
+from .chat_format import GEMMA_QUOTE, ID, KEY, ChatFormat, ToolFormat
+from .chat_values import schema_types
+
+CHARS_PER_TOKEN = 4  # of a thinking budget where the end of the reasoning is not a token
+HARMONY_CALLS = ToolFormat(
+    kind="tag", call_start="<|channel|>commentary to=functions.", name_suffix=" <|constrain|>json<|message|>",
+    is_parallel=False,
+)  # fmt: skip
+HARMONY_FINAL, HARMONY_NEXT = "<|channel|>final<|message|>", "<|end|><|start|>assistant"
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as templates print it
+_NUMBER = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?"
+
+
+def answer_grammar(
+    chat_format: ChatFormat, options: ChatOptions, structured: tuple[str, Any] | None = None, *, prompt_tail: str = ""
+) -> str | None:
+    """Return the grammar of an answer, or None where nothing is constrained.
+
+    `structured` is the form of the content: ("json", schema as text), ("json_object", True), ("regex", expression),
+    ("choice", texts) or ("grammar", Lark).
+    """
+    tools = _allowed_tools(options)
+    is_forced = bool(tools) and (options.tool_choice == "required" or options.tool_name is not None)
+    holds_calls = bool(tools) and (any(tool.strict for tool in tools) or not options.parallel_tool_calls)
+    forbids_calls = bool(options.tools) and options.tool_choice == "none"
+    budget = options.thinking_budget if chat_format.has_reasoning else None
+    if structured is None and budget is None and not (is_forced or holds_calls or forbids_calls):
+        return None
+    writer = _Writer(chat_format, options)
+    before = writer.reasoning(prompt_tail, budget)
+    if is_forced:
+        answer = writer.calls(tools)
+    elif structured is not None:
+        content = f"{writer.literal(writer.content_start)} {writer.structured(*structured)}"
+        answer = f"{content} | {writer.calls(tools)}" if tools else content
+    elif holds_calls:
+        answer = writer.text_with_calls(tools)
+    elif forbids_calls:
+        answer = writer.text_without_calls()
+    else:
+        answer = writer.text_without_reasoning()
+    return writer.finish(before, answer)
+
+
+def _allowed_tools(options: ChatOptions) -> list[Tool]:
+    if options.tool_name is not None:
+        found = [tool for tool in options.tools if tool.name == options.tool_name]
+        if not found:
+            raise InvalidRequestError(f"tool_choice names {options.tool_name!r}, which is not in tools", "tool_choice")
+        return found
+    if options.tool_choice == "required" and not options.tools:
+        raise InvalidRequestError('tool_choice is "required", and there are no tools', "tool_choice")
+    return [] if options.tool_choice == "none" else options.tools
+
+
+def _quote(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def _regex(text: str) -> str:
+    """Return an expression for a text, to stand between slashes."""
+    escaped = {"\n": r"\n", "\t": r"\t", "\r": r"\r"}
+    return "".join(escaped.get(char) or (f"\\{char}" if char in r".+*?()|[]{}^$/\-&~#" else char) for char in text)
+
+
+class _Writer:
+    """Collects the rules of one grammar."""
+
+    def __init__(self, chat_format: ChatFormat, options: ChatOptions) -> None:
+        self._format, self._options = chat_format, options
+        is_harmony = chat_format.tools.kind == "harmony"
+        self._tools = HARMONY_CALLS if is_harmony else chat_format.tools
+        self.content_start = HARMONY_FINAL if is_harmony else ""
+        self._ids = dict(chat_format.token_ids)
+        self._rules: list[str] = []
+        self._shared: dict[str, str] = {}
+
+    def finish(self, before: str, answer: str) -> str:
+        """Return the grammar."""
+        start = f"start: {before} answer" if before else "start: answer"
+        text = "\n".join(["%llguidance {}", start, f"answer: {answer}", *self._rules]) + "\n"
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(f"a tool or a schema is not valid Unicode: {error.reason}", "tools") from None
+        return text
+
+    def rule(self, body: str, *, options: str = "", is_terminal: bool = False) -> str:
+        """Add a rule; the same body gets the same name."""
+        key = f"{options}:{is_terminal}:{body}"
+        if key not in self._shared:
+            name = f"{'T' if is_terminal else 'r'}{len(self._shared)}"
+            self._shared[key] = name
+            self._rules.append(f"{name}{options}: {body}")
+        return self._shared[key]
+
+    def literal(self, text: str) -> str:
+        """Return a text as a sequence of strings and tokens."""
+        pieces = self._pieces(text)
+        return " ".join(f"<[{piece}]>" if isinstance(piece, int) else _quote(piece) for piece in pieces)
+
+    def _pieces(self, text: str) -> list[str | int]:
+        if not self._ids:
+            return [text] if text else []
+        parts = re.split(f"({'|'.join(map(re.escape, self._ids))})", text)
+        return [self._ids.get(part, part) for part in parts if part]
+
+    def _tokens(self, *but: int) -> str:
+        """Return the tokens of free text: all but control tokens and those given."""
+        ranges = [f"{first}-{last}" if first < last else str(first) for first, last in self._format.control_ids]
+        ranges += [str(token) for token in but if not self._is_control(token)]
+        return f"<[^{','.join(ranges)}]>" if ranges else "<[*]>"
+
+    def _is_control(self, token: int) -> bool:
+        return any(first <= token <= last for first, last in self._format.control_ids)
+
+    def _text_until(self, end: str, limit: int | None = None) -> str:
+        """Return free text and the marker that ends it, of at most `limit` tokens."""
+        pieces = self._pieces(end)
+        lead = pieces[0] if pieces else ""
+        if isinstance(lead, str) and not lead.strip() and len(pieces) > 1:  # whitespace before a token is text too
+            pieces = pieces[1:]
+        if isinstance(pieces[0], int):
+            count = "*" if limit is None else f"{{0,{limit}}}"
+            body = "" if limit == 0 else f"{self._tokens(pieces[0])}{count} "
+            return body + " ".join(f"<[{piece}]>" if isinstance(piece, int) else _quote(piece) for piece in pieces)
+        count = "*" if limit is None else f"{{0,{CHARS_PER_TOKEN * limit}}}"
+        lazy = self.rule(rf"/(.|\n){count}{_regex(pieces[0])}/", options="[lazy]")
+        rest = end[len(pieces[0]) :]
+        return f"{lazy} {self.literal(rest)}".strip()
+
+    def reasoning(self, prompt_tail: str, budget: int | None) -> str:
+        """Return what comes before the answer: reasoning that is open, or may be begun; nothing where it is over."""
+        reasoning = self._format.reasoning
+        if not reasoning.end or prompt_tail.rstrip().endswith(reasoning.end.strip()):
+            return ""
+        end = HARMONY_NEXT if self.content_start else reasoning.end
+        body = self._text_until(end.lstrip(), budget)
+        if self._format.is_reasoning_open(prompt_tail):
+            return body
+        if budget == 0:
+            return ""
+        return f"({self.literal(reasoning.start.strip())} {body})?"
+
+    def structured(self, kind: str, value: Any) -> str:
+        """Return the rule of content of a given form."""
+        if kind == "json":
+            return self.rule(f"%json {value}")
+        if kind == "json_object":
+            return self.rule('%json {"type": "object"}')
+        if kind == "regex":
+            return self.rule(f"/{_escape_slashes(value)}/", is_terminal=True)
+        if kind == "choice":
+            return self.rule(" | ".join(map(_quote, value)), is_terminal=True)
+        lark = re.sub(r"^\s*%llguidance\s*\{\s*\}", "", value)
+        return self.rule(f"%lark {{\n{lark}\n}}")
+
+    # ------------------------------------------------------------------ calls
+
+    def calls(self, tools: Sequence[Tool], opener: str = "") -> str:
+        """Return one call or a list of them, after the `opener` that is written already."""
+        shape = self._tools
+        start = (shape.section_start + shape.call_start).lstrip()[len(opener) :]
+        in_section = len(shape.section_start.lstrip()) - len(opener)
+        first_head = shape.call_start if in_section > 0 else start
+        section = start[: max(0, in_section)]
+        first = self._call_choice(tools, first_head)
+        more = ""
+        if self._options.parallel_tool_calls and shape.is_parallel:
+            next_call = self._call_choice(tools, shape.call_start)
+            more = f"({self.literal(shape.separator)} {next_call})*"
+        return " ".join(filter(None, (self.literal(section), first, more, self.literal(shape.section_end))))
+
+    def _call_choice(self, tools: Sequence[Tool], head: str) -> str:
+        return self.rule(" | ".join(self._call(tool, head) for tool in tools))
+
+    def _call(self, tool: Tool, head: str) -> str:
+        shape = self._tools
+        name = json.dumps(tool.name, ensure_ascii=False)[1:-1] if shape.kind == "json" else tool.name
+        if shape.kind == "pythonic":
+            return f"{self.literal(head + name + '(')} {self._items(tool, '=', ', ')} {_quote(')')}"
+        if shape.name_is_id:
+            text = f"{self.literal(head + 'functions.' + name + ':')} /[0-9]+/ {self.literal(shape.name_suffix)}"
+        else:
+            text = " ".join(filter(None, (self._with_id(part) for part in (head + name + shape.name_suffix,))))
+        if shape.kind == "gemma":
+            return f"{text} {self._items(tool, ':', ',')} {self.literal(shape.call_end)}"
+        if shape.kind == "tagged":
+            return f"{text} {self._tagged(tool)} {self.literal(shape.call_end)}"
+        arguments = self.rule("%json " + json.dumps(self._schema(tool), ensure_ascii=False))
+        return f"{text} {arguments} {self._with_id(shape.call_end)}".strip()
+
+    def _with_id(self, text: str) -> str:
+        """Return a literal that may have the place of an id."""
+        before, has_id, after = text.partition(ID)
+        if not has_id:
+            return self.literal(text)
+        expression = "/[a-zA-Z0-9]{9}/" if self._format.rules.has_short_ids else r"/[a-zA-Z0-9_\-]{1,40}/"
+        return f"{self.literal(before)} {expression} {self.literal(after)}".strip()
+
+    def _schema(self, tool: Tool) -> dict[str, Any]:
+        """Return the schema of the arguments; keywords that are not supported count for strict tools only."""
+        is_held = tool.strict or self._options.tool_choice == "required" or self._options.tool_name is not None
+        schema = dict(tool.parameters) if is_held else {}
+        schema.setdefault("type", "object")
+        return {**schema, "x-guidance": {**JSON_STYLE, "lenient": not tool.strict}}
+
+    def _properties(self, tool: Tool) -> list[tuple[str, dict[str, Any], bool]]:
+        """Return name, schema and whether it is required, of each argument."""
+        schema = tool.parameters
+        properties, required = schema.get("properties"), schema.get("required")
+        definitions: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        style = {"x-guidance": {**JSON_STYLE, "lenient": not tool.strict}}
+        needed = set(required) if isinstance(required, list) else set()
+        items = properties.items() if isinstance(properties, dict) else ()
+        return [
+            (key, {**(value if isinstance(value, dict) else {}), **definitions, **style}, key in needed)
+            for key, value in items
+        ]
+
+    def _sequence(self, items: Sequence[tuple[str, bool]], separator: str) -> str:
+        """Return items in order, those that are not required may be missing, with separators between them."""
+        following, leading = "", ""
+        joint = self.literal(separator)
+        for body, is_required in reversed(items):
+            first = f"{body} {following}".strip()
+            lead = first if is_required or not leading else f"{first} | {leading}"
+            after = f"{joint} {first}".strip() if is_required else f"({joint} {body})? {following}".strip()
+            leading = self.rule(lead if is_required or leading else f"{first} |")
+            following = self.rule(after)
+        return leading
+
+    def _tagged(self, tool: Tool) -> str:
+        shape = self._tools
+        items = []
+        for key, schema, is_required in self._properties(tool):
+            end = shape.argument_end.replace(KEY, key)
+            types = schema_types(schema)
+            if isinstance(schema.get("enum"), list) and types == {"string"}:
+                choices = " | ".join(_quote(value) for value in schema["enum"] if value)
+                value, suffix = f"({choices}) {self.literal(end)}", shape.argument_name_suffix
+            elif not types or "string" in types:
+                value, suffix = self._text_until(end), shape.argument_name_suffix
+            else:
+                rule = self.rule("%json " + json.dumps(schema, ensure_ascii=False))
+                value, suffix = f"{rule} {self.literal(end)}", shape.argument_name_suffix_json
+            items.append((self.rule(f"{self.literal(shape.argument_start + key + suffix)} {value}"), is_required))
+        return self._sequence(items, shape.argument_separator)
+
+    def _items(self, tool: Tool, equals: str, separator: str) -> str:
+        properties = self._properties(tool)
+        if self._tools.kind == "gemma":
+            properties.sort(key=lambda item: item[0].lower())
+        items = [(self.rule(f"{self.literal(key + equals)} {self._value(schema)}"), is_required)
+                 for key, schema, is_required in properties]  # fmt: skip
+        return self._sequence(items, separator)
+
+    def _value(self, schema: dict[str, Any], depth: int = 0) -> str:
+        """Return the rule of a value in Python's or Gemma's notation."""
+        is_python = self._tools.kind == "pythonic"
+        if isinstance(schema.get("enum"), list):
+            return self.rule(" | ".join(self._constant(value) for value in schema["enum"]))
+        words = {"true": "True", "false": "False", "null": "None"} if is_python else {}
+        rules = {
+            "integer": "/-?(0|[1-9][0-9]*)/",
+            "number": f"/{_NUMBER}/",
+            "boolean": f"{_quote(words.get('true', 'true'))} | {_quote(words.get('false', 'false'))}",
+            "null": _quote(words.get("null", "null")),
+        }
+        types = schema_types(schema) or {"string", "number", "boolean", "null"}
+        options = [self.rule(rules[kind]) for kind in sorted(types) if kind in rules]
+        if "string" in types:
+            options.append(self._string())
+        joint = ", " if is_python else ","
+        items = schema.get("items")
+        if "array" in types:
+            item = self._value(items if isinstance(items, dict) and depth < 8 else {}, depth + 1)
+            options.append(f'"[" ({item} ({_quote(joint)} {item})*)? "]"')
+        if "object" in types:
+            value = self._value({}, depth + 1)
+            pair = f'{self._string()} ": " {value}' if is_python else f'/[^\\s{{}}\\[\\],:"<]+/ ":" {value}'
+            options.append(f'"{{" ({pair} ({_quote(joint)} {pair})*)? "}}"')
+        return self.rule(" | ".join(options))
+
+    def _string(self) -> str:
+        if self._tools.kind == "pythonic":
+            return self.rule(r"""/"([^"\\\n]|\\["'\\nrt])*"|'([^'\\\n]|\\["'\\nrt])*'/""", is_terminal=True)
+        return self.rule(f"{self.literal(GEMMA_QUOTE)} {self._text_until(GEMMA_QUOTE)}")
+
+    def _constant(self, value: Any) -> str:
+        if isinstance(value, str):
+            return (
+                _quote(repr(value))
+                if self._tools.kind == "pythonic"
+                else self.literal(f"{GEMMA_QUOTE}{value}{GEMMA_QUOTE}")
+            )
+        return _quote(repr(value) if self._tools.kind == "pythonic" else json.dumps(value))
+
+    # ------------------------------------------------------------------ free text
+
+    def _opener(self) -> str:
+        """Return the marker that begins calls: its first token, or its first tag; empty where there is none."""
+        text = (self._tools.section_start + self._tools.call_start).lstrip()
+        pieces = self._pieces(text)
+        if pieces and isinstance(pieces[0], int):
+            return next(name for name, token in self._ids.items() if token == pieces[0])
+        lead = pieces[0] if pieces and isinstance(pieces[0], str) else ""
+        tag = re.match(r"<[^<>\s]+[>=]?|\[[A-Z_]+\]|\S+", lead)
+        return "" if tag is None or tag[0].startswith("{") or tag[0] == "[" else tag[0]
+
+    def text_with_calls(self, tools: Sequence[Tool]) -> str:
+        """Return free text in which calls may begin; from there on they have their form."""
+        opener = self._opener()
+        many = self._options.parallel_tool_calls and self._tools.is_parallel
+        if not opener:
+            free = self.rule(r"/([^\s{\[](.|\n)*)?/", is_terminal=True)
+            return f"{free} | {self.calls(tools)}"
+        call = self.rule(self.calls(tools, opener))
+        token = self._ids.get(opener)
+        if self.content_start:  # harmony: each message has a header
+            final = f"{self.literal(self.content_start)} {self._tokens()}*"
+            return f"{final} | {self.calls(tools)}"
+        text = f"{self._tokens(token)}*" if token is not None else self.rule(r"/(.|\n)*/", is_terminal=True)
+        begin = f"{text} <[{token}]>" if token is not None else self.rule(f"{text} {_quote(opener)}", options="[lazy]")
+        return f"({begin} {call})* {text}" if many else f"{begin} {call} | {text}"
+
+    def text_without_reasoning(self) -> str:
+        """Return an answer whose reasoning, which comes before it, must not begin again."""
+        start = self._format.reasoning.start.strip()
+        pieces = self._pieces(start)
+        if isinstance(pieces[0], int):
+            return f"<[^{pieces[0]}]>*" if not self.content_start else "<[*]>*"
+        return self.rule(rf"/(?s:.*)/ & ~/\s*{_regex(start)}(?s:.*)/", is_terminal=True)
+
+    def text_without_calls(self) -> str:
+        opener = self._opener()
+        token = self._ids.get(opener)
+        if self.content_start:
+            return f"{self.literal(self.content_start)} {self._tokens()}*"
+        if token is not None:
+            return f"{self._tokens(token)}*"
+        if not opener:
+            return "<[*]>*"
+        free = rf"/(?s:.*)/ & ~/(?s:.*){_regex(opener)}(?s:.*)/"
+        return self.rule(free, is_terminal=True)
+
+
+def _escape_slashes(expression: str) -> str:
+    """Return an expression to stand between slashes, on one line."""
+    parts: Iterable[str] = re.findall(r"\\.|.|\n", expression, re.DOTALL)
+    escaped = {"/": r"\/", "\n": r"\n", "\r": r"\r", "\\\n": r"\n"}
+    return "".join(escaped.get(part, part) for part in parts)

@@ -1,0 +1,282 @@
+"""Incremental parser of an answer: text and marker tokens in, events out.
+
+One generator per answer reads a buffer and yields where it needs more text. What turns out not to be a call stays
+content, unchanged; an event is given as soon as no later text can change it. Whitespace that a template prints around
+reasoning and calls is left out, so that a message renders back to the tokens that it came from.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Sequence
+from contextlib import suppress
+
+from .chat_calls import MAX_NAME_CHARS, CallReader
+from .chat_events import ChatEvent, ContentDelta, ReasoningDelta, Tool, ToolCallDelta, ToolCallEnd
+from .chat_format import ChatFormat
+from .chat_reader import FIRST_MARKER, SURROGATES, CutError, MismatchError, Task, encode_markers, overlap
+from .chat_values import load_json
+
+
+class ChatParser(CallReader):
+    """The events of one answer. Calls are parsed where tools are given and `parse_tools` is set."""
+
+    def __init__(
+        self, chat_format: ChatFormat, *, tools: Sequence[Tool] = (), prompt_tail: str = "", parse_tools: bool = True
+    ) -> None:
+        super().__init__(chat_format, tools)
+        self._chars = {token: chr(FIRST_MARKER + i) for i, (_, token) in enumerate(chat_format.token_ids)}
+        self.marker_ids = frozenset(self._chars)
+        self.is_reasoning = chat_format.is_reasoning_open(prompt_tail)
+        self._parses_tools = parse_tools and bool(tools) and self._style != "none"
+        self._has_content = False
+        self._trims_start = False  # of content, after reasoning
+        self._task = self._run_harmony(prompt_tail) if self._style == "harmony" else self._run()
+        self._advance()
+
+    def push(self, text: str) -> list[ChatEvent]:
+        """Take text that became final; return the events that it completes."""
+        if not text.isascii():
+            text = SURROGATES.sub("\ufffd", text)
+        self._buffer += text
+        return self._advance()
+
+    def push_marker(self, token: int) -> list[ChatEvent]:
+        """Take a token of `marker_ids`."""
+        self._buffer += self._chars[token]
+        return self._advance()
+
+    def finish(self) -> list[ChatEvent]:
+        """End the answer; return the events of what was held back."""
+        self._is_final = True
+        return self._advance()
+
+    def _advance(self) -> list[ChatEvent]:
+        with suppress(StopIteration, CutError):
+            next(self._task)
+        events, self._events = self._events, []
+        return _merge(events)
+
+    # ------------------------------------------------------------------ content and reasoning
+
+    def _emit_content(self, text: str) -> None:
+        """Give content; whitespace at its end waits for what follows."""
+        if self._trims_start:
+            text = text.lstrip("\n")
+            self._trims_start = not text
+        if not text:
+            return
+        shown = text.rstrip() if self._parses_tools else text
+        if self._after_call and not self._has_text(shown):
+            self._space += text
+            return
+        if shown:
+            self._events.append(ContentDelta(self._show(self._space + shown)))
+            self._space, self._has_content, self._after_call = "", True, False
+        self._space += text[len(shown) :]
+
+    @staticmethod
+    def _has_text(text: str) -> bool:
+        return bool(text) and not text.isspace()
+
+    def _run(self) -> Task:
+        reasoning = self._mark_text(self._format.reasoning.start)
+        dropped = [self._mark_text(text) for text in (self._format.content_start, self._format.content_end) if text]
+        calls = self._openers() if self._parses_tools else []
+        openers = [text for text in (reasoning if self._format.has_reasoning else "", *dropped, *calls) if text]
+        is_bare = self._parses_tools and self._is_bare()
+        if self.is_reasoning:
+            yield from self._skip_reasoning_start()
+            yield from self._run_reasoning()
+        while True:
+            if is_bare and not self._has_content and (yield from self._bare_start()):
+                yield from self._attempt(self._buffer[self._position])
+                continue
+            opener = yield from self._read_content(openers, is_bare)
+            if opener is None:
+                return
+            if opener == reasoning:
+                self._position += len(opener)
+                self._space = ""
+                yield from self._skip_reasoning_start()
+                yield from self._run_reasoning()
+            elif opener in dropped:
+                self._position += len(opener)
+            elif opener:
+                yield from self._attempt(opener)
+
+    def _read_content(self, openers: Sequence[str], is_bare: bool) -> Generator[None, None, str | None]:
+        """Give content up to a marker that begins something else, and return that; None at the end of the answer."""
+        pattern = re.compile("|".join(map(re.escape, sorted(openers, key=len, reverse=True))) or r"(?!)")
+        while True:
+            found = pattern.search(self._buffer, self._position)
+            if found is not None:
+                self._emit_content(self._buffer[self._position : found.start()])
+                self._position = found.start()
+                return found[0]
+            keep = 0 if self._is_final else overlap(self._buffer, self._position, openers)
+            stop = len(self._buffer) - keep
+            if stop > self._position:
+                self._emit_content(self._buffer[self._position : stop])
+                self._position = stop
+            if self._is_final:
+                if self._space and not self._after_call:
+                    self._events.append(ContentDelta(self._space))
+                return None
+            if is_bare and self._after_call:
+                return ""
+            self._trim()
+            yield
+
+    def _skip_reasoning_start(self) -> Task:
+        self.is_reasoning = True
+        yield from self._skip_lines()
+
+    def _skip_lines(self) -> Task:
+        with suppress(CutError):
+            yield from self._skip("\n")
+
+    def _run_reasoning(self) -> Task:
+        end = self._mark_text(self._format.reasoning.end)
+
+        def emit(text: str) -> None:
+            if text:
+                self._events.append(ReasoningDelta(self._show(text)))
+
+        yield from self._stream(end, "\n", emit)
+        self.is_reasoning = False
+        self._trims_start = not self._has_content
+
+    # ------------------------------------------------------------------ calls
+
+    def _bare_start(self) -> Generator[None, None, bool]:
+        start = self._position
+        try:
+            yield from self._skip()
+        except CutError:
+            self._position = start
+            return False
+        if self._buffer[self._position] == ("[" if self._style == "pythonic" else "{"):
+            return True
+        self._position = start
+        return False
+
+    def _attempt(self, opener: str) -> Task:
+        """Parse calls; what is not a call becomes content."""
+        self._mark = self._position
+        try:
+            yield from self._run_calls()
+        except (MismatchError, CutError) as error:
+            if self._is_call_open:  # its name was given already: the rest of a malformed call is content
+                self._is_call_open = False
+                if isinstance(error, MismatchError):
+                    self._events.append(ToolCallEnd(self._num_calls - 1))
+                    return
+                raise
+            self._position = self._mark
+            if isinstance(error, CutError):
+                self._flush_content()
+                raise
+            if self._buffer.startswith(opener, self._position):
+                self._emit_content(opener)
+                self._position += len(opener)
+
+    def _flush_content(self) -> None:
+        """Give the rest of an answer that was cut before its call was recognised."""
+        rest = self._buffer[self._position :]
+        self._position = len(self._buffer)
+        if rest.strip() or not self._after_call:
+            text = self._space + rest
+            if self._trims_start:
+                text = text.lstrip("\n")
+            if text:
+                self._events.append(ContentDelta(self._show(text)))
+
+    # ------------------------------------------------------------------ harmony
+
+    def _run_harmony(self, prompt_tail: str) -> Task:
+        """Channels: a header up to <|message|>, a body up to <|end|>, <|call|> or <|return|>."""
+        mark = {name: encode_markers(self._format, f"<|{name}|>") for name in
+                ("start", "end", "message", "channel", "constrain", "return", "call")}  # fmt: skip
+        ends = [mark["end"], mark["call"], mark["return"], mark["start"]]
+        tail = prompt_tail.rstrip()
+        header = tail.rpartition("<|start|>")[2] if tail.endswith("<|message|>") else None
+        while True:
+            if header is None:
+                header = yield from self._harmony_header(mark)
+                if header is None:
+                    yield from self._harmony_body("final", "", ends)
+                    continue
+            recipient = re.search(r"to=(?:functions\.)?([^\s<\ud800-\udfff]+)", header)
+            channel = re.search(r"(?:^|" + re.escape(mark["channel"]) + r"|<\|channel\|>)\s*(\w+)", header)
+            name = recipient[1] if recipient is not None and self._parses_tools else ""
+            yield from self._harmony_body(channel[1] if channel else "final", name, ends)
+            header = None
+
+    def _harmony_header(self, mark: dict[str, str]) -> Generator[None, None, str | None]:
+        """Return the header of the next message; None where the text is content without one."""
+        yield from self._try(mark["start"])
+        start = self._position
+        while mark["message"] not in self._buffer[start:]:
+            text = self._buffer[start:]
+            known = ("assistant", " to=", "to=", mark["channel"], "commentary", mark["constrain"])
+            is_header = any(text.startswith(one) or one.startswith(text) for one in known)
+            if not is_header or self._is_final or len(text) > 2 * MAX_NAME_CHARS:
+                self._position = start
+                if not text and self._is_final:
+                    raise CutError
+                return None
+            yield
+        header, _ = yield from self._until([mark["message"]])
+        return header
+
+    def _harmony_body(self, channel: str, name: str, ends: list[str]) -> Task:
+        if name:
+            self._begin(name)
+        self.is_reasoning = channel == "analysis" and not name
+        given: list[str] = []
+
+        def emit(text: str) -> None:
+            if not text:
+                return
+            if name:
+                self._give(text)
+                given.append(text)
+            elif channel == "analysis":
+                self._events.append(ReasoningDelta(self._show(text)))
+            else:
+                self._events.append(ContentDelta(self._show(text)))
+
+        while True:
+            places = [(place, end) for end in ends if (place := self._buffer.find(end, self._position)) >= 0]
+            if places:
+                break
+            keep = 0 if self._is_final else overlap(self._buffer, self._position, ends)
+            emit(self._buffer[self._position : len(self._buffer) - keep])
+            self._position = len(self._buffer) - keep
+            if self._is_final and name and isinstance(load_json("".join(given)), dict):
+                self._end()  # <|call|> ends the answer
+            self._trim()
+            yield from self._wait()
+        place, end = min(places)
+        emit(self._buffer[self._position : place])
+        self._position = place + (len(end) if end != ends[-1] else 0)
+        self.is_reasoning = False
+        if name:
+            self._end()
+
+
+def _merge(events: list[ChatEvent]) -> list[ChatEvent]:
+    """Join neighbours of the same kind."""
+    merged: list[ChatEvent] = []
+    for event in events:
+        last = merged[-1] if merged else None
+        if isinstance(event, ToolCallDelta) and isinstance(last, ToolCallDelta) and last.index == event.index:
+            merged[-1] = ToolCallDelta(event.index, last.arguments + event.arguments)
+        elif isinstance(event, ContentDelta) and isinstance(last, ContentDelta):
+            merged[-1] = ContentDelta(last.text + event.text)
+        elif isinstance(event, ReasoningDelta) and isinstance(last, ReasoningDelta):
+            merged[-1] = ReasoningDelta(last.text + event.text)
+        else:
+            merged.append(event)
+    return merged

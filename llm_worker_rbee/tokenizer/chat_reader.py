@@ -1,0 +1,144 @@
+"""Reading an answer while it arrives: a buffer, and generators that yield where they need more of it.
+
+A marker that is a token of its own stands in the buffer as a lone surrogate, which text never has, so text cannot be
+taken for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+from .chat_format import ChatFormat
+
+FIRST_MARKER = 0xD800
+MAX_DONE_CHARS = 4096
+SURROGATES = re.compile("[\ud800-\udfff]")
+SPACES = " \n\t\r"
+Task = Generator[None, None, Any]
+
+
+class MismatchError(Exception):
+    """The text is not of the form of a call."""
+
+
+class CutError(Exception):
+    """The answer ended."""
+
+
+def encode_markers(chat_format: ChatFormat, text: str) -> str:
+    """Return a text with each marker that is a token as one lone surrogate."""
+    for i, (name, _) in enumerate(chat_format.token_ids):
+        text = text.replace(name, chr(FIRST_MARKER + i))
+    return text
+
+
+def overlap(text: str, start: int, marks: Sequence[str]) -> int:
+    """Return the length of the longest end of a text that is the beginning of a marker."""
+    longest = 0
+    for mark in marks:
+        for length in range(min(len(mark) - 1, len(text) - start), longest, -1):
+            if text.endswith(mark[:length]):
+                longest = length
+                break
+    return longest
+
+
+class MarkerReader:
+    """The buffer and what reads it."""
+
+    def __init__(self, chat_format: ChatFormat) -> None:
+        self._format = chat_format
+        self._names = {chr(FIRST_MARKER + i): name for i, (name, _) in enumerate(chat_format.token_ids)}
+        self._buffer, self._position, self._is_final = "", 0, False
+
+    def _mark_text(self, text: str) -> str:
+        return encode_markers(self._format, text).strip()
+
+    def _show(self, text: str) -> str:
+        """Return text with the names of markers."""
+        return SURROGATES.sub(lambda match: self._names.get(match[0], ""), text) if not text.isascii() else text
+
+    def _trim(self) -> None:
+        """Drop the part of the buffer that is done."""
+        if self._position > MAX_DONE_CHARS:
+            self._buffer, self._position = self._buffer[self._position :], 0
+
+    def _wait(self) -> Task:
+        if self._is_final:
+            raise CutError
+        yield
+
+    def _peek(self) -> Generator[None, None, str]:
+        while self._position >= len(self._buffer):
+            yield from self._wait()
+        return self._buffer[self._position]
+
+    def _skip(self, chars: str = " \n\t\r") -> Task:
+        while (yield from self._peek()) in chars:
+            self._position += 1
+
+    def _try(self, text: str) -> Generator[None, None, bool]:
+        """Skip a text if it comes next."""
+        while True:
+            rest = self._buffer[self._position : self._position + len(text)]
+            if rest == text:
+                self._position += len(text)
+                return True
+            if not text.startswith(rest) or self._is_final:
+                return False
+            yield
+
+    def _try_end(self, text: str) -> Task:
+        """Skip whitespace and an end marker, if they come next; the answer may end before."""
+        start = self._position
+        try:
+            yield from self._skip()
+            if not text or not (yield from self._try(text)):
+                self._position = start
+        except CutError:
+            self._position = start
+
+    def _expect(self, text: str) -> Task:
+        if text and not (yield from self._try(text)):
+            if self._is_final and text.startswith(self._buffer[self._position :]):
+                raise CutError
+            raise MismatchError
+
+    def _until(self, stops: Sequence[str], limit: int = 1 << 30) -> Generator[None, None, tuple[str, str]]:
+        """Return the text before the first of some stops, and the stop."""
+        pattern = re.compile("|".join(map(re.escape, sorted(stops, key=len, reverse=True))))
+        scanned = self._position
+        while (found := pattern.search(self._buffer, max(self._position, scanned))) is None:
+            if len(self._buffer) - self._position > limit:
+                raise MismatchError
+            scanned = len(self._buffer) - max(map(len, stops))
+            yield from self._wait()
+        text = self._buffer[self._position : found.start()]
+        if len(text) > limit:
+            raise MismatchError
+        self._position = found.end()
+        return text, found[0]
+
+    def _stream(self, stop: str, held: str, emit: Callable[[str], None]) -> Task:
+        """Emit text up to a stop. At its end characters of `held` are held back, and left out before the stop."""
+        while True:
+            found = self._buffer.find(stop, self._position)
+            if found >= 0:
+                emit(
+                    self._buffer[self._position : found].rstrip(held) if held else self._buffer[self._position : found]
+                )
+                self._position = found + len(stop)
+                return
+            if self._is_final:
+                emit(self._buffer[self._position :])
+                self._position = len(self._buffer)
+                raise CutError
+            keep = overlap(self._buffer, self._position, (stop,))
+            text = self._buffer[self._position : len(self._buffer) - keep]
+            text = text.rstrip(held) if held else text
+            emit(text)
+            self._position += len(text)
+            self._trim()
+            yield
