@@ -177,6 +177,17 @@ def test_page_reports_errors_and_keeps_what_arrived(browser: Any, server: Server
         page.evaluate("push(JSON.stringify({error: {message: 'no token left', code: 'GRAMMAR_DEAD_END'}}))")
         page.wait_for_selector("text=no token left")
         assert "change the schema" in page.inner_text(".failure >> nth=1")
+        page.fill("#text", "three")
+        page.press("#text", "Shift+Enter")
+        page.keyboard.type("lines")
+        page.evaluate("window.stream = null")
+        page.press("#text", "Enter")
+        give(page, {"content": "cut `short`\n```py\nif"})
+        page.wait_for_selector(".content pre")
+        page.reload()
+        page.wait_for_selector("text=interrupted: the page was closed")
+        assert page.inner_text("article.user >> nth=2 >> .content") == "three\nlines"
+        assert page.inner_text("article.assistant >> nth=2 >> .hl-k") == "if"
     with opened(browser, server) as page:
         busy = {"error": {"message": "the queue is full", "code": "QUEUE_FULL"}}
         refuse = {"status": 429, "headers": {"retry-after": "3"}, "json": busy}
