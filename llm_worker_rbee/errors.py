@@ -65,6 +65,10 @@ class InferenceError(WorkerError):
     """The forward pass gave logits from which no token can be sampled."""
 
 
+class GrammarDeadEndError(WorkerError, code="GRAMMAR_DEAD_END"):
+    """The grammar of a structured output allows no token: it cannot be satisfied, or is too complex."""
+
+
 class RequestCancelledError(WorkerError, code="CANCELLED", status=499):
     """A request was aborted before it was finished."""
 

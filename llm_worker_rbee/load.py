@@ -17,6 +17,7 @@ from .backends import cpu_info, fallback_to_cpu, is_automatic, resolve_kv_type, 
 from .backends.ops import Backend
 from .config import DEVICE_SPARE_BYTES, EngineConfig, ModelConfig
 from .engine.engine import Engine
+from .engine.grammar import GrammarCompiler
 from .engine.kv_cache_budget import (
     DEVICE_MEMORY_FRACTION,
     HOST_MEMORY_FRACTION,
@@ -173,7 +174,11 @@ def make_engine(loaded: LoadedModel, settings: Mapping[str, Any]) -> Engine:
     drafter = None
     if loaded.draft_model is not None:
         drafter = DraftModel(loaded.draft_model, config, loaded.config.vocab_size, loaded.kv_type)
-    return Engine(loaded.model, config, loaded.kv_type, drafter)
+    engine = Engine(loaded.model, config, loaded.kv_type, drafter)
+    engine.grammar_compiler = GrammarCompiler(
+        lambda: loaded.tokenizer or open_tokenizer(loaded.checkpoint), loaded.config.vocab_size
+    )
+    return engine
 
 
 def check_settings(settings: Mapping[str, Any], draft_model: object) -> None:

@@ -17,7 +17,9 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from ..engine.grammar import validate
 from ..engine.request import NEUTRAL_SAMPLING, SamplingParams, TokenLogprob
+from ..engine.structured_outputs import StructuredOutputsParams
 from ..errors import InvalidRequestError, WorkerError, counted
 from ..generation import Completion
 from ..llm import LLM, MAX_COMPLETIONS, Stream, together
@@ -58,7 +60,7 @@ SAMPLING_FIELDS = frozenset(SamplingParams.__dataclass_fields__)
 SCHEDULING_FIELDS = ("priority", "timeout")
 MAX_HEADING_CHARS = 60
 
-_prompt, _output = option_fields("Prompt"), option_fields("Output")
+_prompt, _guided, _output = map(option_fields, ("Prompt", "Structured output", "Output"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,43 @@ class PromptOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GuidedOptions:
+    """What the answer must conform to."""
+
+    json_schema: str | None = _guided(None, "FILE|JSON", "Answer with JSON of this schema; {} is any JSON.")
+    regex: str | None = _guided(None, "PATTERN", "Answer with a text that matches a regular expression.")
+    choice: list[str] | None = _guided(None, "TEXT", "Answer with one of these texts. Repeatable.")
+    grammar: Path | None = _guided(None, "FILE", "Answer with a text of this grammar: Lark or GBNF.")
+    close_on_length: bool = _guided(False, None, "Before -n is reached, end the answer as its grammar allows.")
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of `SamplingParams`; a grammar that is wrong fails before the model is loaded."""
+        given = {name: value for name, value in vars(self).items() if value and name != "close_on_length"}
+        options = [f"--{name.replace('_', '-')}" for name in given]
+        if len(given) > 1:
+            raise typer.BadParameter(f"{options[0]} and {options[1]} exclude each other: give one of them")
+        if not given:
+            if self.close_on_length:
+                raise typer.BadParameter("--close-on-length needs --json-schema, --regex, --choice or --grammar")
+            return {}
+        try:
+            params = self._params()
+            validate(params)
+        except InvalidRequestError as error:
+            raise typer.BadParameter(f"{options[0]}: {error}") from None
+        return {"structured_outputs": params, "close_on_length": self.close_on_length}
+
+    def _params(self) -> StructuredOutputsParams:
+        if self.json_schema:
+            is_text = self.json_schema.lstrip().startswith("{")
+            return StructuredOutputsParams(json=self.json_schema if is_text else read_file(Path(self.json_schema)))
+        if self.grammar:
+            return StructuredOutputsParams(grammar=read_file(self.grammar))
+        texts = [argument_text(text, "--choice") for text in self.choice or ()]
+        return StructuredOutputsParams(regex=self.regex, choice=texts or None)
+
+
+@dataclass(frozen=True, kw_only=True)
 class OutputOptions:
     """What is printed of the answer."""
 
@@ -167,11 +206,11 @@ class OutputOptions:
 
 @gather(
     prompt_options=PromptOptions, model=ModelOptions, computing=LoadOptions, engine=EngineOptions,
-    sampling=SamplingOptions, output=OutputOptions,
+    sampling=SamplingOptions, guided=GuidedOptions, output=OutputOptions,
 )  # fmt: skip
 def run(
     prompt_options: PromptOptions, model: ModelOptions, computing: LoadOptions, engine: EngineOptions,
-    sampling: SamplingOptions, output: OutputOptions,
+    sampling: SamplingOptions, guided: GuidedOptions, output: OutputOptions,
 ) -> None:  # fmt: skip
     """Answer one prompt, or all prompts of a file.
 
@@ -188,8 +227,10 @@ def run(
       llm-worker-rbee run "Say yes or no." -t 0 --json --logprobs 5
       llm-worker-rbee run "Hello" -m folder --quantize Q4_K_M --threads 4
       llm-worker-rbee run --prompts questions.txt --json > answers.jsonl
+      llm-worker-rbee run "Invent a person." --json-schema person.json -q | jq .name
     """
-    params = sampling.params(logprobs=output.logprobs, prompt_logprobs=output.echo and output.as_json)
+    scored = {"logprobs": output.logprobs, "prompt_logprobs": output.echo and output.as_json}
+    params = sampling.params(**scored, **guided.fields())
     output.validate()
     requests = prompt_options.read_requests(params)
     if not prompt_options.raw:
@@ -397,6 +438,8 @@ def _parse_json_line(origin: str, line: str, params: SamplingParams) -> PromptRe
         fields["logit_bias"] = {_token_id(key): value for key, value in fields["logit_bias"].items()}
     given = {name: value for name, value in fields.items() if value is not None or name not in NEUTRAL_SAMPLING}
     try:
+        if given.get("structured_outputs") is not None:
+            given["structured_outputs"] = StructuredOutputsParams.from_fields(given["structured_outputs"])
         return PromptRequest(origin, prompts[0], replace(params, **given), scheduling)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{origin}: {error}", error.field) from None

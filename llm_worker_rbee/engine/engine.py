@@ -16,12 +16,14 @@ from ..config import EngineConfig
 from ..errors import InferenceError, InsufficientMemoryError, InvalidRequestError, WorkerError
 from ..models import Transformer
 from .async_scheduling import AsyncScheduler, InFlightStep
+from .constraint import MaskFiller, consume_outputs
 from .draft_control import DraftControl
+from .grammar import GrammarCompiler
 from .model_runner import ModelRunner, forward
 from .request import Request, SamplerOutput, ScheduledTokens, StepOutput
 from .sampler import sample
 from .scheduler import MIN_PREFILL_TOKENS, Scheduler
-from .speculative import Drafter, DraftModel, NgramDrafter
+from .speculative import Drafter, DraftModel, NgramDrafter, max_drafts
 from .step_limits import max_scored_tokens
 from .step_time import StepSize, StepTimeModel, chunk_context, step_size
 
@@ -42,6 +44,8 @@ class Engine:
         self.drafter = drafter or (NgramDrafter(config.draft_tokens) if config.speculative == "ngram" else None)
         self.draft_control = DraftControl()
         self.step_time = StepTimeModel(model.ops.query_tile)
+        self.grammar_compiler: GrammarCompiler | None = None  # where the model's tokenizer is known
+        self.mask_filler = MaskFiller(lambda: self.grammar_compiler and self.grammar_compiler.make_executor())
         self.num_steps = 0
         self.is_computing = False  # during a forward pass: the scheduler's state is then consistent
         self.device_failed = False  # every step will fail until the process is restarted
@@ -128,7 +132,7 @@ class Engine:
 
     def _launch_or_run(self, scheduled: list[ScheduledTokens]) -> list[StepOutput]:
         launcher = self._async_scheduler
-        if launcher is None or self.is_drafting or not launcher.can_launch(scheduled):
+        if launcher is None or self.is_drafting or not launcher.can_launch(scheduled) or _has_guided(scheduled):
             return self._run_step(scheduled)
         self._began_at = time.perf_counter()
         try:
@@ -146,7 +150,7 @@ class Engine:
             if launcher is None or self.is_drafting or not self.scheduler.can_schedule_ahead():
                 return []
             scheduled = self.scheduler.schedule(self._max_prefill_tokens)
-            if not (scheduled and launcher.can_launch(scheduled)):
+            if not (scheduled and launcher.can_launch(scheduled)) or _has_guided(scheduled):
                 return []
             self.on_schedule()
             try:
@@ -179,7 +183,7 @@ class Engine:
         seconds = self._observe_result(size, len(step.scheduled), len(running))
         if seconds is not None:
             self.step_time.observe(size, seconds)
-        outputs += self.scheduler.update(running, step.collect(tokens))
+        outputs += self._update(running, step.collect(tokens))
         if self._in_flight is None:
             self._draft()
         return outputs
@@ -204,7 +208,7 @@ class Engine:
             self.is_computing = False
         except Exception as error:
             return self._fail_step(scheduled, error)
-        outputs = self.scheduler.update(scheduled, sampled)
+        outputs = self._update(scheduled, sampled)
         self._observe_result(size, len(scheduled), len(outputs))  # with the time of its drafts, after the last result
         self._draft()
         if size.kind != "decode":
@@ -214,7 +218,18 @@ class Engine:
         return outputs
 
     def _forward(self, scheduled: list[ScheduledTokens]) -> SamplerOutput:
-        return sample(self.model.ops, scheduled, self.runner.run(scheduled))
+        self.mask_filler.start([one.request for one in scheduled if one.stop >= len(one.request.ids)])
+        try:
+            logits = self.runner.run(scheduled)
+        finally:
+            self.mask_filler.wait()
+        return sample(self.model.ops, scheduled, logits)
+
+    def _update(self, scheduled: list[ScheduledTokens], sampled: SamplerOutput) -> list[StepOutput]:
+        outputs = self.scheduler.update(scheduled, sampled)
+        if any(output.request.constraint is not None for output in outputs):
+            return consume_outputs(outputs, self.scheduler.remove)
+        return outputs
 
     def _fail_step(self, scheduled: list[ScheduledTokens], error: Exception) -> list[StepOutput]:
         """Finish the requests of a failed step with an error; the others go on."""
@@ -223,11 +238,20 @@ class Engine:
         return self.scheduler.fail(scheduled, _to_worker_error(error))
 
     def _draft(self) -> None:
-        """Set draft tokens for the next step. Drafts are optional: a drafter that breaks is not used again."""
-        if self.drafter is None or not self.is_drafting:
-            return
+        """Set draft tokens for the next step: those of the drafter, and those that grammars force."""
+        if self.drafter is not None and self.is_drafting:
+            self._run_drafter(self.drafter)
+        left = max_scored_tokens(self.config.max_step_tokens)
+        for request in self.scheduler.running:
+            if request.constraint is not None:
+                room = min(left, max_drafts(request))
+                request.drafts = request.constraint.next_drafts(request.drafts, room) if room else []
+                left -= len(request.drafts)
+
+    def _run_drafter(self, drafter: Drafter) -> None:
+        """Let a drafter set drafts. They are optional: a drafter that breaks is not used again."""
         try:
-            self.drafter.draft(self.scheduler.running, self.scheduler.reserve, self.runner.batch)
+            drafter.draft(self.scheduler.running, self.scheduler.reserve, self.runner.batch)
         except Exception as error:
             for request in self.scheduler.running:
                 request.drafts = []
@@ -251,6 +275,10 @@ class Engine:
         count = max(MIN_PREFILL_TOKENS, self._max_prefill_tokens(decodes, 0))
         context = sum(one.stop for one in decodes) + chunk_context(0, count, self.step_time.query_tile)
         return (self.step_time.predict(StepSize("mixed", False, len(decodes) + count, context)) or 0.0) / count
+
+
+def _has_guided(scheduled: Sequence[ScheduledTokens]) -> bool:
+    return any(one.request.constraint is not None for one in scheduled)
 
 
 def _to_worker_error(error: Exception) -> WorkerError:

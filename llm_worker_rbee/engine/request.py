@@ -229,6 +229,7 @@ class Request:
     sample_row: SampleRow | None = None
     history: Any = None  # the sampler's own
     draft_state: Any = None  # the drafter's own
+    constraint: Any = None  # a `Constraint`, where `params.structured_outputs` is set
 
     def __post_init__(self) -> None:
         assert self.params.is_resolved, "sampling parameters of a request must be resolved"
@@ -237,7 +238,8 @@ class Request:
         self.ids = [*self.prompt, *self.generated]
         self.num_prompt_tokens = len(self.prompt)
         self.max_total_tokens = self.num_prompt_tokens + self.max_tokens
-        self.stop_ids = frozenset() if self.params.ignore_eos else self.eos_ids
+        is_guided = self.params.structured_outputs is not None  # a grammar decides where its text may end
+        self.stop_ids = frozenset() if self.params.ignore_eos and not is_guided else self.eos_ids
         self.prompt_logprobs = [None] if self.params.prompt_logprobs else None
 
     @property

@@ -7,13 +7,14 @@ sampled before the host knows the token in between: a `pending_id` stands for it
 
 from __future__ import annotations
 
+import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from ..backends.ops import Array, Backend, Ints, Logprobs, SampleRow, pending_id
+from ..backends.ops import Array, Backend, Ints, Logprobs, SampleRow, TokenMask, pending_id
 from ..errors import InferenceError, WorkerError
 from .request import Request, SamplerOutput, SamplingParams, ScheduledTokens, TokenLogprob
 
@@ -39,7 +40,7 @@ def sample(ops: Backend, scheduled: Sequence[ScheduledTokens], logits: Array) ->
         requests = [request for request in requests if request not in failed]
     if not requests:
         return SamplerOutput([], failed=failed)
-    rows = [row for request in requests for row in sample_rows(request)]
+    rows = [row for request in requests for row in masked_rows(request)]
     try:
         sampled = SamplerOutput(ops.sample(logits, rows).tolist(), failed=failed)
     except InferenceError:
@@ -47,6 +48,15 @@ def sample(ops: Backend, scheduled: Sequence[ScheduledTokens], logits: Array) ->
     if any(request.params.logprobs is not None for request in requests):
         _add_logprobs(ops, requests, logits, sampled)
     return sampled
+
+
+def masked_rows(request: Request) -> list[SampleRow]:
+    """Return `sample_rows` with the masks of the request's grammar, which are filled."""
+    rows = sample_rows(request)
+    if request.constraint is not None:
+        for row, mask in zip(rows, request.constraint.masks, strict=True):
+            row.mask = mask
+    return rows
 
 
 def sample_rows(request: Request) -> list[SampleRow]:
@@ -86,6 +96,7 @@ def _update_row(row: SampleRow, request: Request, following: Sequence[int]) -> N
     `following`: drafts, or a pending id, that come after the tokens of the request.
     """
     row.position = len(request.ids) + len(following)
+    row.mask = None
     last_n = request.params.repeat_last_n or 0
     has_window = row.repetition_penalty != 1.0 and last_n
     counts_output = row.presence_penalty or row.frequency_penalty
@@ -148,7 +159,7 @@ def _sample_isolating_failures(
     """Sample request by request, because a row has no finite logit: only its request fails."""
     sampled, at = SamplerOutput([], failed=failed), 0
     for request in requests:
-        rows = sample_rows(request)
+        rows = masked_rows(request)
         own = logits[at : at + len(rows)]
         at += len(rows)
         try:
@@ -169,18 +180,30 @@ def _add_logprobs(ops: Backend, requests: Sequence[Request], logits: Array, samp
         count, k = 1 + len(request.drafts), request.params.logprobs
         if k is not None:
             part = slice(at, at + count)
-            sampled.logprobs[request] = token_logprobs(ops, logits[part], sampled.tokens[part], k)
+            is_masked = request.constraint is not None and request.params.logprobs_mode == "masked"
+            masks = request.constraint.masks if is_masked else None
+            sampled.logprobs[request] = token_logprobs(ops, logits[part], sampled.tokens[part], k, masks)
         at += count
 
 
-def token_logprobs(ops: Backend, logits: Array, tokens: Sequence[int], k: int) -> list[TokenLogprob]:
-    """Return the log-probabilities of tokens under their rows of raw logits, with the k most probable beside each."""
-    return collect_logprobs(tokens, ops.logprobs(logits, np.array(tokens, np.int64), k))
+def token_logprobs(
+    ops: Backend, logits: Array, tokens: Sequence[int], k: int, masks: Sequence[TokenMask | None] | None = None
+) -> list[TokenLogprob]:
+    """Return the log-probabilities of tokens under their rows of raw logits, with the k most probable beside each.
+
+    With masks they are of the tokens that these allow.
+    """
+    return collect_logprobs(tokens, ops.logprobs(logits, np.array(tokens, np.int64), k, masks))
 
 
 def collect_logprobs(tokens: Sequence[int], found: Logprobs) -> list[TokenLogprob]:
     """Return the records of tokens and of what a backend has found for them."""
     return [
-        TokenLogprob(token, float(value), tuple(zip(ids.tolist(), map(float, values), strict=True)))
+        TokenLogprob(token, float(value), _possible(zip(ids.tolist(), map(float, values), strict=True)))
         for token, value, ids, values in zip(tokens, found.chosen, found.top_ids, found.top, strict=True)
     ]
+
+
+def _possible(top: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Leave out tokens of probability 0, which a mask does not allow."""
+    return tuple(one for one in top if one[1] > -math.inf)

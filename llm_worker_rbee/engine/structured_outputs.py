@@ -48,6 +48,15 @@ class StructuredOutputsParams:
             raise InvalidRequestError(f"{FIELD}.{name} has {size} characters: at most {MAX_CHARS} are allowed", FIELD)
         object.__setattr__(self, name, value)
 
+    @classmethod
+    def from_fields(cls, fields: Any) -> StructuredOutputsParams:
+        """Return the parameters of a JSON object; raise on fields that do not exist."""
+        if not isinstance(fields, Mapping):
+            raise InvalidRequestError(f"{FIELD} must be an object with one of {', '.join(KINDS)}", FIELD)
+        if unknown := sorted(set(map(str, fields)) - set(KINDS)):
+            raise InvalidRequestError(f"{FIELD} has no field {unknown[0]!r}: it has {', '.join(KINDS)}", FIELD)
+        return cls(**fields)
+
     @property
     def kind(self) -> str:
         """Which of the fields is set."""

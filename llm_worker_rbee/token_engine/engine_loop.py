@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
 
 from .. import machine
+from ..engine.constraint import Constraint
 from ..engine.engine import Engine
 from ..engine.request import Request, StepOutput, copy_error
-from ..errors import ContextLengthError, WorkerError
+from ..errors import ContextLengthError, InferenceError, InvalidRequestError, WorkerError
 from .protocol import Abort, EngineStats, RequestEvent, StepResult, Submit, TokenOutput
 
 OnEvents = Callable[[list[RequestEvent]], None]
+COMPILE_WAIT_S = 0.005  # of a step without other work than grammars that are compiled
 
 
 class EngineLoop:
@@ -30,6 +33,7 @@ class EngineLoop:
         self._ids: dict[Request, int] = {}
         self._arrived_at: dict[Request, float] = {}  # of requests that were never admitted
         self._early: list[TokenOutput] = []  # of requests that the engine refused
+        self._compiling: dict[Request, Future[Constraint]] = {}  # that wait for their grammar
         self._on_events = on_events
         self._events: list[RequestEvent] = []
         self._records_blocks = records_blocks
@@ -38,7 +42,7 @@ class EngineLoop:
 
     @property
     def has_work(self) -> bool:
-        return self.engine.has_work or bool(self._early)
+        return self.engine.has_work or bool(self._early or self._compiling)
 
     @property
     def num_requests(self) -> int:
@@ -64,10 +68,49 @@ class EngineLoop:
         try:
             if not self.engine.has_room_for(request):
                 raise ContextLengthError("the request is longer than the context or the KV cache", "max_tokens")
-            self.engine.add(request)
+            if message.params.structured_outputs is None:
+                self.engine.add(request)
+            else:
+                self._compiling[request] = self._compile(request)
         except WorkerError as error:
-            self._forget(request)
-            self._early.append(TokenOutput(message.id, [], "error", error=error))
+            self._refuse(request, error)
+
+    def _compile(self, request: Request) -> Future[Constraint]:
+        """Start to compile the grammar of a request, in a thread: other requests go on."""
+        compiler, params = self.engine.grammar_compiler, request.params
+        if compiler is None:
+            raise InvalidRequestError(
+                "structured_outputs cannot be used: this engine has no tokenizer", "structured_outputs"
+            )
+        assert params.structured_outputs is not None
+        return compiler.submit(
+            params.structured_outputs, sorted(request.eos_ids), request.max_tokens,
+            close_on_length=params.close_on_length, generated=request.tokens,
+        )  # fmt: skip
+
+    def _add_compiled(self) -> None:
+        """Add the requests whose grammars are compiled; without other work, wait a moment for one of them."""
+        if not (self.engine.has_work or self._early):
+            wait(self._compiling.values(), COMPILE_WAIT_S, FIRST_COMPLETED)
+        for request, future in [one for one in self._compiling.items() if one[1].done()]:
+            del self._compiling[request]
+            try:
+                request.constraint = future.result()
+                if request.constraint.is_complete:  # by what was generated before
+                    self._early.append(TokenOutput(self._ids[request], [min(request.eos_ids, default=0)], "stop"))
+                    self._forget(request)
+                else:
+                    self.engine.add(request)
+            except WorkerError as error:
+                self._refuse(request, error)
+            except Exception as error:
+                failure = InferenceError(f"the grammar could not be compiled ({type(error).__name__})")
+                failure.__cause__ = error
+                self._refuse(request, failure)
+
+    def _refuse(self, request: Request, error: WorkerError) -> None:
+        self._early.append(TokenOutput(self._ids[request], [], "error", error=error))
+        self._forget(request)
 
     def abort(self, request_id: int) -> None:
         """Drop a request, if it is not finished."""
@@ -75,14 +118,19 @@ class EngineLoop:
         if request is not None:
             self._events = [event for event in self._events if event.id != request_id]
             self._forget(request)
-            self.engine.abort(request)
+            if self._compiling.pop(request, None) is None:
+                self.engine.abort(request)
 
     def step(self) -> StepResult:
         """Compute a step; an error that is not of one request is raised."""
+        if self._compiling:
+            self._add_compiled()
         outputs = self.engine.step()
         self._collect_events()
         self._collect_prefills()
-        return self._result([self._output(list(group)) for _, group in groupby(outputs, attrgetter("request"))])
+        return self._result(
+            [one for _, group in groupby(outputs, attrgetter("request")) for one in self._output(list(group))]
+        )
 
     def fail_all(self, error: WorkerError) -> StepResult:
         """Finish every request with an error, and start the engine anew."""
@@ -91,7 +139,7 @@ class EngineLoop:
         self.engine.reset()
         self._observe_scheduler()
         failed = [TokenOutput(request_id, [], "error", error=copy_error(error)) for request_id in self._requests]
-        for kept in (self._requests, self._ids, self._arrived_at, self._early, self._events):
+        for kept in (self._requests, self._ids, self._arrived_at, self._early, self._events, self._compiling):
             kept.clear()
         return StepResult(outputs=failed, removed=removed)
 
@@ -122,19 +170,22 @@ class EngineLoop:
         removed = [block_hash for block_hash, is_cached in changes.items() if not is_cached]
         return StepResult(outputs=early + outputs, events=events, stored=stored, removed=removed)
 
-    def _output(self, outputs: list[StepOutput]) -> TokenOutput:
-        """Return the outputs of one request as one."""
+    def _output(self, outputs: list[StepOutput]) -> list[TokenOutput]:
+        """Return the outputs of one request as one; an error follows the tokens before it."""
         last, request = outputs[-1], outputs[-1].request
-        request_id = self._ids[request]
+        request_id, failed = self._ids[request], None
         if last.finish_reason is not None:
             self._forget(request)
         if last.error is not None:
-            return TokenOutput(request_id, [], "error", error=last.error)
+            failed = TokenOutput(request_id, [], "error", error=last.error)
+            if len(outputs) == 1:
+                return [failed]
+            outputs, last = outputs[:-1], outputs[-2]
         prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
         logprobs = [output.logprob for output in outputs if output.logprob is not None]
-        return TokenOutput(
-            request_id, [output.token for output in outputs], last.finish_reason, logprobs, prompt_logprobs
-        )
+        tokens = [output.token for output in outputs]
+        made = TokenOutput(request_id, tokens, last.finish_reason, logprobs, prompt_logprobs)
+        return [made] if failed is None else [made, failed]
 
     def _forget(self, request: Request) -> None:
         self._arrived_at.pop(request, None)

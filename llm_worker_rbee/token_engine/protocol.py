@@ -5,9 +5,9 @@ A front submits requests by id and aborts them; an engine replies with the resul
 hashes of KV blocks that its prefix cache gained and lost. Messages are msgspec structs: they pass as objects inside a
 process and as MessagePack between processes (wire.py). What an engine computes it never asks the front for.
 
-A request that fails ends with an output of its error. A front drains an engine by submitting nothing more. Grammars and
-pooled vectors, which run in the engine, will be optional fields of `Submit` and `TokenOutput`; messages have defaults
-for what is left out, and an incompatible change raises `VERSION`.
+A request that fails ends with an output of its error. A front drains an engine by submitting nothing more. Grammars are
+fields of `SamplingParams`: the engine compiles them. Messages have defaults for what is left out, and an incompatible
+change raises `VERSION`.
 """
 
 from __future__ import annotations

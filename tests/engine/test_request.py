@@ -32,6 +32,9 @@ BAD: dict[str, list[Any]] = {
     "seed": [2**64, 2**65, -2, 1.0, True, "7"],
     "stop": ["", [""], ["a", ""], ["x"] * 17, [1], 5, None, [None], {"a": 1}, ["a" * 101], b"x"],
     "logprobs": [-2, -1, 21, 1.0, "two", True],
+    "structured_outputs": [{"regex": "a"}, "a", True],
+    "close_on_length": [1, "yes", None],
+    "logprobs_mode": ["both", None, 1],
     "logit_bias": [
         {"a": 1.0},
         {"5": 1.0},

@@ -1,0 +1,218 @@
+"""Grammars of structured outputs: what a request asks for -> a matcher of llguidance over the model's own tokens.
+
+`validate` needs no tokenizer: the front calls it, in a thread. `GrammarCompiler` belongs to an engine. It builds a
+token table once, when the first guided request comes, and keeps the compiled grammars that were used last. Time and
+memory of a grammar are bounded by LIMITS.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, cached_property, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..errors import GrammarDeadEndError, InvalidRequestError, WorkerError
+from .constraint import Constraint
+from .structured_outputs import FIELD, StructuredOutputsParams
+
+if TYPE_CHECKING:  # only its interface is used
+    from ..tokenizer import Tokenizer
+
+# Of llguidance's LLParserLimits. The size bounds compiling, which is quadratic in the properties of an object, to about
+# a second; fuel and states bound a mask. A state of a lexer takes 1 to 2 kB.
+LIMITS = {
+    "max_grammar_size": 25_000,
+    "initial_lexer_fuel": 250_000,
+    "step_lexer_fuel": 50_000,
+    "max_lexer_states": 10_000,
+}
+# Whitespace between the parts of a JSON document: as much as indented printing takes, never without end.
+JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
+ANY_OBJECT = '{"type":"object"}'
+MAX_CACHED_GRAMMARS = 32
+MAX_CACHED_CHARS = 4 << 20
+MAX_REASON_CHARS = 300
+NUM_THREADS = 2  # that compile
+# Tokens that end a document soon, in the order in which a search for its end tries them.
+ENDING_TEXTS = (
+    '"}]}', '"}}', '"]}', '"}]', '"}', '"]', '"', '":"', '":', '","', '",', "}]}", "}}", "]}", "}]", "}", "]", '""',
+    "[]", "{}", "0", "1", "null", "true", "false", '": "', '": ', '", "', ',"', ', "', ",", ":", '{"', '["', "{", "[",
+    " ", *map(chr, range(0x21, 0x7F)),
+)  # fmt: skip
+
+
+@cache
+def _library() -> Any:
+    import llguidance
+    import llguidance.gbnf_to_lark  # is not imported with it
+
+    return llguidance
+
+
+def _limits() -> Any:
+    return _library().LLParserLimits(**LIMITS, verbose_errors=False)
+
+
+def to_grammar(params: StructuredOutputsParams) -> str:
+    """Return what a request asks for as a grammar of llguidance; raise if its syntax is not understood."""
+    matcher, kind = _library().LLMatcher, params.kind
+    try:
+        if kind in ("json", "json_object"):
+            return str(matcher.grammar_from_json_schema(params.json or ANY_OBJECT, defaults=JSON_OPTIONS))
+        if kind == "regex":
+            return str(matcher.grammar_from_regex(params.regex))
+        if kind == "choice":
+            assert params.choice is not None
+            texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in params.choice)
+            return str(matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}"))
+        return str(matcher.grammar_from_lark(_library().gbnf_to_lark.any_to_lark(params.grammar)))
+    except (Exception, RecursionError) as error:  # the converter of GBNF raises whatever its input leads to
+        raise _invalid(kind, str(error) or type(error).__name__) from None
+
+
+def validate(params: StructuredOutputsParams) -> None:
+    """Raise an `InvalidRequestError` that names the reason if a grammar is wrong, not supported or too large.
+
+    It takes milliseconds for most grammars and up to about a second, so it is no call for an event loop.
+    """
+    text = to_grammar(params)
+    if reason := _library().LLMatcher.validate_grammar(text, None, limits=_limits()):
+        raise _invalid(params.kind, reason)
+
+
+def _invalid(kind: str, reason: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{FIELD}.{kind} cannot be used: {shorten(reason)}", FIELD)
+
+
+def shorten(reason: str) -> str:
+    """Return the line of an error of llguidance that says what is wrong."""
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    found = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
+    text = found or (lines[0] if lines else "no reason given")
+    return text if len(text) <= MAX_REASON_CHARS else f"{text[: MAX_REASON_CHARS - 3]}..."
+
+
+class TokenTable:
+    """The tokens of a model as llguidance wants them: bytes by id, special ids, and an encoder that never raises."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        if tokenizer.decode_error is not None:
+            raise InvalidRequestError(f"{FIELD} cannot be used with this model: {tokenizer.decode_error}", FIELD)
+        tokenizer.pad_to(vocab_size)
+        self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)]
+        self.eos_ids = sorted(token for token in tokenizer.eos_ids if token < vocab_size)
+        special = (token for token in range(vocab_size) if tokenizer.is_special(token))
+        self.special_token_ids = sorted({*special, *self.eos_ids})
+        self.eos_token_id = self.eos_ids[0] if self.eos_ids else vocab_size - 1
+        self.bos_token_id = tokenizer.bos_id
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        try:
+            decoded = text.decode() if isinstance(text, bytes) else text
+            return self._tokenizer.encode(decoded, add_special=False)
+        except (WorkerError, UnicodeDecodeError):
+            return []  # an exception would put the matcher into its error state
+
+    @cached_property
+    def ending_tokens(self) -> list[int]:
+        """The ids of ENDING_TEXTS that are tokens."""
+        ids = dict(zip(reversed(self.tokens), range(len(self.tokens) - 1, -1, -1), strict=True))
+        special = set(self.special_token_ids)
+        found = (ids.get(text.encode(), -1) for text in ENDING_TEXTS)
+        return list(dict.fromkeys(token for token in found if token >= 0 and token not in special))
+
+
+class CompiledGrammar(NamedTuple):
+    """A grammar and its matcher at the beginning; copies of it share what they learn of the grammar."""
+
+    text: str
+    matcher: Any
+
+
+class GrammarCompiler:
+    """Makes the constraints of an engine's requests, in threads of its own."""
+
+    def __init__(self, open_tokenizer: Callable[[], Tokenizer], vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._open_tokenizer = open_tokenizer
+        self._cache: OrderedDict[tuple[str, object], CompiledGrammar] = OrderedDict()
+        self._lock, self._tokenizer_lock = threading.Lock(), threading.Lock()
+        self._built: tuple[TokenTable, Any] | None = None
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+
+    def submit(
+        self, params: StructuredOutputsParams, eos_ids: Sequence[int], max_tokens: int, *,
+        close_on_length: bool = False, generated: Sequence[int] = (),
+    ) -> Future[Constraint]:  # fmt: skip
+        """Start `compile`; the future raises what it raises."""
+        return self._threads.submit(
+            self.compile, params, eos_ids, max_tokens, close_on_length=close_on_length, generated=generated
+        )
+
+    def compile(
+        self, params: StructuredOutputsParams, eos_ids: Sequence[int], max_tokens: int, *,
+        close_on_length: bool = False, generated: Sequence[int] = (),
+    ) -> Constraint:  # fmt: skip
+        """Return the constraint of a request; `generated` are output tokens that it has already."""
+        compiled = self._compiled(params)
+        table, _ = self._tokenizer
+        constraint = Constraint(
+            compiled.matcher.deep_copy(), table.eos_ids or [table.eos_token_id], eos_ids, self.vocab_size, max_tokens,
+            partial(self._match_alone, params, compiled.text), table.ending_tokens if close_on_length else None,
+        )  # fmt: skip
+        for token in generated:
+            if not constraint.replay(token):
+                raise GrammarDeadEndError(constraint.describe_error())
+        return constraint
+
+    def make_executor(self) -> Any:
+        """Return what fills the masks of several matchers at once."""
+        return _library().LLExecutor(num_threads=min(8, max(1, (os.cpu_count() or 1) // 2)))
+
+    def _compiled(self, params: StructuredOutputsParams) -> CompiledGrammar:
+        key = params.kind, getattr(params, params.kind)
+        with self._lock:
+            if key in self._cache:
+                self._cache.move_to_end(key)
+                return self._cache[key]
+        text = to_grammar(params)
+        made = CompiledGrammar(text, self._match(params.kind, text))
+        with self._lock:
+            self._cache[key] = made
+            while len(self._cache) > 1 and not self._fits():
+                self._cache.popitem(last=False)
+        return made
+
+    def _fits(self) -> bool:
+        sizes = [len(compiled.text) for compiled in self._cache.values()]
+        return len(sizes) <= MAX_CACHED_GRAMMARS and sum(sizes) <= MAX_CACHED_CHARS
+
+    def _match(self, kind: str, text: str) -> Any:
+        matcher = _library().LLMatcher(self._tokenizer[1], text, log_level=0, limits=_limits())
+        if matcher.is_error():
+            raise _invalid(kind, matcher.get_error())
+        return matcher
+
+    def _match_alone(self, params: StructuredOutputsParams, text: str) -> Any:
+        """Return a matcher that shares nothing: its limits are then those of one request."""
+        with self._lock:
+            self._cache.pop((params.kind, getattr(params, params.kind)), None)
+        return self._match(params.kind, text)
+
+    @property
+    def _tokenizer(self) -> tuple[TokenTable, Any]:
+        """The tokens of the model and llguidance's object of them, made when they are first needed."""
+        with self._tokenizer_lock:
+            if self._built is None:
+                table = TokenTable(self._open_tokenizer(), self.vocab_size)
+                eos_ids = table.eos_ids or [table.eos_token_id]
+                self._built = table, _library().LLTokenizer(table, n_vocab=self.vocab_size, eos_token=eos_ids)
+            return self._built
