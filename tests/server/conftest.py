@@ -11,6 +11,7 @@ import pytest
 from llm_worker_rbee import LLM
 from tests.conftest import DEVICE, with_kernels
 from tests.helpers.browser import chromium
+from tests.helpers.scripted_engine import ScriptedServer
 from tests.helpers.server import Server, write_model
 
 KEY = "a-key-for-tests"
@@ -40,6 +41,14 @@ def locked(load: Callable[..., LLM]) -> Iterator[Server]:
     """A shared server with a key."""
     with Server(load, api_key=KEY, max_body=100_000) as running:
         yield running.ready()
+
+
+@pytest.fixture(scope="session")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]:
+    """A shared server whose model plays given texts."""
+    with ScriptedServer(tmp_path_factory.mktemp("scripted")) as running:
+        running.ready()
+        yield running
 
 
 @pytest.fixture
