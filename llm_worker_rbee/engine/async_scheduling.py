@@ -5,12 +5,15 @@ and each decode takes the token that the device has sampled for it (`pending_id`
 is discovered one step late; what was launched for it is discarded: it wrote to a block of its own, and the block's next
 owner writes later. Scheduler state changes only when a step is collected, so an in-flight step can be dropped.
 
-A request whose last token is in flight is left out of the step ahead, and the others of its batch go on. So could one
-be that needs its token on the host first, as guided decoding would, which does not exist yet.
+Guided requests stay in this pipeline. Their forward pass needs the token in flight only on the device; the mask of the
+token after it needs it on the host. So the forward pass is launched ahead as usual, and the step is sampled once the
+step before is collected and its tokens are consumed: masks are filled and copied while the forward pass runs. All rows
+of such a step are sampled together then. A request whose last token is in flight is left out of the step ahead.
 
 Steps are not launched ahead where they would preempt a request, or score a prompt; nor while there are drafts, which
 follow tokens that the host must know: steps with drafts pay for the host's work between them, which is 0.4 ms for one
-request and about 1 ms for 64. draft_control.py pauses drafting where plain steps are faster.
+request and about 1 ms for 64. draft_control.py pauses drafting where plain steps are faster. Tokens that a grammar
+forces are drafts only where they save more than that (`forced_drafts_pay`).
 """
 
 from __future__ import annotations
@@ -19,11 +22,46 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from ..backends.ops import PendingTokens
+from ..backends.ops import Array, PendingTokens, SampleRow
 from ..models import Transformer
+from .constraint import MaskFiller
 from .model_runner import ModelRunner, forward
 from .request import Request, SamplerOutput, ScheduledTokens
 from .sampler import collect_logprobs, next_row
+
+DISCARDED_ROW = SampleRow(temperature=0.0)  # of a request that has finished
+# Seconds between two steps in which the device waits for the host, if the second is not launched ahead. A step with
+# drafts has two of these gaps: before it and behind it.
+GAP_S, GAP_S_PER_REQUEST = 0.4e-3, 0.01e-3
+GAPS_PER_DRAFT_STEP = 2
+
+
+def forced_drafts_pay(num_drafts: int, num_requests: int, step_s: float | None) -> bool:
+    """Return whether a step with `num_drafts` drafts that are certain saves more time than its gaps take.
+
+    It gives each of `num_requests` requests its next token as any step does, and the drafts beside them: the time of
+    num_drafts / num_requests steps of `step_s` seconds, None if that is not known yet.
+    """
+    gaps_s = GAPS_PER_DRAFT_STEP * (GAP_S + GAP_S_PER_REQUEST * num_requests)
+    return step_s is not None and num_drafts * step_s > num_requests * gaps_s
+
+
+def still_running(scheduled: Sequence[ScheduledTokens]) -> list[ScheduledTokens]:
+    """Return what was scheduled, without requests that have finished."""
+    return [one for one in scheduled if not one.request.is_finished]
+
+
+class LaunchedForward(NamedTuple):
+    """A step whose forward pass was launched and that is not sampled."""
+
+    scheduled: list[ScheduledTokens]
+    sampled: list[Request]  # the requests that get a token, in the order of the rows of `logits`
+    logits: Array
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether sampling needs masks, and so the tokens of the step before."""
+        return any(request.constraint is not None for request in self.sampled)
 
 
 class InFlightStep(NamedTuple):
@@ -32,10 +70,6 @@ class InFlightStep(NamedTuple):
     scheduled: list[ScheduledTokens]
     sampled: list[Request]  # the requests that get a token, in the order of the rows of `pending`
     pending: PendingTokens
-
-    def running(self) -> list[ScheduledTokens]:
-        """Return what was scheduled, without requests that have finished."""
-        return [one for one in self.scheduled if not one.request.is_finished]
 
     def collect(self, tokens: Sequence[int]) -> SamplerOutput:
         """Return the tokens of the requests that have not finished, with their log-probabilities."""
@@ -64,8 +98,8 @@ class InFlightStep(NamedTuple):
 class AsyncScheduler:
     """Launches steps of a model whose backend samples asynchronously."""
 
-    def __init__(self, model: Transformer, runner: ModelRunner) -> None:
-        self._model, self._runner = model, runner
+    def __init__(self, model: Transformer, runner: ModelRunner, mask_filler: MaskFiller) -> None:
+        self._model, self._runner, self._mask_filler = model, runner, mask_filler
 
     @staticmethod
     def is_supported(model: Transformer) -> bool:
@@ -73,13 +107,32 @@ class AsyncScheduler:
 
     @staticmethod
     def can_launch(scheduled: Sequence[ScheduledTokens]) -> bool:
-        """Return whether a step has only prefills and decodes: a prompt that is scored is sampled synchronously."""
-        return not any(one.request.num_unscored_tokens for one in scheduled)
+        """Return whether a step has only prefills and decodes: prompts are scored and drafts verified synchronously."""
+        return not any(one.request.num_unscored_tokens or one.request.drafts for one in scheduled)
 
-    def launch(self, scheduled: list[ScheduledTokens], previous: InFlightStep | None = None) -> InFlightStep:
-        """Launch a step; `previous` is in flight, and assumed to be collected."""
-        tokens = previous.pending.tokens if previous is not None and previous.sampled else None
+    def launch_forward(self, scheduled: list[ScheduledTokens], previous: InFlightStep | None = None) -> LaunchedForward:
+        """Launch the forward pass of a step; `previous` is in flight, and assumed to be collected."""
         sampled = [one.request for one in scheduled if one.logits_from < one.stop]
-        rows = [next_row(request) for request in sampled]
-        logits = forward(self._model, self._runner.batch(scheduled, tokens), self._runner.cache)
-        return InFlightStep(scheduled, sampled, self._model.ops.sample_async(logits, rows, tokens))
+        batch = self._runner.batch(scheduled, _tokens_of(previous))
+        return LaunchedForward(scheduled, sampled, forward(self._model, batch, self._runner.cache))
+
+    def sample(self, step: LaunchedForward, previous: InFlightStep | None = None) -> InFlightStep:
+        """Launch the sampling of a step. A guided one has no `previous`: what it follows is collected."""
+        rows = self._masked_rows(step.sampled) if step.is_guided else [next_row(request) for request in step.sampled]
+        pending = self._model.ops.sample_async(step.logits, rows, _tokens_of(previous))
+        return InFlightStep(step.scheduled, step.sampled, pending)
+
+    def _masked_rows(self, requests: Sequence[Request]) -> list[SampleRow]:
+        """Return the rows of requests with the masks of their grammars; some may have finished by now."""
+        self._mask_filler.start([request for request in requests if not request.is_finished])
+        rows = [DISCARDED_ROW if request.is_finished else next_row(request) for request in requests]
+        self._mask_filler.wait()
+        for row, request in zip(rows, requests, strict=True):
+            if request.constraint is not None and not request.is_finished:
+                row.mask = request.constraint.masks[0]
+        return rows
+
+
+def _tokens_of(step: InFlightStep | None) -> Array | None:
+    """Return the tokens of a step in flight on the device."""
+    return step.pending.tokens if step is not None and step.sampled else None

@@ -15,7 +15,7 @@ from ..cache import KVCache
 from ..config import EngineConfig
 from ..errors import InferenceError, InsufficientMemoryError, InvalidRequestError, WorkerError
 from ..models import Transformer
-from .async_scheduling import AsyncScheduler, InFlightStep
+from .async_scheduling import AsyncScheduler, InFlightStep, LaunchedForward, forced_drafts_pay, still_running
 from .constraint import MaskFiller, consume_outputs
 from .draft_control import DraftControl
 from .grammar import GrammarCompiler
@@ -52,8 +52,9 @@ class Engine:
         self.on_schedule: Callable[[], None] = lambda: None  # called after scheduling, before the forward pass
         self._compute: Compute = self._forward
         is_async = AsyncScheduler.is_supported(model)
-        self._async_scheduler = AsyncScheduler(model, self.runner) if is_async else None
+        self._async_scheduler = AsyncScheduler(model, self.runner, self.mask_filler) if is_async else None
         self._in_flight: InFlightStep | None = None
+        self._waits_for_drafts = False  # the step behind the one in flight is to have drafts that grammars force
         self._called_at = self._returned_at = 0.0  # of the last call of `step`
         self._began_at = 0.0  # of the present step: when it was launched, or when the result before it arrived
         self._arrivals = 0
@@ -132,49 +133,67 @@ class Engine:
 
     def _launch_or_run(self, scheduled: list[ScheduledTokens]) -> list[StepOutput]:
         launcher = self._async_scheduler
-        if launcher is None or self.is_drafting or not launcher.can_launch(scheduled) or _has_guided(scheduled):
+        if launcher is None or self.is_drafting or not launcher.can_launch(scheduled):
             return self._run_step(scheduled)
         self._began_at = time.perf_counter()
         try:
             self.is_computing = True
-            step = launcher.launch(scheduled)
+            step = launcher.sample(launcher.launch_forward(scheduled))
             self.is_computing = False
         except Exception as error:
             return self._fail_step(scheduled, error)
         return self._collect_in_flight(step)
 
-    def _launch_next(self, step: InFlightStep) -> list[StepOutput]:
-        """Launch the step after one in flight, if it can be scheduled now; return the requests that fail by it."""
+    def _launch_next(self, step: InFlightStep) -> tuple[list[StepOutput], LaunchedForward | None]:
+        """Launch the step after one in flight, if it can be scheduled now, and sample it unless it is guided; return
+        the requests that fail by it, and what is to be sampled once the step before is collected."""
         launcher = self._async_scheduler
         with step.assume_collected():
-            if launcher is None or self.is_drafting or not self.scheduler.can_schedule_ahead():
-                return []
+            if launcher is None or self.is_drafting or self._waits_for_drafts:
+                return [], None
+            if not self.scheduler.can_schedule_ahead():
+                return [], None
             scheduled = self.scheduler.schedule(self._max_prefill_tokens)
-            if not (scheduled and launcher.can_launch(scheduled)) or _has_guided(scheduled):
-                return []
+            if not (scheduled and launcher.can_launch(scheduled)):
+                return [], None
             self.on_schedule()
             try:
                 self.is_computing = True
-                self._in_flight = launcher.launch(scheduled, step)
+                launched = launcher.launch_forward(scheduled, step)
+                if not launched.is_guided:
+                    self._in_flight = launcher.sample(launched, step)
                 self.is_computing = False
             except Exception as error:
-                return self._fail_step(scheduled, error)
+                return self._fail_step(scheduled, error), None
+        return [], launched if launched.is_guided else None
+
+    def _sample_next(self, launched: LaunchedForward) -> list[StepOutput]:
+        """Sample a step whose forward pass runs; return the requests that fail by it."""
+        running = still_running(launched.scheduled)
+        if self._async_scheduler is None or not running:
+            return []
+        try:
+            self.is_computing = True
+            self._in_flight = self._async_scheduler.sample(launched)
+            self.is_computing = False
+        except Exception as error:
+            return self._fail_step(running, error)
         return []
 
     def _collect_in_flight(self, step: InFlightStep) -> list[StepOutput]:
         """Return the outputs of a launched step; the next one is launched before waiting for its tokens."""
-        outputs = self._launch_next(step)
+        outputs, launched = self._launch_next(step)
         try:
             self.is_computing = True
             tokens = step.pending.result()
             self.is_computing = False
         except Exception as error:
             self._in_flight = None
-            return outputs + self._fail_step(step.running(), error)
+            return outputs + self._fail_step(still_running(step.scheduled), error)
         except BaseException:  # Ctrl-C: the tokens are lost, so the step that follows them is computed again
             self._in_flight = None
             raise
-        running = step.running()
+        running = still_running(step.scheduled)
         if tokens is None:  # undecided on the device (near tie): rerun through the reference sampler
             self._in_flight = None
             return outputs + (self._run_step(running) if running else [])
@@ -184,8 +203,13 @@ class Engine:
         if seconds is not None:
             self.step_time.observe(size, seconds)
         outputs += self._update(running, step.collect(tokens))
+        if launched is not None:
+            outputs += self._sample_next(launched)
         if self._in_flight is None:
             self._draft()
+        elif launched is not None:  # the step in flight samples the first of the tokens that a grammar forces
+            forced = [len(drafts) - 1 for _, drafts in self._grammar_drafts() if drafts]
+            self._waits_for_drafts = self._drafts_pay(sum(forced))
         return outputs
 
     def _observe_result(self, size: StepSize, num_requests: int, num_tokens: int) -> float | None:
@@ -239,14 +263,32 @@ class Engine:
 
     def _draft(self) -> None:
         """Set draft tokens for the next step: those of the drafter, and those that grammars force."""
+        self._waits_for_drafts = False
         if self.drafter is not None and self.is_drafting:
             self._run_drafter(self.drafter)
-        left = max_scored_tokens(self.config.max_step_tokens)
+        found = self._grammar_drafts()
+        if self._async_scheduler is None or self.is_drafting or self._drafts_pay(sum(len(one) for _, one in found)):
+            for request, drafts in found:
+                request.drafts = drafts
+
+    def _grammar_drafts(self) -> list[tuple[Request, list[int]]]:
+        """Return the next tokens of guided requests that decode: those that are forced, or drafts that are allowed."""
+        found, left = [], max_scored_tokens(self.config.max_step_tokens)
         for request in self.scheduler.running:
             if request.constraint is not None:
                 room = min(left, max_drafts(request))
-                request.drafts = request.constraint.next_drafts(request.drafts, room) if room else []
-                left -= len(request.drafts)
+                drafts = request.constraint.next_drafts(request.drafts, room) if room else []
+                found.append((request, drafts))
+                left -= len(drafts)
+        return found
+
+    def _drafts_pay(self, num_drafts: int) -> bool:
+        """Return whether these drafts, which are certain, save more than steps that are launched ahead."""
+        running = self.scheduler.running
+        if num_drafts <= 0:
+            return False
+        size = StepSize("decode", True, len(running), sum(len(request.ids) for request in running))
+        return forced_drafts_pay(num_drafts, len(running), self.step_time.predict(size))
 
     def _run_drafter(self, drafter: Drafter) -> None:
         """Let a drafter set drafts. They are optional: a drafter that breaks is not used again."""
@@ -275,10 +317,6 @@ class Engine:
         count = max(MIN_PREFILL_TOKENS, self._max_prefill_tokens(decodes, 0))
         context = sum(one.stop for one in decodes) + chunk_context(0, count, self.step_time.query_tile)
         return (self.step_time.predict(StepSize("mixed", False, len(decodes) + count, context)) or 0.0) / count
-
-
-def _has_guided(scheduled: Sequence[ScheduledTokens]) -> bool:
-    return any(one.request.constraint is not None for one in scheduled)
 
 
 def _to_worker_error(error: Exception) -> WorkerError:

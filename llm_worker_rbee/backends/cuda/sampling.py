@@ -286,14 +286,14 @@ def logprobs(logits: torch.Tensor, chosen: Ints, k: int, masks: Sequence[TokenMa
     out = torch.empty((rows, 1 + scanned), dtype=torch.float32, device=logits.device)
     top_ids = torch.empty((rows, scanned), dtype=torch.int32, device=logits.device)
     wanted = np.stack((np.arange(rows), np.full(rows, scanned), np.ones(rows)), axis=1)
-    sent = upload_masks(masks or (), logits.shape[1], top_ids)
+    sent = upload_masks(() if masks is None else masks, logits.shape[1], top_ids)
     _launch_logprobs(logits, upload(wanted, logits.device), upload(chosen, logits.device), sent, out, top_ids)
     found = to_host(out)
     if np.isnan(found[:, 0]).any():
         reference_sampling.require_finite(np.full((1, 1), np.nan, np.float32))
     if scanned == k:
         return Logprobs(found[:, 0].copy(), to_host(top_ids).astype(np.int64), found[:, 1:].copy())
-    return Logprobs(found[:, 0].copy(), *_sorted_logprobs(logits, k, masks or [None] * rows))
+    return Logprobs(found[:, 0].copy(), *_sorted_logprobs(logits, k, [None] * rows if masks is None else masks))
 
 
 def _launch_logprobs(
