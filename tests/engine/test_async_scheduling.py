@@ -4,7 +4,7 @@ lent the one op that a device has for it, so that schedules can be many; a GPU h
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -82,7 +82,8 @@ class AsyncBackend:
         except InferenceError:  # a row is not finite
             return PendingTokens(np.zeros(len(rows), np.int64), {}, False)
         wanted = [(i, row.logprobs) for i, row in enumerate(rows) if row.logprobs is not None]
-        found = {i: self._ops.logprobs(logits[i : i + 1], tokens[i : i + 1], k) for i, k in wanted}
+        masks = [[row.mask] if row.logprobs_mode == "masked" else None for row in rows]
+        found = {i: self._ops.logprobs(logits[i : i + 1], tokens[i : i + 1], k, masks[i]) for i, k in wanted}
         return PendingTokens(tokens, found, is_decided)
 
 
@@ -146,10 +147,10 @@ def make_requests(seed: int) -> list[Request]:
     return made
 
 
-def run(engine: Engine, seed: int) -> list[tuple[Any, ...]]:
+def run(engine: Engine, seed: int, make: Callable[[int], list[Request]] = make_requests) -> list[tuple[Any, ...]]:
     """Run all requests, which arrive and are aborted as the seed says; return tokens, log-probabilities and finish
     reason of each."""
-    draw, waiting, results = random.Random(seed + 1), make_requests(seed), []
+    draw, waiting, results = random.Random(seed + 1), make(seed), []
     requests = list(waiting)
     leaves = {id(one): draw.randint(1, 30) for one in requests if draw.random() < 0.2}
     ended: dict[int, Any] = {}
