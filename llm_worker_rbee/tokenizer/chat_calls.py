@@ -13,7 +13,7 @@ from typing import Literal
 
 from .chat_events import ChatEvent, Tool, ToolCallDelta, ToolCallEnd, ToolCallStart, new_call_id
 from .chat_format import GEMMA_QUOTE, ID, KEY, ChatFormat
-from .chat_reader import CutError, MarkerReader, MismatchError, Task, encode_markers, overlap
+from .chat_reader import SURROGATES, CutError, MarkerReader, MismatchError, Task, encode_markers, overlap
 from .chat_values import escape, gemma_to_json, load_json, python_to_json, schema_types, value_to_json
 
 MAX_NAME_CHARS = 256
@@ -42,6 +42,8 @@ class CallReader(MarkerReader):
         if self._style == "json":
             head = head[: head.rindex("{")] if "{" in head else head
         found = [self._mark_text(text) for text in (first, head, *tools.other_starts)]
+        if SURROGATES.search(found[0]) and not SURROGATES.search(found[1]):
+            del found[1]  # text alone never begins a call where a token does
         return list(dict.fromkeys(text for text in found if text))
 
     def _is_bare(self) -> bool:
@@ -185,7 +187,7 @@ class CallReader(MarkerReader):
     def _json_value(self, *, give: bool = False) -> Generator[None, None, str]:
         """Read one value by its brackets and quotes; with `give` it is given as arguments while it arrives."""
         start = given = self._position
-        depth, in_string = 0, False
+        depth, in_string, is_escaped = 0, False, False
         while True:
             if self._position >= len(self._buffer):
                 if give:
@@ -193,20 +195,22 @@ class CallReader(MarkerReader):
                     self._trim()
                     start = given = self._position
                 yield from self._wait()
+                continue
             char = self._buffer[self._position]
+            if is_escaped:
+                is_escaped = False
+                self._position += 1
+                continue
             if in_string:
                 stop = _STRING_STOP.search(self._buffer, self._position)
                 if stop is None:
                     self._position = len(self._buffer)
                     continue
-                self._position = stop.start()
-                if stop[0] == "\\":
-                    while self._position + 1 >= len(self._buffer):
-                        yield from self._wait()
-                    self._position += 2
+                self._position = stop.end()
+                is_escaped = stop[0] == "\\"
+                if is_escaped:
                     continue
                 in_string = False
-                self._position += 1
             elif char == '"':
                 in_string = True
                 self._position += 1
@@ -308,7 +312,12 @@ class CallReader(MarkerReader):
             yield from self._stream_value(end.strip(), held)
             self._give('"')
             return
-        value, _ = yield from self._until([end.strip()])
+        try:
+            value, _ = yield from self._until([end.strip()])
+        except CutError:
+            self._give('"' + escape(self._show(self._buffer[self._position :])))
+            self._position = len(self._buffer)
+            raise
         value = self._show(value.removesuffix(held) if held else value)
         self._give(value_to_json(value, kind))
 
@@ -370,8 +379,13 @@ class CallReader(MarkerReader):
             if (yield from self._try(close)):
                 break
             key, _ = yield from self._until([equals], MAX_NAME_CHARS)
-            value = yield from self._raw_value(close, quotes)
             self._give(("" if not count else ", ") + json.dumps(self._show(key).strip(" \"'")) + ": ")
+            start = self._position
+            try:
+                value = yield from self._raw_value(close, quotes)
+            except CutError:
+                self._give('"' + escape(self._show(self._buffer[start:])))
+                raise
             self._give(convert(value))
             count += 1
         self._give("}")

@@ -129,7 +129,7 @@ def _detect_calls(probe: _Probe) -> _Calls | None:
                     return _calls_text(probe, probe.with_tools(messages), has_results=has_results)
 
                 one = render([both])
-                if one is not None and NAMES[0] in one and VALUES[0] in one:
+                if one is not None and (NAMES[0] in one or IDS[0] in one) and VALUES[0] in one:
                     two = render([{KEYS[0]: VALUES[0]}, {KEYS[1]: VALUES[1]}])
                     two = two if two is not None and NAMES[1] in two else None
                     return _Calls(as_text, one, two, render([{}]), render([{KEYS[0]: 731}]))
@@ -190,7 +190,9 @@ def _choose_tools(probe: _Probe, calls: _Calls | None, rules: MessageRules) -> T
 
 def _analyse_calls(calls: _Calls) -> ToolFormat | None:
     one = calls.one
-    position = one.index(NAMES[0])
+    position = one.find(NAMES[0])
+    if position < 0:
+        return None
     if (span := _find_object(one, position)) is not None:
         return _analyse_json(calls, *span)
     brace = one.find("{", position)
@@ -362,7 +364,7 @@ def _detect_reasoning(probe: _Probe) -> tuple[ReasoningFormat, str]:
         start, name = _reasoning_start(before, probe.prompt), candidate
         break
     if not (start.strip() and end.strip()):
-        start, end = next((pair for pair in REASONING_PAIRS if pair[1] in probe.source), ("", ""))
+        start, end = next((pair for pair in REASONING_PAIRS if pair[0] in probe.source), ("", ""))
     if not end:
         return ReasoningFormat(), name
     switch = ""

@@ -172,6 +172,7 @@ class ChatParser(CallReader):
                 if isinstance(error, MismatchError):
                     self._events.append(ToolCallEnd(self._num_calls - 1))
                     return
+                self._flush_content()
                 raise
             self._position = self._mark
             if isinstance(error, CutError):

@@ -85,7 +85,8 @@ def limit_memory() -> None:
 KNOWN_ROLES = frozenset({"system", "user", "assistant", "tool", "developer", "function", "ipython"})
 TOOLS_PROMPT = (
     "# Tools\n\nYou may call functions to help with the request. These are their signatures:\n"
-    "<tools>\n{tools}\n</tools>\n\nTo call a function, write a JSON object with its name and arguments inside tags, as in:\n"
+    "<tools>\n{tools}\n</tools>\n\nTo call a function, "
+    "write a JSON object with its name and arguments inside tags, as in:\n"
     '<tool_call>\n{{"name": "function-name", "arguments": {{"argument": "value"}}}}\n</tool_call>'
 )
 
@@ -93,6 +94,8 @@ TOOLS_PROMPT = (
 def adapt(messages: list[Any], values: dict[str, Any], rules: dict[str, Any]) -> list[Any]:
     """Return the messages as the template accepts them; `values` gets its variables of tools."""
     adapted = [adapt_message(message, rules) for message in messages]
+    if rules["format"]["name_is_id"]:
+        name_ids(adapted)
     tools = values.get("tools")
     if tools and rules["tools"] == "system":
         values["tools"] = None
@@ -157,6 +160,18 @@ def adapt_call(call: dict[str, Any], rules: dict[str, Any]) -> dict[str, Any]:
     call_id = short_id(call_id) if rules["has_short_ids"] else call_id
     made = {"name": function.get("name"), "arguments": arguments}
     return {"id": call_id, "type": "function", "function": made}
+
+
+def name_ids(messages: list[dict[str, Any]]) -> None:
+    """Give calls and their results ids that have the name of the function, which is all that the template prints."""
+    ids: dict[Any, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            if not str(call["id"]).startswith("functions."):
+                given, call["id"] = call["id"], f"functions.{call['function']['name']}:{len(ids)}"
+                ids[given] = call["id"]
+        if message.get("tool_call_id") in ids:
+            message["tool_call_id"] = ids[message["tool_call_id"]]
 
 
 def short_id(call_id: Any) -> str:

@@ -1,0 +1,255 @@
+"""The parser of answers: every example in one piece, by characters, by tokens, and cut anywhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llm_worker_rbee.tokenizer import Detokenizer, Tokenizer
+from llm_worker_rbee.tokenizer.chat_events import ToolCallStart
+from llm_worker_rbee.tokenizer.chat_format import GENERIC_TOOLS, ChatFormat, ReasoningFormat, ToolFormat
+from llm_worker_rbee.tokenizer.chat_parser import ChatParser
+from tests.helpers.chat_formats import ANSWERS, TOOLS, Answer, fold
+
+Formats = Callable[[str, str], ChatFormat]
+QWEN = ChatFormat(ReasoningFormat("<think>\n", "\n</think>\n\n"), GENERIC_TOOLS)
+
+
+def parse(chat_format: ChatFormat, pieces: Iterable[str], prompt_tail: str = "", **options: Any) -> dict[str, Any]:
+    parser = ChatParser(chat_format, tools=options.pop("tools", TOOLS), prompt_tail=prompt_tail, **options)
+    events = [event for piece in pieces for event in parser.push(piece)]
+    return fold(events + parser.finish())
+
+
+def parse_ids(chat_format: ChatFormat, tokenizer: Tokenizer, ids: Iterable[int], prompt_tail: str) -> dict[str, Any]:
+    """Parse tokens as a generation does."""
+    parser = ChatParser(chat_format, tools=TOOLS, prompt_tail=prompt_tail)
+    detokenizer = Detokenizer(tokenizer)
+    events = []
+    for token in ids:
+        text = detokenizer.push(token)
+        events += parser.push_marker(token) if token in parser.marker_ids else parser.push(text)
+    return fold(events + parser.push(detokenizer.finish()) + parser.finish())
+
+
+def parts(parsed: dict[str, Any]) -> tuple[str, str, list[tuple[str, Any]]]:
+    assert all(is_complete for _, _, is_complete in parsed["calls"])
+    calls = [(name, json.loads(arguments)) for name, arguments, _ in parsed["calls"]]
+    return parsed["reasoning"], parsed["content"], calls
+
+
+def expected(answer: Answer) -> tuple[str, str, list[tuple[str, Any]]]:
+    return answer.reasoning, answer.content, answer.calls
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_parse_whole_answer(name: str, format_of: Formats) -> None:
+    answer = ANSWERS[name]
+    assert parts(parse(format_of(name, "text"), [answer.text], answer.prompt_tail)) == expected(answer)
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_parse_tokens(name: str, format_of: Formats, marker_tokenizer: Tokenizer) -> None:
+    """Markers are tokens of their own here."""
+    answer = ANSWERS[name]
+    ids = marker_tokenizer.encode(answer.text, add_special=False, parse_special=True)
+    parsed = parse_ids(format_of(name, "tokens"), marker_tokenizer, ids, answer.prompt_tail)
+    assert parts(parsed) == expected(answer)
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_parse_any_pieces_gives_same_events(name: str, format_of: Formats) -> None:
+    answer = ANSWERS[name]
+    chat_format, text = format_of(name, "text"), answer.text
+    whole = parse(chat_format, [text], answer.prompt_tail)
+    assert parse(chat_format, text, answer.prompt_tail) == whole
+    for i in range(1, len(text)):
+        assert parse(chat_format, [text[:i], text[i:]], answer.prompt_tail) == whole, text[:i]
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_parse_cut_answer_is_beginning_of_whole(name: str, format_of: Formats) -> None:
+    """At each character: what was given before the cut is the beginning of the whole, and `finish` loses nothing."""
+    answer = ANSWERS[name]
+    chat_format, text = format_of(name, "text"), answer.text
+    whole = parse(chat_format, [text], answer.prompt_tail)
+    parser, events = ChatParser(chat_format, tools=TOOLS, prompt_tail=answer.prompt_tail), []
+    for i, char in enumerate(text):
+        events += parser.push(char)
+        given_now = fold(events)
+        assert whole["reasoning"].startswith(given_now["reasoning"])
+        assert whole["content"].startswith(given_now["content"])
+        for call, whole_call in zip(given_now["calls"], whole["calls"], strict=False):
+            assert call[0] == whole_call[0]
+            assert whole_call[1].startswith(call[1])
+        cut = parse(chat_format, [text[: i + 1]], answer.prompt_tail)
+        assert cut["reasoning"].startswith(given_now["reasoning"])
+        assert [call[:2] for call in cut["calls"][: len(given_now["calls"]) - 1]] == [
+            call[:2] for call in given_now["calls"][:-1]
+        ]
+        if not cut["calls"] and name not in ("harmony", "gemma4"):  # what is not recognised yet is content
+            rest = text[: i + 1].rpartition("think>")[2].strip()
+            assert rest in cut["content"] or cut["reasoning"].strip().endswith(rest) or "<think>".startswith(rest)
+
+
+@pytest.mark.parametrize("name", [name for name in ANSWERS if name not in ("llama3", "pythonic")])
+def test_parse_marker_as_text_is_content_where_it_is_a_token(
+    name: str, format_of: Formats, marker_tokenizer: Tokenizer
+) -> None:
+    """Text that spells a marker was not written as a marker."""
+    answer, chat_format = ANSWERS[name], format_of(name, "tokens")
+    text = answer.text[answer.text.rfind("</think>") + len("</think>") :] if answer.reasoning else answer.text
+    if chat_format.token_ids and name not in ("harmony", "qwen3_coder", "lfm2"):
+        parsed = parse(chat_format, [text])
+        assert parsed["calls"] == []
+        assert parsed["content"] == text
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "<think>", "</think>", '{"name": "f"', "}", "\n", "a ",
+                                 '"arguments": {', '"', "\\", "é", "{}", ", ", "<tool", "<"]), max_size=12),
+       st.integers(0, 60))  # fmt: skip
+def test_parse_any_text_in_any_pieces(words: list[str], cut: int) -> None:
+    text = "".join(words)
+    whole = parse(QWEN, [text])
+    assert parse(QWEN, [text[:cut], text[cut:]]) == whole
+    assert parse(QWEN, list(text)) == whole
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=60))
+def test_parse_text_without_markers_is_content(text: str) -> None:
+    assert parse(QWEN, [text])["content"] == text.replace("<tool_call>", "")
+
+
+MALFORMED = [
+    "a <tool_call> tag",
+    '<tool_call>\n{"foo": 1}\n</tool_call>',
+    "<tool_call>[1, 2]</tool_call>",
+    '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": "no json"}</tool_call>',
+    "<tool_call></tool_call> and more",
+    "</tool_call> alone",
+    "<tool_call",
+    "<tool_call>",
+    '<tool_call>\n{"name": "get_we',
+]
+
+
+@pytest.mark.parametrize("text", MALFORMED)
+def test_parse_text_that_is_no_call_stays_content(text: str) -> None:
+    for pieces in ([text], list(text)):
+        assert parse(QWEN, pieces) == {"reasoning": "", "content": text, "calls": []}
+
+
+LENIENT = {
+    '<tool_call>{"arguments": {"city": "x"}, "name": "get_weather"}</tool_call>': {"city": "x"},
+    '<tool_call>{"name": "get_weather", "arguments": "{\\"city\\": \\"x\\"}"}</tool_call>': {"city": "x"},
+    '<tool_call>{"name": "get_weather"}</tool_call>': {},
+    '<tool_call>{"name": "get_weather", "arguments": null}</tool_call>': {},
+    '<tool_call>{"name": "get_weather", "parameters": {"a": [1, {"b": "]}"}]}}': {"a": [1, {"b": "]}"}]},
+    '<tool_call>{"type": "function", "function": {"name": "get_weather", "arguments": {"n": 1}}}</tool_call>': {"n": 1},
+}
+
+
+@pytest.mark.parametrize("text", LENIENT)
+def test_parse_variants_of_json_calls(text: str) -> None:
+    parsed = parse(QWEN, list(text))
+    assert parts(parsed) == ("", "", [("get_weather", LENIENT[text])])
+
+
+def test_parse_cut_call_keeps_its_arguments() -> None:
+    text = 'x<tool_call>{"name": "get_weather", "arguments": {"city": "K\\"'
+    assert parse(QWEN, [text]) == {
+        "reasoning": "",
+        "content": "x",
+        "calls": [["get_weather", '{"city": "K\\"', False]],
+    }
+
+
+def test_parse_unknown_name_is_a_call_except_without_markers(format_of: Formats) -> None:
+    text = '<tool_call>{"name": "other", "arguments": {}}</tool_call>'
+    assert parts(parse(QWEN, [text]))[2] == [("other", {})]
+    text = '{"name": "other", "parameters": {}}'
+    assert parse(format_of("llama3", "text"), list(text))["content"] == text
+
+
+def test_parse_without_tools_leaves_calls_as_content() -> None:
+    text = '<tool_call>{"name": "get_time", "arguments": {}}</tool_call>'
+    assert parse(QWEN, [text], parse_tools=False)["content"] == text
+    assert parse(QWEN, [text], tools=[])["content"] == text
+
+
+def test_parse_call_ids_are_unique_or_the_models_own(format_of: Formats) -> None:
+    parser = ChatParser(QWEN, tools=TOOLS)
+    events = parser.push(ANSWERS["plain"].text) + parser.finish()
+    ids = [event.id for event in events if isinstance(event, ToolCallStart)]
+    assert len(set(ids)) == 2
+    assert all(one.startswith("call_") for one in ids)
+    parser = ChatParser(format_of("kimi", "text"), tools=TOOLS)
+    events = parser.push(ANSWERS["kimi"].text)
+    ids = [event.id for event in events if isinstance(event, ToolCallStart)]
+    assert ids == ["functions.get_weather:0", "functions.get_time:1"]
+
+
+TAGGED = {
+    "3": 3, "3.5": 3.5, "true": True, "True": True, "None": None, '{"a": 1}': {"a": 1}, "[1, 2]": [1, 2],
+    "{'a': 1}": {"a": 1}, "not json": "not json", "": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", TAGGED)
+def test_parse_tagged_value_by_schema(text: str, format_of: Formats) -> None:
+    call = f"<tool_call>\n<function=get_weather>\n<parameter=KEY>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    chat_format = format_of("qwen3_coder", "text")
+    (found,) = parts(parse(chat_format, list(call.replace("KEY", "deep"))))[2]
+    assert found[1] == {"deep": TAGGED[text]}
+    (found,) = parts(parse(chat_format, list(call.replace("KEY", "city"))))[2]
+    assert found[1] == {"city": text}
+
+
+def test_parse_reasoning_open_in_prompt_and_cut() -> None:
+    tail = "<|im_start|>assistant\n<think>\n"
+    assert parse(QWEN, ["hm\n"], tail) == {"reasoning": "hm\n", "content": "", "calls": []}
+    assert parse(QWEN, ["hm\n</think>\n\nyes"], tail) == {"reasoning": "hm", "content": "yes", "calls": []}
+    closed = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert parse(QWEN, ["yes"], closed) == {"reasoning": "", "content": "yes", "calls": []}
+    parser = ChatParser(QWEN, prompt_tail=tail)
+    assert parser.is_reasoning
+    parser.push("a</think>")
+    assert not parser.is_reasoning
+
+
+def test_parse_lone_surrogates_never_become_markers() -> None:
+    chat_format = ChatFormat(tools=ToolFormat(kind="json", call_start='<t>{"name": "'), token_ids=(("<t>", 7),))
+    text = '\ud800{"name": "get_time"}\udfff'
+    assert parse(chat_format, [text]) == {
+        "reasoning": "",
+        "content": text.replace("\ud800", "\ufffd").replace("\udfff", "\ufffd"),
+        "calls": [],
+    }
+
+
+def test_parse_long_answer_in_small_pieces() -> None:
+    """The buffer is cut while it is read."""
+    long = "word " * 4000
+    arguments = json.dumps({"city": long})
+    text = f"<think>\n{long}</think>\n\n{long}"
+    text += f'<tool_call>\n{{"name": "get_weather", "arguments": {arguments}}}\n</tool_call>'
+    parsed = parse(QWEN, [text[i : i + 7] for i in range(0, len(text), 7)])
+    assert parts(parsed) == (long, long.rstrip(), [("get_weather", {"city": long})])
+
+
+@pytest.mark.parametrize("channel", ["final", "commentary"])
+def test_parse_harmony_channels(channel: str, format_of: Formats) -> None:
+    chat_format = format_of("harmony", "text")
+    text = f"<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>{channel}<|message|>Hello"
+    for pieces in ([text], list(text)):
+        assert parse(chat_format, pieces, "<|start|>assistant") == {"reasoning": "hm", "content": "Hello", "calls": []}
+    assert parse(chat_format, list("Hello"), "<|start|>assistant")["content"] == "Hello"
