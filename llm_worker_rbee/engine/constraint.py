@@ -5,12 +5,13 @@ after each draft; after sampling it consumes what was accepted. Tokens that the 
 verified under the masks, so that they save steps and never change an answer. Masks are a function of the tokens alone,
 so the same request gets the same answer in any batch, with any drafts, after a preemption or in another engine.
 
-`MaskFiller` computes the masks of a step in a thread while the forward pass runs: llguidance needs no interpreter lock.
+`MaskFiller` computes the masks of a step while the forward pass runs: in a thread, as llguidance needs no interpreter
+lock. The mask of a single request is computed at once: waking a thread takes as long as most masks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from heapq import heappop, heappush
 from typing import Any
@@ -44,8 +45,7 @@ class Constraint:
         self._matcher, self._match_alone = matcher, match_alone
         self._is_alone = False
         self._tokens: list[int] = []
-        self._table_eos, self._eos = _bits_of(table_eos_ids, self.num_words), _bits_of(eos_ids, self.num_words)
-        self._eos_ids = frozenset(eos_ids)
+        self._eos_ids, self._table_eos_ids = frozenset(eos_ids), frozenset(table_eos_ids)
         self._not_eos = next(token for token in range(vocab_size) if token not in self._eos_ids)
         self._max_tokens = max_tokens
         self._closing = None if ending_tokens is None else _Closing(ending_tokens, max_tokens)
@@ -121,11 +121,11 @@ class Constraint:
             self.masks[:] = 0
         for i, row in enumerate(self.masks):
             if path is not None:
-                row[:] = self._eos if i >= len(path) else _bits_of(path[i : i + 1], self.num_words)
-            elif (row & self._table_eos).any():
-                np.bitwise_and(row, ~self._table_eos, out=row)
-                np.bitwise_or(row, self._eos, out=row)
-            if not row.any():
+                row[:] = _bits_of(path[i : i + 1] or self._eos_ids, self.num_words)
+            elif self._eos_ids != self._table_eos_ids and _allowed(row, sorted(self._table_eos_ids)):
+                row &= ~_bits_of(self._table_eos_ids, self.num_words)
+                row |= _bits_of(self._eos_ids, self.num_words)
+            if not np.count_nonzero(row):
                 row[:] = _bits_of([self._not_eos], self.num_words)  # one must be sampled: `consume` refuses it
 
     def _fill(self, drafts: Sequence[int]) -> None:
@@ -232,7 +232,7 @@ def _first_allowed(mask: TokenMask) -> list[int]:
     return [32 * word + next(bit for bit in range(32) if mask[word] >> bit & 1) for word in words]
 
 
-def _bits_of(tokens: Sequence[int], num_words: int) -> TokenMask:
+def _bits_of(tokens: Iterable[int], num_words: int) -> TokenMask:
     words = np.zeros(num_words, np.uint32)
     for token in tokens:
         words[token >> 5] |= np.uint32(1 << (token & 31))
@@ -251,11 +251,14 @@ class MaskFiller:
 
     def start(self, requests: Sequence[Request]) -> None:
         """Begin to fill the masks of the guided ones among these: of the next token, and after each draft."""
-        self.wait()
         guided = [request for request in requests if request.constraint is not None]
         if not guided:
             return
+        self.wait()
         self._assign(guided)
+        if len(guided) == 1:
+            guided[0].constraint.fill(guided[0].drafts)
+            return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._pending = self._thread.submit(self._fill, guided)
@@ -279,9 +282,6 @@ class MaskFiller:
             at += count
 
     def _fill(self, guided: Sequence[Request]) -> None:
-        if len(guided) == 1:
-            guided[0].constraint.fill(guided[0].drafts)
-            return
         if self._executor is None:
             self._executor = self._make_executor()
         plain: list[tuple[Any, int]] = []

@@ -242,11 +242,14 @@ class Engine:
         return outputs
 
     def _forward(self, scheduled: list[ScheduledTokens]) -> SamplerOutput:
-        self.mask_filler.start([one.request for one in scheduled if one.stop >= len(one.request.ids)])
-        try:
+        sampled = [one.request for one in scheduled if one.stop >= len(one.request.ids)]
+        if self.model.ops.has_device_memory:  # it computes while the host fills masks
             logits = self.runner.run(scheduled)
-        finally:
-            self.mask_filler.wait()
+            self.mask_filler.start(sampled)
+        else:
+            self.mask_filler.start(sampled)
+            logits = self.runner.run(scheduled)
+        self.mask_filler.wait()
         return sample(self.model.ops, scheduled, logits)
 
     def _update(self, scheduled: list[ScheduledTokens], sampled: SamplerOutput) -> list[StepOutput]:

@@ -33,7 +33,10 @@ LIMITS = {
 }
 # Whitespace between the parts of a JSON document: as much as indented printing takes, never without end.
 JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
-ANY_OBJECT = '{"type":"object"}'
+# Sets of tokens that are looked at as one: those of so many characters of a JSON string, beside llguidance's own. They
+# help where few characters are left of a string with a maxLength.
+STRING_CHARACTER, SLICE_LENGTHS = r'[^"\\\x00-\x1F\x7F]', (4, 7)
+ANY_OBJECT = {"type": "object"}
 MAX_CACHED_GRAMMARS = 32
 MAX_CACHED_CHARS = 4 << 20
 MAX_REASON_CHARS = 300
@@ -63,7 +66,11 @@ def to_grammar(params: StructuredOutputsParams) -> str:
     matcher, kind = _library().LLMatcher, params.kind
     try:
         if kind in ("json", "json_object"):
-            return str(matcher.grammar_from_json_schema(params.json or ANY_OBJECT, defaults=JSON_OPTIONS))
+            schema = json.loads(str(params.json)) if kind == "json" else ANY_OBJECT
+            has_options = isinstance(schema, dict) and "x-guidance" in schema  # llguidance's own, as it documents them
+            return str(
+                matcher.grammar_from_json_schema(json.dumps(schema), defaults=None if has_options else JSON_OPTIONS)
+            )
         if kind == "regex":
             return str(matcher.grammar_from_regex(params.regex))
         if kind == "choice":
@@ -213,6 +220,8 @@ class GrammarCompiler:
         with self._tokenizer_lock:
             if self._built is None:
                 table = TokenTable(self._open_tokenizer(), self.vocab_size)
-                eos_ids = table.eos_ids or [table.eos_token_id]
-                self._built = table, _library().LLTokenizer(table, n_vocab=self.vocab_size, eos_token=eos_ids)
+                eos_ids, kind = table.eos_ids or [table.eos_token_id], _library().LLTokenizer
+                space, *others = kind.general_slices()
+                slices = [space, *(f"{STRING_CHARACTER}{{1,{length}}}" for length in SLICE_LENGTHS), *others]
+                self._built = table, kind(table, n_vocab=self.vocab_size, eos_token=eos_ids, slices=slices)
             return self._built
