@@ -23,6 +23,8 @@ from .engine.sampler import draw_seed
 from .errors import InvalidRequestError
 from .token_engine.protocol import RequestState, RequestStream, Submit, TokenEngine, TokenOutput
 from .tokenizer import Detokenizer, Tokenizer
+from .tokenizer.chat_events import ChatEvent
+from .tokenizer.chat_parser import ChatParser
 
 _request_ids = count(1)
 
@@ -35,6 +37,7 @@ class TextDelta(NamedTuple):
     logprobs: list[TokenLogprob]
     finish_reason: FinishReason | None = None
     stop_sequence: str | None = None  # the stop string that was found
+    events: list[ChatEvent] | None = None  # what the text is, in a chat that has reasoning or tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +93,15 @@ class GenerationListener:
 class Generation:
     """A request and the text of its output. It neither steps nor waits: `push` takes what a step gave."""
 
-    def __init__(self, request: RequestState, tokenizer: Tokenizer, listener: GenerationListener | None = None) -> None:
+    def __init__(
+        self, request: RequestState, tokenizer: Tokenizer, listener: GenerationListener | None = None,
+        parser: ChatParser | None = None,
+    ) -> None:  # fmt: skip
+        """`parser` tells reasoning, content and tool calls apart."""
         self.request = request
         self.num_tokens = 0  # sampled, the end-of-text id included
+        self.num_reasoning_tokens = 0  # of these
+        self._parser = parser
         self.started_at = self.first_token_at = self.last_token_at = 0.0  # in the time of time.perf_counter
         self.finish_reason: FinishReason | None = None
         self._listener = listener or GenerationListener()
@@ -121,18 +130,19 @@ class Generation:
         if outputs[0].error is not None:
             self.finish_reason, self.last_token_at = "error", now
             raise outputs[0].error
-        if len(outputs) == 1 and len(outputs[0].tokens) == 1 and outputs[0].finish_reason is None:
+        if self._parser is None and len(outputs) == 1 and len(outputs[0].tokens) == 1 and not outputs[0].finish_reason:
             return self._push_token(outputs[0], now)  # most deltas are one token
         self._observe(sum(len(output.tokens) for output in outputs), now)
         texts: list[str] = []
         tokens: list[int] = []
         logprobs: list[TokenLogprob] = []
+        events: list[ChatEvent] | None = None if self._parser is None else []
         finish: FinishReason | None = None
         for output in outputs:
             finish = output.finish_reason
             added = output.tokens[:-1] if finish == "stop" else output.tokens
             self.num_tokens += len(output.tokens)
-            count = self._detokenize(added, texts)
+            count = self._detokenize(added, texts, events)
             if count < len(added) or self._detokenizer.stop_matched is not None:  # a stop string ends it before
                 self.num_tokens -= len(output.tokens) - count
                 finish = "stop"
@@ -142,8 +152,10 @@ class Generation:
                 break
         if finish is not None:
             texts.append(self._detokenizer.finish())
+            if self._parser is not None and events is not None:
+                events += self._parser.push(texts[-1]) + self._parser.finish()
             self.finish_reason = finish
-        return TextDelta("".join(texts), tokens, logprobs, finish, self._detokenizer.stop_matched)
+        return TextDelta("".join(texts), tokens, logprobs, finish, self._detokenizer.stop_matched, events)
 
     def _push_token(self, output: TokenOutput, now: float) -> TextDelta:
         """As `push` of one token that is not the last."""
@@ -154,10 +166,20 @@ class Generation:
             self.finish_reason = "stop"
         return TextDelta(text, output.tokens, output.logprobs, self.finish_reason, stop)
 
-    def _detokenize(self, tokens: Sequence[int], texts: list[str]) -> int:
-        """Add the text of tokens up to a stop string; return how many tokens that are."""
+    def _detokenize(self, tokens: Sequence[int], texts: list[str], events: list[ChatEvent] | None) -> int:
+        """Add the text of tokens up to a stop string, and its events; return how many tokens that are."""
+        parser = self._parser
         for i, token in enumerate(tokens, 1):
-            texts.append(self._detokenizer.push(token))
+            if parser is None or events is None:
+                texts.append(self._detokenizer.push(token))
+            else:
+                self.num_reasoning_tokens += parser.is_reasoning
+                if token in parser.marker_ids:
+                    texts.append(self._detokenizer.flush())
+                    events += parser.push(texts[-1]) + parser.push_marker(token)
+                else:
+                    texts.append(self._detokenizer.push(token))
+                    events += parser.push(texts[-1])
             if self._detokenizer.stop_matched is not None:
                 return i
         return len(tokens)
@@ -218,7 +240,7 @@ def _ignore() -> None: ...
 def make_generations(
     tokenizer: Tokenizer, config: EngineConfig, vocab_size: int, prompt: list[int], params: SamplingParams, *,
     n: int = 1, priority: int = 0, timeout_s: float | None = None, is_scored_only: bool = False,
-    listener: GenerationListener | None = None,
+    listener: GenerationListener | None = None, make_parser: Callable[[], ChatParser] | None = None,
 ) -> list[Generation]:  # fmt: skip
     """Return `n` generations of one prompt; they share the seed, which is drawn where `params` has none.
 
@@ -235,4 +257,7 @@ def make_generations(
                sample_index=i, priority=priority, timeout_s=timeout_s)
         for i in range(n)
     ]  # fmt: skip
-    return [Generation(RequestState(submitted), tokenizer, listener) for submitted in submissions]
+    return [
+        Generation(RequestState(submitted), tokenizer, listener, None if make_parser is None else make_parser())
+        for submitted in submissions
+    ]

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from functools import cached_property
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 from .engine.sampling_defaults import SamplingDefaults
+from .engine.structured_outputs import StructuredOutputsParams
 from .errors import ChatTemplateError, InvalidRequestError, WorkerError
 from .tokenizer import ChatTemplate, Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
 from .tokenizer.chat_detection import detect_chat_format
+from .tokenizer.chat_events import ChatOptions
 from .tokenizer.chat_format import ChatFormat
+from .tokenizer.chat_grammar import answer_grammar
+from .tokenizer.chat_parser import ChatParser
 from .tokenizer.chat_template import Message, validate_messages
 from .weights import Checkpoint
 
 logger = logging.getLogger("llm_worker_rbee.server")
+
+
+TAIL_CHARS = 1_000  # of a prompt: they tell whether reasoning has begun
+
+
+class AnswerFormat(NamedTuple):
+    """How the answer to a prompt is parsed, None as plain content; and the grammar that it has."""
+
+    make_parser: Callable[[], ChatParser] | None
+    structured_outputs: StructuredOutputsParams | None
 
 
 class TextModel:
@@ -54,6 +68,31 @@ class TextModel:
         """How the model writes reasoning and calls; raises where it has no chat template."""
         assert self.chat_template is not None
         return self._chat_format
+
+    def render_chat(self, messages: bytes, options: ChatOptions) -> str:
+        """Return the prompt of messages as JSON, with names of control tokens in them broken up."""
+        variables = options.template_kwargs
+        if (is_enabled := variables.get("enable_thinking")) is not None:
+            variables = {**self.chat_format.thinking_kwargs(bool(is_enabled)), **variables}
+        return self.chat_template.render_json(
+            messages, protected=self.tokenizer, tools=options.tools or None, template_kwargs=variables
+        )
+
+    def answer_format(
+        self, prompt: str, options: ChatOptions, structured_outputs: StructuredOutputsParams | None
+    ) -> AnswerFormat:
+        """Return how the answer to a rendered prompt is parsed, and the grammar that it has."""
+        tail, found = prompt[-TAIL_CHARS:], self.chat_format
+        wanted = structured_outputs
+        structured = None if wanted is None else (wanted.kind, getattr(wanted, wanted.kind))
+        grammar = answer_grammar(found, options, structured, prompt_tail=tail)
+        if grammar is not None:
+            wanted = StructuredOutputsParams(grammar=grammar)
+        has_calls = bool(options.tools) and options.tool_choice != "none"
+        if not (has_calls or found.has_reasoning):
+            return AnswerFormat(None, wanted)
+        parser = partial(ChatParser, found, tools=options.tools, prompt_tail=tail, parse_tools=has_calls)
+        return AnswerFormat(parser, wanted)
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Return the ids of a text, with BOS where the file says so; `parse_special` recognises control tokens."""

@@ -142,6 +142,10 @@ class SamplingParams:
         """Return the parameters with another limit."""
         return self._copy({"max_tokens": max_tokens})
 
+    def with_structured_outputs(self, structured_outputs: StructuredOutputsParams | None) -> SamplingParams:
+        """Return the parameters with another grammar."""
+        return self._copy({"structured_outputs": structured_outputs})
+
     def _copy(self, changes: Mapping[str, Any]) -> SamplingParams:
         """Return a copy with values that are valid; `dataclasses.replace` would check all of them again."""
         copied = object.__new__(SamplingParams)

@@ -1,14 +1,16 @@
-"""The routes and the ASGI application; replies of the dialects are made in `openai` and `jobs`, those about the worker
-itself (page, info, tokens) here. What precedes every route is in `middleware`."""
+"""The routes and the ASGI application; replies of the dialects are made in `dialects`, those about the worker itself
+(page, info, tokens) here. What precedes every route is in `middleware`."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import hashlib
+import logging
 import platform
 import re
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from functools import cache, partial
 from importlib import metadata
@@ -18,39 +20,29 @@ from typing import Any
 import msgspec
 from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from .. import __version__
-from ..errors import (
-    DeadlineError,
-    InferenceError,
-    InvalidRequestError,
-    MethodNotAllowedError,
-    NotFoundError,
-    RequestCancelledError,
-    UnsupportedMediaTypeError,
-    WorkerError,
-)
+from ..errors import InferenceError, InvalidRequestError, MethodNotAllowedError, NotFoundError, WorkerError
 from ..text_model import TextModel
+from ..tokenizer.tokenizer import MARK
 from . import metrics, openapi
-from .bodies import Conversation, JobRequest, PackedIds
-from .dialects import openai
-from .dialects.jobs import Job, Jobs
+from .bodies import Conversation, GenerateRequest, PackedIds
+from .call import JSON_TYPE, Call, CancelOnDisconnect, read_body
+from .dialects import GenerateRoute, Handler, all_dialects, generate_routes
 from .middleware import RequestMiddleware, error_response
-from .offload import encode_conversation
+from .reply import start_reply
 from .schema import CHUNK_ITEMS
-from .sse import DONE, EventStream, PushStream, encode_event, watch_disconnect
+from .sse import DONE, EventStream, PushStream, encode_event
 from .worker import Worker
 
-StartReply = Callable[[Worker, bytes], Coroutine[Any, Any, openai.Reply]]
-JSON_TYPE = "application/json"  # required of bodies: a page of another origin cannot send it without a CORS preflight
 CORS_METHODS = ("GET", "POST", "DELETE")
-CORS_HEADERS = ("retry-after", "x-correlation-id", "x-effective-max-tokens", "x-ignored-fields")
+CORS_HEADERS = ("retry-after", "x-correlation-id", "x-effective-max-tokens", "x-ignored-fields", "x-skipped-tools")
 NOT_IN_HEADERS = re.compile(r"[^!-~]")
-BODY_TIMEOUT_S = 60.0
 INLINE_BLOCK = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
+logger = logging.getLogger("llm_worker_rbee.server")
 PACKAGES, CUDA_PACKAGES = ("numpy", "numba"), ("torch", "triton")  # whose versions /info reports
 
 
@@ -64,7 +56,6 @@ class Routes:
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self.jobs = Jobs(worker)
         self._openapi = msgspec.json.encode(openapi.description(worker.settings))
 
     async def page(self, _: Request) -> Response:
@@ -132,60 +123,34 @@ class Routes:
     async def info(self, _: Request) -> Response:
         return json_response(describe_worker(self.worker))
 
-    async def _openai(self, start: StartReply, request: Request) -> Response | PushStream:
-        body = await _read_body(request)
+    async def _generate(self, route: GenerateRoute, request: Request) -> Response | PushStream:
+        """Parse a body and reply with what the model answers, streamed or whole."""
+        body = await read_body(request)
         async with CancelOnDisconnect(request):
-            reply = await start(self.worker, body)
+            parsed: GenerateRequest = await self.worker.parse(route.path, body)
+            reply = await start_reply(self.worker, parsed, route.printer)
             headers = {"x-effective-max-tokens": str(reply.max_tokens)}
-            if reply.ignored:
-                headers["x-ignored-fields"] = NOT_IN_HEADERS.sub("?", ",".join(reply.ignored))[:1_000]
-            if reply.streams:
-                return PushStream(reply, ping_s=self.worker.settings.ping_s, headers=headers)
-            return Response(await reply.complete(), 200, headers, JSON_TYPE)
+            for name, values in (("x-ignored-fields", parsed.ignored), ("x-skipped-tools", parsed.skipped)):
+                if values:
+                    headers[name] = NOT_IN_HEADERS.sub("?", ",".join(values))[:1_000]
+            if parsed.skipped:
+                logger.warning("tools of types that this worker does not have: %s", headers["x-skipped-tools"])
+            if not parsed.stream:
+                return Response(await reply.complete(), 200, headers, JSON_TYPE)
+            printer = reply.printer
+            headers["content-type"] = printer.media_type
+            return PushStream(reply, ping_s=self.worker.settings.ping_s, headers=headers, ping=printer.ping)
 
-    async def post_job(self, request: Request) -> Response:
-        """Start a job; reply with the URL of its events, or with the whole result."""
-        job_request, job = await self._start_job(request)
-        if job_request.values["stream"]:
-            return json_response({"job_id": job.id, "sse_url": f"/v1/jobs/{job.id}/stream"})
-        try:
-            async with CancelOnDisconnect(request):
-                await _drain(job)
-        except RequestCancelledError:
-            job.cancel()
-            raise
-        return json_response(job.result())
-
-    async def execute(self, request: Request) -> EventStream:
-        """Start a job whose reply is its events; a disconnect cancels it."""
-        _, job = await self._start_job(request, is_stream=True)
-        return self._events(job.read(), job.cancel)
-
-    async def _start_job(self, request: Request, is_stream: bool = False) -> tuple[JobRequest, Job]:
-        body = await _read_body(request)
-        async with CancelOnDisconnect(request):
-            job_request: JobRequest = await self.worker.parse("job", body, is_stream=is_stream)
-            return job_request, await self.jobs.start_job(job_request)
-
-    async def job_stream(self, request: Request) -> EventStream:
-        return self._events(self.jobs.find(request.path_params["job_id"]).read())
-
-    async def job(self, request: Request) -> Response:
-        """GET: state and counts. DELETE: cancel."""
-        job = self.jobs.find(request.path_params["job_id"])
-        if request.method != "DELETE":
-            return json_response(job.state())
-        job.cancel()
-        return json_response({"job_id": job.id}, 202)
-
-    async def cancel(self, request: Request) -> Response:
-        values: dict[str, Any] = await self.worker.parse("cancel", await _read_body(request))
-        self.jobs.find(values["job_id"]).cancel()
-        return json_response(values, 202)
+    async def _handle(self, handler: Handler, request: Request) -> Any:
+        """Call a dialect's handler; what it returns is a response, or becomes one."""
+        found = await handler(Call(request))
+        if isinstance(found, tuple):
+            return json_response(*found)
+        return json_response(found) if isinstance(found, dict) else found
 
     async def _offload(self, parser: str, reply: Callable[[TextModel, Any], bytes], request: Request) -> Response:
         """Parse a body and make the reply to it in a thread."""
-        body = await _read_body(request)
+        body = await read_body(request)
         async with CancelOnDisconnect(request):
             parsed, model = await self.worker.parse(parser, body), self.worker.model
             encoded = await self.worker.offload.run(len(body), lambda: reply(model, parsed))
@@ -196,28 +161,28 @@ class Routes:
 
     def table(self) -> list[Route]:
         routes: list[tuple[str, Callable[[Request], Any], str]] = [
-            ("/v1/chat/completions", partial(self._openai, openai.start_chat), "POST"),
-            ("/v1/completions", partial(self._openai, openai.start_completion), "POST"),
-            ("/health", self.health, "GET"), ("/", self.page, "GET"), ("/openapi.json", self.openapi, "GET"),
+            ("/health", self.health, "GET"), ("/openapi.json", self.openapi, "GET"), ("/", self.page, "GET"),
             ("/v1/ready", self.ready, "GET"), ("/info", self.info, "GET"), ("/metrics", self.metrics, "GET"),
             ("/v1/loading/progress", self.loading_progress, "GET"), ("/v1/models", self.models, "GET"),
             ("/v1/models/{name:path}", self.model, "GET"),
-            ("/v1/jobs", self.post_job, "POST"), ("/v1/inference", self.post_job, "POST"),
-            ("/execute", self.execute, "POST"), ("/cancel", self.cancel, "POST"),
-            ("/v1/jobs/{job_id}/stream", self.job_stream, "GET"), ("/v1/jobs/{job_id}", self.job, "GET DELETE"),
             ("/tokenize", partial(self._offload, "tokenize", tokenize), "POST"),
             ("/detokenize", partial(self._offload, "detokenize", detokenize), "POST"),
             ("/apply-template", partial(self._offload, "apply_template", apply_template), "POST"),
         ]  # fmt: skip
+        routes += [(route.path, partial(self._generate, route), "POST") for route in generate_routes()]
+        for dialect in all_dialects():
+            handlers, methods = dialect.make_handlers(self.worker), defaultdict[str, list[str]](list)
+            for route in dialect.routes:
+                methods[route.path].append(route.method)
+            routes += [(path, partial(self._handle, handlers[path]), " ".join(methods[path])) for path in methods]
         return [Route(path, handler, methods=methods.split()) for path, handler, methods in routes]
 
     def direct_table(self) -> dict[tuple[str, str], Callable[[Request], Any]]:
         """Return the routes that are called most, by method and path."""
-        return {
-            ("POST", "/v1/chat/completions"): partial(self._openai, openai.start_chat),
-            ("POST", "/v1/completions"): partial(self._openai, openai.start_completion),
-            ("GET", "/health"): self.health,
+        table: dict[tuple[str, str], Callable[[Request], Any]] = {
+            ("POST", route.path): partial(self._generate, route) for route in generate_routes()
         }
+        return table | {("GET", "/health"): self.health}
 
 
 def application(worker: Worker) -> RequestMiddleware | CORSMiddleware:
@@ -273,53 +238,6 @@ async def _on_error(request: Request, error: Exception) -> Response:
     known = error if isinstance(error, WorkerError) else InferenceError("internal error of the worker")
     status, headers, body = error_response(request.url.path, known)
     return Response(body, status, headers)
-
-
-async def _read_body(request: Request) -> bytes:
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != JSON_TYPE:
-        raise InvalidRequestError(f"the content type is {kind[:100]!r}: it must be application/json", "content-type")
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding != "identity":
-        raise UnsupportedMediaTypeError(f"the content encoding is {encoding[:100]!r}: send the body uncompressed")
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            return await request.body()
-    except ClientDisconnect:
-        raise RequestCancelledError("the client disconnected") from None
-    except TimeoutError:
-        raise DeadlineError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
-
-
-async def _drain(job: Job) -> None:
-    async for _ in job.read():
-        pass
-
-
-class CancelOnDisconnect:
-    """A context whose task is cancelled, as by `asyncio.timeout`, if the client disconnects: that raises an error."""
-
-    def __init__(self, request: Request) -> None:
-        self._request = request
-        self._has_disconnected = False
-
-    async def __aenter__(self) -> None:
-        self._task = asyncio.current_task()
-        self._stop_watching = watch_disconnect(self._request.scope, self._request.receive, self._on_disconnect)
-
-    def _on_disconnect(self) -> None:
-        if self._task is not None and not self._has_disconnected:
-            self._has_disconnected = True
-            self._task.cancel()
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
-        task, self._task = self._task, None
-        self._stop_watching()
-        del self._stop_watching, self._request  # they refer back to this, and hold the body
-        if self._has_disconnected and task is not None:
-            task.uncancel()
-            if kind is asyncio.CancelledError:
-                raise RequestCancelledError("the client disconnected") from None
 
 
 @cache
@@ -399,6 +317,6 @@ def detokenize(model: TextModel, packed: PackedIds) -> bytes:
 
 def apply_template(model: TextModel, conversation: Conversation) -> bytes:
     """Return the reply of `/apply-template`."""
-    template = model.chat_template
-    prompt, tokens = template.render_json(conversation.messages), encode_conversation(model, conversation)
-    return msgspec.json.encode({"prompt": prompt, "tokens": tokens})
+    prompt = model.render_chat(conversation.messages, conversation.options)
+    tokens = model.tokenizer.encode(prompt, parse_special=True, protected=True)
+    return msgspec.json.encode({"prompt": prompt.replace(MARK, ""), "tokens": tokens})

@@ -76,12 +76,13 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def check_authorization(header: bytes, key: bytes) -> None:
-    """Raise unless an Authorization header has the key."""
-    if not header:
-        raise MissingKeyError("no API key: send Authorization: Bearer KEY")
+def check_authorization(header: bytes, given: bytes, key: bytes) -> None:
+    """Raise unless an Authorization header has the key, or what was `given` as X-API-Key is the key."""
+    if not header and not given:
+        raise MissingKeyError("no API key: send Authorization: Bearer KEY, or X-API-Key: KEY")
     scheme, _, value = header.partition(b" ")
-    if scheme.lower() != b"bearer" or not hmac.compare_digest(value.strip(), key):
+    is_bearer = scheme.lower() == b"bearer" and hmac.compare_digest(value.strip(), key)
+    if not is_bearer and not hmac.compare_digest(given.strip(), key):
         raise AuthenticationError("the API key is wrong")
 
 

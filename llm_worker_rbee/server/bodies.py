@@ -1,31 +1,28 @@
-"""The bodies of all routes that may be large: `parse_*` validates one and returns a record.
+"""The records that request bodies become, and what the parsers of all dialects share.
 
 A record passes between processes: a large body is parsed in another one (`body_process`). So what takes long to copy is
-one piece of bytes or text: token ids are packed, messages are JSON for the chat template. This module is all that the
-other process imports, so it imports little.
+one piece of bytes or text: token ids are packed, messages are JSON for the chat template. That process imports this
+module and the dialects only, so they import little.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from ..engine.request import MAX_COUNT, SamplingParams, check_prompt_fits
+from ..engine.request import MAX_COUNT, SamplingParams
 from ..errors import InvalidRequestError, PayloadTooLargeError
+from ..tokenizer.chat_events import ChatOptions
 from .schema import (
     APPLY_TEMPLATE,
-    CANCEL,
-    CHAT,
     CHUNK_ITEMS,
-    COMPLETION,
     DETOKENIZE,
-    JOB,
-    JOB_SAMPLING,
     SAMPLING,
     TOKENIZE,
+    Field,
     ValidationError,
     ValidationIssue,
     decode_object,
@@ -33,13 +30,8 @@ from .schema import (
     validate_body,
 )
 
+BYTES_PER_TOKEN = 4  # an estimate
 MAX_TEXT_BYTES = 512 << 10  # of /tokenize and /apply-template: a text of this length takes about 0.5 s of a core
-# Values that are used besides the prompts and the sampling parameters.
-COMPLETION_VALUES = (
-    "model", "stream", "stream_options", "n", "priority", "timeout_ms", "max_tokens", "logprobs", "top_logprobs",
-    "echo",
-)  # fmt: skip
-JOB_VALUES = ("job_id", "model", "stream", "priority", "timeout_ms")
 
 
 class PackedIds(msgspec.Struct, frozen=True, tag=True):
@@ -71,10 +63,15 @@ class Conversation(msgspec.Struct, frozen=True, tag=True):
 
     messages: bytes
     num_bytes: int
+    options: ChatOptions = ChatOptions()
 
     @classmethod
-    def encode(cls, messages: list[Any]) -> Conversation:
-        return cls(msgspec.json.encode(normalize_messages(messages)), num_bytes(messages))
+    def encode(cls, messages: list[Any], options: ChatOptions | None = None) -> Conversation:
+        size = num_bytes(messages)
+        if options is None:
+            return cls(msgspec.json.encode(normalize_messages(messages)), size)
+        size += sum(num_bytes([tool.description, tool.parameters]) for tool in options.tools)
+        return cls(msgspec.json.encode(normalize_messages(messages)), size, options)
 
 
 Prompt = str | PackedIds | Conversation
@@ -95,22 +92,26 @@ class ParseOptions(msgspec.Struct, frozen=True):
     is_stream: bool = False  # of a job: the reply is its stream
 
 
-class CompletionRequest(msgspec.Struct, frozen=True):
-    """A validated body of `/v1/chat/completions` or `/v1/completions`."""
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What every dialect's body becomes: prompts, or one conversation, and how they are answered."""
 
-    is_chat: bool
     prompts: list[Prompt]
     params: SamplingParams
-    values: dict[str, Any]  # of COMPLETION_VALUES, those that the route has
-    ignored: list[str]  # names of unknown fields
+    model: str | None = None
+    n: int = 1
+    stream: bool = False
+    priority: int = 0
+    timeout_ms: int | None = None
+    is_scored_only: bool = False  # the prompt's log-probabilities are all that is wanted
+    values: dict[str, Any] = {}  # what the dialect needs for its reply
+    ignored: list[str] = []  # names of unknown fields
+    skipped: list[str] = []  # types of tools that this worker does not have
 
-
-class JobRequest(msgspec.Struct, frozen=True):
-    """A validated body of a job."""
-
-    prompt: str | Conversation
-    params: SamplingParams
-    values: dict[str, Any]  # of JOB_VALUES
+    @property
+    def chat(self) -> ChatOptions | None:
+        """The options of a chat; None where prompts are completed."""
+        first = self.prompts[0]
+        return first.options if isinstance(first, Conversation) else None
 
 
 def num_bytes(value: Any) -> int:
@@ -122,64 +123,25 @@ def num_bytes(value: Any) -> int:
     return sum(map(num_bytes, value.values())) if isinstance(value, dict) else 0
 
 
-def parse_chat(body: bytes, options: ParseOptions) -> CompletionRequest:
-    """Validate the body of `/v1/chat/completions`."""
+def estimate_tokens(prompt: Prompt, context: int) -> int:
+    """Estimate the tokens of a text or of messages that fits the context; return the number of token ids."""
+    return len(prompt) if isinstance(prompt, PackedIds) else min(prompt_size(prompt) // BYTES_PER_TOKEN + 1, context)
+
+
+def prompt_size(prompt: Prompt) -> int:
+    """Return the bytes of a text or of messages, or the number of token ids."""
+    if isinstance(prompt, PackedIds):
+        return len(prompt)
+    return prompt.num_bytes if isinstance(prompt, Conversation) else num_bytes(prompt)
+
+
+def validate_known(
+    body: bytes | dict[str, Any], table: Mapping[str, Field], options: ParseOptions
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of a body, and the names of unknown fields where they are ignored."""
     ignored: list[str] = []
-    values = validate_body(decode_object(body), CHAT, ignored=ignored if options.ignores_unknown else None)
-    max_tokens = values["max_completion_tokens"] or values["max_tokens"]
-    _require(values["max_tokens"] in (None, max_tokens), "max_tokens", "conflict",
-             "max_tokens and max_completion_tokens differ: give one of them")  # fmt: skip
-    _require(values["top_logprobs"] is None or values["logprobs"], "top_logprobs", "conflict",
-             "top_logprobs needs logprobs: true")  # fmt: skip
-    _require_stream(values)
-    logprobs = (values["top_logprobs"] or 0) if values["logprobs"] else None
-    params = _sampling_params(values, options.limits, max_tokens, logprobs)
-    return CompletionRequest(
-        True, [Conversation.encode(values["messages"])], params, _select(values, COMPLETION_VALUES), ignored
-    )
-
-
-def parse_completion(body: bytes, options: ParseOptions) -> CompletionRequest:
-    """Validate the body of `/v1/completions`."""
-    fields = decode_object(body)
-    if options.limits is not None:
-        _require_ids_fit(fields.get("prompt"), options.limits.max_context)
-    ignored: list[str] = []
-    values = validate_body(fields, COMPLETION, ignored=ignored if options.ignores_unknown else None)
-    _require(values["best_of"] in (None, values["n"]), "best_of", "unsupported",
-             "best_of other than n is not supported by this worker")  # fmt: skip
-    _require(values["max_tokens"] != 0 or values["echo"], "max_tokens", "range",
-             "max_tokens is 0: only with echo, to score the prompt")  # fmt: skip
-    _require_stream(values)
-    prompt = values["prompt"]
-    prompts = prompt if isinstance(prompt, list) and isinstance(prompt[0], (str, list)) else [prompt]
-    scores_prompt = values["echo"] and values["logprobs"] is not None
-    max_tokens = 1 if values["max_tokens"] == 0 else values["max_tokens"]
-    params = _sampling_params(values, options.limits, max_tokens, values["logprobs"], prompt_logprobs=scores_prompt)
-    packed: list[Prompt] = [prompt if isinstance(prompt, str) else PackedIds.pack(prompt) for prompt in prompts]
-    return CompletionRequest(False, packed, params, _select(values, COMPLETION_VALUES), ignored)
-
-
-def parse_job(body: bytes, options: ParseOptions) -> JobRequest:
-    """Validate a job's body: either prompt or messages. With `is_stream` the job_id is required."""
-    fields = decode_object(body)
-    issues: list[ValidationIssue] = []
-    try:
-        values = validate_body(fields, JOB)
-    except ValidationError as error:
-        values, issues = {}, error.issues
-    if (fields.get("prompt") is None) == (fields.get("messages") is None):
-        issues.append(ValidationIssue("prompt", "required", "give either prompt or messages"))
-    if options.is_stream and fields.get("job_id") is None:
-        issues.append(ValidationIssue("job_id", "required", "job_id is required"))
-    if options.is_stream and fields.get("stream") is False:
-        message = "the reply of this route is a stream: POST /v1/jobs for a whole one"
-        issues.append(ValidationIssue("stream", "unsupported", message))
-    if issues:
-        raise ValidationError(issues)
-    prompt = Conversation.encode(values["messages"]) if values["prompt"] is None else values["prompt"]
-    params = SamplingParams(**{name: values[name] for name in (*JOB_SAMPLING, "max_tokens", "stop")})
-    return JobRequest(prompt, params, _select(values, JOB_VALUES))
+    fields = decode_object(body) if isinstance(body, bytes) else body
+    return validate_body(fields, table, ignored=ignored if options.ignores_unknown else None), ignored
 
 
 def parse_tokenize(body: bytes, _: ParseOptions) -> dict[str, Any]:
@@ -196,53 +158,29 @@ def parse_detokenize(body: bytes, _: ParseOptions) -> PackedIds:
 
 def parse_apply_template(body: bytes, _: ParseOptions) -> Conversation:
     """Validate the body of `/apply-template`."""
-    conversation = Conversation.encode(validate_body(decode_object(body), APPLY_TEMPLATE)["messages"])
+    values = validate_body(decode_object(body), APPLY_TEMPLATE)
+    options = ChatOptions(template_kwargs=values["chat_template_kwargs"])
+    conversation = Conversation.encode(values["messages"], options)
     _require_short(conversation.num_bytes)
     return conversation
 
 
-def parse_cancel(body: bytes, _: ParseOptions) -> dict[str, Any]:
-    """Validate the body of `/cancel`."""
-    return validate_body(decode_object(body), CANCEL)
-
-
-PARSERS: dict[str, tuple[Callable[[bytes, ParseOptions], Any], Any]] = {  # by name, with the type of the record
-    "chat": (parse_chat, CompletionRequest),
-    "completion": (parse_completion, CompletionRequest),
-    "job": (parse_job, JobRequest),
-    "tokenize": (parse_tokenize, dict[str, Any]),
-    "detokenize": (parse_detokenize, PackedIds),
-    "apply_template": (parse_apply_template, Conversation),
-    "cancel": (parse_cancel, dict[str, Any]),
-}
-
-
-def _sampling_params(
-    values: dict[str, Any], limits: ModelLimits | None, max_tokens: int | None, logprobs: int | None, *,
-    prompt_logprobs: bool = False,
-) -> SamplingParams:  # fmt: skip
+def sampling_params(
+    values: Mapping[str, Any], limits: ModelLimits | None, max_tokens: int | None, **more: Any
+) -> SamplingParams:
     """Return the sampling parameters of a validated body; raise for a bias of a token past the vocabulary."""
-    same = {name: values[name] for name in (*SAMPLING, "stop", "ignore_eos")}
-    bias = {int(token): float(amount) for token, amount in values["logit_bias"].items()}
+    same = {name: values[name] for name in (*SAMPLING, "stop", "ignore_eos") if name in values}
+    bias = {int(token): float(amount) for token, amount in values.get("logit_bias", {}).items()}
     if limits is not None and (token := max(bias, default=0)) >= limits.vocab_size:
         message = f"logit_bias names token {token}, past the vocabulary of {limits.vocab_size}"
         raise InvalidRequestError(message, "logit_bias")
-    return SamplingParams(
-        **same, logit_bias=bias, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs
-    )
+    return SamplingParams(**same, logit_bias=bias, max_tokens=max_tokens, **more)
 
 
-def _select(values: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: values[name] for name in names if name in values}
-
-
-def _require_ids_fit(prompt: Any, context: int) -> None:
-    """Raise if there are more token ids than the context, before each of them is validated."""
-    if not isinstance(prompt, list) or not prompt:
-        return
-    for ids in prompt if isinstance(prompt[0], list) else [prompt]:
-        if isinstance(ids, list) and ids and not isinstance(ids[0], (str, list)):
-            check_prompt_fits(len(ids), context, is_scored_only=True)
+def require(holds: bool, field: str, constraint: str, message: str) -> None:
+    """Raise unless a condition holds."""
+    if not holds:
+        raise ValidationError([ValidationIssue(field, constraint, message)])
 
 
 def _require_short(size: int) -> None:
@@ -252,13 +190,3 @@ def _require_short(size: int) -> None:
             f"the text has {size} bytes: at most {MAX_TEXT_BYTES} are tokenized at a time; send it in parts, or use "
             "`llm-worker-rbee tokenize`"
         )
-
-
-def _require_stream(values: dict[str, Any]) -> None:
-    _require(values["stream"] or not values["stream_options"], "stream_options", "conflict",
-             "stream_options needs stream: true")  # fmt: skip
-
-
-def _require(holds: bool, field: str, constraint: str, message: str) -> None:
-    if not holds:
-        raise ValidationError([ValidationIssue(field, constraint, message)])

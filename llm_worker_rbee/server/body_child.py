@@ -25,7 +25,8 @@ from ..errors import (
     WorkerError,
     describe_failure,
 )
-from .bodies import PARSERS, ParseOptions
+from .bodies import ParseOptions
+from .parsers import PARSERS
 from .schema import MISSING, ValidationError, ValidationIssue
 
 REPLY_HEAD = struct.Struct("<?I")  # whether it is a record; the bytes that follow

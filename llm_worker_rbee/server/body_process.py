@@ -15,8 +15,9 @@ import msgspec
 from ..errors import InferenceError, ShuttingDownError, UnavailableError
 from ..machine import describe_exit
 from ..pipe_process import PipeProcess
-from .bodies import PARSERS, ParseOptions
+from .bodies import ParseOptions
 from .body_child import REPLY_HEAD, ParseRequest, Refusal
+from .parsers import PARSERS
 
 MAX_WAIT_S, MAX_WAIT_S_PER_BYTE = 20.0, 5e-6  # wall time: the machine may be busy
 CLOSE_POLL_S = 0.01

@@ -1,5 +1,5 @@
 """What every request passes before its route: host, API key, header and body limits, correlation id, log line; and the
-error bodies of both dialects. Plain ASGI."""
+error bodies of all dialects. Plain ASGI."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from uuid import uuid4
 import msgspec
 
 from ..config import ServerSettings
-from ..errors import HeadersTooLargeError, InvalidRequestError, PayloadTooLargeError, QueueFullError, WorkerError
+from ..errors import HeadersTooLargeError, PayloadTooLargeError, QueueFullError, WorkerError
 from . import log
 from .auth import allowed_hosts, check_authorization, check_host
-from .dialects.openai import error_body
-from .schema import MISSING, ValidationError, ValidationIssue
+from .dialects import dialect_of
 from .sse import ON_DISCONNECT, WRITE
 
 PUBLIC_PATHS = {"/health", "/"}
-OPENAI_PATH = re.compile(r"/v1(?!/(jobs|inference|ready|loading)(/|$))(/.*)?")  # routes that do not exist too
 MAX_HEADER_BYTES = 64 * 1024  # checked here once complete, and in `serve.Connection` while they arrive
 HEADERS_TOO_LONG = f"the headers are longer than the limit of {MAX_HEADER_BYTES} bytes"
 UUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
@@ -49,7 +47,7 @@ class RequestMiddleware:
             hosts = [value for name, value in scope["headers"] if name == b"host"]
             check_host(hosts, scope["http_version"], self._allowed_hosts)
             if self._key is not None and scope["path"] not in PUBLIC_PATHS:
-                check_authorization(headers.get(b"authorization", b""), self._key)
+                check_authorization(headers.get(b"authorization", b""), headers.get(b"x-api-key", b""), self._key)
             self._check_lengths(scope["headers"], headers)
             await self._app(scope, self._limit_body(receive), reply.send)
         except WorkerError as error:
@@ -102,18 +100,12 @@ class _ReplyWatcher:
 
 def error_response(path: str, error: WorkerError) -> tuple[int, dict[str, str], bytes]:
     """Return status, headers and body of an error, in the dialect of the path."""
-    if OPENAI_PATH.fullmatch(path):
-        body: dict[str, Any] = error_body(error)
-    elif issues := _issues(error):
-        body = {"errors": [_encode_issue(issue) for issue in issues]}
-    else:
-        body = {"code": error.code, "message": str(error), "retriable": error.retriable}
     headers = {"content-type": "application/json"}
     if isinstance(error, QueueFullError):
         headers["retry-after"] = str(error.retry_after)
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return error.status, headers, msgspec.json.encode(body)
+    return error.status, headers, msgspec.json.encode(dialect_of(path).error_body(error))
 
 
 async def send_error(send: Any, path: str, error: WorkerError) -> None:
@@ -122,17 +114,3 @@ async def send_error(send: Any, path: str, error: WorkerError) -> None:
     lines = [(name.encode(), value.encode()) for name, value in {**headers, "content-length": str(len(body))}.items()]
     await send({"type": "http.response.start", "status": status, "headers": lines})
     await send({"type": "http.response.body", "body": body})
-
-
-def _issues(error: WorkerError) -> list[ValidationIssue]:
-    """Return the issues of an invalid request; none of an error with a code of its own."""
-    if isinstance(error, ValidationError):
-        return error.issues
-    if isinstance(error, InvalidRequestError) and error.code == InvalidRequestError.code:
-        return [ValidationIssue(error.field or "body", "invalid", str(error))]
-    return []
-
-
-def _encode_issue(issue: ValidationIssue) -> dict[str, Any]:
-    encoded = {"field": issue.field, "constraint": issue.constraint, "message": issue.message}
-    return encoded if issue.value is MISSING else {**encoded, "value": issue.value}

@@ -14,14 +14,19 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
+from ..engine.grammar import validate as validate_structured_outputs
+from ..engine.structured_outputs import StructuredOutputsParams
 from ..errors import ContextLengthError, InvalidRequestError, QueueFullError, ShuttingDownError
 from ..text_model import TextModel
+from ..tokenizer.chat_parser import ChatParser
 from ..tokenizer.tokenizer import MARK
-from .bodies import PARSERS, Conversation, PackedIds, ParseOptions, Prompt, num_bytes
+from .bodies import Conversation, ParseOptions, Prompt, num_bytes, prompt_size
 from .body_process import BodyProcess
+from .parsers import PARSERS
 
 T = TypeVar("T")
 LARGE_BYTES = 64 << 10
@@ -29,7 +34,6 @@ MIN_COUNTED_BYTES = 4 << 10  # each piece of work counts as at least this
 MAX_QUEUED_BYTES = 32 << 20  # of large and of small work each; one piece alone may be larger
 EMA_WEIGHT = 0.3
 MAX_RETRY_S = 60
-BYTES_PER_TOKEN = 4  # an estimate
 INLINE_BYTES = 256  # of texts that are tokenized in the event loop: about 0.2 ms
 LONG_TEXT_FACTOR = 6  # characters for each token of the context: few texts that are longer fit
 PART_CHARS = 64 << 10  # of a long text that are tokenized at a time
@@ -101,22 +105,13 @@ def _timed(work: Callable[[], T]) -> tuple[float, T]:
     return time.perf_counter() - start, result
 
 
-def estimate_tokens(prompt: Prompt, context: int) -> int:
-    """Estimate the tokens of a text or of messages that fits the context; return the number of token ids."""
-    return len(prompt) if isinstance(prompt, PackedIds) else min(_size(prompt) // BYTES_PER_TOKEN + 1, context)
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """The ids of a prompt, what tells the parts of its answer apart, and the grammar that the answer has."""
 
-
-def _size(prompt: Prompt) -> int:
-    """Return the bytes of a text or of messages, or the number of token ids."""
-    if isinstance(prompt, PackedIds):
-        return len(prompt)
-    return prompt.num_bytes if isinstance(prompt, Conversation) else num_bytes(prompt)
-
-
-def encode_conversation(model: TextModel, conversation: Conversation) -> list[int]:
-    """Return the ids of a conversation. The template's control tokens are parsed; those in a message are text."""
-    prompt = model.chat_template.render_json(conversation.messages, protected=model.tokenizer)
-    return model.tokenizer.encode(prompt, parse_special=True, protected=True)
+    ids: list[int]
+    make_parser: Callable[[], ChatParser] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
 
 class PromptEncoder:
@@ -131,19 +126,29 @@ class PromptEncoder:
             if isinstance(prompt, str):
                 self._require_bytes_fit(num_bytes(prompt), "prompt")
 
-    async def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Return the ids of each prompt; given ids are checked against the vocabulary.
+    async def encode(
+        self, prompts: Sequence[Prompt], structured_outputs: StructuredOutputsParams | None = None
+    ) -> list[EncodedPrompt]:
+        """Return each prompt encoded; given ids are checked against the vocabulary, a grammar is validated.
 
         A short text is tokenized in the event loop: passing it to a thread would take longer.
         """
-        size = sum(map(_size, prompts))
-        if size <= INLINE_BYTES and not isinstance(prompts[0], Conversation):
-            return [self._encode_one(prompt) for prompt in prompts]
-        return await self._offload.run(size, lambda: [self._encode_one(prompt) for prompt in prompts])
+        size = sum(map(prompt_size, prompts))
+        if size <= INLINE_BYTES and structured_outputs is None and not isinstance(prompts[0], Conversation):
+            return [EncodedPrompt(self._encode_one(prompt)) for prompt in prompts]
+        return await self._offload.run(size, lambda: self._encode_all(prompts, structured_outputs))
+
+    def _encode_all(
+        self, prompts: Sequence[Prompt], structured_outputs: StructuredOutputsParams | None
+    ) -> list[EncodedPrompt]:
+        if structured_outputs is not None:
+            validate_structured_outputs(structured_outputs)
+        if isinstance(conversation := prompts[0], Conversation):
+            return [self.encode_conversation(conversation, structured_outputs)]
+        return [EncodedPrompt(self._encode_one(prompt), None, structured_outputs) for prompt in prompts]
 
     def _encode_one(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, Conversation):
-            return self._encode_conversation(prompt)
+        assert not isinstance(prompt, Conversation)
         if isinstance(prompt, str):
             self._require_tokens_fit(prompt, "prompt")
             return self._model.tokenize(prompt)
@@ -152,12 +157,19 @@ class PromptEncoder:
             raise InvalidRequestError(f"prompt: {largest} is not a token id (0..{vocab_size - 1})", "prompt")
         return prompt.view().tolist()
 
-    def _encode_conversation(self, conversation: Conversation) -> list[int]:
-        """Return the ids of a conversation; a template may drop messages, so its output is what must fit."""
-        prompt = self._model.chat_template.render_json(conversation.messages, protected=self._model.tokenizer)
+    def encode_conversation(
+        self, conversation: Conversation, structured_outputs: StructuredOutputsParams | None = None
+    ) -> EncodedPrompt:
+        """Return a conversation encoded; a template may drop messages, so its output is what must fit."""
+        model, options = self._model, conversation.options
+        prompt = model.render_chat(conversation.messages, options)
         self._require_bytes_fit(num_bytes(prompt) - len(MARK.encode()) * prompt.count(MARK), "messages")
         self._require_tokens_fit(prompt, "messages")
-        return self._model.tokenizer.encode(prompt, parse_special=True, protected=True)
+        ids = model.tokenizer.encode(prompt, parse_special=True, protected=True)
+        answer = model.answer_format(prompt, options, structured_outputs)
+        if answer.structured_outputs is not structured_outputs and answer.structured_outputs is not None:
+            validate_structured_outputs(answer.structured_outputs)
+        return EncodedPrompt(ids, answer.make_parser, answer.structured_outputs)
 
     def _require_bytes_fit(self, size: int, field: str) -> None:
         context = self._model.max_context

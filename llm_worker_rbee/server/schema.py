@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
 
 from ..engine.request import (
-    MAX_LOGPROBS,
     MAX_SEED,
     MAX_STOP_CHARS,
-    MAX_STOPS,
     SAMPLING_BOUNDS,
     Bounds,
     SamplingParams,
 )
+from ..engine.structured_outputs import StructuredOutputsParams
 from ..errors import InvalidRequestError
 
 Schema = dict[str, Any]
@@ -34,7 +33,6 @@ JOB_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 CHUNK_ITEMS = 1 << 15  # items of a long list that are handled at a time, so that other threads get the interpreter
 MAX_CHOICES = 16
-MAX_JOB_STOPS = 4
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
 TYPE_NAMES = {
     bool: "a truth value", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object",
@@ -243,6 +241,60 @@ class AnyObject(FieldType):
         return {"type": "object"}
 
 
+@dataclass(frozen=True, slots=True)
+class BoundedObject(FieldType):
+    """A JSON object of bounded size and depth."""
+
+    max_values: int = 1_000
+    max_depth: int = 16
+
+    def validate(self, name: str, value: Any) -> ValidationIssue | None:
+        if not isinstance(value, dict):
+            return ValidationIssue(name, "type", f"{name} must be an object, not {type_name(value)}")
+        count, depth = measure(value)
+        if count > self.max_values or depth > self.max_depth:
+            message = f"{name} holds {count} values, {depth} deep: at most {self.max_values}, {self.max_depth} deep"
+            return ValidationIssue(name, "length", message)
+        return None
+
+    def json_schema(self) -> Schema:
+        return {"type": "object"}
+
+
+def measure(value: Any) -> tuple[int, int]:
+    """Return how many values a JSON value holds, and how deep they are nested; without recursion."""
+    count, depth, level = 0, 0, [value]
+    while level:
+        count, depth = count + len(level), depth + 1
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list))]
+        level = [one for values in inner for one in values]
+    return count, depth
+
+
+class StructuredOutputs(FieldType):
+    """One of json, json_object, regex, choice, grammar; as vLLM has it."""
+
+    def validate(self, name: str, value: Any) -> ValidationIssue | None:
+        if not isinstance(value, dict):
+            return ValidationIssue(name, "type", f"{name} must be an object, not {type_name(value)}")
+        known = StructuredOutputsParams.__dataclass_fields__
+        if unknown := [key for key in value if key not in known]:
+            return ValidationIssue(name, "unknown", f"{name} has no {unknown[0][:100]!r}: use {', '.join(known)}")
+        try:
+            StructuredOutputsParams(**value)
+        except InvalidRequestError as error:
+            return ValidationIssue(name, "invalid", str(error))
+        return None
+
+    def json_schema(self) -> Schema:
+        kinds: dict[str, Schema] = {
+            "json": {"type": ["object", "boolean", "string"]}, "json_object": {"const": True},
+            "regex": {"type": "string"}, "choice": array_schema({"type": "string", "minLength": 1}, 1),
+            "grammar": {"type": "string"},
+        }  # fmt: skip
+        return {"anyOf": [object_schema({kind: schema}, kind) for kind, schema in kinds.items()]}
+
+
 class Boolean(FieldType):
     """True or false."""
 
@@ -446,70 +498,70 @@ TOKENIZE = {
     "parse_special": Field(Boolean(), False),
 }
 DETOKENIZE = {"tokens": Field(TokenIds(), required=True, is_secret=True)}
-APPLY_TEMPLATE = {"messages": Field(Messages(), required=True, is_secret=True)}
-CANCEL = {"job_id": Field(JobId(), required=True)}
-NOT_IN_JOBS = ("presence_penalty", "frequency_penalty")
-JOB_SAMPLING = {name: field for name, field in SAMPLING.items() if name not in NOT_IN_JOBS}
-JOB: dict[str, Field] = {
-    "operation": Field(Enum(("infer",)), "infer"),
-    "job_id": Field(JobId()),
-    "model": Field(Text()),
-    "prompt": Field(Text(1), is_secret=True),
-    "messages": Field(Messages(), is_secret=True),
-    "max_tokens": Field(integer(1), required=True),
-    **JOB_SAMPLING,
-    "stop": Field(StopStrings(MAX_JOB_STOPS), (), is_secret=True),
-    "priority": PRIORITY,
-    "timeout_ms": TIMEOUT_MS,
-    "stream": Field(Boolean(), True),
+APPLY_TEMPLATE = {
+    "messages": Field(Messages(), required=True, is_secret=True),
+    "chat_template_kwargs": Field(BoundedObject(), {}),
 }
 
 
-def _unsupported(*allowed: Any) -> Field:
+def unsupported(*allowed: Any) -> Field:
     """Return a known field that is not honoured: only these values, which change nothing, are accepted."""
     return Field(Enum(allowed, is_supported=False))
 
 
-COMMON: dict[str, Field] = {
-    "model": Field(Text()),
-    "stream": Field(Boolean(), False),
-    "stream_options": Field(StreamOptions(), {}),
-    "n": Field(integer(1, MAX_CHOICES), 1),
-    "stop": Field(StopStrings(MAX_STOPS), (), is_secret=True),
-    "logit_bias": Field(LogitBias(), {}),
-    "user": Field(Text()),
-    "priority": PRIORITY,
-    "timeout_ms": TIMEOUT_MS,
-    "ignore_eos": Field(Boolean(), False),
-    **SAMPLING,
-    # Accepted without effect: some clients always send them.
-    "metadata": Field(AnyObject()),
-    "safety_identifier": Field(Text()),
-    "prompt_cache_key": Field(Text()),
-    "parallel_tool_calls": Field(Boolean()),
-    "service_tier": _unsupported("auto", "default"),
-    "store": _unsupported(False),
-}
-NOT_IN_CHAT: dict[str, tuple[Any, ...]] = {  # known fields that are not honoured, with the values that change nothing
-    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (), "prediction": (),
-    "reasoning_effort": ("none",), "verbosity": ("medium",), "web_search_options": (),
-}  # fmt: skip
-CHAT: dict[str, Field] = {
-    **COMMON,
-    "messages": Field(Messages(), required=True, is_secret=True),
-    "max_tokens": Field(MaxTokens()),
-    "max_completion_tokens": Field(MaxTokens()),
-    "logprobs": Field(Boolean(), False),
-    "top_logprobs": Field(integer(0, MAX_LOGPROBS)),
-    **{name: _unsupported(*allowed) for name, allowed in NOT_IN_CHAT.items()},
-}
-COMPLETION: dict[str, Field] = {
-    **COMMON,
-    "prompt": Field(Prompts(), required=True, is_secret=True),
-    "max_tokens": Field(MaxTokens(0), 16),
-    "echo": Field(Boolean(), False),
-    "logprobs": Field(integer(0, MAX_LOGPROBS)),
-    "best_of": Field(integer(1, MAX_CHOICES)),
-    "suffix": _unsupported(""),
-}
+# Schemas of replies, for /openapi.json.
+TEXT: Schema = {"type": "string"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+NUMBER: Schema = {"type": "number"}
+FLAG: Schema = {"type": "boolean"}
+
+
+def ref(name: str) -> Schema:
+    """Return a reference to a schema."""
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def reply_schema(**properties: Schema) -> Schema:
+    """Return the schema of a reply that has all of these, and possibly more in later versions."""
+    return object_schema(properties, *properties, is_open=True)
+
+
+def or_null(schema: Schema) -> Schema:
+    """Return a schema that accepts null too."""
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def field_schema(field: Field) -> Schema:
+    """Return the JSON Schema of a field, with null and default where it is optional."""
+    schema = field.type.json_schema()
+    if not field.required:
+        schema = _nullable(schema)
+        if field.default is not None:
+            schema["default"] = list(field.default) if isinstance(field.default, tuple) else field.default
+    return schema
+
+
+def _nullable(schema: Schema) -> Schema:
+    if "enum" in schema:
+        return {**schema, "enum": [*schema["enum"], None]}
+    if "anyOf" in schema:
+        return {**schema, "anyOf": [*schema["anyOf"], {"type": "null"}]}
+    return {**schema, "type": [schema["type"], "null"]}
+
+
+def table_schema(table: Mapping[str, Field], names: Sequence[str] = (), *, is_open: bool = False) -> Schema:
+    """Return the JSON Schema of a body; `names` are those that the field `model` may have."""
+    properties = {name: field_schema(field) for name, field in table.items()}
+    if "model" in properties and names:
+        properties["model"] = {"enum": [*names, *([] if table["model"].required else [None])]}
+    return object_schema(properties, *(name for name, field in table.items() if field.required), is_open=is_open)
+
+
+def with_field(name: str, **value: Any) -> Schema:
+    """Return the condition that a body has the field, with that value where one is given."""
+    return {**with_values(**{name: value or {"not": {"type": "null"}}}), "required": [name]}
+
+
+def with_values(**properties: Schema) -> Schema:
+    """Return the condition that fields, where a body has them, have these values."""
+    return {"properties": properties}

@@ -101,8 +101,11 @@ class PushStream:
     them where it does not, and while the client does not read.
     """
 
-    def __init__(self, source: EventSource, *, ping_s: float, headers: Mapping[str, str] = {}) -> None:
-        self._source, self._ping_s = source, ping_s
+    def __init__(
+        self, source: EventSource, *, ping_s: float, headers: Mapping[str, str] = {}, ping: bytes = PING
+    ) -> None:
+        """`ping` is sent on an idle stream; an empty one is not."""
+        self._source, self._ping_s, self._ping_event = source, ping_s, ping
         self._headers = encode_headers(headers)
         self._is_idle, self._is_scheduled = True, False
         self._sending: asyncio.Task[None] | None = None
@@ -164,8 +167,8 @@ class PushStream:
         self._flush()
 
     def _on_ping_time(self) -> None:
-        if self._is_idle and self._sending is None and not self._write(PING):
-            self._sending = asyncio.ensure_future(self._send_events(PING))
+        if self._ping_event and self._is_idle and self._sending is None and not self._write(self._ping_event):
+            self._sending = asyncio.ensure_future(self._send_events(self._ping_event))
         self._is_idle = True
         self._ping = self._loop.call_later(self._ping_s, self._on_ping_time)
 

@@ -2,7 +2,7 @@
 
 The port is bound before the engine has loaded its model. The worker knows its engine by the protocol only
 (`TokenEngine`); the text side of the model, tokenizer and chat template, is its own. Everything here runs in the event
-loop. Which requests may enter is decided in `admission`; what replies look like, in `openai` and `jobs`.
+loop. Which requests may enter is decided in `admission`; what replies look like, in `dialects`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ..generation import Generation, GenerationListener, make_generations
 from ..progress import Stage
 from ..text_model import TextModel
 from ..token_engine.protocol import ModelInfo, TokenEngine
+from ..tokenizer.chat_parser import ChatParser
 from .admission import Admission, Reservation
 from .bodies import ModelLimits, ParseOptions
 from .metrics import LatencyHistograms
@@ -160,7 +161,7 @@ class Worker(GenerationListener):
         return self.num_open > 0 or self.admission.load.waiting > 0
 
     async def parse(self, parser: str, body: bytes, *, is_stream: bool = False) -> Any:
-        """Return the record that one of `bodies.PARSERS` makes of a body; a large one is parsed in another process."""
+        """Return the record that one of `parsers.PARSERS` makes of a body; a large one is parsed in another process."""
         model = self._model
         limits = None if model is None else ModelLimits(model.max_context, model.vocab_size)
         options = ParseOptions(limits, self.settings.ignore_unknown_fields, is_stream)
@@ -183,14 +184,14 @@ class Worker(GenerationListener):
 
     def start_generations(
         self, ids: list[int], params: SamplingParams, *, n: int = 1, priority: int = 0, timeout_s: float | None = None,
-        is_scored_only: bool = False,
+        is_scored_only: bool = False, make_parser: Callable[[], ChatParser] | None = None,
     ) -> list[Generation]:  # fmt: skip
         """Start `n` generations of one prompt, within a reservation; they share one seed."""
         model = self.model
         generations = make_generations(
             model.tokenizer, self.engine.info.engine, model.vocab_size, ids,
             params.resolve(model.sampling_defaults.values), n=n, priority=priority, timeout_s=timeout_s,
-            is_scored_only=is_scored_only, listener=self,
+            is_scored_only=is_scored_only, listener=self, make_parser=make_parser,
         )  # fmt: skip
         for generation in generations:
             generation.submit(self.engine)

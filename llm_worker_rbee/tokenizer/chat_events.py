@@ -34,19 +34,22 @@ class ChatOptions:
     thinking_budget: int | None = None  # tokens; then the end of the reasoning is forced
 
 
-class ReasoningDelta(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
     """More of the model's reasoning."""
 
     text: str
 
 
-class ContentDelta(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
     """More of the answer itself."""
 
     text: str
 
 
-class ToolCallStart(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ToolCallStart:
     """A call of a tool begins; calls are numbered from 0."""
 
     index: int  # type: ignore[assignment]  # instead of the method of tuples
@@ -54,14 +57,16 @@ class ToolCallStart(NamedTuple):
     name: str
 
 
-class ToolCallDelta(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
     """More of the arguments of a call; the deltas of a call, joined, are its arguments as JSON."""
 
     index: int  # type: ignore[assignment]  # instead of the method of tuples
     arguments: str
 
 
-class ToolCallEnd(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ToolCallEnd:
     """The arguments of a call are complete."""
 
     index: int  # type: ignore[assignment]  # instead of the method of tuples

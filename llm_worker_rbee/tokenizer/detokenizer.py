@@ -80,6 +80,14 @@ class Detokenizer:
             text, self._held = text + self._held, ""
         return text
 
+    def flush(self) -> str:
+        """Return what was held back; the text goes on after a token that has none. No stop string spans that token."""
+        text = self.finish()
+        self._utf8.reset()
+        for stop in self._stops:
+            stop.matched = 0
+        return text
+
     def _release(self, new: str) -> str:
         if not self._stops:
             return new

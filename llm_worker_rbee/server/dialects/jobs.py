@@ -9,25 +9,133 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from ...config import ServerSettings
 from ...engine.request import resolve_max_tokens
-from ...errors import ConflictError, InferenceError, NotFoundError, RequestCancelledError, WorkerError
-from ...generation import Generation
-from ...token_engine.protocol import RequestState
+from ...engine.structured_outputs import StructuredOutputsParams
+from ...errors import (
+    ConflictError,
+    InferenceError,
+    InvalidRequestError,
+    NotFoundError,
+    RequestCancelledError,
+    WorkerError,
+)
 from .. import log
-from ..bodies import JobRequest
-from ..offload import estimate_tokens
-from ..sse import DONE, encode_event
-from ..worker import Worker
+from ..bodies import Conversation, GenerateRequest, ParseOptions, estimate_tokens, sampling_params
+from ..schema import (
+    COUNT,
+    FLAG,
+    MISSING,
+    NUMBER,
+    PRIORITY,
+    SAMPLING,
+    TEXT,
+    TIMEOUT_MS,
+    Boolean,
+    Enum,
+    Field,
+    JobId,
+    Messages,
+    Schema,
+    StopStrings,
+    StructuredOutputs,
+    Text,
+    ValidationError,
+    ValidationIssue,
+    array_schema,
+    decode_object,
+    integer,
+    ref,
+    reply_schema,
+    table_schema,
+    validate_body,
+    with_field,
+)
+from ..sse import DONE, EventStream, encode_event
+from . import Dialect, Handler, Operation, Route
+
+if TYPE_CHECKING:  # the process that parses large bodies imports this module too
+    from ...generation import Generation
+    from ...token_engine.protocol import RequestState
+    from ..call import Call
+    from ..worker import Worker
+
+MAX_STOPS = 4
+NOT_IN_JOBS = ("presence_penalty", "frequency_penalty")
+JOB_SAMPLING = {name: field for name, field in SAMPLING.items() if name not in NOT_IN_JOBS}
+JOB: dict[str, Field] = {
+    "operation": Field(Enum(("infer",)), "infer"),
+    "job_id": Field(JobId()),
+    "model": Field(Text()),
+    "prompt": Field(Text(1), is_secret=True),
+    "messages": Field(Messages(), is_secret=True),
+    "max_tokens": Field(integer(1), required=True),
+    **JOB_SAMPLING,
+    "stop": Field(StopStrings(MAX_STOPS), (), is_secret=True),
+    "structured_outputs": Field(StructuredOutputs()),
+    "close_on_length": Field(Boolean(), False),
+    "priority": PRIORITY,
+    "timeout_ms": TIMEOUT_MS,
+    "stream": Field(Boolean(), True),
+}
+CANCEL = {"job_id": Field(JobId(), required=True)}
 
 METRICS_S = 1.0  # between two metrics events
 POLL_S = 0.1  # between two looks at running jobs
 MAX_FINISHED_BYTES = 256 << 20  # of finished jobs: past it the oldest are dropped before their time
 JOB_BYTES, EVENT_BYTES = 4096, 64  # overhead, an estimate
 STOP_REASONS = {"length": "MAX_TOKENS", "stop": "EOS"}
+
+
+def error_body(error: WorkerError) -> dict[str, Any]:
+    """Return an error: all issues of an invalid body, or a code."""
+    if isinstance(error, ValidationError):
+        return {"errors": [_encode_issue(issue) for issue in error.issues]}
+    if isinstance(error, InvalidRequestError) and error.code == InvalidRequestError.code:
+        return {"errors": [_encode_issue(ValidationIssue(error.field or "body", "invalid", str(error)))]}
+    return {"code": error.code, "message": str(error), "retriable": error.retriable}
+
+
+def _encode_issue(issue: ValidationIssue) -> dict[str, Any]:
+    encoded = {"field": issue.field, "constraint": issue.constraint, "message": issue.message}
+    return encoded if issue.value is MISSING else {**encoded, "value": issue.value}
+
+
+def parse_job(body: bytes, options: ParseOptions) -> GenerateRequest:
+    """Validate a job's body: either prompt or messages. With `is_stream` the job_id is required."""
+    fields = decode_object(body)
+    issues: list[ValidationIssue] = []
+    try:
+        values = validate_body(fields, JOB)
+    except ValidationError as error:
+        values, issues = {}, error.issues
+    if (fields.get("prompt") is None) == (fields.get("messages") is None):
+        issues.append(ValidationIssue("prompt", "required", "give either prompt or messages"))
+    if options.is_stream and fields.get("job_id") is None:
+        issues.append(ValidationIssue("job_id", "required", "job_id is required"))
+    if options.is_stream and fields.get("stream") is False:
+        message = "the reply of this route is a stream: POST /v1/jobs for a whole one"
+        issues.append(ValidationIssue("stream", "unsupported", message))
+    if issues:
+        raise ValidationError(issues)
+    guided = values["structured_outputs"]
+    params = sampling_params(
+        values, options.limits, values["max_tokens"], close_on_length=values["close_on_length"],
+        structured_outputs=None if guided is None else StructuredOutputsParams(**guided),
+    )  # fmt: skip
+    prompt = Conversation.encode(values["messages"]) if values["prompt"] is None else values["prompt"]
+    same = {name: values[name] for name in ("model", "stream", "priority", "timeout_ms")}
+    return GenerateRequest(**same, prompts=[prompt], params=params, values={"job_id": values["job_id"]})
+
+
+def parse_cancel(body: bytes, _: ParseOptions) -> dict[str, Any]:
+    """Validate the body of `/cancel`."""
+    return validate_body(decode_object(body), CANCEL)
 
 
 class Narrator:
@@ -230,25 +338,24 @@ class Jobs:
         self._finished_bytes = 0
         self._polling: asyncio.Task[None] | None = None
 
-    async def start_job(self, request: JobRequest) -> Job:
+    async def start_job(self, request: GenerateRequest) -> Job:
         """Start a job from a validated body."""
-        worker, values = self._worker, request.values
+        worker, (prompt,) = self._worker, request.prompts
         self._drop_expired()
-        job_id = values["job_id"] or f"job-{uuid4()}"
+        job_id = request.values["job_id"] or f"job-{uuid4()}"
         self._require_unused(job_id)
-        worker.require_model(values["model"])
+        worker.require_model(request.model)
         context = worker.model.max_context
-        worker.encoder.check_texts([request.prompt])
-        with worker.reserve(1, estimate_tokens(request.prompt, context)) as reservation:
-            (ids,) = await worker.encoder.encode([request.prompt])
+        worker.encoder.check_texts([prompt])
+        with worker.reserve(1, estimate_tokens(prompt, context)) as reservation:
+            (encoded,) = await worker.encoder.encode([prompt], request.params.structured_outputs)
             self._require_unused(job_id)  # another request may have taken it meanwhile
-            params = request.params
+            params = request.params.with_structured_outputs(encoded.structured_outputs)
+            ids = encoded.ids
             resolve_max_tokens(len(ids), params.max_tokens, worker.engine.info.engine)  # raises before a 429 would
             reservation.set_actual(len(ids))
-            timeout_s = None if values["timeout_ms"] is None else values["timeout_ms"] / 1000
-            (generation,) = worker.start_generations(
-                ids, params, priority=values["priority"], timeout_s=timeout_s
-            )  # fmt: skip
+            timeout_s = None if request.timeout_ms is None else request.timeout_ms / 1000
+            (generation,) = worker.start_generations(ids, params, priority=request.priority, timeout_s=timeout_s)
         job = self._jobs[job_id] = Job(job_id, generation, worker)
         task = asyncio.ensure_future(job.run())
         self._running[task] = job
@@ -292,3 +399,121 @@ class Jobs:
             job, size = self._finished.popleft()
             self._finished_bytes -= size
             del self._jobs[job.id]
+
+
+class Handlers:
+    """The routes of jobs, for one worker."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker, self._jobs = worker, Jobs(worker)
+
+    def table(self) -> dict[str, Handler]:
+        return {
+            "/v1/jobs": self.post, "/v1/inference": self.post, "/execute": self.execute, "/cancel": self.cancel,
+            "/v1/jobs/{job_id}/stream": self.stream, "/v1/jobs/{job_id}": self.get_or_delete,
+        }  # fmt: skip
+
+    async def post(self, call: Call) -> Any:
+        """Start a job; reply with the URL of its events, or with the whole result."""
+        request, job = await self._start(call)
+        if request.stream:
+            return {"job_id": job.id, "sse_url": f"/v1/jobs/{job.id}/stream"}
+        try:
+            async with call.until_disconnect():
+                async for _ in job.read():
+                    pass
+        except RequestCancelledError:
+            job.cancel()
+            raise
+        return job.result()
+
+    async def execute(self, call: Call) -> EventStream:
+        """Start a job whose reply is its events; a disconnect cancels it."""
+        _, job = await self._start(call, is_stream=True)
+        return EventStream(job.read(), ping_s=self._worker.settings.ping_s, on_end=job.cancel)
+
+    async def _start(self, call: Call, is_stream: bool = False) -> tuple[GenerateRequest, Job]:
+        body = await call.body()
+        async with call.until_disconnect():
+            request: GenerateRequest = await self._worker.parse("job", body, is_stream=is_stream)
+            return request, await self._jobs.start_job(request)
+
+    async def stream(self, call: Call) -> EventStream:
+        job = self._jobs.find(call.path_params["job_id"])
+        return EventStream(job.read(), ping_s=self._worker.settings.ping_s)
+
+    async def get_or_delete(self, call: Call) -> Any:
+        """GET: state and counts. DELETE: cancel."""
+        job = self._jobs.find(call.path_params["job_id"])
+        if call.method != "DELETE":
+            return job.state()
+        job.cancel()
+        return {"job_id": job.id}, 202
+
+    async def cancel(self, call: Call) -> Any:
+        values: dict[str, Any] = await self._worker.parse("cancel", await call.body())
+        self._jobs.find(values["job_id"]).cancel()
+        return values, 202
+
+
+STOP_REASON: Schema = {"enum": ["MAX_TOKENS", "EOS", "STOP_SEQUENCE"]}
+
+
+def _event(kind: str, **properties: Schema) -> Schema:
+    return reply_schema(type={"const": kind}, **properties)
+
+
+def _schemas(settings: ServerSettings) -> dict[str, Schema]:
+    job = {**table_schema(JOB, settings.names), "oneOf": [with_field("prompt"), with_field("messages")]}
+    named = {**job, "required": [*job["required"], "job_id"]}
+    narrower = {"job_id": JOB["job_id"].type.json_schema(), "stream": {"enum": [True, None], "default": True}}
+    named["properties"] = {**job["properties"], **narrower}
+    return {"JobRequest": job, "NamedJobRequest": named, "CancelRequest": table_schema(CANCEL), **REPLIES}
+
+
+REPLIES: dict[str, Schema] = {
+    "JobAccepted": reply_schema(job_id=TEXT, sse_url=TEXT),
+    "JobResult": reply_schema(
+        job_id=TEXT, text=TEXT, tokens_out=COUNT, stop_reason=STOP_REASON, decode_time_ms=NUMBER, seed=COUNT),
+    "JobReply": {"anyOf": [ref("JobAccepted"), ref("JobResult")]},
+    "JobName": reply_schema(job_id=TEXT),
+    "JobState": reply_schema(
+        job_id=TEXT, state={"enum": ["queued", "running", "done", "failed", "cancelled"]}, tokens_out=COUNT),
+    "JobEvent": {"oneOf": [
+        _event("started", job_id=TEXT, model=TEXT, started_at={"type": "string", "format": "date-time"}, seed=COUNT),
+        _event("token", t=TEXT, i=COUNT),
+        _event(
+            "metrics", tokens_per_sec=NUMBER, ttft_ms={"type": ["number", "null"]}, kv_cache_usage=NUMBER,
+            vram_bytes=COUNT,
+        ),
+        _event("narration", actor=TEXT, action=TEXT, target=TEXT, human=TEXT),
+        _event("end", tokens_out=COUNT, decode_time_ms=NUMBER, stop_reason=STOP_REASON),
+        _event("error", code=TEXT, message=TEXT, retriable=FLAG),
+    ]},
+    "Error": reply_schema(code=TEXT, message=TEXT, retriable=FLAG),
+    "FieldErrors": {"anyOf": [
+        reply_schema(errors=array_schema(reply_schema(field=TEXT, constraint=TEXT, message=TEXT), 1)), ref("Error"),
+    ]},
+}  # fmt: skip
+START = Operation(summary="Start a job", request="JobRequest", reply="JobReply")
+EXECUTE = Operation(
+    summary="Start a job; the reply is its events", request="NamedJobRequest", reply="text/event-stream",
+    event="JobEvent",
+)  # fmt: skip
+DIALECT = Dialect(
+    prefixes=("/", "/v1/jobs", "/v1/inference", "/v1/ready", "/v1/loading"), error_body=error_body, schemas=_schemas,
+    error_schema="Error", invalid_schema="FieldErrors",
+    parsers={"job": (parse_job, GenerateRequest), "cancel": (parse_cancel, dict[str, Any])},
+    make_handlers=lambda worker: Handlers(worker).table(),
+    routes=(
+        Route("POST", "/v1/jobs", START),
+        Route("POST", "/v1/inference", replace(START, summary="Start a job (alias)")),
+        Route("GET", "/v1/jobs/{job_id}", Operation(summary="State and counts of a job", reply="JobState")),
+        Route("GET", "/v1/jobs/{job_id}/stream", Operation(
+            summary="The events of a job, from the first", reply="text/event-stream", event="JobEvent")),
+        Route("DELETE", "/v1/jobs/{job_id}", Operation(summary="Cancel a job", reply="JobName", status=202)),
+        Route("POST", "/cancel", Operation(
+            summary="Cancel a job", request="CancelRequest", reply="JobName", status=202)),
+        Route("POST", "/execute", EXECUTE),
+    ),
+)  # fmt: skip

@@ -1,29 +1,56 @@
-"""The OpenAI dialect: `start` admits a body and starts its generations, and the `Reply` makes chunks or one object of
-their deltas. A whole reply is a fold over the same deltas that a stream sends.
-"""
+"""What the routes of the OpenAI API share: fields, errors, tools, log-probabilities, the usage of a reply."""
 
 from __future__ import annotations
 
-import asyncio
-import codecs
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-import msgspec
+from ...engine.request import MAX_STOPS, TokenLogprob
+from ...engine.structured_outputs import StructuredOutputsParams
+from ...errors import ModelNotFoundError, WorkerError
+from ...tokenizer.chat_events import ChatOptions, Tool
+from ..bodies import require
+from ..schema import (
+    COUNT,
+    MAX_CHOICES,
+    PRIORITY,
+    SAMPLING,
+    TEXT,
+    TIMEOUT_MS,
+    AnyObject,
+    Boolean,
+    BoundedObject,
+    Enum,
+    Field,
+    FieldType,
+    LogitBias,
+    Schema,
+    StopStrings,
+    StreamOptions,
+    StructuredOutputs,
+    Text,
+    ValidationIssue,
+    array_schema,
+    integer,
+    object_schema,
+    or_null,
+    reply_schema,
+    type_name,
+    unsupported,
+    with_field,
+    with_values,
+)
 
-from ...engine.request import TokenLogprob, check_prompt_fits, fit_max_tokens
-from ...errors import ContextLengthError, InferenceError, ModelNotFoundError, WorkerError
-from ...generation import Generation, TextDelta
-from ...tokenizer import Tokenizer
-from .. import log
-from ..bodies import CompletionRequest
-from ..offload import estimate_tokens
-from ..sse import DONE, EventSource, encode_event, encode_json
-from ..worker import Worker
+if TYPE_CHECKING:
+    from ...tokenizer import Tokenizer
+    from ..printer import Usage
+    from ..reply import Reply
 
-TOKEN_BYTES = 16  # of a reply, an estimate
+MAX_TOOLS = 512
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 def error_body(error: WorkerError) -> dict[str, Any]:
@@ -33,249 +60,182 @@ def error_body(error: WorkerError) -> dict[str, Any]:
     return {"error": {"message": str(error), "type": kind, "param": getattr(error, "field", None), "code": code}}
 
 
-async def start_chat(worker: Worker, body: bytes) -> Reply:
-    """Start the reply to a conversation."""
-    return await _start(worker, await worker.parse("chat", body))
+@dataclass(frozen=True, slots=True)
+class Tools(FieldType):
+    """Functions that the model may call, as chat completions describe them."""
 
+    def validate(self, name: str, value: Any) -> ValidationIssue | None:
+        if not isinstance(value, list) or len(value) > MAX_TOOLS:
+            return ValidationIssue(name, "type", f"{name} must be a list of at most {MAX_TOOLS} tools")
+        for i, tool in enumerate(value):
+            if not isinstance(tool, dict) or tool.get("type") != "function":
+                return ValidationIssue(name, "unsupported", f"{name}[{i}].type must be function")
+            if (issue := check_function(f"{name}[{i}].function", tool.get("function"))) is not None:
+                return issue._replace(field=name)
+        return None
 
-async def start_completion(worker: Worker, body: bytes) -> Reply:
-    """Start the reply to one prompt or several: all of them or none."""
-    return await _start(worker, await worker.parse("completion", body))
-
-
-async def _start(worker: Worker, request: CompletionRequest) -> Reply:
-    values, n = request.values, request.values["n"]
-    worker.require_model(values["model"])
-    context = worker.model.max_context
-    if not request.is_chat:
-        worker.require_capacity(len(request.prompts) * n)
-        worker.encoder.check_texts(request.prompts)
-    num_tokens = n * sum(estimate_tokens(prompt, context) for prompt in request.prompts)
-    with worker.reserve(len(request.prompts) * n, num_tokens) as reservation:
-        prompts = await worker.encoder.encode(request.prompts)
-        generations: list[Generation] = []
-        timeout_s = None if values["timeout_ms"] is None else values["timeout_ms"] / 1000
-        try:
-            for ids in prompts:
-                check_prompt_fits(len(ids), context, is_scored_only=values["max_tokens"] == 0)
-            reservation.set_actual(n * sum(map(len, prompts)))
-            for ids in prompts:
-                max_tokens = fit_max_tokens(len(ids), request.params.max_tokens, worker.engine.info.engine)
-                params = request.params.with_max_tokens(max_tokens)
-                generations += worker.start_generations(
-                    ids, params, n=n, priority=values["priority"], timeout_s=timeout_s,
-                    is_scored_only=values["max_tokens"] == 0,
-                )  # fmt: skip
-        except WorkerError as error:
-            for generation in generations:
-                generation.close()
-            if request.is_chat and isinstance(error, ContextLengthError) and error.field == "prompt":
-                error.field = "messages"
-            raise
-    return Reply(worker, request, prompts, generations)
-
-
-class Reply(EventSource):
-    """The generations of one request, and the chunks or the object made of them."""
-
-    def __init__(
-        self, worker: Worker, request: CompletionRequest, prompts: list[list[int]], generations: list[Generation]
-    ) -> None:
-        self.generations = generations
-        self.streams: bool = request.values["stream"]
-        self.ignored = request.ignored
-        self._worker, self._values, self._is_chat = worker, request.values, request.is_chat
-        self._prompts = prompts
-        self._tokenizer = worker.loaded.tokenizer
-        self._is_scored_only = request.values["max_tokens"] == 0
-        self._has_echoed = [not request.values.get("echo") for _ in generations]
-        self._text_logprobs = [TextLogprobs(self._tokenizer) for _ in generations]
-        self._events = b""  # not taken
-        self._open: dict[int, Generation] = {}  # not finished, by their indices
-        self._templates: dict[int, tuple[bytes, bytes] | None] = {}
-
-    @property
-    def max_tokens(self) -> int:
-        """How many tokens each choice may have; of several prompts the smallest number."""
-        return min(generation.request.submitted.max_tokens for generation in self.generations)
-
-    def close(self) -> None:
-        """Release all generations."""
-        for generation in self.generations:
-            generation.close()
-
-    def start(self, on_ready: Callable[[], None]) -> None:
-        """Stream the chunks as server-sent events; an error is the last event before [DONE]."""
-        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
-        self._chunk_head = self._head(kind)
-        self._includes_usage = self._values["stream_options"].get("include_usage", False)
-        if self._is_chat:
-            first = {"role": "assistant", "content": ""}
-            for i in range(len(self.generations)):
-                self._events += self._encode_chunk(
-                    {"index": i, "delta": first, "logprobs": None, "finish_reason": None}
-                )
-        self._open = dict(enumerate(self.generations))
-        for i, generation in self._open.items():
-            self._templates[i] = self._chunk_template(i)
-            generation.notify(on_ready)
-        if self._events:
-            on_ready()
-
-    def take(self) -> bytes:
-        events, self._events = self._events, b""
-        try:
-            for i, generation in list(self._open.items()):
-                if (delta := generation.take()) is not None:
-                    events += self._encode_delta(i, delta)
-                    if delta.finish_reason is not None:
-                        del self._open[i]
-                        generation.close()
-            if not self._open:
-                if self._includes_usage:
-                    events += encode_event({**self._chunk_head, "choices": [], "usage": self._usage()})
-                events += self._finish()
-        except WorkerError as error:
-            events += encode_event(error_body(error)) + self._finish()
-        except Exception as error:
-            log.request_failed(error)
-            events += encode_event(error_body(InferenceError("internal error of the worker"))) + self._finish()
-        return events
-
-    def _finish(self) -> bytes:
-        self.is_finished = True
-        self.close()
-        return DONE
-
-    def _encode_delta(self, i: int, delta: TextDelta) -> bytes:
-        """Return the chunks of a delta. Most differ from each other by their text alone."""
-        if delta.finish_reason is None and not delta.logprobs and (template := self._templates[i]) is not None:
-            if not delta.text and self._is_chat:
-                return b""
-            before, after = template
-            return before + encode_json(delta.text) + after
-        return b"".join([self._encode_chunk(choice) for choice in self._chunk_choices(i, delta)])
-
-    def _encode_chunk(self, choice: dict[str, Any]) -> bytes:
-        tail: dict[str, Any] = {"usage": None} if self._includes_usage else {}
-        return encode_event({**self._chunk_head, "choices": [choice], **tail})
-
-    def _chunk_template(self, i: int) -> tuple[bytes, bytes] | None:
-        """Return what precedes and follows the text in most chunks of a choice; None where chunks differ in more."""
-        if self._values["logprobs"] or not self._has_echoed[i] or self._is_scored_only:
-            return None
-        if self._values["logprobs"] is not None and not self._is_chat:
-            return None
-        key = b'"content":' if self._is_chat else b'"text":'
-        (choice,) = self._chunk_choices(i, TextDelta("-", [], []))
-        before, _, after = self._encode_chunk(choice).rpartition(key + b'"-"')  # no string holds it: quotes are escaped
-        return before + key, after
-
-    def _chunk_choices(self, i: int, delta: TextDelta) -> list[dict[str, Any]]:
-        if self._is_chat:
-            choices: list[dict[str, Any]] = []
-            if delta.text or delta.logprobs:
-                logprobs = self._chat_logprobs(delta)
-                choices.append(
-                    {"index": i, "delta": {"content": delta.text}, "logprobs": logprobs, "finish_reason": None}
-                )
-            if delta.finish_reason is not None:
-                choices.append({"index": i, "delta": {}, "logprobs": None, "finish_reason": delta.finish_reason})
-            return choices
-        if not self._has_echoed[i]:
-            self._has_echoed[i] = True
-            delta = self._with_prompt(i, delta)
-        elif self._is_scored_only:
-            return []
-        return [self._text_choice(i, delta)]
-
-    async def complete(self) -> bytes:
-        """Return one object with all choices, as JSON; a large one is encoded in a thread."""
-        try:
-            folds = [_fold(generation) for generation in self.generations]
-            deltas = [await folds[0]] if len(folds) == 1 else await asyncio.gather(*folds)
-        finally:
-            self.close()  # one that fails ends the others
-        size = TOKEN_BYTES * sum(len(delta.tokens) for delta in deltas)
-        if self._values.get("echo"):
-            size += TOKEN_BYTES * self._values["n"] * sum(map(len, self._prompts))
-        size *= 1 + (self._values.get("top_logprobs") or int(self._values["logprobs"] or 0))
-        return await self._worker.offload.encode_reply(size, lambda: msgspec.json.encode(self._object(deltas)))
-
-    def _object(self, deltas: Sequence[TextDelta]) -> dict[str, Any]:
-        choices = [self._choice(i, delta) for i, delta in enumerate(deltas)]
-        head = self._head("chat.completion" if self._is_chat else "text_completion")
-        return {**head, "choices": choices, "usage": self._usage(), "seed": self.generations[-1].request.submitted.seed}
-
-    def _choice(self, i: int, delta: TextDelta) -> dict[str, Any]:
-        if self._is_chat:
-            message = {"role": "assistant", "content": delta.text, "refusal": None}
-            logprobs = self._chat_logprobs(delta)
-            return {"index": i, "message": message, "logprobs": logprobs, "finish_reason": delta.finish_reason}
-        return self._text_choice(i, self._with_prompt(i, delta) if self._values["echo"] else delta)
-
-    def _text_choice(self, i: int, delta: TextDelta) -> dict[str, Any]:
-        logprobs = None
-        if self._values["logprobs"] is not None:
-            logprobs = self._text_logprobs[i].encode(delta.logprobs)
-        return {"index": i, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish_reason}
-
-    def _chat_logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
-        return chat_logprobs(self._tokenizer, delta.logprobs) if self._values["logprobs"] else None
-
-    def _with_prompt(self, i: int, delta: TextDelta) -> TextDelta:
-        """Return the delta with the prompt before it; the prompt alone where it is only scored."""
-        ids = self._prompts[i // self._values["n"]]
-        scores = self.generations[i].request.prompt_logprobs or []
-        logprobs = [TokenLogprob(ids[0], float("nan")) if score is None else score for score in scores]
-        text = self._tokenizer.decode(ids)
-        if self._is_scored_only:
-            return TextDelta(text, ids, logprobs, "length")
-        return delta._replace(text=text + delta.text, tokens=ids + delta.tokens, logprobs=logprobs + delta.logprobs)
-
-    def _usage(self) -> dict[str, Any]:
-        output = 0 if self._is_scored_only else sum(generation.num_tokens for generation in self.generations)
-        prompt = sum(map(len, self._prompts))
-        first_choices = self.generations[:: self._values["n"]]
-        cached = sum(max(0, generation.request.num_cached_tokens) for generation in first_choices)
-        return {
-            "prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output,
-            "prompt_tokens_details": {"cached_tokens": cached},
+    def json_schema(self) -> Schema:
+        properties: dict[str, Schema] = {
+            "name": {"type": "string", "minLength": 1, "maxLength": MAX_TOOL_NAME},
+            "description": {"type": ["string", "null"]}, "parameters": {"type": ["object", "null"]},
+            "strict": {"type": ["boolean", "null"]},
         }  # fmt: skip
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        prefix = "chatcmpl" if self._is_chat else "cmpl"
-        return {
-            "id": f"{prefix}-{uuid4().hex}", "object": kind, "created": int(time.time()),
-            "model": self._worker.names[0], "system_fingerprint": None,
-        }  # fmt: skip
+        function = object_schema(properties, "name", is_open=True)
+        tool = object_schema({"type": {"const": "function"}, "function": function}, "type", "function", is_open=True)
+        return {**array_schema(tool), "maxItems": MAX_TOOLS}
 
 
-async def _fold(generation: Generation) -> TextDelta:
-    """Return all deltas of a generation as one; they are taken as they come, and only the last one is waited for."""
-    texts: list[str] = []
-    tokens: list[int] = []
-    logprobs: list[TokenLogprob] = []
-    ended: asyncio.Future[TextDelta] = asyncio.get_running_loop().create_future()
+MAX_TOOL_NAME = 256
 
-    def on_outputs() -> None:
-        if ended.done():
-            return
-        try:
-            delta = generation.take()
-        except Exception as error:
-            ended.set_exception(error)
-            return
-        if delta is not None:
-            texts.append(delta.text)
-            tokens.extend(delta.tokens)
-            logprobs.extend(delta.logprobs)
-            if delta.finish_reason is not None:
-                ended.set_result(delta)
 
-    generation.notify(on_outputs)
-    last = await ended
-    return TextDelta("".join(texts), tokens, logprobs, last.finish_reason, last.stop_sequence)
+def check_function(name: str, function: Any) -> ValidationIssue | None:
+    """Return what is wrong with the description of a function."""
+    if not isinstance(function, dict):
+        return ValidationIssue(name, "type", f"{name} must be an object, not {type_name(function)}")
+    called = function.get("name")
+    if not isinstance(called, str) or not 1 <= len(called) <= MAX_TOOL_NAME:
+        return ValidationIssue(name, "length", f"{name}.name must have 1 to {MAX_TOOL_NAME} characters")
+    for key, kind in (("description", str), ("parameters", dict), ("strict", bool)):
+        if function.get(key) is not None and not isinstance(function[key], kind):
+            return ValidationIssue(name, "type", f"{name}.{key} is {type_name(function[key])}")
+    return None
+
+
+def to_tool(function: Mapping[str, Any]) -> Tool:
+    """Return the tool that a validated description of a function is."""
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    return Tool(function["name"], function.get("description") or "", parameters, bool(function.get("strict")))
+
+
+class ToolChoice(FieldType):
+    """Whether tools are called: auto, none, required, or the one function that must be called."""
+
+    def validate(self, name: str, value: Any) -> ValidationIssue | None:
+        if value in ("auto", "none", "required") or named_tool(value) is not None:
+            return None
+        message = f'{name} must be auto, none, required, or {{"type": "function", "function": {{"name": ...}}}}'
+        return ValidationIssue(name, "choice", message)
+
+    def json_schema(self) -> Schema:
+        function = object_schema({"name": {"type": "string"}}, "name", is_open=True)
+        named = object_schema({"type": {"const": "function"}, "function": function}, "type", "function", is_open=True)
+        return {"anyOf": [{"enum": ["auto", "none", "required"]}, named]}
+
+
+def named_tool(choice: Any) -> str | None:
+    """Return the name in a choice of one function."""
+    function = choice.get("function", choice) if isinstance(choice, dict) and choice.get("type") == "function" else None
+    called = function.get("name") if isinstance(function, dict) else None
+    return called if isinstance(called, str) else None
+
+
+def chat_options(
+    tools: list[Tool], choice: Any, *, parallel: bool | None, effort: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None, thinking_budget: int | None = None,
+) -> ChatOptions:  # fmt: skip
+    """Return the options of a chat; raise for a choice without its tool."""
+    name = named_tool(choice)
+    mode: Any = "required" if name is not None else choice or "auto"
+    require(mode != "required" or bool(tools), "tool_choice", "conflict", f"tool_choice {mode} needs tools")
+    require(name is None or name in [tool.name for tool in tools], "tool_choice", "choice",
+            f"tool_choice names {name!r:.100}, which is not among the tools")  # fmt: skip
+    variables = dict(template_kwargs or {})
+    if effort is not None:
+        variables.setdefault("enable_thinking", effort != "none")
+        if effort != "none":
+            variables.setdefault("reasoning_effort", effort)
+    return ChatOptions(tools, mode, name, parallel is not False, variables, thinking_budget)
+
+
+class ResponseFormat(FieldType):
+    """Text, any JSON object, or JSON of a schema."""
+
+    def validate(self, name: str, value: Any) -> ValidationIssue | None:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if kind not in ("text", "json_object", "json_schema"):
+            return ValidationIssue(name, "choice", f"{name}.type must be text, json_object or json_schema")
+        given = value.get("json_schema")
+        if kind == "json_schema" and not (isinstance(given, dict) and isinstance(given.get("schema"), (dict, bool))):
+            return ValidationIssue(name, "type", f"{name}.json_schema.schema must be a JSON schema")
+        return None
+
+    def json_schema(self) -> Schema:
+        schema = object_schema({"schema": {"type": ["object", "boolean"]}}, "schema", is_open=True)
+        with_schema: dict[str, Schema] = {"type": {"const": "json_schema"}, "json_schema": schema}
+        simple = object_schema({"type": {"enum": ["text", "json_object"]}}, "type", is_open=True)
+        return {"anyOf": [simple, object_schema(with_schema, "type", "json_schema", is_open=True)]}
+
+
+def structured_outputs(values: Mapping[str, Any]) -> StructuredOutputsParams | None:
+    """Return what the fields `response_format`, `structured_outputs` and `grammar` ask for; raise if two do."""
+    found = []
+    if (grammar := values.get("grammar")) is not None:
+        found.append(StructuredOutputsParams(grammar=grammar))
+    if (given := values.get("structured_outputs")) is not None:
+        found.append(StructuredOutputsParams(**given))
+    if (wanted := values.get("response_format")) is not None and wanted["type"] != "text":
+        schema = wanted["json_schema"]["schema"] if wanted["type"] == "json_schema" else None
+        found.append(
+            StructuredOutputsParams(json_object=True) if schema is None else StructuredOutputsParams(json=schema)
+        )
+    require(len(found) <= 1, "structured_outputs", "conflict",
+            "response_format, structured_outputs and grammar exclude each other: give one of them")  # fmt: skip
+    return found[0] if found else None
+
+
+COMMON: dict[str, Field] = {
+    "model": Field(Text()),
+    "stream": Field(Boolean(), False),
+    "stream_options": Field(StreamOptions(), {}),
+    "n": Field(integer(1, MAX_CHOICES), 1),
+    "stop": Field(StopStrings(MAX_STOPS), (), is_secret=True),
+    "logit_bias": Field(LogitBias(), {}),
+    "user": Field(Text()),
+    "priority": PRIORITY,
+    "timeout_ms": TIMEOUT_MS,
+    "ignore_eos": Field(Boolean(), False),
+    **SAMPLING,
+    "response_format": Field(ResponseFormat()),
+    "structured_outputs": Field(StructuredOutputs()),
+    "grammar": Field(Text(1)),
+    "close_on_length": Field(Boolean(), False),
+    "logprobs_mode": Field(Enum(("raw", "masked")), "raw"),
+    # Accepted without effect: some clients always send them.
+    "metadata": Field(AnyObject()),
+    "safety_identifier": Field(Text()),
+    "prompt_cache_key": Field(Text()),
+    "service_tier": unsupported("auto", "default"),
+    "store": unsupported(False),
+}
+REASONING: dict[str, Field] = {
+    "reasoning_effort": Field(Enum(EFFORTS)),
+    "thinking_budget_tokens": Field(integer(0, 1 << 31)),
+    "chat_template_kwargs": Field(BoundedObject(), {}),
+}
+GUIDED = ("close_on_length", "logprobs_mode")  # fields of both a body and SamplingParams
+
+
+def require_stream(values: Mapping[str, Any]) -> None:
+    """Raise for options of a stream without one."""
+    require(values["stream"] or not values["stream_options"], "stream_options", "conflict",
+            "stream_options needs stream: true")  # fmt: skip
+
+
+def head(reply: Reply, kind: str, prefix: str) -> dict[str, Any]:
+    """Return what every reply and chunk begins with."""
+    return {
+        "id": f"{prefix}-{uuid4().hex}", "object": kind, "created": int(time.time()),
+        "model": reply.model, "system_fingerprint": None,
+    }  # fmt: skip
+
+
+def encode_usage(usage: Usage) -> dict[str, Any]:
+    """Return the usage of a reply."""
+    return {
+        "prompt_tokens": usage.prompt, "completion_tokens": usage.output, "total_tokens": usage.prompt + usage.output,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
+    }  # fmt: skip
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -290,34 +250,22 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> dict
     ], "refusal": None}  # fmt: skip
 
 
-class TextLogprobs:
-    """Log-probabilities in the shape of text completions, delta by delta: each token with its offset in the text.
+FINISH: Schema = {"enum": ["stop", "length", "tool_calls", None]}
+LOGPROBS: Schema = or_null({"type": "object"})
+HEAD: dict[str, Schema] = {"id": TEXT, "object": TEXT, "created": COUNT, "model": TEXT}
+STREAM_OPTIONS: Schema = {
+    "anyOf": [with_values(stream_options={"enum": [None, {}]}), with_field("stream", const=True)]
+}  # they need a stream
+SCHEMAS: dict[str, Schema] = {
+    "Usage": reply_schema(
+        prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT,
+        prompt_tokens_details=reply_schema(cached_tokens=COUNT),
+        completion_tokens_details=reply_schema(reasoning_tokens=COUNT)),
+    "OpenAIError": reply_schema(
+        error=reply_schema(message=TEXT, type=TEXT, param=or_null(TEXT), code=or_null(TEXT))),
+}  # fmt: skip
 
-    A token that is a part of a character has no text: its name is `bytes:` and its bytes in hexadecimal, and the offset
-    advances with the token that completes the character.
-    """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._offset = 0
-
-    def encode(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """Return the next entries; the first token of a prompt has no log-probability."""
-        names, offsets, values, tops = [], [], [], []
-        for entry in entries:
-            value = None if entry.logprob != entry.logprob else entry.logprob
-            names.append(self._name(entry.token))
-            offsets.append(self._offset)
-            values.append(value)
-            tops.append(None if value is None else {self._name(token): logprob for token, logprob in entry.top})
-            if not self._tokenizer.is_special(entry.token):
-                self._offset += len(self._utf8.decode(self._tokenizer.token_bytes(entry.token)))
-        return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
-
-    def _name(self, token: int) -> str:
-        raw = self._tokenizer.token_bytes(token)
-        try:
-            return raw.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+def completion_schema(choice: Schema, **more: Schema) -> Schema:
+    """Return the schema of a reply with choices."""
+    return reply_schema(**HEAD, choices=array_schema(choice), **more)

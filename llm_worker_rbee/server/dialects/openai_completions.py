@@ -1,0 +1,223 @@
+"""OpenAI's text completions: `/v1/completions`. A prompt may be echoed, and scored."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...config import ServerSettings
+from ...engine.request import MAX_LOGPROBS, TokenLogprob, check_prompt_fits
+from ..bodies import GenerateRequest, PackedIds, ParseOptions, Prompt, require, sampling_params, validate_known
+from ..printer import Answer, Printer
+from ..schema import (
+    COUNT,
+    MAX_CHOICES,
+    TEXT,
+    Boolean,
+    Field,
+    MaxTokens,
+    Prompts,
+    Schema,
+    decode_object,
+    integer,
+    reply_schema,
+    table_schema,
+    unsupported,
+    with_field,
+    with_values,
+)
+from ..sse import DONE, encode_event, encode_json
+from . import Dialect, GenerateRoute, Operation
+from .openai import (
+    COMMON,
+    FINISH,
+    GUIDED,
+    LOGPROBS,
+    SCHEMAS,
+    STREAM_OPTIONS,
+    completion_schema,
+    encode_usage,
+    error_body,
+    head,
+    require_stream,
+    structured_outputs,
+)
+
+if TYPE_CHECKING:
+    from ...errors import WorkerError
+    from ...generation import TextDelta
+    from ...tokenizer import Tokenizer
+    from ..reply import Reply
+
+COMPLETION: dict[str, Field] = {
+    **COMMON,
+    "prompt": Field(Prompts(), required=True, is_secret=True),
+    "max_tokens": Field(MaxTokens(0), 16),
+    "echo": Field(Boolean(), False),
+    "logprobs": Field(integer(0, MAX_LOGPROBS)),
+    "best_of": Field(integer(1, MAX_CHOICES)),
+    "suffix": unsupported(""),
+}
+
+
+def parse_completion(body: bytes, options: ParseOptions) -> GenerateRequest:
+    """Validate the body of `/v1/completions`."""
+    fields = decode_object(body)
+    if options.limits is not None:
+        _require_ids_fit(fields.get("prompt"), options.limits.max_context)
+    values, ignored = validate_known(fields, COMPLETION, options)
+    require(values["best_of"] in (None, values["n"]), "best_of", "unsupported",
+            "best_of other than n is not supported by this worker")  # fmt: skip
+    require(values["max_tokens"] != 0 or values["echo"], "max_tokens", "range",
+            "max_tokens is 0: only with echo, to score the prompt")  # fmt: skip
+    require_stream(values)
+    prompt = values["prompt"]
+    prompts = prompt if isinstance(prompt, list) and isinstance(prompt[0], (str, list)) else [prompt]
+    is_scored_only = values["max_tokens"] == 0
+    params = sampling_params(
+        values, options.limits, 1 if is_scored_only else values["max_tokens"], logprobs=values["logprobs"],
+        prompt_logprobs=values["echo"] and values["logprobs"] is not None,
+        structured_outputs=structured_outputs(values), **{name: values[name] for name in GUIDED},
+    )  # fmt: skip
+    packed: list[Prompt] = [prompt if isinstance(prompt, str) else PackedIds.pack(prompt) for prompt in prompts]
+    same = {name: values[name] for name in ("model", "n", "stream", "priority", "timeout_ms")}
+    includes_usage = values["stream_options"].get("include_usage", False)
+    return GenerateRequest(
+        **same, prompts=packed, params=params, is_scored_only=is_scored_only, ignored=ignored,
+        values={"echo": values["echo"], "includes_usage": includes_usage},
+    )  # fmt: skip
+
+
+def _require_ids_fit(prompt: Any, context: int) -> None:
+    """Raise if there are more token ids than the context, before each of them is validated."""
+    if not isinstance(prompt, list) or not prompt:
+        return
+    for ids in prompt if isinstance(prompt[0], list) else [prompt]:
+        if isinstance(ids, list) and ids and not isinstance(ids[0], (str, list)):
+            check_prompt_fits(len(ids), context, is_scored_only=True)
+
+
+class CompletionPrinter(Printer):
+    """Chunks of text completions, or one object."""
+
+    def __init__(self, reply: Reply) -> None:
+        super().__init__(reply)
+        count = len(reply.generations)
+        self._chunk_head = head(reply, "text_completion", "cmpl")
+        self._tail = {"usage": None} if reply.request.values["includes_usage"] else {}
+        self._echoes, self._has_echoed = reply.request.values["echo"], [False] * count
+        self._has_logprobs = reply.request.params.logprobs is not None
+        self._text_logprobs = [TextLogprobs(reply.tokenizer) for _ in range(count)]
+        self._templates: list[tuple[bytes, bytes]] = []
+
+    def begin(self) -> bytes:
+        for i in range(len(self.reply.generations)):
+            choice = {"index": i, "text": "-", "logprobs": None, "finish_reason": None}
+            before, _, after = self._chunk(choice).rpartition(b'"text":"-"')  # no string holds it: quotes are escaped
+            self._templates.append((before + b'"text":', after))
+        return b""
+
+    def print_delta(self, index: int, delta: TextDelta) -> bytes:
+        if self._echoes and not self._has_echoed[index]:
+            self._has_echoed[index] = True
+            logprobs, text = self._prompt(index)
+            if self.reply.request.is_scored_only:
+                return self._chunk(self._choice(index, text, logprobs, "length"))
+            return self._chunk(self._choice(index, text + delta.text, logprobs + delta.logprobs, delta.finish_reason))
+        if self.reply.request.is_scored_only:
+            return b""
+        if delta.finish_reason is None and not self._has_logprobs:
+            before, after = self._templates[index]
+            return before + encode_json(delta.text) + after
+        return self._chunk(self._choice(index, delta.text, delta.logprobs, delta.finish_reason))
+
+    def _chunk(self, choice: dict[str, Any]) -> bytes:
+        return encode_event({**self._chunk_head, "choices": [choice], **self._tail})
+
+    def _choice(self, i: int, text: str, logprobs: Sequence[TokenLogprob], finish_reason: str | None) -> dict[str, Any]:
+        encoded = self._text_logprobs[i].encode(logprobs) if self._has_logprobs else None
+        return {"index": i, "text": text, "logprobs": encoded, "finish_reason": finish_reason}
+
+    def _prompt(self, i: int) -> tuple[list[TokenLogprob], str]:
+        """Return log-probabilities and text of the prompt of a choice."""
+        ids = self.reply.prompts[i // self.reply.request.n]
+        scores = self.reply.generations[i].request.prompt_logprobs or []
+        logprobs = [TokenLogprob(ids[0], float("nan")) if score is None else score for score in scores]
+        return logprobs, self.reply.tokenizer.decode(ids)
+
+    def end(self) -> bytes:
+        if not self._tail:
+            return DONE
+        return encode_event({**self._chunk_head, "choices": [], "usage": encode_usage(self.reply.usage())}) + DONE
+
+    def print_error(self, error: WorkerError) -> bytes:
+        return encode_event(error_body(error)) + DONE
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        choices = []
+        for i, answer in enumerate(answers):
+            text, logprobs, reason = answer.text, answer.logprobs, answer.finish_reason
+            if self._echoes:
+                scores, prompt = self._prompt(i)
+                only = self.reply.request.is_scored_only
+                text, logprobs = (prompt, scores) if only else (prompt + text, scores + logprobs)
+                reason = "length" if only else reason
+            choices.append(self._choice(i, text, logprobs, reason))
+        usage = encode_usage(self.reply.usage())
+        return {
+            **head(self.reply, "text_completion", "cmpl"), "choices": choices, "usage": usage, "seed": self.reply.seed
+        }  # fmt: skip
+
+
+class TextLogprobs:
+    """Log-probabilities in the shape of text completions, delta by delta: each token with its offset in the text.
+
+    A token that is a part of a character has no text: its name is `bytes:` and its bytes in hexadecimal, and the offset
+    advances with the token that completes the character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._offset = 0
+
+    def encode(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Return the next entries; the first token of a prompt has no log-probability."""
+        names, offsets, values, tops = [], [], [], []
+        for entry in entries:
+            value = None if entry.logprob != entry.logprob else entry.logprob
+            names.append(self._name(entry.token))
+            offsets.append(self._offset)
+            values.append(value)
+            tops.append(None if value is None else {self._name(token): logprob for token, logprob in entry.top})
+            if not self._tokenizer.is_special(entry.token):
+                self._offset += len(self._utf8.decode(self._tokenizer.token_bytes(entry.token)))
+        return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+    def _name(self, token: int) -> str:
+        raw = self._tokenizer.token_bytes(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _schemas(settings: ServerSettings) -> dict[str, Schema]:
+    choice = reply_schema(index=COUNT, text=TEXT, logprobs=LOGPROBS, finish_reason=FINISH)
+    return {
+        **SCHEMAS,
+        "CompletionRequest": {
+            **table_schema(COMPLETION, settings.names, is_open=settings.ignore_unknown_fields),
+            "anyOf": [with_values(max_tokens={"not": {"const": 0}}), with_field("echo", const=True)],
+            "allOf": [STREAM_OPTIONS],
+        },
+        "Completion": completion_schema(choice),
+    }
+
+
+OPERATION = Operation(summary="Complete prompts", request="CompletionRequest", reply="Completion", event="Completion")
+DIALECT = Dialect(
+    prefixes=("/v1/completions",), error_body=error_body, schemas=_schemas, error_schema="OpenAIError",
+    generate=(GenerateRoute("/v1/completions", parse_completion, CompletionPrinter, OPERATION),),
+)  # fmt: skip

@@ -1,0 +1,72 @@
+"""What a dialect makes of a reply: the interface of its printer, and the records that it prints."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..engine.request import FinishReason, TokenLogprob
+from ..tokenizer.chat_events import ToolCall
+from .sse import PING
+
+if TYPE_CHECKING:  # the process that parses large bodies imports this module too
+    from ..errors import WorkerError
+    from ..generation import TextDelta
+    from .reply import Reply
+
+
+class Usage(NamedTuple):
+    """Tokens of a reply."""
+
+    prompt: int
+    output: int
+    cached: int  # of the prompt, found in the prefix cache
+    reasoning: int  # of the output
+
+
+@dataclass(slots=True)
+class Answer:
+    """All deltas of one generation, folded."""
+
+    text: str = ""  # content
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_sequence: str | None = None
+
+
+class Printer(ABC):
+    """Prints a reply in the form of one dialect: `begin`, then `print_delta` for each delta, then `end`; or `whole`.
+
+    An error after `begin` is the last that a stream has.
+    """
+
+    media_type = "text/event-stream; charset=utf-8"  # of a stream
+    ping = PING  # on an idle stream
+
+    def __init__(self, reply: Reply) -> None:
+        self.reply = reply
+
+    def begin(self) -> bytes:
+        """Return what precedes the first delta."""
+        return b""
+
+    @abstractmethod
+    def print_delta(self, index: int, delta: TextDelta) -> bytes:
+        """Return the events of a delta of one generation."""
+
+    def end(self) -> bytes:
+        """Return what follows the last delta of all generations."""
+        return b""
+
+    @abstractmethod
+    def print_error(self, error: WorkerError) -> bytes:
+        """Return the event of an error, and the end of the stream."""
+
+    @abstractmethod
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Return a whole reply."""

@@ -1,0 +1,210 @@
+"""The reply to a request that the model answers: starts its generations and folds their deltas, whatever the dialect.
+
+`start_reply` admits a request and starts it; the `Reply` passes each delta to the dialect's `Printer`, which makes
+chunks of it, or one object of all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from ..engine.request import SamplingParams, check_prompt_fits, fit_max_tokens
+from ..errors import ContextLengthError, InferenceError, WorkerError
+from ..generation import Generation, TextDelta
+from ..tokenizer import Tokenizer
+from ..tokenizer.chat_events import ContentDelta, ReasoningDelta, ToolCall, ToolCallDelta, ToolCallStart
+from . import log
+from .bodies import GenerateRequest, estimate_tokens
+from .offload import EncodedPrompt
+from .printer import Answer, Printer, Usage
+from .sse import EventSource
+from .worker import Worker
+
+TOKEN_BYTES = 16  # of a reply, an estimate
+
+
+async def start_reply(worker: Worker, request: GenerateRequest, make_printer: Callable[[Reply], Printer]) -> Reply:
+    """Start the generations of a request: all of them or none."""
+    worker.require_model(request.model)
+    context, chat, n = worker.model.max_context, request.chat, request.n
+    if chat is None:
+        worker.require_capacity(len(request.prompts) * n)
+        worker.encoder.check_texts(request.prompts)
+    num_tokens = n * sum(estimate_tokens(prompt, context) for prompt in request.prompts)
+    with worker.reserve(len(request.prompts) * n, num_tokens) as reservation:
+        prompts = await worker.encoder.encode(request.prompts, request.params.structured_outputs)
+        generations: list[Generation] = []
+        timeout_s = None if request.timeout_ms is None else request.timeout_ms / 1000
+        try:
+            for prompt in prompts:
+                check_prompt_fits(len(prompt.ids), context, is_scored_only=request.is_scored_only)
+            reservation.set_actual(n * sum(len(prompt.ids) for prompt in prompts))
+            for prompt in prompts:
+                generations += worker.start_generations(
+                    prompt.ids, fit_params(worker, request.params, prompt), n=n, priority=request.priority,
+                    timeout_s=timeout_s, is_scored_only=request.is_scored_only, make_parser=prompt.make_parser,
+                )  # fmt: skip
+        except WorkerError as error:
+            for generation in generations:
+                generation.close()
+            if chat is not None and isinstance(error, ContextLengthError) and error.field == "prompt":
+                error.field = "messages"
+            raise
+    return Reply(worker, request, [prompt.ids for prompt in prompts], generations, make_printer)
+
+
+def fit_params(worker: Worker, params: SamplingParams, prompt: EncodedPrompt) -> SamplingParams:
+    """Return the parameters with the tokens that fit after the prompt, and with the grammar of its answer."""
+    max_tokens = fit_max_tokens(len(prompt.ids), params.max_tokens, worker.engine.info.engine)
+    return params.with_max_tokens(max_tokens).with_structured_outputs(prompt.structured_outputs)
+
+
+class Reply(EventSource):
+    """The generations of one request, and what the dialect's printer makes of them."""
+
+    def __init__(
+        self, worker: Worker, request: GenerateRequest, prompts: list[list[int]], generations: list[Generation],
+        make_printer: Callable[[Reply], Printer],
+    ) -> None:  # fmt: skip
+        self.request, self.prompts, self.generations = request, prompts, generations
+        self.created_at = time.time()
+        self._worker = worker
+        self._events = b""  # not taken
+        self._open: dict[int, Generation] = {}  # not finished, by their indices
+        self.printer = make_printer(self)
+
+    @property
+    def model(self) -> str:
+        """The name of the model."""
+        return self._worker.names[0]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._worker.loaded.tokenizer
+
+    @property
+    def max_tokens(self) -> int:
+        """How many tokens each answer may have; of several prompts the smallest number."""
+        return min(generation.request.submitted.max_tokens for generation in self.generations)
+
+    @property
+    def seed(self) -> int:
+        return self.generations[-1].request.submitted.seed
+
+    def usage(self) -> Usage:
+        """Return the tokens so far."""
+        output = 0 if self.request.is_scored_only else sum(generation.num_tokens for generation in self.generations)
+        first_choices = self.generations[:: self.request.n]
+        cached = sum(max(0, generation.request.num_cached_tokens) for generation in first_choices)
+        reasoning = sum(generation.num_reasoning_tokens for generation in self.generations)
+        return Usage(sum(map(len, self.prompts)), output, cached, reasoning)
+
+    def close(self) -> None:
+        """Release all generations."""
+        for generation in self.generations:
+            generation.close()
+
+    def start(self, on_ready: Callable[[], None]) -> None:
+        self._events += self.printer.begin()
+        self._open = dict(enumerate(self.generations))
+        for generation in self.generations:
+            generation.notify(on_ready)
+        if self._events:
+            on_ready()
+
+    def take(self) -> bytes:
+        events, self._events = self._events, b""
+        try:
+            for i, generation in list(self._open.items()):
+                if (delta := generation.take()) is not None:
+                    events += self.printer.print_delta(i, delta)
+                    if delta.finish_reason is not None:
+                        del self._open[i]
+                        generation.close()
+            if not self._open:
+                events += self.printer.end()
+                self._finish()
+        except WorkerError as error:
+            events += self.printer.print_error(error)
+            self._finish()
+        except Exception as error:
+            log.request_failed(error)
+            events += self.printer.print_error(InferenceError("internal error of the worker"))
+            self._finish()
+        return events
+
+    def _finish(self) -> None:
+        self.is_finished = True
+        self.close()
+
+    async def complete(self) -> bytes:
+        """Return one object with all answers, as JSON; a large one is encoded in a thread."""
+        try:
+            folds = [fold(generation) for generation in self.generations]
+            answers = [await folds[0]] if len(folds) == 1 else await asyncio.gather(*folds)
+        finally:
+            self.close()  # one that fails ends the others
+        size = TOKEN_BYTES * sum(len(answer.tokens) for answer in answers)
+        if self.request.values.get("echo"):
+            size += TOKEN_BYTES * self.request.n * sum(map(len, self.prompts))
+        size *= 1 + (self.request.params.logprobs or 0)
+        return await self._worker.offload.encode_reply(size, lambda: msgspec.json.encode(self.printer.whole(answers)))
+
+
+async def fold(generation: Generation) -> Answer:
+    """Return all deltas of a generation as one; they are taken as they come, and only the last one is waited for."""
+    folding = AnswerFold()
+    ended: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+
+    def on_outputs() -> None:
+        if ended.done():
+            return
+        try:
+            delta = generation.take()
+        except Exception as error:
+            ended.set_exception(error)
+            return
+        if delta is not None:
+            folding.add(delta)
+            if delta.finish_reason is not None:
+                ended.set_result(folding.answer())
+
+    generation.notify(on_outputs)
+    return await ended
+
+
+class AnswerFold:
+    """Joins deltas."""
+
+    def __init__(self) -> None:
+        self._answer = Answer()
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[tuple[ToolCallStart, list[str]]] = []
+
+    def add(self, delta: TextDelta) -> None:
+        answer = self._answer
+        answer.tokens += delta.tokens
+        answer.logprobs += delta.logprobs
+        answer.finish_reason, answer.stop_sequence = delta.finish_reason, delta.stop_sequence
+        if delta.events is None:
+            self._text.append(delta.text)
+            return
+        for event in delta.events:
+            if isinstance(event, ContentDelta):
+                self._text.append(event.text)
+            elif isinstance(event, ReasoningDelta):
+                self._reasoning.append(event.text)
+            elif isinstance(event, ToolCallStart):
+                self._calls.append((event, []))
+            elif isinstance(event, ToolCallDelta):
+                self._calls[event.index][1].append(event.arguments)
+
+    def answer(self) -> Answer:
+        self._answer.text, self._answer.reasoning = "".join(self._text), "".join(self._reasoning)
+        self._answer.calls = [ToolCall(start.id, start.name, "".join(parts)) for start, parts in self._calls]
+        return self._answer
