@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.server import app, bodies, log
+from llm_worker_rbee.server import bodies, call, log
 from tests.helpers import tiny_models
 from tests.helpers.server import CHAT, LIMIT_S, Server, connected, ids, read_body, until
 from tests.server.conftest import KEY, Start
@@ -148,7 +148,7 @@ def test_model_names_served_and_reference_are_accepted(start: Start) -> None:
 
 
 def test_body_missing_is_504_after_timeout(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "BODY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(call, "BODY_TIMEOUT_S", 0.2)
     server = start()
     with socket.create_connection(("127.0.0.1", server.port), LIMIT_S) as client:
         head = f"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\n{JSON}content-length: 100\r\n\r\n"

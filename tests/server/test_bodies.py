@@ -8,15 +8,10 @@ import pytest
 
 from llm_worker_rbee.engine.request import MAX_COUNT
 from llm_worker_rbee.errors import ContextLengthError, InvalidRequestError
-from llm_worker_rbee.server.bodies import (
-    COMPLETION_VALUES,
-    ModelLimits,
-    PackedIds,
-    ParseOptions,
-    parse_chat,
-    parse_completion,
-    parse_job,
-)
+from llm_worker_rbee.server.bodies import ModelLimits, PackedIds, ParseOptions
+from llm_worker_rbee.server.dialects.jobs import parse_job
+from llm_worker_rbee.server.dialects.openai_chat import parse_chat
+from llm_worker_rbee.server.dialects.openai_completions import parse_completion
 
 LIMITS = ParseOptions(ModelLimits(max_context=8, vocab_size=100))
 
@@ -33,7 +28,7 @@ def test_packed_ids_past_64_bits_stay_past_any_vocabulary() -> None:
 
 def test_parse_completion_packs_ids_and_keeps_what_is_used() -> None:
     request = parse_completion(b'{"prompt": [[1, 2.0], [3]], "metadata": {"a": 1}, "user": "u"}', LIMITS)
-    assert request.values.keys() == set(COMPLETION_VALUES) - {"top_logprobs"}
+    assert request.values.keys() == {"echo", "includes_usage"}
     assert [isinstance(ids, PackedIds) and ids.view().tolist() for ids in request.prompts] == [[1, 2], [3]]
 
 
@@ -68,6 +63,6 @@ def test_parse_options_list_unknown_fields_or_refuse_them() -> None:
 
 def test_parse_job_of_stream_requires_id() -> None:
     body = b'{"prompt": "x", "max_tokens": 1}'
-    assert parse_job(body, ParseOptions()).prompt == "x"
+    assert parse_job(body, ParseOptions()).prompts == ["x"]
     with pytest.raises(InvalidRequestError, match="job_id is required"):
         parse_job(body, ParseOptions(is_stream=True))

@@ -27,9 +27,9 @@ from llm_worker_rbee.errors import (
 )
 from llm_worker_rbee.server import body_child, body_process, offload
 from llm_worker_rbee.server.bodies import ModelLimits, ParseOptions
-from llm_worker_rbee.server.parsers import PARSERS
 from llm_worker_rbee.server.body_process import BodyProcess
 from llm_worker_rbee.server.offload import OffloadPool
+from llm_worker_rbee.server.parsers import PARSERS
 from llm_worker_rbee.server.schema import ValidationError
 from tests.helpers.server import Server, until
 

@@ -12,7 +12,7 @@ import pytest
 
 from llm_worker_rbee.errors import QueueFullError, ShuttingDownError
 from llm_worker_rbee.server import bodies, offload
-from llm_worker_rbee.server.dialects import openai
+from llm_worker_rbee.server.dialects.openai_completions import CompletionPrinter
 from llm_worker_rbee.server.offload import BoundedExecutor
 from tests.helpers.server import CONTEXT, Server, until
 from tests.server.conftest import Start
@@ -94,7 +94,7 @@ def test_large_bodies_and_replies_run_off_the_event_loop(server: Server, monkeyp
         monkeypatch.setattr(owner, name, watcher)
 
     tokenizer = server.llm.tokenizer
-    owners = [(tokenizer, "piece"), (tokenizer, "decode"), (openai.Reply, "_object"), (bodies, "decode_object")]
+    owners = [(tokenizer, "piece"), (tokenizer, "decode"), (CompletionPrinter, "whole"), (bodies, "decode_object")]
     for owner, name in owners:
         watched(owner, name)
     text = "a" * (offload.LARGE_BYTES + 1)
@@ -102,7 +102,7 @@ def test_large_bodies_and_replies_run_off_the_event_loop(server: Server, monkeyp
         ("/tokenize", {"text": text}, {"piece"}),
         ("/detokenize", {"tokens": [97] * (offload.LARGE_BYTES // 2)}, {"decode"}),
         (JOBS, {"prompt": text, "max_tokens": 1, "top_k": -2}, set()),
-        (COMPLETIONS, {"prompt": [1] * 34_000, "max_tokens": 1, "echo": True}, {"_object", "decode"}),
+        (COMPLETIONS, {"prompt": [1] * 34_000, "max_tokens": 1, "echo": True}, {"whole", "decode"}),
     ]
     for path, body, more in cases:
         where.clear()

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.server import schema
+from llm_worker_rbee.server import schema as schemas
 from llm_worker_rbee.server.app import Routes
-from llm_worker_rbee.server.openapi import field_schema
+from llm_worker_rbee.server.dialects import jobs, openai_chat, openai_completions
 from llm_worker_rbee.server.schema import Field
 from tests.helpers.json_schema import fits
 from tests.helpers.server import Server, events
 
 TABLES = {
-    "job": schema.JOB, "chat": schema.CHAT, "completion": schema.COMPLETION,
-    "tokenize": schema.TOKENIZE, "detokenize": schema.DETOKENIZE, "cancel": schema.CANCEL,
+    "job": jobs.JOB, "chat": openai_chat.CHAT, "completion": openai_completions.COMPLETION,
+    "tokenize": schemas.TOKENIZE, "detokenize": schemas.DETOKENIZE, "cancel": jobs.CANCEL,
 }  # fmt: skip
 FIELDS = [(table, name) for table, fields in TABLES.items() for name in fields]
 # one of every kind, and the edges of everything that has edges
@@ -52,7 +52,7 @@ def test_description_lists_served_routes(server: Server, described: dict[str, An
 @pytest.mark.parametrize(("table", "name"), FIELDS)
 def test_field_schema_accepts_what_validate_accepts(table: str, name: str) -> None:
     field: Field = TABLES[table][name]
-    schema = field_schema(field)
+    schema = schemas.field_schema(field)
     for value in SOME:
         assert fits(schema, value, {}) == (field.type.validate(name, value) is None), f"{name}: {value!r}"
     assert fits(schema, None, {}) == (not field.required)

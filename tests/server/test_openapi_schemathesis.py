@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
-from llm_worker_rbee.server.openapi import OPENAI_PATHS, ROUTES
+from llm_worker_rbee.server.openapi import all_operations
 from tests.cli.conftest import environment
 from tests.conftest import DEVICE
 from tests.helpers import tiny_models
@@ -23,6 +23,7 @@ from tests.helpers.server import until
 from tests.server.conftest import KEY
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
+OPENAI = ("/v1/chat/completions", "/v1/completions")
 POSITIVE, NEGATIVE = schemathesis.GenerationMode
 CHECKS = (
     not_a_server_error,
@@ -66,7 +67,10 @@ def within_the_model(path: str, body: Any) -> Any:
     made = dict(body)
     for name in ("max_tokens", "max_completion_tokens"):
         if _is_whole(made.get(name)):
-            is_unlimited = made[name] == -1 and path in OPENAI_PATHS  # what is left of the context
+            is_unlimited = made[name] == -1 and path in (
+                "/v1/chat/completions",
+                "/v1/completions",
+            )  # what is left of the context
             made[name] = LONGEST if is_unlimited else min(made[name], LONGEST)
     if path == "/v1/chat/completions" and made.get("max_tokens", made.get("max_completion_tokens")) is None:
         made["max_tokens"] = LONGEST
@@ -100,8 +104,8 @@ def _known(ids: Any) -> Any:
 
 CASES = [
     pytest.param(method, path, mode, id=f"{method} {path} {mode.value}")
-    for method, path, _, request, *_ in ROUTES
-    for mode in ((POSITIVE, NEGATIVE) if request is not None else (POSITIVE,))  # without a body nothing can be wrong
+    for method, path, operation in all_operations()
+    for mode in ((POSITIVE, NEGATIVE) if operation.request else (POSITIVE,))  # without a body nothing can be wrong
 ]
 
 

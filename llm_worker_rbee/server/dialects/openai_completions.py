@@ -58,6 +58,7 @@ COMPLETION: dict[str, Field] = {
     "logprobs": Field(integer(0, MAX_LOGPROBS)),
     "best_of": Field(integer(1, MAX_CHOICES)),
     "suffix": unsupported(""),
+    "parallel_tool_calls": Field(Boolean()),  # without effect
 }
 
 

@@ -12,7 +12,6 @@ import httpx
 import pytest
 
 from llm_worker_rbee.engine.request import Request
-from llm_worker_rbee.server import schema
 from llm_worker_rbee.server.dialects import jobs
 from tests.helpers.server import CHAT, SAID, Server, events, until
 from tests.server.conftest import Start
@@ -42,7 +41,7 @@ LIMITS: dict[str, tuple[Any, list[Any], list[Any]]] = {
 @pytest.mark.parametrize("name", LIMITS)
 def test_parse_job_defaults_and_bounds_match_contract(name: str) -> None:
     default, taken, refused = LIMITS[name]
-    field = schema.JOB[name]
+    field = jobs.JOB[name]
     assert field.default == default
     assert [field.type.validate(name, value) for value in taken] == [None] * len(taken)
     assert all(field.type.validate(name, value) for value in refused)

@@ -9,8 +9,7 @@ import pytest
 
 from llm_worker_rbee import LLM
 from llm_worker_rbee.generation import TextDelta
-from llm_worker_rbee.server import schema
-from llm_worker_rbee.server.dialects import openai
+from llm_worker_rbee.server.dialects import openai_chat, openai_completions
 from llm_worker_rbee.server.schema import Enum
 from tests.conftest import DEVICE
 from tests.helpers import tiny_models
@@ -20,7 +19,7 @@ from tests.server.conftest import Start
 JOBS, CHATS, COMPLETIONS = "/v1/jobs", "/v1/chat/completions", "/v1/completions"
 UNHONOURED = [
     (path, name)
-    for path, table in ((CHATS, schema.CHAT), (COMPLETIONS, schema.COMPLETION))
+    for path, table in ((CHATS, openai_chat.CHAT), (COMPLETIONS, openai_completions.COMPLETION))
     for name, field in table.items()
     if isinstance(field.type, Enum)
 ]
@@ -93,7 +92,7 @@ def test_fields_without_effect_are_accepted(server: Server, path: str) -> None:
 @pytest.mark.parametrize(("path", "name"), UNHONOURED)
 def test_unsupported_field_is_refused_unless_default(server: Server, path: str, name: str) -> None:
     """Refused by name, unless its value changes nothing."""
-    kind = (schema.CHAT if path == CHATS else schema.COMPLETION)[name].type
+    kind = (openai_chat.CHAT if path == CHATS else openai_completions.COMPLETION)[name].type
     assert isinstance(kind, Enum)
     for value in (*kind.allowed, None):
         assert server.post(path, {**BODIES[path], "max_tokens": 1, name: value}).status_code == 200, value
@@ -168,16 +167,18 @@ def test_text_offsets_account_for_multi_token_characters(server: Server, is_stre
 def test_chunks_from_template_have_the_bytes_of_encoding_each(
     server: Server, monkeypatch: pytest.MonkeyPatch, path: str, more: dict[str, Any]
 ) -> None:
-    encode, pairs = openai.Reply._encode_delta, list[tuple[bytes, bytes]]()
+    is_chat, pairs = path == CHATS, list[tuple[bytes, bytes]]()
+    printer = openai_chat.ChatPrinter if is_chat else openai_completions.CompletionPrinter
+    printed = printer.print_delta
 
-    def watched(reply: openai.Reply, i: int, delta: TextDelta) -> bytes:
-        odd = delta._replace(text=delta.text + '"\\\u2028\x00\u00e9\U0001f600"content":""')
-        for one in (odd, delta):
-            choices = reply._chunk_choices(i, one)
-            pairs.append((encode(reply, i, one), b"".join([reply._encode_chunk(choice) for choice in choices])))
-        return pairs[-1][0]
+    def watched(self: Any, i: int, delta: TextDelta) -> bytes:
+        odd = delta._replace(text=delta.text + '"\\\u2028\x00\u00e9\U0001f600"content":""', finish_reason=None)
+        choice = {"index": i, "text": odd.text, "logprobs": None, "finish_reason": None}
+        expected = self._chunk(i, {"content": odd.text}) if is_chat else self._chunk(choice)
+        pairs.append((printed(self, i, odd), expected))
+        return printed(self, i, delta)
 
-    monkeypatch.setattr(openai.Reply, "_encode_delta", watched)
+    monkeypatch.setattr(printer, "print_delta", watched)
     text = server.post(path, {**BODIES[path], "max_tokens": 20, "stream": True, **more}).text
     assert text.endswith("data: [DONE]\n\n")
     assert pairs
