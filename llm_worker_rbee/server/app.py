@@ -33,6 +33,7 @@ from .bodies import Conversation, GenerateRequest, PackedIds
 from .call import JSON_TYPE, Call, CancelOnDisconnect, read_body
 from .dialects import GenerateRoute, Handler, all_dialects, generate_routes
 from .middleware import RequestMiddleware, error_response
+from .parsers import PARSERS
 from .reply import start_reply
 from .schema import CHUNK_ITEMS
 from .sse import DONE, EventStream, PushStream, encode_event
@@ -195,6 +196,7 @@ def application(worker: Worker) -> RequestMiddleware | CORSMiddleware:
         yield
         await worker.stop()
 
+    worker.offload.parsers = PARSERS
     routes = Routes(worker)
     app = Starlette(
         routes=routes.table(), lifespan=lifespan,

@@ -10,61 +10,16 @@ import contextlib
 import gc
 import resource
 import signal
-import struct
 import sys
-from typing import Any
 
 import msgspec
 
 from .. import machine
-from ..errors import (
-    ContextLengthError,
-    InferenceError,
-    InvalidRequestError,
-    PayloadTooLargeError,
-    WorkerError,
-    describe_failure,
-)
-from .bodies import ParseOptions
+from ..errors import InferenceError, PayloadTooLargeError, WorkerError, describe_failure
+from .body_process import REPLY_HEAD, ParseRequest, Refusal
 from .parsers import PARSERS
-from .schema import MISSING, ValidationError, ValidationIssue
 
-REPLY_HEAD = struct.Struct("<?I")  # whether it is a record; the bytes that follow
 BASE_MEMORY, MEMORY_PER_BYTE = 512 << 20, 64  # of address space, in bytes: JSON takes up to 40 times its size
-REFUSALS = {kind.__name__: kind for kind in (InvalidRequestError, ContextLengthError, PayloadTooLargeError)}
-
-
-class ParseRequest(msgspec.Struct, frozen=True):
-    """What is to be done with the `size` bytes that follow."""
-
-    parser: str  # of `PARSERS`
-    size: int
-    options: ParseOptions
-
-
-class Refusal(msgspec.Struct, frozen=True):
-    """The error of a body that was refused."""
-
-    kind: str
-    message: str
-    field: str | None = None
-    issues: list[list[Any]] = []  # field, constraint, message and, where there is one, value
-
-    @classmethod
-    def of(cls, error: WorkerError) -> Refusal:
-        if isinstance(error, ValidationError):
-            issues = [list(issue if issue.value is not MISSING else issue[:3]) for issue in error.issues]
-            return cls(ValidationError.__name__, str(error), error.field, issues)
-        return cls(type(error).__name__, str(error), getattr(error, "field", None))
-
-    def error(self) -> WorkerError:
-        """Return the error as it was raised."""
-        if self.issues:
-            return ValidationError([ValidationIssue(*issue) for issue in self.issues])
-        if self.kind == InferenceError.__name__:  # its message is for the log
-            return InferenceError("internal error of the worker")
-        kind = REFUSALS[self.kind]
-        return kind(self.message, self.field) if issubclass(kind, InvalidRequestError) else kind(self.message)
 
 
 def limit_memory(size: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import struct
 import sys
 import threading
 import time
@@ -12,18 +13,60 @@ from typing import Any
 
 import msgspec
 
-from ..errors import InferenceError, ShuttingDownError, UnavailableError
+from ..errors import (
+    ContextLengthError,
+    InferenceError,
+    InvalidRequestError,
+    PayloadTooLargeError,
+    ShuttingDownError,
+    UnavailableError,
+    WorkerError,
+)
 from ..machine import describe_exit
 from ..pipe_process import PipeProcess
 from .bodies import ParseOptions
-from .body_child import REPLY_HEAD, ParseRequest, Refusal
-from .parsers import PARSERS
+from .schema import MISSING, ValidationError, ValidationIssue
 
 MAX_WAIT_S, MAX_WAIT_S_PER_BYTE = 20.0, 5e-6  # wall time: the machine may be busy
 CLOSE_POLL_S = 0.01
 ROOT = str(Path(__file__).parents[2])
 PROGRAM = f"import sys; sys.path.insert(0, {ROOT!r}); from {__package__}.body_child import main; main()"
 logger = logging.getLogger("llm_worker_rbee.server")
+REPLY_HEAD = struct.Struct("<?I")  # whether it is a record; the bytes that follow
+REFUSALS = {kind.__name__: kind for kind in (InvalidRequestError, ContextLengthError, PayloadTooLargeError)}
+
+
+class ParseRequest(msgspec.Struct, frozen=True):
+    """What is to be done with the `size` bytes that follow."""
+
+    parser: str  # of `PARSERS`
+    size: int
+    options: ParseOptions
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """The error of a body that was refused."""
+
+    kind: str
+    message: str
+    field: str | None = None
+    issues: list[list[Any]] = []  # field, constraint, message and, where there is one, value
+
+    @classmethod
+    def of(cls, error: WorkerError) -> Refusal:
+        if isinstance(error, ValidationError):
+            issues = [list(issue if issue.value is not MISSING else issue[:3]) for issue in error.issues]
+            return cls(ValidationError.__name__, str(error), error.field, issues)
+        return cls(type(error).__name__, str(error), getattr(error, "field", None))
+
+    def error(self) -> WorkerError:
+        """Return the error as it was raised."""
+        if self.issues:
+            return ValidationError([ValidationIssue(*issue) for issue in self.issues])
+        if self.kind == InferenceError.__name__:  # its message is for the log
+            return InferenceError("internal error of the worker")
+        kind = REFUSALS[self.kind]
+        return kind(self.message, self.field) if issubclass(kind, InvalidRequestError) else kind(self.message)
 
 
 class BodyProcess:
@@ -39,8 +82,8 @@ class BodyProcess:
         """Of the process, if it was started."""
         return None if self._process is None else self._process.pid
 
-    def parse(self, parser: str, body: bytes, options: ParseOptions) -> Any:
-        """Return the record of a body, or raise the error that refuses it.
+    def parse(self, parser: str, body: bytes, options: ParseOptions, record: Any) -> Any:
+        """Return the record of a body, which has the type `record`, or raise the error that refuses it.
 
         A process that ends or does not answer is replaced once; the second time is an `UnavailableError`.
         """
@@ -59,7 +102,7 @@ class BodyProcess:
             if refusal.kind == InferenceError.__name__:
                 logger.error("the process that parses large bodies failed: %s", refusal.message)
             raise refusal.error()
-        return msgspec.msgpack.decode(reply, type=PARSERS[parser][1])
+        return msgspec.msgpack.decode(reply, type=record)
 
     def _request(self, parser: str, body: bytes, options: ParseOptions) -> tuple[bool, bytearray]:
         if self._is_closed:

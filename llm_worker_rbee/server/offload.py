@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
+from ..engine.grammar import validate as validate_structured_outputs
 from ..engine.structured_outputs import StructuredOutputsParams
 from ..errors import ContextLengthError, InvalidRequestError, QueueFullError, ShuttingDownError
 from ..text_model import TextModel
@@ -25,9 +26,9 @@ from ..tokenizer.chat_parser import ChatParser
 from ..tokenizer.tokenizer import MARK
 from .bodies import Conversation, ParseOptions, Prompt, num_bytes, prompt_size
 from .body_process import BodyProcess
-from .parsers import PARSERS
 
 T = TypeVar("T")
+Parse = Callable[[bytes, ParseOptions], Any]
 LARGE_BYTES = 64 << 10
 MIN_COUNTED_BYTES = 4 << 10  # each piece of work counts as at least this
 MAX_QUEUED_BYTES = 32 << 20  # of large and of small work each; one piece alone may be larger
@@ -74,6 +75,7 @@ class OffloadPool:
     def __init__(self) -> None:
         self._small, self._large = BoundedExecutor("small", 2), BoundedExecutor("large", 1)
         self.body_process = BodyProcess()
+        self.parsers: dict[str, tuple[Parse, Any]] = {}  # `parsers.PARSERS`, set by the application
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
         """Return the result of work on `size` bytes."""
@@ -81,9 +83,10 @@ class OffloadPool:
 
     async def parse(self, parser: str, body: bytes, options: ParseOptions) -> Any:
         """Return the record of a body; a small one is parsed in the event loop."""
+        parse, record = self.parsers[parser]
         if len(body) <= LARGE_BYTES:
-            return PARSERS[parser][0](body, options)
-        return await self._large.run(len(body), lambda: self.body_process.parse(parser, body, options))
+            return parse(body, options)
+        return await self._large.run(len(body), lambda: self.body_process.parse(parser, body, options, record))
 
     async def encode_reply(self, size: int, encode: Callable[[], bytes]) -> bytes:
         """Return a reply of about `size` bytes. It is never refused: its tokens are computed already."""
@@ -102,9 +105,6 @@ def _timed(work: Callable[[], T]) -> tuple[float, T]:
     start = time.perf_counter()
     result = work()
     return time.perf_counter() - start, result
-
-
-def validate_structured_outputs(params: StructuredOutputsParams) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

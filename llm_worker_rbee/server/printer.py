@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..engine.request import FinishReason, TokenLogprob
 from ..tokenizer.chat_events import ToolCall
@@ -13,8 +13,9 @@ from .sse import PING
 
 if TYPE_CHECKING:  # the process that parses large bodies imports this module too
     from ..errors import WorkerError
-    from ..generation import TextDelta
-    from .reply import Reply
+    from ..generation import Generation, TextDelta
+    from ..tokenizer import Tokenizer
+    from .bodies import GenerateRequest
 
 
 class Usage(NamedTuple):
@@ -39,6 +40,23 @@ class Answer:
     stop_sequence: str | None = None
 
 
+class ReplyState(Protocol):
+    """What a printer knows of a reply."""
+
+    request: GenerateRequest
+    prompts: list[list[int]]  # token ids
+    generations: list[Generation]
+    created_at: float  # a date
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def seed(self) -> int: ...
+    def usage(self) -> Usage: ...
+
+
 class Printer(ABC):
     """Prints a reply in the form of one dialect: `begin`, then `print_delta` for each delta, then `end`; or `whole`.
 
@@ -48,7 +66,7 @@ class Printer(ABC):
     media_type = "text/event-stream; charset=utf-8"  # of a stream
     ping = PING  # on an idle stream
 
-    def __init__(self, reply: Reply) -> None:
+    def __init__(self, reply: ReplyState) -> None:
         self.reply = reply
 
     def begin(self) -> bytes:

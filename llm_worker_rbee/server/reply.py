@@ -20,14 +20,14 @@ from ..tokenizer.chat_events import ContentDelta, ReasoningDelta, ToolCall, Tool
 from . import log
 from .bodies import GenerateRequest, estimate_tokens
 from .offload import EncodedPrompt
-from .printer import Answer, Printer, Usage
+from .printer import Answer, Printer, ReplyState, Usage
 from .sse import EventSource
 from .worker import Worker
 
 TOKEN_BYTES = 16  # of a reply, an estimate
 
 
-async def start_reply(worker: Worker, request: GenerateRequest, make_printer: Callable[[Reply], Printer]) -> Reply:
+async def start_reply(worker: Worker, request: GenerateRequest, make_printer: Callable[[ReplyState], Printer]) -> Reply:
     """Start the generations of a request: all of them or none."""
     worker.require_model(request.model)
     context, chat, n = worker.model.max_context, request.chat, request.n
@@ -68,7 +68,7 @@ class Reply(EventSource):
 
     def __init__(
         self, worker: Worker, request: GenerateRequest, prompts: list[list[int]], generations: list[Generation],
-        make_printer: Callable[[Reply], Printer],
+        make_printer: Callable[[ReplyState], Printer],
     ) -> None:  # fmt: skip
         self.request, self.prompts, self.generations = request, prompts, generations
         self.created_at = time.time()

@@ -25,8 +25,8 @@ from llm_worker_rbee.errors import (
     UnavailableError,
     WorkerError,
 )
-from llm_worker_rbee.server import body_child, body_process, offload
-from llm_worker_rbee.server.bodies import ModelLimits, ParseOptions
+from llm_worker_rbee.server import body_process, offload
+from llm_worker_rbee.server.bodies import ModelLimits, PackedIds, ParseOptions
 from llm_worker_rbee.server.body_process import BodyProcess
 from llm_worker_rbee.server.offload import OffloadPool
 from llm_worker_rbee.server.parsers import PARSERS
@@ -88,7 +88,7 @@ def test_unexpected_error_is_one_of_the_worker(shared: BodyProcess, caplog: pyte
     before = outcome(partial(shared.parse, "job", b'{"prompt": "x"}', ParseOptions()))
     pid = shared.pid
     with pytest.raises(InferenceError, match="internal error of the worker"):
-        shared.parse("none", b"{}", ParseOptions())
+        shared.parse("none", b"{}", ParseOptions(), dict)
     assert "KeyError at body_child.py" in caplog.text
     assert outcome(partial(shared.parse, "job", b'{"prompt": "x"}', ParseOptions())) == before
     assert shared.pid == pid
@@ -96,7 +96,7 @@ def test_unexpected_error_is_one_of_the_worker(shared: BodyProcess, caplog: pyte
 
 @pytest.mark.parametrize("parser", PARSERS)
 def test_body_process_equals_parsing_here(shared: BodyProcess, parser: str) -> None:
-    here, there = PARSERS[parser][0], partial(shared.parse, parser)
+    here, there = PARSERS[parser][0], partial(shared.parse, parser, record=PARSERS[parser][1])
     given = [(body, options) for body in BODIES for options in OPTIONS]
     outcomes = [(outcome(partial(here, *one)), outcome(partial(there, *one))) for one in given]
     assert [pair for pair in outcomes if pair[0] != pair[1]] == []
@@ -152,6 +152,7 @@ _pools: list[OffloadPool] = []
 def shared_pool() -> OffloadPool:
     if not _pools:
         _pools.append(OffloadPool())
+        _pools[-1].parsers = PARSERS
     return _pools[0]
 
 
@@ -164,11 +165,11 @@ def pools_are_closed() -> Iterator[None]:
 
 
 def test_process_killed_between_bodies_is_replaced(process: BodyProcess, caplog: pytest.LogCaptureFixture) -> None:
-    process.parse("detokenize", b'{"tokens": [1]}', OPTIONS[0])
+    process.parse("detokenize", b'{"tokens": [1]}', OPTIONS[0], PackedIds)
     first = process.pid
     assert first is not None
     os.kill(first, signal.SIGKILL)
-    assert process.parse("detokenize", b'{"tokens": [2]}', OPTIONS[0]).view().tolist() == [2]
+    assert process.parse("detokenize", b'{"tokens": [2]}', OPTIONS[0], PackedIds).view().tolist() == [2]
     assert process.pid != first
 
 
@@ -197,7 +198,7 @@ def test_process_that_dies_or_hangs_parses_again_then_is_unavailable(
         monkeypatch.setattr(body_process, "MAX_WAIT_S_PER_BYTE", 0.0)
     monkeypatch.setattr(body_process, "PROGRAM", replaced_program(tmp_path, how, is_once=True))
     body = b'{"tokens": [5]}' + b" " * (4 << 20)
-    assert process.parse("detokenize", body, OPTIONS[0]).view().tolist() == [5]
+    assert process.parse("detokenize", body, OPTIONS[0], PackedIds).view().tolist() == [5]
     process.close()
     monkeypatch.undo()
     monkeypatch.setattr(body_process, "MAX_WAIT_S", 0.5)
@@ -205,7 +206,7 @@ def test_process_that_dies_or_hangs_parses_again_then_is_unavailable(
     monkeypatch.setattr(body_process, "PROGRAM", replaced_program(tmp_path, how, is_once=False))
     other = BodyProcess()
     with pytest.raises(UnavailableError, match=message) as caught:
-        other.parse("detokenize", body, OPTIONS[0])
+        other.parse("detokenize", body, OPTIONS[0], PackedIds)
     assert (caught.value.status, caught.value.retriable) == (503, True)
     assert other.pid is None
 
@@ -218,7 +219,7 @@ def test_process_closed_in_the_middle_of_a_body(
 
     def parse() -> None:
         try:
-            process.parse("detokenize", b"{}" + b" " * (4 << 20), OPTIONS[0])
+            process.parse("detokenize", b"{}" + b" " * (4 << 20), OPTIONS[0], PackedIds)
         except WorkerError as error:
             caught.append(error)
 
@@ -236,16 +237,17 @@ def test_body_over_memory_limit_is_refused(process: BodyProcess, monkeypatch: py
     monkeypatch.setattr(body_process, "PROGRAM", f"{head}{few}from {rest}")
     nested = b'{"tokens": [' + b",".join([b"{}"] * 1_000_000) + b"]}"
     with pytest.raises(PayloadTooLargeError, match="100 MiB of memory"):
-        process.parse("detokenize", nested, OPTIONS[0])
-    assert process.parse("detokenize", b'{"tokens": [1]}', OPTIONS[0]).view().tolist() == [1]
+        process.parse("detokenize", nested, OPTIONS[0], PackedIds)
+    assert process.parse("detokenize", b'{"tokens": [1]}', OPTIONS[0], PackedIds).view().tolist() == [1]
 
 
 def test_process_ends_with_its_parent() -> None:
     """Also if the parent is killed."""
     script = (
-        "import time\nfrom llm_worker_rbee.server.bodies import ParseOptions\n"
+        "import time\nfrom llm_worker_rbee.server.bodies import PackedIds, ParseOptions\n"
         "from llm_worker_rbee.server.body_process import BodyProcess\n"
-        "p = BodyProcess(); p.parse('detokenize', b'{\"tokens\": []}', ParseOptions()); print(p.pid, flush=True)\n"
+        "p = BodyProcess(); p.parse('detokenize', b'{\"tokens\": []}', ParseOptions(), PackedIds)\n"
+        "print(p.pid, flush=True)\n"
         "time.sleep(600)"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
@@ -262,6 +264,7 @@ def test_cancelled_body_frees_the_queue(tmp_path: Path, monkeypatch: pytest.Monk
 
     async def cancelled() -> None:
         pool = OffloadPool()
+        pool.parsers = PARSERS
         body = b"{}" + b" " * offload.MAX_QUEUED_BYTES
         tasks = [asyncio.ensure_future(pool.parse("detokenize", body, OPTIONS[0])) for _ in range(1)]
         await asyncio.sleep(0)
@@ -284,6 +287,6 @@ def test_server_with_killed_process_answers(server: Server) -> None:
 
 
 def test_child_refusals_are_all_error_classes_of_parsers() -> None:
-    for kind in body_child.REFUSALS.values():
+    for kind in body_process.REFUSALS.values():
         error = kind("message")
-        assert outcome_of(body_child.Refusal.of(error).error()) == outcome_of(error)
+        assert outcome_of(body_process.Refusal.of(error).error()) == outcome_of(error)

@@ -20,8 +20,7 @@ if TYPE_CHECKING:  # the process that parses large bodies imports this module to
     from ...config import ServerSettings
     from ...errors import WorkerError
     from ..call import Call
-    from ..printer import Printer
-    from ..reply import Reply
+    from ..printer import Printer, ReplyState
     from ..worker import Worker
 
 Parse = Callable[[bytes, ParseOptions], Any]
@@ -45,7 +44,7 @@ class GenerateRoute:
 
     path: str
     parse: Callable[[bytes, ParseOptions], GenerateRequest]
-    printer: Callable[[Reply], Printer]
+    printer: Callable[[ReplyState], Printer]
     operation: Operation
 
 

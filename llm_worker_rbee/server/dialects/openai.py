@@ -46,8 +46,7 @@ from ..schema import (
 
 if TYPE_CHECKING:
     from ...tokenizer import Tokenizer
-    from ..printer import Usage
-    from ..reply import Reply
+    from ..printer import ReplyState, Usage
 
 MAX_TOOLS = 512
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -221,7 +220,7 @@ def require_stream(values: Mapping[str, Any]) -> None:
             "stream_options needs stream: true")  # fmt: skip
 
 
-def head(reply: Reply, kind: str, prefix: str) -> dict[str, Any]:
+def head(reply: ReplyState, kind: str, prefix: str) -> dict[str, Any]:
     """Return what every reply and chunk begins with."""
     return {
         "id": f"{prefix}-{uuid4().hex}", "object": kind, "created": int(time.time()),

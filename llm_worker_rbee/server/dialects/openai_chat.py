@@ -16,7 +16,7 @@ from ...tokenizer.chat_events import (
     ToolCallStart,
 )
 from ..bodies import Conversation, GenerateRequest, ParseOptions, require, sampling_params, validate_known
-from ..printer import Answer, Printer
+from ..printer import Answer, Printer, ReplyState
 from ..schema import (
     COUNT,
     TEXT,
@@ -60,7 +60,6 @@ from .openai import (
 if TYPE_CHECKING:
     from ...errors import WorkerError
     from ...generation import TextDelta
-    from ..reply import Reply
 
 NOT_HONOURED: dict[str, tuple[Any, ...]] = {  # known fields, with the values that change nothing
     "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (), "prediction": (),
@@ -109,7 +108,7 @@ def parse_chat(body: bytes, options: ParseOptions) -> GenerateRequest:
 class ChatPrinter(Printer):
     """Chunks of chat completions, or one object. Most chunks differ from each other by their text alone."""
 
-    def __init__(self, reply: Reply) -> None:
+    def __init__(self, reply: ReplyState) -> None:
         super().__init__(reply)
         self._chunk_head = head(reply, "chat.completion.chunk", "chatcmpl")
         self._tail = {"usage": None} if reply.request.values["includes_usage"] else {}

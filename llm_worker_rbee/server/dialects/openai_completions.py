@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...config import ServerSettings
 from ...engine.request import MAX_LOGPROBS, TokenLogprob, check_prompt_fits
 from ..bodies import GenerateRequest, PackedIds, ParseOptions, Prompt, require, sampling_params, validate_known
-from ..printer import Answer, Printer
+from ..printer import Answer, Printer, ReplyState
 from ..schema import (
     COUNT,
     MAX_CHOICES,
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from ...errors import WorkerError
     from ...generation import TextDelta
     from ...tokenizer import Tokenizer
-    from ..reply import Reply
 
 COMPLETION: dict[str, Field] = {
     **COMMON,
@@ -102,7 +101,7 @@ def _require_ids_fit(prompt: Any, context: int) -> None:
 class CompletionPrinter(Printer):
     """Chunks of text completions, or one object."""
 
-    def __init__(self, reply: Reply) -> None:
+    def __init__(self, reply: ReplyState) -> None:
         super().__init__(reply)
         count = len(reply.generations)
         self._chunk_head = head(reply, "text_completion", "cmpl")
