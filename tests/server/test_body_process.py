@@ -85,12 +85,12 @@ def outcome(parse: Any) -> Any:
 
 def test_unexpected_error_is_one_of_the_worker(shared: BodyProcess, caplog: pytest.LogCaptureFixture) -> None:
     """A parser that does not exist stands for any mistake in one; the process goes on."""
-    before = outcome(partial(shared.parse, "job", b'{"prompt": "x"}', ParseOptions()))
+    before = outcome(partial(shared.parse, "job", b'{"prompt": "x"}', ParseOptions(), dict))
     pid = shared.pid
     with pytest.raises(InferenceError, match="internal error of the worker"):
         shared.parse("none", b"{}", ParseOptions(), dict)
     assert "KeyError at body_child.py" in caplog.text
-    assert outcome(partial(shared.parse, "job", b'{"prompt": "x"}', ParseOptions())) == before
+    assert outcome(partial(shared.parse, "job", b'{"prompt": "x"}', ParseOptions(), dict)) == before
     assert shared.pid == pid
 
 
