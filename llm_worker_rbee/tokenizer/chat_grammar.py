@@ -18,12 +18,15 @@ from .chat_format import GEMMA_QUOTE, ID, KEY, ChatFormat, ToolFormat
 from .chat_values import schema_types
 
 CHARS_PER_TOKEN = 4  # of a thinking budget where the end of the reasoning is not a token
+ANNOTATIONS = frozenset({"description", "title", "examples", "default", "$comment", "deprecated"})
+NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 HARMONY_CALLS = ToolFormat(
     kind="tag", call_start="<|channel|>commentary to=functions.", name_suffix=" <|constrain|>json<|message|>",
     is_parallel=False,
 )  # fmt: skip
 HARMONY_FINAL, HARMONY_NEXT = "<|channel|>final<|message|>", "<|end|><|start|>assistant"
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as templates print it
+JSON_SPACES = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}  # in a document: never without end
 _NUMBER = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?"
 
 
@@ -160,10 +163,11 @@ class _Writer:
 
     def structured(self, kind: str, value: Any) -> str:
         """Return the rule of content of a given form."""
-        if kind == "json":
-            return self.rule(f"%json {value}")
-        if kind == "json_object":
-            return self.rule('%json {"type": "object"}')
+        if kind in ("json", "json_object"):
+            schema = json.loads(value) if kind == "json" else {"type": "object"}
+            if isinstance(schema, dict):
+                schema = {"x-guidance": JSON_SPACES, **schema}
+            return self.rule("%json " + json.dumps(schema, ensure_ascii=False))
         if kind == "regex":
             return self.rule(f"/{_escape_slashes(value)}/", is_terminal=True)
         if kind == "choice":
@@ -217,13 +221,13 @@ class _Writer:
     def _schema(self, tool: Tool) -> dict[str, Any]:
         """Return the schema of the arguments; keywords that are not supported count for strict tools only."""
         is_held = tool.strict or self._options.tool_choice == "required" or self._options.tool_name is not None
-        schema = dict(tool.parameters) if is_held else {}
+        schema = without_annotations(tool.parameters) if is_held else {}
         schema.setdefault("type", "object")
         return {**schema, "x-guidance": {**JSON_STYLE, "lenient": not tool.strict}}
 
     def _properties(self, tool: Tool) -> list[tuple[str, dict[str, Any], bool]]:
         """Return name, schema and whether it is required, of each argument."""
-        schema = tool.parameters
+        schema = without_annotations(tool.parameters)
         properties, required = schema.get("properties"), schema.get("required")
         definitions: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         style = {"x-guidance": {**JSON_STYLE, "lenient": not tool.strict}}
@@ -359,6 +363,21 @@ class _Writer:
             return "<[*]>*"
         free = rf"/(?s:.*)/ & ~/(?s:.*){_regex(opener)}(?s:.*)/"
         return self.rule(free, is_terminal=True)
+
+
+def without_annotations(schema: Any) -> Any:
+    """Return a schema without the keywords that allow and forbid nothing: descriptions are long."""
+    if isinstance(schema, list):
+        return [without_annotations(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
+    return {
+        key: {name: without_annotations(item) for name, item in value.items()}
+        if key in NAMED_SCHEMAS and isinstance(value, dict)
+        else value if key in ("enum", "const") else without_annotations(value)
+        for key, value in kept.items()
+    }  # fmt: skip
 
 
 def _escape_slashes(expression: str) -> str:
