@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -24,8 +26,12 @@ from llm_worker_rbee.bench.results import Recorder  # noqa: E402
 from llm_worker_rbee.bench.synthetic import Shape  # noqa: E402
 from llm_worker_rbee.config import EngineConfig  # noqa: E402
 from llm_worker_rbee.engine.engine import Engine  # noqa: E402
+from llm_worker_rbee.engine.grammar import GrammarCompiler  # noqa: E402
 from llm_worker_rbee.engine.request import Request, SamplingParams  # noqa: E402
 from llm_worker_rbee.models import load_model, read_model_config  # noqa: E402
+from llm_worker_rbee.text_model import open_tokenizer  # noqa: E402
+from llm_worker_rbee.weights import open_checkpoint  # noqa: E402
+from tests.engine.test_async_guided import make_mixed  # noqa: E402
 from tests.engine.test_async_scheduling import SyncBackend, run  # noqa: E402
 from tests.helpers import cuda_models  # noqa: E402
 
@@ -205,6 +211,21 @@ def test_async_schedules_give_results_of_sync_steps() -> None:
     plain = Engine(replace(model, ops=SyncBackend(deterministic_ops)), config, "bfloat16")
     for seed in range(15):
         assert run(ahead, seed) == run(plain, seed), seed
+
+
+def test_guided_schedules_give_results_of_sync_steps(tiny_file: Path) -> None:
+    """The same of guided requests among others; steps with forced tokens interrupt the steps ahead."""
+    made = cuda_models.random_checkpoint(MIDDLE, "Q4_K_M")
+    model = load_model(made, cast(Any, deterministic_ops), read_model_config(made))
+    compiler = GrammarCompiler(lambda: open_tokenizer(open_checkpoint(tiny_file)), MIDDLE.vocabulary)
+    config = EngineConfig(max_context=112, n_blocks=64, max_step_tokens=32, debug=True)
+    ahead = Engine(model, config, "bfloat16")
+    plain = Engine(replace(model, ops=SyncBackend(deterministic_ops)), config, "bfloat16")
+    for engine in (ahead, plain):
+        engine.grammar_compiler = compiler
+    for seed in range(15):
+        found, expected = (run(engine, seed, partial(make_mixed, compiler)) for engine in (ahead, plain))
+        assert found == expected, seed
 
 
 def test_profile_components_sum_to_the_step() -> None:
