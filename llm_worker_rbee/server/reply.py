@@ -13,7 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from ..engine.request import SamplingParams, check_prompt_fits, fit_max_tokens
-from ..errors import ContextLengthError, InferenceError, WorkerError
+from ..errors import ContextLengthError, InferenceError, InvalidRequestError, WorkerError
 from ..generation import Generation, TextDelta
 from ..tokenizer import Tokenizer
 from ..tokenizer.chat_events import ContentDelta, ReasoningDelta, ToolCall, ToolCallDelta, ToolCallStart
@@ -36,7 +36,12 @@ async def start_reply(worker: Worker, request: GenerateRequest, make_printer: Ca
         worker.encoder.check_texts(request.prompts)
     num_tokens = n * sum(estimate_tokens(prompt, context) for prompt in request.prompts)
     with worker.reserve(len(request.prompts) * n, num_tokens) as reservation:
-        prompts = await worker.encoder.encode(request.prompts, request.params.structured_outputs)
+        try:
+            prompts = await worker.encoder.encode(request.prompts, request.params.structured_outputs)
+        except InvalidRequestError as error:
+            if error.field == "structured_outputs":  # what the dialect calls it
+                error.field = request.guided_by
+            raise
         generations: list[Generation] = []
         timeout_s = None if request.timeout_ms is None else request.timeout_ms / 1000
         try:

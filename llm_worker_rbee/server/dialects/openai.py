@@ -182,6 +182,12 @@ def structured_outputs(values: Mapping[str, Any]) -> StructuredOutputsParams | N
     return found[0] if found else None
 
 
+def guiding_field(values: Mapping[str, Any]) -> str:
+    """Return the field that asks for structured outputs."""
+    fields = ("grammar", "structured_outputs", "response_format")
+    return next((name for name in fields if values.get(name) is not None), "structured_outputs")
+
+
 COMMON: dict[str, Field] = {
     "model": Field(Text()),
     "stream": Field(Boolean(), False),

@@ -51,6 +51,7 @@ from .openai import (
     completion_schema,
     encode_usage,
     error_body,
+    guiding_field,
     head,
     require_stream,
     structured_outputs,
@@ -100,7 +101,8 @@ def parse_chat(body: bytes, options: ParseOptions) -> GenerateRequest:
     )  # fmt: skip
     same = {name: values[name] for name in ("model", "n", "stream", "priority", "timeout_ms")}
     return GenerateRequest(
-        **same, prompts=[Conversation.encode(values["messages"], chat)], params=params, ignored=ignored,
+        **same, guided_by=guiding_field(values), prompts=[Conversation.encode(values["messages"], chat)],
+        params=params, ignored=ignored,
         values={"includes_usage": values["stream_options"].get("include_usage", False)},
     )  # fmt: skip
 

@@ -39,6 +39,7 @@ from .openai import (
     completion_schema,
     encode_usage,
     error_body,
+    guiding_field,
     head,
     require_stream,
     structured_outputs,
@@ -84,7 +85,8 @@ def parse_completion(body: bytes, options: ParseOptions) -> GenerateRequest:
     same = {name: values[name] for name in ("model", "n", "stream", "priority", "timeout_ms")}
     includes_usage = values["stream_options"].get("include_usage", False)
     return GenerateRequest(
-        **same, prompts=packed, params=params, is_scored_only=is_scored_only, ignored=ignored,
+        **same, guided_by=guiding_field(values), prompts=packed, params=params, is_scored_only=is_scored_only,
+        ignored=ignored,
         values={"echo": values["echo"], "includes_usage": includes_usage},
     )  # fmt: skip
 
