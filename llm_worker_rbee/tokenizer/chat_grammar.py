@@ -17,6 +17,7 @@ from .chat_events import ChatOptions, Tool
 from .chat_format import GEMMA_QUOTE, ID, KEY, ChatFormat, ToolFormat
 from .chat_values import schema_types
 
+MAX_DEPTH = 8  # of a schema in a notation other than JSON
 CHARS_PER_TOKEN = 4  # of a thinking budget where the end of the reasoning is not a token
 ANNOTATIONS = frozenset({"description", "title", "examples", "default", "$comment", "deprecated"})
 NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
@@ -93,6 +94,7 @@ class _Writer:
         self._ids = dict(chat_format.token_ids)
         self._rules: list[str] = []
         self._shared: dict[str, str] = {}
+        self._names: set[str] = set()
 
     def finish(self, before: str, answer: str) -> str:
         """Return the grammar."""
@@ -275,46 +277,82 @@ class _Writer:
                  for key, schema, is_required in properties]  # fmt: skip
         return self._sequence(items, separator)
 
-    def _value(self, schema: dict[str, Any], depth: int = 0) -> str:
-        """Return the rule of a value in Python's or Gemma's notation."""
-        is_python = self._tools.kind == "pythonic"
+    def _value(self, schema: Any, depth: int = 0) -> str:
+        """Return the rule of a value in Python's or Gemma's notation; of any value where the schema does not say."""
+        types = schema_types(schema)
+        if not types or depth > MAX_DEPTH:
+            return self._any_value()
         if isinstance(schema.get("enum"), list):
             return self.rule(" | ".join(self._constant(value) for value in schema["enum"]))
-        words = {"true": "True", "false": "False", "null": "None"} if is_python else {}
+        options = [self._scalar(kind) for kind in sorted(types) if kind not in ("array", "object")]
+        if "array" in types:
+            options.append(self._list("[", self._value(schema.get("items"), depth + 1), "]"))
+        if "object" in types:
+            options.append(self._object(schema, depth))
+        return self.rule(" | ".join(options))
+
+    def _scalar(self, kind: str) -> str:
+        if kind == "string":
+            return self._string()
+        words = ("True", "False", "None") if self._tools.kind == "pythonic" else ("true", "false", "null")
         rules = {
             "integer": "/-?(0|[1-9][0-9]*)/",
             "number": f"/{_NUMBER}/",
-            "boolean": f"{_quote(words.get('true', 'true'))} | {_quote(words.get('false', 'false'))}",
-            "null": _quote(words.get("null", "null")),
+            "boolean": f"{_quote(words[0])} | {_quote(words[1])}",
         }
-        types = schema_types(schema) or {"string", "number", "boolean", "null"}
-        options = [self.rule(rules[kind]) for kind in sorted(types) if kind in rules]
-        if "string" in types:
-            options.append(self._string())
-        joint = ", " if is_python else ","
-        items = schema.get("items")
-        if "array" in types:
-            item = self._value(items if isinstance(items, dict) and depth < 8 else {}, depth + 1)
-            options.append(f'"[" ({item} ({_quote(joint)} {item})*)? "]"')
-        if "object" in types:
-            value = self._value({}, depth + 1)
-            pair = f'{self._string()} ": " {value}' if is_python else f'/[^\\s{{}}\\[\\],:"<]+/ ":" {value}'
-            options.append(f'"{{" ({pair} ({_quote(joint)} {pair})*)? "}}"')
-        return self.rule(" | ".join(options))
+        return self.rule(rules.get(kind, _quote(words[2])))
+
+    def _list(self, opening: str, item: str, closing: str) -> str:
+        joint = _quote(", " if self._tools.kind == "pythonic" else ",")
+        return self.rule(f"{_quote(opening)} ({item} ({joint} {item})*)? {_quote(closing)}")
+
+    def _object(self, schema: dict[str, Any], depth: int) -> str:
+        properties, required = schema.get("properties"), schema.get("required")
+        if not isinstance(properties, dict) or not properties:
+            return self._list("{", self._pair(self._any_value()), "}")
+        is_python = self._tools.kind == "pythonic"
+        needed = set(required) if isinstance(required, list) else set()
+        names = list(properties) if is_python else sorted(properties, key=str.lower)
+        items = [
+            (
+                self.rule(f"{self._constant(name, is_key=True)} {self._value(properties[name], depth + 1)}"),
+                name in needed,
+            )
+            for name in names
+        ]
+        return self.rule(f'"{{" {self._sequence(items, ", " if is_python else ",")} "}}"')
+
+    def _pair(self, value: str) -> str:
+        if self._tools.kind == "pythonic":
+            return self.rule(f'{self._string()} ": " {value}')
+        return self.rule(rf"""/[^\s{{}}\[\],:"<]+/ ":" {value}""")
+
+    def _any_value(self) -> str:
+        """Return the rule of any value; it refers to itself."""
+        if "any_value" not in self._names:
+            self._names.add("any_value")
+            kinds = [self._scalar(kind) for kind in ("string", "number", "boolean", "null")]
+            kinds += [self._list("[", "any_value", "]"), self._list("{", self._pair("any_value"), "}")]
+            self._rules.append(f"any_value: {' | '.join(kinds)}")
+        return "any_value"
 
     def _string(self) -> str:
         if self._tools.kind == "pythonic":
             return self.rule(r"""/"([^"\\\n]|\\["'\\nrt])*"|'([^'\\\n]|\\["'\\nrt])*'/""", is_terminal=True)
         return self.rule(f"{self.literal(GEMMA_QUOTE)} {self._text_until(GEMMA_QUOTE)}")
 
-    def _constant(self, value: Any) -> str:
-        if isinstance(value, str):
+    def _constant(self, value: Any, *, is_key: bool = False) -> str:
+        """Return a value of an enumeration, or the key of an object with its colon."""
+        if self._tools.kind != "pythonic":
+            text = f"{value}:" if is_key else json.dumps(value)
             return (
-                _quote(repr(value))
-                if self._tools.kind == "pythonic"
-                else self.literal(f"{GEMMA_QUOTE}{value}{GEMMA_QUOTE}")
+                self.literal(f"{GEMMA_QUOTE}{value}{GEMMA_QUOTE}")
+                if isinstance(value, str) and not is_key
+                else _quote(text)
             )
-        return _quote(repr(value) if self._tools.kind == "pythonic" else json.dumps(value))
+        colon = ": " if is_key else ""
+        spellings = [repr(value), json.dumps(value, ensure_ascii=False)] if isinstance(value, str) else [repr(value)]
+        return self.rule(" | ".join(dict.fromkeys(_quote(text + colon) for text in spellings)))
 
     # ------------------------------------------------------------------ free text
 
