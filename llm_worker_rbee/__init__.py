@@ -10,13 +10,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
-__all__ = ["LLM", "Chunk", "Completion", "SamplingParams", "Stream", "Timings", "WorkerError", "__version__"]
+__all__ = [
+    "LLM", "Chunk", "Completion", "SamplingParams", "Stream", "StructuredOutputsParams", "Timings", "Tool", "ToolCall",
+    "WorkerError", "__version__",
+]  # fmt: skip
 
 if TYPE_CHECKING:
     from .engine.request import SamplingParams
+    from .engine.structured_outputs import StructuredOutputsParams
     from .errors import WorkerError
     from .generation import Chunk, Completion, Timings
     from .llm import LLM, Stream
+    from .tokenizer.chat_events import Tool, ToolCall
 
 
 def __getattr__(name: str) -> Any:

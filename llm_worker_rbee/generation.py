@@ -23,7 +23,7 @@ from .engine.sampler import draw_seed
 from .errors import InvalidRequestError
 from .token_engine.protocol import RequestState, RequestStream, Submit, TokenEngine, TokenOutput
 from .tokenizer import Detokenizer, Tokenizer
-from .tokenizer.chat_events import ChatEvent
+from .tokenizer.chat_events import ChatEvent, ToolCall
 from .tokenizer.chat_parser import ChatParser
 
 _request_ids = count(1)
@@ -63,6 +63,7 @@ class Chunk:
     token: int | None = None
     logprob: TokenLogprob | None = None
     finish_reason: FinishReason | None = None
+    events: Sequence[ChatEvent] = ()  # reasoning, content and tool calls, in a chat that may have more than content
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Completion:
 
     prompt_tokens: list[int]
     tokens: list[int]  # without the end-of-text id
-    text: str
+    text: str  # of a chat the content, without reasoning and tool calls
     # "stop": an end-of-text id or a stop string; "length": max_tokens or the context; None: not finished
     finish_reason: FinishReason | None
     stop_sequence: str | None  # the stop string that was found
@@ -80,6 +81,8 @@ class Completion:
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None  # as long as prompt_tokens, the first None
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    reasoning: str = ""  # of a chat
+    tool_calls: Sequence[ToolCall] = ()  # likewise
 
 
 class GenerationListener:

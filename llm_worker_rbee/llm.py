@@ -11,6 +11,7 @@ A completion is a fold over the stream of the same request, so the two cannot di
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import deque
@@ -24,6 +25,7 @@ from typing import Any, overload
 from .config import KV_AUTO
 from .engine.engine import Engine
 from .engine.request import SamplingParams, TokenLogprob
+from .engine.structured_outputs import StructuredOutputsParams
 from .errors import InvalidRequestError, RequestCancelledError, WorkerError
 from .generation import Chunk, Completion, Generation, Timings, make_generations
 from .load import LoadOptions, LoadPhases, load, make_engine
@@ -32,10 +34,15 @@ from .text_model import TextModel, open_tokenizer
 from .token_engine.engine_loop import EngineLoop
 from .token_engine.launch import model_info
 from .token_engine.protocol import RequestState, StepResult, TokenOutput
-from .tokenizer.chat_template import Message
+from .tokenizer.chat_events import ChatOptions, EventFold, Tool, ToolCall
+from .tokenizer.chat_parser import ChatParser
+from .tokenizer.chat_template import Message, validate_messages
 from .weights.hub import Progress
 
-__all__ = ["LLM", "Chunk", "Completion", "SamplingParams", "Stream", "Timings", "open_tokenizer", "together"]
+__all__ = [
+    "LLM", "Chunk", "Completion", "SamplingParams", "Stream", "StructuredOutputsParams", "Timings", "Tool", "ToolCall",
+    "open_tokenizer", "together",
+]  # fmt: skip
 
 Prompt = str | Sequence[int]
 ParamsOfEach = SamplingParams | Sequence[SamplingParams] | None
@@ -123,8 +130,19 @@ class LLM(TextModel):
         return self.streams(prompt, params, **options)[0]
 
     def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **options: Any) -> Stream:
-        """Return the reply to a conversation as a stream of chunks."""
-        return self.streams(self.tokenize_chat(messages), params, **options)[0]
+        """Return the reply to a conversation as a stream of chunks.
+
+        Options beside those of `stream`: `tools` that the model may call (`Tool`, or as OpenAI describes functions),
+        `tool_choice` (auto, none, required, or the name of the tool that must be called), `parallel_tool_calls`,
+        `chat_template_kwargs` (variables of the template, such as `enable_thinking`) and `thinking_budget` in tokens.
+        """
+        chat = _pop_chat_options(options)
+        prompt = self.render_chat(_encode_messages(messages), chat)
+        ids = self.tokenizer.encode(prompt, parse_special=True, protected=True)
+        wanted = _merge_params(params, {k: v for k, v in options.items() if k == "structured_outputs"})
+        answer = self.answer_format(prompt, chat, wanted.structured_outputs)
+        options["structured_outputs"] = answer.structured_outputs
+        return self.streams(ids, params, make_parser=answer.make_parser, **options)[0]
 
     @overload
     def generate(
@@ -170,8 +188,9 @@ class LLM(TextModel):
         return self.stream_chat(messages, params, **options).completion()
 
     def streams(
-        self, prompt: Prompt, params: SamplingParams | None = None, n: int | None = None, **options: Any
-    ) -> list[Stream]:
+        self, prompt: Prompt, params: SamplingParams | None = None, n: int | None = None, *,
+        make_parser: Callable[[], ChatParser] | None = None, **options: Any,
+    ) -> list[Stream]:  # fmt: skip
         """Return `n` completions of one prompt, a stream each; they share prompt and seed, not draws."""
         if n is not None:
             _check_num_completions(n)
@@ -180,7 +199,7 @@ class LLM(TextModel):
         ids = self.tokenize(prompt) if isinstance(prompt, str) else self._check_ids(prompt)
         generations = make_generations(
             self.tokenizer, self.engine.config, self.config.vocab_size, ids, params, n=n or 1, priority=priority,
-            timeout_s=timeout,
+            timeout_s=timeout, make_parser=make_parser,
         )  # fmt: skip
         return [Stream(self._sync_engine, generation) for generation in generations]
 
@@ -284,6 +303,7 @@ class Stream:
         self._queue: OutputQueue | None = None
         self._logprobs: list[TokenLogprob] = []
         self._texts: list[str] = []
+        self._events = EventFold()
         self._is_closed = False
 
     def __iter__(self) -> Stream:
@@ -355,6 +375,7 @@ class Stream:
             logprobs=list(self._logprobs) if self.params.logprobs is not None else None,
             prompt_logprobs=request.prompt_logprobs,
             cached_tokens=max(0, request.num_cached_tokens),
+            reasoning=self._events.reasoning, tool_calls=self._events.calls,
         )  # fmt: skip
 
     def _take(self, at: float, output: TokenOutput) -> Chunk:
@@ -365,10 +386,12 @@ class Stream:
             raise
         if delta.finish_reason is not None and output.finish_reason is None:  # a stop string
             self._engine.abort(self._generation.request)
-        self._texts.append(delta.text)
+        text = delta.text if delta.events is None else self._events.add(delta.events)
+        self._texts.append(text)
         self._logprobs += delta.logprobs
         logprob = output.logprobs[0] if output.logprobs else None
-        return Chunk(delta.text, delta.tokens[0] if delta.tokens else None, logprob, delta.finish_reason)
+        token = delta.tokens[0] if delta.tokens else None
+        return Chunk(text, token, logprob, delta.finish_reason, delta.events or ())
 
 
 def together(streams: Sequence[Stream], on_tokens: Callable[[int], None] = lambda _: None) -> Iterator[Stream]:
@@ -386,6 +409,38 @@ def together(streams: Sequence[Stream], on_tokens: Callable[[int], None] = lambd
     finally:
         for stream in streams:
             stream.close()
+
+
+def _pop_chat_options(options: dict[str, Any]) -> ChatOptions:
+    """Take the options of a chat out of keyword options."""
+    tools = [
+        tool if isinstance(tool, Tool) else _to_tool(i, tool) for i, tool in enumerate(options.pop("tools", None) or [])
+    ]
+    choice = options.pop("tool_choice", "auto")
+    name = None if choice in ("auto", "none", "required") else choice
+    if name is not None and name not in [tool.name for tool in tools]:
+        raise InvalidRequestError(f"tool_choice is {name!r}: use auto, none, required or a tool's name", "tool_choice")
+    if choice == "required" and not tools:
+        raise InvalidRequestError("tool_choice required needs tools", "tool_choice")
+    return ChatOptions(
+        tools, "required" if name is not None else choice, name, options.pop("parallel_tool_calls", True),
+        options.pop("chat_template_kwargs", None) or {}, options.pop("thinking_budget", None),
+    )  # fmt: skip
+
+
+def _to_tool(i: int, tool: Any) -> Tool:
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise InvalidRequestError(f"tools[{i}] must be a Tool, or an object with a function and its name", "tools")
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    return Tool(function["name"], function.get("description") or "", parameters, bool(function.get("strict")))
+
+
+def _encode_messages(messages: Sequence[Message]) -> bytes:
+    try:
+        return json.dumps(validate_messages(messages)).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"the messages are not plain JSON: {error}", "messages") from None
 
 
 def _merge_params(params: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:

@@ -44,7 +44,7 @@ IMPORTS: dict[str, set[str]] = {
     "bench": OFFLINE,
     "cluster": OFFLINE | {"server"},
     "cli": OFFLINE | {"server", "bench"},
-    "__init__": {"llm", "generation", "engine", "errors"},
+    "__init__": {"llm", "generation", "engine", "errors", "tokenizer"},
     "__main__": {"cli", "errors", "token_engine"},
 }
 

@@ -16,7 +16,7 @@ from ..engine.request import SamplingParams, check_prompt_fits, fit_max_tokens
 from ..errors import ContextLengthError, InferenceError, InvalidRequestError, WorkerError
 from ..generation import Generation, TextDelta
 from ..tokenizer import Tokenizer
-from ..tokenizer.chat_events import ContentDelta, ReasoningDelta, ToolCall, ToolCallDelta, ToolCallStart
+from ..tokenizer.chat_events import ContentDelta, EventFold
 from . import log
 from .bodies import GenerateRequest, estimate_tokens
 from .offload import EncodedPrompt
@@ -186,30 +186,16 @@ class AnswerFold:
     """Joins deltas."""
 
     def __init__(self) -> None:
-        self._answer = Answer()
-        self._text: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: list[tuple[ToolCallStart, list[str]]] = []
+        self._answer, self._events = Answer(), EventFold()
 
     def add(self, delta: TextDelta) -> None:
         answer = self._answer
         answer.tokens += delta.tokens
         answer.logprobs += delta.logprobs
         answer.finish_reason, answer.stop_sequence = delta.finish_reason, delta.stop_sequence
-        if delta.events is None:
-            self._text.append(delta.text)
-            return
-        for event in delta.events:
-            if isinstance(event, ContentDelta):
-                self._text.append(event.text)
-            elif isinstance(event, ReasoningDelta):
-                self._reasoning.append(event.text)
-            elif isinstance(event, ToolCallStart):
-                self._calls.append((event, []))
-            elif isinstance(event, ToolCallDelta):
-                self._calls[event.index][1].append(event.arguments)
+        self._events.add([ContentDelta(delta.text)] if delta.events is None else delta.events)
 
     def answer(self) -> Answer:
-        self._answer.text, self._answer.reasoning = "".join(self._text), "".join(self._reasoning)
-        self._answer.calls = [ToolCall(start.id, start.name, "".join(parts)) for start, parts in self._calls]
-        return self._answer
+        answer, events = self._answer, self._events
+        answer.text, answer.reasoning, answer.calls = events.content, events.reasoning, events.calls
+        return answer

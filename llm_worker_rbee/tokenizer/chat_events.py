@@ -6,6 +6,7 @@ Every dialect of the server and the offline API have the same ones.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -81,6 +82,41 @@ class ToolCall(NamedTuple):
     id: str
     name: str
     arguments: str
+
+
+class EventFold:
+    """Joins the events of an answer."""
+
+    def __init__(self) -> None:
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[tuple[ToolCallStart, list[str]]] = []
+
+    def add(self, events: Iterable[ChatEvent]) -> str:
+        """Take in events; return the content among them."""
+        first = len(self._content)
+        for event in events:
+            if isinstance(event, ContentDelta):
+                self._content.append(event.text)
+            elif isinstance(event, ReasoningDelta):
+                self._reasoning.append(event.text)
+            elif isinstance(event, ToolCallStart):
+                self._calls.append((event, []))
+            elif isinstance(event, ToolCallDelta):
+                self._calls[event.index][1].append(event.arguments)
+        return "".join(self._content[first:])
+
+    @property
+    def content(self) -> str:
+        return "".join(self._content)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self._reasoning)
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        return [ToolCall(start.id, start.name, "".join(parts)) for start, parts in self._calls]
 
 
 def new_call_id() -> str:
