@@ -119,10 +119,11 @@ class Constraint:
         path = None if self._closing is None else self._closing.path
         if path is None and self._matcher.is_error():
             self.masks[:] = 0
+        has_own_eos = self._eos_ids != self._table_eos_ids
         for i, row in enumerate(self.masks):
             if path is not None:
                 row[:] = _bits_of(path[i : i + 1] or self._eos_ids, self.num_words)
-            elif self._eos_ids != self._table_eos_ids and _allowed(row, sorted(self._table_eos_ids)):
+            elif has_own_eos and _allowed(row, sorted(self._table_eos_ids)):
                 row &= ~_bits_of(self._table_eos_ids, self.num_words)
                 row |= _bits_of(self._eos_ids, self.num_words)
             if not np.count_nonzero(row):
@@ -130,16 +131,16 @@ class Constraint:
 
     def _fill(self, drafts: Sequence[int]) -> None:
         assert self.masks is not None
-        self.masks[:] = 0
-        consumed = 0
-        for i, row in enumerate(self.masks):
-            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-            if i < len(drafts):
-                if not self._matcher.consume_token(drafts[i]):
-                    return
-                consumed += 1
-        if consumed:
-            self._matcher.rollback(consumed)
+        address, row_bytes = self.masks.__array_interface__["data"][0], 4 * self.num_words
+        self._matcher.unsafe_compute_mask_ptr(address, row_bytes)
+        if not drafts:
+            return
+        self.masks[1:] = 0
+        for i, token in enumerate(drafts, 1):
+            if not self._matcher.consume_token(token):
+                return
+            self._matcher.unsafe_compute_mask_ptr(address + i * row_bytes, row_bytes)
+        self._matcher.rollback(len(drafts))
 
     @property
     def _num_left(self) -> int:

@@ -67,10 +67,11 @@ def to_grammar(params: StructuredOutputsParams) -> str:
     try:
         if kind in ("json", "json_object"):
             schema = json.loads(str(params.json)) if kind == "json" else ANY_OBJECT
-            has_options = isinstance(schema, dict) and "x-guidance" in schema  # llguidance's own, as it documents them
-            return str(
-                matcher.grammar_from_json_schema(json.dumps(schema), defaults=None if has_options else JSON_OPTIONS)
-            )
+            has_own = (
+                not isinstance(schema, dict) or "x-guidance" in schema
+            )  # options of llguidance, as it documents them
+            options = None if has_own else JSON_OPTIONS
+            return str(matcher.grammar_from_json_schema(json.dumps(schema), defaults=options))
         if kind == "regex":
             return str(matcher.grammar_from_regex(params.regex))
         if kind == "choice":

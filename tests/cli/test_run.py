@@ -263,3 +263,48 @@ def test_empty_chat_template_is_rejected(cli: Run, tiny: Path, tmp_path: Path, t
         done = cli(*command, "-m", tiny, "--chat-template", template, stdin=b"hi\n")
         assert (done.returncode, done.stdout) == (1, b"")
         assert f"error: the chat template {template} is empty" in done.stderr.decode()
+
+
+def test_run_with_a_grammar_prints_text_of_it(cli: Run, tiny: Path, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]}')
+    done = cli("run", "x", "-m", tiny, "-n", "120", "--json-schema", schema, "--close-on-length", "-q")
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert json.loads(done.stdout)["a"] in (1, 22)
+    grammar = tmp_path / "g.lark"
+    grammar.write_text('start: "ab" /[0-9]{2}/')
+    for options, pattern in (
+        (("--grammar", grammar), rb"ab[0-9]{2}\n"),
+        (("--regex", "[xy]{3}"), rb"[xy]{3}\n"),
+        (("--choice", "one two", "--choice", 'say "x"'), rb'(one two|say "x")\n'),
+        (("--json-schema", '{"const": 5}'), rb"5\n"),
+    ):
+        assert re.fullmatch(pattern, cli("run", "x", "-m", tiny, "-n", "20", "-q", *options).stdout)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--regex", "(a"), "--regex: structured_outputs.regex cannot be used: unclosed group"),
+        (("--regex", "a", "--choice", "b"), "--regex and --choice exclude each other"),
+        (("--json-schema", "none.json"), "--json-schema: cannot read none.json"),
+        (("--json-schema", "{"), "structured_outputs.json is not valid JSON"),
+        (("--json-schema", '{"not": {}}'), '"not"'),
+        (("--close-on-length",), "--close-on-length needs --json-schema"),
+    ],
+)
+def test_run_with_a_bad_grammar_is_one_line(cli: Run, tiny: Path, options: tuple[str, ...], reason: str) -> None:
+    done = cli("run", "x", "-m", tiny, *options)
+    assert (done.returncode, done.stdout) == (2, b"")
+    (line,) = done.stderr.decode().splitlines()
+    assert reason in line
+
+
+def test_run_takes_structured_outputs_of_json_lines(cli: Run, tiny: Path) -> None:
+    lines = b'{"prompt": "a", "structured_outputs": {"regex": "[ab]{2}"}}\n{"prompt": "b", "max_tokens": 3}\n'
+    done = cli("run", "--prompts", "-", "-m", tiny, "--json", "-q", stdin=lines)
+    first, _ = map(json.loads, done.stdout.splitlines())
+    assert re.fullmatch("[ab]{2}", first["text"])
+    done = cli("run", "--prompts", "-", "-m", tiny, stdin=b'{"prompt": "a", "structured_outputs": {"xml": 1}}\n')
+    assert done.returncode == 1
+    assert b"line 1: structured_outputs has no field 'xml'" in done.stderr
