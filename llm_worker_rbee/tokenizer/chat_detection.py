@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from ..errors import WorkerError
+from .chat_events import Tool, ToolCallDelta, ToolCallStart
 from .chat_format import (
     CONTENT_PAIRS,
     GEMMA_QUOTE,
@@ -29,7 +30,9 @@ from .chat_format import (
     ReasoningFormat,
     ToolFormat,
 )
+from .chat_parser import ChatParser
 from .chat_template import ChatTemplate
+from .chat_values import load_json
 from .tokenizer import Tokenizer
 
 # Unique words; names and values that a template might treat as something else are avoided.
@@ -47,6 +50,9 @@ def detect_chat_format(template: ChatTemplate, tokenizer: Tokenizer) -> ChatForm
     rules = _detect_rules(probe, calls)
     tools = _choose_tools(probe, calls, rules)
     reasoning, name = _detect_reasoning(probe)
+    empty = reasoning.start.strip() + reasoning.end.strip()  # before the calls of a turn without reasoning
+    if empty:
+        tools = replace(tools, section_start=tools.section_start.removeprefix(empty))
     start, end = next((pair for pair in CONTENT_PAIRS if all(mark in template.source for mark in pair)), ("", ""))
     found = ChatFormat(reasoning, tools, start, end, replace(rules, reasoning_field=name))
     return _with_tokens(found, tokenizer)
@@ -148,11 +154,16 @@ def _calls_text(probe: _Probe, text: str | None, *, has_results: bool) -> str | 
     elif plain is not None:
         text = text[len(_common_prefix(text, plain.partition(CONTENT)[0])) :]
     turn_end = "" if plain is None else _after(plain, CONTENT).partition("Uzq7next")[0]
-    mark = next((segment for segment in _SEGMENT.findall(turn_end) if not segment.isspace()), None)
-    values = (VALUES[0], VALUES[1], NAMES[0], NAMES[1])
-    last = max((text.rfind(word) + len(word) for word in values if word in text), default=0)
-    if mark is not None and mark in text[last:]:
-        text = text[: text.index(mark, last)]
+    first = next((segment for segment in _SEGMENT.findall(turn_end) if not segment.isspace()), None)
+    marks = [mark for mark in dict.fromkeys([first, *_TAG.findall(turn_end)]) if mark]
+    words = (*VALUES, *NAMES)
+    last = max((text.rfind(word) + len(word) for word in words if word in text), default=0)
+    ends = [text.index(mark, last) for mark in marks if mark in text[last:]]
+    text = text[: min(ends)] if ends else text
+    begin = text.find(NAMES[0])
+    if begin > 0 and first is not None and first in text[:begin]:  # the calls have a turn of their own
+        tags = list(_TAG.finditer(text, 0, begin))
+        text = text[tags[-1].start() :] if tags else text
     return text.partition(RESULT)[0].strip()
 
 
@@ -181,11 +192,22 @@ def _choose_tools(probe: _Probe, calls: _Calls | None, rules: MessageRules) -> T
     if row is not None and row[1]:
         return row[2]
     found = None if calls is None else _analyse_calls(calls)
+    if calls is not None and found is not None and not _reads(found, calls.one):
+        found = None
     if found is None:
         return row[2] if row is not None and rules.tools != "system" else GENERIC_TOOLS
     if "<|python_tag|>" in probe.source and found.call_start.startswith("{"):
         found = replace(found, other_starts=("<|python_tag|>",))
     return found
+
+
+def _reads(tools: ToolFormat, text: str) -> bool:
+    """Return whether a call that the template printed is read back."""
+    parser = ChatParser(ChatFormat(tools=tools), tools=[Tool(name) for name in NAMES])
+    events = parser.push(text) + parser.finish()
+    names = [event.name for event in events if isinstance(event, ToolCallStart)]
+    arguments = "".join(event.arguments for event in events if isinstance(event, ToolCallDelta))
+    return names == [NAMES[0]] and load_json(arguments) == dict(zip(KEYS, VALUES, strict=True))
 
 
 def _analyse_calls(calls: _Calls) -> ToolFormat | None:
@@ -361,7 +383,7 @@ def _detect_reasoning(probe: _Probe) -> tuple[ReasoningFormat, str]:
         if text is None or REASONING not in text or CONTENT not in _after(text, REASONING):
             continue
         before, end = _after(text.partition(REASONING)[0], USER), _after(text, REASONING).partition(CONTENT)[0]
-        start, name = _reasoning_start(before, probe.prompt), candidate
+        start, name = _reasoning_start(before, probe.prompt, end.strip()), candidate
         break
     if not (start.strip() and end.strip()):
         start, end = next((pair for pair in REASONING_PAIRS if pair[0] in probe.source), ("", ""))
@@ -378,9 +400,9 @@ def _detect_reasoning(probe: _Probe) -> tuple[ReasoningFormat, str]:
     return ReasoningFormat(start, end, is_open, switch), name
 
 
-def _reasoning_start(before: str, prompt: str) -> str:
+def _reasoning_start(before: str, prompt: str, end: str) -> str:
     """Return the marker before the reasoning: what follows the assistant's header, which the prompt has too."""
-    if prompt.startswith(before) and len(prompt) > len(before):
+    if prompt.startswith(before) and len(prompt) > len(before) and end not in prompt[len(before) :]:
         return prompt[len(before) :]
     start = before[len(_common_prefix(before, prompt)) :]
     if start.strip():

@@ -152,7 +152,7 @@ TABLE: tuple[tuple[tuple[str, ...], bool, ToolFormat], ...] = (
 )
 REASONING_PAIRS = (
     ("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|START_THINKING|>", "<|END_THINKING|>"),
-    ("<seed:think>", "</seed:think>"), ("<thinking>", "</thinking>"),
+    ("<|channel>thought", "<channel|>"), ("<seed:think>", "</seed:think>"), ("<thinking>", "</thinking>"),
 )  # fmt: skip
 CONTENT_PAIRS = (("<|START_RESPONSE|>", "<|END_RESPONSE|>"), ("<|START_TEXT|>", "<|END_TEXT|>"))
 HARMONY_NAMES = (
