@@ -47,6 +47,7 @@ class ReplyState(Protocol):
     prompts: list[list[int]]  # token ids
     generations: list[Generation]
     created_at: float  # a date
+    started_at: float  # in the time of time.perf_counter
 
     @property
     def model(self) -> str: ...

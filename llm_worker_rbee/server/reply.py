@@ -28,8 +28,12 @@ TOKEN_BYTES = 16  # of a reply, an estimate
 
 
 async def start_reply(worker: Worker, request: GenerateRequest, make_printer: Callable[[ReplyState], Printer]) -> Reply:
-    """Start the generations of a request: all of them or none."""
+    """Start the generations of a request: all of them or none. Without prompts there are none to start."""
+    started_at = time.perf_counter()
     worker.require_model(request.model)
+    if not request.prompts:
+        worker.require_ready()
+        return Reply(worker, request, [], [], make_printer, started_at)
     context, chat, n = worker.model.max_context, request.chat, request.n
     if chat is None:
         worker.require_capacity(len(request.prompts) * n)
@@ -59,7 +63,7 @@ async def start_reply(worker: Worker, request: GenerateRequest, make_printer: Ca
             if chat is not None and isinstance(error, ContextLengthError) and error.field == "prompt":
                 error.field = "messages"
             raise
-    return Reply(worker, request, [prompt.ids for prompt in prompts], generations, make_printer)
+    return Reply(worker, request, [prompt.ids for prompt in prompts], generations, make_printer, started_at)
 
 
 def fit_params(worker: Worker, params: SamplingParams, prompt: EncodedPrompt) -> SamplingParams:
@@ -73,10 +77,11 @@ class Reply(EventSource):
 
     def __init__(
         self, worker: Worker, request: GenerateRequest, prompts: list[list[int]], generations: list[Generation],
-        make_printer: Callable[[ReplyState], Printer],
+        make_printer: Callable[[ReplyState], Printer], started_at: float,
     ) -> None:  # fmt: skip
         self.request, self.prompts, self.generations = request, prompts, generations
         self.created_at = time.time()
+        self.started_at = started_at  # in the time of time.perf_counter
         self._worker = worker
         self._events = b""  # not taken
         self._open: dict[int, Generation] = {}  # not finished, by their indices
@@ -94,7 +99,7 @@ class Reply(EventSource):
     @property
     def max_tokens(self) -> int:
         """How many tokens each answer may have; of several prompts the smallest number."""
-        return min(generation.request.submitted.max_tokens for generation in self.generations)
+        return min((generation.request.submitted.max_tokens for generation in self.generations), default=0)
 
     @property
     def seed(self) -> int:
@@ -118,7 +123,7 @@ class Reply(EventSource):
         self._open = dict(enumerate(self.generations))
         for generation in self.generations:
             generation.notify(on_ready)
-        if self._events:
+        if self._events or not self.generations:
             on_ready()
 
     def take(self) -> bytes:

@@ -168,8 +168,8 @@ class Worker(GenerationListener):
         return await self.offload.parse(parser, body, options)
 
     def require_model(self, name: str | None) -> None:
-        """Raise unless this is the served model's name, or none."""
-        if name is not None and name not in self.names:
+        """Raise unless this is the served model's name, or none; clients of Ollama add the tag `:latest` to it."""
+        if name is not None and name not in self.names and name.removesuffix(":latest") not in self.names:
             raise ModelNotFoundError(f"the model {name[:100]!r} is not served here: use {self.names[0]!r}, or no model")
 
     def reserve(self, num_requests: int, num_tokens: int) -> AbstractContextManager[Reservation]:

@@ -1,0 +1,502 @@
+"""Ollama's `/api/chat` and `/api/generate`; their streams are lines of JSON."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ...config import ServerSettings
+from ...engine.request import MAX_COUNT, MAX_LOGPROBS, MAX_STOPS, Bounds, FinishReason, SamplingParams, TokenLogprob
+from ...engine.structured_outputs import StructuredOutputsParams
+from ...errors import WorkerError
+from ...tokenizer.chat_events import (
+    ChatEvent,
+    ChatOptions,
+    ContentDelta,
+    ReasoningDelta,
+    ToolCall,
+    ToolCallDelta,
+    ToolCallStart,
+)
+from ..bodies import (
+    Conversation,
+    GenerateRequest,
+    ParseOptions,
+    Prompt,
+    require,
+    sampling_params,
+    validate_known,
+)
+from ..printer import Answer, Printer, ReplyState
+from ..schema import (
+    FLAG,
+    ROLES,
+    SAMPLING,
+    TEXT,
+    AnyObject,
+    Boolean,
+    Enum,
+    Field,
+    FieldType,
+    Number,
+    Schema,
+    StopStrings,
+    Text,
+    ValidationIssue,
+    array_schema,
+    integer,
+    object_schema,
+    reply_schema,
+    table_schema,
+    type_name,
+    unsupported,
+    with_field,
+    with_values,
+)
+from ..sse import encode_json
+from . import Dialect, GenerateRoute, Operation
+from .openai import Tools, chat_logprobs, chat_options, to_tool
+
+if TYPE_CHECKING:
+    from ...generation import TextDelta
+
+SECOND = 1_000_000_000  # durations are in nanoseconds
+TIME: Schema = {"type": "string", "format": "date-time"}
+EFFORTS = ("low", "medium", "high", "max")
+ANY_NUMBER = Number(Bounds(-MAX_COUNT, MAX_COUNT))
+
+
+@dataclass(frozen=True, slots=True)
+class Either(FieldType):
+    """A value of any of several types."""
+
+    types: tuple[FieldType, ...]
+    described: str
+
+    def validate(self, name: str, value: Any) -> ValidationIssue | None:
+        if any(one.validate(name, value) is None for one in self.types):
+            return None
+        return ValidationIssue(name, "type", f"{name} must be {self.described}")
+
+    def json_schema(self) -> Schema:
+        return {"anyOf": [one.json_schema() for one in self.types]}
+
+
+class NumPredict(FieldType):
+    """How many tokens to generate; -1 and -2 are what is left of the context, None in the validated body."""
+
+    def validate(self, name: str, value: Any) -> ValidationIssue | None:
+        return None if value in (-1, -2) else integer(1).validate(name, value)
+
+    def json_schema(self) -> Schema:
+        return {"anyOf": [{"enum": [-1, -2]}, integer(1).json_schema()]}
+
+    def coerce(self, value: Any) -> int | None:
+        return None if value in (-1, -2) else integer(1).coerce(value)
+
+
+class Options(FieldType):
+    """The object `options`; what it holds is validated by the table OPTIONS."""
+
+    def validate(self, name: str, value: Any) -> ValidationIssue | None:
+        return AnyObject().validate(name, value)
+
+    def json_schema(self) -> Schema:
+        return table_schema({name.partition(".")[2]: field for name, field in OPTIONS.items()})
+
+
+MESSAGE = ("role", "content", "thinking", "images", "tool_calls", "tool_name", "tool_call_id")
+CALL, FUNCTION = ("id", "type", "index", "function"), ("name", "arguments", "index")
+
+
+class ChatMessages(FieldType):
+    """A conversation; no messages ask only that the model is loaded."""
+
+    def validate(self, name: str, value: Any) -> ValidationIssue | None:
+        if not isinstance(value, list):
+            return ValidationIssue(name, "type", f"{name} must be a list of messages")
+        return next((found for i, one in enumerate(value) if (found := _check_message(f"{name}[{i}]", one))), None)
+
+    def json_schema(self) -> Schema:
+        text: Schema = {"type": ["string", "null"]}
+        function = object_schema(
+            {"name": Text(1).json_schema(), "arguments": {"type": "object"}, "index": {}}, "name", "arguments"
+        )
+        kinds: dict[str, Schema] = {"id": text, "type": {"enum": ["function", None]}, "index": {}, "function": function}
+        call = object_schema(kinds, "function")
+        properties: dict[str, Schema] = {
+            **dict.fromkeys(MESSAGE, text), "role": {"enum": [*ROLES]}, "images": {"enum": [[], None]},
+            "tool_calls": {"type": ["array", "null"], "items": call},
+        }  # fmt: skip
+        return array_schema(object_schema(properties, "role"))
+
+
+def _check_message(name: str, message: Any) -> ValidationIssue | None:
+    """Return what is wrong with a message; keys that are not known are found by `_unknown_keys`."""
+    if not isinstance(message, dict):
+        return ValidationIssue(name, "type", f"{name} must be an object with role and content")
+    if message.get("role") not in ROLES:
+        return ValidationIssue(f"{name}.role", "choice", f"{name}.role must be one of {', '.join(ROLES)}")
+    for key in ("content", "thinking", "tool_name", "tool_call_id"):
+        if not isinstance(found := message.get(key), (str, type(None))):
+            return ValidationIssue(f"{name}.{key}", "type", f"{name}.{key} must be a string, not {type_name(found)}")
+    if message.get("images") not in (None, []):
+        return ValidationIssue(f"{name}.images", "unsupported", f"{name}.images is not supported by this worker")
+    calls = message.get("tool_calls")
+    if not isinstance(calls, (list, type(None))):
+        return ValidationIssue(f"{name}.tool_calls", "type", f"{name}.tool_calls must be a list")
+    checks = (_check_call(f"{name}.tool_calls[{i}]", call) for i, call in enumerate(calls or ()))
+    return next((issue for issue in checks if issue is not None), None)
+
+
+def _check_call(name: str, call: Any) -> ValidationIssue | None:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return ValidationIssue(name, "type", f"{name}.function must be an object with name and arguments")
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        return ValidationIssue(name, "type", f"{name}.function.name must be a string")
+    if not isinstance(function.get("arguments"), dict):
+        return ValidationIssue(name, "type", f"{name}.function.arguments must be an object")
+    if not isinstance(call.get("id"), (str, type(None))) or call.get("type") not in ("function", None):
+        return ValidationIssue(name, "type", f"{name}: id must be a string, and type function")
+    return None
+
+
+def _unknown_keys(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the keys of validated messages that are not known, by their places."""
+    for i, message in enumerate(messages):
+        yield from (f"messages[{i}].{key}" for key in message if key not in MESSAGE)
+        for j, call in enumerate(message.get("tool_calls") or ()):
+            place = f"messages[{i}].tool_calls[{j}]"
+            yield from (f"{place}.{key}" for key in call if key not in CALL)
+            yield from (f"{place}.function.{key}" for key in call["function"] if key not in FUNCTION)
+
+
+SAME_OPTIONS = (
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "seed",
+)  # fmt: skip
+# Options that change no answer here, with their types.
+WITHOUT_EFFECT: dict[str, FieldType] = {
+    **dict.fromkeys(("num_gpu", "num_thread", "num_batch", "main_gpu", "num_keep"), integer(-MAX_COUNT, MAX_COUNT)),
+    **dict.fromkeys(("use_mmap", "use_mlock", "numa", "low_vram", "f16_kv", "logits_all"), Boolean()),
+    **dict.fromkeys(("mirostat_tau", "mirostat_eta"), ANY_NUMBER),  # mirostat itself is refused
+}
+OPTIONS: dict[str, Field] = {
+    f"options.{name}": field for name, field in {
+        **{name: SAMPLING[name] for name in SAME_OPTIONS},
+        "repeat_penalty": SAMPLING["repetition_penalty"],
+        "repeat_last_n": Field(integer(-1, MAX_COUNT)),
+        "num_ctx": Field(integer(1)),
+        "num_predict": Field(NumPredict()),
+        "stop": Field(StopStrings(MAX_STOPS), (), is_secret=True),
+        "mirostat": unsupported(0), "tfs_z": unsupported(1, 1.0), "penalize_newline": unsupported(True),
+        "vocab_only": unsupported(False), "embedding_only": unsupported(False),
+        **{name: Field(kind) for name, kind in WITHOUT_EFFECT.items()},
+    }.items()
+}  # fmt: skip
+COMMON: dict[str, Field] = {
+    "model": Field(Text()),
+    "stream": Field(Boolean(), True),
+    "options": Field(Options(), {}),
+    "format": Field(Either((Enum(("", "json")), AnyObject()), '"json" or a JSON schema')),
+    "think": Field(Either((Boolean(), Enum(EFFORTS)), f"true, false or one of {', '.join(EFFORTS)}")),
+    "logprobs": Field(Boolean(), False),
+    "top_logprobs": Field(integer(0, MAX_LOGPROBS), 0),
+    "keep_alive": Field(Either((ANY_NUMBER, Text()), "a duration")),
+    "truncate": unsupported(False),  # nothing is truncated: a prompt that does not fit is an error
+    "shift": unsupported(False),
+}
+CHAT: dict[str, Field] = {
+    **COMMON,
+    "messages": Field(ChatMessages(), [], is_secret=True),
+    "tools": Field(Tools(), []),
+}
+GENERATE: dict[str, Field] = {
+    **COMMON,
+    "prompt": Field(Text(), "", is_secret=True),
+    "system": Field(Text(), is_secret=True),
+    "raw": Field(Boolean(), False),
+    "images": unsupported([]),
+    "suffix": unsupported(""),
+    "template": unsupported(""),
+    "context": unsupported([]),
+    **dict.fromkeys(("width", "height", "steps"), unsupported(0)),  # of images
+}
+
+
+def parse_chat(body: bytes, options: ParseOptions) -> GenerateRequest:
+    """Validate the body of `/api/chat`."""
+    values, ignored = validate_known(body, CHAT, options)
+    messages = values["messages"]
+    prompts: list[Prompt] = []
+    if messages:
+        chat = _chat_options(values, [to_tool(tool["function"]) for tool in values["tools"]])
+        prompts.append(Conversation.encode(to_openai(messages), chat))
+    return _request(values, ignored, prompts, options, _unknown_keys(messages))
+
+
+def parse_generate(body: bytes, options: ParseOptions) -> GenerateRequest:
+    """Validate the body of `/api/generate`: a prompt for the chat template, or one that is taken as it is."""
+    values, ignored = validate_known(body, GENERATE, options)
+    prompt, system = values["prompt"], values["system"]
+    prompts: list[Prompt] = []
+    if values["raw"]:
+        require(not system, "system", "conflict", "raw: true needs the whole prompt in prompt: leave system out")
+        require(not values["think"], "think", "conflict", "raw: true takes the prompt as it is: leave think out")
+        prompts += [prompt] if prompt else []
+    elif prompt:
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": prompt})
+        prompts.append(Conversation.encode(messages, _chat_options(values, [])))
+    return _request(values, ignored, prompts, options)
+
+
+def _chat_options(values: Mapping[str, Any], tools: list[Any]) -> ChatOptions:
+    think = values["think"]
+    effort = "none" if think is False else think if isinstance(think, str) else None
+    return chat_options(
+        tools, None, parallel=True, effort=effort, template_kwargs={"enable_thinking": True} if think is True else {}
+    )
+
+
+def _request(
+    values: Mapping[str, Any], ignored: list[str], prompts: list[Prompt], options: ParseOptions,
+    unknown: Iterable[str] = (),
+) -> GenerateRequest:  # fmt: skip
+    """Return the record of a body, whose options are validated here."""
+    given = {f"options.{name}": value for name, value in values["options"].items()} | dict.fromkeys(unknown)
+    found, more = validate_known(given, OPTIONS, options)
+    ignored += more + [name for name in map("options.{}".format, WITHOUT_EFFECT) if found[name] is not None]
+    ignored += ["keep_alive"] if values["keep_alive"] is not None else []
+    require(values["logprobs"] or not values["top_logprobs"], "top_logprobs", "conflict",
+            "top_logprobs needs logprobs: true")  # fmt: skip
+    params = _sampling_params(values, {name.partition(".")[2]: value for name, value in found.items()}, options)
+    return GenerateRequest(
+        prompts=prompts, params=params, model=values["model"], stream=values["stream"], ignored=ignored
+    )
+
+
+def _sampling_params(values: Mapping[str, Any], found: dict[str, Any], options: ParseOptions) -> SamplingParams:
+    limits, num_ctx, last_n = options.limits, found["num_ctx"], found["repeat_last_n"]
+    if limits is not None and num_ctx is not None:
+        require(num_ctx <= limits.max_context, "options.num_ctx", "range",
+                f"options.num_ctx is {num_ctx} and the context of this worker {limits.max_context}: ask for less, or "
+                "start the worker with a longer one (--max-context)")  # fmt: skip
+    guided = None
+    if (wanted := values["format"]) not in (None, ""):
+        guided = StructuredOutputsParams(**({"json_object": True} if wanted == "json" else {"json": wanted}))
+    same = {
+        **found, "repetition_penalty": found["repeat_penalty"], "repeat_last_n": MAX_COUNT if last_n == -1 else last_n
+    }  # fmt: skip
+    return sampling_params(
+        same, limits, found["num_predict"], structured_outputs=guided,
+        logprobs=values["top_logprobs"] if values["logprobs"] else None,
+    )  # fmt: skip
+
+
+def to_openai(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return validated messages in the form of chat completions.
+
+    A call without an id gets its number in the conversation, so that the prompt of the same messages stays the same; a
+    result without one belongs to the first open call of its tool, or of any.
+    """
+    converted: list[dict[str, Any]] = []
+    num_calls, open_calls = 0, list[tuple[str, str]]()  # id and name
+    for message in messages:
+        made: dict[str, Any] = {"role": message["role"], "content": message.get("content") or ""}
+        if message.get("thinking"):
+            made["reasoning_content"] = message["thinking"]
+        if calls := message.get("tool_calls"):
+            made["tool_calls"], open_calls = [], []
+            for call in calls:
+                name, arguments = call["function"]["name"], encode_json(call["function"]["arguments"]).decode()
+                call_id = call.get("id") or f"call{num_calls:05d}"
+                num_calls += 1
+                open_calls.append((call_id, name))
+                function = {"name": name, "arguments": arguments}
+                made["tool_calls"].append({"id": call_id, "type": "function", "function": function})
+        if made["role"] == "tool":
+            made |= _close_call(message, open_calls)
+        converted.append(made)
+    return converted
+
+
+def _close_call(message: Mapping[str, Any], open_calls: list[tuple[str, str]]) -> dict[str, str]:
+    """Return the id and the name of the call that a result belongs to, which is open no more."""
+    call_id, name = message.get("tool_call_id"), message.get("tool_name")
+    same_id = [call for call in open_calls if call[0] == call_id]
+    same_name = [call for call in open_calls if call[1] == name]
+    found = (same_id or same_name or open_calls)[:1]
+    if found:
+        open_calls.remove(found[0])
+    default_id, default_name = found[0] if found else ("call00000", "")
+    keys = {"tool_call_id": call_id or default_id}
+    return {**keys, "name": name or default_name} if name or default_name else keys
+
+
+class OllamaPrinter(Printer):
+    """Lines of JSON, or one object: the last line, with the whole answer."""
+
+    media_type = "application/x-ndjson"
+    ping = b""
+
+    def __init__(self, reply: ReplyState) -> None:
+        super().__init__(reply)
+        self._calls: dict[int, tuple[ToolCallStart, list[str]]] = {}  # not complete, with their arguments
+        self._finish_reason: FinishReason | None = None
+
+    @abstractmethod
+    def fields(self, text: str = "", thinking: str = "", calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+        """Return the fields of an answer, or of a piece of it."""
+
+    def print_delta(self, index: int, delta: TextDelta) -> bytes:
+        pieces = [self.fields(delta.text)] if delta.events is None and delta.text else []
+        pieces += [piece for event in delta.events or () for piece in self._print_event(event)]
+        if delta.finish_reason is not None:
+            self._finish_reason = delta.finish_reason
+            pieces += map(self._print_call, list(self._calls))
+        if delta.logprobs:
+            first = pieces[0] if pieces else self.fields()
+            pieces[:1] = [{**first, "logprobs": self._logprobs(delta.logprobs)}]
+        return b"".join([self._line({**piece, "done": False}) for piece in pieces])
+
+    def _print_event(self, event: ChatEvent) -> Iterator[dict[str, Any]]:
+        if isinstance(event, ContentDelta):
+            yield self.fields(event.text)
+        elif isinstance(event, ReasoningDelta):
+            yield self.fields(thinking=event.text)
+        elif isinstance(event, ToolCallStart):
+            self._calls[event.index] = event, []
+        elif isinstance(event, ToolCallDelta):
+            self._calls[event.index][1].append(event.arguments)
+        else:
+            yield self._print_call(event.index)
+
+    def _print_call(self, index: int) -> dict[str, Any]:
+        start, parts = self._calls.pop(index)
+        calls, text = encode_calls([ToolCall(start.id, start.name, "".join(parts))])
+        return self.fields(text, calls=calls)
+
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> list[Any]:
+        return chat_logprobs(self.reply.tokenizer, entries)["content"]  # type: ignore[no-any-return]
+
+    def _object(self, fields: dict[str, Any]) -> dict[str, Any]:
+        return {"model": self.reply.request.model or self.reply.model, "created_at": timestamp(time.time()), **fields}
+
+    def _line(self, fields: dict[str, Any]) -> bytes:
+        return encode_json(self._object(fields)) + b"\n"
+
+    def end(self) -> bytes:
+        return self._line(self._last(self.fields(), self._finish_reason))
+
+    def _last(self, fields: dict[str, Any], finish_reason: FinishReason | None) -> dict[str, Any]:
+        """Return the fields of the last line; without a prompt nothing was generated, and the model is loaded."""
+        if not self.reply.generations:
+            return {**fields, "done": True, "done_reason": "load"}
+        return {**fields, "done": True, "done_reason": finish_reason, **statistics(self.reply)}
+
+    def print_error(self, error: WorkerError) -> bytes:
+        return encode_json(error_body(error)) + b"\n"
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        answer = answers[0] if answers else Answer()
+        calls, text = encode_calls(answer.calls)
+        fields = self.fields(answer.text + text, answer.reasoning, calls)
+        if answer.logprobs:
+            fields["logprobs"] = self._logprobs(answer.logprobs)
+        return self._object(self._last(fields, answer.finish_reason))
+
+
+class ChatPrinter(OllamaPrinter):
+    """The reply of `/api/chat`."""
+
+    def fields(self, text: str = "", thinking: str = "", calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if thinking:
+            message["thinking"] = thinking
+        if calls:
+            message["tool_calls"] = calls
+        return {"message": message}
+
+
+class GeneratePrinter(OllamaPrinter):
+    """The reply of `/api/generate`."""
+
+    def fields(self, text: str = "", thinking: str = "", calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+        return {"response": text, "thinking": thinking} if thinking else {"response": text}
+
+
+def encode_calls(calls: Sequence[ToolCall]) -> tuple[list[dict[str, Any]], str]:
+    """Return calls as they are in a message, and as text those whose arguments are no object: the answer was cut."""
+    encoded, rest = [], ""
+    for call in calls:
+        try:
+            arguments = msgspec.json.decode(call.arguments)
+        except msgspec.DecodeError:
+            arguments = None
+        if isinstance(arguments, dict):
+            encoded.append({"id": call.id, "function": {"name": call.name, "arguments": arguments}})
+        else:
+            rest += call.name + call.arguments
+    return encoded, rest
+
+
+def statistics(reply: ReplyState) -> dict[str, int]:
+    """Return counts and durations of a finished reply; waiting is part of the total only."""
+    (generation,), usage = reply.generations, reply.usage()
+    started_at = generation.started_at + generation.request.queue_s
+    return {
+        "total_duration": int(SECOND * (time.perf_counter() - reply.started_at)), "load_duration": 0,
+        "prompt_eval_count": usage.prompt, "prompt_cached_count": usage.cached,
+        "prompt_eval_duration": int(SECOND * max(0.0, generation.first_token_at - started_at)),
+        "eval_count": usage.output, "eval_duration": int(SECOND * generation.decode_ms / 1000),
+    }  # fmt: skip
+
+
+def timestamp(seconds: float) -> str:
+    """Return a date as Ollama has it."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def error_body(error: WorkerError) -> dict[str, Any]:
+    """Return an error in the form that Ollama's clients parse."""
+    return {"error": str(error)}
+
+
+def _schemas(settings: ServerSettings) -> dict[str, Schema]:
+    is_open, names = settings.ignore_unknown_fields, settings.names
+    with_logprobs: Schema = {
+        "anyOf": [with_values(top_logprobs={"enum": [0, None]}), with_field("logprobs", const=True)]
+    }
+    not_raw = with_values(raw={"enum": [False, None]})
+    whole = with_values(system={"enum": ["", None]}, think={"enum": [False, None]})
+    line: dict[str, Schema] = {"model": TEXT, "created_at": TIME, "done": FLAG}
+    message = reply_schema(role={"const": "assistant"}, content=TEXT)
+    return {
+        "OllamaChatRequest": table_schema(CHAT, names, is_open=is_open) | with_logprobs,
+        "OllamaGenerateRequest": {
+            **table_schema(GENERATE, names, is_open=is_open), **with_logprobs, "allOf": [{"anyOf": [not_raw, whole]}],
+        },
+        "OllamaChatReply": reply_schema(**line, message=message),
+        "OllamaGenerateReply": reply_schema(**line, response=TEXT),
+        "OllamaError": reply_schema(error=TEXT),
+    }  # fmt: skip
+
+
+DIALECT = Dialect(
+    prefixes=("/api",), error_body=error_body, schemas=_schemas, error_schema="OllamaError",
+    generate=(
+        GenerateRoute("/api/chat", parse_chat, ChatPrinter, Operation(
+            summary="Complete a conversation (Ollama)", request="OllamaChatRequest", reply="OllamaChatReply",
+            event="OllamaChatReply")),
+        GenerateRoute("/api/generate", parse_generate, GeneratePrinter, Operation(
+            summary="Answer a prompt (Ollama)", request="OllamaGenerateRequest", reply="OllamaGenerateReply",
+            event="OllamaGenerateReply")),
+    ),
+)  # fmt: skip

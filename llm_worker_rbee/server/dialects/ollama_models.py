@@ -1,0 +1,158 @@
+"""What Ollama's clients ask a server beside answers: its version, its model. Routes that change models are refused."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ...config import ServerSettings
+from ...errors import NotFoundError
+from ..bodies import ParseOptions, validate_known
+from ..schema import COUNT, TEXT, Field, Schema, Text, array_schema, reply_schema, table_schema, unsupported
+from . import Dialect, Handler, Operation, Route
+from .ollama import TIME, error_body, timestamp
+
+if TYPE_CHECKING:
+    from ...text_model import TextModel
+    from ..call import Call
+    from ..worker import Worker
+
+VERSION = "0.14.0"  # of Ollama, whose API this is: clients compare it with the one that they need
+FOREVER = "9999-12-31T23:59:59Z"
+SHOW: dict[str, Field] = {
+    "model": Field(Text()),
+    "verbose": unsupported(False),
+}
+NO_STORE = "this worker serves one model, which is chosen when it starts (llm-worker-rbee serve --model)"
+NO_EMBEDDINGS = "this worker has no embeddings"
+REFUSED = {
+    "/api/pull": NO_STORE, "/api/push": NO_STORE, "/api/create": NO_STORE, "/api/copy": NO_STORE,
+    "/api/delete": NO_STORE, "/api/embed": NO_EMBEDDINGS, "/api/embeddings": NO_EMBEDDINGS,
+}  # fmt: skip
+
+
+class Handlers:
+    """The routes about the model, for one worker."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def table(self) -> dict[str, Handler]:
+        handlers = {
+            "/api/version": self.version, "/api/tags": self.tags, "/api/ps": self.ps, "/api/show": self.show,
+        }  # fmt: skip
+        return handlers | {path: partial(self.refuse, path) for path in REFUSED}
+
+    async def version(self, _: Call) -> dict[str, Any]:
+        return {"version": VERSION}
+
+    async def tags(self, _: Call) -> dict[str, Any]:
+        return {"models": [self._model(name) for name in self._worker.names]}
+
+    async def ps(self, _: Call) -> dict[str, Any]:
+        info = self._worker.engine.info
+        on_device = 0 if info.backend == "cpu" else info.weights_bytes + info.kv_cache_bytes
+        running = {
+            "expires_at": FOREVER, "size_vram": on_device, "context_length": self._worker.model.max_context,
+            "size": info.weights_bytes + info.kv_cache_bytes,
+        }  # fmt: skip
+        return {"models": [self._model(name) | running for name in self._worker.names]}
+
+    def _model(self, name: str) -> dict[str, Any]:
+        self._worker.require_ready()
+        info = self._worker.engine.info
+        identity = f"{info.path} {info.architecture} {info.quant} {info.parameters} {info.weights_bytes}"
+        return {
+            "name": name, "model": name, "modified_at": timestamp(self._worker.started_at),
+            "size": info.weights_bytes, "digest": hashlib.sha256(identity.encode()).hexdigest(),
+            "details": self._details(),
+        }  # fmt: skip
+
+    def _details(self) -> dict[str, Any]:
+        info = self._worker.engine.info
+        return {
+            "parent_model": "", "format": "gguf" if info.path.endswith(".gguf") else "safetensors",
+            "family": info.architecture, "families": [info.architecture],
+            "parameter_size": human_parameters(info.parameters), "quantization_level": info.quant,
+        }  # fmt: skip
+
+    async def show(self, call: Call) -> dict[str, Any]:
+        """Describe the model."""
+        values: dict[str, Any] = await self._worker.parse("ollama_show", await call.body())
+        self._worker.require_model(values["model"])
+        model, info = self._worker.model, self._worker.engine.info
+        capabilities, template = await self._worker.offload.run(0, lambda: describe_chat(model))
+        defaults = model.sampling_defaults.values | {"num_ctx": model.max_context}
+        return {
+            "modelfile": "", "license": "", "modified_at": timestamp(self._worker.started_at),
+            "parameters": "\n".join(f"{OPTION_NAMES.get(name, name):<30} {value}" for name, value in defaults.items()),
+            "template": template, "details": self._details(), "capabilities": capabilities,
+            "model_info": {
+                "general.architecture": info.architecture, "general.parameter_count": info.parameters,
+                f"{info.architecture}.context_length": model.max_context,
+                f"{info.architecture}.vocab_size": model.vocab_size,
+            },
+        }  # fmt: skip
+
+    async def refuse(self, path: str, _: Call) -> dict[str, Any]:
+        raise NotFoundError(f"{path} is not supported: {REFUSED[path]}")
+
+
+OPTION_NAMES = {"repetition_penalty": "repeat_penalty"}
+
+
+def human_parameters(count: int) -> str:
+    """Return a number of parameters as in the name of a model, such as 1.7B."""
+    return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
+
+
+def describe_chat(model: TextModel) -> tuple[list[str], str]:
+    """Return what a model is capable of, and its chat template."""
+    if not model.has_chat_template:
+        return ["completion"], ""
+    found = model.chat_format
+    tools, thinking = ["tools"] * found.has_native_tools, ["thinking"] * found.has_reasoning
+    return ["completion", *tools, *thinking], model.chat_template.source
+
+
+def parse_show(body: bytes, options: ParseOptions) -> dict[str, Any]:
+    """Validate the body of `/api/show`."""
+    return validate_known(body, SHOW, options)[0]
+
+
+DETAILS = reply_schema(
+    format=TEXT, family=TEXT, families=array_schema(TEXT), parameter_size=TEXT, quantization_level=TEXT
+)
+LISTED: dict[str, Schema] = {
+    "name": TEXT, "model": TEXT, "modified_at": TIME, "size": COUNT, "digest": TEXT, "details": DETAILS,
+}  # fmt: skip
+
+
+def _schemas(settings: ServerSettings) -> dict[str, Schema]:
+    running = reply_schema(**LISTED, expires_at=TIME, size_vram=COUNT, context_length=COUNT)
+    return {
+        "OllamaShowRequest": table_schema(SHOW, settings.names, is_open=settings.ignore_unknown_fields),
+        "OllamaVersion": reply_schema(version=TEXT),
+        "OllamaModels": reply_schema(models=array_schema(reply_schema(**LISTED))),
+        "OllamaRunningModels": reply_schema(models=array_schema(running)),
+        "OllamaModel": reply_schema(
+            template=TEXT, parameters=TEXT, details=DETAILS, model_info={"type": "object"},
+            capabilities=array_schema(TEXT)),
+    }  # fmt: skip
+
+
+REFUSAL = Operation(summary="Refused: models are not changed while they are served", reply="OllamaError", status=404)
+DIALECT = Dialect(
+    prefixes=("/api",), error_body=error_body, schemas=_schemas, error_schema="OllamaError",
+    parsers={"ollama_show": (parse_show, dict[str, Any])},
+    make_handlers=lambda worker: Handlers(worker).table(),
+    routes=(
+        Route("GET", "/api/version", Operation(summary="The version of Ollama's API", reply="OllamaVersion")),
+        Route("GET", "/api/tags", Operation(summary="The served model (Ollama)", reply="OllamaModels")),
+        Route("GET", "/api/ps", Operation(summary="The loaded model (Ollama)", reply="OllamaRunningModels")),
+        Route("POST", "/api/show", Operation(
+            summary="A description of the model (Ollama)", request="OllamaShowRequest", reply="OllamaModel")),
+        *(Route("DELETE" if path == "/api/delete" else "POST", path, REFUSAL) for path in REFUSED),
+    ),
+)  # fmt: skip
