@@ -67,7 +67,8 @@ def launch(tokens: int) -> None:
     """Launch kernels with arguments whose values and divisibility change with the number of tokens."""
     x, out = torch.zeros(tokens, 64), torch.zeros(tokens, 64)
     launch_convert(x, Activations(out))
-    argmax_rows[(tokens,)](x, 64, torch.zeros(tokens, dtype=torch.int32), 64, BLOCK=64, num_warps=1)
+    tokens_out = torch.zeros(tokens, dtype=torch.int32)
+    argmax_rows[(tokens,)](x, 64, tokens_out, tokens_out, 0, tokens_out, 64, BLOCK=64, num_warps=1)
 
 
 def record() -> tuple[list[precompile.KernelVariant], list[str]]:
@@ -179,6 +180,8 @@ def run_random_step(model: Any, requests: cuda_models.Requests, random: np.rando
     batch = requests.step(chosen, counts, np.zeros(sum(counts), np.int64), logits_of_all=is_scored)
     logits = model.forward(batch, requests.cache)[:count]
     rows = [SampleRow(temperature=random.choice([0.0, 1.0]), logprobs=random.choice([None, 3])) for _ in range(count)]
+    for row in rows[: int(random.integers(0, count + 1))]:
+        row.mask = np.full(-(-logits.shape[1] // 32), -1, np.int32)
     model.ops.sample_async(logits, rows)
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 from zlib import crc32
 
 from llm_worker_rbee.config import EngineConfig
-from llm_worker_rbee.engine.async_scheduling import InFlightStep
+from llm_worker_rbee.engine.async_scheduling import InFlightStep, still_running
 from llm_worker_rbee.engine.request import (
     Request,
     SamplerOutput,
@@ -186,7 +186,7 @@ class PaperPipeline(PaperScheduler):
                 self.in_flight = self._launch(budget)
                 assert self.scheduler.stats.num_preemptions == before, "a request of the step in flight lost its blocks"
                 self.num_ahead += self.in_flight is not None
-        running, tokens = step.running(), zip(step.sampled, self._pending, strict=True)
+        running, tokens = still_running(step.scheduled), zip(step.sampled, self._pending, strict=True)
         assert all(one.start == one.request.num_computed_tokens for one in running)
         kept = SamplerOutput([token for request, token in tokens if not request.is_finished])
         self.take(self.scheduler.update(running, kept))
