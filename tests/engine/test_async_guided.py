@@ -101,7 +101,7 @@ def make_mixed(compiler: GrammarCompiler, seed: int) -> list[Request]:
 
 
 @pytest.mark.parametrize("unsure", [0.0, 0.2])
-@pytest.mark.parametrize("settings", [{}, {"max_batch": 3}, {"n_blocks": 9}])
+@pytest.mark.parametrize("settings", [{}, {"max_batch": 3}, {"n_blocks": 7}])
 def test_guided_steps_ahead_give_the_tokens_of_sync_steps(
     model: Transformer, compiler: GrammarCompiler, settings: dict[str, Any], unsure: float
 ) -> None:
@@ -121,6 +121,7 @@ def test_guided_steps_ahead_give_the_tokens_of_sync_steps(
         assert device.num_ahead > device.num_launched * (0.4 if unsure else 0.7)
     if not unsure:
         assert ahead.scheduler.stats.num_drafted_tokens == 0
+    assert not ("n_blocks" in settings and DEVICE == "cpu") or ahead.scheduler.stats.num_preemptions > 0
 
 
 @pytest.mark.parametrize("pays", [lambda n, *_: n >= 4, lambda n, *_: n > 0])
