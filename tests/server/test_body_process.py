@@ -55,7 +55,9 @@ BODIES: list[bytes] = [
         {"messages": [CHAT, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}], "logprobs": True},
         {"messages": [CHAT], "top_logprobs": 3}, {"messages": [CHAT], "max_tokens": 1, "max_completion_tokens": 2},
         {"text": "abc", "add_special": False}, {"text": 5}, {"tokens": [1, 2]}, {"tokens": [-1]}, {"tokens": "x"},
-        {"job_id": "j"},
+        {"job_id": "j"}, {"input": "x", "stream": True}, {"input": [CHAT, {"type": "zap"}]},
+        {"input": [CHAT, {"type": "reasoning", "content": [{"text": "y"}]}, {"type": "message", **CHAT}], "tools": [
+            {"type": "custom", "name": "f"}, {"type": "namespace", "name": "n_", "tools": [{"type": "zap"}]}]},
     )),
 ]  # fmt: skip
 

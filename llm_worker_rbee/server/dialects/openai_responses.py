@@ -1,0 +1,389 @@
+"""OpenAI's Responses: `/v1/responses`. The worker keeps no state: a request holds the whole conversation.
+
+A custom tool is a function with one string, `input`; the tools of a namespace have its name before theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ...config import ServerSettings
+from ...engine.request import MAX_LOGPROBS
+from ...errors import NotFoundError
+from ...tokenizer.chat_events import Tool
+from ..bodies import Conversation, GenerateRequest, ParseOptions, sampling_params, validate_known
+from ..lark_regex import lark_to_regex
+from ..schema import (
+    COUNT,
+    TEXT,
+    AnyObject,
+    Boolean,
+    Enum,
+    Field,
+    FieldType,
+    Schema,
+    Text,
+    ValidationIssue,
+    array_schema,
+    field_schema,
+    integer,
+    object_schema,
+    or_null,
+    reply_schema,
+    table_schema,
+    type_name,
+    unsupported,
+)
+from . import Dialect, GenerateRoute, Handler, Operation, Route
+from .openai import (
+    COMMON,
+    EFFORTS,
+    GUIDED,
+    MAX_TOOL_NAME,
+    MAX_TOOLS,
+    REASONING,
+    chat_options,
+    check_function,
+    error_body,
+    structured_outputs,
+    to_tool,
+)
+from .openai_responses_input import NO_STATE, Input
+from .openai_responses_printer import ResponsesPrinter
+
+if TYPE_CHECKING:
+    from ..call import Call
+    from ..worker import Worker
+
+TOOL_TYPES = ("function", "custom", "namespace")
+MAX_DEFINITION = 20_000  # characters of a custom tool's grammar
+INCLUDABLE = (  # the others are of tools that this worker does not have
+    "message.output_text.logprobs", "reasoning.encrypted_content", "web_search_call.action.sources",
+    "web_search_call.results", "file_search_call.results", "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url", "message.input_image.image_url",
+)  # fmt: skip
+
+
+class ResponseTools(FieldType):
+    """Functions and custom tools, also those of a namespace; tools of other types are skipped."""
+
+    def validate(self, name: str, value: Any) -> ValidationIssue | None:
+        issue = _check_tools(name, value, TOOL_TYPES)
+        return None if issue is None else issue._replace(field=name)
+
+    def json_schema(self) -> Schema:
+        named: dict[str, Schema] = {
+            "name": {"type": "string", "minLength": 1, "maxLength": MAX_TOOL_NAME},
+            "description": or_null(TEXT), "strict": or_null({"type": "boolean"}),
+        }  # fmt: skip
+        text = object_schema({"type": {"const": "text"}}, "type", is_open=True)
+        grammar = object_schema(
+            {"type": {"const": "grammar"}, "syntax": {"enum": ["lark", "regex"]}, "definition": TEXT},
+            "type", "syntax", "definition", is_open=True,
+        )  # fmt: skip
+        parameters = or_null({"type": "object"})
+        forms: list[Schema] = [
+            object_schema(
+                {"type": {"const": "function"}, **named, "parameters": parameters}, "type", "name", is_open=True
+            ),
+            object_schema(
+                {"type": {"const": "custom"}, **named, "parameters": parameters,
+                 "format": {"anyOf": [text, grammar, {"type": "null"}]}}, "type", "name", is_open=True),
+        ]  # fmt: skip
+        skipped = object_schema({"type": {"type": "string", "not": {"enum": [*TOOL_TYPES]}}}, "type", is_open=True)
+        inner: Schema = {**array_schema({"anyOf": [*forms, skipped]}), "maxItems": MAX_TOOLS}
+        space = {"type": {"const": "namespace"}, **named, "tools": or_null(inner)}
+        namespace = object_schema(space, "type", "name", is_open=True)
+        return {**array_schema({"anyOf": [*forms, namespace, skipped]}), "maxItems": MAX_TOOLS}
+
+
+def _check_tools(name: str, tools: Any, types: Sequence[str]) -> ValidationIssue | None:
+    """Return what is wrong with tools; those of other types are not looked at."""
+    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
+        return ValidationIssue(name, "type", f"{name} must be a list of at most {MAX_TOOLS} tools")
+    for i, tool in enumerate(tools):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        issue, here = None, f"{name}[{i}]"
+        if not isinstance(kind, str) or (kind in TOOL_TYPES and kind not in types):
+            return ValidationIssue(name, "type", f"{here}.type must be {', '.join(types)}, or that of another tool")
+        if kind == "namespace":
+            issue = check_function(here, {**tool, "parameters": None})
+            if issue is None and tool.get("tools") is not None:
+                issue = _check_tools(f"{here}.tools", tool["tools"], TOOL_TYPES[:2])
+        elif kind in types:
+            issue = check_function(here, tool)
+            if issue is None and kind == "custom":
+                issue = _check_format(f"{here}.format", tool.get("format"))
+        if issue is not None:
+            return issue
+    return None
+
+
+def _check_format(name: str, value: Any) -> ValidationIssue | None:
+    """Return what is wrong with the format of a custom tool's input."""
+    if value is None or (isinstance(value, dict) and value.get("type") == "text"):
+        return None
+    if not isinstance(value, dict) or value.get("type") != "grammar":
+        return ValidationIssue(name, "choice", f"{name}.type must be text or grammar")
+    definition = value.get("definition")
+    if value.get("syntax") not in ("lark", "regex") or not isinstance(definition, str):
+        return ValidationIssue(name, "choice", f"{name} must have the syntax lark or regex, and a definition")
+    if len(definition) > MAX_DEFINITION:
+        return ValidationIssue(name, "length", f"{name}.definition has more than {MAX_DEFINITION} characters")
+    try:
+        _pattern(value)
+    except ValueError as error:
+        return ValidationIssue(name, "invalid", f"{name}.definition cannot be used: {error}")
+    return None
+
+
+def _pattern(value: Mapping[str, Any]) -> str:
+    """Return the regular expression of a grammar; raise a ValueError where it has none."""
+    return lark_to_regex(value["definition"]) if value["syntax"] == "lark" else str(value["definition"])
+
+
+def custom_tool(tool: Mapping[str, Any]) -> Tool:
+    """Return a custom tool as a function whose one argument is its input."""
+    description, form = tool.get("description") or "", tool.get("format") or {}
+    given: Schema = {"type": "string"}
+    if form.get("type") == "grammar":
+        described = f"It has the form of this {form['syntax']} definition:\n{form['definition']}"
+        given = {**given, "description": described, "pattern": f"^(?:{_pattern(form)})$"}
+    return Tool(tool["name"], description, object_schema({"input": given}, "input"), strict=True)
+
+
+class ResponseToolChoice(FieldType):
+    """Auto, none, required, the one tool that must be called, or those that may be."""
+
+    def validate(self, name: str, value: Any) -> ValidationIssue | None:
+        if value in ("auto", "none", "required") if isinstance(value, str) else _is_named(value):
+            return None
+        if isinstance(value, dict) and value.get("type") == "allowed_tools" and value.get("mode") in ALLOWED_MODES:
+            tools = value.get("tools")
+            if isinstance(tools, list) and tools and all(map(_is_named, tools)):
+                return None
+        message = (
+            f"{name} must be auto, none, required, a function or custom tool by its type and name, or allowed_tools "
+            "with a mode and such tools"
+        )
+        return ValidationIssue(name, "choice", message)
+
+    def json_schema(self) -> Schema:
+        named = object_schema({"type": {"enum": ["function", "custom"]}, "name": TEXT}, "type", "name", is_open=True)
+        allowed: dict[str, Schema] = {
+            "type": {"const": "allowed_tools"}, "mode": {"enum": [*ALLOWED_MODES]}, "tools": array_schema(named, 1),
+        }  # fmt: skip
+        return {
+            "anyOf": [{"enum": ["auto", "none", "required"]}, named, object_schema(allowed, *allowed, is_open=True)]
+        }
+
+
+def _is_named(value: Any) -> bool:
+    return (
+        isinstance(value, dict) and value.get("type") in ("function", "custom") and isinstance(value.get("name"), str)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Settings(FieldType):
+    """An object of settings; each is one of a few values, or has a type of its own."""
+
+    fields: Mapping[str, FieldType]
+
+    def validate(self, name: str, value: Any) -> ValidationIssue | None:
+        if not isinstance(value, dict):
+            return ValidationIssue(name, "type", f"{name} must be an object, not {type_name(value)}")
+        for key, one in value.items():
+            if key not in self.fields:
+                return ValidationIssue(name, "unknown", f"unknown field {f'{name}.{key}'[:200]!r}")
+            if one is not None and (issue := self.fields[key].validate(f"{name}.{key}", one)) is not None:
+                return issue._replace(field=name)
+        return None
+
+    def json_schema(self) -> Schema:
+        return object_schema({key: field_schema(Field(kind)) for key, kind in self.fields.items()})
+
+
+class TextFormat(FieldType):
+    """Text, any JSON object, or JSON of a schema."""
+
+    def validate(self, name: str, value: Any) -> ValidationIssue | None:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if kind not in ("text", "json_object", "json_schema"):
+            return ValidationIssue(name, "choice", f"{name}.type must be text, json_object or json_schema")
+        if kind == "json_schema" and not isinstance(value.get("schema"), (dict, bool)):
+            return ValidationIssue(name, "type", f"{name}.schema must be a JSON schema")
+        return None
+
+    def json_schema(self) -> Schema:
+        simple = object_schema({"type": {"enum": ["text", "json_object"]}}, "type", is_open=True)
+        schema: dict[str, Schema] = {"type": {"const": "json_schema"}, "schema": {"type": ["object", "boolean"]}}
+        return {"anyOf": [simple, object_schema(schema, *schema, is_open=True)]}
+
+
+class Include(FieldType):
+    """What a reply has in addition."""
+
+    def validate(self, name: str, value: Any) -> ValidationIssue | None:
+        if isinstance(value, list) and all(isinstance(one, str) and one in INCLUDABLE for one in value):
+            return None
+        return ValidationIssue(name, "choice", f"{name} must be a list of {', '.join(INCLUDABLE)}")
+
+    def json_schema(self) -> Schema:
+        return array_schema({"enum": [*INCLUDABLE]})
+
+
+@dataclass(frozen=True, slots=True)
+class Stored(FieldType):
+    """A field of stored responses: only values that ask for none are accepted."""
+
+    allowed: tuple[Any, ...] = ()
+
+    def validate(self, name: str, value: Any) -> ValidationIssue | None:
+        if any(type(one) is type(value) and one == value for one in self.allowed):
+            return None
+        return ValidationIssue(name, "unsupported", f"{name} cannot be used: {NO_STATE}")
+
+    def json_schema(self) -> Schema:
+        return {"enum": [*self.allowed]}
+
+
+ALLOWED_MODES = ("auto", "required")
+SUMMARIES = Enum(("auto", "concise", "detailed"))
+# Of OpenAI's other routes: this one has `text`, `include`, one answer, and its own options of a stream.
+OTHER_FIELDS = ("n", "response_format", "stream_options", "store")
+RESPONSES: dict[str, Field] = {
+    **{name: field for name, field in COMMON.items() if name not in OTHER_FIELDS},
+    "input": Field(Input(), required=True, is_secret=True),
+    "instructions": Field(Text(), is_secret=True),
+    "max_output_tokens": Field(integer(1)),
+    "text": Field(Settings({"format": TextFormat(), "verbosity": Enum(("low", "medium", "high"))}), {}),
+    "tools": Field(ResponseTools(), []),
+    "tool_choice": Field(ResponseToolChoice()),
+    "parallel_tool_calls": Field(Boolean(), True),
+    "reasoning": Field(Settings({
+        "effort": Enum(EFFORTS), "summary": SUMMARIES, "generate_summary": SUMMARIES,
+        "context": Enum(("auto", "current_turn", "all_turns")),
+    }), {}),
+    "include": Field(Include(), []),
+    "top_logprobs": Field(integer(0, MAX_LOGPROBS)),
+    **{name: field for name, field in REASONING.items() if name != "reasoning_effort"},
+    "store": Field(Stored((False,))),
+    "background": Field(Stored((False,))),
+    "previous_response_id": Field(Stored()),
+    "conversation": Field(Stored()),
+    "prompt": Field(Stored()),
+    "truncation": unsupported("disabled"),
+    "context_management": unsupported([]),
+    "moderation": unsupported(),
+    # Accepted without effect: they concern a stream's padding, the cache, or tools that this worker does not have.
+    "stream_options": Field(AnyObject()),
+    "client_metadata": Field(AnyObject()),
+    "prompt_cache_retention": Field(Text()),
+    "prompt_cache_options": Field(AnyObject()),
+    "max_tool_calls": Field(integer(1)),
+}  # fmt: skip
+ECHOED = ("instructions", "metadata", "max_output_tokens", "tools", "parallel_tool_calls", "user", "prompt_cache_key",
+          "safety_identifier", "max_tool_calls")  # fmt: skip
+
+
+def parse_responses(body: bytes, options: ParseOptions) -> GenerateRequest:
+    """Validate the body of `/v1/responses`."""
+    values, ignored = validate_known(body, RESPONSES, options)
+    text, reasoning, choice = values["text"], values["reasoning"], values["tool_choice"]
+    tools, namespaces, skipped = _read_tools(values["tools"])
+    custom = [tool["name"] for tool in values["tools"] if tool["type"] == "custom"]
+    if isinstance(choice, dict):
+        if choice["type"] == "allowed_tools":
+            allowed = {one["name"] for one in choice["tools"]}
+            tools, choice = [tool for tool in tools if tool.name in allowed], choice["mode"]
+        else:
+            choice = {"type": "function", "name": choice["name"]}
+    has_logprobs = values["top_logprobs"] is not None or "message.output_text.logprobs" in values["include"]
+    guided = structured_outputs({**values, "response_format": _response_format(text.get("format"))})
+    params = sampling_params(
+        values, options.limits, values["max_output_tokens"],
+        logprobs=(values["top_logprobs"] or 0) if has_logprobs else None, structured_outputs=guided,
+        **{name: values[name] for name in GUIDED},
+    )  # fmt: skip
+    chat = chat_options(
+        tools, choice, parallel=values["parallel_tool_calls"], effort=reasoning.get("effort"),
+        template_kwargs=values["chat_template_kwargs"], thinking_budget=values["thinking_budget_tokens"],
+    )  # fmt: skip
+    ignored += ["text.verbosity"] if text.get("verbosity") not in (None, "medium") else []
+    ignored += ["reasoning.context"] if reasoning.get("context") not in (None, "auto") else []
+    summary = reasoning.get("summary") or reasoning.get("generate_summary")
+    echo = {name: values[name] for name in ECHOED} | {
+        "metadata": values["metadata"] or {}, "tool_choice": values["tool_choice"] or "auto",
+        "text": {"format": {"type": "text"}, **text},
+        "reasoning": {"effort": reasoning.get("effort"), "summary": summary},
+    }  # fmt: skip
+    system = [{"role": "system", "content": values["instructions"]}] if values["instructions"] else []
+    return GenerateRequest(
+        **{name: values[name] for name in ("model", "stream", "priority", "timeout_ms")},
+        prompts=[Conversation.encode(system + values["input"], chat)], params=params, ignored=ignored, skipped=skipped,
+        values={"echo": echo, "has_summary": summary is not None, "custom": custom, "namespaces": namespaces},
+    )  # fmt: skip
+
+
+def _read_tools(given: list[dict[str, Any]]) -> tuple[list[Tool], dict[str, str], list[str]]:
+    """Return the tools, the namespaces of those that have one by their names, and the types of those not known."""
+    tools: list[Tool] = []
+    namespaces: dict[str, str] = {}
+    skipped: list[str] = []
+    for one in given:
+        space = one["name"] if one["type"] == "namespace" else ""
+        for tool in (one.get("tools") or []) if space else [one]:
+            if tool["type"] not in TOOL_TYPES:
+                skipped.append(tool["type"])
+                continue
+            made = custom_tool(tool) if tool["type"] == "custom" else to_tool(tool)
+            if space:
+                made = replace(made, name=space + made.name)
+                namespaces[made.name] = space
+            tools.append(made)
+    return tools, namespaces, skipped
+
+
+def _response_format(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return a format as chat completions have it."""
+    if given is None or given["type"] != "json_schema":
+        return None if given is None else {"type": given["type"]}
+    return {"type": "json_schema", "json_schema": {"schema": given["schema"]}}
+
+
+def _make_handlers(_: Worker) -> dict[str, Handler]:
+    async def stored(_: Call) -> NoReturn:
+        raise NotFoundError(f"there is no such response: {NO_STATE}")
+
+    return {"/v1/responses/{id}": stored}
+
+
+def _schemas(settings: ServerSettings) -> dict[str, Schema]:
+    usage = reply_schema(
+        input_tokens=COUNT, output_tokens=COUNT, total_tokens=COUNT,
+        input_tokens_details=reply_schema(cached_tokens=COUNT),
+        output_tokens_details=reply_schema(reasoning_tokens=COUNT),
+    )  # fmt: skip
+    item = reply_schema(id=TEXT, type=TEXT)
+    status: Schema = {"enum": ["completed", "incomplete", "in_progress", "failed"]}
+    return {
+        "ResponseRequest": table_schema(RESPONSES, settings.names, is_open=settings.ignore_unknown_fields),
+        "Response": reply_schema(
+            id=TEXT, object={"const": "response"}, created_at=COUNT, status=status, model=TEXT,
+            output=array_schema(item), usage=or_null(usage), store={"const": False},
+        ),
+        "ResponseEvent": reply_schema(type=TEXT, sequence_number=COUNT),
+    }  # fmt: skip
+
+
+STORED = Operation(summary="A stored response: there are none", reply="Response")
+DIALECT = Dialect(
+    prefixes=("/v1/responses",), error_body=error_body, schemas=_schemas, error_schema="OpenAIError",
+    generate=(GenerateRoute("/v1/responses", parse_responses, ResponsesPrinter, Operation(
+        summary="Respond to a conversation", request="ResponseRequest", reply="Response", event="ResponseEvent")),),
+    routes=(Route("GET", "/v1/responses/{id}", STORED), Route("DELETE", "/v1/responses/{id}", STORED)),
+    make_handlers=_make_handlers,
+)  # fmt: skip

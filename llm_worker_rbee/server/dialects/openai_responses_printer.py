@@ -1,0 +1,330 @@
+"""The replies of `/v1/responses`: items, the events of a stream in their order, and one object."""
+
+from __future__ import annotations
+
+import base64
+import re
+import time
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+from uuid import uuid4
+
+import msgspec
+
+from ...engine.request import TokenLogprob
+from ...errors import ContextLengthError, WorkerError
+from ...tokenizer.chat_events import (
+    ChatEvent,
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallDelta,
+    ToolCallStart,
+)
+from ..printer import Answer, Printer, ReplyState, Usage
+from ..sse import encode_json
+from .openai import chat_logprobs
+from .openai_responses_input import REASONING_PREFIX
+
+if TYPE_CHECKING:
+    from ...generation import TextDelta
+    from ...tokenizer import Tokenizer
+
+INPUT_START = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+INPUT_PIECES = re.compile(r'(?:[^"\\]|\\u[dD][89abAB]..\\u....|\\u(?![dD][89abAB])....|\\[^u])+', re.DOTALL)
+
+
+def error_code(error: WorkerError) -> str:
+    """Return the code of an error as clients of this API know it."""
+    if isinstance(error, ContextLengthError):
+        return "context_length_exceeded"
+    if error.status == 429:
+        return "rate_limit_exceeded"
+    return "server_error" if error.code == "INFERENCE_FAILED" else error.code
+
+
+class InputDecoder:
+    """The text of a custom tool's `input`, from the JSON of its arguments, as it comes."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._has_begun = False
+        self.text = ""
+
+    def push(self, arguments: str) -> str:
+        """Return the text that became known."""
+        self._held += arguments
+        if not self._has_begun:
+            if (begin := INPUT_START.match(self._held)) is None:
+                return ""
+            self._has_begun, self._held = True, self._held[begin.end() :]
+        pieces = INPUT_PIECES.match(self._held)
+        if pieces is None:
+            return ""
+        self._held = self._held[pieces.end() :]
+        try:
+            text = str(msgspec.json.decode(f'"{pieces[0]}"'))
+        except msgspec.DecodeError:  # no JSON: as it is
+            text = pieces[0]
+        self.text += text
+        return text
+
+    def finish(self) -> str:
+        """Return what is left: arguments of another form are the input as they are."""
+        if self._has_begun:
+            return ""
+        self.text, self._held = self._held, ""
+        return self.text
+
+
+class LogprobQueue:
+    """Log-probabilities of tokens that wait for the text which they belong to."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._entries: list[TokenLogprob] = []
+
+    def add(self, entries: Sequence[TokenLogprob]) -> None:
+        """Add those of the tokens that come next."""
+        self._entries += entries
+
+    def clear(self) -> None:
+        """Drop those of a call."""
+        self._entries.clear()
+
+    def take(self, text: str) -> list[dict[str, Any]]:
+        """Return those of the text that comes next; those of markers before it are dropped."""
+        wanted = text.encode(errors="replace")
+        pieces = [self._tokenizer.token_bytes(entry.token) for entry in self._entries]
+        begin = b"".join(pieces).find(wanted)
+        if begin < 0 or not wanted:
+            return []
+        first = last = position = 0
+        while position < begin + len(wanted):
+            position += len(pieces[last])
+            first += position <= begin
+            last += 1
+        found, self._entries = self._entries[first:last], self._entries[last:]
+        content: list[dict[str, Any]] = chat_logprobs(self._tokenizer, found)["content"]
+        return content
+
+
+class ItemKind(NamedTuple):
+    """A kind of item: the event of its deltas, the key of the text in the last of them, and the part that it is."""
+
+    type: str
+    id_prefix: str
+    delta: str
+    key: str = "text"
+    part: Mapping[str, Any] = MappingProxyType({})
+    part_event: str = ""
+    index_key: str = ""
+    list_key: str = ""  # of the item: where the part is
+
+
+MESSAGE = ItemKind(
+    "message", "msg", "response.output_text", part={"type": "output_text", "annotations": []},
+    part_event="response.content_part", index_key="content_index", list_key="content",
+)  # fmt: skip
+REASONING = ItemKind(
+    "reasoning", "rs", "response.reasoning_text", part={"type": "reasoning_text"},
+    part_event="response.content_part", index_key="content_index", list_key="content",
+)  # fmt: skip
+SUMMARY = ItemKind(
+    "reasoning", "rs", "response.reasoning_summary_text", part={"type": "summary_text"},
+    part_event="response.reasoning_summary_part", index_key="summary_index", list_key="summary",
+)  # fmt: skip
+FUNCTION = ItemKind("function_call", "fc", "response.function_call_arguments", "arguments")
+CUSTOM = ItemKind("custom_tool_call", "ctc", "response.custom_tool_call_input", "input")
+
+
+class OpenItem:
+    """An item of the output that is not complete."""
+
+    def __init__(self, kind: ItemKind, index: int, **fields: Any) -> None:
+        self.kind = kind
+        self.texts: list[str] = []
+        self.logprobs: list[dict[str, Any]] = []
+        self.decoder = InputDecoder() if kind is CUSTOM else None
+        identity = {"id": f"{kind.id_prefix}_{uuid4().hex}", "type": kind.type}
+        self.fields = {**identity, "status": "in_progress", **fields}
+        self.place: dict[str, Any] = {"item_id": self.fields["id"], "output_index": index}
+        if kind.index_key:
+            self.place[kind.index_key] = 0
+        head = {"type": f"{kind.delta}.delta", **self.place}
+        self.delta_head = f"event: {kind.delta}.delta\ndata: ".encode() + encode_json(head)[:-1]
+
+    def part(self, text: str) -> dict[str, Any]:
+        """Return the part that holds a text."""
+        more = {"logprobs": self.logprobs} if self.kind is MESSAGE else {}
+        return {**self.kind.part, "text": text, **more}
+
+    def item(self, status: str, text: str) -> dict[str, Any]:
+        """Return the item with its text so far; none is in one that was only begun."""
+        kind = self.kind
+        if not kind.list_key:
+            return {**self.fields, "status": status, kind.key: text}
+        has_part = status != "in_progress"
+        item = {**self.fields, "status": status, kind.list_key: [self.part(text)] if has_part else []}
+        if has_part and kind.type == "reasoning":
+            item["encrypted_content"] = REASONING_PREFIX + base64.b64encode(text.encode(errors="replace")).decode()
+        return item
+
+
+class ResponsesPrinter(Printer):
+    """Events of a response, or the whole of it; both are made of the same items."""
+
+    def __init__(self, reply: ReplyState) -> None:
+        super().__init__(reply)
+        self._values = reply.request.values
+        self._id = f"resp_{uuid4().hex}"
+        self._output: list[dict[str, Any]] = []
+        self._sequence = 0
+        self._item: OpenItem | None = None
+        self._is_cut = False
+        has_logprobs = reply.request.params.logprobs is not None
+        self._logprobs = LogprobQueue(reply.tokenizer) if has_logprobs else None
+
+    def begin(self) -> bytes:
+        response = self._response("in_progress")
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def print_delta(self, index: int, delta: TextDelta) -> bytes:
+        if self._logprobs is not None:
+            self._logprobs.add(delta.logprobs)
+        events: Sequence[ChatEvent] = delta.events or ()
+        if delta.events is None and delta.text:
+            events = (ContentDelta(delta.text),)
+        printed = b"".join([self._print_event(event) for event in events])
+        return printed if delta.finish_reason is None else printed + self._finish(delta.finish_reason == "length")
+
+    def _finish(self, is_cut: bool) -> bytes:
+        """Complete what is open; an answer without anything is an empty message."""
+        self._is_cut = is_cut
+        has_output = bool(self._output) or self._item is not None
+        printed = b"" if has_output else self._open(MESSAGE, role="assistant")
+        return printed + self._close(is_complete=not is_cut)
+
+    def end(self) -> bytes:
+        status = "incomplete" if self._is_cut else "completed"
+        return self._event(f"response.{status}", response=self._response(status))
+
+    def print_error(self, error: WorkerError) -> bytes:
+        response = self._response("failed")
+        response["error"] = {"code": error_code(error), "message": str(error)}
+        return self._event("response.failed", response=response)
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        (answer,) = answers
+        if self._logprobs is not None:
+            self._logprobs.add(answer.logprobs)
+        events: list[ChatEvent] = [ReasoningDelta(answer.reasoning)] if answer.reasoning else []
+        events += [ContentDelta(answer.text)] if answer.text else []
+        for i, call in enumerate(answer.calls):
+            events += [ToolCallStart(i, call.id, call.name), ToolCallDelta(i, call.arguments)]
+        for event in events:
+            self._print_event(event)
+        self._finish(answer.finish_reason == "length")
+        return self._response("incomplete" if self._is_cut else "completed")
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        number, self._sequence = self._sequence, self._sequence + 1
+        data = {"type": kind, "sequence_number": number, **fields}
+        return f"event: {kind}\ndata: ".encode() + encode_json(data) + b"\n\n"
+
+    def _print_event(self, event: ChatEvent) -> bytes:
+        if isinstance(event, ContentDelta):
+            return self._open_kind(MESSAGE, role="assistant") + self._delta(event.text)
+        if isinstance(event, ReasoningDelta):
+            kind = SUMMARY if self._values["has_summary"] else REASONING
+            return self._open_kind(kind, summary=[], encrypted_content=None) + self._delta(event.text)
+        if isinstance(event, ToolCallStart):
+            kind = CUSTOM if event.name in self._values["custom"] else FUNCTION
+            names = {"name": event.name}
+            if (found := self._values["namespaces"].get(event.name)) is not None:
+                names = {"namespace": found, "name": event.name.removeprefix(found)}
+            return self._close() + self._open(kind, call_id=event.id, **names)
+        if isinstance(event, ToolCallDelta):
+            return self._delta(event.arguments)
+        if self._logprobs is not None:
+            self._logprobs.clear()
+        return self._close()
+
+    def _open_kind(self, kind: ItemKind, **fields: Any) -> bytes:
+        """Open an item of this kind, unless one is open."""
+        if self._item is not None and self._item.kind is kind:
+            return b""
+        return self._close() + self._open(kind, **fields)
+
+    def _open(self, kind: ItemKind, **fields: Any) -> bytes:
+        item = self._item = OpenItem(kind, len(self._output), **fields)
+        added = self._event(
+            "response.output_item.added", output_index=len(self._output), item=item.item("in_progress", "")
+        )
+        if not kind.part_event:
+            return added
+        return added + self._event(f"{kind.part_event}.added", **item.place, part=item.part(""))
+
+    def _delta(self, text: str) -> bytes:
+        """Return the event of more text of the open item; deltas differ by number and text, mostly."""
+        item = self._item
+        assert item is not None
+        if item.decoder is not None:
+            text = item.decoder.push(text)
+        if not text:
+            return b""
+        item.texts.append(text)
+        more = b""
+        if self._logprobs is not None and item.kind.list_key:
+            found = self._logprobs.take(text)
+            if item.kind is MESSAGE:
+                item.logprobs += found
+                more = b',"logprobs":' + encode_json(found)
+        elif item.kind is MESSAGE:
+            more = b',"logprobs":[]'
+        number, self._sequence = self._sequence, self._sequence + 1
+        return b'%b,"sequence_number":%d%b,"delta":%b}\n\n' % (item.delta_head, number, more, encode_json(text))
+
+    def _close(self, is_complete: bool = True) -> bytes:
+        """Complete the item that is open."""
+        item, self._item = self._item, None
+        if item is None:
+            return b""
+        if item.decoder is not None:
+            item.texts.append(item.decoder.finish())
+        kind, text = item.kind, "".join(item.texts)
+        more = {"logprobs": item.logprobs} if kind is MESSAGE else {}
+        printed = self._event(f"{kind.delta}.done", **item.place, **{kind.key: text}, **more)
+        if kind.part_event:
+            printed += self._event(f"{kind.part_event}.done", **item.place, part=item.part(text))
+        done = item.item("completed" if is_complete else "incomplete", text)
+        printed += self._event("response.output_item.done", output_index=len(self._output), item=done)
+        self._output.append(done)
+        return printed
+
+    def _response(self, status: str) -> dict[str, Any]:
+        """Return the response as far as it is."""
+        reply = self.reply
+        params = reply.generations[0].request.submitted.params
+        is_over = status not in ("in_progress", "failed")
+        return {
+            "id": self._id, "object": "response", "created_at": int(reply.created_at), "status": status,
+            "completed_at": int(time.time()) if status == "completed" else None, "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": reply.model, "output": list(self._output), **self._values["echo"],
+            "temperature": params.temperature, "top_p": params.top_p, "top_logprobs": params.logprobs or 0,
+            "background": False, "store": False, "previous_response_id": None, "truncation": "disabled",
+            "service_tier": "default", "seed": reply.seed, "usage": encode_usage(reply.usage()) if is_over else None,
+        }  # fmt: skip
+
+
+def encode_usage(usage: Usage) -> dict[str, Any]:
+    """Return the usage of a response."""
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+        "output_tokens": usage.output, "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+        "total_tokens": usage.prompt + usage.output,
+    }  # fmt: skip
