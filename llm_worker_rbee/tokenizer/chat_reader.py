@@ -38,10 +38,12 @@ def overlap(text: str, start: int, marks: Sequence[str]) -> int:
     """Return the length of the longest end of a text that is the beginning of a marker."""
     longest = 0
     for mark in marks:
-        for length in range(min(len(mark) - 1, len(text) - start), longest, -1):
-            if text.endswith(mark[:length]):
-                longest = length
-                break
+        tail = text[max(start, len(text) - len(mark) + 1) :]
+        place = tail.find(mark[0])
+        while place >= 0 and not mark.startswith(tail[place:]):
+            place = tail.find(mark[0], place + 1)
+        if place >= 0:
+            longest = max(longest, len(tail) - place)
     return longest
 
 
