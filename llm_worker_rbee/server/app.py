@@ -10,7 +10,7 @@ import logging
 import platform
 import re
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import cache, partial
 from importlib import metadata
@@ -41,15 +41,14 @@ from .worker import Worker
 
 CORS_METHODS = ("GET", "POST", "DELETE")
 CORS_HEADERS = ("retry-after", "x-correlation-id", "x-effective-max-tokens", "x-ignored-fields", "x-skipped-tools")
-NOT_IN_HEADERS = re.compile(r"[^!-~]")
 INLINE_BLOCK = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 logger = logging.getLogger("llm_worker_rbee.server")
 PACKAGES, CUDA_PACKAGES = ("numpy", "numba"), ("torch", "triton")  # whose versions /info reports
 
 
-def json_response(data: Any, status: int = 200) -> Response:
+def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Return a reply with the data as JSON."""
-    return Response(msgspec.json.encode(data), status, media_type=JSON_TYPE)
+    return Response(msgspec.json.encode(data), status, headers, JSON_TYPE)
 
 
 class Routes:
@@ -130,10 +129,7 @@ class Routes:
         async with CancelOnDisconnect(request):
             parsed: GenerateRequest = await self.worker.parse(route.path, body)
             reply = await start_reply(self.worker, parsed, route.printer)
-            headers = {"x-effective-max-tokens": str(reply.max_tokens)}
-            for name, values in (("x-ignored-fields", parsed.ignored), ("x-skipped-tools", parsed.skipped)):
-                if values:
-                    headers[name] = NOT_IN_HEADERS.sub("?", ",".join(values))[:1_000]
+            headers = {"x-effective-max-tokens": str(reply.max_tokens), **parsed.notice_headers()}
             if parsed.skipped:
                 logger.warning("tools of types that this worker does not have: %s", headers["x-skipped-tools"])
             if not parsed.stream:

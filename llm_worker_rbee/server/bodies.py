@@ -7,6 +7,7 @@ module and the dialects only, so they import little.
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Mapping
 from typing import Any
@@ -31,6 +32,7 @@ from .schema import (
 )
 
 BYTES_PER_TOKEN = 4  # an estimate
+NOT_IN_HEADERS = re.compile(r"[^!-~]")
 MAX_TEXT_BYTES = 512 << 10  # of /tokenize and /apply-template: a text of this length takes about 0.5 s of a core
 
 
@@ -113,6 +115,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         """The options of a chat; None where prompts are completed."""
         first = self.prompts[0]
         return first.options if isinstance(first, Conversation) else None
+
+    def notice_headers(self) -> dict[str, str]:
+        """Return headers of the reply that name what was ignored or skipped."""
+        named = {"x-ignored-fields": self.ignored, "x-skipped-tools": self.skipped}
+        return {name: NOT_IN_HEADERS.sub("?", ",".join(values))[:1_000] for name, values in named.items() if values}
 
 
 def num_bytes(value: Any) -> int:

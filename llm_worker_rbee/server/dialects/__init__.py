@@ -24,7 +24,9 @@ if TYPE_CHECKING:  # the process that parses large bodies imports this module to
     from ..worker import Worker
 
 Parse = Callable[[bytes, ParseOptions], Any]
-Handler = Callable[["Call"], Awaitable[Any]]  # returns a response, or an object that becomes JSON, or (object, status)
+Handler = Callable[
+    ["Call"], Awaitable[Any]
+]  # returns a response, or what becomes one: an object or (object, status, headers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
