@@ -6,6 +6,7 @@ The same history gives the same beginning of the prompt in each turn, so that th
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from ..schema import (
     TEXT,
     AnyObject,
     Boolean,
+    BoundedObject,
     Enum,
     Field,
     Number,
@@ -110,12 +112,13 @@ def is_skipped(tool: Mapping[str, Any]) -> bool:
     return isinstance(kind, str) and kind != "custom"
 
 
+BOUNDED = BoundedObject(max_values=100_000, max_depth=100)
 CACHE_CONTROL: dict[str, Field] = {"cache_control": Field(AnyObject())}  # without effect: every prompt is cached
 TOOL: dict[str, Field] = {
     "name": Field(Text(), required=True),
     "description": Field(Text(), ""),
-    "input_schema": Field(AnyObject(), required=True),
-    "input_examples": Field(ListOf(AnyObject()), []),
+    "input_schema": Field(BOUNDED, required=True),
+    "input_examples": Field(ListOf(BOUNDED), []),
     "strict": Field(Boolean(), False),
     "type": Field(Enum(("custom",))),
     **CACHE_CONTROL,
@@ -137,7 +140,7 @@ def message_fields(is_open: bool) -> dict[str, Field]:
         return Field(TextOr(ListOf(Tagged("type", {"text": TEXT_BLOCK, **tables}, is_open))), required=True)
 
     call = {"id": Field(Text(1), required=True), "name": Field(Text(1), required=True),
-            "input": Field(AnyObject(), required=True), "caller": Field(AnyObject()), **CACHE_CONTROL}  # fmt: skip
+            "input": Field(BOUNDED, required=True), "caller": Field(AnyObject()), **CACHE_CONTROL}  # fmt: skip
     result = {"tool_use_id": Field(Text(), required=True), "content": Field(blocks().type, ""),
               "is_error": Field(Boolean(), False), **CACHE_CONTROL}  # fmt: skip
     thinking = {"thinking": Field(Text(), required=True), "signature": Field(Text()), **CACHE_CONTROL}
@@ -147,7 +150,7 @@ def message_fields(is_open: bool) -> dict[str, Field]:
         "assistant": {"content": blocks(tool_use=call, thinking=thinking, redacted_thinking=redacted)},
         "system": {"content": blocks()},
     }
-    output_format = Tagged("type", {"json_schema": {"schema": Field(AnyObject(), required=True)}}, is_open)
+    output_format = Tagged("type", {"json_schema": {"schema": Field(BOUNDED, required=True)}}, is_open)
     output_config = {"effort": Field(Enum(EFFORTS[2:])), "format": Field(output_format)}
     budget = {"budget_tokens": Field(integer(1), required=True)}
     modes = {"enabled": budget | THINKING_DISPLAY, "adaptive": THINKING_DISPLAY, "disabled": {}}
@@ -242,6 +245,8 @@ def _to_conversation(values: Mapping[str, Any]) -> tuple[Conversation, list[str]
     """Return the conversation of a body, and the types of tools that were skipped."""
     tools = [_to_tool(tool) for tool in values["tools"] if not is_skipped(tool)]
     chosen, thinking = values["tool_choice"], values["thinking"]
+    require(bool(tools) or chosen["type"] in ("auto", "none"), "tool_choice", "conflict",
+            f"tool_choice {chosen['type']} needs tools with an input_schema")  # fmt: skip
     choice = {"any": "required", "tool": {"type": "function", "name": chosen.get("name")}}
     variables = {"enable_thinking": thinking["type"] != "disabled", **KEEP_REASONING}
     options = chat_options(
@@ -295,7 +300,7 @@ def _to_assistant(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if calls:
         made["tool_calls"] = [
             {"id": call["id"], "type": "function",
-             "function": {"name": call["name"], "arguments": encode_json(call["input"]).decode()}}
+             "function": {"name": call["name"], "arguments": json.dumps(call["input"], ensure_ascii=False)}}
             for call in calls
         ]  # fmt: skip
     return made
