@@ -252,7 +252,9 @@ def test_errors_have_their_form(server: Server, locked: Server) -> None:
 
 
 def test_events_come_in_their_order(scripted: ScriptedServer) -> None:
-    scripted.play(think("Hm.", "I look.\n" + call("get_weather", city="Rome") + "\n" + call("get_weather", city="Oslo")))
+    scripted.play(
+        think("Hm.", "I look.\n" + call("get_weather", city="Rome") + "\n" + call("get_weather", city="Oslo"))
+    )
     body = {**SOUND, "max_tokens": 500, "tools": [TOOL], "thinking": {"type": "adaptive"}, "stream": True}
     events = wire_events(scripted.post("/v1/messages", {**body, "context_management": {"edits": []}}))
     kinds: list[Any] = []
