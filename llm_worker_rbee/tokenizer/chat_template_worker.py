@@ -199,17 +199,24 @@ def print_calls(calls: list[dict[str, Any]], form: dict[str, Any]) -> str:
 
 
 def move_system(messages: list[Any], rules: dict[str, Any]) -> list[Any]:
-    """Put system messages that the template would refuse or drop before the text of the next message of the user."""
+    """Make system messages that the template would refuse or drop text of the user, where they stand.
+
+    They go before the text of a user's message that follows at once, or are a message of their own: later ones change
+    nothing of the prompt before them.
+    """
     moved: list[Any] = []
     waiting: list[str] = []
     for i, message in enumerate(messages):
         if message["role"] == "system" and not (rules["has_system_role"] if i == 0 else rules["has_late_system"]):
             waiting.append(message.get("content") or "")
-        elif message["role"] == "user" and waiting:
-            moved.append({**message, "content": "\n\n".join([*waiting, message.get("content") or ""])})
+            continue
+        if waiting and message["role"] == "user":
+            message = {**message, "content": "\n\n".join([*waiting, message.get("content") or ""])}
             waiting = []
-        else:
-            moved.append(message)
+        elif waiting and message["role"] != "tool":  # nothing may stand between calls and their results
+            moved.append({"role": "user", "content": "\n\n".join(waiting)})
+            waiting = []
+        moved.append(message)
     return [*moved, {"role": "user", "content": "\n\n".join(waiting)}] if waiting else moved
 
 

@@ -99,6 +99,19 @@ def test_render_conversation_with_calls(name: str, plain_tokenizer: Tokenizer) -
 
 
 @pytest.mark.parametrize("name", KINDS)
+def test_render_late_system_message_stays_in_place(name: str, plain_tokenizer: Tokenizer) -> None:
+    """Whatever follows it, so that the prefix cache holds it in the next turn."""
+    template, _ = adapted(name, plain_tokenizer)
+    called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    messages: list[dict[str, Any]] = [USER, called, RESULT, {"role": "system", "content": "Now be long."}]
+    first = template.render(messages, tools=TOOLS)
+    again = template.render([*messages, {"role": "assistant", "content": "Sunny."}, LATER], tools=TOOLS)
+    end = first.index("Now be long.") + len("Now be long.")
+    assert again.startswith(first[:end])
+    assert again.count("Now be long.") == 1
+
+
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("arguments", ["{broken", "", "[1]", "null", '{"city": "x"'])
 def test_render_malformed_arguments_do_not_fail(name: str, arguments: str, plain_tokenizer: Tokenizer) -> None:
     template, _ = adapted(name, plain_tokenizer)
