@@ -8,7 +8,7 @@ import pytest
 
 from llm_worker_rbee.server import schema as schemas
 from llm_worker_rbee.server.app import Routes
-from llm_worker_rbee.server.dialects import jobs, openai_chat, openai_completions
+from llm_worker_rbee.server.dialects import anthropic, jobs, openai_chat, openai_completions
 from llm_worker_rbee.server.schema import Field
 from tests.helpers.json_schema import fits
 from tests.helpers.server import Server, events
@@ -16,6 +16,7 @@ from tests.helpers.server import Server, events
 TABLES = {
     "job": jobs.JOB, "chat": openai_chat.CHAT, "completion": openai_completions.COMPLETION,
     "tokenize": schemas.TOKENIZE, "detokenize": schemas.DETOKENIZE, "cancel": jobs.CANCEL,
+    "anthropic": anthropic.create_fields(is_open=False),
 }  # fmt: skip
 FIELDS = [(table, name) for table, fields in TABLES.items() for name in fields]
 # one of every kind, and the edges of everything that has edges

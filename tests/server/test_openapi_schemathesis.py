@@ -87,7 +87,29 @@ def within_the_model(path: str, body: Any) -> Any:
         made["logit_bias"] = {_known_name(name): amount for name, amount in made["logit_bias"].items()}
     if path == "/v1/responses" and _is_whole(limit := made.get("max_output_tokens", LONGEST)):
         made["max_output_tokens"] = min(limit, LONGEST)
+    return _within_anthropic(made) if path.startswith("/v1/messages") else made
+
+
+def _within_anthropic(made: dict[str, Any]) -> dict[str, Any]:
+    """The same body without a choice of tools that it may not have, with plain schemas, and with the user's turn."""
+    messages, choice, tools = (made.get(name) for name in ("messages", "tool_choice", "tools"))
+    if isinstance(messages, list) and messages and isinstance(messages[-1], dict):
+        made["messages"] = [*messages, {"role": "user", "content": ""}]
+    if isinstance(choice, dict) and (choice.get("type") == "any" or isinstance(choice.get("name"), str)):
+        made["tool_choice"] = {name: value for name, value in choice.items() if name != "name"} | {"type": "auto"}
+    if isinstance(tools, list):
+        made["tools"] = [_with_plain_schema(tool, "input_schema") for tool in tools]
+    config = made.get("output_config")
+    if isinstance(config, dict) and "format" in config:
+        made["output_config"] = {**config, "format": _with_plain_schema(config["format"], "schema")}
+    if "output_format" in made:
+        made["output_format"] = _with_plain_schema(made["output_format"], "schema")
     return made
+
+
+def _with_plain_schema(value: Any, name: str) -> Any:
+    has_schema = isinstance(value, dict) and isinstance(value.get(name), dict)
+    return {**value, name: {"type": "object"}} if has_schema else value
 
 
 def _known_name(name: str) -> str:

@@ -23,7 +23,7 @@ from ...tokenizer.chat_events import ToolCallDelta as CallDelta
 from .. import log
 from ..bodies import Conversation, GenerateRequest, ParseOptions, require, sampling_params, validate_known
 from ..object_fields import ListOf, NestedType, ObjectOf, Tagged, TextOr, find_unknown
-from ..printer import Answer, Printer, Usage
+from ..printer import Answer, Printer, ReplyState, Usage
 from ..schema import (
     COUNT,
     MAX_LISTED_IGNORED,
@@ -56,7 +56,6 @@ from .openai import EFFORTS, MAX_TOOL_NAME, MAX_TOOLS, chat_options, check_funct
 if TYPE_CHECKING:
     from ...generation import TextDelta
     from ..call import Call
-    from ..reply import Reply
     from ..worker import Worker
 
 MESSAGES_PATH, COUNT_PATH = "/v1/messages", "/v1/messages/count_tokens"
@@ -335,7 +334,7 @@ class MessagePrinter(Printer):
 
     ping = encode_event("ping")
 
-    def __init__(self, reply: Reply) -> None:
+    def __init__(self, reply: ReplyState) -> None:
         super().__init__(reply)
         self._values = reply.request.values
         self._has_started, self._has_calls = False, False
