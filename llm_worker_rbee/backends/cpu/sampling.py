@@ -23,6 +23,7 @@ from .. import reference_sampling
 from ..ops import Ints, Logprobs, SampleRow, TokenMask
 from ..reference_sampling import MAX_LOGIT
 from . import sampling_kernels as kernels
+from . import simd as f
 from .jit import PythonKernel, TaskKernel
 from .jit import simple_kernel as kernel
 from .pointers import f32, f64, i32, i64
@@ -69,7 +70,7 @@ def penalize_output(y, ints, floats):
 
 @kernel
 def apply_penalties(x, ints, floats):
-    """Return the logits as float64 with bias and penalties."""
+    """Return the logits as float64 with bias and penalties, and -inf for what the mask does not allow."""
     y = np.empty(x.shape[0], np.float64)
     for i in range(x.shape[0]):
         y[i] = x[i]
@@ -80,6 +81,9 @@ def apply_penalties(x, ints, floats):
         penalize_repetition(y, ints, floats)
     if ints[RowInt.OUTPUT_SIZE]:
         penalize_output(y, ints, floats)
+    mask = i32(ints[RowInt.MASK])
+    for i in range(x.shape[0] if ints[RowInt.MASK] else 0):
+        y[i] = y[i] if f.is_allowed(mask, i) else -np.inf
     return y
 
 
@@ -93,13 +97,18 @@ def draw_row(x, ints, floats, mask):
 
 
 @kernel
+def sample_penalized(x, ints, floats):
+    """Return the token of a row with bias or penalties."""
+    largest = kernels.block_max(x, i32(ints[RowInt.MASK]))[1] if ints[RowInt.MASK] else kernels.block_max(x, None)[1]
+    if not math.isfinite(largest):
+        return kernels.NOT_FINITE
+    y = apply_penalties(x, ints, floats)
+    return kernels.greedy(y, None) if floats[RowFloat.TEMPERATURE] == 0 else draw_row(y, ints, floats, None)
+
+
+@kernel
 def sample_row(x, ints, floats, mask):
-    """Return the token of one row, UNDECIDED or kernels.NOT_FINITE."""
-    if ints[RowInt.HAS_PENALTIES]:
-        if not math.isfinite(kernels.block_max(x, mask)[1]):
-            return kernels.NOT_FINITE
-        y = apply_penalties(x, ints, floats)
-        return kernels.greedy(y, mask) if floats[RowFloat.TEMPERATURE] == 0 else draw_row(y, ints, floats, mask)
+    """Return the token of a row without penalties."""
     return kernels.greedy(x, mask) if floats[RowFloat.TEMPERATURE] == 0 else draw_row(x, ints, floats, mask)
 
 
@@ -110,7 +119,9 @@ def sample_task(args, step, piece):
     x = f32(s[Step.LOGITS] + piece * width * 4)[:width]
     ints = i64(s[Step.SAMPLE_INTS] + piece * RowInt.COUNT * 8)
     floats, tokens = f64(s[Step.SAMPLE_FLOATS] + piece * RowFloat.COUNT * 8), i64(s[Step.TOKEN_IDS])
-    if ints[RowInt.MASK]:
+    if ints[RowInt.HAS_PENALTIES]:
+        tokens[piece] = sample_penalized(x, ints, floats)
+    elif ints[RowInt.MASK]:
         tokens[piece] = sample_row(x, ints, floats, i32(ints[RowInt.MASK]))
     else:
         tokens[piece] = sample_row(x, ints, floats, None)
