@@ -87,6 +87,8 @@ def within_the_model(path: str, body: Any) -> Any:
         made["logit_bias"] = {_known_name(name): amount for name, amount in made["logit_bias"].items()}
     if path == "/v1/responses" and _is_whole(limit := made.get("max_output_tokens", LONGEST)):
         made["max_output_tokens"] = min(limit, LONGEST)
+    if path in ("/api/chat", "/api/generate"):
+        return _within_ollama(made)
     return _within_anthropic(made) if path.startswith("/v1/messages") else made
 
 
@@ -105,6 +107,18 @@ def _within_anthropic(made: dict[str, Any]) -> dict[str, Any]:
     if "output_format" in made:
         made["output_format"] = _with_plain_schema(made["output_format"], "schema")
     return made
+
+
+def _within_ollama(body: dict[str, Any]) -> dict[str, Any]:
+    """As `within_the_model`; any object is the schema of a format for the description, but few are for the grammar."""
+    options = body.get("options") if body.get("options") is not None else {}
+    if isinstance(options, dict):
+        options = dict(options)
+        if _is_whole(context := options.get("num_ctx")):
+            options["num_ctx"] = min(context, 256)
+        if (count := options.get("num_predict")) in (None, -1, -2) or (_is_whole(count) and count > 0):
+            options["num_predict"] = LONGEST
+    return {**body, "options": options} | ({"format": {}} if isinstance(body.get("format"), dict) else {})
 
 
 def _with_plain_schema(value: Any, name: str) -> Any:
