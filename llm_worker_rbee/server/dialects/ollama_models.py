@@ -52,10 +52,10 @@ class Handlers:
 
     async def ps(self, _: Call) -> dict[str, Any]:
         info = self._worker.engine.info
-        on_device = 0 if info.backend == "cpu" else info.weights_bytes + info.kv_cache_bytes
+        size = info.weights_bytes + info.kv_cache_bytes
         running = {
-            "expires_at": FOREVER, "size_vram": on_device, "context_length": self._worker.model.max_context,
-            "size": info.weights_bytes + info.kv_cache_bytes,
+            "expires_at": FOREVER, "size": size, "size_vram": size if info.backend == "cuda" else 0,
+            "context_length": self._worker.model.max_context,
         }  # fmt: skip
         return {"models": [self._model(name) | running for name in self._worker.names]}
 
