@@ -11,7 +11,6 @@ A completion is a fold over the stream of the same request, so the two cannot di
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections import deque
@@ -36,7 +35,7 @@ from .token_engine.launch import model_info
 from .token_engine.protocol import RequestState, StepResult, TokenOutput
 from .tokenizer.chat_events import ChatOptions, EventFold, Tool, ToolCall
 from .tokenizer.chat_parser import ChatParser
-from .tokenizer.chat_template import Message, validate_messages
+from .tokenizer.chat_template import Message
 from .weights.hub import Progress
 
 __all__ = [
@@ -137,12 +136,11 @@ class LLM(TextModel):
         `chat_template_kwargs` (variables of the template, such as `enable_thinking`) and `thinking_budget` in tokens.
         """
         chat = _pop_chat_options(options)
-        prompt = self.render_chat(_encode_messages(messages), chat)
-        ids = self.tokenizer.encode(prompt, parse_special=True, protected=True)
-        wanted = _merge_params(params, {k: v for k, v in options.items() if k == "structured_outputs"})
-        answer = self.answer_format(prompt, chat, wanted.structured_outputs)
-        options["structured_outputs"] = answer.structured_outputs
-        return self.streams(ids, params, make_parser=answer.make_parser, **options)[0]
+        guided = {name: options.pop(name) for name in ("structured_outputs",) if name in options}
+        wanted = _merge_params(params, guided)
+        prompt = self.prepare_chat(messages, chat, wanted.structured_outputs)
+        wanted = wanted.with_structured_outputs(prompt.structured_outputs)
+        return self.streams(prompt.ids, wanted, make_parser=prompt.make_parser, **options)[0]
 
     @overload
     def generate(
@@ -434,13 +432,6 @@ def _to_tool(i: int, tool: Any) -> Tool:
         raise InvalidRequestError(f"tools[{i}] must be a Tool, or an object with a function and its name", "tools")
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     return Tool(function["name"], function.get("description") or "", parameters, bool(function.get("strict")))
-
-
-def _encode_messages(messages: Sequence[Message]) -> bytes:
-    try:
-        return json.dumps(validate_messages(messages)).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"the messages are not plain JSON: {error}", "messages") from None
 
 
 def _merge_params(params: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:

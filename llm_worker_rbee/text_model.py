@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
@@ -25,11 +26,12 @@ logger = logging.getLogger("llm_worker_rbee.server")
 TAIL_CHARS = 1_000  # of a prompt: they tell whether reasoning has begun
 
 
-class AnswerFormat(NamedTuple):
-    """How the answer to a prompt is parsed, None as plain content; and the grammar that it has."""
+class EncodedPrompt(NamedTuple):
+    """The ids of a prompt, what parses its answer (None: it is plain content), and the grammar that the answer has."""
 
-    make_parser: Callable[[], ChatParser] | None
-    structured_outputs: StructuredOutputsParams | None
+    ids: list[int]
+    make_parser: Callable[[], ChatParser] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
 
 class TextModel:
@@ -78,10 +80,11 @@ class TextModel:
             messages, protected=self.tokenizer, tools=options.tools or None, template_kwargs=variables
         )
 
-    def answer_format(
+    def encode_chat(
         self, prompt: str, options: ChatOptions, structured_outputs: StructuredOutputsParams | None
-    ) -> AnswerFormat:
-        """Return how the answer to a rendered prompt is parsed, and the grammar that it has."""
+    ) -> EncodedPrompt:
+        """Return the rendered prompt of a chat encoded, with what parses its answer, and the grammar that it has."""
+        ids = self.tokenizer.encode(prompt, parse_special=True, protected=True)
         tail, found = prompt[-TAIL_CHARS:], self.chat_format
         wanted = structured_outputs
         structured = None if wanted is None else (wanted.kind, getattr(wanted, wanted.kind))
@@ -90,9 +93,21 @@ class TextModel:
             wanted = StructuredOutputsParams(grammar=grammar)
         has_calls = bool(options.tools) and options.tool_choice != "none"
         if not (has_calls or found.has_reasoning):
-            return AnswerFormat(None, wanted)
+            return EncodedPrompt(ids, None, wanted)
         parser = partial(ChatParser, found, tools=options.tools, prompt_tail=tail, parse_tools=has_calls)
-        return AnswerFormat(parser, wanted)
+        return EncodedPrompt(ids, parser, wanted)
+
+    def prepare_chat(
+        self, messages: Sequence[Message], options: ChatOptions | None = None,
+        structured_outputs: StructuredOutputsParams | None = None,
+    ) -> EncodedPrompt:  # fmt: skip
+        """Return the prompt of messages encoded, with what parses its answer, and the grammar that it has."""
+        try:
+            encoded = json.dumps(validate_messages(messages)).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ChatTemplateError(f"the messages are not plain JSON: {str(error)[:200]}", "messages") from None
+        options = options or ChatOptions()
+        return self.encode_chat(self.render_chat(encoded, options), options, structured_outputs)
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Return the ids of a text, with BOS where the file says so; `parse_special` recognises control tokens."""

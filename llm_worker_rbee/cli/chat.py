@@ -17,9 +17,10 @@ from ..engine.request import SamplingParams
 from ..errors import ContextLengthError, WorkerError, counted
 from ..generation import Completion
 from ..llm import LLM, Stream
+from ..text_model import EncodedPrompt
 from ..tokenizer.chat_template import start_ahead
 from .options import EngineOptions, LoadOptions, ModelOptions, SamplingOptions, gather, load_model, start_stream
-from .run import DraftStats, draft_stats, figures_line
+from .run import DraftStats, ReasoningNotes, draft_stats, figures_line
 from .terminal import Status, argument_text, decode, note, one_line, stdin_lines, style, visible
 
 HELP = """\
@@ -143,11 +144,11 @@ class Conversation:
         """Return the conversation with its system message."""
         return [{"role": "system", "content": self.system}, *self.messages] if self.system else list(self.messages)
 
-    def prompt(self, *more: str) -> list[int]:
-        """Return the token ids of the conversation with one more message of the user (or an example of one)."""
+    def prompt(self, *more: str) -> EncodedPrompt:
+        """Return the prompt of the conversation with one more message of the user (or an example of one)."""
         texts = more or ("Hello",)
         messages = [*self.all_messages(), *({"role": "user", "content": text} for text in texts)]
-        return self.llm.tokenize_chat(messages)
+        return self.llm.prepare_chat(messages)
 
     def answer(self, text: str) -> None:
         """Run one turn. A message that cannot be answered is not kept; an answer that was stopped is."""
@@ -158,8 +159,10 @@ class Conversation:
         except ContextLengthError as error:
             raise ContextLengthError(f"{error} (/reset starts over)") from None
         answer, stopped = self.print_answer(stream)
-        self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
-        self.print_figures(stream.so_far(), stopped, draft_stats(self.llm, before))
+        done = stream.so_far()
+        reasoning = {"reasoning_content": done.reasoning} if done.reasoning else {}
+        self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer, **reasoning}]
+        self.print_figures(done, stopped, draft_stats(self.llm, before))
 
     def print_answer(self, stream: Stream) -> tuple[str, bool]:
         """Print an answer as it comes; return (its text, whether Ctrl-C stopped it)."""
@@ -167,9 +170,11 @@ class Conversation:
         status = Status()
         status.show(f"prefill of {counted(len(stream.prompt_tokens), 'token')} ...")
         clean = visible if sys.stdout.isatty() else str
-        stopped = False
+        stopped, reasoning = False, ReasoningNotes()
         try:
             for chunk in stream:
+                if chunk.events:
+                    reasoning.show(chunk, status)
                 if chunk.text:
                     status.clear()
                     print(clean(chunk.text), end="", flush=True)

@@ -29,6 +29,7 @@ from ..llm import LLM, Stream
 from ..load import given_settings
 from ..models.convert import TYPES
 from ..progress import OnStage, transfer_progress
+from ..text_model import EncodedPrompt
 from . import NUMPY_THREAD_VARIABLES
 from .terminal import Status, argument_text, note, read_template
 
@@ -352,8 +353,10 @@ def limit_tokens(llm: LLM, prompt: list[int], params: SamplingParams, *, is_redu
 
 
 def start_stream(
-    llm: LLM, prompt: list[int], params: SamplingParams, *, timeout: float | None = None, is_reduced: bool = False
+    llm: LLM, prompt: EncodedPrompt, params: SamplingParams, *, timeout: float | None = None, is_reduced: bool = False
 ) -> Stream:
     """Start a generation with the limit of `limit_tokens`; errors name options."""
     with option_names_in_errors():
-        return llm.stream(prompt, limit_tokens(llm, prompt, params, is_reduced=is_reduced), timeout=timeout)
+        limited = limit_tokens(llm, prompt.ids, params, is_reduced=is_reduced)
+        guided = limited.with_structured_outputs(prompt.structured_outputs)
+        return llm.streams(prompt.ids, guided, timeout=timeout, make_parser=prompt.make_parser)[0]

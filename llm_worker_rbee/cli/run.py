@@ -21,10 +21,12 @@ from ..engine.grammar import validate
 from ..engine.request import NEUTRAL_SAMPLING, SamplingParams, TokenLogprob
 from ..engine.structured_outputs import StructuredOutputsParams
 from ..errors import InvalidRequestError, WorkerError, counted
-from ..generation import Completion
+from ..generation import Chunk, Completion
 from ..llm import LLM, MAX_COMPLETIONS, Stream, together
 from ..progress import request_progress, supports_ansi
+from ..text_model import EncodedPrompt
 from ..tokenizer import Tokenizer
+from ..tokenizer.chat_events import ReasoningDelta
 from ..tokenizer.chat_template import start_ahead, validate_messages
 from ..weights.hub import DEFAULT_MODEL
 from .options import (
@@ -136,10 +138,11 @@ class PromptOptions:
             raise InvalidRequestError("messages bring their own system message: leave out --system", "messages")
         return [{"role": "system", "content": self.system}, *request.messages()]
 
-    def encode(self, llm: LLM, request: PromptRequest) -> list[int]:
+    def encode(self, llm: LLM, request: PromptRequest) -> EncodedPrompt:
+        guided = request.params.structured_outputs
         if self.raw:
-            return llm.tokenize(request.text(), parse_special=self.special)
-        return llm.tokenize_chat(self.messages(request))
+            return EncodedPrompt(llm.tokenize(request.text(), parse_special=self.special), None, guided)
+        return llm.prepare_chat(self.messages(request), None, guided)
 
     def echo_text(self, llm: LLM, request: PromptRequest) -> str:
         """Return the prompt as text, with the chat template applied."""
@@ -241,12 +244,13 @@ def run(
         run_batch(llm, requests, prompt_options, output, model.model)
         return
     (request,) = requests
-    ids = prompt_options.encode(llm, request)
-    stream = start_stream(llm, ids, params, timeout=output.timeout)
-    status.show(f"prefill of {counted(len(ids), 'token')} ...")
+    encoded = prompt_options.encode(llm, request)
+    stream = start_stream(llm, encoded, params, timeout=output.timeout)
+    status.show(f"prefill of {counted(len(encoded.ids), 'token')} ...")
     try:
         if not output.as_json:
-            _print_stream(stream, status, prompt_options.echo_text(llm, request) if output.echo else "")
+            prefix = prompt_options.echo_text(llm, request) if output.echo else ""
+            _print_stream(stream, status, prefix, shows_reasoning=not output.quiet)
         completion = stream.completion()
     finally:
         status.clear()
@@ -266,15 +270,35 @@ def _print_end(llm: LLM, completion: Completion, reference: str | None, output: 
         note(figures_line(completion, drafts))
 
 
-def _print_stream(stream: Stream, status: Status, prefix: str) -> None:
+class ReasoningNotes:
+    """Prints the reasoning of an answer on standard error, dimmed, and ends its last line before the content."""
+
+    def __init__(self) -> None:
+        self._is_open = False
+
+    def show(self, chunk: Chunk, status: Status) -> None:
+        """Print what is reasoning in a chunk."""
+        text = "".join(event.text for event in chunk.events if isinstance(event, ReasoningDelta))
+        if text:
+            status.clear()
+            print(style(visible(text), "dim", stream=sys.stderr), end="", file=sys.stderr, flush=True)
+            self._is_open = True
+        if chunk.text and self._is_open:
+            print(file=sys.stderr, flush=True)
+            self._is_open = False
+
+
+def _print_stream(stream: Stream, status: Status, prefix: str, *, shows_reasoning: bool) -> None:
     """Print the answer as it comes, and end its last line, also when Ctrl-C or an error ends it early."""
     clean = visible if sys.stdout.isatty() else str
-    last = prefix
+    last, reasoning = prefix, ReasoningNotes()
     try:
         if prefix:
             status.clear()
             print(clean(prefix), end="", flush=True)
         for chunk in stream:
+            if shows_reasoning and chunk.events:
+                reasoning.show(chunk, status)
             if chunk.text:
                 status.clear()
                 print(clean(chunk.text), end="", flush=True)
@@ -330,9 +354,10 @@ def _start_streams(
 ) -> list[Stream]:
     """Return the streams of one prompt; a prompt that cannot be answered fails before anything is computed."""
     try:
-        ids = prompt_options.encode(llm, request)
-        params = limit_tokens(llm, ids, request.params)
-        return llm.streams(ids, params, output.choices, **{"timeout": output.timeout, **request.scheduling})
+        encoded = prompt_options.encode(llm, request)
+        params = limit_tokens(llm, encoded.ids, request.params).with_structured_outputs(encoded.structured_outputs)
+        options = {"timeout": output.timeout, **request.scheduling}
+        return llm.streams(encoded.ids, params, output.choices, make_parser=encoded.make_parser, **options)
     except InvalidRequestError as error:
         if request.origin:
             error.args = (f"{request.origin}: {error}", *error.args[1:])
@@ -484,6 +509,8 @@ def completion_json(llm: LLM, reference: str | None, completion: Completion) -> 
             "total_s": timings.total, "tokens_per_second": timings.tokens_per_second,
         },
     }  # fmt: skip
+    if completion.reasoning:
+        report["reasoning"] = completion.reasoning
     if completion.logprobs is not None:
         report["logprobs"] = [_logprob_json(llm.tokenizer, entry) for entry in completion.logprobs]
     if completion.prompt_logprobs is not None:

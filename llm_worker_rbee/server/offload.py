@@ -14,15 +14,13 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
 from ..engine.grammar import validate as validate_structured_outputs
 from ..engine.structured_outputs import StructuredOutputsParams
 from ..errors import ContextLengthError, InvalidRequestError, QueueFullError, ShuttingDownError
-from ..text_model import TextModel
-from ..tokenizer.chat_parser import ChatParser
+from ..text_model import EncodedPrompt, TextModel
 from ..tokenizer.tokenizer import MARK
 from .bodies import Conversation, ParseOptions, Prompt, num_bytes, prompt_size
 from .body_process import BodyProcess
@@ -107,15 +105,6 @@ def _timed(work: Callable[[], T]) -> tuple[float, T]:
     return time.perf_counter() - start, result
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedPrompt:
-    """The ids of a prompt, what tells the parts of its answer apart, and the grammar that the answer has."""
-
-    ids: list[int]
-    make_parser: Callable[[], ChatParser] | None = None
-    structured_outputs: StructuredOutputsParams | None = None
-
-
 class PromptEncoder:
     """Encodes prompts for one model."""
 
@@ -167,11 +156,10 @@ class PromptEncoder:
         prompt = model.render_chat(conversation.messages, options)
         self._require_bytes_fit(num_bytes(prompt) - len(MARK.encode()) * prompt.count(MARK), "messages")
         self._require_tokens_fit(prompt, "messages")
-        ids = model.tokenizer.encode(prompt, parse_special=True, protected=True)
-        answer = model.answer_format(prompt, options, structured_outputs)
-        if answer.structured_outputs is not structured_outputs and answer.structured_outputs is not None:
-            validate_structured_outputs(answer.structured_outputs)
-        return EncodedPrompt(ids, answer.make_parser, answer.structured_outputs)
+        encoded = model.encode_chat(prompt, options, structured_outputs)
+        if encoded.structured_outputs is not structured_outputs and encoded.structured_outputs is not None:
+            validate_structured_outputs(encoded.structured_outputs)
+        return encoded
 
     def _require_bytes_fit(self, size: int, field: str) -> None:
         context = self._model.max_context

@@ -15,11 +15,11 @@ import msgspec
 from ..engine.request import SamplingParams, check_prompt_fits, fit_max_tokens
 from ..errors import ContextLengthError, InferenceError, InvalidRequestError, WorkerError
 from ..generation import Generation, TextDelta
+from ..text_model import EncodedPrompt
 from ..tokenizer import Tokenizer
 from ..tokenizer.chat_events import ContentDelta, EventFold
 from . import log
 from .bodies import GenerateRequest, estimate_tokens
-from .offload import EncodedPrompt
 from .printer import Answer, Printer, ReplyState, Usage
 from .sse import EventSource
 from .worker import Worker
