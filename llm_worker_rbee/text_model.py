@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
+from .engine.grammar import to_lark
 from .engine.sampling_defaults import SamplingDefaults
 from .engine.structured_outputs import StructuredOutputsParams
 from .errors import ChatTemplateError, InvalidRequestError, WorkerError
@@ -87,10 +88,10 @@ class TextModel:
         ids = self.tokenizer.encode(prompt, parse_special=True, protected=True)
         tail, found = prompt[-TAIL_CHARS:], self.chat_format
         wanted = structured_outputs
-        structured = None if wanted is None else (wanted.kind, getattr(wanted, wanted.kind))
-        grammar = answer_grammar(found, options, structured, prompt_tail=tail)
-        if grammar is not None:
-            wanted = StructuredOutputsParams(grammar=grammar)
+        if wanted is None or options.tools or found.has_reasoning or found.content_start:
+            structured = None if wanted is None else (wanted.kind, _grammar_value(wanted))
+            grammar = answer_grammar(found, options, structured, prompt_tail=tail)
+            wanted = None if grammar is None else StructuredOutputsParams(grammar=grammar)
         has_calls = bool(options.tools) and options.tool_choice != "none"
         if not (has_calls or found.has_reasoning):
             return EncodedPrompt(ids, None, wanted)
@@ -126,6 +127,10 @@ class TextModel:
     def tokenize_chat(self, messages: Sequence[Message], **fields: Any) -> list[int]:
         """Return the ids of that prompt. The template's control tokens are parsed; those in a message are text."""
         return self.chat_template.encode(self.tokenizer, messages, **fields)
+
+
+def _grammar_value(wanted: StructuredOutputsParams) -> Any:
+    return to_lark(wanted.grammar) if wanted.grammar is not None else getattr(wanted, wanted.kind)
 
 
 def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:

@@ -78,9 +78,17 @@ def to_grammar(params: StructuredOutputsParams) -> str:
             assert params.choice is not None
             texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in params.choice)
             return str(matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}"))
-        return str(matcher.grammar_from_lark(_library().gbnf_to_lark.any_to_lark(params.grammar)))
-    except (Exception, RecursionError) as error:  # the converter of GBNF raises whatever its input leads to
+        return str(matcher.grammar_from_lark(to_lark(str(params.grammar))))
+    except (ValueError, RecursionError) as error:
         raise _invalid(kind, str(error) or type(error).__name__) from None
+
+
+def to_lark(grammar: str) -> str:
+    """Return a grammar, which may be GBNF, as Lark."""
+    try:
+        return str(_library().gbnf_to_lark.any_to_lark(grammar))
+    except (Exception, RecursionError) as error:  # the converter of GBNF raises whatever its input leads to
+        raise _invalid("grammar", str(error) or type(error).__name__) from None
 
 
 def validate(params: StructuredOutputsParams) -> None:

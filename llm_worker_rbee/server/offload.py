@@ -158,7 +158,13 @@ class PromptEncoder:
         self._require_tokens_fit(prompt, "messages")
         encoded = model.encode_chat(prompt, options, structured_outputs)
         if encoded.structured_outputs is not structured_outputs and encoded.structured_outputs is not None:
-            validate_structured_outputs(encoded.structured_outputs)
+            try:
+                validate_structured_outputs(encoded.structured_outputs)
+            except InvalidRequestError as error:
+                if structured_outputs is not None:
+                    raise
+                reason = str(error).partition(": ")[2]
+                raise InvalidRequestError(f"the parameters of a tool cannot be used: {reason}", "tools") from None
         return encoded
 
     def _require_bytes_fit(self, size: int, field: str) -> None:

@@ -206,3 +206,22 @@ def test_langchain_binds_tools_and_schemas(scripted: ScriptedServer) -> None:
     answer = model.bind_tools([WEATHER]).invoke("weather?")
     assert [(one["name"], one["args"]) for one in answer.tool_calls] == [("get_weather", {"city": "Oslo"})]
     assert model.with_structured_output(Person).invoke("who?") == Person(name="Tom", kind="dog")
+
+
+def test_grammars_of_both_notations_follow_the_reasoning(scripted: ScriptedServer, client: openai.OpenAI) -> None:
+    """What is played obeys no mask: a wrong text would be a dead end."""
+    for grammar in ('root ::= "yes" | "no"', 'start: "yes" | "no"'):
+        scripted.play(think("Hm.", "yes"), think("Hm.", "maybe"))
+        message = ask(client, extra_body={"grammar": grammar}).choices[0].message
+        assert (message.reasoning_content, message.content) == ("Hm.", "yes")
+        with pytest.raises(openai.InternalServerError) as caught:
+            ask(client, extra_body={"grammar": grammar})
+        assert caught.value.code == "GRAMMAR_DEAD_END"
+
+
+def test_strict_tool_with_unsupported_schema_is_refused_by_name(client: openai.OpenAI) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}
+    with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:
+        ask(client, tools=[tool])
+    assert caught.value.param == "tools"
