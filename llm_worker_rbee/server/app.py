@@ -25,7 +25,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from .. import __version__
-from ..errors import InferenceError, InvalidRequestError, MethodNotAllowedError, NotFoundError, WorkerError
+from ..errors import (
+    ContextLengthError,
+    InferenceError,
+    InvalidRequestError,
+    MethodNotAllowedError,
+    NotFoundError,
+    WorkerError,
+)
 from ..text_model import TextModel
 from ..tokenizer.tokenizer import MARK
 from . import metrics, openapi
@@ -36,7 +43,7 @@ from .middleware import RequestMiddleware, error_response
 from .parsers import PARSERS
 from .reply import start_reply
 from .schema import CHUNK_ITEMS
-from .sse import DONE, EventStream, PushStream, encode_event
+from .sse import DONE, HEADERS, EventStream, PushStream, encode_event
 from .worker import Worker
 
 CORS_METHODS = ("GET", "POST", "DELETE")
@@ -128,7 +135,12 @@ class Routes:
         body = await read_body(request)
         async with CancelOnDisconnect(request):
             parsed: GenerateRequest = await self.worker.parse(route.path, body)
-            reply = await start_reply(self.worker, parsed, route.printer)
+            try:
+                reply = await start_reply(self.worker, parsed, route.printer)
+            except ContextLengthError as error:
+                if not parsed.stream or route.print_overflow is None:
+                    raise
+                return Response(route.print_overflow(parsed, error), 200, HEADERS)
             headers = {"x-effective-max-tokens": str(reply.max_tokens), **parsed.notice_headers()}
             if parsed.skipped:
                 logger.warning("tools of types that this worker does not have: %s", headers["x-skipped-tools"])

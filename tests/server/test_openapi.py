@@ -8,13 +8,14 @@ import pytest
 
 from llm_worker_rbee.server import schema as schemas
 from llm_worker_rbee.server.app import Routes
-from llm_worker_rbee.server.dialects import anthropic, jobs, openai_chat, openai_completions
+from llm_worker_rbee.server.dialects import anthropic, jobs, openai_chat, openai_completions, openai_responses
 from llm_worker_rbee.server.schema import Field
 from tests.helpers.json_schema import fits
 from tests.helpers.server import Server, events
 
 TABLES = {
     "job": jobs.JOB, "chat": openai_chat.CHAT, "completion": openai_completions.COMPLETION,
+    "responses": openai_responses.RESPONSES,
     "tokenize": schemas.TOKENIZE, "detokenize": schemas.DETOKENIZE, "cancel": jobs.CANCEL,
     "anthropic": anthropic.create_fields(is_open=False),
 }  # fmt: skip
@@ -30,6 +31,18 @@ SOME: list[Any] = [
     0.0, 5.0, -1.0, 1e300, 86_400_000, 86_400_001, "", [""], [1.0], [1.5], [[2.0]], [[True]], [[1], 1],
     [{"role": "assistant", "tool_calls": [{}]}], [{"role": "assistant", "content": None, "tool_calls": []}],
     [{"role": "user", "content": [{"text": "x", "more": 1}]}], {"12345678901": 1}, {"include_usage": None},
+    [{"type": "reasoning", "summary": [{"text": "x"}]}], [{"type": "reasoning", "content": [{"text": 5}]}],
+    [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}], [{"type": "function_call"}],
+    [{"type": "custom_tool_call_output", "call_id": "1", "output": [{"type": "refusal", "refusal": "x"}]}],
+    [{"type": "item_reference", "id": "1"}], [{"type": "web_search"}], [{"type": "custom", "name": "f"}],
+    [{"type": "namespace", "name": "n", "tools": [{"type": "namespace", "name": "n"}]}], "required",
+    [{"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}]}], [{"type": "function"}],
+    {"type": "custom", "name": "f"}, {"type": "allowed_tools", "mode": "auto", "tools": []}, {"effort": "low"},
+    {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}, {"effort": "zap"},
+    {"format": {"type": "json_schema"}}, {"format": {"type": "json_schema", "schema": {}}, "verbosity": None},
+    ["message.output_text.logprobs"], {"summary": "auto", "zap": 1}, "disabled", [{"type": "custom", "name": "f",
+    "format": {"type": "grammar", "syntax": "regex", "definition": "a"}}], [{"type": "custom", "name": "f",
+    "format": {"type": "grammar", "syntax": "zap", "definition": "a"}}],
 ]  # fmt: skip
 
 

@@ -48,6 +48,8 @@ class GenerateRoute:
     parse: Callable[[bytes, ParseOptions], GenerateRequest]
     printer: Callable[[ReplyState], Printer]
     operation: Operation
+    # The events of a stream whose prompt does not fit, where the API has them; elsewhere it is an error with a status.
+    print_overflow: Callable[[GenerateRequest, WorkerError], bytes] | None = None
 
 
 @dataclass(frozen=True, slots=True)

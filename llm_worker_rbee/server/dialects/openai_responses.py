@@ -51,7 +51,7 @@ from .openai import (
     to_tool,
 )
 from .openai_responses_input import NO_STATE, Input
-from .openai_responses_printer import ResponsesPrinter
+from .openai_responses_printer import ResponsesPrinter, print_overflow
 
 if TYPE_CHECKING:
     from ..call import Call
@@ -383,7 +383,8 @@ STORED = Operation(summary="A stored response: there are none", reply="Response"
 DIALECT = Dialect(
     prefixes=("/v1/responses",), error_body=error_body, schemas=_schemas, error_schema="OpenAIError",
     generate=(GenerateRoute("/v1/responses", parse_responses, ResponsesPrinter, Operation(
-        summary="Respond to a conversation", request="ResponseRequest", reply="Response", event="ResponseEvent")),),
+        summary="Respond to a conversation", request="ResponseRequest", reply="Response", event="ResponseEvent"),
+        print_overflow),),
     routes=(Route("GET", "/v1/responses/{id}", STORED), Route("DELETE", "/v1/responses/{id}", STORED)),
     make_handlers=_make_handlers,
 )  # fmt: skip

@@ -6,13 +6,14 @@ import base64
 import re
 import time
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
 import msgspec
 
-from ...engine.request import TokenLogprob
+from ...engine.request import SamplingParams, TokenLogprob
 from ...errors import ContextLengthError, WorkerError
 from ...tokenizer.chat_events import (
     ChatEvent,
@@ -29,6 +30,7 @@ from .openai_responses_input import REASONING_PREFIX
 if TYPE_CHECKING:
     from ...generation import TextDelta
     from ...tokenizer import Tokenizer
+    from ..bodies import GenerateRequest
 
 INPUT_START = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 INPUT_PIECES = re.compile(r'(?:[^"\\]|\\u[dD][89abAB]..\\u....|\\u(?![dD][89abAB])....|\\[^u])+', re.DOTALL)
@@ -96,7 +98,8 @@ class LogprobQueue:
         """Return those of the text that comes next; those of markers before it are dropped."""
         wanted = text.encode(errors="replace")
         pieces = [self._tokenizer.token_bytes(entry.token) for entry in self._entries]
-        begin = b"".join(pieces).find(wanted)
+        joined, starts = b"".join(pieces), accumulate(map(len, pieces), initial=0)
+        begin = next((start for start in starts if joined.startswith(wanted, start)), joined.find(wanted))
         if begin < 0 or not wanted:
             return []
         first = last = position = 0
@@ -231,8 +234,7 @@ class ResponsesPrinter(Printer):
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         number, self._sequence = self._sequence, self._sequence + 1
-        data = {"type": kind, "sequence_number": number, **fields}
-        return f"event: {kind}\ndata: ".encode() + encode_json(data) + b"\n\n"
+        return encode_named(kind, number, **fields)
 
     def _print_event(self, event: ChatEvent) -> bytes:
         if isinstance(event, ContentDelta):
@@ -307,17 +309,39 @@ class ResponsesPrinter(Printer):
     def _response(self, status: str) -> dict[str, Any]:
         """Return the response as far as it is."""
         reply = self.reply
+        usage = encode_usage(reply.usage()) if status in ("completed", "incomplete") else None
         params = reply.generations[0].request.submitted.params
-        is_over = status not in ("in_progress", "failed")
-        return {
-            "id": self._id, "object": "response", "created_at": int(reply.created_at), "status": status,
-            "completed_at": int(time.time()) if status == "completed" else None, "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "model": reply.model, "output": list(self._output), **self._values["echo"],
-            "temperature": params.temperature, "top_p": params.top_p, "top_logprobs": params.logprobs or 0,
-            "background": False, "store": False, "previous_response_id": None, "truncation": "disabled",
-            "service_tier": "default", "seed": reply.seed, "usage": encode_usage(reply.usage()) if is_over else None,
-        }  # fmt: skip
+        head = response_head(self._id, status, reply.created_at, reply.request, params)
+        return {**head, "model": reply.model, "output": list(self._output), "usage": usage, "seed": reply.seed}
+
+
+def encode_named(kind: str, number: int, **fields: Any) -> bytes:
+    """Return the bytes of one event."""
+    data = {"type": kind, "sequence_number": number, **fields}
+    return f"event: {kind}\ndata: ".encode() + encode_json(data) + b"\n\n"
+
+
+def response_head(
+    name: str, status: str, created_at: float, request: GenerateRequest, params: SamplingParams
+) -> dict[str, Any]:
+    """Return a response without its output."""
+    return {
+        "id": name, "object": "response", "created_at": int(created_at), "status": status, "error": None,
+        "completed_at": int(time.time()) if status == "completed" else None,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "model": request.model, "output": [], **request.values["echo"], "usage": None,
+        "temperature": params.temperature, "top_p": params.top_p, "top_logprobs": params.logprobs or 0,
+        "background": False, "store": False, "previous_response_id": None, "truncation": "disabled",
+        "service_tier": "default",
+    }  # fmt: skip
+
+
+def print_overflow(request: GenerateRequest, error: WorkerError) -> bytes:
+    """Return the stream of a request whose prompt does not fit: agents shorten it when they get this event."""
+    response = response_head(f"resp_{uuid4().hex}", "in_progress", time.time(), request, request.params)
+    failure = {"code": error_code(error), "message": str(error)}
+    failed = {**response, "status": "failed", "error": failure}
+    return encode_named("response.created", 0, response=response) + encode_named("response.failed", 1, response=failed)
 
 
 def encode_usage(usage: Usage) -> dict[str, Any]:
