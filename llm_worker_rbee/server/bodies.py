@@ -69,10 +69,12 @@ class Conversation(msgspec.Struct, frozen=True, tag=True):
 
     @classmethod
     def encode(cls, messages: list[Any], options: ChatOptions | None = None) -> Conversation:
-        size = num_bytes(messages)
-        if options is None:
-            return cls(msgspec.json.encode(normalize_messages(messages)), size)
-        size += sum(num_bytes([tool.description, tool.parameters]) for tool in options.tools)
+        options = options or ChatOptions()
+        size = num_bytes(messages) + sum(num_bytes([tool.description, tool.parameters]) for tool in options.tools)
+        try:
+            msgspec.msgpack.encode(options)  # as it passes between processes: a small body is refused alike
+        except OverflowError:
+            raise InvalidRequestError("an integer in tools or variables has more than 64 bits", "tools") from None
         return cls(msgspec.json.encode(normalize_messages(messages)), size, options)
 
 

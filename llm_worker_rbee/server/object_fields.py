@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from .schema import (
@@ -40,48 +41,54 @@ def find_unknown(kind: FieldType, name: str, value: Any) -> Iterator[str]:
         yield from kind.find_unknown(name, value)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ObjectOf(NestedType):
-    """An object with the fields of a table; `ignored_key` is looked at elsewhere."""
+    """An object with the fields of a table, and with `tag`, which is looked at elsewhere."""
 
     table: Table
     is_open: bool = False
-    ignored_key: str | None = None
+    tag: str | None = None
+
+    @cached_property
+    def _required(self) -> list[str]:
+        return [key for key, field in self.table.items() if field.required]
+
+    @cached_property
+    def _defaults(self) -> dict[str, Any]:
+        return {key: field.default for key, field in self.table.items()}
 
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
         if not isinstance(value, dict):
             return ValidationIssue(name, "type", f"{name} must be an object, not {type_name(value)}")
-        if not self.is_open and (unknown := next(self._own_unknown(value), None)) is not None:
-            place = f"{name}.{unknown[:MAX_ECHOED_CHARS]}"
-            return ValidationIssue(place, "unknown", f"unknown field {place!r}")
-        for key, field in self.table.items():
-            place = f"{name}.{key}"
-            if (given := value.get(key)) is not None:
-                if (issue := field.type.validate(place, given)) is not None:
-                    return issue
-            elif field.required:
-                return ValidationIssue(place, "required", f"{place} is required")
+        for key, given in value.items():
+            if (field := self.table.get(key)) is None:
+                if not self.is_open and key != self.tag:
+                    place = f"{name}.{key[:MAX_ECHOED_CHARS]}"
+                    return ValidationIssue(place, "unknown", f"unknown field {place!r}")
+            elif given is not None and (issue := field.type.validate(f"{name}.{key}", given)) is not None:
+                return issue
+        for key in self._required:
+            if value.get(key) is None:
+                return ValidationIssue(f"{name}.{key}", "required", f"{name}.{key} is required")
         return None
 
     def json_schema(self) -> Schema:
         return table_schema(self.table, is_open=self.is_open)
 
     def coerce(self, value: Any) -> dict[str, Any]:
-        return {
-            key: field.default if (given := value.get(key)) is None else field.type.coerce(given)
-            for key, field in self.table.items()
-        }
+        known = {key: (self.table[key], given) for key, given in value.items() if key in self.table}
+        given = {key: field.type.coerce(one) for key, (field, one) in known.items() if one is not None}
+        return self._defaults | given
 
     def find_unknown(self, name: str, value: Any) -> Iterator[str]:
-        yield from (f"{name}.{key}" for key in self._own_unknown(value))
-        for key, field in self.table.items():
-            yield from find_unknown(field.type, f"{name}.{key}", value.get(key))
+        for key, given in value.items():
+            if key in self.table:
+                yield from find_unknown(self.table[key].type, f"{name}.{key}", given)
+            elif key != self.tag:
+                yield f"{name}.{key}"
 
-    def _own_unknown(self, value: Mapping[str, Any]) -> Iterator[str]:
-        return (key for key in value if key not in self.table and key != self.ignored_key)
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tagged(NestedType):
     """An object whose field `tag` says which fields it has."""
 
@@ -89,13 +96,17 @@ class Tagged(NestedType):
     tables: Mapping[str, Table]
     is_open: bool = False
 
+    @cached_property
+    def _kinds(self) -> dict[str, ObjectOf]:
+        return {kind: ObjectOf(table, self.is_open, self.tag) for kind, table in self.tables.items()}
+
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
         if not isinstance(value, dict):
             return ValidationIssue(name, "type", f"{name} must be an object, not {type_name(value)}")
-        place, kind = f"{name}.{self.tag}", value.get(self.tag)
-        if isinstance(kind, str) and kind in self.tables:
-            return self._object(kind).validate(name, value)
-        known = ", ".join(self.tables)
+        kind = value.get(self.tag)
+        if isinstance(kind, str) and kind in self._kinds:
+            return self._kinds[kind].validate(name, value)
+        place, known = f"{name}.{self.tag}", ", ".join(self.tables)
         if not isinstance(kind, str):
             return ValidationIssue(place, "required", f"{place} is required: one of {known}")
         message = f"{place} is {kind[:MAX_ECHOED_CHARS]!r}, which this worker does not support: use {known}"
@@ -103,20 +114,17 @@ class Tagged(NestedType):
 
     def json_schema(self) -> Schema:
         schemas = []
-        for kind in self.tables:
-            schema = self._object(kind).json_schema()
+        for kind, fields in self._kinds.items():
+            schema = fields.json_schema()
             properties = {self.tag: {"const": kind}, **schema["properties"]}
             schemas.append({**schema, "properties": properties, "required": [self.tag, *schema.get("required", ())]})
         return {"anyOf": schemas}
 
     def coerce(self, value: Any) -> dict[str, Any]:
-        return {self.tag: value[self.tag], **self._object(value[self.tag]).coerce(value)}
+        return {self.tag: value[self.tag], **self._kinds[value[self.tag]].coerce(value)}
 
     def find_unknown(self, name: str, value: Any) -> Iterator[str]:
-        return self._object(value[self.tag]).find_unknown(name, value)
-
-    def _object(self, kind: str) -> ObjectOf:
-        return ObjectOf(self.tables[kind], self.is_open, self.tag)
+        return self._kinds[value[self.tag]].find_unknown(name, value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -210,6 +210,22 @@ def test_invalid_body_is_refused_by_name(field: str, fields: dict[str, Any]) -> 
     assert field.partition("[")[0].partition(".")[0] in str(caught.value)
 
 
+def test_large_body_is_parsed_alike(server: Server) -> None:
+    """Above 64 KiB another process parses it: the record must be one that passes between processes."""
+    tools = [TOOL, {**TOOL, "name": "long", "description": "x" * 70_000, "strict": True}]
+    body = {
+        "messages": [{"role": "user", "content": [text_block("?")]}],
+        "tools": tools,
+        "thinking": {"type": "adaptive"},
+    }
+    counts = [server.post("/v1/messages/count_tokens", {**body, "tools": some}).json() for some in (tools, tools[:1])]
+    assert counts[0]["input_tokens"] > 70_000 > counts[1]["input_tokens"]
+    for some in (tools[:1], tools):
+        some = [*some, {**TOOL, "input_schema": {"type": "object", "maxProperties": 10**30}}]
+        reply = server.post("/v1/messages/count_tokens", {**body, "tools": some})
+        assert (reply.status_code, "64 bits" in reply.text) == (400, True)
+
+
 def test_unknown_fields_are_listed_where_ignored() -> None:
     request = parse(ignores_unknown=True, zap=1, tools=[{**TOOL, "zip": 2}], **said("user", text_block("x", zop=3)))
     assert request.ignored == ["zap", "messages[0].content[0].zop", "tools[0].zip"]
