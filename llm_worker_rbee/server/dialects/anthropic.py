@@ -127,7 +127,7 @@ TOOL: dict[str, Field] = {
     "allowed_callers": Field(ListOf(Enum(("direct",)))),
 }
 TEXT_BLOCK = {"text": Field(Text(), required=True), **CACHE_CONTROL, "citations": Field(ListOf(AnyObject()))}
-THINKING_DISPLAY = {"display": Field(Enum(("summarized", "omitted")))}
+THINKING_DISPLAY = {"display": Field(Enum(("summarized", "updates", "omitted")))}  # the first two: all of it
 PARALLEL = {"disable_parallel_tool_use": Field(Boolean(), False)}
 
 

@@ -19,7 +19,7 @@ from llm_worker_rbee.errors import (
     WorkerError,
 )
 from llm_worker_rbee.server.bodies import Conversation, GenerateRequest, ParseOptions
-from llm_worker_rbee.server.dialects.anthropic import error_body, parse_messages, to_messages
+from llm_worker_rbee.server.dialects.anthropic import MessagePrinter, error_body, parse_messages, to_messages
 from llm_worker_rbee.server.schema import ValidationError
 from tests.helpers.scripted_engine import ScriptedServer, call, think
 from tests.helpers.server import CONTEXT, Server
@@ -301,6 +301,10 @@ def test_events_come_in_their_order(scripted: ScriptedServer) -> None:
     assert usage["output_tokens_details"]["thinking_tokens"] > 0
     assert scripted.post("/v1/messages/count_tokens", {name: body[name] for name in (
         "messages", "tools", "thinking")}).json() == {"input_tokens": total}  # fmt: skip
+
+
+def test_ping_is_an_event() -> None:
+    assert MessagePrinter.ping == b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
 def test_thinking_can_be_omitted(scripted: ScriptedServer) -> None:
