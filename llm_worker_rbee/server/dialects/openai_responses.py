@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from ...config import ServerSettings
 from ...engine.request import MAX_LOGPROBS
@@ -50,7 +50,7 @@ from .openai import (
     structured_outputs,
     to_tool,
 )
-from .openai_responses_input import NO_STATE, Input
+from .openai_responses_input import NO_STATE, Input, full_name
 from .openai_responses_printer import ResponsesPrinter, print_overflow
 
 if TYPE_CHECKING:
@@ -293,8 +293,8 @@ def parse_responses(body: bytes, options: ParseOptions) -> GenerateRequest:
     """Validate the body of `/v1/responses`."""
     values, ignored = validate_known(body, RESPONSES, options)
     text, reasoning, choice = values["text"], values["reasoning"], values["tool_choice"]
-    tools, namespaces, skipped = _read_tools(values["tools"])
-    custom = [tool["name"] for tool in values["tools"] if tool["type"] == "custom"]
+    read = _read_tools(values["tools"])
+    tools = read.known
     if isinstance(choice, dict):
         if choice["type"] == "allowed_tools":
             allowed = {one["name"] for one in choice["tools"]}
@@ -323,28 +323,38 @@ def parse_responses(body: bytes, options: ParseOptions) -> GenerateRequest:
     system = [{"role": "system", "content": values["instructions"]}] if values["instructions"] else []
     return GenerateRequest(
         **{name: values[name] for name in ("model", "stream", "priority", "timeout_ms")},
-        prompts=[Conversation.encode(system + values["input"], chat)], params=params, ignored=ignored, skipped=skipped,
-        values={"echo": echo, "has_summary": summary is not None, "custom": custom, "namespaces": namespaces},
+        prompts=[Conversation.encode(system + values["input"], chat)], params=params, ignored=ignored,
+        skipped=read.skipped,
+        values={"echo": echo, "has_summary": summary is not None, "custom": read.custom,
+                "namespaces": read.namespaces},
     )  # fmt: skip
 
 
-def _read_tools(given: list[dict[str, Any]]) -> tuple[list[Tool], dict[str, str], list[str]]:
-    """Return the tools, the namespaces of those that have one by their names, and the types of those not known."""
-    tools: list[Tool] = []
-    namespaces: dict[str, str] = {}
-    skipped: list[str] = []
+class _Tools(NamedTuple):
+    """The tools of a request; `custom` and `namespaces` are what their calls need for the reply."""
+
+    known: list[Tool]
+    custom: list[str]  # names in the prompt
+    namespaces: dict[str, tuple[str, str]]  # namespace and name, by the name in the prompt
+    skipped: list[str]  # types of tools that this worker does not have
+
+
+def _read_tools(given: list[dict[str, Any]]) -> _Tools:
+    tools = _Tools([], [], {}, [])
     for one in given:
-        space = one["name"] if one["type"] == "namespace" else ""
-        for tool in (one.get("tools") or []) if space else [one]:
+        space = one["name"] if one["type"] == "namespace" else None
+        for tool in [one] if space is None else one.get("tools") or []:
             if tool["type"] not in TOOL_TYPES:
-                skipped.append(tool["type"])
+                tools.skipped.append(tool["type"])
                 continue
-            made = custom_tool(tool) if tool["type"] == "custom" else to_tool(tool)
-            if space:
-                made = replace(made, name=space + made.name)
-                namespaces[made.name] = space
-            tools.append(made)
-    return tools, namespaces, skipped
+            is_custom, name = tool["type"] == "custom", full_name(space, tool["name"])
+            made = custom_tool(tool) if is_custom else to_tool(tool)
+            tools.known.append(replace(made, name=name))
+            if is_custom:
+                tools.custom.append(name)
+            if space is not None:
+                tools.namespaces[name] = (space, tool["name"])
+    return tools
 
 
 def _response_format(given: Mapping[str, Any] | None) -> dict[str, Any] | None:

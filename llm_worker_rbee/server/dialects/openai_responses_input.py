@@ -135,9 +135,15 @@ class _ItemReader:
         if self._answer is None:
             self._part("content", "")
         assert self._answer is not None
-        function = {"name": (space or "") + called, "arguments": arguments}
+        function = {"name": full_name(space, called), "arguments": arguments}
         call = {"id": _text(name, item, "call_id"), "type": "function", "function": function}
         self._answer.setdefault("tool_calls", []).append(call)
+
+
+def full_name(namespace: str | None, name: str) -> str:
+    """Return the name of a tool in the prompt."""
+    joint = "" if not namespace or namespace.endswith("_") else "__"
+    return f"{namespace or ''}{joint}{name}"
 
 
 def _require(holds: bool, name: str, constraint: str, message: str) -> None:

@@ -246,7 +246,7 @@ class ResponsesPrinter(Printer):
             kind = CUSTOM if event.name in self._values["custom"] else FUNCTION
             names = {"name": event.name}
             if (found := self._values["namespaces"].get(event.name)) is not None:
-                names = {"namespace": found, "name": event.name.removeprefix(found)}
+                names = dict(zip(("namespace", "name"), found, strict=True))
             return self._close() + self._open(kind, call_id=event.id, **names)
         if isinstance(event, ToolCallDelta):
             return self._delta(event.arguments)

@@ -212,13 +212,14 @@ def test_tools_of_namespaces_keep_their_names(scripted: ScriptedServer, client: 
     inner = {"type": "function", "name": "read", "parameters": {"type": "object", "properties": {}}, "strict": False}
     tools: Any = [
         {"type": "namespace", "name": "mcp__files__", "description": "Files.", "tools": [inner, {"type": "zap"}]},
-        {"type": "web_search"}, {"type": "local_shell"},
+        {"type": "web_search"}, {"type": "local_shell"}, {"type": "namespace", "name": "v1", "tools": [APPLY_PATCH]},
     ]  # fmt: skip
-    scripted.play(call("mcp__files__read"))
+    scripted.play(call("mcp__files__read") + call("v1__apply_patch", input=PATCH))
     raw = client.responses.with_raw_response.create(model="tiny", input="x", tools=tools)
     assert raw.headers["x-skipped-tools"] == "zap,web_search,local_shell"
-    (found,) = raw.parse().output
+    found, custom = raw.parse().output
     assert (found.namespace, found.name) == ("mcp__files__", "read")
+    assert (custom.namespace, custom.name, custom.input) == ("v1", "apply_patch", PATCH)
     assert "mcp__files__read" in scripted.prompts[0]
     assert "web_search" not in scripted.prompts[0]
 
