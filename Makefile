@@ -24,7 +24,7 @@ WORKERS ?= auto
 CHROMIUM ?= /usr/bin/chromium
 DEMO_PROMPT ?= What is the capital of France, and what is it famous for? Answer in one sentence.
 
-.PHONY: demo serve test test-extra test-cluster browser lint types docs pages evidence clean help FORCE
+.PHONY: demo serve test test-agents test-extra test-cluster browser lint types docs pages evidence clean help FORCE
 
 help:
 	@sed -n '3,11s/^# *//p' Makefile
@@ -46,6 +46,13 @@ test-extra: $(VENV)/.dev
 	@$(MAKE) --no-print-directory VENV=$(EXTRA_VENV) test-cluster
 	LLM_WORKER_SOAK_ROUNDS=60 $(BIN)/python -m pytest tests/cli/test_serve_soak.py
 	LLM_WORKER_EMULATE=1 $(BIN)/python -m pytest -rs tests/backends/cpu/test_emulated_arm.py
+	@$(MAKE) --no-print-directory test-agents
+
+# Coding agents; without npm their tests are skipped.
+AGENTS := @openai/codex@0.166.0 @anthropic-ai/claude-code@2.1.325
+test-agents: $(VENV)/.dev
+	@! command -v npm >/dev/null || npm install --silent --no-save --no-fund --no-audit --prefix .venv-clients/agents $(AGENTS)
+	LLM_WORKER_CLIENTS=.venv-clients $(BIN)/python -m pytest -rs tests/extra/test_coding_agents.py
 
 test-cluster: $(VENV)/.extra
 	$(BIN)/python -m pytest --disable-warnings --confcutdir tests/cluster tests/cluster
@@ -105,4 +112,4 @@ $(VENV)/.extra: pyproject.toml constraints.txt $(VENV)/.core
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(EXTRA_VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(EXTRA_VENV) .venv-clients build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -113,6 +113,7 @@ class ScriptedModel:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.prompts: list[str] = []  # in the order of the replies
+        self.cached_parts: list[float] = []  # of these prompts, from the prefix cache
         self.replies: Sequence[Reply] | Callable[[str], str] = ()  # a function replies to all
         self._tokens: dict[Request, list[int]] = {}
 
@@ -136,6 +137,7 @@ class ScriptedModel:
     def _reply_to(self, request: Request) -> list[int]:
         prompt = self._tokenizer.decode(request.prompt, skip_special=False)
         self.prompts.append(prompt)
+        self.cached_parts.append(request.num_cached_tokens / request.num_prompt_tokens)
         reply = self.replies if callable(self.replies) else self.replies[len(self.prompts) - 1]
         text = reply(prompt) if callable(reply) else reply
         return self._tokenizer.encode(text, add_special=False, parse_special=True)
@@ -166,6 +168,11 @@ class ScriptedServer(Server):
         """The prompts since `play`, with control tokens."""
         return self._models[0].prompts
 
+    @property
+    def cached_parts(self) -> list[float]:
+        """How much of each prompt was found in the prefix cache, 0 to 1."""
+        return self._models[0].cached_parts
+
     def play(self, *replies: Reply) -> None:
         """Answer the next requests with these, in their order."""
         self._play(replies)
@@ -177,6 +184,7 @@ class ScriptedServer(Server):
     def _play(self, replies: Sequence[Reply] | Callable[[str], str]) -> None:
         self.require_idle()
         self._models[0].prompts.clear()
+        self._models[0].cached_parts.clear()
         self._models[0].replies = replies
 
     def require_alive(self) -> None:
