@@ -19,7 +19,8 @@ from llm_worker_rbee.errors import (
     WorkerError,
 )
 from llm_worker_rbee.server.bodies import Conversation, GenerateRequest, ParseOptions
-from llm_worker_rbee.server.dialects.anthropic import MessagePrinter, error_body, parse_messages, to_messages
+from llm_worker_rbee.server.dialects.anthropic import parse_messages, to_messages
+from llm_worker_rbee.server.dialects.anthropic_printer import MessagePrinter, error_body
 from llm_worker_rbee.server.schema import ValidationError
 from tests.helpers.scripted_engine import ScriptedServer, call, think
 from tests.helpers.server import CONTEXT, Server
