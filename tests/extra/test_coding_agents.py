@@ -6,6 +6,7 @@ They run commands of the scripted model in a folder of their own; nothing outsid
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -108,7 +109,8 @@ def test_codex_plays_session(server: ScriptedServer, tmp_path: Path) -> None:
     require_session(server)
 
 
-def test_claude_code_plays_session(server: ScriptedServer, tmp_path: Path) -> None:
+def test_claude_code_plays_session(server: ScriptedServer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "llm_worker_rbee.server")
     claude = program("@anthropic-ai/claude-code-*/claude")
     play_session(server, "Bash", "command", description="Numbers")
     models = dict.fromkeys(("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL"), "tiny")
@@ -122,4 +124,6 @@ def test_claude_code_plays_session(server: ScriptedServer, tmp_path: Path) -> No
     assert [one["input"]["command"] for one in blocks if one["type"] == "tool_use"] == [READ, WRITE]
     result = events[-1]
     assert (result["subtype"], result["result"]) == ("success", DONE)
+    statuses = {record.figures["status"] for record in caplog.records if hasattr(record, "figures")}
+    assert statuses == {200}  # it leaves out what was refused, and tries again
     require_session(server)
