@@ -3,7 +3,7 @@
 #   make demo        fetch the default model and stream a real answer
 #   make serve       serve the default model over HTTP
 #   make test        lint, types, architecture, tests
-#   make test-extra  tests of clusters, with Ray in an environment of its own, a soak, emulated Arm processors
+#   make test-extra  tests of clusters, with Ray in an environment of its own, of clients likewise, a soak, emulated Arm
 #   make docs        build the documents as a site in site/
 #   make pages       write the generated pages and the chart from the saved runs in docs/results
 #   make evidence    measure everything that they show again (half an hour on a quiet machine), and write them
@@ -24,7 +24,8 @@ WORKERS ?= auto
 CHROMIUM ?= /usr/bin/chromium
 DEMO_PROMPT ?= What is the capital of France, and what is it famous for? Answer in one sentence.
 
-.PHONY: demo serve test test-agents test-extra test-cluster browser lint types docs pages evidence clean help FORCE
+.PHONY: demo serve test test-agents test-clients test-extra test-cluster browser lint types docs pages evidence clean
+.PHONY: help FORCE
 
 help:
 	@sed -n '3,11s/^# *//p' Makefile
@@ -40,9 +41,11 @@ serve: $(VENV)/.core
 test: $(VENV)/.dev browser lint types
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n $(WORKERS) --dist loadgroup
 
-# Ray and its hundred packages stay out of the environment that everything else is tested in.
+# Ray and its hundred packages stay out of the environment that everything else is tested in, and so do clients whose
+# requirements exclude each other.
 EXTRA_VENV := .venv-extra
-test-extra: $(VENV)/.dev
+CLIENTS := .venv-clients
+test-extra: $(VENV)/.dev test-clients
 	@$(MAKE) --no-print-directory VENV=$(EXTRA_VENV) test-cluster
 	LLM_WORKER_SOAK_ROUNDS=60 $(BIN)/python -m pytest tests/cli/test_serve_soak.py
 	LLM_WORKER_EMULATE=1 $(BIN)/python -m pytest -rs tests/backends/cpu/test_emulated_arm.py
@@ -51,8 +54,12 @@ test-extra: $(VENV)/.dev
 # Coding agents; without npm their tests are skipped.
 AGENTS := @openai/codex@0.166.0 @anthropic-ai/claude-code@2.1.325
 test-agents: $(VENV)/.dev
-	@! command -v npm >/dev/null || npm install --silent --no-save --no-fund --no-audit --prefix .venv-clients/agents $(AGENTS)
-	LLM_WORKER_CLIENTS=.venv-clients $(BIN)/python -m pytest -rs tests/extra/test_coding_agents.py
+	@! command -v npm >/dev/null || npm install --silent --no-save --no-fund --no-audit --prefix $(CLIENTS)/agents $(AGENTS)
+	LLM_WORKER_CLIENTS=$(CLIENTS) $(BIN)/python -m pytest -rs tests/extra/test_coding_agents.py
+
+CLIENT_NAMES := $(basename $(notdir $(wildcard tests/extra/clients/*.txt)))
+test-clients: $(VENV)/.dev $(CLIENT_NAMES:%=$(CLIENTS)/%/.made)
+	LLM_WORKER_CLIENTS=$(CLIENTS) $(BIN)/python -m pytest -rs tests/extra/test_python_clients.py
 
 test-cluster: $(VENV)/.extra
 	$(BIN)/python -m pytest --disable-warnings --confcutdir tests/cluster tests/cluster
@@ -111,5 +118,11 @@ $(VENV)/.extra: pyproject.toml constraints.txt $(VENV)/.core
 	@$(PIP) install -q -c constraints.txt -e '.[ray]' pytest pytest-timeout httpx
 	@touch $@
 
+$(CLIENTS)/%/.made: tests/extra/clients/%.txt | $(VENV)/.made
+	@echo "Installing $* in an environment of its own ..."
+	@$(BIN)/python -m venv --clear --without-pip $(@D)
+	@$(PIP) --python $(@D)/bin/python install -q -r $<
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(EXTRA_VENV) .venv-clients build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(EXTRA_VENV) $(CLIENTS) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -33,16 +33,3 @@ def test_langchain_chat_works(server: Server, monkeypatch: pytest.MonkeyPatch) -
     assert sum(chunk.usage_metadata["output_tokens"] for chunk in chunks if chunk.usage_metadata) == 6
     with pytest.raises(importlib.import_module("openai").NotFoundError, match="'other'"):
         langchain.ChatOpenAI(model="other", **given).invoke("?")
-
-
-def test_litellm_chat_works(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # otherwise it fetches prices when it is imported
-    # not among our tools: it takes 350 MB and holds the official client back at an older version
-    litellm = pytest.importorskip("litellm", reason="litellm is not installed")
-    given = {"api_base": f"{server.url}/v1", "api_key": "none", "num_retries": 0}
-    whole = litellm.completion(model="openai/tiny", messages=MESSAGES, **given, **OPTIONS)
-    assert (whole.choices[0].message.content, whole.usage.completion_tokens) == (answer(server), 6)
-    chunks = litellm.completion(model="openai/tiny", messages=MESSAGES, stream=True, **given, **OPTIONS)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
-    with pytest.raises(litellm.exceptions.NotFoundError, match="'other'"):
-        litellm.completion(model="openai/other", messages=MESSAGES, **given)
