@@ -6,10 +6,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 MAX_CHARS = 50_000  # of the expression
 MAX_NESTED = 100
+TOO_LONG = f"as a regular expression the grammar has more than {MAX_CHARS} characters"
 SCANNER = re.compile(
     r"""(?P<skip>[ \t\f\r]+|//[^\n]*|\#[^\n]*) | (?P<newline>\n) | (?P<string>"(?:\\.|[^"\\\n])*"i?)
       | (?P<regex>/(?!/)(?:\\.|[^/\\\n])+/[imsux]*) | (?P<name>[?!]?_?[A-Za-z][A-Za-z0-9_]*) | (?P<number>[0-9]+)
@@ -37,11 +39,15 @@ class Token(NamedTuple):
 
 def lark_to_regex(text: str) -> str:
     """Return the expression that accepts what a grammar does; raise a ValueError that says why there is none."""
-    return _Grammar(text).expand("start")
+    expression = _Grammar(text).expand("start")
+    if len(expression) > 2 * MAX_CHARS:
+        raise ValueError(TOO_LONG)
+    return expression
 
 
 def _scan(text: str) -> Iterator[Token]:
     position = depth = 0
+    has_line = False  # an empty line is none
     while position < len(text):
         found = SCANNER.match(text, position)
         if found is None:
@@ -49,7 +55,10 @@ def _scan(text: str) -> Iterator[Token]:
         position = found.end()
         kind = str(found.lastgroup)
         depth += (found[0] in ("(", "[")) - (found[0] in (")", "]"))
-        if kind != "skip" and not (kind == "newline" and depth > 0):
+        if kind == "newline" and (depth > 0 or not has_line):
+            continue
+        if kind != "skip":
+            has_line = kind != "newline"
             yield Token(kind, found[0])
     yield Token("newline", "\n")
 
@@ -88,8 +97,7 @@ class _Grammar:
             if token.kind != "newline":
                 line.append(token)
                 continue
-            following = next((one for one in self._tokens[self._at :] if one.kind != "newline"), None)
-            if following is None or following.text != "|":
+            if self._at == len(self._tokens) or self._tokens[self._at].text != "|":
                 break
         return line
 
@@ -112,8 +120,10 @@ class _Grammar:
             return self._found[name]
         if name not in self._rules:
             raise ValueError(f"there is no rule {name}")
-        if name in self._open or len(self._open) > MAX_NESTED:
+        if name in self._open:
             raise ValueError(f"the rule {name} is recursive: only grammars without recursion are supported")
+        if len(self._open) > MAX_NESTED:
+            raise ValueError(f"its rules are nested more than {MAX_NESTED} deep")
         self._open.append(name)
         expression = _Expression(self._rules[name], self.expand, self._gap(name)).read()
         self._open.pop()
@@ -124,8 +134,10 @@ class _Grammar:
 
     def _gap(self, name: str) -> str:
         """Return what may stand between the parts of a rule; nothing inside a terminal."""
-        if name.isupper() or not self._ignored:
-            return ""
+        return "" if name.isupper() or not self._ignored else self._ignored_text
+
+    @cached_property
+    def _ignored_text(self) -> str:
         return f"(?:{'|'.join(_Expression(tokens, self.expand, '').read() for tokens in self._ignored)})*"
 
 
@@ -184,7 +196,7 @@ class _Expression:
             found = self._resolve(name) + (self._gap if name.isupper() else "")
             self._size += len(found)
             if self._size > MAX_CHARS:
-                raise ValueError(f"as a regular expression the grammar has more than {MAX_CHARS} characters")
+                raise ValueError(TOO_LONG)
             return found
         if token.kind == "regex":
             body, _, flags = token.text[1:].rpartition("/")

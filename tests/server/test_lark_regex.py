@@ -34,6 +34,7 @@ def test_expression_accepts_texts_of_grammar(grammar: str, accepted: list[str], 
 
 
 DOUBLING = "start: r0\n" + "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(40)) + '\nr40: "a"'
+NESTED = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(200)) + '\nr200: "a"'
 BAD = [
     ('start: "(" start ")" |', "recursive"), ("start: zap", "no rule zap"), ('other: "a"', "no rule start"),
     ('start: "a', "not understood"), ("start: (", "not closed"), ('start: "z".."a"', "range"),
@@ -41,7 +42,8 @@ BAD = [
     ("start a", "not a rule"), ("%import python.NAME\nstart: NAME", "%import"), ("%declare A", "declare"),
     ("%import common.ZAP\nstart: ZAP", "ZAP"), ('start: "a" )', "not expected"), ("start: a{b}", "no rule a"),
     ("start: " + "(" * 200 + ")" * 200, "deeply"), (DOUBLING, str(MAX_CHARS)), ("", "no rule start"),
-    ("start: *", "not expected"), ('start: "\\q"', "not a string"),
+    ('start: "a"' + "+" * 30_000, str(MAX_CHARS)), (NESTED, "deep"), ("start: *", "not expected"),
+    ('start: "\\q"', "not a string"),
 ]  # fmt: skip
 
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+import msgspec
+
 from ...config import ServerSettings
 from ...engine.request import MAX_LOGPROBS
 from ...errors import NotFoundError
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
 
 TOOL_TYPES = ("function", "custom", "namespace")
 MAX_DEFINITION = 20_000  # characters of a custom tool's grammar
+MAX_GRAMMARS = 16
 INCLUDABLE = (  # the others are of tools that this worker does not have
     "message.output_text.logprobs", "reasoning.encrypted_content", "web_search_call.action.sources",
     "web_search_call.results", "file_search_call.results", "code_interpreter_call.outputs",
@@ -70,6 +73,8 @@ class ResponseTools(FieldType):
     """Functions and custom tools, also those of a namespace; tools of other types are skipped."""
 
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
+        if _count_grammars(value) > MAX_GRAMMARS:
+            return ValidationIssue(name, "length", f"{name} has more than {MAX_GRAMMARS} grammars")
         issue = _check_tools(name, value, TOOL_TYPES)
         return None if issue is None else issue._replace(field=name)
 
@@ -97,6 +102,12 @@ class ResponseTools(FieldType):
         space = {"type": {"const": "namespace"}, **named, "tools": or_null(inner)}
         namespace = object_schema(space, "type", "name", is_open=True)
         return {**array_schema({"anyOf": [*forms, namespace, skipped]}), "maxItems": MAX_TOOLS}
+
+
+def _count_grammars(tools: Any) -> int:
+    given = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    inner = sum(_count_grammars(tool["tools"]) for tool in given if tool.get("type") == "namespace" and "tools" in tool)
+    return inner + sum(isinstance(tool.get("format"), dict) for tool in given)
 
 
 def _check_tools(name: str, tools: Any, types: Sequence[str]) -> ValidationIssue | None:
@@ -325,7 +336,7 @@ def parse_responses(body: bytes, options: ParseOptions) -> GenerateRequest:
         **{name: values[name] for name in ("model", "stream", "priority", "timeout_ms")},
         prompts=[Conversation.encode(system + values["input"], chat)], params=params, ignored=ignored,
         skipped=read.skipped,
-        values={"echo": echo, "has_summary": summary is not None, "custom": read.custom,
+        values={"echo": msgspec.json.encode(echo), "has_summary": summary is not None, "custom": read.custom,
                 "namespaces": read.namespaces},
     )  # fmt: skip
 

@@ -325,11 +325,12 @@ def response_head(
     name: str, status: str, created_at: float, request: GenerateRequest, params: SamplingParams
 ) -> dict[str, Any]:
     """Return a response without its output."""
+    echo = msgspec.json.decode(request.values["echo"], type=dict[str, msgspec.Raw])
     return {
         "id": name, "object": "response", "created_at": int(created_at), "status": status, "error": None,
         "completed_at": int(time.time()) if status == "completed" else None,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-        "model": request.model, "output": [], **request.values["echo"], "usage": None,
+        "model": request.model, "output": [], **echo, "usage": None,
         "temperature": params.temperature, "top_p": params.top_p, "top_logprobs": params.logprobs or 0,
         "background": False, "store": False, "previous_response_id": None, "truncation": "disabled",
         "service_tier": "default",

@@ -318,6 +318,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
      "tools[0].format.definition cannot be used: the rule start is recursive"),
     ({"tools": [{**APPLY_PATCH, "format": {"type": "grammar", "syntax": "regex", "definition": "("}}]},
      "unclosed group"),
+    ({"tools": [APPLY_PATCH] * 17}, "more than 16 grammars"),
     ({"tool_choice": "required"}, "tool_choice required needs tools"),
     ({"tool_choice": {"type": "function", "name": "zap"}, "tools": [WEATHER]}, "zap"),
     ({"tool_choice": {"type": "web_search"}}, "tool_choice must be"),
@@ -341,6 +342,15 @@ def test_what_is_not_supported_is_refused_by_name(
     assert said in caught.value.message
     assert "\n" not in caught.value.message
     assert not scripted.prompts
+
+
+def test_large_body_is_parsed_alike(scripted: ScriptedServer, client: openai.OpenAI) -> None:
+    """In another process; what is repeated in the reply passes through, integers without bounds too."""
+    scripted.play("x")
+    tools: Any = [{"type": "zap", "size": 10**30}, {"type": "namespace", "name": "n", "tools": [WEATHER]}]
+    response = client.responses.create(model="tiny", instructions="y" * 100_000, input="x", tools=tools)
+    assert response.output_text == "x"
+    assert response.tools[0].size == 10**30
 
 
 def test_stored_responses_are_not_found(client: openai.OpenAI) -> None:
