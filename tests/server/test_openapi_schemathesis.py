@@ -89,6 +89,10 @@ def within_the_model(path: str, body: Any) -> Any:
         made["max_output_tokens"] = min(limit, LONGEST)
     if path in ("/api/chat", "/api/generate"):
         return _within_ollama(made)
+    if isinstance(made.get("chat_template_kwargs"), dict):
+        made["chat_template_kwargs"] = {}  # names of variables
+    if path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/jobs"):
+        return _with_plain_grammar(_with_plain_tools(made))
     return _within_anthropic(made) if path.startswith("/v1/messages") else made
 
 
@@ -119,6 +123,52 @@ def _within_ollama(body: dict[str, Any]) -> dict[str, Any]:
         if (count := options.get("num_predict")) in (None, -1, -2) or (_is_whole(count) and count > 0):
             options["num_predict"] = LONGEST
     return {**body, "options": options} | ({"format": {}} if isinstance(body.get("format"), dict) else {})
+
+
+PLAIN: dict[str, tuple[Any, Any]] = {  # types of grammars, and one of each
+    "json": ((dict, bool, str), {}), "regex": (str, "a"), "grammar": (str, 'start: "a"'),
+}  # fmt: skip
+
+
+def _with_plain_grammar(made: dict[str, Any]) -> dict[str, Any]:
+    """The same body with one grammar at most, a plain one: for the description any text is one."""
+    text, given = made.get("text"), made.get("structured_outputs")
+    if isinstance(wanted := made.get("response_format"), dict) and "json_schema" in wanted:
+        made["response_format"] = {**wanted, "json_schema": _with_plain_schema(wanted["json_schema"], "schema")}
+    if isinstance(text, dict) and "format" in text:
+        made["text"] = {**text, "format": _with_plain_schema(text["format"], "schema")}
+    if isinstance(given, dict) and len(given) == 1:
+        ((kind, value),) = given.items()
+        if kind in PLAIN and isinstance(value, PLAIN[kind][0]):
+            made["structured_outputs"] = {kind: PLAIN[kind][1]}
+    has_format = wanted is not None or (isinstance(text, dict) and text.get("format") is not None)
+    if has_format and made.get("structured_outputs") in [{kind: plain} for kind, (_, plain) in PLAIN.items()]:
+        del made["structured_outputs"]
+    if isinstance(grammar := made.get("grammar"), str) and grammar:
+        made["grammar"] = None if has_format or made.get("structured_outputs") is not None else PLAIN["grammar"][1]
+    return made
+
+
+def _with_plain_tools(made: dict[str, Any]) -> dict[str, Any]:
+    """The same body with plain schemas and grammars of tools, and without a choice of one that it may not have."""
+    choice, tools = made.get("tool_choice"), made.get("tools")
+    is_named = isinstance(choice, dict) and isinstance(choice.get("function", choice), dict)
+    if choice == "required" or (is_named and isinstance(choice.get("function", choice).get("name"), str)):
+        made["tool_choice"] = "auto"
+    if isinstance(tools, list):
+        made["tools"] = [_with_plain_tool(tool) for tool in tools]
+    return made
+
+
+def _with_plain_tool(tool: Any) -> Any:
+    if not isinstance(tool, dict):
+        return tool
+    tool = _with_plain_schema(tool, "parameters")
+    if isinstance(function := tool.get("function"), dict):
+        tool = {**tool, "function": _with_plain_schema(function, "parameters")}
+    if isinstance(form := tool.get("format"), dict) and isinstance(form.get("definition"), str):
+        tool = {**tool, "format": {**form, "definition": PLAIN["grammar"][1]}}
+    return {**tool, "tools": [*map(_with_plain_tool, tool["tools"])]} if isinstance(tool.get("tools"), list) else tool
 
 
 def _with_plain_schema(value: Any, name: str) -> Any:
