@@ -19,7 +19,7 @@ from tests.helpers.server import CHAT, Server, events
 from tests.server.conftest import Start
 
 PACKAGE = Path(llm_worker_rbee.__file__).parent
-MAX_FILES = 58
+MAX_FILES = 62
 IN_CHILD = {"tokenizer/chat_template_worker.py"}  # its process is not traced
 
 

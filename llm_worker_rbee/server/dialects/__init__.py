@@ -92,6 +92,7 @@ def dialect_of(path: str) -> Dialect:
 
 
 def _claimed_length(path: str, prefix: str) -> int:
+    path = path or "/"
     claims = path == prefix or path.startswith(prefix.rstrip("/") + "/")
     return len(prefix) if claims else -1
 
