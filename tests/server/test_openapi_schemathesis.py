@@ -23,7 +23,7 @@ from tests.helpers.server import until
 from tests.server.conftest import KEY
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
-OPENAI = ("/v1/chat/completions", "/v1/completions")
+UNLIMITED = ("/v1/chat/completions", "/v1/completions")
 POSITIVE, NEGATIVE = schemathesis.GenerationMode
 CHECKS = (
     not_a_server_error,
@@ -67,10 +67,7 @@ def within_the_model(path: str, body: Any) -> Any:
     made = dict(body)
     for name in ("max_tokens", "max_completion_tokens"):
         if _is_whole(made.get(name)):
-            is_unlimited = made[name] == -1 and path in (
-                "/v1/chat/completions",
-                "/v1/completions",
-            )  # what is left of the context
+            is_unlimited = made[name] == -1 and path in UNLIMITED  # what is left of the context
             made[name] = LONGEST if is_unlimited else min(made[name], LONGEST)
     if path == "/v1/chat/completions" and made.get("max_tokens", made.get("max_completion_tokens")) is None:
         made["max_tokens"] = LONGEST
@@ -91,7 +88,7 @@ def within_the_model(path: str, body: Any) -> Any:
         return _within_ollama(made)
     if isinstance(made.get("chat_template_kwargs"), dict):
         made["chat_template_kwargs"] = {}  # names of variables
-    if path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/jobs"):
+    if path in (*UNLIMITED, "/v1/responses", "/v1/jobs", "/v1/inference", "/execute"):
         return _with_plain_grammar(_with_plain_tools(made))
     return _within_anthropic(made) if path.startswith("/v1/messages") else made
 
