@@ -38,7 +38,7 @@ from ..tokenizer.tokenizer import MARK
 from . import metrics, openapi
 from .bodies import Conversation, GenerateRequest, PackedIds
 from .call import JSON_TYPE, Call, CancelOnDisconnect, read_body
-from .dialects import GenerateRoute, Handler, all_dialects, generate_routes
+from .dialects import GenerateRoute, Handler, all_dialects, dialect_of, generate_routes
 from .middleware import RequestMiddleware, error_response
 from .parsers import PARSERS
 from .reply import start_reply
@@ -132,7 +132,7 @@ class Routes:
 
     async def _generate(self, route: GenerateRoute, request: Request) -> Response | PushStream:
         """Parse a body and reply with what the model answers, streamed or whole."""
-        body = await read_body(request)
+        body = await read_body(request, dialect_of(route.path).takes_any_content_type)
         async with CancelOnDisconnect(request):
             parsed: GenerateRequest = await self.worker.parse(route.path, body)
             try:
@@ -152,7 +152,7 @@ class Routes:
 
     async def _handle(self, handler: Handler, request: Request) -> Any:
         """Call a dialect's handler; what it returns is a response, or becomes one."""
-        found = await handler(Call(request))
+        found = await handler(Call(request, dialect_of(request.url.path).takes_any_content_type))
         if isinstance(found, tuple):
             return json_response(*found)
         return json_response(found) if isinstance(found, dict) else found

@@ -17,8 +17,8 @@ BODY_TIMEOUT_S = 60.0
 class Call:
     """One request."""
 
-    def __init__(self, request: Request) -> None:
-        self._request = request
+    def __init__(self, request: Request, takes_any: bool = False) -> None:
+        self._request, self._takes_any = request, takes_any
 
     @property
     def method(self) -> str:
@@ -30,17 +30,21 @@ class Call:
 
     async def body(self) -> bytes:
         """Return the body; raise unless it is JSON and arrives in time."""
-        return await read_body(self._request)
+        return await read_body(self._request, self._takes_any)
 
     def until_disconnect(self) -> CancelOnDisconnect:
         """Return a context whose task is cancelled, as by `asyncio.timeout`, if the client disconnects."""
         return CancelOnDisconnect(self._request)
 
 
-async def read_body(request: Request) -> bytes:
-    """Return the body of a request; raise unless it is JSON and arrives in time."""
+async def read_body(request: Request, takes_any: bool = False) -> bytes:
+    """Return the body of a request; raise unless it is JSON and arrives in time.
+
+    `takes_any`: its content type may say otherwise, unless a page sent it.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != JSON_TYPE:
+    is_from_page = any(name in request.headers for name in ("origin", "sec-fetch-site"))
+    if kind != JSON_TYPE and (is_from_page or not takes_any):
         raise InvalidRequestError(f"the content type is {kind[:100]!r}: it must be application/json", "content-type")
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":

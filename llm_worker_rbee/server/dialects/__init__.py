@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
@@ -74,6 +74,7 @@ class Dialect:
         default_factory=dict
     )  # besides those of `generate`: by name, with the type of the record
     schemas: Callable[[ServerSettings], dict[str, Schema]]  # of bodies and replies, by name
+    takes_any_content_type: bool = False  # of a body, unless a page sends it, as its clients and documents expect
     error_schema: str = "Error"
     invalid_schema: str | None = None  # of status 400, where it differs
 
@@ -86,6 +87,7 @@ def all_dialects() -> tuple[Dialect, ...]:
     return tuple(module.DIALECT for module in modules if hasattr(module, "DIALECT"))
 
 
+@lru_cache(256)
 def dialect_of(path: str) -> Dialect:
     """Return the dialect of a path, whose form its errors have: the one that claims most of it."""
     return max(all_dialects(), key=lambda dialect: max(map(partial(_claimed_length, path), dialect.prefixes)))

@@ -491,6 +491,7 @@ def _schemas(settings: ServerSettings) -> dict[str, Schema]:
 
 DIALECT = Dialect(
     prefixes=("/api",), error_body=error_body, schemas=_schemas, error_schema="OllamaError",
+    takes_any_content_type=True,
     generate=(
         GenerateRoute("/api/chat", parse_chat, ChatPrinter, Operation(
             summary="Complete a conversation (Ollama)", request="OllamaChatRequest", reply="OllamaChatReply",

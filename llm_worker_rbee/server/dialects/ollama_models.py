@@ -145,6 +145,7 @@ def _schemas(settings: ServerSettings) -> dict[str, Schema]:
 REFUSAL = Operation(summary="Refused: models are not changed while they are served", reply="OllamaError", status=404)
 DIALECT = Dialect(
     prefixes=("/api",), error_body=error_body, schemas=_schemas, error_schema="OllamaError",
+    takes_any_content_type=True,
     parsers={"ollama_show": (parse_show, dict[str, Any])},
     make_handlers=lambda worker: Handlers(worker).table(),
     routes=(

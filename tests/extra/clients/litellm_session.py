@@ -35,8 +35,7 @@ def main(url: str) -> None:
     (call,) = tooled.choices[0].message.tool_calls
     person = litellm.completion(**asked, **given, response_format=Person).choices[0].message.content
     other = {**given, "api_base": url}
-    header = {"content-type": "application/json"}  # it sends none to Ollama
-    ollama = litellm.completion(**{**asked, "model": "ollama_chat/tiny"}, **other, extra_headers=header)
+    ollama = litellm.completion(**{**asked, "model": "ollama_chat/tiny"}, **other)
     anthropic = litellm.completion(**{**asked, "model": "anthropic/tiny"}, **other, max_tokens=50)
     try:
         litellm.completion(**{**asked, "model": "openai/other"}, **given)

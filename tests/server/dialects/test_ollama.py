@@ -174,3 +174,17 @@ def test_error_in_a_stream_is_its_last_line(server: Server, monkeypatch: pytest.
     monkeypatch.setattr(ollama.ChatPrinter, "fields", fail)
     reply = server.post(CHATS, {"messages": CHAT, "options": QUICK})
     assert json.loads(reply.text.splitlines()[-1]) == {"error": "internal error of the worker"}
+
+
+@pytest.mark.parametrize(("headers", "status"), [
+    ({"content-type": "application/x-www-form-urlencoded"}, 200), ({}, 200),
+    ({"content-type": "text/plain", "origin": "http://127.0.0.1"}, 400),
+    ({"content-type": "text/plain", "sec-fetch-site": "cross-site"}, 400),
+])  # fmt: skip
+def test_content_type_is_not_required_unless_a_page_sends_it(
+    server: Server, headers: dict[str, str], status: int
+) -> None:
+    """`curl -d` without a header, as Ollama's documents have it."""
+    body = json.dumps({"model": server.worker.names[0], "prompt": "#", "stream": False, "options": {"num_predict": 1}})
+    reply = server.http.post("/api/generate", content=body.encode(), headers=headers)
+    assert reply.status_code == status, reply.text
