@@ -22,6 +22,11 @@ PUBLIC_PATHS = {"/health", "/"}
 MAX_HEADER_BYTES = 64 * 1024  # checked here once complete, and in `serve.Connection` while they arrive
 HEADERS_TOO_LONG = f"the headers are longer than the limit of {MAX_HEADER_BYTES} bytes"
 UUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
+ID_HEADERS = (
+    b"x-correlation-id",
+    b"x-request-id",
+    b"request-id",
+)  # ours, and what OpenAI's and Anthropic's clients read
 CLIENT_CLOSED = 499  # logged where the client disconnected before a status was sent
 
 
@@ -89,12 +94,12 @@ class _ReplyWatcher:
 
     def __init__(self, send: Any, correlation_id: str) -> None:
         self.has_started, self.status = False, CLIENT_CLOSED
-        self._send, self._header = send, (b"x-correlation-id", correlation_id.encode())
+        self._send, self._headers = send, [(name, correlation_id.encode()) for name in ID_HEADERS]
 
     async def send(self, message: Any) -> None:
         if message["type"] == "http.response.start":
             self.has_started, self.status = True, message["status"]
-            message = {**message, "headers": [*message["headers"], self._header]}
+            message = {**message, "headers": [*message["headers"], *self._headers]}
         await self._send(message)
 
 

@@ -225,3 +225,9 @@ def test_strict_tool_with_unsupported_schema_is_refused_by_name(client: openai.O
     with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:
         ask(client, tools=[tool])
     assert caught.value.param == "tools"
+
+
+def test_request_id_is_the_correlation_id(scripted: ScriptedServer, client: openai.OpenAI) -> None:
+    scripted.play("Hi.")
+    given = "4b0e6f6e-6f0a-4f0e-9a43-0f6a3b7a1c11"
+    assert ask(client, extra_headers={"X-Correlation-ID": given})._request_id == given
