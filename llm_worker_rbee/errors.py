@@ -65,7 +65,7 @@ class InferenceError(WorkerError):
     """The forward pass gave logits from which no token can be sampled."""
 
 
-class GrammarDeadEndError(WorkerError, code="GRAMMAR_DEAD_END"):
+class GrammarDeadEndError(WorkerError, code="GRAMMAR_DEAD_END", status=422):
     """The grammar of a structured output allows no token: it cannot be satisfied, or is too complex."""
 
 

@@ -18,7 +18,7 @@ from itertools import count
 from typing import NamedTuple
 
 from .config import EngineConfig
-from .engine.request import FinishReason, SamplingParams, TokenLogprob, resolve_max_tokens
+from .engine.request import NO_TOKEN, FinishReason, SamplingParams, TokenLogprob, resolve_max_tokens
 from .engine.sampler import draw_seed
 from .errors import InvalidRequestError
 from .token_engine.protocol import RequestState, RequestStream, Submit, TokenEngine, TokenOutput
@@ -144,10 +144,10 @@ class Generation:
         for output in outputs:
             finish = output.finish_reason
             added = output.tokens[:-1] if finish == "stop" else output.tokens
-            self.num_tokens += len(output.tokens)
+            self.num_tokens += len(output.tokens) - (output.tokens[-1] == NO_TOKEN)
             count = self._detokenize(added, texts, events)
             if count < len(added) or self._detokenizer.stop_matched is not None:  # a stop string ends it before
-                self.num_tokens -= len(output.tokens) - count
+                self.num_tokens -= len(output.tokens) - count - (output.tokens[-1] == NO_TOKEN)
                 finish = "stop"
             tokens += added[:count]
             logprobs += output.logprobs[:count]

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..backends.ops import TokenMask
 from ..errors import GrammarDeadEndError
-from .request import Request, StepOutput, error_output
+from .request import NO_TOKEN, Request, StepOutput, error_output
 
 MAX_FORCED_TOKENS = 16  # drafts of a request in a step
 # Ending a document in time (close_on_length): the end is searched for within this many tokens of the limit, and taken
@@ -326,11 +326,11 @@ def consume_outputs(outputs: Sequence[StepOutput], remove: Callable[[Request], o
         elif not constraint.consume(output.token):
             checked.append(error_output(request, GrammarDeadEndError(constraint.describe_error())))
             ended.add(request)
+        elif constraint.is_complete:  # perhaps with the last token that the limit allows
+            checked += [output._replace(finish_reason=None), StepOutput(request, NO_TOKEN, None, "stop")]
+            ended.add(request)
         else:
             checked.append(output)
-            if output.finish_reason is None and constraint.is_complete:
-                checked.append(StepOutput(request, min(request.eos_ids, default=0), None, "stop"))
-                ended.add(request)
     for request in ended:
         remove(request)
     return checked

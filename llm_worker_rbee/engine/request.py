@@ -24,6 +24,7 @@ FinishReason = Literal["stop", "length", "error"]
 SchedulingEvent = Literal["admitted", "preempted", "resumed"]
 LogprobsMode = Literal["raw", "masked"]
 MAX_SEED = 1 << 64
+NO_TOKEN = -1  # instead of an end-of-text id that was not sampled
 MAX_COUNT = (1 << 63) - 1  # the largest integer that a kernel takes
 MAX_STOPS = 16
 MAX_STOP_CHARS = 100
@@ -298,7 +299,7 @@ class StepOutput(NamedTuple):
     request: Request
     token: int
     logprob: TokenLogprob | None = None
-    # "stop": `token` is an end-of-text id and no part of the output; "error": there is no token
+    # "stop": `token` is an end-of-text id, or NO_TOKEN, and no part of the output; "error": there is no token
     finish_reason: FinishReason | None = None
     error: WorkerError | None = None
 

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from ..engine.request import MAX_COUNT, SamplingParams
+from ..engine.structured_outputs import StructuredOutputsParams
 from ..errors import InvalidRequestError, PayloadTooLargeError
 from ..tokenizer.chat_events import ChatOptions
 from .schema import (
@@ -143,6 +144,13 @@ def prompt_size(prompt: Prompt) -> int:
     if isinstance(prompt, PackedIds):
         return len(prompt)
     return prompt.num_bytes if isinstance(prompt, Conversation) else num_bytes(prompt)
+
+
+def grammar_size(params: StructuredOutputsParams | None) -> int:
+    """Return the characters of a schema, an expression, a grammar or choices."""
+    if params is None or params.json_object:
+        return 0
+    return sum(map(len, params.choice)) if params.choice is not None else len(getattr(params, params.kind))
 
 
 def validate_known(

@@ -22,7 +22,7 @@ from ..engine.structured_outputs import StructuredOutputsParams
 from ..errors import ContextLengthError, InvalidRequestError, QueueFullError, ShuttingDownError
 from ..text_model import EncodedPrompt, TextModel
 from ..tokenizer.tokenizer import MARK
-from .bodies import Conversation, ParseOptions, Prompt, num_bytes, prompt_size
+from .bodies import Conversation, ParseOptions, Prompt, grammar_size, num_bytes, prompt_size
 from .body_process import BodyProcess
 
 T = TypeVar("T")
@@ -32,6 +32,7 @@ MIN_COUNTED_BYTES = 4 << 10  # each piece of work counts as at least this
 MAX_QUEUED_BYTES = 32 << 20  # of large and of small work each; one piece alone may be larger
 EMA_WEIGHT = 0.3
 MAX_RETRY_S = 60
+GRAMMAR_FACTOR = 8  # a character of a schema takes as long as so many bytes of a prompt, or longer
 INLINE_BYTES = 256  # of texts that are tokenized in the event loop: about 0.2 ms
 LONG_TEXT_FACTOR = 6  # characters for each token of the context: few texts that are longer fit
 PART_CHARS = 64 << 10  # of a long text that are tokenized at a time
@@ -124,7 +125,7 @@ class PromptEncoder:
 
         A short text is tokenized in the event loop: passing it to a thread would take longer.
         """
-        size = sum(map(prompt_size, prompts))
+        size = sum(map(prompt_size, prompts)) + GRAMMAR_FACTOR * grammar_size(structured_outputs)
         if size <= INLINE_BYTES and structured_outputs is None and not isinstance(prompts[0], Conversation):
             return [EncodedPrompt(self._encode_one(prompt)) for prompt in prompts]
         return await self._offload.run(size, lambda: self._encode_all(prompts, structured_outputs))

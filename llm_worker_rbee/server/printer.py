@@ -34,6 +34,7 @@ class Answer:
     text: str = ""  # content
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
+    ends_with_calls: bool = False  # there are calls, and all of them are complete
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None

@@ -7,12 +7,14 @@ chunks of it, or one object of all.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable
 
 import msgspec
 
 from ..engine.request import SamplingParams, check_prompt_fits, fit_max_tokens
+from ..engine.structured_outputs import FIELD
 from ..errors import ContextLengthError, InferenceError, InvalidRequestError, WorkerError
 from ..generation import Generation, TextDelta
 from ..text_model import EncodedPrompt
@@ -43,8 +45,9 @@ async def start_reply(worker: Worker, request: GenerateRequest, make_printer: Ca
         try:
             prompts = await worker.encoder.encode(request.prompts, request.params.structured_outputs)
         except InvalidRequestError as error:
-            if error.field == "structured_outputs":  # what the dialect calls it
+            if error.field == FIELD:  # what the dialect calls it
                 error.field = request.guided_by
+                error.args = (re.sub(rf"^{FIELD}\.\w+", request.guided_by, str(error)), *error.args[1:])
             raise
         generations: list[Generation] = []
         timeout_s = None if request.timeout_ms is None else request.timeout_ms / 1000
@@ -203,4 +206,5 @@ class AnswerFold:
     def answer(self) -> Answer:
         answer, events = self._answer, self._events
         answer.text, answer.reasoning, answer.calls = events.content, events.reasoning, events.calls
+        answer.ends_with_calls = events.ends_with_calls
         return answer

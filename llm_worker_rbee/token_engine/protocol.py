@@ -69,7 +69,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
 
     id: int
     tokens: list[int]
-    # "stop": the last token is an end-of-text id and no part of the output; "error": there is no token
+    # "stop": the last token is an end-of-text id, or NO_TOKEN, and no part of the output; "error": there is no token
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprob] = []  # of the tokens, where requested; none for an end-of-text id
     prompt_logprobs: list[TokenLogprob | None] | None = None  # where requested, with the first tokens

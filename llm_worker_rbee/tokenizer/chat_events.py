@@ -91,6 +91,7 @@ class EventFold:
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[tuple[ToolCallStart, list[str]]] = []
+        self._num_open = 0  # calls that have not ended
 
     def add(self, events: Iterable[ChatEvent]) -> str:
         """Take in events; return the content among them."""
@@ -102,8 +103,11 @@ class EventFold:
                 self._reasoning.append(event.text)
             elif isinstance(event, ToolCallStart):
                 self._calls.append((event, []))
+                self._num_open += 1
             elif isinstance(event, ToolCallDelta):
                 self._calls[event.index][1].append(event.arguments)
+            elif isinstance(event, ToolCallEnd):
+                self._num_open -= 1
         return "".join(self._content[first:])
 
     @property
@@ -113,6 +117,11 @@ class EventFold:
     @property
     def reasoning(self) -> str:
         return "".join(self._reasoning)
+
+    @property
+    def ends_with_calls(self) -> bool:
+        """Whether there are calls, and all of them are complete."""
+        return bool(self._calls) and not self._num_open
 
     @property
     def calls(self) -> list[ToolCall]:

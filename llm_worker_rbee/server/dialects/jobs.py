@@ -25,6 +25,7 @@ from ...errors import (
     RequestCancelledError,
     WorkerError,
 )
+from ...tokenizer.chat_events import EventFold
 from .. import log
 from ..bodies import Conversation, GenerateRequest, ParseOptions, estimate_tokens, sampling_params
 from ..schema import (
@@ -212,14 +213,16 @@ class Job:
         model = self._worker.names[0]
         self._emit({"type": "started", "job_id": self.id, "model": model, "started_at": started_at, "seed": self._seed})
         narrator.queued(self._num_others)
+        events = EventFold()
         try:
             async for delta in generation.deltas():
                 self.num_tokens, self.decode_ms = generation.num_tokens, generation.decode_ms
                 narrator.poll()
-                self._texts.append(delta.text)
+                text = delta.text if delta.events is None else events.add(delta.events)  # content, not reasoning
+                self._texts.append(text)
                 self._num_held_back += len(delta.tokens)
-                if delta.text:
-                    self._emit_token(delta.text)
+                if text:
+                    self._emit_token(text)
                 self._emit_metrics(generation)
                 if delta.finish_reason is not None:
                     self._stop_reason = STOP_REASONS[delta.finish_reason]
@@ -355,7 +358,9 @@ class Jobs:
             resolve_max_tokens(len(ids), params.max_tokens, worker.engine.info.engine)  # raises before a 429 would
             reservation.set_actual(len(ids))
             timeout_s = None if request.timeout_ms is None else request.timeout_ms / 1000
-            (generation,) = worker.start_generations(ids, params, priority=request.priority, timeout_s=timeout_s)
+            (generation,) = worker.start_generations(
+                ids, params, priority=request.priority, timeout_s=timeout_s, make_parser=encoded.make_parser
+            )
         job = self._jobs[job_id] = Job(job_id, generation, worker)
         task = asyncio.ensure_future(job.run())
         self._running[task] = job

@@ -278,8 +278,9 @@ def _request(
             "top_logprobs needs logprobs: true")  # fmt: skip
     params = _sampling_params(values, {name.partition(".")[2]: value for name, value in found.items()}, options)
     return GenerateRequest(
-        prompts=prompts, params=params, model=values["model"], stream=values["stream"], ignored=ignored
-    )
+        prompts=prompts, params=params, model=values["model"], stream=values["stream"], ignored=ignored,
+        guided_by="format",
+    )  # fmt: skip
 
 
 def _sampling_params(values: Mapping[str, Any], found: dict[str, Any], options: ParseOptions) -> SamplingParams:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...config import ServerSettings
 from ...errors import NotFoundError
 from ..bodies import ParseOptions, validate_known
-from ..schema import COUNT, TEXT, Field, Schema, Text, array_schema, reply_schema, table_schema, unsupported
+from ..schema import COUNT, TEXT, Boolean, Field, Schema, Text, array_schema, reply_schema, table_schema
 from . import Dialect, Handler, Operation, Route
 from .ollama import TIME, error_body, timestamp
 
@@ -22,7 +22,8 @@ VERSION = "0.14.0"  # of Ollama, whose API this is: clients compare it with the 
 FOREVER = "9999-12-31T23:59:59Z"
 SHOW: dict[str, Field] = {
     "model": Field(Text()),
-    "verbose": unsupported(False),
+    "name": Field(Text()),  # the same, as older clients call it
+    "verbose": Field(Boolean(), False),  # without effect
 }
 NO_STORE = "this worker serves one model, which is chosen when it starts (llm-worker-rbee serve --model)"
 NO_EMBEDDINGS = "this worker has no embeddings"
@@ -80,7 +81,7 @@ class Handlers:
     async def show(self, call: Call) -> dict[str, Any]:
         """Describe the model."""
         values: dict[str, Any] = await self._worker.parse("ollama_show", await call.body())
-        self._worker.require_model(values["model"])
+        self._worker.require_model(values["model"] or values["name"])
         model, info = self._worker.model, self._worker.engine.info
         capabilities, template = await self._worker.offload.run(0, lambda: describe_chat(model))
         defaults = model.sampling_defaults.values | {"num_ctx": model.max_context}

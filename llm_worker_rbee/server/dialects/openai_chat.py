@@ -10,6 +10,7 @@ from ...engine.request import MAX_LOGPROBS
 from ...tokenizer.chat_events import (
     ChatEvent,
     ContentDelta,
+    EventFold,
     ReasoningDelta,
     ToolCall,
     ToolCallDelta,
@@ -115,7 +116,7 @@ class ChatPrinter(Printer):
         self._chunk_head = head(reply, "chat.completion.chunk", "chatcmpl")
         self._tail = {"usage": None} if reply.request.values["includes_usage"] else {}
         self._has_logprobs = reply.request.params.logprobs is not None
-        self._has_calls = [False] * len(reply.generations)
+        self._folds = [EventFold() for _ in reply.generations]
         self._templates: list[tuple[bytes, bytes]] = []
 
     def begin(self) -> bytes:
@@ -134,8 +135,10 @@ class ChatPrinter(Printer):
             chunks = self._content(index, delta.text) if delta.text else b""
         else:
             chunks = b"".join([self._print_event(index, event) for event in delta.events])
+        self._folds[index].add(delta.events or ())
         if delta.finish_reason is not None:
-            chunks += self._chunk(index, {}, finish_reason=self._finish_reason(index, delta.finish_reason))
+            reason = finish_reason(delta.finish_reason, self._folds[index].ends_with_calls)
+            chunks += self._chunk(index, {}, finish_reason=reason)
         return chunks
 
     def _print_with_logprobs(self, index: int, delta: TextDelta) -> bytes:
@@ -160,7 +163,6 @@ class ChatPrinter(Printer):
         if isinstance(event, ReasoningDelta):
             return {"reasoning_content": event.text, "reasoning": event.text}
         if isinstance(event, ToolCallStart):
-            self._has_calls[index] = True
             function = {"name": event.name, "arguments": ""}
             return {"tool_calls": [{"index": event.index, "id": event.id, "type": "function", "function": function}]}
         if isinstance(event, ToolCallDelta):
@@ -177,9 +179,6 @@ class ChatPrinter(Printer):
     ) -> bytes:  # fmt: skip
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         return encode_event({**self._chunk_head, "choices": [choice], **self._tail})
-
-    def _finish_reason(self, index: int, reason: str) -> str:
-        return "tool_calls" if reason == "stop" and self._has_calls[index] else reason
 
     def end(self) -> bytes:
         if not self._tail:
@@ -204,11 +203,15 @@ class ChatPrinter(Printer):
             message |= {"reasoning_content": answer.reasoning, "reasoning": answer.reasoning}
         if answer.calls:
             message["tool_calls"] = list(map(encode_call, answer.calls))
-            self._has_calls[i] = True
         assert answer.finish_reason is not None
         logprobs = chat_logprobs(self.reply.tokenizer, answer.logprobs) if self._has_logprobs else None
-        finish_reason = self._finish_reason(i, answer.finish_reason)
-        return {"index": i, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
+        reason = finish_reason(answer.finish_reason, answer.ends_with_calls)
+        return {"index": i, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+
+def finish_reason(reason: str, ends_with_calls: bool) -> str:
+    """Return the reason of the end as this API has it: a call that a stop string cut is none."""
+    return "tool_calls" if reason == "stop" and ends_with_calls else reason
 
 
 def encode_call(call: ToolCall) -> dict[str, Any]:

@@ -214,7 +214,7 @@ def test_grammars_of_both_notations_follow_the_reasoning(scripted: ScriptedServe
         scripted.play(think("Hm.", "yes"), think("Hm.", "maybe"))
         message = ask(client, extra_body={"grammar": grammar}).choices[0].message
         assert (message.reasoning_content, message.content) == ("Hm.", "yes")
-        with pytest.raises(openai.InternalServerError) as caught:
+        with pytest.raises(openai.UnprocessableEntityError) as caught:
             ask(client, extra_body={"grammar": grammar})
         assert caught.value.code == "GRAMMAR_DEAD_END"
 
@@ -231,3 +231,30 @@ def test_request_id_is_the_correlation_id(scripted: ScriptedServer, client: open
     scripted.play("Hi.")
     given = "4b0e6f6e-6f0a-4f0e-9a43-0f6a3b7a1c11"
     assert ask(client, extra_headers={"X-Correlation-ID": given})._request_id == given
+
+
+def test_call_that_a_stop_string_cuts_is_no_complete_call(scripted: ScriptedServer, client: openai.OpenAI) -> None:
+    for stream in (False, True):
+        scripted.play(call("get_weather", city="New York"))
+        reply = ask(client, tools=[WEATHER], stop=["York"], stream=stream)
+        reasons = [one.choices[0].finish_reason for one in (reply if stream else [reply])]
+        assert reasons[-1] == "stop"
+
+
+def test_document_complete_at_the_limit_has_stopped(server: Server) -> None:
+    body = {"messages": [USER], "structured_outputs": {"choice": ["yes", "yeah"]}, "temperature": 0}
+    free = server.post(CHATS, {**body, "max_tokens": 9}).json()
+    count = free["usage"]["completion_tokens"]
+    tight = server.post(CHATS, {**body, "max_tokens": count}).json()
+    assert tight["choices"][0] == free["choices"][0]
+    assert (free["choices"][0]["finish_reason"], tight["usage"]["completion_tokens"]) == ("stop", count)
+    cut = server.post(CHATS, {**body, "max_tokens": count - 1}).json()
+    assert cut["choices"][0]["finish_reason"] == "length"
+
+
+def test_job_has_the_content_without_the_reasoning(scripted: ScriptedServer) -> None:
+    scripted.play(think("Hm.", '{"a": 1}'), think("Hm.", "Yes."))
+    guided = {"messages": [USER], "max_tokens": 90, "stream": False, "structured_outputs": {"json_object": True}}
+    assert scripted.post("/v1/jobs", guided).json()["text"] == '{"a": 1}'
+    plain = {"messages": [USER], "max_tokens": 90, "stream": False}
+    assert scripted.post("/v1/jobs", plain).json()["text"] == "Yes."
