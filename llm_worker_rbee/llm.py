@@ -33,7 +33,7 @@ from .text_model import TextModel, open_tokenizer
 from .token_engine.engine_loop import EngineLoop
 from .token_engine.launch import model_info
 from .token_engine.protocol import RequestState, StepResult, TokenOutput
-from .tokenizer.chat_events import ChatOptions, EventFold, Tool, ToolCall
+from .tokenizer.chat_events import ChatOptions, EventFold, Tool, ToolCall, thinking_variables
 from .tokenizer.chat_parser import ChatParser
 from .tokenizer.chat_template import Message
 from .weights.hub import Progress
@@ -133,7 +133,8 @@ class LLM(TextModel):
 
         Options beside those of `stream`: `tools` that the model may call (`Tool`, or as OpenAI describes functions),
         `tool_choice` (auto, none, required, or the name of the tool that must be called), `parallel_tool_calls`,
-        `chat_template_kwargs` (variables of the template, such as `enable_thinking`) and `thinking_budget` in tokens.
+        `chat_template_kwargs` (variables of the template, such as `enable_thinking`), `reasoning_effort` ("none" turns
+        reasoning off) and `thinking_budget_tokens`.
         """
         chat = _pop_chat_options(options)
         guided = {name: options.pop(name) for name in ("structured_outputs",) if name in options}
@@ -422,7 +423,8 @@ def _pop_chat_options(options: dict[str, Any]) -> ChatOptions:
         raise InvalidRequestError("tool_choice required needs tools", "tool_choice")
     return ChatOptions(
         tools, "required" if name is not None else choice, name, options.pop("parallel_tool_calls", True),
-        options.pop("chat_template_kwargs", None) or {}, options.pop("thinking_budget", None),
+        thinking_variables(options.pop("chat_template_kwargs", None), options.pop("reasoning_effort", None)),
+        options.pop("thinking_budget_tokens", None),
     )  # fmt: skip
 
 

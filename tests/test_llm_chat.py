@@ -54,9 +54,10 @@ def test_chat_history_with_calls_and_results_renders(llm: LLM) -> None:
 
 
 def test_chat_template_kwargs_reach_the_template(llm: LLM) -> None:
-    model = play(llm, "Hi.")
+    model = play(llm, "Hi.", "Hi.")
     llm.chat([USER], chat_template_kwargs={"enable_thinking": False}, max_tokens=20)
-    assert model.prompts[0].endswith("<think>\n\n</think>\n\n")
+    llm.chat([USER], reasoning_effort="none", max_tokens=20)
+    assert all(prompt.endswith("<think>\n\n</think>\n\n") for prompt in model.prompts)
 
 
 def test_schema_begins_after_thinking(llm: LLM) -> None:

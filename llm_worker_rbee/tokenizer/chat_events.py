@@ -6,7 +6,7 @@ Every dialect of the server and the offline API have the same ones.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -82,6 +82,16 @@ class ToolCall(NamedTuple):
     id: str
     name: str
     arguments: str
+
+
+def thinking_variables(template_kwargs: Mapping[str, Any] | None, effort: str | None) -> dict[str, Any]:
+    """Return variables of a template, with those that an effort of reasoning sets; "none" turns it off."""
+    variables = dict(template_kwargs or {})
+    if effort is not None:
+        variables.setdefault("enable_thinking", effort != "none")
+        if effort != "none":
+            variables.setdefault("reasoning_effort", effort)
+    return variables
 
 
 class EventFold:

@@ -11,7 +11,7 @@ from uuid import uuid4
 from ...engine.request import MAX_STOPS, TokenLogprob
 from ...engine.structured_outputs import StructuredOutputsParams
 from ...errors import ModelNotFoundError, WorkerError
-from ...tokenizer.chat_events import ChatOptions, Tool
+from ...tokenizer.chat_events import ChatOptions, Tool, thinking_variables
 from ..bodies import require
 from ..schema import (
     COUNT,
@@ -138,11 +138,7 @@ def chat_options(
     require(mode != "required" or bool(tools), "tool_choice", "conflict", f"tool_choice {mode} needs tools")
     require(name is None or name in [tool.name for tool in tools], "tool_choice", "choice",
             f"tool_choice names {name!r:.100}, which is not among the tools")  # fmt: skip
-    variables = dict(template_kwargs or {})
-    if effort is not None:
-        variables.setdefault("enable_thinking", effort != "none")
-        if effort != "none":
-            variables.setdefault("reasoning_effort", effort)
+    variables = thinking_variables(template_kwargs, effort)
     return ChatOptions(tools, mode, name, parallel is not False, variables, thinking_budget)
 
 
