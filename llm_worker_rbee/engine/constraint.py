@@ -28,6 +28,8 @@ MAX_FORCED_TOKENS = 16  # drafts of a request in a step
 CLOSING_WINDOW, RESERVE = 256, 16
 MAX_SEARCHED_STATES, MAX_BRANCHES, RANK_COST = 250, 8, 16
 
+LEXER_ERROR = "lexer error:"  # of llguidance: too many states, or no fuel left
+
 
 class Constraint:
     """The grammar of one request, after the tokens that it has."""
@@ -151,8 +153,8 @@ class Constraint:
             self._closing.plan(self._matcher, self._num_left, self.num_words)
 
     def _recover(self) -> bool:
-        """Go on with a matcher of its own: one that was shared may have reached its limits by other requests."""
-        if self._is_alone:
+        """Go on with a matcher of its own where the lexer, which copies share, may be used up by other requests."""
+        if self._is_alone or not self._matcher.get_error().startswith(LEXER_ERROR):
             return False
         self._is_alone = True
         matcher = self._match_alone()

@@ -17,22 +17,22 @@ from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import GrammarDeadEndError, InvalidRequestError, WorkerError
+from ..tokenizer.chat_grammar import JSON_SPACES, without_unknown_formats
 from .constraint import Constraint
 from .structured_outputs import FIELD, StructuredOutputsParams
 
 if TYPE_CHECKING:  # only its interface is used
     from ..tokenizer import Tokenizer
 
-# Of llguidance's LLParserLimits. The size bounds compiling, which is quadratic in the properties of an object, to about
-# a second; fuel and states bound a mask. A state of a lexer takes 1 to 2 kB.
+# Of llguidance's LLParserLimits. The size bounds compiling and masks, which are quadratic in the optional properties of
+# an object: one is 8 symbols, and 4 items of a row. Fuel and states bound a mask. A state of a lexer takes 1 to 2 kB.
 LIMITS = {
-    "max_grammar_size": 25_000,
+    "max_grammar_size": 10_000,
+    "max_items_in_row": 12_000,
     "initial_lexer_fuel": 250_000,
     "step_lexer_fuel": 50_000,
     "max_lexer_states": 10_000,
 }
-# Whitespace between the parts of a JSON document: as much as indented printing takes, never without end.
-JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
 # Sets of tokens that are looked at as one: those of so many characters of a JSON string, beside llguidance's own. They
 # help where few characters are left of a string with a maxLength.
 STRING_CHARACTER, SLICE_LENGTHS = r'[^"\\\x00-\x1F\x7F]', (4, 7)
@@ -70,8 +70,8 @@ def to_grammar(params: StructuredOutputsParams) -> str:
             has_own = (
                 not isinstance(schema, dict) or "x-guidance" in schema
             )  # options of llguidance, as it documents them
-            options = None if has_own else JSON_OPTIONS
-            return str(matcher.grammar_from_json_schema(json.dumps(schema), defaults=options))
+            options = None if has_own else JSON_SPACES
+            return str(matcher.grammar_from_json_schema(json.dumps(without_unknown_formats(schema)), defaults=options))
         if kind == "regex":
             return str(matcher.grammar_from_regex(params.regex))
         if kind == "choice":
@@ -182,7 +182,7 @@ class GrammarCompiler:
         table, _ = self._tokenizer
         constraint = Constraint(
             compiled.matcher.deep_copy(), table.eos_ids or [table.eos_token_id], eos_ids, self.vocab_size, max_tokens,
-            partial(self._match_alone, params, compiled.text), table.ending_tokens if close_on_length else None,
+            partial(self._match_alone, params, compiled), table.ending_tokens if close_on_length else None,
         )  # fmt: skip
         for token in generated:
             if not constraint.replay(token):
@@ -217,11 +217,13 @@ class GrammarCompiler:
             raise _invalid(kind, matcher.get_error())
         return matcher
 
-    def _match_alone(self, params: StructuredOutputsParams, text: str) -> Any:
+    def _match_alone(self, params: StructuredOutputsParams, used_up: CompiledGrammar) -> Any:
         """Return a matcher that shares nothing: its limits are then those of one request."""
+        key = params.kind, getattr(params, params.kind)
         with self._lock:
-            self._cache.pop((params.kind, getattr(params, params.kind)), None)
-        return self._match(params.kind, text)
+            if self._cache.get(key) is used_up:
+                del self._cache[key]
+        return self._match(params.kind, used_up.text)
 
     @property
     def _tokenizer(self) -> tuple[TokenTable, Any]:

@@ -20,6 +20,12 @@ from .chat_values import schema_types
 MAX_DEPTH = 8  # of a schema in a notation other than JSON
 CHARS_PER_TOKEN = 4  # of a thinking budget where the end of the reasoning is not a token
 ANNOTATIONS = frozenset({"description", "title", "examples", "default", "$comment", "deprecated"})
+FORMATS = frozenset({  # of draft 2020-12; others are annotations
+    "date", "date-time", "duration", "email", "hostname", "idn-email", "idn-hostname", "ipv4", "ipv6", "iri",
+    "iri-reference", "json-pointer", "regex", "relative-json-pointer", "time", "uri", "uri-reference", "uri-template",
+    "uuid",
+})  # fmt: skip
+DATA = frozenset({"enum", "const", "default", "examples"})  # what these hold is no schema
 NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 HARMONY_CALLS = ToolFormat(
     kind="tag", call_start="<|channel|>commentary to=functions.", name_suffix=" <|constrain|>json<|message|>",
@@ -27,7 +33,8 @@ HARMONY_CALLS = ToolFormat(
 )  # fmt: skip
 HARMONY_FINAL, HARMONY_NEXT = "<|channel|>final<|message|>", "<|end|><|start|>assistant"
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as templates print it
-JSON_SPACES = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}  # in a document: never without end
+# Whitespace between the parts of a JSON document: as much as indented printing takes, never without end.
+JSON_SPACES = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
 _NUMBER = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?"
 
 
@@ -166,7 +173,7 @@ class _Writer:
     def structured(self, kind: str, value: Any) -> str:
         """Return the rule of content of a given form."""
         if kind in ("json", "json_object"):
-            schema = json.loads(value) if kind == "json" else {"type": "object"}
+            schema = without_unknown_formats(json.loads(value)) if kind == "json" else {"type": "object"}
             if isinstance(schema, dict):
                 schema = {"x-guidance": JSON_SPACES, **schema}
             return self.rule("%json " + json.dumps(schema, ensure_ascii=False))
@@ -403,19 +410,29 @@ class _Writer:
         return self.rule(free, is_terminal=True)
 
 
-def without_annotations(schema: Any) -> Any:
+def without_annotations(schema: Any, keywords: frozenset[str] = ANNOTATIONS) -> Any:
     """Return a schema without the keywords that allow and forbid nothing: descriptions are long."""
     if isinstance(schema, list):
-        return [without_annotations(item) for item in schema]
+        return [without_annotations(item, keywords) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    kept = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
+    kept = {key: value for key, value in schema.items() if key not in keywords}
+    if isinstance(name := schema.get("format"), str) and name not in FORMATS:
+        del kept["format"]
     return {
-        key: {name: without_annotations(item) for name, item in value.items()}
+        key: {name: without_annotations(item, keywords) for name, item in value.items()}
         if key in NAMED_SCHEMAS and isinstance(value, dict)
-        else value if key in ("enum", "const") else without_annotations(value)
+        else value if key in DATA else without_annotations(value, keywords)
         for key, value in kept.items()
     }  # fmt: skip
+
+
+def without_unknown_formats(schema: Any) -> Any:
+    """Return a schema without each `format` that JSON Schema does not define."""
+    try:
+        return without_annotations(schema, frozenset())
+    except RecursionError:
+        raise InvalidRequestError("the JSON schema is nested too deeply", "structured_outputs") from None
 
 
 def _escape_slashes(expression: str) -> str:

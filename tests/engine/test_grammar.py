@@ -15,7 +15,7 @@ import pytest
 
 from llm_worker_rbee.engine import constraint as constraint_module
 from llm_worker_rbee.engine.engine import Engine
-from llm_worker_rbee.engine.grammar import MAX_CACHED_GRAMMARS, GrammarCompiler, validate
+from llm_worker_rbee.engine.grammar import LIMITS, MAX_CACHED_GRAMMARS, GrammarCompiler, validate
 from llm_worker_rbee.engine.request import Request, SamplingParams
 from llm_worker_rbee.engine.speculative import DraftModel
 from llm_worker_rbee.engine.structured_outputs import StructuredOutputsParams
@@ -23,6 +23,9 @@ from llm_worker_rbee.errors import GrammarDeadEndError, InvalidRequestError
 from llm_worker_rbee.models import Transformer
 from llm_worker_rbee.text_model import open_tokenizer
 from llm_worker_rbee.tokenizer import Tokenizer
+from llm_worker_rbee.tokenizer.chat_events import ChatOptions
+from llm_worker_rbee.tokenizer.chat_format import ChatFormat
+from llm_worker_rbee.tokenizer.chat_grammar import answer_grammar
 from llm_worker_rbee.weights import open_checkpoint
 from tests.helpers import engine_runs, tiny_models
 from tests.helpers.tiny_models import END, EOT, VOCAB
@@ -298,6 +301,65 @@ def test_dead_end_delivers_its_tokens_and_fails_alone(model: Transformer, compil
     assert len(text_of(listener.answer(free))) == 20
 
 
+@pytest.mark.parametrize("num_properties", [600, 1000])
+def test_objects_of_many_optional_properties_run(
+    model: Transformer, compiler: GrammarCompiler, num_properties: int
+) -> None:
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(num_properties)}}
+    for more in ({}, {"additionalProperties": False}):
+        validate(StructuredOutputsParams(json={**schema, **more}))
+        last = f'{{"p0":"", "p{num_properties - 1}":'.encode()
+        answer = answer_of(model, compiler, guided(compiler, 20, json={**schema, **more}, generated=list(last)))
+        assert answer.finish in ("stop", "length")
+        assert text_of(answer).strip().startswith('"')
+
+
+def counted(compiler: GrammarCompiler, patch: pytest.MonkeyPatch) -> list[str]:
+    """The kind of each grammar that is compiled from now on."""
+    kinds: list[str] = []
+    match = compiler._match
+
+    def count(kind: str, text: str) -> Any:
+        kinds.append(kind)
+        return match(kind, text)
+
+    patch.setattr(compiler, "_match", count)
+    return kinds
+
+
+def test_dead_end_compiles_nothing_again(
+    model: Transformer, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck, refused = guided(compiler, json=STUCK), guided(compiler, regex="abc").constraint
+    kinds, entries = counted(compiler, monkeypatch), list(compiler._cache.values())
+    listener = engine_runs.run(engine_with(model, compiler), stuck)
+    assert isinstance(listener.outputs[stuck][-1].error, GrammarDeadEndError)
+    assert not refused.consume(ord("x"))
+    assert kinds == []
+    assert list(compiler._cache.values()) == entries
+
+
+def test_matcher_that_is_used_up_is_replaced_alone(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states of the lexer suffice for one of the branches; the cache keeps a newer entry."""
+    monkeypatch.setitem(LIMITS, "max_lexer_states", 80)
+    own, branches = GrammarCompiler(lambda: tokenizer, VOCAB), "abcd"
+    regex = "|".join(f"{char}[a-z]{{30}}{char.upper()}" for char in branches)
+    some = [guided(own, 200, regex=regex).constraint for _ in branches]
+    kinds = counted(own, monkeypatch)
+    newer: Any = None
+    for char, one in zip(branches, some, strict=True):
+        one.masks = np.zeros((1, one.num_words), np.int32)
+        for token in f"{char}{'x' * 30}{char.upper()}".encode():
+            one.fill([])
+            assert one.consume(token)
+        assert one.is_complete
+        if char == "b":
+            assert not own._cache
+            newer = own._compiled(StructuredOutputsParams(regex=regex))
+    assert kinds == ["regex"] * 4  # b, c and d alone, and the newer entry
+    assert list(own._cache.values()) == [newer]
+
+
 def test_masked_logprobs_are_of_allowed_tokens(model: Transformer, compiler: GrammarCompiler) -> None:
     both = [
         answer_of(model, compiler, guided(compiler, regex="[ab]{8}", options={"logprobs": 5, "logprobs_mode": mode}))
@@ -315,6 +377,8 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"json": {"type": "object", "properties": {"a": {"not": {}}}}}, '"not"'),
     ({"json": {"type": "nothing"}}, "nothing"),
     ({"json": {"$ref": "#/$defs/none"}}, "none"),
+    ({"json": {"type": "string", "format": "idn-email"}}, "Unknown format: idn-email"),
+    ({"json": {"type": "string", "format": 5}}, "format"),
     ({"regex": "(a"}, "unclosed group"),
     ({"regex": "(?=a)b"}, "look-around"),
     ({"grammar": "start: missing"}, "missing"),
@@ -336,6 +400,24 @@ def test_invalid_grammar_is_refused_by_name(compiler: GrammarCompiler, fields: d
         assert "\n" not in str(caught.value)
         assert len(str(caught.value)) < 500
     assert time.perf_counter() - start < 60
+
+
+@pytest.mark.parametrize("name", ["path", "password", "binary"])
+def test_format_that_is_not_of_json_schema_is_an_annotation(compiler: GrammarCompiler, name: str) -> None:
+    form = {"type": "string", "format": name}
+    schema = {
+        "type": "object", "required": ["format", "const", "list", "fixed"], "additionalProperties": False,
+        "properties": {"format": form, "const": {"$ref": "#/$defs/form"}, "list": {"type": "array", "items": form},
+                       "fixed": {"const": form}},
+        "$defs": {"form": {"anyOf": [form, {"type": "null"}]}},
+    }  # fmt: skip
+    validate(StructuredOutputsParams(json=schema))
+    document = {"format": "x", "const": "y", "list": ["z"], "fixed": form}
+    one = guided(compiler, 200, json=schema).constraint
+    assert all(map(one.consume, json.dumps(document).encode()))
+    assert one.is_complete
+    in_chat = answer_grammar(ChatFormat(), ChatOptions(), ("json", json.dumps(schema)))
+    validate(StructuredOutputsParams(grammar=in_chat))
 
 
 HOSTILE: list[dict[str, Any]] = [
@@ -366,9 +448,7 @@ def test_cache_is_bounded_and_shared_limits_fail_no_other_request(
     model: Transformer, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copies of a compiled grammar share the states of its lexer; one that finds them used up begins anew."""
-    monkeypatch.setitem(
-        __import__("llm_worker_rbee.engine.grammar", fromlist=["LIMITS"]).LIMITS, "max_lexer_states", 40
-    )
+    monkeypatch.setitem(LIMITS, "max_lexer_states", 40)
     own = GrammarCompiler(lambda: tokenizer, VOCAB)
     expected = [
         answer_of(model, GrammarCompiler(lambda: tokenizer, VOCAB), guided(own, 30, options={"seed": i}, **REGEX))
