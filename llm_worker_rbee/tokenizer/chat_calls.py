@@ -14,10 +14,18 @@ from typing import Literal
 from .chat_events import ChatEvent, Tool, ToolCallDelta, ToolCallEnd, ToolCallStart, new_call_id
 from .chat_format import GEMMA_QUOTE, ID, KEY, ChatFormat
 from .chat_reader import SURROGATES, CutError, MarkerReader, MismatchError, Task, encode_markers, overlap
-from .chat_values import escape, gemma_to_json, load_json, python_to_json, schema_types, value_to_json
+from .chat_values import (
+    JsonStream,
+    escape,
+    gemma_to_json,
+    load_json,
+    python_to_json,
+    read_object,
+    schema_types,
+    value_to_json,
+)
 
 MAX_NAME_CHARS = 256
-_STRING_STOP = re.compile(r'["\\]')
 _NAME_KEYS, _ARGUMENT_KEYS = {"name", "tool_name"}, {"arguments", "parameters"}
 
 
@@ -68,6 +76,12 @@ class CallReader(MarkerReader):
         self._is_call_open = False
         self._after_call = True
 
+    def _end_marks(self) -> list[str]:
+        """Return the markers that end a call or a list of calls."""
+        tools = self._format.tools
+        found = (tools.call_end[tools.call_end.rfind("}") + 1 :], tools.section_end.lstrip("] \n"))
+        return [mark for text in found if (mark := self._mark_text(text))]
+
     def _run_calls(self) -> Task:
         """Read a list of calls, or one call where there is no list."""
         tools = self._format.tools
@@ -94,7 +108,7 @@ class CallReader(MarkerReader):
         try:
             yield from self._skip(" \n\t\r,")
             is_done = yield from self._try("]")
-            if is_done or (end and (yield from self._try(end))):
+            if is_done or (end and (yield from self._try_cut(end))):
                 if is_done and end:
                     yield from self._try_end(end)
                 return True
@@ -136,6 +150,12 @@ class CallReader(MarkerReader):
             elif key == tools.name_key or (tools.name_key and key in _NAME_KEYS) or key == "function":
                 name = yield from self._json_string()
             elif not tools.name_key or key == tools.arguments_key or key in _ARGUMENT_KEYS:
+                if self._is_call_open and tools.name_key:  # a key that is there twice
+                    yield from self._json_value()
+                    continue
+                if self._is_call_open:
+                    self._end()
+                    self._mark = self._position
                 name = name if tools.name_key else key
                 arguments = yield from self._arguments(name, call_id)
             elif key == tools.id_key or "id" in key:
@@ -157,10 +177,12 @@ class CallReader(MarkerReader):
         first = yield from self._peek()
         if first == "{":
             if name and self._is_known(name):
-                self._begin(name, call_id)
-                yield from self._json_value(give=True)
+                yield from self._give_object(name, call_id)
                 return ""
-            return (yield from self._json_value())
+            made = read_object((yield from self._json_value()))
+            if not made:
+                raise MismatchError
+            return made
         if first == '"':
             text: str = yield from self._json_string()
             if not isinstance(load_json(text), dict):
@@ -184,55 +206,52 @@ class CallReader(MarkerReader):
             raise MismatchError
         return value
 
-    def _json_value(self, *, give: bool = False) -> Generator[None, None, str]:
-        """Read one value by its brackets and quotes; with `give` it is given as arguments while it arrives."""
-        start = given = self._position
-        depth, in_string, is_escaped = 0, False, False
+    def _json_value(self) -> Generator[None, None, str]:
+        """Read one value by its brackets and quotes."""
+        start, depth, in_string = self._position, 0, False
         while True:
-            if self._position >= len(self._buffer):
-                if give:
-                    self._give(self._buffer[given : self._position])
-                    self._trim()
-                    start = given = self._position
-                yield from self._wait()
-                continue
-            char = self._buffer[self._position]
-            if is_escaped:
-                is_escaped = False
-                self._position += 1
-                continue
-            if in_string:
-                stop = _STRING_STOP.search(self._buffer, self._position)
-                if stop is None:
-                    self._position = len(self._buffer)
-                    continue
-                self._position = stop.end()
-                is_escaped = stop[0] == "\\"
-                if is_escaped:
-                    continue
-                in_string = False
-            elif char == '"':
-                in_string = True
-                self._position += 1
-                continue
-            elif char in "{[":
-                depth += 1
-                self._position += 1
-            elif char in "}]" and depth:
-                depth -= 1
-                self._position += 1
-            elif char in ",}] \n\t\r" and not depth:
+            char = yield from self._peek()
+            if not in_string and not depth and char in ",}] \n\t\r":
                 break
-            elif char in self._names:
+            if not in_string and char in self._names:
                 raise MismatchError
-            else:
+            self._position += 1
+            if in_string and char == "\\":
+                yield from self._peek()
                 self._position += 1
-                continue
-            if not depth:
+            elif char == '"':
+                in_string = not in_string
+            elif not in_string:
+                depth += (char in "{[") - (char in "}]")
+            if not depth and not in_string and char in '"}]':
                 break
-        if give:
-            self._give(self._buffer[given : self._position])
         return self._buffer[start : self._position]
+
+    def _give_object(self, name: str, call_id: str = "", ends: Sequence[str] = ()) -> Task:
+        """Read an object as arguments; the call begins with the first valid one, and is closed after the last."""
+        stream = JsonStream()
+        while not stream.is_done:
+            place = min((place for end in ends if (place := self._buffer.find(end, self._position)) >= 0), default=-1)
+            keep = overlap(self._buffer, self._position, ends) if place < 0 and not self._is_final else 0
+            stop = place if place >= 0 else len(self._buffer) - keep
+            text, self._position = stream.read(self._buffer, self._position, stop)
+            if text and not self._is_call_open:
+                self._begin(name, call_id)
+            self._give(text)
+            if stream.is_bad or (place >= 0 and not stream.is_done):
+                self._position -= stream.num_held
+                if self._is_call_open:
+                    self._give(stream.close())
+                raise MismatchError
+            if stream.is_done:
+                return
+            if self._is_final:
+                if not self._is_call_open:
+                    self._begin(name, call_id)
+                self._give(stream.rest())
+            if self._is_call_open and not stream.num_held:
+                self._trim()
+            yield from self._wait()
 
     # tag: MARKER name MARKER {...} MARKER
 
@@ -252,8 +271,7 @@ class CallReader(MarkerReader):
         yield from self._skip()
         if not name or any(char in name for char in "\n{") or (yield from self._peek()) != "{":
             raise MismatchError
-        self._begin(name, call_id)
-        yield from self._json_value(give=True)
+        yield from self._give_object(name, call_id)
         yield from self._try_end(self._mark_text(tools.call_end))
         self._end()
 
@@ -269,18 +287,24 @@ class CallReader(MarkerReader):
             self._position -= len(stop)
         name = name.strip()
         yield from self._skip()
-        is_empty = yield from self._starts(end)
-        if not name or "\n" in name or not (is_empty or (yield from self._starts(start))):
+        has_argument = yield from self._starts(start)
+        is_empty = not has_argument and (yield from self._starts(end))
+        rest = self._buffer[self._position :]
+        is_cut = self._is_final and end.startswith(rest) and not start.startswith(rest)
+        if not name or "\n" in name or not (has_argument or is_empty or is_cut):
             raise MismatchError
         self._begin(name)
         self._give("{")
         count = 0
-        while not (yield from self._starts(end)):
-            yield from self._tagged_argument(name, is_first=count == 0)
+        while has_argument:
+            try:
+                yield from self._tagged_argument(name, is_first=count == 0)
+            except MismatchError:
+                self._give("}")
+                raise
             count += 1
             yield from self._skip()
-            if not (yield from self._starts(start)) and not (yield from self._starts(end)):
-                break
+            has_argument = yield from self._starts(start)
         self._give("}")
         yield from self._try_end(end)
         self._end()
@@ -343,7 +367,7 @@ class CallReader(MarkerReader):
         tool = self._tools.get(self._show(name))
         properties = tool.parameters.get("properties") if tool is not None else None
         schema = properties.get(self._show(key)) if isinstance(properties, dict) else None
-        types = schema_types(schema)
+        types = schema_types(schema, tool.parameters if tool is not None else {})
         if not types or types == {"string"}:
             return "string"
         return "any" if "string" in types else "json"
@@ -371,15 +395,15 @@ class CallReader(MarkerReader):
 
     def _items(self, name: str, equals: str, close: str, quotes: str, convert: Callable[[str], str]) -> Task:
         """Read `key EQUALS value` up to the closing bracket; each argument is given once it is complete."""
-        self._begin(name)
-        self._give("{")
         count = 0
         while True:
             yield from self._skip(" \n\t\r,")
             if (yield from self._try(close)):
                 break
-            key, _ = yield from self._until([equals], MAX_NAME_CHARS)
-            self._give(("" if not count else ", ") + json.dumps(self._show(key).strip(" \"'")) + ": ")
+            key = yield from self._item_key(equals)
+            if not count:
+                self._begin(name)
+            self._give(("{" if not count else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
             start = self._position
             try:
                 value = yield from self._raw_value(close, quotes)
@@ -388,7 +412,23 @@ class CallReader(MarkerReader):
                 raise
             self._give(convert(value))
             count += 1
-        self._give("}")
+        if not count:
+            self._begin(name)
+        self._give("}" if count else "{}")
+
+    def _item_key(self, equals: str) -> Generator[None, None, str]:
+        start = self._position
+        try:
+            text, _ = yield from self._until([equals], MAX_NAME_CHARS)
+            key = self._show(text).strip(" \"'")
+            if not key or any(char in "()[]{},\"'\n" for char in key):
+                raise MismatchError
+        except MismatchError:
+            self._position = start
+            if self._is_call_open:
+                self._give("}")
+            raise
+        return key
 
     def _raw_value(self, close: str, quotes: str) -> Generator[None, None, str]:
         """Read a value up to a comma or bracket outside its own brackets and quotes."""

@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import InvalidRequestError
 from .chat_events import ChatOptions, Tool
 from .chat_format import GEMMA_QUOTE, ID, KEY, ChatFormat, ToolFormat
-from .chat_values import schema_types
+from .chat_values import resolve_reference, schema_types
 
 MAX_DEPTH = 8  # of a schema in a notation other than JSON
 CHARS_PER_TOKEN = 4  # of a thinking budget where the end of the reasoning is not a token
@@ -244,7 +244,7 @@ class _Writer:
         items = properties.items() if isinstance(properties, dict) else ()
         return [
             (key, {**(value if isinstance(value, dict) else {}), **definitions, **style}, key in needed)
-            for key, value in items
+            for key, value in ((key, resolve_reference(value, schema)) for key, value in items)
         ]
 
     def _sequence(self, items: Sequence[tuple[str, bool]], separator: str) -> str:
@@ -264,7 +264,7 @@ class _Writer:
         items = []
         for key, schema, is_required in self._properties(tool):
             end = shape.argument_end.replace(KEY, key)
-            types = schema_types(schema)
+            types = schema_types(schema, schema)
             if isinstance(schema.get("enum"), list) and types == {"string"}:
                 choices = " | ".join(_quote(value) for value in schema["enum"] if value)
                 value, suffix = f"({choices}) {self.literal(end)}", shape.argument_name_suffix

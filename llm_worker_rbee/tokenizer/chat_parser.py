@@ -12,10 +12,9 @@ from collections.abc import Generator, Sequence
 from contextlib import suppress
 
 from .chat_calls import MAX_NAME_CHARS, CallReader
-from .chat_events import ChatEvent, ContentDelta, ReasoningDelta, Tool, ToolCallDelta, ToolCallEnd
+from .chat_events import ChatEvent, ContentDelta, ReasoningDelta, Tool, ToolCallDelta
 from .chat_format import ChatFormat
 from .chat_reader import FIRST_MARKER, SURROGATES, CutError, MismatchError, Task, encode_markers, overlap
-from .chat_values import load_json
 
 
 class ChatParser(CallReader):
@@ -31,6 +30,7 @@ class ChatParser(CallReader):
         self._parses_tools = parse_tools and bool(tools) and self._style != "none"
         self._has_content = False
         self._trims_start = False  # of content, after reasoning
+        self._stray_ends: list[str] = []  # markers that end a malformed call: left out of the content after it
         self._task = self._run_harmony(prompt_tail) if self._style == "harmony" else self._run()
         self._advance()
 
@@ -92,7 +92,7 @@ class ChatParser(CallReader):
             if is_bare and not self._has_content and (yield from self._bare_start()):
                 yield from self._attempt(self._buffer[self._position])
                 continue
-            opener = yield from self._read_content(openers, is_bare)
+            opener = yield from self._read_content([*openers, *self._stray_ends], is_bare)
             if opener is None:
                 return
             if opener == reasoning:
@@ -102,6 +102,9 @@ class ChatParser(CallReader):
                 yield from self._run_reasoning()
             elif opener in dropped:
                 self._position += len(opener)
+            elif opener in self._stray_ends and opener not in calls:
+                self._position += len(opener)
+                self._stray_ends.remove(opener)
             elif opener:
                 yield from self._attempt(opener)
 
@@ -164,14 +167,16 @@ class ChatParser(CallReader):
     def _attempt(self, opener: str) -> Task:
         """Parse calls; what is not a call becomes content."""
         self._mark = self._position
+        self._stray_ends = []
         try:
             yield from self._run_calls()
         except (MismatchError, CutError) as error:
             if self._is_call_open:  # its name was given already: the rest of a malformed call is content
-                self._is_call_open = False
                 if isinstance(error, MismatchError):
-                    self._events.append(ToolCallEnd(self._num_calls - 1))
+                    self._end()
+                    self._stray_ends = self._end_marks()
                     return
+                self._is_call_open = False
                 self._flush_content()
                 raise
             self._position = self._mark
@@ -206,12 +211,13 @@ class ChatParser(CallReader):
             if header is None:
                 header = yield from self._harmony_header(mark)
                 if header is None:
-                    yield from self._harmony_body("final", "", ends)
+                    yield from self._harmony_body("final", ends)
                     continue
             recipient = re.search(r"to=(?:functions\.)?([^\s<\ud800-\udfff]+)", header)
             channel = re.search(r"(?:^|" + re.escape(mark["channel"]) + r"|<\|channel\|>)\s*(\w+)", header)
             name = recipient[1] if recipient is not None and self._parses_tools else ""
-            yield from self._harmony_body(channel[1] if channel else "final", name, ends)
+            if not name or not (yield from self._harmony_call(name, ends)):
+                yield from self._harmony_body(channel[1] if channel and not name else "final", ends)
             header = None
 
     def _harmony_header(self, mark: dict[str, str]) -> Generator[None, None, str | None]:
@@ -231,19 +237,47 @@ class ChatParser(CallReader):
         header, _ = yield from self._until([mark["message"]])
         return header
 
-    def _harmony_body(self, channel: str, name: str, ends: list[str]) -> Task:
-        if name:
-            self._begin(name)
-        self.is_reasoning = channel == "analysis" and not name
-        given: list[str] = []
+    def _harmony_call(self, name: str, ends: list[str]) -> Generator[None, None, bool]:
+        """Read the arguments of a call; False where text follows that is none of them."""
+        start = self._position
+        try:
+            yield from self._skip()
+            if (yield from self._harmony_end(ends)):
+                self._begin(name)
+                self._give("{}")
+                self._end()
+                return True
+            yield from self._give_object(name, ends=ends)
+        except MismatchError:
+            if self._is_call_open:
+                self._end()
+            else:
+                self._position = start
+            return False
+        except CutError:
+            if not self._is_call_open:
+                self._begin(name)
+            raise
+        self._end()  # <|call|> may end the answer
+        yield from self._skip()
+        return (yield from self._harmony_end(ends))
+
+    def _harmony_end(self, ends: list[str]) -> Generator[None, None, bool]:
+        """Skip the end of a message, if it comes next; the start of another one ends it as well."""
+        for end in ends:
+            start = self._position
+            if (yield from self._try(end)):
+                self._position = start if end == ends[-1] else self._position
+                return True
+        return False
+
+    def _harmony_body(self, channel: str, ends: list[str]) -> Task:
+        self.is_reasoning = channel == "analysis"
 
         def emit(text: str) -> None:
             if not text:
                 return
-            if name:
-                self._give(text)
-                given.append(text)
-            elif channel == "analysis":
+            if channel == "analysis":
                 self._events.append(ReasoningDelta(self._show(text)))
             else:
                 self._events.append(ContentDelta(self._show(text)))
@@ -255,16 +289,12 @@ class ChatParser(CallReader):
             keep = 0 if self._is_final else overlap(self._buffer, self._position, ends)
             emit(self._buffer[self._position : len(self._buffer) - keep])
             self._position = len(self._buffer) - keep
-            if self._is_final and name and isinstance(load_json("".join(given)), dict):
-                self._end()  # <|call|> ends the answer
             self._trim()
             yield from self._wait()
         place, end = min(places)
         emit(self._buffer[self._position : place])
         self._position = place + (len(end) if end != ends[-1] else 0)
         self.is_reasoning = False
-        if name:
-            self._end()
 
 
 def _merge(events: list[ChatEvent]) -> list[ChatEvent]:

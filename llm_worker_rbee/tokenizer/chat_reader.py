@@ -92,12 +92,20 @@ class MarkerReader:
                 return False
             yield
 
+    def _try_cut(self, text: str) -> Generator[None, None, bool]:
+        """Skip a text if it comes next, also where the answer ends inside it."""
+        if (yield from self._try(text)):
+            return True
+        is_cut = self._is_final and text.startswith(self._buffer[self._position :])
+        self._position = len(self._buffer) if is_cut else self._position
+        return is_cut
+
     def _try_end(self, text: str) -> Task:
         """Skip whitespace and an end marker, if they come next; the answer may end before."""
         start = self._position
         try:
             yield from self._skip()
-            if not text or not (yield from self._try(text)):
+            if not text or not (yield from self._try_cut(text)):
                 self._position = start
         except CutError:
             self._position = start

@@ -143,7 +143,7 @@ def adapt_message(message: dict[str, Any], rules: dict[str, Any]) -> dict[str, A
 
 
 def adapt_call(call: dict[str, Any], rules: dict[str, Any]) -> dict[str, Any]:
-    """Return a call whose arguments are an object or text; arguments that are not valid JSON stay what they are."""
+    """Return a call whose arguments are an object or text; where calls are objects, malformed ones are closed."""
     function = call.get("function")
     function = function if isinstance(function, dict) else call
     arguments = function.get("arguments")
@@ -152,7 +152,10 @@ def adapt_call(call: dict[str, Any], rules: dict[str, Any]) -> dict[str, Any]:
             parsed = json.loads(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError):
             parsed = None
-        arguments = parsed if isinstance(parsed, dict) else {"arguments": arguments}
+        if isinstance(parsed, dict):
+            arguments = parsed
+        elif rules["calls"] != "content":
+            arguments = close_object(arguments)
     elif not isinstance(arguments, str):
         arguments = {} if arguments is None else arguments
         arguments = tojson(arguments) if rules["calls"] == "string" else arguments
@@ -160,6 +163,23 @@ def adapt_call(call: dict[str, Any], rules: dict[str, Any]) -> dict[str, Any]:
     call_id = short_id(call_id) if rules["has_short_ids"] else call_id
     made = {"name": function.get("name"), "arguments": arguments}
     return {"id": call_id, "type": "function", "function": made}
+
+
+def close_object(text: str) -> dict[str, Any]:
+    """Return the object that a cut text of JSON becomes by closing its quotes and brackets; an empty one otherwise."""
+    closers, in_string = "", False
+    for mark in re.findall(r'\\.|["{}\[\]]', text, re.DOTALL):
+        if mark == '"':
+            in_string = not in_string
+        elif mark in "{[" and not in_string:
+            closers = ("}" if mark == "{" else "]") + closers
+        elif mark in "}]" and not in_string:
+            closers = closers[1:]
+    try:
+        value = json.loads(text + '"' * in_string + closers)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def name_ids(messages: list[dict[str, Any]]) -> None:
@@ -188,12 +208,15 @@ def print_calls(calls: list[dict[str, Any]], form: dict[str, Any]) -> str:
     for call in calls:
         name, arguments = str(call["function"]["name"]), call["function"]["arguments"]
         if form["kind"] == "pythonic":
-            items = arguments.items() if isinstance(arguments, dict) else ()
-            texts.append(f"{name}({', '.join(f'{key}={value!r}' for key, value in items)})")
+            shown = arguments
+            if isinstance(arguments, dict):
+                shown = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+            texts.append(f"{name}({shown})")
         else:
             shown = tojson(name)[1:-1] if form["kind"] == "json" else name
             shown = f"functions.{name}:{len(texts)}" if form["name_is_id"] else shown
-            text = f"{form['call_start']}{shown}{form['name_suffix']}{tojson(arguments)}{form['call_end']}"
+            printed = arguments if isinstance(arguments, str) else tojson(arguments)
+            text = f"{form['call_start']}{shown}{form['name_suffix']}{printed}{form['call_end']}"
             texts.append(text.replace("\0", short_id(call["id"])))
     return f"{form['section_start']}{form['separator'].join(texts)}{form['section_end']}"
 

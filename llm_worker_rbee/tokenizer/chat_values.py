@@ -1,19 +1,34 @@
-"""Values of arguments that a model writes in another notation than JSON, by the schema of the tool or as literals."""
+"""Values of arguments: JSON that is not quite valid, and other notations, by the schema of the tool or as literals."""
 
 from __future__ import annotations
 
 import ast
 import json
 import re
-from typing import Any
+from typing import Any, Literal
+from urllib.parse import unquote
+
+MAX_REFERENCES = 8  # of schemas that refer to one another
+MAX_NESTED = 256
+_SPACE = re.compile(r"[ \n\t\r]+")
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+_SCALAR = re.compile('[^ \\n\\t\\r,:\\[\\]{}"\ud800-\udfff]+')
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+_WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
+_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
+_ESCAPE_START = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
 
 
 def load_json(text: str) -> Any:
     """Return the value of JSON, None for text that is not."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_reject_constant)
     except (ValueError, RecursionError):
         return None
+
+
+def _reject_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def escape(text: str) -> str:
@@ -21,8 +36,24 @@ def escape(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def schema_types(schema: Any, depth: int = 0) -> set[str]:
+def resolve_reference(schema: Any, root: Any) -> Any:
+    """Return a schema with what its `$ref` into the root schema stands for; what cannot be found says nothing."""
+    for _ in range(MAX_REFERENCES):
+        if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
+            return schema
+        path, target = schema["$ref"], root
+        for key in path.removeprefix("#").split("/")[1:]:
+            key = unquote(key).replace("~1", "/").replace("~0", "~")
+            target = target.get(key) if isinstance(target, dict) else None
+        if not f"{path}/".startswith("#/") or not isinstance(target, dict):
+            return schema
+        schema = {**target, **{key: value for key, value in schema.items() if key != "$ref"}}
+    return schema
+
+
+def schema_types(schema: Any, root: Any = None, depth: int = 0) -> set[str]:
     """Return the types that a schema allows; empty where it does not say."""
+    schema = resolve_reference(schema, root)
     if not isinstance(schema, dict) or depth > 4:
         return set()
     declared = schema.get("type")
@@ -38,7 +69,7 @@ def schema_types(schema: Any, depth: int = 0) -> set[str]:
     for key in ("anyOf", "oneOf", "allOf"):
         options = schema.get(key)
         for option in options if isinstance(options, list) else ():
-            found |= schema_types(option, depth + 1)
+            found |= schema_types(option, root, depth + 1)
     return found
 
 
@@ -55,7 +86,7 @@ def value_to_json(text: str, kind: str) -> str:
     if value is None and lowered != "null":
         try:
             value = ast.literal_eval(literal)
-            return json.dumps(value, ensure_ascii=False)
+            return json.dumps(value, ensure_ascii=False, allow_nan=False)
         except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
             return json.dumps(text, ensure_ascii=False)
     if kind == "any" and isinstance(value, str):
@@ -65,11 +96,13 @@ def value_to_json(text: str, kind: str) -> str:
 
 def python_to_json(text: str) -> str:
     """Return the JSON of a Python literal."""
-    return (
-        value_to_json(text, "json")
-        if (value := load_json(text.strip())) is None
-        else json.dumps(value, ensure_ascii=False)
-    )
+    value = load_json(text.strip())
+    if value is None:
+        return value_to_json(text, "json")
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # a number beyond the range of floats
+        return json.dumps(text.strip(), ensure_ascii=False)
 
 
 def gemma_to_json(text: str, quote: str) -> str:
@@ -85,3 +118,136 @@ def gemma_to_json(text: str, quote: str) -> str:
             )
     joined = "".join(out)
     return joined.strip() if load_json(joined) is not None or joined.strip() == "null" else json.dumps(text)
+
+
+class JsonStream:
+    """A JSON object read while it arrives, up to what cannot be JSON; names and scalars wait for a valid value."""
+
+    def __init__(self) -> None:
+        self.is_done = self.is_bad = False
+        self.num_held = 0  # characters that were read and may still turn out not to belong to it
+        self._given: list[str] = []
+        self._held = ""
+        self._closers = ""  # of what is open, the innermost first
+        self._expects: Literal["object", "key", "colon", "value", "comma"] = "object"
+        self._string: Literal["", "key", "value"] = ""
+        self._escape = self._scalar = ""
+
+    def read(self, text: str, start: int = 0, stop: int | None = None) -> tuple[str, int]:
+        """Read a part of a text; return the JSON that became final, and where reading stopped."""
+        position, stop = start, len(text) if stop is None else stop
+        while position < stop and not self.is_done and not self.is_bad:
+            before = position
+            if self._escape:
+                position = self._read_escape(text, position)
+            elif self._string:
+                position = self._read_string(text, position, stop)
+            elif self._scalar or (self._expects == "value" and _SCALAR.match(text, position)):
+                position = self._read_scalar(text, position, stop)
+            elif (space := _SPACE.match(text, position, stop)) is not None:
+                position = space.end()
+                if self._held:
+                    self._held += space[0]
+                elif self._closers:
+                    self._given.append(space[0])
+            else:
+                position += self._read_mark(text[position])
+            is_held = bool(self._held or self._escape or self._scalar)
+            self.num_held = self.num_held + position - before if is_held else 0
+        given, self._given = "".join(self._given), []
+        return given, position
+
+    def close(self) -> str:
+        """Return what makes the given text valid JSON; what is held back is left out."""
+        return ('"' if self._string == "value" else "") + self._closers
+
+    def rest(self) -> str:
+        """Return what is held back, for an answer that ends here."""
+        return self._held + self._scalar
+
+    def _give(self, text: str) -> None:
+        self._given += [self._held, text]
+        self._held = ""
+
+    def _read_string(self, text: str, position: int, stop: int) -> int:
+        plain = _PLAIN.match(text, position, stop)
+        if plain is not None:
+            self._add(plain[0])
+            return plain.end()
+        char = text[position]
+        if char == "\\":
+            self._escape = char
+        elif char != '"':
+            self._add(json.dumps(char)[1:-1])
+        else:
+            self._add(char)
+            self._expects = "colon" if self._string == "key" else "comma"
+            self._string = ""
+        return position + 1
+
+    def _add(self, text: str) -> None:
+        """Add to the string that is open."""
+        if self._string == "key":
+            self._held += text
+        else:
+            self._give(text)
+
+    def _read_escape(self, text: str, position: int) -> int:
+        escape = self._escape + text[position]
+        if _ESCAPE_START.fullmatch(escape):
+            self._escape = escape
+            return position + 1
+        is_valid = _ESCAPE.fullmatch(escape) is not None
+        self._add(escape if is_valid else "\\" + self._escape)
+        self._escape = ""
+        return position + is_valid  # what follows a backslash that begins no escape is text
+
+    def _read_scalar(self, text: str, position: int, stop: int) -> int:
+        found = _SCALAR.match(text, position, stop)
+        if found is not None:
+            self._scalar += found[0]
+            return found.end()
+        value = self._scalar if _NUMBER.fullmatch(self._scalar) else _WORDS.get(self._scalar)
+        if value is None:
+            self.is_bad = True
+            return position
+        self._give(value)
+        self._scalar, self._expects = "", "comma"
+        return position
+
+    def _read_mark(self, char: str) -> bool:
+        """Take a bracket, comma, colon or quote; return whether it may stand here."""
+        expects = self._expects
+        if self._closers and char == self._closers[0] and self._may_close():
+            self._held = self._held.partition(",")[0]
+            self._give(char)
+            self._closers, self._expects = self._closers[1:], "comma"
+            self.is_done = not self._closers
+        elif expects == "object" and char == "{":
+            self._held, self._closers, self._expects = char, "}", "key"
+        elif expects == "comma" and char == ",":
+            self._held, self._expects = char, "key" if self._closers[0] == "}" else "value"
+        elif expects == "key" and char == '"':
+            self._held, self._string = self._held + char, "key"
+        elif expects == "colon" and char == ":":
+            self._held, self._expects = self._held + char, "value"
+        elif expects == "value" and char == '"':
+            self._give(char)
+            self._string = "value"
+        elif expects == "value" and char in "{[" and len(self._closers) < MAX_NESTED:
+            self._give(char)
+            self._closers = ("}" if char == "{" else "]") + self._closers
+            self._expects = "key" if char == "{" else "value"
+        else:
+            self.is_bad = True
+        return not self.is_bad
+
+    def _may_close(self) -> bool:
+        return self._expects in ("key", "comma") or (self._expects == "value" and self._closers[0] == "]")
+
+
+def read_object(text: str) -> str:
+    """Return an object as JSON, repaired; "" where it cannot be."""
+    stream = JsonStream()
+    given, _ = stream.read(text)
+    return given if stream.is_done else ""

@@ -16,6 +16,7 @@ from llm_worker_rbee.tokenizer.chat_events import Tool
 from llm_worker_rbee.tokenizer.chat_format import ChatFormat
 from llm_worker_rbee.tokenizer.chat_parser import ChatParser
 from llm_worker_rbee.tokenizer.chat_template import validate_template_kwargs
+from llm_worker_rbee.tokenizer.chat_template_worker import adapt_call, print_calls
 from tests.helpers.chat_formats import ANSWERS, TOOLS, USER, fold, template_of
 
 Formats = Callable[[str, str], ChatFormat]
@@ -118,6 +119,19 @@ def test_render_malformed_arguments_do_not_fail(name: str, arguments: str, plain
     call = {**CALL, "function": {"name": "get_weather", "arguments": arguments}}
     prompt = template.render([USER, {"role": "assistant", "content": "", "tool_calls": [call]}, RESULT], tools=TOOLS)
     assert "sunny" in prompt
+
+
+@pytest.mark.parametrize(
+    ("text", "closed"),
+    [('{"a": "x', {"a": "x"}), ('{"a": ["\\"{", {"b": 1', {"a": ['"{', {"b": 1}]}), ("{bad", {}), ("[1", {}), ("", {})],
+)
+def test_malformed_arguments_are_closed_or_printed_as_they_are(text: str, closed: dict[str, Any]) -> None:
+    call = {"id": "1", "function": {"name": "f", "arguments": text}}
+    assert adapt_call(call, {"calls": "object", "has_short_ids": False})["function"]["arguments"] == closed
+    form = {"kind": "json", "call_start": '{"name": "', "name_suffix": '", "arguments": ', "call_end": "}",
+            "section_start": "", "separator": "", "section_end": "", "name_is_id": False}  # fmt: skip
+    printed = print_calls([adapt_call(call, {"calls": "content", "has_short_ids": False})], form)
+    assert printed == f'{{"name": "f", "arguments": {text or "{}"}}}'
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_coder", "kimi", "deepseek_dsml", "minimax", "functionary", "apertus",

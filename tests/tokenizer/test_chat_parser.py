@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm_worker_rbee.tokenizer import Detokenizer, Tokenizer
-from llm_worker_rbee.tokenizer.chat_events import ToolCallStart
+from llm_worker_rbee.tokenizer.chat_events import Tool, ToolCallStart
 from llm_worker_rbee.tokenizer.chat_format import GENERIC_TOOLS, ChatFormat, ReasoningFormat, ToolFormat
 from llm_worker_rbee.tokenizer.chat_parser import ChatParser
 from tests.helpers.chat_formats import ANSWERS, TOOLS, Answer, fold
@@ -173,6 +173,112 @@ def test_parse_cut_call_keeps_its_arguments() -> None:
     }
 
 
+REPAIRED = {
+    '{"a": True, "b": [False, None]}': {"a": True, "b": [False, None]},
+    '{"a": 1,}': {"a": 1},
+    '{"a": [1, 2, ], }': {"a": [1, 2]},
+    '{"a": "x\ny\t"}': {"a": "x\ny\t"},
+    '{"a": "\\d\\u12"}': {"a": "\\d\\u12"},
+    '{"a": "\\u00e9\\n\\""}': {"a": 'é\n"'},
+}
+
+
+@pytest.mark.parametrize("arguments", REPAIRED)
+def test_parse_repairs_arguments(arguments: str, format_of: Formats) -> None:
+    for text in (f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>',
+                 f'<tool_call>{{"arguments": {arguments}, "name": "f"}}</tool_call>'):  # fmt: skip
+        for pieces in ([text], list(text)):
+            assert parts(parse(QWEN, pieces)) == ("", "", [("f", REPAIRED[arguments])])
+    text = f"<|channel|>commentary to=functions.f<|message|>{arguments}<|call|>"
+    assert parts(parse(format_of("harmony", "text"), list(text), "<|start|>assistant"))[2] == [
+        ("f", REPAIRED[arguments])
+    ]
+
+
+NOT_JSON = [
+    '{"a": New York}',
+    '{"a": NaN}',
+    '{"a": -Infinity}',
+    "{'a': 1}",
+    "{a: 1}",
+    '{"a" 1}',
+    '{"a": 01}',
+    '{,"a": 1}',
+]
+
+
+@pytest.mark.parametrize("arguments", NOT_JSON)
+def test_parse_call_without_valid_arguments_stays_content(arguments: str, format_of: Formats) -> None:
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    for pieces in ([text], list(text)):
+        assert parse(QWEN, pieces) == {"reasoning": "", "content": text, "calls": []}
+    chat_format = format_of("harmony", "text")
+    for body in (arguments, "not json"):
+        text = f"<|channel|>commentary to=functions.f<|message|>{body}<|call|>"
+        for pieces in ([text], list(text)):
+            assert parse(chat_format, pieces, "<|start|>assistant") == {"reasoning": "", "content": body, "calls": []}
+
+
+CLOSED = {
+    '{"a": [1}': ({"a": [1]}, "}}"),
+    '{"a": 1, "b": NaN}': ({"a": 1}, ', "b": NaN}}'),
+    '{"a": "x", b}': ({"a": "x"}, ", b}}"),
+    '{"a": {"b": "c"': ({"a": {"b": "c"}}, ""),  # the brackets of the call itself close it
+    '{"a": "x" "b"}': ({"a": "x"}, '"b"}}'),
+}
+
+
+@pytest.mark.parametrize("arguments", CLOSED)
+def test_parse_malformed_arguments_are_closed(arguments: str, format_of: Formats) -> None:
+    """What was given becomes valid JSON, and the end marker of the call is no content."""
+    value, rest = CLOSED[arguments]
+    text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+    for pieces in ([text], list(text)):
+        parsed = parse(QWEN, pieces)
+        assert parts(parsed)[2] == [("f", value)]
+        assert parsed["content"].strip() == rest
+    text = f"<|channel|>commentary to=functions.f<|message|>{arguments}<|call|>"
+    assert parts(parse(format_of("harmony", "text"), list(text), "<|start|>assistant"))[2] == [("f", value)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from(['"', '"a"', ":", ",", "{", "}", "[", "]", "1", "-", "True", "x", "\\", "\n", "nul"]),
+                max_size=14))  # fmt: skip
+def test_parse_given_arguments_are_always_json(words: list[str]) -> None:
+    text = f'<tool_call>{{"name": "f", "arguments": {{{"".join(words)}'
+    whole = parse(QWEN, [text])
+    assert parse(QWEN, list(text)) == whole
+    for _, arguments, is_complete in whole["calls"]:
+        assert not is_complete or isinstance(json.loads(arguments), dict)
+
+
+@pytest.mark.parametrize("name", [name for name in ANSWERS if name not in ("harmony", "glm")])
+def test_parse_cut_in_end_marker_is_no_content(name: str, format_of: Formats) -> None:
+    answer, chat_format = ANSWERS[name], format_of(name, "text")
+    end = chat_format.tools.section_end.strip() or chat_format.tools.call_end.strip()
+    text = answer.text.rstrip()
+    for cut in range(1, len(end.lstrip("]} \n")) - 1 if text.endswith(end) else 1):  # "<" may begin an argument
+        parsed = parse(chat_format, [text[:-cut]], answer.prompt_tail)
+        assert parts(parsed) == expected(answer), text[:-cut]
+
+
+def test_parse_key_that_is_there_twice_makes_one_call() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {}, "arguments": {"a": 1}}</tool_call>'
+    for pieces in ([text], list(text)):
+        assert parts(parse(QWEN, pieces)) == ("", "", [("f", {})])
+
+
+def test_parse_pythonic_call_begins_with_a_key(format_of: Formats) -> None:
+    chat_format = format_of("pythonic", "text")
+    for text in ('[get_weather("pos")]', '[get_weather("pos")] and x = 3'):
+        for pieces in ([text], list(text)):
+            assert parse(chat_format, pieces) == {"reasoning": "", "content": text, "calls": []}
+    values = {"nan": "nan", "NaN": "NaN", "[Infinity]": "[Infinity]", "1e999": "1e999", "[1e999]": "[1e999]"}
+    for value, found in values.items():
+        text = f"[get_weather(city={value})]"
+        assert parts(parse(chat_format, list(text)))[2] == [("get_weather", {"city": found})]
+
+
 def test_parse_unknown_name_is_a_call_except_without_markers(format_of: Formats) -> None:
     text = '<tool_call>{"name": "other", "arguments": {}}</tool_call>'
     assert parts(parse(QWEN, [text]))[2] == [("other", {})]
@@ -201,6 +307,7 @@ def test_parse_call_ids_are_unique_or_the_models_own(format_of: Formats) -> None
 TAGGED = {
     "3": 3, "3.5": 3.5, "true": True, "True": True, "None": None, '{"a": 1}': {"a": 1}, "[1, 2]": [1, 2],
     "{'a': 1}": {"a": 1}, "not json": "not json", "": "",
+    "NaN": "NaN", "[NaN]": "[NaN]", "{'a': 1e999}": "{'a': 1e999}",
 }  # fmt: skip
 
 
@@ -212,6 +319,20 @@ def test_parse_tagged_value_by_schema(text: str, format_of: Formats) -> None:
     assert found[1] == {"deep": TAGGED[text]}
     (found,) = parts(parse(chat_format, list(call.replace("KEY", "city"))))[2]
     assert found[1] == {"city": text}
+
+
+def test_parse_tagged_value_by_reference(format_of: Formats) -> None:
+    integer, loop = {"$ref": "#/$defs/int"}, {"$ref": "#/$defs/loop"}
+    schema = {
+        "type": "object",
+        "properties": {"n": {"$ref": "#/$defs/a~1b"}, "m": {"anyOf": [integer]}, "s": loop, "t": {"$ref": "#int"}},
+        "$defs": {"a/b": integer, "int": {"type": "integer"}, "loop": loop},
+    }
+    chat_format = format_of("qwen3_coder", "text")
+    text = "".join(f"<parameter={key}>\n3\n</parameter>\n" for key in "nmst")
+    text = f"<tool_call>\n<function=f>\n{text}</function>\n</tool_call>"
+    parsed = parse(chat_format, [text], tools=[Tool("f", parameters=schema)])
+    assert parts(parsed)[2] == [("f", {"n": 3, "m": 3, "s": "3", "t": "3"})]
 
 
 def test_parse_reasoning_open_in_prompt_and_cut() -> None:
