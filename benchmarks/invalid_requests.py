@@ -20,7 +20,7 @@ INVALID_ON_ALL: list[dict[str, Any]] = [
 INVALID_ON_OPENAI: list[dict[str, Any]] = [
     {"n": 0}, {"n": 10**9}, {"n": "two"}, {"logprobs": -2}, {"logprobs": "all"}, {"logit_bias": {"x": 1}},
     {"logit_bias": {"1": 1000}}, {"logit_bias": {"999999999": 1}}, {"stream_options": 4}, {"presence_penalty": 9},
-    {"best_of": 7}, {"suffix": "end"}, {"tools": [{"type": "function"}]}, {"response_format": {"type": "json_object"}},
+    {"best_of": 7}, {"suffix": "end"}, {"tools": [{"type": "function"}]}, {"response_format": {"type": "xml"}},
 ]  # fmt: skip
 BAD_MESSAGES: list[Any] = [
     None, [], "Hi", [123], [{}], [{"role": "pope", "content": "x"}], [{"role": "user", "content": 5}],

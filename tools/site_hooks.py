@@ -26,7 +26,16 @@ llm = LLM("smollm2")
 print(llm.generate("The capital of France is", SamplingParams(max_tokens=8, temperature=0)).text)
 ```
 """
-API_NAMES = ("llm.LLM", "llm.Stream", "engine.request.SamplingParams", "generation.Completion", "generation.Chunk")
+API_NAMES = (
+    "llm.LLM",
+    "llm.Stream",
+    "engine.request.SamplingParams",
+    "generation.Completion",
+    "generation.Chunk",
+    "engine.structured_outputs.StructuredOutputsParams",
+    "tokenizer.chat_events.Tool",
+    "tokenizer.chat_events.ToolCall",
+)
 API_NAMES += ("generation.Timings", "errors")
 STYLE = """.md-grid { max-width: 74rem; }
 .md-typeset table:not([class]) { font-size: 0.7rem; }

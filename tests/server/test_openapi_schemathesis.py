@@ -35,7 +35,7 @@ CHECKS = (
     checks.unsupported_method,
     checks.ignored_auth,
 )
-EXAMPLES = {POSITIVE: 30, NEGATIVE: 60}
+EXAMPLES = {POSITIVE: 20, NEGATIVE: 30}
 LONGEST = 8  # tokens of an answer
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 

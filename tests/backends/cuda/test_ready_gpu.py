@@ -116,4 +116,5 @@ def test_stream_of_requests_has_every_setting_and_kind_of_step(
 def test_settings_of_the_stream_set_every_sampling_parameter() -> None:
     changed = {name for settings in request_stream.SETTINGS for name in settings}
     drawn_or_text = {"max_tokens", "seed", "ignore_eos", "stop"}
-    assert changed | drawn_or_text == {*SamplingParams.__slots__}
+    guided = {"structured_outputs", "close_on_length", "logprobs_mode"}  # they compile no other variants
+    assert changed | drawn_or_text | guided == {*SamplingParams.__slots__}
