@@ -77,7 +77,7 @@ LINES = {
     "models": 1_290,
     "server": 8_000,
     "token_engine": 2_200,
-    "tokenizer": 4_300,
+    "tokenizer": 4_350,
     "weights": 3_250,
 }
 MAX_TOTAL_LINES = 58_000
