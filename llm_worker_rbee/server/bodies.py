@@ -108,7 +108,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     timeout_ms: int | None = None
     is_scored_only: bool = False  # the prompt's log-probabilities are all that is wanted
-    guided_by: str = "structured_outputs"  # the field of the body that asked for these, for errors
+    structured_outputs_field: str = "structured_outputs"  # what the body calls it, for errors
     values: dict[str, Any] = {}  # what the dialect needs for its reply
     ignored: list[str] = []  # names of unknown fields
     skipped: list[str] = []  # types of tools that this worker does not have

@@ -46,8 +46,8 @@ async def start_reply(worker: Worker, request: GenerateRequest, make_printer: Ca
             prompts = await worker.encoder.encode(request.prompts, request.params.structured_outputs)
         except InvalidRequestError as error:
             if error.field == FIELD:  # what the dialect calls it
-                error.field = request.guided_by
-                error.args = (re.sub(rf"^{FIELD}\.\w+", request.guided_by, str(error)), *error.args[1:])
+                error.field = request.structured_outputs_field
+                error.args = (re.sub(rf"^{FIELD}\.\w+", request.structured_outputs_field, str(error)), *error.args[1:])
             raise
         generations: list[Generation] = []
         timeout_s = None if request.timeout_ms is None else request.timeout_ms / 1000

@@ -92,7 +92,7 @@ class CallReader(MarkerReader):
                 yield from self._skip()
         has_section = bool(section) and (yield from self._try(section))
         yield from self._skip(" \n\t\r" + ("[" if "[" in tools.section_start else ""))
-        parse = {"json": self._json_call, "tag": self._tag_call, "tagged": self._tagged_call,
+        parse = {"json": self._json_call, "tag_json": self._tag_call, "tag_arguments": self._tagged_call,
                  "pythonic": self._pythonic_call, "gemma": self._gemma_call}[self._style]  # fmt: skip
         is_list = has_section or "[" in tools.section_start
         while True:

@@ -304,7 +304,7 @@ def _analyse_tag(calls: _Calls) -> ToolFormat | None:
     texts = [text.replace(IDS[0], ID * 9).replace(IDS[1], ID * 9) for text in (calls.one, calls.two) if text]
     frame: dict[str, Any] = {key: value.replace(ID * 9, ID) if isinstance(value, str) else value
              for key, value in _frame(calls, starts, stops, texts).items()}  # fmt: skip
-    return ToolFormat(kind="tag", name_suffix=suffix.replace(ID * 9, ID), **frame)
+    return ToolFormat(kind="tag_json", name_suffix=suffix.replace(ID * 9, ID), **frame)
 
 
 def _analyse_tagged(calls: _Calls) -> ToolFormat | None:
@@ -334,7 +334,7 @@ def _analyse_tagged(calls: _Calls) -> ToolFormat | None:
         first += len(argument_end.replace(KEY, KEYS[0]))
         frame = _frame(calls, starts, [len(one) - len(tail), first], [one, calls.two])
     return ToolFormat(
-        kind="tagged", name_suffix=head[: len(head) - len(argument_start)], argument_start=argument_start,
+        kind="tag_arguments", name_suffix=head[: len(head) - len(argument_start)], argument_start=argument_start,
         argument_name_suffix=suffix, argument_name_suffix_json=json_suffix, argument_end=argument_end,
         argument_separator=separator, **frame,
     )  # fmt: skip

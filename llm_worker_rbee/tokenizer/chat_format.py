@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-ToolKind = Literal["none", "json", "tag", "tagged", "pythonic", "gemma", "harmony"]
+ToolKind = Literal["none", "json", "tag_json", "tag_arguments", "pythonic", "gemma", "harmony"]
 ID = "\0"  # the place of a call's id in `call_start` and `name_suffix`
 KEY = "\1"  # the place of an argument's name in `argument_end`
 
@@ -27,8 +27,8 @@ class ReasoningFormat:
 class ToolFormat:
     """How calls are written: section_start (call_start NAME name_suffix ARGUMENTS call_end) ... section_end.
 
-    `kind`: "json" is an object with name and arguments, `call_start` ends inside it; "tag" has the name between
-    markers and JSON arguments; "tagged" has markers around each argument; "pythonic" is `[f(a=1)]`; "gemma" is
+    `kind`: "json" is an object with name and arguments, `call_start` ends inside it; "tag_json" has the name between
+    markers and JSON arguments; "tag_arguments" has markers around each argument; "pythonic" is `[f(a=1)]`; "gemma" is
     `call:f{a:1}`; "harmony" has channels.
     """
 
@@ -42,7 +42,7 @@ class ToolFormat:
     name_key: str = "name"  # of kind "json"; empty: the name is the key of the arguments
     arguments_key: str = "arguments"
     id_key: str = ""
-    argument_start: str = ""  # of kind "tagged"
+    argument_start: str = ""  # of kind "tag_arguments"
     argument_name_suffix: str = ""
     argument_name_suffix_json: str = ""  # where the value is not a string
     argument_end: str = ""
@@ -101,7 +101,7 @@ class ChatFormat:
 
     def adaptation(self) -> dict[str, Any]:
         """Return the rules as the renderer of templates takes them."""
-        tools = self.tools if self.tools.kind in ("json", "pythonic", "tag") else GENERIC_TOOLS
+        tools = self.tools if self.tools.kind in ("json", "pythonic", "tag_json") else GENERIC_TOOLS
         markers = [name for name, _ in self.token_ids if name not in self.control_names]
         return {**asdict(self.rules), "format": asdict(tools), "markers": markers}
 
@@ -114,12 +114,12 @@ _LFM2 = ToolFormat(
     kind="pythonic", section_start="<|tool_call_start|>[", section_end="]<|tool_call_end|>", separator=", "
 )
 _KIMI = ToolFormat(
-    kind="tag", section_start="<|tool_calls_section_begin|>", call_start="<|tool_call_begin|>",
+    kind="tag_json", section_start="<|tool_calls_section_begin|>", call_start="<|tool_call_begin|>",
     name_suffix="<|tool_call_argument_begin|>", call_end="<|tool_call_end|>",
     section_end="<|tool_calls_section_end|>", name_is_id=True,
 )  # fmt: skip
 _DEEPSEEK = ToolFormat(
-    kind="tag", section_start="<｜tool▁calls▁begin｜>", call_start="<｜tool▁call▁begin｜>",
+    kind="tag_json", section_start="<｜tool▁calls▁begin｜>", call_start="<｜tool▁call▁begin｜>",
     name_suffix="<｜tool▁sep｜>", call_end="<｜tool▁call▁end｜>", section_end="<｜tool▁calls▁end｜>",
 )  # fmt: skip
 _DEEPSEEK_R1 = replace(
@@ -127,7 +127,7 @@ _DEEPSEEK_R1 = replace(
     call_end="\n```<｜tool▁call▁end｜>", separator="\n",
 )  # fmt: skip
 _GEMMA = ToolFormat(kind="gemma", call_start="<|tool_call>call:", name_suffix="{", call_end="}<tool_call|>")
-_MISTRAL_ARGS = ToolFormat(kind="tag", call_start="[TOOL_CALLS]", name_suffix="[ARGS]")
+_MISTRAL_ARGS = ToolFormat(kind="tag_json", call_start="[TOOL_CALLS]", name_suffix="[ARGS]")
 _MISTRAL = ToolFormat(
     kind="json", section_start="[TOOL_CALLS][", call_start='{"name": "', name_suffix='", "arguments": ',
     call_end="}", separator=", ", section_end="]", id_key="id",

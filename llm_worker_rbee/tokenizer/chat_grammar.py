@@ -28,7 +28,7 @@ FORMATS = frozenset({  # of draft 2020-12; others are annotations
 DATA = frozenset({"enum", "const", "default", "examples"})  # what these hold is no schema
 NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 HARMONY_CALLS = ToolFormat(
-    kind="tag", call_start="<|channel|>commentary to=functions.", name_suffix=" <|constrain|>json<|message|>",
+    kind="tag_json", call_start="<|channel|>commentary to=functions.", name_suffix=" <|constrain|>json<|message|>",
     is_parallel=False,
 )  # fmt: skip
 HARMONY_FINAL, HARMONY_NEXT = "<|channel|>final<|message|>", "<|end|><|start|>assistant"
@@ -214,7 +214,7 @@ class _Writer:
             text = " ".join(filter(None, (self._with_id(part) for part in (head + name + shape.name_suffix,))))
         if shape.kind == "gemma":
             return f"{text} {self._items(tool, ':', ',')} {self.literal(shape.call_end)}"
-        if shape.kind == "tagged":
+        if shape.kind == "tag_arguments":
             return f"{text} {self._tagged(tool)} {self.literal(shape.call_end)}"
         arguments = self.rule("%json " + json.dumps(self._schema(tool), ensure_ascii=False))
         return f"{text} {arguments} {self._with_id(shape.call_end)}".strip()

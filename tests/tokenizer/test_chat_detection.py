@@ -21,9 +21,11 @@ from tests.helpers.chat_formats import ANSWERS, TOOLS, USER, fold, template_of
 
 Formats = Callable[[str, str], ChatFormat]
 KINDS = {
-    "qwen3": "json", "qwen3_coder": "tagged", "glm": "tagged", "llama3": "json", "mistral_nemo": "json",
-    "mistral_args": "tag", "kimi": "tag", "deepseek_v3": "tag", "deepseek_dsml": "tagged", "lfm2": "pythonic",
-    "pythonic": "pythonic", "gemma4": "gemma", "harmony": "harmony", "minimax": "tagged", "functionary": "tag",
+    "qwen3": "json", "qwen3_coder": "tag_arguments", "glm": "tag_arguments", "llama3": "json", "mistral_nemo": "json",
+    "mistral_args": "tag_json", "kimi": "tag_json", "deepseek_v3": "tag_json", "deepseek_dsml": "tag_arguments",
+    "lfm2": "pythonic",
+    "pythonic": "pythonic", "gemma4": "gemma", "harmony": "harmony", "minimax": "tag_arguments",
+    "functionary": "tag_json",
     "apertus": "json", "plain": "json",
 }  # fmt: skip
 CALL = {"id": "call_0123456789abcdef", "type": "function",

@@ -191,7 +191,7 @@ def parse_messages(body: bytes, options: ParseOptions) -> GenerateRequest:
     )  # fmt: skip
     return GenerateRequest(
         prompts=[conversation], params=params, model=values["model"], stream=values["stream"], ignored=ignored,
-        skipped=skipped, guided_by="output_config.format", values={
+        skipped=skipped, structured_outputs_field="output_config.format", values={
             "omits_thinking": values["thinking"].get("display") == "omitted",
             "has_edits": values["context_management"] is not None,
         },

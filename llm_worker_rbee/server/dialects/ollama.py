@@ -279,7 +279,7 @@ def _request(
     params = _sampling_params(values, {name.partition(".")[2]: value for name, value in found.items()}, options)
     return GenerateRequest(
         prompts=prompts, params=params, model=values["model"], stream=values["stream"], ignored=ignored,
-        guided_by="format",
+        structured_outputs_field="format",
     )  # fmt: skip
 
 

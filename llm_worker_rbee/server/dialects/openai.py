@@ -13,6 +13,7 @@ from ...engine.structured_outputs import StructuredOutputsParams
 from ...errors import ModelNotFoundError, WorkerError
 from ...tokenizer.chat_events import ChatOptions, Tool, thinking_variables
 from ..bodies import require
+from ..printer import Printer, ReplyState, Usage
 from ..schema import (
     COUNT,
     MAX_CHOICES,
@@ -43,10 +44,10 @@ from ..schema import (
     with_field,
     with_values,
 )
+from ..sse import DONE, encode_event
 
 if TYPE_CHECKING:
     from ...tokenizer import Tokenizer
-    from ..printer import ReplyState, Usage
 
 MAX_TOOLS = 512
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -228,6 +229,23 @@ def head(reply: ReplyState, kind: str, prefix: str) -> dict[str, Any]:
         "id": f"{prefix}-{uuid4().hex}", "object": kind, "created": int(time.time()),
         "model": reply.model, "system_fingerprint": None,
     }  # fmt: skip
+
+
+class ChunkPrinter(Printer):
+    """A stream of chunks, with the usage in the last one where it was requested, and [DONE]."""
+
+    def __init__(self, reply: ReplyState, chunk_head: dict[str, Any]) -> None:
+        super().__init__(reply)
+        self._chunk_head = chunk_head
+        self._tail = {"usage": None} if reply.request.values["includes_usage"] else {}
+
+    def end(self) -> bytes:
+        if not self._tail:
+            return DONE
+        return encode_event({**self._chunk_head, "choices": [], "usage": encode_usage(self.reply.usage())}) + DONE
+
+    def print_error(self, error: WorkerError) -> bytes:
+        return encode_event(error_body(error)) + DONE
 
 
 def encode_usage(usage: Usage) -> dict[str, Any]:

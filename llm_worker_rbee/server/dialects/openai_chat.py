@@ -17,7 +17,7 @@ from ...tokenizer.chat_events import (
     ToolCallStart,
 )
 from ..bodies import Conversation, GenerateRequest, ParseOptions, require, sampling_params, validate_known
-from ..printer import Answer, Printer, ReplyState
+from ..printer import Answer, ReplyState
 from ..schema import (
     COUNT,
     TEXT,
@@ -35,7 +35,7 @@ from ..schema import (
     with_field,
     with_values,
 )
-from ..sse import DONE, encode_event, encode_json
+from ..sse import encode_event, encode_json
 from . import Dialect, GenerateRoute, Operation
 from .openai import (
     COMMON,
@@ -45,6 +45,7 @@ from .openai import (
     REASONING,
     SCHEMAS,
     STREAM_OPTIONS,
+    ChunkPrinter,
     ToolChoice,
     Tools,
     chat_logprobs,
@@ -60,7 +61,6 @@ from .openai import (
 )
 
 if TYPE_CHECKING:
-    from ...errors import WorkerError
     from ...generation import TextDelta
 
 NOT_HONOURED: dict[str, tuple[Any, ...]] = {  # known fields, with the values that change nothing
@@ -102,19 +102,17 @@ def parse_chat(body: bytes, options: ParseOptions) -> GenerateRequest:
     )  # fmt: skip
     same = {name: values[name] for name in ("model", "n", "stream", "priority", "timeout_ms")}
     return GenerateRequest(
-        **same, guided_by=guiding_field(values), prompts=[Conversation.encode(values["messages"], chat)],
+        **same, structured_outputs_field=guiding_field(values), prompts=[Conversation.encode(values["messages"], chat)],
         params=params, ignored=ignored,
         values={"includes_usage": values["stream_options"].get("include_usage", False)},
     )  # fmt: skip
 
 
-class ChatPrinter(Printer):
+class ChatPrinter(ChunkPrinter):
     """Chunks of chat completions, or one object. Most chunks differ from each other by their text alone."""
 
     def __init__(self, reply: ReplyState) -> None:
-        super().__init__(reply)
-        self._chunk_head = head(reply, "chat.completion.chunk", "chatcmpl")
-        self._tail = {"usage": None} if reply.request.values["includes_usage"] else {}
+        super().__init__(reply, head(reply, "chat.completion.chunk", "chatcmpl"))
         self._has_logprobs = reply.request.params.logprobs is not None
         self._folds = [EventFold() for _ in reply.generations]
         self._templates: list[tuple[bytes, bytes]] = []
@@ -179,14 +177,6 @@ class ChatPrinter(Printer):
     ) -> bytes:  # fmt: skip
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         return encode_event({**self._chunk_head, "choices": [choice], **self._tail})
-
-    def end(self) -> bytes:
-        if not self._tail:
-            return DONE
-        return encode_event({**self._chunk_head, "choices": [], "usage": encode_usage(self.reply.usage())}) + DONE
-
-    def print_error(self, error: WorkerError) -> bytes:
-        return encode_event(error_body(error)) + DONE
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = [self._choice(i, answer) for i, answer in enumerate(answers)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...config import ServerSettings
 from ...engine.request import MAX_LOGPROBS, TokenLogprob, check_prompt_fits
 from ..bodies import GenerateRequest, PackedIds, ParseOptions, Prompt, require, sampling_params, validate_known
-from ..printer import Answer, Printer, ReplyState
+from ..printer import Answer, ReplyState
 from ..schema import (
     COUNT,
     MAX_CHOICES,
@@ -27,7 +27,7 @@ from ..schema import (
     with_field,
     with_values,
 )
-from ..sse import DONE, encode_event, encode_json
+from ..sse import encode_event, encode_json
 from . import Dialect, GenerateRoute, Operation
 from .openai import (
     COMMON,
@@ -36,6 +36,7 @@ from .openai import (
     LOGPROBS,
     SCHEMAS,
     STREAM_OPTIONS,
+    ChunkPrinter,
     completion_schema,
     encode_usage,
     error_body,
@@ -46,7 +47,6 @@ from .openai import (
 )
 
 if TYPE_CHECKING:
-    from ...errors import WorkerError
     from ...generation import TextDelta
     from ...tokenizer import Tokenizer
 
@@ -85,8 +85,8 @@ def parse_completion(body: bytes, options: ParseOptions) -> GenerateRequest:
     same = {name: values[name] for name in ("model", "n", "stream", "priority", "timeout_ms")}
     includes_usage = values["stream_options"].get("include_usage", False)
     return GenerateRequest(
-        **same, guided_by=guiding_field(values), prompts=packed, params=params, is_scored_only=is_scored_only,
-        ignored=ignored,
+        **same, structured_outputs_field=guiding_field(values), prompts=packed, params=params,
+        is_scored_only=is_scored_only, ignored=ignored,
         values={"echo": values["echo"], "includes_usage": includes_usage},
     )  # fmt: skip
 
@@ -100,14 +100,12 @@ def _require_ids_fit(prompt: Any, context: int) -> None:
             check_prompt_fits(len(ids), context, is_scored_only=True)
 
 
-class CompletionPrinter(Printer):
+class CompletionPrinter(ChunkPrinter):
     """Chunks of text completions, or one object."""
 
     def __init__(self, reply: ReplyState) -> None:
-        super().__init__(reply)
+        super().__init__(reply, head(reply, "text_completion", "cmpl"))
         count = len(reply.generations)
-        self._chunk_head = head(reply, "text_completion", "cmpl")
-        self._tail = {"usage": None} if reply.request.values["includes_usage"] else {}
         self._echoes, self._has_echoed = reply.request.values["echo"], [False] * count
         self._has_logprobs = reply.request.params.logprobs is not None
         self._text_logprobs = [TextLogprobs(reply.tokenizer) for _ in range(count)]
@@ -147,14 +145,6 @@ class CompletionPrinter(Printer):
         scores = self.reply.generations[i].request.prompt_logprobs or []
         logprobs = [TokenLogprob(ids[0], float("nan")) if score is None else score for score in scores]
         return logprobs, self.reply.tokenizer.decode(ids)
-
-    def end(self) -> bytes:
-        if not self._tail:
-            return DONE
-        return encode_event({**self._chunk_head, "choices": [], "usage": encode_usage(self.reply.usage())}) + DONE
-
-    def print_error(self, error: WorkerError) -> bytes:
-        return encode_event(error_body(error)) + DONE
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = []

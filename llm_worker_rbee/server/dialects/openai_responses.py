@@ -335,7 +335,7 @@ def parse_responses(body: bytes, options: ParseOptions) -> GenerateRequest:
     return GenerateRequest(
         **{name: values[name] for name in ("model", "stream", "priority", "timeout_ms")},
         prompts=[Conversation.encode(system + values["input"], chat)], params=params, ignored=ignored,
-        skipped=read.skipped, guided_by="text.format",
+        skipped=read.skipped, structured_outputs_field="text.format",
         values={"echo": msgspec.json.encode(echo), "has_summary": summary is not None, "custom": read.custom,
                 "namespaces": read.namespaces},
     )  # fmt: skip
