@@ -54,7 +54,8 @@ ROUTES: tuple[tuple[str, str, Operation], ...] = (
 NDJSON_EVENTS = ("OllamaChatReply", "OllamaGenerateReply")  # events that are lines of JSON
 STATUSES = {
     400: "invalid request", 401: "missing or wrong API key", 403: "host not allowed", 404: "not found",
-    409: "job_id in use", 413: "body too large", 415: "compressed body", 429: "queue full",
+    409: "job_id in use", 413: "body too large", 415: "compressed body", 422: "dead end of a grammar",
+    429: "queue full",
     500: "failure of the worker", 503: "loading or shutting down", 504: "timeout",
 }  # fmt: skip
 
@@ -141,7 +142,7 @@ def _errors(path: str, request: str | None) -> dict[str, Any]:
         return {}
     dialect = dialect_of(path)
     invalid = dialect.invalid_schema or dialect.error_schema
-    without_body = () if request is not None else (400, 409, 413, 415, 429, 504)
+    without_body = () if request is not None else (400, 409, 413, 415, 422, 429, 504)
     return {
         str(status): {"description": why, "content": _content(invalid if status == 400 else dialect.error_schema)}
         for status, why in STATUSES.items() if status not in without_body

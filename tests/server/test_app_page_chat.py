@@ -32,7 +32,7 @@ def test_page_folds_reasoning_and_renders_only_what_is_new(browser: Any, server:
         assert page.inner_html(".content p") == "first half and <strong>second</strong>"
         assert not page.is_visible(".reasoning .prose")
         page.click(".reasoning summary")
-        assert page.inner_html(".reasoning .prose") == "<p>First <em>this</em>, then</p>"
+        until(lambda: page.inner_html(".reasoning .prose") == "<p>First <em>this</em>, then</p>")
         note = page.inner_text(".note")
         assert note.startswith("7 tokens (3 of reasoning)")
         assert note.endswith("prompt of 9 (4 cached)")
