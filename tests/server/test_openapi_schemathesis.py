@@ -82,8 +82,8 @@ def within_the_model(path: str, body: Any) -> Any:
             made[name] = _known(made[name])
     if isinstance(made.get("logit_bias"), dict):
         made["logit_bias"] = {_known_name(name): amount for name, amount in made["logit_bias"].items()}
-    if path == "/v1/responses" and _is_whole(limit := made.get("max_output_tokens", LONGEST)):
-        made["max_output_tokens"] = min(limit, LONGEST)
+    if path == "/v1/responses" and ((limit := made.get("max_output_tokens")) is None or _is_whole(limit)):
+        made["max_output_tokens"] = LONGEST if limit is None else min(limit, LONGEST)
     if path in ("/api/chat", "/api/generate"):
         return _within_ollama(made)
     if isinstance(made.get("chat_template_kwargs"), dict):
