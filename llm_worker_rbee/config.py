@@ -43,13 +43,20 @@ class Family:
     hf: tuple[str, ...]  # values of model_type
     activation: str = "silu"
     rope_interleaved: bool = False  # GGUF stores q/k rows for rope over neighbouring pairs
+    hf_rope_interleaved: bool = False  # safetensors do, too
+    nope_every: int = 0  # every n-th layer has no rope
     qkv_bias: bool = False  # bias tensors are expected beside q, k and v
     qk_norm: bool = False
-    fused: bool = False  # q, k, v in one tensor, gate and up in one tensor
+    wide_qk_norm: bool = False  # q/k norms over all heads together
+    fused_qkv: bool = False  # q, k, v in one tensor
+    fused_gate_up: bool = False  # gate and up in one tensor
+    pre_norms: bool = True  # a norm before attention and before the MLP
     post_norms: bool = False  # a norm after attention and after the MLP, before the residual
     scaled_embedding: bool = False  # embeddings times sqrt(width)
+    multipliers: bool = False  # GGUF has keys for the scales of embedding, residual, attention and logits
     norm_plus_one: bool = False  # safetensors hold weight - 1 (GGUF holds the weight)
     full_every: int = 0  # with a window: every n-th layer has none (0: all have it)
+    unscaled_windows: bool = False  # rope scaling is of the layers without a window alone
     # defaults of keys that a GGUF lacks
     default_window: int = 0
     default_local_base: float = 0.0  # rope base of the layers with a window, where it differs
@@ -98,6 +105,11 @@ class ModelConfig:
     windows: tuple[int, ...]  # per layer; 0 sees everything
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     rope_local_base: float = 0.0  # 0: layers with a window use rope_base and rope_scaling like the others
+    nope_layers: tuple[int, ...] = ()  # layers without rope
+    temperature_beta: float = 0.0  # queries times 1 + beta * ln(1 + position // original context); 0: none
+    embedding_scale: float = 1.0  # beside that of `Family.scaled_embedding`
+    residual_scale: float = 1.0  # what attention and MLP add to the residual stream is multiplied by it
+    logit_scale: float = 1.0  # logits are divided by it
     attention_cap: float = 0.0  # soft cap of the scores; 0: none
     final_cap: float = 0.0  # soft cap of the logits; 0: none
     activation: str = "silu"
@@ -110,7 +122,7 @@ class ModelConfig:
             raise ModelFileError(f"model shape: {self.n_heads} heads cannot share {self.n_kv_heads} KV heads evenly")
         if self.rope_dim % 2 or not 0 < self.rope_dim <= self.head_dim:
             raise ModelFileError(f"model shape: rope over {self.rope_dim} of {self.head_dim} values a head")
-        for name in ("norm_eps", "rope_base", "attention_scale"):
+        for name in ("norm_eps", "rope_base", "attention_scale", "embedding_scale", "residual_scale", "logit_scale"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ModelFileError(f"model shape: {name} is {value}, not a positive number")

@@ -81,6 +81,7 @@ SHAPES: dict[str, Callable[..., Sequence[Shape]]] = {
     "embed": lambda table, ids, scale: [(TOKENS, table.columns)],
     "rms_norm": lambda x, weight, eps: [x.shape],
     "add_rms_norm": lambda x, residual, weight, eps: [x.shape, x.shape],
+    "add": lambda x, residual: [x.shape],
     "linear": lambda x, w, bias: [(x.shape[0], w.rows)],
     "split_heads": _split_shapes,
     "rope_store": lambda q, k, v, positions, table, kv, slot_mapping: [q.shape],

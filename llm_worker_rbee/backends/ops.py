@@ -78,10 +78,15 @@ class StackedWeight:
 
 
 class RopeTable(NamedTuple):
-    """Rotary frequencies: angle = position * inv_freq; cos and sin are multiplied by `scale`."""
+    """Rotary frequencies: angle = position * inv_freq; cos and sin are multiplied by `scale`.
+
+    With `temperature_beta`, rotated queries are multiplied by 1 + beta * ln(1 + position // temperature_length).
+    """
 
     inv_freq: NDArray[np.float32]  # (rope_dim / 2,)
     scale: float
+    temperature_beta: float = 0.0
+    temperature_length: int = 1
 
 
 class AttentionParams(NamedTuple):
@@ -265,6 +270,8 @@ class Backend(ABC):
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array: ...
     @abstractmethod
     def add_rms_norm(self, x: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array]: ...
+    @abstractmethod
+    def add(self, x: Array, residual: Array) -> Array: ...
     @abstractmethod
     def linear(self, x: Array, w: PackedWeight, bias: Array | None = None) -> Array: ...
 

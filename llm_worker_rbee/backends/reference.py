@@ -61,8 +61,9 @@ def embed(table: Matrix, ids: Ints, scale: float = 1.0) -> Floats:
 
 
 def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
-    """Return x / sqrt(mean(x^2) + eps) * weight over the last axis."""
-    mean = np.mean(np.square(x), axis=-1, keepdims=True, dtype=np.float32)
+    """Return x / sqrt(mean(x^2) + eps) * weight over the axes of the weight: the last one, or (heads, head_dim)."""
+    axes = tuple(range(-weight.ndim, 0))
+    mean = np.mean(np.square(x), axis=axes, keepdims=True, dtype=np.float32)
     return np.asarray(x / np.sqrt(mean + np.float32(eps)) * weight, np.float32)
 
 
@@ -70,6 +71,11 @@ def add_rms_norm(x: Floats, residual: Floats, weight: Floats, eps: float) -> tup
     """Add `x` to the residual stream and return (norm(residual + x), residual + x)."""
     total = residual + x
     return rms_norm(total, weight, eps), total
+
+
+def add(x: Floats, residual: Floats) -> Floats:
+    """Add `x` to the residual stream."""
+    return residual + x
 
 
 def linear(x: Floats, w: Matrix, bias: Floats | None = None) -> Floats:
@@ -120,7 +126,14 @@ def rope_store(
 ) -> Floats:
     """Rotate q and k, write k and v into the cache, return q: (T, heads, head_dim)."""
     store(rope(k, positions, table), v, kv, slot_mapping)
-    return rope(q, positions, table)
+    turned = rope(q, positions, table)
+    return turned * query_temperature(positions, table)[:, None, None] if table.temperature_beta else turned
+
+
+def query_temperature(positions: Ints, table: RopeTable) -> Floats:
+    """Return the factor of queries by position: (T,)."""
+    steps = np.log1p((positions // table.temperature_length).astype(np.float64))
+    return (1 + table.temperature_beta * steps).astype(np.float32)
 
 
 def causal_mask(queries: Ints, keys: Ints, window: int = 0) -> NDArray[np.bool_]:
@@ -238,6 +251,7 @@ class ReferenceBackend(Backend):
     embed = staticmethod(embed)
     rms_norm = staticmethod(rms_norm)
     add_rms_norm = staticmethod(add_rms_norm)
+    add = staticmethod(add)
     linear = staticmethod(linear)
     rope_store = staticmethod(rope_store)
     attention = staticmethod(attention)

@@ -146,13 +146,18 @@ def plans(spec: Spec) -> Iterator[Plan]:
         "ffn_gate": (up, s.width), "ffn_up": (up, s.width), "ffn_down": (s.width, up),
     }  # fmt: skip
     family = BY_GGUF[s.architecture]
-    if family.fused:  # q, k and v are one matrix, and gate and up another
-        for name in ("attn_q", "attn_k", "attn_v", "ffn_gate"):
+    if family.fused_qkv:
+        for name in ("attn_q", "attn_k", "attn_v"):
             del matrices[name]
-        matrices |= {"attn_qkv": (q + 2 * kv, s.width), "ffn_up": (2 * up, s.width)}
-    norms = dict.fromkeys(("attn_norm", "ffn_norm"), s.width)
+        matrices["attn_qkv"] = (q + 2 * kv, s.width)
+    if family.fused_gate_up:
+        del matrices["ffn_gate"]
+        matrices["ffn_up"] = (2 * up, s.width)
+    norms = dict.fromkeys(("attn_norm", "ffn_norm") if family.pre_norms else (), s.width)
     norms |= dict.fromkeys(("post_attention_norm", "post_ffw_norm") if family.post_norms else (), s.width)
-    norms |= dict.fromkeys(("attn_q_norm", "attn_k_norm") if family.qk_norm else (), head)
+    if family.qk_norm:
+        widths = (q, kv) if family.wide_qk_norm else (head, head)
+        norms |= dict(zip(("attn_q_norm", "attn_k_norm"), widths, strict=True))
     for layer in range(spec.layers):
         prefix, place = f"blk.{layer}.", Place(layer, spec.layers, s.heads // s.kv_heads)
         yield from (vector(f"{prefix}{norm}.weight", width) for norm, width in norms.items())

@@ -12,11 +12,11 @@ from .swiglu import SwiGLU
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """Attention and MLP, each with a norm before and, in some families, one after."""
+    """Attention and MLP, each with a norm before, one after, or both, by family."""
 
-    attention_norm: RMSNorm
+    attention_norm: RMSNorm | None
     attention: Attention
-    mlp_norm: RMSNorm
+    mlp_norm: RMSNorm | None
     mlp: SwiGLU
     post_attention_norm: RMSNorm | None = None
     post_mlp_norm: RMSNorm | None = None
@@ -25,15 +25,20 @@ class Block:
         self, ops: Backend, x: Array, residual: Array | None, kv: KVLayer, batch: Batch
     ) -> tuple[Array, Array]:
         """Map (delta of the previous block, residual) to (delta of this block, residual without it)."""
-        if residual is None:
-            x, residual = self.attention_norm(ops, x), x
-        else:
-            x, residual = self.attention_norm.add_and_norm(ops, x, residual)
+        x, residual = _add_and_norm(ops, x, residual, self.attention_norm)
         x = self.attention(ops, x, kv, batch)
         if self.post_attention_norm is not None:
             x = self.post_attention_norm(ops, x)
-        x, residual = self.mlp_norm.add_and_norm(ops, x, residual)
+        x, residual = _add_and_norm(ops, x, residual, self.mlp_norm)
         x = self.mlp(ops, x)
         if self.post_mlp_norm is not None:
             x = self.post_mlp_norm(ops, x)
         return x, residual
+
+
+def _add_and_norm(ops: Backend, x: Array, residual: Array | None, norm: RMSNorm | None) -> tuple[Array, Array]:
+    """Return (norm(residual + x), residual + x); without a norm the sum twice."""
+    if norm is not None and residual is not None:
+        return norm.add_and_norm(ops, x, residual)
+    stream = x if residual is None else ops.add(x, residual)
+    return stream if norm is None else norm(ops, stream), stream

@@ -11,11 +11,11 @@ from ..backends.ops import Array, Backend
 class RMSNorm:
     """x / sqrt(mean(x^2) + eps) * weight."""
 
-    weight: Array  # (width,)
+    weight: Array  # (width,), or (heads, head_dim) for a norm over all heads
     eps: float
 
     def __call__(self, ops: Backend, x: Array) -> Array:
-        """Normalise the last axis."""
+        """Normalise over the axes of the weight."""
         return ops.rms_norm(x, self.weight, self.eps)
 
     def add_and_norm(self, ops: Backend, x: Array, residual: Array) -> tuple[Array, Array]:

@@ -20,11 +20,21 @@ Floats = NDArray[np.float32]
 def rope_table(config: ModelConfig, *, local: bool, max_context: int, freq_factors: Floats | None = None) -> RopeTable:
     """Return the table of a layer: `local` is a layer with a window, `freq_factors` a tensor of the file."""
     if local and config.rope_local_base:
-        return RopeTable(inverse_frequencies(config.rope_local_base, config.rope_dim), 1.0)
+        return _with_temperature(RopeTable(inverse_frequencies(config.rope_local_base, config.rope_dim), 1.0), config)
     inv_freq = inverse_frequencies(config.rope_base, config.rope_dim)
     if freq_factors is not None:
         inv_freq = _divide(inv_freq, freq_factors, "rope_freqs.weight")
-    return scaled_table(inv_freq, config.rope_base, config.rope_scaling, max_context)
+    return _with_temperature(scaled_table(inv_freq, config.rope_base, config.rope_scaling, max_context), config)
+
+
+def still_table(config: ModelConfig) -> RopeTable:
+    """Return the table of a layer without RoPE: all rotations are by 0."""
+    return _with_temperature(RopeTable(np.zeros(config.rope_dim // 2, np.float32), 1.0), config)
+
+
+def _with_temperature(table: RopeTable, config: ModelConfig) -> RopeTable:
+    beta, length = config.temperature_beta, config.rope_scaling.original_context
+    return table._replace(temperature_beta=beta, temperature_length=length) if beta else table
 
 
 def inverse_frequencies(base: float, rope_dim: int) -> Floats:
@@ -78,14 +88,16 @@ def _yarn(inv_freq: Floats, base: float, s: RopeScaling) -> Floats:
 
 
 def _yarn_attention(s: RopeScaling) -> float:
-    def mscale(weight: float) -> float:
-        return 1.0 if s.factor <= 1 else 0.1 * weight * math.log(s.factor) + 1.0
-
     if s.attention_factor is not None:
         return s.attention_factor
     if s.mscale and s.mscale_all_dim:
-        return mscale(s.mscale) / mscale(s.mscale_all_dim)
-    return mscale(1.0)
+        return yarn_mscale(s.factor, s.mscale) / yarn_mscale(s.factor, s.mscale_all_dim)
+    return yarn_mscale(s.factor, 1.0)
+
+
+def yarn_mscale(factor: float, weight: float) -> float:
+    """Return YaRN's factor of attention for a stretch by `factor`."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def _longrope(inv_freq: Floats, s: RopeScaling, max_context: int) -> RopeTable:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from ..config import Family, ModelConfig
@@ -17,6 +19,20 @@ GEMMA_DEFAULTS = {
     "head_dim": 256, "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh",
     "sliding_window": 4096, "tie_word_embeddings": True,
 }  # fmt: skip
+MINISTRAL_DEFAULTS = {
+    "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+        "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+    },
+}  # fmt: skip
+OLMO: dict[str, Any] = {
+    "pre_norms": False, "post_norms": True, "qk_norm": True, "wide_qk_norm": True, "full_every": 4,
+    "unscaled_windows": True,
+}  # fmt: skip
+GLM4_DEFAULTS = {
+    "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5
+}  # fmt: skip
 
 FAMILIES = (
     Family("llama", gguf=("llama",), hf=("llama",), rope_interleaved=True),
@@ -24,7 +40,9 @@ FAMILIES = (
     Family("mistral", gguf=(), hf=("mistral",), hf_defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
     Family("qwen2", gguf=("qwen2",), hf=("qwen2",), qkv_bias=True, hf_defaults=QWEN_DEFAULTS),
     Family("qwen3", gguf=("qwen3",), hf=("qwen3",), qk_norm=True, hf_defaults={**QWEN_DEFAULTS, "head_dim": 128}),
-    Family("phi3", gguf=("phi3",), hf=("phi3",), fused=True, hf_defaults={"rms_norm_eps": 1e-5}),
+    Family(
+        "phi3", gguf=("phi3",), hf=("phi3",), fused_qkv=True, fused_gate_up=True, hf_defaults={"rms_norm_eps": 1e-5}
+    ),
     Family(
         "gemma2", gguf=("gemma2",), hf=("gemma2",), activation="gelu_tanh", post_norms=True, scaled_embedding=True,
         norm_plus_one=True, full_every=2, default_window=4096, default_attention_cap=50.0, default_final_cap=30.0,
@@ -35,9 +53,34 @@ FAMILIES = (
         scaled_embedding=True, norm_plus_one=True, full_every=6, default_local_base=10000.0,
         hf_defaults={**GEMMA_DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
     ),
+    Family(
+        "granite", gguf=("granite",), hf=("granite",), rope_interleaved=True, multipliers=True,
+        hf_defaults={"attention_multiplier": 1.0},
+    ),
+    Family(
+        "smollm3", gguf=("smollm3",), hf=("smollm3",), rope_interleaved=True, nope_every=4,
+        hf_defaults={
+            "num_key_value_heads": 4, "rope_theta": 2e6, "use_sliding_window": False, "tie_word_embeddings": True
+        },
+    ),
+    Family(
+        "mistral3", gguf=("mistral3",), hf=("ministral3",), rope_interleaved=True, hf_defaults=MINISTRAL_DEFAULTS
+    ),
+    Family("olmo2", gguf=("olmo2",), hf=("olmo2",), **OLMO, hf_defaults={"rms_norm_eps": 1e-5}),
+    # GGUF files of OLMo 3 have the architecture olmo2
+    Family(
+        "olmo3", gguf=(), hf=("olmo3",), **OLMO,
+        hf_defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
+    ),
+    Family(
+        "glm4", gguf=("glm4",), hf=("glm4",), rope_interleaved=True, hf_rope_interleaved=True, post_norms=True,
+        fused_gate_up=True, hf_defaults=GLM4_DEFAULTS,
+    ),
 )  # fmt: skip
+GGUF_OF = {"mistral": "llama", "olmo3": "olmo2"}  # families without a GGUF architecture of their own
 BY_GGUF = {name: family for family in FAMILIES for name in family.gguf}
 BY_HF = {name: family for family in FAMILIES for name in family.hf}
+CLASS_SUFFIX = re.compile(r"For(CausalLM|ConditionalGeneration)$")
 
 
 def register_family(family: Family) -> None:
@@ -61,7 +104,7 @@ def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
 
 def gguf_architecture(config: ModelConfig) -> str:
     """Return the GGUF architecture of the family; Mistral is `llama`."""
-    return config.family.gguf[0] if config.family.gguf else "llama"
+    return config.family.gguf[0] if config.family.gguf else GGUF_OF[config.family.name]
 
 
 def detect_family(checkpoint: Checkpoint) -> Family:
@@ -74,12 +117,16 @@ def detect_family(checkpoint: Checkpoint) -> Family:
         key = "general.architecture" if checkpoint.format == "gguf" else "model_type"
         raise ModelFileError(f"{checkpoint.path.name}: {key!r} is missing, so the architecture is unknown")
     if name not in table:
-        raise UnsupportedModelError(f"architecture {name!r} is not supported (supported: {', '.join(table)})")
+        nearest = get_close_matches(name, table, n=3, cutoff=0.0)
+        raise UnsupportedModelError(
+            f"architecture {name!r} is not supported (nearest of the {len(table)} that are: {', '.join(nearest)})"
+        )
     return table[name]
 
 
 def _from_class_name(config: Mapping[str, Any]) -> str | None:
     """Return `llama` for `LlamaForCausalLM`, for a config.json without model_type."""
     names = config.get("architectures") or [""]
-    name = str(names[0]).removesuffix("ForCausalLM").lower() if isinstance(names, list) else ""
-    return {"gemma3": "gemma3_text"}.get(name, name) or None
+    name = CLASS_SUFFIX.sub("", str(names[0])).lower() if isinstance(names, list) else ""
+    by_class = {kind.replace("_", ""): kind for kind in BY_HF}
+    return {"gemma3": "gemma3_text", "mistral3": "mistral"}.get(name, by_class.get(name, name)) or None

@@ -22,7 +22,7 @@ from ..layers.attention import Attention
 from ..layers.block import Block
 from ..layers.linear import Linear
 from ..layers.rms_norm import RMSNorm
-from ..layers.rope import rope_table
+from ..layers.rope import rope_table, still_table
 from ..layers.swiglu import SwiGLU
 from ..weights import Checkpoint, Tensor
 from ..weights.checkpoint import release_pages
@@ -67,16 +67,15 @@ class _ModelLoader:
         self.check_layer_count()
         embedding = self.matrix("token_embd.weight", c.vocab_size, c.d_model)
         release_pages(embedding.data)  # checked now, packed last
-        global_rope, local_rope = self.ropes()
-        blocks = self.blocks([local_rope if c.windows[i] else global_rope for i in range(c.n_layers)])
+        blocks = self.blocks(self.ropes())
         table = self.pack([embedding])
         model = Transformer(
             config=c,
             ops=self.ops,
             embedding=table,
-            embedding_scale=float(np.float32(c.d_model**0.5)) if c.family.scaled_embedding else 1.0,
+            embedding_scale=self.embedding_scale(),
             blocks=blocks,
-            norm=self.norm("output_norm.weight", c.d_model),
+            norm=self.stream_norm("output_norm", divisor=c.logit_scale),
             head=self.head(table),
         )
         self.refuse_unused_tensors()
@@ -86,7 +85,7 @@ class _ModelLoader:
 
     def check_layer_count(self) -> None:
         """Raise before anything is built for layers that the metadata claims and the file lacks."""
-        last = f"blk.{self.config.n_layers - 1}.attn_norm.weight"
+        last = f"blk.{self.config.n_layers - 1}.attn_{'norm' if self.config.family.pre_norms else 'output'}.weight"
         if last not in self.checkpoint.tensors:
             raise ModelFileError(f"tensor {last!r} is missing: the metadata says {self.config.n_layers} layers")
 
@@ -100,12 +99,21 @@ class _ModelLoader:
                 raise ModelFileError(f"{missing}, and config.json does not tie it to the embedding")
         return embedding  # tied
 
-    def ropes(self) -> tuple[RopeTable, RopeTable]:
-        """Return the RoPE tables of layers with full attention and of layers with a window."""
+    def embedding_scale(self) -> float:
+        """Return the factor of embeddings; the residual stream is kept divided by its scale (see `stream_norm`)."""
+        c = self.config
+        width = float(np.float32(c.d_model**0.5)) if c.family.scaled_embedding else 1.0
+        return width * c.embedding_scale / c.residual_scale
+
+    def ropes(self) -> list[RopeTable]:
+        """Return the RoPE table of each layer: layers with full attention share one, those with a window, and those
+        without RoPE."""
         config = replace(self.config, rope_scaling=self.rope_scaling())
         factors = self.optional_vector("rope_freqs.weight", config.rope_dim // 2)
         table = partial(rope_table, config, max_context=self.max_context, freq_factors=factors)
-        return table(local=False), table(local=True)
+        full, local, still = table(local=False), table(local=True), still_table(config)
+        chosen = [local if window else full for window in config.windows]
+        return [still if i in config.nope_layers else rope for i, rope in enumerate(chosen)]
 
     def rope_scaling(self) -> RopeScaling:
         """Return the scaling of the metadata, or longrope if the file has its two factor tensors."""
@@ -132,11 +140,11 @@ class _ModelLoader:
 
     def block(self, i: int, rope: RopeTable) -> Block:
         c, prefix = self.config, f"blk.{i}."
-        post = c.family.post_norms
+        pre, post = c.family.pre_norms, c.family.post_norms
         return Block(
-            attention_norm=self.norm(prefix + "attn_norm.weight", c.d_model),
+            attention_norm=self.stream_norm(prefix + "attn_norm") if pre else None,
             attention=self.attention(prefix, c.windows[i], rope),
-            mlp_norm=self.norm(prefix + "ffn_norm.weight", c.d_model),
+            mlp_norm=self.stream_norm(prefix + "ffn_norm") if pre else None,
             mlp=self.mlp(prefix),
             post_attention_norm=self.norm(prefix + "post_attention_norm.weight", c.d_model) if post else None,
             post_mlp_norm=self.norm(prefix + "post_ffw_norm.weight", c.d_model) if post else None,
@@ -144,7 +152,10 @@ class _ModelLoader:
 
     def attention(self, prefix: str, window: int, rope: RopeTable) -> Attention:
         c = self.config
-        norms = [self.norm(f"{prefix}attn_{x}_norm.weight", c.head_dim) if c.family.qk_norm else None for x in "qk"]
+        q_norm, k_norm = (
+            self.head_norm(f"{prefix}attn_{x}_norm.weight", heads) if c.family.qk_norm else None
+            for x, heads in (("q", c.n_heads), ("k", c.n_kv_heads))
+        )
         return Attention(
             qkv=self.qkv(prefix),
             output=self.linear([prefix + "attn_output"], [c.d_model], c.n_heads * c.head_dim),
@@ -153,14 +164,14 @@ class _ModelLoader:
             head_dim=c.head_dim,
             rope=rope,
             params=AttentionParams(c.attention_scale, window, c.attention_cap),
-            q_norm=norms[0],
-            k_norm=norms[1],
+            q_norm=q_norm,
+            k_norm=k_norm,
         )
 
     def qkv(self, prefix: str) -> Linear:
         c = self.config
         rows = [c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.n_kv_heads * c.head_dim]
-        if c.family.fused:
+        if c.family.fused_qkv:
             return self.linear([prefix + "attn_qkv"], [sum(rows)], c.d_model)
         names = [prefix + f"attn_{x}" for x in "qkv"]
         if c.family.qkv_bias:
@@ -171,7 +182,7 @@ class _ModelLoader:
     def mlp(self, prefix: str) -> SwiGLU:
         c = self.config
         names, rows = [prefix + "ffn_gate", prefix + "ffn_up"], [c.d_ff, c.d_ff]
-        if c.family.fused:
+        if c.family.fused_gate_up:
             names, rows = [prefix + "ffn_up"], [2 * c.d_ff]
         down = self.linear([prefix + "ffn_down"], [c.d_model], c.d_ff)
         return SwiGLU(self.linear(names, rows, c.d_model), down, c.activation)
@@ -199,16 +210,35 @@ class _ModelLoader:
         return tensor if order is None else tensor.take_rows(order)
 
     def rope_order(self, name: str, rows: int) -> NDArray[np.intp] | None:
-        interleaved = self.config.family.rope_interleaved and self.checkpoint.format == "gguf"
+        family = self.config.family
+        interleaved = family.rope_interleaved if self.checkpoint.format == "gguf" else family.hf_rope_interleaved
         if not interleaved or name.split(".")[-2] not in ("attn_q", "attn_k"):
             return None
         return rope_row_order(rows, self.config.head_dim, self.config.rope_dim)
 
     def norm(self, name: str, width: int) -> RMSNorm:
+        return RMSNorm(self.ops.prepare_vector(self.norm_weight(name, width)), self.config.norm_eps)
+
+    def stream_norm(self, name: str, divisor: float = 1.0) -> RMSNorm:
+        """Return a norm of the residual stream, which is kept divided by its scale: RMS norm is scale invariant but for
+        eps."""
+        c = self.config
+        weight = self.norm_weight(f"{name}.weight", c.d_model)
+        scaled = weight if divisor == 1.0 else weight / np.float32(divisor)
+        return RMSNorm(self.ops.prepare_vector(scaled), c.norm_eps / c.residual_scale**2)
+
+    def head_norm(self, name: str, heads: int) -> RMSNorm:
+        """Return a norm of q or k: of each head, or of all together."""
+        c = self.config
+        if not c.family.wide_qk_norm:
+            return self.norm(name, c.head_dim)
+        weight = self.norm_weight(name, heads * c.head_dim).reshape(heads, c.head_dim)
+        return RMSNorm(self.ops.prepare_vector(weight), c.norm_eps)
+
+    def norm_weight(self, name: str, width: int) -> NDArray[np.float32]:
         weight = self.vector(name, width)
-        if self.config.family.norm_plus_one and self.checkpoint.format == "safetensors":
-            weight = weight + np.float32(1)
-        return RMSNorm(self.ops.prepare_vector(weight), self.config.norm_eps)
+        is_less_one = self.config.family.norm_plus_one and self.checkpoint.format == "safetensors"
+        return weight + np.float32(1) if is_less_one else weight
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         if name not in self.checkpoint.tensors:

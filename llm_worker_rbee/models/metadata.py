@@ -7,7 +7,6 @@ overflows nor divides by zero later. No tensor is read.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from ..config import (
     RopeScaling,
 )
 from ..errors import ModelFileError, UnsupportedModelError
+from ..layers.rope import yarn_mscale
 
 MIN_POSITIVE, MAX_NUMBER = 1e-30, 1e30  # of a positive number
 MIN_SOFT_CAP = 1e-3
@@ -162,10 +162,15 @@ def model_config_from_gguf(metadata: Mapping[str, Any], family: Family, vocab_si
         rope_base=keys.positive("rope.freq_base", 10000.0, MIN_ROPE_BASE),
         rope_scaling=_gguf_rope_scaling(keys),
         rope_local_base=_gguf_local_base(keys, family),
+        nope_layers=_gguf_nope_layers(keys, family, n_layers),
+        temperature_beta=keys.number("attention.temperature_scale", 0.0),
         windows=_gguf_windows(keys, family, n_layers),
         attention_scale=_attention_scale(keys, family, n_layers, d_model / n_heads, head_dim),
         attention_cap=keys.cap("attn_logit_softcapping", family.default_attention_cap),
         final_cap=keys.cap("final_logit_softcapping", family.default_final_cap),
+        embedding_scale=keys.positive("embedding_scale", 1.0),
+        residual_scale=keys.positive("residual_scale", 1.0),
+        logit_scale=keys.positive("logit_scale", 1.0),
         activation=family.activation,
     )
 
@@ -176,9 +181,24 @@ def _vocab_size(keys: MetadataReader) -> int:
 
 
 def _gguf_local_base(keys: MetadataReader, family: Family) -> float:
-    if not keys.has("rope.freq_base_swa"):
-        return family.default_local_base
-    return keys.positive("rope.freq_base_swa", minimum=MIN_ROPE_BASE)
+    if keys.has("rope.freq_base_swa"):
+        return keys.positive("rope.freq_base_swa", minimum=MIN_ROPE_BASE)
+    if family.unscaled_windows and keys.has("attention.sliding_window"):
+        return keys.positive("rope.freq_base", 10000.0, MIN_ROPE_BASE)
+    return family.default_local_base
+
+
+def _gguf_nope_layers(keys: MetadataReader, family: Family, n_layers: int) -> tuple[int, ...]:
+    if any(keys.array("rope.dimension_sections") or ()):
+        raise UnsupportedModelError(f"{keys.describe_key('rope.dimension_sections')} (M-RoPE) is not supported")
+    if family.multipliers and not keys.get("rope.scaling.finetuned", bool, True):  # how Granite's files state it
+        return tuple(range(n_layers))
+    return every_nth(family.nope_every, n_layers)
+
+
+def every_nth(n: int, n_layers: int) -> tuple[int, ...]:
+    """Return the indices of every n-th layer; 0: of none."""
+    return tuple(range(n - 1, n_layers, n)) if n else ()
 
 
 def _attention_scale(
@@ -206,13 +226,14 @@ def _gguf_rope_scaling(keys: MetadataReader) -> RopeScaling:
     if kind not in GGUF_SCALINGS:
         raise UnsupportedModelError(f"rope scaling {kind!r} is not supported (supported: {', '.join(GGUF_SCALINGS)})")
     attention = keys.number("rope.scaling.attn_factor", 0.0) or keys.number("rope.scaling.yarn_attn_factor", 0.0)
-    if keys.number("rope.scaling.yarn_log_multiplier", 0.0, -math.inf, math.inf):
-        raise UnsupportedModelError("rope scaling with yarn_log_multiplier is not supported")
+    log_multiplier = keys.number("rope.scaling.yarn_log_multiplier", 0.0)
     factor = keys.positive("rope.scaling.factor", linear, MIN_ROPE_FACTOR)
-    if kind == "yarn" and attention:
-        attention *= 1.0 + 0.1 * math.log(factor)  # the file's factor multiplies the formula's
+    if kind == "yarn" and attention:  # the file's factor multiplies the formula's
+        attention *= yarn_mscale(factor, 1.0) / yarn_mscale(factor, log_multiplier)
     context = keys.integer("context_length", minimum=1, maximum=MAX_CONTEXT)
     minimum = 2 if kind in ("yarn", "longrope") else 0  # these take its logarithm
+    if keys.number("attention.temperature_scale", 0.0):
+        minimum = max(minimum, 1)  # positions are divided by it
     return RopeScaling(
         kind=kind,
         factor=factor,
@@ -220,6 +241,8 @@ def _gguf_rope_scaling(keys: MetadataReader) -> RopeScaling:
         attention_factor=attention or None,
         beta_fast=keys.positive("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=keys.positive("rope.scaling.yarn_beta_slow", 1.0),
+        mscale=1.0 if log_multiplier else 0.0,
+        mscale_all_dim=log_multiplier,
     )
 
 
@@ -247,13 +270,33 @@ def model_config_from_hf(config: Mapping[str, Any], family: Family, vocab_size: 
         rope_dim=int(head_dim * rotary_fraction),
         rope_base=rope.positive("rope_theta", 10000.0, MIN_ROPE_BASE),
         rope_scaling=_hf_rope_scaling(rope, keys),
-        rope_local_base=_hf_local_base(keys),
+        rope_local_base=_hf_local_base(keys, family, rope),
+        nope_layers=_hf_nope_layers(keys, family, n_layers),
+        temperature_beta=rope.number("llama_4_scaling_beta", 0.0),
         windows=_hf_windows(keys, family, n_layers),
-        attention_scale=keys.positive("query_pre_attn_scalar", float(head_dim)) ** -0.5,
+        attention_scale=_hf_attention_scale(keys, head_dim),
         attention_cap=keys.cap("attn_logit_softcapping", 0.0),
         final_cap=keys.cap("final_logit_softcapping", 0.0),
+        embedding_scale=keys.positive("embedding_multiplier", 1.0),
+        residual_scale=keys.positive("residual_multiplier", 1.0),
+        logit_scale=keys.positive("logits_scaling", 1.0),
         activation=_activation(keys, family),
     )
+
+
+def _hf_attention_scale(keys: MetadataReader, head_dim: int) -> float:
+    usual = keys.positive("query_pre_attn_scalar", float(head_dim)) ** -0.5
+    return keys.positive("attention_multiplier", usual)
+
+
+def _hf_nope_layers(keys: MetadataReader, family: Family, n_layers: int) -> tuple[int, ...]:
+    """Return the layers whose entry in `no_rope_layers` is 0, or every n-th."""
+    flags = keys.get("no_rope_layers", list, [])
+    if not flags:
+        return every_nth(keys.integer("no_rope_layer_interval", family.nope_every), n_layers)
+    if len(flags) < n_layers or any(flag not in (0, 1) for flag in flags):
+        raise keys.error("no_rope_layers", f"must have a 0 or 1 for each of {n_layers} layers")
+    return tuple(i for i, flag in enumerate(flags[:n_layers]) if not flag)
 
 
 def _activation(keys: MetadataReader, family: Family) -> str:
@@ -290,12 +333,14 @@ def _hf_rope(keys: MetadataReader, layer_kind: str) -> MetadataReader:
     return MetadataReader(older, source=f"{keys.source}rope_scaling: ")
 
 
-def _hf_local_base(keys: MetadataReader) -> float:
+def _hf_local_base(keys: MetadataReader, family: Family, rope: MetadataReader) -> float:
     if "sliding_attention" in keys.get("rope_parameters", dict, {}):
         local = _hf_rope(keys, "sliding_attention")
         if local.get("rope_type", str, "default") != "default":
             raise UnsupportedModelError("rope scaling of the layers with a sliding window is not supported")
         return local.positive("rope_theta", 10000.0, MIN_ROPE_BASE)
+    if family.unscaled_windows and keys.has("sliding_window"):
+        return rope.positive("rope_theta", 10000.0, MIN_ROPE_BASE)
     return keys.positive("rope_local_base_freq", minimum=MIN_ROPE_BASE) if keys.has("rope_local_base_freq") else 0.0
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import mmap
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -53,12 +53,14 @@ LAYER_NAMES = {
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
+    "post_self_attn_layernorm": "post_attention_norm",
+    "post_mlp_layernorm": "post_ffw_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-# Families with post-norms use `post_attention_layernorm` for another norm.
+# Gemma and OLMo use `post_attention_layernorm` for another norm.
 SANDWICH_NAMES = LAYER_NAMES | {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -97,7 +99,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _rename(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    layer_names = SANDWICH_NAMES if any("pre_feedforward_layernorm" in name for name in tensors) else LAYER_NAMES
+    layer_names = names_of_layers(tensors)
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         new_name = gguf_name(name, layer_names)
@@ -105,6 +107,11 @@ def _rename(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             raise ModelFileError(f"tensors {name!r} and {out[new_name].name!r} both map to {new_name!r}")
         out[new_name] = tensor
     return {name: replace(tensor, name=name) for name, tensor in out.items()}
+
+
+def names_of_layers(names: Iterable[str]) -> Mapping[str, str]:
+    """Return the GGUF names of the parts of a layer, for a model with these tensors."""
+    return SANDWICH_NAMES if any("post_feedforward_layernorm" in name for name in names) else LAYER_NAMES
 
 
 def gguf_name(name: str, layer_names: Mapping[str, str] = LAYER_NAMES) -> str:

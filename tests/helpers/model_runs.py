@@ -60,6 +60,11 @@ def _no_bias(block: Block) -> Block:
     return replace(block, attention=attention)
 
 
+def _norm_each_head(block: Block) -> Block:
+    q_norm, k_norm = (replace(n, weight=n.weight[0]) for n in (block.attention.q_norm, block.attention.k_norm) if n)
+    return replace(block, attention=replace(block.attention, q_norm=q_norm, k_norm=k_norm))
+
+
 # A feature is removed either from the configuration or from the built model.
 WITHOUT_CONFIG: dict[str, Callable[[ModelConfig], ModelConfig]] = {
     "window": lambda c: (
@@ -70,11 +75,20 @@ WITHOUT_CONFIG: dict[str, Callable[[ModelConfig], ModelConfig]] = {
     "score soft cap": lambda c: replace(c, attention_cap=0.0),
     "logit soft cap": lambda c: replace(c, final_cap=0.0),
     "local rope base": lambda c: replace(c, rope_local_base=0.0),
-    "rope scaling": lambda c: replace(c, rope_scaling=RopeScaling()),
+    "rope scaling": lambda c: replace(c, rope_scaling=RopeScaling(original_context=c.rope_scaling.original_context)),
+    "log multiplier": lambda c: replace(c, rope_scaling=replace(c.rope_scaling, mscale=0.0)),
+    "attention temperature": lambda c: replace(c, temperature_beta=0.0),
+    "layers without rope": lambda c: replace(c, nope_layers=()),
+    "partial rotation": lambda c: replace(c, rope_dim=c.head_dim),
+    "embedding multiplier": lambda c: replace(c, embedding_scale=1.0),
+    "residual multiplier": lambda c: replace(c, residual_scale=1.0),
+    "attention multiplier": lambda c: replace(c, attention_scale=c.head_dim**-0.5),
+    "logits scaling": lambda c: replace(c, logit_scale=1.0),
 }
 WITHOUT_BUILT: dict[str, Callable[[Transformer], Transformer]] = {
     "bias": _blocks(_no_bias),
     "q/k norm": _blocks(lambda b: replace(b, attention=replace(b.attention, q_norm=None, k_norm=None))),
+    "wide q/k norm": _blocks(_norm_each_head),
     "post norms": _blocks(lambda b: replace(b, post_attention_norm=None, post_mlp_norm=None)),
     "embedding scale": lambda model: replace(model, embedding_scale=1.0),
 }

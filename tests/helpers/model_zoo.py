@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from llm_worker_rbee.config import Family
 from llm_worker_rbee.layers.rope import inverse_frequencies, scaled_table
-from llm_worker_rbee.models.families import BY_HF
+from llm_worker_rbee.models.families import BY_GGUF, BY_HF, GGUF_OF
 from llm_worker_rbee.models.metadata import model_config_from_hf
 from llm_worker_rbee.weights.gguf_writer import Raw, TensorLike, Typed, write_gguf
-from llm_worker_rbee.weights.safetensors import LAYER_NAMES, SANDWICH_NAMES, gguf_name
+from llm_worker_rbee.weights.safetensors import gguf_name, names_of_layers
 
 VOCAB = 160
 SHAPE = {
@@ -135,11 +135,78 @@ ZOO = {
         ("q/k norm", "window", "rope scaling", "local rope base", "post norms", "embedding scale"),
     ),
 }
+ZOO |= {
+    "phi4-mini": Variant(
+        "phi3",
+        {
+            "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.75},
+            "original_max_position_embeddings": 32,
+            "sliding_window": 100,
+            "tie_word_embeddings": True,
+        },
+        ("rope scaling",),
+        max_context=128,
+        length=40,
+    ),
+    "granite": Variant(
+        "granite",
+        {
+            "rope_parameters": DEFAULT_ROPE,
+            "tie_word_embeddings": True,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.125,
+            "logits_scaling": 0.5,
+            "rms_norm_eps": 1e-2,
+        },
+        ("embedding multiplier", "residual multiplier", "attention multiplier", "logits scaling"),
+    ),
+    "smollm3": Variant(
+        "smollm3",
+        {"rope_parameters": DEFAULT_ROPE, "num_hidden_layers": 5, "tie_word_embeddings": True},
+        ("layers without rope",),
+    ),
+    "ministral3": Variant(
+        "ministral3",
+        {
+            "head_dim": 24,
+            "rope_parameters": {
+                **YARN, "original_max_position_embeddings": 8, "mscale": 1.0, "mscale_all_dim": 0.5,
+                "llama_4_scaling_beta": 0.3, "beta_fast": 16.0, "beta_slow": 1.0,
+            },
+        },
+        ("rope scaling", "log multiplier", "attention temperature"),
+    ),
+    "olmo2": Variant("olmo2", {"rope_parameters": DEFAULT_ROPE}, ("q/k norm", "wide q/k norm", "post norms")),
+    "olmo3": Variant(
+        "olmo3",
+        {
+            "sliding_window": 7,
+            "num_hidden_layers": 5,
+            "rope_parameters": {"full_attention": YARN, "sliding_attention": DEFAULT_ROPE},
+        },
+        ("q/k norm", "window", "rope scaling", "local rope base"),
+    ),
+    "glm4": Variant(
+        "glm4",
+        {
+            "head_dim": 24,
+            "rope_parameters": {**DEFAULT_ROPE, "partial_rotary_factor": 0.5},
+            "attention_bias": True,
+        },
+        ("bias", "post norms", "partial rotation"),
+    ),
+}  # fmt: skip
 NO_GGUF_KEY = {"qwen2-window", "gemma2-scale"}  # features without a GGUF key
 
 
 def family_of(variant: Variant) -> Family:
     return BY_HF[variant.family]
+
+
+def architecture_of(variant: Variant) -> str:
+    family = family_of(variant)
+    return family.gguf[0] if family.gguf else GGUF_OF[family.name]
 
 
 def make_hf(variant: Variant, seed: int = 0) -> Any:
@@ -173,16 +240,17 @@ def interleave(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
 
 def gguf_tensors(variant: Variant, model: Any) -> dict[str, TensorLike]:
     family, c = family_of(variant), model.config
-    names = SANDWICH_NAMES if family.post_norms else LAYER_NAMES
+    names = names_of_layers(model.state_dict())
+    is_permuted = BY_GGUF[architecture_of(variant)].rope_interleaved and not family.hf_rope_interleaved
     out: dict[str, TensorLike] = {}
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and c.tie_word_embeddings:
             continue
         value = weight.numpy()
         ours = gguf_name(name, names)
-        if family.name in ("llama", "mistral") and ".attn_q." in ours:
+        if is_permuted and ".attn_q." in ours:
             value = interleave(value, c.num_attention_heads)
-        if family.name in ("llama", "mistral") and ".attn_k." in ours:
+        if is_permuted and ".attn_k." in ours:
             value = interleave(value, c.num_key_value_heads)
         if family.norm_plus_one and "norm" in ours:
             value = value + np.float32(1)
@@ -208,7 +276,7 @@ def rope_tensors(c: Any) -> dict[str, TensorLike]:
 def gguf_metadata(variant: Variant, model: Any) -> dict[str, Any]:
     """Return the keys that llama.cpp's converter writes."""
     c, family = model.config, family_of(variant)
-    arch = "llama" if family.name == "mistral" else family.gguf[0]
+    arch = architecture_of(variant)
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     rope = c.rope_parameters
     full, local = rope.get("full_attention", rope), rope.get("sliding_attention", {})
@@ -234,6 +302,22 @@ def gguf_metadata(variant: Variant, model: Any) -> dict[str, Any]:
         keys["rope.scaling.attn_factor"] = float(np.sqrt(1 + np.log(factor) / np.log(32)))
     if local:
         keys["rope.freq_base_swa"] = float(local["rope_theta"])
+    if arch == "granite":
+        keys |= {
+            "attention.scale": c.attention_multiplier,
+            "embedding_scale": c.embedding_multiplier,
+            "residual_scale": c.residual_multiplier,
+            "logit_scale": c.logits_scaling,
+        }
+    if arch == "mistral3":
+        keys |= {
+            "rope.scaling.yarn_log_multiplier": full["mscale_all_dim"],
+            "rope.scaling.yarn_beta_fast": full["beta_fast"],
+            "rope.scaling.yarn_beta_slow": full["beta_slow"],
+            "attention.temperature_scale": full["llama_4_scaling_beta"],
+        }
+    if arch == "olmo2" and getattr(c, "sliding_window", None):
+        keys["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in c.layer_types]
     if getattr(c, "sliding_window", None):
         keys["attention.sliding_window"] = c.sliding_window
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):

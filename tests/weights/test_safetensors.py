@@ -20,10 +20,10 @@ from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError
 from llm_worker_rbee.models import read_model_config
 from llm_worker_rbee.weights import Checkpoint, open_checkpoint
 from llm_worker_rbee.weights.gguf_writer import Raw, TensorLike, write_gguf
-from llm_worker_rbee.weights.safetensors import LAYER_NAMES, SANDWICH_NAMES, gguf_name
+from llm_worker_rbee.weights.safetensors import gguf_name, names_of_layers
 
 from ..helpers import model_runs
-from ..helpers.model_zoo import ZOO, family_of, make_hf, save_hf
+from ..helpers.model_zoo import ZOO, make_hf, save_hf
 from .test_gguf import base_of
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -37,7 +37,7 @@ def raw_bytes(weight: torch.Tensor) -> bytes:
 
 def as_gguf(model: Any, variant: str, kind: str, path: Path) -> Checkpoint:
     """Weights, types and row order are the same, under GGUF names."""
-    names = SANDWICH_NAMES if family_of(ZOO[variant]).post_norms else LAYER_NAMES
+    names = names_of_layers(model.state_dict())
     tensors: dict[str, TensorLike] = {}
     for name, weight in model.state_dict().items():
         if name != "lm_head.weight" or not model.config.tie_word_embeddings:
@@ -55,7 +55,7 @@ def assert_equal_tensors(ours: Checkpoint, other: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("kind", DTYPES)
-@pytest.mark.parametrize("variant", ["qwen2", "qwen3", "phi3", "gemma2", "llama-bias"])
+@pytest.mark.parametrize("variant", ["qwen2", "qwen3", "phi3", "gemma2", "llama-bias", "olmo2", "glm4"])
 def test_open_hf_tensors_equal_those_of_gguf(tmp_path: Path, variant: str, kind: str) -> None:
     model = make_hf(ZOO[variant]).to(DTYPES[kind])
     folder = open_checkpoint(save_hf(model, tmp_path / "hf"))

@@ -35,7 +35,7 @@ from .kv_layout import kv_type_of, layer_addresses, padded_dim
 from .linear import PackedWeight, pack_weight
 from .op_parts import CpuParts
 from .program import Program, Step, choose_threads, prepare_step, run_step
-from .rope import angles_task, rope_store_task
+from .rope import angles_task, rope_store_task, temperature_of
 
 Floats = NDArray[np.float32]
 
@@ -92,9 +92,12 @@ class CpuBackend(Backend):
 
     def _norm(self, x: Floats, residual: Floats, weight: Floats, eps: float, add_delta: bool) -> Floats:
         out = np.empty_like(residual)
-        program, tokens = _norm_program(len(weight), weight.ctypes.data, eps, add_delta), residual.size // len(weight)
+        program, tokens = _norm_program(weight.size, weight.ctypes.data, eps, add_delta), residual.size // weight.size
         run_step(program, dict(enumerate((x, residual, out), Step.END)), {Step.TOKENS: tokens}, self.threads)
         return out
+
+    def add(self, x: Floats, residual: Floats) -> Floats:
+        return residual + x
 
     def linear(self, x: Floats, w: PackedWeight, bias: Floats | None = None) -> Floats:
         out = w.matmul(x, self.threads)
@@ -114,7 +117,8 @@ class CpuBackend(Backend):
             Step.POSITIONS: positions.astype(np.int64), Step.SLOT_MAPPING: slot_mapping.astype(np.int64),
             Step.KV: layer_addresses([kv]),
         }  # fmt: skip
-        store = rope_store_task(0, cos, pairs, heads, kv_heads, dim, kv_type_of(kv), qkv, queries)
+        kind, temperature = kv_type_of(kv), temperature_of(table)
+        store = rope_store_task(0, cos, pairs, heads, kv_heads, dim, kind, qkv, queries, temperature)
         counts: dict[int, int] = {Step.TOKENS: tokens, Step.BLOCK_SIZE: kv.v.shape[2]}
         run_step(Program([angles_task(table, cos), store]), {**inputs, **buffers}, counts, self.threads)
         return out[:, :, :dim]

@@ -37,7 +37,8 @@ NormArg = IntEnum(
 GatedArg = IntEnum("GatedArg", "COUNT GATE_UP OUT ACTIVATIONS WIDTH ACTIVATION", start=0)
 QuantizeArg = IntEnum("QuantizeArg", "COUNT SOURCE OUT ACTIVATIONS HEADS DIM PADDED TWO_TERM", start=0)
 BiasArg = IntEnum("BiasArg", "COUNT ROWS WIDTH BIAS", start=0)
-HeadNormArg = IntEnum("HeadNormArg", "COUNT QKV HEADS KV_HEADS DIM Q_WEIGHT K_WEIGHT EPS", start=0)
+# Q_GROUP and K_GROUP are the heads that one norm covers: 1, or all.
+HeadNormArg = IntEnum("HeadNormArg", "COUNT QKV HEADS KV_HEADS DIM Q_WEIGHT K_WEIGHT EPS Q_GROUP K_GROUP", start=0)
 # Arguments of `embed`; MINIMA, NIBBLE_SCALES and TABLE (the value of each code) are optional.
 EmbedArg = IntEnum(
     "EmbedArg",
@@ -121,6 +122,19 @@ def norm(args, step, piece):
             quantize_row(to, at, s, a[NormArg.ACTIVATIONS], t, width, a[NormArg.TWO_TERM], tokens)
 
 
+def add_rows(args, step, piece):
+    """For each token: the norm of the delta (POST_WEIGHT), the addition, the quantization."""
+    a, s = i64(args), i64(step)
+    width, eps, tokens = a[NormArg.WIDTH], np.float32(f64(args)[NormArg.EPS]), s[a[NormArg.COUNT]]
+    x, residual = f32(s[a[NormArg.DELTA]]), f32(s[a[NormArg.RESIDUAL]])
+    for t in range(piece * TOKENS_PER_PIECE, min(tokens, piece * TOKENS_PER_PIECE + TOKENS_PER_PIECE)):
+        if a[NormArg.POST_WEIGHT]:
+            norm_row(x, t * width, f32(a[NormArg.POST_WEIGHT]), eps, x, t * width, width)
+        add_row(x, residual, t * width, width)
+        if a[NormArg.ACTIVATIONS]:
+            quantize_row(residual, t * width, s, a[NormArg.ACTIVATIONS], t, width, a[NormArg.TWO_TERM], tokens)
+
+
 @kernel
 def gate_row(gate_up, at, half, out, to, count, gelu):
     """Write act(gate) * up; SiLU is x * sigmoid(x), GELU its tanh form, tanh(y) = 1 - 2 / (1 + e^2y)."""
@@ -184,15 +198,18 @@ def add_bias(args, step, piece):
 
 
 def head_norms(args, step, piece):
-    """Norm q and k heads in place; a row holds q heads, k heads, v heads of one size."""
+    """Norm q and k in place, by head or all heads together; a row holds q heads, k heads, v heads of one size."""
     a, s = i64(args), i64(step)
     x, dim, eps = f32(s[a[HeadNormArg.QKV]]), a[HeadNormArg.DIM], np.float32(f64(args)[HeadNormArg.EPS])
     heads, kv_heads, first = a[HeadNormArg.HEADS], a[HeadNormArg.KV_HEADS], piece * TOKENS_PER_PIECE
     for t in range(first, min(s[a[HeadNormArg.COUNT]], first + TOKENS_PER_PIECE)):
-        for h in range(heads + kv_heads):
-            at = (t * (heads + 2 * kv_heads) + h) * dim
-            weight = f32(a[HeadNormArg.Q_WEIGHT]) if h < heads else f32(a[HeadNormArg.K_WEIGHT])
-            norm_row(x, at, weight, eps, x, at, dim)
+        h = 0
+        while h < heads + kv_heads:
+            at, is_q = (t * (heads + 2 * kv_heads) + h) * dim, h < heads
+            weight = f32(a[HeadNormArg.Q_WEIGHT]) if is_q else f32(a[HeadNormArg.K_WEIGHT])
+            group = a[HeadNormArg.Q_GROUP] if is_q else a[HeadNormArg.K_GROUP]
+            norm_row(x, at, weight, eps, x, at, group * dim)
+            h += group
 
 
 @kernel
@@ -255,7 +272,7 @@ def embed(args, step, piece):
 
 
 NORM, GATED, QUANTIZE_ROWS, ADD_BIAS, HEAD_NORMS = map(TaskKernel, (norm, gated, quantize_rows, add_bias, head_norms))
-EMBED = TaskKernel(embed)
+EMBED, ADD_ROWS = TaskKernel(embed), TaskKernel(add_rows)
 CODE_VALUES = {layout: np.array(layout.table, np.int8) for layout in LAYOUTS if layout.table}  # kept alive for kernels
 
 
@@ -266,6 +283,21 @@ def norm_task(
     """Return the norm: entries of its inputs and of OUT, ACTIVATIONS and INDEX; its weight and that of the delta."""
     args = pack_args(count, delta, residual, *outputs, width, *weights, add_delta, 0, two_term)
     return Task(NORM, pack_floats(args, NormArg.EPS, [eps]), 1, count, TOKENS_PER_PIECE)
+
+
+def add_task(
+    count: int, delta: int, residual: int, activations: int, post: Any, width: int, eps: float, *, two_term: bool
+) -> Task:
+    """Return the residual add: entries of its operands and of its activations, the weight of the delta's norm or 0."""
+    args = pack_args(count, delta, residual, 0, activations, 0, width, 0, post, True, 0, two_term)
+    return Task(ADD_ROWS, pack_floats(args, NormArg.EPS, [eps]), 1, count, TOKENS_PER_PIECE)
+
+
+def head_norms_task(qkv: int, heads: tuple[int, int], dim: int, weights: tuple[Floats, Floats], eps: float) -> Task:
+    """Return the norms of q and k; a weight of (heads, dim) covers all of them."""
+    groups = [len(weight) if weight.ndim == 2 else 1 for weight in weights]
+    args = pack_args(Step.TOKENS, qkv, *heads, dim, *weights, 0, *groups)
+    return Task(HEAD_NORMS, pack_floats(args, HeadNormArg.EPS, [eps]), 1, Step.TOKENS, TOKENS_PER_PIECE)
 
 
 def gated_task(gate_up: int, out: int, activations: int, width: int, activation: str) -> Task:

@@ -3,6 +3,7 @@
     recorded         expanded                  fused by a rewrite
     embed                                      embed
     rms_norm, add_   quantize                  norm: [norm of the delta,] residual add, norm, activation quantization
+    add                                        add: [norm of the delta,] residual add, activation quantization
     linear           quantize, matmul, add_bias   linear
     rope_store       rope_angles (once)        rope_kv_write: split, [q and k norms,] rotation, write to the KV cache
     attention        split_work (once)         attention: prefill tiles, decode tiles, activation quantization
@@ -30,11 +31,11 @@ from .attention import (
     partial_bytes,
     split_work_task,
 )
-from .elementwise import ACTIVATIONS, TOKENS_PER_PIECE, HeadNormArg, embed_task
+from .elementwise import ACTIVATIONS, TOKENS_PER_PIECE, embed_task, head_norms_task
 from .kv_layout import padded_dim
 from .linear import linear_tasks
-from .program import Step, Task, pack_args, pack_floats
-from .rope import angles_task, rope_store_task
+from .program import Step, Task, pack_args
+from .rope import angles_task, rope_store_task, temperature_of
 
 WORK_NUMBERS = ((0, np.int64),) * (len(WorkEntry) - 1)  # entries for numbers, without an array
 COUNTS: dict[Any, Step] = {TOKENS: Step.TOKENS, LOGITS: Step.NUM_LOGITS}
@@ -46,6 +47,7 @@ def _is_of_rows(node: Node) -> bool:
 
 REWRITES = (
     Rewrite("norm", "rms_norm? take? take? add_rms_norm* quantize?", _is_of_rows),
+    Rewrite("add", "rms_norm? add* quantize?", _is_of_rows),
     Rewrite("norm", "rms_norm* quantize?", _is_of_rows),
     Rewrite("rope_kv_write", "split_heads rms_norm? rms_norm? rope_store", have_one_eps),
     Rewrite("attention", "attention* quantize", lambda node: can_quantize_output(node.fused[0]["q"].shape[2])),
@@ -251,19 +253,30 @@ class Lowering:
                                            add_delta=add is not None, two_term=two_term))  # fmt: skip
         return "norm", tasks
 
+    def _add(self, node: Node) -> tuple[str, list[Task]]:
+        """Lower the residual add with the norm of the delta, both of which are done in place."""
+        (add,), post, quantize = node.parts("add"), node.part("rms_norm"), node.part("quantize")
+        tasks, delta = list[Task](), (post or add)["x"]
+        changed = self._overwrite(delta, post.output, tasks) if post else self.entries[delta]
+        stream = self._overwrite(add["residual"], add.output, tasks)
+        activations, two_term = self._activations(quantize), quantize is not None and quantize["two_term"]
+        weight, eps = (post["weight"], post["eps"]) if post else (0, 0.0)
+        count, width = COUNTS[add.output.shape[0]], _width(add.output)
+        tasks.append(elementwise.add_task(count, changed, stream, activations, weight, width, eps, two_term=two_term))
+        return "add", tasks
+
     def _rope_kv_write(self, node: Node) -> tuple[str, list[Task]]:
         """Lower the q and k norms, which are done in place, the rotation and the write."""
         (split,), norms, (store,) = node.parts("split_heads"), node.parts("rms_norm"), node.parts("rope_store")
         heads, kv_heads, dim = split["n_heads"], split["n_kv_heads"], split["head_dim"]
         qkv, tasks = self.entries[split["qkv"]], list[Task]()
         if norms:
-            qkv = self._overwrite(split["qkv"], norms[0].output, tasks)
-            args = pack_args(Step.TOKENS, qkv, heads, kv_heads, dim, norms[0]["weight"], norms[1]["weight"], 0)
-            pack_floats(args, HeadNormArg.EPS, [norms[0]["eps"]])
-            tasks.append(Task(elementwise.HEAD_NORMS, args, 1, Step.TOKENS, TOKENS_PER_PIECE))
+            qkv, weights = self._overwrite(split["qkv"], norms[0].output, tasks), (n["weight"] for n in norms)
+            tasks.append(head_norms_task(qkv, (heads, kv_heads), dim, tuple(weights), norms[0]["eps"]))
         queries = self._new(store.output, (heads * padded_dim(dim), np.float32))
         pairs, angles = len(store["table"].inv_freq), self.entries[store["angles"]]
-        tasks.append(rope_store_task(store["kv"], angles, pairs, heads, kv_heads, dim, self.kv_type, qkv, queries))
+        tasks.append(rope_store_task(store["kv"], angles, pairs, heads, kv_heads, dim, self.kv_type, qkv, queries,
+                                     temperature_of(store["table"])))  # fmt: skip
         return "rope_kv_write", tasks
 
     def _attention(self, node: Node) -> tuple[str, list[Task]]:

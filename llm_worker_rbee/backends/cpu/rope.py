@@ -28,7 +28,10 @@ CACHED = None  # set for each variant: address -> array of the KV type
 
 # COS is the entry of cos; that of sin follows.
 AnglesArg = IntEnum("AnglesArg", "COS INV_FREQ PAIRS SCALE", start=0)
-StoreArg = IntEnum("StoreArg", "LAYER COS PAIRS HEADS KV_HEADS DIM PADDED QKV QUERIES", start=0)
+# TEMPERATURE_BETA is 0 where queries have no factor by position.
+StoreArg = IntEnum(
+    "StoreArg", "LAYER COS PAIRS HEADS KV_HEADS DIM PADDED QKV QUERIES TEMPERATURE_LENGTH TEMPERATURE_BETA", start=0
+)
 
 
 @kernel
@@ -97,6 +100,15 @@ def store_value(head, padded, values, v_scales, row):
         f.store(values, row * padded + i, f.load(head, i))
 
 
+@kernel
+def scale_queries(args, position, out, at, count):
+    """Multiply the queries of a token by 1 + beta * ln(1 + position // length)."""
+    steps = math.log1p(np.float64(position // i64(args)[StoreArg.TEMPERATURE_LENGTH]))
+    factor = f.splat(np.float32(1 + f64(args)[StoreArg.TEMPERATURE_BETA] * steps))
+    for i in range(at, at + count, LANES):
+        f.store(out, i, f.mul(f.load(out, i), factor))
+
+
 def rope_angles(args, step, piece):
     """Write cos and sin of some tokens' positions: (tokens, pairs)."""
     a, s = i64(args), i64(step)
@@ -122,6 +134,9 @@ def rope_store(args, step, piece):
         q, slot = t * (heads + 2 * kv_heads) * dim, i64(s[Step.SLOT_MAPPING])[t]
         for h in range(heads):
             rotate_head(x, q + h * dim, cos, sin, t * pairs, pairs, dim, padded, out, (t * heads + h) * padded)
+        if a[StoreArg.TEMPERATURE_BETA]:
+            position = i64(s[Step.POSITIONS])[t]
+            scale_queries(args, position, out, t * heads * padded, heads * padded)
         for h in range(kv_heads):
             row, k = (slot // size * kv_heads + h) * size + slot % size, q + (heads + h) * dim
             rotate_head(x, k, cos, sin, t * pairs, pairs, dim, padded, head, 0)
@@ -146,8 +161,16 @@ def angles_task(rope: RopeTable, cos: int) -> Task:
 
 
 def rope_store_task(
-    layer: int, cos: int, pairs: int, heads: int, kv_heads: int, dim: int, kv_type: str, qkv: int, queries: int
-) -> Task:
+    layer: int, cos: int, pairs: int, heads: int, kv_heads: int, dim: int, kv_type: str, qkv: int, queries: int,
+    temperature: tuple[float, int] = (0.0, 1),
+) -> Task:  # fmt: skip
     """Return the task that rotates and stores all tokens of a layer; `cos`, `qkv` and `queries` are entries."""
-    args = pack_args(layer, cos, pairs, heads, kv_heads, dim, padded_dim(dim), qkv, queries)
+    beta, length = temperature
+    args = pack_args(layer, cos, pairs, heads, kv_heads, dim, padded_dim(dim), qkv, queries, length, 0)
+    pack_floats(args, StoreArg.TEMPERATURE_BETA, [beta])
     return Task(rope_store_kernel(kv_type), args, 1, Step.TOKENS, TOKENS_PER_PIECE)
+
+
+def temperature_of(rope: RopeTable) -> tuple[float, int]:
+    """Return beta and length of the factor of queries by position."""
+    return rope.temperature_beta, rope.temperature_length

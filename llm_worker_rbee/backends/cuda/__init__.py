@@ -41,7 +41,7 @@ from .rope import launch_rope_store
 from .step_sizes import STEP_SIZES
 
 KV_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float8": E4M3}
-MAX_HELD = 4  # arrays of a step on the device: of its tiles, and of two RoPE tables at most
+MAX_HELD = 4  # arrays of a step on the device: of its tiles, and of three RoPE tables at most
 
 
 class CudaBackend(ops.Backend):
@@ -145,6 +145,8 @@ class CudaBackend(ops.Backend):
         return out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if weight.dim() == 2:  # over all heads together
+            return self.rms_norm(x.flatten(1), weight.flatten(), eps).view(x.shape)
         if x.dim() == 3:
             return launch_head_norm(x, weight, eps, exact=self.deterministic)
         out = self._empty(*x.shape)
@@ -158,6 +160,9 @@ class CudaBackend(ops.Backend):
         stream = total.view(-1, width)
         launch_add_norm(x.reshape(1, -1, width), stream, weight, eps, Activations(out), exact=self.deterministic)
         return out, total
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return residual + x
 
     def linear(self, x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
         out = self._linear(x, w)

@@ -289,9 +289,18 @@ def accumulate_values(v, weights, alphas, acc, GROUP: tl.constexpr):
     return new_acc
 
 
+@triton.jit
+def query_factor(scale, q_scale, position, CAP: tl.constexpr):
+    """Return what a query is multiplied by: the scale of scores, in base 2 unless capped, and its own by position."""
+    factor = scale * (1.0 if CAP > 0 else LOG2E)
+    if q_scale is not None:
+        factor *= tl.load(q_scale + position)
+    return factor
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def decode_attention(
-    qkv, cos, sin, k_cache, v_cache, block_tables, table_width, positions, partial, stats, counters,
+    qkv, cos, sin, q_scale, k_cache, v_cache, block_tables, table_width, positions, partial, stats, counters,
     out, out_scales, out_sums, scale, bias, q_norm, k_norm, eps, tokens,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
     RUN_KEYS: tl.constexpr, RUNS: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr,
@@ -335,10 +344,11 @@ def decode_attention(
     if split == splits - 1:
         store_new_kv(k_cache, v_cache, table, position, kv_head, new_k, new_v, KV_HEADS, DIM, P)
     is_own = (tl.arange(0, RUNS) == 0) & (split == splits - 1)  # this run starts with the new token
+    q_factor = query_factor(scale, q_scale, position, CAP)
     q, m_is, l_is, acc = (), (), (), ()
     for g in tl.static_range(GROUP):
         one = load_rotated(row, kv_head * GROUP + g, cosines, sines, bias, q_norm, eps, part_stride, DIM, HALF, PARTS)
-        one *= scale * (1.0 if CAP > 0 else LOG2E)
+        one *= q_factor
         q = q + (one,)
         m_is = m_is + (tl.where(is_own, scale_scores_log2(tl.sum(one * new_k.to(tl.float32), 0), CAP), -1e30),)
         l_is = l_is + (tl.where(is_own, 1.0, 0.0),)
@@ -432,7 +442,7 @@ def accumulate_tile(k, v, q, start, end, position, m_i, l_i, acc, WINDOW: tl.con
 
 @triton.jit(do_not_specialize=["tokens"])
 def decode_attention_gqa(
-    qkv, cos, sin, k_cache, v_cache, block_tables, table_width, positions, partial, stats, counters,
+    qkv, cos, sin, q_scale, k_cache, v_cache, block_tables, table_width, positions, partial, stats, counters,
     out, out_scales, out_sums, scale, bias, q_norm, k_norm, eps, tokens,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
@@ -473,7 +483,7 @@ def decode_attention_gqa(
         store_new_kv(k_cache, v_cache, table, position, kv_head, new_k, new_v, KV_HEADS, DIM, P)
     head = kv_head * GROUP + tl.minimum(tl.arange(0, GROUP_PAD), GROUP - 1)
     q = load_rotated(row, head[:, None], cosines, sines, bias, q_norm, eps, part_stride, DIM, HALF, PARTS)
-    q *= scale * (1.0 if CAP > 0 else LOG2E)
+    q *= query_factor(scale, q_scale, position, CAP)
     own_score = scale_scores_log2(tl.sum(q * new_k.to(tl.float32)[None, :], 1), CAP)
     own_score = tl.reshape(tl.broadcast_to(own_score[None, :], (DOT_ROWS // GROUP_PAD, GROUP_PAD)), (DOT_ROWS,))
     m_i = tl.where(last, own_score, -1e30)
@@ -517,8 +527,8 @@ def launch_decode_attention(
     scale, window, cap = op.params
     block_size, item = kv.k.shape[2], kv.k.element_size()
     common = (
-        qkv, rope.cos, rope.sin, kv.k, kv.v, block_tables, table_width, positions, *scratch, *kernel_outputs(out),
-        scale, op.bias, op.q_norm, op.k_norm, op.eps, qkv.shape[1], op.n_heads, op.n_kv_heads,
+        qkv, rope.cos, rope.sin, rope.q_scale, kv.k, kv.v, block_tables, table_width, positions, *scratch,
+        *kernel_outputs(out), scale, op.bias, op.q_norm, op.k_norm, op.eps, qkv.shape[1], op.n_heads, op.n_kv_heads,
         op.head_dim, rope.cos.shape[1], block_size,
     )  # fmt: skip
     if config.tensor_cores and kv.k.dtype == torch.float32 and not is_interpreted():

@@ -177,7 +177,10 @@ def rope_tables(table: RopeTable, positions: torch.Tensor) -> CosSin:
     """Return cosines and sines of positions: angles in float32, as everywhere, their functions exact."""
     angles = positions.float()[:, None] * torch.tensor(table.inv_freq, device=positions.device)
     cos, sin = (f(angles.double()).mul(table.scale).float().contiguous() for f in (torch.cos, torch.sin))
-    return CosSin(cos, sin)
+    if not table.temperature_beta:
+        return CosSin(cos, sin)
+    steps = torch.log1p((positions // table.temperature_length).double())
+    return CosSin(cos, sin, (1 + table.temperature_beta * steps).float())
 
 
 def max_gemv_tokens(ops: Sequence[FusedOp], *, batch_invariant: bool) -> int:

@@ -27,6 +27,7 @@ def _has_words(node: Node) -> bool:
     split, *norms, store = node.fused[1:-1]
     q, k, _ = split.outputs
     is_usual = [norm["x"] for norm in norms] in ([], [q, k]) and node.fused[-1]["kv"] == store["kv"]
+    is_usual &= all(norm["weight"].dim() == 1 for norm in norms)  # of each head
     return is_usual and have_one_eps(node) and split["head_dim"] % 4 == 0
 
 
@@ -171,7 +172,7 @@ def _kernel_signature(value: Any) -> Any:
     if isinstance(value, AttentionParams):
         return value
     if isinstance(value, RopeTable):
-        return len(value.inv_freq)
+        return len(value.inv_freq), value.temperature_beta != 0
     if isinstance(value, tuple):
         return type(value), tuple(_kernel_signature(field) for field in value)
     return None if isinstance(value, int | float) else value

@@ -20,10 +20,11 @@ from .packed_weight import E4M3, E4M3_MAX
 
 
 class CosSin(NamedTuple):
-    """Cosines and sines of RoPE, (positions, half)."""
+    """Cosines and sines of RoPE, (positions, half), and the factor of queries by position, if there is one."""
 
     cos: torch.Tensor
     sin: torch.Tensor
+    q_scale: torch.Tensor | None = None  # (positions,)
 
 
 @triton.constexpr_function
@@ -95,7 +96,7 @@ def rope_store_qkv(
     qkv, cos, sin, positions, slot_mapping, q_out, k_cache, v_cache,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
     bias=None, q_norm=None, k_norm=None, eps=0.0, tokens=0, PARTS: tl.constexpr = 1,
-    HEADS_PER_PROGRAM: tl.constexpr = 1, EXACT: tl.constexpr = False,
+    HEADS_PER_PROGRAM: tl.constexpr = 1, EXACT: tl.constexpr = False, q_scale=None,
 ):  # fmt: skip
     """Rotate queries of qkv (PARTS, tokens, ...) into q_out (tokens, HEADS, DIM) and keys into their slot, and copy
     values there.
@@ -113,6 +114,8 @@ def rope_store_qkv(
     cosines, sines = load_cos_sin(cos, sin, tl.load(positions + t), DIM, HALF)
     if first < HEADS:
         x = load_rotated(row, head, cosines, sines, bias, q_norm, eps, part_stride, DIM, HALF, PARTS, EXACT)
+        if q_scale is not None:
+            x *= tl.load(q_scale + tl.load(positions + t))
         store_first(q_out + (t.to(tl.int64) * HEADS + head) * DIM + i, x, DIM)
     else:
         kv_head = (head - HEADS) % KV_HEADS
@@ -141,6 +144,6 @@ def launch_rope_store(
     each = gcd(heads, kv_heads, 8)  # heads of a program
     rope_store_qkv[((heads + 2 * kv_heads) // each, tokens)](
         qkv, rope.cos, rope.sin, positions, slots, out, kv.k, kv.v, heads, kv_heads, dim, rope.cos.shape[1], block_size,
-        bias, q_norm, k_norm, eps, qkv.shape[1], qkv.shape[0], each, exact, num_warps=max(1, each // 2),
-        enable_fp_fusion=False,
+        bias, q_norm, k_norm, eps, qkv.shape[1], qkv.shape[0], each, exact, rope.q_scale,
+        num_warps=max(1, each // 2), enable_fp_fusion=False,
     )  # fmt: skip

@@ -127,8 +127,9 @@ class CachedMaskBackend(GrowingCacheBackend):
 DENSE, GROWING, CACHED_MASKS = DenseBackend(), GrowingCacheBackend(), CachedMaskBackend()
 
 
-def normalize(x: Floats, norm: RMSNorm) -> Floats:
+def normalize(x: Floats, norm: RMSNorm | None) -> Floats:
     """RMS norm with the weight applied in place."""
+    assert norm is not None  # of a plain llama
     x = x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + np.float32(norm.eps))
     x *= norm.weight
     return x
@@ -194,7 +195,8 @@ def require_plain_llama(config: ModelConfig) -> None:
     extras = {
         "biases": family.qkv_bias, "q/k norms": family.qk_norm, "post norms": family.post_norms,
         "a scaled embedding": family.scaled_embedding, "a window": any(config.windows),
-        "soft caps": config.attention_cap or config.final_cap,
+        "multipliers": family.multipliers, "layers without rope": config.nope_layers,
+        "an attention temperature": config.temperature_beta, "soft caps": config.attention_cap or config.final_cap,
         "a partial rotation": config.rope_dim != config.head_dim,
         f"activation {config.activation}": config.activation != "silu",
     }  # fmt: skip

@@ -132,7 +132,8 @@ def _file_order(job: TensorJob) -> tuple[int, int]:
 
 def _adapt_to_gguf(job: TensorJob, config: ModelConfig) -> TensorJob:
     role = job.name.split(".")[-2]
-    if role in ("attn_q", "attn_k") and BY_GGUF[gguf_architecture(config)].rope_interleaved:
+    is_permuted = BY_GGUF[gguf_architecture(config)].rope_interleaved and not config.family.hf_rope_interleaved
+    if role in ("attn_q", "attn_k") and is_permuted:
         inverse = np.argsort(rope_row_order(job.source.shape[0], config.head_dim, config.rope_dim))
         return job._replace(order=inverse)
     if role.endswith("norm") and config.family.norm_plus_one:

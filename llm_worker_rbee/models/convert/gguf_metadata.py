@@ -18,7 +18,7 @@ import numpy as np
 from ...backends.ops import RopeTable
 from ...config import ModelConfig
 from ...errors import UnsupportedModelError
-from ...layers.rope import inverse_frequencies, rope_table, scaled_table
+from ...layers.rope import inverse_frequencies, rope_table, scaled_table, yarn_mscale
 from ...weights import Checkpoint, Tensor
 from ...weights.gguf_writer import Typed
 from ...weights.quants import BLOCK_TYPES
@@ -39,6 +39,11 @@ CONFIG_NAMES = {
     "final_cap": "final_logit_softcapping",
     "activation": "hidden_act",
     "rope_local_base": "rope_local_base_freq",
+    "nope_layers": "no_rope_layers",
+    "temperature_beta": "llama_4_scaling_beta",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
 }
 COMPARED_BY_EFFECT = ("family", "rope_scaling")  # compared by the tables they give
 
@@ -101,7 +106,17 @@ def _architecture_keys(c: ModelConfig) -> dict[str, Any]:
         "rope.freq_base_swa": c.rope_local_base,
         "attn_logit_softcapping": c.attention_cap,
         "final_logit_softcapping": c.final_cap,
+        "attention.temperature_scale": c.temperature_beta,
     }
+    if c.family.unscaled_windows and any(c.windows):
+        keys["attention.sliding_window_pattern"] = [window > 0 for window in c.windows]
+    if c.family.multipliers:
+        keys |= {
+            "attention.scale": c.attention_scale,
+            "embedding_scale": c.embedding_scale,
+            "residual_scale": c.residual_scale,
+            "logit_scale": c.logit_scale,
+        }
     return keys | {key: value for key, value in optional.items() if value} | _scaling_keys(c)
 
 
@@ -114,8 +129,11 @@ def _scaling_keys(c: ModelConfig) -> dict[str, Any]:
     if s.kind == "linear":
         return factor
     if s.kind == "yarn":
-        usual = 1.0 + 0.1 * math.log(s.factor) if s.factor > 1 else 1.0
-        attention = {} if math.isclose(scale, usual, rel_tol=1e-6) else {"rope.scaling.attn_factor": scale / usual}
+        usual, attention = yarn_mscale(s.factor, 1.0), dict[str, float]()
+        if s.mscale == 1.0 and s.mscale_all_dim and s.attention_factor is None:
+            attention["rope.scaling.yarn_log_multiplier"] = s.mscale_all_dim
+        elif not math.isclose(scale, usual, rel_tol=1e-6):
+            attention["rope.scaling.attn_factor"] = scale / usual
         betas = {"rope.scaling.yarn_beta_fast": s.beta_fast, "rope.scaling.yarn_beta_slow": s.beta_slow}
         return factor | original | attention | ({} if (s.beta_fast, s.beta_slow) == (32.0, 1.0) else betas)
     return original | {"rope.scaling.attn_factor": scale} if s.kind == "longrope" else {}
