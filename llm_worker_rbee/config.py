@@ -24,6 +24,7 @@ MAX_LAYERS = 4096
 MAX_WIDTH = 1 << 20
 MAX_VOCABULARY = 1 << 24
 MAX_CONTEXT = 1 << 40
+MAX_EXPERTS = 1 << 14
 MIN_ROPE_FACTOR = 1e-6  # of rope scaling
 MAX_SHAPE = {
     "n_layers": MAX_LAYERS, "d_model": MAX_WIDTH, "n_heads": MAX_WIDTH, "n_kv_heads": MAX_WIDTH,
@@ -47,6 +48,7 @@ class Family:
     nope_every: int = 0  # every n-th layer has no rope
     qkv_bias: bool = False  # bias tensors are expected beside q, k and v
     qk_norm: bool = False
+    optional_qk_norm: bool = False  # some of its models have none
     wide_qk_norm: bool = False  # q/k norms over all heads together
     fused_qkv: bool = False  # q, k, v in one tensor
     fused_gate_up: bool = False  # gate and up in one tensor
@@ -57,6 +59,11 @@ class Family:
     norm_plus_one: bool = False  # safetensors hold weight - 1 (GGUF holds the weight)
     full_every: int = 0  # with a window: every n-th layer has none (0: all have it)
     unscaled_windows: bool = False  # rope scaling is of the layers without a window alone
+    gguf_mlp_norm: str = "ffn_norm"  # name of the norm before the MLP in a GGUF
+    moe: bool = False  # files may have experts
+    expert_scoring: str = "softmax"  # or "sigmoid", unless a key says
+    expert_norm: bool = True  # the weights of the chosen experts sum up to 1, unless a key says
+    shared_expert_gate: bool = False  # the shared expert times a sigmoid of the token
     # defaults of keys that a GGUF lacks
     default_window: int = 0
     default_local_base: float = 0.0  # rope base of the layers with a window, where it differs
@@ -83,6 +90,25 @@ class RopeScaling:
     truncate: bool = True
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertConfig:
+    """The experts of a model, in all layers but the dense ones."""
+
+    count: int
+    used: int  # by a token
+    d_ff: int  # of an expert
+    shared_d_ff: int = 0  # of the expert that all tokens use; 0: none
+    scoring: str = "softmax"  # or "sigmoid"
+    renormalize: bool = True  # the weights of a token's experts sum up to 1, before `scale`
+    scale: float = 1.0  # of these weights
+    dense_layers: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        for name, maximum in (("count", MAX_EXPERTS), ("used", self.count), ("d_ff", MAX_WIDTH)):
+            if not 1 <= getattr(self, name) <= maximum:
+                raise ModelFileError(f"experts: {name} is {getattr(self, name)}, outside 1..{maximum}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +139,8 @@ class ModelConfig:
     attention_cap: float = 0.0  # soft cap of the scores; 0: none
     final_cap: float = 0.0  # soft cap of the logits; 0: none
     activation: str = "silu"
+    experts: ExpertConfig | None = None
+    nextn_layers: int = 0  # of multi-token prediction, behind the others in the file: not used
 
     def __post_init__(self) -> None:
         for name, maximum in MAX_SHAPE.items():

@@ -63,8 +63,8 @@ SECOND_PLACES: dict[str, dict[str, str]] = {}  # beside the one place of a heavy
 # Line budgets. "." are the modules at the top of the package.
 LINES = {
     ".": 2_600,
-    "backends": 1_620,
-    "backends/cpu": 6_300,
+    "backends": 1_760,
+    "backends/cpu": 6_900,
     "backends/cpu/matmul": 980,
     "backends/cuda": 6_500,
     "bench": 12_120,
@@ -73,16 +73,16 @@ LINES = {
     "cli/bench": 1_560,
     "cluster": 700,
     "engine": 3_600,
-    "layers": 260,
-    "models": 1_500,
+    "layers": 300,
+    "models": 1_650,
     "server": 8_000,
     "token_engine": 2_200,
     "tokenizer": 4_350,
-    "weights": 3_250,
+    "weights": 3_320,
 }
 MAX_TOTAL_LINES = 58_000
 MAX_BENCH_LINES = 13_660  # bench with its commands
-MAX_MODULES = 275
+MAX_MODULES = 277
 MAX_FOLDER_FILES = 26
 MAX_FILE_LINES = 800
 LISTED_FILE_LINES = 600  # longer files are named here

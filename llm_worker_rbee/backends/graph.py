@@ -86,7 +86,10 @@ SHAPES: dict[str, Callable[..., Sequence[Shape]]] = {
     "split_heads": _split_shapes,
     "rope_store": lambda q, k, v, positions, table, kv, slot_mapping: [q.shape],
     "attention": lambda q, kv, batch, params: [(q.shape[0], q.shape[1] * q.shape[2])],
-    "gated": lambda gate_up, activation: [(gate_up.shape[0], gate_up.shape[1] // 2)],
+    "gated": lambda gate_up, activation: [(*gate_up.shape[:-1], gate_up.shape[-1] // 2)],
+    "route": lambda logits, params, bias: [(logits.shape[0], params.k)] * 2,
+    "grouped_linear": lambda x, w, experts, bias: [(*experts.shape, w.rows)],
+    "combine": lambda x, weights, shared, shared_gate: [(x.shape[0], x.shape[2])],
     "take": lambda x, index: [(index.shape[0], *x.shape[1:])],
     "logits": lambda x, head, soft_cap: [(x.shape[0], head.rows)],
 }

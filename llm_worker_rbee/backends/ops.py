@@ -21,6 +21,7 @@ from ..weights import Checkpoint, Tensor
 
 Array = Any  # the backend's own array: NumPy on a CPU, a torch tensor on a GPU
 PackedWeight = Any  # a weight as its backend packed it
+PackedExperts = Any  # the same weight of all experts, likewise
 Ints = NDArray[np.int64]
 KV_TYPES = KV_ON_CPU  # types of the KV cache
 NO_TOKENS: Ints = np.empty(0, np.int64)
@@ -95,6 +96,15 @@ class AttentionParams(NamedTuple):
     scale: float
     window: int = 0  # a query sees the last `window` positions, itself included; 0: no limit
     soft_cap: float = 0.0  # scores become cap * tanh(scores / cap); 0: none
+
+
+class RouteParams(NamedTuple):
+    """How a layer's router chooses experts."""
+
+    k: int  # experts of a token
+    scoring: str = "softmax"  # or "sigmoid", of the logits of all experts
+    renormalize: bool = True  # divide the weights by their sum
+    scale: float = 1.0  # then multiply them
 
 
 class TaskLabel(NamedTuple):
@@ -259,6 +269,8 @@ class Backend(ABC):
     @abstractmethod
     def prepare(self, tensors: Sequence[Tensor]) -> PackedWeight: ...
     @abstractmethod
+    def prepare_experts(self, experts: Sequence[Sequence[Tensor]]) -> PackedExperts: ...
+    @abstractmethod
     def prepare_vector(self, values: NDArray[np.float32]) -> Array: ...
     @abstractmethod
     def empty_kv(
@@ -289,6 +301,14 @@ class Backend(ABC):
     def attention(self, q: Array, kv: KVLayer, batch: Batch, params: AttentionParams) -> Array: ...
     @abstractmethod
     def gated(self, gate_up: Array, activation: str) -> Array: ...
+    @abstractmethod
+    def route(self, logits: Array, params: RouteParams, bias: Array | None = None) -> tuple[Array, Array]: ...
+    @abstractmethod
+    def grouped_linear(self, x: Array, w: PackedExperts, experts: Array, bias: Array | None = None) -> Array: ...
+    @abstractmethod
+    def combine(
+        self, x: Array, weights: Array, shared: Array | None = None, shared_gate: Array | None = None
+    ) -> Array: ...
     @abstractmethod
     def take(self, x: Array, index: Ints) -> Array: ...
     @abstractmethod

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..weights import Tensor
-from .ops import AttentionParams, Backend, Batch, Ints, KVLayer, RopeTable, SampleRow
+from .ops import AttentionParams, Backend, Batch, Ints, KVLayer, RopeTable, RouteParams, SampleRow
 from .reference_sampling import logprobs, sample_row
 
 Floats = NDArray[np.float32]
@@ -36,9 +36,29 @@ class Matrix:
         return self.parts[0].shape[1]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Experts:
+    """One matrix of each expert, all of one shape."""
+
+    matrices: tuple[Matrix, ...]
+
+    @property
+    def rows(self) -> int:
+        return self.matrices[0].rows
+
+    @property
+    def columns(self) -> int:
+        return self.matrices[0].columns
+
+
 def prepare(tensors: Sequence[Tensor]) -> Matrix:
     """Pack a weight; several tensors are stacked by rows into one matrix."""
     return Matrix(tuple(tensors))
+
+
+def prepare_experts(experts: Sequence[Sequence[Tensor]]) -> Experts:
+    """Pack the weight of all experts; the tensors of each are stacked by rows."""
+    return Experts(tuple(map(prepare, experts)))
 
 
 def prepare_vector(values: Floats) -> Floats:
@@ -185,9 +205,15 @@ def gather(cache: Floats, blocks: Ints, length: int, scales: Floats | None = Non
 
 
 def gated(gate_up: Floats, activation: str) -> Floats:
-    """Return act(gate) * up, the gate being the first half of each row: (T, 2 * d_ff) -> (T, d_ff)."""
+    """Return act(gate) * up, the gate being the first half of each row: (..., 2 * d_ff) -> (..., d_ff)."""
     half = gate_up.shape[-1] // 2
-    return ACTIVATIONS[activation](gate_up[:, :half]) * gate_up[:, half:]
+    return ACTIVATIONS[activation](gate_up[..., :half]) * gate_up[..., half:]
+
+
+def sigmoid(x: Floats) -> Floats:
+    """Return 1 / (1 + exp(-x))."""
+    with np.errstate(over="ignore"):
+        return np.asarray(1 / (1 + np.exp(-x)), np.float32)
 
 
 def silu(x: Floats) -> Floats:
@@ -203,6 +229,46 @@ def gelu_tanh(x: Floats) -> Floats:
 
 
 ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh}
+
+
+def route(logits: Floats, params: RouteParams, bias: Floats | None = None) -> tuple[Ints, Floats]:
+    """Choose the experts of each token by score, and weigh them: (T, experts) -> two of (T, k).
+
+    Best first, the lower number first of equal ones. The bias is added for the choice alone.
+    """
+    scores = softmax(logits) if params.scoring == "softmax" else sigmoid(logits)
+    ranked = scores if bias is None else scores + bias
+    chosen = np.argsort(-ranked, axis=-1, kind="stable")[:, : params.k]
+    weights = np.take_along_axis(scores, chosen, axis=-1)
+    if params.renormalize:
+        weights = weights / (np.sum(weights, axis=-1, keepdims=True) + np.float32(1e-20))
+    return chosen, weights * np.float32(params.scale)
+
+
+def grouped_linear(x: Floats, w: Experts, experts: Ints, bias: Floats | None = None) -> Floats:
+    """Multiply each token by the matrices of its experts: (T, columns) or (T, k, columns) -> (T, k, rows).
+
+    The bias is (number of experts, rows).
+    """
+    rows = np.broadcast_to(x if x.ndim == 3 else x[:, None], (*experts.shape, x.shape[-1]))
+    out = np.empty((*experts.shape, w.rows), np.float32)
+    for expert in np.unique(experts):
+        chosen = experts == expert
+        out[chosen] = linear(rows[chosen], w.matrices[expert])
+    return out if bias is None else out + bias[experts]
+
+
+def combine(x: Floats, weights: Floats, shared: Floats | None = None, shared_gate: Floats | None = None) -> Floats:
+    """Return the weighted sum over a token's experts, in their order: (T, k, width), (T, k) -> (T, width).
+
+    Then `shared` is added, (T, width), times the sigmoid of its gate, (T, 1), if there is one.
+    """
+    total = x[:, 0] * weights[:, :1]
+    for i in range(1, x.shape[1]):
+        total = total + x[:, i] * weights[:, i : i + 1]
+    if shared is None:
+        return total
+    return total + (shared if shared_gate is None else shared * sigmoid(shared_gate))
 
 
 def take(x: Floats, index: Ints) -> Floats:
@@ -246,6 +312,7 @@ class ReferenceBackend(Backend):
     default_kv_type = "float32"
 
     prepare = staticmethod(prepare)
+    prepare_experts = staticmethod(prepare_experts)
     prepare_vector = staticmethod(prepare_vector)
     empty_kv = staticmethod(empty_kv)
     embed = staticmethod(embed)
@@ -256,6 +323,9 @@ class ReferenceBackend(Backend):
     rope_store = staticmethod(rope_store)
     attention = staticmethod(attention)
     gated = staticmethod(gated)
+    route = staticmethod(route)
+    grouped_linear = staticmethod(grouped_linear)
+    combine = staticmethod(combine)
     take = staticmethod(take)
     logits = staticmethod(logits)
     sample = staticmethod(sample)

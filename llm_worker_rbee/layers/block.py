@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..backends.ops import Array, Backend, Batch, KVLayer
 from .attention import Attention
+from .moe import MoE
 from .rms_norm import RMSNorm
 from .swiglu import SwiGLU
 
@@ -17,7 +18,7 @@ class Block:
     attention_norm: RMSNorm | None
     attention: Attention
     mlp_norm: RMSNorm | None
-    mlp: SwiGLU
+    mlp: SwiGLU | MoE
     post_attention_norm: RMSNorm | None = None
     post_mlp_norm: RMSNorm | None = None
 

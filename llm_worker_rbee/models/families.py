@@ -35,11 +35,33 @@ GLM4_DEFAULTS = {
 }  # fmt: skip
 
 FAMILIES = (
-    Family("llama", gguf=("llama",), hf=("llama",), rope_interleaved=True),
+    Family("llama", gguf=("llama",), hf=("llama",), rope_interleaved=True, moe=True),
     # GGUF files of Mistral have the architecture llama
     Family("mistral", gguf=(), hf=("mistral",), hf_defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
+    Family(  # its GGUF files, too
+        "mixtral", gguf=(), hf=("mixtral",), moe=True,
+        hf_defaults={
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+    ),
     Family("qwen2", gguf=("qwen2",), hf=("qwen2",), qkv_bias=True, hf_defaults=QWEN_DEFAULTS),
     Family("qwen3", gguf=("qwen3",), hf=("qwen3",), qk_norm=True, hf_defaults={**QWEN_DEFAULTS, "head_dim": 128}),
+    Family(
+        "qwen2moe", gguf=("qwen2moe",), hf=("qwen2_moe",), qkv_bias=True, moe=True, expert_norm=False,
+        shared_expert_gate=True,
+        hf_defaults={
+            **QWEN_DEFAULTS, "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "norm_topk_prob": False,
+        },
+    ),
+    Family(
+        "qwen3moe", gguf=("qwen3moe",), hf=("qwen3_moe",), qk_norm=True, moe=True,
+        hf_defaults={
+            "num_key_value_heads": 4, "use_sliding_window": False, "num_experts": 128, "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768, "norm_topk_prob": False,
+        },
+    ),
     Family(
         "phi3", gguf=("phi3",), hf=("phi3",), fused_qkv=True, fused_gate_up=True, hf_defaults={"rms_norm_eps": 1e-5}
     ),
@@ -76,8 +98,31 @@ FAMILIES = (
         "glm4", gguf=("glm4",), hf=("glm4",), rope_interleaved=True, hf_rope_interleaved=True, post_norms=True,
         fused_gate_up=True, hf_defaults=GLM4_DEFAULTS,
     ),
+    Family(
+        "olmoe", gguf=("olmoe",), hf=("olmoe",), qk_norm=True, wide_qk_norm=True, moe=True, expert_norm=False,
+        hf_defaults={
+            "rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False
+        },
+    ),
+    Family(
+        "granitemoe", gguf=("granitemoe",), hf=("granitemoe",), rope_interleaved=True, multipliers=True, moe=True,
+        hf_defaults={"attention_multiplier": 1.0, "num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
+    Family(
+        "glm4moe", gguf=("glm4moe",), hf=("glm4_moe",), qk_norm=True, optional_qk_norm=True,
+        gguf_mlp_norm="post_attention_norm", moe=True, expert_scoring="sigmoid",
+        hf_defaults={
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "n_routed_experts": 128,
+            "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1, "first_k_dense_replace": 1,
+            "num_nextn_predict_layers": 1,
+        },
+    ),
 )  # fmt: skip
-GGUF_OF = {"mistral": "llama", "olmo3": "olmo2"}  # families without a GGUF architecture of their own
+GGUF_OF = {
+    "mistral": "llama",
+    "mixtral": "llama",
+    "olmo3": "olmo2",
+}  # families without an architecture of their own
 BY_GGUF = {name: family for family in FAMILIES for name in family.gguf}
 BY_HF = {name: family for family in FAMILIES for name in family.hf}
 CLASS_SUFFIX = re.compile(r"For(CausalLM|ConditionalGeneration)$")

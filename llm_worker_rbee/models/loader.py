@@ -6,6 +6,7 @@ norms and biases become float32.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -15,12 +16,13 @@ from threading import Lock
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends.ops import AttentionParams, Backend, PackedWeight, RopeTable
-from ..config import ModelConfig, RopeScaling
+from ..backends.ops import AttentionParams, Backend, PackedWeight, RopeTable, RouteParams
+from ..config import ExpertConfig, ModelConfig, RopeScaling
 from ..errors import ModelFileError, UnsupportedModelError
 from ..layers.attention import Attention
 from ..layers.block import Block
 from ..layers.linear import Linear
+from ..layers.moe import GroupedLinear, MoE
 from ..layers.rms_norm import RMSNorm
 from ..layers.rope import rope_table, still_table
 from ..layers.swiglu import SwiGLU
@@ -30,6 +32,7 @@ from .decoder import Transformer
 
 # Tables in old exports, redundant with the metadata.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn_rot_embd.weight")
+LAYER_NUMBER = re.compile(r"^(?:blk|model\.layers)\.([0-9]{1,6})\.")
 MAX_BLOCKS_AT_ONCE = 4  # each holds pages of the file
 
 
@@ -144,16 +147,20 @@ class _ModelLoader:
         return Block(
             attention_norm=self.stream_norm(prefix + "attn_norm") if pre else None,
             attention=self.attention(prefix, c.windows[i], rope),
-            mlp_norm=self.stream_norm(prefix + "ffn_norm") if pre else None,
-            mlp=self.mlp(prefix),
+            mlp_norm=self.stream_norm(prefix + self.mlp_norm_name()) if pre else None,
+            mlp=self.mlp(i, prefix),
             post_attention_norm=self.norm(prefix + "post_attention_norm.weight", c.d_model) if post else None,
             post_mlp_norm=self.norm(prefix + "post_ffw_norm.weight", c.d_model) if post else None,
         )
 
+    def mlp_norm_name(self) -> str:
+        return self.config.family.gguf_mlp_norm if self.checkpoint.format == "gguf" else "ffn_norm"
+
     def attention(self, prefix: str, window: int, rope: RopeTable) -> Attention:
         c = self.config
+        is_absent = c.family.optional_qk_norm and f"{prefix}attn_q_norm.weight" not in self.checkpoint.tensors
         q_norm, k_norm = (
-            self.head_norm(f"{prefix}attn_{x}_norm.weight", heads) if c.family.qk_norm else None
+            self.head_norm(f"{prefix}attn_{x}_norm.weight", heads) if c.family.qk_norm and not is_absent else None
             for x, heads in (("q", c.n_heads), ("k", c.n_kv_heads))
         )
         return Attention(
@@ -179,13 +186,55 @@ class _ModelLoader:
                 self.tensor(name + ".bias")  # `linear` takes optional biases; here they are required
         return self.linear(names, rows, c.d_model)
 
-    def mlp(self, prefix: str) -> SwiGLU:
+    def mlp(self, i: int, prefix: str) -> SwiGLU | MoE:
+        experts = self.config.experts
+        if experts is None or i in experts.dense_layers:
+            return self.swiglu(prefix, "", self.config.d_ff)
+        return self.moe(prefix, experts)
+
+    def swiglu(self, prefix: str, suffix: str, d_ff: int) -> SwiGLU:
         c = self.config
-        names, rows = [prefix + "ffn_gate", prefix + "ffn_up"], [c.d_ff, c.d_ff]
-        if c.family.fused_gate_up:
-            names, rows = [prefix + "ffn_up"], [2 * c.d_ff]
-        down = self.linear([prefix + "ffn_down"], [c.d_model], c.d_ff)
-        return SwiGLU(self.linear(names, rows, c.d_model), down, c.activation)
+        gate, up, down = (f"{prefix}ffn_{role}{suffix}" for role in ("gate", "up", "down"))
+        names, rows = ([up], [2 * d_ff]) if c.family.fused_gate_up else ([gate, up], [d_ff, d_ff])
+        last = self.linear([down], [c.d_model], d_ff)
+        return SwiGLU(self.linear(names, rows, c.d_model), last, c.activation)
+
+    def moe(self, prefix: str, e: ExpertConfig) -> MoE:
+        c, bias = self.config, self.optional_vector(prefix + "exp_probs_b.bias", e.count)
+        if prefix + "ffn_gate_up_exps.weight" in self.checkpoint.tensors:
+            gate_up = [self.expert_matrices(prefix, "gate_up", e, 2 * e.d_ff, c.d_model)]
+        else:
+            gate_up = [self.expert_matrices(prefix, role, e, e.d_ff, c.d_model) for role in ("gate", "up")]
+        shared_gate = self.shared_gate(prefix) if e.shared_d_ff and c.family.shared_expert_gate else None
+        return MoE(
+            router=self.linear([prefix + "ffn_gate_inp"], [e.count], c.d_model),
+            params=RouteParams(e.used, e.scoring, e.renormalize, e.scale),
+            gate_up=self.grouped_linear(gate_up),
+            down=self.grouped_linear([self.expert_matrices(prefix, "down", e, c.d_model, e.d_ff)]),
+            activation=c.activation,
+            selection_bias=None if bias is None else self.ops.prepare_vector(bias),
+            shared=self.swiglu(prefix, "_shexp", e.shared_d_ff) if e.shared_d_ff else None,
+            shared_gate=shared_gate,
+        )
+
+    def expert_matrices(self, prefix: str, role: str, e: ExpertConfig, rows: int, columns: int) -> list[Tensor]:
+        """Return a matrix for each expert: views of a stacked tensor, or tensors of their own."""
+        if f"{prefix}ffn_{role}.0.weight" in self.checkpoint.tensors:
+            return [self.matrix(f"{prefix}ffn_{role}.{i}.weight", rows, columns) for i in range(e.count)]
+        return self.matrix(f"{prefix}ffn_{role}_exps.weight", e.count, rows, columns).matrices()
+
+    def grouped_linear(self, roles: list[list[Tensor]]) -> GroupedLinear:
+        """Stack the matrices of each expert by rows."""
+        made = self.ops.prepare_experts(list(zip(*roles, strict=True)))
+        self.count_packed([tensor for tensors in roles for tensor in tensors])
+        return GroupedLinear(made)
+
+    def shared_gate(self, prefix: str) -> Linear:
+        """Return the gate of the shared expert, which GGUF files hold as a vector."""
+        name, width = prefix + "ffn_gate_inp_shexp.weight", self.config.d_model
+        is_vector = self.tensor(name).shape == (width,)
+        tensor = self.matrix(name, width) if is_vector else self.matrix(name, 1, width)
+        return Linear(self.pack([replace(tensor, shape=(1, width))]))
 
     def linear(self, names: list[str], rows: list[int], columns: int) -> Linear:
         """Stack matrices by rows, with their biases if any has one."""
@@ -200,10 +249,13 @@ class _ModelLoader:
 
     def pack(self, parts: list[Tensor]) -> PackedWeight:
         made = self.ops.prepare(parts)
+        self.count_packed(parts)
+        return made
+
+    def count_packed(self, parts: list[Tensor]) -> None:
         with self.packed_lock:
             self.packed_bytes += sum(part.nbytes for part in parts)
             self.advance(self.packed_bytes)
-        return made
 
     def projection(self, name: str, rows: int, columns: int) -> Tensor:
         tensor, order = self.matrix(name, rows, columns), self.rope_order(name, rows)
@@ -251,8 +303,8 @@ class _ModelLoader:
             raise ModelFileError(f"tensor {name!r} has shape {tensor.shape}, the metadata says {shape}")
         return tensor
 
-    def matrix(self, name: str, rows: int, columns: int) -> Tensor:
-        tensor = self.tensor(name, rows, columns)
+    def matrix(self, name: str, *shape: int) -> Tensor:
+        tensor = self.tensor(name, *shape)
         bad = tensor.find_nonfinite_scale()
         if bad is not None:
             raise ModelFileError(f"tensor {name!r} holds a NaN or infinite value in block {bad}: the file is damaged")
@@ -268,9 +320,13 @@ class _ModelLoader:
     def optional_vector(self, name: str, width: int) -> NDArray[np.float32] | None:
         return self.vector(name, width) if name in self.checkpoint.tensors else None
 
+    def is_of_nextn_layer(self, name: str) -> bool:
+        layer, first = LAYER_NUMBER.match(name), self.config.n_layers
+        return layer is not None and first <= int(layer[1]) < first + self.config.nextn_layers
+
     def refuse_unused_tensors(self) -> None:
         left = [name for name in self.checkpoint.tensors if name not in self.used]
-        extra = [name for name in left if not name.endswith(IGNORED_SUFFIXES)]
+        extra = [name for name in left if not (name.endswith(IGNORED_SUFFIXES) or self.is_of_nextn_layer(name))]
         if extra:
             more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
             problem = f"is not part of a {self.config.family.name} model: the metadata and the tensors do not fit"

@@ -13,10 +13,12 @@ from typing import Any
 
 from ..config import (
     MAX_CONTEXT,
+    MAX_EXPERTS,
     MAX_LAYERS,
     MAX_VOCABULARY,
     MAX_WIDTH,
     MIN_ROPE_FACTOR,
+    ExpertConfig,
     Family,
     ModelConfig,
     RopeScaling,
@@ -30,6 +32,10 @@ GGUF_SCALINGS = ("none", "linear", "yarn", "longrope")
 LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 HF_SCALINGS = ("default", "linear", "llama3", "yarn", "longrope", "su")
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+# By value of `expert_gating_func`; softmax over the chosen alone is softmax over all, with weights that sum up to 1.
+SOFTMAX_OF_CHOSEN = 3
+GGUF_SCORINGS = {0: "", 1: "softmax", 2: "sigmoid", SOFTMAX_OF_CHOSEN: "softmax"}
+HF_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # Sampling parameters: their names in generation_config.json, and the keys of a GGUF.
 HF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
@@ -131,9 +137,8 @@ def layer_windows(window: int, full_every: int, n_layers: int) -> tuple[int, ...
 def model_config_from_gguf(metadata: Mapping[str, Any], family: Family, vocab_size: int | None = None) -> ModelConfig:
     """Read the `<architecture>.*` keys; `vocab_size` (the rows of the embedding) wins over the metadata."""
     keys = MetadataReader(metadata, f"{metadata['general.architecture']}.")
-    if keys.integer("expert_count", 0) > 0:
-        raise UnsupportedModelError(f"{family.name}: mixture-of-experts models are not supported")
-    n_layers = keys.integer("block_count", minimum=1, maximum=MAX_LAYERS)
+    nextn = keys.integer("nextn_predict_layers", 0, maximum=MAX_LAYERS) if family.moe else 0
+    n_layers = keys.integer("block_count", minimum=1 + nextn, maximum=MAX_LAYERS) - nextn
     d_model = keys.integer("embedding_length", minimum=1, maximum=MAX_WIDTH)
     n_heads = keys.integer("attention.head_count", minimum=1, maximum=MAX_WIDTH)
     head_dim = keys.integer("attention.key_length", max(d_model // n_heads, 1), 1, MAX_WIDTH)
@@ -172,6 +177,33 @@ def model_config_from_gguf(metadata: Mapping[str, Any], family: Family, vocab_si
         residual_scale=keys.positive("residual_scale", 1.0),
         logit_scale=keys.positive("logit_scale", 1.0),
         activation=family.activation,
+        experts=_gguf_experts(keys, family),
+        nextn_layers=nextn,
+    )
+
+
+def _gguf_experts(keys: MetadataReader, family: Family) -> ExpertConfig | None:
+    count = keys.integer("expert_count", 0, maximum=MAX_EXPERTS)
+    if not count:
+        return None
+    if not family.moe:
+        raise UnsupportedModelError(f"{family.name}: a mixture of experts is not supported in this architecture")
+    if keys.integer("expert_group_count", 0) > 1:
+        raise UnsupportedModelError(f"{keys.describe_key('expert_group_count')}: groups of experts are not supported")
+    scoring = keys.integer("expert_gating_func", 0)
+    if scoring not in GGUF_SCORINGS:
+        raise UnsupportedModelError(f"{keys.describe_key('expert_gating_func')} is {scoring}: not supported")
+    d_ff = keys.integer("expert_feed_forward_length", keys.integer("feed_forward_length", 0), 1, MAX_WIDTH)
+    shared = keys.integer("expert_shared_count", 0, maximum=MAX_EXPERTS) * d_ff
+    return ExpertConfig(
+        count=count,
+        used=keys.integer("expert_used_count", minimum=1, maximum=count),
+        d_ff=d_ff,
+        shared_d_ff=keys.integer("expert_shared_feed_forward_length", shared, maximum=MAX_WIDTH),
+        scoring=GGUF_SCORINGS[scoring] or family.expert_scoring,
+        renormalize=scoring == SOFTMAX_OF_CHOSEN or keys.get("expert_weights_norm", bool, family.expert_norm),
+        scale=keys.number("expert_weights_scale", 0.0) or 1.0,
+        dense_layers=frozenset(range(keys.integer("leading_dense_block_count", 0, maximum=MAX_LAYERS))),
     )
 
 
@@ -281,6 +313,35 @@ def model_config_from_hf(config: Mapping[str, Any], family: Family, vocab_size: 
         residual_scale=keys.positive("residual_multiplier", 1.0),
         logit_scale=keys.positive("logits_scaling", 1.0),
         activation=_activation(keys, family),
+        experts=_hf_experts(keys, family, n_layers),
+        nextn_layers=keys.integer("num_nextn_predict_layers", 0, maximum=MAX_LAYERS) if family.moe else 0,
+    )
+
+
+def _hf_experts(keys: MetadataReader, family: Family, n_layers: int) -> ExpertConfig | None:
+    named = next((key for key in HF_EXPERT_COUNTS if keys.has(key)), None)
+    if not family.moe or named is None:
+        return None
+    if keys.integer("n_group", 1) > 1:
+        raise UnsupportedModelError(f"{keys.describe_key('n_group')}: groups of experts are not supported")
+    if keys.has("clip_qkv"):
+        raise UnsupportedModelError(f"{keys.describe_key('clip_qkv')}: clipped projections are not supported")
+    count = keys.integer(named, minimum=1, maximum=MAX_EXPERTS)
+    d_ff = keys.integer("moe_intermediate_size", keys.integer("intermediate_size"), 1, MAX_WIDTH)
+    shared = keys.integer("n_shared_experts", 0, maximum=MAX_EXPERTS) * d_ff
+    if family.shared_expert_gate:
+        shared = keys.integer("shared_expert_intermediate_size", 0, maximum=MAX_WIDTH)
+    step, dense = keys.integer("decoder_sparse_step", 1, 1), keys.get("mlp_only_layers", list, [])
+    first = keys.integer("first_k_dense_replace", 0, maximum=MAX_LAYERS)
+    return ExpertConfig(
+        count=count,
+        used=keys.integer("num_experts_per_tok", minimum=1, maximum=count),
+        d_ff=d_ff,
+        shared_d_ff=shared,
+        scoring=family.expert_scoring,
+        renormalize=keys.get("norm_topk_prob", bool, family.expert_norm),
+        scale=keys.positive("routed_scaling_factor", 1.0),
+        dense_layers=frozenset(i for i in range(n_layers) if i < first or i in dense or (i + 1) % step),
     )
 
 

@@ -95,6 +95,12 @@ class Tensor:
         rows = self.rows[index]
         return replace(self, shape=(rows.shape[0], *self.shape[1:]), data=rows.reshape(-1))
 
+    def matrices(self) -> list[Tensor]:
+        """Return the matrices of a stack of matrices, as views."""
+        count, *shape = self.shape
+        pieces = np.split(self.data, count) if count else []
+        return [replace(self, name=f"{self.name}[{i}]", shape=tuple(shape), data=x) for i, x in enumerate(pieces)]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:

@@ -59,14 +59,33 @@ LAYER_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
-}
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    **{
+        f"mlp.{shared}.{role}_proj": f"ffn_{role}_shexp"
+        for shared in ("shared_expert", "shared_experts") for role in ("gate", "up", "down")
+    },
+    "mlp.router": "ffn_gate_inp",
+    "mlp.router.layer": "ffn_gate_inp",
+    "mlp.input_linear": "ffn_gate_up_exps",
+    "mlp.output_linear": "ffn_down_exps",
+}  # fmt: skip
 # Gemma and OLMo use `post_attention_layernorm` for another norm.
 SANDWICH_NAMES = LAYER_NAMES | {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-LAYER_PATTERN = re.compile(r"^model\.layers\.([0-9]{1,6})\.(.+)\.(weight|bias)$")
+# Names without a suffix; experts are stacked in one tensor, or have one each.
+PLAIN_NAMES = {
+    "mlp.experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "mlp.experts.down_proj": "ffn_down_exps.weight",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+}
+EXPERT_ROLES = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
+EXPERT_PATTERN = re.compile(r"^mlp\.experts\.([0-9]{1,6})\.(\w+)\.weight$")
+LAYER_PATTERN = re.compile(r"^model\.layers\.([0-9]{1,6})\.(.+)$")
+SUFFIX_PATTERN = re.compile(r"^(.+)\.(weight|bias)$")
 
 
 def open_hf(folder: Path, *, weights: bool = True) -> Checkpoint:
@@ -118,10 +137,18 @@ def gguf_name(name: str, layer_names: Mapping[str, str] = LAYER_NAMES) -> str:
     """Return the GGUF name of a transformers tensor; an unknown name is returned unchanged."""
     if name in TOP_NAMES:
         return TOP_NAMES[name]
-    match = LAYER_PATTERN.match(name)
-    if match is None or match[2] not in layer_names:
+    layer = LAYER_PATTERN.match(name)
+    if layer is None:
         return name
-    return f"blk.{int(match[1])}.{layer_names[match[2]]}.{match[3]}"
+    number, rest = int(layer[1]), layer[2].replace("block_sparse_moe.", "mlp.")
+    expert, suffixed = EXPERT_PATTERN.match(rest), SUFFIX_PATTERN.match(rest)
+    if rest in PLAIN_NAMES:
+        return f"blk.{number}.{PLAIN_NAMES[rest]}"
+    if expert and expert[2] in EXPERT_ROLES:
+        return f"blk.{number}.ffn_{EXPERT_ROLES[expert[2]]}.{int(expert[1])}.weight"
+    if suffixed and suffixed[1] in layer_names:
+        return f"blk.{number}.{layer_names[suffixed[1]]}.{suffixed[2]}"
+    return name
 
 
 def _read_shards(folder: Path) -> dict[str, Tensor]:

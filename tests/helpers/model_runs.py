@@ -16,6 +16,7 @@ from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.model_runner import SingleSequence
 from llm_worker_rbee.engine.request import Request, SamplingParams
 from llm_worker_rbee.layers.block import Block
+from llm_worker_rbee.layers.moe import MoE
 from llm_worker_rbee.models import Transformer, load_model, read_model_config
 from llm_worker_rbee.weights import open_checkpoint
 
@@ -65,6 +66,21 @@ def _norm_each_head(block: Block) -> Block:
     return replace(block, attention=replace(block.attention, q_norm=q_norm, k_norm=k_norm))
 
 
+def _change_moe(**changes: Any) -> Callable[[Block], Block]:
+    def change(block: Block) -> Block:
+        return replace(block, mlp=replace(block.mlp, **changes)) if isinstance(block.mlp, MoE) else block
+
+    return change
+
+
+def _change_params(**changes: Any) -> Callable[[Block], Block]:
+    def change(block: Block) -> Block:
+        mlp = block.mlp
+        return _change_moe(params=mlp.params._replace(**changes))(block) if isinstance(mlp, MoE) else block
+
+    return change
+
+
 # A feature is removed either from the configuration or from the built model.
 WITHOUT_CONFIG: dict[str, Callable[[ModelConfig], ModelConfig]] = {
     "window": lambda c: (
@@ -90,6 +106,11 @@ WITHOUT_BUILT: dict[str, Callable[[Transformer], Transformer]] = {
     "q/k norm": _blocks(lambda b: replace(b, attention=replace(b.attention, q_norm=None, k_norm=None))),
     "wide q/k norm": _blocks(_norm_each_head),
     "post norms": _blocks(lambda b: replace(b, post_attention_norm=None, post_mlp_norm=None)),
+    "shared expert": _blocks(_change_moe(shared=None, shared_gate=None)),
+    "selection bias": _blocks(_change_moe(selection_bias=None)),
+    "scale of experts": _blocks(_change_params(scale=1.0)),
+    "shared gate": _blocks(_change_moe(shared_gate=None)),
+    "weights that sum up to 1": _blocks(_change_params(renormalize=False)),
     "embedding scale": lambda model: replace(model, embedding_scale=1.0),
 }
 

@@ -54,6 +54,7 @@ LONGROPE = {
     "short_factor": [1.0 + 0.1 * i for i in range(6)],
     "long_factor": [2.0 + 0.5 * i for i in range(6)],
 }
+SHARED_EXPERT = {"shared_expert_intermediate_size": 64}
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
@@ -197,7 +198,49 @@ ZOO |= {
         ("bias", "post norms", "partial rotation"),
     ),
 }  # fmt: skip
-NO_GGUF_KEY = {"qwen2-window", "gemma2-scale"}  # features without a GGUF key
+ZOO |= {
+    "mixtral": Variant("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}, ("weights that sum up to 1",)),
+    "qwen2moe": Variant(
+        "qwen2_moe",
+        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, **SHARED_EXPERT},
+        ("bias", "shared expert", "shared gate"),
+    ),
+    "qwen2moe-dense": Variant(
+        "qwen2_moe",
+        {
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1],
+            "norm_topk_prob": True, **SHARED_EXPERT,
+        },
+        ("weights that sum up to 1",),
+    ),
+    "qwen3moe": Variant(
+        "qwen3_moe",
+        {
+            "head_dim": 24, "num_local_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+        },
+        ("q/k norm", "weights that sum up to 1"),
+    ),
+    "olmoe": Variant("olmoe", {"num_experts": 6, "num_experts_per_tok": 3}, ("q/k norm", "wide q/k norm")),
+    "granitemoe": Variant(
+        "granitemoe",
+        {
+            "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 64, "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22, "attention_multiplier": 0.125, "logits_scaling": 0.5,
+        },
+        ("residual multiplier", "weights that sum up to 1"),
+    ),
+    "glm4moe": Variant(
+        "glm4_moe",
+        {
+            "head_dim": 24, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+            "n_shared_experts": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "use_qk_norm": True,
+            "attention_bias": True, "num_nextn_predict_layers": 0,
+        },
+        ("bias", "q/k norm", "shared expert", "selection bias", "weights that sum up to 1", "scale of experts"),
+    ),
+}  # fmt: skip
+NO_GGUF_KEY = {"qwen2-window", "gemma2-scale", "qwen2moe-dense"}  # features without a GGUF key
 
 
 def family_of(variant: Variant) -> Family:
@@ -223,7 +266,10 @@ def make_hf(variant: Variant, seed: int = 0) -> Any:
             elif name.endswith("bias") or "embed_tokens" in name:
                 weight.copy_(torch.randn_like(weight))
             else:
-                weight.copy_(torch.randn_like(weight) * 1.5 / weight.shape[1] ** 0.5)
+                weight.copy_(torch.randn_like(weight) * 1.5 / weight.shape[-1] ** 0.5)
+        for name, values in model.named_buffers():
+            if name.endswith("bias"):  # of a router
+                values.copy_(torch.rand_like(values))
     model.generation_config.eos_token_id = None
     return model
 
@@ -254,7 +300,12 @@ def gguf_tensors(variant: Variant, model: Any) -> dict[str, TensorLike]:
             value = interleave(value, c.num_key_value_heads)
         if family.norm_plus_one and "norm" in ours:
             value = value + np.float32(1)
-        out[ours] = np.ascontiguousarray(value)
+        ours = ours.replace("ffn_norm", family.gguf_mlp_norm)
+        if ours.endswith("ffn_gate_up_exps.weight"):
+            parts = zip(("gate", "up"), np.split(value, 2, axis=1), strict=True)
+            out |= {ours.replace("gate_up", role): np.ascontiguousarray(part) for role, part in parts}
+            continue
+        out[ours] = np.ascontiguousarray(value[0] if "gate_inp_shexp" in ours else value)
     return out | rope_tensors(c)
 
 
@@ -302,7 +353,7 @@ def gguf_metadata(variant: Variant, model: Any) -> dict[str, Any]:
         keys["rope.scaling.attn_factor"] = float(np.sqrt(1 + np.log(factor) / np.log(32)))
     if local:
         keys["rope.freq_base_swa"] = float(local["rope_theta"])
-    if arch == "granite":
+    if arch in ("granite", "granitemoe"):
         keys |= {
             "attention.scale": c.attention_multiplier,
             "embedding_scale": c.embedding_multiplier,
@@ -320,6 +371,7 @@ def gguf_metadata(variant: Variant, model: Any) -> dict[str, Any]:
         keys["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in c.layer_types]
     if getattr(c, "sliding_window", None):
         keys["attention.sliding_window"] = c.sliding_window
+    keys |= expert_keys(c)
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(c, cap, None):
             keys[cap] = float(getattr(c, cap))
@@ -330,6 +382,25 @@ def gguf_metadata(variant: Variant, model: Any) -> dict[str, Any]:
         **named,
         f"{arch}.vocab_size": Typed("uint32", c.vocab_size),
     }
+
+
+def expert_keys(c: Any) -> dict[str, Any]:
+    """Return the keys of a mixture of experts."""
+    count = getattr(c, "num_local_experts", None) or getattr(c, "num_experts", None)
+    if not count:
+        return {}
+    keys = {"expert_count": count, "expert_used_count": c.num_experts_per_tok}
+    if c.model_type == "glm4_moe":
+        keys |= {
+            "expert_shared_count": c.n_shared_experts, "leading_dense_block_count": c.first_k_dense_replace,
+            "expert_weights_scale": c.routed_scaling_factor, "expert_weights_norm": c.norm_topk_prob,
+            "expert_gating_func": 2,
+        }  # fmt: skip
+    if size := getattr(c, "moe_intermediate_size", None):
+        keys["expert_feed_forward_length"] = size
+    if size := getattr(c, "shared_expert_intermediate_size", None):
+        keys["expert_shared_feed_forward_length"] = size
+    return keys
 
 
 def save_gguf(variant: Variant, model: Any, path: Path) -> Path:

@@ -186,7 +186,11 @@ def test_gguf_optional_key_of_wrong_type_raises(tmp_path: Path, key: str) -> Non
     ({"logit_scale": -1.0}, "'llama.logit_scale' is -1.0, outside"),
     ({"attention.temperature_scale": 0.1, "rope.scaling.original_context_length": 0}, "original_context_length' is 0"),
     ({"rope.scaling.yarn_beta_fast": 0.0}, "'llama.rope.scaling.yarn_beta_fast'"),
-    ({"expert_count": 8}, "mixture-of-experts"),
+    ({"expert_count": 8}, "'llama.expert_used_count' is missing"),
+    ({"expert_count": 8, "expert_used_count": 9}, "'llama.expert_used_count' is 9, outside 1..8"),
+    ({"expert_count": 8, "expert_used_count": 2}, "tensor 'blk.0.ffn_gate_exps.weight' is missing"),
+    ({"expert_count": 8, "expert_used_count": 2, "expert_gating_func": 7}, "'llama.expert_gating_func' is 7"),
+    ({"expert_count": 8, "expert_used_count": 2, "expert_group_count": 4}, "groups of experts"),
 ], ids=str)  # fmt: skip
 def test_gguf_inconsistent_numbers_raise(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
     refused(write(tmp_path / "m.gguf", changes), expected)

@@ -26,6 +26,7 @@ from ..ops import (
     Logprobs,
     Progress,
     RopeTable,
+    RouteParams,
     SampleRow,
     TokenMask,
 )
@@ -71,6 +72,9 @@ class CpuBackend(Backend):
 
     def prepare(self, tensors: Sequence[Tensor]) -> PackedWeight:
         return pack_weight(tensors, self.threads)
+
+    def prepare_experts(self, experts: Sequence[Sequence[Tensor]]) -> reference.Experts:
+        return reference.Experts(tuple(self.prepare(tensors) for tensors in experts))  # type: ignore[misc]
 
     def prepare_vector(self, values: Floats) -> Floats:
         return np.array(values, np.float32)
@@ -163,11 +167,27 @@ class CpuBackend(Backend):
     def gated(self, gate_up: Floats, activation: str) -> Floats:
         if activation not in elementwise.ACTIVATIONS:
             return reference.gated(gate_up, activation)
-        tokens, half = gate_up.shape[0], gate_up.shape[-1] // 2
-        gate_up, out = np.ascontiguousarray(gate_up, np.float32), np.empty((tokens, half), np.float32)
+        half = gate_up.shape[-1] // 2
+        gate_up, out = np.ascontiguousarray(gate_up, np.float32), np.empty((*gate_up.shape[:-1], half), np.float32)
         entries = dict(enumerate((gate_up, out), Step.END))
-        run_step(_gated_program(half, activation), entries, {Step.TOKENS: tokens}, self.threads)
+        run_step(_gated_program(half, activation), entries, {Step.TOKENS: out.size // half}, self.threads)
         return out
+
+    def route(self, logits: Floats, params: RouteParams, bias: Floats | None = None) -> tuple[Ints, Floats]:
+        return reference.route(logits, params, bias)
+
+    def grouped_linear(self, x: Floats, w: Any, experts: Ints, bias: Floats | None = None) -> Floats:
+        rows = np.broadcast_to(x if x.ndim == 3 else x[:, None], (*experts.shape, x.shape[-1]))
+        out = np.empty((*experts.shape, w.rows), np.float32)
+        for expert in np.unique(experts):
+            chosen = experts == expert
+            out[chosen] = self.linear(rows[chosen], w.matrices[expert])
+        return out if bias is None else out + bias[experts]
+
+    def combine(
+        self, x: Floats, weights: Floats, shared: Floats | None = None, shared_gate: Floats | None = None
+    ) -> Floats:
+        return reference.combine(x, weights, shared, shared_gate)
 
     def take(self, x: Floats, index: Ints) -> Floats:
         return x[index]
@@ -176,8 +196,11 @@ class CpuBackend(Backend):
         raw = self.linear(x, head.two_term())
         return np.float32(soft_cap) * np.tanh(raw / np.float32(soft_cap)) if soft_cap else raw
 
-    def fuse(self, record: Callable[[], Graph]) -> forward.CpuForward:
-        return forward.CpuForward(record(), self.threads)
+    def fuse(self, record: Callable[[], Graph]) -> forward.CpuForward | None:
+        graph = record()
+        if any(node.op == "grouped_linear" for node in graph.nodes):
+            return None
+        return forward.CpuForward(graph, self.threads)
 
     def sample(self, raw_logits: Floats, rows: Sequence[SampleRow]) -> Ints:
         return sampling.sample(raw_logits, rows, self.threads)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ... import machine
 from ...config import KV_CUDA, KV_ON_CUDA
-from ...errors import InvalidRequestError
+from ...errors import InvalidRequestError, UnsupportedModelError
 from ...weights import Checkpoint, Tensor
 from .. import ops, reference, select
 from ..graph import Graph
@@ -113,6 +113,9 @@ class CudaBackend(ops.Backend):
     def prepare(self, tensors: Sequence[Tensor]) -> PackedWeight:
         with device.as_memory_error():
             return merge_parts(pack_weight(tensors, self.torch_device))
+
+    def prepare_experts(self, experts: Sequence[Sequence[Tensor]]) -> Any:
+        raise UnsupportedModelError("a mixture of experts does not run on CUDA yet: use device cpu")
 
     def prepare_vector(self, values: NDArray[np.float32]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=self.torch_device)
@@ -213,6 +216,17 @@ class CudaBackend(ops.Backend):
         out = self._empty(len(gate_up), gate_up.shape[1] // 2)
         launch_gated(gate_up[None].contiguous(), Activations(out), IS_GELU[activation])
         return out
+
+    def route(self, logits: torch.Tensor, params: ops.RouteParams, bias: torch.Tensor | None = None) -> Any:
+        raise NotImplementedError
+
+    def grouped_linear(self, x: torch.Tensor, w: Any, experts: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        raise NotImplementedError
+
+    def combine(
+        self, x: torch.Tensor, weights: torch.Tensor, shared: Any = None, shared_gate: Any = None
+    ) -> torch.Tensor:
+        raise NotImplementedError
 
     def take(self, x: torch.Tensor, index: Ints) -> torch.Tensor:
         return x[upload(index, self.torch_device, torch.int64)]

@@ -44,7 +44,8 @@ FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 FP8_ALIGNMENT = 16  # FP8 products need rows and columns in multiples of this; other matrices keep their type
 # Packs nothing, so that the loader only checks every tensor.
 CHECK_ONLY_BACKEND = SimpleNamespace(
-    has_device_memory=False, threads=1, **dict.fromkeys(("prepare", "prepare_vector", "fuse"), lambda _: None)
+    has_device_memory=False, threads=1,
+    **dict.fromkeys(("prepare", "prepare_experts", "prepare_vector", "fuse"), lambda _: None),
 )  # fmt: skip
 
 

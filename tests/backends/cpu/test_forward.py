@@ -29,7 +29,7 @@ from llm_worker_rbee.models import load_model, read_model_config
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 from tests.helpers.model_runs import compute_logits, load, step_logits
-from tests.helpers.model_zoo import ZOO, make_hf, prompt_ids, save_gguf, save_hf, save_quantized
+from tests.helpers.model_zoo import NO_GGUF_KEY, ZOO, make_hf, prompt_ids, save_gguf, save_hf, save_quantized
 
 cpu = CpuBackend()
 
@@ -37,7 +37,7 @@ cpu = CpuBackend()
 @pytest.mark.parametrize("name", ZOO)
 def test_fused_forward_has_the_bits_of_single_ops_and_the_values_of_the_reference(name: str, tmp_path: Path) -> None:
     made = make_hf(ZOO[name])
-    has_gguf = name not in ("qwen2-window", "gemma2-scale")
+    has_gguf = name not in NO_GGUF_KEY
     path = save_gguf(ZOO[name], made, tmp_path / "model.gguf") if has_gguf else save_hf(made, tmp_path / "model")
     checkpoint = open_checkpoint(path)
     model = load_model(checkpoint, cpu, read_model_config(checkpoint))  # type: ignore[arg-type]

@@ -1,0 +1,43 @@
+"""Mixture of experts: a router chooses a few gated MLPs for each token; a shared one may serve all tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..backends.ops import Array, Backend, PackedExperts, RouteParams
+from .linear import Linear
+from .swiglu import SwiGLU
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupedLinear:
+    """(T, columns) or (T, k, columns) -> (T, k, rows), with the matrix of each chosen expert."""
+
+    weight: PackedExperts
+    bias: Array | None = None  # (experts, rows)
+
+    def __call__(self, ops: Backend, x: Array, experts: Array) -> Array:
+        """Return x @ weight[expert].T + bias[expert] for the experts of each token."""
+        return ops.grouped_linear(x, self.weight, experts, self.bias)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MoE:
+    """The weighted sum of k experts, each a gated MLP, plus the shared expert."""
+
+    router: Linear
+    params: RouteParams
+    gate_up: GroupedLinear
+    down: GroupedLinear
+    activation: str = "silu"
+    selection_bias: Array | None = None  # (experts,), added to the scores for the choice alone
+    shared: SwiGLU | None = None
+    shared_gate: Linear | None = None  # to one logit: its sigmoid multiplies the shared expert
+
+    def __call__(self, ops: Backend, x: Array) -> Array:
+        """Map (T, width) to (T, width)."""
+        experts, weights = ops.route(self.router(ops, x), self.params, self.selection_bias)
+        made = self.down(ops, ops.gated(self.gate_up(ops, x, experts), self.activation), experts)
+        shared = None if self.shared is None else self.shared(ops, x)
+        gate = None if self.shared_gate is None else self.shared_gate(ops, x)
+        return ops.combine(made, weights, shared, gate)
