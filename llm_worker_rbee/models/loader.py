@@ -6,6 +6,7 @@ norms and biases become float32.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ from ..weights import Checkpoint, Tensor
 from ..weights.checkpoint import release_pages
 from .decoder import Transformer
 
+_log = logging.getLogger("llm_worker_rbee")
 # Tables in old exports, redundant with the metadata.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn_rot_embd.weight")
 LAYER_NUMBER = re.compile(r"^(?:blk|model\.layers)\.([0-9]{1,6})\.")
@@ -82,6 +84,8 @@ class _ModelLoader:
             head=self.head(table),
         )
         self.refuse_unused_tensors()
+        if left_out := self.checkpoint.metadata.get("left_out"):
+            _log.warning("%s takes text alone: %s left out", self.checkpoint.path.name, ", ".join(left_out))
         for tensor in self.checkpoint.tensors.values():  # permuted rows were read here, not by the backend
             release_pages(tensor.data)
         return replace(model, fused=self.ops.fuse(model.graph))

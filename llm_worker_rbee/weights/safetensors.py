@@ -86,20 +86,51 @@ EXPERT_ROLES = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", 
 EXPERT_PATTERN = re.compile(r"^mlp\.experts\.([0-9]{1,6})\.(\w+)\.weight$")
 LAYER_PATTERN = re.compile(r"^model\.layers\.([0-9]{1,6})\.(.+)$")
 SUFFIX_PATTERN = re.compile(r"^(.+)\.(weight|bias)$")
+# Parts of a model that also takes images or sound.
+OTHER_PARTS = (
+    "vision_tower", "vision_model", "visual", "vision_embed_tokens", "embed_vision", "multi_modal_projector",
+    "audio_tower", "audio_model", "embed_audio",
+)  # fmt: skip
+TEXT_PREFIX = re.compile(r"^(model\.)?language_model\.")
 
 
 def open_hf(folder: Path, *, weights: bool = True) -> Checkpoint:
     """Open a model folder; known tensors get GGUF names. `weights=False` also accepts a tokenizer or config alone."""
     config = read_json(folder / "config.json") if weights or (folder / "config.json").exists() else {}
     tensors = _read_shards(folder) if weights or any(folder.glob("*.safetensors")) else {}
-    metadata = {"config": config}
+    metadata: dict[str, Any] = {"config": config}
     generation = folder / "generation_config.json"
     if generation.exists():
         metadata["generation_config"] = read_json(generation)
+    if isinstance(config.get("text_config"), dict):
+        metadata["config"] = config = _text_config(config)
+        tensors, metadata["left_out"] = _text_tensors(tensors)
     model_type = config.get("model_type")
     if model_type is not None and not isinstance(model_type, str):
         raise ModelFileError("config.json: 'model_type' is not a string")
     return Checkpoint(folder, "safetensors", model_type, metadata, _rename(tensors), value_types={})
+
+
+def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of the text model of one with several parts; what it leaves out is that of the whole."""
+    whole = {key: value for key, value in config.items() if key != "model_type" and not key.endswith("_config")}
+    return {"tie_word_embeddings": True, **whole, **config["text_config"]}
+
+
+def _text_tensors(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the tensors of the text model, by the names that it has alone, and the other parts that are left out."""
+    found: dict[str, Tensor] = {}
+    left_out: set[str] = set()
+    for name, tensor in tensors.items():
+        part = name.removeprefix("model.").partition(".")[0]
+        if part in OTHER_PARTS:
+            left_out.add(part)
+        elif text := TEXT_PREFIX.match(name):
+            rest = name[text.end() :]
+            found[rest if rest.startswith(("model.", "lm_head.")) else f"model.{rest}"] = tensor
+        else:
+            found[name] = tensor
+    return found, sorted(left_out)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -30,7 +30,9 @@ def rope_store(
             cache.view(torch.uint8)[block, :, offset] = narrow.view(torch.uint8)
         else:
             cache[block, :, offset] = new.to(cache.dtype)
-    return _rotate(q, cos, sin)
+    steps = np.log1p(positions // table.temperature_length)
+    factor = upload(1 + table.temperature_beta * steps, q.device, torch.float32)
+    return _rotate(q, cos, sin) * factor[:, None, None]
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
+from safetensors.numpy import load_file, save_file
 
 from llm_worker_rbee.config import ModelConfig, RopeScaling
 from llm_worker_rbee.errors import ModelFileError
@@ -61,6 +63,11 @@ VARIATIONS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"rope_theta": 5e5, "rope_scaling": LLAMA3}),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
     ("phi3", {"sliding_window": 33, "rms_norm_eps": 1e-4}),
+    ("granite", {"residual_multiplier": 0.22, "embedding_multiplier": 12, "logits_scaling": 8.0}),
+    ("smollm3", {"no_rope_layers": [1, 0] * 7}),
+    ("smollm3", {"no_rope_layer_interval": 3}),
+    ("olmo3", {"rope_theta": 5e5, "rope_scaling": {**model_zoo.YARN, "rope_theta": 5e5}}),
+    ("glm4", {"partial_rotary_factor": 0.25}),
 ]
 
 
@@ -107,6 +114,15 @@ def test_gguf_config_single_keys_are_read() -> None:
     assert gguf("gemma3", attention__sliding_window=7, rope__freq_base_swa=5e4).rope_local_base == 5e4
 
 
+def test_gguf_config_keys_of_dense_families_are_read() -> None:
+    assert gguf("smollm3", 9).nope_layers == (3, 7)
+    assert gguf("granite", rope__scaling__finetuned=False).nope_layers == (0, 1, 2, 3)
+    scales = gguf("granite", embedding_scale=12.0, residual_scale=0.25, logit_scale=8.0)
+    assert (scales.embedding_scale, scales.residual_scale, scales.logit_scale) == (12.0, 0.25, 8.0)
+    olmo3 = gguf("olmo2", attention__sliding_window=7, rope__freq_base=5e5)
+    assert (olmo3.windows, olmo3.rope_local_base, gguf("olmo2").rope_local_base) == ((7, 7, 7, 0), 5e5, 0.0)
+
+
 def test_gguf_config_rope_scaling_is_read() -> None:
     plain = rope_table(gguf("llama"), local=False, max_context=128)
     halved = rope_table(gguf("llama", rope__scale_linear=2.0), local=False, max_context=128)
@@ -116,9 +132,12 @@ def test_gguf_config_rope_scaling_is_read() -> None:
     assert usual == pytest.approx(1 + 0.1 * np.log(4.0))
     doubled = rope_table(gguf("llama", **yarn, rope__scaling__attn_factor=2.0), local=False, max_context=128)
     assert doubled.scale == pytest.approx(2 * usual)
+    cancelled = gguf("mistral3", **yarn, rope__scaling__yarn_log_multiplier=1.0, attention__temperature_scale=0.1)
+    table = rope_table(cancelled, local=False, max_context=128)
+    assert (table.scale, table.temperature_beta, table.temperature_length) == (pytest.approx(1.0), 0.1, 32)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "smollm3", "ministral3"])
 def test_detect_family_without_model_type_uses_class_name(name: str, tmp_path: Path) -> None:
     variant = model_zoo.ZOO[name]
     folder = model_zoo.save_hf(model_zoo.make_hf(variant), tmp_path)
@@ -141,4 +160,39 @@ def test_load_model_missing_untied_head_raises(said: dict[str, Any], tmp_path: P
         del config["tie_word_embeddings"]
         (folder / "config.json").write_text(json.dumps({**config, **said}))
         with pytest.raises(ModelFileError, match=r"lm_head\.weight") if missed else nullcontext():
+            model_runs.load(folder)
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_text_part_of_a_model_with_images_is_loaded(
+    prefix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Mistral-3 folders have them, now and formerly: with a tower, which is named and left out."""
+    variant = model_zoo.ZOO["ministral3"]
+    alone = model_zoo.save_hf(model_zoo.make_hf(variant), tmp_path / "alone")
+    tensors = {
+        re.sub(r"^model\.", prefix, name): tensor for name, tensor in load_file(alone / "model.safetensors").items()
+    }
+    tower = {"vision_tower.patch_conv.weight": np.ones((2, 2), np.float32)}
+    tower["multi_modal_projector.linear_1.weight"] = np.ones((2, 2), np.float32)
+    text = json.loads((alone / "config.json").read_text())
+    whole = {"model_type": "mistral3", "text_config": text, "vision_config": {"model_type": "pixtral"}}
+    folder = tmp_path / "whole"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(whole))
+    save_file({**tensors, **tower}, folder / "model.safetensors")
+    found, wanted = (model_runs.load(path) for path in (folder, alone))
+    assert found.config == wanted.config
+    ids = model_zoo.prompt_ids(variant)
+    np.testing.assert_array_equal(*(model_runs.compute_logits(model, ids) for model in (found, wanted)))
+    assert [r.message for r in caplog.records] == [
+        "whole takes text alone: multi_modal_projector, vision_tower left out"
+    ]
+    extra = {"other.weight": tower["vision_tower.patch_conv.weight"]}
+    for stored, message in (
+        ({**tensors, **tower, **extra}, "tensor 'other.weight' is not part of a mistral3 model"),
+        (dict(list(tensors.items())[1:]), "is missing"),
+    ):
+        save_file(stored, folder / "model.safetensors")
+        with pytest.raises(ModelFileError, match=message):
             model_runs.load(folder)

@@ -146,7 +146,8 @@ def step(lengths: list[int], contexts: list[int], block: int = 16) -> tuple[Batc
 def test_rope_store_and_attention_agree_with_reference(
     heads: int, kv_heads: int, dim: int, params: AttentionParams
 ) -> None:
-    table = RopeTable((1 / 10000 ** (np.arange(0, dim, 4, dtype=np.float32) / dim)).astype(np.float32), 1.2)
+    inv_freq = (1 / 10000 ** (np.arange(0, dim, 4, dtype=np.float32) / dim)).astype(np.float32)
+    table = RopeTable(inv_freq, 1.2, 0.3 if params.window else 0.0, 8)
     whole, blocks = step([21, 40, 1], [21, 40, 1])
     last, _ = step([5, 1, 1], [21, 40, 1])
     outs: dict[str, list[Floats]] = {}

@@ -48,7 +48,7 @@ def logits(path: Path, ops: Any, ids: list[int], parts: list[int], max_context: 
     return np.concatenate(found)
 
 
-@pytest.mark.parametrize("name", ["phi3-short", "gemma2"])
+@pytest.mark.parametrize("name", ["phi3-short", "gemma2", "olmo2"])
 def test_family_unfused_matches_reference(name: str, tmp_path: Path) -> None:
     variant = model_zoo.ZOO[name]
     path = model_zoo.save_hf(
