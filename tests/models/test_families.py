@@ -6,11 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.numpy import load_file
 
+from llm_worker_rbee.weights import open_checkpoint
 from tests.helpers import model_runs, model_zoo
 
 TOLERANCE = 1e-3
@@ -101,12 +104,24 @@ def test_family_quantized_gguf_equals_transformers(
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 23])
-@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2", "gemma3", "phi3-long"])
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2", "gemma3", "phi3-long", "ministral3", "olmo3"])
 def test_family_chunked_prefill_equals_whole_prefill(name: str, chunk: int, made: Callable[[str], Made]) -> None:
     variant, theirs, hf, _ = made(name)
     ids = model_zoo.prompt_ids(variant)
     ours = model_runs.load(hf, variant.max_context)
     assert np.abs(model_runs.compute_logits(ours, ids, chunk) - model_zoo.hf_logits(theirs, ids)).max() < TOLERANCE
+
+
+DENSE = ("granite", "smollm3", "ministral3", "olmo2", "olmo3", "glm4")
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_tensor_names_are_those_of_the_gguf_package(name: str, made: Callable[[str], Made]) -> None:
+    variant, model, folder, _ = made(name)
+    (arch,) = (key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == model_zoo.architecture_of(variant))
+    known = gguf.get_tensor_name_map(arch, model.config.num_hidden_layers)
+    names = {known.get_name(key, (".weight", ".bias")) for key in load_file(folder / "model.safetensors")}
+    assert names == open_checkpoint(folder).tensors.keys()
 
 
 FEATURES = [(name, feature) for name, variant in model_zoo.ZOO.items() for feature in variant.features]
