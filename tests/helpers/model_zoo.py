@@ -411,7 +411,7 @@ def save_quantized(variant: Variant, model: Any, path: Path, kind: str) -> Path:
     """Write a GGUF whose matrices (with rows of whole blocks) are quantized by the gguf package."""
     tensors: dict[str, TensorLike] = {}
     for name, value in gguf_tensors(variant, model).items():
-        if isinstance(value, np.ndarray) and value.ndim == 2 and value.shape[1] % 32 == 0:
+        if isinstance(value, np.ndarray) and value.ndim >= 2 and value.shape[-1] % 32 == 0:
             data = gguf.quants.quantize(value, gguf.GGMLQuantizationType[kind])
             tensors[name] = Raw(kind, value.shape, np.ascontiguousarray(data).view(np.uint8).reshape(-1))
         else:

@@ -52,7 +52,7 @@ def all_kernels() -> list[Kernel]:
 
 def model_kernels(checkpoint: Checkpoint, config: ModelConfig, kv_type: str = KV_DEFAULT) -> list[Kernel]:
     """Return the kernels that a model needs."""
-    types = {t.kind.name for t in checkpoint.tensors.values() if len(t.shape) == 2}
+    types = {t.kind.name for t in checkpoint.tensors.values() if len(t.shape) >= 2}
     group = max(1, config.n_heads // max(1, config.n_kv_heads))
     return _kernels_for(sorted(types & LAYOUT_BY_TYPE.keys()), [group], [kv_type])
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from ...backends.ops import Backend
 from ...config import ModelConfig
-from ...errors import InvalidRequestError
+from ...errors import InvalidRequestError, UnsupportedModelError
 from ...weights import Checkpoint, Tensor
 from ...weights.gguf_writer import write_quantized_gguf
 from ...weights.quant_mix import MIXES, Mix, Place, matrix_type
@@ -62,6 +62,7 @@ def convert(
 ) -> ConvertResult:
     """Write the model as one GGUF file of this type or mix; an existing file is replaced."""
     mix, config = find_type_mix(type_name), read_model_config(checkpoint)
+    _refuse_experts(config)
     metadata = gguf_metadata(checkpoint, config, mix.file_type)
     load_model(checkpoint, cast(Backend, CHECK_ONLY_BACKEND), config)
     work = plan_file(checkpoint, config, mix, rope_tensors(checkpoint, config))
@@ -95,11 +96,17 @@ def find_type_mix(type_name: str) -> Mix:
 
 def plan_matrices(checkpoint: Checkpoint, config: ModelConfig, mix: Mix) -> list[TensorJob]:
     """Return a job for every matrix of the model."""
+    _refuse_experts(config)
     tied = "output.weight" not in checkpoint.tensors
     matrices = [
         t for name, t in checkpoint.tensors.items() if len(t.shape) == 2 and not name.endswith(IGNORED_SUFFIXES)
     ]
     return [TensorJob(t.name, t, BLOCK_TYPES[_matrix_type(t, config, mix, tied=tied)]) for t in matrices]
+
+
+def _refuse_experts(config: ModelConfig) -> None:
+    if config.experts is not None:
+        raise UnsupportedModelError("a mixture of experts cannot be quantized yet: use a file of the wanted type")
 
 
 def _matrix_type(tensor: Tensor, config: ModelConfig, mix: Mix, *, tied: bool) -> str:
