@@ -7,7 +7,16 @@ import torch
 from llm_worker_rbee.backends.cuda.compact_kinds import COMPACT_KINDS
 from llm_worker_rbee.backends.cuda.packed_weight import PAIRED_SCALES, WeightPart, dequantize_rows, empty_planes
 
-SPREAD = {"q4": 4.6, "q4m": 4.6, "q5": 9.2, "q5m": 9.2, "q6": 18.5, "q8": 74.0}  # deviation of the codes
+SPREAD = {
+    "mxfp4": 5.9,
+    "nvfp4": 5.9,
+    "q4": 4.6,
+    "q4m": 4.6,
+    "q5": 9.2,
+    "q5m": 9.2,
+    "q6": 18.5,
+    "q8": 74.0,
+}  # deviation of the codes
 
 
 def random_planes(kind: str, rows: int, columns: int, device: torch.device | str, std: float = 0.02) -> WeightPart:

@@ -70,8 +70,6 @@ COMPACT_KINDS = {
     "tq2_0": CompactKind("2 bits", 2, group=8, offset=1),
     "q2_k": CompactKind("2 bits", 2, small=16, scales="nibbles and minima", group=8),
     "q3_k": CompactKind("3 bits", 3, small=16, scales="two bytes", group=8, offset=4),
-    "mxfp4": CompactKind("E2M1", 4),
-    "nvfp4": CompactKind("E2M1", 4, scales="two"),
     "iq4_nl": CompactKind("IQ4", 4),
     "iq4_xs": CompactKind("IQ4", 4, small=8, scales="byte", group=8),
     "iq2_xxs": CompactKind("rows of 8", 2, small=8, scales="byte", group=8),
@@ -155,6 +153,15 @@ def apply_signs(word, signs, q: tl.constexpr):
 
 
 @triton.jit
+def nibble_values(word, TABLE: tl.constexpr):
+    """Look up eight nibbles in a table of int8: the bytes of the low nibbles, those of the high ones."""
+    return lookup_nibbles(
+        word, nibble_table(NIBBLE_TABLES, TABLE, 0), nibble_table(NIBBLE_TABLES, TABLE, 1),
+        nibble_table(NIBBLE_TABLES, TABLE, 2), nibble_table(NIBBLE_TABLES, TABLE, 3),
+    )  # fmt: skip
+
+
+@triton.jit
 def code_words(block, table, KIND: tl.constexpr):
     """Return the codes of a block: eight words of four signed bytes, columns 4 q .. 4 q + 3 in word q."""
     CODES: tl.constexpr = kind_field(COMPACT, KIND, "codes")
@@ -167,12 +174,9 @@ def code_words(block, table, KIND: tl.constexpr):
             if CODES == "3 bits":
                 word = word | (field_word(words[2:], q, 1) << 2)
             out = out + (word,)
-    elif CODES == "E2M1" or CODES == "IQ4":
+    elif CODES == "IQ4":
         for i in tl.static_range(4):
-            out = out + lookup_nibbles(
-                words[i], nibble_table(NIBBLE_TABLES, CODES, 0), nibble_table(NIBBLE_TABLES, CODES, 1),
-                nibble_table(NIBBLE_TABLES, CODES, 2), nibble_table(NIBBLE_TABLES, CODES, 3),
-            )  # fmt: skip
+            out = out + nibble_values(words[i], "IQ4")
     elif CODES == "trits":  # four bytes of five, then three bytes of four, the last of which complete the words
         for i in tl.static_range(5):
             out = out + (trit_word(words[0], i),)

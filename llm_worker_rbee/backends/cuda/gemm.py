@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from .compact_kinds import COMPACT, block_scales, block_values, code_words, is_compact, kind_field, load_block
-from .gemv import high_planes
+from .gemv import expert_planes, high_planes
 from .intrinsics import INTERPRETED, high_bit_shift, high_half, low_half, pack_halves, signed_byte
 
 GROUP_BLOCKS = tl.constexpr(16)
@@ -66,9 +66,13 @@ def load_word(low, high, n, i, b, mask, blocks, KIND: tl.constexpr):
 def gemm_packed(
     x, factors, unit, low, high, scales, out, tokens, rows, out_rows, blocks: tl.constexpr,
     KIND: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, small=None, table=None,
+    tile_experts=None, tile_slots=None, SLOTS: tl.constexpr = 1,
 ):  # fmt: skip
     """Multiply interleaved x * factors (tokens) by packed weights; out (splits, tokens, out_rows) sums to the product;
     `out` may hold more rows than this part of a matrix.
+
+    With `tile_experts`, tile i of the second axis is of an expert of a stack (-1: no tile), and of the slots
+    tile_slots[BM * i ..] (-1: none); result s is of activations s // SLOTS, without splits.
 
     A program has BN rows and BM tokens of one split of the columns; an iteration loads one word of GROUP_BLOCKS blocks
     of each row, of 5-bit kinds two words, because they share a half word of high bits, of compact kinds all."""
@@ -80,6 +84,15 @@ def gemm_packed(
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     n_at = tl.minimum(n, rows - 1)[:, None]
     m_at, is_token = (m % tokens)[None, :], (m < tokens)[None, :]  # any token in the place of a missing one
+    if tile_experts is not None:
+        expert = tl.load(tile_experts + tl.program_id(1))
+        if expert < 0:
+            return
+        low, high, scales, first_block = expert_planes(low, high, scales, expert, rows, blocks, KIND)
+        if small is not None:
+            small += first_block
+        m = tl.load(tile_slots + m)
+        m_at, is_token = tl.maximum(m, 0)[None, :] // SLOTS, (m >= 0)[None, :]
     k = tl.arange(0, GROUP_BLOCKS * 8)[:, None]
     acc = tl.zeros((BN, BM), tl.float32)
     each = tl.cdiv(STEPS, tl.num_programs(2))
@@ -108,8 +121,8 @@ def gemm_packed(
             activations = tl.load(at, mask=is_token, other=0.0) if BM <= 32 else tl.load(at)
             acc = tl.dot(w, activations, acc)
     at = (tl.program_id(2) * tokens + m[None, :]).to(tl.int64) * out_rows + n[:, None]
-    acc = acc * (unit * tl.load(factors + m, mask=m < tokens, other=0.0))[None, :]
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=(m < tokens)[None, :] & (n < rows)[:, None])
+    acc = acc * (unit * tl.load(factors + m_at, mask=is_token, other=0.0))
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=is_token & (n < rows)[:, None])
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -145,6 +158,14 @@ def code_offset(kind):
 
 
 @triton.jit
+def doubled_e2m1(code):
+    """Return twice the value of a float of four bits, an integer."""
+    m = code & 7
+    magnitude = tl.where(m < 2, m, (2 + (m & 1)) << tl.maximum((m >> 1) - 1, 0))
+    return tl.where(code > 7, -magnitude, magnitude)
+
+
+@triton.jit
 def dequantize_columns(low, high, s, n, b, c, mask, blocks, KIND: tl.constexpr):
     """Return columns c of blocks b of rows n, where `mask` is true, before the unit. gemv.py draws the planes.
 
@@ -152,6 +173,9 @@ def dequantize_columns(low, high, s, n, b, c, mask, blocks, KIND: tl.constexpr):
     if KIND == "q8":
         word = tl.load(low + (n * 8 + c // 4) * blocks + b, mask=mask, other=0)
         value = ((word << (24 - 8 * (c % 4))) >> 24).to(tl.float32)
+    elif KIND == "mxfp4" or KIND == "nvfp4":
+        word = tl.load(low + (n * 4 + (c % 16) // 4) * blocks + b, mask=mask, other=0)
+        value = doubled_e2m1((word >> (8 * (c % 4) + 4 * (c // 16))) & 15).to(tl.float32)
     else:
         word = tl.load(low + (n * 4 + (c % 16) // 4) * blocks + b, mask=mask, other=0)
         code = (word >> (8 * (c % 4) + 4 * (c // 16))) & 15
@@ -162,7 +186,7 @@ def dequantize_columns(low, high, s, n, b, c, mask, blocks, KIND: tl.constexpr):
             h = tl.load(high + (n * 2 + c % 16 // 8) * blocks + b, mask=mask, other=0)
             code = code | (((h >> (high_bit_shift(c) + c // 4 % 2)) & 1) << 4)
         value = (code - code_offset(KIND)).to(tl.float32)
-    if KIND == "q6":
+    if KIND == "q6" or KIND == "nvfp4":
         value = value * tl.where(c < 16, low_half(s), high_half(s))
     elif KIND == "q4m" or KIND == "q5m":
         value = value * low_half(s) + high_half(s)
@@ -226,9 +250,11 @@ SCALE_PTX = {  # $10: scales; $11: minima. s, z (scales), m, y (minima): of the 
 # Of kinds; "bytes" are the codes of compact kinds, with minima in operand $11 or without.
 SCALE_LAYOUT = {
     "q4": "one", "q5": "one", "q8": "one", "q4m": "minimum", "q5m": "minimum", "q6": "two", "bytes": "two",
+    "mxfp4": "one", "nvfp4": "two",
     "bytes and minima": "two and minima",
 }  # fmt: skip
 SIGNED_BYTES = ("q8", "bytes", "bytes and minima")
+FLOAT4 = ("mxfp4", "nvfp4")  # E2M1
 
 
 def word_ptx(kind, word):
@@ -240,6 +266,8 @@ def word_ptx(kind, word):
     offset = code_offset(kind)
     start = half_pair(-1152.0 if kind in SIGNED_BYTES else -1024.0 - offset)
     lines = [".reg .b32 a, b, f, g, t, s, z, m, y, k, l, q; .reg .b16 n;", SCALE_PTX[SCALE_LAYOUT[kind]]]
+    if kind in FLOAT4:
+        lines.append(f"mov.b32 k, {half_pair(2.0**15)}; mul.rn.f16x2 s, s, k; mul.rn.f16x2 z, z, k;")
     lines.append(f"mov.b32 k, {start}; mov.b32 l, {half_pair(-64.0 - offset)}; mov.b32 q, {half_pair(1 / 16)};")
     if kind in ("q5", "q5m", "q6"):  # f: fields at 4 and 8, b: at 8 (from 0), g: at 4 (from 12)
         lines.append("mov.b16 n, 0; mov.b32 f, {$9, n}; shl.b32 b, f, 14; or.b32 f, f, b;")
@@ -256,6 +284,9 @@ def pair_ptx(kind, odd, last):
     if kind in SIGNED_BYTES:  # with the sign flipped: 1024 + 128 + value
         lines = [f"shr.u32 a, {'$9' if last else '$8'}, {8 * odd};",
                  "lop3.b32 t, a, 0x00FF00FF, 0x64806480, 0x6A; add.rn.f16x2 t, t, k;"]  # fmt: skip
+    elif kind in FLOAT4:  # exponent and mantissa are those of a float16 of 2**-14 times the value, its sign is the top
+        lines = [f"shr.u32 a, $8, {8 * odd}; shl.b32 b, a, {5 if last else 9}; and.b32 b, b, 0x0E000E00;",
+                 f"shl.b32 t, a, {8 if last else 12}; lop3.b32 t, t, 0x80008000, b, 0xEA;"]  # fmt: skip
     else:
         nibbles = 0x00F000F0 if last else 0x000F000F
         lines = [f"shr.u32 a, $8, {8 * odd}; lop3.b32 t, a, {nibbles}, 0x64006400, 0xEA;"]
@@ -338,8 +369,10 @@ def dequantize_pair(word, extra, s, odd: tl.constexpr, last: tl.constexpr, j: tl
                 code = code | (((extra.to(tl.int32) >> high_bit_shift(16 * last + c)) & 3) << 4)
             elif KIND == "q5" or KIND == "q5m":
                 code = code | (((extra.to(tl.int32) >> (high_bit_shift(16 * last + c) + j)) & 1) << 4)
+        if KIND == "mxfp4" or KIND == "nvfp4":
+            code = doubled_e2m1(code)
         value = (code - code_offset(KIND)).to(tl.float32)
-        if KIND == "q4" or KIND == "q5" or KIND == "q8":
+        if KIND == "q4" or KIND == "q5" or KIND == "q8" or KIND == "mxfp4":
             value = value * s.to(tl.float32)
         elif KIND == "q4m" or KIND == "q5m":
             value = value * low_half(s) + high_half(s)

@@ -29,6 +29,7 @@ from .compact_kinds import (
     is_compact,
     kind_field,
     load_block,
+    nibble_values,
     small_scales,
 )
 from .intrinsics import dp4a, dp4a_us, high_half, launch_next, low_half, spread_high_bits, wait_for_previous
@@ -65,6 +66,22 @@ def load_packed(low, high, scales, small, n, b, ok, blocks, KIND: tl.constexpr):
 
 
 @triton.jit
+def expert_planes(low, high, scales, expert, rows, blocks, KIND: tl.constexpr):
+    """Return the planes of one expert of a stack, each with `rows` rows; `small` begins at the last result."""
+    first = expert.to(tl.int64) * rows * blocks  # in blocks
+    if is_compact(COMPACT, KIND):
+        low += first * kind_field(COMPACT, KIND, "words")
+        scales += first // kind_field(COMPACT, KIND, "group")
+        if kind_field(COMPACT, KIND, "high") > 0:
+            high += first
+    else:
+        low += first * (8 if KIND == "q8" else 4)
+        high += first * high_planes(KIND)
+        scales += first
+    return low, high, scales, first
+
+
+@triton.jit
 def block_dots(lows, highs, x_words, SHAPE: tl.constexpr, KIND: tl.constexpr):
     """Return the integer dot products of the first and the last 16 columns of each block."""
     first = tl.zeros(SHAPE, tl.int32)
@@ -83,6 +100,10 @@ def block_dots(lows, highs, x_words, SHAPE: tl.constexpr, KIND: tl.constexpr):
             fields = spread_high_bits(highs[i // 2]) >> (i % 2)
             a = (lows[i] & 0x0F0F0F0F) | (fields & 0x10101010)
             z = ((lows[i] >> 4) & 0x0F0F0F0F) | ((fields << 4) & 0x10101010)
+            first = dp4a(a, x_words[i], first)
+            last = dp4a(z, x_words[4 + i], last)
+        elif KIND == "mxfp4" or KIND == "nvfp4":
+            a, z = nibble_values(lows[i], "E2M1")
             first = dp4a(a, x_words[i], first)
             last = dp4a(z, x_words[4 + i], last)
         else:
@@ -137,8 +158,10 @@ def plane_products(weights, activations, SHAPE: tl.constexpr, KIND: tl.constexpr
         dots = (first + last).to(tl.float32)
     if KIND == "q4" or KIND == "q5":
         value = s.to(tl.float32) * (dots * x_scales - (8.0 if KIND == "q4" else 16.0) * (x_first + x_last))
-    elif KIND == "q8":
+    elif KIND == "q8" or KIND == "mxfp4":
         value = s.to(tl.float32) * (dots * x_scales)
+    elif KIND == "nvfp4":
+        value = (low_half(s) * first.to(tl.float32) + high_half(s) * last.to(tl.float32)) * x_scales
     elif KIND == "q6":
         value = low_half(s) * (first.to(tl.float32) * x_scales - 32.0 * x_first)
         value += high_half(s) * (last.to(tl.float32) * x_scales - 32.0 * x_last)
@@ -150,7 +173,7 @@ def plane_products(weights, activations, SHAPE: tl.constexpr, KIND: tl.constexpr
 @triton.constexpr_function
 def needs_sums(compact, kind):
     """Return whether a kind has an offset or minima, which are multiplied by the sums of activations."""
-    return compact[kind].has_minima if kind in compact else kind != "q8"
+    return compact[kind].has_minima if kind in compact else kind not in ("q8", "mxfp4", "nvfp4")
 
 
 @triton.jit
@@ -184,10 +207,21 @@ def gemv_packed(
     out_squares, rows, blocks: tl.constexpr, B: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
     WARPS: tl.constexpr, PREFETCH: tl.constexpr, EPILOGUE: tl.constexpr, NORM_PARTS: tl.constexpr,
     NORM_SIZE: tl.constexpr, INT8: tl.constexpr, PDL: tl.constexpr, STRIDE: tl.constexpr = 0,
-    GELU: tl.constexpr = False, small=None, table=None,
+    GELU: tl.constexpr = False, small=None, table=None, experts=None, SLOTS: tl.constexpr = 1,
 ):  # fmt: skip
     """Multiply by packed weights: ROWS rows per program, ROWS // WARPS per warp, PREFETCH of them loaded ahead. If
-    NORM_PARTS > 0, results are divided by the RMS of the activations."""
+    NORM_PARTS > 0, results are divided by the RMS of the activations.
+
+    With `experts`, B is 1 and the second axis of the grid is a slot: result s is of expert experts[s] of a stack and of
+    activations s // SLOTS."""
+    token, first = 0, 0
+    if experts is not None:
+        wait_for_previous(PDL)
+        first = tl.program_id(1)
+        token = first // SLOTS
+        low, high, scales, first_block = expert_planes(low, high, scales, tl.load(experts + first), rows, blocks, KIND)
+        if small is not None:
+            small += first_block
     R: tl.constexpr = ROWS // WARPS
     SHAPE: tl.constexpr = (WARPS, WARP_BLOCKS)
     STEPS: tl.constexpr = R * ((blocks + WARP_BLOCKS - 1) // WARP_BLOCKS)
@@ -202,7 +236,7 @@ def gemv_packed(
     factors = ()
     if NORM_PARTS > 0:
         for t in tl.static_range(B):
-            factors = factors + (inverse_rms(squares, t, eps, blocks * 32, NORM_PARTS, NORM_SIZE, WARPS),)
+            factors = factors + (inverse_rms(squares, token + t, eps, blocks * 32, NORM_PARTS, NORM_SIZE, WARPS),)
     sums = ()
     for _ in tl.static_range(B * R):
         sums = sums + (tl.zeros((WARPS, 32), tl.float32),)
@@ -211,7 +245,7 @@ def gemv_packed(
         for step in tl.static_range(STEPS):
             b = (step // R) * WARP_BLOCKS + lane
             if step % R == 0:
-                x = load_activations(x_codes, x_scales, x_sums, 0, b, b < blocks, blocks, KIND)
+                x = load_activations(x_codes, x_scales, x_sums, token, b, b < blocks, blocks, KIND)
             current, held = held[0], held[1:]
             if step + PREFETCH < STEPS:
                 more = load_row(
@@ -254,8 +288,8 @@ def gemv_packed(
                 y = y * factors[t]
             ys = ys + (y,)
         apply_epilogue(
-            ys, t, rows, out, residual, norm, out_scales, out_sums, out_squares, R, ROWS, WARPS, EPILOGUE, INT8, STRIDE,
-            GELU,
+            ys, first + t, rows, out, residual, norm, out_scales, out_sums, out_squares, R, ROWS, WARPS, EPILOGUE, INT8,
+            STRIDE, GELU,
         )  # fmt: skip
 
 

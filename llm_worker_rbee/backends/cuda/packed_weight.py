@@ -7,6 +7,8 @@ gemv.py draws the planes. What a kind holds, and how many columns share a scale:
     q4m, q5m    codes; a float16 scale and a float16 minimum               32
     q8          signed bytes; a float16                                    32
     q6          codes less 32; two float16                                 16
+    mxfp4       floats of four bits (E2M1), doubled; a float16             32
+    nvfp4       likewise; two float16                                      16
     q2_k, ..    compact_kinds.py                                           16 or more
     dense       float16, bfloat16 or float32
     fp8         e4m3 (`--quantize fp8`); a float32                         a row
@@ -27,8 +29,9 @@ from ..ops import StackedWeight
 from . import gemm
 from .compact_kinds import CODEBOOKS, COMPACT_KINDS
 from .device import is_interpreted
+from .gemm import FLOAT4
 
-PAIRED_SCALES = ("q4m", "q5m", "q6")  # two float16 per block in `scales`
+PAIRED_SCALES = ("q4m", "q5m", "q6", "nvfp4")  # two float16 per block in `scales`
 LOW_WORDS = {"q8": 8}  # words of the first plane per block; 4 for all others
 HIGH_WORDS = {"q6": 4, "q5": 2, "q5m": 2}  # half words of the second plane per block
 CODE_OFFSETS = {"q4": 8, "q5": 16, "q6": 32}
@@ -143,6 +146,8 @@ def unpack_codes(w: WeightPart) -> torch.Tensor:
     if w.kind in LOW_WORDS:
         return packed.view(torch.int8)
     code = torch.cat((packed & 15, packed >> 4), -1)
+    if w.kind in FLOAT4:
+        return torch.tensor(codebooks.FP4_VALUES, dtype=torch.int8, device=code.device)[code.int()]
     if w.kind in HIGH_WORDS:
         shift, half, width = high_bit_layout(w.kind, packed.device)
         bits = (w.high.transpose(1, 2)[..., half] >> shift) & ((1 << width) - 1)

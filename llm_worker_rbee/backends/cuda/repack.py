@@ -21,11 +21,13 @@ from ...weights import Tensor
 from ...weights.checkpoint import release_pages
 from . import packed_weight
 from .compact_kinds import COMPACT_KINDS, MAX_SMALL_SCALE
+from .gemm import FLOAT4
 from .packed_weight import DENSE, E4M3, FP8, HIGH_WORDS, LOW_WORDS, PAIRED_SCALES, PackedWeight, WeightPart
 from .unpack_blocks import REPACK_RULES, CompactBlocks, UnpackedBlocks
 
 SLAB_CODES = 1 << 24  # unpacked at a time
 UPLOAD_CHUNK_BYTES = 1 << 25
+FLOAT4_FACTOR = 256  # of the unit of E2M1: kernels multiply scales by 2**15
 MAX_MINIMUM_RATIO = 64  # of a minimum to the largest scale; above it the minimum determines the unit
 DENSE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}  # other dense types become float32
 
@@ -52,7 +54,8 @@ def _pack_part(tensors: Sequence[Tensor], device: torch.device) -> WeightPart:
     kind, _ = REPACK_RULES[tensors[0].kind.name]
     part = packed_weight.empty_planes(kind, sum(t.shape[0] for t in tensors), tensors[0].shape[1] // 32, device)
     has_small_scales = kind in COMPACT_KINDS and COMPACT_KINDS[kind].has_small_scales
-    part.unit = scale_unit(_largest_scale(tensors, raws) * (MAX_SMALL_SCALE if has_small_scales else 1))
+    factor = MAX_SMALL_SCALE if has_small_scales else FLOAT4_FACTOR if kind in FLOAT4 else 1
+    part.unit = scale_unit(_largest_scale(tensors, raws) * factor)
     first = 0
     for unpacked in _unpack_slabs(tensors, raws):
         span = slice(first, first + len(unpacked.scales))

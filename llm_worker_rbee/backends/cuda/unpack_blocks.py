@@ -132,15 +132,15 @@ def tq2_0(raw: torch.Tensor) -> CompactBlocks:
     return CompactBlocks(pack_fields(unpack_bits(raw, 0, 64, 2, 32), 2), read_f16(raw, 64))
 
 
-def mxfp4(raw: torch.Tensor) -> CompactBlocks:
+def mxfp4(raw: torch.Tensor) -> UnpackedBlocks:
     """x = 2**(e - 128) * value; scales far below the largest become zero."""
-    return CompactBlocks(pack_fields(unpack_nibbles(raw, 1, 16, 16), 4), _byte_scales(raw, 1, codebooks.e8m0_halves))
+    return UnpackedBlocks(unpack_nibbles(raw, 1, 16, 16), _byte_scales(raw, 1, codebooks.e8m0_halves))
 
 
-def nvfp4(raw: torch.Tensor) -> CompactBlocks:
+def nvfp4(raw: torch.Tensor) -> UnpackedBlocks:
     """x = d of 16 values * value."""
     scales = _byte_scales(raw, 4, codebooks.e4m3_halves)
-    return CompactBlocks(pack_fields(unpack_nibbles(raw, 4, 32, 8), 4), per_block(scales, 2))
+    return UnpackedBlocks(per_block(unpack_nibbles(raw, 4, 32, 8), 32), per_block(scales, 2))
 
 
 def _byte_scales(raw: torch.Tensor, count: int, table: Callable[[], NDArray[np.float32]]) -> torch.Tensor:
@@ -278,10 +278,10 @@ REPACK_RULES: dict[str, tuple[str, Callable[[torch.Tensor], UnpackedBlocks | Com
     "Q8_K": ("q8", lambda raw: to_blocks32(raw[..., 4:260], slice_bytes(raw, 0, 4).view(torch.float32))),
     # x = (d * scale) * q - dmin * min
     "Q4_K": ("q4m", lambda raw: to_blocks32(unpack_nibbles(raw, 16, 128, 32), *_k_scales(raw))),
-    "Q5_K": ("q5m", q5_k), "Q6_K": ("q6", q6_k),
+    "Q5_K": ("q5m", q5_k), "Q6_K": ("q6", q6_k), "MXFP4": ("mxfp4", mxfp4), "NVFP4": ("nvfp4", nvfp4),
     # compact kinds
     "Q1_0": ("q1_0", q1_0), "Q2_0": ("q2_0", q2_0), "TQ1_0": ("tq1_0", tq1_0), "TQ2_0": ("tq2_0", tq2_0),
-    "Q2_K": ("q2_k", q2_k), "Q3_K": ("q3_k", q3_k), "MXFP4": ("mxfp4", mxfp4), "NVFP4": ("nvfp4", nvfp4),
+    "Q2_K": ("q2_k", q2_k), "Q3_K": ("q3_k", q3_k),
     "IQ1_S": ("iq1_s", iq1_s), "IQ1_M": ("iq1_m", iq1_m), "IQ2_XXS": ("iq2_xxs", iq2_xxs),
     "IQ2_XS": ("iq2_xs", iq2_xs), "IQ2_S": ("iq2_s", iq2_s), "IQ3_XXS": ("iq3_xxs", iq3_xxs),
     "IQ3_S": ("iq3_s", iq3_s), "IQ4_NL": ("iq4_nl", iq4_nl), "IQ4_XS": ("iq4_xs", iq4_xs),
