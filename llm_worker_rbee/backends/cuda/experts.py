@@ -7,17 +7,35 @@ in the order of slots. A stack of experts is packed like one matrix, the rows of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from triton import next_power_of_2
+from triton import cdiv, next_power_of_2
 
+from ...errors import UnsupportedModelError
+from ...weights import Tensor
+from ..ops import RouteParams
+from .compact_kinds import COMPACT_KINDS
+from .device import is_interpreted, pdl_options
+from .elementwise import launch_convert
+from .gemm import gemm_dense, gemm_packed
 from .intrinsics import launch_next, wait_for_previous
+from .linear import GROUP_COLUMNS, GemmTile
+from .packed_weight import Activations, PackedWeight, WeightPart
+from .repack import pack_weight, part_key
 
 SLOTS_PER_STEP = tl.constexpr(1024)  # that a program of `group_slots` reads at a time
-SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 0, 1, 2
+SCORING = {"softmax": 0, "sigmoid": 1, "softmax_after_topk": 2}
+# By the slots of an expert: measured on an H200 with 128 experts in Q4_K and 32 in MXFP4.
+TILES_BY_SLOTS = {
+    8: GemmTile(64, 16, 4, 3), 64: GemmTile(64, 32, 4, 3), 128: GemmTile(128, 64, 8, 3),
+    1 << 30: GemmTile(128, 128, 8, 3),
+}  # fmt: skip
 
 
 @triton.jit
@@ -84,7 +102,7 @@ def route_rows(
     else:
         picked = tl.where(is_slot, picked, 0.0)
         if RENORMALIZE:
-            picked = picked / tl.sum(picked, 0)
+            picked = picked / (tl.sum(picked, 0) + 1e-20)
     tl.store(experts + t * K + slot, chosen, mask=is_slot)
     tl.store(weights + t * K + slot, picked * scale, mask=is_slot)
 
@@ -127,6 +145,47 @@ class SlotTiles(NamedTuple):
     size: int
 
 
+@dataclass(slots=True, eq=False)
+class PackedExperts(PackedWeight):
+    """The same matrix of all experts: each part holds its rows of the first expert, then of the next."""
+
+    count: int
+
+    @property
+    def rows(self) -> int:
+        """Of one expert."""
+        return sum(part.rows for part in self.parts) // self.count
+
+
+def pack_experts(experts: Sequence[Sequence[Tensor]], device: torch.device) -> PackedExperts:
+    """Pack the tensors of all experts, those of one expert stacked by rows; neighbours of one kind become one part."""
+    parts: list[WeightPart] = []
+    for _, group in groupby(range(len(experts[0])), lambda i: part_key(experts[0][i])):
+        chosen = list(group)
+        found = pack_weight([tensors[i] for tensors in experts for i in chosen], device).parts
+        if len(found) > 1:
+            raise UnsupportedModelError(f"tensor {experts[0][chosen[0]].name!r}: experts have different types")
+        parts += found
+    if len({part.values is None for part in parts}) > 1:
+        raise UnsupportedModelError(f"tensor {experts[0][0].name!r}: experts have packed and unpacked matrices")
+    return PackedExperts(tuple(parts), len(experts))
+
+
+def launch_route(
+    logits: torch.Tensor, params: RouteParams, bias: torch.Tensor | None = None, *, pdl: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the experts and the weights of each token: (tokens, k)."""
+    tokens, count = logits.shape
+    experts = torch.empty(tokens, params.k, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(tokens, params.k, device=logits.device)
+    route_rows[(tokens,)](
+        logits, bias, experts, weights, count, params.scale, params.k, next_power_of_2(count),
+        next_power_of_2(params.k), SCORING[params.scoring], params.renormalize, pdl, num_warps=1,
+        enable_fp_fusion=False, **pdl_options(pdl),
+    )  # fmt: skip
+    return experts, weights
+
+
 def launch_group(experts: torch.Tensor, num_experts: int, size: int) -> SlotTiles:
     """Group slots into tiles; as many as there may be at most."""
     slots = experts.numel()
@@ -140,3 +199,71 @@ def launch_group(experts: torch.Tensor, num_experts: int, size: int) -> SlotTile
         num_warps=4,
     )  # fmt: skip
     return tiles
+
+
+def expert_tile(slots: int, w: PackedExperts) -> GemmTile:
+    """Return the tile of a grouped product, by the slots of an expert if all have as many."""
+    if is_interpreted():
+        return GemmTile(256, 16, 4, 2)
+    tile = next(tile for limit, tile in TILES_BY_SLOTS.items() if slots <= limit * w.count)
+    narrow = any(part.kind in ("q5", "q5m") or part.kind in COMPACT_KINDS for part in w.parts)
+    return tile._replace(stages=2) if narrow else tile
+
+
+def empty_expert_activations(w: PackedExperts, count: int) -> Activations:
+    """Allocate what a grouped product reads: interleaved for packed weights, else rows."""
+    device = w.parts[0].low.device
+    if w.is_packed:
+        columns = cdiv(w.columns, GROUP_COLUMNS) * GROUP_COLUMNS
+        values = torch.empty(count, columns, dtype=torch.float16, device=device)
+        return Activations(values, torch.empty(count, device=device), True)
+    values = torch.empty(count, w.columns, dtype=w.dense_dtype, device=device)
+    return Activations(values, torch.empty(count, device=device) if w.dense_dtype == torch.float16 else None)
+
+
+def grouped_gemm(x: Activations, w: PackedExperts, tiles: SlotTiles, slots: int, per_row: int) -> torch.Tensor:
+    """Multiply activations by their experts: (slots, rows) float32. Row r of `x` is that of `per_row` slots."""
+    out = torch.empty(slots, w.rows, device=x.values.device)
+    tile, first = expert_tile(slots, w), 0
+    for part in w.parts:
+        rows = part.rows // w.count
+        grid, to = (cdiv(rows, tile.rows), len(tiles.experts), 1), out.view(-1)[first:]
+        options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        if part.values is None:
+            gemm_packed[grid](
+                x.values, x.factors, part.unit, part.low, part.high, part.scales, to, len(x.values), rows, w.rows,
+                part.blocks, part.kind, tile.rows, tiles.size, part.small, part.table, tiles.experts, tiles.slots,
+                per_row, **options,
+            )  # fmt: skip
+        else:
+            gemm_dense[grid](
+                x.values, part.values, part.scales, to, len(x.values), rows, w.columns, tile.rows, tiles.size,
+                32 if x.values.dtype == torch.float32 else 64, False, w.rows, x.factors, tiles.experts, tiles.slots,
+                per_row, **options,
+            )  # fmt: skip
+        first += rows
+    return out
+
+
+def grouped_linear(
+    x: torch.Tensor, w: PackedExperts, experts: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Multiply x (tokens, columns), or (tokens, k, columns), by the experts of each token: (tokens, k, rows)."""
+    (tokens, k), rows = experts.shape, x.reshape(-1, x.shape[-1])
+    activations = empty_expert_activations(w, len(rows))
+    launch_convert(rows, activations)
+    tiles = launch_group(experts, w.count, expert_tile(experts.numel(), w).tokens)
+    out = grouped_gemm(activations, w, tiles, experts.numel(), k if x.dim() == 2 else 1).view(tokens, k, -1)
+    return out if bias is None else out + bias[experts.long()]
+
+
+def combine(
+    x: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None, gate: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the weighted sum over the experts of each token, in their order, and the shared expert's part."""
+    total = x[:, 0] * weights[:, :1]
+    for i in range(1, x.shape[1]):
+        total = total + x[:, i] * weights[:, i : i + 1]
+    if shared is None:
+        return total
+    return total + (shared if gate is None else shared * torch.sigmoid(gate))

@@ -128,15 +128,27 @@ def gemm_packed(
 @triton.jit(do_not_specialize=["tokens"])
 def gemm_dense(
     x, w, scales, out, tokens, rows, columns,
-    BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SCALED: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SCALED: tl.constexpr, out_rows=None, factors=None,
+    tile_experts=None, tile_slots=None, SLOTS: tl.constexpr = 1,
 ):  # fmt: skip
     """Multiply x (tokens, columns) by w (rows, columns).T; out (splits, tokens, rows) sums to the product. The order
-    depends on the number of splits alone, which cuBLAS does not promise. SCALED: times scales (rows)."""
+    depends on the number of splits alone, which cuBLAS does not promise. SCALED: times scales (rows).
+
+    `tile_experts`: as in `gemm_packed`, with rows of `out_rows` values, and `factors` of the activations."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     k = tl.arange(0, BK)
     n_at = tl.minimum(n, rows - 1).to(tl.int64)[:, None] * columns
     m_at, is_token = m.to(tl.int64)[None, :] * columns, (m < tokens)[None, :]
+    if tile_experts is not None:
+        expert = tl.load(tile_experts + tl.program_id(1))
+        if expert < 0:
+            return
+        w += expert.to(tl.int64) * rows * columns
+        m = tl.load(tile_slots + m)
+        is_token = (m >= 0)[None, :]
+        row = tl.maximum(m, 0) // SLOTS
+        m_at = row.to(tl.int64)[None, :] * columns
     acc = tl.zeros((BN, BM), tl.float32)
     each = tl.cdiv(tl.cdiv(columns, BK), tl.num_programs(2)) * BK
     first = tl.program_id(2) * each
@@ -147,8 +159,13 @@ def gemm_dense(
         acc = tl.dot(weights.to(x.dtype.element_ty), activations, acc, input_precision="ieee")
     if SCALED:
         acc = acc * tl.load(scales + n, mask=n < rows, other=0.0)[:, None]
-    at = (tl.program_id(2) * tokens + m[None, :]).to(tl.int64) * rows + n[:, None]
-    tl.store(out + at, acc, mask=(m < tokens)[None, :] & (n < rows)[:, None])
+    stride = rows
+    if tile_experts is not None:
+        stride = out_rows
+        if factors is not None:
+            acc = acc * tl.load(factors + row)[None, :]
+    at = (tl.program_id(2) * tokens + m[None, :]).to(tl.int64) * stride + n[:, None]
+    tl.store(out + at, acc, mask=is_token & (n < rows)[:, None])
 
 
 @triton.constexpr_function
