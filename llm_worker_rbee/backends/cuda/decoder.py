@@ -23,7 +23,7 @@ from .attention_prefill import QUERY_TILE, SMALL_QUERY_TILE
 from .cuda_graphs import CudaGraphs
 from .device import activate, as_memory_error
 from .forward import Forward, StepInputs
-from .fused_ops import Attention, EmbedNorm, FusedOp, Logits, describe, distinct_layers, fuse_graph
+from .fused_ops import Attention, EmbedNorm, ExpertsAddNorm, FusedOp, Logits, describe, distinct_layers, fuse_graph
 from .rope import CosSin
 from .step_inputs import ARRAYS_PER_TOKEN, NO_BATCH, InputStaging, step_arrays, total_size
 from .step_sizes import (
@@ -187,6 +187,8 @@ def max_gemv_tokens(ops: Sequence[FusedOp], *, batch_invariant: bool) -> int:
     """Return up to how many decoding tokens take GEMV."""
     if batch_invariant or any(isinstance(op, Attention) and op.following.is_packed and op.head_dim % 32 for op in ops):
         return 0  # int8 blocks of 32 would hold values of two heads
+    if any(isinstance(op, ExpertsAddNorm) and not (op.w.is_packed and op.down.is_packed) for op in ops):
+        return 0
     layers = (op for op in ops if not isinstance(op, EmbedNorm | Logits))
     weights = (op.qkv if isinstance(op, Attention) else op.w for op in layers)
     return SMALL_BATCH if all(w.is_packed or w.is_fp8 for w in weights) else 1

@@ -6,7 +6,7 @@ registers has the bits of one that was stored.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -36,13 +36,17 @@ def mean_square(y, width: tl.constexpr, EXACT: tl.constexpr):
 def add_rms_norm_rows(
     parts, part_rows, residual, norm, out, factors, tokens, eps,
     width: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr = False,
-    EXACT: tl.constexpr = False, post=None, index=None, out_scales=None, out_sums=None,
+    EXACT: tl.constexpr = False, post=None, index=None, out_scales=None, out_sums=None, weights=None,
+    K: tl.constexpr = 1, shared=None, gate=None,
 ):  # fmt: skip
     """Add parts to the residual stream and store its norm as activations of the next product.
 
     parts (SPLITS, part_rows, width). SIZE is the number of blocks of 32, rounded up to a power of two, 16 or more.
     `post` is the weight of a norm of the parts' sum before it is added. With `index`, token t is row index[t], and the
-    stream ends here. With `out_scales`, activations are int8 blocks."""
+    stream ends here. With `out_scales`, activations are int8 blocks.
+
+    With `weights` (tokens, K), parts are those of the K experts of a token, (tokens, K, width), and `shared`, times the
+    sigmoid of its gate, that of the expert of all tokens."""
     t = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, SIZE)[:, None] * 32 + tl.arange(0, 32)[None, :]
     mask = n < width
@@ -53,9 +57,20 @@ def add_rms_norm_rows(
         row = tl.load(index + t).to(tl.int64)
     y = tl.load(residual + row * width + n, mask=mask, other=0.0)
     if SPLITS > 0:
-        delta = tl.load(parts + row * width + n, mask=mask, other=0.0).to(tl.float32)
-        for s in tl.static_range(1, SPLITS):
-            delta += tl.load(parts + (s * part_rows + row) * width + n, mask=mask, other=0.0).to(tl.float32)
+        if weights is not None:
+            delta = tl.load(parts + row * K * width + n, mask=mask, other=0.0) * tl.load(weights + row * K)
+            for s in tl.static_range(1, K):
+                part = tl.load(parts + (row * K + s) * width + n, mask=mask, other=0.0)
+                delta += part * tl.load(weights + row * K + s)
+            if shared is not None:
+                part = tl.load(shared + row * width + n, mask=mask, other=0.0)
+                if gate is not None:
+                    part = part / (1.0 + tl.exp(-tl.load(gate + row)))
+                delta += part
+        else:
+            delta = tl.load(parts + row * width + n, mask=mask, other=0.0).to(tl.float32)
+            for s in tl.static_range(1, SPLITS):
+                delta += tl.load(parts + (s * part_rows + row) * width + n, mask=mask, other=0.0).to(tl.float32)
         if post is not None:
             scale = tl.rsqrt(mean_square(delta, width, EXACT) + eps)
             delta = delta * scale * tl.load(post + n, mask=mask, other=0.0)
@@ -229,20 +244,31 @@ def _num_blocks(width: int) -> int:
     return max(16, triton.next_power_of_2(triton.cdiv(width, 32)))
 
 
+class WeightedExperts(NamedTuple):
+    """How the results of experts, (1, tokens * k, width), are added up."""
+
+    weights: torch.Tensor  # (tokens, k)
+    k: int
+    shared: torch.Tensor | None = None  # (tokens, width)
+    gate: torch.Tensor | None = None  # (tokens, 1): the logit of its factor
+
+
 def launch_add_norm(
     parts: torch.Tensor | None, residual: torch.Tensor, norm: torch.Tensor, eps: float,
     out: Activations | GemvActivations, post: torch.Tensor | None = None, index: torch.Tensor | None = None,
-    pdl: bool = False, *, exact: bool = False,
+    pdl: bool = False, *, exact: bool = False, experts: WeightedExperts | None = None,
 ) -> None:  # fmt: skip
-    """Add parts (splits, tokens, width), by their own norm if `post`, to the residual stream; store its norm. With
-    `index`, of these tokens alone, and the stream stays as it is. `exact`: sums of squares depend on no order."""
+    """Add parts (splits, tokens, width), or those of `experts`, by their own norm if `post`, to the residual stream;
+    store its norm. With `index`, of these tokens alone, and the stream stays as it is. `exact`: sums of squares depend
+    on no order."""
     tokens, width = len(residual) if index is None else len(index), residual.shape[1]
     size = _num_blocks(width)
     values, factors, scales, sums, is_interleaved = _targets(out)
     splits, parts = (0, residual[None]) if parts is None else (len(parts), parts)
+    weights, k, shared, gate = experts or (None, 1, None, None)
     add_rms_norm_rows[(tokens,)](
         parts, parts.shape[1], residual, norm, values, factors, tokens, eps, width, size,
-        splits, is_interleaved, pdl, exact, post, index, scales, sums,
+        splits, is_interleaved, pdl, exact, post, index, scales, sums, weights, k, shared, gate,
         num_warps=max(1, min(8, size // 8)), enable_fp_fusion=False, **pdl_options(pdl),
     )  # fmt: skip
 

@@ -8,7 +8,6 @@ in the order of slots. A stack of experts is packed like one matrix, the rows of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
@@ -23,10 +22,11 @@ from ..ops import RouteParams
 from .compact_kinds import COMPACT_KINDS
 from .device import is_interpreted, pdl_options
 from .elementwise import launch_convert
-from .gemm import gemm_dense, gemm_packed
+from .gemm import FLOAT4, gemm_dense, gemm_packed
+from .gemv import GATED, STORE, gemv_packed
 from .intrinsics import launch_next, wait_for_previous
 from .linear import GROUP_COLUMNS, GemmTile
-from .packed_weight import Activations, PackedWeight, WeightPart
+from .packed_weight import Activations, Int8Activations, PackedExperts, WeightPart, kernel_outputs
 from .repack import pack_weight, part_key
 
 SLOTS_PER_STEP = tl.constexpr(1024)  # that a program of `group_slots` reads at a time
@@ -40,28 +40,28 @@ TILES_BY_SLOTS = {
 
 @triton.jit
 def router_rows(
-    residual, norm, squares, eps, weights, bias, out, width: tl.constexpr, experts,
-    ROWS: tl.constexpr, TILE: tl.constexpr, NORM_PARTS: tl.constexpr, NORM_SIZE: tl.constexpr, PDL: tl.constexpr,
+    residual, norm, eps, weights, bias, out, experts, width: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply the norm of the residual stream by the router's weights: program (ROWS experts, token)."""
     t = tl.program_id(1)
-    e = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    e = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     launch_next(PDL)
-    total = tl.zeros((ROWS, TILE), tl.float32)
     wait_for_previous(PDL)
+    total = tl.zeros((ROWS, TILE), tl.float32)
+    squares = tl.zeros((TILE,), tl.float32)
     for start in tl.static_range(0, width, TILE):
-        c = start + tl.arange(0, TILE)[None, :]
-        mask = c < width
-        x = tl.load(residual + t * width + c, mask=mask, other=0.0) * tl.load(norm + c, mask=mask, other=0.0)
-        w = tl.load(weights + e * width + c, mask=mask & (e < experts), other=0.0)
-        total += w.to(tl.float32) * x
-    i = tl.arange(0, NORM_SIZE)
-    mean = tl.sum(tl.load(squares + t * NORM_PARTS + i, mask=i < NORM_PARTS, other=0.0), 0) / width
-    y = tl.sum(total, 1) * tl.rsqrt(mean + eps)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        c = start + tl.arange(0, TILE)
+        x = tl.load(residual + t * width + c, mask=c < width, other=0.0)
+        squares += x * x
+        x = x * tl.load(norm + c, mask=c < width, other=0.0)
+        at = weights + e[:, None] * width + c[None, :]
+        w = tl.load(at, mask=(e < experts)[:, None] & (c < width)[None, :], other=0.0)
+        total += w.to(tl.float32) * x[None, :]
+    y = tl.sum(total, 1) * tl.rsqrt(tl.sum(squares, 0) / width + eps)
     if bias is not None:
-        y += tl.load(bias + row, mask=row < experts, other=0.0)
-    tl.store(out + t * experts + row, y, mask=row < experts)
+        y += tl.load(bias + e, mask=e < experts, other=0.0)
+    tl.store(out + t * experts + e, y, mask=e < experts)
 
 
 @triton.jit
@@ -145,18 +145,6 @@ class SlotTiles(NamedTuple):
     size: int
 
 
-@dataclass(slots=True, eq=False)
-class PackedExperts(PackedWeight):
-    """The same matrix of all experts: each part holds its rows of the first expert, then of the next."""
-
-    count: int
-
-    @property
-    def rows(self) -> int:
-        """Of one expert."""
-        return sum(part.rows for part in self.parts) // self.count
-
-
 def pack_experts(experts: Sequence[Sequence[Tensor]], device: torch.device) -> PackedExperts:
     """Pack the tensors of all experts, those of one expert stacked by rows; neighbours of one kind become one part."""
     parts: list[WeightPart] = []
@@ -169,6 +157,19 @@ def pack_experts(experts: Sequence[Sequence[Tensor]], device: torch.device) -> P
     if len({part.values is None for part in parts}) > 1:
         raise UnsupportedModelError(f"tensor {experts[0][0].name!r}: experts have packed and unpacked matrices")
     return PackedExperts(tuple(parts), len(experts))
+
+
+def launch_router(
+    residual: torch.Tensor, norm: torch.Tensor, eps: float, router: WeightPart, bias: torch.Tensor | None, *, pdl: bool
+) -> torch.Tensor:
+    """Return the router's logits of few tokens, (tokens, experts), from the residual stream."""
+    (tokens, width), (rows, tile, warps) = residual.shape, (32, 1024, 4) if is_interpreted() else (4, 1024, 8)
+    out = torch.empty(tokens, router.rows, device=residual.device)
+    router_rows[(cdiv(router.rows, rows), tokens)](
+        residual, norm, eps, router.values, bias, out, router.rows, width, rows, min(tile, next_power_of_2(width)),
+        pdl, num_warps=warps, **pdl_options(pdl),
+    )  # fmt: skip
+    return out
 
 
 def launch_route(
@@ -208,6 +209,37 @@ def expert_tile(slots: int, w: PackedExperts) -> GemmTile:
     tile = next(tile for limit, tile in TILES_BY_SLOTS.items() if slots <= limit * w.count)
     narrow = any(part.kind in ("q5", "q5m") or part.kind in COMPACT_KINDS for part in w.parts)
     return tile._replace(stages=2) if narrow else tile
+
+
+def grouped_gemv(
+    x: Int8Activations, w: PackedExperts, experts: torch.Tensor, out: Int8Activations | torch.Tensor, per_row: int, *,
+    x_squares: torch.Tensor | None = None, eps: float = 0.0, is_gelu: bool = False, pdl: bool = False,
+) -> None:  # fmt: skip
+    """Multiply few activations by their experts, a slot at a time: to floats (slots, rows), or, with gate and up rows,
+    to activation(gate) * up as int8. Row r of `x` is that of `per_row` slots."""
+    is_gated, first = isinstance(out, Int8Activations), 0
+    parts = 0 if x_squares is None else x_squares.shape[1]
+    for part in w.parts:
+        rows, unused = part.rows // w.count, x.scales
+        tile_rows, warps, prefetch = _gemv_tile(part.kind, is_gated=is_gated)
+        to = kernel_outputs(out) if is_gated else (out.view(-1)[first:],) * 3
+        gemv_packed[(cdiv(rows, tile_rows), experts.numel())](
+            x.codes, x.scales, x.sums, unused if x_squares is None else x_squares, eps, part.unit, part.low, part.high,
+            part.scales, to[0], unused, unused, to[1], to[2], unused, rows, part.blocks, 1, part.kind, tile_rows, warps,
+            prefetch, GATED if is_gated else STORE, parts, next_power_of_2(max(parts, 1)), is_gated, pdl,
+            0 if is_gated else w.rows, is_gelu, part.small, part.table, experts, per_row, num_warps=warps,
+            **pdl_options(pdl),
+        )  # fmt: skip
+        first += rows
+
+
+def _gemv_tile(kind: str, *, is_gated: bool) -> tuple[int, int, int]:
+    """Return the rows of a program, its warps, and the rows that a warp loads ahead."""
+    if is_interpreted():
+        return (64, 32, 1) if is_gated else (32, 32, 1)
+    if is_gated:
+        return (64, 8, 1) if kind in FLOAT4 or kind in COMPACT_KINDS else (64, 8, 2)
+    return (16, 4, 1) if kind in COMPACT_KINDS else (16, 4, 2)
 
 
 def empty_expert_activations(w: PackedExperts, count: int) -> Activations:

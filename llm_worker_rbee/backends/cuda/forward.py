@@ -18,12 +18,30 @@ from ..ops import KVLayer
 from .attention_decode import launch_decode_attention, split_kv_config, split_kv_scratch
 from .attention_prefill import QueryTiles, launch_prefill_attention, query_dtype
 from .device import has_pdl, is_interpreted
-from .elementwise import IS_GELU, launch_add_norm, launch_embedding, launch_gated
-from .fused_ops import Attention, EmbedNorm, FusedOp, GatedLinear, LinearAddNorm, Logits
+from .elementwise import IS_GELU, WeightedExperts, launch_add_norm, launch_embedding, launch_gated
+from .experts import (
+    empty_expert_activations,
+    expert_tile,
+    grouped_gemm,
+    grouped_gemv,
+    launch_group,
+    launch_route,
+    launch_router,
+)
+from .fused_ops import (
+    Attention,
+    EmbedNorm,
+    ExpertsAddNorm,
+    FusedOp,
+    GatedLinear,
+    LinearAddNorm,
+    Logits,
+    SharedExpert,
+)
 from .gemv import GATED, RESIDUAL
-from .linear import MAX_SPLITS, BatchedLinear, sum_splits
+from .linear import MAX_SPLITS, BatchedLinear, gemm_dense_batch_invariant, sum_splits
 from .linear_small_batch import Stream, empty_gemv_activations, launch_gemv
-from .packed_weight import Activations, GemvActivations, PackedWeight
+from .packed_weight import Activations, GemvActivations, Int8Activations, PackedExperts, PackedWeight
 from .rope import CosSin, launch_rope_store
 from .step_sizes import DECODE_SIZES, tile_programs
 
@@ -57,7 +75,7 @@ class Forward:
         *self.layers, head = ops
         last = self.layers[-1]
         assert isinstance(head, Logits)
-        assert isinstance(last, LinearAddNorm)
+        assert isinstance(last, LinearAddNorm | ExpertsAddNorm)
         self.head, self.last, self.device = head, last, device
         self._has_pdl = has_pdl(device)
         self.linear = BatchedLinear(device, batch_invariant=batch_invariant)
@@ -99,6 +117,8 @@ class Forward:
                     x, name = self.gate(op, x), "down"
                 case LinearAddNorm():
                     x = self.add_norm(name, op, x)
+                case ExpertsAddNorm():
+                    x = self.add_experts(op, x)
         activations: AnyActivations = x
         return activations
 
@@ -146,14 +166,78 @@ class Forward:
         self.mark(PRODUCTS[name])
         return self._norm(delta, op.norm, op.eps, op.following, op.post)
 
+    def add_experts(self, op: ExpertsAddNorm, x: AnyActivations) -> AnyActivations:
+        """Multiply each token by its experts, add their sum to the residual stream, and return its norm."""
+        experts, weights = launch_route(self._router_logits(op), op.params, op.selection_bias, pdl=self.pdl)
+        self.mark("route")
+        made = self._few_slots(op, x, experts) if isinstance(x, GemvActivations) else self._slots(op, x, experts)
+        shared = None if op.shared is None else self._shared_expert(op, op.shared)
+        total = WeightedExperts(weights, op.params.k, *(shared or (None, None)))
+        return self._norm(made[None], op.norm, op.eps, op.following, op.post, experts=total)
+
+    def _router_logits(self, op: ExpertsAddNorm) -> torch.Tensor:
+        """Return (tokens, experts) from the float32 norm of the stream: a choice must not depend on rounding."""
+        (router,) = op.router.parts
+        if self.step.takes_gemv:
+            logits = launch_router(self.residual, op.input_norm, op.input_eps, router, op.router_bias, pdl=self.pdl)
+            self.mark("router")
+            return logits
+        rows = torch.empty_like(self.residual)
+        exact = self.linear.batch_invariant
+        launch_add_norm(None, self.residual, op.input_norm, op.input_eps, Activations(rows), exact=exact)
+        assert router.values is not None
+        logits = sum_splits(gemm_dense_batch_invariant(rows, router)) if exact else rows @ router.values.float().T
+        self.mark("router")
+        return logits if op.router_bias is None else logits + op.router_bias
+
+    def _few_slots(self, op: ExpertsAddNorm, x: GemvActivations, experts: torch.Tensor) -> torch.Tensor:
+        """Return the results of all slots, (slots, width), each multiplied for itself."""
+        slots, is_gelu = experts.numel(), IS_GELU[op.activation]
+        make = torch.zeros if is_interpreted() else torch.empty
+        gated = Int8Activations.allocate(slots, op.down.columns, self.device, make)
+        assert isinstance(x.values, Int8Activations)
+        squares = {"x_squares": x.squares, "eps": x.eps}
+        grouped_gemv(x.values, op.w, experts, gated, op.params.k, **squares, is_gelu=is_gelu, pdl=self.pdl)
+        self.mark("experts_gate_up")
+        out = torch.empty(slots, op.down.rows, device=self.device)
+        grouped_gemv(gated, op.down, experts, out, 1, pdl=self.pdl)
+        self.mark("experts_down")
+        return out
+
+    def _slots(self, op: ExpertsAddNorm, x: Activations, experts: torch.Tensor) -> torch.Tensor:
+        """Return the same of more slots, grouped by expert."""
+        slots = experts.numel()
+        tiles = launch_group(experts, op.w.count, expert_tile(slots, op.w).tokens)
+        gate_up = grouped_gemm(x, op.w, tiles, slots, op.params.k)
+        self.mark("experts_gate_up")
+        gated = empty_expert_activations(op.down, slots)
+        launch_gated(gate_up[None], gated, IS_GELU[op.activation])
+        self.mark("activation")
+        out = grouped_gemm(gated, op.down, tiles, slots, 1)
+        self.mark("experts_down")
+        return out
+
+    def _shared_expert(self, op: ExpertsAddNorm, shared: SharedExpert) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the result of the expert of all tokens, and the logits of its factor."""
+        x = self._norm(None, op.input_norm, op.input_eps, shared.gate_up)
+        out = self._activations(shared.down, self.step.tokens)
+        launch_gated(self._multiply("qkv", x, shared.gate_up), out, IS_GELU[op.activation], self.pdl)
+        made = sum_splits(self._multiply("down", out, shared.down))
+        if shared.gate is not None:
+            x = self._norm(None, op.input_norm, op.input_eps, shared.gate)
+            gate = sum_splits(self._multiply("qkv", x, shared.gate))
+        self.mark("shared_expert")
+        return made, None if shared.gate is None else gate
+
     def _norm(
         self, delta: torch.Tensor | None, norm: torch.Tensor, eps: float, following: PackedWeight,
         post: torch.Tensor | None = None, index: torch.Tensor | None = None,
+        experts: WeightedExperts | None = None,
     ) -> AnyActivations:  # fmt: skip
         """Add delta (splits, tokens, width) to the residual stream and norm it, or the tokens of `index` alone."""
         out = self._activations(following, len(self.residual if index is None else index))
         exact = self.linear.batch_invariant
-        launch_add_norm(delta, self.residual, norm, eps, out, post, index, self.pdl, exact=exact)
+        launch_add_norm(delta, self.residual, norm, eps, out, post, index, self.pdl, exact=exact, experts=experts)
         self.mark("norm")
         return out
 
@@ -174,6 +258,8 @@ class Forward:
         few = tokens == 1 or (tokens in (2, 4) and (w.is_packed or w.is_fp8))
         if self.step.takes_gemv or (is_head and few and not self.linear.batch_invariant):
             return GemvActivations(empty_gemv_activations(w, tokens, self.device))
+        if isinstance(w, PackedExperts):
+            return empty_expert_activations(w, tokens)
         return self.linear.empty_activations(w, tokens, is_head=is_head)
 
     def _multiply(self, name: str, x: AnyActivations, w: PackedWeight, max_splits: int = MAX_SPLITS) -> torch.Tensor:

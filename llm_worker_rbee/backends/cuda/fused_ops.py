@@ -6,15 +6,15 @@ product takes. REWRITES fuse the recorded ops; a model in which an op is left ov
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ..graph import Graph, Node, ProgramLine, Rewrite, apply_rewrites, have_one_eps, op_names
-from ..ops import AttentionParams, RopeTable
+from ..ops import AttentionParams, RopeTable, RouteParams
 from .elementwise import IS_GELU
-from .packed_weight import PackedWeight
+from .packed_weight import DENSE, PackedExperts, PackedWeight
 
 
 def _has_blocks(node: Node) -> bool:
@@ -46,7 +46,19 @@ def _has_add_kernel(node: Node) -> bool:
     return linear["bias"] is None and add["x"] is delta and len(takes) in (0, 2) and have_one_eps(node)
 
 
+def _has_expert_kernels(node: Node) -> bool:
+    """The router is dense, gate and up have no bias, and what the experts give is what is added."""
+    router, gated, combine = node.fused[0], node.part("gated"), node.part("combine")
+    products = [part for part in node.fused if part.op == "grouped_linear"]
+    is_dense = len(router["w"].parts) == 1 and router["w"].parts[0].kind == DENSE
+    has_bias = any(part["bias"] is not None for part in products)
+    is_gated = gated["activation"] in IS_GELU and products[0]["w"].rows % 64 == 0
+    return is_dense and not has_bias and is_gated and combine is not None and have_one_eps(node)
+
+
+EXPERTS = "linear route grouped_linear gated grouped_linear linear? gated? linear? linear? combine"
 REWRITES = (
+    Rewrite("experts_add_norm", f"{EXPERTS} rms_norm? take? take? add_rms_norm", _has_expert_kernels),
     Rewrite("embed_norm", "embed* rms_norm", _has_blocks),
     Rewrite("attention", "linear split_heads rms_norm? rms_norm? rope_store attention", _has_words),
     Rewrite("gated_linear", "linear gated", _has_gate_kernel),
@@ -58,6 +70,8 @@ LAUNCHES = {
     "attention": "1 to 4 tokens: gemv, decode_attention; more: gemm, decode_attention or rope_store, prefill_attention",
     "gated_linear": "1 to 4 tokens: gemv with its activation; more: gemm, swiglu_rows",
     "linear_add_norm": "1 to 4 tokens: gemv with residual add and norm; more: gemm, add_rms_norm_rows",
+    "experts_add_norm": "1 to 4 tokens: router_rows, route_rows, gemv twice, add_rms_norm_rows; "
+    "more: add_rms_norm_rows, a dense product, route_rows, group_slots, gemm, swiglu_rows, gemm, add_rms_norm_rows",
     "post_norm": "1 to 4 tokens: gemv, add_rms_norm_rows; more: gemm, add_rms_norm_rows",
     "logits": "1 to 4 tokens: gemv; more: gemm",
 }
@@ -108,6 +122,33 @@ class LinearAddNorm(NamedTuple):
     following: PackedWeight
 
 
+class SharedExpert(NamedTuple):
+    """The gated MLP that all tokens use, and the matrix of the logit whose sigmoid multiplies it."""
+
+    gate_up: PackedWeight
+    down: PackedWeight
+    gate: PackedWeight | None
+
+
+class ExpertsAddNorm(NamedTuple):
+    """A mixture of experts, in some families its norm, added to the residual stream, whose norm is stored."""
+
+    router: PackedWeight
+    router_bias: torch.Tensor | None
+    params: RouteParams
+    selection_bias: torch.Tensor | None
+    w: PackedExperts  # gate and up
+    activation: str
+    down: PackedExperts
+    shared: SharedExpert | None
+    input_norm: torch.Tensor  # of the stream, which all products read
+    input_eps: float
+    post: torch.Tensor | None
+    norm: torch.Tensor
+    eps: float
+    following: PackedWeight
+
+
 class Logits(NamedTuple):
     """The output head."""
 
@@ -115,7 +156,7 @@ class Logits(NamedTuple):
     soft_cap: float
 
 
-FusedOp = EmbedNorm | Attention | GatedLinear | LinearAddNorm | Logits
+FusedOp = EmbedNorm | Attention | GatedLinear | LinearAddNorm | ExpertsAddNorm | Logits
 
 
 def fuse_graph(graph: Graph) -> tuple[FusedOp, ...] | None:
@@ -124,7 +165,8 @@ def fuse_graph(graph: Graph) -> tuple[FusedOp, ...] | None:
     if not all(node.fused for node in fused.nodes):
         return None
     readers = {value: node for node in fused.nodes for value in node.inputs}
-    ops = tuple(_fused_op(node, _following(node, readers)) for node in fused.nodes)
+    norms = {node.outputs[0]: node for node in graph.nodes if node.op in ("rms_norm", "add_rms_norm")}
+    ops = tuple(_fused_op(node, _following(node, readers), norms) for node in fused.nodes)
     return ops if _is_chain(fused.nodes) else None
 
 
@@ -192,12 +234,14 @@ def _following(node: Node, readers: dict[Any, Node]) -> Any:
     for value in (value for part in node.fused for value in part.outputs):
         reader = readers.get(value)
         for part in () if reader is None else reader.fused:
-            if part.op in ("linear", "logits") and part["x"] is value:
+            if part.op == "linear" and reader is not None and reader.op == "experts_add_norm":
+                continue  # the experts determine the form of activations
+            if part.op in ("linear", "logits", "grouped_linear") and part["x"] is value:
                 return part["head" if part.op == "logits" else "w"]
     return None
 
 
-def _fused_op(node: Node, following: Any) -> FusedOp:
+def _fused_op(node: Node, following: Any, norms: Mapping[Any, Node]) -> FusedOp:
     first, last, between = node.fused[0], node.fused[-1], node.fused[1:-1]
     match node.op:
         case "embed_norm":
@@ -215,5 +259,19 @@ def _fused_op(node: Node, following: Any) -> FusedOp:
             post = node.part("rms_norm")
             weight = None if post is None else post["weight"]
             return LinearAddNorm(first["w"], weight, last["weight"], last["eps"], following)
+        case "experts_add_norm":
+            return _experts(node, following, norms[first["x"]])
         case _:
             return Logits(first["head"], first["soft_cap"])
+
+
+def _experts(node: Node, following: Any, norm: Node) -> ExpertsAddNorm:
+    (route,), (gate_up, down), last = node.parts("route"), node.parts("grouped_linear"), node.fused[-1]
+    router, *shared = node.parts("linear")
+    post = node.part("rms_norm")
+    more = SharedExpert(shared[0]["w"], shared[1]["w"], shared[2]["w"] if shared[2:] else None) if shared else None
+    return ExpertsAddNorm(
+        router["w"], router["bias"], route["params"], route["bias"], gate_up["w"], node.parts("gated")[0]["activation"],
+        down["w"], more, norm["weight"], norm["eps"], None if post is None else post["weight"], last["weight"],
+        last["eps"], following,
+    )  # fmt: skip

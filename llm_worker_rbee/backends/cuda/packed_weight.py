@@ -101,6 +101,18 @@ class PackedWeight(StackedWeight):
         return torch.float32 if is_interpreted() and dtype == torch.bfloat16 else dtype  # it truncates bfloat16
 
 
+@dataclass(slots=True, eq=False)
+class PackedExperts(PackedWeight):
+    """The same matrix of all experts: each part holds its rows of the first expert, then of the next."""
+
+    count: int
+
+    @property
+    def rows(self) -> int:
+        """Of one expert."""
+        return sum(part.rows for part in self.parts) // self.count
+
+
 def empty_planes(kind: str, rows: int, blocks: int, device: torch.device | str) -> WeightPart:
     """Allocate the planes of packed rows."""
     if kind in COMPACT_KINDS:
