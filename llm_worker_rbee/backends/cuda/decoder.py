@@ -187,8 +187,9 @@ def max_gemv_tokens(ops: Sequence[FusedOp], *, batch_invariant: bool) -> int:
     """Return up to how many decoding tokens take GEMV."""
     if batch_invariant or any(isinstance(op, Attention) and op.following.is_packed and op.head_dim % 32 for op in ops):
         return 0  # int8 blocks of 32 would hold values of two heads
-    if any(isinstance(op, ExpertsAddNorm) and not (op.w.is_packed and op.down.is_packed) for op in ops):
-        return 0
+    experts = [op for op in ops if isinstance(op, ExpertsAddNorm)]
+    if not all(len(op.w.parts) == 1 and op.w.is_packed and op.down.is_packed for op in experts):
+        return 0  # gate and up of a GEMV are one matrix
     layers = (op for op in ops if not isinstance(op, EmbedNorm | Logits))
     weights = (op.qkv if isinstance(op, Attention) else op.w for op in layers)
     return SMALL_BATCH if all(w.is_packed or w.is_fp8 for w in weights) else 1
