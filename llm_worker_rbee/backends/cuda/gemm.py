@@ -91,8 +91,9 @@ def gemm_packed(
         low, high, scales, first_block = expert_planes(low, high, scales, expert, rows, blocks, KIND)
         if small is not None:
             small += first_block
+        spare = m % tokens
         m = tl.load(tile_slots + m)
-        m_at, is_token = tl.maximum(m, 0)[None, :] // SLOTS, (m >= 0)[None, :]
+        m_at, is_token = tl.where(m >= 0, m // SLOTS, spare)[None, :], (m >= 0)[None, :]
     k = tl.arange(0, GROUP_BLOCKS * 8)[:, None]
     acc = tl.zeros((BN, BM), tl.float32)
     each = tl.cdiv(STEPS, tl.num_programs(2))
