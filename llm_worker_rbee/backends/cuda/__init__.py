@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ... import machine
 from ...config import KV_CUDA, KV_ON_CUDA
-from ...errors import InvalidRequestError, UnsupportedModelError
+from ...errors import InvalidRequestError
 from ...weights import Checkpoint, Tensor
 from .. import ops, reference, select
 from ..graph import Graph
@@ -34,8 +34,9 @@ from .attention_prefill import (
 )
 from .device import upload
 from .elementwise import IS_GELU, launch_add_norm, launch_embedding, launch_gated, launch_head_norm
+from .experts import combine, grouped_linear, launch_route, pack_experts
 from .linear import BatchedLinear
-from .packed_weight import E4M3, Activations, PackedWeight, merge_parts
+from .packed_weight import E4M3, Activations, PackedExperts, PackedWeight, merge_parts
 from .repack import pack_weight
 from .rope import launch_rope_store
 from .step_sizes import STEP_SIZES
@@ -114,8 +115,9 @@ class CudaBackend(ops.Backend):
         with device.as_memory_error():
             return merge_parts(pack_weight(tensors, self.torch_device))
 
-    def prepare_experts(self, experts: Sequence[Sequence[Tensor]]) -> Any:
-        raise UnsupportedModelError("a mixture of experts does not run on CUDA yet: use device cpu")
+    def prepare_experts(self, experts: Sequence[Sequence[Tensor]]) -> PackedExperts:
+        with device.as_memory_error():
+            return pack_experts(experts, self.torch_device)
 
     def prepare_vector(self, values: NDArray[np.float32]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=self.torch_device)
@@ -213,20 +215,26 @@ class CudaBackend(ops.Backend):
         if activation not in IS_GELU:  # no kernel has it
             computed = reference.gated(gate_up.cpu().numpy(), activation)
             return torch.as_tensor(computed, device=self.torch_device)
-        out = self._empty(len(gate_up), gate_up.shape[1] // 2)
-        launch_gated(gate_up[None].contiguous(), Activations(out), IS_GELU[activation])
+        out = self._empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+        rows = gate_up.reshape(1, -1, gate_up.shape[-1])
+        launch_gated(rows.contiguous(), Activations(out.view(rows.shape[1], -1)), IS_GELU[activation])
         return out
 
-    def route(self, logits: torch.Tensor, params: ops.RouteParams, bias: torch.Tensor | None = None) -> Any:
-        raise NotImplementedError
+    def route(
+        self, logits: torch.Tensor, params: ops.RouteParams, bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return launch_route(logits.contiguous(), params, bias)
 
-    def grouped_linear(self, x: torch.Tensor, w: Any, experts: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
-        raise NotImplementedError
+    def grouped_linear(
+        self, x: torch.Tensor, w: PackedExperts, experts: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return grouped_linear(x, w, experts, bias)
 
     def combine(
-        self, x: torch.Tensor, weights: torch.Tensor, shared: Any = None, shared_gate: Any = None
-    ) -> torch.Tensor:
-        raise NotImplementedError
+        self, x: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None,
+        shared_gate: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        return combine(x, weights, shared, shared_gate)
 
     def take(self, x: torch.Tensor, index: Ints) -> torch.Tensor:
         return x[upload(index, self.torch_device, torch.int64)]

@@ -26,7 +26,8 @@ from .gemm import FLOAT4, gemm_dense, gemm_packed
 from .gemv import GATED, STORE, gemv_packed
 from .intrinsics import launch_next, wait_for_previous
 from .linear import GROUP_COLUMNS, GemmTile
-from .packed_weight import Activations, Int8Activations, PackedExperts, WeightPart, kernel_outputs
+from .linear_small_batch import norm_parts
+from .packed_weight import Activations, GemvActivations, Int8Activations, PackedExperts, WeightPart, kernel_outputs
 from .repack import pack_weight, part_key
 
 SLOTS_PER_STEP = tl.constexpr(1024)  # that a program of `group_slots` reads at a time
@@ -212,21 +213,21 @@ def expert_tile(slots: int, w: PackedExperts) -> GemmTile:
 
 
 def grouped_gemv(
-    x: Int8Activations, w: PackedExperts, experts: torch.Tensor, out: Int8Activations | torch.Tensor, per_row: int, *,
-    x_squares: torch.Tensor | None = None, eps: float = 0.0, is_gelu: bool = False, pdl: bool = False,
+    x: GemvActivations, w: PackedExperts, experts: torch.Tensor, out: Int8Activations | torch.Tensor, per_row: int, *,
+    is_gelu: bool = False, pdl: bool = False,
 ) -> None:  # fmt: skip
     """Multiply few activations by their experts, a slot at a time: to floats (slots, rows), or, with gate and up rows,
     to activation(gate) * up as int8. Row r of `x` is that of `per_row` slots."""
-    is_gated, first = isinstance(out, Int8Activations), 0
-    parts = 0 if x_squares is None else x_squares.shape[1]
+    values, first, is_gated = x.values, 0, isinstance(out, Int8Activations)
+    assert isinstance(values, Int8Activations)
     for part in w.parts:
-        rows, unused = part.rows // w.count, x.scales
+        rows, unused = part.rows // w.count, values.scales
         tile_rows, warps, prefetch = _gemv_tile(part.kind, is_gated=is_gated)
-        to = kernel_outputs(out) if is_gated else (out.view(-1)[first:],) * 3
+        to = kernel_outputs(out) if isinstance(out, Int8Activations) else (out.view(-1)[first:],) * 3
         gemv_packed[(cdiv(rows, tile_rows), experts.numel())](
-            x.codes, x.scales, x.sums, unused if x_squares is None else x_squares, eps, part.unit, part.low, part.high,
-            part.scales, to[0], unused, unused, to[1], to[2], unused, rows, part.blocks, 1, part.kind, tile_rows, warps,
-            prefetch, GATED if is_gated else STORE, parts, next_power_of_2(max(parts, 1)), is_gated, pdl,
+            values.codes, values.scales, values.sums, unused if x.squares is None else x.squares, x.eps, part.unit,
+            part.low, part.high, part.scales, to[0], unused, unused, to[1], to[2], unused, rows, part.blocks, 1,
+            part.kind, tile_rows, warps, prefetch, GATED if is_gated else STORE, *norm_parts(x), is_gated, pdl,
             0 if is_gated else w.rows, is_gelu, part.small, part.table, experts, per_row, num_warps=warps,
             **pdl_options(pdl),
         )  # fmt: skip

@@ -195,12 +195,10 @@ class Forward:
         slots, is_gelu = experts.numel(), IS_GELU[op.activation]
         make = torch.zeros if is_interpreted() else torch.empty
         gated = Int8Activations.allocate(slots, op.down.columns, self.device, make)
-        assert isinstance(x.values, Int8Activations)
-        squares = {"x_squares": x.squares, "eps": x.eps}
-        grouped_gemv(x.values, op.w, experts, gated, op.params.k, **squares, is_gelu=is_gelu, pdl=self.pdl)
+        grouped_gemv(x, op.w, experts, gated, op.params.k, is_gelu=is_gelu, pdl=self.pdl)
         self.mark("experts_gate_up")
         out = torch.empty(slots, op.down.rows, device=self.device)
-        grouped_gemv(gated, op.down, experts, out, 1, pdl=self.pdl)
+        grouped_gemv(GemvActivations(gated), op.down, experts, out, 1, pdl=self.pdl)
         self.mark("experts_down")
         return out
 

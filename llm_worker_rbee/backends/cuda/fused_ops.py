@@ -48,12 +48,11 @@ def _has_add_kernel(node: Node) -> bool:
 
 def _has_expert_kernels(node: Node) -> bool:
     """The router is dense, gate and up have no bias, and what the experts give is what is added."""
-    router, gated, combine = node.fused[0], node.part("gated"), node.part("combine")
-    products = [part for part in node.fused if part.op == "grouped_linear"]
+    router, gated, products = node.fused[0], node.parts("gated")[0], node.parts("grouped_linear")
     is_dense = len(router["w"].parts) == 1 and router["w"].parts[0].kind == DENSE
     has_bias = any(part["bias"] is not None for part in products)
     is_gated = gated["activation"] in IS_GELU and products[0]["w"].rows % 64 == 0
-    return is_dense and not has_bias and is_gated and combine is not None and have_one_eps(node)
+    return is_dense and not has_bias and is_gated and have_one_eps(node)
 
 
 EXPERTS = "linear route grouped_linear gated grouped_linear linear? gated? linear? linear? combine"
@@ -247,10 +246,10 @@ def _fused_op(node: Node, following: Any, norms: Mapping[Any, Node]) -> FusedOp:
         case "embed_norm":
             return EmbedNorm(first["table"], first["scale"], last["weight"], last["eps"], following)
         case "attention":
-            split, *norms, store = between
-            q_norm, k_norm = (norm["weight"] for norm in norms) if norms else (None, None)
+            split, *of_heads, store = between
+            q_norm, k_norm = (norm["weight"] for norm in of_heads) if of_heads else (None, None)
             return Attention(
-                first["w"], first["bias"], q_norm, k_norm, norms[0]["eps"] if norms else 0.0, split["n_heads"],
+                first["w"], first["bias"], q_norm, k_norm, of_heads[0]["eps"] if of_heads else 0.0, split["n_heads"],
                 split["n_kv_heads"], split["head_dim"], store["table"], last["params"], store["kv"], following,
             )  # fmt: skip
         case "gated_linear":

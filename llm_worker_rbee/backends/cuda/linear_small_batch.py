@@ -94,7 +94,7 @@ def launch_gemv(
         first += part.rows
 
 
-def _norm_parts(x: GemvActivations) -> tuple[int, int]:
+def norm_parts(x: GemvActivations) -> tuple[int, int]:
     """Return how many partial sums of squares there are, and their room as a power of two."""
     count = 0 if x.squares is None else x.squares.shape[1]
     return count, next_power_of_2(max(count, 1))
@@ -114,7 +114,7 @@ def _launch_packed(
     gemv_packed[(cdiv(w.rows, rows),)](
         values.codes, values.scales, values.sums, unused if x.squares is None else x.squares, x.eps, w.unit, w.low,
         w.high, w.scales, to[0], residual, norm, to[1], to[2], squares, w.rows, w.blocks, tokens, w.kind, rows, warps,
-        prefetch, epilogue, *_norm_parts(x), isinstance(out, Int8Activations), pdl, stride, is_gelu, w.small, w.table,
+        prefetch, epilogue, *norm_parts(x), isinstance(out, Int8Activations), pdl, stride, is_gelu, w.small, w.table,
         num_warps=warps, **options,
     )  # fmt: skip
 
@@ -129,6 +129,6 @@ def _launch_dense(
     residual, norm, squares = stream or (values, values, values)
     gemv_dense[(cdiv(w.rows, rows),)](
         values, values if x.squares is None else x.squares, x.eps, w.values, out, residual, norm, squares, w.rows,
-        columns, tokens, rows, warps, tile_k, prefetch, epilogue, *_norm_parts(x), pdl, stride,
+        columns, tokens, rows, warps, tile_k, prefetch, epilogue, *norm_parts(x), pdl, stride,
         w.scales if w.kind == FP8 else None, is_gelu, num_warps=warps, **pdl_options(pdl),
     )  # fmt: skip

@@ -1,0 +1,108 @@
+"""Mixture of experts under Triton's interpreter: single ops and whole steps, against the reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from llm_worker_rbee.backends.cuda import CudaBackend  # noqa: E402
+from llm_worker_rbee.backends.cuda.experts import launch_group  # noqa: E402
+from llm_worker_rbee.backends.ops import RouteParams  # noqa: E402
+from llm_worker_rbee.backends.reference import ReferenceBackend  # noqa: E402
+from llm_worker_rbee.layers.linear import Linear  # noqa: E402
+from llm_worker_rbee.layers.moe import GroupedLinear, MoE  # noqa: E402
+from llm_worker_rbee.layers.swiglu import SwiGLU  # noqa: E402
+from llm_worker_rbee.models import Transformer  # noqa: E402
+from tests.backends.cuda.test_decoder import check_steps  # noqa: E402
+from tests.helpers import cuda_models  # noqa: E402
+from tests.helpers.random_tensors import random_tensor, relative_error  # noqa: E402
+
+cuda, deterministic, reference = CudaBackend(), CudaBackend(deterministic=True), ReferenceBackend()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [RouteParams(3), RouteParams(2, renormalize=False, scale=2.5), RouteParams(4, "sigmoid"), RouteParams(1)],
+)
+@pytest.mark.parametrize("biased", [False, True])
+def test_route_equals_reference(params: RouteParams, biased: bool, rng: np.random.Generator) -> None:
+    logits = rng.standard_normal((7, 6)).astype(np.float32)
+    logits[3, 2:5] = logits[3, 2]  # equal ones: the lowest first
+    bias = rng.standard_normal(6).astype(np.float32) if biased else None
+    experts, weights = reference.route(logits, params, bias)
+    found = cuda.route(torch.tensor(logits), params, None if bias is None else torch.tensor(bias))
+    np.testing.assert_array_equal(found[0].cpu(), experts)
+    np.testing.assert_allclose(found[1].cpu(), weights, rtol=1e-5)
+
+
+@pytest.mark.parametrize("slots", [1, 40, 1500])
+def test_tiles_hold_every_slot_once(slots: int, rng: np.random.Generator) -> None:
+    experts = rng.choice([0, 2, 3, 3, 3], slots).astype(np.int32)  # 1 and 4 get none
+    tiles = launch_group(torch.tensor(experts), 5, 16)
+    listed = tiles.slots.view(-1, 16)[tiles.experts >= 0]
+    of_tile = tiles.experts[tiles.experts >= 0]
+    for expert, row in zip(of_tile.tolist(), listed.tolist(), strict=True):
+        assert all(experts[slot] == expert for slot in row if slot >= 0)
+    assert sorted(slot for row in listed.tolist() for slot in row if slot >= 0) == list(range(slots))
+
+
+@pytest.mark.parametrize(
+    "kinds", [("Q4_K", "Q4_K"), ("Q4_0", "Q8_0"), ("MXFP4", "MXFP4"), ("BF16",), ("F16",), ("F32",)]
+)
+@pytest.mark.parametrize("backend", [cuda, deterministic], ids=["usual", "deterministic"])
+def test_grouped_linear_equals_reference(kinds: tuple[str, ...], backend: Any, rng: np.random.Generator) -> None:
+    """Tensors of one or of several types, stacked; an expert without a token; rows of tokens and of slots."""
+    stacked = [[random_tensor(kind, 64, 256, rng, 0.1) for kind in kinds] for _ in range(4)]
+    experts = rng.choice(3, (19, 2)).astype(np.int32)
+    bias = rng.standard_normal((4, 64 * len(kinds))).astype(np.float32)
+    for shape in ((19, 256), (19, 2, 256)):
+        x = rng.standard_normal(shape).astype(np.float32)
+        wanted = reference.grouped_linear(x, reference.prepare_experts(stacked), experts, bias)
+        found = backend.grouped_linear(
+            torch.tensor(x), backend.prepare_experts(stacked), torch.tensor(experts), torch.tensor(bias)
+        )
+        assert relative_error(found, wanted) < 2e-3
+
+
+def with_experts(model: Transformer, kind: str, *, shared: bool, gate: bool = False) -> Transformer:
+    """Return the model with random experts in the place of its MLPs; fused if it was."""
+    random, c, ops = np.random.default_rng(3), model.config, model.ops
+
+    def matrix(rows: int, columns: int, name: str = kind) -> Any:
+        return random_tensor(name, rows, columns, random, 0.02)
+
+    def experts(blocks: int, rows: int, columns: int) -> GroupedLinear:
+        return GroupedLinear(ops.prepare_experts([[matrix(rows, columns) for _ in range(blocks)] for _ in range(5)]))
+
+    def mlp() -> MoE:
+        router = Linear(ops.prepare([matrix(5, c.d_model, "F32")]))
+        more = SwiGLU(
+            Linear(ops.prepare([matrix(2 * c.d_ff, c.d_model)])), Linear(ops.prepare([matrix(c.d_model, c.d_ff)]))
+        )
+        of_shared = Linear(ops.prepare([matrix(1, c.d_model, "F32")]))
+        return MoE(
+            router, RouteParams(3), experts(2, c.d_ff, c.d_model), experts(1, c.d_model, c.d_ff),
+            shared=more if shared else None, shared_gate=of_shared if gate else None,
+        )  # fmt: skip
+
+    made = replace(model, blocks=tuple(replace(block, mlp=mlp()) for block in model.blocks), fused=None)
+    return made if model.fused is None else replace(made, fused=ops.fuse(made.graph))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("Q4_K", {"shared": False}), ("Q8_0", {"shared": True, "gate": True}), ("F16", {"shared": True})],
+)
+def test_steps_match_reference(kind: str, options: dict[str, Any]) -> None:
+    made = cuda_models.random_checkpoint(cuda_models.PLAIN._replace(layers=2), "Q4_0" if kind != "F16" else "F16")
+    models = [with_experts(model, kind, **options) for model in cuda_models.load_both(made, cuda)]
+    assert models[0].fused is not None
+    lines = [line.component for line in models[0].fused.program("float32")]
+    assert lines == ["embed_norm", *["attention", "linear_add_norm", "experts_add_norm"] * 2, "logits"]
+    check_steps(models, kind)
