@@ -66,7 +66,7 @@ LINES = {
     "backends": 1_760,
     "backends/cpu": 6_900,
     "backends/cpu/matmul": 980,
-    "backends/cuda": 6_500,
+    "backends/cuda": 7_000,
     "bench": 12_120,
     "cache": 60,
     "cli": 3_500,
@@ -83,7 +83,7 @@ LINES = {
 MAX_TOTAL_LINES = 58_000
 MAX_BENCH_LINES = 13_660  # bench with its commands
 MAX_MODULES = 277
-MAX_FOLDER_FILES = 26
+MAX_FOLDER_FILES = 27
 MAX_FILE_LINES = 800
 LISTED_FILE_LINES = 600  # longer files are named here
 LONG_FILES: set[str] = set()
@@ -92,6 +92,7 @@ MAX_FUNCTION_LINES = 60
 LONG_FUNCTIONS = {
     "backends/cuda/attention_decode.py:decode_attention",
     "backends/cuda/attention_decode.py:decode_attention_gqa",
+    "backends/cuda/gemm.py:gemm_packed",
     "backends/cuda/gemv.py:gemv_dense",
     "backends/cuda/gemv.py:gemv_packed",
     "cli/bench/accuracy.py:accuracy",
