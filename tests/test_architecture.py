@@ -58,7 +58,9 @@ LAZY_MODULES = {
     "__main__.py": "errors of importing the commands are reported in one line",
     "bench/roofline.py": "kernels of the CPU backend, which need Numba",
 }
-SECOND_PLACES: dict[str, dict[str, str]] = {}  # beside the one place of a heavy package
+SECOND_PLACES: dict[str, dict[str, str]] = {  # beside the one place of a heavy package
+    "llguidance": {"engine/grammar_process.py": "a program of its own that imports nothing of the package"},
+}
 
 # Line budgets. "." are the modules at the top of the package.
 LINES = {
@@ -82,7 +84,7 @@ LINES = {
 }
 MAX_TOTAL_LINES = 58_000
 MAX_BENCH_LINES = 13_660  # bench with its commands
-MAX_MODULES = 275
+MAX_MODULES = 276
 MAX_FOLDER_FILES = 26
 MAX_FILE_LINES = 800
 LISTED_FILE_LINES = 600  # longer files are named here

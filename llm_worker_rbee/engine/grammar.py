@@ -16,10 +16,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import GrammarDeadEndError, InvalidRequestError, WorkerError
 from ..tokenizer.chat_grammar import JSON_SPACES, without_unknown_formats
+from . import grammar_process
 from .constraint import Constraint
 from .structured_outputs import FIELD, StructuredOutputsParams
 
@@ -99,10 +101,14 @@ def to_lark(grammar: str) -> str:
 def validate(params: StructuredOutputsParams) -> None:
     """Raise an `InvalidRequestError` that names the reason if a grammar is wrong, not supported or too large.
 
-    It takes milliseconds for most grammars and up to about a second, so it is no call for an event loop.
+    It takes milliseconds for most grammars and up to seconds, so it is no call for an event loop.
     """
-    text = to_grammar(params)
-    if reason := _library().LLMatcher.validate_grammar(text, None, limits=_limits()):
+    text, library = to_grammar(params), _library()
+    if grammar_process.is_unbounded(text, is_lark=params.kind == "grammar"):
+        reason = grammar_process.check(text, LIMITS, SLICES, str(Path(library.__file__).parents[1]))
+    else:
+        reason = library.LLMatcher.validate_grammar(text, None, limits=_limits())
+    if reason:
         raise _invalid(params.kind, reason)
 
 
