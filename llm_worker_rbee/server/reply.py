@@ -16,10 +16,9 @@ import msgspec
 from ..engine.request import SamplingParams, check_prompt_fits, fit_max_tokens
 from ..engine.structured_outputs import FIELD
 from ..errors import ContextLengthError, InferenceError, InvalidRequestError, WorkerError
-from ..generation import Generation, TextDelta
+from ..generation import Generation
 from ..text_model import EncodedPrompt
 from ..tokenizer import Tokenizer
-from ..tokenizer.chat_events import ContentDelta, EventFold
 from . import log
 from .bodies import GenerateRequest, estimate_tokens
 from .printer import Answer, Printer, ReplyState, Usage
@@ -170,7 +169,7 @@ class Reply(EventSource):
 
 async def fold(generation: Generation) -> Answer:
     """Return all deltas of a generation as one; they are taken as they come, and only the last one is waited for."""
-    folding = AnswerFold()
+    answer = Answer()
     ended: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
 
     def on_outputs() -> None:
@@ -182,29 +181,9 @@ async def fold(generation: Generation) -> Answer:
             ended.set_exception(error)
             return
         if delta is not None:
-            folding.add(delta)
+            answer.add(delta)
             if delta.finish_reason is not None:
-                ended.set_result(folding.answer())
+                ended.set_result(answer)
 
     generation.notify(on_outputs)
     return await ended
-
-
-class AnswerFold:
-    """Joins deltas."""
-
-    def __init__(self) -> None:
-        self._answer, self._events = Answer(), EventFold()
-
-    def add(self, delta: TextDelta) -> None:
-        answer = self._answer
-        answer.tokens += delta.tokens
-        answer.logprobs += delta.logprobs
-        answer.finish_reason, answer.stop_sequence = delta.finish_reason, delta.stop_sequence
-        self._events.add([ContentDelta(delta.text)] if delta.events is None else delta.events)
-
-    def answer(self) -> Answer:
-        answer, events = self._answer, self._events
-        answer.text, answer.reasoning, answer.calls = events.content, events.reasoning, events.calls
-        answer.ends_with_calls = events.ends_with_calls
-        return answer

@@ -187,15 +187,16 @@ class ChatPrinter(ChunkPrinter):
         }  # fmt: skip
 
     def _choice(self, i: int, answer: Answer) -> dict[str, Any]:
-        content = None if answer.calls and not answer.text else answer.text
+        text, calls = answer.fold.content, answer.fold.calls
+        content = None if calls and not text else text
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if answer.reasoning:
-            message |= {"reasoning_content": answer.reasoning, "reasoning": answer.reasoning}
-        if answer.calls:
-            message["tool_calls"] = list(map(encode_call, answer.calls))
+        if reasoning := answer.fold.reasoning:
+            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        if calls:
+            message["tool_calls"] = list(map(encode_call, calls))
         assert answer.finish_reason is not None
         logprobs = chat_logprobs(self.reply.tokenizer, answer.logprobs) if self._has_logprobs else None
-        reason = finish_reason(answer.finish_reason, answer.ends_with_calls)
+        reason = finish_reason(answer.finish_reason, answer.fold.ends_with_calls)
         return {"index": i, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
 

@@ -149,7 +149,7 @@ class CompletionPrinter(ChunkPrinter):
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = []
         for i, answer in enumerate(answers):
-            text, logprobs, reason = answer.text, answer.logprobs, answer.finish_reason
+            text, logprobs, reason = answer.fold.content, answer.logprobs, answer.finish_reason
             if self._echoes:
                 scores, prompt = self._prompt(i)
                 only = self.reply.request.is_scored_only
