@@ -38,7 +38,7 @@ class TextDelta(NamedTuple):
     finish_reason: FinishReason | None = None
     stop_sequence: str | None = None  # the stop string that was found
     events: list[ChatEvent] | None = None  # what the text is, in a chat that has reasoning or tools
-    call_ends: Sequence[int] = ()  # of each call that ended: how many of the tokens there were by then
+    call_ends: tuple[int, ...] = ()  # of each call that ended: how many of the tokens there were by then
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,9 @@ class Generation:
                 events += last
                 call_ends += [len(tokens)] * num_call_ends(last)
             self.finish_reason = finish
-        return TextDelta("".join(texts), tokens, logprobs, finish, self._detokenizer.stop_matched, events, call_ends)
+        return TextDelta(
+            "".join(texts), tokens, logprobs, finish, self._detokenizer.stop_matched, events, tuple(call_ends)
+        )
 
     def _push_token(self, output: TokenOutput, now: float) -> TextDelta:
         """As `push` of one token that is not the last."""

@@ -18,8 +18,8 @@ from ..engine.request import MAX_COUNT, SamplingParams
 from ..engine.structured_outputs import StructuredOutputsParams
 from ..errors import InvalidRequestError, PayloadTooLargeError
 from ..tokenizer.chat_events import ChatOptions
+from .messages import APPLY_TEMPLATE, normalize_messages
 from .schema import (
-    APPLY_TEMPLATE,
     CHUNK_ITEMS,
     DETOKENIZE,
     SAMPLING,
@@ -28,7 +28,6 @@ from .schema import (
     ValidationError,
     ValidationIssue,
     decode_object,
-    normalize_messages,
     validate_body,
 )
 

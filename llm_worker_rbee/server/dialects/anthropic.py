@@ -16,6 +16,7 @@ from ...engine.request import MAX_STOPS, Bounds, SamplingParams
 from ...engine.structured_outputs import StructuredOutputsParams
 from ...tokenizer.chat_events import Tool
 from ..bodies import Conversation, GenerateRequest, ParseOptions, require, sampling_params, validate_known
+from ..messages import function_call
 from ..object_fields import ListOf, NestedType, ObjectOf, Tagged, TextOr, find_unknown
 from ..schema import (
     COUNT,
@@ -274,10 +275,8 @@ def _to_assistant(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     calls = [block for block in blocks if block["type"] == "tool_use"]
     if calls:
         made["tool_calls"] = [
-            {"id": call["id"], "type": "function",
-             "function": {"name": call["name"], "arguments": json.dumps(call["input"], ensure_ascii=False)}}
-            for call in calls
-        ]  # fmt: skip
+            function_call(call["id"], call["name"], json.dumps(call["input"], ensure_ascii=False)) for call in calls
+        ]
     return made
 
 

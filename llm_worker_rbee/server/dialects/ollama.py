@@ -32,10 +32,10 @@ from ..bodies import (
     sampling_params,
     validate_known,
 )
+from ..messages import ROLES, function_call
 from ..printer import Answer, Printer, ReplyState, chat_events
 from ..schema import (
     FLAG,
-    ROLES,
     SAMPLING,
     TEXT,
     AnyObject,
@@ -319,8 +319,7 @@ def to_openai(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 call_id = call.get("id") or f"call{num_calls:05d}"
                 num_calls += 1
                 open_calls.append((call_id, name))
-                function = {"name": name, "arguments": arguments}
-                made["tool_calls"].append({"id": call_id, "type": "function", "function": function})
+                made["tool_calls"].append(function_call(call_id, name, arguments))
         if made["role"] == "tool":
             made |= _close_call(message, open_calls)
         converted.append(made)

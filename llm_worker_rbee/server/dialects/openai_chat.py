@@ -12,11 +12,11 @@ from ...tokenizer.chat_events import (
     ContentDelta,
     EventFold,
     ReasoningDelta,
-    ToolCall,
     ToolCallDelta,
     ToolCallStart,
 )
 from ..bodies import Conversation, GenerateRequest, ParseOptions, require, sampling_params, validate_known
+from ..messages import Messages, function_call
 from ..printer import Answer, ReplyState
 from ..schema import (
     COUNT,
@@ -24,7 +24,6 @@ from ..schema import (
     Boolean,
     Field,
     MaxTokens,
-    Messages,
     Schema,
     integer,
     or_null,
@@ -193,7 +192,7 @@ class ChatPrinter(ChunkPrinter):
         if reasoning := answer.fold.reasoning:
             message |= {"reasoning_content": reasoning, "reasoning": reasoning}
         if calls:
-            message["tool_calls"] = list(map(encode_call, calls))
+            message["tool_calls"] = [function_call(*call) for call in calls]
         assert answer.finish_reason is not None
         logprobs = chat_logprobs(self.reply.tokenizer, answer.logprobs) if self._has_logprobs else None
         reason = finish_reason(answer.finish_reason, answer.fold.ends_with_calls)
@@ -203,11 +202,6 @@ class ChatPrinter(ChunkPrinter):
 def finish_reason(reason: str, ends_with_calls: bool) -> str:
     """Return the reason of the end as this API has it: a call that a stop string cut is none."""
     return "tool_calls" if reason == "stop" and ends_with_calls else reason
-
-
-def encode_call(call: ToolCall) -> dict[str, Any]:
-    """Return a tool call of a message."""
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _schemas(settings: ServerSettings) -> dict[str, Schema]:
