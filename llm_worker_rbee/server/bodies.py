@@ -108,6 +108,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout_ms: int | None = None
     is_scored_only: bool = False  # the prompt's log-probabilities are all that is wanted
     structured_outputs_field: str = "structured_outputs"  # what the body calls it, for errors
+    messages_field: str = "messages"  # likewise
+    tool_places: list[str] = []  # of the schemas of the tools, likewise
     values: dict[str, Any] = {}  # what the dialect needs for its reply
     ignored: list[str] = []  # names of unknown fields
     skipped: list[str] = []  # types of tools that this worker does not have

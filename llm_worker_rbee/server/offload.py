@@ -21,6 +21,7 @@ from ..engine.grammar import validate as validate_structured_outputs
 from ..engine.structured_outputs import StructuredOutputsParams
 from ..errors import ContextLengthError, InvalidRequestError, QueueFullError, ShuttingDownError
 from ..text_model import EncodedPrompt, TextModel
+from ..tokenizer.chat_events import Tool
 from ..tokenizer.tokenizer import MARK
 from .bodies import Conversation, ParseOptions, Prompt, grammar_size, num_bytes, prompt_size
 from .body_process import BodyProcess
@@ -106,6 +107,23 @@ def _timed(work: Callable[[], T]) -> tuple[float, T]:
     return time.perf_counter() - start, result
 
 
+class ToolSchemaError(InvalidRequestError):
+    """The schema of a tool's arguments cannot be used; the tool is given by its index."""
+
+    def __init__(self, index: int, name: str, reason: str) -> None:
+        super().__init__(f"the parameters of the tool {name!r:.100} cannot be used: {reason}", "tools")
+        self.index, self.name, self.reason = index, name, reason
+
+
+def _require_tools(tools: Sequence[Tool]) -> None:
+    """Raise for the first tool whose schema cannot be used."""
+    for i, tool in enumerate(tools):
+        try:
+            validate_structured_outputs(StructuredOutputsParams(json=tool.parameters))
+        except InvalidRequestError as error:
+            raise ToolSchemaError(i, tool.name, str(error).partition(": ")[2]) from None
+
+
 class PromptEncoder:
     """Encodes prompts for one model."""
 
@@ -161,11 +179,9 @@ class PromptEncoder:
         if encoded.structured_outputs is not structured_outputs and encoded.structured_outputs is not None:
             try:
                 validate_structured_outputs(encoded.structured_outputs)
-            except InvalidRequestError as error:
-                if structured_outputs is not None:
-                    raise
-                reason = str(error).partition(": ")[2]
-                raise InvalidRequestError(f"the parameters of a tool cannot be used: {reason}", "tools") from None
+            except InvalidRequestError:
+                _require_tools(options.tools)
+                raise
         return encoded
 
     def _require_bytes_fit(self, size: int, field: str) -> None:

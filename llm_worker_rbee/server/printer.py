@@ -105,3 +105,15 @@ class Printer(ABC):
     @abstractmethod
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return a whole reply."""
+
+
+def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """Return log-probabilities in the shape of chat completions."""
+
+    def encode(token: int, logprob: float) -> dict[str, Any]:
+        raw = tokenizer.token_bytes(token)
+        return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
+
+    return {"content": [
+        {**encode(entry.token, entry.logprob), "top_logprobs": [encode(*top) for top in entry.top]} for entry in entries
+    ], "refusal": None}  # fmt: skip

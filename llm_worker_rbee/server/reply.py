@@ -21,6 +21,7 @@ from ..text_model import EncodedPrompt
 from ..tokenizer import Tokenizer
 from . import log
 from .bodies import GenerateRequest, estimate_tokens
+from .offload import ToolSchemaError
 from .printer import Answer, Printer, ReplyState, Usage
 from .sse import EventSource
 from .worker import Worker
@@ -44,9 +45,7 @@ async def start_reply(worker: Worker, request: GenerateRequest, make_printer: Ca
         try:
             prompts = await worker.encoder.encode(request.prompts, request.params.structured_outputs)
         except InvalidRequestError as error:
-            if error.field == FIELD:  # what the dialect calls it
-                error.field = request.structured_outputs_field
-                error.args = (re.sub(rf"^{FIELD}\.\w+", request.structured_outputs_field, str(error)), *error.args[1:])
+            _rename_field(error, request)
             raise
         generations: list[Generation] = []
         timeout_s = None if request.timeout_ms is None else request.timeout_ms / 1000
@@ -63,9 +62,20 @@ async def start_reply(worker: Worker, request: GenerateRequest, make_printer: Ca
             for generation in generations:
                 generation.close()
             if chat is not None and isinstance(error, ContextLengthError) and error.field == "prompt":
-                error.field = "messages"
+                error.field = request.messages_field
             raise
     return Reply(worker, request, [prompt.ids for prompt in prompts], generations, make_printer, started_at)
+
+
+def _rename_field(error: InvalidRequestError, request: GenerateRequest) -> None:
+    """Call the field that an error is about what the dialect calls it."""
+    if error.field == FIELD:
+        error.field = request.structured_outputs_field
+        error.args = (re.sub(rf"^{FIELD}\.\w+", request.structured_outputs_field, str(error)), *error.args[1:])
+    elif error.field == "messages":
+        error.field = request.messages_field
+    elif isinstance(error, ToolSchemaError) and request.tool_places:
+        error.args = (f"{request.tool_places[error.index]} ({error.name:.100}): {error.reason}", *error.args[1:])
 
 
 def fit_params(worker: Worker, params: SamplingParams, prompt: EncodedPrompt) -> SamplingParams:

@@ -394,15 +394,22 @@ class LogitBias(FieldType):
 
 
 class StreamOptions(FieldType):
-    """`include_usage`: whether the last chunk of a stream has the token counts."""
+    """Whether the last chunk of a stream has the token counts (`include_usage`), and every chunk those so far."""
 
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
-        if isinstance(value, dict) and all(k == "include_usage" and isinstance(v, bool) for k, v in value.items()):
-            return None
-        return ValidationIssue(name, "type", f"{name} may hold include_usage, true or false, and nothing else")
+        known = ("include_usage", "continuous_usage_stats")
+        if not isinstance(value, dict) or not all(k in known and isinstance(v, bool) for k, v in value.items()):
+            message = f"{name} may hold {' and '.join(known)}, true or false, and nothing else"
+            return ValidationIssue(name, "type", message)
+        if value.get("continuous_usage_stats") and not value.get("include_usage", True):
+            return ValidationIssue(name, "conflict", f"{name}.continuous_usage_stats needs include_usage: true")
+        return None
 
     def json_schema(self) -> Schema:
-        return object_schema({"include_usage": {"type": "boolean"}})
+        flag: Schema = {"type": "boolean"}
+        last = object_schema({"include_usage": flag, "continuous_usage_stats": {**flag, "const": False}})
+        each = object_schema({"include_usage": {**flag, "const": True}, "continuous_usage_stats": flag})
+        return {"anyOf": [last, each]}
 
 
 class Prompts(FieldType):

@@ -38,6 +38,8 @@ SOME: list[Any] = [
     [{"role": "assistant", "tool_calls": [{"type": "custom", "custom": {"name": "", "input": "x"}}]}],
     [{"role": "assistant", "tool_calls": [{"type": "custom"}]}], [{"role": "assistant", "tool_calls": ["x"]}],
     [{"role": "user", "content": [{"text": "x", "more": 1}]}], {"12345678901": 1}, {"include_usage": None},
+    {"continuous_usage_stats": True}, {"continuous_usage_stats": 1},
+    {"include_usage": False, "continuous_usage_stats": True}, {"include_usage": True, "continuous_usage_stats": False},
     [{"type": "reasoning", "summary": [{"text": "x"}]}], [{"type": "reasoning", "content": [{"text": 5}]}],
     [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}], [{"type": "function_call"}],
     [{"type": "custom_tool_call_output", "call_id": "1", "output": [{"type": "refusal", "refusal": "x"}]}],

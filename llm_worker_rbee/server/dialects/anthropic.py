@@ -43,9 +43,9 @@ from ..schema import (
     type_name,
     unsupported,
 )
+from ..tools import EFFORTS, MAX_TOOL_NAME, MAX_TOOLS, chat_options, check_function
 from . import Dialect, GenerateRoute, Handler, Operation, Route
 from .anthropic_printer import MessagePrinter, error_body
-from .openai import EFFORTS, MAX_TOOL_NAME, MAX_TOOLS, chat_options, check_function
 
 if TYPE_CHECKING:
     from ..call import Call
@@ -192,7 +192,9 @@ def parse_messages(body: bytes, options: ParseOptions) -> GenerateRequest:
     )  # fmt: skip
     return GenerateRequest(
         prompts=[conversation], params=params, model=values["model"], stream=values["stream"], ignored=ignored,
-        skipped=skipped, structured_outputs_field="output_config.format", values={
+        skipped=skipped, structured_outputs_field="output_config.format", tool_places=[
+            f"tools[{i}].input_schema" for i, tool in enumerate(values["tools"]) if not is_skipped(tool)
+        ], values={
             "omits_thinking": values["thinking"].get("display") == "omitted",
             "has_edits": values["context_management"] is not None,
         },

@@ -33,7 +33,7 @@ from ..bodies import (
     validate_known,
 )
 from ..messages import ROLES, function_call
-from ..printer import Answer, Printer, ReplyState, chat_events
+from ..printer import Answer, Printer, ReplyState, chat_events, chat_logprobs
 from ..schema import (
     FLAG,
     SAMPLING,
@@ -59,8 +59,8 @@ from ..schema import (
     with_values,
 )
 from ..sse import encode_json
+from ..tools import Tools, chat_options, function_places, to_tool
 from . import Dialect, GenerateRoute, Operation
-from .openai import Tools, chat_logprobs, chat_options, to_tool
 
 if TYPE_CHECKING:
     from ...generation import TextDelta
@@ -278,7 +278,7 @@ def _request(
     params = _sampling_params(values, {name.partition(".")[2]: value for name, value in found.items()}, options)
     return GenerateRequest(
         prompts=prompts, params=params, model=values["model"], stream=values["stream"], ignored=ignored,
-        structured_outputs_field="format",
+        structured_outputs_field="format", tool_places=function_places(values.get("tools", ())),
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from ...tokenizer.chat_events import (
 )
 from ..bodies import Conversation, GenerateRequest, ParseOptions, require, sampling_params, validate_known
 from ..messages import Messages, function_call
-from ..printer import Answer, ReplyState
+from ..printer import Answer, ReplyState, chat_logprobs
 from ..schema import (
     COUNT,
     TEXT,
@@ -34,7 +34,8 @@ from ..schema import (
     with_field,
     with_values,
 )
-from ..sse import encode_event, encode_json
+from ..sse import encode_json
+from ..tools import Tools, chat_options, function_places, to_tool
 from . import Dialect, GenerateRoute, Operation
 from .openai import (
     COMMON,
@@ -46,9 +47,6 @@ from .openai import (
     STREAM_OPTIONS,
     ChunkPrinter,
     ToolChoice,
-    Tools,
-    chat_logprobs,
-    chat_options,
     completion_schema,
     encode_usage,
     error_body,
@@ -56,7 +54,7 @@ from .openai import (
     head,
     require_stream,
     structured_outputs,
-    to_tool,
+    usage_values,
 )
 
 if TYPE_CHECKING:
@@ -102,8 +100,8 @@ def parse_chat(body: bytes, options: ParseOptions) -> GenerateRequest:
     same = {name: values[name] for name in ("model", "n", "stream", "priority", "timeout_ms")}
     return GenerateRequest(
         **same, structured_outputs_field=guiding_field(values), prompts=[Conversation.encode(values["messages"], chat)],
-        params=params, ignored=ignored,
-        values={"includes_usage": values["stream_options"].get("include_usage", False)},
+        params=params, ignored=ignored, tool_places=function_places(values["tools"]),
+        values=usage_values(values),
     )  # fmt: skip
 
 
@@ -119,10 +117,10 @@ class ChatPrinter(ChunkPrinter):
     def begin(self) -> bytes:
         first = {"role": "assistant", "content": ""}
         for i in range(len(self.reply.generations)):
-            event = self._chunk(i, {"content": "-"})
+            event = self._delta_chunk(i, {"content": "-"})
             before, _, after = event.rpartition(b'"content":"-"')  # no string holds it: quotes are escaped
             self._templates.append((before + b'"content":', after))
-        return b"".join([self._chunk(i, first) for i in range(len(self.reply.generations))])
+        return b"".join([self._delta_chunk(i, first) for i in range(len(self.reply.generations))])
 
     def print_delta(self, index: int, delta: TextDelta) -> bytes:
         chunks = b""
@@ -135,7 +133,7 @@ class ChatPrinter(ChunkPrinter):
         self._folds[index].add(delta.events or ())
         if delta.finish_reason is not None:
             reason = finish_reason(delta.finish_reason, self._folds[index].ends_with_calls)
-            chunks += self._chunk(index, {}, finish_reason=reason)
+            chunks += self._delta_chunk(index, {}, finish_reason=reason)
         return chunks
 
     def _print_with_logprobs(self, index: int, delta: TextDelta) -> bytes:
@@ -145,14 +143,14 @@ class ChatPrinter(ChunkPrinter):
             return b""
         logprobs = chat_logprobs(self.reply.tokenizer, delta.logprobs)
         deltas = [self._delta(index, event) for event in events] or [{"content": ""}]
-        chunks = [self._chunk(index, deltas[0], logprobs=logprobs)]
-        return b"".join(chunks + [self._chunk(index, one) for one in deltas[1:] if one])
+        chunks = [self._delta_chunk(index, deltas[0], logprobs=logprobs)]
+        return b"".join(chunks + [self._delta_chunk(index, one) for one in deltas[1:] if one])
 
     def _print_event(self, index: int, event: ChatEvent) -> bytes:
         if isinstance(event, ContentDelta):
             return self._content(index, event.text)
         delta = self._delta(index, event)
-        return self._chunk(index, delta) if delta else b""
+        return self._delta_chunk(index, delta) if delta else b""
 
     def _delta(self, index: int, event: ChatEvent) -> dict[str, Any]:
         if isinstance(event, ContentDelta):
@@ -167,15 +165,17 @@ class ChatPrinter(ChunkPrinter):
         return {}
 
     def _content(self, index: int, text: str) -> bytes:
+        if self._has_continuous_usage:
+            return self._delta_chunk(index, {"content": text})
         before, after = self._templates[index]
         return before + encode_json(text) + after
 
-    def _chunk(
+    def _delta_chunk(
         self, index: int, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None,
         finish_reason: str | None = None,
     ) -> bytes:  # fmt: skip
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return encode_event({**self._chunk_head, "choices": [choice], **self._tail})
+        return self._chunk(choice)
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = [self._choice(i, answer) for i, answer in enumerate(answers)]

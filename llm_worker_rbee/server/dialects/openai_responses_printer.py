@@ -23,9 +23,9 @@ from ...tokenizer.chat_events import (
     ToolCallEnd,
     ToolCallStart,
 )
-from ..printer import Answer, Printer, ReplyState, Usage, chat_events
+from ..printer import Answer, Printer, ReplyState, Usage, chat_events, chat_logprobs
 from ..sse import encode_json
-from .openai import chat_logprobs
+from .openai import error_message
 from .openai_responses_input import REASONING_PREFIX
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ class ResponsesPrinter(Printer):
 
     def print_error(self, error: WorkerError) -> bytes:
         response = self._response("failed")
-        response["error"] = {"code": error_code(error), "message": str(error)}
+        response["error"] = {"code": error_code(error), "message": error_message(error)}
         return self._event("response.failed", response=response)
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -343,7 +343,7 @@ def response_head(
 def print_overflow(request: GenerateRequest, error: WorkerError) -> bytes:
     """Return the stream of a request whose prompt does not fit: agents shorten it when they get this event."""
     response = response_head(f"resp_{uuid4().hex}", "in_progress", time.time(), request, request.params)
-    failure = {"code": error_code(error), "message": str(error)}
+    failure = {"code": error_code(error), "message": error_message(error)}
     failed = {**response, "status": "failed", "error": failure}
     return encode_named("response.created", 0, response=response) + encode_named("response.failed", 1, response=failed)
 
