@@ -1,10 +1,10 @@
-"""What the routes of the OpenAI API share: fields, errors, tools, log-probabilities, the usage of a reply."""
+"""What the routes of the OpenAI API share: fields, errors, the choice of tools, chunks, the usage of a reply."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 from ...engine.request import MAX_STOPS
@@ -43,9 +43,6 @@ from ..schema import (
 )
 from ..sse import DONE, encode_event
 from ..tools import EFFORTS, named_tool
-
-if TYPE_CHECKING:
-    pass
 
 
 def error_body(error: WorkerError) -> dict[str, Any]:
