@@ -33,17 +33,18 @@ TESTS = Path(__file__).parent
 # kernels do not start together, or both would compile the same.
 SLOW_FILES = (
     "backends/cpu/matmul/test_unpacked.py",
-    "weights/test_gguf_fuzz.py",
+    "backends/cuda/test_decoder_batch_invariant.py",
+    "tokenizer/test_chat_template.py",
+    "backends/cpu/test_attention.py",
+    "cli/test_serve_processes.py",
+    "e2e/test_default_model.py",
+    "backends/cpu/test_backend.py",
+    "engine/test_engine_same_answer.py",
+    "token_engine/test_replicas.py",
     "server/test_openapi_schemathesis.py",
     "backends/cuda/test_decoder.py",
-    "backends/cuda/test_decoder_batch_invariant.py",
-    "backends/cpu/test_backend.py",
-    "token_engine/test_replicas.py",
-    "e2e/test_default_model.py",
-    "cli/test_serve_processes.py",
-    "server/test_offload.py",
-    "e2e/test_wheel.py",
-    "token_engine/test_supervisor.py",
+    "backends/cuda/test_compile.py",
+    "server/test_app_page.py",
 )
 
 
