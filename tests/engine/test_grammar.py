@@ -316,6 +316,27 @@ def test_objects_of_many_optional_properties_run(
         assert text_of(answer).strip().startswith('"')
 
 
+@pytest.mark.parametrize("in_chat", [False, True])
+def test_whitespace_never_runs_away(compiler: GrammarCompiler, in_chat: bool) -> None:
+    """A model that takes whitespace wherever it may gets to the end of the document all the same."""
+    schema = {"type": "array", "items": {"const": 1}, "minItems": 3, "maxItems": 3}
+    fields: dict[str, Any] = {"json": schema}
+    if in_chat:
+        fields = {"grammar": answer_grammar(ChatFormat(), ChatOptions(), ("json", json.dumps(schema)))}
+    one = guided(compiler, 2000, **fields).constraint
+    one.masks = np.zeros((1, one.num_words), np.int32)
+    text = b""
+    while not one.is_complete:
+        one.fill([])
+        allowed = np.flatnonzero(np.unpackbits(one.masks[0].view(np.uint8), bitorder="little")).tolist()
+        token = next((token for token in allowed if tiny_models.token_bytes(token) in (b"\n", b" ")), allowed[0])
+        assert one.consume(token)
+        text += tiny_models.token_bytes(token)
+        assert len(text) < 500
+    assert json.loads(text) == [1, 1, 1]
+    assert max(map(len, re.findall(rb"\s+", text))) == 40
+
+
 def counted(compiler: GrammarCompiler, patch: pytest.MonkeyPatch) -> list[str]:
     """The kind of each grammar that is compiled from now on."""
     kinds: list[str] = []
