@@ -21,11 +21,12 @@ from ..engine.grammar import validate as validate_structured_outputs
 from ..engine.structured_outputs import StructuredOutputsParams
 from ..errors import ContextLengthError, InvalidRequestError, QueueFullError, ShuttingDownError
 from ..text_model import EncodedPrompt, TextModel
-from ..tokenizer.chat_events import Tool
+from ..tokenizer.chat_events import ChatOptions
 from ..tokenizer.tokenizer import MARK
 from .bodies import Conversation, ParseOptions, Prompt, grammar_size, num_bytes, prompt_size
 from .body_process import BodyProcess
 
+FIND_TOOL_S = 2.0  # for the tool that an error is about
 T = TypeVar("T")
 Parse = Callable[[bytes, ParseOptions], Any]
 LARGE_BYTES = 64 << 10
@@ -115,9 +116,14 @@ class ToolSchemaError(InvalidRequestError):
         self.index, self.name, self.reason = index, name, reason
 
 
-def _require_tools(tools: Sequence[Tool]) -> None:
-    """Raise for the first tool whose schema cannot be used."""
-    for i, tool in enumerate(tools):
+def _require_tools(options: ChatOptions) -> None:
+    """Raise for the first tool whose schema is in the grammar and cannot be used; the search takes a bounded time."""
+    end = time.perf_counter() + FIND_TOOL_S
+    for i, tool in enumerate(options.tools):
+        if time.perf_counter() > end:
+            return
+        if not tool.strict and options.tool_choice != "required":
+            continue
         try:
             validate_structured_outputs(StructuredOutputsParams(json=tool.parameters))
         except InvalidRequestError as error:
@@ -179,9 +185,12 @@ class PromptEncoder:
         if encoded.structured_outputs is not structured_outputs and encoded.structured_outputs is not None:
             try:
                 validate_structured_outputs(encoded.structured_outputs)
-            except InvalidRequestError:
-                _require_tools(options.tools)
-                raise
+            except InvalidRequestError as error:
+                _require_tools(options)
+                if structured_outputs is not None:
+                    raise
+                reason = str(error).partition(": ")[2]
+                raise InvalidRequestError(f"the parameters of the tools cannot be used: {reason}", "tools") from None
         return encoded
 
     def _require_bytes_fit(self, size: int, field: str) -> None:
