@@ -37,9 +37,10 @@ demo: $(VENV)/.core
 serve: $(VENV)/.core
 	@exec $(BIN)/python -m llm_worker_rbee serve $(SERVE)
 
-# One thread for each test process: the machine's cores are shared out among them. Reasons of skips are printed.
+# One thread for each test process: the machine's cores are shared out among them. The tests of a file run in one process,
+# which makes their servers and models once, the slow files first (tests/conftest.py). Reasons of skips are printed.
 test: $(VENV)/.dev browser lint types
-	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n $(WORKERS) --dist loadgroup
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Ray and its hundred packages stay out of the environment that everything else is tested in, and so do clients whose
 # requirements exclude each other.

@@ -23,7 +23,7 @@ from .engine.sampler import draw_seed
 from .errors import InvalidRequestError
 from .token_engine.protocol import RequestState, RequestStream, Submit, TokenEngine, TokenOutput
 from .tokenizer import Detokenizer, Tokenizer
-from .tokenizer.chat_events import ChatEvent, ToolCall
+from .tokenizer.chat_events import ChatEvent, ToolCall, ToolCallEnd
 from .tokenizer.chat_parser import ChatParser
 
 _request_ids = count(1)
@@ -38,6 +38,7 @@ class TextDelta(NamedTuple):
     finish_reason: FinishReason | None = None
     stop_sequence: str | None = None  # the stop string that was found
     events: list[ChatEvent] | None = None  # what the text is, in a chat that has reasoning or tools
+    call_ends: tuple[int, ...] = ()  # of each call that ended: how many of the tokens there were by then
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +141,14 @@ class Generation:
         tokens: list[int] = []
         logprobs: list[TokenLogprob] = []
         events: list[ChatEvent] | None = None if self._parser is None else []
+        call_ends: list[int] = []
         finish: FinishReason | None = None
         for output in outputs:
             finish = output.finish_reason
             added = output.tokens[:-1] if finish == "stop" else output.tokens
             self.num_tokens += len(output.tokens) - (output.tokens[-1] == NO_TOKEN)
-            count = self._detokenize(added, texts, events)
+            count, ended = self._detokenize(added, texts, events)
+            call_ends += [len(tokens) + end for end in ended]
             if count < len(added) or self._detokenizer.stop_matched is not None:  # a stop string ends it before
                 self.num_tokens -= len(output.tokens) - count - (output.tokens[-1] == NO_TOKEN)
                 finish = "stop"
@@ -156,9 +159,13 @@ class Generation:
         if finish is not None:
             texts.append(self._detokenizer.finish())
             if self._parser is not None and events is not None:
-                events += self._parser.push(texts[-1]) + self._parser.finish()
+                last = self._parser.push(texts[-1]) + self._parser.finish()
+                events += last
+                call_ends += [len(tokens)] * num_call_ends(last)
             self.finish_reason = finish
-        return TextDelta("".join(texts), tokens, logprobs, finish, self._detokenizer.stop_matched, events)
+        return TextDelta(
+            "".join(texts), tokens, logprobs, finish, self._detokenizer.stop_matched, events, tuple(call_ends)
+        )
 
     def _push_token(self, output: TokenOutput, now: float) -> TextDelta:
         """As `push` of one token that is not the last."""
@@ -169,9 +176,14 @@ class Generation:
             self.finish_reason = "stop"
         return TextDelta(text, output.tokens, output.logprobs, self.finish_reason, stop)
 
-    def _detokenize(self, tokens: Sequence[int], texts: list[str], events: list[ChatEvent] | None) -> int:
-        """Add the text of tokens up to a stop string, and its events; return how many tokens that are."""
-        parser = self._parser
+    def _detokenize(
+        self, tokens: Sequence[int], texts: list[str], events: list[ChatEvent] | None
+    ) -> tuple[int, list[int]]:
+        """Add the text of tokens up to a stop string, and its events.
+
+        Return how many tokens that are, and how many there were at the end of each call.
+        """
+        parser, call_ends = self._parser, list[int]()
         for i, token in enumerate(tokens, 1):
             if parser is None or events is None:
                 texts.append(self._detokenizer.push(token))
@@ -179,13 +191,15 @@ class Generation:
                 self.num_reasoning_tokens += parser.is_reasoning
                 if token in parser.marker_ids:
                     texts.append(self._detokenizer.flush())
-                    events += parser.push(texts[-1]) + parser.push_marker(token)
+                    new = parser.push(texts[-1]) + parser.push_marker(token)
                 else:
                     texts.append(self._detokenizer.push(token))
-                    events += parser.push(texts[-1])
+                    new = parser.push(texts[-1])
+                events += new
+                call_ends += [i] * num_call_ends(new)
             if self._detokenizer.stop_matched is not None:
-                return i
-        return len(tokens)
+                return i, call_ends
+        return len(tokens), call_ends
 
     def submit(self, engine: TokenEngine) -> None:
         """Start it in an engine; `deltas` then gives its text."""
@@ -238,6 +252,11 @@ class Generation:
 
 
 def _ignore() -> None: ...
+
+
+def num_call_ends(events: Sequence[ChatEvent]) -> int:
+    """Return how many calls end among events."""
+    return sum(isinstance(event, ToolCallEnd) for event in events)
 
 
 def make_generations(

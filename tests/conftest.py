@@ -8,6 +8,8 @@ everything.
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +26,26 @@ from tests.helpers import tiny_models
 os.environ.setdefault("LLM_WORKER_KERNEL_CACHE", str(Path(__file__).parents[1] / ".pytest_cache" / "kernels"))
 DEVICE = os.environ.get("LLM_WORKER_TEST_DEVICE", "cpu")  # of tests that name none
 HIDDEN = "CUDA_VISIBLE_DEVICES"
+IN_MEMORY = Path("/dev/shm")
 ON_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="tests the CPU backend")
+TESTS = Path(__file__).parent
+# Half a minute and more each. They run first, so that no process is left alone with one at the end; two that compile
+# kernels do not start together, or both would compile the same.
+SLOW_FILES = (
+    "backends/cpu/matmul/test_unpacked.py",
+    "backends/cuda/test_decoder_batch_invariant.py",
+    "tokenizer/test_chat_template.py",
+    "backends/cpu/test_attention.py",
+    "cli/test_serve_processes.py",
+    "e2e/test_default_model.py",
+    "backends/cpu/test_backend.py",
+    "engine/test_engine_same_answer.py",
+    "token_engine/test_replicas.py",
+    "server/test_openapi_schemathesis.py",
+    "backends/cuda/test_decoder.py",
+    "backends/cuda/test_compile.py",
+    "server/test_app_page.py",
+)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -72,8 +93,24 @@ def tiny_llm(tiny_file: Path) -> LLM:
 
 
 @pytest.fixture
+def memory_dir(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory, where the system has one: for tests that write thousands of files."""
+    if not os.access(IN_MEMORY, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(1234)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the slow files first."""
+    order = {TESTS / name: place for place, name in enumerate(SLOW_FILES)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -58,7 +58,9 @@ LAZY_MODULES = {
     "__main__.py": "errors of importing the commands are reported in one line",
     "bench/roofline.py": "kernels of the CPU backend, which need Numba",
 }
-SECOND_PLACES: dict[str, dict[str, str]] = {}  # beside the one place of a heavy package
+SECOND_PLACES: dict[str, dict[str, str]] = {  # beside the one place of a heavy package
+    "llguidance": {"engine/grammar_process.py": "a program of its own that imports nothing of the package"},
+}
 
 # Line budgets. "." are the modules at the top of the package.
 LINES = {
@@ -80,9 +82,9 @@ LINES = {
     "tokenizer": 4_350,
     "weights": 3_360,
 }
-MAX_TOTAL_LINES = 58_000
+MAX_TOTAL_LINES = 60_500
 MAX_BENCH_LINES = 13_660  # bench with its commands
-MAX_MODULES = 277
+MAX_MODULES = 282
 MAX_FOLDER_FILES = 27
 MAX_FILE_LINES = 800
 LISTED_FILE_LINES = 600  # longer files are named here
@@ -180,6 +182,16 @@ def test_imports_point_one_way(path: Path) -> None:
             assert target == room or target in IMPORTS[room], (
                 f"{relative(path)}:{line}: {room} must not import {target}"
             )
+
+
+def test_dialects_import_only_their_own_family() -> None:
+    """What dialects share is in `server/`; `openai_chat` may import `openai`, and `anthropic` may not."""
+    folder = "llm_worker_rbee.server.dialects."
+    for path in (PACKAGE / "server" / "dialects").glob("*.py"):
+        for name in imported_modules(path):
+            if name.startswith(folder):
+                other = name.removeprefix(folder)
+                assert other.split("_")[0] == path.stem.split("_")[0], f"{relative(path)} must not import {other}"
 
 
 def test_import_table_has_no_cycle() -> None:

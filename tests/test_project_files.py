@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.conftest import SLOW_FILES, TESTS
+
 ROOT = Path(__file__).parents[1]
 YAML_FILES = [ROOT / ".pre-commit-config.yaml", ROOT / "compose.yaml", *sorted((ROOT / ".github").rglob("*.yml"))]
 NOT_RUN = [
@@ -47,3 +49,7 @@ def test_dockerfile_copies_existing_files(name: str) -> None:
 def test_issue_templates_ask_for_machine_report() -> None:
     for name, command in (("bug", "doctor --json"), ("performance", "bench peers --json"), ("model", "inspect MODEL")):
         assert command in (ROOT / f".github/ISSUE_TEMPLATE/{name}.yml").read_text(encoding="utf-8")
+
+
+def test_slow_files_exist() -> None:
+    assert not [name for name in SLOW_FILES if not (TESTS / name).is_file()]

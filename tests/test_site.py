@@ -19,10 +19,7 @@ pytest.importorskip("mkdocstrings")
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-pytestmark = [
-    pytest.mark.skipif(not DOCS.exists(), reason="this is not a checkout: there is no docs/"),
-    pytest.mark.xdist_group("site"),
-]
+pytestmark = pytest.mark.skipif(not DOCS.exists(), reason="this is not a checkout: there is no docs/")
 
 
 @pytest.fixture(scope="module")

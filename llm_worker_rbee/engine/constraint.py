@@ -36,16 +36,15 @@ class Constraint:
 
     def __init__(
         self, matcher: Any, table_eos_ids: Sequence[int], eos_ids: Sequence[int], vocab_size: int, max_tokens: int,
-        match_alone: Callable[[], Any], ending_tokens: Sequence[int] | None = None,
+        match_alone: Callable[[], Any] | None = None, ending_tokens: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         """`table_eos_ids`: the ids that end a text for the matcher; `eos_ids`: those of the request.
 
-        `match_alone` returns a new matcher of the grammar. `ending_tokens`: to end within `max_tokens`.
+        `match_alone` returns a matcher that shares no lexer. `ending_tokens`: to end within `max_tokens`.
         """
         self.masks: TokenMask | None = None  # of the step: for the next token, and after each draft
         self.num_words = -(-vocab_size // 32)
         self._matcher, self._match_alone = matcher, match_alone
-        self._is_alone = False
         self._tokens: list[int] = []
         self._eos_ids, self._table_eos_ids = frozenset(eos_ids), frozenset(table_eos_ids)
         self._not_eos = next(token for token in range(vocab_size) if token not in self._eos_ids)
@@ -154,10 +153,10 @@ class Constraint:
 
     def _recover(self) -> bool:
         """Go on with a matcher of its own where the lexer, which copies share, may be used up by other requests."""
-        if self._is_alone or not self._matcher.get_error().startswith(LEXER_ERROR):
+        match_alone, self._match_alone = self._match_alone, None
+        if match_alone is None or not self._matcher.get_error().startswith(LEXER_ERROR):
             return False
-        self._is_alone = True
-        matcher = self._match_alone()
+        matcher = match_alone()
         if self._tokens and not matcher.consume_tokens(self._tokens):
             return False
         self._matcher = matcher

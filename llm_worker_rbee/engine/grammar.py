@@ -10,14 +10,18 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ..errors import GrammarDeadEndError, InvalidRequestError, WorkerError
 from ..tokenizer.chat_grammar import JSON_SPACES, without_unknown_formats
+from . import grammar_process
 from .constraint import Constraint
 from .structured_outputs import FIELD, StructuredOutputsParams
 
@@ -33,12 +37,15 @@ LIMITS = {
     "step_lexer_fuel": 50_000,
     "max_lexer_states": 10_000,
 }
-# Sets of tokens that are looked at as one: those of so many characters of a JSON string, beside llguidance's own. They
-# help where few characters are left of a string with a maxLength.
-STRING_CHARACTER, SLICE_LENGTHS = r'[^"\\\x00-\x1F\x7F]', (4, 7)
+# Sets of tokens that a mask takes as one where all of them are allowed: whitespace, and up to so many characters of a
+# JSON string. The lengths matter where few characters are left of a string with a maxLength: a set that fits saves
+# looking at its tokens, and one that does not costs a walk of its own. With these the slowest masks are the quickest.
+WHITESPACE, STRING_CHARACTER, SLICE_LENGTHS = r"[\x20\x0A\x0D\x09]+", r'[^"\\\x00-\x1F\x7F]', (6, 7, 8, 14, 30)
+SLICES = (WHITESPACE, *(f"{STRING_CHARACTER}{{1,{length}}}" for length in SLICE_LENGTHS), f"{STRING_CHARACTER}+")
 ANY_OBJECT = {"type": "object"}
 MAX_CACHED_GRAMMARS = 32
 MAX_CACHED_CHARS = 4 << 20
+MAX_SHARED_COMPILE_S = 0.02  # of a grammar whose lexer requests share
 MAX_REASON_CHARS = 300
 NUM_THREADS = 2  # that compile
 # Tokens that end a document soon, in the order in which a search for its end tries them.
@@ -94,10 +101,14 @@ def to_lark(grammar: str) -> str:
 def validate(params: StructuredOutputsParams) -> None:
     """Raise an `InvalidRequestError` that names the reason if a grammar is wrong, not supported or too large.
 
-    It takes milliseconds for most grammars and up to about a second, so it is no call for an event loop.
+    It takes milliseconds for most grammars and up to seconds, so it is no call for an event loop.
     """
-    text = to_grammar(params)
-    if reason := _library().LLMatcher.validate_grammar(text, None, limits=_limits()):
+    text, library = to_grammar(params), _library()
+    if grammar_process.is_unbounded(text, is_lark=params.kind == "grammar"):
+        reason = grammar_process.check(text, LIMITS, SLICES, str(Path(library.__file__).parents[1]))
+    else:
+        reason = library.LLMatcher.validate_grammar(text, None, limits=_limits())
+    if reason:
         raise _invalid(params.kind, reason)
 
 
@@ -146,11 +157,18 @@ class TokenTable:
         return list(dict.fromkeys(token for token in found if token >= 0 and token not in special))
 
 
-class CompiledGrammar(NamedTuple):
-    """A grammar and its matcher at the beginning; copies of it share what they learn of the grammar."""
+@dataclass(slots=True, eq=False)
+class CompiledGrammar:
+    """A grammar and what the next request gets: a copy of `matcher`, or of a slow grammar a matcher of its own.
+
+    Copies share the states of the lexer. One that finds them used up compiles the grammar again inside a step, which
+    must not take long. So a grammar that is slow to compile has a `spare` for the next request instead, if it was used
+    more than once.
+    """
 
     text: str
     matcher: Any
+    spare: Future[Any] | None = None
 
 
 class GrammarCompiler:
@@ -178,11 +196,11 @@ class GrammarCompiler:
         close_on_length: bool = False, generated: Sequence[int] = (),
     ) -> Constraint:  # fmt: skip
         """Return the constraint of a request; `generated` are output tokens that it has already."""
-        compiled = self._compiled(params)
+        matcher, match_alone = self._matcher_of(params)
         table, _ = self._tokenizer
         constraint = Constraint(
-            compiled.matcher.deep_copy(), table.eos_ids or [table.eos_token_id], eos_ids, self.vocab_size, max_tokens,
-            partial(self._match_alone, params, compiled), table.ending_tokens if close_on_length else None,
+            matcher, table.eos_ids or [table.eos_token_id], eos_ids, self.vocab_size, max_tokens, match_alone,
+            table.ending_tokens if close_on_length else None,
         )  # fmt: skip
         for token in generated:
             if not constraint.replay(token):
@@ -193,19 +211,30 @@ class GrammarCompiler:
         """Return what fills the masks of several matchers at once."""
         return _library().LLExecutor(num_threads=min(8, max(1, (os.cpu_count() or 1) // 2)))
 
-    def _compiled(self, params: StructuredOutputsParams) -> CompiledGrammar:
-        key = params.kind, getattr(params, params.kind)
+    def _matcher_of(self, params: StructuredOutputsParams) -> tuple[Any, Callable[[], Any] | None]:
+        """Return a matcher for a request, and what compiles another where this one shares its lexer."""
+        key, kind = (params.kind, getattr(params, params.kind)), params.kind
         with self._lock:
-            if key in self._cache:
+            found = self._cache.get(key)
+            if found is not None:
                 self._cache.move_to_end(key)
-                return self._cache[key]
-        text = to_grammar(params)
-        made = CompiledGrammar(text, self._match(params.kind, text))
+        if found is None:
+            text, start = to_grammar(params), time.perf_counter()
+            matcher = self._match(kind, text)
+            is_slow = time.perf_counter() - start > MAX_SHARED_COMPILE_S
+            found = CompiledGrammar(text, None if is_slow else matcher)
+            with self._lock:
+                self._cache[key] = found
+                while len(self._cache) > 1 and not self._fits():
+                    self._cache.popitem(last=False)
+            if is_slow:
+                return matcher, None
+        if found.matcher is not None:
+            return found.matcher.deep_copy(), partial(self._match_alone, params, found)
         with self._lock:
-            self._cache[key] = made
-            while len(self._cache) > 1 and not self._fits():
-                self._cache.popitem(last=False)
-        return made
+            spare, found.spare = found.spare, self._threads.submit(self._match, kind, found.text)
+        is_begun = spare is not None and not spare.cancel()  # one that waits for a thread may wait for this one
+        return spare.result() if spare is not None and is_begun else self._match(kind, found.text), None
 
     def _fits(self) -> bool:
         sizes = [len(compiled.text) for compiled in self._cache.values()]
@@ -232,7 +261,5 @@ class GrammarCompiler:
             if self._built is None:
                 table = TokenTable(self._open_tokenizer(), self.vocab_size)
                 eos_ids, kind = table.eos_ids or [table.eos_token_id], _library().LLTokenizer
-                space, *others = kind.general_slices()
-                slices = [space, *(f"{STRING_CHARACTER}{{1,{length}}}" for length in SLICE_LENGTHS), *others]
-                self._built = table, kind(table, n_vocab=self.vocab_size, eos_token=eos_ids, slices=slices)
+                self._built = table, kind(table, n_vocab=self.vocab_size, eos_token=eos_ids, slices=list(SLICES))
             return self._built

@@ -18,8 +18,8 @@ from ..engine.request import MAX_COUNT, SamplingParams
 from ..engine.structured_outputs import StructuredOutputsParams
 from ..errors import InvalidRequestError, PayloadTooLargeError
 from ..tokenizer.chat_events import ChatOptions
+from .messages import APPLY_TEMPLATE, normalize_messages
 from .schema import (
-    APPLY_TEMPLATE,
     CHUNK_ITEMS,
     DETOKENIZE,
     SAMPLING,
@@ -28,7 +28,6 @@ from .schema import (
     ValidationError,
     ValidationIssue,
     decode_object,
-    normalize_messages,
     validate_body,
 )
 
@@ -109,6 +108,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout_ms: int | None = None
     is_scored_only: bool = False  # the prompt's log-probabilities are all that is wanted
     structured_outputs_field: str = "structured_outputs"  # what the body calls it, for errors
+    messages_field: str = "messages"  # likewise
+    tool_places: list[str] = []  # of the schemas of the tools, likewise
     values: dict[str, Any] = {}  # what the dialect needs for its reply
     ignored: list[str] = []  # names of unknown fields
     skipped: list[str] = []  # types of tools that this worker does not have

@@ -21,10 +21,12 @@ from ..engine.grammar import validate as validate_structured_outputs
 from ..engine.structured_outputs import StructuredOutputsParams
 from ..errors import ContextLengthError, InvalidRequestError, QueueFullError, ShuttingDownError
 from ..text_model import EncodedPrompt, TextModel
+from ..tokenizer.chat_events import ChatOptions
 from ..tokenizer.tokenizer import MARK
 from .bodies import Conversation, ParseOptions, Prompt, grammar_size, num_bytes, prompt_size
 from .body_process import BodyProcess
 
+FIND_TOOL_S = 2.0  # for the tool that an error is about
 T = TypeVar("T")
 Parse = Callable[[bytes, ParseOptions], Any]
 LARGE_BYTES = 64 << 10
@@ -106,6 +108,28 @@ def _timed(work: Callable[[], T]) -> tuple[float, T]:
     return time.perf_counter() - start, result
 
 
+class ToolSchemaError(InvalidRequestError):
+    """The schema of a tool's arguments cannot be used; the tool is given by its index."""
+
+    def __init__(self, index: int, name: str, reason: str) -> None:
+        super().__init__(f"the parameters of the tool {name!r:.100} cannot be used: {reason}", "tools")
+        self.index, self.name, self.reason = index, name, reason
+
+
+def _require_tools(options: ChatOptions) -> None:
+    """Raise for the first tool whose schema is in the grammar and cannot be used; the search takes a bounded time."""
+    end = time.perf_counter() + FIND_TOOL_S
+    for i, tool in enumerate(options.tools):
+        if time.perf_counter() > end:
+            return
+        if not tool.strict and options.tool_choice != "required":
+            continue
+        try:
+            validate_structured_outputs(StructuredOutputsParams(json=tool.parameters))
+        except InvalidRequestError as error:
+            raise ToolSchemaError(i, tool.name, str(error).partition(": ")[2]) from None
+
+
 class PromptEncoder:
     """Encodes prompts for one model."""
 
@@ -162,10 +186,11 @@ class PromptEncoder:
             try:
                 validate_structured_outputs(encoded.structured_outputs)
             except InvalidRequestError as error:
+                _require_tools(options)
                 if structured_outputs is not None:
                     raise
                 reason = str(error).partition(": ")[2]
-                raise InvalidRequestError(f"the parameters of a tool cannot be used: {reason}", "tools") from None
+                raise InvalidRequestError(f"the parameters of the tools cannot be used: {reason}", "tools") from None
         return encoded
 
     def _require_bytes_fit(self, size: int, field: str) -> None:

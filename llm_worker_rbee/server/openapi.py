@@ -15,9 +15,9 @@ from ..config import ServerSettings
 from ..engine.request import NEUTRAL_SAMPLING
 from ..engine.step_time import StepTimeCoefficients
 from .dialects import Operation, all_dialects, dialect_of
+from .messages import APPLY_TEMPLATE
 from .middleware import PUBLIC_PATHS
 from .schema import (
-    APPLY_TEMPLATE,
     COUNT,
     DETOKENIZE,
     FLAG,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..engine.request import FinishReason, TokenLogprob
-from ..tokenizer.chat_events import ToolCall
+from ..tokenizer.chat_events import ChatEvent, ContentDelta, EventFold
 from .sse import PING
 
 if TYPE_CHECKING:  # the process that parses large bodies imports this module too
@@ -31,14 +31,27 @@ class Usage(NamedTuple):
 class Answer:
     """All deltas of one generation, folded."""
 
-    text: str = ""  # content
-    reasoning: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
-    ends_with_calls: bool = False  # there are calls, and all of them are complete
+    fold: EventFold = field(default_factory=EventFold)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    call_ends: list[int] = field(default_factory=list)  # how many tokens there were at the end of each call
     finish_reason: FinishReason | None = None
     stop_sequence: str | None = None
+
+    def add(self, delta: TextDelta) -> None:
+        """Join the next delta."""
+        self.call_ends += [len(self.tokens) + end for end in delta.call_ends]
+        self.tokens += delta.tokens
+        self.logprobs += delta.logprobs
+        self.finish_reason, self.stop_sequence = delta.finish_reason, delta.stop_sequence
+        self.fold.add(chat_events(delta))
+
+
+def chat_events(delta: TextDelta) -> Sequence[ChatEvent]:
+    """Return what a delta is made of; text without events is content."""
+    if delta.events is not None:
+        return delta.events
+    return (ContentDelta(delta.text),) if delta.text else ()
 
 
 class ReplyState(Protocol):
@@ -92,3 +105,15 @@ class Printer(ABC):
     @abstractmethod
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return a whole reply."""
+
+
+def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """Return log-probabilities in the shape of chat completions."""
+
+    def encode(token: int, logprob: float) -> dict[str, Any]:
+        raw = tokenizer.token_bytes(token)
+        return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
+
+    return {"content": [
+        {**encode(entry.token, entry.logprob), "top_logprobs": [encode(*top) for top in entry.top]} for entry in entries
+    ], "refusal": None}  # fmt: skip

@@ -16,12 +16,12 @@ import msgspec
 from ..engine.request import SamplingParams, check_prompt_fits, fit_max_tokens
 from ..engine.structured_outputs import FIELD
 from ..errors import ContextLengthError, InferenceError, InvalidRequestError, WorkerError
-from ..generation import Generation, TextDelta
+from ..generation import Generation
 from ..text_model import EncodedPrompt
 from ..tokenizer import Tokenizer
-from ..tokenizer.chat_events import ContentDelta, EventFold
 from . import log
 from .bodies import GenerateRequest, estimate_tokens
+from .offload import ToolSchemaError
 from .printer import Answer, Printer, ReplyState, Usage
 from .sse import EventSource
 from .worker import Worker
@@ -45,9 +45,7 @@ async def start_reply(worker: Worker, request: GenerateRequest, make_printer: Ca
         try:
             prompts = await worker.encoder.encode(request.prompts, request.params.structured_outputs)
         except InvalidRequestError as error:
-            if error.field == FIELD:  # what the dialect calls it
-                error.field = request.structured_outputs_field
-                error.args = (re.sub(rf"^{FIELD}\.\w+", request.structured_outputs_field, str(error)), *error.args[1:])
+            _rename_field(error, request)
             raise
         generations: list[Generation] = []
         timeout_s = None if request.timeout_ms is None else request.timeout_ms / 1000
@@ -64,9 +62,20 @@ async def start_reply(worker: Worker, request: GenerateRequest, make_printer: Ca
             for generation in generations:
                 generation.close()
             if chat is not None and isinstance(error, ContextLengthError) and error.field == "prompt":
-                error.field = "messages"
+                error.field = request.messages_field
             raise
     return Reply(worker, request, [prompt.ids for prompt in prompts], generations, make_printer, started_at)
+
+
+def _rename_field(error: InvalidRequestError, request: GenerateRequest) -> None:
+    """Call the field that an error is about what the dialect calls it."""
+    if error.field == FIELD:
+        error.field = request.structured_outputs_field
+        error.args = (re.sub(rf"^{FIELD}\.\w+", request.structured_outputs_field, str(error)), *error.args[1:])
+    elif error.field == "messages":
+        error.field = request.messages_field
+    elif isinstance(error, ToolSchemaError) and request.tool_places:
+        error.args = (f"{request.tool_places[error.index]} ({error.name:.100}): {error.reason}", *error.args[1:])
 
 
 def fit_params(worker: Worker, params: SamplingParams, prompt: EncodedPrompt) -> SamplingParams:
@@ -170,7 +179,7 @@ class Reply(EventSource):
 
 async def fold(generation: Generation) -> Answer:
     """Return all deltas of a generation as one; they are taken as they come, and only the last one is waited for."""
-    folding = AnswerFold()
+    answer = Answer()
     ended: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
 
     def on_outputs() -> None:
@@ -182,29 +191,9 @@ async def fold(generation: Generation) -> Answer:
             ended.set_exception(error)
             return
         if delta is not None:
-            folding.add(delta)
+            answer.add(delta)
             if delta.finish_reason is not None:
-                ended.set_result(folding.answer())
+                ended.set_result(answer)
 
     generation.notify(on_outputs)
     return await ended
-
-
-class AnswerFold:
-    """Joins deltas."""
-
-    def __init__(self) -> None:
-        self._answer, self._events = Answer(), EventFold()
-
-    def add(self, delta: TextDelta) -> None:
-        answer = self._answer
-        answer.tokens += delta.tokens
-        answer.logprobs += delta.logprobs
-        answer.finish_reason, answer.stop_sequence = delta.finish_reason, delta.stop_sequence
-        self._events.add([ContentDelta(delta.text)] if delta.events is None else delta.events)
-
-    def answer(self) -> Answer:
-        answer, events = self._answer, self._events
-        answer.text, answer.reasoning, answer.calls = events.content, events.reasoning, events.calls
-        answer.ends_with_calls = events.ends_with_calls
-        return answer

@@ -30,7 +30,6 @@ MAX_ECHOED_CHARS = 100  # of a value in an error
 MAX_REPORTED_UNKNOWN = 32  # unknown fields reported by name
 MAX_LISTED_IGNORED = 256  # ignored fields listed in the header
 JOB_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-ROLES = ("system", "developer", "user", "assistant", "tool")
 CHUNK_ITEMS = 1 << 15  # items of a long list that are handled at a time, so that other threads get the interpreter
 MAX_CHOICES = 16
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
@@ -147,18 +146,6 @@ def _echo(value: Any) -> Any:
 def type_name(value: Any) -> str:
     """Return the JSON type of a value, with its article."""
     return "null" if value is None else TYPE_NAMES.get(type(value), type(value).__name__)
-
-
-def normalize_messages(messages: list[Any]) -> list[Any]:
-    """Return validated messages as chat templates expect them: text parts joined, `developer` as `system`."""
-    normalized = []
-    for message in messages:
-        if message["role"] == "developer":
-            message = {**message, "role": "system"}
-        if isinstance(parts := message.get("content"), list):
-            message = {**message, "content": "".join([part["text"] for part in parts])}
-        normalized.append(message)
-    return normalized
 
 
 def array_schema(items: Schema, min_items: int = 0) -> Schema:
@@ -388,43 +375,6 @@ class TokenIds(FieldType):
         return [int(token) for token in value]
 
 
-class Messages(FieldType):
-    """A conversation: known roles, each with text, text parts or tool calls. Other keys are left to the template."""
-
-    def validate(self, name: str, value: Any) -> ValidationIssue | None:
-        if not isinstance(value, list) or not value:
-            return ValidationIssue(name, "type", f"{name} must be a list of at least one message")
-        for i, message in enumerate(value):
-            if not isinstance(message, dict):
-                found = type_name(message)
-                return ValidationIssue(
-                    name, "type", f"{name}[{i}] must be an object with role and content, not {found}"
-                )
-            if message.get("role") not in ROLES:
-                return ValidationIssue(name, "choice", f"{name}[{i}].role must be one of {', '.join(ROLES)}")
-            content, calls = message.get("content"), message.get("tool_calls")
-            has_calls = content is None and isinstance(calls, list) and calls
-            if not (isinstance(content, str) or _are_text_parts(content) or has_calls):
-                return ValidationIssue(name, "type", f"{name}[{i}].content must be text, or a list of text parts")
-        return None
-
-    def json_schema(self) -> Schema:
-        part = object_schema({"type": {"const": "text"}, "text": {"type": "string"}}, "text", is_open=True)
-        content: Schema = {"anyOf": [{"type": "string"}, array_schema(part)]}
-        role: Schema = {"enum": [*ROLES]}
-        with_content = object_schema({"role": role, "content": content}, "role", "content", is_open=True)
-        calls: dict[str, Schema] = {"role": role, "content": {"type": "null"}, "tool_calls": array_schema({}, 1)}
-        with_calls = object_schema(calls, "role", "tool_calls", is_open=True)
-        return array_schema({"anyOf": [with_content, with_calls]}, 1)
-
-
-def _are_text_parts(content: Any) -> bool:
-    return isinstance(content, list) and all(
-        isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
-        for part in content
-    )
-
-
 class LogitBias(FieldType):
     """Token ids, as strings, and what is added to their logits."""
 
@@ -444,15 +394,22 @@ class LogitBias(FieldType):
 
 
 class StreamOptions(FieldType):
-    """`include_usage`: whether the last chunk of a stream has the token counts."""
+    """Whether the last chunk of a stream has the token counts (`include_usage`), and every chunk those so far."""
 
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
-        if isinstance(value, dict) and all(k == "include_usage" and isinstance(v, bool) for k, v in value.items()):
-            return None
-        return ValidationIssue(name, "type", f"{name} may hold include_usage, true or false, and nothing else")
+        known = ("include_usage", "continuous_usage_stats")
+        if not isinstance(value, dict) or not all(k in known and isinstance(v, bool) for k, v in value.items()):
+            message = f"{name} may hold {' and '.join(known)}, true or false, and nothing else"
+            return ValidationIssue(name, "type", message)
+        if value.get("continuous_usage_stats") and not value.get("include_usage", True):
+            return ValidationIssue(name, "conflict", f"{name}.continuous_usage_stats needs include_usage: true")
+        return None
 
     def json_schema(self) -> Schema:
-        return object_schema({"include_usage": {"type": "boolean"}})
+        flag: Schema = {"type": "boolean"}
+        last = object_schema({"include_usage": flag, "continuous_usage_stats": {**flag, "const": False}})
+        each = object_schema({"include_usage": {**flag, "const": True}, "continuous_usage_stats": flag})
+        return {"anyOf": [last, each]}
 
 
 class Prompts(FieldType):
@@ -498,10 +455,6 @@ TOKENIZE = {
     "parse_special": Field(Boolean(), False),
 }
 DETOKENIZE = {"tokens": Field(TokenIds(), required=True, is_secret=True)}
-APPLY_TEMPLATE = {
-    "messages": Field(Messages(), required=True, is_secret=True),
-    "chat_template_kwargs": Field(BoundedObject(), {}),
-}
 
 
 def unsupported(*allowed: Any) -> Field:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 ToolChoice = Literal["auto", "none", "required"]  # or a `NamedTool`
@@ -94,48 +94,65 @@ def thinking_variables(template_kwargs: Mapping[str, Any] | None, effort: str | 
     return variables
 
 
+TEXT_FIELDS: dict[type, str] = {ContentDelta: "text", ReasoningDelta: "text", ToolCallDelta: "arguments"}
+
+
 class EventFold:
-    """Joins the events of an answer."""
+    """Joins the events of an answer, and keeps their order."""
 
     def __init__(self) -> None:
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: list[tuple[ToolCallStart, list[str]]] = []
-        self._num_open = 0  # calls that have not ended
+        self._runs: list[tuple[ChatEvent, list[str]]] = []  # deltas in a row: the first, all texts
+        self._num_calls = self._num_open = 0  # open: calls that have not ended
 
     def add(self, events: Iterable[ChatEvent]) -> str:
         """Take in events; return the content among them."""
-        first = len(self._content)
+        content = []
         for event in events:
+            if (key := TEXT_FIELDS.get(type(event))) is None:
+                self._runs.append((event, []))
+                self._num_calls += isinstance(event, ToolCallStart)
+                self._num_open += 1 if isinstance(event, ToolCallStart) else -1
+                continue
+            if not self._runs or type(self._runs[-1][0]) is not type(event):
+                self._runs.append((event, []))
+            self._runs[-1][1].append(getattr(event, key))
             if isinstance(event, ContentDelta):
-                self._content.append(event.text)
-            elif isinstance(event, ReasoningDelta):
-                self._reasoning.append(event.text)
-            elif isinstance(event, ToolCallStart):
-                self._calls.append((event, []))
-                self._num_open += 1
-            elif isinstance(event, ToolCallDelta):
-                self._calls[event.index][1].append(event.arguments)
-            elif isinstance(event, ToolCallEnd):
-                self._num_open -= 1
-        return "".join(self._content[first:])
+                content.append(event.text)
+        return "".join(content)
+
+    @property
+    def events(self) -> list[ChatEvent]:
+        """The events in their order; deltas of one kind that follow each other are one."""
+        return [
+            replace(first, **{TEXT_FIELDS[type(first)]: "".join(texts)}) if texts else first  # type: ignore[arg-type]
+            for first, texts in self._runs
+        ]
 
     @property
     def content(self) -> str:
-        return "".join(self._content)
+        return self._join(ContentDelta)
 
     @property
     def reasoning(self) -> str:
-        return "".join(self._reasoning)
+        return self._join(ReasoningDelta)
+
+    def _join(self, kind: type) -> str:
+        return "".join(["".join(texts) for first, texts in self._runs if isinstance(first, kind)])
 
     @property
     def ends_with_calls(self) -> bool:
         """Whether there are calls, and all of them are complete."""
-        return bool(self._calls) and not self._num_open
+        return bool(self._num_calls) and not self._num_open
 
     @property
     def calls(self) -> list[ToolCall]:
-        return [ToolCall(start.id, start.name, "".join(parts)) for start, parts in self._calls]
+        calls: list[ToolCall] = []
+        for first, texts in self._runs:
+            if isinstance(first, ToolCallStart):
+                calls.append(ToolCall(first.id, first.name, ""))
+            elif isinstance(first, ToolCallDelta):
+                calls[-1] = calls[-1]._replace(arguments=calls[-1].arguments + "".join(texts))
+        return calls
 
 
 def new_call_id() -> str:

@@ -102,6 +102,8 @@ class _Writer:
         self._rules: list[str] = []
         self._shared: dict[str, str] = {}
         self._names: set[str] = set()
+        self._root: dict[str, Any] = {}  # the schema of the tool whose values are written
+        self._references: dict[str, str] = {}
 
     def finish(self, before: str, answer: str) -> str:
         """Return the grammar."""
@@ -278,6 +280,7 @@ class _Writer:
 
     def _items(self, tool: Tool, equals: str, separator: str) -> str:
         properties = self._properties(tool)
+        self._root, self._references = without_annotations(tool.parameters), {}
         if self._tools.kind == "gemma":
             properties.sort(key=lambda item: item[0].lower())
         items = [(self.rule(f"{self.literal(key + equals)} {self._value(schema)}"), is_required)
@@ -286,17 +289,35 @@ class _Writer:
 
     def _value(self, schema: Any, depth: int = 0) -> str:
         """Return the rule of a value in Python's or Gemma's notation; of any value where the schema does not say."""
-        types = schema_types(schema)
+        path = schema.get("$ref") if isinstance(schema, dict) else None
+        if isinstance(path, str) and len(schema) == 1:
+            return self._reference(path)
+        schema = resolve_reference(schema, self._root)
+        types = schema_types(schema, self._root)
         if not types or depth > MAX_DEPTH:
             return self._any_value()
         if isinstance(schema.get("enum"), list):
             return self.rule(" | ".join(self._constant(value) for value in schema["enum"]))
+        several = None if "type" in schema else schema.get("anyOf", schema.get("oneOf"))
+        if isinstance(several, list):
+            return self.rule(" | ".join(self._value(option, depth + 1) for option in several))
         options = [self._scalar(kind) for kind in sorted(types) if kind not in ("array", "object")]
         if "array" in types:
             options.append(self._list("[", self._value(schema.get("items"), depth + 1), "]"))
         if "object" in types:
             options.append(self._object(schema, depth))
         return self.rule(" | ".join(options))
+
+    def _reference(self, path: str) -> str:
+        """Return the rule of a schema that is referred to, perhaps by itself."""
+        if path not in self._references:
+            target = resolve_reference({"$ref": path}, self._root)
+            if "$ref" in target:  # cannot be found, or refers to itself
+                return self._any_value()
+            self._references[path] = f"ref{len(self._names)}"
+            self._names.add(self._references[path])
+            self._rules.append(f"{self._references[path]}: {self._value(target)}")
+        return self._references[path]
 
     def _scalar(self, kind: str) -> str:
         if kind == "string":

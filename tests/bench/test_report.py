@@ -18,7 +18,6 @@ from llm_worker_rbee.bench.results import Result, Run
 from tests.helpers.bench_runs import dated, micro, on_another_machine, run_of, times
 from tests.helpers.browser import Page, chromium
 
-pytestmark = pytest.mark.xdist_group("browser")
 pytest.importorskip("matplotlib", reason="matplotlib (the extra `bench`) is not installed")
 
 EVIL = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title='owned'\">"

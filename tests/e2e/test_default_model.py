@@ -23,7 +23,6 @@ from llm_worker_rbee import LLM
 from tests.conftest import ON_CPU
 from tests.helpers import model_runs, model_zoo
 
-pytestmark = pytest.mark.xdist_group("transformers loads the default model once")
 TOLERANCE = 1e-3
 NEW_TOKENS = 12
 # The kernels hold weights of their own, and Numba; the file that they were made from counts as long as it is mapped.

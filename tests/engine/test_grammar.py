@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import time
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from llm_worker_rbee.engine import constraint as constraint_module
+from llm_worker_rbee.engine import grammar as grammar_module
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.grammar import LIMITS, MAX_CACHED_GRAMMARS, GrammarCompiler, validate
 from llm_worker_rbee.engine.request import Request, SamplingParams
@@ -314,6 +316,27 @@ def test_objects_of_many_optional_properties_run(
         assert text_of(answer).strip().startswith('"')
 
 
+@pytest.mark.parametrize("in_chat", [False, True])
+def test_whitespace_never_runs_away(compiler: GrammarCompiler, in_chat: bool) -> None:
+    """A model that takes whitespace wherever it may gets to the end of the document all the same."""
+    schema = {"type": "array", "items": {"const": 1}, "minItems": 3, "maxItems": 3}
+    fields: dict[str, Any] = {"json": schema}
+    if in_chat:
+        fields = {"grammar": answer_grammar(ChatFormat(), ChatOptions(), ("json", json.dumps(schema)))}
+    one = guided(compiler, 2000, **fields).constraint
+    one.masks = np.zeros((1, one.num_words), np.int32)
+    text = b""
+    while not one.is_complete:
+        one.fill([])
+        allowed = np.flatnonzero(np.unpackbits(one.masks[0].view(np.uint8), bitorder="little")).tolist()
+        token = next((token for token in allowed if tiny_models.token_bytes(token) in (b"\n", b" ")), allowed[0])
+        assert one.consume(token)
+        text += tiny_models.token_bytes(token)
+        assert len(text) < 500
+    assert json.loads(text) == [1, 1, 1]
+    assert max(map(len, re.findall(rb"\s+", text))) == 40
+
+
 def counted(compiler: GrammarCompiler, patch: pytest.MonkeyPatch) -> list[str]:
     """The kind of each grammar that is compiled from now on."""
     kinds: list[str] = []
@@ -328,36 +351,65 @@ def counted(compiler: GrammarCompiler, patch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_dead_end_compiles_nothing_again(
-    model: Transformer, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+    model: Transformer, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stuck, refused = guided(compiler, json=STUCK), guided(compiler, regex="abc").constraint
-    kinds, entries = counted(compiler, monkeypatch), list(compiler._cache.values())
-    listener = engine_runs.run(engine_with(model, compiler), stuck)
+    own = GrammarCompiler(lambda: tokenizer, VOCAB)
+    stuck, refused = guided(own, json=STUCK), guided(own, regex="abc").constraint
+    kinds, entries = counted(own, monkeypatch), list(own._cache.values())
+    listener = engine_runs.run(engine_with(model, own), stuck)
     assert isinstance(listener.outputs[stuck][-1].error, GrammarDeadEndError)
     assert not refused.consume(ord("x"))
     assert kinds == []
-    assert list(compiler._cache.values()) == entries
+    assert list(own._cache.values()) == entries
+
+
+BRANCHES = {"regex": "|".join(f"{char}[a-z]{{30}}{char.upper()}" for char in "abcd")}
+
+
+def follow(one: Any, char: str) -> None:
+    """Let a constraint of BRANCHES go through one of them."""
+    one.masks = np.zeros((1, one.num_words), np.int32)
+    for token in f"{char}{'x' * 30}{char.upper()}".encode():
+        one.fill([])
+        assert one.consume(token)
+    assert one.is_complete
 
 
 def test_matcher_that_is_used_up_is_replaced_alone(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The states of the lexer suffice for one of the branches; the cache keeps a newer entry."""
     monkeypatch.setitem(LIMITS, "max_lexer_states", 80)
-    own, branches = GrammarCompiler(lambda: tokenizer, VOCAB), "abcd"
-    regex = "|".join(f"{char}[a-z]{{30}}{char.upper()}" for char in branches)
-    some = [guided(own, 200, regex=regex).constraint for _ in branches]
+    monkeypatch.setattr(grammar_module, "MAX_SHARED_COMPILE_S", math.inf)
+    own = GrammarCompiler(lambda: tokenizer, VOCAB)
+    some = [guided(own, 200, **BRANCHES).constraint for _ in "abcd"]
     kinds = counted(own, monkeypatch)
     newer: Any = None
-    for char, one in zip(branches, some, strict=True):
-        one.masks = np.zeros((1, one.num_words), np.int32)
-        for token in f"{char}{'x' * 30}{char.upper()}".encode():
-            one.fill([])
-            assert one.consume(token)
-        assert one.is_complete
+    for char, one in zip("abcd", some, strict=True):
+        follow(one, char)
         if char == "b":
             assert not own._cache
-            newer = own._compiled(StructuredOutputsParams(regex=regex))
+            guided(own, **BRANCHES)
+            (newer,) = own._cache.values()
     assert kinds == ["regex"] * 4  # b, c and d alone, and the newer entry
     assert list(own._cache.values()) == [newer]
+
+
+def test_slow_grammar_is_never_compiled_in_a_step(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request has a lexer of its own; from the second on the next one is compiled ahead."""
+    monkeypatch.setitem(LIMITS, "max_lexer_states", 80)
+    monkeypatch.setattr(grammar_module, "MAX_SHARED_COMPILE_S", 0.0)
+    own = GrammarCompiler(lambda: tokenizer, VOCAB)
+    kinds = counted(own, monkeypatch)
+    some = []
+    for num_compiled in (1, 3, 4, 5):
+        some.append(guided(own, 200, **BRANCHES).constraint)
+        (entry,) = own._cache.values()
+        assert entry.matcher is None
+        if entry.spare is not None:
+            entry.spare.result()
+        assert len(kinds) == num_compiled
+    for char, one in zip("abcd", some, strict=True):
+        follow(one, char)
+    assert len(kinds) == 5
 
 
 def test_masked_logprobs_are_of_allowed_tokens(model: Transformer, compiler: GrammarCompiler) -> None:
@@ -449,6 +501,7 @@ def test_cache_is_bounded_and_shared_limits_fail_no_other_request(
 ) -> None:
     """Copies of a compiled grammar share the states of its lexer; one that finds them used up begins anew."""
     monkeypatch.setitem(LIMITS, "max_lexer_states", 40)
+    monkeypatch.setattr(grammar_module, "MAX_SHARED_COMPILE_S", math.inf)
     own = GrammarCompiler(lambda: tokenizer, VOCAB)
     expected = [
         answer_of(model, GrammarCompiler(lambda: tokenizer, VOCAB), guided(own, 30, options={"seed": i}, **REGEX))

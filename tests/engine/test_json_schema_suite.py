@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jsonschema_rs
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -131,6 +132,67 @@ def test_any_schema_gives_valid_documents_and_refuses_others(schema: Any, docume
     text = random_walk(compiler, schema, seed)
     if text is not None:
         assert fits(schema, json.loads(text), {}), (schema, text)
+
+
+Pair = tuple[Any, Any]  # a schema, and a document that is valid by it
+
+
+def with_bounds(kind: str, low: float, more: float, part: float) -> Pair:
+    return {"type": kind, "minimum": low, "maximum": low + more}, low + (round(part * more) if kind == "integer" else 0)
+
+
+def list_of(pair: Pair, count: int, spare: int) -> Pair:
+    return {"type": "array", "items": pair[0], "minItems": count, "maxItems": count + spare}, [pair[1]] * count
+
+
+def object_of(fields: dict[str, tuple[Pair, bool]]) -> Pair:
+    """Fields that are False are neither required nor in the document."""
+    schema = {
+        "type": "object", "properties": {name: pair[0] for name, (pair, _) in fields.items()},
+        "required": [name for name, (_, is_used) in fields.items() if is_used], "additionalProperties": False,
+    }  # fmt: skip
+    return schema, {name: pair[1] for name, (pair, is_used) in fields.items() if is_used}
+
+
+def referring(pair: Pair) -> Pair:
+    """The schema is referred to twice, once by a list of it."""
+    one = {"$ref": "#/$defs/one"}
+    schema, document = object_of({"a": ((one, pair[1]), True), "b": (list_of((one, pair[1]), 2, 1), True)})
+    return {**schema, "$defs": {"one": pair[0]}}, document
+
+
+PATTERNS = {"^[a-c]{2,4}$": "abc", "^(x|yy)+z?$": "xyyz", "^[0-9]{3}-[A-Z]$": "123-Q"}
+leaf_pairs = st.one_of(
+    st.just(({"type": "null"}, None)), st.builds(lambda value: ({"type": "boolean"}, value), st.booleans()),
+    st.builds(with_bounds, st.just("integer"), st.integers(-99, 99), st.integers(0, 99), st.floats(0, 1)),
+    st.builds(with_bounds, st.just("number"), st.sampled_from([-2.5, 0.0, 0.25, 17.75]), st.just(1.5), st.just(0.0)),
+    st.builds(lambda text, spare: ({"type": "string", "minLength": len(text), "maxLength": len(text) + spare}, text),
+              names, st.integers(0, 3)),
+    st.builds(lambda item: ({"type": "string", "pattern": item[0]}, item[1]), st.sampled_from([*PATTERNS.items()])),
+    st.builds(lambda some: ({"enum": some}, some[-1]),
+              st.lists(names | st.integers(-9, 9), min_size=1, max_size=3, unique=True)),
+)  # fmt: skip
+pairs = st.recursive(
+    leaf_pairs,
+    lambda inner: st.one_of(
+        st.builds(list_of, inner, st.integers(0, 2), st.integers(0, 2)),
+        st.builds(object_of, st.dictionaries(names, st.tuples(inner, st.booleans()), max_size=3)),
+        st.builds(lambda one, other: ({"anyOf": [other[0], one[0]]}, one[1]), inner, inner),
+    ),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(pair=pairs | pairs.map(referring), seed=st.integers(0, 2**32))
+def test_valid_document_is_accepted_and_random_walk_is_valid(pair: Pair, seed: int) -> None:
+    """By an independent validator."""
+    schema, document = pair
+    is_valid = jsonschema_rs.validator_for(schema).is_valid
+    assert is_valid(document)
+    assert accepts(walker(), schema, document)
+    text = random_walk(walker(), schema, seed)
+    assert text is None or is_valid(json.loads(text)), (schema, text)
 
 
 @cache

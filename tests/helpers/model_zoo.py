@@ -1,7 +1,8 @@
 """Small random models of every family, made with transformers, and the same weights written as GGUF.
 
 Logits spread over 5 and more, norms and biases are random, and windows are shorter than the sequences, so that a
-missing feature of a family changes the result.
+missing feature of a family changes the result. torch and transformers are imported by the functions that use them:
+it takes seconds.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from typing import Any
 
 import gguf
 import numpy as np
-import torch
-import transformers
 from numpy.typing import NDArray
 
 from llm_worker_rbee.config import Family
@@ -254,6 +253,9 @@ def architecture_of(variant: Variant) -> str:
 
 def make_hf(variant: Variant, seed: int = 0) -> Any:
     """Return a float32 transformers model with random weights."""
+    import torch
+    import transformers
+
     settings = {**SHAPE, "tie_word_embeddings": False, **variant.settings}
     config = transformers.AutoConfig.for_model(variant.family, **settings)
     torch.manual_seed(seed)
@@ -424,11 +426,15 @@ def prompt_ids(variant: Variant, seed: int = 7) -> list[int]:
 
 
 def hf_logits(model: Any, ids: list[int]) -> NDArray[np.float32]:
+    import torch
+
     with torch.no_grad():
         return np.asarray(model(torch.tensor([ids])).logits[0].float().numpy())
 
 
 def hf_greedy(model: Any, ids: list[int], n: int) -> list[int]:
+    import torch
+
     with torch.no_grad():
         out = model.generate(
             torch.tensor([ids]), max_new_tokens=n, min_new_tokens=n, do_sample=False, eos_token_id=None

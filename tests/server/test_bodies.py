@@ -28,7 +28,7 @@ def test_packed_ids_past_64_bits_stay_past_any_vocabulary() -> None:
 
 def test_parse_completion_packs_ids_and_keeps_what_is_used() -> None:
     request = parse_completion(b'{"prompt": [[1, 2.0], [3]], "metadata": {"a": 1}, "user": "u"}', LIMITS)
-    assert request.values.keys() == {"echo", "includes_usage"}
+    assert request.values.keys() == {"echo", "includes_usage", "has_continuous_usage"}
     assert [isinstance(ids, PackedIds) and ids.view().tolist() for ids in request.prompts] == [[1, 2], [3]]
 
 

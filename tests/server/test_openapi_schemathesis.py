@@ -101,7 +101,7 @@ def _within_anthropic(made: dict[str, Any]) -> dict[str, Any]:
     if isinstance(choice, dict) and (choice.get("type") == "any" or isinstance(choice.get("name"), str)):
         made["tool_choice"] = {name: value for name, value in choice.items() if name != "name"} | {"type": "auto"}
     if isinstance(tools, list):
-        made["tools"] = [_with_plain_schema(tool, "input_schema") for tool in tools]
+        made["tools"] = [_with_plain_examples(_with_plain_schema(tool, "input_schema")) for tool in tools]
     config = made.get("output_config")
     if isinstance(config, dict) and "format" in config:
         made["output_config"] = {**config, "format": _with_plain_schema(config["format"], "schema")}
@@ -139,7 +139,10 @@ def _with_plain_grammar(made: dict[str, Any]) -> dict[str, Any]:
         if kind in PLAIN and isinstance(value, PLAIN[kind][0]):
             made["structured_outputs"] = {kind: PLAIN[kind][1]}
     has_format = wanted is not None or (isinstance(text, dict) and text.get("format") is not None)
-    if has_format and made.get("structured_outputs") in [{kind: plain} for kind, (_, plain) in PLAIN.items()]:
+    given = made.get("structured_outputs")
+    choices = given.get("choice") if isinstance(given, dict) and len(given) == 1 else None
+    has_choices = isinstance(choices, list) and choices and all(isinstance(one, str) and one for one in choices)
+    if has_format and (has_choices or given in [{kind: plain} for kind, (_, plain) in PLAIN.items()]):
         del made["structured_outputs"]
     if isinstance(grammar := made.get("grammar"), str) and grammar:
         made["grammar"] = None if has_format or made.get("structured_outputs") is not None else PLAIN["grammar"][1]
@@ -166,6 +169,13 @@ def _with_plain_tool(tool: Any) -> Any:
     if isinstance(form := tool.get("format"), dict) and isinstance(form.get("definition"), str):
         tool = {**tool, "format": {**form, "definition": PLAIN["grammar"][1]}}
     return {**tool, "tools": [*map(_with_plain_tool, tool["tools"])]} if isinstance(tool.get("tools"), list) else tool
+
+
+def _with_plain_examples(tool: Any) -> Any:
+    """The same tool without integers of more than 64 bits in its examples."""
+    given = tool.get("input_examples") if isinstance(tool, dict) else None
+    is_plain = isinstance(given, list) and all(isinstance(one, dict) for one in given)
+    return {**tool, "input_examples": [{}] * len(given)} if is_plain else tool
 
 
 def _with_plain_schema(value: Any, name: str) -> Any:

@@ -56,13 +56,13 @@ def test_other_requests_go_on_while_a_grammar_compiles(llm: LLM, monkeypatch: py
     loop, gate = EngineLoop(llm.engine), threading.Event()
     compiler = llm.engine.grammar_compiler
     assert compiler is not None
-    compiled = compiler._compiled
+    matcher_of = compiler._matcher_of
 
     def slow(params: StructuredOutputsParams) -> Any:
         assert gate.wait(60)
-        return compiled(params)
+        return matcher_of(params)
 
-    monkeypatch.setattr(compiler, "_compiled", slow)
+    monkeypatch.setattr(compiler, "_matcher_of", slow)
     waiting, dropped = (request(1, 20, structured_outputs=guided(regex="[ab]{4}")) for _ in range(2))
     free = request(2, 10)
     for one in (waiting, dropped, free):

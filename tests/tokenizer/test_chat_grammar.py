@@ -218,3 +218,42 @@ def test_unsupported_keywords_count_for_strict_tools_only(checkers: Checkers) ->
     made = grammar(chat_format, tools=[Tool("f", parameters=schema, strict=True)], tool_choice="required")
     with pytest.raises(AssertionError, match="not"):
         checkers["text"].run(made, [])
+
+
+NODE = {
+    "type": "object", "required": ["kids", "n"], "additionalProperties": False,
+    "properties": {"kids": {"type": "array", "items": {"$ref": "#/$defs/node"}},
+                   "n": {"anyOf": [{"$ref": "#/$defs/count"}, {"type": "null"}]}},
+}  # fmt: skip
+TREE = Tool(
+    "tree", "",
+    {"type": "object", "properties": {"node": {"$ref": "#/$defs/node"}}, "required": ["node"],
+     "additionalProperties": False, "$defs": {"node": NODE, "count": {"type": "integer"}}},
+    strict=True,
+)  # fmt: skip
+JSON_NODE = '{"kids": [{"kids": [], "n": INNER}], "n": 1}'
+TREE_CALLS = {
+    "plain": f'<tool_call>\n{{"name": "tree", "arguments": {{"node": {JSON_NODE}}}}}\n</tool_call>',
+    "mistral_args": f'[TOOL_CALLS]tree[ARGS]{{"node": {JSON_NODE}}}',
+    "functionary": f'<function=tree>{{"node": {JSON_NODE}}}</function>',
+    "minimax": '<minimax:tool_call>\n<invoke name="tree">\n'
+    f'<parameter name="node">{JSON_NODE}</parameter>\n</invoke>\n</minimax:tool_call>',
+    "lfm2": f"<|tool_call_start|>[tree(node={JSON_NODE})]<|tool_call_end|>",
+    "pythonic": f"[tree(node={JSON_NODE})]",
+    "gemma4": "<|tool_call>call:tree{node:{kids:[{kids:[],n:INNER}],n:1}}<tool_call|>",
+}
+
+
+@MARKERS
+@pytest.mark.parametrize("name", TREE_CALLS)
+def test_recursive_schema_of_a_tool_holds_at_every_depth(
+    name: str, markers: str, format_of: Formats, checkers: Checkers
+) -> None:
+    made = grammar(format_of(name, markers), tools=[TREE], tool_choice="required")
+    checker, call = checkers[markers], TREE_CALLS[name]
+    null = "None" if name in ("lfm2", "pythonic") else "null"
+    assert checker.takes(made, call.replace("INNER", "2"))
+    assert checker.takes(made, call.replace("INNER", null))
+    for wrong in ("true", "True", "[]", "{}", '"x"', '<|"|>x<|"|>'):
+        assert not checker.takes(made, call.replace("INNER", wrong)), wrong
+    assert not checker.takes(made, call.replace("INNER", "2").replace("kids", "sons"))

@@ -151,10 +151,10 @@ def explained(error: WorkerError) -> str:
 
 @pytest.mark.parametrize("family", minimal_gguf.FAMILIES)
 def test_open_gguf_damaged_file_loads_or_raises_worker_error(
-    family: str, request: pytest.FixtureRequest, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    family: str, request: pytest.FixtureRequest, memory_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL, "llm_worker_rbee")
-    path = tmp_path / "damaged.gguf"
+    path = memory_dir / "damaged.gguf"
     valid = write_gguf(path, minimal_gguf.metadata(family), minimal_gguf.tensors(family)).read_bytes()
     assert outcome(path) == "loaded + loaded"
     open_before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0

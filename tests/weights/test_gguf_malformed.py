@@ -211,11 +211,11 @@ def test_error_of_long_key_is_short(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", minimal_gguf.FAMILIES)
-def test_file_truncated_at_every_byte_raises(tmp_path: Path, family: str) -> None:
-    whole = write_gguf(tmp_path / "m.gguf", minimal_gguf.metadata(family), minimal_gguf.tensors(family)).read_bytes()
-    found = open_checkpoint(tmp_path / "m.gguf").tensors.values()
+def test_file_truncated_at_every_byte_raises(memory_dir: Path, family: str) -> None:
+    whole = write_gguf(memory_dir / "m.gguf", minimal_gguf.metadata(family), minimal_gguf.tensors(family)).read_bytes()
+    found = open_checkpoint(memory_dir / "m.gguf").tensors.values()
     used = max(whole.rindex(tensor.data.tobytes()) + tensor.nbytes for tensor in found)  # end of the last tensor
-    cut = tmp_path / "cut.gguf"
+    cut = memory_dir / "cut.gguf"
     for length in range(len(whole)):
         cut.unlink(missing_ok=True)
         cut.write_bytes(whole[:length])

@@ -16,6 +16,7 @@ from ...engine.request import MAX_STOPS, Bounds, SamplingParams
 from ...engine.structured_outputs import StructuredOutputsParams
 from ...tokenizer.chat_events import Tool
 from ..bodies import Conversation, GenerateRequest, ParseOptions, require, sampling_params, validate_known
+from ..messages import function_call
 from ..object_fields import ListOf, NestedType, ObjectOf, Tagged, TextOr, find_unknown
 from ..schema import (
     COUNT,
@@ -42,9 +43,9 @@ from ..schema import (
     type_name,
     unsupported,
 )
+from ..tools import EFFORTS, MAX_TOOL_NAME, MAX_TOOLS, chat_options, check_function
 from . import Dialect, GenerateRoute, Handler, Operation, Route
 from .anthropic_printer import MessagePrinter, error_body
-from .openai import EFFORTS, MAX_TOOL_NAME, MAX_TOOLS, chat_options, check_function
 
 if TYPE_CHECKING:
     from ..call import Call
@@ -191,7 +192,9 @@ def parse_messages(body: bytes, options: ParseOptions) -> GenerateRequest:
     )  # fmt: skip
     return GenerateRequest(
         prompts=[conversation], params=params, model=values["model"], stream=values["stream"], ignored=ignored,
-        skipped=skipped, structured_outputs_field="output_config.format", values={
+        skipped=skipped, structured_outputs_field="output_config.format", tool_places=[
+            f"tools[{i}].input_schema" for i, tool in enumerate(values["tools"]) if not is_skipped(tool)
+        ], values={
             "omits_thinking": values["thinking"].get("display") == "omitted",
             "has_edits": values["context_management"] is not None,
         },
@@ -274,10 +277,8 @@ def _to_assistant(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     calls = [block for block in blocks if block["type"] == "tool_use"]
     if calls:
         made["tool_calls"] = [
-            {"id": call["id"], "type": "function",
-             "function": {"name": call["name"], "arguments": json.dumps(call["input"], ensure_ascii=False)}}
-            for call in calls
-        ]  # fmt: skip
+            function_call(call["id"], call["name"], json.dumps(call["input"], ensure_ascii=False)) for call in calls
+        ]
     return made
 
 

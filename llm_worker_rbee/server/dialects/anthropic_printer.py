@@ -18,7 +18,7 @@ from ...tokenizer.chat_events import (
     ToolCallStart,
 )
 from .. import log
-from ..printer import Answer, Printer, ReplyState, Usage
+from ..printer import Answer, Printer, ReplyState, Usage, chat_events
 from ..sse import encode_json
 
 if TYPE_CHECKING:
@@ -65,10 +65,7 @@ class MessagePrinter(Printer):
         if not self._has_started:
             self._has_started = True
             parts.append(encode_event("message_start", message=self._message([], None, None)))
-        if delta.events is not None:
-            parts += [self._print_event(event) for event in delta.events]
-        elif delta.text:
-            parts.append(self._print_event(ContentDelta(delta.text)))
+        parts += map(self._print_event, chat_events(delta))
         if delta.finish_reason is not None:
             reason = self._stop_reason(delta.finish_reason, delta.stop_sequence)
             ended = {"stop_reason": reason, "stop_sequence": delta.stop_sequence}
@@ -122,14 +119,17 @@ class MessagePrinter(Printer):
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
         assert answer.finish_reason is not None
-        self._has_calls = bool(answer.calls)
         content: list[dict[str, Any]] = []
-        if answer.reasoning:
-            shown = "" if self._values["omits_thinking"] else answer.reasoning
-            content.append({**_text_block("thinking", shown), "signature": SIGNATURE})
-        if answer.text:
-            content.append(_text_block("text", answer.text))
-        content += map(encode_call, answer.calls)
+        calls = iter(answer.fold.calls)
+        for event in answer.fold.events:
+            if isinstance(event, ContentDelta):
+                content.append(_text_block("text", event.text))
+            elif isinstance(event, ReasoningDelta):
+                shown = "" if self._values["omits_thinking"] else event.text
+                content.append({**_text_block("thinking", shown), "signature": SIGNATURE})
+            elif isinstance(event, ToolCallStart):
+                self._has_calls = True
+                content.append(encode_call(next(calls)))
         reason = self._stop_reason(answer.finish_reason, answer.stop_sequence)
         return self._message(content, reason, answer.stop_sequence) | self._edits()
 

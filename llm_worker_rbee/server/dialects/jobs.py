@@ -28,6 +28,7 @@ from ...errors import (
 from ...tokenizer.chat_events import EventFold
 from .. import log
 from ..bodies import Conversation, GenerateRequest, ParseOptions, estimate_tokens, sampling_params
+from ..messages import Messages
 from ..schema import (
     COUNT,
     FLAG,
@@ -41,7 +42,6 @@ from ..schema import (
     Enum,
     Field,
     JobId,
-    Messages,
     Schema,
     StopStrings,
     StructuredOutputs,

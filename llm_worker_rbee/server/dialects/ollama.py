@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -20,7 +20,6 @@ from ...tokenizer.chat_events import (
     ChatOptions,
     ContentDelta,
     ReasoningDelta,
-    ToolCall,
     ToolCallDelta,
     ToolCallStart,
 )
@@ -33,10 +32,10 @@ from ..bodies import (
     sampling_params,
     validate_known,
 )
-from ..printer import Answer, Printer, ReplyState
+from ..messages import ROLES, function_call
+from ..printer import Answer, Printer, ReplyState, chat_events, chat_logprobs
 from ..schema import (
     FLAG,
-    ROLES,
     SAMPLING,
     TEXT,
     AnyObject,
@@ -60,8 +59,8 @@ from ..schema import (
     with_values,
 )
 from ..sse import encode_json
+from ..tools import Tools, chat_options, function_places, to_tool
 from . import Dialect, GenerateRoute, Operation
-from .openai import Tools, chat_logprobs, chat_options, to_tool
 
 if TYPE_CHECKING:
     from ...generation import TextDelta
@@ -279,7 +278,7 @@ def _request(
     params = _sampling_params(values, {name.partition(".")[2]: value for name, value in found.items()}, options)
     return GenerateRequest(
         prompts=prompts, params=params, model=values["model"], stream=values["stream"], ignored=ignored,
-        structured_outputs_field="format",
+        structured_outputs_field="format", tool_places=function_places(values.get("tools", ())),
     )  # fmt: skip
 
 
@@ -320,8 +319,7 @@ def to_openai(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 call_id = call.get("id") or f"call{num_calls:05d}"
                 num_calls += 1
                 open_calls.append((call_id, name))
-                function = {"name": name, "arguments": arguments}
-                made["tool_calls"].append({"id": call_id, "type": "function", "function": function})
+                made["tool_calls"].append(function_call(call_id, name, arguments))
         if made["role"] == "tool":
             made |= _close_call(message, open_calls)
         converted.append(made)
@@ -341,6 +339,14 @@ def _close_call(message: Mapping[str, Any], open_calls: list[tuple[str, str]]) -
     return {**keys, "name": name or default_name} if name or default_name else keys
 
 
+class Piece(NamedTuple):
+    """A part of an answer: text, reasoning or calls."""
+
+    text: str = ""
+    thinking: str = ""
+    calls: Sequence[dict[str, Any]] = ()
+
+
 class OllamaPrinter(Printer):
     """Lines of JSON, or one object: the last line, with the whole answer."""
 
@@ -349,7 +355,7 @@ class OllamaPrinter(Printer):
 
     def __init__(self, reply: ReplyState) -> None:
         super().__init__(reply)
-        self._calls: dict[int, tuple[ToolCallStart, list[str]]] = {}  # not complete, with their arguments
+        self._call: tuple[ToolCallStart, list[str]] | None = None  # that is not complete, with its arguments
         self._finish_reason: FinishReason | None = None
 
     @abstractmethod
@@ -357,32 +363,43 @@ class OllamaPrinter(Printer):
         """Return the fields of an answer, or of a piece of it."""
 
     def print_delta(self, index: int, delta: TextDelta) -> bytes:
-        pieces = [self.fields(delta.text)] if delta.events is None and delta.text else []
-        pieces += [piece for event in delta.events or () for piece in self._print_event(event)]
+        pieces = [self.fields(*piece) for event in chat_events(delta) for piece in self._read_event(event)]
         if delta.finish_reason is not None:
             self._finish_reason = delta.finish_reason
-            pieces += map(self._print_call, list(self._calls))
+            pieces += [self.fields(*piece) for piece in self._read_call()]
         if delta.logprobs:
             first = pieces[0] if pieces else self.fields()
             pieces[:1] = [{**first, "logprobs": self._logprobs(delta.logprobs)}]
         return b"".join([self._line({**piece, "done": False}) for piece in pieces])
 
-    def _print_event(self, event: ChatEvent) -> Iterator[dict[str, Any]]:
+    def _read_event(self, event: ChatEvent) -> Iterator[Piece]:
+        """Yield what an event completes: a call is given as a whole."""
+        if isinstance(event, ToolCallDelta):
+            assert self._call is not None
+            self._call[1].append(event.arguments)
+            return
+        yield from self._read_call()
         if isinstance(event, ContentDelta):
-            yield self.fields(event.text)
+            yield Piece(event.text)
         elif isinstance(event, ReasoningDelta):
-            yield self.fields(thinking=event.text)
+            yield Piece(thinking=event.text)
         elif isinstance(event, ToolCallStart):
-            self._calls[event.index] = event, []
-        elif isinstance(event, ToolCallDelta):
-            self._calls[event.index][1].append(event.arguments)
-        else:
-            yield self._print_call(event.index)
+            self._call = event, []
 
-    def _print_call(self, index: int) -> dict[str, Any]:
-        start, parts = self._calls.pop(index)
-        calls, text = encode_calls([ToolCall(start.id, start.name, "".join(parts))])
-        return self.fields(text, calls=calls)
+    def _read_call(self) -> Iterator[Piece]:
+        """Yield the call that was begun, if there is one; as text where its arguments are no object: it was cut."""
+        if self._call is None:
+            return
+        (call, parts), self._call = self._call, None
+        text = "".join(parts)
+        try:
+            arguments = msgspec.json.decode(text)
+        except msgspec.DecodeError:
+            arguments = None
+        if isinstance(arguments, dict):
+            yield Piece(calls=({"id": call.id, "function": {"name": call.name, "arguments": arguments}},))
+        else:
+            yield Piece(call.name + text)
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> list[Any]:
         return chat_logprobs(self.reply.tokenizer, entries)["content"]  # type: ignore[no-any-return]
@@ -407,8 +424,10 @@ class OllamaPrinter(Printer):
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         answer = answers[0] if answers else Answer()
-        calls, text = encode_calls(answer.calls)
-        fields = self.fields(answer.text + text, answer.reasoning, calls)
+        pieces = [piece for event in answer.fold.events for piece in self._read_event(event)]
+        pieces += self._read_call()
+        texts, thoughts, calls = zip(Piece(), *pieces, strict=True)
+        fields = self.fields("".join(texts), "".join(thoughts), [call for some in calls for call in some])
         if answer.logprobs:
             fields["logprobs"] = self._logprobs(answer.logprobs)
         return self._object(self._last(fields, answer.finish_reason))
@@ -431,21 +450,6 @@ class GeneratePrinter(OllamaPrinter):
 
     def fields(self, text: str = "", thinking: str = "", calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         return {"response": text, "thinking": thinking} if thinking else {"response": text}
-
-
-def encode_calls(calls: Sequence[ToolCall]) -> tuple[list[dict[str, Any]], str]:
-    """Return calls as they are in a message, and as text those whose arguments are no object: the answer was cut."""
-    encoded, rest = [], ""
-    for call in calls:
-        try:
-            arguments = msgspec.json.decode(call.arguments)
-        except msgspec.DecodeError:
-            arguments = None
-        if isinstance(arguments, dict):
-            encoded.append({"id": call.id, "function": {"name": call.name, "arguments": arguments}})
-        else:
-            rest += call.name + call.arguments
-    return encoded, rest
 
 
 def statistics(reply: ReplyState) -> dict[str, int]:

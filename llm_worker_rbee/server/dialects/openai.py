@@ -1,17 +1,15 @@
-"""What the routes of the OpenAI API share: fields, errors, tools, log-probabilities, the usage of a reply."""
+"""What the routes of the OpenAI API share: fields, errors, the choice of tools, chunks, the usage of a reply."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 from uuid import uuid4
 
-from ...engine.request import MAX_STOPS, TokenLogprob
+from ...engine.request import MAX_STOPS
 from ...engine.structured_outputs import StructuredOutputsParams
-from ...errors import ModelNotFoundError, WorkerError
-from ...tokenizer.chat_events import ChatOptions, Tool, thinking_variables
+from ...errors import ContextLengthError, ModelNotFoundError, WorkerError
 from ..bodies import require
 from ..printer import Printer, ReplyState, Usage
 from ..schema import (
@@ -39,72 +37,26 @@ from ..schema import (
     object_schema,
     or_null,
     reply_schema,
-    type_name,
     unsupported,
     with_field,
     with_values,
 )
 from ..sse import DONE, encode_event
-
-if TYPE_CHECKING:
-    from ...tokenizer import Tokenizer
-
-MAX_TOOLS = 512
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+from ..tools import EFFORTS, named_tool
 
 
 def error_body(error: WorkerError) -> dict[str, Any]:
     """Return an error in the shape that the official client parses."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     code = "model_not_found" if isinstance(error, ModelNotFoundError) else error.code
-    return {"error": {"message": str(error), "type": kind, "param": getattr(error, "field", None), "code": code}}
+    message = error_message(error)
+    return {"error": {"message": message, "type": kind, "param": getattr(error, "field", None), "code": code}}
 
 
-@dataclass(frozen=True, slots=True)
-class Tools(FieldType):
-    """Functions that the model may call, as chat completions describe them."""
-
-    def validate(self, name: str, value: Any) -> ValidationIssue | None:
-        if not isinstance(value, list) or len(value) > MAX_TOOLS:
-            return ValidationIssue(name, "type", f"{name} must be a list of at most {MAX_TOOLS} tools")
-        for i, tool in enumerate(value):
-            if not isinstance(tool, dict) or tool.get("type") != "function":
-                return ValidationIssue(name, "unsupported", f"{name}[{i}].type must be function")
-            if (issue := check_function(f"{name}[{i}].function", tool.get("function"))) is not None:
-                return issue._replace(field=name)
-        return None
-
-    def json_schema(self) -> Schema:
-        properties: dict[str, Schema] = {
-            "name": {"type": "string", "minLength": 1, "maxLength": MAX_TOOL_NAME},
-            "description": {"type": ["string", "null"]}, "parameters": {"type": ["object", "null"]},
-            "strict": {"type": ["boolean", "null"]},
-        }  # fmt: skip
-        function = object_schema(properties, "name", is_open=True)
-        tool = object_schema({"type": {"const": "function"}, "function": function}, "type", "function", is_open=True)
-        return {**array_schema(tool), "maxItems": MAX_TOOLS}
-
-
-MAX_TOOL_NAME = 256
-
-
-def check_function(name: str, function: Any) -> ValidationIssue | None:
-    """Return what is wrong with the description of a function."""
-    if not isinstance(function, dict):
-        return ValidationIssue(name, "type", f"{name} must be an object, not {type_name(function)}")
-    called = function.get("name")
-    if not isinstance(called, str) or not 1 <= len(called) <= MAX_TOOL_NAME:
-        return ValidationIssue(name, "length", f"{name}.name must have 1 to {MAX_TOOL_NAME} characters")
-    for key, kind in (("description", str), ("parameters", dict), ("strict", bool)):
-        if function.get(key) is not None and not isinstance(function[key], kind):
-            return ValidationIssue(name, "type", f"{name}.{key} is {type_name(function[key])}")
-    return None
-
-
-def to_tool(function: Mapping[str, Any]) -> Tool:
-    """Return the tool that a validated description of a function is."""
-    parameters = function.get("parameters") or {"type": "object", "properties": {}}
-    return Tool(function["name"], function.get("description") or "", parameters, bool(function.get("strict")))
+def error_message(error: WorkerError) -> str:
+    """Return the text of an error; of a prompt that does not fit, clients look for its first words."""
+    is_overflow = isinstance(error, ContextLengthError)
+    return f"Input tokens exceed the configured limit: {error}" if is_overflow else str(error)
 
 
 class ToolChoice(FieldType):
@@ -120,27 +72,6 @@ class ToolChoice(FieldType):
         function = object_schema({"name": {"type": "string"}}, "name", is_open=True)
         named = object_schema({"type": {"const": "function"}, "function": function}, "type", "function", is_open=True)
         return {"anyOf": [{"enum": ["auto", "none", "required"]}, named]}
-
-
-def named_tool(choice: Any) -> str | None:
-    """Return the name in a choice of one function."""
-    function = choice.get("function", choice) if isinstance(choice, dict) and choice.get("type") == "function" else None
-    called = function.get("name") if isinstance(function, dict) else None
-    return called if isinstance(called, str) else None
-
-
-def chat_options(
-    tools: list[Tool], choice: Any, *, parallel: bool | None, effort: str | None = None,
-    template_kwargs: Mapping[str, Any] | None = None, thinking_budget: int | None = None,
-) -> ChatOptions:  # fmt: skip
-    """Return the options of a chat; raise for a choice without its tool."""
-    name = named_tool(choice)
-    mode: Any = "required" if name is not None else choice or "auto"
-    require(mode != "required" or bool(tools), "tool_choice", "conflict", f"tool_choice {mode} needs tools")
-    require(name is None or name in [tool.name for tool in tools], "tool_choice", "choice",
-            f"tool_choice names {name!r:.100}, which is not among the tools")  # fmt: skip
-    variables = thinking_variables(template_kwargs, effort)
-    return ChatOptions(tools, mode, name, parallel is not False, variables, thinking_budget)
 
 
 class ResponseFormat(FieldType):
@@ -223,6 +154,13 @@ def require_stream(values: Mapping[str, Any]) -> None:
             "stream_options needs stream: true")  # fmt: skip
 
 
+def usage_values(values: Mapping[str, Any]) -> dict[str, bool]:
+    """Return what the options of a stream say of usage, for the printer."""
+    is_continuous = values["stream_options"].get("continuous_usage_stats", False)
+    includes = values["stream_options"].get("include_usage", is_continuous)
+    return {"includes_usage": includes, "has_continuous_usage": is_continuous}
+
+
 def head(reply: ReplyState, kind: str, prefix: str) -> dict[str, Any]:
     """Return what every reply and chunk begins with."""
     return {
@@ -237,10 +175,18 @@ class ChunkPrinter(Printer):
     def __init__(self, reply: ReplyState, chunk_head: dict[str, Any]) -> None:
         super().__init__(reply)
         self._chunk_head = chunk_head
-        self._tail = {"usage": None} if reply.request.values["includes_usage"] else {}
+        self._includes_usage = reply.request.values["includes_usage"]
+        self._has_continuous_usage = reply.request.values["has_continuous_usage"]
+
+    def _chunk(self, choice: dict[str, Any]) -> bytes:
+        """Return the chunk of a choice."""
+        chunk = {**self._chunk_head, "choices": [choice]}
+        if self._includes_usage:
+            chunk["usage"] = encode_usage(self.reply.usage()) if self._has_continuous_usage else None
+        return encode_event(chunk)
 
     def end(self) -> bytes:
-        if not self._tail:
+        if not self._includes_usage:
             return DONE
         return encode_event({**self._chunk_head, "choices": [], "usage": encode_usage(self.reply.usage())}) + DONE
 
@@ -255,18 +201,6 @@ def encode_usage(usage: Usage) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": usage.cached},
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
     }  # fmt: skip
-
-
-def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """Return log-probabilities in the shape of chat completions."""
-
-    def encode(token: int, logprob: float) -> dict[str, Any]:
-        raw = tokenizer.token_bytes(token)
-        return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
-
-    return {"content": [
-        {**encode(entry.token, entry.logprob), "top_logprobs": [encode(*top) for top in entry.top]} for entry in entries
-    ], "refusal": None}  # fmt: skip
 
 
 FINISH: Schema = {"enum": ["stop", "length", "tool_calls", None]}

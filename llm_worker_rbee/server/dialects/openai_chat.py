@@ -12,19 +12,18 @@ from ...tokenizer.chat_events import (
     ContentDelta,
     EventFold,
     ReasoningDelta,
-    ToolCall,
     ToolCallDelta,
     ToolCallStart,
 )
 from ..bodies import Conversation, GenerateRequest, ParseOptions, require, sampling_params, validate_known
-from ..printer import Answer, ReplyState
+from ..messages import Messages, function_call
+from ..printer import Answer, ReplyState, chat_logprobs
 from ..schema import (
     COUNT,
     TEXT,
     Boolean,
     Field,
     MaxTokens,
-    Messages,
     Schema,
     integer,
     or_null,
@@ -35,7 +34,8 @@ from ..schema import (
     with_field,
     with_values,
 )
-from ..sse import encode_event, encode_json
+from ..sse import encode_json
+from ..tools import Tools, chat_options, function_places, to_tool
 from . import Dialect, GenerateRoute, Operation
 from .openai import (
     COMMON,
@@ -47,9 +47,6 @@ from .openai import (
     STREAM_OPTIONS,
     ChunkPrinter,
     ToolChoice,
-    Tools,
-    chat_logprobs,
-    chat_options,
     completion_schema,
     encode_usage,
     error_body,
@@ -57,7 +54,7 @@ from .openai import (
     head,
     require_stream,
     structured_outputs,
-    to_tool,
+    usage_values,
 )
 
 if TYPE_CHECKING:
@@ -103,8 +100,8 @@ def parse_chat(body: bytes, options: ParseOptions) -> GenerateRequest:
     same = {name: values[name] for name in ("model", "n", "stream", "priority", "timeout_ms")}
     return GenerateRequest(
         **same, structured_outputs_field=guiding_field(values), prompts=[Conversation.encode(values["messages"], chat)],
-        params=params, ignored=ignored,
-        values={"includes_usage": values["stream_options"].get("include_usage", False)},
+        params=params, ignored=ignored, tool_places=function_places(values["tools"]),
+        values=usage_values(values),
     )  # fmt: skip
 
 
@@ -120,10 +117,10 @@ class ChatPrinter(ChunkPrinter):
     def begin(self) -> bytes:
         first = {"role": "assistant", "content": ""}
         for i in range(len(self.reply.generations)):
-            event = self._chunk(i, {"content": "-"})
+            event = self._delta_chunk(i, {"content": "-"})
             before, _, after = event.rpartition(b'"content":"-"')  # no string holds it: quotes are escaped
             self._templates.append((before + b'"content":', after))
-        return b"".join([self._chunk(i, first) for i in range(len(self.reply.generations))])
+        return b"".join([self._delta_chunk(i, first) for i in range(len(self.reply.generations))])
 
     def print_delta(self, index: int, delta: TextDelta) -> bytes:
         chunks = b""
@@ -136,7 +133,7 @@ class ChatPrinter(ChunkPrinter):
         self._folds[index].add(delta.events or ())
         if delta.finish_reason is not None:
             reason = finish_reason(delta.finish_reason, self._folds[index].ends_with_calls)
-            chunks += self._chunk(index, {}, finish_reason=reason)
+            chunks += self._delta_chunk(index, {}, finish_reason=reason)
         return chunks
 
     def _print_with_logprobs(self, index: int, delta: TextDelta) -> bytes:
@@ -146,14 +143,14 @@ class ChatPrinter(ChunkPrinter):
             return b""
         logprobs = chat_logprobs(self.reply.tokenizer, delta.logprobs)
         deltas = [self._delta(index, event) for event in events] or [{"content": ""}]
-        chunks = [self._chunk(index, deltas[0], logprobs=logprobs)]
-        return b"".join(chunks + [self._chunk(index, one) for one in deltas[1:] if one])
+        chunks = [self._delta_chunk(index, deltas[0], logprobs=logprobs)]
+        return b"".join(chunks + [self._delta_chunk(index, one) for one in deltas[1:] if one])
 
     def _print_event(self, index: int, event: ChatEvent) -> bytes:
         if isinstance(event, ContentDelta):
             return self._content(index, event.text)
         delta = self._delta(index, event)
-        return self._chunk(index, delta) if delta else b""
+        return self._delta_chunk(index, delta) if delta else b""
 
     def _delta(self, index: int, event: ChatEvent) -> dict[str, Any]:
         if isinstance(event, ContentDelta):
@@ -168,15 +165,17 @@ class ChatPrinter(ChunkPrinter):
         return {}
 
     def _content(self, index: int, text: str) -> bytes:
+        if self._has_continuous_usage:
+            return self._delta_chunk(index, {"content": text})
         before, after = self._templates[index]
         return before + encode_json(text) + after
 
-    def _chunk(
+    def _delta_chunk(
         self, index: int, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None,
         finish_reason: str | None = None,
     ) -> bytes:  # fmt: skip
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return encode_event({**self._chunk_head, "choices": [choice], **self._tail})
+        return self._chunk(choice)
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = [self._choice(i, answer) for i, answer in enumerate(answers)]
@@ -187,26 +186,22 @@ class ChatPrinter(ChunkPrinter):
         }  # fmt: skip
 
     def _choice(self, i: int, answer: Answer) -> dict[str, Any]:
-        content = None if answer.calls and not answer.text else answer.text
+        text, calls = answer.fold.content, answer.fold.calls
+        content = None if calls and not text else text
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if answer.reasoning:
-            message |= {"reasoning_content": answer.reasoning, "reasoning": answer.reasoning}
-        if answer.calls:
-            message["tool_calls"] = list(map(encode_call, answer.calls))
+        if reasoning := answer.fold.reasoning:
+            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        if calls:
+            message["tool_calls"] = [function_call(*call) for call in calls]
         assert answer.finish_reason is not None
         logprobs = chat_logprobs(self.reply.tokenizer, answer.logprobs) if self._has_logprobs else None
-        reason = finish_reason(answer.finish_reason, answer.ends_with_calls)
+        reason = finish_reason(answer.finish_reason, answer.fold.ends_with_calls)
         return {"index": i, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
 
 def finish_reason(reason: str, ends_with_calls: bool) -> str:
     """Return the reason of the end as this API has it: a call that a stop string cut is none."""
     return "tool_calls" if reason == "stop" and ends_with_calls else reason
-
-
-def encode_call(call: ToolCall) -> dict[str, Any]:
-    """Return a tool call of a message."""
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _schemas(settings: ServerSettings) -> dict[str, Schema]:

@@ -27,7 +27,7 @@ from ..schema import (
     with_field,
     with_values,
 )
-from ..sse import encode_event, encode_json
+from ..sse import encode_json
 from . import Dialect, GenerateRoute, Operation
 from .openai import (
     COMMON,
@@ -44,6 +44,7 @@ from .openai import (
     head,
     require_stream,
     structured_outputs,
+    usage_values,
 )
 
 if TYPE_CHECKING:
@@ -83,11 +84,10 @@ def parse_completion(body: bytes, options: ParseOptions) -> GenerateRequest:
     )  # fmt: skip
     packed: list[Prompt] = [prompt if isinstance(prompt, str) else PackedIds.pack(prompt) for prompt in prompts]
     same = {name: values[name] for name in ("model", "n", "stream", "priority", "timeout_ms")}
-    includes_usage = values["stream_options"].get("include_usage", False)
     return GenerateRequest(
         **same, structured_outputs_field=guiding_field(values), prompts=packed, params=params,
         is_scored_only=is_scored_only, ignored=ignored,
-        values={"echo": values["echo"], "includes_usage": includes_usage},
+        values={"echo": values["echo"], **usage_values(values)},
     )  # fmt: skip
 
 
@@ -127,13 +127,10 @@ class CompletionPrinter(ChunkPrinter):
             return self._chunk(self._choice(index, text + delta.text, logprobs + delta.logprobs, delta.finish_reason))
         if self.reply.request.is_scored_only:
             return b""
-        if delta.finish_reason is None and not self._has_logprobs:
+        if delta.finish_reason is None and not (self._has_logprobs or self._has_continuous_usage):
             before, after = self._templates[index]
             return before + encode_json(delta.text) + after
         return self._chunk(self._choice(index, delta.text, delta.logprobs, delta.finish_reason))
-
-    def _chunk(self, choice: dict[str, Any]) -> bytes:
-        return encode_event({**self._chunk_head, "choices": [choice], **self._tail})
 
     def _choice(self, i: int, text: str, logprobs: Sequence[TokenLogprob], finish_reason: str | None) -> dict[str, Any]:
         encoded = self._text_logprobs[i].encode(logprobs) if self._has_logprobs else None
@@ -149,7 +146,7 @@ class CompletionPrinter(ChunkPrinter):
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = []
         for i, answer in enumerate(answers):
-            text, logprobs, reason = answer.text, answer.logprobs, answer.finish_reason
+            text, logprobs, reason = answer.fold.content, answer.logprobs, answer.finish_reason
             if self._echoes:
                 scores, prompt = self._prompt(i)
                 only = self.reply.request.is_scored_only

@@ -38,20 +38,9 @@ from ..schema import (
     type_name,
     unsupported,
 )
+from ..tools import EFFORTS, MAX_TOOL_NAME, MAX_TOOLS, chat_options, check_function, to_tool
 from . import Dialect, GenerateRoute, Handler, Operation, Route
-from .openai import (
-    COMMON,
-    EFFORTS,
-    GUIDED,
-    MAX_TOOL_NAME,
-    MAX_TOOLS,
-    REASONING,
-    chat_options,
-    check_function,
-    error_body,
-    structured_outputs,
-    to_tool,
-)
+from .openai import COMMON, GUIDED, REASONING, error_body, structured_outputs
 from .openai_responses_input import NO_STATE, Input, full_name
 from .openai_responses_printer import ResponsesPrinter, print_overflow
 
@@ -335,7 +324,8 @@ def parse_responses(body: bytes, options: ParseOptions) -> GenerateRequest:
     return GenerateRequest(
         **{name: values[name] for name in ("model", "stream", "priority", "timeout_ms")},
         prompts=[Conversation.encode(system + values["input"], chat)], params=params, ignored=ignored,
-        skipped=read.skipped, structured_outputs_field="text.format",
+        skipped=read.skipped, structured_outputs_field="text.format", messages_field="input",
+        tool_places=[place for place, tool in zip(read.places, read.known, strict=True) if tool in tools],
         values={"echo": msgspec.json.encode(echo), "has_summary": summary is not None, "custom": read.custom,
                 "namespaces": read.namespaces},
     )  # fmt: skip
@@ -348,19 +338,22 @@ class _Tools(NamedTuple):
     custom: list[str]  # names in the prompt
     namespaces: dict[str, tuple[str, str]]  # namespace and name, by the name in the prompt
     skipped: list[str]  # types of tools that this worker does not have
+    places: list[str]  # of the schemas of the known tools in the request
 
 
 def _read_tools(given: list[dict[str, Any]]) -> _Tools:
-    tools = _Tools([], [], {}, [])
-    for one in given:
+    tools = _Tools([], [], {}, [], [])
+    for i, one in enumerate(given):
         space = one["name"] if one["type"] == "namespace" else None
-        for tool in [one] if space is None else one.get("tools") or []:
+        for j, tool in enumerate([one] if space is None else one.get("tools") or []):
             if tool["type"] not in TOOL_TYPES:
                 tools.skipped.append(tool["type"])
                 continue
             is_custom, name = tool["type"] == "custom", full_name(space, tool["name"])
             made = custom_tool(tool) if is_custom else to_tool(tool)
             tools.known.append(replace(made, name=name))
+            place = f"tools[{i}]" if space is None else f"tools[{i}].tools[{j}]"
+            tools.places.append(f"{place}.{'format' if is_custom else 'parameters'}")
             if is_custom:
                 tools.custom.append(name)
             if space is not None:

@@ -9,9 +9,8 @@ import base64
 import binascii
 from typing import Any
 
-import msgspec
-
 from ..bodies import require
+from ..messages import function_call, input_arguments
 from ..schema import (
     TEXT,
     FieldType,
@@ -100,7 +99,7 @@ class _ItemReader:
         elif kind == "function_call":
             self._add_call(name, item, _text(name, item, "arguments"))
         elif kind == "custom_tool_call":
-            self._add_call(name, item, msgspec.json.encode({"input": _text(name, item, "input")}).decode())
+            self._add_call(name, item, input_arguments(_text(name, item, "input")))
         elif kind in ("function_call_output", "custom_tool_call_output"):
             self._answer = None
             content = _content(f"{name}.output", item.get("output"))
@@ -135,8 +134,7 @@ class _ItemReader:
         if self._answer is None:
             self._part("content", "")
         assert self._answer is not None
-        function = {"name": full_name(space, called), "arguments": arguments}
-        call = {"id": _text(name, item, "call_id"), "type": "function", "function": function}
+        call = function_call(_text(name, item, "call_id"), full_name(space, called), arguments)
         self._answer.setdefault("tool_calls", []).append(call)
 
 

@@ -6,7 +6,7 @@ import base64
 import re
 import time
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
@@ -20,11 +20,12 @@ from ...tokenizer.chat_events import (
     ContentDelta,
     ReasoningDelta,
     ToolCallDelta,
+    ToolCallEnd,
     ToolCallStart,
 )
-from ..printer import Answer, Printer, ReplyState, Usage
+from ..printer import Answer, Printer, ReplyState, Usage, chat_events, chat_logprobs
 from ..sse import encode_json
-from .openai import chat_logprobs
+from .openai import error_message
 from .openai_responses_input import REASONING_PREFIX
 
 if TYPE_CHECKING:
@@ -195,13 +196,24 @@ class ResponsesPrinter(Printer):
         )
 
     def print_delta(self, index: int, delta: TextDelta) -> bytes:
-        if self._logprobs is not None:
-            self._logprobs.add(delta.logprobs)
-        events: Sequence[ChatEvent] = delta.events or ()
-        if delta.events is None and delta.text:
-            events = (ContentDelta(delta.text),)
-        printed = b"".join([self._print_event(event) for event in events])
+        printed = self._print_events(chat_events(delta), delta.logprobs, delta.call_ends)
         return printed if delta.finish_reason is None else printed + self._finish(delta.finish_reason == "length")
+
+    def _print_events(
+        self, events: Sequence[ChatEvent], logprobs: Sequence[TokenLogprob], call_ends: Sequence[int]
+    ) -> bytes:
+        """Return what events print; the log-probabilities of a call are dropped at its end."""
+        if (queue := self._logprobs) is None:
+            return b"".join(map(self._print_event, events))
+        parts = iter([logprobs[begin:end] for begin, end in pairwise([0, *call_ends, len(logprobs)])])
+        queue.add(next(parts))
+        printed = b""
+        for event in events:
+            printed += self._print_event(event)
+            if isinstance(event, ToolCallEnd):
+                queue.clear()
+                queue.add(next(parts))
+        return printed
 
     def _finish(self, is_cut: bool) -> bytes:
         """Complete what is open; an answer without anything is an empty message."""
@@ -216,19 +228,12 @@ class ResponsesPrinter(Printer):
 
     def print_error(self, error: WorkerError) -> bytes:
         response = self._response("failed")
-        response["error"] = {"code": error_code(error), "message": str(error)}
+        response["error"] = {"code": error_code(error), "message": error_message(error)}
         return self._event("response.failed", response=response)
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
-        if self._logprobs is not None:
-            self._logprobs.add(answer.logprobs)
-        events: list[ChatEvent] = [ReasoningDelta(answer.reasoning)] if answer.reasoning else []
-        events += [ContentDelta(answer.text)] if answer.text else []
-        for i, call in enumerate(answer.calls):
-            events += [ToolCallStart(i, call.id, call.name), ToolCallDelta(i, call.arguments)]
-        for event in events:
-            self._print_event(event)
+        self._print_events(answer.fold.events, answer.logprobs, answer.call_ends)
         self._finish(answer.finish_reason == "length")
         return self._response("incomplete" if self._is_cut else "completed")
 
@@ -250,8 +255,6 @@ class ResponsesPrinter(Printer):
             return self._close() + self._open(kind, call_id=event.id, **names)
         if isinstance(event, ToolCallDelta):
             return self._delta(event.arguments)
-        if self._logprobs is not None:
-            self._logprobs.clear()
         return self._close()
 
     def _open_kind(self, kind: ItemKind, **fields: Any) -> bytes:
@@ -340,7 +343,7 @@ def response_head(
 def print_overflow(request: GenerateRequest, error: WorkerError) -> bytes:
     """Return the stream of a request whose prompt does not fit: agents shorten it when they get this event."""
     response = response_head(f"resp_{uuid4().hex}", "in_progress", time.time(), request, request.params)
-    failure = {"code": error_code(error), "message": str(error)}
+    failure = {"code": error_code(error), "message": error_message(error)}
     failed = {**response, "status": "failed", "error": failure}
     return encode_named("response.created", 0, response=response) + encode_named("response.failed", 1, response=failed)
 

@@ -27,6 +27,30 @@ BODIES: dict[str, dict[str, Any]] = {CHATS: {"messages": CHAT}, COMPLETIONS: {"p
 
 
 @pytest.mark.parametrize("path", [CHATS, COMPLETIONS])
+def test_every_chunk_may_have_the_usage_so_far(server: Server, path: str) -> None:
+    def usages(**options: bool) -> list[Any]:
+        body = {**BODIES[path], "max_tokens": 5, "temperature": 0, "stream": True, "stream_options": options}
+        return [chunk.get("usage", "none") for chunk in events(server.post(path, body).text)]
+
+    last = usages(include_usage=True)
+    assert set(map(str, last[:-1])) == {"None"}
+    for options in ({"include_usage": True}, {}):
+        found = usages(continuous_usage_stats=True, **options)
+        counts = [usage["completion_tokens"] for usage in found]
+        assert counts == sorted(counts)
+        assert (counts[-1], found[-1]["total_tokens"]) == (5, last[-1]["total_tokens"])
+        assert all(usage["prompt_tokens"] == last[-1]["prompt_tokens"] for usage in found)
+    assert set(usages(include_usage=False)) == set(usages(continuous_usage_stats=False)) == {"none"}
+    for refused in (
+        {"continuous_usage_stats": 1},
+        {"include_usage": False, "continuous_usage_stats": True},
+        {"zap": True},
+    ):
+        reply = server.post(path, {**BODIES[path], "stream": True, "stream_options": refused})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "stream_options")
+
+
+@pytest.mark.parametrize("path", [CHATS, COMPLETIONS])
 def test_completion_optional_fields_are_accepted(server: Server, path: str) -> None:
     more = {
         "user": "u", "presence_penalty": 0.5, "frequency_penalty": -0.5, "top_k": 5, "min_p": 0.01, "typical_p": 0.99,
@@ -174,7 +198,7 @@ def test_chunks_from_template_have_the_bytes_of_encoding_each(
     def watched(self: Any, i: int, delta: TextDelta) -> bytes:
         odd = delta._replace(text=delta.text + '"\\\u2028\x00\u00e9\U0001f600"content":""', finish_reason=None)
         choice = {"index": i, "text": odd.text, "logprobs": None, "finish_reason": None}
-        expected = self._chunk(i, {"content": odd.text}) if is_chat else self._chunk(choice)
+        expected = self._delta_chunk(i, {"content": odd.text}) if is_chat else self._chunk(choice)
         pairs.append((printed(self, i, odd), expected))
         return printed(self, i, delta)
 

@@ -295,7 +295,7 @@ def test_prompt_over_context_fails_as_agents_expect(scripted: ScriptedServer, cl
     assert str(CONTEXT) in last.response.error.message
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(model="tiny", input="x" * CONTEXT)
-    assert caught.value.code == "CONTEXT_LENGTH_EXCEEDED"
+    assert (caught.value.code, caught.value.param) == ("CONTEXT_LENGTH_EXCEEDED", "input")
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
