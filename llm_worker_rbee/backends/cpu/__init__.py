@@ -32,6 +32,7 @@ from ..ops import (
 )
 from . import elementwise, forward, kv_layout, precompile, sampling
 from .attention import NUMBERS_PER_TILE, attention_tasks, partial_bytes, split_work_task
+from .experts import PackedExperts, grouped_linear, pack_experts
 from .kv_layout import kv_type_of, layer_addresses, padded_dim
 from .linear import PackedWeight, pack_weight
 from .op_parts import CpuParts
@@ -73,8 +74,8 @@ class CpuBackend(Backend):
     def prepare(self, tensors: Sequence[Tensor]) -> PackedWeight:
         return pack_weight(tensors, self.threads)
 
-    def prepare_experts(self, experts: Sequence[Sequence[Tensor]]) -> reference.Experts:
-        return reference.Experts(tuple(self.prepare(tensors) for tensors in experts))  # type: ignore[misc]
+    def prepare_experts(self, experts: Sequence[Sequence[Tensor]]) -> PackedExperts:
+        return pack_experts(experts, self.threads)
 
     def prepare_vector(self, values: Floats) -> Floats:
         return np.array(values, np.float32)
@@ -176,12 +177,8 @@ class CpuBackend(Backend):
     def route(self, logits: Floats, params: RouteParams, bias: Floats | None = None) -> tuple[Ints, Floats]:
         return reference.route(logits, params, bias)
 
-    def grouped_linear(self, x: Floats, w: Any, experts: Ints, bias: Floats | None = None) -> Floats:
-        rows = np.broadcast_to(x if x.ndim == 3 else x[:, None], (*experts.shape, x.shape[-1]))
-        out = np.empty((*experts.shape, w.rows), np.float32)
-        for expert in np.unique(experts):
-            chosen = experts == expert
-            out[chosen] = self.linear(rows[chosen], w.matrices[expert])
+    def grouped_linear(self, x: Floats, w: PackedExperts, experts: Ints, bias: Floats | None = None) -> Floats:
+        out = grouped_linear(x, w, experts, self.threads)
         return out if bias is None else out + bias[experts]
 
     def combine(
