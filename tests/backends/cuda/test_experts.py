@@ -26,6 +26,10 @@ from tests.helpers.random_tensors import random_tensor, relative_error  # noqa: 
 cuda, deterministic, reference = CudaBackend(), CudaBackend(deterministic=True), ReferenceBackend()
 
 
+def upload(values: Any) -> Any:
+    return torch.tensor(values, device=cuda.torch_device)
+
+
 @pytest.mark.parametrize(
     "params",
     [RouteParams(3), RouteParams(2, renormalize=False, scale=2.5), RouteParams(4, "sigmoid"), RouteParams(1)],
@@ -36,7 +40,7 @@ def test_route_equals_reference(params: RouteParams, biased: bool, rng: np.rando
     logits[3, 2:5] = logits[3, 2]  # equal ones: the lowest first
     bias = rng.standard_normal(6).astype(np.float32) if biased else None
     experts, weights = reference.route(logits, params, bias)
-    found = cuda.route(torch.tensor(logits), params, None if bias is None else torch.tensor(bias))
+    found = cuda.route(upload(logits), params, None if bias is None else upload(bias))
     np.testing.assert_array_equal(found[0].cpu(), experts)
     np.testing.assert_allclose(found[1].cpu(), weights, rtol=1e-5)
 
@@ -44,7 +48,7 @@ def test_route_equals_reference(params: RouteParams, biased: bool, rng: np.rando
 @pytest.mark.parametrize("slots", [1, 40, 1500])
 def test_tiles_hold_every_slot_once(slots: int, rng: np.random.Generator) -> None:
     experts = rng.choice([0, 2, 3, 3, 3], slots).astype(np.int32)  # 1 and 4 get none
-    tiles = launch_group(torch.tensor(experts), 5, 16)
+    tiles = launch_group(upload(experts), 5, 16)
     listed = tiles.slots.view(-1, 16)[tiles.experts >= 0]
     of_tile = tiles.experts[tiles.experts >= 0]
     for expert, row in zip(of_tile.tolist(), listed.tolist(), strict=True):
@@ -64,9 +68,8 @@ def test_grouped_linear_equals_reference(kinds: tuple[str, ...], backend: Any, r
     for shape in ((19, 256), (19, 2, 256)):
         x = rng.standard_normal(shape).astype(np.float32)
         wanted = reference.grouped_linear(x, reference.prepare_experts(stacked), experts, bias)
-        found = backend.grouped_linear(
-            torch.tensor(x), backend.prepare_experts(stacked), torch.tensor(experts), torch.tensor(bias)
-        )
+        weights = backend.prepare_experts(stacked)
+        found = backend.grouped_linear(upload(x), weights, upload(experts), upload(bias))
         assert relative_error(found, wanted) < 2e-3
 
 
