@@ -34,7 +34,7 @@ SLOTS_PER_STEP = tl.constexpr(1024)  # that a program of `group_slots` reads at 
 SCORING = {"softmax": 0, "sigmoid": 1, "softmax_after_topk": 2}
 # By the slots of an expert: measured on an H200 with 128 experts in Q4_K and 32 in MXFP4.
 TILES_BY_SLOTS = {
-    8: GemmTile(64, 16, 4, 3), 64: GemmTile(64, 32, 4, 3), 128: GemmTile(128, 64, 8, 3),
+    8: GemmTile(128, 16, 4, 3), 64: GemmTile(64, 32, 4, 3), 128: GemmTile(128, 64, 8, 3),
     1 << 30: GemmTile(128, 128, 8, 3),
 }  # fmt: skip
 
