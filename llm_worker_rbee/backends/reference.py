@@ -236,7 +236,7 @@ def route(logits: Floats, params: RouteParams, bias: Floats | None = None) -> tu
 
     Best first, the lower number first of equal ones. The bias is added for the choice alone.
     """
-    scores = softmax(logits) if params.scoring == "softmax" else sigmoid(logits)
+    scores = {"softmax": softmax, "sigmoid": sigmoid}[params.scoring](logits)
     ranked = scores if bias is None else scores + bias
     chosen = np.argsort(-ranked, axis=-1, kind="stable")[:, : params.k]
     weights = np.take_along_axis(scores, chosen, axis=-1)

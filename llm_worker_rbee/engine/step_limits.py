@@ -59,6 +59,8 @@ class Workspace:
         width, heads, kv_heads = config.d_model, config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
         attention = copies * 4 * (heads + 2 * kv_heads) + (2 + 4 + 2) * heads  # product; queries, output, activations
         mlp = copies * 4 * 2 * config.d_ff + 2 * config.d_ff  # gate and up; their combination
+        if (experts := config.experts) is not None:  # products of all experts of a token, without splits
+            mlp = max(mlp, experts.used * (10 * experts.d_ff + 4 * width) + copies * 8 * experts.shared_d_ff)
         return 4 * width + 2 * width + max(attention, mlp)  # with the residual stream in float32 and its norm
 
     def bytes(self, limits: SchedulerLimits) -> int:
@@ -73,7 +75,10 @@ class Workspace:
 def choose_step_tokens(workspace: Workspace, memory: int) -> int:
     """Return the default of `max_step_tokens` on a GPU with `memory` bytes beside the weights."""
     config = workspace.config
-    matrix_rows = 2 * (config.n_heads + config.n_kv_heads) * config.head_dim + 3 * config.d_ff  # of d_model values each
+    experts, d_ff = config.experts, config.d_ff
+    if experts is not None:
+        d_ff = experts.used * experts.d_ff + experts.shared_d_ff
+    matrix_rows = 2 * (config.n_heads + config.n_kv_heads) * config.head_dim + 3 * d_ff  # of d_model values each
     flops = 2 * config.n_layers * config.d_model * matrix_rows  # of a token
     for tokens in STEP_TOKENS:
         is_fast = flops * tokens <= MAX_STEP_FLOPS or tokens <= MIN_STEP_TOKENS_BY_TIME

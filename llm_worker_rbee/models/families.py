@@ -162,10 +162,9 @@ def detect_family(checkpoint: Checkpoint) -> Family:
         key = "general.architecture" if checkpoint.format == "gguf" else "model_type"
         raise ModelFileError(f"{checkpoint.path.name}: {key!r} is missing, so the architecture is unknown")
     if name not in table:
-        nearest = get_close_matches(name, table, n=3, cutoff=0.0)
-        raise UnsupportedModelError(
-            f"architecture {name!r} is not supported (nearest of the {len(table)} that are: {', '.join(nearest)})"
-        )
+        nearest = get_close_matches(name, table, n=3, cutoff=0.4)
+        known = f"nearest of the {len(table)} that are: {', '.join(nearest)}" if nearest else f"are: {', '.join(table)}"
+        raise UnsupportedModelError(f"architecture {name!r} is not supported ({known})")
     return table[name]
 
 

@@ -22,6 +22,7 @@ from ..engine.structured_outputs import StructuredOutputsParams
 from ..errors import ContextLengthError, InvalidRequestError, QueueFullError, ShuttingDownError
 from ..text_model import EncodedPrompt, TextModel
 from ..tokenizer.chat_events import ChatOptions
+from ..tokenizer.chat_grammar import parameters_schema
 from ..tokenizer.tokenizer import MARK
 from .bodies import Conversation, ParseOptions, Prompt, grammar_size, num_bytes, prompt_size
 from .body_process import BodyProcess
@@ -118,16 +119,19 @@ class ToolSchemaError(InvalidRequestError):
 
 def _require_tools(options: ChatOptions) -> None:
     """Raise for the first tool whose schema is in the grammar and cannot be used; the search takes a bounded time."""
+    if options.tool_choice == "none":
+        return
     end = time.perf_counter() + FIND_TOOL_S
     for i, tool in enumerate(options.tools):
         if time.perf_counter() > end:
             return
-        if not tool.strict and options.tool_choice != "required":
+        is_held = tool.strict or options.tool_choice == "required" or options.tool_name == tool.name
+        if not is_held or options.tool_name not in (None, tool.name):
             continue
         try:
-            validate_structured_outputs(StructuredOutputsParams(json=tool.parameters))
+            validate_structured_outputs(StructuredOutputsParams(json=parameters_schema(tool)))
         except InvalidRequestError as error:
-            raise ToolSchemaError(i, tool.name, str(error).partition(": ")[2]) from None
+            raise ToolSchemaError(i, tool.name, str(error).partition(": ")[2] or str(error)) from None
 
 
 class PromptEncoder:

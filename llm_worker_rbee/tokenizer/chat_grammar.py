@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..errors import InvalidRequestError
@@ -232,9 +233,7 @@ class _Writer:
     def _schema(self, tool: Tool) -> dict[str, Any]:
         """Return the schema of the arguments; keywords that are not supported count for strict tools only."""
         is_held = tool.strict or self._options.tool_choice == "required" or self._options.tool_name is not None
-        schema = without_annotations(tool.parameters) if is_held else {}
-        schema.setdefault("type", "object")
-        return {**schema, "x-guidance": {**JSON_STYLE, "lenient": not tool.strict}}
+        return parameters_schema(tool if is_held else replace(tool, parameters={}))
 
     def _properties(self, tool: Tool) -> list[tuple[str, dict[str, Any], bool]]:
         """Return name, schema and whether it is required, of each argument."""
@@ -429,6 +428,12 @@ class _Writer:
             return "<[*]>*"
         free = rf"/(?s:.*)/ & ~/(?s:.*){_regex(opener)}(?s:.*)/"
         return self.rule(free, is_terminal=True)
+
+
+def parameters_schema(tool: Tool) -> dict[str, Any]:
+    """Return the schema of a tool's arguments as grammars have it."""
+    style = {"x-guidance": {**JSON_STYLE, "lenient": not tool.strict}}
+    return {"type": "object", **without_annotations(tool.parameters), **style}
 
 
 def without_annotations(schema: Any, keywords: frozenset[str] = ANNOTATIONS) -> Any:

@@ -109,5 +109,6 @@ def test_damaged_and_missing_experts_are_named_and_quantizing_is_refused(tmp_pat
     with pytest.raises(ModelFileError, match=f"tensor '{name}' is missing"):
         load(write_gguf(tmp_path / "missing.gguf", metadata, left))
     sound = open_checkpoint(write_gguf(tmp_path / "sound.gguf", metadata, tensors))
-    with pytest.raises(UnsupportedModelError, match="cannot be quantized yet"):
-        quantize_checkpoint(sound, "Q8_0")
+    for kind in ("Q8_0", "fp8"):
+        with pytest.raises(UnsupportedModelError, match="cannot be quantized yet"):
+            quantize_checkpoint(sound, kind)

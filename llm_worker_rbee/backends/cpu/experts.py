@@ -77,6 +77,9 @@ def pack_experts(experts: Sequence[Sequence[Tensor]], threads: int) -> PackedExp
     """Pack the matrices of all experts; those of one layout become one matrix."""
     numbers = range(len(experts[0]))
     grouped = [list(same) for _, same in groupby(numbers, lambda i: layout_of_tensor(experts[0][i]))]
+    for first, *others in zip(*experts, strict=True):
+        if any(layout_of_tensor(other) != layout_of_tensor(first) for other in others):
+            raise UnsupportedModelError(f"tensor {first.name!r}: experts have different types")
     for same in grouped:
         rows = sum(experts[0][i].shape[0] for i in same)
         if rows % GROUP_ROWS:

@@ -20,18 +20,18 @@ from ...errors import UnsupportedModelError
 from ...weights import Tensor
 from ..ops import RouteParams
 from .compact_kinds import COMPACT_KINDS
-from .device import is_interpreted, pdl_options
+from .device import HOPPER_SHARED_BYTES, is_interpreted, pdl_options, shared_memory_bytes
 from .elementwise import launch_convert
 from .gemm import FLOAT4, gemm_dense, gemm_packed
 from .gemv import GATED, STORE, gemv_packed
 from .intrinsics import launch_next, wait_for_previous
-from .linear import GROUP_COLUMNS, GemmTile
+from .linear import GROUP_COLUMNS, LARGE_TILE, GemmTile, gemm_tile
 from .linear_small_batch import norm_parts
 from .packed_weight import Activations, GemvActivations, Int8Activations, PackedExperts, WeightPart, kernel_outputs
 from .repack import pack_weight, part_key
 
 SLOTS_PER_STEP = tl.constexpr(1024)  # that a program of `group_slots` reads at a time
-SCORING = {"softmax": 0, "sigmoid": 1, "softmax_after_topk": 2}
+IS_SIGMOID = {"softmax": False, "sigmoid": True}
 # By the slots of an expert: measured on an H200 with 128 experts in Q4_K and 32 in MXFP4.
 TILES_BY_SLOTS = {
     8: GemmTile(128, 16, 4, 3), 64: GemmTile(64, 32, 4, 3), 128: GemmTile(128, 64, 8, 3),
@@ -68,7 +68,7 @@ def router_rows(
 @triton.jit
 def route_rows(
     logits, bias, experts, weights, num_experts, scale,
-    K: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr, SCORING: tl.constexpr, RENORMALIZE: tl.constexpr,
+    K: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Choose the K experts of a token, best first, the lower number first where scores are equal."""
@@ -77,33 +77,26 @@ def route_rows(
     wait_for_previous(PDL)
     e = tl.arange(0, SIZE)
     z = tl.load(logits + t * num_experts + e, mask=e < num_experts, other=float("-inf"))
-    if SCORING == 1:
+    if SIGMOID:
         score = 1.0 / (1.0 + tl.exp(-z))
-    elif SCORING == 0:
+    else:
         exps = tl.exp(z - tl.max(z, 0))
         score = exps / tl.sum(exps, 0)
-    else:
-        score = z
     choice = score
     if bias is not None:
         choice += tl.load(bias + e, mask=e < num_experts, other=0.0)
     choice = tl.where(e < num_experts, choice, float("-inf"))
     slot = tl.arange(0, SLOTS)
     chosen = tl.zeros((SLOTS,), tl.int32)
-    picked = tl.full((SLOTS,), float("-inf"), tl.float32)
+    picked = tl.zeros((SLOTS,), tl.float32)
     for k in tl.static_range(K):
         best = tl.argmax(choice, 0, tie_break_left=True)
         chosen = tl.where(slot == k, best, chosen)
         picked = tl.where(slot == k, tl.sum(tl.where(e == best, score, 0.0), 0), picked)
         choice = tl.where(e == best, float("-inf"), choice)
     is_slot = slot < K
-    if SCORING == 2:
-        exps = tl.exp(picked - tl.max(picked, 0))
-        picked = exps / tl.sum(exps, 0)
-    else:
-        picked = tl.where(is_slot, picked, 0.0)
-        if RENORMALIZE:
-            picked = picked / (tl.sum(picked, 0) + 1e-20)
+    if RENORMALIZE:
+        picked = picked / (tl.sum(picked, 0) + 1e-20)
     tl.store(experts + t * K + slot, chosen, mask=is_slot)
     tl.store(weights + t * K + slot, picked * scale, mask=is_slot)
 
@@ -182,7 +175,7 @@ def launch_route(
     weights = torch.empty(tokens, params.k, device=logits.device)
     route_rows[(tokens,)](
         logits, bias, experts, weights, count, params.scale, params.k, next_power_of_2(count),
-        next_power_of_2(params.k), SCORING[params.scoring], params.renormalize, pdl, num_warps=1,
+        next_power_of_2(params.k), IS_SIGMOID[params.scoring], params.renormalize, pdl, num_warps=1,
         enable_fp_fusion=False, **pdl_options(pdl),
     )  # fmt: skip
     return experts, weights
@@ -208,8 +201,13 @@ def expert_tile(slots: int, w: PackedExperts) -> GemmTile:
     if is_interpreted():
         return GemmTile(256, 16, 4, 2)
     tile = next(tile for limit, tile in TILES_BY_SLOTS.items() if slots <= limit * w.count)
-    narrow = any(part.kind in ("q5", "q5m") or part.kind in COMPACT_KINDS for part in w.parts)
-    return tile._replace(stages=2) if narrow else tile
+    if any(part.kind in ("q5", "q5m") or part.kind in COMPACT_KINDS for part in w.parts):
+        tile = tile._replace(stages=2)
+    device = w.parts[0].low.device
+    is_small = shared_memory_bytes(device) < HOPPER_SHARED_BYTES
+    few = [part for part in w.parts if is_small or part.kind in COMPACT_KINDS]  # whose largest tiles do not fit
+    fitting = [gemm_tile(LARGE_TILE.tokens, part.kind, part.rows // w.count, device) for part in few]
+    return min(tile, *fitting, key=lambda one: one.rows * one.tokens)
 
 
 def grouped_gemv(

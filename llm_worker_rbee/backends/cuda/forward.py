@@ -205,7 +205,8 @@ class Forward:
     def _slots(self, op: ExpertsAddNorm, x: Activations, experts: torch.Tensor) -> torch.Tensor:
         """Return the same of more slots, grouped by expert."""
         slots = experts.numel()
-        tiles = launch_group(experts, op.w.count, expert_tile(slots, op.w).tokens)
+        size = min(expert_tile(slots, w).tokens for w in (op.w, op.down))
+        tiles = launch_group(experts, op.w.count, size)
         gate_up = grouped_gemm(x, op.w, tiles, slots, op.params.k)
         self.mark("experts_gate_up")
         gated = empty_expert_activations(op.down, slots)

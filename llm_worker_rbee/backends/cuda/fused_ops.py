@@ -47,10 +47,10 @@ def _has_add_kernel(node: Node) -> bool:
 
 
 def _has_expert_kernels(node: Node) -> bool:
-    """The router is dense, gate and up have no bias, and what the experts give is what is added."""
+    """The router is dense, and no product of an expert has a bias."""
     router, gated, products = node.fused[0], node.parts("gated")[0], node.parts("grouped_linear")
     is_dense = len(router["w"].parts) == 1 and router["w"].parts[0].kind == DENSE
-    has_bias = any(part["bias"] is not None for part in products)
+    has_bias = any(part["bias"] is not None for part in (*products, *node.parts("linear")[1:]))
     is_gated = gated["activation"] in IS_GELU and products[0]["w"].rows % 64 == 0
     return is_dense and not has_bias and is_gated and have_one_eps(node)
 

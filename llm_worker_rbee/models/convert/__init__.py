@@ -74,9 +74,11 @@ def quantize_checkpoint(
     checkpoint: Checkpoint, type_name: str, *, threads: int | None = None, progress: Progress | None = None
 ) -> Checkpoint:
     """Return the model with its matrices in another type. FP8 is only marked: the GPU backend rounds while packing."""
+    config = read_model_config(checkpoint)
     if is_fp8(type_name):
+        _refuse_experts(config)
         return mark_fp8(checkpoint)
-    work = plan_matrices(checkpoint, read_model_config(checkpoint), find_type_mix(type_name))
+    work = plan_matrices(checkpoint, config, find_type_mix(type_name))
     made = quantize_in_memory([job for job in work if job.kind is not job.source.kind], threads, progress)
     return replace(checkpoint, tensors={**checkpoint.tensors, **made})
 

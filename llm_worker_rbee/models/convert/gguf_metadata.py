@@ -186,4 +186,5 @@ def _table(config: ModelConfig, source: ModelConfig, local: bool, context: int) 
 
 
 def _same_table(one: RopeTable, other: RopeTable) -> bool:
-    return np.allclose(one.inv_freq, other.inv_freq, rtol=1e-5) and math.isclose(one.scale, other.scale, rel_tol=1e-5)
+    are_close = np.allclose(one.inv_freq, other.inv_freq, rtol=1e-5)
+    return are_close and math.isclose(one.scale, other.scale, rel_tol=1e-5) and one[2:] == other[2:]
