@@ -204,7 +204,10 @@ class _Writer:
         return " ".join(filter(None, (self.literal(section), first, more, self.literal(shape.section_end))))
 
     def _call_choice(self, tools: Sequence[Tool], head: str) -> str:
-        return self.rule(" | ".join(self._call(tool, head) for tool in tools))
+        try:
+            return self.rule(" | ".join(self._call(tool, head) for tool in tools))
+        except RecursionError:
+            raise InvalidRequestError("the schema of a tool is nested too deeply", "tools") from None
 
     def _call(self, tool: Tool, head: str) -> str:
         shape = self._tools
@@ -282,16 +285,17 @@ class _Writer:
         self._root, self._references = without_annotations(tool.parameters), {}
         if self._tools.kind == "gemma":
             properties.sort(key=lambda item: item[0].lower())
-        items = [(self.rule(f"{self.literal(key + equals)} {self._value(schema)}"), is_required)
-                 for key, schema, is_required in properties]  # fmt: skip
+        items = [(self.rule(f"{self.literal(key + equals)} {self._value(self._root['properties'][key])}"), is_required)
+                 for key, _, is_required in properties]  # fmt: skip
         return self._sequence(items, separator)
 
     def _value(self, schema: Any, depth: int = 0) -> str:
         """Return the rule of a value in Python's or Gemma's notation; of any value where the schema does not say."""
-        path = schema.get("$ref") if isinstance(schema, dict) else None
-        if isinstance(path, str) and len(schema) == 1:
-            return self._reference(path)
-        schema = resolve_reference(schema, self._root)
+        if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
+            return self._reference(schema)
+        return self._value_without_reference(schema, depth)
+
+    def _value_without_reference(self, schema: Any, depth: int = 0) -> str:
         types = schema_types(schema, self._root)
         if not types or depth > MAX_DEPTH:
             return self._any_value()
@@ -307,16 +311,15 @@ class _Writer:
             options.append(self._object(schema, depth))
         return self.rule(" | ".join(options))
 
-    def _reference(self, path: str) -> str:
-        """Return the rule of a schema that is referred to, perhaps by itself."""
-        if path not in self._references:
-            target = resolve_reference({"$ref": path}, self._root)
-            if "$ref" in target:  # cannot be found, or refers to itself
-                return self._any_value()
-            self._references[path] = f"ref{len(self._names)}"
-            self._names.add(self._references[path])
-            self._rules.append(f"{self._references[path]}: {self._value(target)}")
-        return self._references[path]
+    def _reference(self, schema: dict[str, Any]) -> str:
+        """Return the rule of a schema that refers to another, perhaps to itself."""
+        key = json.dumps(schema, sort_keys=True)
+        if key not in self._references:
+            self._references[key] = f"ref{len(self._names)}"
+            self._names.add(self._references[key])
+            body = self._value_without_reference(resolve_reference(schema, self._root))
+            self._rules.append(f"{self._references[key]}: {body}")
+        return self._references[key]
 
     def _scalar(self, kind: str) -> str:
         if kind == "string":

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from urllib.parse import unquote
 
 MAX_REFERENCES = 8  # of schemas that refer to one another
+MAX_OPTIONS_DEPTH = 4  # of options within options
 MAX_NESTED = 256
 _SPACE = re.compile(r"[ \n\t\r]+")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
@@ -51,25 +52,30 @@ def resolve_reference(schema: Any, root: Any) -> Any:
     return schema
 
 
-def schema_types(schema: Any, root: Any = None, depth: int = 0) -> set[str]:
+def schema_types(schema: Any, root: Any = None) -> set[str]:
     """Return the types that a schema allows; empty where it does not say."""
-    schema = resolve_reference(schema, root)
-    if not isinstance(schema, dict) or depth > 4:
-        return set()
-    declared = schema.get("type")
-    if isinstance(declared, str):
-        return {declared}
-    if isinstance(declared, list):
-        return {item for item in declared if isinstance(item, str)}
-    if isinstance(values := schema.get("enum"), list):
-        return {_type_of(value) for value in values}
-    if "const" in schema:
-        return {_type_of(schema["const"])}
     found: set[str] = set()
-    for key in ("anyOf", "oneOf", "allOf"):
-        options = schema.get(key)
-        for option in options if isinstance(options, list) else ():
-            found |= schema_types(option, root, depth + 1)
+    seen: set[int] = set()  # lists of options, which may refer to themselves: each is read once
+    waiting = [(schema, 0)]
+    for given, depth in waiting:
+        schema = resolve_reference(given, root)
+        if not isinstance(schema, dict):
+            continue
+        declared = schema.get("type")
+        if isinstance(declared, str):
+            found.add(declared)
+        elif isinstance(declared, list):
+            found.update(item for item in declared if isinstance(item, str))
+        elif isinstance(values := schema.get("enum"), list):
+            found.update(map(_type_of, values))
+        elif "const" in schema:
+            found.add(_type_of(schema["const"]))
+        elif depth < MAX_OPTIONS_DEPTH:
+            for key in ("anyOf", "oneOf", "allOf"):
+                options = schema.get(key)
+                if isinstance(options, list) and id(options) not in seen:
+                    seen.add(id(options))
+                    waiting += [(option, depth + 1) for option in options]
     return found
 
 

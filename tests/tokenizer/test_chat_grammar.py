@@ -257,3 +257,61 @@ def test_recursive_schema_of_a_tool_holds_at_every_depth(
     for wrong in ("true", "True", "[]", "{}", '"x"', '<|"|>x<|"|>'):
         assert not checker.takes(made, call.replace("INNER", wrong)), wrong
     assert not checker.takes(made, call.replace("INNER", "2").replace("kids", "sons"))
+
+
+WIDE = {  # every property refers to the whole, with a sibling beside the reference
+    "type": "object", "additionalProperties": False,
+    "properties": {f"p{i}": {"$ref": "#", "type": "object"} for i in range(10)},
+}  # fmt: skip
+LOOP = {  # an option that refers to its own list a hundred times
+    "type": "object", "properties": {"n": {"$ref": "#/$defs/a"}}, "required": ["n"], "additionalProperties": False,
+    "$defs": {"a": {"anyOf": [*[{"$ref": "#/$defs/a"}] * 100, {"type": "integer"}]}},
+}  # fmt: skip
+HOSTILE_CALLS = {
+    "pythonic": "[f(KEY=VALUE)]",
+    "gemma4": "<|tool_call>call:f{KEY:VALUE}<tool_call|>",
+    "minimax": '<minimax:tool_call>\n<invoke name="f">\n<parameter name="KEY">VALUE</parameter>\n'
+    "</invoke>\n</minimax:tool_call>",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_CALLS)
+def test_references_with_siblings_are_expanded_once(name: str, format_of: Formats, checkers: Checkers) -> None:
+    tool = Tool("f", parameters=WIDE, strict=True)
+    made = grammar(format_of(name, "text"), tools=[tool], tool_choice="required")
+    call = HOSTILE_CALLS[name].replace("KEY", "p0")
+    if name == "minimax":  # the library compiles the schema, and refuses it
+        with pytest.raises(AssertionError, match="circular references with sibling keys"):
+            checkers["text"].takes(made, call)
+        return
+    key = "p9:" if name == "gemma4" else '"p9": '
+    for depth in (1, 12):
+        nested = call.replace("VALUE", f"{{{key}" * depth + "VALUE" + "}" * depth)
+        assert checkers["text"].takes(made, nested.replace("VALUE", "{}"))
+        assert not checkers["text"].takes(made, nested.replace("VALUE", "1"))
+        assert not checkers["text"].takes(made, nested.replace("VALUE", "{}").replace("p9", "q9"))
+
+
+@pytest.mark.parametrize("name", HOSTILE_CALLS)
+def test_options_that_refer_to_themselves_are_read_once(name: str, format_of: Formats, checkers: Checkers) -> None:
+    tool, call = Tool("f", parameters=LOOP, strict=True), HOSTILE_CALLS[name].replace("KEY", "n")
+    made = grammar(format_of(name, "text"), tools=[tool], tool_choice="required")
+    assert checkers["text"].takes(made, call.replace("VALUE", "12"))
+    assert not checkers["text"].takes(made, call.replace("VALUE", "true"))
+
+
+@pytest.mark.parametrize("name", HOSTILE_CALLS)
+def test_long_chains_of_references_are_refused(name: str, format_of: Formats) -> None:
+    """Rules of Python's and Gemma's notation are written one within the other; JSON takes the schema as it is."""
+    links = {
+        f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}, "required": ["a"]}
+        for i in range(500)
+    }
+    chain = {"type": "object", "properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": links}
+    options = ChatOptions(tools=[Tool("f", parameters=chain)], tool_choice="required")
+    if name == "minimax":
+        assert "%json" in (answer_grammar(format_of(name, "text"), options) or "")
+        return
+    with pytest.raises(InvalidRequestError, match="the schema of a tool is nested too deeply") as caught:
+        answer_grammar(format_of(name, "text"), options)
+    assert caught.value.field == "tools"

@@ -335,6 +335,18 @@ def test_parse_tagged_value_by_reference(format_of: Formats) -> None:
     assert parts(parsed)[2] == [("f", {"n": 3, "m": 3, "s": "3", "t": "3"})]
 
 
+def test_parse_tagged_value_by_options_that_refer_to_themselves(format_of: Formats) -> None:
+    loop = [{"$ref": "#/$defs/a"}] * 100
+    schema = {
+        "properties": {"n": {"$ref": "#/$defs/a"}, "s": {"anyOf": [{"$ref": "#/properties/s"}] * 100}},
+        "$defs": {"a": {"anyOf": [*loop, {"type": "integer"}], "oneOf": loop}},
+    }
+    text = "".join(f"<parameter={key}>\n3\n</parameter>\n" for key in "ns")
+    text = f"<tool_call>\n<function=f>\n{text}</function>\n</tool_call>"
+    parsed = parse(format_of("qwen3_coder", "text"), [text], tools=[Tool("f", parameters=schema)])
+    assert parts(parsed)[2] == [("f", {"n": 3, "s": "3"})]
+
+
 def test_parse_reasoning_open_in_prompt_and_cut() -> None:
     tail = "<|im_start|>assistant\n<think>\n"
     assert parse(QWEN, ["hm\n"], tail) == {"reasoning": "hm\n", "content": "", "calls": []}
