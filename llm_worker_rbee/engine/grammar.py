@@ -8,7 +8,9 @@ memory of a grammar are bounded by LIMITS.
 from __future__ import annotations
 
 import json
+import logging
 import os
+import subprocess
 import threading
 import time
 from collections import OrderedDict
@@ -19,7 +21,7 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import GrammarDeadEndError, InvalidRequestError, WorkerError
+from ..errors import GrammarDeadEndError, InferenceError, InvalidRequestError, WorkerError
 from ..tokenizer.chat_grammar import JSON_SPACES, without_unknown_formats
 from . import grammar_process
 from .constraint import Constraint
@@ -28,6 +30,7 @@ from .structured_outputs import FIELD, StructuredOutputsParams
 if TYPE_CHECKING:  # only its interface is used
     from ..tokenizer import Tokenizer
 
+logger = logging.getLogger("llm_worker_rbee.engine")
 # Of llguidance's LLParserLimits. The size bounds compiling and masks, which are quadratic in the optional properties of
 # an object: one is 8 symbols, and 4 items of a row. Fuel and states bound a mask. A state of a lexer takes 1 to 2 kB.
 LIMITS = {
@@ -46,7 +49,7 @@ ANY_OBJECT = {"type": "object"}
 MAX_CACHED_GRAMMARS = 32
 MAX_CACHED_CHARS = 4 << 20
 MAX_SHARED_COMPILE_S = 0.02  # of a grammar whose lexer requests share
-MAX_REASON_CHARS = 300
+MAX_LOGGED_CHARS = 1000  # of the output of a process that failed
 NUM_THREADS = 2  # that compile
 # Tokens that end a document soon, in the order in which a search for its end tries them.
 ENDING_TEXTS = (
@@ -105,7 +108,12 @@ def validate(params: StructuredOutputsParams) -> None:
     """
     text, library = to_grammar(params), _library()
     if grammar_process.is_unbounded(text, is_lark=params.kind == "grammar"):
-        reason = grammar_process.check(text, LIMITS, SLICES, str(Path(library.__file__).parents[1]))
+        try:
+            reason = grammar_process.check(text, LIMITS, SLICES, str(Path(library.__file__).parents[1]))
+        except subprocess.CalledProcessError as error:
+            output = error.stderr.decode(errors="replace").strip()[-MAX_LOGGED_CHARS:]
+            logger.error("the process that checks a grammar failed with status %d: %s", error.returncode, output)
+            raise InferenceError(f"{FIELD}.{params.kind} could not be checked: see the log of the worker") from None
     else:
         reason = library.LLMatcher.validate_grammar(text, None, limits=_limits())
     if reason:
@@ -113,15 +121,7 @@ def validate(params: StructuredOutputsParams) -> None:
 
 
 def _invalid(kind: str, reason: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{FIELD}.{kind} cannot be used: {shorten(reason)}", FIELD)
-
-
-def shorten(reason: str) -> str:
-    """Return the line of an error of llguidance that says what is wrong."""
-    lines = [line.strip() for line in reason.splitlines() if line.strip()]
-    found = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
-    text = found or (lines[0] if lines else "no reason given")
-    return text if len(text) <= MAX_REASON_CHARS else f"{text[: MAX_REASON_CHARS - 3]}..."
+    return InvalidRequestError(f"{FIELD}.{kind} cannot be used: {grammar_process.shorten(reason)}", FIELD)
 
 
 class TokenTable:
@@ -219,9 +219,10 @@ class GrammarCompiler:
             if found is not None:
                 self._cache.move_to_end(key)
         if found is None:
-            text, start = to_grammar(params), time.perf_counter()
+            text, _ = to_grammar(params), self._tokenizer  # made before the clock starts
+            start = time.thread_time()  # llguidance compiles in the calling thread
             matcher = self._match(kind, text)
-            is_slow = time.perf_counter() - start > MAX_SHARED_COMPILE_S
+            is_slow = time.thread_time() - start > MAX_SHARED_COMPILE_S
             found = CompiledGrammar(text, None if is_slow else matcher)
             with self._lock:
                 self._cache[key] = found

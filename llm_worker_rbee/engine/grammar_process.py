@@ -1,8 +1,9 @@
 """Compiles a grammar once in a process of its own, whose time and memory the system limits.
 
-llguidance bounds most work by its limits, but not intersections of expressions (`allOf` of patterns, `&` and `~` in
-Lark) and `multipleOf`: a schema of a few lines may take minutes and gigabytes, and a thread cannot be stopped. The
-program needs nothing but llguidance, and no vocabulary: what it takes depends on the grammar alone.
+llguidance bounds most work by its limits, but not intersections of expressions (`allOf` of patterns, each pair of
+`patternProperties`, `&` and `~` in Lark) and `multipleOf`: a schema of a few lines may take minutes and gigabytes, and
+a thread cannot be stopped. The program needs nothing but llguidance, and no vocabulary: what it takes depends on the
+grammar alone.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from typing import Any
 MAX_CPU_S, MAX_MEMORY = 2, 128 << 20  # for compiling; beside what the interpreter takes
 MAX_WAIT_S = 60  # wall time: the machine may be busy
 MAX_PROCESSES = 2
-MAX_REMEMBERED = 1000
+MAX_REMEMBERED, MAX_REASON_CHARS = 1000, 300
 MULTIPLES, EXPRESSIONS = re.compile("multipleOf"), re.compile("pattern|format")
-COMBINATIONS = re.compile(r"allOf|anyOf|oneOf|\$ref")
+COMBINATIONS = re.compile(r"allOf|anyOf|oneOf|\$ref|patternProperties")
 LARK_COMBINATIONS = re.compile(r"[&~]|\\u")  # an escape may hide a keyword of a schema within Lark
+OUT_OF_MEMORY = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)  # a failed allocation aborts; a stack cannot grow
 
-_accepted: set[bytes] = set()  # digests of grammars that compiled
+_reasons: dict[bytes, str] = {}  # by the digest of a grammar: what `check` returned
 _places = threading.Semaphore(MAX_PROCESSES)
 
 
@@ -39,32 +41,46 @@ def is_unbounded(text: str, *, is_lark: bool) -> bool:
 
 
 def check(text: str, limits: Mapping[str, int], slices: Sequence[str], library_path: str) -> str:
-    """Return why a grammar cannot be used, empty if it can; a grammar that was accepted before is not compiled again.
+    """Return why a grammar cannot be used, empty if it can; a grammar that was checked before is not compiled again.
 
-    `library_path` is the folder in which llguidance is installed.
+    `library_path` is the folder in which llguidance is installed. Raises `CalledProcessError` if the process fails for
+    a reason that is not the grammar's.
     """
     request = json.dumps({"text": text, "limits": dict(limits), "slices": list(slices)}).encode()
     digest = hashlib.sha256(request).digest()
-    if digest in _accepted:
-        return ""
+    found = _reasons.get(digest)
+    if found is not None:
+        return found
     command = [sys.executable, "-I", "-S", str(Path(__file__)), library_path]
     with _places:
         try:
             done = subprocess.run(
                 command, input=request, capture_output=True, timeout=MAX_WAIT_S, start_new_session=True, check=False
             )
-        except subprocess.TimeoutExpired:
+        except subprocess.TimeoutExpired:  # is not remembered: the machine was busy
             return f"it takes more than {MAX_WAIT_S} s to compile"
+    reason = _reason_of(done)
+    if len(_reasons) >= MAX_REMEMBERED:
+        _reasons.clear()
+    _reasons[digest] = reason
+    return reason
+
+
+def _reason_of(done: subprocess.CompletedProcess[bytes]) -> str:
     if done.returncode == -signal.SIGXCPU:
         return f"it takes more than {MAX_CPU_S} s to compile"
-    if done.returncode:
+    if done.returncode in OUT_OF_MEMORY or (done.returncode > 0 and b"MemoryError" in done.stderr):
         return f"it takes more than {MAX_MEMORY >> 20} MiB of memory to compile"
-    reason = done.stdout.decode()
-    if not reason:
-        if len(_accepted) >= MAX_REMEMBERED:
-            _accepted.clear()
-        _accepted.add(digest)
-    return reason
+    done.check_returncode()
+    return shorten(done.stdout.decode()) if done.stdout else ""
+
+
+def shorten(reason: str) -> str:
+    """Return the line of an error of llguidance that says what is wrong."""
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    found = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
+    text = found or (lines[0] if lines else "no reason given")
+    return text if len(text) <= MAX_REASON_CHARS else f"{text[: MAX_REASON_CHARS - 3]}..."
 
 
 class _Bytes:
@@ -89,13 +105,21 @@ def compile_grammar(library: Any, text: str, limits: Mapping[str, int], slices: 
     return reason
 
 
+def _limit(kind: int, soft: int, hard: int) -> None:
+    """Set a limit; the present hard limit cannot be raised."""
+    _, present = resource.getrlimit(kind)
+    if present != resource.RLIM_INFINITY:
+        soft, hard = min(soft, present), min(hard, present)
+    resource.setrlimit(kind, (soft, hard))
+
+
 def _limit_resources() -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S + 1))
+    _limit(resource.RLIMIT_CORE, 0, 0)
+    _limit(resource.RLIMIT_CPU, MAX_CPU_S, MAX_CPU_S + 1)
     statistics = Path("/proc/self/statm")
     if statistics.exists():  # elsewhere the time bounds it
         taken = int(statistics.read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (taken + MAX_MEMORY, taken + MAX_MEMORY))
+        _limit(resource.RLIMIT_AS, taken + MAX_MEMORY, taken + MAX_MEMORY)
 
 
 def main() -> None:

@@ -393,6 +393,28 @@ def test_matcher_that_is_used_up_is_replaced_alone(tokenizer: Tokenizer, monkeyp
     assert list(own._cache.values()) == [newer]
 
 
+def test_time_of_the_token_table_is_not_that_of_the_first_grammar(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+
+    def open_slowly() -> Tokenizer:
+        nonlocal now
+        now += 10.0
+        return tokenizer
+
+    for name in ("thread_time", "perf_counter"):
+        monkeypatch.setattr(grammar_module.time, name, lambda: now)
+    own = GrammarCompiler(open_slowly, VOCAB)
+    kinds = counted(own, monkeypatch)
+    for _ in range(2):
+        guided(own, **BRANCHES)
+    (entry,) = own._cache.values()
+    assert now == 10.0
+    assert entry.matcher is not None
+    assert kinds == ["regex"]
+
+
 def test_slow_grammar_is_never_compiled_in_a_step(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each request has a lexer of its own; from the second on the next one is compiled ahead."""
     monkeypatch.setitem(LIMITS, "max_lexer_states", 80)

@@ -15,7 +15,7 @@ import pytest
 from llm_worker_rbee.engine import grammar_process
 from llm_worker_rbee.engine.grammar import GrammarCompiler, validate
 from llm_worker_rbee.engine.structured_outputs import StructuredOutputsParams
-from llm_worker_rbee.errors import InvalidRequestError
+from llm_worker_rbee.errors import InferenceError, InvalidRequestError
 from llm_worker_rbee.tokenizer import tokenizer_from_gguf
 from tests.helpers import tiny_models
 from tests.helpers.tiny_models import END, VOCAB
@@ -27,6 +27,7 @@ UNBOUNDED: dict[str, dict[str, Any]] = {  # by llguidance
     "multipleOf": {"json": {"type": "integer", "multipleOf": 999_999}},
     "several": {"json": {"type": "object", "properties": {f"p{i}": {"multipleOf": 99_990 + i} for i in range(50)}}},
     "allOf": {"json": {"allOf": [{**STRING, "pattern": f"a.{{{i}}}b"} for i in range(40)]}},
+    "patternProperties": {"json": {"type": "object", "patternProperties": {f"^p{i}_": STRING for i in range(500)}}},
     "and": {"grammar": "start: A\nA: /.*a.{20}/ & /.*b.{19}/ & /.*c.{18}/ & ~/.*d.{15}e/"},
     "escape": {"grammar": 'start: %json {"type": "integer", "\\u006dultipleOf": 999999}'},
 }
@@ -49,9 +50,16 @@ BOUNDED: dict[str, dict[str, Any]] = {  # the largest last: what they free is us
 
 
 @pytest.mark.parametrize("name", UNBOUNDED)
-def test_grammar_that_llguidance_does_not_bound_is_refused(name: str) -> None:
-    with pytest.raises(InvalidRequestError, match=r"it takes more than .* to compile"):
-        validate(StructuredOutputsParams(**UNBOUNDED[name]))
+def test_grammar_that_llguidance_does_not_bound_is_refused_and_remembered(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = StructuredOutputsParams(**UNBOUNDED[name])
+    with pytest.raises(InvalidRequestError, match=r"it takes more than .* to compile") as first:
+        validate(params)
+    monkeypatch.setattr(grammar_process.subprocess, "run", None)
+    with pytest.raises(InvalidRequestError) as second:
+        validate(params)
+    assert str(second.value) == str(first.value)
 
 
 def test_grammar_of_the_same_kind_that_is_small_is_accepted_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,6 +73,50 @@ def test_invalid_grammar_is_named_by_the_process() -> None:
     schema = {"allOf": [{**STRING, "pattern": "a"}], "not": {}}
     with pytest.raises(InvalidRequestError, match='"not"'):
         validate(StructuredOutputsParams(json=schema))
+
+
+def test_reasons_that_are_remembered_are_short_and_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_process, "MAX_REMEMBERED", 2)
+    monkeypatch.setattr(grammar_process, "_reasons", {})
+    for i in range(3):
+        schema = {"type": "object", "patternProperties": {f"{'a' * 2000}{i}": STRING, "a": STRING}}
+        with pytest.raises(InvalidRequestError, match="patternProperty"):
+            validate(StructuredOutputsParams(json=schema))
+        assert 0 < len(grammar_process._reasons) <= 2
+        assert max(map(len, grammar_process._reasons.values())) == grammar_process.MAX_REASON_CHARS
+
+
+def test_wait_that_is_too_long_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = StructuredOutputsParams(json={"type": "integer", "multipleOf": 3, "title": "a busy machine"})
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_process, "MAX_WAIT_S", 0)
+        with pytest.raises(InvalidRequestError, match="more than 0 s"):
+            validate(params)
+    validate(params)
+
+
+def test_process_that_fails_is_no_fault_of_the_grammar(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    params = StructuredOutputsParams(json={"type": "integer", "multipleOf": 3, "title": "a process that fails"})
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_process, "__file__", "no_such_program.py")
+        with pytest.raises(InferenceError, match=r"structured_outputs\.json could not be checked"):
+            validate(params)
+    assert "no_such_program.py" in caplog.text
+    validate(params)
+
+
+def test_limits_stay_within_those_of_the_worker() -> None:
+    program = (
+        "import resource; from llm_worker_rbee.engine import grammar_process as process\n"
+        "kinds = resource.RLIMIT_CPU, resource.RLIMIT_AS\n"
+        "process.MAX_CPU_S, process.MAX_MEMORY = 200, 1 << 50\n"
+        "for kind, most in zip(kinds, (100, 1 << 45)): resource.setrlimit(kind, (most, most))\n"
+        "process._limit_resources(); print([resource.getrlimit(kind) for kind in kinds])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert done.stdout.decode().strip() == str([(100, 100), (1 << 45, 1 << 45)])
 
 
 @pytest.mark.skipif(not STATUS.exists(), reason="needs Linux")
