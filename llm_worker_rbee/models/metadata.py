@@ -280,7 +280,10 @@ def _gguf_rope_scaling(keys: MetadataReader) -> RopeScaling:
 
 def model_config_from_hf(config: Mapping[str, Any], family: Family, vocab_size: int | None = None) -> ModelConfig:
     """Read a config.json of the transformers library; `vocab_size` as above."""
-    keys = MetadataReader({**family.hf_defaults, **config}, source="config.json: ")
+    defaults = dict(family.hf_defaults)
+    if "rope_theta" in config or "rope_scaling" in config:  # the older form
+        defaults.pop("rope_parameters", None)
+    keys = MetadataReader({**defaults, **config}, source="config.json: ")
     n_layers = keys.integer("num_hidden_layers", minimum=1, maximum=MAX_LAYERS)
     d_model, n_heads = (
         keys.integer(key, minimum=1, maximum=MAX_WIDTH) for key in ("hidden_size", "num_attention_heads")

@@ -27,7 +27,7 @@ from ...weights import Checkpoint
 from .. import cpu_info
 from ..kernel_cache import CACHE_VARIABLE
 from ..ops import COMPILING, KV_TYPES, Progress
-from . import program, repack
+from . import experts, program, repack
 from .attention import attention_kernels, split_work_kernel
 from .jit import PythonKernel, TaskKernel, cache_dir
 from .linear import linear_kernel
@@ -54,7 +54,12 @@ def model_kernels(checkpoint: Checkpoint, config: ModelConfig, kv_type: str = KV
     """Return the kernels that a model needs."""
     types = {t.kind.name for t in checkpoint.tensors.values() if len(t.shape) >= 2}
     group = max(1, config.n_heads // max(1, config.n_kv_heads))
-    return _kernels_for(sorted(types & LAYOUT_BY_TYPE.keys()), [group], [kv_type])
+    known = sorted(types & LAYOUT_BY_TYPE.keys())
+    found = _kernels_for(known, [group], [kv_type])
+    if config.experts is not None:
+        layouts = dict.fromkeys(LAYOUT_BY_TYPE[name] for name in known)
+        found += [experts.GROUP, experts.GATHER, *map(experts.grouped_kernel, layouts)]
+    return found
 
 
 def _kernels_for(types: Collection[str], groups: Collection[int], kv_types: Collection[str]) -> list[Kernel]:
