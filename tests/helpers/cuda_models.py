@@ -9,16 +9,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_worker_rbee.backends.ops import AttentionParams, Batch, RopeTable
+from llm_worker_rbee.backends.ops import AttentionParams, Batch, RopeTable, RouteParams
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.bench.synthetic import Shape, Spec, checkpoint
 from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.layers.block import Block
 from llm_worker_rbee.layers.linear import Linear
+from llm_worker_rbee.layers.moe import GroupedLinear, MoE
 from llm_worker_rbee.layers.rms_norm import RMSNorm
 from llm_worker_rbee.layers.rope import inverse_frequencies
+from llm_worker_rbee.layers.swiglu import SwiGLU
 from llm_worker_rbee.models import Transformer, load_model, read_model_config
 from llm_worker_rbee.weights import Checkpoint, Tensor
+from tests.helpers.random_tensors import random_tensor
 
 GROUPED = Shape(2, 128, 4, 2, 192, 96, 256, head_dim=32)  # two heads share a KV head
 PLAIN = Shape(2, 256, 4, 4, 256, 96, 256, head_dim=64)  # wide enough for super-blocks
@@ -69,6 +72,31 @@ def with_features(
 
     config = replace(c, final_cap=final_cap)
     made = replace(model, config=config, embedding_scale=scale, blocks=tuple(map(changed, model.blocks)), fused=None)
+    return made if model.fused is None else replace(made, fused=ops.fuse(made.graph))
+
+
+def with_experts(model: Transformer, kind: str, *, shared: bool = False, gate: bool = False) -> Transformer:
+    """Return the model with random experts in the place of its MLPs; fused if it was."""
+    random, c, ops = np.random.default_rng(3), model.config, model.ops
+
+    def matrix(rows: int, columns: int, name: str = kind) -> Any:
+        return random_tensor(name, rows, columns, random, 0.02)
+
+    def experts(blocks: int, rows: int, columns: int) -> GroupedLinear:
+        return GroupedLinear(ops.prepare_experts([[matrix(rows, columns) for _ in range(blocks)] for _ in range(5)]))
+
+    def mlp() -> MoE:
+        router = Linear(ops.prepare([matrix(5, c.d_model, "F32")]))
+        more = SwiGLU(
+            Linear(ops.prepare([matrix(2 * c.d_ff, c.d_model)])), Linear(ops.prepare([matrix(c.d_model, c.d_ff)]))
+        )
+        of_shared = Linear(ops.prepare([matrix(1, c.d_model, "F32")]))
+        return MoE(
+            router, RouteParams(3), experts(2, c.d_ff, c.d_model), experts(1, c.d_model, c.d_ff),
+            shared=more if shared else None, shared_gate=of_shared if gate else None,
+        )  # fmt: skip
+
+    made = replace(model, blocks=tuple(replace(block, mlp=mlp()) for block in model.blocks), fused=None)
     return made if model.fused is None else replace(made, fused=ops.fuse(made.graph))
 
 

@@ -21,7 +21,7 @@ from ...weights import Tensor
 from ..ops import RouteParams
 from .compact_kinds import COMPACT_KINDS
 from .device import HOPPER_SHARED_BYTES, is_interpreted, pdl_options, shared_memory_bytes
-from .elementwise import launch_convert
+from .elementwise import WeightedExperts, launch_add_norm, launch_convert
 from .gemm import FLOAT4, gemm_dense, gemm_packed
 from .gemv import GATED, STORE, gemv_packed
 from .intrinsics import launch_next, wait_for_previous
@@ -291,10 +291,11 @@ def grouped_linear(
 def combine(
     x: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None, gate: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the weighted sum over the experts of each token, in their order, and the shared expert's part."""
-    total = x[:, 0] * weights[:, :1]
-    for i in range(1, x.shape[1]):
-        total = total + x[:, i] * weights[:, i : i + 1]
-    if shared is None:
-        return total
-    return total + (shared if gate is None else shared * torch.sigmoid(gate))
+    """Return the weighted sum over the experts of each token, in their order, and the shared expert's part: what fused
+    steps add to the residual stream, here zeros, by the same kernel."""
+    tokens, k, width = x.shape
+    total, unused = torch.zeros(tokens, width, device=x.device), torch.empty(tokens, width, device=x.device)
+    parts = WeightedExperts(weights.contiguous(), k, shared, gate)
+    ones = torch.ones(width, device=x.device)
+    launch_add_norm(x.reshape(1, tokens * k, width), total, ones, 1e-6, Activations(unused), experts=parts)
+    return total

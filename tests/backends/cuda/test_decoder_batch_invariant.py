@@ -60,13 +60,14 @@ SINGLE_OP_CASES: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "bfloat16, part rotated": (ONE_LAYER, "BF16", {"norms": True, "rope_dim": 24}),
     "float32": (ONE_LAYER, "F32", {"post": True}),
     "fp8": (ONE_LAYER, "fp8", {"window": 3}),
+    "experts": (ONE_LAYER, "Q4_0", {"post": True, "experts": {"shared": True, "gate": True}}),
     "heads of 48": (ONE_LAYER._replace(width=192, head_dim=48), "Q4_0", {"bias": True, "norms": True}),
 }  # fmt: skip
 # (requests, tokens of each, logits of all): prefill, decode of one and two, mixed
 STEPS = (((0, 1), (3, 2), False), ((0,), (1,), False), ((0, 1), (1, 1), False), ((0, 1, 2), (1, 1, 2), True))
 CASE_OF_REWRITE = {
     "embed_norm": "packed, many features", "attention": "float16, many features", "gated_linear": "fp8",
-    "linear_add_norm": "packed, many features", "logits": "packed and dense parts",
+    "linear_add_norm": "packed, many features", "logits": "packed and dense parts", "experts_add_norm": "experts",
 }  # fmt: skip
 
 
@@ -85,7 +86,9 @@ def fused_model(case: str) -> Transformer:
     shape, mix, features = SINGLE_OP_CASES[case]
     made = checkpoint_of(shape, mix)
     model = load_model(made, INVARIANT, read_model_config(made))
-    return cuda_models.with_features(model, **features) if features else model
+    experts = features.get("experts")
+    model = cuda_models.with_features(model, **{k: v for k, v in features.items() if k != "experts"})
+    return cuda_models.with_experts(model, mix, **experts) if experts else model
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,10 +14,6 @@ from llm_worker_rbee.backends.cuda import CudaBackend  # noqa: E402
 from llm_worker_rbee.backends.cuda.experts import launch_group  # noqa: E402
 from llm_worker_rbee.backends.ops import RouteParams  # noqa: E402
 from llm_worker_rbee.backends.reference import ReferenceBackend  # noqa: E402
-from llm_worker_rbee.layers.linear import Linear  # noqa: E402
-from llm_worker_rbee.layers.moe import GroupedLinear, MoE  # noqa: E402
-from llm_worker_rbee.layers.swiglu import SwiGLU  # noqa: E402
-from llm_worker_rbee.models import Transformer  # noqa: E402
 from tests.backends.cuda.test_decoder import check_steps  # noqa: E402
 from tests.helpers import cuda_models  # noqa: E402
 from tests.helpers.random_tensors import random_tensor, relative_error  # noqa: E402
@@ -73,38 +68,13 @@ def test_grouped_linear_equals_reference(kinds: tuple[str, ...], backend: Any, r
         assert relative_error(found, wanted) < 2e-3
 
 
-def with_experts(model: Transformer, kind: str, *, shared: bool, gate: bool = False) -> Transformer:
-    """Return the model with random experts in the place of its MLPs; fused if it was."""
-    random, c, ops = np.random.default_rng(3), model.config, model.ops
-
-    def matrix(rows: int, columns: int, name: str = kind) -> Any:
-        return random_tensor(name, rows, columns, random, 0.02)
-
-    def experts(blocks: int, rows: int, columns: int) -> GroupedLinear:
-        return GroupedLinear(ops.prepare_experts([[matrix(rows, columns) for _ in range(blocks)] for _ in range(5)]))
-
-    def mlp() -> MoE:
-        router = Linear(ops.prepare([matrix(5, c.d_model, "F32")]))
-        more = SwiGLU(
-            Linear(ops.prepare([matrix(2 * c.d_ff, c.d_model)])), Linear(ops.prepare([matrix(c.d_model, c.d_ff)]))
-        )
-        of_shared = Linear(ops.prepare([matrix(1, c.d_model, "F32")]))
-        return MoE(
-            router, RouteParams(3), experts(2, c.d_ff, c.d_model), experts(1, c.d_model, c.d_ff),
-            shared=more if shared else None, shared_gate=of_shared if gate else None,
-        )  # fmt: skip
-
-    made = replace(model, blocks=tuple(replace(block, mlp=mlp()) for block in model.blocks), fused=None)
-    return made if model.fused is None else replace(made, fused=ops.fuse(made.graph))
-
-
 @pytest.mark.parametrize(
     ("kind", "options"),
     [("Q4_K", {"shared": False}), ("Q8_0", {"shared": True, "gate": True}), ("F16", {"shared": True})],
 )
 def test_steps_match_reference(kind: str, options: dict[str, Any]) -> None:
     made = cuda_models.random_checkpoint(cuda_models.PLAIN._replace(layers=2), "Q4_0" if kind != "F16" else "F16")
-    models = [with_experts(model, kind, **options) for model in cuda_models.load_both(made, cuda)]
+    models = [cuda_models.with_experts(model, kind, **options) for model in cuda_models.load_both(made, cuda)]
     assert models[0].fused is not None
     lines = [line.component for line in models[0].fused.program("float32")]
     assert lines == ["embed_norm", *["attention", "linear_add_norm", "experts_add_norm"] * 2, "logits"]
