@@ -26,7 +26,7 @@ from llm_worker_rbee.errors import ContextLengthError, InvalidRequestError
 from tests.cli.conftest import HEADS, LAYERS, WIDTH, write_model
 from tests.helpers.layer_inputs import BlockTables
 
-SETTINGS = Settings(pp=8, tg=3, repetitions=2, flame_seconds=0.05)
+SETTINGS = Settings(pp=8, tg=3, repetitions=2, flame_seconds=0.3)
 CALLS = {
     "reference": {
         "embedding": 1, "norm": 2 * LAYERS + 1, "qkv": LAYERS, "rope": 3 * LAYERS, "kv_write": LAYERS,

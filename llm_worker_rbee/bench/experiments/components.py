@@ -23,7 +23,7 @@ from ..server_process import worker_server
 from .harness import Finding, Harness, Table
 
 MIN_COVERED = 0.9
-KV_MEMORY, TIMEOUT_S, MAX_TRIES = "64M", 300.0, 5  # of the server that streams
+KV_MEMORY, TIMEOUT_S, MAX_TRIES = "64M", 300.0, 20  # of the server that streams
 BODY = {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0}
 VOCABULARY = ("smollm", 49152)  # pre-tokenizer and size that the ids below belong to
 TOKEN_IDS = Path(__file__).parents[1] / "data" / "token_ids.json"
