@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ...errors import UnsupportedModelError
 from ...weights import Tensor
 from ...weights.checkpoint import release_pages
-from ..ops import Ints, StackedWeight
+from ..ops import Ints
 from . import quantize_activations
 from .elementwise import TOKENS_PER_PIECE, quantize_task
 from .jit import TaskKernel, kernel, variant
@@ -29,7 +29,7 @@ from .matmul.packed import TOKENS_PER_PIECE as PACKED_TOKENS_PER_PIECE
 from .matmul.packed import LinearArg, packed_kernel
 from .matmul.unpacked import TOKENS_PER_PIECE as UNPACKED_TOKENS_PER_PIECE
 from .matmul.unpacked import UNPACK_MIN_TOKENS, unpacked_kernel
-from .packed_weight import GROUP_ROWS, Layout, PackedMatrix, layout_of_tensor
+from .packed_weight import GROUP_ROWS, Layout, PackedMatrices, layout_of_tensor
 from .pointers import f32, i8, i32, i64, stack_floats, u8
 from .program import Program, Step, Task, pack_args, pack_floats, run_step
 from .quantize_activations import PANEL_BYTES, PANEL_TOKENS, PANELS, store_in_panel
@@ -54,23 +54,14 @@ def rows_per_token(k: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class PackedExperts(StackedWeight):
+class PackedExperts(PackedMatrices):
     """Matrices that hold the rows of all experts, one after the other."""
 
-    parts: tuple[PackedMatrix, ...]
     count: int
 
     @property
     def rows(self) -> int:
         return sum(part.rows for part in self.parts) // self.count
-
-    @property
-    def needs_int8(self) -> bool:
-        return not all(part.layout.float_type for part in self.parts)
-
-    @property
-    def needs_floats(self) -> bool:
-        return any(part.layout.float_type for part in self.parts)
 
 
 def pack_experts(experts: Sequence[Sequence[Tensor]], threads: int) -> PackedExperts:

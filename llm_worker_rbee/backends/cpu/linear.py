@@ -17,14 +17,13 @@ from numpy.typing import NDArray
 
 from ...weights import Tensor
 from ...weights.checkpoint import release_pages
-from ..ops import StackedWeight
 from . import quantize_activations
 from .elementwise import quantize_task
 from .jit import TaskKernel
 from .matmul.packed import TOKENS_PER_PIECE, LinearArg, packed_kernel
 from .matmul.unpacked import TOKENS_PER_PIECE as UNPACKED_TOKENS_PER_PIECE
 from .matmul.unpacked import UNPACK_MIN_TOKENS, unpacked_kernel
-from .packed_weight import GROUP_ROWS, Layout, PackedMatrix, layout_of_tensor
+from .packed_weight import GROUP_ROWS, Layout, PackedMatrices, layout_of_tensor
 from .pointers import i64
 from .program import Program, Step, Task, new_step, pack_args, pack_floats
 from .repack import repack
@@ -62,22 +61,11 @@ def linear_kernel(layout: Layout) -> TaskKernel:
 
 
 @dataclass(frozen=True, eq=False)
-class PackedWeight(StackedWeight):
+class PackedWeight(PackedMatrices):
     """Packed matrices, and which of them multiply two-term activations."""
 
-    parts: tuple[PackedMatrix, ...]
     residual_activations: tuple[bool, ...]
     _programs: dict[int, Program] = field(default_factory=dict, init=False, repr=False)  # by number of threads
-
-    @property
-    def needs_int8(self) -> bool:
-        """Whether a part multiplies quantized activations."""
-        return not all(part.layout.float_type for part in self.parts)
-
-    @property
-    def needs_floats(self) -> bool:
-        """Whether a part multiplies float activations."""
-        return any(part.layout.float_type for part in self.parts)
 
     def two_term(self) -> PackedWeight:
         """Return the same weight with two-term activations in all parts."""

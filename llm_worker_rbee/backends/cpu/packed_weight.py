@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from ...errors import UnsupportedModelError
 from ...weights import Tensor
 from ...weights.quants.codebooks import FP4_VALUES, GRIDS, IQ4_VALUES
+from ..ops import StackedWeight
 
 GROUP_ROWS, BLOCK_COLUMNS, LINE_BYTES = 16, 32, 64  # rows in a group, columns in a block, bytes in a line
 
@@ -117,3 +118,20 @@ class PackedMatrix:
     @property
     def nbytes(self) -> int:
         return self.packed.nbytes + self.scales.nbytes + self.minima.nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class PackedMatrices(StackedWeight):
+    """Matrices that are multiplied by the same activations; each has a layout of its own."""
+
+    parts: tuple[PackedMatrix, ...]
+
+    @property
+    def needs_int8(self) -> bool:
+        """Whether a part multiplies quantized activations."""
+        return not all(part.layout.float_type for part in self.parts)
+
+    @property
+    def needs_floats(self) -> bool:
+        """Whether a part multiplies float activations."""
+        return any(part.layout.float_type for part in self.parts)
