@@ -141,6 +141,13 @@ class ModelConfig:
     activation: str = "silu"
     experts: ExpertConfig | None = None
     nextn_layers: int = 0  # of multi-token prediction, behind the others in the file: not used
+    # Layers of different shapes; 0 or empty: as the fields above say.
+    window_head_dim: int = 0  # head_dim of the layers with a window
+    window_rope_dim: int = 0  # rope_dim of these
+    layer_kv_heads: tuple[int, ...] = ()
+    layer_d_ff: tuple[int, ...] = ()
+    shared_kv_layers: int = 0  # the last ones: they read the keys and values of an earlier layer
+    layer_input_dim: int = 0  # of the embeddings that each layer adds; 0: none
 
     def __post_init__(self) -> None:
         for name, maximum in MAX_SHAPE.items():
@@ -154,12 +161,52 @@ class ModelConfig:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ModelFileError(f"model shape: {name} is {value}, not a positive number")
+        self._check_layers()
 
-    def kv_bytes(self, tokens: int, kv_type: str = "float32") -> int:
-        """Return the bytes of the keys and values of `tokens` tokens."""
+    def _check_layers(self) -> None:
+        """Raise if the shapes of single layers do not fit."""
+        for name in ("layer_kv_heads", "layer_d_ff"):
+            values = getattr(self, name)
+            if values and (len(values) != self.n_layers or not all(1 <= n <= MAX_WIDTH for n in values)):
+                raise ModelFileError(f"model shape: {name} must be {self.n_layers} numbers in 1..{MAX_WIDTH}")
+        for n in self.layer_kv_heads:
+            if self.n_heads % n:
+                raise ModelFileError(f"model shape: {self.n_heads} heads cannot share {n} KV heads evenly")
+        dim, rope_dim = self.window_head_dim or self.head_dim, self.window_rope_dim or self.rope_dim
+        if any(self.windows) and (rope_dim % 2 or not 0 < rope_dim <= dim):
+            raise ModelFileError(f"model shape: rope over {rope_dim} of {dim} values a head with a window")
+        for i in range(self.n_layers - self.shared_kv_layers, self.n_layers):
+            if self.kv_source(i) < 0:
+                raise ModelFileError(f"model shape: layer {i} shares keys and values, and no earlier layer is like it")
+
+    def kv_shape(self, layer: int) -> tuple[int, int]:
+        """Return (KV heads, values of a head) of a layer."""
+        heads = self.layer_kv_heads[layer] if self.layer_kv_heads else self.n_kv_heads
+        return heads, self.window_head_dim if self.window_head_dim and self.windows[layer] else self.head_dim
+
+    def kv_source(self, layer: int) -> int:
+        """Return the layer whose keys and values a layer reads: itself, or the last owner with the same attention."""
+        first_shared = self.n_layers - self.shared_kv_layers
+        if layer < first_shared:
+            return layer
+        is_local = self.windows[layer] > 0
+        return next((i for i in reversed(range(first_shared)) if (self.windows[i] > 0) == is_local), -1)
+
+    @property
+    def kv_owners(self) -> range:
+        """The layers with keys and values of their own."""
+        return range(self.n_layers - self.shared_kv_layers)
+
+    def d_ff_of(self, layer: int) -> int:
+        """Return the width of a layer's MLP."""
+        return self.layer_d_ff[layer] if self.layer_d_ff else self.d_ff
+
+    def kv_bytes(self, tokens: int, kv_type: str = "float32", head_step: int = 1) -> int:
+        """Return the bytes of the keys and values of `tokens` tokens; heads are padded to a multiple of `head_step`."""
         scale = 4 if kv_type == "int8" else 0  # a float32 for each position and head
-        head = self.head_dim * KV_VALUE_BYTES[kv_type] + scale
-        return 2 * self.n_layers * self.n_kv_heads * head * tokens
+        shapes = [self.kv_shape(i) for i in self.kv_owners]
+        heads = [(heads, -(-dim // head_step) * head_step) for heads, dim in shapes]
+        return 2 * tokens * sum(heads * (dim * KV_VALUE_BYTES[kv_type] + scale) for heads, dim in heads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

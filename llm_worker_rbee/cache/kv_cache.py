@@ -30,9 +30,11 @@ class KVCache:
         self.block_size = block_size
         self.n_blocks = n_blocks
         self.kv_type = kv_type
-        shape = (n_blocks, block_size, config.n_kv_heads, config.head_dim)
+        owners = config.kv_owners
         try:
-            self.layers: list[KVLayer] = [ops.empty_kv(*shape, kind=kv_type) for _ in range(config.n_layers)]
+            made = [ops.empty_kv(n_blocks, block_size, *config.kv_shape(i), kind=kv_type) for i in owners]
+            # A layer that shares keys and values has those of another one.
+            self.layers: list[KVLayer] = [made[config.kv_source(i)] for i in range(config.n_layers)]
         except MemoryError:
             needed = human_bytes(config.kv_bytes(n_blocks * block_size, kv_type))
             raise InsufficientMemoryError(
@@ -43,7 +45,7 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes, including padding of the backend."""
-        return sum(part.nbytes for layer in self.layers for part in layer)
+        return sum(part.nbytes for layer in {id(layer): layer for layer in self.layers}.values() for part in layer)
 
     def slots(self, block_table: Ints, positions: Ints) -> Ints:
         """Return the slots of the tokens at `positions` of a request with this block table."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from .. import machine
 from ..backends import Backend
-from ..config import DEVICE_SPARE_BYTES, KV_VALUE_BYTES, EngineConfig, ModelConfig
+from ..config import DEVICE_SPARE_BYTES, EngineConfig, ModelConfig
 from ..errors import InsufficientMemoryError, InvalidRequestError, counted, human_bytes
 
 # Of the host memory that is free beside the weights. The prefix cache fills the KV cache in time; the rest is for the
@@ -110,8 +110,7 @@ def plan_kv_cache(
 
 def block_bytes(config: ModelConfig, kv_type: str, block_size: int = BLOCK_SIZE) -> int:
     """Return the bytes of a block in all layers, with the backend's padding."""
-    padding = -config.head_dim % HEAD_STEP * KV_VALUE_BYTES[kv_type]
-    return config.kv_bytes(block_size, kv_type) + 2 * config.n_layers * config.n_kv_heads * padding * block_size
+    return config.kv_bytes(block_size, kv_type, HEAD_STEP)
 
 
 def available_memory(reserved: int = 0, ops: Backend | None = None) -> int | None:

@@ -56,9 +56,11 @@ class Workspace:
     def token_bytes(self) -> int:
         """The bytes of one token at the layer that takes most; activations have 2 bytes a value."""
         config, copies = self.config, BATCH_INVARIANT_COPIES if self.batch_invariant else PRODUCT_COPIES
-        width, heads, kv_heads = config.d_model, config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+        width, layers = config.d_model, range(config.n_layers)
+        heads, kv_heads = max((config.n_heads * dim, n * dim) for n, dim in map(config.kv_shape, layers))
         attention = copies * 4 * (heads + 2 * kv_heads) + (2 + 4 + 2) * heads  # product; queries, output, activations
-        mlp = copies * 4 * 2 * config.d_ff + 2 * config.d_ff  # gate and up; their combination
+        d_ff = max(map(config.d_ff_of, layers))
+        mlp = copies * 4 * 2 * d_ff + 2 * d_ff  # gate and up; their combination
         if (experts := config.experts) is not None:  # products of all experts of a token, without splits
             mlp = max(mlp, experts.used * (10 * experts.d_ff + 4 * width) + copies * 8 * experts.shared_d_ff)
         return 4 * width + 2 * width + max(attention, mlp)  # with the residual stream in float32 and its norm

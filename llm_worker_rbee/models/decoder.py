@@ -39,8 +39,8 @@ class Transformer:
     def compute(self, ops: Backend, batch: Batch, kv: Sequence[KVLayer]) -> Array:
         """Compute a step with these ops: the definition of the model."""
         x, residual = ops.embed(self.embedding, batch.ids, self.embedding_scale), None
-        for block, layer in zip(self.blocks, kv, strict=True):
-            x, residual = block(ops, x, residual, layer, batch)
+        for i, block in enumerate(self.blocks):
+            x, residual = block(ops, x, residual, kv[self.config.kv_source(i)], batch)
         x, _ = self.norm.add_and_norm(ops, ops.take(x, batch.logits_index), ops.take(residual, batch.logits_index))
         return ops.logits(x, self.head, self.config.final_cap)
 

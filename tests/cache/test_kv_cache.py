@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,7 +14,7 @@ from llm_worker_rbee.backends.ops import KV_TYPES
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.config import Family, ModelConfig
-from llm_worker_rbee.errors import InvalidRequestError
+from llm_worker_rbee.errors import InvalidRequestError, ModelFileError
 
 ops = ReferenceBackend()
 
@@ -38,6 +41,40 @@ def test_kv_cache_shape_and_bytes() -> None:
     assert len(cache.layers) == 3
     assert all(part.shape == (7, 4, 2, 5) for layer in cache.layers for part in layer)
     assert CONFIG.kv_bytes(7 * 4) == sum(part.nbytes for layer in cache.layers for part in layer)
+
+
+def test_layers_of_different_shapes_and_layers_that_share_keys_and_values() -> None:
+    config = replace(
+        CONFIG,
+        n_layers=5,
+        windows=(4, 0, 4, 4, 0),
+        window_head_dim=4,
+        layer_kv_heads=(2, 1, 2, 2, 1),
+        shared_kv_layers=2,
+    )
+    assert [config.kv_source(i) for i in range(5)] == [0, 1, 2, 2, 1]
+    cache = KVCache(ops, config, n_blocks=3, block_size=4)
+    assert [layer.k.shape[2:] for layer in cache.layers] == [(2, 4), (1, 5), (2, 4), (2, 4), (1, 5)]
+    assert cache.layers[3] is cache.layers[2]
+    assert cache.layers[4] is cache.layers[1]
+    assert cache.nbytes == config.kv_bytes(3 * 4) == 2 * 3 * 4 * 4 * (2 * 4 + 1 * 5 + 2 * 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_kv_heads": (2, 2)}, "layer_kv_heads must be 3 numbers"),
+        ({"layer_kv_heads": (2, 3, 2)}, "4 heads cannot share 3 KV heads evenly"),
+        (
+            {"windows": (0, 0, 4), "shared_kv_layers": 1},
+            "layer 2 shares keys and values, and no earlier layer is like it",
+        ),
+        ({"windows": (4, 4, 4), "window_head_dim": 2}, "rope over 4 of 2 values a head with a window"),
+    ],
+)
+def test_shapes_of_layers_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelFileError, match=message):
+        replace(CONFIG, **change)
 
 
 @pytest.mark.parametrize("kv_type", KV_TYPES)

@@ -53,9 +53,9 @@ def all_kernels() -> list[Kernel]:
 def model_kernels(checkpoint: Checkpoint, config: ModelConfig, kv_type: str = KV_DEFAULT) -> list[Kernel]:
     """Return the kernels that a model needs."""
     types = {t.kind.name for t in checkpoint.tensors.values() if len(t.shape) >= 2}
-    group = max(1, config.n_heads // max(1, config.n_kv_heads))
+    groups = sorted({config.n_heads // config.kv_shape(i)[0] for i in range(config.n_layers)})
     known = sorted(types & LAYOUT_BY_TYPE.keys())
-    found = _kernels_for(known, [group], [kv_type])
+    found = _kernels_for(known, groups, [kv_type])
     if config.experts is not None:
         layouts = dict.fromkeys(LAYOUT_BY_TYPE[name] for name in known)
         found += [experts.GROUP, experts.GATHER, *map(experts.grouped_kernel, layouts)]

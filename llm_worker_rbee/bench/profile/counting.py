@@ -92,8 +92,8 @@ class WorkCounter:
         self._weights, self._graph = index_weights(model, checkpoint), model.graph()
         self._components = linear_components(self._graph)
         self._resident = float(checkpoint.nbytes)  # each weight is read once a step, so none is in a cache by then
-        layer = cache.layers[0]
-        self._kv_bytes = sum(array.nbytes for array in layer) / (len(layer.k) * cache.block_size)  # of a token
+        tokens = cache.n_blocks * cache.block_size
+        self._kv_bytes = [sum(array.nbytes for array in layer) / tokens for layer in cache.layers]  # of a token
 
     def count(self, batch: Batch) -> dict[str, Counter[Work]]:
         """Return the calls of each component in a step, by their work."""
@@ -132,10 +132,10 @@ class WorkCounter:
             case "rope_store":
                 rotated = values("q") + values("k")
                 yield "rope", Work(2 * FLOAT * rotated, ROPE * rotated)
-                yield "kv_write", Work(2 * FLOAT * values("k") + self._kv_bytes * len(batch.ids))
+                yield "kv_write", Work(2 * FLOAT * values("k") + self._kv_bytes[node["kv"]] * len(batch.ids))
             case "attention":
                 _, heads, dim = node["q"].shape
-                yield from self._attention(heads, dim, pairs[node["params"]])
+                yield from self._attention(heads, dim, pairs[node["params"]], self._kv_bytes[node["kv"]])
             case "gated":
                 yield "activation", Work(1.5 * FLOAT * values("gate_up"), GATED / 2 * values("gate_up"))
             case "logits":
@@ -145,10 +145,10 @@ class WorkCounter:
         known = self._weights[id(weight)]
         return Work(known.bytes, 2.0 * rows * known.values, self._resident, known.arithmetic)
 
-    def _attention(self, heads: int, dim: int, pairs: Pairs) -> Iterator[tuple[str, Work]]:
+    def _attention(self, heads: int, dim: int, pairs: Pairs, kv_bytes: float) -> Iterator[tuple[str, Work]]:
         """Every query meets its keys twice (scores, values), and half of what is read of the cache are keys."""
         operations = 2.0 * heads * dim * pairs.pairs
-        half = self._kv_bytes * pairs.keys / 2
+        half = kv_bytes * pairs.keys / 2
         arithmetic = "float16" if self._on_device else "float32"
         yield "scores", Work(half, operations, self._resident, arithmetic)
         yield "softmax", Work(0.0, SOFTMAX * heads * pairs.pairs)
