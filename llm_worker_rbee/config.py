@@ -25,6 +25,8 @@ MAX_WIDTH = 1 << 20
 MAX_VOCABULARY = 1 << 24
 MAX_CONTEXT = 1 << 40
 MAX_EXPERTS = 1 << 14
+MAX_CONV_KERNEL = 64
+LAYER_KINDS = ("attention", "short_conv", "gated_delta")
 MIN_ROPE_FACTOR = 1e-6  # of rope scaling
 MAX_SHAPE = {
     "n_layers": MAX_LAYERS, "d_model": MAX_WIDTH, "n_heads": MAX_WIDTH, "n_kv_heads": MAX_WIDTH,
@@ -112,6 +114,34 @@ class ExpertConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearAttentionConfig:
+    """The shape of the layers with linear attention: a convolution of q, k and v, then a matrix for each value head."""
+
+    kernel: int  # of the convolution
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+
+    def __post_init__(self) -> None:
+        for name in ("kernel", "k_heads", "v_heads", "k_dim", "v_dim"):
+            minimum = 2 if name == "kernel" else 1
+            if not minimum <= getattr(self, name) <= MAX_WIDTH:
+                raise ModelFileError(
+                    f"linear attention: {name} is {getattr(self, name)}, outside {minimum}..{MAX_WIDTH}"
+                )
+        if self.v_heads % self.k_heads:
+            raise ModelFileError(
+                f"linear attention: {self.v_heads} value heads cannot share {self.k_heads} keys evenly"
+            )
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution."""
+        return 2 * self.k_heads * self.k_dim + self.v_heads * self.v_dim
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The shape of one model and every number its forward pass needs."""
 
@@ -148,6 +178,9 @@ class ModelConfig:
     layer_d_ff: tuple[int, ...] = ()
     shared_kv_layers: int = 0  # the last ones: they read the keys and values of an earlier layer
     layer_input_dim: int = 0  # of the embeddings that each layer adds; 0: none
+    layer_kinds: tuple[str, ...] = ()  # per layer, of LAYER_KINDS; empty: all attention
+    conv_kernel: int = 0  # of short convolutions
+    linear: LinearAttentionConfig | None = None
 
     def __post_init__(self) -> None:
         for name, maximum in MAX_SHAPE.items():
@@ -162,6 +195,21 @@ class ModelConfig:
             if not (math.isfinite(value) and value > 0):
                 raise ModelFileError(f"model shape: {name} is {value}, not a positive number")
         self._check_layers()
+        if self.layer_kinds:
+            self._check_layer_kinds()
+
+    def _check_layer_kinds(self) -> None:
+        kinds = self.layer_kinds
+        if len(kinds) != self.n_layers or not set(kinds) <= set(LAYER_KINDS):
+            raise ModelFileError(f"model shape: layer_kinds must name one of {', '.join(LAYER_KINDS)} for each layer")
+        if "attention" not in kinds:
+            raise ModelFileError("model shape: no layer has attention: not supported")
+        if "short_conv" in kinds and not 2 <= self.conv_kernel <= MAX_CONV_KERNEL:
+            raise ModelFileError(f"model shape: conv_kernel is {self.conv_kernel}, outside 2..{MAX_CONV_KERNEL}")
+
+    def layer_kind(self, i: int) -> str:
+        """Return what layer `i` mixes tokens with, of LAYER_KINDS."""
+        return self.layer_kinds[i] if self.layer_kinds else "attention"
 
     def _check_layers(self) -> None:
         """Raise if the shapes of single layers do not fit."""
@@ -193,9 +241,10 @@ class ModelConfig:
         return next((i for i in reversed(range(first_shared)) if (self.windows[i] > 0) == is_local), -1)
 
     @property
-    def kv_owners(self) -> range:
+    def kv_owners(self) -> tuple[int, ...]:
         """The layers with keys and values of their own."""
-        return range(self.n_layers - self.shared_kv_layers)
+        layers = range(self.n_layers - self.shared_kv_layers)
+        return tuple(i for i in layers if self.layer_kind(i) == "attention")
 
     def d_ff_of(self, layer: int) -> int:
         """Return the width of a layer's MLP."""
@@ -207,6 +256,26 @@ class ModelConfig:
         shapes = [self.kv_shape(i) for i in self.kv_owners]
         heads = [(heads, -(-dim // head_step) * head_step) for heads, dim in shapes]
         return 2 * tokens * sum(heads * (dim * KV_VALUE_BYTES[kv_type] + scale) for heads, dim in heads)
+
+    def state_shapes(self, i: int) -> tuple[tuple[int, int], tuple[int, int, int] | None] | None:
+        """Return the shapes of layer i's state of a sequence, float32; None: it has keys and values.
+
+        The last inputs of its convolution (kernel - 1, channels), and the matrices (v_heads, k_dim, v_dim) of linear
+        attention.
+        """
+        kind, linear = self.layer_kind(i), self.linear
+        if kind == "short_conv":
+            return (self.conv_kernel - 1, self.d_model), None
+        if kind == "gated_delta":
+            assert linear is not None
+            return (linear.kernel - 1, linear.channels), (linear.v_heads, linear.k_dim, linear.v_dim)
+        return None
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one state of a sequence in all layers; 0: the model has none."""
+        shapes = [shape for i in range(self.n_layers) for shape in self.state_shapes(i) or () if shape is not None]
+        return 4 * sum(math.prod(shape) for shape in shapes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,6 +86,7 @@ SHAPES: dict[str, Callable[..., Sequence[Shape]]] = {
     "split_heads": _split_shapes,
     "rope_store": lambda q, k, v, positions, table, kv, slot_mapping: [q.shape],
     "attention": lambda q, kv, batch, params: [(q.shape[0], q.shape[1] * q.shape[2])],
+    "causal_conv": lambda x, weight, state, batch, activation, gated: [(x.shape[0], weight.shape[0])],
     "gated": lambda gate_up, activation: [(*gate_up.shape[:-1], gate_up.shape[-1] // 2)],
     "route": lambda logits, params, bias: [(logits.shape[0], params.k)] * 2,
     "grouped_linear": lambda x, w, experts, bias: [(*experts.shape, w.rows)],
@@ -128,7 +129,7 @@ def _bind(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, 
 def record(forward: Callable[[Any, Batch, Sequence[Any]], Value], n_layers: int) -> Graph:
     """Return the graph of `forward(ops, batch, kv)`; in it, `kv` is the number of a layer."""
     recorder = Recorder()
-    sizes = {"ids": TOKENS, "positions": TOKENS, "slot_mapping": TOKENS, "logits_index": LOGITS}
+    sizes = dict.fromkeys(("ids", "positions", "slot_mapping", "state_out"), TOKENS) | {"logits_index": LOGITS}
     arrays: Any = {field.name: Value((sizes.get(field.name, field.name),), field.name) for field in fields(Batch)}
     output = forward(recorder, Batch(**arrays), range(n_layers))
     return Graph(tuple(recorder.nodes), output)

@@ -22,6 +22,7 @@ from ..weights import Checkpoint, Tensor
 Array = Any  # the backend's own array: NumPy on a CPU, a torch tensor on a GPU
 PackedWeight = Any  # a weight as its backend packed it
 PackedExperts = Any  # the same weight of all experts, likewise
+LayerCache = Any  # a `KVLayer`, or the `StateLayer` of a layer that has a state instead
 Ints = NDArray[np.int64]
 KV_TYPES = KV_ON_CPU  # types of the KV cache
 NO_TOKENS: Ints = np.empty(0, np.int64)
@@ -41,6 +42,9 @@ class Batch:
     block_table: Ints  # (R, blocks) the blocks of each request, in order
     logits_index: Ints  # (N,) the tokens whose logits are computed
     pending: Array | None = None  # tokens of the step in flight, on the device
+    # Slots of states, empty for a model without: a slot is read and written in one step by the same request alone.
+    state_in: Ints = field(default_factory=lambda: NO_TOKENS)  # (R,) the state a request goes on from; -1: it begins
+    state_out: Ints = field(default_factory=lambda: NO_TOKENS)  # (T,) where the state after a token goes; -1: nowhere
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +61,22 @@ class KVLayer:
 
     def __iter__(self) -> Iterator[Array]:
         return (part for part in (self.k, self.v, self.k_scales, self.v_scales) if part is not None)
+
+
+def first_kv(layers: Sequence[LayerCache]) -> KVLayer:
+    """Return the first layer that has keys and values."""
+    return next(layer for layer in layers if isinstance(layer, KVLayer))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateLayer:
+    """The states of sequences in one layer, float32. Iterating yields the arrays that exist."""
+
+    conv: Array  # (slots, kernel - 1, channels) the last inputs of a convolution, oldest first
+    matrix: Array | None = None  # (slots, v_heads, k_dim, v_dim) of linear attention
+
+    def __iter__(self) -> Iterator[Array]:
+        return (part for part in (self.conv, self.matrix) if part is not None)
 
 
 class StackedWeight:
@@ -163,11 +183,11 @@ class FusedForward(Protocol):
     def graph_bytes(self) -> int:
         """Device memory of captured graphs."""
 
-    def __call__(self, batch: Batch, kv: Sequence[KVLayer]) -> Array: ...
+    def __call__(self, batch: Batch, kv: Sequence[LayerCache]) -> Array: ...
     def program(self, kv_type: str) -> list[Any]:
         """Return what a step runs, a `graph.ProgramLine` for each fused op."""
 
-    def run_profiled(self, batch: Batch, kv: Sequence[KVLayer], profiler: Profiler) -> Array:
+    def run_profiled(self, batch: Batch, kv: Sequence[LayerCache], profiler: Profiler) -> Array:
         """Run the same step and tell the profiler how long each of its tasks took."""
 
 
@@ -277,6 +297,10 @@ class Backend(ABC):
         self, blocks: int, block_size: int, kv_heads: int, head_dim: int, kind: str = "float32"
     ) -> KVLayer: ...
     @abstractmethod
+    def empty_state(
+        self, slots: int, conv_shape: tuple[int, int], matrix_shape: tuple[int, int, int] | None = None
+    ) -> StateLayer: ...
+    @abstractmethod
     def embed(self, table: PackedWeight, ids: Ints, scale: float = 1.0) -> Array: ...
     @abstractmethod
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array: ...
@@ -299,6 +323,10 @@ class Backend(ABC):
     ) -> Array: ...
     @abstractmethod
     def attention(self, q: Array, kv: KVLayer, batch: Batch, params: AttentionParams) -> Array: ...
+    @abstractmethod
+    def causal_conv(
+        self, x: Array, weight: Array, state: StateLayer, batch: Batch, activation: str = "", gated: bool = False
+    ) -> Array: ...
     @abstractmethod
     def gated(self, gate_up: Array, activation: str) -> Array: ...
     @abstractmethod
@@ -383,7 +411,7 @@ class Backend(ABC):
         """Prepare for compiling many kernels at once, while other parts of a model are loaded."""
 
     def warm_up(
-        self, forward: Forward, fused: FusedForward | None, kv: Sequence[KVLayer], limits: StepLimits,
+        self, forward: Forward, fused: FusedForward | None, kv: Sequence[LayerCache], limits: StepLimits,
         progress: Progress,
     ) -> WarmUp:  # fmt: skip
         """Do all one-time work of steps within the limits, so that none is left for a request. Nothing is in `kv`."""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..weights import Tensor
-from .ops import AttentionParams, Backend, Batch, Ints, KVLayer, RopeTable, RouteParams, SampleRow
+from .ops import AttentionParams, Backend, Batch, Ints, KVLayer, RopeTable, RouteParams, SampleRow, StateLayer
 from .reference_sampling import logprobs, sample_row
 
 Floats = NDArray[np.float32]
@@ -71,6 +71,14 @@ def empty_kv(blocks: int, block_size: int, kv_heads: int, head_dim: int, kind: s
     shape = (blocks, block_size, kv_heads, head_dim)
     k, v = np.zeros(shape, kind), np.zeros(shape, kind)
     return KVLayer(k, v, *(np.zeros(shape[:3], np.float32) for _ in range(2))) if kind == "int8" else KVLayer(k, v)
+
+
+def empty_state(
+    slots: int, conv_shape: tuple[int, int], matrix_shape: tuple[int, int, int] | None = None
+) -> StateLayer:
+    """Allocate the states of one layer, all zero."""
+    shapes = (conv_shape,) if matrix_shape is None else (conv_shape, matrix_shape)
+    return StateLayer(*(np.zeros((slots, *shape), np.float32) for shape in shapes))
 
 
 def embed(table: Matrix, ids: Ints, scale: float = 1.0) -> Floats:
@@ -204,6 +212,33 @@ def gather(cache: Floats, blocks: Ints, length: int, scales: Floats | None = Non
     return rows.transpose(1, 0, 2)
 
 
+def causal_conv(
+    x: Floats, weight: Floats, state: StateLayer, batch: Batch, activation: str = "", gated: bool = False
+) -> Floats:
+    """Convolve each channel over its request's own tokens: (T, channels), (channels, kernel) -> (T, channels).
+
+    Token t gets act(sum over j of weight[:, j] * x[t - kernel + 1 + j]), in the order of j. Before the tokens of a step
+    come those of the state. `gated`: x is (T, 3 * channels), parts b, c and v: c * conv(b * v).
+    """
+    kernel, out = weight.shape[1], np.empty((len(x), len(weight)), np.float32)
+    before, after, inputs = None, None, x
+    if gated:
+        before, after, inputs = np.split(x, 3, axis=1)
+        inputs = before * inputs
+    for r, slot in enumerate(batch.state_in.tolist()):
+        span = slice(int(batch.query_start[r]), int(batch.query_start[r + 1]))
+        tail = state.conv[slot] if slot >= 0 else np.zeros((kernel - 1, len(weight)), np.float32)
+        rows, count = np.concatenate((tail, inputs[span])), span.stop - span.start
+        total = weight[:, 0] * rows[:count]
+        for j in range(1, kernel):
+            total = total + weight[:, j] * rows[j : j + count]
+        out[span] = ACTIVATIONS[activation](total) if activation else total
+        for t, written in enumerate(batch.state_out[span].tolist()):
+            if written >= 0:
+                state.conv[written] = rows[t + 1 : t + kernel]
+    return out if after is None else out * after
+
+
 def gated(gate_up: Floats, activation: str) -> Floats:
     """Return act(gate) * up, the gate being the first half of each row: (..., 2 * d_ff) -> (..., d_ff)."""
     half = gate_up.shape[-1] // 2
@@ -315,6 +350,7 @@ class ReferenceBackend(Backend):
     prepare_experts = staticmethod(prepare_experts)
     prepare_vector = staticmethod(prepare_vector)
     empty_kv = staticmethod(empty_kv)
+    empty_state = staticmethod(empty_state)
     embed = staticmethod(embed)
     rms_norm = staticmethod(rms_norm)
     add_rms_norm = staticmethod(add_rms_norm)
@@ -322,6 +358,7 @@ class ReferenceBackend(Backend):
     linear = staticmethod(linear)
     rope_store = staticmethod(rope_store)
     attention = staticmethod(attention)
+    causal_conv = staticmethod(causal_conv)
     gated = staticmethod(gated)
     route = staticmethod(route)
     grouped_linear = staticmethod(grouped_linear)

@@ -132,10 +132,12 @@ class SingleSequence:
     def batch(self, ids: list[int], start: int, *, all_logits: bool) -> Batch:
         n = len(ids)
         positions = np.arange(start, start + n, dtype=np.int64)
+        states = (_array([0 if start else -1]), _array([*[-1] * (n - 1), 0])) if self.cache.n_slots else ()
         return Batch(
             ids=_array(ids), positions=positions, slot_mapping=self.cache.slots(self.block_table, positions),
             query_start=_array([0, n]), context_len=_array([start + n]), block_table=self.block_table[None, :],
             logits_index=np.arange(n, dtype=np.int64) if all_logits else _array([n - 1]),
+            **dict(zip(("state_in", "state_out"), states, strict=False)),
         )  # fmt: skip
 
     def catch_up(self, request: Request, *, all_logits: bool = False) -> Iterator[tuple[int, Array]]:

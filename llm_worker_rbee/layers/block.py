@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..backends.ops import Array, Backend, Batch, KVLayer
+from ..backends.ops import Array, Backend, Batch, LayerCache
 from .attention import Attention
 from .moe import MoE
 from .rms_norm import RMSNorm
+from .short_conv import ShortConv
 from .swiglu import SwiGLU
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """Attention and MLP, each with a norm before, one after, or both, by family."""
+    """Attention, or what stands in its place, and MLP, each with a norm before, one after, or both, by family."""
 
     attention_norm: RMSNorm | None
-    attention: Attention
+    attention: Attention | ShortConv
     mlp_norm: RMSNorm | None
     mlp: SwiGLU | MoE
     post_attention_norm: RMSNorm | None = None
     post_mlp_norm: RMSNorm | None = None
 
     def __call__(
-        self, ops: Backend, x: Array, residual: Array | None, kv: KVLayer, batch: Batch
+        self, ops: Backend, x: Array, residual: Array | None, kv: LayerCache, batch: Batch
     ) -> tuple[Array, Array]:
         """Map (delta of the previous block, residual) to (delta of this block, residual without it)."""
         x, residual = _add_and_norm(ops, x, residual, self.attention_norm)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..backends.graph import Graph, ProgramLine, collapse_repeats, record
-from ..backends.ops import Array, Backend, Batch, FusedForward, KVLayer, PackedWeight
+from ..backends.ops import Array, Backend, Batch, FusedForward, LayerCache, PackedWeight
 from ..cache import KVCache
 from ..config import ModelConfig
 from ..layers.block import Block
@@ -36,7 +36,7 @@ class Transformer:
         """Compute the same op by op."""
         return self.compute(self.ops, batch, cache.layers)
 
-    def compute(self, ops: Backend, batch: Batch, kv: Sequence[KVLayer]) -> Array:
+    def compute(self, ops: Backend, batch: Batch, kv: Sequence[LayerCache]) -> Array:
         """Compute a step with these ops: the definition of the model."""
         x, residual = ops.embed(self.embedding, batch.ids, self.embedding_scale), None
         for i, block in enumerate(self.blocks):

@@ -17,7 +17,7 @@ from threading import Lock
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends.ops import AttentionParams, Backend, PackedWeight, RopeTable, RouteParams
+from ..backends.ops import Array, AttentionParams, Backend, PackedWeight, RopeTable, RouteParams
 from ..config import ExpertConfig, ModelConfig, RopeScaling
 from ..errors import ModelFileError, UnsupportedModelError
 from ..layers.attention import Attention
@@ -26,6 +26,7 @@ from ..layers.linear import Linear
 from ..layers.moe import GroupedLinear, MoE
 from ..layers.rms_norm import RMSNorm
 from ..layers.rope import rope_table, still_table
+from ..layers.short_conv import ShortConv
 from ..layers.swiglu import SwiGLU
 from ..weights import Checkpoint, Tensor
 from ..weights.checkpoint import release_pages
@@ -150,7 +151,7 @@ class _ModelLoader:
         pre, post = c.family.pre_norms, c.family.post_norms
         return Block(
             attention_norm=self.stream_norm(prefix + "attn_norm") if pre else None,
-            attention=self.attention(prefix, c.windows[i], rope),
+            attention=self.mixer(i, prefix, rope),
             mlp_norm=self.stream_norm(prefix + self.mlp_norm_name()) if pre else None,
             mlp=self.mlp(i, prefix),
             post_attention_norm=self.norm(prefix + "post_attention_norm.weight", c.d_model) if post else None,
@@ -159,6 +160,27 @@ class _ModelLoader:
 
     def mlp_norm_name(self) -> str:
         return self.config.family.gguf_mlp_norm if self.checkpoint.format == "gguf" else "ffn_norm"
+
+    def mixer(self, i: int, prefix: str, rope: RopeTable) -> Attention | ShortConv:
+        """Return what mixes the tokens of layer `i`."""
+        c = self.config
+        if c.layer_kind(i) == "short_conv":
+            return self.short_conv(prefix + "shortconv.")
+        return self.attention(prefix, c.windows[i], rope)
+
+    def short_conv(self, prefix: str) -> ShortConv:
+        c = self.config
+        return ShortConv(
+            input=self.linear([prefix + "in_proj"], [3 * c.d_model], c.d_model),
+            weight=self.conv_weight(prefix + "conv.weight", c.d_model, c.conv_kernel),
+            output=self.linear([prefix + "out_proj"], [c.d_model], c.d_model),
+        )
+
+    def conv_weight(self, name: str, channels: int, kernel: int) -> Array:
+        """Return the weight of a convolution of each channel for itself; transformers' has an axis between."""
+        is_hf = self.checkpoint.format == "safetensors"
+        tensor = self.matrix(name, *((channels, 1, kernel) if is_hf else (channels, kernel)))
+        return self.ops.prepare_vector(tensor.dequantize().reshape(channels, kernel))
 
     def attention(self, prefix: str, window: int, rope: RopeTable) -> Attention:
         c = self.config

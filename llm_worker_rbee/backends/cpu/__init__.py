@@ -28,6 +28,7 @@ from ..ops import (
     RopeTable,
     RouteParams,
     SampleRow,
+    StateLayer,
     TokenMask,
 )
 from . import elementwise, forward, kv_layout, precompile, sampling
@@ -40,6 +41,7 @@ from .program import Program, Step, choose_threads, prepare_step, run_step
 from .rope import angles_task, rope_store_task, temperature_of
 
 Floats = NDArray[np.float32]
+UNFUSED = ("grouped_linear", "causal_conv")  # a model with one of these runs op by op
 
 
 @lru_cache(maxsize=1024)
@@ -82,6 +84,11 @@ class CpuBackend(Backend):
 
     def empty_kv(self, blocks: int, block_size: int, kv_heads: int, head_dim: int, kind: str = "float32") -> KVLayer:
         return kv_layout.empty_layer(blocks, block_size, kv_heads, head_dim, kind)
+
+    def empty_state(
+        self, slots: int, conv_shape: tuple[int, int], matrix_shape: tuple[int, int, int] | None = None
+    ) -> StateLayer:
+        return reference.empty_state(slots, conv_shape, matrix_shape)
 
     def embed(self, table: PackedWeight, ids: Ints, scale: float = 1.0) -> Floats:
         (part,) = table.parts
@@ -165,6 +172,11 @@ class CpuBackend(Backend):
     def op_parts(self) -> CpuParts:
         return CpuParts(self.threads)
 
+    def causal_conv(
+        self, x: Floats, weight: Floats, state: StateLayer, batch: Batch, activation: str = "", gated: bool = False
+    ) -> Floats:
+        return reference.causal_conv(x, weight, state, batch, activation, gated)
+
     def gated(self, gate_up: Floats, activation: str) -> Floats:
         if activation not in elementwise.ACTIVATIONS:
             return reference.gated(gate_up, activation)
@@ -195,7 +207,7 @@ class CpuBackend(Backend):
 
     def fuse(self, record: Callable[[], Graph]) -> forward.CpuForward | None:
         graph = record()
-        if any(node.op == "grouped_linear" for node in graph.nodes):
+        if any(node.op in UNFUSED for node in graph.nodes):
             return None
         return forward.CpuForward(graph, self.threads)
 

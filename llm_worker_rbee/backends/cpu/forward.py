@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ...errors import InferenceError
 from .. import reference
 from ..graph import TOKENS, Graph, ProgramLine, Value, op_names
-from ..ops import Array, Batch, KVLayer, Profiler, TaskLabel
+from ..ops import Array, Batch, LayerCache, Profiler, TaskLabel, first_kv
 from .kv_layout import kv_type_of, layer_addresses
 from .linear import PackedWeight
 from .lowering import HostCall, Lowering, fuse
@@ -78,11 +78,11 @@ class CpuForward:
         self._kv: tuple[weakref.ref[Any], Table, int] | None = None  # the first layer's keys stand for the whole cache
         self._lock = threading.Lock()
 
-    def __call__(self, batch: Batch, kv: Sequence[KVLayer]) -> Array:
+    def __call__(self, batch: Batch, kv: Sequence[LayerCache]) -> Array:
         """Run one step: write the cache, return the logits at `batch.logits_index`: (N, vocabulary)."""
         return self._run(batch, kv)
 
-    def run_profiled(self, batch: Batch, kv: Sequence[KVLayer], profiler: Profiler) -> Array:
+    def run_profiled(self, batch: Batch, kv: Sequence[LayerCache], profiler: Profiler) -> Array:
         """Run the same step with each task timed."""
         return self._run(batch, kv, profiler)
 
@@ -109,9 +109,10 @@ class CpuForward:
             self._parts[kv_type] = made
         return self._parts[kv_type]
 
-    def _run(self, batch: Batch, kv: Sequence[KVLayer], profiler: Profiler | None = None) -> Array:
+    def _run(self, batch: Batch, kv: Sequence[LayerCache], profiler: Profiler | None = None) -> Array:
         b, tokens, n_logits = batch, len(batch.ids), len(batch.logits_index)
-        kv_type, block_size, width = kv_type_of(kv[0]), kv[0].v.shape[2], batch.block_table.shape[1]
+        first = first_kv(kv)
+        kv_type, block_size, width = kv_type_of(first), first.v.shape[2], batch.block_table.shape[1]
         parts = self._programs(kv_type)
         ids = b.ids.tolist()
         if tokens and not 0 <= min(ids) <= max(ids) < self._vocabulary:
@@ -135,11 +136,11 @@ class CpuForward:
                     profiler(labels, part.run_timed(step, threads, self._step_address))
         return self._soft_cap * np.tanh(logits / self._soft_cap) if self._soft_cap else logits
 
-    def _threads_for(self, batch: Batch, kv: Sequence[KVLayer], parts: Sequence[Part]) -> int:
+    def _threads_for(self, batch: Batch, kv: Sequence[LayerCache], parts: Sequence[Part]) -> int:
         """Return how many threads a step uses: small models are not faster with more."""
         if self.threads <= MIN_USEFUL_THREADS:
             return self.threads
-        values = kv[0].v
+        values = first_kv(kv).v
         key_bytes = 2 * len(kv) * values.shape[1] * values.shape[3] * values.itemsize  # of a token, with its value
         # each token after the first takes about a quarter of its time
         work = self._weight_bytes * (3 + len(batch.ids)) // 4 + int(batch.context_len.sum()) * key_bytes
@@ -170,10 +171,11 @@ class CpuForward:
         np.concatenate(arrays, axis=None, out=self._inputs[: sum(sizes)])
         return [self._inputs_address + self._inputs.itemsize * sum(sizes[:i]) for i in range(len(sizes))]
 
-    def _kv_address(self, kv: Sequence[KVLayer]) -> int:
-        if self._kv is None or self._kv[0]() is not kv[0].k:
+    def _kv_address(self, kv: Sequence[LayerCache]) -> int:
+        keys = first_kv(kv).k
+        if self._kv is None or self._kv[0]() is not keys:
             table = layer_addresses(kv)
-            self._kv = weakref.ref(kv[0].k), table, table.ctypes.data
+            self._kv = weakref.ref(keys), table, table.ctypes.data
         return self._kv[2]
 
     def _partials_for(self, kv_type: str, positions: int) -> int:

@@ -22,7 +22,7 @@ from ...errors import InvalidRequestError
 from ...weights import Checkpoint, Tensor
 from .. import ops, reference, select
 from ..graph import Graph
-from ..ops import Ints, KVLayer
+from ..ops import Ints, KVLayer, LayerCache, StateLayer, first_kv
 from . import decoder, device, op_parts, precompile, profile, sampling
 from .attention_prefill import (
     QUERY_TILE,
@@ -130,6 +130,13 @@ class CudaBackend(ops.Backend):
         with device.as_memory_error():
             return KVLayer(*(torch.zeros(shape, dtype=KV_DTYPES[kind], device=self.torch_device) for _ in range(2)))
 
+    def empty_state(
+        self, slots: int, conv_shape: tuple[int, int], matrix_shape: tuple[int, int, int] | None = None
+    ) -> StateLayer:
+        shapes = (conv_shape,) if matrix_shape is None else (conv_shape, matrix_shape)
+        with device.as_memory_error():
+            return StateLayer(*(torch.zeros(slots, *shape, device=self.torch_device) for shape in shapes))
+
     def _once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """Return what `make` returned for these host arrays: layers of a step share it."""
         held = self._held  # other threads have steps of their own
@@ -211,6 +218,15 @@ class CudaBackend(ops.Backend):
     def prepare_calls(self, function: Callable[[], object], count: int) -> Callable[[], object]:
         return op_parts.prepare_calls(function, count, self.torch_device)
 
+    def causal_conv(
+        self, x: torch.Tensor, weight: torch.Tensor, state: StateLayer, batch: ops.Batch, activation: str = "",
+        gated: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
+        on_host = StateLayer(state.conv.cpu().numpy())
+        made = reference.causal_conv(x.cpu().numpy(), weight.cpu().numpy(), on_host, batch, activation, gated)
+        state.conv.copy_(torch.as_tensor(on_host.conv))
+        return torch.as_tensor(made, device=self.torch_device)
+
     def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         if activation not in IS_GELU:  # no kernel has it
             computed = reference.gated(gate_up.cpu().numpy(), activation)
@@ -247,7 +263,7 @@ class CudaBackend(ops.Backend):
         return decoder.fuse(record, self.torch_device, batch_invariant=self.deterministic)
 
     def warm_up(
-        self, forward: ops.Forward, fused: ops.FusedForward | None, kv: Sequence[KVLayer], limits: ops.StepLimits,
+        self, forward: ops.Forward, fused: ops.FusedForward | None, kv: Sequence[LayerCache], limits: ops.StepLimits,
         progress: ops.Progress,
     ) -> ops.WarmUp:  # fmt: skip
         steps = fused if isinstance(fused, decoder.Decoder) else None
@@ -284,9 +300,9 @@ class CudaBackend(ops.Backend):
         return sampling.logprobs(raw_logits, chosen, k, masks)
 
 
-def _launch_unfused(forward: ops.Forward, kv: Sequence[KVLayer], limits: ops.StepLimits) -> int:
+def _launch_unfused(forward: ops.Forward, kv: Sequence[LayerCache], limits: ops.StepLimits) -> int:
     """Launch every kernel of a model that runs op by op; return the size of its vocabulary."""
-    blocks, _, block_size, _ = kv[0].k.shape
+    blocks, _, block_size, _ = first_kv(kv).k.shape
     for tokens in (1, *STEP_SIZES):
         count = min(tokens, limits.max_tokens, limits.max_context, blocks * block_size)
         positions = np.arange(count)
@@ -294,6 +310,7 @@ def _launch_unfused(forward: ops.Forward, kv: Sequence[KVLayer], limits: ops.Ste
             ids=np.zeros(count, np.int64), positions=positions, slot_mapping=positions,
             query_start=np.array([0, count]), context_len=np.array([count]),
             block_table=np.arange(-(-count // block_size))[None], logits_index=positions[-limits.max_logits :],
+            state_in=np.array([-1]), state_out=np.full(count, -1),
         )  # fmt: skip
         logits = forward(batch)
     return int(logits.shape[1])

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..graph import Graph, ProgramLine
-from ..ops import CAPTURING, Batch, Ints, KVLayer, Profiler, Progress, RopeTable, StepLimits
+from ..ops import CAPTURING, Batch, Ints, LayerCache, Profiler, Progress, RopeTable, StepLimits, first_kv
 from . import profile
 from .attention_prefill import QUERY_TILE, SMALL_QUERY_TILE
 from .cuda_graphs import CudaGraphs
@@ -62,7 +62,7 @@ class Decoder:
         self._graph_cache: weakref.ref[Any] | None = None  # the first tensor of the KV cache that graphs write to
         self._max_gemv = max_gemv_tokens(ops, batch_invariant=batch_invariant)
 
-    def __call__(self, batch: Batch, kv: Sequence[KVLayer]) -> torch.Tensor:
+    def __call__(self, batch: Batch, kv: Sequence[LayerCache]) -> torch.Tensor:
         """Run one step: write the cache and return the logits at `batch.logits_index`, float32 on the device, valid
         until the next step."""
         activate(self.device)
@@ -76,7 +76,7 @@ class Decoder:
     def graph_bytes(self) -> int:
         return self.graphs.nbytes
 
-    def run_profiled(self, batch: Batch, kv: Sequence[KVLayer], profiler: Profiler) -> torch.Tensor:
+    def run_profiled(self, batch: Batch, kv: Sequence[LayerCache], profiler: Profiler) -> torch.Tensor:
         """Run the step launch by launch, without a graph."""
         activate(self.device)
         return profile.run(self.forward, lambda: self._step(batch, kv, captured=False), profiler)
@@ -85,7 +85,7 @@ class Decoder:
         """Return the seconds of a replay of the graph of a decode step; None if it is not captured."""
         return self.graphs.time_replay(decode_sizes(requests, is_tiled=self._batch_invariant).graph)
 
-    def _step(self, batch: Batch, kv: Sequence[KVLayer], *, captured: bool = True) -> torch.Tensor:
+    def _step(self, batch: Batch, kv: Sequence[LayerCache], *, captured: bool = True) -> torch.Tensor:
         """Run a step, through a graph (`captured`) where its sizes are common ones."""
         tokens, num_logits = len(batch.ids), len(batch.logits_index)
         is_tiled, decoding = self._batch_invariant, 0
@@ -99,7 +99,7 @@ class Decoder:
         self._reserve(sizes.tokens, int(batch.context_len.max()), kv)
         return self._run(batch, sizes, decoding, kv)[:num_logits]
 
-    def _run(self, batch: Batch, sizes: StepSizes, decoding: int, kv: Sequence[KVLayer]) -> torch.Tensor:
+    def _run(self, batch: Batch, sizes: StepSizes, decoding: int, kv: Sequence[LayerCache]) -> torch.Tensor:
         step = self._stage(batch, sizes, decoding, kv)
         if sizes.is_captured:
             logits = self.graphs.run(sizes.graph, lambda: self._launch(step, sizes))
@@ -114,7 +114,7 @@ class Decoder:
         self.forward.run_layers(step)
         return None
 
-    def _stage(self, batch: Batch, sizes: StepSizes, decoding: int, kv: Sequence[KVLayer]) -> StepInputs:
+    def _stage(self, batch: Batch, sizes: StepSizes, decoding: int, kv: Sequence[LayerCache]) -> StepInputs:
         """Copy the arrays of a step to the device, of a graph to the addresses that it holds."""
         arrays = step_arrays(batch, sizes, decoding, self._tile_queries)
         if sizes.is_captured and self.staging.reserve_static(total_size(arrays)):
@@ -123,7 +123,7 @@ class Decoder:
         takes_gemv = sizes.num_logits is None and 0 < sizes.decoding <= self._max_gemv
         return StepInputs(sizes.tokens, sizes.decoding, takes_gemv, self._tile_queries, inputs, kv, self._ropes)
 
-    def _reserve(self, tokens: int, max_context: int, kv: Sequence[KVLayer]) -> None:
+    def _reserve(self, tokens: int, max_context: int, kv: Sequence[LayerCache]) -> None:
         """Make room for a step; drop graphs if something that they read has moved."""
         has_moved = self.forward.reserve(max(tokens, STEP_SIZES[-1]))
         if max_context > self._num_positions:
@@ -132,11 +132,12 @@ class Decoder:
             positions = torch.arange(self._num_positions, device=self.device)
             self._ropes = {key: rope_tables(table, positions) for key, table in tables.items()}
             has_moved = True
-        if has_moved or self._graph_cache is None or self._graph_cache() is not kv[0].k:
-            self._graph_cache = weakref.ref(kv[0].k)
+        keys = first_kv(kv).k
+        if has_moved or self._graph_cache is None or self._graph_cache() is not keys:
+            self._graph_cache = weakref.ref(keys)
             self.graphs.clear()
 
-    def launch_all(self, kv: Sequence[KVLayer], limits: StepLimits, *, every_size: bool = False) -> int:
+    def launch_all(self, kv: Sequence[LayerCache], limits: StepLimits, *, every_size: bool = False) -> int:
         """Launch every kernel of steps within the limits; all tokens are padding. Return the size of the vocabulary.
 
         `every_size`: also uncaptured steps whose kernels of Triton are those of others: cuBLAS may have its own."""
@@ -153,7 +154,7 @@ class Decoder:
         self._stage(replace(NO_BATCH, pending=pending), sizes[0], 0, kv)
         return self.forward.head.head.rows
 
-    def capture_all(self, kv: Sequence[KVLayer], limits: StepLimits, progress: Progress) -> None:
+    def capture_all(self, kv: Sequence[LayerCache], limits: StepLimits, progress: Progress) -> None:
         """Capture every graph of steps within the limits; their kernels have been launched."""
         activate(self.device)
         sizes = [size for size in self._reserve_all(kv, limits) if size.is_captured]
@@ -163,10 +164,10 @@ class Decoder:
                 self.graphs.capture(size.graph, partial(self._launch, self._stage(NO_BATCH, size, 0, kv), size))
         progress(CAPTURING, len(sizes), len(sizes))
 
-    def _reserve_all(self, kv: Sequence[KVLayer], limits: StepLimits) -> list[StepSizes]:
+    def _reserve_all(self, kv: Sequence[LayerCache], limits: StepLimits) -> list[StepSizes]:
         """Make room for all steps within the limits; return their sizes."""
         sizes = list(all_sizes(limits, is_tiled=self._batch_invariant))
-        most, blocks = max(size.tokens for size in sizes), -(-limits.max_context // kv[0].k.shape[2])
+        most, blocks = max(size.tokens for size in sizes), -(-limits.max_context // first_kv(kv).k.shape[2])
         self._reserve(most, limits.max_context, kv)
         if self.staging.reserve_static(min(limits.max_batch * blocks, MAX_TABLE_ENTRIES) + ARRAYS_PER_TOKEN * most):
             self.graphs.clear()

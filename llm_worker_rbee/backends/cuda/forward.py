@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
-from ..ops import KVLayer
+from ..ops import LayerCache
 from .attention_decode import launch_decode_attention, split_kv_config, split_kv_scratch
 from .attention_prefill import QueryTiles, launch_prefill_attention, query_dtype
 from .device import has_pdl, is_interpreted
@@ -64,7 +64,7 @@ class StepInputs(NamedTuple):
     takes_gemv: bool
     tile_queries: int
     arrays: Mapping[str, torch.Tensor]
-    kv: Sequence[KVLayer]
+    kv: Sequence[LayerCache]
     ropes: Mapping[int, CosSin]  # by id of the RoPE table
 
 

@@ -19,6 +19,7 @@ from ...backends import resolve_kv_type
 from ...backends.ops import OPS, Array, KVLayer
 from ...backends.reference import ReferenceBackend
 from ...engine.model_runner import SingleSequence
+from ...layers.attention import Attention
 from ...models import Transformer, load_model, read_model_config
 from ...weights import Checkpoint, open_checkpoint
 from .. import statistics, synthetic
@@ -54,7 +55,9 @@ class NumpySides:
         require_plain_llama(model.config)
         c = model.config
         self.model, self.modules = model, SingleSequence(replace(model, ops=modules), capacity)
-        self.tables = rope_tables(model.blocks[0].attention.rope, 0, capacity)
+        first = model.blocks[0].attention
+        assert isinstance(first, Attention)
+        self.tables = rope_tables(first.rope, 0, capacity)
         self.buffers = [KVBuffers.zeros(capacity, c.n_kv_heads, c.head_dim) for _ in model.blocks]
 
     def compute(self, side: str, ids: list[int], start: int) -> Array:
@@ -63,7 +66,7 @@ class NumpySides:
             return fused_forward(self.model, np.array(ids), *self.tables, self.buffers, start)
         if isinstance(self.modules.model.ops, GrowingCacheBackend):
             for layer in self.modules.cache.layers:
-                layer.k, layer.v = layer.k[:start], layer.v[:start]  # type: ignore[misc]
+                layer.k, layer.v = layer.k[:start], layer.v[:start]
         batch = self.modules.batch(ids, start, all_logits=False)
         return self.modules.model.forward(batch, self.modules.cache)
 

@@ -215,7 +215,7 @@ def _first_layers(model: Transformer, config: ModelConfig, count: int) -> Transf
 def _prefill(sequence: SingleSequence, ids: list[int]) -> Floats:
     """Compute a prompt with a growing cache, which is emptied first."""
     for layer in sequence.cache.layers:
-        layer.k, layer.v = layer.k[:0], layer.v[:0]  # type: ignore[misc]
+        layer.k, layer.v = layer.k[:0], layer.v[:0]
     batch = sequence.batch(ids, 0, all_logits=False)
     return np.asarray(sequence.model.forward(batch, sequence.cache), np.float32)
 

@@ -21,6 +21,7 @@ from ...backends.ops import AttentionParams, Batch, Ints, RopeTable
 from ...backends.reference import ReferenceBackend
 from ...config import ModelConfig
 from ...errors import UnsupportedModelError
+from ...layers.attention import Attention
 from ...layers.block import Block
 from ...layers.rms_norm import RMSNorm
 from ...models import Transformer
@@ -137,6 +138,7 @@ def normalize(x: Floats, norm: RMSNorm | None) -> Floats:
 
 def run_block(b: Block, stream: Floats, cos: Floats, sin: Floats, kv: KVBuffers, start: int) -> tuple[Floats, Floats]:
     """Run one block over the tokens from `start` on: (what it adds last, the residual stream before that addition)."""
+    assert isinstance(b.attention, Attention)
     a, tokens, half = b.attention, stream.shape[0], cos.shape[-1]
     end, rotated, group = start + tokens, a.n_heads + a.n_kv_heads, a.n_heads // a.n_kv_heads
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...backends import reference
-from ...backends.ops import Array, Backend, Batch, FusedForward, KVLayer, TaskLabel
+from ...backends.ops import Array, Backend, Batch, FusedForward, LayerCache, TaskLabel
 from ...engine.engine import Engine
 from ...models import Transformer
 from .counting import linear_components
@@ -151,7 +151,7 @@ class TimedForward:
     def __init__(self, fused: FusedForward, timer: Timer) -> None:
         self._fused, self._timer = fused, timer
 
-    def __call__(self, batch: Batch, kv: Sequence[KVLayer]) -> Array:
+    def __call__(self, batch: Batch, kv: Sequence[LayerCache]) -> Array:
         return self._fused.run_profiled(batch, kv, self._timer.add_tasks)
 
 
