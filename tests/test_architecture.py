@@ -69,7 +69,7 @@ LINES = {
     "backends/cpu": 8_100,
     "backends/cpu/matmul": 980,
     "backends/cuda": 8_300,
-    "bench": 12_120,
+    "bench": 12_420,
     "cache": 180,
     "cli": 3_500,
     "cli/bench": 1_560,

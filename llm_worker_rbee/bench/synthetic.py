@@ -1,10 +1,10 @@
 """Models of a real shape and a real mix of quantization types with random weights: for speed only.
 
-`parse("llama2-7b:Q4_K_M:4")` names one; `checkpoint` makes it in memory, `write` as a GGUF that llama.cpp reads too.
-Values have the size 1 / sqrt(columns), so that activations stay finite through all layers. `random_tensor` needs no
-encoder: it draws bytes and keeps blocks whose values are finite and of about that size; a few thousand of them,
-repeated, make a tensor of any size. The matrices of a checkpoint are views of such repeated blocks that begin with
-different ones: a model of 16 GB takes the time and memory of its largest matrix.
+`parse("llama2-7b:Q4_K_M:4")` names one of synthetic_shapes.py; `checkpoint` makes it in memory, `write` as a GGUF that
+llama.cpp reads too. Values have the size 1 / sqrt(columns), so that activations stay finite through all layers.
+`random_tensor` needs no encoder: it draws bytes and keeps blocks whose values are finite and of about that size; a few
+thousand of them, repeated, make a tensor of any size. The matrices of a checkpoint are views of such repeated blocks
+that begin with different ones: a model of 16 GB takes the time and memory of its largest matrix.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 
 from .. import machine
 from ..errors import InsufficientMemoryError, InvalidRequestError, WorkerError, human_bytes
-from ..models.families import BY_GGUF
 from ..progress import StepProgress
 from ..weights import Checkpoint, Tensor
 from ..weights.gguf_writer import Raw, Typed, write_gguf
 from ..weights.quant_mix import EMBEDDING, OUTPUT, Mix, Place, find_mix, matrix_type
 from ..weights.quants import BLOCK_TYPES, BlockType
+from .synthetic_shapes import SHAPES, Shape, architecture, architecture_keys
 
 Seed = int | tuple[int, ...]
 RESERVE_BYTES = 512 << 20  # memory or disk that stays free
@@ -35,46 +35,13 @@ DRAWN_BLOCKS = 1 << 13  # a round
 POOL_BLOCKS = 1021  # a prime number, so that the rows of a matrix differ
 MAX_ROUNDS = 64
 SPREAD = 4.0  # factor by which the size of a block's values may differ from the wanted one
-EXAMPLE = "llama2-7b:Q4_K_M or llama2-7b:Q4_K_M:4"
-
-
-class Shape(NamedTuple):
-    """The dimensions of a model."""
-
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    d_ff: int
-    vocabulary: int
-    context: int
-    rope_base: float = 10000.0
-    tied: bool = False
-    eps: float = 1e-5
-    architecture: str = "llama"
-    head_dim: int = 0  # 0: width / heads
-    window: int = 0  # of sliding-window attention; 0: none
-
-
-SHAPES: dict[str, Shape] = {
-    "llama2-7b": Shape(32, 4096, 32, 32, 11008, 32000, 4096),
-    "llama2-13b": Shape(40, 5120, 40, 40, 13824, 32000, 4096),
-    "llama3-8b": Shape(32, 4096, 32, 8, 14336, 128256, 8192, rope_base=500000.0),
-    "llama3.2-1b": Shape(16, 2048, 32, 8, 8192, 128256, 131072, rope_base=500000.0, tied=True),
-    "llama3.2-3b": Shape(28, 3072, 24, 8, 8192, 128256, 131072, rope_base=500000.0, tied=True),
-    "mistral-7b": Shape(32, 4096, 32, 8, 14336, 32000, 32768),
-    "tinyllama-1.1b": Shape(22, 2048, 32, 4, 5632, 32000, 2048),
-    "smollm2-135m": Shape(30, 576, 9, 3, 1536, 49152, 8192, rope_base=100000.0, tied=True),
-    "smollm2-1.7b": Shape(24, 2048, 32, 32, 8192, 49152, 8192, rope_base=130000.0, tied=True),
-    "qwen2.5-0.5b": Shape(24, 896, 14, 2, 4864, 151936, 32768, 1e6, tied=True, eps=1e-6, architecture="qwen2"),
-    "phi3-mini": Shape(32, 3072, 32, 32, 8192, 32064, 4096, architecture="phi3"),
-    "gemma3-4b": Shape(34, 2560, 8, 4, 10240, 262144, 131072, 1e6, True, 1e-6, "gemma3", head_dim=256, window=1024),
-}
+EXAMPLE = "llama2-7b:Q4_K_M, llama2-7b:Q4_K_M:4 or qwen3-30b-a3b:Q4_K_M:4:16"
+MAX_DIGITS = 4  # of a number of layers or experts
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A shape, a quantization mix and a number of layers."""
+    """A shape, a quantization mix and a number of layers; the shape has the experts that are made."""
 
     name: str
     shape: Shape
@@ -87,8 +54,10 @@ class Spec:
         return find_mix(self.mix_name)
 
     def __str__(self) -> str:
-        layers = "" if self.layers == self.shape.layers else f":{self.layers}"
-        return f"{self.name}:{(self.quantize or self.mix_name).upper()}{layers}"
+        whole, experts = SHAPES.get(self.name, self.shape), self.shape.experts
+        counts = f":{self.layers}:{experts}" if experts != whole.experts else f":{self.layers}"
+        suffix = "" if (self.layers, experts) == (whole.layers, whole.experts) else counts
+        return f"{self.name}:{(self.quantize or self.mix_name).upper()}{suffix}"
 
     @property
     def nbytes(self) -> int:
@@ -104,67 +73,64 @@ class Plan(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        rows = self.shape[0] if len(self.shape) > 1 else 1
-        return rows * self.kind.row_bytes(self.shape[-1])
+        return prod(self.shape[:-1]) * self.kind.row_bytes(self.shape[-1])
+
+    @property
+    def is_random(self) -> bool:
+        """Whether it is a matrix; a vector or a bias has one value throughout."""
+        return len(self.shape) > 1 and not self.name.endswith(".bias")
+
+    @property
+    def constant(self) -> float:
+        return 0.0 if self.name.endswith(".bias") else -1.0 if self.name.endswith(".ssm_a") else 1.0
 
 
 def parse(text: str) -> Spec:
-    """Parse `shape:mix` or `shape:mix:layers`."""
+    """Parse `shape:mix`, `shape:mix:layers` or `shape:mix:layers:experts`."""
     name, *rest = text.split(":")
     if name not in SHAPES:
         raise InvalidRequestError(f"unknown synthetic model {name!r}: use one of {', '.join(SHAPES)}", "synthetic")
-    if not 1 <= len(rest) <= 2:
-        raise InvalidRequestError(f"{text!r} is not of the form SHAPE:TYPES[:LAYERS], such as {EXAMPLE}", "synthetic")
+    if not 1 <= len(rest) <= 3:
+        form = "SHAPE:TYPES[:LAYERS[:EXPERTS]]"
+        raise InvalidRequestError(f"{text!r} is not of the form {form}, such as {EXAMPLE}", "synthetic")
     shape, mix = SHAPES[name], rest[0].upper()
     mix, quantize = ("BF16", "fp8") if mix == "FP8" else (mix, None)
     find_mix(mix)
-    layers = rest[1] if len(rest) == 2 else str(shape.layers)
-    if not (layers.isascii() and layers.isdigit() and len(layers) < 5 and 1 <= int(layers) <= shape.layers):
-        raise InvalidRequestError(f"{text!r}: layers must be 1 to {shape.layers}, not {layers!r}", "synthetic")
-    return Spec(name, shape, mix, int(layers), quantize)
+    layers = _count(text, "layers", rest[1], shape.layers) if len(rest) > 1 else shape.layers
+    if len(rest) > 2:
+        experts = _count(text, "experts", rest[2], shape.experts)
+        shape = shape._replace(experts=experts, used_experts=min(experts, shape.used_experts))
+    return Spec(name, shape, mix, layers, quantize)
+
+
+def _count(text: str, what: str, digits: str, maximum: int) -> int:
+    if not maximum:
+        raise InvalidRequestError(f"{text!r}: the shape has no {what}", "synthetic")
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= MAX_DIGITS and 1 <= int(digits) <= maximum):
+        raise InvalidRequestError(f"{text!r}: {what} must be 1 to {maximum}, not {digits!r}", "synthetic")
+    return int(digits)
 
 
 def plans(spec: Spec) -> Iterator[Plan]:
     """Yield every tensor of the model, in the order of the file."""
-    s, tied, nowhere = spec.shape, spec.shape.tied, Place(0, spec.layers, 1)
+    s, made = spec.shape, architecture(spec.shape)
 
-    def matrix(name: str, role: str, rows: int, columns: int, place: Place = nowhere) -> Plan:
-        kind = matrix_type(spec.mix, role, columns, place, tied=tied)
-        return Plan(f"{name}.weight", BLOCK_TYPES[kind], (rows, columns))
+    def plan(name: str, role: str, shape: tuple[int, ...], layer: int = 0) -> Plan:
+        kind = "F32"
+        if len(shape) > 1 and not name.endswith(".bias"):
+            place = Place(layer, spec.layers, s.heads // s.kv_heads, s.experts)
+            kind = matrix_type(spec.mix, role, shape[-1], place, tied=s.tied)
+        return Plan(name, BLOCK_TYPES[kind], shape)
 
-    def vector(name: str, width: int) -> Plan:
-        return Plan(name, BLOCK_TYPES["F32"], (width,))
-
-    yield matrix("token_embd", EMBEDDING, s.vocabulary, s.width)
-    yield vector("output_norm.weight", s.width)
-    if not tied:
-        yield matrix("output", OUTPUT, s.vocabulary, s.width)
-    head = s.head_dim or s.width // s.heads
-    q, kv, up = s.heads * head, s.kv_heads * head, s.d_ff
-    matrices = {
-        "attn_q": (q, s.width), "attn_k": (kv, s.width), "attn_v": (kv, s.width), "attn_output": (s.width, q),
-        "ffn_gate": (up, s.width), "ffn_up": (up, s.width), "ffn_down": (s.width, up),
-    }  # fmt: skip
-    family = BY_GGUF[s.architecture]
-    if family.fused_qkv:
-        for name in ("attn_q", "attn_k", "attn_v"):
-            del matrices[name]
-        matrices["attn_qkv"] = (q + 2 * kv, s.width)
-    if family.fused_gate_up:
-        del matrices["ffn_gate"]
-        matrices["ffn_up"] = (2 * up, s.width)
-    norms = dict.fromkeys(("attn_norm", "ffn_norm") if family.pre_norms else (), s.width)
-    norms |= dict.fromkeys(("post_attention_norm", "post_ffw_norm") if family.post_norms else (), s.width)
-    if family.qk_norm:
-        widths = (q, kv) if family.wide_qk_norm else (head, head)
-        norms |= dict(zip(("attn_q_norm", "attn_k_norm"), widths, strict=True))
+    yield plan("token_embd.weight", EMBEDDING, (s.vocabulary, s.width))
+    yield plan(f"{made.output_norm}.weight", "", (s.width,))
+    if not s.tied:
+        yield plan("output.weight", OUTPUT, (s.vocabulary, s.width))
+    for name, shape in made.more.items():
+        yield plan(name, "", shape)
     for layer in range(spec.layers):
-        prefix, place = f"blk.{layer}.", Place(layer, spec.layers, s.heads // s.kv_heads)
-        yield from (vector(f"{prefix}{norm}.weight", width) for norm, width in norms.items())
-        for role, (rows, columns) in matrices.items():
-            yield matrix(prefix + role, role, rows, columns, place)
-            if family.qkv_bias and role in ("attn_q", "attn_k", "attn_v"):
-                yield vector(f"{prefix}{role}.bias", rows)
+        for name, shape in made.layer(s, layer).items():
+            yield plan(f"blk.{layer}.{name}", name.removesuffix(".weight"), shape, layer)
 
 
 def checkpoint(spec: Spec, seed: int = 0, progress: StepProgress | None = None) -> Checkpoint:
@@ -174,10 +140,10 @@ def checkpoint(spec: Spec, seed: int = 0, progress: StepProgress | None = None) 
     done, total = 0, spec.nbytes
     shared = _repeat_blocks(spec)
     for number, plan in enumerate(plans(spec)):
-        if len(plan.shape) == 1:  # the zeros of a bias, or the ones of a norm
-            data = np.full(plan.shape, 0.0 if plan.name.endswith(".bias") else 1.0, np.float32).view(np.uint8)
+        if not plan.is_random:
+            data = np.full(plan.shape, plan.constant, np.float32).reshape(-1).view(np.uint8)
         else:
-            key = plan.kind, plan.shape[1]
+            key = plan.kind, plan.shape[-1]
             start = _first_block(_pool_of(*key), (seed, number)) * plan.kind.block_bytes
             data = shared[key][start : start + plan.nbytes]
         tensors[plan.name] = Tensor(plan.name, plan.kind, plan.shape, data)
@@ -191,8 +157,8 @@ def _repeat_blocks(spec: Spec) -> dict[tuple[BlockType, int], NDArray[np.uint8]]
     """Return the pool of each type and width, repeated for the largest matrix, whichever block it begins with."""
     largest: dict[tuple[BlockType, int], int] = {}  # bytes
     for plan in plans(spec):
-        if len(plan.shape) == 2:
-            key = plan.kind, plan.shape[1]
+        if plan.is_random:
+            key = plan.kind, plan.shape[-1]
             largest[key] = max(plan.nbytes, largest.get(key, 0))
     repeated = {key: np.resize(pool := _pool_of(*key), pool.size + nbytes) for key, nbytes in largest.items()}
     for blocks in repeated.values():
@@ -221,19 +187,11 @@ def write(spec: Spec, path: Path, seed: int = 0, progress: StepProgress | None =
 def metadata(spec: Spec) -> dict[str, Any]:
     """Return the GGUF metadata of the shape."""
     s = spec.shape
-    head = s.head_dim or s.width // s.heads
     general = {
         "architecture": s.architecture, "name": f"synthetic {spec}", "file_type": spec.mix.file_type,
         "quantization_version": 2,
     }  # fmt: skip
-    keys = {
-        "context_length": s.context, "embedding_length": s.width, "block_count": spec.layers,
-        "feed_forward_length": s.d_ff, "attention.head_count": s.heads, "attention.head_count_kv": s.kv_heads,
-        "attention.layer_norm_rms_epsilon": s.eps, "rope.dimension_count": head, "rope.freq_base": s.rope_base,
-        "vocab_size": s.vocabulary,
-        **({"attention.key_length": head, "attention.value_length": head} if s.head_dim else {}),
-        **({"attention.sliding_window": s.window} if s.window else {}),
-    }  # fmt: skip
+    keys = architecture_keys(s, spec.layers)
     sections = (("general", general), (s.architecture, keys))
     return {f"{section}.{key}": value for section, pairs in sections for key, value in pairs.items()}
 
@@ -259,7 +217,7 @@ def require_memory(spec: Spec) -> None:
     if left and needed + RESERVE_BYTES > min(left):
         raise InsufficientMemoryError(
             f"{spec} takes {human_bytes(needed)} of memory and {human_bytes(max(0, min(left)))} are free: "
-            f"use fewer layers ({spec.name}:{spec.mix_name}:N)"
+            f"use fewer layers ({spec.name}:{spec.mix_name}:N)" + (" or experts (:N:M)" if spec.shape.experts else "")
         )
 
 

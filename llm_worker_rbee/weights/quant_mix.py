@@ -1,31 +1,37 @@
 """Quantization mixes (Q4_K_M, Q3_K_L, ...): the block type of each tensor, as a table of rules. No quantizing here.
 
-The rules are those of llama.cpp's llama-quant.cpp (2026-08) without an importance matrix, for dense models of fewer
-than 80 layers; checked against files that its quantizer wrote.
+The rules are those of llama.cpp's llama-quant.cpp (2026-08) without an importance matrix, for models of fewer than 80
+layers; checked against files that its quantizer wrote. Routers and the weights of convolutions stay float32.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..errors import InvalidRequestError
 from .checkpoint import Checkpoint
 from .quants import BLOCK_TYPES
 
 OUTPUT, EMBEDDING = "output", "token_embd"
-FUSED_ROLES = {"attn_qkv": "attn_v"}  # a fused matrix gets the type of its most sensitive part
+# A fused matrix gets the type of its most sensitive part, experts that of a dense MLP.
+SAME_ROLES = {"attn_qkv": "attn_v", "ffn_down_exps": "ffn_down", "ffn_down_shexp": "ffn_down"}
+FLOAT_ROLES = ("ffn_gate_inp", "ssm_conv1d", "shortconv.conv")  # never quantized
+EXPERT_ROLES = ("ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps", "ffn_down_exps")
+FLOAT_TYPES = ("F32", "F16", "BF16")
 MIN_GROUPED_HEADS = 4  # query heads per KV head from which on `attn_v` is small enough for more bits
+EIGHT_EXPERTS = 8  # as Mixtral has them: its attention is small beside them and gets more bits
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What the rules depend on: the layer, the number of layers, query heads per KV head."""
+    """What the rules depend on: the layer, the number of layers, query heads per KV head, experts."""
 
     layer: int
     n_layers: int
     heads_per_kv: int
+    experts: int = 0
 
 
 Condition = Callable[[Place], bool]
@@ -38,6 +44,10 @@ def _always(place: Place) -> bool:
 
 def _has_grouped_heads(place: Place) -> bool:
     return place.heads_per_kv >= MIN_GROUPED_HEADS
+
+
+def _has_eight_experts(place: Place) -> bool:
+    return place.experts == EIGHT_EXPERTS
 
 
 def _first_layers(layers: int) -> Condition:
@@ -66,8 +76,7 @@ class Mix:
 
 _IQ4: dict[str, Rules] = {"attn_v": ((_has_grouped_heads, "Q5_K"),), "ffn_down": ((_first_fraction(8), "Q5_K"),)}
 _MEDIUM: dict[str, Rules] = {"attn_v": ((_use_more_bits, "Q6_K"),), "ffn_down": ((_use_more_bits, "Q6_K"),)}
-
-MIXES: dict[str, Mix] = {
+_BASIC: dict[str, Mix] = {
     "F32": Mix("F32", 0),
     "F16": Mix("F16", 1),
     "BF16": Mix("BF16", 32),
@@ -96,6 +105,22 @@ MIXES: dict[str, Mix] = {
     "IQ4_NL": Mix("IQ4_NL", 25, _IQ4),
     "IQ4_XS": Mix("IQ4_XS", 30, _IQ4),
 }  # fmt: skip
+# Of these mixes, the output projection of attention gets more bits beside eight experts, too.
+_EIGHT_EXPERTS_OUTPUT = ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S", "Q4_K_M", "IQ4_NL", "IQ4_XS")
+
+
+def _with_rules_of_experts(name: str, mix: Mix) -> Mix:
+    if mix.base in FLOAT_TYPES:
+        return mix
+    more = dict.fromkeys(("attn_v", "attn_k"), "Q8_0")
+    more |= {"attn_output": "Q5_K"} if name in _EIGHT_EXPERTS_OUTPUT else {}
+    first = {role: ((_has_eight_experts, kind), *mix.rules.get(role, ())) for role, kind in more.items()}
+    return replace(mix, rules={**mix.rules, **first})
+
+
+# MXFP4_MOE is how gpt-oss is distributed.
+MIXES = {name: _with_rules_of_experts(name, mix) for name, mix in _BASIC.items()}
+MIXES["MXFP4_MOE"] = Mix("Q8_0", 38, dict.fromkeys(EXPERT_ROLES, ((_always, "MXFP4"),)))
 # Replacement for a type whose block does not divide the row.
 FALLBACKS = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
 
@@ -109,10 +134,12 @@ def find_mix(name: str) -> Mix:
 
 def matrix_type(mix: Mix, role: str, columns: int, place: Place, *, tied: bool) -> str:
     """Return the block type of a matrix by its role (`attn_v`, `ffn_down`, `output`, `token_embd`, ...)."""
-    if mix.base in ("F32", "F16", "BF16"):
+    if role in FLOAT_ROLES:
+        return "F32"
+    if mix.base in FLOAT_TYPES:
         return mix.base
-    role = FUSED_ROLES.get(role, role)
-    chosen = next((kind for where, kind in mix.rules.get(role, ()) if where(place)), mix.base)
+    rules = mix.rules.get(role) or mix.rules.get(SAME_ROLES.get(role, role), ())
+    chosen = next((kind for where, kind in rules if where(place)), mix.base)
     if role == OUTPUT or (role == EMBEDDING and tied):
         chosen = "Q8_0" if mix.base == "Q8_0" or columns % BLOCK_TYPES[mix.base].block_size else "Q6_K"
     candidates = (chosen, FALLBACKS.get(chosen, chosen), "F16")

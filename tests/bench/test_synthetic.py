@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -30,11 +31,11 @@ from llm_worker_rbee.bench.synthetic import (
 from llm_worker_rbee.errors import InsufficientMemoryError, InvalidRequestError, WorkerError
 from llm_worker_rbee.models import load_model, read_model_config
 from llm_worker_rbee.weights import open_checkpoint
-from llm_worker_rbee.weights.quant_mix import MIXES
 from llm_worker_rbee.weights.quants import BlockType
 from tests.helpers import llama_cpp_types
 
 ROLES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+EXPERTS = {"experts": 4, "used_experts": 2, "expert_ff": 128}
 SMALL = Shape(3, 256, 8, 2, 512, 320, 64)
 
 
@@ -49,7 +50,7 @@ def spread_out(line: str, layers: int) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", llama_cpp_types.TYPES["plain"])
 @pytest.mark.parametrize("name", llama_cpp_types.SHAPES)
 def test_plans_types_equal_llama_cpp(name: str, mix: str) -> None:
     shape = llama_cpp_types.SHAPES[name]
@@ -111,9 +112,13 @@ def test_checkpoint_matrices_are_read_only_views_of_shared_blocks(mix: str) -> N
     assert sum(largest) < sum(t.nbytes for t in matrices.values()) / 3
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-def test_checkpoint_activations_stay_finite(architecture: str) -> None:
-    shape = SMALL._replace(layers=12, architecture=architecture)
+@pytest.mark.parametrize(
+    "more",
+    [{"architecture": "llama"}, {"architecture": "qwen2"}, {"architecture": "qwen3moe", **EXPERTS}],
+    ids=lambda more: more["architecture"],
+)
+def test_checkpoint_activations_stay_finite(more: dict[str, Any]) -> None:
+    shape = SMALL._replace(layers=12, **more)
     made = checkpoint(Spec("deep", shape, "Q4_K_M", 12))
     model = load_model(made, ReferenceBackend(), read_model_config(made))
     ((token,),) = EngineHarness(model, 8).prefill(0, 8, 1).answers  # refuses logits that are not finite
@@ -144,7 +149,9 @@ def test_write_is_read_by_gguf_and_by_us(tmp_path: Path, mix: str) -> None:
     [
         ("llama9:Q4_0", "unknown synthetic model 'llama9': use one of llama2-7b"),
         ("llama2-7b", "is not of the form"),
-        ("llama2-7b:Q4_0:4:4", "is not of the form"),
+        ("llama2-7b:Q4_0:4:4:4", "is not of the form"),
+        ("llama2-7b:Q4_0:4:4", "the shape has no experts"),
+        ("qwen3-30b-a3b:Q4_0:4:129", "experts must be 1 to 128, not '129'"),
         ("llama2-7b:Q9", "unknown type mix 'Q9': use one of F32"),
         ("llama2-7b:Q4_0:33", "layers must be 1 to 32, not '33'"),
         ("llama2-7b:Q4_0:0", "layers must be 1 to 32, not '0'"),
@@ -159,8 +166,11 @@ def test_parse_invalid_name_raises(text: str, message: str) -> None:
 def test_spec_names() -> None:
     assert str(parse("llama2-7b:q4_k_m:4")) == "llama2-7b:Q4_K_M:4"
     assert str(parse("llama2-7b:Q4_K_M:32")) == "llama2-7b:Q4_K_M"
+    assert str(parse("qwen3-30b-a3b:Q4_K_M:48:128")) == "qwen3-30b-a3b:Q4_K_M"
+    few = parse("qwen3-30b-a3b:Q4_K_M:4:6")
+    assert (str(few), few.shape.experts, few.shape.used_experts) == ("qwen3-30b-a3b:Q4_K_M:4:6", 6, 6)
     for name, shape in SHAPES.items():
-        assert shape.width % shape.heads == 0, name
+        assert shape.head_dim or shape.width % shape.heads == 0, name
         assert shape.heads % shape.kv_heads == 0, name
 
 
@@ -175,8 +185,11 @@ def test_shapes_have_the_published_parameter_counts() -> None:
         "llama3.2-1b": 1_235_814_400, "llama3.2-3b": 3_212_749_824, "mistral-7b": 7_241_732_096,
         "tinyllama-1.1b": 1_100_048_384, "smollm2-135m": 134_515_008, "smollm2-1.7b": 1_711_376_384,
         "qwen2.5-0.5b": 494_032_768,
-        "phi3-mini": 3_821_079_552,
-        "gemma3-4b": 3_880_099_328,  # without the vision part
+        "phi3-mini": 3_821_079_552, "qwen3-30b-a3b": 30_532_122_624, "gpt-oss-20b": 20_914_757_184,
+        "lfm2-2.6b": 2_569_272_320,
+        # without the vision part
+        "gemma3-4b": 3_880_099_328, "ministral3-8b": 8_489_553_920, "qwen3.5-9b": 8_953_803_264,
+        "gemma4-12b": 11_907_350_576,
     }  # fmt: skip
     assert {name: parse(f"{name}:F32").nbytes // 4 for name in SHAPES} == published
 

@@ -22,7 +22,7 @@ from ...engine.model_runner import SingleSequence
 from ...layers.attention import Attention
 from ...models import Transformer, load_model, read_model_config
 from ...weights import Checkpoint, open_checkpoint
-from .. import statistics, synthetic
+from .. import statistics, synthetic, synthetic_shapes
 from ..micro import consecutive_batch
 from ..roofline import library_threads
 from . import harness
@@ -225,7 +225,7 @@ def measure_model(runner: Harness) -> Measured:
 def block_spec(shape: Shape) -> synthetic.Spec:
     """Return a model of one block with random weights."""
     width, heads, head_dim, d_ff = shape
-    made = synthetic.Shape(
+    made = synthetic_shapes.Shape(
         1, width, heads, heads, d_ff, BLOCK_VOCABULARY, context=4096, tied=True, head_dim=head_dim
     )  # fmt: skip
     return synthetic.Spec("block", made, TYPES, 1)
@@ -252,7 +252,7 @@ def time_no_work(runner: Harness, target: Target, layers: int) -> dict[str, Samp
 def load_no_work_model(ops: Any, layers: int) -> Transformer:
     """Return a model of tiny matrices with one head."""
     width = NO_WORK_WIDTH
-    shape = synthetic.Shape(layers, width, 1, 1, width, width, context=64, tied=True)
+    shape = synthetic_shapes.Shape(layers, width, 1, 1, width, width, context=64, tied=True)
     checkpoint = synthetic.checkpoint(synthetic.Spec("no work", shape, TYPES, layers))
     return load_model(checkpoint, ops, read_model_config(checkpoint))
 

@@ -27,7 +27,10 @@ from ...weights.hub import locate_model
 from ..options import MODEL_HELP, option_fields, options_in
 from ..terminal import cell, columns, note, print_json, style
 
-SYNTHETIC_HELP = "Random weights of a known shape in place of a model: llama2-7b:Q4_K_M, or :4 after it for 4 layers."
+SYNTHETIC_HELP = (
+    "Random weights of a known shape in place of a model: llama2-7b:Q4_K_M, or :4 after it for 4 layers, :4:16 for 4 "
+    "layers with 16 experts."
+)
 COLOURS = {"improved": "green", "regressed": "red", "within noise": "dim"}
 
 results_panel, measuring = options_in("Results"), options_in("Measuring")
