@@ -49,7 +49,7 @@ MHA_CONFIGS = {
 }
 SMALL_GROUP_CONFIGS = {"small": SplitKVConfig(4, 1, 32, 1, 0, False), "medium": SplitKVConfig(4, 1, 0, 4, 0, False)}
 GQA_CONFIGS = {"small": SplitKVConfig(16, 1, 32, 1, 0, True), "medium": SplitKVConfig(32, 1, 0, 2, 3, True)}
-LARGE_GROUP_CONFIGS = {"small": SplitKVConfig(16, 1, 16, 1, 0, True), "medium": GQA_CONFIGS["medium"]}
+LARGE_GROUP_CONFIGS = {"small": SplitKVConfig(64, 8, 16, 1, 0, True), "medium": GQA_CONFIGS["medium"]}
 INTERPRETER_CONFIGS = {"small": SplitKVConfig(2, 1, 4, 1, 0, False), "medium": SplitKVConfig(8, 1, 2, 1, 2, True)}
 
 
@@ -201,6 +201,40 @@ def combine_head(partial, stats, first, splits, SIZE: tl.constexpr, SPLITS: tl.c
         rows = tl.load(rows, mask=mask[:, None], other=0.0, cache_modifier=".cg")
         acc += tl.sum(rows * weight[:, None], 0)
     return acc / l_i
+
+
+@triton.jit
+def combine_group(
+    partial, stats, counters, t, kv_head, splits, outputs,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, INT8: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+):  # fmt: skip
+    """Do what combine_splits does, all heads of the group at once: the loads of CHUNK splits wait together."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    SIZE: tl.constexpr = padded_dim(DIM)
+    CHUNK: tl.constexpr = 4 if SPLITS > 4 else SPLITS
+    tl.debug_barrier()
+    before = tl.atomic_add(counters + t * KV_HEADS + kv_head, 1, sem="acq_rel")
+    if before == splits - 1:
+        tl.store(counters + t * KV_HEADS + kv_head, 0)
+        r, s, i = tl.arange(0, GROUP_PAD), tl.arange(0, SPLITS), tl.arange(0, SIZE)
+        head = kv_head * GROUP + tl.minimum(r, GROUP - 1)
+        first = (t * HEADS + head) * SPLITS
+        maxima = (first[:, None] + s[None, :]) * 2
+        maxima = tl.load(stats + maxima, mask=(s < splits)[None, :], other=-1e30, cache_modifier=".cg")
+        m_i = tl.max(maxima, 1)
+        l_i = tl.zeros((GROUP_PAD,), tl.float32)
+        acc = tl.zeros((GROUP_PAD, SIZE), tl.float32)
+        for start in range(0, splits, CHUNK):
+            for n in tl.static_range(CHUNK):
+                at = first + start + n
+                mask = tl.zeros((GROUP_PAD,), tl.int32) + (start + n) < splits
+                weight = tl.exp2(tl.load(stats + at * 2, mask=mask, other=-1e30, cache_modifier=".cg") - m_i)
+                weight = tl.where(mask, weight, 0.0)
+                l_i += weight * tl.load(stats + at * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
+                rows = partial + at[:, None] * SIZE + i[None, :]
+                acc += tl.load(rows, mask=mask[:, None], other=0.0, cache_modifier=".cg") * weight[:, None]
+        store_heads(acc / l_i[:, None], t, head, r < GROUP, outputs, HEADS * DIM, DIM, INT8)
 
 
 @triton.jit
@@ -511,7 +545,9 @@ def decode_attention_gqa(
         tl.store(partial + index[:, None] * SIZE + i[None, :], acc, mask=(r < GROUP)[:, None])
         tl.store(stats + index * 2, m_i, mask=r < GROUP)
         tl.store(stats + index * 2 + 1, l_i, mask=r < GROUP)
-        combine_splits(partial, stats, counters, t, kv_head, splits, outputs, HEADS, KV_HEADS, DIM, SPLITS, INT8)
+        combine_group(
+            partial, stats, counters, t, kv_head, splits, outputs, HEADS, KV_HEADS, DIM, SPLITS, INT8, GROUP_PAD
+        )
 
 
 def split_kv_scratch(tokens: int, heads: int, dim: int, config: SplitKVConfig, device: torch.device) -> Any:

@@ -34,7 +34,7 @@ SLOTS_PER_STEP = tl.constexpr(1024)  # that a program of `group_slots` reads at 
 IS_SIGMOID = {"softmax": False, "sigmoid": True}
 # By the slots of an expert: measured on an H200 with 128 experts in Q4_K and 32 in MXFP4.
 TILES_BY_SLOTS = {
-    8: GemmTile(128, 16, 4, 3), 64: GemmTile(64, 32, 4, 3), 128: GemmTile(128, 64, 8, 3),
+    8: GemmTile(128, 16, 4, 3), 32: GemmTile(64, 32, 4, 3), 128: GemmTile(64, 128, 4, 3),
     1 << 30: GemmTile(128, 128, 8, 3),
 }  # fmt: skip
 
@@ -207,7 +207,7 @@ def expert_tile(slots: int, w: PackedExperts) -> GemmTile:
     is_small = shared_memory_bytes(device) < HOPPER_SHARED_BYTES
     few = [part for part in w.parts if is_small or part.kind in COMPACT_KINDS]  # whose largest tiles do not fit
     fitting = [gemm_tile(LARGE_TILE.tokens, part.kind, part.rows // w.count, device) for part in few]
-    return min(tile, *fitting, key=lambda one: one.rows * one.tokens)
+    return min([tile, *fitting], key=lambda one: one.rows * one.tokens)
 
 
 def grouped_gemv(

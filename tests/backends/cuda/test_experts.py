@@ -11,11 +11,15 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from llm_worker_rbee.backends.cuda import CudaBackend  # noqa: E402
-from llm_worker_rbee.backends.cuda.experts import launch_group  # noqa: E402
+from llm_worker_rbee.backends.cuda import experts as cuda_experts  # noqa: E402
+from llm_worker_rbee.backends.cuda.device import HOPPER_SHARED_BYTES  # noqa: E402
+from llm_worker_rbee.backends.cuda.experts import expert_tile, launch_group  # noqa: E402
+from llm_worker_rbee.backends.cuda.packed_weight import PackedExperts  # noqa: E402
 from llm_worker_rbee.backends.ops import RouteParams  # noqa: E402
 from llm_worker_rbee.backends.reference import ReferenceBackend  # noqa: E402
 from tests.backends.cuda.test_decoder import check_steps  # noqa: E402
 from tests.helpers import cuda_models  # noqa: E402
+from tests.helpers.random_planes import random_planes  # noqa: E402
 from tests.helpers.random_tensors import random_tensor, relative_error  # noqa: E402
 
 cuda, deterministic, reference = CudaBackend(), CudaBackend(deterministic=True), ReferenceBackend()
@@ -49,6 +53,15 @@ def test_tiles_hold_every_slot_once(slots: int, rng: np.random.Generator) -> Non
     for expert, row in zip(of_tile.tolist(), listed.tolist(), strict=True):
         assert all(experts[slot] == expert for slot in row if slot >= 0)
     assert sorted(slot for row in listed.tolist() for slot in row if slot >= 0) == list(range(slots))
+
+
+@pytest.mark.parametrize(("slots", "tokens"), [(5, 16), (100, 32), (400, 128), (4000, 128)])
+def test_tiles_of_a_gpu_follow_the_slots_of_an_expert(slots: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter has one tile; a GPU chooses among several."""
+    w = PackedExperts((random_planes("mxfp4", 4 * 64, 64, "cpu"),), 4)
+    monkeypatch.setattr(cuda_experts, "is_interpreted", lambda: False)
+    monkeypatch.setattr(cuda_experts, "shared_memory_bytes", lambda device: HOPPER_SHARED_BYTES)
+    assert expert_tile(slots, w).tokens == tokens
 
 
 @pytest.mark.parametrize(
