@@ -62,6 +62,8 @@ class Family:
     full_every: int = 0  # with a window: every n-th layer has none (0: all have it)
     unscaled_windows: bool = False  # rope scaling is of the layers without a window alone
     gguf_mlp_norm: str = "ffn_norm"  # name of the norm before the MLP in a GGUF
+    output_norm: str = "output_norm"  # name of the norm before the output head
+    short_conv: bool = False  # layers without KV heads have a short convolution instead of attention
     moe: bool = False  # files may have experts
     expert_scoring: str = "softmax"  # or "sigmoid", unless a key says
     expert_norm: bool = True  # the weights of the chosen experts sum up to 1, unless a key says
@@ -294,6 +296,7 @@ class EngineConfig:
     prefix_cache: bool = True  # computed blocks are kept for requests with the same prefix
     speculative: str = "off"  # "ngram": draft from earlier tokens of the same sequence
     draft_tokens: int = 4  # drafts of one request that a step verifies, at most
+    n_slots: int = 0  # of states, for a model that has them; 0: what max_batch requests need, and a few snapshots
     debug: bool = False  # check the scheduler's invariants after every step
 
     def __post_init__(self) -> None:
@@ -306,6 +309,8 @@ class EngineConfig:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1 or (maximum and value > maximum):
                 limit = f", at most {maximum}" if maximum else ""
                 raise InvalidRequestError(f"{name} is {value!r}: it must be a whole number, 1 or more{limit}", name)
+        if isinstance(self.n_slots, bool) or not isinstance(self.n_slots, int) or self.n_slots < 0:
+            raise InvalidRequestError(f"n_slots is {self.n_slots!r}: it must be a whole number, 0 or more", "n_slots")
         if not (isinstance(self.target_itl_ms, (int, float)) and 0 < self.target_itl_ms < math.inf):
             raise InvalidRequestError(
                 f"target_itl_ms is {self.target_itl_ms!r}: it must be a number of milliseconds above 0", "target_itl_ms"

@@ -106,10 +106,12 @@ class BlockPool:
                 self.changes[block_hash] = True
 
     def unpublish(self, blocks: Sequence[int]) -> None:
-        """Remove blocks of a failed request from the prefix cache."""
+        """Remove blocks from the prefix cache; those that no request holds are allocated next."""
         for block in blocks:
             if self._hashes[block] is not None:
                 self._evict(block)
+                if block in self._free:
+                    self._free.move_to_end(block, last=False)
 
     def _allocate(self) -> int:
         block, _ = self._free.popitem(last=False)

@@ -24,6 +24,7 @@ from .request import Request, SamplerOutput, ScheduledTokens, StepOutput
 from .sampler import sample
 from .scheduler import MIN_PREFILL_TOKENS, Scheduler
 from .speculative import Drafter, DraftModel, NgramDrafter, max_drafts
+from .state_pool import default_slots
 from .step_limits import max_scored_tokens
 from .step_time import StepSize, StepTimeModel, chunk_context, step_size
 
@@ -38,10 +39,12 @@ class Engine:
     ) -> None:
         self.model = model
         self.config = config
-        self.cache = KVCache(model.ops, model.config, config.n_blocks, config.block_size, kv_type)
-        self.scheduler = Scheduler(config)
-        self.runner = ModelRunner(model, self.cache, config.max_batch, config.max_context)
         self.drafter = drafter or (NgramDrafter(config.draft_tokens) if config.speculative == "ngram" else None)
+        drafts = 0 if self.drafter is None else config.draft_tokens
+        slots = (config.n_slots or default_slots(config.max_batch, drafts)) if model.config.state_bytes else 0
+        self.cache = KVCache(model.ops, model.config, config.n_blocks, config.block_size, kv_type, slots)
+        self.scheduler = Scheduler(config, n_slots=slots)
+        self.runner = ModelRunner(model, self.cache, config.max_batch, config.max_context)
         self.draft_control = DraftControl()
         self.step_time = StepTimeModel(model.ops.query_tile)
         self.grammar_compiler: GrammarCompiler | None = None  # where the model's tokenizer is known
@@ -127,8 +130,8 @@ class Engine:
     def reset(self) -> None:
         """Drop all requests and the prefix cache, after an interrupt while the scheduler's state was changing."""
         for request in (*self.scheduler.running, *self.scheduler.waiting):
-            request.is_finished, request.batch_slot, request.blocks = True, -1, []
-        self.scheduler = Scheduler(self.config, self.scheduler.stats)
+            request.is_finished, request.batch_slot, request.blocks, request.states = True, -1, [], {}
+        self.scheduler = Scheduler(self.config, self.scheduler.stats, self.cache.n_slots)
         self._in_flight, self.is_computing = None, False
 
     def _launch_or_run(self, scheduled: list[ScheduledTokens]) -> list[StepOutput]:
@@ -296,7 +299,8 @@ class Engine:
     def _run_drafter(self, drafter: Drafter) -> None:
         """Let a drafter set drafts. They are optional: a drafter that breaks is not used again."""
         try:
-            drafter.draft(self.scheduler.running, self.scheduler.reserve, self.runner.batch)
+            batch = partial(self.runner.batch, has_states=False)
+            drafter.draft(self.scheduler.running, self.scheduler.reserve, batch)
         except Exception as error:
             for request in self.scheduler.running:
                 request.drafts = []

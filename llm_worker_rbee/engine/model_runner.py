@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -32,8 +33,14 @@ class ModelRunner:
         """Compute a step; return the logits that it needs, one row each."""
         return forward(self.model, self.batch(scheduled), self.cache)
 
-    def batch(self, scheduled: Sequence[ScheduledTokens], pending: Array | None = None) -> Batch:
+    def batch(
+        self, scheduled: Sequence[ScheduledTokens], pending: Array | None = None, *, has_states: bool = True
+    ) -> Batch:
         """Return the arrays of a step; `pending`: the tokens of the step in flight, if it follows one."""
+        made = self._token_batch(scheduled, pending)
+        return _with_states(made, scheduled) if has_states and self.cache.n_slots else made
+
+    def _token_batch(self, scheduled: Sequence[ScheduledTokens], pending: Array | None) -> Batch:
         ids: list[int] = []
         requests, starts, stops, logits_from = zip(*scheduled, strict=True)
         for request, start, stop in zip(requests, starts, stops, strict=True):
@@ -87,6 +94,19 @@ class ModelRunner:
         request.num_blocks_in_table = last
 
 
+def _with_states(batch: Batch, scheduled: Sequence[ScheduledTokens]) -> Batch:
+    """Add the slots that a step reads states from, and writes them to."""
+    state_out: Ints = np.full(len(batch.ids), -1, np.int64)
+    state_in = [request.states[start] if start else -1 for request, start, _, _ in scheduled]
+    at = 0
+    for request, start, stop, _ in scheduled:
+        for tokens, slot in request.states.items():
+            if start < tokens <= stop:
+                state_out[at + tokens - start - 1] = slot
+        at += stop - start
+    return replace(batch, state_in=_array(state_in), state_out=state_out)
+
+
 def forward(model: Transformer, batch: Batch, cache: KVCache) -> Array:
     """Run the model; an overflow is no warning here, it becomes an error where logits are sampled."""
     with np.errstate(all="ignore"):
@@ -132,12 +152,14 @@ class SingleSequence:
     def batch(self, ids: list[int], start: int, *, all_logits: bool) -> Batch:
         n = len(ids)
         positions = np.arange(start, start + n, dtype=np.int64)
-        states = (_array([0 if start else -1]), _array([*[-1] * (n - 1), 0])) if self.cache.n_slots else ()
+        states = {"state_in": _array([0 if start else -1]), "state_out": _array([*[-1] * (n - 1), 0])}
+        if not self.cache.n_slots:
+            states = {}
         return Batch(
             ids=_array(ids), positions=positions, slot_mapping=self.cache.slots(self.block_table, positions),
             query_start=_array([0, n]), context_len=_array([start + n]), block_table=self.block_table[None, :],
             logits_index=np.arange(n, dtype=np.int64) if all_logits else _array([n - 1]),
-            **dict(zip(("state_in", "state_out"), states, strict=False)),
+            **states,
         )  # fmt: skip
 
     def catch_up(self, request: Request, *, all_logits: bool = False) -> Iterator[tuple[int, Array]]:

@@ -230,6 +230,8 @@ class Request:
     num_preemptions: int = 0
     batch_slot: int = -1  # its row of the block tables while it is running, -1 otherwise
     num_blocks_in_table: int = 0  # written to that row
+    states: dict[int, int] = field(default_factory=dict)  # tokens -> the slot of the state behind them (state_pool.py)
+    output_snapshot: bytes | None = None  # the hash of its last published state behind the prompt
     prompt_logprobs: list[TokenLogprob | None] | None = None
     sample_row: SampleRow | None = None
     history: Any = None  # the sampler's own

@@ -29,6 +29,7 @@ from .request import (
     copy_error,
     error_output,
 )
+from .state_pool import StatePool
 from .step_limits import max_scored_tokens
 
 # Tokens of prompts beside these decodes, the deepest of them behind so many computed tokens.
@@ -39,14 +40,21 @@ MIN_PREFILL_TOKENS = 16  # in a step, however slow it is and however many reques
 class Scheduler:
     """The waiting and running requests of an engine."""
 
-    def __init__(self, config: EngineConfig, stats: SchedulerStats | None = None) -> None:
+    def __init__(self, config: EngineConfig, stats: SchedulerStats | None = None, n_slots: int = 0) -> None:
+        """`n_slots`: of states, for a model that has them."""
         self.config = config
         self.pool = BlockPool(config.n_blocks, config.block_size, caching=config.prefix_cache)
         self.events: list[tuple[Request, SchedulingEvent]] | None = None  # a list where someone reads and clears it
         self.waiting: list[Request] = []  # the last one goes first
         self.running: list[Request] = []  # the first one goes first
         self.stats = stats or SchedulerStats()
-        self._free_slots = list(range(config.max_batch))
+        self.states: StatePool | None = None
+        self.max_running = config.max_batch
+        if n_slots:
+            size, caching = config.block_size, config.prefix_cache
+            self.states = StatePool(n_slots, config.max_batch, size, caching=caching)
+            self.max_running = self.states.max_running
+        self._free_slots = list(range(self.max_running))
         self._max_scored_tokens = max_scored_tokens(config.max_step_tokens)
         self._in_flight = InFlightBlocks()
         self._deadlines = Deadlines()
@@ -74,6 +82,8 @@ class Scheduler:
         self.running.remove(request)
         if not keep_cached:
             self.pool.unpublish(request.blocks)
+            if self.states is not None:
+                self.states.unpublish(request)
         self._release(request)
         return True
 
@@ -119,7 +129,7 @@ class Scheduler:
         scheduled += [self._schedule_drafts(request) for request in drafted]
         prefills = [request for request in prefills if request.batch_slot >= 0]  # not preempted in this very step
         if not (prefills or (self.waiting and self._free_slots)):
-            return scheduled
+            return self._prepare_states(scheduled)
         if isinstance(budget, int):
             left = budget - sum(one.stop - one.start for one in scheduled)
         else:
@@ -128,7 +138,20 @@ class Scheduler:
         left = max(left, min(MIN_PREFILL_TOKENS, self.config.max_step_tokens))
         order = self._prefill_order(prefills)
         chunks = split_prefill_budget(order, left, self._max_scored_tokens)
-        return scheduled + [next_chunk(request, count) for request, count in chunks]
+        return self._prepare_states(scheduled + [self._next_chunk(request, count) for request, count in chunks])
+
+    def _next_chunk(self, request: Request, count: int) -> ScheduledTokens:
+        if self.states is not None:
+            start = request.num_computed_tokens + request.num_in_flight_tokens
+            count = self.states.chunk_stop(request, start, start + count) - start
+        return next_chunk(request, count)
+
+    def _prepare_states(self, scheduled: list[ScheduledTokens]) -> list[ScheduledTokens]:
+        """Give each request the slots that the step writes its states to."""
+        if self.states is not None:
+            for one in scheduled:
+                self.states.prepare(one)
+        return scheduled
 
     def update(self, scheduled: Sequence[ScheduledTokens], sampled: SamplerOutput) -> list[StepOutput]:
         """Apply what a step computed; return its output tokens in the order of `scheduled`."""
@@ -143,6 +166,7 @@ class Scheduler:
             elif stop < len(ids):
                 request.num_computed_tokens = stop
                 self._publish(request)
+                self._commit(request)
             elif stop > len(ids) or len(ids) + 1 >= request.max_total_tokens or logprobs:
                 outputs += self._accept(request, list(islice(tokens, stop - len(ids) + 1)), logprobs.get(request))
             elif (token := next(tokens)) in request.stop_ids:
@@ -153,6 +177,7 @@ class Scheduler:
                 outputs.append(StepOutput(request, token))
                 if stop // size > request.num_hashed_blocks:
                     self._publish(request)
+                self._commit(request)
         return outputs
 
     def fail(self, scheduled: Sequence[ScheduledTokens], error: WorkerError) -> list[StepOutput]:
@@ -173,9 +198,14 @@ class Scheduler:
     def _accept(self, request: Request, tokens: list[int], logprobs: list[TokenLogprob] | None) -> list[StepOutput]:
         outputs = accept_tokens(request, tokens, logprobs, self.stats)
         self._publish(request)
+        self._commit(request)
         if outputs[-1].finish_reason is not None:
             self.remove(request)
         return outputs
+
+    def _commit(self, request: Request) -> None:
+        if self.states is not None:
+            self.states.commit(request)
 
     def _publish(self, request: Request) -> None:
         """Enter blocks that have become full into the prefix cache."""
@@ -189,6 +219,8 @@ class Scheduler:
         extend_hashes(request.hashes, request.ids, full, size)
         for i in range(first, full):
             self.pool.publish(request.blocks[i], request.hashes[i])
+        if self.states is not None:
+            self.states.publish(request)
         self._in_flight.end(request.hashes[first:full], request)
 
     def _ensure_block(self, request: Request) -> bool:
@@ -218,7 +250,10 @@ class Scheduler:
     def _schedule_drafts(self, request: Request) -> ScheduledTokens:
         """Schedule the next token, and as many drafts as there are blocks for."""
         start, known = request.num_computed_tokens, len(request.ids)
-        room = self.reserve(request, known + len(request.drafts)) - known
+        wanted = len(request.drafts)
+        if self.states is not None:
+            wanted = min(wanted, self.states.draft_room(request, self.running))
+        room = self.reserve(request, known + wanted) - known
         request.drafts = request.drafts[:room]
         return ScheduledTokens(request, start, known + room, start)
 
@@ -238,7 +273,7 @@ class Scheduler:
         """Preempt from the end of the order while a more urgent request waits and has no room."""
         while self.waiting and self.running and self.waiting[-1].priority < self.running[-1].priority:
             first = self.waiting[-1]
-            shared = self.pool.match(self._cacheable_hashes(first))
+            shared = self._match(first)
             if self._prefix_in_flight(first) or (self._free_slots and self._has_room(first, shared)):
                 return
             lost = [request for request in self.running if request.priority > first.priority]
@@ -263,7 +298,7 @@ class Scheduler:
                 return
             if self._prefix_in_flight(request):
                 continue
-            shared = self.pool.match(self._cacheable_hashes(request))
+            shared = self._match(request)
             if not self._has_room(request, shared):
                 return
             del self.waiting[i]
@@ -275,6 +310,8 @@ class Scheduler:
         assert blocks is not None
         request.blocks, request.batch_slot = blocks, self._free_slots.pop()
         request.num_hashed_blocks = len(shared)
+        if self.states is not None:
+            self.states.start(request, len(shared))
         request.num_computed_tokens = request.num_shared_tokens = len(shared) * self.config.block_size
         self._in_flight.begin(self._cacheable_hashes(request)[len(shared) :], request)
         self._record(request, "admitted" if request.num_cached_tokens < 0 else "resumed")
@@ -299,6 +336,12 @@ class Scheduler:
             return []
         return request.hashes[: (len(request.ids) - 1) // self.config.block_size]
 
+    def _match(self, request: Request) -> list[int]:
+        """Return the blocks of the longest cached prefix, with states of the longest one that has a snapshot."""
+        hashes = self._cacheable_hashes(request)
+        found = self.pool.match(hashes)
+        return found if self.states is None else found[: self.states.longest_snapshot(hashes[: len(found)])]
+
     def _prefix_in_flight(self, request: Request) -> bool:
         """Return whether a request as urgent is computing the first block that is missing: it is worth waiting for."""
         if not self._in_flight:
@@ -309,6 +352,8 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         self._in_flight.end(request.hashes[request.num_hashed_blocks :], request)
         self.pool.release(request.blocks)
+        if self.states is not None:
+            self.states.release(request)
         self._free_slots.append(request.batch_slot)
         request.blocks, request.drafts, request.batch_slot = [], [], -1
         request.num_computed_tokens = request.num_hashed_blocks = request.num_blocks_in_table = 0
@@ -318,14 +363,17 @@ class Scheduler:
         running, waiting, config = self.running, self.waiting, self.config
         self.pool.check([request.blocks for request in running])
         self._in_flight.check(running)
+        if self.states is not None:
+            self.states.check(running)
         assert running == sorted(running, key=_schedule_order)
         assert waiting == sorted(waiting, key=_reverse_schedule_order)
         assert not set(running) & set(waiting)
         assert not any(request.is_finished for request in (*running, *waiting))
         slots = [*(request.batch_slot for request in running), *self._free_slots]
-        assert sorted(slots) == list(range(config.max_batch)), "a batch slot is lost or used twice"
+        assert sorted(slots) == list(range(self.max_running)), "a batch slot is lost or used twice"
         for request in waiting:
             assert (request.batch_slot, request.num_computed_tokens, request.blocks, request.drafts) == (-1, 0, [], [])
+            assert not request.states
         for request in running:
             assert request.num_computed_tokens < len(request.ids)
             assert request.num_computed_tokens <= len(request.blocks) * config.block_size

@@ -117,6 +117,12 @@ class DraftModel:
                 "they must share one tokenizer",
                 "draft_model",
             )
+        if model.config.state_bytes:
+            raise InvalidRequestError(
+                f"a draft model of the family {model.config.family.name} has states, which is not supported: "
+                "use another one, or speculative ngram",
+                "draft_model",
+            )
         self.model = model
         self.cache = KVCache(model.ops, model.config, config.n_blocks, config.block_size, kv_type)
         self._max_length, self._block_size = config.draft_tokens, config.block_size

@@ -30,6 +30,10 @@ OLMO: dict[str, Any] = {
     "pre_norms": False, "post_norms": True, "qk_norm": True, "wide_qk_norm": True, "full_every": 4,
     "unscaled_windows": True,
 }  # fmt: skip
+LFM2_DEFAULTS = {
+    "num_key_value_heads": 8, "norm_eps": 1e-5, "rope_theta": 1e6, "conv_L_cache": 3, "tie_word_embeddings": True,
+    "block_auto_adjust_ff_dim": True, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0,
+}  # fmt: skip
 GLM4_DEFAULTS = {
     "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5
 }  # fmt: skip
@@ -115,6 +119,18 @@ FAMILIES = (
             "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "n_routed_experts": 128,
             "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1, "first_k_dense_replace": 1,
             "num_nextn_predict_layers": 1,
+        },
+    ),
+    Family(
+        "lfm2", gguf=("lfm2",), hf=("lfm2",), qk_norm=True, short_conv=True, output_norm="token_embd_norm",
+        hf_defaults=LFM2_DEFAULTS,
+    ),
+    Family(
+        "lfm2moe", gguf=("lfm2moe",), hf=("lfm2_moe",), qk_norm=True, short_conv=True, output_norm="token_embd_norm",
+        moe=True, expert_scoring="sigmoid",
+        hf_defaults={
+            **LFM2_DEFAULTS, "block_auto_adjust_ff_dim": False, "num_experts": 32, "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1792, "num_dense_layers": 2,
         },
     ),
 )  # fmt: skip

@@ -81,7 +81,7 @@ class _ModelLoader:
             embedding=table,
             embedding_scale=self.embedding_scale(),
             blocks=blocks,
-            norm=self.stream_norm("output_norm", divisor=c.logit_scale),
+            norm=self.stream_norm(c.family.output_norm, divisor=c.logit_scale),
             head=self.head(table),
         )
         self.refuse_unused_tensors()
@@ -177,10 +177,8 @@ class _ModelLoader:
         )
 
     def conv_weight(self, name: str, channels: int, kernel: int) -> Array:
-        """Return the weight of a convolution of each channel for itself; transformers' has an axis between."""
-        is_hf = self.checkpoint.format == "safetensors"
-        tensor = self.matrix(name, *((channels, 1, kernel) if is_hf else (channels, kernel)))
-        return self.ops.prepare_vector(tensor.dequantize().reshape(channels, kernel))
+        """Return the weight of a convolution of each channel for itself."""
+        return self.ops.prepare_vector(self.matrix(name, channels, kernel).dequantize())
 
     def attention(self, prefix: str, window: int, rope: RopeTable) -> Attention:
         c = self.config

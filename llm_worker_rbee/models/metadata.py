@@ -8,7 +8,7 @@ overflows nor divides by zero later. No tensor is read.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config import (
@@ -37,6 +37,7 @@ SOFTMAX_OF_CHOSEN = 3
 GGUF_SCORINGS = {0: "", 1: "softmax", 2: "sigmoid", SOFTMAX_OF_CHOSEN: "softmax"}
 HF_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 LAYER_TYPES = ("full_attention", "sliding_attention")
+STATE_LAYER_TYPES = {"conv": "short_conv"}  # the others have attention
 # Sampling parameters: their names in generation_config.json, and the keys of a GGUF.
 HF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 GGUF_SAMPLING = {
@@ -146,7 +147,7 @@ def model_config_from_gguf(metadata: Mapping[str, Any], family: Family, vocab_si
         raise UnsupportedModelError(
             f"{keys.describe_key('attention.value_length')} differs from the length of keys: not supported"
         )
-    n_kv_heads = keys.integer("attention.head_count_kv", n_heads, 1, n_heads)
+    n_kv_heads, kinds = _gguf_kv_heads(keys, family, n_layers, n_heads)
     if n_heads % n_kv_heads:
         raise keys.error("attention.head_count_kv", f"is {n_kv_heads}: {n_heads} heads cannot share them evenly")
     rope_dim = keys.integer("rope.dimension_count", head_dim, 1, head_dim)
@@ -179,7 +180,21 @@ def model_config_from_gguf(metadata: Mapping[str, Any], family: Family, vocab_si
         activation=family.activation,
         experts=_gguf_experts(keys, family),
         nextn_layers=nextn,
+        layer_kinds=kinds,
+        conv_kernel=keys.integer("shortconv.l_cache", 0) if "short_conv" in kinds else 0,
     )
+
+
+def _gguf_kv_heads(keys: MetadataReader, family: Family, n_layers: int, n_heads: int) -> tuple[int, tuple[str, ...]]:
+    """Return the KV heads of a layer with attention, and the kinds of layers: a short convolution has 0 of them."""
+    key = "attention.head_count_kv"
+    counts = keys.array(key)
+    if counts is None or not family.short_conv or 0 not in counts:
+        return keys.integer(key, n_heads, 1, n_heads), ()
+    if len(counts) != n_layers:
+        raise keys.error(key, f"must have a number for each of {n_layers} layers, not {len(counts)}")
+    of_attention = replace(keys, values={**keys.values, keys.prefix + key: [n for n in counts if n != 0]})
+    return of_attention.integer(key, None, 1, n_heads), tuple("attention" if n else "short_conv" for n in counts)
 
 
 def _gguf_experts(keys: MetadataReader, family: Family) -> ExpertConfig | None:
@@ -291,6 +306,7 @@ def model_config_from_hf(config: Mapping[str, Any], family: Family, vocab_size: 
     head_dim = keys.integer("head_dim", max(d_model // n_heads, 1), 1, MAX_WIDTH)
     rope = _hf_rope(keys, "full_attention")
     rotary_fraction = rope.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0), maximum=1.0)
+    kinds = _hf_layer_kinds(keys, family, n_layers)
     return ModelConfig(
         family=family,
         n_layers=n_layers,
@@ -298,10 +314,10 @@ def model_config_from_hf(config: Mapping[str, Any], family: Family, vocab_size: 
         n_heads=n_heads,
         n_kv_heads=keys.integer("num_key_value_heads", n_heads, 1, n_heads),
         head_dim=head_dim,
-        d_ff=keys.integer("intermediate_size", minimum=1, maximum=MAX_WIDTH),
+        d_ff=_hf_d_ff(keys),
         vocab_size=vocab_size or keys.integer("vocab_size", minimum=1, maximum=MAX_VOCABULARY),
         context_length=keys.integer("max_position_embeddings", minimum=1, maximum=MAX_CONTEXT),
-        norm_eps=keys.positive("rms_norm_eps", 1e-6),
+        norm_eps=keys.positive("rms_norm_eps", keys.positive("norm_eps", 1e-6)),
         rope_dim=int(head_dim * rotary_fraction),
         rope_base=rope.positive("rope_theta", 10000.0, MIN_ROPE_BASE),
         rope_scaling=_hf_rope_scaling(rope, keys),
@@ -318,7 +334,32 @@ def model_config_from_hf(config: Mapping[str, Any], family: Family, vocab_size: 
         activation=_activation(keys, family),
         experts=_hf_experts(keys, family, n_layers),
         nextn_layers=keys.integer("num_nextn_predict_layers", 0, maximum=MAX_LAYERS) if family.moe else 0,
+        layer_kinds=kinds,
+        conv_kernel=keys.integer("conv_L_cache") if "short_conv" in kinds else 0,
     )
+
+
+def _hf_d_ff(keys: MetadataReader) -> int:
+    """Return the width of the MLP; LFM2 states that of an MLP without a gate, from which it is computed."""
+    key = "block_ff_dim" if keys.has("block_ff_dim") else "intermediate_size"
+    size = keys.integer(key, minimum=1, maximum=MAX_WIDTH)
+    if not keys.get("block_auto_adjust_ff_dim", bool, False):
+        return size
+    size = 2 * size // 3
+    if not keys.has("block_ffn_dim_multiplier"):
+        return size
+    step = keys.integer("block_multiple_of", 256, 1, MAX_WIDTH)
+    return -(-int(keys.positive("block_ffn_dim_multiplier") * size) // step) * step
+
+
+def _hf_layer_kinds(keys: MetadataReader, family: Family, n_layers: int) -> tuple[str, ...]:
+    """Return the kind of each layer; none if all have attention."""
+    types = keys.values.get("layer_types")
+    if family.short_conv and types is None and keys.has("full_attn_idxs"):
+        full = keys.get("full_attn_idxs", list)
+        types = ["full_attention" if i in full else "conv" for i in range(n_layers)]
+    found = tuple(STATE_LAYER_TYPES.get(kind, "attention") for kind in types or () if isinstance(kind, str))
+    return found if set(found) - {"attention"} else ()
 
 
 def _hf_experts(keys: MetadataReader, family: Family, n_layers: int) -> ExpertConfig | None:
@@ -335,7 +376,7 @@ def _hf_experts(keys: MetadataReader, family: Family, n_layers: int) -> ExpertCo
     if family.shared_expert_gate:
         shared = keys.integer("shared_expert_intermediate_size", 0, maximum=MAX_WIDTH)
     step, dense = keys.integer("decoder_sparse_step", 1, 1), keys.get("mlp_only_layers", list, [])
-    first = keys.integer("first_k_dense_replace", 0, maximum=MAX_LAYERS)
+    first = keys.integer("first_k_dense_replace", keys.integer("num_dense_layers", 0), maximum=MAX_LAYERS)
     return ExpertConfig(
         count=count,
         used=keys.integer("num_experts_per_tok", minimum=1, maximum=count),
@@ -376,10 +417,10 @@ def _hf_windows(keys: MetadataReader, family: Family, n_layers: int) -> tuple[in
         window = 0
     kinds = keys.values.get("layer_types")
     if kinds is not None:
-        if not isinstance(kinds, list) or len(kinds) != n_layers or any(kind not in LAYER_TYPES for kind in kinds):
+        known = (*LAYER_TYPES, *(("conv",) if family.short_conv else ()))
+        if not isinstance(kinds, list) or len(kinds) != n_layers or any(kind not in known for kind in kinds):
             raise UnsupportedModelError(
-                f"{keys.describe_key('layer_types')} must name full_attention or sliding_attention "
-                f"for each of {n_layers} layers"
+                f"{keys.describe_key('layer_types')} must name {' or '.join(known)} for each of {n_layers} layers"
             )
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
     if keys.has("max_window_layers") and window:

@@ -42,6 +42,7 @@ TOP_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
+    "model.embedding_norm.weight": "token_embd_norm.weight",
 }
 LAYER_NAMES = {
     "input_layernorm": "attn_norm",
@@ -67,6 +68,17 @@ LAYER_NAMES = {
     },
     "mlp.router": "ffn_gate_inp",
     "mlp.router.layer": "ffn_gate_inp",
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
+    "mlp.w1": "ffn_gate",
+    "mlp.w2": "ffn_down",
+    "mlp.w3": "ffn_up",
     "mlp.input_linear": "ffn_gate_up_exps",
     "mlp.output_linear": "ffn_down_exps",
 }  # fmt: skip
@@ -81,7 +93,10 @@ PLAIN_NAMES = {
     "mlp.experts.gate_up_proj": "ffn_gate_up_exps.weight",
     "mlp.experts.down_proj": "ffn_down_exps.weight",
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.expert_bias": "exp_probs_b.bias",
 }
+MLP_NAME = re.compile(r"^(block_sparse_moe|feed_forward)\.")
+CONV_NAMES = (".shortconv.conv.weight", ".ssm_conv1d.weight")  # (channels, 1, kernel) here, (channels, kernel) in GGUF
 EXPERT_ROLES = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 EXPERT_PATTERN = re.compile(r"^mlp\.experts\.([0-9]{1,6})\.(\w+)\.weight$")
 LAYER_PATTERN = re.compile(r"^model\.layers\.([0-9]{1,6})\.(.+)$")
@@ -155,6 +170,8 @@ def _rename(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         new_name = gguf_name(name, layer_names)
         if new_name in out:
             raise ModelFileError(f"tensors {name!r} and {out[new_name].name!r} both map to {new_name!r}")
+        if new_name.endswith(CONV_NAMES) and len(tensor.shape) == 3 and tensor.shape[1] == 1:
+            tensor = replace(tensor, shape=tensor.shape[::2])  # each channel for itself
         out[new_name] = tensor
     return {name: replace(tensor, name=name) for name, tensor in out.items()}
 
@@ -171,7 +188,7 @@ def gguf_name(name: str, layer_names: Mapping[str, str] = LAYER_NAMES) -> str:
     layer = LAYER_PATTERN.match(name)
     if layer is None:
         return name
-    number, rest = int(layer[1]), layer[2].replace("block_sparse_moe.", "mlp.")
+    number, rest = int(layer[1]), MLP_NAME.sub("mlp.", layer[2])
     expert, suffixed = EXPERT_PATTERN.match(rest), SUFFIX_PATTERN.match(rest)
     if rest in PLAIN_NAMES:
         return f"blk.{number}.{PLAIN_NAMES[rest]}"

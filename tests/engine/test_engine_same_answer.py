@@ -4,6 +4,7 @@ chunking, prefix hit, preemption, abort and number of threads. On a GPU this is 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from llm_worker_rbee.engine.speculative import DraftModel
 from llm_worker_rbee.models import Transformer
 from tests.conftest import DEVICE
 from tests.helpers.engine_runs import (
+    LFM2,
     Answer,
     Listener,
     Question,
@@ -29,6 +31,7 @@ from tests.helpers.engine_runs import (
 )
 
 KINDS = ("Q4_1", "Q8_0", "F32")
+STATES = "states"  # the model whose layers have states of each request beside the KV cache
 KV_TYPES = ("float32", "float16", "int8" if DEVICE == "cpu" else "float8")
 PER_SEED = 30 if DEVICE == "cpu" else 8
 LONGEST_TROUBLE = 100  # steps; a prompt that is read token by token must come to its end some time
@@ -51,6 +54,7 @@ class Workload:
 def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Workload]:
     folder = tmp_path_factory.mktemp("same")
     models = {kind: load(small_file(folder / f"{kind}.gguf", kind, seed), *KV_TYPES) for seed, kind in enumerate(KINDS)}
+    models[STATES] = load(small_file(folder / "lfm2.gguf", "Q8_0", variant=LFM2), *KV_TYPES)
     return {
         kind: Workload(model, some_questions(24, 160, (1, 90), i)) for i, (kind, model) in enumerate(models.items())
     }
@@ -73,7 +77,9 @@ def some_settings(rng: random.Random, largest: int) -> dict[str, Any]:
 
 
 def set_threads(model: Any, threads: int) -> None:
-    model.ops.threads = model.fused.threads = threads
+    model.ops.threads = threads
+    if model.fused is not None:
+        model.fused.threads = threads
 
 
 def disturb(rng: random.Random, engine: Engine, mates: list[Request]) -> None:
@@ -84,6 +90,8 @@ def disturb(rng: random.Random, engine: Engine, mates: list[Request]) -> None:
         engine.scheduler._preempt(rng.choice(engine.scheduler.running))
     if rng.random() < 0.05:
         clear_prefix_cache(engine.scheduler.pool)
+    if engine.scheduler.states is not None and rng.random() < 0.05:
+        clear_prefix_cache(engine.scheduler.states._pool)
     if rng.random() < 0.2:
         set_threads(engine.model, rng.randint(1, 2))
 
@@ -94,7 +102,10 @@ def play(
     """One schedule: some questions and some mates that will be sent away, each arriving at its own time."""
     which = rng.sample(range(len(workload.questions)), rng.randint(most // 3, most))
     chosen = [workload.questions[i] for i in which]
-    made = engine(workload.model, kv_type, **some_settings(rng, max(len(q.prompt) + q.max_tokens for q in chosen)))
+    settings = some_settings(rng, max(len(q.prompt) + q.max_tokens for q in chosen))
+    if workload.model.config.state_bytes:
+        settings["n_slots"] = rng.choice((0, 3, 8, 20, 40))
+    made = engine(workload.model, kv_type, **settings)
     if draft_model is not None and made.config.speculative == "off" and rng.random() < 0.5:
         made.drafter = DraftModel(draft_model, made.config, workload.model.config.vocab_size, kv_type)
     requests = [q.request(priority=rng.choice((0, 0, 1))) for q in chosen]
@@ -118,11 +129,21 @@ def play(
 
 @pytest.mark.parametrize("seed", range(10))
 def test_same_output_under_random_schedules_small_model(small: dict[str, Workload], seed: int) -> None:
-    rng = random.Random(seed)
+    require_same_output(small, KINDS, random.Random(seed), PER_SEED)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_same_output_under_random_schedules_with_states(small: dict[str, Workload], seed: int) -> None:
+    """States are rolled back after rejected drafts, dropped with a preemption, and found again as snapshots."""
+    require_same_output(small, (STATES,), random.Random(seed), PER_SEED // 2)
+
+
+def require_same_output(workloads: dict[str, Workload], kinds: Sequence[str], rng: random.Random, count: int) -> None:
     seen = dict.fromkeys(("preempted", "hit", "accepted", "rejected"), 0)
-    for _ in range(PER_SEED):
-        kind, kv_type = rng.choice(KINDS), rng.choice(("float32", *KV_TYPES))
-        scheduler = play(rng, small[kind], kv_type, most=12, steps=25, draft_model=small[KINDS[0]].model).scheduler
+    for _ in range(count):
+        kind, kv_type = rng.choice(kinds), rng.choice(("float32", *KV_TYPES))
+        draft_model = workloads[KINDS[0]].model
+        scheduler = play(rng, workloads[kind], kv_type, most=12, steps=25, draft_model=draft_model).scheduler
         seen["preempted"] += scheduler.stats.num_preemptions
         seen["hit"] += scheduler.stats.num_hit_tokens
         seen["accepted"] += scheduler.stats.num_accepted_tokens

@@ -34,9 +34,12 @@ Prompts = st.lists(st.sampled_from(ALPHABET[:2]), min_size=1, max_size=LONGEST -
 class SchedulerMachine(RuleBasedStateMachine):
     """A scheduler in trouble."""
 
-    @initialize(batch=st.integers(1, 4), caching=st.booleans())
-    def start(self, batch: int, caching: bool) -> None:
-        self.paper = PaperScheduler(n_blocks=BLOCKS, block_size=SIZE, max_batch=batch, prefix_cache=caching)
+    @initialize(batch=st.integers(1, 4), caching=st.booleans(), slots=st.sampled_from((0, 3, 8, 14)))
+    def start(self, batch: int, caching: bool, slots: int) -> None:
+        """With slots the model has states beside keys and values."""
+        self.paper = PaperScheduler(
+            n_blocks=BLOCKS, block_size=SIZE, max_batch=batch, prefix_cache=caching, n_slots=slots
+        )
         self.ended: set[Request] = set()  # from outside
         self.last_prompt = [0]
 
@@ -105,6 +108,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def evict(self) -> None:
         clear_prefix_cache(self.paper.scheduler.pool)
+
+    @precondition(lambda self: self.paper.scheduler.states is not None)
+    @rule()
+    def evict_states(self) -> None:
+        states = self.paper.scheduler.states
+        assert states is not None
+        clear_prefix_cache(states._pool)
 
     @invariant()
     def the_books_are_right(self) -> None:

@@ -27,6 +27,14 @@ SMALL = model_zoo.Variant(
     "llama", {"rope_parameters": model_zoo.DEFAULT_ROPE, "max_position_embeddings": 512, "head_dim": 32}
 )
 
+LFM2 = model_zoo.Variant(
+    "lfm2",
+    {
+        "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3, "block_auto_adjust_ff_dim": False,
+        "max_position_embeddings": 512, "norm_eps": 1e-5,
+    },
+)  # fmt: skip
+
 
 def load(path: Path, *kv_types: str) -> Transformer:
     """On the tests' device, compiled; what a request is answered does not depend on its company."""
@@ -37,12 +45,12 @@ def load(path: Path, *kv_types: str) -> Transformer:
     return load_model(checkpoint, ops, config)
 
 
-def small_file(path: Path, kind: str, seed: int = 0) -> Path:
-    """A random llama of three layers, two heads to a KV head; `kind` F32 or a block type."""
-    model = model_zoo.make_hf(SMALL, seed)
-    return (
-        model_zoo.save_gguf(SMALL, model, path) if kind == "F32" else model_zoo.save_quantized(SMALL, model, path, kind)
-    )
+def small_file(path: Path, kind: str, seed: int = 0, variant: model_zoo.Variant = SMALL) -> Path:
+    """A random model of three layers, two heads to a KV head; `kind` F32 or a block type."""
+    model = model_zoo.make_hf(variant, seed)
+    if kind == "F32":
+        return model_zoo.save_gguf(variant, model, path)
+    return model_zoo.save_quantized(variant, model, path, kind)
 
 
 @dataclass(frozen=True)
@@ -133,6 +141,7 @@ def require_idle(engine: Engine) -> None:
     engine.scheduler.check()
     assert not engine.has_work
     assert engine.scheduler.pool.num_free == engine.config.n_blocks
+    assert engine.scheduler.states is None or not engine.scheduler.states.num_used
 
 
 class AlternatingControl(DraftControl):

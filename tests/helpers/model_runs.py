@@ -15,8 +15,10 @@ from llm_worker_rbee.config import EngineConfig, ModelConfig, RopeScaling
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.model_runner import SingleSequence
 from llm_worker_rbee.engine.request import Request, SamplingParams
+from llm_worker_rbee.layers.attention import Attention
 from llm_worker_rbee.layers.block import Block
 from llm_worker_rbee.layers.moe import MoE
+from llm_worker_rbee.layers.short_conv import ShortConv
 from llm_worker_rbee.models import Transformer, load_model, read_model_config
 from llm_worker_rbee.weights import open_checkpoint
 
@@ -61,6 +63,22 @@ def _no_bias(block: Block) -> Block:
     return replace(block, attention=attention)
 
 
+def _no_head_norms(block: Block) -> Block:
+    attention = block.attention
+    changed = replace(attention, q_norm=None, k_norm=None) if isinstance(attention, Attention) else attention
+    return replace(block, attention=changed)
+
+
+def _no_tail(block: Block) -> Block:
+    """Let a convolution see its own token alone."""
+    mixer = block.attention
+    if not isinstance(mixer, ShortConv):
+        return block
+    weight = mixer.weight.copy()
+    weight[:, :-1] = 0
+    return replace(block, attention=replace(mixer, weight=weight))
+
+
 def _norm_each_head(block: Block) -> Block:
     q_norm, k_norm = (replace(n, weight=n.weight[0]) for n in (block.attention.q_norm, block.attention.k_norm) if n)
     return replace(block, attention=replace(block.attention, q_norm=q_norm, k_norm=k_norm))
@@ -103,7 +121,8 @@ WITHOUT_CONFIG: dict[str, Callable[[ModelConfig], ModelConfig]] = {
 }
 WITHOUT_BUILT: dict[str, Callable[[Transformer], Transformer]] = {
     "bias": _blocks(_no_bias),
-    "q/k norm": _blocks(lambda b: replace(b, attention=replace(b.attention, q_norm=None, k_norm=None))),
+    "q/k norm": _blocks(_no_head_norms),
+    "short convolution": _blocks(_no_tail),
     "wide q/k norm": _blocks(_norm_each_head),
     "post norms": _blocks(lambda b: replace(b, post_attention_norm=None, post_mlp_norm=None)),
     "shared expert": _blocks(_change_moe(shared=None, shared_gate=None)),

@@ -239,6 +239,31 @@ ZOO |= {
         ("bias", "q/k norm", "shared expert", "selection bias", "weights that sum up to 1", "scale of experts"),
     ),
 }  # fmt: skip
+ZOO |= {
+    "lfm2": Variant(
+        "lfm2",
+        {
+            "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3, "block_auto_adjust_ff_dim": True,
+            "block_multiple_of": 32, "tie_word_embeddings": True, "norm_eps": 1e-5,
+        },
+        ("q/k norm", "short convolution"),
+    ),
+    "lfm2-wide": Variant(
+        "lfm2",
+        {
+            "layer_types": ["full_attention", "conv", "conv", "full_attention"], "num_hidden_layers": 4,
+            "conv_L_cache": 4, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False, "norm_eps": 1e-5,
+        },
+    ),
+    "lfm2moe": Variant(
+        "lfm2_moe",
+        {
+            "layer_types": ["conv", "conv", "full_attention"], "num_experts": 6, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32, "num_dense_layers": 1, "norm_eps": 1e-5, "tie_word_embeddings": True,
+        },
+        ("q/k norm", "short convolution", "selection bias", "weights that sum up to 1"),
+    ),
+}  # fmt: skip
 NO_GGUF_KEY = {"qwen2-window", "gemma2-scale", "qwen2moe-dense"}  # features without a GGUF key
 
 
@@ -307,6 +332,8 @@ def gguf_tensors(variant: Variant, model: Any) -> dict[str, TensorLike]:
             parts = zip(("gate", "up"), np.split(value, 2, axis=1), strict=True)
             out |= {ours.replace("gate_up", role): np.ascontiguousarray(part) for role, part in parts}
             continue
+        if ".shortconv.conv." in ours:
+            value = value[:, 0]
         out[ours] = np.ascontiguousarray(value[0] if "gate_inp_shexp" in ours else value)
     return out | rope_tensors(c)
 
@@ -374,6 +401,12 @@ def gguf_metadata(variant: Variant, model: Any) -> dict[str, Any]:
     if getattr(c, "sliding_window", None):
         keys["attention.sliding_window"] = c.sliding_window
     keys |= expert_keys(c)
+    if "conv" in getattr(c, "layer_types", ()):
+        keys |= {
+            "attention.head_count_kv": [0 if kind == "conv" else c.num_key_value_heads for kind in c.layer_types],
+            "shortconv.l_cache": c.conv_L_cache,
+            "feed_forward_length": model.model.layers[0].feed_forward.w1.weight.shape[0],
+        }
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(c, cap, None):
             keys[cap] = float(getattr(c, cap))
@@ -398,6 +431,8 @@ def expert_keys(c: Any) -> dict[str, Any]:
             "expert_weights_scale": c.routed_scaling_factor, "expert_weights_norm": c.norm_topk_prob,
             "expert_gating_func": 2,
         }  # fmt: skip
+    if c.model_type == "lfm2_moe":
+        keys |= {"leading_dense_block_count": c.num_dense_layers, "expert_gating_func": 2}
     if size := getattr(c, "moe_intermediate_size", None):
         keys["expert_feed_forward_length"] = size
     if size := getattr(c, "shared_expert_intermediate_size", None):

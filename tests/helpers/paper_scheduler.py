@@ -55,7 +55,8 @@ class PaperScheduler:
         # max_step_tokens: the fewest tokens of prompts in a step, however small the budget
         settings = {"max_context": 10_000, "n_blocks": 64, "block_size": 4, "max_batch": 8, "max_step_tokens": 1}
         self.config = EngineConfig(**{**settings, **options})
-        self.scheduler = Scheduler(self.config)
+        self.scheduler = Scheduler(self.config, n_slots=self.config.n_slots)
+        self.states: list[tuple[int, ...]] = [()] * self.config.n_slots  # what each slot's state stands for
         self.slots: list[list[tuple[int, ...]]] = [[()] * self.config.block_size for _ in range(self.config.n_blocks)]
         self.answers: dict[Request, list[int]] = {}
         self.finished: dict[Request, str] = {}
@@ -114,6 +115,7 @@ class PaperScheduler:
         self.scheduler.check()
         assert self.scheduler.pool.num_free == self.config.n_blocks, "blocks are still owned"
         assert not self.scheduler._in_flight
+        assert self.scheduler.states is None or not self.scheduler.states.num_used, "states are still owned"
 
     def require_answers(self, *requests: Request) -> None:
         for request in requests or tuple(self.answers):
@@ -127,6 +129,8 @@ class PaperScheduler:
 
     def _compute(self, spans: Sequence[ScheduledTokens], broken: Sequence[Request]) -> SamplerOutput:
         sampled, written = SamplerOutput([]), set[tuple[int, int]]()
+        if self.scheduler.states is not None:
+            self._compute_states(spans)
         for request, start, stop, wanted_from in spans:
             said = self._said(request)
             assert start == request.num_computed_tokens + request.num_in_flight_tokens < stop <= len(said)
@@ -146,6 +150,21 @@ class PaperScheduler:
                 said = self._said(request)
                 sampled.tokens += [next_token(said[:n]) for n in range(len(known), stop + 1)]
         return sampled
+
+    def _compute_states(self, spans: Sequence[ScheduledTokens]) -> None:
+        """Go on from the state of each request, and write others, which no other request of the step uses."""
+        read = {one.request.states[one.start] for one in spans if one.start}
+        written = set[int]()
+        for request, start, stop, _ in spans:
+            said, known = self._said(request), len(self._known(request))
+            if start:
+                assert self.states[request.states[start]] == tuple(said[:start]), "a state is not of its request"
+            kept = {at: slot for at, slot in request.states.items() if start < at <= stop}
+            assert list(kept) == (list(range(start + 1, stop + 1)) if stop > known else [stop])
+            assert not (written | read) & set(kept.values()), "a state is written that another one needs"
+            written |= set(kept.values())
+            for at, slot in kept.items():
+                self.states[slot] = tuple(said[:at])
 
     def _known(self, request: Request) -> list[int]:
         """Its tokens, as the device has them."""

@@ -122,7 +122,8 @@ def test_convert_logits_equal_those_of_folder(name: str, made: Callable[[str], M
     close = converted(folder, tmp_path / "q8_0.gguf", "q8_0")
     near = model_runs.compute_logits(model_runs.load(close, variant.max_context), ids)
     assert 0 < np.sqrt(np.mean(np.square(near - expected))) < 0.06 * expected.std()
-    assert {t.kind.name for t in open_checkpoint(close).tensors.values() if len(t.shape) == 2} == {"Q8_0"}
+    matrices = [t for t in open_checkpoint(close).tensors.values() if len(t.shape) == 2 and "conv.conv" not in t.name]
+    assert {t.kind.name for t in matrices} == {"Q8_0"}
     assert {t.kind.name for t in open_checkpoint(close).tensors.values() if len(t.shape) == 1} == {"F32"}
 
 

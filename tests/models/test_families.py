@@ -103,8 +103,15 @@ def test_family_quantized_gguf_equals_transformers(
     assert model_runs.greedy(ours, ids, NEW_TOKENS) == model_zoo.hf_greedy(theirs, ids, NEW_TOKENS)
 
 
+CHUNKED = (
+    "llama", "mistral-window", "gemma2", "gemma3", "phi3-long", "ministral3", "olmo3", "lfm2", "lfm2-wide",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("chunk", [1, 5, 23])
-@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2", "gemma3", "phi3-long", "ministral3", "olmo3"])
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral-window", "gemma2", "gemma3", "phi3-long", "ministral3", "olmo3", "lfm2", "lfm2-wide"]
+)
 def test_family_chunked_prefill_equals_whole_prefill(name: str, chunk: int, made: Callable[[str], Made]) -> None:
     variant, theirs, hf, _ = made(name)
     ids = model_zoo.prompt_ids(variant)
@@ -112,7 +119,7 @@ def test_family_chunked_prefill_equals_whole_prefill(name: str, chunk: int, made
     assert np.abs(model_runs.compute_logits(ours, ids, chunk) - model_zoo.hf_logits(theirs, ids)).max() < TOLERANCE
 
 
-DENSE = ("granite", "smollm3", "ministral3", "olmo2", "olmo3", "glm4")
+DENSE = ("granite", "smollm3", "ministral3", "olmo2", "olmo3", "glm4", "lfm2")
 
 
 @pytest.mark.parametrize("name", DENSE)

@@ -37,8 +37,8 @@ TYPES: dict[str, Mix] = {
     "Q5_K": MIXES["Q5_K_S"],
     **{name: MIXES[name] for name in ("Q6_K", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M")},
 }
-BLOCK = re.compile(r"^blk\.([0-9]+)\.(\w+)\.weight$")
-EMBEDDING, LAST_TENSORS = "token_embd.weight", ("output_norm.weight", "output.weight")
+BLOCK = re.compile(r"^blk\.([0-9]+)\.((?:shortconv\.)?\w+)\.weight$")
+EMBEDDING, LAST_TENSORS = "token_embd.weight", ("output_norm.weight", "token_embd_norm.weight", "output.weight")
 FP8 = "fp8"
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 FP8_ALIGNMENT = 16  # FP8 products need rows and columns in multiples of this; other matrices keep their type

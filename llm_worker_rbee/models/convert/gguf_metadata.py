@@ -108,6 +108,9 @@ def _architecture_keys(c: ModelConfig) -> dict[str, Any]:
         "final_logit_softcapping": c.final_cap,
         "attention.temperature_scale": c.temperature_beta,
     }
+    if "short_conv" in c.layer_kinds:
+        keys["attention.head_count_kv"] = [c.n_kv_heads if kind == "attention" else 0 for kind in c.layer_kinds]
+        keys["shortconv.l_cache"] = c.conv_kernel
     if c.family.unscaled_windows and any(c.windows):
         keys["attention.sliding_window_pattern"] = [window > 0 for window in c.windows]
     if c.family.multipliers:

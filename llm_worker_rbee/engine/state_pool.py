@@ -1,0 +1,136 @@
+"""The states of sequences, for models whose layers have one beside the KV cache: who holds which slot, and snapshots.
+
+A slot holds the state after some number of tokens, in all layers. A step reads one slot of a request and writes others:
+it never changes the state that it starts from, so that it can be computed again, and a state is kept by not giving its
+slot back. A snapshot is a slot that was published under the hash of the blocks before it; what starts from there reads
+it and writes elsewhere. Slots are counted, found and evicted as KV blocks are. No arrays here.
+
+    request.states: {tokens: slot}  the state that the next step starts from, and those that steps in flight write
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import InvalidRequestError
+from .block_pool import BlockPool
+from .request import Request, ScheduledTokens
+
+# Of a running request without drafts: the state that is collected, that of the step in flight, that of the step ahead.
+SLOTS_PER_REQUEST = 3
+# A prompt's last chunk is split at its last full block only if the snapshot there saves so many blocks.
+MIN_SNAPSHOT_BLOCKS = 2
+
+
+SNAPSHOTS = 64  # slots beside those of running requests, where nothing else is said
+
+
+def default_slots(max_batch: int, draft_tokens: int = 0) -> int:
+    """Return how many slots a full batch needs, with drafts, and some for snapshots."""
+    return max_batch * (SLOTS_PER_REQUEST + draft_tokens) + SNAPSHOTS
+
+
+class StatePool:
+    """`n_slots` slots for at most `max_batch` running requests, and for snapshots of `block_size` tokens' multiples."""
+
+    def __init__(self, n_slots: int, max_batch: int, block_size: int, *, caching: bool = True) -> None:
+        if n_slots < SLOTS_PER_REQUEST:
+            raise InvalidRequestError(f"n_slots is {n_slots}: a request needs {SLOTS_PER_REQUEST} states", "n_slots")
+        self.max_running = min(max_batch, n_slots // SLOTS_PER_REQUEST)
+        self._block_size = block_size
+        self._pool = BlockPool(n_slots, block_size, caching=caching)
+
+    @property
+    def n_slots(self) -> int:
+        return self._pool.n_blocks
+
+    @property
+    def num_used(self) -> int:
+        """Slots that requests hold."""
+        return self._pool.n_blocks - self._pool.num_free
+
+    @property
+    def num_snapshots(self) -> int:
+        return len(self._pool.cached_hashes)
+
+    def longest_snapshot(self, hashes: Sequence[bytes]) -> int:
+        """Return how many of these blocks the longest prefix with a snapshot has."""
+        return next((i for i in range(len(hashes), 0, -1) if self._pool.is_cached(hashes[i - 1])), 0)
+
+    def start(self, request: Request, num_blocks: int) -> None:
+        """Let a request start from the snapshot behind its first blocks; from the zero state if there are none."""
+        if num_blocks:
+            (slot,) = self._pool.match([request.hashes[num_blocks - 1]])
+            self._pool.acquire([slot], 0)
+            request.states = {num_blocks * self._block_size: slot}
+
+    def chunk_stop(self, request: Request, start: int, stop: int) -> int:
+        """Return where a chunk of a prompt should end so that its state becomes a snapshot: with a full block."""
+        size, known = self._block_size, len(request.ids)
+        if stop < known:
+            aligned = stop // size * size
+            return aligned if aligned > start else stop
+        last = (known - 1) // size * size
+        return last if self._pool.caching and last - start >= MIN_SNAPSHOT_BLOCKS * size else stop
+
+    def draft_room(self, request: Request, running: Sequence[Request]) -> int:
+        """Return for how many drafts there are slots beside those that running requests may need."""
+        held = sum(min(len(one.states), SLOTS_PER_REQUEST) for one in running)
+        reserved = self.max_running * SLOTS_PER_REQUEST - held
+        return max(0, self._pool.num_free - reserved)
+
+    def prepare(self, scheduled: ScheduledTokens) -> None:
+        """Allocate slots for the states that a step writes: of its last token, with drafts that of each token."""
+        request, start, stop, _ = scheduled
+        known = len(request.ids) + (request.pending_row >= 0)
+        wanted = range(start + 1, stop + 1) if stop > known else range(stop, stop + 1)
+        states = request.states
+        if stale := [at for at in states if at > start and at not in wanted]:  # of drafts, or of a dropped step
+            self._pool.release([states.pop(at) for at in stale])
+        for at in wanted:
+            if at not in states:
+                slot = self._pool.allocate_one()
+                assert slot is not None, "a running request found no slot for its state"
+                states[at] = slot
+
+    def publish(self, request: Request) -> None:
+        """Enter the states behind full blocks into the prefix cache; of the output only the last one is kept."""
+        size, prompt = self._block_size, request.num_prompt_tokens
+        for at in sorted(request.states):
+            if at % size or not size <= at <= request.num_computed_tokens:
+                continue
+            block_hash = request.hashes[at // size - 1]
+            if self._pool.is_cached(block_hash):
+                continue
+            self._pool.publish(request.states[at], block_hash)
+            if at > prompt:
+                self._forget(request.output_snapshot)
+                request.output_snapshot = block_hash
+
+    def commit(self, request: Request) -> None:
+        """Give back the states before the collected one."""
+        states, computed = request.states, request.num_computed_tokens
+        if past := [at for at in states if at < computed]:
+            self._pool.release([states.pop(at) for at in past])
+
+    def release(self, request: Request) -> None:
+        """Give back all slots of a request; its snapshots stay findable."""
+        self._pool.release(list(request.states.values()))
+        request.states, request.output_snapshot = {}, None
+
+    def unpublish(self, request: Request) -> None:
+        """Remove the snapshots of a failed request's prefix."""
+        for block_hash in request.hashes:
+            self._forget(block_hash)
+
+    def _forget(self, block_hash: bytes | None) -> None:
+        if block_hash is not None:
+            self._pool.unpublish(self._pool.match([block_hash]))
+
+    def check(self, running: Sequence[Request]) -> None:
+        """Assert that the slots agree with what requests hold, for tests and debug runs."""
+        self._pool.check([list(request.states.values()) for request in running])
+        for request in running:
+            computed = request.num_computed_tokens
+            assert not computed or computed in request.states, "a request has no state to go on from"
+            assert min(request.states, default=computed) >= computed, "a request holds a state from before"
