@@ -28,6 +28,7 @@ MAX_EXPERTS = 1 << 14
 MAX_CONV_KERNEL = 64
 LAYER_KINDS = ("attention", "short_conv", "gated_delta")
 MIN_ROPE_FACTOR = 1e-6  # of rope scaling
+SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT = 1.702, 7.0  # of the activation "swiglu_oai"
 MAX_SHAPE = {
     "n_layers": MAX_LAYERS, "d_model": MAX_WIDTH, "n_heads": MAX_WIDTH, "n_kv_heads": MAX_WIDTH,
     "head_dim": MAX_WIDTH, "d_ff": MAX_WIDTH, "vocab_size": MAX_VOCABULARY, "context_length": MAX_CONTEXT,
@@ -49,6 +50,7 @@ class Family:
     hf_rope_interleaved: bool = False  # safetensors do, too
     nope_every: int = 0  # every n-th layer has no rope
     qkv_bias: bool = False  # bias tensors are expected beside q, k and v
+    output_bias: bool = False  # and beside the output projection of attention
     qk_norm: bool = False
     optional_qk_norm: bool = False  # some of its models have none
     wide_qk_norm: bool = False  # q/k norms over all heads together
@@ -68,6 +70,10 @@ class Family:
     expert_scoring: str = "softmax"  # or "sigmoid", unless a key says
     expert_norm: bool = True  # the weights of the chosen experts sum up to 1, unless a key says
     shared_expert_gate: bool = False  # the shared expert times a sigmoid of the token
+    expert_bias: bool = False  # bias tensors are expected beside the router and the experts
+    hf_transposed_experts: bool = False  # safetensors hold (columns, rows), gate and up rows in turn, or MXFP4 blocks
+    attention_sinks: bool = False  # a logit of each head joins the denominator of the softmax
+    yarn_truncate: bool = True  # YaRN's ramp is between whole pairs, unless a key says
     # defaults of keys that a GGUF lacks
     default_window: int = 0
     default_local_base: float = 0.0  # rope base of the layers with a window, where it differs

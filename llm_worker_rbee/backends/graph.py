@@ -85,7 +85,7 @@ SHAPES: dict[str, Callable[..., Sequence[Shape]]] = {
     "linear": lambda x, w, bias: [(x.shape[0], w.rows)],
     "split_heads": _split_shapes,
     "rope_store": lambda q, k, v, positions, table, kv, slot_mapping: [q.shape],
-    "attention": lambda q, kv, batch, params: [(q.shape[0], q.shape[1] * q.shape[2])],
+    "attention": lambda q, kv, batch, params, sinks: [(q.shape[0], q.shape[1] * q.shape[2])],
     "causal_conv": lambda x, weight, state, batch, activation, gated: [(x.shape[0], weight.shape[0])],
     "gated": lambda gate_up, activation: [(*gate_up.shape[:-1], gate_up.shape[-1] // 2)],
     "route": lambda logits, params, bias: [(logits.shape[0], params.k)] * 2,

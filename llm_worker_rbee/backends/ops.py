@@ -322,7 +322,9 @@ class Backend(ABC):
         self, q: Array, k: Array, v: Array, positions: Ints, table: RopeTable, kv: KVLayer, slot_mapping: Ints
     ) -> Array: ...
     @abstractmethod
-    def attention(self, q: Array, kv: KVLayer, batch: Batch, params: AttentionParams) -> Array: ...
+    def attention(
+        self, q: Array, kv: KVLayer, batch: Batch, params: AttentionParams, sinks: Array | None = None
+    ) -> Array: ...
     @abstractmethod
     def causal_conv(
         self, x: Array, weight: Array, state: StateLayer, batch: Batch, activation: str = "", gated: bool = False
@@ -385,9 +387,11 @@ class Backend(ABC):
         """Return parts of ops, for benchmarks."""
         raise NotImplementedError(f"the {self.name} backend has no parts of ops")
 
-    def prepare_attention(self, q: Array, kv: KVLayer, batch: Batch, params: AttentionParams) -> Callable[[], Array]:
+    def prepare_attention(
+        self, q: Array, kv: KVLayer, batch: Batch, params: AttentionParams, sinks: Array | None = None
+    ) -> Callable[[], Array]:
         """Return a function that attends with these arguments again and again."""
-        return partial(self.attention, q, kv, batch, params)
+        return partial(self.attention, q, kv, batch, params, sinks)
 
     def prepare_calls(self, function: Callable[[], object], count: int) -> Callable[[], object]:
         """Return a function that calls another so many times and waits for the results; a GPU replays a graph."""

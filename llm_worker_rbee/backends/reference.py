@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from ..config import SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT
 from ..weights import Tensor
 from .ops import AttentionParams, Backend, Batch, Ints, KVLayer, RopeTable, RouteParams, SampleRow, StateLayer
 from .reference_sampling import logprobs, sample_row
@@ -171,10 +172,14 @@ def causal_mask(queries: Ints, keys: Ints, window: int = 0) -> NDArray[np.bool_]
     return visible & (distance < window) if window else visible
 
 
-def softmax(x: Floats) -> Floats:
-    """Return the softmax over the last axis."""
-    e = np.exp(x - np.max(x, axis=-1, keepdims=True))
-    return np.asarray(e / np.sum(e, axis=-1, keepdims=True), np.float32)
+def softmax(x: Floats, sinks: Floats | None = None) -> Floats:
+    """Return the softmax over the last axis; a sink, (..., 1), is one more logit, of a value of zeros."""
+    largest = np.max(x, axis=-1, keepdims=True)
+    if sinks is not None:
+        largest = np.maximum(largest, sinks)
+    e = np.exp(x - largest)
+    total = np.sum(e, axis=-1, keepdims=True)
+    return np.asarray(e / (total if sinks is None else total + np.exp(sinks - largest)), np.float32)
 
 
 def attention_scores(q: Floats, k: Floats, params: AttentionParams) -> Floats:
@@ -187,8 +192,12 @@ def attention_scores(q: Floats, k: Floats, params: AttentionParams) -> Floats:
     return scores
 
 
-def attention(q: Floats, kv: KVLayer, batch: Batch, params: AttentionParams) -> Floats:
-    """Attend each query to its own request's cached keys: (T, heads, head_dim) -> (T, heads * head_dim)."""
+def attention(q: Floats, kv: KVLayer, batch: Batch, params: AttentionParams, sinks: Floats | None = None) -> Floats:
+    """Attend each query to its own request's cached keys: (T, heads, head_dim) -> (T, heads * head_dim).
+
+    `sinks`, (heads,), are logits that join the denominators of the softmax.
+    """
+    sink_logits = None if sinks is None else sinks[:, None, None]
     out = np.empty((q.shape[0], q.shape[1] * q.shape[2]), np.float32)
     for r, length in enumerate(batch.context_len.tolist()):
         span = slice(int(batch.query_start[r]), int(batch.query_start[r + 1]))
@@ -196,7 +205,7 @@ def attention(q: Floats, kv: KVLayer, batch: Batch, params: AttentionParams) -> 
         keys, values = (gather(cache, batch.block_table[r], length, scales) for cache, scales in pairs)
         scores = attention_scores(q[span].transpose(1, 0, 2), keys, params)
         mask = causal_mask(batch.positions[span], np.arange(length), params.window)
-        weights = softmax(np.where(mask, scores, np.float32(-np.inf)))
+        weights = softmax(np.where(mask, scores, np.float32(-np.inf)), sink_logits)
         mixed = weights.reshape(keys.shape[0], -1, length) @ values  # (kv_heads, group * T, dim)
         mixed = mixed.reshape(q.shape[1], -1, q.shape[2]).transpose(1, 0, 2)
         out[span] = mixed.reshape(mixed.shape[0], -1)
@@ -240,9 +249,16 @@ def causal_conv(
 
 
 def gated(gate_up: Floats, activation: str) -> Floats:
-    """Return act(gate) * up, the gate being the first half of each row: (..., 2 * d_ff) -> (..., d_ff)."""
+    """Return act(gate) * up, the gate being the first half of each row: (..., 2 * d_ff) -> (..., d_ff).
+
+    "swiglu_oai" clamps both, the gate from above alone, and adds 1 to up.
+    """
     half = gate_up.shape[-1] // 2
-    return ACTIVATIONS[activation](gate_up[..., :half]) * gate_up[..., half:]
+    gate, up = gate_up[..., :half], gate_up[..., half:]
+    if activation == "swiglu_oai":
+        limit = np.float32(SWIGLU_OAI_LIMIT)
+        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit) + np.float32(1)
+    return ACTIVATIONS[activation](gate) * up
 
 
 def sigmoid(x: Floats) -> Floats:
@@ -263,7 +279,13 @@ def gelu_tanh(x: Floats) -> Floats:
     return np.asarray(np.float32(0.5) * x * (1 + np.tanh(inner)), np.float32)
 
 
-ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh}
+def swish_oai(x: Floats) -> Floats:
+    """Return x * sigmoid(1.702 * x)."""
+    with np.errstate(over="ignore"):
+        return np.asarray(x / (1 + np.exp(np.float32(-SWIGLU_OAI_ALPHA) * x)), np.float32)
+
+
+ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh, "swiglu_oai": swish_oai}
 
 
 def route(logits: Floats, params: RouteParams, bias: Floats | None = None) -> tuple[Ints, Floats]:

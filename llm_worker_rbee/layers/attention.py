@@ -22,6 +22,7 @@ class Attention:
     params: AttentionParams
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
+    sinks: Array | None = None  # (n_heads,), logits that join the denominators of the softmax
 
     def __call__(self, ops: Backend, x: Array, kv: KVLayer, batch: Batch) -> Array:
         """Map (T, width) to (T, width); writes the keys and values of this step."""
@@ -29,4 +30,4 @@ class Attention:
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(ops, q), self.k_norm(ops, k)
         q = ops.rope_store(q, k, v, batch.positions, self.rope, kv, batch.slot_mapping)
-        return self.output(ops, ops.attention(q, kv, batch, self.params))
+        return self.output(ops, ops.attention(q, kv, batch, self.params, self.sinks))

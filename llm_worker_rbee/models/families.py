@@ -34,6 +34,13 @@ LFM2_DEFAULTS = {
     "num_key_value_heads": 8, "norm_eps": 1e-5, "rope_theta": 1e6, "conv_L_cache": 3, "tie_word_embeddings": True,
     "block_auto_adjust_ff_dim": True, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0,
 }  # fmt: skip
+GPT_OSS_DEFAULTS = {
+    "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "num_local_experts": 128, "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+    },
+}  # fmt: skip
 GLM4_DEFAULTS = {
     "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5
 }  # fmt: skip
@@ -132,6 +139,11 @@ FAMILIES = (
             **LFM2_DEFAULTS, "block_auto_adjust_ff_dim": False, "num_experts": 32, "num_experts_per_tok": 4,
             "moe_intermediate_size": 1792, "num_dense_layers": 2,
         },
+    ),
+    Family(
+        "gpt-oss", gguf=("gpt-oss",), hf=("gpt_oss",), activation="swiglu_oai", qkv_bias=True, output_bias=True,
+        attention_sinks=True, full_every=2, yarn_truncate=False, gguf_mlp_norm="post_attention_norm", moe=True,
+        expert_bias=True, hf_transposed_experts=True, hf_defaults=GPT_OSS_DEFAULTS,
     ),
 )  # fmt: skip
 GGUF_OF = {

@@ -28,7 +28,7 @@ from ..layers.rms_norm import RMSNorm
 from ..layers.rope import rope_table, still_table
 from ..layers.short_conv import ShortConv
 from ..layers.swiglu import SwiGLU
-from ..weights import Checkpoint, Tensor
+from ..weights import Checkpoint, Tensor, hf_experts
 from ..weights.checkpoint import release_pages
 from .decoder import Transformer
 
@@ -197,7 +197,11 @@ class _ModelLoader:
             params=AttentionParams(c.attention_scale, window, c.attention_cap),
             q_norm=q_norm,
             k_norm=k_norm,
+            sinks=self.sinks(prefix) if c.family.attention_sinks else None,
         )
+
+    def sinks(self, prefix: str) -> Array:
+        return self.ops.prepare_vector(self.vector(prefix + "attn_sinks.weight", self.config.n_heads))
 
     def qkv(self, prefix: str) -> Linear:
         c = self.config
@@ -206,9 +210,14 @@ class _ModelLoader:
             return self.linear([prefix + "attn_qkv"], [sum(rows)], c.d_model)
         names = [prefix + f"attn_{x}" for x in "qkv"]
         if c.family.qkv_bias:
-            for name in names:
-                self.tensor(name + ".bias")  # `linear` takes optional biases; here they are required
+            self.require_biases(names)
+        if c.family.output_bias:
+            self.require_biases([prefix + "attn_output"])
         return self.linear(names, rows, c.d_model)
+
+    def require_biases(self, names: list[str]) -> None:
+        for name in names:
+            self.tensor(name + ".bias")  # `linear` takes optional biases
 
     def mlp(self, i: int, prefix: str) -> SwiGLU | MoE:
         experts = self.config.experts
@@ -225,16 +234,15 @@ class _ModelLoader:
 
     def moe(self, prefix: str, e: ExpertConfig) -> MoE:
         c, bias = self.config, self.optional_vector(prefix + "exp_probs_b.bias", e.count)
-        if prefix + "ffn_gate_up_exps.weight" in self.checkpoint.tensors:
-            gate_up = [self.expert_matrices(prefix, "gate_up", e, 2 * e.d_ff, c.d_model)]
-        else:
-            gate_up = [self.expert_matrices(prefix, role, e, e.d_ff, c.d_model) for role in ("gate", "up")]
+        stacked = (f"{prefix}ffn_gate_up_exps.{suffix}" for suffix in ("weight", "blocks"))
+        is_stacked = any(name in self.checkpoint.tensors for name in stacked)
+        gate_up = [("gate_up", 2 * e.d_ff)] if is_stacked else [("gate", e.d_ff), ("up", e.d_ff)]
         shared_gate = self.shared_gate(prefix) if e.shared_d_ff and c.family.shared_expert_gate else None
         return MoE(
             router=self.linear([prefix + "ffn_gate_inp"], [e.count], c.d_model),
             params=RouteParams(e.used, e.scoring, e.renormalize, e.scale),
-            gate_up=self.grouped_linear(gate_up),
-            down=self.grouped_linear([self.expert_matrices(prefix, "down", e, c.d_model, e.d_ff)]),
+            gate_up=self.grouped_linear(prefix, e, gate_up, c.d_model),
+            down=self.grouped_linear(prefix, e, [("down", c.d_model)], e.d_ff),
             activation=c.activation,
             selection_bias=None if bias is None else self.ops.prepare_vector(bias),
             shared=self.swiglu(prefix, "_shexp", e.shared_d_ff) if e.shared_d_ff else None,
@@ -243,15 +251,43 @@ class _ModelLoader:
 
     def expert_matrices(self, prefix: str, role: str, e: ExpertConfig, rows: int, columns: int) -> list[Tensor]:
         """Return a matrix for each expert: views of a stacked tensor, or tensors of their own."""
+        if self.has_transposed_experts:
+            return self.transposed_experts(f"{prefix}ffn_{role}_exps", (e.count, rows, columns), role == "gate_up")
         if f"{prefix}ffn_{role}.0.weight" in self.checkpoint.tensors:
             return [self.matrix(f"{prefix}ffn_{role}.{i}.weight", rows, columns) for i in range(e.count)]
         return self.matrix(f"{prefix}ffn_{role}_exps.weight", e.count, rows, columns).matrices()
 
-    def grouped_linear(self, roles: list[list[Tensor]]) -> GroupedLinear:
-        """Stack the matrices of each expert by rows."""
-        made = self.ops.prepare_experts(list(zip(*roles, strict=True)))
-        self.count_packed([tensor for tensors in roles for tensor in tensors])
-        return GroupedLinear(made)
+    @property
+    def has_transposed_experts(self) -> bool:
+        return self.config.family.hf_transposed_experts and self.checkpoint.format == "safetensors"
+
+    def transposed_experts(self, name: str, shape: tuple[int, int, int], is_interleaved: bool) -> list[Tensor]:
+        """Return a matrix for each expert of a stack in the order of gpt-oss: floats, or blocks and scales of MXFP4."""
+        blocks, scales = (self.checkpoint.tensors.get(f"{name}.{part}") for part in ("blocks", "scales"))
+        if blocks is None or scales is None:
+            count, rows, columns = shape
+            stack = self.matrix(name + ".weight", count, columns, rows)
+            return hf_experts.float_matrices(stack, interleaved=is_interleaved)
+        self.used |= {f"{name}.blocks", f"{name}.scales"}
+        made = hf_experts.mxfp4_matrices(blocks, scales, interleaved=is_interleaved)
+        if (len(made), *made[0].shape) != shape:
+            found = (len(made), *made[0].shape)
+            raise ModelFileError(f"tensor '{name}.blocks' holds matrices {found}, the metadata says {shape}")
+        self.refuse_nonfinite(f"{name}.scales", made)
+        return made
+
+    def grouped_linear(self, prefix: str, e: ExpertConfig, roles: list[tuple[str, int]], columns: int) -> GroupedLinear:
+        """Stack the matrices of each expert by rows, with their biases."""
+        matrices = [self.expert_matrices(prefix, role, e, rows, columns) for role, rows in roles]
+        made = self.ops.prepare_experts(list(zip(*matrices, strict=True)))
+        self.count_packed([tensor for tensors in matrices for tensor in tensors])
+        if not self.config.family.expert_bias:
+            return GroupedLinear(made)
+        self.require_biases([prefix + "ffn_gate_inp"])
+        biases = [self.vector(f"{prefix}ffn_{role}_exps.bias", e.count, rows) for role, rows in roles]
+        if self.has_transposed_experts and roles[0][0] == "gate_up":
+            biases = list(map(hf_experts.deinterleave, biases))
+        return GroupedLinear(made, self.ops.prepare_vector(np.concatenate(biases, axis=1)))
 
     def shared_gate(self, prefix: str) -> Linear:
         """Return the gate of the shared expert, which GGUF files hold as a vector."""
@@ -329,16 +365,19 @@ class _ModelLoader:
 
     def matrix(self, name: str, *shape: int) -> Tensor:
         tensor = self.tensor(name, *shape)
-        bad = tensor.find_nonfinite_scale()
-        if bad is not None:
-            raise ModelFileError(f"tensor {name!r} holds a NaN or infinite value in block {bad}: the file is damaged")
+        self.refuse_nonfinite(name, [tensor])
         return tensor
 
-    def vector(self, name: str, width: int) -> NDArray[np.float32]:
-        values = self.tensor(name, width).dequantize()
+    def refuse_nonfinite(self, name: str, tensors: list[Tensor]) -> None:
+        bad = next((bad for tensor in tensors if (bad := tensor.find_nonfinite_scale()) is not None), None)
+        if bad is not None:
+            raise ModelFileError(f"tensor {name!r} holds a NaN or infinite value in block {bad}: the file is damaged")
+
+    def vector(self, name: str, *shape: int) -> NDArray[np.float32]:
+        values = self.tensor(name, *shape).dequantize()
         if not np.isfinite(values).all():
             raise ModelFileError(f"tensor {name!r} holds NaN or infinite values: the file is damaged")
-        order = self.rope_order(name, width)
+        order = self.rope_order(name, shape[0])
         return values if order is None else values[order]
 
     def optional_vector(self, name: str, width: int) -> NDArray[np.float32] | None:

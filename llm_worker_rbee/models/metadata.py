@@ -18,6 +18,8 @@ from ..config import (
     MAX_VOCABULARY,
     MAX_WIDTH,
     MIN_ROPE_FACTOR,
+    SWIGLU_OAI_ALPHA,
+    SWIGLU_OAI_LIMIT,
     ExpertConfig,
     Family,
     ModelConfig,
@@ -166,7 +168,7 @@ def model_config_from_gguf(metadata: Mapping[str, Any], family: Family, vocab_si
         norm_eps=keys.positive("attention.layer_norm_rms_epsilon"),
         rope_dim=rope_dim,
         rope_base=keys.positive("rope.freq_base", 10000.0, MIN_ROPE_BASE),
-        rope_scaling=_gguf_rope_scaling(keys),
+        rope_scaling=_gguf_rope_scaling(keys, family),
         rope_local_base=_gguf_local_base(keys, family),
         nope_layers=_gguf_nope_layers(keys, family, n_layers),
         temperature_beta=keys.number("attention.temperature_scale", 0.0),
@@ -267,7 +269,7 @@ def _gguf_windows(keys: MetadataReader, family: Family, n_layers: int) -> tuple[
     return tuple(window if sliding else 0 for sliding in pattern)
 
 
-def _gguf_rope_scaling(keys: MetadataReader) -> RopeScaling:
+def _gguf_rope_scaling(keys: MetadataReader, family: Family) -> RopeScaling:
     linear = keys.positive("rope.scale_linear", 1.0)
     kind = keys.get("rope.scaling.type", str, "linear" if linear != 1.0 or keys.has("rope.scaling.factor") else "none")
     if kind not in GGUF_SCALINGS:
@@ -290,6 +292,7 @@ def _gguf_rope_scaling(keys: MetadataReader) -> RopeScaling:
         beta_slow=keys.positive("rope.scaling.yarn_beta_slow", 1.0),
         mscale=1.0 if log_multiplier else 0.0,
         mscale_all_dim=log_multiplier,
+        truncate=family.yarn_truncate,
     )
 
 
@@ -320,7 +323,7 @@ def model_config_from_hf(config: Mapping[str, Any], family: Family, vocab_size: 
         norm_eps=keys.positive("rms_norm_eps", keys.positive("norm_eps", 1e-6)),
         rope_dim=int(head_dim * rotary_fraction),
         rope_base=rope.positive("rope_theta", 10000.0, MIN_ROPE_BASE),
-        rope_scaling=_hf_rope_scaling(rope, keys),
+        rope_scaling=_hf_rope_scaling(rope, keys, family),
         rope_local_base=_hf_local_base(keys, family, rope),
         nope_layers=_hf_nope_layers(keys, family, n_layers),
         temperature_beta=rope.number("llama_4_scaling_beta", 0.0),
@@ -406,6 +409,11 @@ def _hf_nope_layers(keys: MetadataReader, family: Family, n_layers: int) -> tupl
 
 def _activation(keys: MetadataReader, family: Family) -> str:
     name = keys.get("hidden_activation", str, keys.get("hidden_act", str, "silu"))
+    if family.activation == "swiglu_oai":
+        for key, value in (("swiglu_alpha", SWIGLU_OAI_ALPHA), ("swiglu_limit", SWIGLU_OAI_LIMIT)):
+            if (stated := keys.number(key, value)) != value:
+                raise UnsupportedModelError(f"{keys.describe_key(key)} is {stated}: only {value} is supported")
+        return family.activation
     if name not in (*ACTIVATIONS, family.activation) and not (family.activation == "gelu_tanh" and name == "gelu"):
         raise UnsupportedModelError(f"config.json: activation {name!r} is not supported")
     return ACTIVATIONS.get(name, family.activation)
@@ -449,7 +457,7 @@ def _hf_local_base(keys: MetadataReader, family: Family, rope: MetadataReader) -
     return keys.positive("rope_local_base_freq", minimum=MIN_ROPE_BASE) if keys.has("rope_local_base_freq") else 0.0
 
 
-def _hf_rope_scaling(rope: MetadataReader, keys: MetadataReader) -> RopeScaling:
+def _hf_rope_scaling(rope: MetadataReader, keys: MetadataReader, family: Family) -> RopeScaling:
     kind = rope.get("rope_type", str, rope.get("type", str, "default"))
     if kind not in HF_SCALINGS:
         raise UnsupportedModelError(f"rope scaling {kind!r} is not supported (supported: {', '.join(HF_SCALINGS)})")
@@ -471,7 +479,7 @@ def _hf_rope_scaling(rope: MetadataReader, keys: MetadataReader) -> RopeScaling:
         beta_slow=rope.positive("beta_slow", 1.0),
         mscale=rope.number("mscale", 0.0),
         mscale_all_dim=rope.number("mscale_all_dim", 0.0),
-        truncate=rope.get("truncate", bool, True),
+        truncate=rope.get("truncate", bool, family.yarn_truncate),
         short_factors=rope.numbers("short_factor"),
         long_factors=rope.numbers("long_factor"),
     )

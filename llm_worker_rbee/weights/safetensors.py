@@ -92,9 +92,14 @@ SANDWICH_NAMES = LAYER_NAMES | {
 PLAIN_NAMES = {
     "mlp.experts.gate_up_proj": "ffn_gate_up_exps.weight",
     "mlp.experts.down_proj": "ffn_down_exps.weight",
+    **{
+        f"mlp.experts.{role}_proj_{part}": f"ffn_{role}_exps.{part}"
+        for role in ("gate_up", "down") for part in ("bias", "blocks", "scales")
+    },
+    "self_attn.sinks": "attn_sinks.weight",
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     "mlp.expert_bias": "exp_probs_b.bias",
-}
+}  # fmt: skip
 MLP_NAME = re.compile(r"^(block_sparse_moe|feed_forward)\.")
 CONV_NAMES = (".shortconv.conv.weight", ".ssm_conv1d.weight")  # (channels, 1, kernel) here, (channels, kernel) in GGUF
 EXPERT_ROLES = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}

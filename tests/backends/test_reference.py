@@ -66,7 +66,7 @@ def test_logits_soft_cap(rng: np.random.Generator) -> None:
     assert np.abs(ops.logits(x, head, 5.0) - (5 * torch.tanh(raw / 5)).numpy()).max() < 1e-5
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai"])
 def test_gated(activation: str, rng: np.random.Generator) -> None:
     gate_up = normal(rng, 5, 2 * 33, scale=4.0)
     gate_up[0, :4] = [-1e4, 1e4, -88.0, 0.0]  # far out, nothing overflows
@@ -74,6 +74,9 @@ def test_gated(activation: str, rng: np.random.Generator) -> None:
     gate, up = wide[:, :33], wide[:, 33:]
     silu, gelu = torch.nn.functional.silu, torch.nn.functional.gelu
     act = silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")
+    if activation == "swiglu_oai":
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1
+        act = gate * torch.sigmoid(1.702 * gate)
     found = ops.gated(gate_up, activation)
     assert np.isfinite(found).all()
     assert np.allclose(found, (act * up).numpy(), rtol=1e-5, atol=1e-5)

@@ -27,7 +27,7 @@ from llm_worker_rbee.backends.cuda.packed_weight import PAIRED_SCALES
 F, H, B16, F8, I4, I2, I8, D = "*fp32", "*fp16", "*bf16", "*fp8e4nv", "*i32", "*i16", "*i8", "*fp64"
 PARAMETERS_BY_TYPE = {
     F: "x_scales x_sums squares out residual norm out_scales out_sums out_squares factors qkv cos sin partial "
-    "stats logits parts k v weight total q_norm k_norm bias q_scale",
+    "stats logits parts k v weight total q_norm k_norm bias q_scale sinks",
     I4: "x_codes low high block_tables positions counters ids slot_mapping query_start context_len tile_request "
     "tile_first num_tiles ints chosen top_ids pending wanted mask_index masks",
     H: "scales x",
@@ -107,7 +107,7 @@ def other_cases() -> dict[str, Case]:
     grouped = {**shape, **heads, "GROUP_PAD": 4, "DOT_TYPE": tl.bfloat16}
     read = {**heads, "DIM": 128, "TILE_QUERIES": 64, "TILE_KEYS": 64, "WINDOW": 0, "CAP": 0.0}
     caches8 = {"k_cache": F8, "v_cache": F8}
-    none = {"bias": None, "q_norm": None, "k_norm": None, "q_scale": None}
+    none = {"bias": None, "q_norm": None, "k_norm": None, "q_scale": None, "sinks": None}
     return {
         "decode": (
             decode_attention, {"out": I8, "table_width": I4}, {"num_warps": 1},

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_worker_rbee.backends import select_backend
+from llm_worker_rbee.backends.reference import ACTIVATIONS, ReferenceBackend
 from llm_worker_rbee.config import EngineConfig, ModelConfig, RopeScaling
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.model_runner import SingleSequence
@@ -79,6 +80,21 @@ def _no_tail(block: Block) -> Block:
     return replace(block, attention=replace(mixer, weight=weight))
 
 
+def _no_output_bias(block: Block) -> Block:
+    attention = replace(block.attention, output=replace(block.attention.output, bias=None))
+    return replace(block, attention=attention)
+
+
+def _no_expert_bias(block: Block) -> Block:
+    assert isinstance(block.mlp, MoE)
+    return _change_moe(gate_up=replace(block.mlp.gate_up, bias=None), down=replace(block.mlp.down, bias=None))(block)
+
+
+def _no_router_bias(block: Block) -> Block:
+    assert isinstance(block.mlp, MoE)
+    return _change_moe(router=replace(block.mlp.router, bias=None))(block)
+
+
 def _norm_each_head(block: Block) -> Block:
     q_norm, k_norm = (replace(n, weight=n.weight[0]) for n in (block.attention.q_norm, block.attention.k_norm) if n)
     return replace(block, attention=replace(block.attention, q_norm=q_norm, k_norm=k_norm))
@@ -99,6 +115,14 @@ def _change_params(**changes: Any) -> Callable[[Block], Block]:
     return change
 
 
+class _Unlimited(ReferenceBackend):
+    """Does not clamp the operands of "swiglu_oai"."""
+
+    def gated(self, gate_up: Any, activation: str) -> Any:  # type: ignore[override]
+        gate, up = np.split(gate_up, 2, axis=-1)
+        return ACTIVATIONS[activation](gate) * (up + 1)
+
+
 # A feature is removed either from the configuration or from the built model.
 WITHOUT_CONFIG: dict[str, Callable[[ModelConfig], ModelConfig]] = {
     "window": lambda c: (
@@ -112,6 +136,7 @@ WITHOUT_CONFIG: dict[str, Callable[[ModelConfig], ModelConfig]] = {
     "rope scaling": lambda c: replace(c, rope_scaling=RopeScaling(original_context=c.rope_scaling.original_context)),
     "log multiplier": lambda c: replace(c, rope_scaling=replace(c.rope_scaling, mscale=0.0)),
     "attention temperature": lambda c: replace(c, temperature_beta=0.0),
+    "untruncated ramp": lambda c: replace(c, rope_scaling=replace(c.rope_scaling, truncate=True)),
     "layers without rope": lambda c: replace(c, nope_layers=()),
     "partial rotation": lambda c: replace(c, rope_dim=c.head_dim),
     "embedding multiplier": lambda c: replace(c, embedding_scale=1.0),
@@ -123,6 +148,12 @@ WITHOUT_BUILT: dict[str, Callable[[Transformer], Transformer]] = {
     "bias": _blocks(_no_bias),
     "q/k norm": _blocks(_no_head_norms),
     "short convolution": _blocks(_no_tail),
+    "output bias": _blocks(_no_output_bias),
+    "router bias": _blocks(_no_router_bias),
+    "bias of experts": _blocks(_no_expert_bias),
+    "sinks": _blocks(lambda b: replace(b, attention=replace(b.attention, sinks=None))),
+    "swiglu_oai": _blocks(_change_moe(activation="silu")),
+    "limit of swiglu_oai": lambda model: replace(model, ops=_Unlimited()),
     "wide q/k norm": _blocks(_norm_each_head),
     "post norms": _blocks(lambda b: replace(b, post_attention_norm=None, post_mlp_norm=None)),
     "shared expert": _blocks(_change_moe(shared=None, shared_gate=None)),

@@ -263,6 +263,17 @@ ZOO |= {
         },
         ("q/k norm", "short convolution", "selection bias", "weights that sum up to 1"),
     ),
+    "gpt-oss": Variant(
+        "gpt_oss",
+        {
+            "head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 7,
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+        (
+            "bias", "output bias", "router bias", "bias of experts", "sinks", "window", "rope scaling",
+            "untruncated ramp", "swiglu_oai", "limit of swiglu_oai", "weights that sum up to 1",
+        ),
+    ),
 }  # fmt: skip
 NO_GGUF_KEY = {"qwen2-window", "gemma2-scale", "qwen2moe-dense"}  # features without a GGUF key
 
@@ -291,7 +302,8 @@ def make_hf(variant: Variant, seed: int = 0) -> Any:
             if "norm" in name:
                 weight.copy_(torch.rand_like(weight) + 0.5 - (1.0 if plus_one else 0.0))
             elif name.endswith("bias") or "embed_tokens" in name:
-                weight.copy_(torch.randn_like(weight))
+                factor = 4 if name.endswith("gate_up_proj_bias") else 1  # some exceed the limit of the activation
+                weight.copy_(torch.randn_like(weight) * factor)
             else:
                 weight.copy_(torch.randn_like(weight) * 1.5 / weight.shape[-1] ** 0.5)
         for name, values in model.named_buffers():
@@ -328,8 +340,11 @@ def gguf_tensors(variant: Variant, model: Any) -> dict[str, TensorLike]:
         if family.norm_plus_one and "norm" in ours:
             value = value + np.float32(1)
         ours = ours.replace("ffn_norm", family.gguf_mlp_norm)
-        if ours.endswith("ffn_gate_up_exps.weight"):
-            parts = zip(("gate", "up"), np.split(value, 2, axis=1), strict=True)
+        if family.hf_transposed_experts and "_exps.weight" in ours:
+            value = value.transpose(0, 2, 1)
+        if "ffn_gate_up_exps." in ours:
+            halves = (value[:, 0::2], value[:, 1::2]) if family.hf_transposed_experts else np.split(value, 2, axis=1)
+            parts = zip(("gate", "up"), halves, strict=True)
             out |= {ours.replace("gate_up", role): np.ascontiguousarray(part) for role, part in parts}
             continue
         if ".shortconv.conv." in ours:

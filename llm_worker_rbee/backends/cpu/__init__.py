@@ -135,10 +135,14 @@ class CpuBackend(Backend):
         run_step(Program([angles_task(table, cos), store]), {**inputs, **buffers}, counts, self.threads)
         return out[:, :, :dim]
 
-    def attention(self, q: Floats, kv: KVLayer, batch: Batch, params: AttentionParams) -> Floats:
-        return self.prepare_attention(q, kv, batch, params)()
+    def attention(
+        self, q: Floats, kv: KVLayer, batch: Batch, params: AttentionParams, sinks: Floats | None = None
+    ) -> Floats:
+        return self.prepare_attention(q, kv, batch, params, sinks)()
 
-    def prepare_attention(self, q: Floats, kv: KVLayer, batch: Batch, params: AttentionParams) -> Callable[[], Floats]:
+    def prepare_attention(
+        self, q: Floats, kv: KVLayer, batch: Batch, params: AttentionParams, sinks: Floats | None = None
+    ) -> Callable[[], Floats]:
         """Return a function that attends and returns the same array each time."""
         tokens, heads, dim = q.shape
         kv_heads, size, padded = kv.v.shape[1:]
@@ -146,8 +150,9 @@ class CpuBackend(Backend):
         queries[:, :, :dim] = q
         out = np.empty_like(queries)
         buffers = dict(enumerate((queries, out, np.empty(tokens * heads * NUMBERS_PER_TILE, np.int64)), Step.END))
-        tasks = attention_tasks(0, heads, kv_heads, dim, params, kv_type_of(kv), *buffers)
-        tasks.insert(0, split_work_task(heads, kv_heads, self.threads, max(buffers)))
+        entry, result, work = buffers
+        tasks = attention_tasks(0, heads, kv_heads, dim, params, kv_type_of(kv), entry, result, work, sinks=sinks)
+        tasks.insert(0, split_work_task(heads, kv_heads, self.threads, work))
         partials = np.empty(
             partial_bytes(heads, kv_heads, dim, self.threads, batch.block_table.shape[1] * size), np.uint8
         )
@@ -163,7 +168,7 @@ class CpuBackend(Backend):
         }  # fmt: skip
         run = prepare_step(Program(tasks), entries, counts, self.threads)
 
-        def attend(cache: KVLayer = kv) -> Floats:  # which it keeps alive
+        def attend(held: tuple[Any, ...] = (kv, sinks)) -> Floats:  # which it keeps alive
             run()
             return out[:, :, :dim].reshape(tokens, heads * dim)
 

@@ -45,10 +45,10 @@ SCORE_ROWS: Any = None
 ACCUMULATE_ROWS: Any = None
 
 
-# Arguments of `split_work` and of attention; ACTIVATIONS is optional: quantize the results.
+# Arguments of `split_work` and of attention; optional are ACTIVATIONS (quantize the results) and SINKS (an address).
 SplitArg = IntEnum("SplitArg", "HEADS KV_HEADS THREADS WORK", start=0)
 AttentionArg = IntEnum(
-    "AttentionArg", "LAYER HEADS KV_HEADS PADDED WINDOW SCALE SOFT_CAP QUERIES OUT WORK ACTIVATIONS", start=0
+    "AttentionArg", "LAYER HEADS KV_HEADS PADDED WINDOW SCALE SOFT_CAP QUERIES OUT WORK ACTIVATIONS SINKS", start=0
 )
 # Entries of a step from that of the work on: the address of tiles, (first token, tokens, request, first head) each; the
 # numbers of prefill and decode pieces; pieces of each decode tile; heads of a prefill piece.
@@ -202,6 +202,8 @@ def attend_prefill(args, step, piece):
             blockwise.merge(rows, count, dim, start, last, total, part)
     for r in range(count):
         place = at + r // per_token * stride + r % per_token * dim
+        if a[AttentionArg.SINKS]:
+            blockwise.add_sink(total, r, f32(a[AttentionArg.SINKS])[head + r % per_token])
         blockwise.divide_row(total, r, dim, out, place)
         quantize_heads(a, s, out, place, dim)
 
@@ -246,6 +248,8 @@ def attend_decode(args, step, piece):
             start, last = max(begin, block * KEY_BLOCK), min(end, (block + 1) * KEY_BLOCK)
             blockwise.merge(rows, ROWS, dim, start, last, total, part)
     for r in range(ROWS):
+        if a[AttentionArg.SINKS]:
+            blockwise.add_sink(total, r, f32(a[AttentionArg.SINKS])[head + r])
         blockwise.divide_row(total, r, dim, out, at + r * dim)
     quantize_heads(a, s, out, at, ROWS * dim)
 
@@ -337,11 +341,11 @@ def split_work_task(heads: int, kv_heads: int, threads: int, work: int) -> Task:
 
 def attention_tasks(
     layer: int, heads: int, kv_heads: int, dim: int, params: AttentionParams, kv_type: str, queries: int, out: int,
-    work: int, activations: int = 0,
+    work: int, activations: int = 0, sinks: Any = None,
 ) -> list[Task]:  # fmt: skip
-    """Return the attention of all tokens of a layer; the last arguments are entries (0: no quantized results)."""
+    """Return the attention of all tokens of a layer; entries are before `sinks` (0: no quantized results)."""
     padded, entries = kv.padded_dim(dim), (queries, out, work, activations)
-    args = pack_args(layer, heads, kv_heads, padded, params.window, 0, 0, *entries)
+    args = pack_args(layer, heads, kv_heads, padded, params.window, 0, 0, *entries, 0 if sinks is None else sinks)
     pack_floats(args, AttentionArg.SCALE, [params.scale, params.soft_cap])
     kernels = attention_kernels(heads // kv_heads, kv_type)
     return [Task(kernel, args, 1, count) for count, kernel in enumerate(kernels, work + WorkEntry.PREFILL)]

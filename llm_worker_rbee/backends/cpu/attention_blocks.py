@@ -12,6 +12,7 @@ Two ways through a block, with the same sums: `score` and `accumulate_pv` read t
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -329,6 +330,13 @@ def merge(rows, count, dim, start, last, total, part):
             for d in range(2 * n + r * dim, 2 * n + r * dim + dim, LANES):
                 values = f.mul(f.load(x, total.at + d), keep)
                 f.store(x, total.at + d, f.fma(f.load(y, part.at + d), add, values))
+
+
+@kernel
+def add_sink(total, r, sink):
+    """Let a logit join the softmax of row r; its value is zeros."""
+    at = total.at + r
+    total.array[at + total.rows] += np.float32(math.exp(np.float64(sink) - np.float64(total.array[at])))
 
 
 @kernel

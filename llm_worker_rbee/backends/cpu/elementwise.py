@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...config import SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT
 from ..ops import Ints
 from . import simd as f
 from .jit import TaskKernel, kernel
@@ -24,7 +25,7 @@ from .quantize_activations import quantize_blocks, quantize_two_term
 Floats = NDArray[np.float32]
 TOKENS_PER_PIECE = 4
 GATE_COLUMNS = 512  # columns per piece of the gated activation
-ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")
 FLOAT_TYPES = ("", "F32", "F16", "BF16")
 
 
@@ -155,6 +156,25 @@ def gate_row(gate_up, at, half, out, to, count, gelu):
         out[to + i] = g / (np.float32(1) + np.float32(math.exp(-y))) * gate_up[at + half + i]
 
 
+@kernel
+def gate_row_oai(gate_up, at, half, out, to, count):
+    """Write gate * sigmoid(alpha * gate) * (up + 1), both clamped; a NaN stays."""
+    one, minus = f.splat(np.float32(1)), f.splat(np.float32(-1))
+    low, alpha = f.splat(np.float32(-SWIGLU_OAI_LIMIT)), f.splat(np.float32(-SWIGLU_OAI_ALPHA))
+    whole = count - count % 16
+    for i in range(0, whole, 16):
+        g = f.mul(minus, f.max_nan_second(low, f.mul(minus, f.load(gate_up, at + i))))
+        u = f.mul(minus, f.max_nan_second(low, f.mul(minus, f.load(gate_up, at + half + i))))
+        u = f.add(f.max_nan_second(low, u), one)
+        f.store(out, to + i, f.mul(f.div(g, f.add(one, f.exp(f.mul(alpha, g)))), u))
+    for i in range(whole, count):
+        g, u = gate_up[at + i], gate_up[at + half + i]
+        g = np.float32(SWIGLU_OAI_LIMIT) if g > np.float32(SWIGLU_OAI_LIMIT) else g
+        u = np.float32(SWIGLU_OAI_LIMIT) if u > np.float32(SWIGLU_OAI_LIMIT) else u
+        u = (np.float32(-SWIGLU_OAI_LIMIT) if u < np.float32(-SWIGLU_OAI_LIMIT) else u) + np.float32(1)
+        out[to + i] = g / (np.float32(1) + np.float32(math.exp(np.float32(-SWIGLU_OAI_ALPHA) * g))) * u
+
+
 def gated(args, step, piece):
     """Gate some columns of some tokens, and quantize them."""
     a, s = i64(args), i64(step)
@@ -165,7 +185,11 @@ def gated(args, step, piece):
     own = scratch(count)
     for t in range(tokens, min(s[a[GatedArg.COUNT]], tokens + TOKENS_PER_PIECE)):
         to, at = (f32(s[a[GatedArg.OUT]]), t * half + first) if a[GatedArg.OUT] else (own, 0)
-        gate_row(f32(s[a[GatedArg.GATE_UP]]), t * 2 * half + first, half, to, at, count, a[GatedArg.ACTIVATION] == 1)
+        gate_up, source, activation = f32(s[a[GatedArg.GATE_UP]]), t * 2 * half + first, a[GatedArg.ACTIVATION]
+        if activation == 2:
+            gate_row_oai(gate_up, source, half, to, at, count)
+        else:
+            gate_row(gate_up, source, half, to, at, count, activation == 1)
         if a[GatedArg.ACTIVATIONS]:
             block = (t * half + first) // 32
             entry, all_tokens = a[GatedArg.ACTIVATIONS], s[a[GatedArg.COUNT]]

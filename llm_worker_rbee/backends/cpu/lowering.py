@@ -288,7 +288,7 @@ class Lowering:
         whole = self._new(out) if padded == dim else self.buffers.allocate(((heads * padded, np.float32),))
         places = self.entries[attention["q"]], whole, self.entries[attention["work"]]
         tasks = attention_tasks(attention["kv"], heads, attention["n_kv_heads"], dim, attention["params"], self.kv_type,
-                                *places, activations)  # fmt: skip
+                                *places, activations, attention["sinks"])  # fmt: skip
         if padded != dim:
             tasks.append(elementwise.copy_task(Step.TOKENS, whole, self._new(out), heads, dim, padded))
             self.buffers.release(whole)

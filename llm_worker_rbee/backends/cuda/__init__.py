@@ -33,7 +33,7 @@ from .attention_prefill import (
     query_tiles,
 )
 from .device import upload
-from .elementwise import IS_GELU, launch_add_norm, launch_embedding, launch_gated, launch_head_norm
+from .elementwise import ACTIVATIONS, launch_add_norm, launch_embedding, launch_gated, launch_head_norm
 from .experts import combine, grouped_linear, launch_route, pack_experts
 from .linear import BatchedLinear
 from .packed_weight import E4M3, Activations, PackedExperts, PackedWeight, merge_parts
@@ -197,7 +197,10 @@ class CudaBackend(ops.Backend):
         launch_rope_store(qkv, kv, rope, rows, slots, out)
         return out
 
-    def attention(self, q: torch.Tensor, kv: KVLayer, batch: ops.Batch, params: ops.AttentionParams) -> torch.Tensor:
+    def attention(
+        self, q: torch.Tensor, kv: KVLayer, batch: ops.Batch, params: ops.AttentionParams,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         # Batch-invariant: the tile has a fixed number of queries, so a query's sums depend on its keys alone.
         is_small = self.deterministic or np.diff(batch.query_start).max() <= SMALL_QUERY_TILE
         queries = SMALL_QUERY_TILE if is_small else QUERY_TILE
@@ -209,7 +212,7 @@ class CudaBackend(ops.Backend):
             return QueryTiles(queries, len(tiles[0]), *(upload(array, self.torch_device) for array in arrays))
 
         out = self._empty(len(q), q.shape[1] * q.shape[2])
-        launch_prefill_attention(q.contiguous(), kv, self._once((batch,), upload_tiles), params, out)
+        launch_prefill_attention(q.contiguous(), kv, self._once((batch,), upload_tiles), params, out, sinks)
         return out
 
     def op_parts(self) -> op_parts.CudaParts:
@@ -228,12 +231,12 @@ class CudaBackend(ops.Backend):
         return torch.as_tensor(made, device=self.torch_device)
 
     def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        if activation not in IS_GELU:  # no kernel has it
+        if activation not in ACTIVATIONS:  # no kernel has it
             computed = reference.gated(gate_up.cpu().numpy(), activation)
             return torch.as_tensor(computed, device=self.torch_device)
         out = self._empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
         rows = gate_up.reshape(1, -1, gate_up.shape[-1])
-        launch_gated(rows.contiguous(), Activations(out.view(rows.shape[1], -1)), IS_GELU[activation])
+        launch_gated(rows.contiguous(), Activations(out.view(rows.shape[1], -1)), activation)
         return out
 
     def route(

@@ -165,7 +165,7 @@ def store_new_kv(
 
 @triton.jit
 def combine_splits(
-    partial, stats, counters, t, kv_head, splits, outputs,
+    partial, stats, counters, t, kv_head, splits, outputs, sinks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """Combine the results of all splits in the program that finishes last, which resets the counter to zero."""
@@ -176,14 +176,23 @@ def combine_splits(
         tl.store(counters + t * KV_HEADS + kv_head, 0)
         y = ()  # all loads first: a load does not pass a store
         for g in tl.static_range(GROUP):
-            first = (t * HEADS + kv_head * GROUP + g) * SPLITS
-            y = y + (combine_head(partial, stats, first, splits, padded_dim(DIM), SPLITS),)
+            head = kv_head * GROUP + g
+            first = (t * HEADS + head) * SPLITS
+            y = y + (combine_head(partial, stats, first, splits, sinks, head, padded_dim(DIM), SPLITS),)
         for g in tl.static_range(GROUP):
             store_head(y[g], t, kv_head * GROUP + g, outputs, HEADS * DIM, DIM, INT8)
 
 
 @triton.jit
-def combine_head(partial, stats, first, splits, SIZE: tl.constexpr, SPLITS: tl.constexpr):
+def add_sinks(l_i, m_i, sinks, head):
+    """Return sums with the logits of heads that join the softmax, if there are any."""
+    if sinks is not None:
+        l_i += tl.exp2(tl.load(sinks + head) * LOG2E - m_i)
+    return l_i
+
+
+@triton.jit
+def combine_head(partial, stats, first, splits, sinks, head, SIZE: tl.constexpr, SPLITS: tl.constexpr):
     """Return the combined partial results of a head, in order. Loads are independent: one wait per CHUNK splits."""
     CHUNK: tl.constexpr = 8 if SPLITS > 8 else SPLITS
     s = tl.arange(0, SPLITS)
@@ -200,12 +209,12 @@ def combine_head(partial, stats, first, splits, SIZE: tl.constexpr, SPLITS: tl.c
         rows = partial + at[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
         rows = tl.load(rows, mask=mask[:, None], other=0.0, cache_modifier=".cg")
         acc += tl.sum(rows * weight[:, None], 0)
-    return acc / l_i
+    return acc / add_sinks(l_i, m_i, sinks, head)
 
 
 @triton.jit
 def combine_group(
-    partial, stats, counters, t, kv_head, splits, outputs,
+    partial, stats, counters, t, kv_head, splits, outputs, sinks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, INT8: tl.constexpr,
     GROUP_PAD: tl.constexpr,
 ):  # fmt: skip
@@ -234,6 +243,7 @@ def combine_group(
                 l_i += weight * tl.load(stats + at * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
                 rows = partial + at[:, None] * SIZE + i[None, :]
                 acc += tl.load(rows, mask=mask[:, None], other=0.0, cache_modifier=".cg") * weight[:, None]
+        l_i = add_sinks(l_i, m_i, sinks, head)
         store_heads(acc / l_i[:, None], t, head, r < GROUP, outputs, HEADS * DIM, DIM, INT8)
 
 
@@ -338,14 +348,14 @@ def decode_attention(
     out, out_scales, out_sums, scale, bias, q_norm, k_norm, eps, tokens,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
     RUN_KEYS: tl.constexpr, RUNS: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, INT8: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+    CAP: tl.constexpr, INT8: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, sinks=None,
 ):  # fmt: skip
     """Attend with one token per request. RoPE turns the first 2 * HALF of the DIM values of a head.
 
     qkv (PARTS, tokens, (HEADS + 2 KV_HEADS) * DIM); partial (B, HEADS, SPLITS, padded DIM), stats (B, HEADS, SPLITS, 2)
     float32; cos, sin (positions, HALF); block_tables (B, table_width[0]). A tile is RUNS runs of RUN_KEYS keys, each
     summed by its own lanes until the end; a split has MIN_TILES tiles or more. Position -1 is padding. STAGES > 0: that
-    many tiles in flight through shared memory, else one in registers."""
+    many tiles in flight through shared memory, else one in registers. `sinks` (HEADS) join the softmax."""
     SIZE: tl.constexpr = padded_dim(DIM)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TILE: tl.constexpr = RUN_KEYS * RUNS
@@ -412,7 +422,7 @@ def decode_attention(
         l_i = tl.sum(l_is[g] * factors, 0)
         one = tl.sum(acc[g] * factors[:, None], 0)
         if splits == 1:
-            one = one / l_i
+            one = one / add_sinks(l_i, m_i, sinks, kv_head * GROUP + g)
         else:
             index = (t * HEADS + kv_head * GROUP + g) * SPLITS + split
             tl.store(partial + index * SIZE + i, one)
@@ -423,7 +433,7 @@ def decode_attention(
         for g in tl.static_range(GROUP):
             store_head(y[g], t, kv_head * GROUP + g, outputs, HEADS * DIM, DIM, INT8)
     else:
-        combine_splits(partial, stats, counters, t, kv_head, splits, outputs, HEADS, KV_HEADS, DIM, SPLITS, INT8)
+        combine_splits(partial, stats, counters, t, kv_head, splits, outputs, sinks, HEADS, KV_HEADS, DIM, SPLITS, INT8)
 
 
 @triton.jit
@@ -481,7 +491,7 @@ def decode_attention_gqa(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     INT8: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, GROUP_PAD: tl.constexpr,
-    DOT_TYPE: tl.constexpr,
+    DOT_TYPE: tl.constexpr, sinks=None,
 ):  # fmt: skip
     """Do what decode_attention does, with the heads of a group as rows of one product on tensor cores.
 
@@ -539,6 +549,7 @@ def decode_attention_gqa(
             m_i, l_i, acc = accumulate_tile(k, v, q, start, end, position, m_i, l_i, acc, WINDOW, CAP)
     r = tl.arange(0, DOT_ROWS)
     if splits == 1:
+        l_i = add_sinks(l_i, m_i, sinks, kv_head * GROUP + tl.minimum(r % GROUP_PAD, GROUP - 1))
         store_heads(acc / l_i[:, None], t, kv_head * GROUP + r, r < GROUP, outputs, HEADS * DIM, DIM, INT8)
     else:
         index = (t * HEADS + kv_head * GROUP + r) * SPLITS + split
@@ -546,7 +557,7 @@ def decode_attention_gqa(
         tl.store(stats + index * 2, m_i, mask=r < GROUP)
         tl.store(stats + index * 2 + 1, l_i, mask=r < GROUP)
         combine_group(
-            partial, stats, counters, t, kv_head, splits, outputs, HEADS, KV_HEADS, DIM, SPLITS, INT8, GROUP_PAD
+            partial, stats, counters, t, kv_head, splits, outputs, sinks, HEADS, KV_HEADS, DIM, SPLITS, INT8, GROUP_PAD
         )
 
 
@@ -577,6 +588,6 @@ def launch_decode_attention(
     if config.tensor_cores:
         group = triton.next_power_of_2(op.n_heads // op.n_kv_heads)
         dtype = tl.float32 if is_interpreted() else tl.float16 if kv.k.dtype == torch.float16 else tl.bfloat16
-        decode_attention_gqa[grid](*common, config.tile_keys, *rest, group, dtype, **options)
+        decode_attention_gqa[grid](*common, config.tile_keys, *rest, group, dtype, op.sinks, **options)
     else:
-        decode_attention[grid](*common, *tile_runs(config, op.head_dim, item, block_size), *rest, **options)
+        decode_attention[grid](*common, *tile_runs(config, op.head_dim, item, block_size), *rest, op.sinks, **options)

@@ -43,7 +43,7 @@ def prefill_tile(shared_bytes: int, dim: int, item: int) -> tuple[int, int]:
 def attend_tile(
     q, k_cache, v_cache, block_tables, table_width, query_start, context_len, request, first, out, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, P: tl.constexpr, TILE_QUERIES: tl.constexpr,
-    TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, sinks=None,
 ):  # fmt: skip
     """Attend with the queries of a request from its first-th of this step on."""
     SIZE: tl.constexpr = padded_dim(DIM)
@@ -90,6 +90,8 @@ def attend_tile(
         l_i = l_i * alpha + tl.sum(weights, 1)
         acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
         m_i = m_new
+    if sinks is not None:
+        l_i += tl.exp(tl.load(sinks + head) - m_i)
     tl.store(out + rows, (acc / l_i[:, None]).to(out.dtype.element_ty), mask=query_mask)
 
 
@@ -97,15 +99,17 @@ def attend_tile(
 def prefill_attention(
     q, k_cache, v_cache, block_tables, table_width, query_start, context_len, num_tiles, tile_request, tile_first, out,
     scale, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, P: tl.constexpr, TILE_QUERIES: tl.constexpr,
-    TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, sinks=None,
 ):  # fmt: skip
     """Attend with TILE_QUERIES queries of request tile_request[tile], from its tile_first[tile]-th of this step on.
 
-    Program (i, head) has tiles i, i + programs, .. of num_tiles[0]. block_tables (requests, table_width[0])."""
+    Program (i, head) has tiles i, i + programs, .. of num_tiles[0]. block_tables (requests, table_width[0]). `sinks`
+    (HEADS) join the denominators of the softmax."""
     for tile in range(tl.program_id(0), tl.load(num_tiles), tl.num_programs(0)):
         attend_tile(
             q, k_cache, v_cache, block_tables, table_width, query_start, context_len, tl.load(tile_request + tile),
             tl.load(tile_first + tile), out, scale, HEADS, KV_HEADS, DIM, P, TILE_QUERIES, TILE_KEYS, WINDOW, CAP,
+            sinks,
         )  # fmt: skip
 
 
@@ -131,12 +135,13 @@ class QueryTiles(NamedTuple):
 
 
 def launch_prefill_attention(
-    q: torch.Tensor, kv: KVLayer, tiles: QueryTiles, params: AttentionParams, out: torch.Tensor
-) -> None:
+    q: torch.Tensor, kv: KVLayer, tiles: QueryTiles, params: AttentionParams, out: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """Attend with queries (tokens, heads, dim); out (tokens, heads * dim)."""
     (_, heads, dim), (kv_heads, block_size) = q.shape, kv.k.shape[1:3]
     keys, stages = prefill_tile(shared_memory_bytes(q.device), dim, q.element_size())
     prefill_attention[(tiles.programs, heads)](
         q, kv.k, kv.v, *tiles[2:], out, params.scale, heads, kv_heads, dim, block_size, tiles.queries, keys,
-        params.window, params.soft_cap, num_warps=4, num_stages=stages,
+        params.window, params.soft_cap, sinks, num_warps=4, num_stages=stages,
     )  # fmt: skip

@@ -15,11 +15,11 @@ import triton.language as tl
 from .compact_kinds import COMPACT, block_values, is_compact, load_block
 from .device import pdl_options
 from .gemm import GROUP_BLOCKS, dequantize_columns, interleaved_offset
-from .gemv import activate_gate, store_int8_block, store_int8_blocks
+from .gemv import apply_gate, store_int8_block, store_int8_blocks
 from .intrinsics import launch_next, sum_squares, wait_for_previous
 from .packed_weight import Activations, GemvActivations, Int8Activations, PackedWeight, kernel_outputs
 
-IS_GELU = {"silu": False, "gelu_tanh": True}
+ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")
 
 
 @triton.jit
@@ -37,13 +37,13 @@ def add_rms_norm_rows(
     parts, part_rows, residual, norm, out, factors, tokens, eps,
     width: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr = False,
     EXACT: tl.constexpr = False, post=None, index=None, out_scales=None, out_sums=None, weights=None,
-    K: tl.constexpr = 1, shared=None, gate=None,
+    K: tl.constexpr = 1, shared=None, gate=None, bias=None,
 ):  # fmt: skip
     """Add parts to the residual stream and store its norm as activations of the next product.
 
     parts (SPLITS, part_rows, width). SIZE is the number of blocks of 32, rounded up to a power of two, 16 or more.
-    `post` is the weight of a norm of the parts' sum before it is added. With `index`, token t is row index[t], and the
-    stream ends here. With `out_scales`, activations are int8 blocks.
+    `bias` is added to the parts' sum, `post` is the weight of a norm of it before it is added. With `index`, token t is
+    row index[t], and the stream ends here. With `out_scales`, activations are int8 blocks.
 
     With `weights` (tokens, K), parts are those of the K experts of a token, (tokens, K, width), and `shared`, times the
     sigmoid of its gate, that of the expert of all tokens."""
@@ -71,6 +71,8 @@ def add_rms_norm_rows(
             delta = tl.load(parts + row * width + n, mask=mask, other=0.0).to(tl.float32)
             for s in tl.static_range(1, SPLITS):
                 delta += tl.load(parts + (s * part_rows + row) * width + n, mask=mask, other=0.0).to(tl.float32)
+        if bias is not None:
+            delta += tl.load(bias + n, mask=mask, other=0.0)
         if post is not None:
             scale = tl.rsqrt(mean_square(delta, width, EXACT) + eps)
             delta = delta * scale * tl.load(post + n, mask=mask, other=0.0)
@@ -85,7 +87,7 @@ def add_rms_norm_rows(
 def swiglu_rows(
     parts, out, factors, tokens,
     width: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    PDL: tl.constexpr = False, GELU: tl.constexpr = False, out_scales=None, out_sums=None,
+    PDL: tl.constexpr = False, ACTIVATION: tl.constexpr = "silu", out_scales=None, out_sums=None,
 ):  # fmt: skip
     """Store act(gate) * up of parts (SPLITS, tokens, 2 * width) as activations: int8 blocks with `out_scales`."""
     t = tl.program_id(0).to(tl.int64)
@@ -99,7 +101,7 @@ def swiglu_rows(
         at = parts + (s * tokens + t) * (2 * width) + n
         gate += tl.load(at, mask=mask, other=0.0).to(tl.float32)
         up += tl.load(at + width, mask=mask, other=0.0).to(tl.float32)
-    z = activate_gate(gate, GELU) * up
+    z = apply_gate(gate, up, ACTIVATION)
     store_row(z, t, tokens, out, factors, width, INTERLEAVED, out_scales, out_sums)
 
 
@@ -256,9 +258,9 @@ class WeightedExperts(NamedTuple):
 def launch_add_norm(
     parts: torch.Tensor | None, residual: torch.Tensor, norm: torch.Tensor, eps: float,
     out: Activations | GemvActivations, post: torch.Tensor | None = None, index: torch.Tensor | None = None,
-    pdl: bool = False, *, exact: bool = False, experts: WeightedExperts | None = None,
+    pdl: bool = False, *, exact: bool = False, experts: WeightedExperts | None = None, bias: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Add parts (splits, tokens, width), or those of `experts`, by their own norm if `post`, to the residual stream;
+    """Add parts (splits, tokens, width) and `bias`, or those of `experts`, by their own norm if `post`, to the stream;
     store its norm. With `index`, of these tokens alone, and the stream stays as it is. `exact`: sums of squares depend
     on no order."""
     tokens, width = len(residual) if index is None else len(index), residual.shape[1]
@@ -268,18 +270,18 @@ def launch_add_norm(
     weights, k, shared, gate = experts or (None, 1, None, None)
     add_rms_norm_rows[(tokens,)](
         parts, parts.shape[1], residual, norm, values, factors, tokens, eps, width, size,
-        splits, is_interleaved, pdl, exact, post, index, scales, sums, weights, k, shared, gate,
+        splits, is_interleaved, pdl, exact, post, index, scales, sums, weights, k, shared, gate, bias,
         num_warps=max(1, min(8, size // 8)), enable_fp_fusion=False, **pdl_options(pdl),
     )  # fmt: skip
 
 
-def launch_gated(parts: torch.Tensor, out: Activations | GemvActivations, is_gelu: bool, pdl: bool = False) -> None:
+def launch_gated(parts: torch.Tensor, out: Activations | GemvActivations, activation: str, pdl: bool = False) -> None:
     """Store act(gate) * up of parts (splits, tokens, 2 * width) as activations."""
     splits, tokens, rows = parts.shape
     size = _num_blocks(rows // 2)
     values, factors, scales, sums, is_interleaved = _targets(out)
     swiglu_rows[(tokens,)](
-        parts, values, factors, tokens, rows // 2, size, splits, is_interleaved, pdl, is_gelu, scales, sums,
+        parts, values, factors, tokens, rows // 2, size, splits, is_interleaved, pdl, activation, scales, sums,
         num_warps=max(1, min(16, size // 16)), enable_fp_fusion=False, **pdl_options(pdl),
     )  # fmt: skip
 

@@ -212,10 +212,10 @@ def expert_tile(slots: int, w: PackedExperts) -> GemmTile:
 
 def grouped_gemv(
     x: GemvActivations, w: PackedExperts, experts: torch.Tensor, out: Int8Activations | torch.Tensor, per_row: int, *,
-    is_gelu: bool = False, pdl: bool = False,
+    activation: str = "silu", bias: torch.Tensor | None = None, pdl: bool = False,
 ) -> None:  # fmt: skip
     """Multiply few activations by their experts, a slot at a time: to floats (slots, rows), or, with gate and up rows,
-    to activation(gate) * up as int8. Row r of `x` is that of `per_row` slots."""
+    to activation(gate) * up as int8. Row r of `x` is that of `per_row` slots; `bias` is (experts, rows)."""
     values, first, is_gated = x.values, 0, isinstance(out, Int8Activations)
     assert isinstance(values, Int8Activations)
     for part in w.parts:
@@ -226,8 +226,8 @@ def grouped_gemv(
             values.codes, values.scales, values.sums, unused if x.squares is None else x.squares, x.eps, part.unit,
             part.low, part.high, part.scales, to[0], unused, unused, to[1], to[2], unused, rows, part.blocks, 1,
             part.kind, tile_rows, warps, prefetch, GATED if is_gated else STORE, *norm_parts(x), is_gated, pdl,
-            0 if is_gated else w.rows, is_gelu, part.small, part.table, experts, per_row, num_warps=warps,
-            **pdl_options(pdl),
+            w.rows, activation, part.small, part.table, experts, per_row,
+            None if bias is None else bias.view(-1)[first:], num_warps=warps, **pdl_options(pdl),
         )  # fmt: skip
         first += rows
 
@@ -252,25 +252,29 @@ def empty_expert_activations(w: PackedExperts, count: int) -> Activations:
     return Activations(values, torch.empty(count, device=device) if w.dense_dtype == torch.float16 else None)
 
 
-def grouped_gemm(x: Activations, w: PackedExperts, tiles: SlotTiles, slots: int, per_row: int) -> torch.Tensor:
-    """Multiply activations by their experts: (slots, rows) float32. Row r of `x` is that of `per_row` slots."""
+def grouped_gemm(
+    x: Activations, w: PackedExperts, tiles: SlotTiles, slots: int, per_row: int, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Multiply activations by their experts: (slots, rows) float32. Row r of `x` is that of `per_row` slots; `bias` is
+    (experts, rows)."""
     out = torch.empty(slots, w.rows, device=x.values.device)
     tile, first = expert_tile(slots, w), 0
     for part in w.parts:
         rows = part.rows // w.count
         grid, to = (cdiv(rows, tile.rows), len(tiles.experts), 1), out.view(-1)[first:]
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        own_bias = None if bias is None else bias.view(-1)[first:]
         if part.values is None:
             gemm_packed[grid](
                 x.values, x.factors, part.unit, part.low, part.high, part.scales, to, len(x.values), rows, w.rows,
                 part.blocks, part.kind, tile.rows, tiles.size, part.small, part.table, tiles.experts, tiles.slots,
-                per_row, **options,
+                per_row, own_bias, **options,
             )  # fmt: skip
         else:
             gemm_dense[grid](
                 x.values, part.values, part.scales, to, len(x.values), rows, w.columns, tile.rows, tiles.size,
                 32 if x.values.dtype == torch.float32 else 64, False, w.rows, x.factors, tiles.experts, tiles.slots,
-                per_row, **options,
+                per_row, own_bias, **options,
             )  # fmt: skip
         first += rows
     return out
@@ -284,8 +288,7 @@ def grouped_linear(
     activations = empty_expert_activations(w, len(rows))
     launch_convert(rows, activations)
     tiles = launch_group(experts, w.count, expert_tile(experts.numel(), w).tokens)
-    out = grouped_gemm(activations, w, tiles, experts.numel(), k if x.dim() == 2 else 1).view(tokens, k, -1)
-    return out if bias is None else out + bias[experts.long()]
+    return grouped_gemm(activations, w, tiles, experts.numel(), k if x.dim() == 2 else 1, bias).view(tokens, k, -1)
 
 
 def combine(

@@ -18,7 +18,7 @@ from ..ops import LayerCache
 from .attention_decode import launch_decode_attention, split_kv_config, split_kv_scratch
 from .attention_prefill import QueryTiles, launch_prefill_attention, query_dtype
 from .device import has_pdl, is_interpreted
-from .elementwise import IS_GELU, WeightedExperts, launch_add_norm, launch_embedding, launch_gated
+from .elementwise import WeightedExperts, launch_add_norm, launch_embedding, launch_gated
 from .experts import (
     empty_expert_activations,
     expert_tile,
@@ -143,14 +143,14 @@ class Forward:
 
     def gate(self, op: GatedLinear, x: AnyActivations) -> AnyActivations:
         """Return activation(gate) * up as activations of the down projection."""
-        out, is_gelu = self._activations(op.following, self.step.tokens), IS_GELU[op.activation]
+        out = self._activations(op.following, self.step.tokens)
         if _has_epilogue(x, op.w, out):
-            launch_gemv("gate_up", x, op.w, out.values, GATED, is_gelu=is_gelu, pdl=self.pdl)
+            launch_gemv("gate_up", x, op.w, out.values, GATED, activation=op.activation, pdl=self.pdl)
             self.mark("gate_up_activation")
         else:
             gate_up = self._multiply("qkv", x, op.w)
             self.mark("gate_up")
-            launch_gated(gate_up, out, is_gelu, self.pdl)
+            launch_gated(gate_up, out, op.activation, self.pdl)
             self.mark("activation")
         return out
 
@@ -159,12 +159,12 @@ class Forward:
         out = self._activations(op.following, self.step.tokens)
         if op.post is None and _has_epilogue(x, op.w, out):
             stream = Stream(self.residual, op.norm, self._squares())
-            launch_gemv(name, x, op.w, out.values, RESIDUAL, stream=stream, pdl=self.pdl)
+            launch_gemv(name, x, op.w, out.values, RESIDUAL, stream=stream, bias=op.bias, pdl=self.pdl)
             self.mark(f"{PRODUCTS[name]}_norm")
             return GemvActivations(out.values, stream.squares, op.eps)
         delta = self._multiply(name, x, op.w)
         self.mark(PRODUCTS[name])
-        return self._norm(delta, op.norm, op.eps, op.following, op.post)
+        return self._norm(delta, op.norm, op.eps, op.following, op.post, bias=op.bias)
 
     def add_experts(self, op: ExpertsAddNorm, x: AnyActivations) -> AnyActivations:
         """Multiply each token by its experts, add their sum to the residual stream, and return its norm."""
@@ -186,19 +186,23 @@ class Forward:
         exact = self.linear.batch_invariant
         launch_add_norm(None, self.residual, op.input_norm, op.input_eps, Activations(rows), exact=exact)
         assert router.values is not None
-        logits = sum_splits(gemm_dense_batch_invariant(rows, router)) if exact else rows @ router.values.float().T
+        if exact:
+            logits = sum_splits(gemm_dense_batch_invariant(rows, router))
+            logits = logits if op.router_bias is None else logits + op.router_bias
+        else:
+            logits = torch.nn.functional.linear(rows, router.values.float(), op.router_bias)
         self.mark("router")
-        return logits if op.router_bias is None else logits + op.router_bias
+        return logits
 
     def _few_slots(self, op: ExpertsAddNorm, x: GemvActivations, experts: torch.Tensor) -> torch.Tensor:
         """Return the results of all slots, (slots, width), each multiplied for itself."""
-        slots, is_gelu = experts.numel(), IS_GELU[op.activation]
+        slots = experts.numel()
         make = torch.zeros if is_interpreted() else torch.empty
         gated = Int8Activations.allocate(slots, op.down.columns, self.device, make)
-        grouped_gemv(x, op.w, experts, gated, op.params.k, is_gelu=is_gelu, pdl=self.pdl)
+        grouped_gemv(x, op.w, experts, gated, op.params.k, activation=op.activation, bias=op.bias, pdl=self.pdl)
         self.mark("experts_gate_up")
         out = torch.empty(slots, op.down.rows, device=self.device)
-        grouped_gemv(GemvActivations(gated), op.down, experts, out, 1, pdl=self.pdl)
+        grouped_gemv(GemvActivations(gated), op.down, experts, out, 1, bias=op.down_bias, pdl=self.pdl)
         self.mark("experts_down")
         return out
 
@@ -207,12 +211,12 @@ class Forward:
         slots = experts.numel()
         size = min(expert_tile(slots, w).tokens for w in (op.w, op.down))
         tiles = launch_group(experts, op.w.count, size)
-        gate_up = grouped_gemm(x, op.w, tiles, slots, op.params.k)
+        gate_up = grouped_gemm(x, op.w, tiles, slots, op.params.k, op.bias)
         self.mark("experts_gate_up")
         gated = empty_expert_activations(op.down, slots)
-        launch_gated(gate_up[None], gated, IS_GELU[op.activation])
+        launch_gated(gate_up[None], gated, op.activation)
         self.mark("activation")
-        out = grouped_gemm(gated, op.down, tiles, slots, 1)
+        out = grouped_gemm(gated, op.down, tiles, slots, 1, op.down_bias)
         self.mark("experts_down")
         return out
 
@@ -220,7 +224,7 @@ class Forward:
         """Return the result of the expert of all tokens, and the logits of its factor."""
         x = self._norm(None, op.input_norm, op.input_eps, shared.gate_up)
         out = self._activations(shared.down, self.step.tokens)
-        launch_gated(self._multiply("qkv", x, shared.gate_up), out, IS_GELU[op.activation], self.pdl)
+        launch_gated(self._multiply("qkv", x, shared.gate_up), out, op.activation, self.pdl)
         made = sum_splits(self._multiply("down", out, shared.down))
         if shared.gate is not None:
             x = self._norm(None, op.input_norm, op.input_eps, shared.gate)
@@ -231,12 +235,14 @@ class Forward:
     def _norm(
         self, delta: torch.Tensor | None, norm: torch.Tensor, eps: float, following: PackedWeight,
         post: torch.Tensor | None = None, index: torch.Tensor | None = None,
-        experts: WeightedExperts | None = None,
+        experts: WeightedExperts | None = None, bias: torch.Tensor | None = None,
     ) -> AnyActivations:  # fmt: skip
         """Add delta (splits, tokens, width) to the residual stream and norm it, or the tokens of `index` alone."""
         out = self._activations(following, len(self.residual if index is None else index))
         exact = self.linear.batch_invariant
-        launch_add_norm(delta, self.residual, norm, eps, out, post, index, self.pdl, exact=exact, experts=experts)
+        launch_add_norm(
+            delta, self.residual, norm, eps, out, post, index, self.pdl, exact=exact, experts=experts, bias=bias
+        )
         self.mark("norm")
         return out
 
@@ -315,7 +321,7 @@ class Forward:
         names = ("tables", "width", "query_start", "context_len", "num_tiles", "tile_request", "tile_first")
         queries = self.step.tile_queries
         tiles = QueryTiles(queries, tile_programs(len(out), queries), *(arrays[name] for name in names))
-        launch_prefill_attention(q, kv, tiles, op.params, out)
+        launch_prefill_attention(q, kv, tiles, op.params, out, op.sinks)
         self.mark("attention")
 
     def _counters_for(self, decoding: int, heads: int) -> torch.Tensor:

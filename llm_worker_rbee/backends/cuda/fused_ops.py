@@ -13,7 +13,7 @@ import torch
 
 from ..graph import Graph, Node, ProgramLine, Rewrite, apply_rewrites, have_one_eps, op_names
 from ..ops import AttentionParams, RopeTable, RouteParams
-from .elementwise import IS_GELU
+from .elementwise import ACTIVATIONS
 from .packed_weight import DENSE, PackedExperts, PackedWeight
 
 
@@ -33,25 +33,25 @@ def _has_words(node: Node) -> bool:
 
 def _has_gate_kernel(node: Node) -> bool:
     linear, gated = node.fused
-    return linear["bias"] is None and gated["activation"] in IS_GELU and linear["w"].rows % 64 == 0
+    return linear["bias"] is None and gated["activation"] in ACTIVATIONS and linear["w"].rows % 64 == 0
 
 
 def _has_add_kernel(node: Node) -> bool:
-    """The product has no bias and is what is added: the residual stream is the other operand, and both are taken."""
+    """The product is what is added: the residual stream is the other operand, and both are taken."""
     linear, *between, add = node.fused
     delta, takes = linear.output, [part for part in between if part.op == "take"]
     for part in between:
         if part["x"] is delta:
             delta = part.output
-    return linear["bias"] is None and add["x"] is delta and len(takes) in (0, 2) and have_one_eps(node)
+    return add["x"] is delta and len(takes) in (0, 2) and have_one_eps(node)
 
 
 def _has_expert_kernels(node: Node) -> bool:
-    """The router is dense, and no product of an expert has a bias."""
+    """The router is dense, and no product of a shared expert has a bias."""
     router, gated, products = node.fused[0], node.parts("gated")[0], node.parts("grouped_linear")
     is_dense = len(router["w"].parts) == 1 and router["w"].parts[0].kind == DENSE
-    has_bias = any(part["bias"] is not None for part in (*products, *node.parts("linear")[1:]))
-    is_gated = gated["activation"] in IS_GELU and products[0]["w"].rows % 64 == 0
+    has_bias = any(part["bias"] is not None for part in node.parts("linear")[1:])
+    is_gated = gated["activation"] in ACTIVATIONS and products[0]["w"].rows % 64 == 0
     return is_dense and not has_bias and is_gated and have_one_eps(node)
 
 
@@ -100,6 +100,7 @@ class Attention(NamedTuple):
     rope: RopeTable
     params: AttentionParams
     layer: int  # of the KV cache
+    sinks: torch.Tensor | None
     following: PackedWeight
 
 
@@ -115,6 +116,7 @@ class LinearAddNorm(NamedTuple):
     """A product, in some families its norm, added to the residual stream, whose norm is stored."""
 
     w: PackedWeight
+    bias: torch.Tensor | None
     post: torch.Tensor | None  # weight of the norm of the product
     norm: torch.Tensor
     eps: float  # of both norms
@@ -137,8 +139,10 @@ class ExpertsAddNorm(NamedTuple):
     params: RouteParams
     selection_bias: torch.Tensor | None
     w: PackedExperts  # gate and up
+    bias: torch.Tensor | None
     activation: str
     down: PackedExperts
+    down_bias: torch.Tensor | None
     shared: SharedExpert | None
     input_norm: torch.Tensor  # of the stream, which all products read
     input_eps: float
@@ -250,14 +254,15 @@ def _fused_op(node: Node, following: Any, norms: Mapping[Any, Node]) -> FusedOp:
             q_norm, k_norm = (norm["weight"] for norm in of_heads) if of_heads else (None, None)
             return Attention(
                 first["w"], first["bias"], q_norm, k_norm, of_heads[0]["eps"] if of_heads else 0.0, split["n_heads"],
-                split["n_kv_heads"], split["head_dim"], store["table"], last["params"], store["kv"], following,
+                split["n_kv_heads"], split["head_dim"], store["table"], last["params"], store["kv"], last["sinks"],
+                following,
             )  # fmt: skip
         case "gated_linear":
             return GatedLinear(first["w"], last["activation"], following)
         case "linear_add_norm":
             post = node.part("rms_norm")
             weight = None if post is None else post["weight"]
-            return LinearAddNorm(first["w"], weight, last["weight"], last["eps"], following)
+            return LinearAddNorm(first["w"], first["bias"], weight, last["weight"], last["eps"], following)
         case "experts_add_norm":
             return _experts(node, following, norms[first["x"]])
         case _:
@@ -270,7 +275,7 @@ def _experts(node: Node, following: Any, norm: Node) -> ExpertsAddNorm:
     post = node.part("rms_norm")
     more = SharedExpert(shared[0]["w"], shared[1]["w"], shared[2]["w"] if shared[2:] else None) if shared else None
     return ExpertsAddNorm(
-        router["w"], router["bias"], route["params"], route["bias"], gate_up["w"], node.parts("gated")[0]["activation"],
-        down["w"], more, norm["weight"], norm["eps"], None if post is None else post["weight"], last["weight"],
-        last["eps"], following,
+        router["w"], router["bias"], route["params"], route["bias"], gate_up["w"], gate_up["bias"],
+        node.parts("gated")[0]["activation"], down["w"], down["bias"], more, norm["weight"], norm["eps"],
+        None if post is None else post["weight"], last["weight"], last["eps"], following,
     )  # fmt: skip

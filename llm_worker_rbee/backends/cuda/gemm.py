@@ -66,13 +66,14 @@ def load_word(low, high, n, i, b, mask, blocks, KIND: tl.constexpr):
 def gemm_packed(
     x, factors, unit, low, high, scales, out, tokens, rows, out_rows, blocks: tl.constexpr,
     KIND: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, small=None, table=None,
-    tile_experts=None, tile_slots=None, SLOTS: tl.constexpr = 1,
+    tile_experts=None, tile_slots=None, SLOTS: tl.constexpr = 1, bias=None,
 ):  # fmt: skip
     """Multiply interleaved x * factors (tokens) by packed weights; out (splits, tokens, out_rows) sums to the product;
     `out` may hold more rows than this part of a matrix.
 
     With `tile_experts`, tile i of the second axis is of an expert of a stack (-1: no tile), and of the slots
-    tile_slots[BM * i ..] (-1: none); result s is of activations s // SLOTS, without splits.
+    tile_slots[BM * i ..] (-1: none); result s is of activations s // SLOTS, without splits, plus `bias` (experts,
+    out_rows).
 
     A program has BN rows and BM tokens of one split of the columns; an iteration loads one word of GROUP_BLOCKS blocks
     of each row, of 5-bit kinds two words, because they share a half word of high bits, of compact kinds all."""
@@ -123,6 +124,8 @@ def gemm_packed(
             acc = tl.dot(w, activations, acc)
     at = (tl.program_id(2) * tokens + m[None, :]).to(tl.int64) * out_rows + n[:, None]
     acc = acc * (unit * tl.load(factors + m_at, mask=is_token, other=0.0))
+    if bias is not None:
+        acc += tl.load(bias + expert * out_rows + n, mask=n < rows, other=0.0)[:, None]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=is_token & (n < rows)[:, None])
 
 
@@ -130,7 +133,7 @@ def gemm_packed(
 def gemm_dense(
     x, w, scales, out, tokens, rows, columns,
     BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SCALED: tl.constexpr, out_rows=None, factors=None,
-    tile_experts=None, tile_slots=None, SLOTS: tl.constexpr = 1,
+    tile_experts=None, tile_slots=None, SLOTS: tl.constexpr = 1, bias=None,
 ):  # fmt: skip
     """Multiply x (tokens, columns) by w (rows, columns).T; out (splits, tokens, rows) sums to the product. The order
     depends on the number of splits alone, which cuBLAS does not promise. SCALED: times scales (rows).
@@ -165,6 +168,8 @@ def gemm_dense(
         stride = out_rows
         if factors is not None:
             acc = acc * tl.load(factors + row)[None, :]
+        if bias is not None:
+            acc += tl.load(bias + expert * out_rows + n, mask=n < rows, other=0.0)[:, None]
     at = (tl.program_id(2) * tokens + m[None, :]).to(tl.int64) * stride + n[:, None]
     tl.store(out + at, acc, mask=is_token & (n < rows)[:, None])
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...config import SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT
 from .compact_kinds import (
     COMPACT,
     block_scales,
@@ -207,21 +208,24 @@ def gemv_packed(
     out_squares, rows, blocks: tl.constexpr, B: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
     WARPS: tl.constexpr, PREFETCH: tl.constexpr, EPILOGUE: tl.constexpr, NORM_PARTS: tl.constexpr,
     NORM_SIZE: tl.constexpr, INT8: tl.constexpr, PDL: tl.constexpr, STRIDE: tl.constexpr = 0,
-    GELU: tl.constexpr = False, small=None, table=None, experts=None, SLOTS: tl.constexpr = 1,
+    ACTIVATION: tl.constexpr = "silu", small=None, table=None, experts=None, SLOTS: tl.constexpr = 1, bias=None,
 ):  # fmt: skip
     """Multiply by packed weights: ROWS rows per program, ROWS // WARPS per warp, PREFETCH of them loaded ahead. If
     NORM_PARTS > 0, results are divided by the RMS of the activations.
 
     With `experts`, B is 1 and the second axis of the grid is a slot: result s is of expert experts[s] of a stack and of
-    activations s // SLOTS."""
+    activations s // SLOTS. `bias` has `rows` values, or STRIDE for each expert."""
     token, first = 0, 0
     if experts is not None:
         wait_for_previous(PDL)
         first = tl.program_id(1)
         token = first // SLOTS
-        low, high, scales, first_block = expert_planes(low, high, scales, tl.load(experts + first), rows, blocks, KIND)
+        expert = tl.load(experts + first)
+        low, high, scales, first_block = expert_planes(low, high, scales, expert, rows, blocks, KIND)
         if small is not None:
             small += first_block
+        if bias is not None:
+            bias += expert * STRIDE
     R: tl.constexpr = ROWS // WARPS
     SHAPE: tl.constexpr = (WARPS, WARP_BLOCKS)
     STEPS: tl.constexpr = R * ((blocks + WARP_BLOCKS - 1) // WARP_BLOCKS)
@@ -232,6 +236,7 @@ def gemv_packed(
         if step < STEPS:
             more = load_row(low, high, scales, small, step, lane, rows, blocks, R, ROWS, WARPS, EPILOGUE, KIND)
             held = held + (more,)
+    biases = load_biases(bias, rows, R, ROWS, WARPS, EPILOGUE)
     wait_for_previous(PDL)
     factors = ()
     if NORM_PARTS > 0:
@@ -286,14 +291,15 @@ def gemv_packed(
             y = tl.sum(sums[t * R + r], 1) * unit
             if NORM_PARTS > 0:
                 y = y * factors[t]
-            ys = ys + (y,)
+            ys = ys + (y if bias is None else y + biases[r],)
         apply_epilogue(
             ys, first + t, rows, out, residual, norm, out_scales, out_sums, out_squares, R, ROWS, WARPS, EPILOGUE, INT8,
-            STRIDE, GELU,
+            STRIDE, ACTIVATION,
         )  # fmt: skip
 
 
 STORE, RESIDUAL, GATED = 0, 1, 2
+OAI_ALPHA, OAI_LIMIT = tl.constexpr(SWIGLU_OAI_ALPHA), tl.constexpr(SWIGLU_OAI_LIMIT)
 
 
 @triton.jit
@@ -304,6 +310,17 @@ def program_rows(r: tl.constexpr, half_rows, EPILOGUE: tl.constexpr, ROWS: tl.co
         HALF: tl.constexpr = ROWS // 2
         return tl.program_id(0) * HALF + (r * WARPS) % HALF + warp + ((r * WARPS) // HALF) * half_rows
     return tl.program_id(0) * ROWS + r * WARPS + warp
+
+
+@triton.jit
+def load_biases(bias, rows, R: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, EPILOGUE: tl.constexpr):
+    """Load what is added to the results of the program's iterations, (warps,) each; nothing without a bias."""
+    found = ()
+    if bias is not None:
+        for r in tl.static_range(R):
+            n = program_rows(r, rows // 2, EPILOGUE, ROWS, WARPS)
+            found = found + (tl.load(bias + n, mask=n < rows, other=0.0),)
+    return found
 
 
 @triton.jit
@@ -367,19 +384,23 @@ def store_activations(y, t, columns, out, out_scales, out_sums, INT8: tl.constex
 
 
 @triton.jit
-def activate_gate(gate, GELU: tl.constexpr):
-    """Return silu(gate), or its GELU (tanh form): 0.5 x (1 + tanh(u)) = x / (1 + exp(-2u))."""
+def apply_gate(gate, up, ACTIVATION: tl.constexpr):
+    """Return activation(gate) * up. GELU (tanh form) is by 0.5 x (1 + tanh(u)) = x / (1 + exp(-2u))."""
     inner = gate
-    if GELU:
+    if ACTIVATION == "gelu_tanh":
         inner = 2.0 * 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-    return gate / (1.0 + tl.exp(-inner))
+    elif ACTIVATION == "swiglu_oai":
+        gate = tl.where(gate > OAI_LIMIT, OAI_LIMIT, gate)  # NaN stays
+        up = tl.where(tl.abs(up) > OAI_LIMIT, tl.where(up > 0, OAI_LIMIT, -OAI_LIMIT), up) + 1.0
+        inner = OAI_ALPHA * gate
+    return gate / (1.0 + tl.exp(-inner)) * up
 
 
 @triton.jit
 def apply_epilogue(
     ys, t, rows, out, residual, norm, out_scales, out_sums, out_squares,
     R: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, EPILOGUE: tl.constexpr, INT8: tl.constexpr,
-    STRIDE: tl.constexpr = 0, GELU: tl.constexpr = False,
+    STRIDE: tl.constexpr = 0, ACTIVATION: tl.constexpr = "silu",
 ):  # fmt: skip
     """Store the results of a program for token t. STORE writes rows of STRIDE values."""
     if EPILOGUE == 0:
@@ -396,7 +417,7 @@ def apply_epilogue(
     else:
         gated = ()
         for r in tl.static_range(R // 2):
-            gated = gated + (activate_gate(ys[r], GELU) * ys[R // 2 + r],)
+            gated = gated + (apply_gate(ys[r], ys[R // 2 + r], ACTIVATION),)
         store_activations(concat_warps(gated, R // 2, WARPS), t, rows // 2, out, out_scales, out_sums, INT8)
 
 
@@ -405,7 +426,8 @@ def gemv_dense(
     x, squares, eps, w, out, residual, norm, out_squares,
     rows, columns: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, TILE_K: tl.constexpr,
     PREFETCH: tl.constexpr, EPILOGUE: tl.constexpr, NORM_PARTS: tl.constexpr, NORM_SIZE: tl.constexpr,
-    PDL: tl.constexpr, STRIDE: tl.constexpr = 0, scales=None, GELU: tl.constexpr = False,
+    PDL: tl.constexpr, STRIDE: tl.constexpr = 0, scales=None, ACTIVATION: tl.constexpr = "silu",
+    bias=None,
 ):  # fmt: skip
     """Multiply by dense weights (rows, columns): floats, or e4m3 with float32 scales (rows) applied last."""
     R: tl.constexpr = ROWS // WARPS
@@ -424,6 +446,7 @@ def gemv_dense(
             factors = factors + (
                 tl.load(scales + tl.minimum(program_rows(r, rows // 2, EPILOGUE, ROWS, WARPS), rows - 1)),
             )
+    biases = load_biases(bias, rows, R, ROWS, WARPS, EPILOGUE)
     wait_for_previous(PDL)
     sums = ()
     for _ in tl.static_range(B * R):
@@ -463,6 +486,11 @@ def gemv_dense(
             for r in tl.static_range(R):
                 scaled = scaled + (ys[r] * factor,)
             ys = scaled
+        if bias is not None:
+            added = ()
+            for r in tl.static_range(R):
+                added = added + (ys[r] + biases[r],)
+            ys = added
         apply_epilogue(
-            ys, t, rows, out, residual, norm, out, out, out_squares, R, ROWS, WARPS, EPILOGUE, False, STRIDE, GELU
+            ys, t, rows, out, residual, norm, out, out, out_squares, R, ROWS, WARPS, EPILOGUE, False, STRIDE, ACTIVATION
         )

@@ -82,15 +82,16 @@ def dense_tile(name: str, tokens: int, kind: str, epilogue: int) -> tuple[int, i
 
 def launch_gemv(
     name: str, x: GemvActivations, w: PackedWeight, out: Any, epilogue: int = STORE, *, stream: Stream | None = None,
-    is_gelu: bool = False, pdl: bool = False,
+    activation: str = "silu", bias: torch.Tensor | None = None, pdl: bool = False,
 ) -> None:  # fmt: skip
     """Multiply 1, 2 or 4 tokens by a matrix with the tile `name`. STORE writes floats (tokens, rows), the other
-    epilogues, for matrices of one part, activations: `stream` is for RESIDUAL, `is_gelu` for GATED."""
+    epilogues, for matrices of one part, activations: `stream` is for RESIDUAL, `activation` for GATED.
+    A bias is for matrices of one part, too."""
     first = 0
     for part in w.parts:
         target = out.view(-1)[first:] if epilogue == STORE else out
         launch = _launch_packed if part.values is None else _launch_dense
-        launch(name, x, part, target, epilogue, stream, w.rows if epilogue == STORE else 0, is_gelu, pdl)
+        launch(name, x, part, target, epilogue, stream, w.rows if epilogue == STORE else 0, activation, bias, pdl)
         first += part.rows
 
 
@@ -102,7 +103,7 @@ def norm_parts(x: GemvActivations) -> tuple[int, int]:
 
 def _launch_packed(
     name: str, x: GemvActivations, w: WeightPart, out: Any, epilogue: int, stream: Stream | None, stride: int,
-    is_gelu: bool, pdl: bool,
+    activation: str, bias: torch.Tensor | None, pdl: bool,
 ) -> None:  # fmt: skip
     values = x.values
     assert isinstance(values, Int8Activations)
@@ -114,14 +115,14 @@ def _launch_packed(
     gemv_packed[(cdiv(w.rows, rows),)](
         values.codes, values.scales, values.sums, unused if x.squares is None else x.squares, x.eps, w.unit, w.low,
         w.high, w.scales, to[0], residual, norm, to[1], to[2], squares, w.rows, w.blocks, tokens, w.kind, rows, warps,
-        prefetch, epilogue, *norm_parts(x), isinstance(out, Int8Activations), pdl, stride, is_gelu, w.small, w.table,
-        num_warps=warps, **options,
+        prefetch, epilogue, *norm_parts(x), isinstance(out, Int8Activations), pdl, stride, activation, w.small, w.table,
+        bias=bias, num_warps=warps, **options,
     )  # fmt: skip
 
 
 def _launch_dense(
     name: str, x: GemvActivations, w: WeightPart, out: Any, epilogue: int, stream: Stream | None, stride: int,
-    is_gelu: bool, pdl: bool,
+    activation: str, bias: torch.Tensor | None, pdl: bool,
 ) -> None:  # fmt: skip
     values: Any = x.values
     tokens, columns = values.shape
@@ -130,5 +131,5 @@ def _launch_dense(
     gemv_dense[(cdiv(w.rows, rows),)](
         values, values if x.squares is None else x.squares, x.eps, w.values, out, residual, norm, squares, w.rows,
         columns, tokens, rows, warps, tile_k, prefetch, epilogue, *norm_parts(x), pdl, stride,
-        w.scales if w.kind == FP8 else None, is_gelu, num_warps=warps, **pdl_options(pdl),
+        w.scales if w.kind == FP8 else None, activation, bias, num_warps=warps, **pdl_options(pdl),
     )  # fmt: skip

@@ -104,7 +104,9 @@ class GrowingCacheBackend(DenseBackend):
         kv.v = np.concatenate([kv.v, v])
         return reference.rope(q, positions, table)
 
-    def attention(self, q: Floats, kv: Any, batch: Batch, params: AttentionParams) -> Floats:
+    def attention(
+        self, q: Floats, kv: Any, batch: Batch, params: AttentionParams, sinks: Floats | None = None
+    ) -> Floats:
         mask = self.mask(len(kv.k), batch.positions)
         return masked_attention(q, kv.k, kv.v, mask, params).reshape(q.shape[0], -1)
 

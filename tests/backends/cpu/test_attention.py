@@ -38,6 +38,11 @@ def normal(*shape: int, seed: int = 1) -> Floats:
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
+def sinks_of(heads: int) -> Floats | None:
+    """Sinks, for an even number of heads."""
+    return None if heads % 2 else 3 * normal(heads, seed=9)
+
+
 def step(lengths: list[int], contexts: list[int], block: int = 16) -> tuple[Batch, int]:
     """The last `lengths` tokens of requests of these contexts, whose blocks lie mixed up in the cache."""
     counts = [-(-context // block) for context in contexts]
@@ -84,7 +89,8 @@ def test_attention_of_each_kv_type_agrees_with_reference(
     batch, blocks = step([37, 70, 1, 6], [37, 70, 1, 6])
     q = normal(batch.ids.size, heads, dim)
     found, wanted = (
-        ops.attention(q, filled(ops, batch, blocks, kind, kv_heads, dim), batch, params) for ops in (cpu, reference)
+        ops.attention(q, filled(ops, batch, blocks, kind, kv_heads, dim), batch, params, sinks_of(heads))
+        for ops in (cpu, reference)
     )
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=5e-6)
 
@@ -99,7 +105,8 @@ def test_attention_has_the_same_bits_alone_batched_and_chunked(
     q, k = normal(batch.ids.size, heads, dim), normal(batch.ids.size, kv_heads, dim, seed=2)
     kv = filled(cpu, batch, blocks, kind, kv_heads, dim, table)
     turned = cpu.rope_store(q, k, k, batch.positions, table, kv, batch.slot_mapping)
-    whole, stored = cpu.attention(turned, kv, batch, params), [array.copy() for array in kv]
+    sinks = sinks_of(heads)
+    whole, stored = cpu.attention(turned, kv, batch, params, sinks), [array.copy() for array in kv]
     for chunk in (1, 5, 7, 37):
         for array in kv:
             array.fill(0)
@@ -109,7 +116,7 @@ def test_attention_has_the_same_bits_alone_batched_and_chunked(
                 last = min(length, first + chunk)
                 own, span = part(batch, r, first, last), slice(at + first, at + last)
                 some = cpu.rope_store(q[span], k[span], k[span], own.positions, table, kv, own.slot_mapping)
-                np.testing.assert_array_equal(cpu.attention(some, kv, own, params), whole[span])
+                np.testing.assert_array_equal(cpu.attention(some, kv, own, params, sinks), whole[span])
     for now, before in zip(kv, stored, strict=True):
         written = now != 0
         assert written.any()
@@ -128,7 +135,8 @@ def test_attention_over_several_key_blocks_agrees_with_reference(kind: str, para
     (whole, blocks), (batch, _) = step(contexts, contexts), step(lengths, contexts)
     q = normal(batch.ids.size, 6, 64)
     found, wanted = (
-        ops.attention(q, filled(ops, whole, blocks, kind, 2, 64), batch, params) for ops in (cpu, reference)
+        ops.attention(q, filled(ops, whole, blocks, kind, 2, 64), batch, params, sinks_of(6))
+        for ops in (cpu, reference)
     )
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=5e-6)
 
@@ -139,12 +147,12 @@ def test_attention_over_several_key_blocks_has_the_same_bits_in_any_pieces(kind:
     length, context = 60, 2 * KEY_BLOCK + 30
     (whole, blocks), (batch, _) = step([context], [context]), step([length], [context])
     kv, q = filled(cpu, whole, blocks, kind, 2, 64), normal(length, 6, 64)
-    wanted = cpu.attention(q, kv, batch, params)
+    wanted = cpu.attention(q, kv, batch, params, sinks_of(6))
     for threads, chunk in ((1, 1), (cpu.threads, 1), (1, 7), (cpu.threads, 31)):
         ops = CpuBackend(threads)
         for first in range(0, length, chunk):
             last = min(length, first + chunk)
-            found = ops.attention(q[first:last], kv, part(batch, 0, first, last), params)
+            found = ops.attention(q[first:last], kv, part(batch, 0, first, last), params, sinks_of(6))
             np.testing.assert_array_equal(found, wanted[first:last])
 
 

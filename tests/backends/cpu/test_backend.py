@@ -104,7 +104,7 @@ def test_norms_agree_with_reference(rows: int, width: int) -> None:
         np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai"])
 @pytest.mark.parametrize(("rows", "half"), [(1, 48), (7, 50)])
 def test_gated_agrees_with_reference(activation: str, rows: int, half: int) -> None:
     x = 4 * normal(rows, 2 * half)

@@ -25,7 +25,7 @@ from llm_worker_rbee.weights import Checkpoint, open_checkpoint  # noqa: E402
 from llm_worker_rbee.weights.quants import BLOCK_TYPES  # noqa: E402
 from tests.helpers import cuda_models, model_zoo  # noqa: E402
 
-FAMILIES = ("mistral-window", "qwen2", "qwen3", "phi3-short", "gemma2", "gemma3")
+FAMILIES = ("mistral-window", "qwen2", "qwen3", "phi3-short", "gemma2", "gemma3", "gpt-oss")
 INVARIANT, DEFAULT = CudaBackend(deterministic=True), CudaBackend()
 
 CASES = {
