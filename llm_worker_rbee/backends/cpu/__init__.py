@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ...config import ModelConfig
 from ...weights import Checkpoint, Tensor
 from .. import reference
-from ..graph import Graph
+from ..graph import Graph, Node
 from ..ops import (
     AttentionParams,
     Backend,
@@ -33,7 +33,7 @@ from ..ops import (
 )
 from . import elementwise, forward, kv_layout, precompile, sampling
 from .attention import NUMBERS_PER_TILE, attention_tasks, partial_bytes, split_work_task
-from .experts import PackedExperts, grouped_linear, pack_experts
+from .experts import PackedExperts, combine_rows, grouped_linear, pack_experts, route_tokens
 from .kv_layout import kv_type_of, layer_addresses, padded_dim
 from .linear import PackedWeight, pack_weight
 from .op_parts import CpuParts
@@ -41,7 +41,7 @@ from .program import Program, Step, choose_threads, prepare_step, run_step
 from .rope import angles_task, rope_store_task, temperature_of
 
 Floats = NDArray[np.float32]
-UNFUSED = ("grouped_linear", "causal_conv")  # a model with one of these runs op by op
+UNFUSED = ("causal_conv",)  # a model with one of these runs op by op
 
 
 @lru_cache(maxsize=1024)
@@ -57,6 +57,11 @@ def _norm_program(width: int, weight: int, eps: float, add_delta: bool) -> Progr
 @cache
 def _gated_program(width: int, activation: str) -> Program:
     return Program([elementwise.gated_task(Step.END, Step.END + 1, 0, width, activation)])
+
+
+def _is_unknown_gate_of_experts(node: Node) -> bool:
+    """Return whether an activation would run on the host, which knows nothing of grouped rows."""
+    return node.op == "gated" and len(node.output.shape) == 3 and node["activation"] not in elementwise.ACTIVATIONS
 
 
 class CpuBackend(Backend):
@@ -192,16 +197,15 @@ class CpuBackend(Backend):
         return out
 
     def route(self, logits: Floats, params: RouteParams, bias: Floats | None = None) -> tuple[Ints, Floats]:
-        return reference.route(logits, params, bias)
+        return route_tokens(logits, params, bias, self.threads)
 
     def grouped_linear(self, x: Floats, w: PackedExperts, experts: Ints, bias: Floats | None = None) -> Floats:
-        out = grouped_linear(x, w, experts, self.threads)
-        return out if bias is None else out + bias[experts]
+        return grouped_linear(x, w, experts, bias, self.threads)
 
     def combine(
         self, x: Floats, weights: Floats, shared: Floats | None = None, shared_gate: Floats | None = None
     ) -> Floats:
-        return reference.combine(x, weights, shared, shared_gate)
+        return combine_rows(x, weights, shared, shared_gate, self.threads)
 
     def take(self, x: Floats, index: Ints) -> Floats:
         return x[index]
@@ -212,7 +216,7 @@ class CpuBackend(Backend):
 
     def fuse(self, record: Callable[[], Graph]) -> forward.CpuForward | None:
         graph = record()
-        if any(node.op in UNFUSED for node in graph.nodes):
+        if any(node.op in UNFUSED or _is_unknown_gate_of_experts(node) for node in graph.nodes):
             return None
         return forward.CpuForward(graph, self.threads)
 

@@ -35,7 +35,8 @@ FLOAT_TYPES = ("", "F32", "F16", "BF16")
 NormArg = IntEnum(
     "NormArg", "COUNT DELTA RESIDUAL OUT ACTIVATIONS INDEX WIDTH WEIGHT POST_WEIGHT ADD_DELTA EPS TWO_TERM", start=0
 )
-GatedArg = IntEnum("GatedArg", "COUNT GATE_UP OUT ACTIVATIONS WIDTH ACTIVATION", start=0)
+# GatedArg: rows from the number at PANEL_ROWS on are not stored in panels.
+GatedArg = IntEnum("GatedArg", "COUNT PANEL_ROWS GATE_UP OUT ACTIVATIONS WIDTH ACTIVATION", start=0)
 QuantizeArg = IntEnum("QuantizeArg", "COUNT SOURCE OUT ACTIVATIONS HEADS DIM PADDED TWO_TERM", start=0)
 BiasArg = IntEnum("BiasArg", "COUNT ROWS WIDTH BIAS", start=0)
 # Q_GROUP and K_GROUP are the heads that one norm covers: 1, or all.
@@ -191,9 +192,9 @@ def gated(args, step, piece):
         else:
             gate_row(gate_up, source, half, to, at, count, activation == 1)
         if a[GatedArg.ACTIVATIONS]:
-            block = (t * half + first) // 32
-            entry, all_tokens = a[GatedArg.ACTIVATIONS], s[a[GatedArg.COUNT]]
-            quantize_blocks(to, at, s, entry, block, block + count // 32, half // 32, all_tokens)
+            block, entry, in_panels = (t * half + first) // 32, a[GatedArg.ACTIVATIONS], s[a[GatedArg.PANEL_ROWS]]
+            rows = in_panels if t < in_panels else 0
+            quantize_blocks(to, at, s, entry, block, block + count // 32, half // 32, rows)
 
 
 def quantize_rows(args, step, piece):
@@ -324,10 +325,13 @@ def head_norms_task(qkv: int, heads: tuple[int, int], dim: int, weights: tuple[F
     return Task(HEAD_NORMS, pack_floats(args, HeadNormArg.EPS, [eps]), 1, Step.TOKENS, TOKENS_PER_PIECE)
 
 
-def gated_task(gate_up: int, out: int, activations: int, width: int, activation: str) -> Task:
-    """Return the gated activation of all tokens; the first arguments are entries."""
-    args = pack_args(Step.TOKENS, gate_up, out, activations, width, ACTIVATIONS.index(activation))
-    return Task(GATED, args, -(-width // GATE_COLUMNS), Step.TOKENS, TOKENS_PER_PIECE)
+def gated_task(
+    gate_up: int, out: int, activations: int, width: int, activation: str, count: int = Step.TOKENS,
+    panel_rows: int = Step.TOKENS,
+) -> Task:  # fmt: skip
+    """Return the gated activation of all rows; the arguments are entries, but for the width and the activation."""
+    args = pack_args(count, panel_rows, gate_up, out, activations, width, ACTIVATIONS.index(activation))
+    return Task(GATED, args, -(-width // GATE_COLUMNS), count, TOKENS_PER_PIECE)
 
 
 def quantize_task(count: int, source: int, activations: int, width: int, *, two_term: bool) -> Task:

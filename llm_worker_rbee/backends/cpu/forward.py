@@ -20,7 +20,6 @@ from .. import reference
 from ..graph import TOKENS, Graph, ProgramLine, Value, op_names
 from ..ops import Array, Batch, LayerCache, Profiler, TaskLabel, first_kv
 from .kv_layout import kv_type_of, layer_addresses
-from .linear import PackedWeight
 from .lowering import HostCall, Lowering, fuse
 from .pointers import aligned
 from .program import Program, Step, Table, Task, new_step, require_not_forked
@@ -31,6 +30,7 @@ Part = tuple[tuple[TaskLabel, ...], Program | HostCall]
 # Bytes of weights and keys that a thread reads while (0.12 us) one more thread delays the end of a task.
 BYTES_PER_EXTRA_THREAD = 1200
 MIN_USEFUL_THREADS = 2
+WEIGHT_NAMES = {"linear": "w", "grouped_linear": "w", "logits": "head"}  # arguments of ops
 
 
 def useful_threads(work_bytes: int, num_tasks: int) -> int:
@@ -44,10 +44,14 @@ def useful_threads(work_bytes: int, num_tasks: int) -> int:
     return max(MIN_USEFUL_THREADS, 1 << round(log2(max(1, best))))
 
 
-def _weights(graph: Graph) -> list[PackedWeight]:
-    """Return the matrices of a recorded graph."""
-    names = {"linear": "w", "logits": "head"}
-    return [node[names[node.op]] for node in graph.nodes if node.op in names]
+def _weight_bytes(graph: Graph) -> int:
+    """Return the bytes of the matrices that one token is multiplied by."""
+    size = 0
+    for node in graph.nodes:
+        if node.op in WEIGHT_NAMES:
+            packed = sum(part.packed.nbytes for part in node[WEIGHT_NAMES[node.op]].parts)
+            size += packed * node["experts"].shape[1] // node["w"].count if node.op == "grouped_linear" else packed
+    return size
 
 
 class CpuForward:
@@ -64,7 +68,7 @@ class CpuForward:
         nodes = {node.op: node for node in graph.nodes}
         self._vocabulary: int = nodes["embed"]["table"].rows
         self._num_logits: int = nodes["logits"]["head"].rows
-        self._weight_bytes = sum(part.packed.nbytes for w in _weights(graph) for part in w.parts)
+        self._weight_bytes = _weight_bytes(graph)
         self._soft_cap = np.float32(nodes["logits"]["soft_cap"])
         self._lowered: dict[str, Lowering] = {}  # by KV type
         self._parts: dict[str, list[Part]] = {}  # by KV type

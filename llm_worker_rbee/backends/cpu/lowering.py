@@ -9,9 +9,13 @@
     attention        split_work (once)         attention: prefill tiles, decode tiles, activation quantization
     gated                                      gated: activation(gate) * up, activation quantization
     logits           quantize, matmul, soft_cap
+    route                                      route
+    grouped_linear   group, gather (once for each choice of experts), quantize, grouped_matmul
+    combine                                    combine
 
-An op without tasks here runs as the reference computes it, between two programs. Fused and single ops share their
-kernels, so the bits are the same.
+What lies between grouped products is kept by rows that are grouped by expert (experts.py). An op without tasks here
+runs as the reference computes it, between two programs. Fused and single ops share their kernels, so the bits are the
+same.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from ..graph import LOGITS, TOKENS, Graph, Node, Rewrite, Shape, Value, apply_rewrites, have_one_eps
-from . import elementwise, quantize_activations
+from . import elementwise, experts, quantize_activations
 from .attention import (
     NUMBERS_PER_TILE,
     WorkEntry,
@@ -32,6 +36,7 @@ from .attention import (
     split_work_task,
 )
 from .elementwise import ACTIVATIONS, TOKENS_PER_PIECE, embed_task, head_norms_task
+from .experts import GroupEntry
 from .kv_layout import padded_dim
 from .linear import linear_tasks
 from .program import Step, Task, pack_args
@@ -65,6 +70,8 @@ class _Expander:
         self._shared: dict[Any, Value] = {}
         self._replaced: dict[Value, Value] = {}
         self._kv_heads: dict[int, int] = {}  # by layer of the cache
+        self._groups: dict[Value, Value] = {}  # how values by rows are grouped
+        self._grouped_inputs = {node["x"]: node for node in graph.nodes if node.op == "grouped_linear"}
         self._readers = {value: node.op for node in graph.nodes for value in node.inputs}
         self._producers = {value: node.op for node in graph.nodes for value in node.outputs}
         for node in graph.nodes:
@@ -77,7 +84,11 @@ class _Expander:
     def _expand(self, node: Node) -> None:
         args = {name: self._new(value) for name, value in node.args.items()}
         if node.op == "linear":
+            if node["x"] in self._grouped_inputs:  # of a router: the quantization follows the norm
+                self._quantize(args["x"], self._grouped_inputs[node["x"]]["w"])
             self._replaced[node.output] = self._linear(node, args)
+        elif node.op == "grouped_linear":
+            self._replaced[node.output] = self._grouped_linear(args)
         elif node.op == "logits":
             self._replaced[node.output] = self._product(args["x"], args["head"].two_term(), "head")
         else:
@@ -90,18 +101,50 @@ class _Expander:
                 args["n_kv_heads"] = kv_heads
                 geometry = {"n_heads": heads, "n_kv_heads": kv_heads}
                 args["work"] = self._once(self.first, "split_work", (heads, kv_heads), (TOKENS,), **geometry)
-            self.nodes.append(Node(node.op, args, node.outputs))
+            elif node.op == "combine":
+                args["groups"] = self._groups[args["x"]]
+            outputs = node.outputs
+            if node.op == "gated" and args["gate_up"] in self._groups:
+                args["groups"], by_pairs = self._groups[args["gate_up"]], node.output
+                outputs = (Value((TOKENS, args["gate_up"].shape[1], by_pairs.shape[2])),)
+                self._replaced[by_pairs], self._groups[outputs[0]] = outputs[0], args["groups"]
+            self.nodes.append(Node(node.op, args, outputs))
+
+    def _grouped_linear(self, args: dict[str, Any]) -> Value:
+        """Group the pairs and copy activations once for each choice of experts; the result is by rows."""
+        x, w, chosen = args["x"], args["w"], args["experts"]
+        k = chosen.shape[1]
+        groups = self._once(self.nodes, "group", chosen, (TOKENS,), experts=chosen, k=k, count=w.count)
+        more: dict[str, Value | None] = {"floats": None, "quantized": None, "floats_out": None, "quantized_out": None}
+        if x in self._groups:
+            more["floats_out"] = x if w.needs_floats else None
+            more["quantized_out"] = self._quantize(x, w)
+        else:
+            more["floats"], more["quantized"] = x if w.needs_floats else None, self._quantize(x, w)
+            for name in ("floats", "quantized"):
+                if (source := more[name]) is not None:
+                    made = {"source": source, "groups": groups, "k": k, "is_float": name == "floats"}
+                    more[f"{name}_out"] = self._once(self.nodes, "gather", (source, groups), source.shape, **made)
+        shape = (TOKENS, experts.rows_per_token(k), w.rows)
+        out = self._emit(self.nodes, "grouped_matmul", shape, w=w, groups=groups, k=k, bias=args["bias"], **more)
+        self._groups[out] = groups
+        return out
+
+    def _quantize(self, x: Value, w: Any, two_term: bool = False) -> Value | None:
+        if not w.needs_int8:
+            return None
+        more = {"groups": self._groups[x]} if x in self._groups else {}
+        return self._once(self.nodes, "quantize", (x, two_term), x.shape, x=x, two_term=two_term, **more)
 
     def _linear(self, node: Node, args: dict[str, Any]) -> Value:
-        component = "qkv" if self._readers.get(node.output) == "split_heads" else "gate_up"
+        reader = self._readers.get(node.output, "")
+        component = {"split_heads": "qkv", "route": "router"}.get(reader, "gate_up")
         component = {"attention": "output", "gated": "down"}.get(self._producers.get(node["x"], ""), component)
         out = self._product(args["x"], args["w"], component)
         return out if args["bias"] is None else self._emit(self.nodes, "add_bias", out.shape, x=out, bias=args["bias"])
 
     def _product(self, x: Value, w: Any, component: str) -> Value:
-        quantized, two_term = None, any(w.residual_activations)
-        if w.needs_int8:
-            quantized = self._once(self.nodes, "quantize", (x, two_term), x.shape, x=x, two_term=two_term)
+        quantized = self._quantize(x, w, any(w.residual_activations))
         floats, shape = x if w.needs_floats else None, (x.shape[0], w.rows)
         return self._emit(self.nodes, "matmul", shape, x=floats, quantized=quantized, w=w, component=component)
 
@@ -215,8 +258,11 @@ class Lowering:
         """Place the quantized activations of a `quantize` op, if there is one; return their entry or 0."""
         if node is None:
             return 0
-        blocks = -(-_width(node["x"]) // 32) * (2 if node["two_term"] else 1)
-        return self._new(node.output, *((count * blocks, dtype) for count, dtype in quantize_activations.BUFFERS))
+        return self._new_activations(node.output, _width(node["x"]) * (2 if node["two_term"] else 1))
+
+    def _new_activations(self, value: Value, width: int) -> int:
+        blocks = -(-width // 32)
+        return self._new(value, *((count * blocks, dtype) for count, dtype in quantize_activations.BUFFERS))
 
     def _rope_angles(self, node: Node) -> tuple[str, list[Task]]:
         pairs = len(node["table"].inv_freq)
@@ -295,18 +341,25 @@ class Lowering:
         return "attention", tasks
 
     def _quantize(self, node: Node) -> tuple[str, list[Task]]:
-        x, count = node["x"], COUNTS[node["x"].shape[0]]
+        x, width = node["x"], _width(node["x"])
+        count: int = COUNTS[x.shape[0]]
+        if (groups := node.args.get("groups")) is not None:
+            count, width = self.entries[groups] + GroupEntry.ROWS, x.shape[-1]
         entries = self.entries[x], self._activations(node)
-        return "quantize", [elementwise.quantize_task(count, *entries, _width(x), two_term=node["two_term"])]
+        return "quantize", [elementwise.quantize_task(count, *entries, width, two_term=node["two_term"])]
 
     def _gated(self, node: Node) -> Any:
         (gate,) = node.parts("gated")
         if gate["activation"] not in ACTIVATIONS:
             return "host", self._host(node)
-        half, source, out = _width(gate.outputs[0]), self.entries[gate["gate_up"]], gate.outputs[0]
+        source, out = self.entries[gate["gate_up"]], gate.outputs[0]
         activations = self._activations(node.part("quantize"))
         floats = self._new(out) if out in node.outputs else 0
-        return "activation", [elementwise.gated_task(source, floats, activations, half, gate["activation"])]
+        counts = tuple[int, ...]()
+        if (groups := gate.args.get("groups")) is not None:
+            counts = tuple(self.entries[groups] + number for number in (GroupEntry.ROWS, GroupEntry.PANEL_ROWS))
+        half = cast(int, out.shape[-1])
+        return "activation", [elementwise.gated_task(source, floats, activations, half, gate["activation"], *counts)]
 
     def _linear(self, node: Node) -> tuple[str, list[Task]]:
         (product,), bias = node.parts("matmul"), node.part("add_bias")
@@ -318,6 +371,44 @@ class Lowering:
             args = pack_args(count, out, len(bias["bias"]), bias["bias"])
             tasks.append(Task(elementwise.ADD_BIAS, args, 1, count, TOKENS_PER_PIECE))
         return product["component"], tasks
+
+    def _route(self, node: Node) -> tuple[str, list[Task]]:
+        params, logits, bias = node["params"], node["logits"], node["bias"]
+        chosen, weights = node.outputs
+        places = self.entries[logits], self._new(chosen, (params.k, np.int64)), self._new(weights)
+        return "route", [experts.route_task(*places, logits.shape[1], params, 0 if bias is None else bias)]
+
+    def _group(self, node: Node) -> tuple[str, list[Task]]:
+        groups = self._new(node.output, *experts.group_layout(node["k"]))
+        return "route", [experts.group_task(self.entries[node["experts"]], groups, node["count"], node["k"])]
+
+    def _gather(self, node: Node) -> tuple[str, list[Task]]:
+        """Lower the copy of activations, of floats or quantized, by rows."""
+        source, k = node["source"], node["k"]
+        width, rows = _width(source), experts.rows_per_token(k)
+        if node["is_float"]:
+            pairs = (self.entries[source], self._new(node.output, (rows * width, np.float32))), (0, 0)
+        else:
+            pairs = (0, 0), (self.entries[source], self._new_activations(node.output, rows * width))
+        return "gather", [experts.gather_task(self.entries[node["groups"]], k, width, *pairs)]
+
+    def _grouped_matmul(self, node: Node) -> tuple[str, list[Task]]:
+        names = ("floats", "floats_out"), ("quantized", "quantized_out")
+        floats, quantized = ((self._entry(node[of_tokens]), self._entry(node[of_rows])) for of_tokens, of_rows in names)
+        bias, out = 0 if node["bias"] is None else node["bias"], self._new(node.output)
+        tasks = experts.grouped_tasks(
+            node["w"], self.entries[node["groups"]], node["k"], floats, quantized, out, bias, self.threads
+        )
+        return "experts", tasks
+
+    def _entry(self, value: Value | None) -> int:
+        return 0 if value is None else self.entries[value]
+
+    def _combine(self, node: Node) -> tuple[str, list[Task]]:
+        x, weights, out = node["x"], node["weights"], node.output
+        shared, places = node["shared"], self.entries[node["groups"]] + GroupEntry.PLACES
+        inputs = self.entries[x], self.entries[weights], places, (self._entry(shared), self._entry(node["shared_gate"]))
+        return "combine", [experts.combine_task(*inputs, self._new(out), _width(out), weights.shape[1])]
 
     def _host(self, node: Node) -> HostCall:
         inputs = {name: self.entries[value] for name, value in node.args.items() if isinstance(value, Value)}

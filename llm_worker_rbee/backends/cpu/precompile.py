@@ -27,7 +27,7 @@ from ...weights import Checkpoint
 from .. import cpu_info
 from ..kernel_cache import CACHE_VARIABLE
 from ..ops import COMPILING, KV_TYPES, Progress
-from . import experts, program, repack
+from . import program, repack
 from .attention import attention_kernels, split_work_kernel
 from .jit import PythonKernel, TaskKernel, cache_dir
 from .linear import linear_kernel
@@ -47,7 +47,7 @@ Kernel = TaskKernel | PythonKernel
 
 def all_kernels() -> list[Kernel]:
     """Return every kernel of any known model."""
-    return _kernels_for(LAYOUT_BY_TYPE, HEADS_PER_KV_HEAD, KV_TYPES)
+    return _kernels_for(LAYOUT_BY_TYPE, HEADS_PER_KV_HEAD, KV_TYPES) + _kernels_of("experts")
 
 
 def model_kernels(checkpoint: Checkpoint, config: ModelConfig, kv_type: str = KV_DEFAULT) -> list[Kernel]:
@@ -56,10 +56,7 @@ def model_kernels(checkpoint: Checkpoint, config: ModelConfig, kv_type: str = KV
     groups = sorted({config.n_heads // config.kv_shape(i)[0] for i in range(config.n_layers)})
     known = sorted(types & LAYOUT_BY_TYPE.keys())
     found = _kernels_for(known, groups, [kv_type])
-    if config.experts is not None:
-        layouts = dict.fromkeys(LAYOUT_BY_TYPE[name] for name in known)
-        found += [experts.GROUP, experts.GATHER, *map(experts.grouped_kernel, layouts)]
-    return found
+    return found if config.experts is None else found + _kernels_of("experts")
 
 
 def _kernels_for(types: Collection[str], groups: Collection[int], kv_types: Collection[str]) -> list[Kernel]:
@@ -77,12 +74,16 @@ def _kernels_for(types: Collection[str], groups: Collection[int], kv_types: Coll
 
 
 def _common_kernels() -> list[Kernel]:
-    modules = [importlib.import_module(f"{__package__}.{name}") for name in COMMON_MODULES.split()]
     return [
         PythonKernel(program.worker_loop, *[nb.int64] * 6),
         PythonKernel(program.run_parallel, *[nb.int64] * 5),
-        *(kernel for module in modules for value in list(vars(module).values()) for kernel in _kernels_in(value)),
+        *(kernel for name in COMMON_MODULES.split() for kernel in _kernels_of(name)),
     ]
+
+
+def _kernels_of(name: str) -> list[Kernel]:
+    module = importlib.import_module(f"{__package__}.{name}")
+    return [kernel for value in list(vars(module).values()) for kernel in _kernels_in(value)]
 
 
 def _kernels_in(value: Any) -> Iterable[Kernel]:

@@ -122,6 +122,7 @@ class Task(NamedTuple):
     pieces_per_unit: int = 1
     unit_slot: int = 0  # entry of the step that holds the number of units
     units_per_piece: int = 1
+    callee: TaskKernel | None = None  # a kernel that it calls: its address is the first argument
 
 
 @kernel
@@ -294,6 +295,9 @@ class Program:
 
     def __init__(self, tasks: Iterable[Task]) -> None:
         self.tasks = tuple(tasks)
+        for task in self.tasks:
+            if task.callee is not None:
+                task.args[0] = task.callee.address
         rows = [
             (t.kernel.address, t.args.ctypes.data, t.pieces_per_unit, t.unit_slot, t.units_per_piece)
             for t in self.tasks

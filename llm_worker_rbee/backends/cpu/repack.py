@@ -70,18 +70,22 @@ class Target(NamedTuple):
     nibble_scales: int = 0
 
 
-def repack(tensors: Sequence[Tensor], threads: int, bias: int = WEIGHT_BIAS) -> PackedMatrix:
-    """Pack tensors of one layout, stacked by rows; rows are padded to a multiple of 16 with scales of zero."""
+def repack(tensors: Sequence[Tensor], threads: int, bias: int = WEIGHT_BIAS, stack: int | None = None) -> PackedMatrix:
+    """Pack tensors of one layout, stacked by rows; rows are padded to a multiple of 16 with scales of zero.
+
+    `stack`: after so many tensors, too.
+    """
     layout, columns = layout_of_tensor(tensors[0]), tensors[0].shape[-1]
     same = all(layout_of_tensor(t) == layout and t.shape[-1] == columns for t in tensors)
     assert same, "a stack has one layout and width"
     if layout.float_type:
-        return _repack_floats(tensors, layout, threads)
-    scan = scan_target(layout)
-    unit = _choose_unit(max(_run_kernel(t, first, scan, threads) for t, first in _with_first_rows(tensors)))
-    out = _allocate(layout, sum(t.size // columns for t in tensors), columns, unit, bias)
+        return _repack_floats(tensors, layout, threads, stack)
+    scan, (placed, rows) = scan_target(layout), _place_rows(tensors, stack)
+    unit = _choose_unit(max(_run_kernel(t, first, scan, threads) for t, first in placed))
+    make = np.empty if stack is None else np.zeros  # with padding inside
+    out = _allocate(layout, rows, columns, unit, bias, make)
     target = _write_target(out)
-    for tensor, first in _with_first_rows(tensors):
+    for tensor, first in placed:
         _run_kernel(tensor, first, target, threads)
     return out
 
@@ -91,20 +95,25 @@ def _choose_unit(largest: float) -> float:
     return ldexp(1.0, max(frexp(largest)[1] - 15, MIN_UNIT_EXPONENT)) if largest else 1.0
 
 
-def _with_first_rows(tensors: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
-    """Return each tensor with its first row in the stack."""
-    counts = [t.size // t.shape[-1] for t in tensors]
-    return [(t, sum(counts[:i])) for i, t in enumerate(tensors)]
+def _place_rows(tensors: Sequence[Tensor], stack: int | None) -> tuple[list[tuple[Tensor, int]], int]:
+    """Return each tensor with its first row, and the number of rows; every `stack` tensors begin a group of rows."""
+    placed, row = list[tuple[Tensor, int]](), 0
+    for i, tensor in enumerate(tensors):
+        if stack is not None and i % stack == 0:
+            row = -(-row // GROUP_ROWS) * GROUP_ROWS
+        placed.append((tensor, row))
+        row += tensor.size // tensor.shape[-1]
+    return placed, row if stack is None else -(-row // GROUP_ROWS) * GROUP_ROWS
 
 
-def _allocate(layout: Layout, rows: int, columns: int, unit: float = 1.0, bias: int = 0) -> PackedMatrix:
-    """Return a matrix to be filled; rows of padding are zero."""
+def _allocate(layout: Layout, rows: int, columns: int, unit: float, bias: int, make: Any) -> PackedMatrix:
+    """Return a matrix to be filled; rows of padding at its end are zero."""
     groups = -(-rows // GROUP_ROWS)
     lines = groups * (columns // BLOCK_COLUMNS) * layout.block_bytes
     tail = groups * columns if layout.nibble_scales else 0  # one byte for 16 columns of each of 16 rows
-    packed = aligned(np.empty, lines + tail, np.uint8)
-    scales = aligned(np.empty, groups * (columns // layout.columns_per_scale) * GROUP_ROWS, np.uint16)
-    minima = aligned(np.empty, scales.size if layout.has_minimum else 0, np.uint16)
+    packed = aligned(make, lines + tail, np.uint8)
+    scales = aligned(make, groups * (columns // layout.columns_per_scale) * GROUP_ROWS, np.uint16)
+    minima = aligned(make, scales.size if layout.has_minimum else 0, np.uint16)
     nibbles = packed[lines:] if layout.nibble_scales else None
     for array in (packed[:lines], packed[lines:], scales, minima):
         _clear_padding(array, rows)
@@ -219,11 +228,12 @@ def _codebook(name: str) -> NDArray[np.uint8]:
     return np.searchsorted(np.array(GRIDS[name].levels), grid(name)).astype(np.uint8)
 
 
-def _repack_floats(tensors: Sequence[Tensor], layout: Layout, threads: int) -> PackedMatrix:
-    columns, rows = tensors[0].shape[-1], sum(t.size for t in tensors) // tensors[0].shape[-1]
-    out = aligned(np.empty, -(-rows // GROUP_ROWS) * GROUP_ROWS * columns, FLOAT_DTYPES[layout.float_type])
+def _repack_floats(tensors: Sequence[Tensor], layout: Layout, threads: int, stack: int | None) -> PackedMatrix:
+    columns, (placed, rows) = tensors[0].shape[-1], _place_rows(tensors, stack)
+    make = np.empty if stack is None else np.zeros
+    out = aligned(make, -(-rows // GROUP_ROWS) * GROUP_ROWS * columns, FLOAT_DTYPES[layout.float_type])
     _clear_padding(out, rows)
-    for tensor, first in _with_first_rows(tensors):
+    for tensor, first in placed:
         data, count = np.ascontiguousarray(tensor.data), tensor.size // columns
         run = partial(interleave_floats, _address(data), out.itemsize, first, count, columns, _address(out))
         _run_in_slices(run, data, first, count, threads)
