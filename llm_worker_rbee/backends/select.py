@@ -41,12 +41,12 @@ PACKED_BITS = {
         3.3125: "IQ3_XXS",
         3.5625: "Q3_K IQ3_S",
         4.3125: "IQ4_XS",
-        4.5: "Q4_0 IQ4_NL MXFP4",
-        5.0: "Q4_1 Q4_K NVFP4",
+        4.5: "Q4_0 IQ4_NL MXFP4 INT4",
+        5.0: "Q4_1 Q4_K NVFP4 INT4_ZP NVFP4_F32",
         5.5: "Q5_0",
         6.0: "Q5_1 Q5_K",
         7.0: "Q6_K",
-        8.5: "Q8_0 Q8_1 Q8_K",
+        8.5: "Q8_0 Q8_1 Q8_K INT8",
         16.0: "F16 BF16",
         8.0: "fp8",  # the scale of a row is 32 bits more
     }.items()

@@ -26,7 +26,7 @@ from ..progress import StepProgress
 from ..weights import Checkpoint, Tensor
 from ..weights.gguf_writer import Raw, Typed, write_gguf
 from ..weights.quant_mix import EMBEDDING, OUTPUT, Mix, Place, find_mix, matrix_type
-from ..weights.quants import BLOCK_TYPES, BlockType
+from ..weights.quants import BLOCK_TYPES, GROUP_TYPES, BlockType
 from .synthetic_shapes import SHAPES, Shape, architecture, architecture_keys
 
 Seed = int | tuple[int, ...]
@@ -241,12 +241,14 @@ def _first_block(pool: NDArray[np.uint8], seed: Seed) -> int:
 @lru_cache(maxsize=64)
 def block_pool(kind: BlockType, size: float) -> NDArray[np.uint8]:
     """Return usable blocks of a type: (blocks, block_bytes)."""
-    rng = np.random.default_rng(kind.id)
+    rng = np.random.default_rng(kind.id if kind.id >= 0 else [*kind.name.encode()])
     if kind.block_size == 1:
         return _unquantized_values(kind, size, rng)
     kept: list[NDArray[np.uint8]] = []
     for _ in range(MAX_ROUNDS):
         blocks = rng.integers(0, 256, (DRAWN_BLOCKS, kind.block_bytes), np.uint8)
+        if kind.name in GROUP_TYPES:
+            _draw_float_scales(kind, blocks, size, rng)
         with np.errstate(all="ignore"):
             rms = np.sqrt(np.mean(np.square(kind.decode(blocks), dtype=np.float64), axis=1))
             kept.append(blocks[(rms > size / SPREAD) & (rms < size * SPREAD)])  # NaN and infinity fail both
@@ -255,6 +257,15 @@ def block_pool(kind: BlockType, size: float) -> NDArray[np.uint8]:
     found = np.concatenate(kept)[:POOL_BLOCKS]
     assert len(found), f"no usable block of {kind.name} was drawn"
     return found
+
+
+def _draw_float_scales(kind: BlockType, blocks: NDArray[np.uint8], size: float, rng: np.random.Generator) -> None:
+    """Replace the float32 numbers that lead blocks of quantized safetensors: of random bits few would be usable."""
+    count = 2 if kind.name in ("INT4_ZP", "NVFP4_F32") else 1
+    numbers = (size * 2.0 ** rng.uniform(-10, 0, (len(blocks), count))).astype(np.float32)
+    if kind.name == "INT4_ZP":
+        numbers[:, 1] = rng.integers(0, 16, len(blocks))
+    blocks[:, : 4 * count] = numbers.view(np.uint8)
 
 
 def _unquantized_values(kind: BlockType, size: float, rng: np.random.Generator) -> NDArray[np.uint8]:

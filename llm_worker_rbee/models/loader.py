@@ -30,6 +30,7 @@ from ..layers.short_conv import ShortConv
 from ..layers.swiglu import SwiGLU
 from ..weights import Checkpoint, Tensor, hf_experts
 from ..weights.checkpoint import release_pages
+from ..weights.safetensors import LISTED_ID
 from .decoder import Transformer
 
 _log = logging.getLogger("llm_worker_rbee")
@@ -70,6 +71,7 @@ class _ModelLoader:
 
     def model(self) -> Transformer:
         c = self.config
+        self.check_quantization()
         self.check_layer_count()
         embedding = self.matrix("token_embd.weight", c.vocab_size, c.d_model)
         release_pages(embedding.data)  # checked now, packed last
@@ -90,6 +92,17 @@ class _ModelLoader:
         for tensor in self.checkpoint.tensors.values():  # permuted rows were read here, not by the backend
             release_pages(tensor.data)
         return replace(model, fused=self.ops.fuse(model.graph))
+
+    def check_quantization(self) -> None:
+        quantization = self.checkpoint.metadata.get("quantization")
+        if quantization is None:
+            return
+        if quantization.problem:
+            raise UnsupportedModelError(f"{self.checkpoint.path.name}: {quantization.problem}")
+        if quantization.kv_scales:
+            _log.warning(
+                "%d scales of a quantized KV cache are not used: kv_type chooses its type", quantization.kv_scales
+            )
 
     def check_layer_count(self) -> None:
         """Raise before anything is built for layers that the metadata claims and the file lacks."""
@@ -357,11 +370,11 @@ class _ModelLoader:
             raise ModelFileError(f"tensor {name!r} is missing: a {self.config.family.name} model needs it")
         self.used.add(name)
         tensor = self.checkpoint.tensors[name]
-        if tensor.kind.id < 0:
+        if tensor.kind.id == LISTED_ID:
             raise UnsupportedModelError(f"tensor {name!r} has unsupported type {tensor.kind.name!r}")
         if shape and tensor.shape != shape:
             raise ModelFileError(f"tensor {name!r} has shape {tensor.shape}, the metadata says {shape}")
-        return tensor
+        return tensor.load()
 
     def matrix(self, name: str, *shape: int) -> Tensor:
         tensor = self.tensor(name, *shape)

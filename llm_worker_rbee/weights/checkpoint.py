@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..errors import ModelFileError
 from .quants import BlockType, dequantize, find_nonfinite_block
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+NO_BYTES = np.zeros(0, np.uint8)
 MAX_VALUES = 1 << 59  # NumPy's byte counts have 63 bits, even if one dimension is 0
 
 
@@ -82,6 +83,10 @@ class Tensor:
         columns = self.shape[-1] if self.shape else 1
         return self.data.reshape(-1, self.kind.row_bytes(columns)) if self.nbytes else self.data.reshape(0, 0)
 
+    def load(self) -> Tensor:
+        """Return the tensor with its bytes."""
+        return self
+
     def dequantize(self) -> NDArray[np.float32]:
         """Return all values as float32, in the tensor's shape."""
         return dequantize(self.kind, self.data, self.shape)
@@ -100,6 +105,27 @@ class Tensor:
         count, *shape = self.shape
         pieces = np.split(self.data, count) if count else []
         return [replace(self, name=f"{self.name}[{i}]", shape=tuple(shape), data=x) for i, x in enumerate(pieces)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeferredTensor(Tensor):
+    """A tensor whose blocks are made of several tensors of the file; `data` is empty until `load` makes them."""
+
+    sources: tuple[Tensor, ...] = ()
+    make: Callable[[], NDArray[np.uint8]] = field(default=lambda: NO_BYTES)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(source.nbytes for source in self.sources)
+
+    def load(self) -> Tensor:
+        made = Tensor(self.name, self.kind, self.shape, self.make(), self.pack_as)
+        for source in self.sources:
+            release_pages(source.data)
+        return made
+
+    def dequantize(self) -> NDArray[np.float32]:
+        return self.load().dequantize()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

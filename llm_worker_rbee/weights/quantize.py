@@ -461,7 +461,8 @@ def run_jobs(jobs: Sequence[TensorJob], threads: int | None = None) -> Iterator[
 
 
 def _pieces(jobs: Iterable[TensorJob]) -> Iterator[tuple[TensorJob, int, int]]:
-    for job in jobs:
+    for listed in jobs:
+        job = listed._replace(source=listed.source.load())
         step = max(1, PIECE_VALUES // max(job.columns, 1))
         for start in range(0, job.n_rows, step):
             yield job, start, min(start + step, job.n_rows)

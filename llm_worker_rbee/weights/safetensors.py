@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from ..errors import ModelFileError, UnsupportedModelError
 from .checkpoint import PICKLE_SUFFIXES, Checkpoint, Tensor, count_values, map_file
+from .hf_quant import merge_quantized, read_quantization
 from .quants import BLOCK_TYPES, BlockType
 
 DECODABLE_TYPES = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")  # named as our block types
@@ -31,9 +32,10 @@ def _cannot_decode(data: NDArray[np.uint8]) -> NoReturn:
     raise UnsupportedModelError("this type cannot be dequantized")
 
 
-# `inspect` lists tensors of these types too; the id -1 keeps them out of a model.
+# `inspect` lists tensors of these types too; their id keeps them out of a model.
+LISTED_ID = -1
 DTYPES = {name: BLOCK_TYPES[name] for name in DECODABLE_TYPES} | {
-    name: BlockType(name, -1, 1, size, _cannot_decode) for name, size in LISTED_TYPES.items()
+    name: BlockType(name, LISTED_ID, 1, size, _cannot_decode) for name, size in LISTED_TYPES.items()
 }
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMS = 8
@@ -122,6 +124,10 @@ def open_hf(folder: Path, *, weights: bool = True) -> Checkpoint:
     generation = folder / "generation_config.json"
     if generation.exists():
         metadata["generation_config"] = read_json(generation)
+    quantization = read_quantization(_quantization_config(folder, config))
+    if quantization is not None:
+        tensors, kv_scales = merge_quantized(tensors, quantization)
+        metadata["quantization"] = replace(quantization, kv_scales=kv_scales)
     if isinstance(config.get("text_config"), dict):
         metadata["config"] = config = _text_config(config)
         tensors, metadata["left_out"] = _text_tensors(tensors)
@@ -129,6 +135,15 @@ def open_hf(folder: Path, *, weights: bool = True) -> Checkpoint:
     if model_type is not None and not isinstance(model_type, str):
         raise ModelFileError("config.json: 'model_type' is not a string")
     return Checkpoint(folder, "safetensors", model_type, metadata, _rename(tensors), value_types={})
+
+
+def _quantization_config(folder: Path, config: Mapping[str, Any]) -> object:
+    """Return the settings of quantized weights: of config.json, of its text model, or of ModelOpt's own file."""
+    text, own_file = config.get("text_config"), folder / "hf_quant_config.json"
+    found = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
+    if found is None and own_file.exists():
+        return {"quant_method": "modelopt", **read_json(own_file).get("quantization", {})}
+    return found
 
 
 def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_worker_rbee.weights import Tensor
-from llm_worker_rbee.weights.quants import BLOCK_TYPES
+from llm_worker_rbee.weights.quants import ALL_TYPES, GROUP_TYPES
 
 # Where a block's float16 scales lie: (byte, how many), where it is not one at byte 0.
 HALVES = {
@@ -24,13 +24,20 @@ EXACT = (  # types that are packed without rounding
 
 def random_tensor(name: str, rows: int, columns: int, rng: np.random.Generator, size: float = 1.0) -> Tensor:
     """Make random codes with scales of 0.1 to 1 times `size`."""
-    kind = BLOCK_TYPES[name]
+    kind = ALL_TYPES[name]
     if name in NUMBERS:
         numbers = (rng.standard_normal((rows * columns, 1)) * size).astype(NUMBERS[name]).view(np.uint8)
         return Tensor("w", kind, (rows, columns), _flat(numbers[:, 2:] if name == "BF16" else numbers))
     raw = rng.integers(0, 256, (rows * columns // kind.block_size, kind.block_bytes), dtype=np.uint8)
     if name == "Q8_K":
         raw[:, :4] = (_scales(rng, len(raw), 1) * size).astype(np.float32).view(np.uint8)
+    elif name in GROUP_TYPES:
+        count = 2 if name in ("INT4_ZP", "NVFP4_F32") else 1
+        raw[:, : 4 * count] = (_scales(rng, len(raw), count) * size).astype(np.float32).view(np.uint8)
+        if name == "INT4_ZP":
+            raw[:, 4:8] = rng.integers(0, 16, (len(raw), 1)).astype(np.float32).view(np.uint8)
+        if name == "FP8":
+            raw[:, 4:] &= 0xBF  # numbers below 2, none of them NaN
     elif name == "MXFP4":
         raw[:, 0] = rng.integers(120, 130, len(raw))
     elif name == "NVFP4":

@@ -23,6 +23,7 @@ BIT_FIELDS = {
     "Q3_K": ((32, 8, 2), (0, 8, 1)), "Q4_K": ((16, 8, 4),), "Q5_K": ((48, 8, 4), (16, 8, 1)),
     "Q6_K": ((0, 16, 4), (128, 8, 2)), "IQ4_NL": ((2, 4, 4),), "IQ4_XS": ((8, 4, 4),), "MXFP4": ((1, 4, 4),),
     "NVFP4": ((4, 2, 4),), "TQ2_0": ((0, 8, 2),), "Q1_0": ((2, 0, 1),), "Q2_0": ((2, 0, 2),),
+    "INT4": ((4, 4, 4),), "INT4_ZP": ((8, 4, 4),), "INT8": ((4, 8, 8),), "NVFP4_F32": ((8, 4, 4),),
 }  # fmt: skip
 
 
@@ -140,7 +141,8 @@ LOW_4_BITS, LOW_6_BITS = 0x0F0F0F0F, 0x3F3F3F3F
 RULE_F16, RULE_F32, RULE_BYTES, RULE_K3, RULE_K4, RULE_K6, RULE_IQ4_XS = range(7)
 SCALE_RULES = {
     "Q3_K": RULE_K3, "Q4_K": RULE_K4, "Q5_K": RULE_K4, "Q6_K": RULE_K6, "Q8_K": RULE_F32, "IQ4_XS": RULE_IQ4_XS,
-    "MXFP4": RULE_BYTES, "NVFP4": RULE_BYTES,
+    "MXFP4": RULE_BYTES, "NVFP4": RULE_BYTES, "INT4": RULE_F32, "INT4_ZP": RULE_F32, "INT8": RULE_F32,
+    "NVFP4_F32": RULE_F32,
 }  # fmt: skip
 
 # Type -> (byte of the scale, factor, byte of the minimum, factor), both float16; other types: (0, 1, 0, 0).
@@ -153,6 +155,9 @@ SCALE_BOUNDS = {
     "Q3_K": (108, 32, 0, 0), "Q4_K": (0, 63, 2, 63), "Q5_K": (0, 63, 2, 63), "Q6_K": (208, 128, 0, 0),
     "IQ4_XS": (0, 32, 0, 0),
 }  # fmt: skip
+
+# Type -> (scales per block, byte of the zero point), float32: the scales lead the block.
+F32_SCALES = {"Q8_K": (1, 0), "INT4": (1, 0), "INT4_ZP": (1, 4), "INT8": (1, 0), "NVFP4_F32": (2, 0)}
 
 # Type -> (scales per block, the scale of each byte): the scales lead the block.
 BYTE_SCALES = {"MXFP4": (1, e8m0_halves), "NVFP4": (4, e4m3_halves)}
@@ -222,6 +227,17 @@ def _read_byte_scales(source, at, n_blocks, d):
 
 
 @inline
+def _read_f32_scales(source, at, n_blocks, d, m):
+    """Read float32 scales, and zero points if the type has them: the minimum is -scale * zero point."""
+    for block in range(n_blocks):
+        here = at + block * source.size
+        for i in range(source.d_at):
+            store_f32(d + 4 * (block * source.d_at + i), load_f32(here + 4 * i))
+        if source.m_at:
+            store_f32(m + 4 * block, -load_f32(here) * load_f32(here + source.m_at))
+
+
+@inline
 def read_scales(source, at, n_blocks, d, m):
     """Write the scales and minima of `n_blocks` blocks, by the rule of the type."""
     rule = source.rule
@@ -238,7 +254,7 @@ def read_scales(source, at, n_blocks, d, m):
     elif rule == RULE_BYTES:
         _read_byte_scales(source, at, n_blocks, d)
     else:
-        store_f32(d, load_f32(at))
+        _read_f32_scales(source, at, n_blocks, d, m)
 
 
 IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ1_S, IQ1_M, TQ1_0 = range(8)

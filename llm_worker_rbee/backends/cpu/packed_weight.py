@@ -85,6 +85,10 @@ LAYOUT_BY_TYPE: dict[str, Layout] = {
     "TQ2_0": Layout((2,), 256, offset=1),
     "Q1_0": Layout((1,), 128, has_minimum=True),
     "Q2_0": Layout((2,), 64, offset=1),
+    "INT4": Layout((4,), offset=8),
+    "INT4_ZP": Layout((4,), has_minimum=True),
+    "INT8": Layout((8,)),
+    "NVFP4_F32": Layout((4,), 16, FP4_VALUES),
 }
 
 LAYOUTS = tuple(dict.fromkeys(LAYOUT_BY_TYPE.values()))  # each once; a kernel knows its layout by number

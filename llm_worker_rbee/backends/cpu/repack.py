@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ...errors import ModelFileError
 from ...weights import Tensor
 from ...weights.checkpoint import release_pages
-from ...weights.quants import BLOCK_TYPES
+from ...weights.quants import ALL_TYPES
 from ...weights.quants.codebooks import GRIDS, grid
 from . import gguf_blocks as gguf
 from .dot_int8 import WEIGHT_BIAS
@@ -192,7 +192,7 @@ def _run_in_threads(run: Callable[[int, int], int], start: int, stop: int, size:
 @cache
 def _tables(name: str) -> tuple[NDArray[np.int64], NDArray[Any]]:
     """Return the bit fields, each with its number of runs, and the scale or codebook table."""
-    values = BLOCK_TYPES[name].block_size
+    values = ALL_TYPES[name].block_size
     fields = [(*field, values // 4 * field[2] // (8 * field[1] or 1)) for field in gguf.BIT_FIELDS.get(name, ())]
     table = gguf.BYTE_SCALES[name][1]() if name in gguf.BYTE_SCALES else _codebook("IQ1_S" if name == "IQ1_M" else name)
     return np.array(fields, np.int64), table
@@ -201,8 +201,10 @@ def _tables(name: str) -> tuple[NDArray[np.int64], NDArray[Any]]:
 @cache
 def describe_source(name: str) -> Source:
     """Describe a block type to the kernels."""
-    kind, (fields, table) = BLOCK_TYPES[name], _tables(name)
+    kind, (fields, table) = ALL_TYPES[name], _tables(name)
     d_at, d_factor, m_at, m_factor = gguf.F16_SCALES.get(name, (0, 1, 0, 0))
+    if name in gguf.F32_SCALES:
+        d_at, m_at = gguf.F32_SCALES[name]
     rule = gguf.CODEBOOK_RULES[name] if name in gguf.CODEBOOK_RULES else gguf.SCALE_RULES.get(name, gguf.RULE_F16)
     return Source(
         rule, kind.block_size // 4, kind.block_bytes, _address(fields), len(fields),

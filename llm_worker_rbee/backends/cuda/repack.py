@@ -17,8 +17,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ...errors import UnsupportedModelError
 from ...weights import Tensor
 from ...weights.checkpoint import release_pages
+from ...weights.quants import NO_GGUF_ID
 from . import packed_weight
 from .compact_kinds import COMPACT_KINDS, MAX_SMALL_SCALE
 from .gemm import FLOAT4
@@ -37,6 +39,10 @@ def part_key(tensor: Tensor) -> str:
     if tensor.pack_as:
         return tensor.pack_as
     rule = REPACK_RULES.get(tensor.kind.name)
+    if rule is None and tensor.kind.id == NO_GGUF_ID:
+        raise UnsupportedModelError(
+            f"tensor {tensor.name!r}: {tensor.kind.name} weights cannot be multiplied, convert them to F16"
+        )
     return rule[0] if rule else str(DENSE_DTYPES.get(tensor.kind.name, torch.float32))
 
 

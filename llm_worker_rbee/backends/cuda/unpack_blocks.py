@@ -45,6 +45,11 @@ def read_f16(raw: torch.Tensor, first: int, count: int = 1) -> torch.Tensor:
     return slice_bytes(raw, first, 2 * count).view(torch.float16).float()
 
 
+def read_f32(raw: torch.Tensor, first: int = 0, count: int = 1) -> torch.Tensor:
+    """Return the float32 values at a byte of every block."""
+    return slice_bytes(raw, first, 4 * count).view(torch.float32)
+
+
 def unpack_nibbles(raw: torch.Tensor, first: int, size: int, run: int) -> torch.Tensor:
     """Unpack runs of `run` bytes, each of which holds `run` low nibbles, then `run` high ones."""
     packed = torch.unflatten(raw[..., first : first + size], -1, (-1, 1, run))
@@ -146,6 +151,12 @@ def nvfp4(raw: torch.Tensor) -> UnpackedBlocks:
 def _byte_scales(raw: torch.Tensor, count: int, table: Callable[[], NDArray[np.float32]]) -> torch.Tensor:
     """Look up scales that are a byte each, at the head of a block."""
     return table_on(raw, table())[raw[..., :count].int()]
+
+
+def int4_zp(raw: torch.Tensor) -> UnpackedBlocks:
+    """x = d * q - d * zero point."""
+    scales = read_f32(raw)
+    return UnpackedBlocks(unpack_nibbles(raw, 8, 16, 16), scales, -scales * read_f32(raw, 4))
 
 
 def q2_k(raw: torch.Tensor) -> CompactBlocks:
@@ -275,7 +286,12 @@ REPACK_RULES: dict[str, tuple[str, Callable[[torch.Tensor], UnpackedBlocks | Com
     # x = d * q; Q8_1 has a sum too, which is not needed
     "Q8_0": ("q8", lambda raw: UnpackedBlocks(raw[..., 2:], read_f16(raw, 0))),
     "Q8_1": ("q8", lambda raw: UnpackedBlocks(raw[..., 4:], read_f16(raw, 0))),
-    "Q8_K": ("q8", lambda raw: to_blocks32(raw[..., 4:260], slice_bytes(raw, 0, 4).view(torch.float32))),
+    "Q8_K": ("q8", lambda raw: to_blocks32(raw[..., 4:260], read_f32(raw))),
+    # of quantized safetensors; x = d * (q - zero point) = d * q + m
+    "INT4": ("q4", lambda raw: UnpackedBlocks(unpack_nibbles(raw, 4, 16, 16), read_f32(raw))),
+    "INT4_ZP": ("q4m", int4_zp),
+    "INT8": ("q8", lambda raw: UnpackedBlocks(raw[..., 4:], read_f32(raw))),
+    "NVFP4_F32": ("nvfp4", lambda raw: UnpackedBlocks(unpack_nibbles(raw, 8, 16, 16), read_f32(raw, 0, 2))),
     # x = (d * scale) * q - dmin * min
     "Q4_K": ("q4m", lambda raw: to_blocks32(unpack_nibbles(raw, 16, 128, 32), *_k_scales(raw))),
     "Q5_K": ("q5m", q5_k), "Q6_K": ("q6", q6_k), "MXFP4": ("mxfp4", mxfp4), "NVFP4": ("nvfp4", nvfp4),

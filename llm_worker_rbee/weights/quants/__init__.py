@@ -83,6 +83,17 @@ _TABLE: tuple[tuple[str, int, int, int, Decoder], ...] = (
 )
 
 BLOCK_TYPES: dict[str, BlockType] = {row[0]: BlockType(*row[:4], _quiet(row[4])) for row in _TABLE}
+# Types of quantized safetensors, which GGUF does not have; what makes their blocks refuses NaN.
+NO_GGUF_ID = -2
+_GROUP_TABLE: tuple[tuple[str, int, Decoder], ...] = (
+    ("INT4", 20, decoders.int4),
+    ("INT4_ZP", 24, decoders.int4_zp),
+    ("INT8", 36, decoders.int8),
+    ("FP8", 36, decoders.fp8),
+    ("NVFP4_F32", 24, decoders.nvfp4_f32),
+)
+GROUP_TYPES = {name: BlockType(name, NO_GGUF_ID, 32, size, _quiet(decode)) for name, size, decode in _GROUP_TABLE}
+ALL_TYPES = BLOCK_TYPES | GROUP_TYPES
 BY_ID: dict[int, BlockType] = {kind.id: kind for kind in BLOCK_TYPES.values()}
 
 # Ids of old files that ggml itself no longer reads.

@@ -147,3 +147,11 @@ def e4m3_halves() -> Floats:
     scale = np.ldexp(np.where(exponent == 0, mantissa, 8 + mantissa), np.maximum(exponent, 1) - 11)
     scale[0x7F] = 0
     return _freeze(scale.astype(np.float32))
+
+
+@cache
+def e4m3_values() -> Floats:
+    """The FP8 number of each byte s.eeee.mmm, (256,). 0x7F and 0xFF are NaN."""
+    values = 2 * np.where(np.arange(256) < 128, 1, -1).astype(np.float32) * e4m3_halves()
+    values[[0x7F, 0xFF]] = np.nan
+    return _freeze(values)

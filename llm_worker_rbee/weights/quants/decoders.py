@@ -12,6 +12,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from . import codebooks
 from .codebooks import FP4_VALUES, IQ4_VALUES, e4m3_halves, e8m0_halves, even_sign_rows, grid, sign_rows, value_table
 
 Bytes = NDArray[np.uint8]
@@ -42,6 +43,11 @@ def f16_to_f32(bits: NDArray[np.uint16]) -> Floats:
 def read_f16(blocks: Bytes, start: int, count: int = 1) -> Floats:
     """Return `count` float16 numbers at `start` of every block: (blocks, count)."""
     return f16_to_f32(field(blocks, start, 2 * count).view("<u2"))
+
+
+def read_f32(blocks: Bytes, start: int, count: int = 1) -> Floats:
+    """Return `count` float32 numbers at `start` of every block: (blocks, count)."""
+    return field(blocks, start, 4 * count).view("<f4")
 
 
 def unpack_bits(packed: Bytes, width: int, bits: int) -> Bytes:
@@ -202,6 +208,36 @@ def nvfp4(blocks: Bytes) -> Floats:
     return apply_scale(values, e4m3_halves().take(blocks[:, :4]))
 
 
+# Types of quantized safetensors: blocks of 32 columns whose scales are float32.
+
+
+def int4(blocks: Bytes) -> Floats:
+    """d 4 | 16 bytes of nibbles as in Q4_0. x = d * (q - 8)."""
+    return apply_scale(to_signed(unpack_bits(field(blocks, 4, 16), 16, 4), 8), read_f32(blocks, 0))
+
+
+def int4_zp(blocks: Bytes) -> Floats:
+    """d 4 | zero point 4 | 16 bytes of nibbles as in Q4_0. x = d * (q - zero point)."""
+    q = unpack_bits(field(blocks, 8, 16), 16, 4).astype(np.float32)
+    q -= read_f32(blocks, 4)
+    return apply_scale(q, read_f32(blocks, 0))
+
+
+def int8(blocks: Bytes) -> Floats:
+    """d 4 | 32 int8. x = d * q."""
+    return apply_scale(blocks[:, 4:].view(np.int8), read_f32(blocks, 0))
+
+
+def fp8(blocks: Bytes) -> Floats:
+    """d 4 | 32 E4M3 numbers."""
+    return apply_scale(codebooks.e4m3_values().take(blocks[:, 4:]), read_f32(blocks, 0))
+
+
+def nvfp4_f32(blocks: Bytes) -> Floats:
+    """Scales of 16 values 2 x 4, halved as in NVFP4 | 16 bytes of nibbles as in Q4_0, each an E2M1 number."""
+    return apply_scale(value_table(FP4_VALUES).take(unpack_bits(field(blocks, 8, 16), 16, 4)), read_f32(blocks, 0, 2))
+
+
 # K types: super-blocks of 256 values, in groups of 16 or 32 with small integer scales of their own.
 # x = (d * scale) * q - dmin * min, unless noted.
 
@@ -267,7 +303,7 @@ def q6_k(blocks: Bytes) -> Floats:
 
 def q8_k(blocks: Bytes) -> Floats:
     """d 4 (float32) | 256 int8 | 16 int16 sums of 16 values each, a help to dot products. x = d * q."""
-    return apply_scale(blocks[:, 4:260].view(np.int8), field(blocks, 0, 4).view("<f4"))
+    return apply_scale(blocks[:, 4:260].view(np.int8), read_f32(blocks, 0))
 
 
 # IQ types: super-blocks of 256 values, stored as indices into a codebook of rows of 4 or 8 values.

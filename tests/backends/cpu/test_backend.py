@@ -17,7 +17,7 @@ from llm_worker_rbee.backends.cpu.packed_weight import LAYOUT_BY_TYPE
 from llm_worker_rbee.backends.ops import AttentionParams, Batch, KVLayer, RopeTable
 from llm_worker_rbee.bench.synthetic import random_tensor
 from llm_worker_rbee.errors import InvalidRequestError
-from llm_worker_rbee.weights.quants import BLOCK_TYPES
+from llm_worker_rbee.weights.quants import ALL_TYPES
 
 cpu = CpuBackend()
 
@@ -50,7 +50,7 @@ def test_cpu_backend_has_every_op_and_is_selected_by_name() -> None:
 @pytest.mark.parametrize("name", LAYOUT_BY_TYPE)
 def test_linear_of_every_type_agrees_with_reference(name: str) -> None:
     """33 rows fill no group of 16; 11 tokens are a full tile and a rest."""
-    tensor = random_tensor(BLOCK_TYPES[name], (33, 512))
+    tensor = random_tensor(ALL_TYPES[name], (33, 512))
     weight, x = cpu.prepare([tensor]), normal(11, 512)
     found = cpu.linear(x, weight)
     truth = (x if name in FLOAT_TYPES else quantize_dequantize(x)) @ tensor.dequantize().T
@@ -64,7 +64,7 @@ def test_linear_of_every_type_agrees_with_reference(name: str) -> None:
 
 def test_linear_of_stacked_types_with_bias_equals_single_products() -> None:
     kinds = {"Q4_K": 48, "Q6_K": 32, "F16": 16}
-    tensors = [random_tensor(BLOCK_TYPES[kind], (rows, 256), seed) for seed, (kind, rows) in enumerate(kinds.items())]
+    tensors = [random_tensor(ALL_TYPES[kind], (rows, 256), seed) for seed, (kind, rows) in enumerate(kinds.items())]
     x, bias = normal(5, 256), normal(96)
     found = cpu.linear(x, cpu.prepare(tensors), bias)
     apart = [cpu.linear(x, cpu.prepare([tensor])) for tensor in tensors]
@@ -73,13 +73,13 @@ def test_linear_of_stacked_types_with_bias_equals_single_products() -> None:
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_1", "Q6_K", "F16"])
 def test_embed_returns_scaled_rows(name: str) -> None:
-    tensor, ids = random_tensor(BLOCK_TYPES[name], (40, 256)), np.array([0, 39, 7, 7])
+    tensor, ids = random_tensor(ALL_TYPES[name], (40, 256)), np.array([0, 39, 7, 7])
     found = cpu.embed(cpu.prepare([tensor]), ids, 2.0)
     np.testing.assert_allclose(found, 2 * tensor.dequantize()[ids], rtol=1e-3, atol=1e-7)
 
 
 def test_prepare_copies_the_tensor() -> None:
-    tensor, x = random_tensor(BLOCK_TYPES["Q4_0"], (16, 64)), normal(1, 64)
+    tensor, x = random_tensor(ALL_TYPES["Q4_0"], (16, 64)), normal(1, 64)
     weight = cpu.prepare([tensor])
     before = cpu.linear(x, weight)
     tensor.data[:] = 0
@@ -87,7 +87,7 @@ def test_prepare_copies_the_tensor() -> None:
 
 
 def test_linear_of_nan_or_infinity_is_not_finite() -> None:
-    weight = cpu.prepare([random_tensor(BLOCK_TYPES["Q4_0"], (16, 64))])
+    weight = cpu.prepare([random_tensor(ALL_TYPES["Q4_0"], (16, 64))])
     for bad in (np.nan, np.inf):
         x = normal(1, 64)
         x[0, 5] = bad
@@ -178,9 +178,9 @@ from llm_worker_rbee.backends.cpu import CpuBackend
 cpu = CpuBackend()
 from llm_worker_rbee.backends.cpu.dot_int8 import ISA
 from llm_worker_rbee.bench.synthetic import random_tensor
-from llm_worker_rbee.weights.quants import BLOCK_TYPES
+from llm_worker_rbee.weights.quants import ALL_TYPES
 x = np.random.default_rng(1).standard_normal((11, 256), np.float32)
-weights = [cpu.prepare([random_tensor(BLOCK_TYPES[k], (16, 256))]) for k in ("Q4_0", "IQ4_NL", "Q2_K", "Q6_K")]
+weights = [cpu.prepare([random_tensor(ALL_TYPES[k], (16, 256))]) for k in ("Q4_0", "IQ4_NL", "Q2_K", "Q6_K")]
 sums = [np.concatenate([cpu.linear(x[:3], w), cpu.linear(x, w)]) for w in weights]
 print(ISA, np.stack(sums).astype(np.float64).tobytes().hex())
 """

@@ -27,7 +27,7 @@ from llm_worker_rbee.engine.model_runner import SingleSequence
 from llm_worker_rbee.errors import InferenceError
 from llm_worker_rbee.models import load_model, read_model_config
 from llm_worker_rbee.weights import open_checkpoint
-from llm_worker_rbee.weights.quants import BLOCK_TYPES
+from llm_worker_rbee.weights.quants import ALL_TYPES
 from tests.helpers.model_runs import compute_logits, load, step_logits
 from tests.helpers.model_zoo import NO_GGUF_KEY, ZOO, make_hf, prompt_ids, save_gguf, save_hf, save_quantized
 
@@ -70,7 +70,7 @@ def test_every_rewrite_is_used_and_has_the_bits_of_single_ops(default_model: Pat
 @pytest.mark.parametrize("name", LAYOUT_BY_TYPE)
 def test_embed_task_of_every_type_equals_dequantized_rows(name: str) -> None:
     columns, factor = 512, 3.0
-    weight = cpu.prepare([random_tensor(BLOCK_TYPES[name], (70, columns), seed=5)])
+    weight = cpu.prepare([random_tensor(ALL_TYPES[name], (70, columns), seed=5)])
     ids = np.array([69, 0, 17, 17, 32], np.int64)
     out = np.full((len(ids), columns), np.nan, np.float32)
     step = new_step(Step.END + 1)

@@ -10,7 +10,7 @@ import pytest
 from llm_worker_rbee.backends.cpu.elementwise import dequantize_rows
 from llm_worker_rbee.backends.cpu.linear import TOKENS_PER_PIECE, pack_weight
 from llm_worker_rbee.bench.synthetic import random_tensor
-from llm_worker_rbee.weights.quants import BLOCK_TYPES
+from llm_worker_rbee.weights.quants import ALL_TYPES
 
 COLUMNS = 288
 ROWS = 40  # two groups of 16 and one that is short
@@ -18,7 +18,7 @@ ROWS = 40  # two groups of 16 and one that is short
 
 @pytest.mark.parametrize("name", ["Q4_1", "Q8_0", "Q5_0"])
 def test_two_term_matmul_has_batch_invariant_bits_and_smaller_error(name: str) -> None:
-    weight = pack_weight([random_tensor(BLOCK_TYPES[name], (ROWS, COLUMNS), 3)], 2)
+    weight = pack_weight([random_tensor(ALL_TYPES[name], (ROWS, COLUMNS), 3)], 2)
     two_term, tokens = weight.two_term(), 2 * TOKENS_PER_PIECE + 5  # three pieces
     x = np.random.default_rng(4).standard_normal((tokens, COLUMNS), np.float32)
     whole = two_term.matmul(x, 2)
@@ -33,7 +33,7 @@ def test_two_term_matmul_has_batch_invariant_bits_and_smaller_error(name: str) -
 @pytest.mark.parametrize("heads_per_kv_head", [1, 2, 3])
 def test_values_that_heads_share_have_two_terms(query_rows: int, heads_per_kv_head: int) -> None:
     rows = {"q": query_rows, "k": query_rows // heads_per_kv_head, "v": query_rows // heads_per_kv_head}
-    made = {name: random_tensor(BLOCK_TYPES["Q4_0"], (count, COLUMNS), 3) for name, count in rows.items()}
+    made = {name: random_tensor(ALL_TYPES["Q4_0"], (count, COLUMNS), 3) for name, count in rows.items()}
     stack = [replace(tensor, name=f"blk.0.attn_{name}.weight") for name, tensor in made.items()]
     expected = (False,) if heads_per_kv_head == 1 else (False, True)
     assert pack_weight(stack, 1).residual_activations == expected

@@ -17,7 +17,7 @@ from llm_worker_rbee.bench.synthetic import random_tensor
 from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError
 from llm_worker_rbee.weights import Tensor
 from llm_worker_rbee.weights.checkpoint import map_file
-from llm_worker_rbee.weights.quants import BLOCK_TYPES
+from llm_worker_rbee.weights.quants import ALL_TYPES
 
 THREADS = 2
 QUANTIZED = [name for name, layout in LAYOUT_BY_TYPE.items() if not layout.float_type]
@@ -37,7 +37,7 @@ def pack(tensors: list[Tensor], **options: int) -> PackedMatrix:
 
 def random(name: str, rows: int, columns: int | None = None, seed: int = 7) -> Tensor:
     """By default the fewest columns with a last chunk of 256 that is not full, where the block type allows it."""
-    kind = BLOCK_TYPES[name]
+    kind = ALL_TYPES[name]
     return random_tensor(
         kind, (rows, columns or max(288, 2 * kind.block_size) // kind.block_size * kind.block_size), seed
     )
@@ -153,7 +153,15 @@ def test_repack_pads_rows_with_zero_scales(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [("Q4_0",) * 3, ("Q4_1", "Q4_K", "Q4_1"), ("IQ4_NL", "IQ4_XS", "IQ4_NL"), ("Q2_K",) * 3, ("BF16",) * 3]
+    "names",
+    [
+        ("Q4_0",) * 3,
+        ("Q4_1", "Q4_K", "Q4_1"),
+        ("IQ4_NL", "IQ4_XS", "IQ4_NL"),
+        ("Q2_K",) * 3,
+        ("BF16",) * 3,
+        ("Q4_1", "INT4_ZP", "Q4_1"),
+    ],
 )
 def test_repack_stacks_tensors_of_one_layout(names: tuple[str, ...]) -> None:
     """None of them begins at a group of 16 but the first."""
@@ -264,7 +272,7 @@ def test_repack_rounds_small_scales_to_a_fraction_of_the_largest() -> None:
 
 def test_repack_of_zeros_is_zero() -> None:
     for name in QUANTIZED:
-        kind = BLOCK_TYPES[name]
+        kind = ALL_TYPES[name]
         w = pack([Tensor("zeros", kind, (2, 256), np.zeros(2 * kind.row_bytes(256), np.uint8))])
         np.testing.assert_allclose(dequantize_rows(w), 0, atol=2.0**-127)  # MXFP4's smallest scale is not zero
 
@@ -278,8 +286,8 @@ def test_repack_with_nan_scale_raises_with_tensor_name(name: str) -> None:
 
 
 def test_repack_of_integer_type_raises_with_tensor_name() -> None:
-    for name in BLOCK_TYPES.keys() - LAYOUT_BY_TYPE.keys():
-        tensor = Tensor("blk.0.odd", BLOCK_TYPES[name], (1, 32), np.zeros(BLOCK_TYPES[name].row_bytes(32), np.uint8))
+    for name in ALL_TYPES.keys() - LAYOUT_BY_TYPE.keys():
+        tensor = Tensor("blk.0.odd", ALL_TYPES[name], (1, 32), np.zeros(ALL_TYPES[name].row_bytes(32), np.uint8))
         with pytest.raises(UnsupportedModelError, match=rf"'blk\.0\.odd': {name} weights"):
             pack([tensor])
 
@@ -288,7 +296,7 @@ def test_equivalent_block_types_share_a_layout() -> None:
     assert LAYOUT_BY_TYPE["Q4_1"] == LAYOUT_BY_TYPE["Q4_K"]
     assert LAYOUT_BY_TYPE["IQ4_NL"] == LAYOUT_BY_TYPE["IQ4_XS"]
     assert len(set(LAYOUTS)) == len(LAYOUTS) < len(LAYOUT_BY_TYPE)
-    assert set(BLOCK_TYPES) - set(LAYOUT_BY_TYPE) == {"I8", "I16", "I32", "I64", "F64"}
+    assert set(ALL_TYPES) - set(LAYOUT_BY_TYPE) == {"I8", "I16", "I32", "I64", "F64", "FP8"}
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "BF16"])

@@ -10,12 +10,12 @@ from llm_worker_rbee.backends.cuda import device, packed_weight, repack
 from llm_worker_rbee.backends.cuda.compact_kinds import COMPACT_KINDS
 from llm_worker_rbee.backends.cuda.unpack_blocks import REPACK_RULES
 from llm_worker_rbee.weights import Tensor
-from llm_worker_rbee.weights.quants import BLOCK_TYPES
+from llm_worker_rbee.weights.quants import ALL_TYPES, BLOCK_TYPES
 from tests.helpers.random_tensors import random_tensor
 
 DEVICE = device.open_device(0)
-ROUNDED = ("Q4_K", "Q5_K", "Q6_K", "Q8_K")  # their scale becomes one float16
-QUANTIZED = [name for name in BLOCK_TYPES if name in REPACK_RULES]
+ROUNDED = ("Q4_K", "Q5_K", "Q6_K", "Q8_K", "INT4", "INT4_ZP", "INT8", "NVFP4_F32")  # their scale becomes one float16
+QUANTIZED = [name for name in ALL_TYPES if name in REPACK_RULES]
 
 
 def values(*tensors: Tensor) -> np.ndarray:
@@ -23,7 +23,7 @@ def values(*tensors: Tensor) -> np.ndarray:
     return torch.cat(found).cpu().numpy()
 
 
-@pytest.mark.parametrize("name", BLOCK_TYPES)
+@pytest.mark.parametrize("name", [*BLOCK_TYPES, *QUANTIZED[-4:]])
 def test_pack_weight_keeps_values(name: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """In several slabs, the last of them shorter; the product of a scale is off by at most 2**-11."""
     monkeypatch.setattr(repack, "SLAB_CODES", 512 * 3)
@@ -34,7 +34,7 @@ def test_pack_weight_keeps_values(name: str, rng: np.random.Generator, monkeypat
         return
     found = values(tensor)
     assert 0 < np.abs(found - wanted).max() <= 2**-11 * np.abs(wanted).max()
-    if name not in ("Q4_K", "Q5_K"):  # those have minima, so that a small value may be a difference
+    if name not in ("Q4_K", "Q5_K", "INT4_ZP"):  # those have minima, so that a small value may be a difference
         np.testing.assert_allclose(found, wanted, rtol=2**-11)
 
 
@@ -49,7 +49,7 @@ def test_pack_weight_extreme_scales(name: str, size: float, rng: np.random.Gener
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_pack_weight_single_block(name: str, rng: np.random.Generator) -> None:
     """Axes of length one have odd strides."""
-    tensor = random_tensor(name, 1, max(32, BLOCK_TYPES[name].block_size), rng)
+    tensor = random_tensor(name, 1, max(32, ALL_TYPES[name].block_size), rng)
     np.testing.assert_allclose(values(tensor), tensor.dequantize(), rtol=2**-10, atol=2**-10 * 64)
 
 

@@ -10,7 +10,7 @@ from llm_worker_rbee.backends.cpu.linear import pack_weight
 from llm_worker_rbee.backends.cpu.matmul.unpacked import RUN_BLOCKS, TOKENS_PER_PIECE
 from llm_worker_rbee.backends.cpu.packed_weight import LAYOUT_BY_TYPE
 from llm_worker_rbee.bench.synthetic import random_tensor
-from llm_worker_rbee.weights.quants import BLOCK_TYPES
+from llm_worker_rbee.weights.quants import ALL_TYPES
 
 ROWS = 40  # two groups of 16 and one that is short
 TYPES = {layout: name for name, layout in LAYOUT_BY_TYPE.items() if not layout.float_type}
@@ -23,7 +23,7 @@ def normal(tokens: int, columns: int) -> np.ndarray:
 @pytest.mark.parametrize("name", TYPES.values())
 @pytest.mark.parametrize("two_term", [False, True])
 def test_rows_have_the_same_bits_in_every_batch(name: str, two_term: bool) -> None:
-    weight = pack_weight([random_tensor(BLOCK_TYPES[name], (ROWS, 768), 3)], 2)
+    weight = pack_weight([random_tensor(ALL_TYPES[name], (ROWS, 768), 3)], 2)
     weight = weight.two_term() if two_term else weight
     x = normal(40, 768)
     whole = weight.matmul(x, 2)
@@ -36,7 +36,7 @@ def test_rows_have_the_same_bits_in_every_batch(name: str, two_term: bool) -> No
 @pytest.mark.parametrize("columns", [32, 96, 32 * RUN_BLOCKS, 32 * (RUN_BLOCKS + 1)])
 @pytest.mark.parametrize("rows", [1, 16, 17, 130])
 def test_odd_sizes_and_several_runs_and_pieces(rows: int, columns: int) -> None:
-    weight = pack_weight([random_tensor(BLOCK_TYPES["Q4_1"], (rows, columns), 5)], 2).two_term()
+    weight = pack_weight([random_tensor(ALL_TYPES["Q4_1"], (rows, columns), 5)], 2).two_term()
     x = normal(TOKENS_PER_PIECE + 2, columns)
     whole = weight.matmul(x, 2)
     for first, last in ((0, 1), (3, 9), (5, 6), (TOKENS_PER_PIECE - 9, TOKENS_PER_PIECE + 2)):
@@ -47,7 +47,7 @@ def test_odd_sizes_and_several_runs_and_pieces(rows: int, columns: int) -> None:
 @pytest.mark.parametrize("tokens", [3, 12])
 def test_activations_that_are_not_finite_or_huge(name: str, tokens: int) -> None:
     """A scale must stay finite when it is multiplied by simd.MAGIC: above 1.7e33 a row is NaN, as after infinity."""
-    weight = pack_weight([random_tensor(BLOCK_TYPES[name], (ROWS, 256), 3)], 1)
+    weight = pack_weight([random_tensor(ALL_TYPES[name], (ROWS, 256), 3)], 1)
     x = normal(tokens, 256)
     clean = weight.matmul(x, 1)
     with np.errstate(all="ignore"):

@@ -1,0 +1,49 @@
+"""Models of quantized safetensors: every format against transformers with the weights that the format stands for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llm_worker_rbee.backends.cpu import CpuBackend
+from llm_worker_rbee.errors import UnsupportedModelError
+from llm_worker_rbee.models import load_model, read_model_config
+from llm_worker_rbee.weights import open_checkpoint
+from tests.helpers import model_runs, model_zoo
+from tests.helpers.quantized_hf import FORMATS, save_quantized_hf
+from tests.helpers.random_tensors import relative_error
+
+VARIANT = model_zoo.ZOO["llama"]
+IDS = model_zoo.prompt_ids(VARIANT)
+# a format of each type that is read
+BY_TYPE = {made.type: name for name, made in FORMATS.items()}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_model_of_each_format_equals_transformers(tmp_path: Path, name: str) -> None:
+    theirs = model_zoo.make_hf(VARIANT)
+    ours = model_runs.load(save_quantized_hf(theirs, tmp_path, name))
+    assert np.abs(model_runs.compute_logits(ours, IDS) - model_zoo.hf_logits(theirs, IDS)).max() < 1e-3
+    assert model_runs.greedy(ours, IDS, 8) == model_zoo.hf_greedy(theirs, IDS, 8)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in BY_TYPE if kind not in ("ACT_ORDER", "FP8")])
+def test_cpu_keeps_weights_packed_and_agrees_with_reference(tmp_path: Path, kind: str) -> None:
+    folder = save_quantized_hf(model_zoo.make_hf(VARIANT), tmp_path, BY_TYPE[kind])
+    checkpoint = open_checkpoint(folder)
+    ours = load_model(checkpoint, CpuBackend(1), read_model_config(checkpoint))
+    logits = model_runs.compute_logits(ours, IDS)
+    wanted = model_runs.compute_logits(model_runs.load(folder), IDS)
+    assert relative_error(logits, wanted) < 0.04
+    assert ours.blocks[0].mlp.down.weight.nbytes < 96 * 64 * 1.2  # bytes: less than float16
+
+
+def test_cpu_refuses_columns_in_any_order(tmp_path: Path) -> None:
+    folder = save_quantized_hf(model_zoo.make_hf(VARIANT), tmp_path, "gptq-order")
+    checkpoint = open_checkpoint(folder)
+    with pytest.raises(
+        UnsupportedModelError, match=r"attn_q\.weight': ACT_ORDER weights cannot be multiplied, convert"
+    ):
+        load_model(checkpoint, CpuBackend(1), read_model_config(checkpoint))
