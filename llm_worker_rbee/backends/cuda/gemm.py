@@ -302,14 +302,20 @@ def word_ptx(kind, word):
     return "{ " + "\n".join(lines) + " }"
 
 
+def shift_ptx(to, left):
+    """Return the line that shifts word $8 to the left, or to the right if `left` is negative."""
+    return f"shl.b32 {to}, $8, {left};" if left >= 0 else f"shr.u32 {to}, $8, {-left};"
+
+
 def pair_ptx(kind, odd, last):
     """Return the lines that leave columns odd and odd + 2 of the first or the last sixteen in t."""
     if kind in SIGNED_BYTES:  # with the sign flipped: 1024 + 128 + value
         lines = [f"shr.u32 a, {'$9' if last else '$8'}, {8 * odd};",
                  "lop3.b32 t, a, 0x00FF00FF, 0x64806480, 0x6A; add.rn.f16x2 t, t, k;"]  # fmt: skip
     elif kind in FLOAT4:  # exponent and mantissa are those of a float16 of 2**-14 times the value, its sign is the top
-        lines = [f"shr.u32 a, $8, {8 * odd}; shl.b32 b, a, {5 if last else 9}; and.b32 b, b, 0x0E000E00;",
-                 f"shl.b32 t, a, {8 if last else 12}; lop3.b32 t, t, 0x80008000, b, 0xEA;"]  # fmt: skip
+        place = 8 * odd + 4 * last
+        lines = [f"{shift_ptx('b', 9 - place)} and.b32 b, b, 0x0E000E00;",
+                 f"{shift_ptx('t', 12 - place)} lop3.b32 t, t, 0x80008000, b, 0xEA;"]  # fmt: skip
     else:
         nibbles = 0x00F000F0 if last else 0x000F000F
         lines = [f"shr.u32 a, $8, {8 * odd}; lop3.b32 t, a, {nibbles}, 0x64006400, 0xEA;"]
