@@ -74,6 +74,9 @@ class Family:
     hf_transposed_experts: bool = False  # safetensors hold (columns, rows), gate and up rows in turn, or MXFP4 blocks
     attention_sinks: bool = False  # a logit of each head joins the denominator of the softmax
     yarn_truncate: bool = True  # YaRN's ramp is between whole pairs, unless a key says
+    gated_attention: bool = False  # rows of q hold those of a gate, head by head: attention times its sigmoid
+    linear_attention: bool = False  # all layers but every n-th have the gated delta rule
+    gguf_tiled_heads: bool = False  # in a GGUF, value head h of linear attention has key head h % key heads
     # defaults of keys that a GGUF lacks
     default_window: int = 0
     default_local_base: float = 0.0  # rope base of the layers with a window, where it differs

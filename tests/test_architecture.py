@@ -65,7 +65,7 @@ SECOND_PLACES: dict[str, dict[str, str]] = {  # beside the one place of a heavy 
 # Line budgets. "." are the modules at the top of the package.
 LINES = {
     ".": 2_600,
-    "backends": 1_760,
+    "backends": 1_900,
     "backends/cpu": 8_100,
     "backends/cpu/matmul": 980,
     "backends/cuda": 8_300,

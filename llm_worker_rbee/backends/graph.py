@@ -87,6 +87,8 @@ SHAPES: dict[str, Callable[..., Sequence[Shape]]] = {
     "rope_store": lambda q, k, v, positions, table, kv, slot_mapping: [q.shape],
     "attention": lambda q, kv, batch, params, sinks: [(q.shape[0], q.shape[1] * q.shape[2])],
     "causal_conv": lambda x, weight, state, batch, activation, gated: [(x.shape[0], weight.shape[0])],
+    "gated_delta": lambda qkv, z, gates, params, weights, state, batch: [(qkv.shape[0], params.v_heads * params.v_dim)],
+    "sigmoid_gate": lambda x, gate: [x.shape],
     "gated": lambda gate_up, activation: [(*gate_up.shape[:-1], gate_up.shape[-1] // 2)],
     "route": lambda logits, params, bias: [(logits.shape[0], params.k)] * 2,
     "grouped_linear": lambda x, w, experts, bias: [(*experts.shape, w.rows)],

@@ -127,6 +127,25 @@ class RouteParams(NamedTuple):
     scale: float = 1.0  # then multiply them
 
 
+class GatedDeltaParams(NamedTuple):
+    """The heads of linear attention by the gated delta rule."""
+
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    eps: float  # of the norm
+    is_tiled: bool = False  # value head h has key head h % k_heads, not h // (v_heads // k_heads)
+
+
+class GatedDeltaWeights(NamedTuple):
+    """The vectors of that rule."""
+
+    a: Array  # (v_heads,) the rate of decay, negative
+    dt_bias: Array  # (v_heads,)
+    norm: Array  # (v_dim,)
+
+
 class TaskLabel(NamedTuple):
     """What a profile shows of a task or of a launch."""
 
@@ -329,6 +348,13 @@ class Backend(ABC):
     def causal_conv(
         self, x: Array, weight: Array, state: StateLayer, batch: Batch, activation: str = "", gated: bool = False
     ) -> Array: ...
+    @abstractmethod
+    def gated_delta(
+        self, qkv: Array, z: Array, gates: Array, params: GatedDeltaParams, weights: GatedDeltaWeights,
+        state: StateLayer, batch: Batch,
+    ) -> Array: ...  # fmt: skip
+    @abstractmethod
+    def sigmoid_gate(self, x: Array, gate: Array) -> Array: ...
     @abstractmethod
     def gated(self, gate_up: Array, activation: str) -> Array: ...
     @abstractmethod

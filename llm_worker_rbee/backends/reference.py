@@ -15,7 +15,19 @@ from numpy.typing import NDArray
 
 from ..config import SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT
 from ..weights import Tensor
-from .ops import AttentionParams, Backend, Batch, Ints, KVLayer, RopeTable, RouteParams, SampleRow, StateLayer
+from .ops import (
+    AttentionParams,
+    Backend,
+    Batch,
+    GatedDeltaParams,
+    GatedDeltaWeights,
+    Ints,
+    KVLayer,
+    RopeTable,
+    RouteParams,
+    SampleRow,
+    StateLayer,
+)
 from .reference_sampling import logprobs, sample_row
 
 Floats = NDArray[np.float32]
@@ -230,7 +242,7 @@ def causal_conv(
     come those of the state. `gated`: x is (T, 3 * channels), parts b, c and v: c * conv(b * v).
     """
     kernel, out = weight.shape[1], np.empty((len(x), len(weight)), np.float32)
-    before, after, inputs = None, None, x
+    before, after, inputs = None, None, x[:, : len(weight)]
     if gated:
         before, after, inputs = np.split(x, 3, axis=1)
         inputs = before * inputs
@@ -246,6 +258,51 @@ def causal_conv(
             if written >= 0:
                 state.conv[written] = rows[t + 1 : t + kernel]
     return out if after is None else out * after
+
+
+def gated_delta(
+    qkv: Floats, z: Floats, gates: Floats, params: GatedDeltaParams, weights: GatedDeltaWeights, state: StateLayer,
+    batch: Batch,
+) -> Floats:  # fmt: skip
+    """Apply the gated delta rule to each request's own tokens, then a norm of each head times silu(z): (T, v_heads *
+    v_dim).
+
+    qkv (T, channels) holds q heads, k heads, v heads; z is the last part of rows (T, any + v_heads * v_dim); gates
+    (T, 2 * v_heads) are logits of beta, then alpha. For each value head, with q and k normalized to length 1:
+
+        S = exp(a * softplus(alpha + dt_bias)) * S
+        S = S + k (sigmoid(beta) * (v - S^T k))^T
+        out = S^T q / sqrt(k_dim)
+    """
+    p, tokens, width = params, len(qkv), params.k_heads * params.k_dim
+    heads = np.arange(p.v_heads) % p.k_heads if p.is_tiled else np.arange(p.v_heads) // (p.v_heads // p.k_heads)
+    q, k = (l2_norm(part.reshape(tokens, p.k_heads, p.k_dim))[:, heads] for part in np.split(qkv[:, : 2 * width], 2, 1))
+    q, v = q * np.float32(p.k_dim**-0.5), qkv[:, 2 * width :].reshape(tokens, p.v_heads, p.v_dim)
+    beta, alpha = sigmoid(gates[:, : p.v_heads]), gates[:, p.v_heads :]
+    decay = np.exp(weights.a * np.logaddexp(np.float32(0), alpha + weights.dt_bias))
+    out, states = np.empty_like(v), state.matrix
+    assert states is not None
+    for r, slot in enumerate(batch.state_in.tolist()):
+        total = np.zeros((p.v_heads, p.k_dim, p.v_dim), np.float32) if slot < 0 else states[slot].copy()
+        for t in range(int(batch.query_start[r]), int(batch.query_start[r + 1])):
+            total *= decay[t, :, None, None]
+            delta = (v[t] - np.einsum("hkv,hk->hv", total, k[t])) * beta[t, :, None]
+            total += k[t, :, :, None] * delta[:, None]
+            out[t] = np.einsum("hkv,hk->hv", total, q[t])
+            if batch.state_out[t] >= 0:
+                states[batch.state_out[t]] = total
+    normed = rms_norm(out, weights.norm, p.eps).reshape(tokens, -1)
+    return normed * silu(z[:, -normed.shape[1] :])
+
+
+def l2_norm(x: Floats) -> Floats:
+    """Return x divided by its length over the last axis."""
+    return np.asarray(x / np.sqrt(np.sum(np.square(x), axis=-1, keepdims=True) + np.float32(1e-6)), np.float32)
+
+
+def sigmoid_gate(x: Floats, gate: Floats) -> Floats:
+    """Return x * sigmoid(gate)."""
+    return x * sigmoid(gate)
 
 
 def gated(gate_up: Floats, activation: str) -> Floats:
@@ -381,6 +438,8 @@ class ReferenceBackend(Backend):
     rope_store = staticmethod(rope_store)
     attention = staticmethod(attention)
     causal_conv = staticmethod(causal_conv)
+    gated_delta = staticmethod(gated_delta)
+    sigmoid_gate = staticmethod(sigmoid_gate)
     gated = staticmethod(gated)
     route = staticmethod(route)
     grouped_linear = staticmethod(grouped_linear)

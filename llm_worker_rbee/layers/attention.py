@@ -23,6 +23,7 @@ class Attention:
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
     sinks: Array | None = None  # (n_heads,), logits that join the denominators of the softmax
+    gate: Linear | None = None  # attention times the sigmoid of this projection
 
     def __call__(self, ops: Backend, x: Array, kv: KVLayer, batch: Batch) -> Array:
         """Map (T, width) to (T, width); writes the keys and values of this step."""
@@ -30,4 +31,5 @@ class Attention:
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(ops, q), self.k_norm(ops, k)
         q = ops.rope_store(q, k, v, batch.positions, self.rope, kv, batch.slot_mapping)
-        return self.output(ops, ops.attention(q, kv, batch, self.params, self.sinks))
+        mixed = ops.attention(q, kv, batch, self.params, self.sinks)
+        return self.output(ops, mixed if self.gate is None else ops.sigmoid_gate(mixed, self.gate(ops, x)))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..backends.ops import Array, Backend, Batch, LayerCache
 from .attention import Attention
+from .gated_delta import GatedDelta
 from .moe import MoE
 from .rms_norm import RMSNorm
 from .short_conv import ShortConv
@@ -17,7 +18,7 @@ class Block:
     """Attention, or what stands in its place, and MLP, each with a norm before, one after, or both, by family."""
 
     attention_norm: RMSNorm | None
-    attention: Attention | ShortConv
+    attention: Attention | ShortConv | GatedDelta
     mlp_norm: RMSNorm | None
     mlp: SwiGLU | MoE
     post_attention_norm: RMSNorm | None = None

@@ -44,6 +44,15 @@ GPT_OSS_DEFAULTS = {
 GLM4_DEFAULTS = {
     "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5
 }  # fmt: skip
+QWEN_LINEAR_DEFAULTS = {
+    "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}  # fmt: skip
+QWEN_LINEAR: dict[str, Any] = {
+    "qk_norm": True, "gated_attention": True, "linear_attention": True, "norm_plus_one": True,
+    "gguf_mlp_norm": "post_attention_norm",
+}  # fmt: skip
 
 FAMILIES = (
     Family("llama", gguf=("llama",), hf=("llama",), rope_interleaved=True, moe=True),
@@ -71,6 +80,25 @@ FAMILIES = (
         hf_defaults={
             "num_key_value_heads": 4, "use_sliding_window": False, "num_experts": 128, "num_experts_per_tok": 8,
             "moe_intermediate_size": 768, "norm_topk_prob": False,
+        },
+    ),
+    Family(
+        "qwen35", gguf=("qwen35",), hf=("qwen3_5_text", "qwen3_5"), **QWEN_LINEAR, gguf_tiled_heads=True,
+        hf_defaults={**QWEN_LINEAR_DEFAULTS, "num_key_value_heads": 4},
+    ),
+    Family(
+        "qwen35moe", gguf=("qwen35moe",), hf=("qwen3_5_moe_text", "qwen3_5_moe"), **QWEN_LINEAR, gguf_tiled_heads=True,
+        moe=True, shared_expert_gate=True,
+        hf_defaults={
+            **QWEN_LINEAR_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512, "intermediate_size": 512,
+        },
+    ),
+    Family(
+        "qwen3next", gguf=("qwen3next",), hf=("qwen3_next",), **QWEN_LINEAR, moe=True, shared_expert_gate=True,
+        hf_defaults={
+            **QWEN_LINEAR_DEFAULTS, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
         },
     ),
     Family(

@@ -17,11 +17,21 @@ from threading import Lock
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends.ops import Array, AttentionParams, Backend, PackedWeight, RopeTable, RouteParams
+from ..backends.ops import (
+    Array,
+    AttentionParams,
+    Backend,
+    GatedDeltaParams,
+    GatedDeltaWeights,
+    PackedWeight,
+    RopeTable,
+    RouteParams,
+)
 from ..config import ExpertConfig, ModelConfig, RopeScaling
 from ..errors import ModelFileError, UnsupportedModelError
 from ..layers.attention import Attention
 from ..layers.block import Block
+from ..layers.gated_delta import GatedDelta
 from ..layers.linear import Linear
 from ..layers.moe import GroupedLinear, MoE
 from ..layers.rms_norm import RMSNorm
@@ -174,11 +184,13 @@ class _ModelLoader:
     def mlp_norm_name(self) -> str:
         return self.config.family.gguf_mlp_norm if self.checkpoint.format == "gguf" else "ffn_norm"
 
-    def mixer(self, i: int, prefix: str, rope: RopeTable) -> Attention | ShortConv:
+    def mixer(self, i: int, prefix: str, rope: RopeTable) -> Attention | ShortConv | GatedDelta:
         """Return what mixes the tokens of layer `i`."""
         c = self.config
         if c.layer_kind(i) == "short_conv":
             return self.short_conv(prefix + "shortconv.")
+        if c.layer_kind(i) == "gated_delta":
+            return self.gated_delta(prefix)
         return self.attention(prefix, c.windows[i], rope)
 
     def short_conv(self, prefix: str) -> ShortConv:
@@ -200,8 +212,9 @@ class _ModelLoader:
             self.head_norm(f"{prefix}attn_{x}_norm.weight", heads) if c.family.qk_norm and not is_absent else None
             for x, heads in (("q", c.n_heads), ("k", c.n_kv_heads))
         )
+        qkv, gate = self.gated_qkv(prefix) if c.family.gated_attention else (self.qkv(prefix), None)
         return Attention(
-            qkv=self.qkv(prefix),
+            qkv=qkv,
             output=self.linear([prefix + "attn_output"], [c.d_model], c.n_heads * c.head_dim),
             n_heads=c.n_heads,
             n_kv_heads=c.n_kv_heads,
@@ -211,6 +224,54 @@ class _ModelLoader:
             q_norm=q_norm,
             k_norm=k_norm,
             sinks=self.sinks(prefix) if c.family.attention_sinks else None,
+            gate=gate,
+        )
+
+    def gated_delta(self, prefix: str) -> GatedDelta:
+        c, n = self.config, self.config.linear
+        assert n is not None
+        is_tiled = c.family.gguf_tiled_heads and self.checkpoint.format == "gguf"
+        rate = self.vector(prefix + "ssm_a", n.v_heads)
+        rate = rate if self.checkpoint.format == "gguf" else -np.exp(rate)  # transformers' is its logarithm
+        vectors = rate, self.vector(prefix + "ssm_dt.bias", n.v_heads), self.vector(prefix + "ssm_norm.weight", n.v_dim)
+        group, values = n.v_heads // n.k_heads, n.v_heads * n.v_dim
+        names = {"attn_qkv": n.channels, "attn_gate": values}
+        qkvz = self.by_key_head(prefix + "ssm_in", [n.k_dim, n.k_dim, group * n.v_dim, group * n.v_dim], names)
+        gates = self.by_key_head(prefix + "ssm_ba", [group, group], dict.fromkeys(("ssm_beta", "ssm_alpha"), n.v_heads))
+        return GatedDelta(
+            qkvz=Linear(self.pack(qkvz)),
+            gates=Linear(self.pack(gates)),
+            conv=self.conv_weight(prefix + "ssm_conv1d.weight", n.channels, n.kernel),
+            params=GatedDeltaParams(n.k_heads, n.v_heads, n.k_dim, n.v_dim, c.norm_eps, is_tiled),
+            weights=GatedDeltaWeights(*map(self.ops.prepare_vector, vectors)),
+            output=self.linear([prefix + "ssm_out"], [c.d_model], values),
+        )
+
+    def by_key_head(self, name: str, sizes: list[int], parts: dict[str, int]) -> list[Tensor]:
+        """Return the rows of some parts: each a tensor, or all in one, key head by key head."""
+        if f"{name}.weight" not in self.checkpoint.tensors:
+            prefix = name[: name.rindex(".") + 1]
+            return [self.matrix(f"{prefix}{part}.weight", rows, self.config.d_model) for part, rows in parts.items()]
+        assert self.config.linear is not None
+        return [self.matrix_of_groups(f"{name}.weight", sizes, self.config.linear.k_heads)]
+
+    def matrix_of_groups(self, name: str, sizes: list[int], groups: int) -> Tensor:
+        """Return a matrix whose rows are groups of parts of these sizes as one part after the other."""
+        tensor = self.matrix(name, groups * sum(sizes), self.config.d_model)
+        rows = np.arange(groups * sum(sizes)).reshape(groups, -1)
+        return tensor.take_rows(
+            np.concatenate([part.ravel() for part in np.split(rows, np.cumsum(sizes)[:-1], axis=1)])
+        )
+
+    def gated_qkv(self, prefix: str) -> tuple[Linear, Linear]:
+        """Return the projections to q, k and v, and to the gate, whose rows stand with those of q."""
+        c = self.config
+        rows, kv_rows = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+        both = self.matrix_of_groups(prefix + "attn_q.weight", [c.head_dim, c.head_dim], c.n_heads)
+        k, v = (self.matrix(f"{prefix}attn_{x}.weight", kv_rows, c.d_model) for x in "kv")
+        return (
+            Linear(self.pack([both.take_rows(slice(0, rows)), k, v])),
+            Linear(self.pack([both.take_rows(slice(rows, None))])),
         )
 
     def sinks(self, prefix: str) -> Array:
@@ -398,7 +459,9 @@ class _ModelLoader:
 
     def is_of_nextn_layer(self, name: str) -> bool:
         layer, first = LAYER_NUMBER.match(name), self.config.n_layers
-        return layer is not None and first <= int(layer[1]) < first + self.config.nextn_layers
+        return (layer is not None and first <= int(layer[1]) < first + self.config.nextn_layers) or name.startswith(
+            "mtp."
+        )
 
     def refuse_unused_tensors(self) -> None:
         left = [name for name in self.checkpoint.tensors if name not in self.used]

@@ -22,6 +22,7 @@ from ..config import (
     SWIGLU_OAI_LIMIT,
     ExpertConfig,
     Family,
+    LinearAttentionConfig,
     ModelConfig,
     RopeScaling,
 )
@@ -140,7 +141,8 @@ def layer_windows(window: int, full_every: int, n_layers: int) -> tuple[int, ...
 def model_config_from_gguf(metadata: Mapping[str, Any], family: Family, vocab_size: int | None = None) -> ModelConfig:
     """Read the `<architecture>.*` keys; `vocab_size` (the rows of the embedding) wins over the metadata."""
     keys = MetadataReader(metadata, f"{metadata['general.architecture']}.")
-    nextn = keys.integer("nextn_predict_layers", 0, maximum=MAX_LAYERS) if family.moe else 0
+    has_nextn = family.moe or family.linear_attention
+    nextn = keys.integer("nextn_predict_layers", 0, maximum=MAX_LAYERS) if has_nextn else 0
     n_layers = keys.integer("block_count", minimum=1 + nextn, maximum=MAX_LAYERS) - nextn
     d_model = keys.integer("embedding_length", minimum=1, maximum=MAX_WIDTH)
     n_heads = keys.integer("attention.head_count", minimum=1, maximum=MAX_WIDTH)
@@ -162,7 +164,7 @@ def model_config_from_gguf(metadata: Mapping[str, Any], family: Family, vocab_si
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         head_dim=head_dim,
-        d_ff=keys.integer("feed_forward_length", minimum=1, maximum=MAX_WIDTH),
+        d_ff=keys.integer("feed_forward_length", keys.integer("expert_feed_forward_length", 0) or None, 1, MAX_WIDTH),
         vocab_size=vocab_size or _vocab_size(keys),
         context_length=keys.integer("context_length", minimum=1, maximum=MAX_CONTEXT),
         norm_eps=keys.positive("attention.layer_norm_rms_epsilon"),
@@ -184,12 +186,15 @@ def model_config_from_gguf(metadata: Mapping[str, Any], family: Family, vocab_si
         nextn_layers=nextn,
         layer_kinds=kinds,
         conv_kernel=keys.integer("shortconv.l_cache", 0) if "short_conv" in kinds else 0,
+        linear=_gguf_linear(keys, family),
     )
 
 
 def _gguf_kv_heads(keys: MetadataReader, family: Family, n_layers: int, n_heads: int) -> tuple[int, tuple[str, ...]]:
     """Return the KV heads of a layer with attention, and the kinds of layers: a short convolution has 0 of them."""
     key = "attention.head_count_kv"
+    if family.linear_attention:
+        return keys.integer(key, n_heads, 1, n_heads), _gguf_linear_kinds(keys, n_layers)
     counts = keys.array(key)
     if counts is None or not family.short_conv or 0 not in counts:
         return keys.integer(key, n_heads, 1, n_heads), ()
@@ -224,6 +229,51 @@ def _gguf_experts(keys: MetadataReader, family: Family) -> ExpertConfig | None:
     )
 
 
+def _gguf_linear(keys: MetadataReader, family: Family) -> LinearAttentionConfig | None:
+    if not family.linear_attention:
+        return None
+    v_heads, dim = (
+        keys.integer(f"ssm.{key}", minimum=1, maximum=MAX_WIDTH) for key in ("time_step_rank", "state_size")
+    )
+    inner = keys.integer("ssm.inner_size", v_heads * dim, 1, MAX_WIDTH)
+    if inner % v_heads:
+        raise keys.error("ssm.inner_size", f"is {inner}: {v_heads} heads cannot share it evenly")
+    k_heads = keys.integer("ssm.group_count", minimum=1, maximum=MAX_WIDTH)
+    return LinearAttentionConfig(keys.integer("ssm.conv_kernel"), k_heads, v_heads, dim, inner // v_heads)
+
+
+def _gguf_linear_kinds(keys: MetadataReader, n_layers: int) -> tuple[str, ...]:
+    """Return the kinds of layers: as an array says, or every n-th has attention."""
+    key = "attention.recurrent_layers"
+    flags = keys.array(key)
+    if flags is None:
+        return _linear_kinds(keys.integer("full_attention_interval", 4, 1), n_layers)
+    if len(flags) < n_layers or not all(isinstance(flag, int) for flag in flags):
+        raise keys.error(key, f"must have a bool for each of {n_layers} layers, not {len(flags)} values")
+    return tuple("gated_delta" if flag else "attention" for flag in flags[:n_layers])
+
+
+def _linear_kinds(interval: int, n_layers: int) -> tuple[str, ...]:
+    return tuple("gated_delta" if (i + 1) % interval else "attention" for i in range(n_layers))
+
+
+def _hf_linear(keys: MetadataReader, family: Family) -> LinearAttentionConfig | None:
+    if not family.linear_attention:
+        return None
+    names = ("conv_kernel_dim", "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    return LinearAttentionConfig(*(keys.integer(f"linear_{name}", minimum=1, maximum=MAX_WIDTH) for name in names))
+
+
+def _hf_linear_kinds(keys: MetadataReader, n_layers: int) -> tuple[str, ...]:
+    if not keys.has("layer_types"):
+        return _linear_kinds(keys.integer("full_attention_interval", 4, 1), n_layers)
+    kinds = {"linear_attention": "gated_delta", "full_attention": "attention"}
+    named = keys.get("layer_types", list)
+    if len(named) != n_layers or any(kind not in kinds for kind in named):
+        raise keys.error("layer_types", f"must name {' or '.join(kinds)} for each of {n_layers} layers")
+    return tuple(kinds[kind] for kind in named)
+
+
 def _vocab_size(keys: MetadataReader) -> int:
     tokens = keys.values.get("tokenizer.ggml.tokens")
     return keys.integer("vocab_size", len(tokens) if isinstance(tokens, list) else None, 1, MAX_VOCABULARY)
@@ -238,7 +288,7 @@ def _gguf_local_base(keys: MetadataReader, family: Family) -> float:
 
 
 def _gguf_nope_layers(keys: MetadataReader, family: Family, n_layers: int) -> tuple[int, ...]:
-    if any(keys.array("rope.dimension_sections") or ()):
+    if any(keys.array("rope.dimension_sections") or ()) and not family.linear_attention:  # there, of text a plain RoPE
         raise UnsupportedModelError(f"{keys.describe_key('rope.dimension_sections')} (M-RoPE) is not supported")
     if family.multipliers and not keys.get("rope.scaling.finetuned", bool, True):  # how Granite's files state it
         return tuple(range(n_layers))
@@ -339,6 +389,7 @@ def model_config_from_hf(config: Mapping[str, Any], family: Family, vocab_size: 
         nextn_layers=keys.integer("num_nextn_predict_layers", 0, maximum=MAX_LAYERS) if family.moe else 0,
         layer_kinds=kinds,
         conv_kernel=keys.integer("conv_L_cache") if "short_conv" in kinds else 0,
+        linear=_hf_linear(keys, family),
     )
 
 
@@ -357,6 +408,8 @@ def _hf_d_ff(keys: MetadataReader) -> int:
 
 def _hf_layer_kinds(keys: MetadataReader, family: Family, n_layers: int) -> tuple[str, ...]:
     """Return the kind of each layer; none if all have attention."""
+    if family.linear_attention:
+        return _hf_linear_kinds(keys, n_layers)
     types = keys.values.get("layer_types")
     if family.short_conv and types is None and keys.has("full_attn_idxs"):
         full = keys.get("full_attn_idxs", list)
@@ -424,7 +477,7 @@ def _hf_windows(keys: MetadataReader, family: Family, n_layers: int) -> tuple[in
     if not keys.get("use_sliding_window", bool, True):
         window = 0
     kinds = keys.values.get("layer_types")
-    if kinds is not None:
+    if kinds is not None and not family.linear_attention:
         known = (*LAYER_TYPES, *(("conv",) if family.short_conv else ()))
         if not isinstance(kinds, list) or len(kinds) != n_layers or any(kind not in known for kind in kinds):
             raise UnsupportedModelError(

@@ -83,6 +83,15 @@ LAYER_NAMES = {
     "mlp.w3": "ffn_up",
     "mlp.input_linear": "ffn_gate_up_exps",
     "mlp.output_linear": "ffn_down_exps",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_qkvz": "ssm_in",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_ba": "ssm_ba",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
 }  # fmt: skip
 # Gemma and OLMo use `post_attention_layernorm` for another norm.
 SANDWICH_NAMES = LAYER_NAMES | {
@@ -101,6 +110,8 @@ PLAIN_NAMES = {
     "self_attn.sinks": "attn_sinks.weight",
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     "mlp.expert_bias": "exp_probs_b.bias",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
 }  # fmt: skip
 MLP_NAME = re.compile(r"^(block_sparse_moe|feed_forward)\.")
 CONV_NAMES = (".shortconv.conv.weight", ".ssm_conv1d.weight")  # (channels, 1, kernel) here, (channels, kernel) in GGUF

@@ -18,6 +18,7 @@ from llm_worker_rbee.engine.model_runner import SingleSequence
 from llm_worker_rbee.engine.request import Request, SamplingParams
 from llm_worker_rbee.layers.attention import Attention
 from llm_worker_rbee.layers.block import Block
+from llm_worker_rbee.layers.gated_delta import GatedDelta
 from llm_worker_rbee.layers.moe import MoE
 from llm_worker_rbee.layers.short_conv import ShortConv
 from llm_worker_rbee.models import Transformer, load_model, read_model_config
@@ -62,12 +63,6 @@ def _blocks(change: Callable[[Block], Block]) -> Callable[[Transformer], Transfo
 def _no_bias(block: Block) -> Block:
     attention = replace(block.attention, qkv=replace(block.attention.qkv, bias=None))
     return replace(block, attention=attention)
-
-
-def _no_head_norms(block: Block) -> Block:
-    attention = block.attention
-    changed = replace(attention, q_norm=None, k_norm=None) if isinstance(attention, Attention) else attention
-    return replace(block, attention=changed)
 
 
 def _no_tail(block: Block) -> Block:
@@ -123,6 +118,30 @@ class _Unlimited(ReferenceBackend):
         return ACTIVATIONS[activation](gate) * (up + 1)
 
 
+def _change_attention(**changes: Any) -> Callable[[Block], Block]:
+    def change(block: Block) -> Block:
+        is_attention = isinstance(block.attention, Attention)
+        return replace(block, attention=replace(block.attention, **changes)) if is_attention else block
+
+    return change
+
+
+def _no_decay(block: Block) -> Block:
+    layer = block.attention
+    if not isinstance(layer, GatedDelta):
+        return block
+    return replace(block, attention=replace(layer, weights=layer.weights._replace(a=0 * layer.weights.a)))
+
+
+def _no_convolution(block: Block) -> Block:
+    layer = block.attention
+    if not isinstance(layer, GatedDelta):
+        return block
+    alone = np.zeros_like(layer.conv)
+    alone[:, -1] = layer.conv[:, -1]
+    return replace(block, attention=replace(layer, conv=alone))
+
+
 # A feature is removed either from the configuration or from the built model.
 WITHOUT_CONFIG: dict[str, Callable[[ModelConfig], ModelConfig]] = {
     "window": lambda c: (
@@ -146,7 +165,6 @@ WITHOUT_CONFIG: dict[str, Callable[[ModelConfig], ModelConfig]] = {
 }
 WITHOUT_BUILT: dict[str, Callable[[Transformer], Transformer]] = {
     "bias": _blocks(_no_bias),
-    "q/k norm": _blocks(_no_head_norms),
     "short convolution": _blocks(_no_tail),
     "output bias": _blocks(_no_output_bias),
     "router bias": _blocks(_no_router_bias),
@@ -154,6 +172,10 @@ WITHOUT_BUILT: dict[str, Callable[[Transformer], Transformer]] = {
     "sinks": _blocks(lambda b: replace(b, attention=replace(b.attention, sinks=None))),
     "swiglu_oai": _blocks(_change_moe(activation="silu")),
     "limit of swiglu_oai": lambda model: replace(model, ops=_Unlimited()),
+    "q/k norm": _blocks(_change_attention(q_norm=None, k_norm=None)),
+    "attention gate": _blocks(_change_attention(gate=None)),
+    "decay": _blocks(_no_decay),
+    "convolution": _blocks(_no_convolution),
     "wide q/k norm": _blocks(_norm_each_head),
     "post norms": _blocks(lambda b: replace(b, post_attention_norm=None, post_mlp_norm=None)),
     "shared expert": _blocks(_change_moe(shared=None, shared_gate=None)),

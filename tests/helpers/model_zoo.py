@@ -21,6 +21,7 @@ from llm_worker_rbee.models.families import BY_GGUF, BY_HF, GGUF_OF
 from llm_worker_rbee.models.metadata import model_config_from_hf
 from llm_worker_rbee.weights.gguf_writer import Raw, TensorLike, Typed, write_gguf
 from llm_worker_rbee.weights.safetensors import gguf_name, names_of_layers
+from tests.helpers import linear_attention
 
 VOCAB = 160
 SHAPE = {
@@ -275,6 +276,24 @@ ZOO |= {
         ),
     ),
 }  # fmt: skip
+QWEN_LINEAR = {
+    "head_dim": 32, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4,
+    "rope_parameters": {**DEFAULT_ROPE, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+QWEN_MROPE = {
+    **QWEN_LINEAR,
+    "rope_parameters": {**QWEN_LINEAR["rope_parameters"], "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+}
+QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, **SHARED_EXPERT}
+LINEAR_FEATURES = ("decay", "convolution", "attention gate", "q/k norm", "partial rotation")
+ZOO |= {
+    "qwen3_5": Variant("qwen3_5_text", QWEN_MROPE, LINEAR_FEATURES),
+    "qwen3_5_moe": Variant("qwen3_5_moe_text", {**QWEN_MROPE, **QWEN_EXPERTS}, ("decay", "shared gate")),
+    "qwen3_next": Variant(
+        "qwen3_next", {**QWEN_LINEAR, **QWEN_EXPERTS}, ("decay", "attention gate", "shared expert", "shared gate")
+    ),
+}
 NO_GGUF_KEY = {"qwen2-window", "gemma2-scale", "qwen2moe-dense"}  # features without a GGUF key
 
 
@@ -337,6 +356,9 @@ def gguf_tensors(variant: Variant, model: Any) -> dict[str, TensorLike]:
             value = interleave(value, c.num_attention_heads)
         if is_permuted and ".attn_k." in ours:
             value = interleave(value, c.num_key_value_heads)
+        if ".ssm_" in ours or (family.linear_attention and ours.split(".")[-2] in ("attn_qkv", "attn_gate")):
+            out |= linear_attention.gguf_tensors(ours, value, c, is_tiled=family.gguf_tiled_heads)
+            continue
         if family.norm_plus_one and "norm" in ours:
             value = value + np.float32(1)
         ours = ours.replace("ffn_norm", family.gguf_mlp_norm)
@@ -415,7 +437,7 @@ def gguf_metadata(variant: Variant, model: Any) -> dict[str, Any]:
         keys["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in c.layer_types]
     if getattr(c, "sliding_window", None):
         keys["attention.sliding_window"] = c.sliding_window
-    keys |= expert_keys(c)
+    keys |= expert_keys(c) | linear_attention.gguf_keys(c)
     if "conv" in getattr(c, "layer_types", ()):
         keys |= {
             "attention.head_count_kv": [0 if kind == "conv" else c.num_key_value_heads for kind in c.layer_types],

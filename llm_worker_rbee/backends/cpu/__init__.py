@@ -21,6 +21,8 @@ from ..ops import (
     AttentionParams,
     Backend,
     Batch,
+    GatedDeltaParams,
+    GatedDeltaWeights,
     Ints,
     KVLayer,
     Logprobs,
@@ -31,7 +33,7 @@ from ..ops import (
     StateLayer,
     TokenMask,
 )
-from . import elementwise, forward, kv_layout, precompile, sampling
+from . import elementwise, forward, gated_delta, kv_layout, precompile, sampling
 from .attention import NUMBERS_PER_TILE, attention_tasks, partial_bytes, split_work_task
 from .experts import PackedExperts, combine_rows, grouped_linear, pack_experts, route_tokens
 from .kv_layout import kv_type_of, layer_addresses, padded_dim
@@ -186,6 +188,33 @@ class CpuBackend(Backend):
         self, x: Floats, weight: Floats, state: StateLayer, batch: Batch, activation: str = "", gated: bool = False
     ) -> Floats:
         return reference.causal_conv(x, weight, state, batch, activation, gated)
+
+    def gated_delta(
+        self, qkv: Floats, z: Floats, gates: Floats, params: GatedDeltaParams, weights: GatedDeltaWeights,
+        state: StateLayer, batch: Batch,
+    ) -> Floats:  # fmt: skip
+        if not gated_delta.has_kernel(params):
+            return reference.gated_delta(qkv, z, gates, params, weights, state, batch)
+        out = np.empty((len(qkv), params.v_heads * params.v_dim), np.float32)
+        arrays = [np.ascontiguousarray(x, np.float32) for x in (qkv, z, gates)]
+        buffers = dict(enumerate((*arrays, out), Step.END))
+        *inputs, made = buffers
+        task = gated_delta.gated_delta_task(0, inputs, z.shape[1], (made, 0), params, weights)
+        entries = {
+            Step.QUERY_START: batch.query_start, Step.STATE_IN: batch.state_in, Step.STATE_OUT: batch.state_out,
+            Step.KV: layer_addresses([state]), **buffers,
+        }  # fmt: skip
+        counts: dict[int, int] = {Step.TOKENS: len(qkv), Step.REQUESTS: len(batch.state_in)}
+        run_step(Program([task]), entries, counts, self.threads)
+        return out
+
+    def sigmoid_gate(self, x: Floats, gate: Floats) -> Floats:
+        out = np.empty(x.shape, np.float32)
+        arrays = (*(np.ascontiguousarray(part, np.float32) for part in (x, gate)), out)
+        buffers = dict(enumerate(arrays, Step.END))
+        task = elementwise.sigmoid_gate_task(Step.END, Step.END + 1, Step.END + 2, 0, x.shape[-1])
+        run_step(Program([task]), buffers, {Step.TOKENS: x.size // x.shape[-1]}, self.threads)
+        return out
 
     def gated(self, gate_up: Floats, activation: str) -> Floats:
         if activation not in elementwise.ACTIVATIONS:

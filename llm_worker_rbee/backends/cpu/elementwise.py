@@ -35,7 +35,8 @@ FLOAT_TYPES = ("", "F32", "F16", "BF16")
 NormArg = IntEnum(
     "NormArg", "COUNT DELTA RESIDUAL OUT ACTIVATIONS INDEX WIDTH WEIGHT POST_WEIGHT ADD_DELTA EPS TWO_TERM", start=0
 )
-# GatedArg: rows from the number at PANEL_ROWS on are not stored in panels.
+# GatedArg: rows from the number at PANEL_ROWS on are not stored in panels. ACTIVATION is its number, or, of
+# `sigmoid_gate`, the entry of what is gated.
 GatedArg = IntEnum("GatedArg", "COUNT PANEL_ROWS GATE_UP OUT ACTIVATIONS WIDTH ACTIVATION", start=0)
 QuantizeArg = IntEnum("QuantizeArg", "COUNT SOURCE OUT ACTIVATIONS HEADS DIM PADDED TWO_TERM", start=0)
 BiasArg = IntEnum("BiasArg", "COUNT ROWS WIDTH BIAS", start=0)
@@ -176,6 +177,15 @@ def gate_row_oai(gate_up, at, half, out, to, count):
         out[to + i] = g / (np.float32(1) + np.float32(math.exp(np.float32(-SWIGLU_OAI_ALPHA) * g))) * u
 
 
+@kernel
+def quantize_columns(x, at, a, s, t, first, count):
+    """Quantize some columns of a gated row, if ACTIVATIONS says so."""
+    if a[GatedArg.ACTIVATIONS]:
+        row_blocks, in_panels = a[GatedArg.WIDTH] // 32, s[a[GatedArg.PANEL_ROWS]]
+        block, rows = t * row_blocks + first // 32, in_panels if t < in_panels else 0
+        quantize_blocks(x, at, s, a[GatedArg.ACTIVATIONS], block, block + count // 32, row_blocks, rows)
+
+
 def gated(args, step, piece):
     """Gate some columns of some tokens, and quantize them."""
     a, s = i64(args), i64(step)
@@ -191,10 +201,33 @@ def gated(args, step, piece):
             gate_row_oai(gate_up, source, half, to, at, count)
         else:
             gate_row(gate_up, source, half, to, at, count, activation == 1)
-        if a[GatedArg.ACTIVATIONS]:
-            block, entry, in_panels = (t * half + first) // 32, a[GatedArg.ACTIVATIONS], s[a[GatedArg.PANEL_ROWS]]
-            rows = in_panels if t < in_panels else 0
-            quantize_blocks(to, at, s, entry, block, block + count // 32, half // 32, rows)
+        quantize_columns(to, at, a, s, t, first, count)
+
+
+@kernel
+def sigmoid_row(x, at, gate, from_, out, to, count):
+    """Write x * sigmoid(gate)."""
+    one, minus = f.splat(np.float32(1)), f.splat(np.float32(-1))
+    whole = count - count % 16
+    for i in range(0, whole, 16):
+        below = f.add(one, f.exp(f.mul(f.load(gate, from_ + i), minus)))
+        f.store(out, to + i, f.div(f.load(x, at + i), below))
+    for i in range(whole, count):
+        out[to + i] = x[at + i] / (np.float32(1) + np.float32(math.exp(-gate[from_ + i])))
+
+
+def sigmoid_gate(args, step, piece):
+    """Multiply some columns of some tokens by the sigmoid of their gate, and quantize them."""
+    a, s = i64(args), i64(step)
+    width = a[GatedArg.WIDTH]
+    parts = (width + GATE_COLUMNS - 1) // GATE_COLUMNS
+    first, tokens = piece % parts * GATE_COLUMNS, piece // parts * TOKENS_PER_PIECE
+    count = min(GATE_COLUMNS, width - first)
+    own, x, gate = scratch(count), f32(s[a[GatedArg.ACTIVATION]]), f32(s[a[GatedArg.GATE_UP]])
+    for t in range(tokens, min(s[a[GatedArg.COUNT]], tokens + TOKENS_PER_PIECE)):
+        to, at = (f32(s[a[GatedArg.OUT]]), t * width + first) if a[GatedArg.OUT] else (own, 0)
+        sigmoid_row(x, t * width + first, gate, t * width + first, to, at, count)
+        quantize_columns(to, at, a, s, t, first, count)
 
 
 def quantize_rows(args, step, piece):
@@ -297,7 +330,7 @@ def embed(args, step, piece):
 
 
 NORM, GATED, QUANTIZE_ROWS, ADD_BIAS, HEAD_NORMS = map(TaskKernel, (norm, gated, quantize_rows, add_bias, head_norms))
-EMBED, ADD_ROWS = TaskKernel(embed), TaskKernel(add_rows)
+EMBED, ADD_ROWS, SIGMOID_GATE = map(TaskKernel, (embed, add_rows, sigmoid_gate))
 CODE_VALUES = {layout: np.array(layout.table, np.int8) for layout in LAYOUTS if layout.table}  # kept alive for kernels
 
 
@@ -332,6 +365,12 @@ def gated_task(
     """Return the gated activation of all rows; the arguments are entries, but for the width and the activation."""
     args = pack_args(count, panel_rows, gate_up, out, activations, width, ACTIVATIONS.index(activation))
     return Task(GATED, args, -(-width // GATE_COLUMNS), count, TOKENS_PER_PIECE)
+
+
+def sigmoid_gate_task(x: int, gate: int, out: int, activations: int, width: int) -> Task:
+    """Return the task that multiplies rows by the sigmoid of a gate; the arguments are entries and the width."""
+    args = pack_args(Step.TOKENS, Step.TOKENS, gate, out, activations, width, x)
+    return Task(SIGMOID_GATE, args, -(-width // GATE_COLUMNS), Step.TOKENS, TOKENS_PER_PIECE)
 
 
 def quantize_task(count: int, source: int, activations: int, width: int, *, two_term: bool) -> Task:

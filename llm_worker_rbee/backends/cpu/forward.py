@@ -167,7 +167,16 @@ class CpuForward:
 
     def _hold(self, b: Batch) -> list[int]:
         """Copy the arrays of a batch to where tasks find them, and return the address of each."""
-        arrays = b.ids, b.positions, b.slot_mapping, b.query_start, b.block_table, b.logits_index
+        arrays = (
+            b.ids,
+            b.positions,
+            b.slot_mapping,
+            b.query_start,
+            b.block_table,
+            b.logits_index,
+            b.state_in,
+            b.state_out,
+        )
         sizes = [array.size for array in arrays]
         if sum(sizes) > self._inputs.size:
             self._inputs = np.empty(2 * sum(sizes), np.int64)

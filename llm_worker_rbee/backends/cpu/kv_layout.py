@@ -19,7 +19,7 @@ from llvmlite import ir
 from numba import types
 
 from ..cpu_info import INSTRUCTION_SETS
-from ..ops import KVLayer
+from ..ops import KVLayer, LayerCache, StateLayer
 from . import simd as f
 from .dot_int8 import ISA
 from .jit import kernel
@@ -31,7 +31,7 @@ KV_TYPES = {np.dtype(dtype): kind for kind, dtype in DTYPES.items()}
 ARRAY_OF_TYPE: Any = {"float32": f32, "float16": u16, "int8": i8}  # how a task sees the cache
 FMA_BY_LANE = INSTRUCTION_SETS[ISA].fma_by_lane
 FMA_STEPS = 4  # values of a head that are multiplied together; heads are padded to a multiple of it
-ADDRESSES_PER_LAYER = 4  # of layer_addresses: keys, values, their scales
+ADDRESSES_PER_LAYER = 4  # of layer_addresses: keys, values, their scales; or inputs of a convolution, matrices
 
 
 def empty_layer(blocks: int, block_size: int, kv_heads: int, head_dim: int, kind: str) -> KVLayer:
@@ -55,10 +55,16 @@ def kv_type_of(layer: KVLayer) -> str:
     return KV_TYPES[layer.k.dtype]
 
 
-def layer_addresses(layers: Sequence[KVLayer]) -> Any:
-    """Return the addresses of each layer's keys, values and their scales; 0 if there are none."""
-    arrays = [array for layer in layers for array in (layer.k, layer.v, layer.k_scales, layer.v_scales)]
-    return np.array([0 if array is None else array.ctypes.data for array in arrays], np.int64)
+def layer_addresses(layers: Sequence[LayerCache]) -> Any:
+    """Return the addresses of each layer's keys, values and their scales, or of its states; 0 if there are none."""
+
+    def arrays(layer: LayerCache) -> tuple[Any, ...]:
+        if isinstance(layer, StateLayer):
+            return layer.conv, layer.matrix, None, None
+        return layer.k, layer.v, layer.k_scales, layer.v_scales
+
+    found = [array for layer in layers for array in arrays(layer)]
+    return np.array([0 if array is None else array.ctypes.data for array in found], np.int64)
 
 
 @kernel

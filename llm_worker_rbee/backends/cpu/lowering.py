@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from ..graph import LOGITS, TOKENS, Graph, Node, Rewrite, Shape, Value, apply_rewrites, have_one_eps
-from . import elementwise, experts, quantize_activations
+from . import elementwise, experts, gated_delta, quantize_activations
 from .attention import (
     NUMBERS_PER_TILE,
     WorkEntry,
@@ -56,6 +56,8 @@ REWRITES = (
     Rewrite("norm", "rms_norm* quantize?", _is_of_rows),
     Rewrite("rope_kv_write", "split_heads rms_norm? rms_norm? rope_store", have_one_eps),
     Rewrite("attention", "attention* quantize", lambda node: can_quantize_output(node.fused[0]["q"].shape[2])),
+    Rewrite("gated_delta", "gated_delta* quantize", lambda node: gated_delta.can_quantize(node.fused[0]["params"])),
+    Rewrite("sigmoid_gate", "sigmoid_gate* quantize"),
     Rewrite("gated", "gated* quantize", lambda node: node.fused[0]["activation"] in ACTIVATIONS),
     Rewrite("linear", "matmul add_bias?"),
 )
@@ -360,6 +362,22 @@ class Lowering:
             counts = tuple(self.entries[groups] + number for number in (GroupEntry.ROWS, GroupEntry.PANEL_ROWS))
         half = cast(int, out.shape[-1])
         return "activation", [elementwise.gated_task(source, floats, activations, half, gate["activation"], *counts)]
+
+    def _gated_delta(self, node: Node) -> tuple[str, list[Task]]:
+        (delta,) = node.parts("gated_delta")
+        entries = [self.entries[delta[name]] for name in ("qkv", "z", "gates")]
+        outputs = self._new(delta.output), self._activations(node.part("quantize"))
+        task = gated_delta.gated_delta_task(
+            delta["state"], entries, _width(delta["z"]), outputs, delta["params"], delta["weights"]
+        )
+        return "gated_delta", [task]
+
+    def _sigmoid_gate(self, node: Node) -> tuple[str, list[Task]]:
+        (gate,) = node.parts("sigmoid_gate")
+        out, x, by = gate.output, self.entries[gate["x"]], self.entries[gate["gate"]]
+        activations = self._activations(node.part("quantize"))
+        floats = self._new(out) if out in node.outputs else 0
+        return "attention_gate", [elementwise.sigmoid_gate_task(x, by, floats, activations, _width(out))]
 
     def _linear(self, node: Node) -> tuple[str, list[Task]]:
         (product,), bias = node.parts("matmul"), node.part("add_bias")

@@ -100,6 +100,8 @@ class Step(IntEnum):
     QUERY_START = auto()
     BLOCK_TABLE = auto()
     LOGITS_INDEX = auto()
+    STATE_IN = auto()
+    STATE_OUT = auto()
     KV = auto()  # for each layer: keys, values, their scales
     LOGITS = auto()  # (N, vocabulary)
     PARTIALS = auto()  # results of blocks of keys, if decode attention may be split (attention.py); or 0

@@ -35,6 +35,7 @@ from .attention_prefill import (
 from .device import upload
 from .elementwise import ACTIVATIONS, launch_add_norm, launch_embedding, launch_gated, launch_head_norm
 from .experts import combine, grouped_linear, launch_route, pack_experts
+from .gated_delta import StateInputs, launch_delta, launch_gate
 from .linear import BatchedLinear
 from .packed_weight import E4M3, Activations, PackedExperts, PackedWeight, merge_parts
 from .repack import pack_weight
@@ -213,6 +214,25 @@ class CudaBackend(ops.Backend):
 
         out = self._empty(len(q), q.shape[1] * q.shape[2])
         launch_prefill_attention(q.contiguous(), kv, self._once((batch,), upload_tiles), params, out, sinks)
+        return out
+
+    def gated_delta(
+        self, qkv: torch.Tensor, z: torch.Tensor, gates: torch.Tensor, params: ops.GatedDeltaParams,
+        weights: ops.GatedDeltaWeights, state: StateLayer, batch: ops.Batch,
+    ) -> torch.Tensor:  # fmt: skip
+        def upload_slots() -> StateInputs:
+            arrays = batch.query_start, batch.state_in, batch.state_out
+            return StateInputs(*(upload(array, self.torch_device) for array in arrays))
+
+        slots = self._once((batch, batch.state_out), upload_slots)
+        mixed = launch_delta(qkv.contiguous(), gates.contiguous(), params, weights, state, slots)
+        out = self._empty(*mixed.shape)
+        launch_gate(mixed, z.contiguous(), Activations(out), weights.norm, params.eps)
+        return out
+
+    def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        out = self._empty(*x.shape)
+        launch_gate(x.contiguous(), gate.contiguous(), Activations(out))
         return out
 
     def op_parts(self) -> op_parts.CudaParts:

@@ -231,7 +231,7 @@ def launch_fill_pending(ids: torch.Tensor, pending: torch.Tensor) -> None:
     fill_pending_ids[(triton.cdiv(len(ids), 256),)](ids, pending, len(ids), BLOCK=256, num_warps=2)
 
 
-def _targets(out: Activations | GemvActivations) -> tuple[Any, Any, Any, Any, bool]:
+def targets(out: Activations | GemvActivations) -> tuple[Any, Any, Any, Any, bool]:
     """Return (values, factors, int8 scales, int8 sums, is interleaved) of activations, as kernels store them."""
     if isinstance(out.values, Int8Activations):
         values, scales, sums = kernel_outputs(out.values)
@@ -241,7 +241,7 @@ def _targets(out: Activations | GemvActivations) -> tuple[Any, Any, Any, Any, bo
     return out.values, out.values if factors is None else factors, None, None, is_interleaved
 
 
-def _num_blocks(width: int) -> int:
+def num_blocks(width: int) -> int:
     """Return the blocks of 32 of a row as kernels hold them: a power of two."""
     return max(16, triton.next_power_of_2(triton.cdiv(width, 32)))
 
@@ -264,8 +264,8 @@ def launch_add_norm(
     store its norm. With `index`, of these tokens alone, and the stream stays as it is. `exact`: sums of squares depend
     on no order."""
     tokens, width = len(residual) if index is None else len(index), residual.shape[1]
-    size = _num_blocks(width)
-    values, factors, scales, sums, is_interleaved = _targets(out)
+    size = num_blocks(width)
+    values, factors, scales, sums, is_interleaved = targets(out)
     splits, parts = (0, residual[None]) if parts is None else (len(parts), parts)
     weights, k, shared, gate = experts or (None, 1, None, None)
     add_rms_norm_rows[(tokens,)](
@@ -278,8 +278,8 @@ def launch_add_norm(
 def launch_gated(parts: torch.Tensor, out: Activations | GemvActivations, activation: str, pdl: bool = False) -> None:
     """Store act(gate) * up of parts (splits, tokens, 2 * width) as activations."""
     splits, tokens, rows = parts.shape
-    size = _num_blocks(rows // 2)
-    values, factors, scales, sums, is_interleaved = _targets(out)
+    size = num_blocks(rows // 2)
+    values, factors, scales, sums, is_interleaved = targets(out)
     swiglu_rows[(tokens,)](
         parts, values, factors, tokens, rows // 2, size, splits, is_interleaved, pdl, activation, scales, sums,
         num_warps=max(1, min(16, size // 16)), enable_fp_fusion=False, **pdl_options(pdl),
@@ -289,8 +289,8 @@ def launch_gated(parts: torch.Tensor, out: Activations | GemvActivations, activa
 def launch_convert(x: torch.Tensor, out: Activations) -> None:
     """Store rows of any float type as activations."""
     tokens, width = x.shape
-    size = _num_blocks(width)
-    values, factors, _, _, is_interleaved = _targets(out)
+    size = num_blocks(width)
+    values, factors, _, _, is_interleaved = targets(out)
     convert_rows[(tokens,)](
         x.contiguous(), values, factors, tokens, width, size, is_interleaved, num_warps=max(1, min(16, size // 16))
     )
