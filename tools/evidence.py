@@ -35,6 +35,7 @@ CUDA_CLAIMS = "--only 1 --only 3 --only 3a --only 4 --only 5 --only 9 --only 10"
 LLAMA_BENCH = "--peer llama-bench --llama-bench {llama_bench}"
 SERVERS = "--peer llama-bench --peer llama-server --llama-bench {llama_bench} --llama-server {llama_server}"
 
+FAMILIES = (("gpt-oss-20b", "MXFP4_MOE", 512), ("qwen3-30b-a3b", "Q4_K_M", 512), ("qwen3.5-9b", "Q4_K_M", 2048))
 PEERS = "bench peers --suite cpu --peer llama-bench --peer mistral.rs --llama-bench {llama_bench}"
 REQUESTS = "bench peers --suite cpu --peer llama-server --peer mistral.rs --llama-server {llama_server}"
 OPTIONS = (
@@ -75,6 +76,14 @@ STEPS = (
         "bench e2e --device cuda --synthetic llama2-7b:BF16 --pp 0 --pg 128,128 --batch 1,256 -r 2",
         ("cuda",),
     ),
+    *(
+        Step(
+            f"e2e-cuda-{shape}",
+            f"bench e2e --device cuda --synthetic {shape}:{mix} --pp {pp} --batch 1,64 -r 3",
+            ("cuda",),
+        )
+        for shape, mix, pp in FAMILIES
+    ),
     Step("peers-cuda", f"bench peers --device cuda {SHAPE_7B} {LLAMA_BENCH} -r 5", ("cuda", "llama-bench")),
     Step(
         "peers-cpu",
@@ -83,6 +92,7 @@ STEPS = (
     ),  # the processor of a machine with a GPU
     Step("serving-null", "bench serving --spawn --engine null -c 64 --serve-args '--null-step-ms 2.5'", ("cpu",)),
     Step("peers", f"bench peers --suite cpu --rows '^(?!long)' {SERVERS} -r 3", ("cpu", "llama-bench", "llama-server")),
+    Step("peers-families", f"bench peers --suite families {LLAMA_BENCH} -r 3", ("cpu", "llama-bench")),
     Step("peers-long", f"bench peers --suite cpu --rows long {LLAMA_BENCH} -r 1", ("cpu", "llama-bench")),
     Step("peers-mistralrs", f"{PEERS} --rows '^(default|q4_0|q8_0|7b-q4_k_m)$' --pp 128,126 --tg 32", ALL_PEERS),
     Step("peers-one-thread", f"{PEERS} --rows '^(q4_0|q8_0)$' --pp 128 --tg 32 --threads 1", ALL_PEERS),

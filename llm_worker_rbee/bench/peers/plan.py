@@ -49,6 +49,11 @@ class Row(NamedTuple):
 
 
 MIXES_7B = ("Q4_K_M", "Q4_0", "Q8_0")
+FAMILY_MIXES = ("Q4_K_M", "Q8_0")
+FAMILY_SHAPES = {  # four layers, at most 16 experts
+    "qwen3-moe": "qwen3-30b-a3b:{}:4:16", "gpt-oss": "gpt-oss-20b:{}:4:16", "lfm2": "lfm2-2.6b:{}:4",
+    "qwen3.5": "qwen3.5-9b:{}:4", "gemma4": "gemma4-12b:{}:4", "mistral3": "ministral3-8b:{}:4",
+}  # fmt: skip
 SUITES: dict[str, tuple[Row, ...]] = {
     "cpu": (
         Row("default"),
@@ -57,6 +62,11 @@ SUITES: dict[str, tuple[Row, ...]] = {
         *(Row(f"7b-{mix.lower()}", (128,), (32,), synthetic=f"llama2-7b:{mix}:4") for mix in MIXES_7B),
         Row("long", (4096,), ()),
         Row("requests", (), (128,), (16,)),
+    ),
+    "families": tuple(
+        Row(f"{name}-{mix.lower()}", (128,), (32,), synthetic=shape.format(mix))
+        for name, shape in FAMILY_SHAPES.items()
+        for mix in FAMILY_MIXES
     ),
 }
 

@@ -36,7 +36,9 @@ class PeerOptions:
 
     model: ModelArguments = None
     synthetic: list[str] | None = option(None, "SHAPE:TYPES", f"{common.SYNTHETIC_HELP} Repeatable.")
-    suite: str | None = option(None, "NAME", "A list of rows: cpu. MODEL takes the place of the built-in model.")
+    suite: str | None = option(
+        None, "NAME", "A list of rows: cpu or families. MODEL takes the place of the built-in model."
+    )
     rows: str | None = option(None, "RE", "Only rows of the suite whose name matches this expression.")
     list_rows: bool = option(False, None, "List the rows, with about how long each takes, and exit.", "--list")
     files: Path | None = option(
@@ -129,7 +131,9 @@ def peers(options: PeerOptions, results: ResultOptions, computing: ComputeOption
 
     --suite cpu compares the built-in model in three types, the shape of
     Llama-2-7B with 4 layers in three types, a prompt of 4,096 tokens, and 16
-    requests at once. Files are made as they are needed.
+    requests at once; --suite families the shapes of Qwen3-30B-A3B,
+    gpt-oss-20b, LFM2-2.6B, Qwen3.5-9B, Gemma 4 12B and Ministral 3 8B with 4
+    layers and at most 16 experts in two types. Files are made as needed.
 
     OURS / PEER is the ratio of single repetitions, with its interval. How
     many cores were busy before and after a row is part of the run: ratios of
