@@ -54,6 +54,8 @@ class Family:
     qk_norm: bool = False
     optional_qk_norm: bool = False  # some of its models have none
     wide_qk_norm: bool = False  # q/k norms over all heads together
+    v_norm: bool = False  # a norm of v without a weight
+    optional_v: bool = False  # a layer without v has its keys, before their norm, as values
     fused_qkv: bool = False  # q, k, v in one tensor
     fused_gate_up: bool = False  # gate and up in one tensor
     pre_norms: bool = True  # a norm before attention and before the MLP
@@ -63,6 +65,7 @@ class Family:
     norm_plus_one: bool = False  # safetensors hold weight - 1 (GGUF holds the weight)
     full_every: int = 0  # with a window: every n-th layer has none (0: all have it)
     unscaled_windows: bool = False  # rope scaling is of the layers without a window alone
+    layer_shapes: bool = False  # heads, MLPs and KV sharing differ from layer to layer (models/layer_shapes.py)
     gguf_mlp_norm: str = "ffn_norm"  # name of the norm before the MLP in a GGUF
     output_norm: str = "output_norm"  # name of the norm before the output head
     short_conv: bool = False  # layers without KV heads have a short convolution instead of attention
@@ -77,8 +80,10 @@ class Family:
     gated_attention: bool = False  # rows of q hold those of a gate, head by head: attention times its sigmoid
     linear_attention: bool = False  # all layers but every n-th have the gated delta rule
     gguf_tiled_heads: bool = False  # in a GGUF, value head h of linear attention has key head h % key heads
+    parallel_experts: bool = False  # experts beside the MLP of a layer, with norms of their own
     # defaults of keys that a GGUF lacks
     default_window: int = 0
+    default_attention_scale: float = 0.0  # 0: head_dim ** -0.5
     default_local_base: float = 0.0  # rope base of the layers with a window, where it differs
     default_attention_cap: float = 0.0
     default_final_cap: float = 0.0
@@ -90,7 +95,7 @@ class Family:
 class RopeScaling:
     """How rotary frequencies are stretched beyond the context a model was first trained on."""
 
-    kind: str = "none"  # none, linear, llama3, yarn, longrope
+    kind: str = "none"  # none, linear, llama3, yarn, longrope, proportional
     factor: float = 1.0
     original_context: int = 0
     attention_factor: float | None = None  # None: the kind's own formula
@@ -101,6 +106,7 @@ class RopeScaling:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
+    rotary_fraction: float = 1.0  # of the pairs of a head: the others stand still
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
 

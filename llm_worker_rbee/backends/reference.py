@@ -108,9 +108,11 @@ def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
     return np.asarray(x / np.sqrt(mean + np.float32(eps)) * weight, np.float32)
 
 
-def add_rms_norm(x: Floats, residual: Floats, weight: Floats, eps: float) -> tuple[Floats, Floats]:
-    """Add `x` to the residual stream and return (norm(residual + x), residual + x)."""
+def add_rms_norm(x: Floats, residual: Floats, weight: Floats, eps: float, scale: float = 1.0) -> tuple[Floats, Floats]:
+    """Add `x` to the residual stream and return (norm, sum), the sum being (residual + x) * scale."""
     total = residual + x
+    if scale != 1.0:
+        total *= np.float32(scale)
     return rms_norm(total, weight, eps), total
 
 
@@ -165,8 +167,12 @@ def quantize_int8(x: Floats) -> tuple[NDArray[np.int8], Floats]:
 def rope_store(
     q: Floats, k: Floats, v: Floats, positions: Ints, table: RopeTable, kv: KVLayer, slot_mapping: Ints
 ) -> Floats:
-    """Rotate q and k, write k and v into the cache, return q: (T, heads, head_dim)."""
-    store(rope(k, positions, table), v, kv, slot_mapping)
+    """Rotate q and k, write k and v into the cache, return q: (T, heads, head_dim).
+
+    Without heads of k and v nothing is written: the layer reads the keys and values of another one.
+    """
+    if k.shape[1]:
+        store(rope(k, positions, table), v, kv, slot_mapping)
     turned = rope(q, positions, table)
     return turned * query_temperature(positions, table)[:, None, None] if table.temperature_beta else turned
 
@@ -345,10 +351,27 @@ def swish_oai(x: Floats) -> Floats:
 ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh, "swiglu_oai": swish_oai}
 
 
-def route(logits: Floats, params: RouteParams, bias: Floats | None = None) -> tuple[Ints, Floats]:
+def per_layer_inputs(x: Floats, tokens: Floats, weight: Floats, eps: float) -> Floats:
+    """Return the inputs of all layers from a token and its context: norm(x) + tokens, (T, layers * dim).
+
+    Each run of `dim` values of x has a norm of its own, with the same weight.
+    """
+    return rms_norm(x.reshape(len(x), -1, len(weight)), weight, eps).reshape(x.shape) + tokens
+
+
+def per_layer_gate(x: Floats, inputs: Floats, layer: int, activation: str) -> Floats:
+    """Return act(x) times the inputs of a layer: (T, dim), of (T, layers * dim)."""
+    dim = x.shape[1]
+    return ACTIVATIONS[activation](x) * inputs[:, layer * dim : (layer + 1) * dim]
+
+
+def route(
+    logits: Floats, params: RouteParams, bias: Floats | None = None, scales: Floats | None = None
+) -> tuple[Ints, Floats]:
     """Choose the experts of each token by score, and weigh them: (T, experts) -> two of (T, k).
 
-    Best first, the lower number first of equal ones. The bias is added for the choice alone.
+    Best first, the lower number first of equal ones. The bias is added for the choice alone. The weight of an expert
+    is multiplied by its own scale in the end.
     """
     scores = {"softmax": softmax, "sigmoid": sigmoid}[params.scoring](logits)
     ranked = scores if bias is None else scores + bias
@@ -356,7 +379,8 @@ def route(logits: Floats, params: RouteParams, bias: Floats | None = None) -> tu
     weights = np.take_along_axis(scores, chosen, axis=-1)
     if params.renormalize:
         weights = weights / (np.sum(weights, axis=-1, keepdims=True) + np.float32(1e-20))
-    return chosen, weights * np.float32(params.scale)
+    weights = weights * np.float32(params.scale)
+    return chosen, weights if scales is None else weights * scales[chosen]
 
 
 def grouped_linear(x: Floats, w: Experts, experts: Ints, bias: Floats | None = None) -> Floats:
@@ -441,6 +465,8 @@ class ReferenceBackend(Backend):
     gated_delta = staticmethod(gated_delta)
     sigmoid_gate = staticmethod(sigmoid_gate)
     gated = staticmethod(gated)
+    per_layer_inputs = staticmethod(per_layer_inputs)
+    per_layer_gate = staticmethod(per_layer_gate)
     route = staticmethod(route)
     grouped_linear = staticmethod(grouped_linear)
     combine = staticmethod(combine)

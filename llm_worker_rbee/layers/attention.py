@@ -11,7 +11,10 @@ from .rms_norm import RMSNorm
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attention:
-    """Grouped-query attention; the fused projection holds q rows, then k rows, then v rows."""
+    """Grouped-query attention; the fused projection holds q rows, then k rows, then v rows.
+
+    A layer without KV heads has q rows alone, and attends to the keys and values of another layer.
+    """
 
     qkv: Linear
     output: Linear
@@ -22,14 +25,16 @@ class Attention:
     params: AttentionParams
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
+    v_norm: RMSNorm | None = None
     sinks: Array | None = None  # (n_heads,), logits that join the denominators of the softmax
     gate: Linear | None = None  # attention times the sigmoid of this projection
 
     def __call__(self, ops: Backend, x: Array, kv: KVLayer, batch: Batch) -> Array:
         """Map (T, width) to (T, width); writes the keys and values of this step."""
         q, k, v = ops.split_heads(self.qkv(ops, x), self.n_heads, self.n_kv_heads, self.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(ops, q), self.k_norm(ops, k)
+        q = q if self.q_norm is None else self.q_norm(ops, q)
+        k = k if self.k_norm is None else self.k_norm(ops, k)
+        v = v if self.v_norm is None else self.v_norm(ops, v)
         q = ops.rope_store(q, k, v, batch.positions, self.rope, kv, batch.slot_mapping)
         mixed = ops.attention(q, kv, batch, self.params, self.sinks)
         return self.output(ops, mixed if self.gate is None else ops.sigmoid_gate(mixed, self.gate(ops, x)))

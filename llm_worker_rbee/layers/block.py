@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from ..backends.ops import Array, Backend, Batch, LayerCache
 from .attention import Attention
 from .gated_delta import GatedDelta
-from .moe import MoE
+from .moe import MoE, ParallelExperts
+from .per_layer_input import PerLayerGate
 from .rms_norm import RMSNorm
 from .short_conv import ShortConv
 from .swiglu import SwiGLU
@@ -23,25 +24,38 @@ class Block:
     mlp: SwiGLU | MoE
     post_attention_norm: RMSNorm | None = None
     post_mlp_norm: RMSNorm | None = None
+    experts: ParallelExperts | None = None  # beside the MLP
+    per_layer_gate: PerLayerGate | None = None
+    input_scale: float = 1.0  # of the residual stream once the delta of the previous block is added
 
     def __call__(
-        self, ops: Backend, x: Array, residual: Array | None, kv: LayerCache, batch: Batch
+        self, ops: Backend, x: Array, residual: Array | None, kv: LayerCache, batch: Batch, inputs: Array | None = None
     ) -> tuple[Array, Array]:
-        """Map (delta of the previous block, residual) to (delta of this block, residual without it)."""
-        x, residual = _add_and_norm(ops, x, residual, self.attention_norm)
+        """Map (delta of the previous block, residual) to (delta of this block, residual without it).
+
+        `inputs` are the per-layer embeddings of the tokens, if the model has them.
+        """
+        x, residual = _add_and_norm(ops, x, residual, self.attention_norm, self.input_scale)
         x = self.attention(ops, x, kv, batch)
         if self.post_attention_norm is not None:
             x = self.post_attention_norm(ops, x)
         x, residual = _add_and_norm(ops, x, residual, self.mlp_norm)
         x = self.mlp(ops, x)
+        if self.experts is not None:
+            x = self.experts(ops, x, residual)
         if self.post_mlp_norm is not None:
             x = self.post_mlp_norm(ops, x)
+        if self.per_layer_gate is not None:
+            residual = ops.add(x, residual)
+            x = self.per_layer_gate(ops, residual, inputs)
         return x, residual
 
 
-def _add_and_norm(ops: Backend, x: Array, residual: Array | None, norm: RMSNorm | None) -> tuple[Array, Array]:
-    """Return (norm(residual + x), residual + x); without a norm the sum twice."""
+def _add_and_norm(
+    ops: Backend, x: Array, residual: Array | None, norm: RMSNorm | None, scale: float = 1.0
+) -> tuple[Array, Array]:
+    """Return (norm(residual + x), residual + x); without a norm the sum twice. Only with both is there a scale."""
     if norm is not None and residual is not None:
-        return norm.add_and_norm(ops, x, residual)
+        return norm.add_and_norm(ops, x, residual, scale)
     stream = x if residual is None else ops.add(x, residual)
     return stream if norm is None else norm(ops, stream), stream

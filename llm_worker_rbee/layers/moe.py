@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..backends.ops import Array, Backend, PackedExperts, RouteParams
 from .linear import Linear
+from .rms_norm import RMSNorm
 from .swiglu import SwiGLU
 
 
@@ -33,11 +34,30 @@ class MoE:
     selection_bias: Array | None = None  # (experts,), added to the scores for the choice alone
     shared: SwiGLU | None = None
     shared_gate: Linear | None = None  # to one logit: its sigmoid multiplies the shared expert
+    expert_scales: Array | None = None  # (experts,), of the weight of each
 
-    def __call__(self, ops: Backend, x: Array) -> Array:
-        """Map (T, width) to (T, width)."""
-        experts, weights = ops.route(self.router(ops, x), self.params, self.selection_bias)
+    def __call__(self, ops: Backend, x: Array, routed: Array | None = None) -> Array:
+        """Map (T, width) to (T, width); the router reads `routed`, or x."""
+        logits = self.router(ops, x if routed is None else routed)
+        experts, weights = ops.route(logits, self.params, self.selection_bias, self.expert_scales)
         made = self.down(ops, ops.gated(self.gate_up(ops, x, experts), self.activation), experts)
         shared = None if self.shared is None else self.shared(ops, x)
         gate = None if self.shared_gate is None else self.shared_gate(ops, x)
         return ops.combine(made, weights, shared, gate)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParallelExperts:
+    """Experts beside a dense MLP: both read the residual stream, each through its own norm, and add up."""
+
+    router_norm: RMSNorm
+    norm: RMSNorm
+    moe: MoE
+    post_norm: RMSNorm
+    mlp_post_norm: RMSNorm
+
+    def __call__(self, ops: Backend, x: Array, residual: Array) -> Array:
+        """Return the sum of the MLP's result `x` and of the experts': (T, width)."""
+        routed = self.router_norm(ops, residual)
+        made = self.moe(ops, self.norm(ops, residual), routed)
+        return ops.add(self.post_norm(ops, made), self.mlp_post_norm(ops, x))

@@ -18,6 +18,6 @@ class RMSNorm:
         """Normalise over the axes of the weight."""
         return ops.rms_norm(x, self.weight, self.eps)
 
-    def add_and_norm(self, ops: Backend, x: Array, residual: Array) -> tuple[Array, Array]:
-        """Return (norm(residual + x), residual + x)."""
-        return ops.add_rms_norm(x, residual, self.weight, self.eps)
+    def add_and_norm(self, ops: Backend, x: Array, residual: Array, scale: float = 1.0) -> tuple[Array, Array]:
+        """Return (norm, sum), the sum being (residual + x) * scale."""
+        return ops.add_rms_norm(x, residual, self.weight, self.eps, scale)

@@ -19,8 +19,9 @@ Floats = NDArray[np.float32]
 
 def rope_table(config: ModelConfig, *, local: bool, max_context: int, freq_factors: Floats | None = None) -> RopeTable:
     """Return the table of a layer: `local` is a layer with a window, `freq_factors` a tensor of the file."""
-    if local and config.rope_local_base:
-        return _with_temperature(RopeTable(inverse_frequencies(config.rope_local_base, config.rope_dim), 1.0), config)
+    if local and (config.rope_local_base or config.window_rope_dim):
+        base, dim = config.rope_local_base or config.rope_base, config.window_rope_dim or config.rope_dim
+        return _with_temperature(RopeTable(inverse_frequencies(base, dim), 1.0), config)
     inv_freq = inverse_frequencies(config.rope_base, config.rope_dim)
     if freq_factors is not None:
         inv_freq = _divide(inv_freq, freq_factors, "rope_freqs.weight")
@@ -53,6 +54,9 @@ def scaled_table(inv_freq: Floats, base: float, scaling: RopeScaling, max_contex
         return RopeTable(_yarn(inv_freq, base, scaling), _yarn_attention(scaling))
     if scaling.kind == "longrope":
         return _longrope(inv_freq, scaling, max_context)
+    if scaling.kind == "proportional":
+        turned = np.arange(len(inv_freq)) < int(scaling.rotary_fraction * len(inv_freq))
+        return RopeTable(np.where(turned, inv_freq / np.float32(scaling.factor), np.float32(0)), 1.0)
     return RopeTable(inv_freq, scaling.attention_factor or 1.0)
 
 

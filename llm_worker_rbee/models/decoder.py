@@ -10,6 +10,7 @@ from ..backends.ops import Array, Backend, Batch, FusedForward, LayerCache, Pack
 from ..cache import KVCache
 from ..config import ModelConfig
 from ..layers.block import Block
+from ..layers.per_layer_input import PerLayerInputs
 from ..layers.rms_norm import RMSNorm
 
 
@@ -24,6 +25,7 @@ class Transformer:
     blocks: tuple[Block, ...]
     norm: RMSNorm
     head: PackedWeight
+    per_layer_inputs: PerLayerInputs | None = None
     fused: FusedForward | None = None  # the backend's fused forward, if it has one
 
     def forward(self, batch: Batch, cache: KVCache) -> Array:
@@ -39,8 +41,9 @@ class Transformer:
     def compute(self, ops: Backend, batch: Batch, kv: Sequence[LayerCache]) -> Array:
         """Compute a step with these ops: the definition of the model."""
         x, residual = ops.embed(self.embedding, batch.ids, self.embedding_scale), None
+        inputs = None if self.per_layer_inputs is None else self.per_layer_inputs(ops, x, batch.ids)
         for i, block in enumerate(self.blocks):
-            x, residual = block(ops, x, residual, kv[self.config.kv_source(i)], batch)
+            x, residual = block(ops, x, residual, kv[self.config.kv_source(i)], batch, inputs)
         x, _ = self.norm.add_and_norm(ops, ops.take(x, batch.logits_index), ops.take(residual, batch.logits_index))
         return ops.logits(x, self.head, self.config.final_cap)
 

@@ -41,6 +41,19 @@ GPT_OSS_DEFAULTS = {
         "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 4096,
     },
 }  # fmt: skip
+GEMMA4: dict[str, Any] = {
+    "activation": "gelu_tanh", "qk_norm": True, "v_norm": True, "optional_v": True, "post_norms": True,
+    "scaled_embedding": True, "full_every": 6, "layer_shapes": True, "default_attention_scale": 1.0,
+    "default_local_base": 10000.0, "moe": True, "parallel_experts": True,
+}  # fmt: skip
+GEMMA4_DEFAULTS = {
+    **{key: GEMMA_DEFAULTS[key] for key in ("head_dim", "num_key_value_heads", "hidden_activation")},
+    "tie_word_embeddings": True, "global_head_dim": 512, "enable_moe_block": False,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}  # fmt: skip
 GLM4_DEFAULTS = {
     "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5
 }  # fmt: skip
@@ -115,6 +128,14 @@ FAMILIES = (
         hf_defaults={**GEMMA_DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
     ),
     Family(
+        "gemma4", gguf=("gemma4",), hf=("gemma4_text",), **GEMMA4,
+        hf_defaults={**GEMMA4_DEFAULTS, "hidden_size_per_layer_input": 256, "sliding_window": 512},
+    ),
+    Family(  # its GGUF files have the architecture gemma4
+        "gemma4_unified", gguf=(), hf=("gemma4_unified_text",), **GEMMA4,
+        hf_defaults={**GEMMA4_DEFAULTS, "sliding_window": 1024},
+    ),
+    Family(
         "granite", gguf=("granite",), hf=("granite",), rope_interleaved=True, multipliers=True,
         hf_defaults={"attention_multiplier": 1.0},
     ),
@@ -178,6 +199,7 @@ GGUF_OF = {
     "mistral": "llama",
     "mixtral": "llama",
     "olmo3": "olmo2",
+    "gemma4_unified": "gemma4",
 }  # families without an architecture of their own
 BY_GGUF = {name: family for family in FAMILIES for name in family.gguf}
 BY_HF = {name: family for family in FAMILIES for name in family.hf}
@@ -229,4 +251,9 @@ def _from_class_name(config: Mapping[str, Any]) -> str | None:
     names = config.get("architectures") or [""]
     name = CLASS_SUFFIX.sub("", str(names[0])).lower() if isinstance(names, list) else ""
     by_class = {kind.replace("_", ""): kind for kind in BY_HF}
-    return {"gemma3": "gemma3_text", "mistral3": "mistral"}.get(name, by_class.get(name, name)) or None
+    return {
+        "gemma3": "gemma3_text",
+        "gemma4": "gemma4_text",
+        "gemma4unified": "gemma4_unified_text",
+        "mistral3": "mistral",
+    }.get(name, by_class.get(name, name)) or None

@@ -33,7 +33,8 @@ from ..layers.attention import Attention
 from ..layers.block import Block
 from ..layers.gated_delta import GatedDelta
 from ..layers.linear import Linear
-from ..layers.moe import GroupedLinear, MoE
+from ..layers.moe import GroupedLinear, MoE, ParallelExperts
+from ..layers.per_layer_input import PerLayerGate, PerLayerInputs
 from ..layers.rms_norm import RMSNorm
 from ..layers.rope import rope_table, still_table
 from ..layers.short_conv import ShortConv
@@ -47,6 +48,7 @@ _log = logging.getLogger("llm_worker_rbee")
 # Tables in old exports, redundant with the metadata.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn_rot_embd.weight")
 LAYER_NUMBER = re.compile(r"^(?:blk|model\.layers)\.([0-9]{1,6})\.")
+MIN_LAYER_SCALE = 1e-6
 MAX_BLOCKS_AT_ONCE = 4  # each holds pages of the file
 
 
@@ -93,8 +95,9 @@ class _ModelLoader:
             embedding=table,
             embedding_scale=self.embedding_scale(),
             blocks=blocks,
-            norm=self.stream_norm(c.family.output_norm, divisor=c.logit_scale),
+            norm=self.output_norm(),
             head=self.head(table),
+            per_layer_inputs=self.per_layer_inputs() if c.layer_input_dim else None,
         )
         self.refuse_unused_tensors()
         if left_out := self.checkpoint.metadata.get("left_out"):
@@ -135,6 +138,43 @@ class _ModelLoader:
         c = self.config
         width = float(np.float32(c.d_model**0.5)) if c.family.scaled_embedding else 1.0
         return width * c.embedding_scale / c.residual_scale
+
+    def output_norm(self) -> RMSNorm:
+        """Return the norm before the output head; it also takes the scale of the last layer, which it cancels but for
+        eps."""
+        c, scale = self.config, self.layer_scale(self.config.n_layers - 1)
+        norm = self.stream_norm(c.family.output_norm, divisor=c.logit_scale if scale > 0 else -c.logit_scale)
+        return replace(norm, eps=norm.eps / scale**2)
+
+    def layer_scale(self, i: int) -> float:
+        """Return what multiplies the residual stream behind a layer."""
+        name = f"blk.{i}.layer_output_scale.weight"
+        scale = self.optional_vector(name, 1)
+        if scale is not None and not MIN_LAYER_SCALE <= abs(scale[0]) <= 1 / MIN_LAYER_SCALE:
+            raise ModelFileError(f"tensor {name!r} is {scale[0]}, and its size must be at least {MIN_LAYER_SCALE}")
+        return 1.0 if scale is None else float(scale[0])
+
+    def per_layer_inputs(self) -> PerLayerInputs:
+        """Return the per-layer embeddings; constant factors are in the norm and in the scale of the table."""
+        c, dim = self.config, self.config.layer_input_dim
+        rows, half = c.n_layers * dim, np.float32(2**-0.5)
+        weight = self.vector("per_layer_proj_norm.weight", dim) * half
+        return PerLayerInputs(
+            table=self.pack([self.matrix("per_layer_token_embd.weight", c.vocab_size, rows)]),
+            scale=float(np.float32(dim**0.5) * half),
+            projection=self.linear(["per_layer_model_proj"], [rows], c.d_model),
+            norm=RMSNorm(self.ops.prepare_vector(weight), c.norm_eps * c.d_model),
+        )
+
+    def per_layer_gate(self, i: int, prefix: str) -> PerLayerGate:
+        c, dim = self.config, self.config.layer_input_dim
+        return PerLayerGate(
+            gate=self.linear([prefix + "inp_gate"], [dim], c.d_model),
+            projection=self.linear([prefix + "proj"], [c.d_model], dim),
+            norm=self.norm(prefix + "post_norm.weight", c.d_model),
+            layer=i,
+            activation=c.activation,
+        )
 
     def ropes(self) -> list[RopeTable]:
         """Return the RoPE table of each layer: layers with full attention share one, those with a window, and those
@@ -179,6 +219,9 @@ class _ModelLoader:
             mlp=self.mlp(i, prefix),
             post_attention_norm=self.norm(prefix + "post_attention_norm.weight", c.d_model) if post else None,
             post_mlp_norm=self.norm(prefix + "post_ffw_norm.weight", c.d_model) if post else None,
+            experts=self.parallel_experts(prefix) if c.experts and c.family.parallel_experts else None,
+            per_layer_gate=self.per_layer_gate(i, prefix) if c.layer_input_dim else None,
+            input_scale=self.layer_scale(i - 1) if i else 1.0,
         )
 
     def mlp_norm_name(self) -> str:
@@ -191,7 +234,7 @@ class _ModelLoader:
             return self.short_conv(prefix + "shortconv.")
         if c.layer_kind(i) == "gated_delta":
             return self.gated_delta(prefix)
-        return self.attention(prefix, c.windows[i], rope)
+        return self.attention(i, prefix, rope)
 
     def short_conv(self, prefix: str) -> ShortConv:
         c = self.config
@@ -205,24 +248,30 @@ class _ModelLoader:
         """Return the weight of a convolution of each channel for itself."""
         return self.ops.prepare_vector(self.matrix(name, channels, kernel).dequantize())
 
-    def attention(self, prefix: str, window: int, rope: RopeTable) -> Attention:
-        c = self.config
-        is_absent = c.family.optional_qk_norm and f"{prefix}attn_q_norm.weight" not in self.checkpoint.tensors
-        q_norm, k_norm = (
-            self.head_norm(f"{prefix}attn_{x}_norm.weight", heads) if c.family.qk_norm and not is_absent else None
-            for x, heads in (("q", c.n_heads), ("k", c.n_kv_heads))
+    def attention(self, i: int, prefix: str, rope: RopeTable) -> Attention:
+        c, (kv_heads, dim) = self.config, self.config.kv_shape(i)
+        kv_heads = kv_heads if c.kv_source(i) == i else 0
+        has_norms = c.family.qk_norm and not (
+            c.family.optional_qk_norm and f"{prefix}attn_q_norm.weight" not in self.checkpoint.tensors
         )
-        qkv, gate = self.gated_qkv(prefix) if c.family.gated_attention else (self.qkv(prefix), None)
+        q_norm, k_norm = (
+            self.head_norm(f"{prefix}attn_{x}_norm.weight", heads, dim) if has_norms and heads else None
+            for x, heads in (("q", c.n_heads), ("k", kv_heads))
+        )
+        v_norm = RMSNorm(self.ops.prepare_vector(np.ones(dim, np.float32)), c.norm_eps)
+        rows = c.n_heads * dim, kv_heads * dim
+        qkv, gate = self.gated_qkv(prefix) if c.family.gated_attention else (self.qkv(prefix, *rows), None)
         return Attention(
             qkv=qkv,
-            output=self.linear([prefix + "attn_output"], [c.d_model], c.n_heads * c.head_dim),
+            output=self.linear([prefix + "attn_output"], [c.d_model], c.n_heads * dim),
             n_heads=c.n_heads,
-            n_kv_heads=c.n_kv_heads,
-            head_dim=c.head_dim,
+            n_kv_heads=kv_heads,
+            head_dim=dim,
             rope=rope,
-            params=AttentionParams(c.attention_scale, window, c.attention_cap),
+            params=AttentionParams(c.attention_scale, c.windows[i], c.attention_cap),
             q_norm=q_norm,
             k_norm=k_norm,
+            v_norm=v_norm if c.family.v_norm and kv_heads else None,
             sinks=self.sinks(prefix) if c.family.attention_sinks else None,
             gate=gate,
         )
@@ -277,12 +326,15 @@ class _ModelLoader:
     def sinks(self, prefix: str) -> Array:
         return self.ops.prepare_vector(self.vector(prefix + "attn_sinks.weight", self.config.n_heads))
 
-    def qkv(self, prefix: str) -> Linear:
-        c = self.config
-        rows = [c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.n_kv_heads * c.head_dim]
+    def qkv(self, prefix: str, q_rows: int, kv_rows: int) -> Linear:
+        c, rows = self.config, [q_rows, kv_rows, kv_rows]
         if c.family.fused_qkv:
             return self.linear([prefix + "attn_qkv"], [sum(rows)], c.d_model)
         names = [prefix + f"attn_{x}" for x in "qkv"]
+        if not kv_rows:
+            return self.linear(names[:1], rows[:1], c.d_model)
+        if c.family.optional_v and names[2] + ".weight" not in self.checkpoint.tensors:
+            names[2] = names[1]
         if c.family.qkv_bias:
             self.require_biases(names)
         if c.family.output_bias:
@@ -294,10 +346,22 @@ class _ModelLoader:
             self.tensor(name + ".bias")  # `linear` takes optional biases
 
     def mlp(self, i: int, prefix: str) -> SwiGLU | MoE:
-        experts = self.config.experts
-        if experts is None or i in experts.dense_layers:
-            return self.swiglu(prefix, "", self.config.d_ff)
+        c, experts = self.config, self.config.experts
+        if experts is None or i in experts.dense_layers or c.family.parallel_experts:
+            return self.swiglu(prefix, "", c.d_ff_of(i))
         return self.moe(prefix, experts)
+
+    def parallel_experts(self, prefix: str) -> ParallelExperts:
+        c, experts = self.config, self.config.experts
+        assert experts is not None
+        scale = self.vector(prefix + "ffn_gate_inp.scale", c.d_model) * np.float32(c.d_model**-0.5)
+        return ParallelExperts(
+            router_norm=RMSNorm(self.ops.prepare_vector(scale), c.norm_eps),
+            norm=self.norm(prefix + "pre_ffw_norm_2.weight", c.d_model),
+            moe=self.moe(prefix, experts),
+            post_norm=self.norm(prefix + "post_ffw_norm_2.weight", c.d_model),
+            mlp_post_norm=self.norm(prefix + "post_ffw_norm_1.weight", c.d_model),
+        )
 
     def swiglu(self, prefix: str, suffix: str, d_ff: int) -> SwiGLU:
         c = self.config
@@ -311,6 +375,7 @@ class _ModelLoader:
         stacked = (f"{prefix}ffn_gate_up_exps.{suffix}" for suffix in ("weight", "blocks"))
         is_stacked = any(name in self.checkpoint.tensors for name in stacked)
         gate_up = [("gate_up", 2 * e.d_ff)] if is_stacked else [("gate", e.d_ff), ("up", e.d_ff)]
+        scales = self.optional_vector(prefix + "ffn_down_exps.scale", e.count)
         shared_gate = self.shared_gate(prefix) if e.shared_d_ff and c.family.shared_expert_gate else None
         return MoE(
             router=self.linear([prefix + "ffn_gate_inp"], [e.count], c.d_model),
@@ -321,6 +386,7 @@ class _ModelLoader:
             selection_bias=None if bias is None else self.ops.prepare_vector(bias),
             shared=self.swiglu(prefix, "_shexp", e.shared_d_ff) if e.shared_d_ff else None,
             shared_gate=shared_gate,
+            expert_scales=None if scales is None else self.ops.prepare_vector(scales),
         )
 
     def expert_matrices(self, prefix: str, role: str, e: ExpertConfig, rows: int, columns: int) -> list[Tensor]:
@@ -413,12 +479,12 @@ class _ModelLoader:
         scaled = weight if divisor == 1.0 else weight / np.float32(divisor)
         return RMSNorm(self.ops.prepare_vector(scaled), c.norm_eps / c.residual_scale**2)
 
-    def head_norm(self, name: str, heads: int) -> RMSNorm:
+    def head_norm(self, name: str, heads: int, dim: int) -> RMSNorm:
         """Return a norm of q or k: of each head, or of all together."""
         c = self.config
         if not c.family.wide_qk_norm:
-            return self.norm(name, c.head_dim)
-        weight = self.norm_weight(name, heads * c.head_dim).reshape(heads, c.head_dim)
+            return self.norm(name, dim)
+        weight = self.norm_weight(name, heads * dim).reshape(heads, dim)
         return RMSNorm(self.ops.prepare_vector(weight), c.norm_eps)
 
     def norm_weight(self, name: str, width: int) -> NDArray[np.float32]:
@@ -463,9 +529,19 @@ class _ModelLoader:
             "mtp."
         )
 
+    def is_of_shared_keys(self, name: str) -> bool:
+        """Return whether a tensor makes the keys or values of a layer that reads those of another."""
+        layer = LAYER_NUMBER.match(name)
+        return (
+            layer is not None
+            and name[layer.end() :].startswith(("attn_k", "attn_v"))
+            and (self.config.n_layers - self.config.shared_kv_layers <= int(layer[1]) < self.config.n_layers)
+        )
+
     def refuse_unused_tensors(self) -> None:
         left = [name for name in self.checkpoint.tensors if name not in self.used]
-        extra = [name for name in left if not (name.endswith(IGNORED_SUFFIXES) or self.is_of_nextn_layer(name))]
+        unread = (self.is_of_nextn_layer, self.is_of_shared_keys)
+        extra = [name for name in left if not (name.endswith(IGNORED_SUFFIXES) or any(is_of(name) for is_of in unread))]
         if extra:
             more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
             problem = f"is not part of a {self.config.family.name} model: the metadata and the tensors do not fit"

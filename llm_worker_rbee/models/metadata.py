@@ -8,7 +8,7 @@ overflows nor divides by zero later. No tensor is read.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ..config import (
@@ -26,14 +26,14 @@ from ..config import (
     ModelConfig,
     RopeScaling,
 )
-from ..errors import ModelFileError, UnsupportedModelError
+from ..errors import UnsupportedModelError
 from ..layers.rope import yarn_mscale
+from .layer_shapes import gguf_layer_shapes, hf_layer_shapes
+from .metadata_reader import MetadataReader
 
-MIN_POSITIVE, MAX_NUMBER = 1e-30, 1e30  # of a positive number
-MIN_SOFT_CAP = 1e-3
 GGUF_SCALINGS = ("none", "linear", "yarn", "longrope")
 LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
-HF_SCALINGS = ("default", "linear", "llama3", "yarn", "longrope", "su")
+HF_SCALINGS = ("default", "linear", "llama3", "yarn", "longrope", "su", "proportional")
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # By value of `expert_gating_func`; softmax over the chosen alone is softmax over all, with weights that sum up to 1.
 SOFTMAX_OF_CHOSEN = 3
@@ -54,85 +54,6 @@ GGUF_SAMPLING = {
 MIN_ROPE_BASE = 1.0 + 1e-6
 
 
-@dataclass(frozen=True, slots=True)
-class MetadataReader:
-    """One metadata mapping."""
-
-    values: Mapping[str, Any]
-    prefix: str = ""  # goes before every key
-    source: str = ""  # goes before every message
-
-    def error(self, key: str, problem: str) -> ModelFileError:
-        """Return an error that names the key."""
-        return ModelFileError(f"{self.describe_key(key)} {problem}")
-
-    def describe_key(self, key: str) -> str:
-        return f"{self.source}metadata key {self.prefix + key!r}"
-
-    def has(self, key: str) -> bool:
-        return self.values.get(self.prefix + key) is not None
-
-    def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        """Return the value; raise if it is not of the given type, or missing without a default."""
-        value = self.values.get(self.prefix + key)
-        if value is None:
-            if default is None:
-                raise self.error(key, "is missing")
-            return default
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            wanted = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-            raise self.error(key, f"must be {wanted}, not {type(value).__name__}")
-        return value
-
-    def integer(self, key: str, default: int | None = None, minimum: int = 0, maximum: int = (1 << 63) - 1) -> int:
-        """Return an integer within bounds; an array of one repeated number counts as that number."""
-        values = self.array(key)
-        if values is None:
-            value = int(self.get(key, int, default))
-        elif not values or not all(type(v) is int for v in values):
-            raise self.error(key, "must be int, or an array of the same int for each layer")
-        elif any(v != values[0] for v in values):
-            raise UnsupportedModelError(f"{self.describe_key(key)} differs from layer to layer: not supported")
-        else:
-            value = values[0]
-        if not minimum <= value <= maximum:
-            raise self.error(key, f"is {value}, outside {minimum}..{maximum}")
-        return value
-
-    def number(
-        self, key: str, default: float | None = None, minimum: float = 0.0, maximum: float = MAX_NUMBER
-    ) -> float:
-        """Return a finite number within bounds."""
-        value = self.get(key, (int, float), default)
-        if not minimum <= value <= maximum:  # NaN, and an int too large for a float, are rejected too
-            raise self.error(key, f"is {repr(value)[:40]}, outside {minimum:g}..{maximum:g}")
-        return float(value)
-
-    def positive(self, key: str, default: float | None = None, minimum: float = MIN_POSITIVE) -> float:
-        """Return a number that float32 can divide by."""
-        return self.number(key, default, minimum)
-
-    def cap(self, key: str, default: float) -> float:
-        """Return a soft cap: 0 is none; what lies between 0 and a usable cap cannot be divided by."""
-        value = self.number(key, default)
-        if 0 < value < MIN_SOFT_CAP:
-            raise self.error(key, f"is {value}: a cap is 0 or at least {MIN_SOFT_CAP}")
-        return value
-
-    def numbers(self, key: str) -> tuple[float, ...]:
-        """Return a list of positive numbers, empty if the key is missing."""
-        values = self.get(key, list, [])
-        if not all(isinstance(v, int | float) and MIN_POSITIVE <= v <= MAX_NUMBER for v in values):
-            raise self.error(key, "must be a list of positive numbers")
-        return tuple(float(v) for v in values)
-
-    def array(self, key: str) -> list[Any] | None:
-        """Return the value as a list if it is an array, else None."""
-        value = self.values.get(self.prefix + key)
-        value = value.tolist() if value is not None and hasattr(value, "tolist") else value
-        return value if isinstance(value, list) else None
-
-
 def layer_windows(window: int, full_every: int, n_layers: int) -> tuple[int, ...]:
     """Return the window of each layer; every `full_every`-th has none."""
     return tuple(0 if full_every and (i + 1) % full_every == 0 else window for i in range(n_layers))
@@ -144,6 +65,8 @@ def model_config_from_gguf(metadata: Mapping[str, Any], family: Family, vocab_si
     has_nextn = family.moe or family.linear_attention
     nextn = keys.integer("nextn_predict_layers", 0, maximum=MAX_LAYERS) if has_nextn else 0
     n_layers = keys.integer("block_count", minimum=1 + nextn, maximum=MAX_LAYERS) - nextn
+    windows = _gguf_windows(keys, family, n_layers)
+    keys, shapes = gguf_layer_shapes(keys, windows) if family.layer_shapes else (keys, {})
     d_model = keys.integer("embedding_length", minimum=1, maximum=MAX_WIDTH)
     n_heads = keys.integer("attention.head_count", minimum=1, maximum=MAX_WIDTH)
     head_dim = keys.integer("attention.key_length", max(d_model // n_heads, 1), 1, MAX_WIDTH)
@@ -174,7 +97,7 @@ def model_config_from_gguf(metadata: Mapping[str, Any], family: Family, vocab_si
         rope_local_base=_gguf_local_base(keys, family),
         nope_layers=_gguf_nope_layers(keys, family, n_layers),
         temperature_beta=keys.number("attention.temperature_scale", 0.0),
-        windows=_gguf_windows(keys, family, n_layers),
+        windows=windows,
         attention_scale=_attention_scale(keys, family, n_layers, d_model / n_heads, head_dim),
         attention_cap=keys.cap("attn_logit_softcapping", family.default_attention_cap),
         final_cap=keys.cap("final_logit_softcapping", family.default_final_cap),
@@ -187,6 +110,7 @@ def model_config_from_gguf(metadata: Mapping[str, Any], family: Family, vocab_si
         layer_kinds=kinds,
         conv_kernel=keys.integer("shortconv.l_cache", 0) if "short_conv" in kinds else 0,
         linear=_gguf_linear(keys, family),
+        **shapes,
     )
 
 
@@ -305,7 +229,7 @@ def _attention_scale(
 ) -> float:
     """Return the scale of scores; the 27B Gemmas, known by their number of layers, scale by width over heads."""
     usual = width_per_head if n_layers == LAYERS_OF_27B.get(family.name) else head_dim
-    return keys.positive("attention.scale", usual**-0.5)
+    return keys.positive("attention.scale", family.default_attention_scale or usual**-0.5)
 
 
 def _gguf_windows(keys: MetadataReader, family: Family, n_layers: int) -> tuple[int, ...]:
@@ -353,11 +277,18 @@ def model_config_from_hf(config: Mapping[str, Any], family: Family, vocab_size: 
         defaults.pop("rope_parameters", None)
     keys = MetadataReader({**defaults, **config}, source="config.json: ")
     n_layers = keys.integer("num_hidden_layers", minimum=1, maximum=MAX_LAYERS)
+    windows, shapes = _hf_windows(keys, family, n_layers), dict[str, Any]()
+    if family.layer_shapes:
+        _refuse_bidirectional(keys)
+        windows = (*windows[:-1], 0)  # the last one always sees everything
+        local_fraction = _hf_rope(keys, "sliding_attention").number("partial_rotary_factor", 1.0, maximum=1.0)
+        keys, shapes = hf_layer_shapes(keys, windows, local_fraction)
     d_model, n_heads = (
         keys.integer(key, minimum=1, maximum=MAX_WIDTH) for key in ("hidden_size", "num_attention_heads")
     )
     head_dim = keys.integer("head_dim", max(d_model // n_heads, 1), 1, MAX_WIDTH)
     rope = _hf_rope(keys, "full_attention")
+    scaling = _hf_rope_scaling(rope, keys, family)
     rotary_fraction = rope.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0), maximum=1.0)
     kinds = _hf_layer_kinds(keys, family, n_layers)
     return ModelConfig(
@@ -371,14 +302,14 @@ def model_config_from_hf(config: Mapping[str, Any], family: Family, vocab_size: 
         vocab_size=vocab_size or keys.integer("vocab_size", minimum=1, maximum=MAX_VOCABULARY),
         context_length=keys.integer("max_position_embeddings", minimum=1, maximum=MAX_CONTEXT),
         norm_eps=keys.positive("rms_norm_eps", keys.positive("norm_eps", 1e-6)),
-        rope_dim=int(head_dim * rotary_fraction),
+        rope_dim=head_dim if scaling.kind == "proportional" else int(head_dim * rotary_fraction),
         rope_base=rope.positive("rope_theta", 10000.0, MIN_ROPE_BASE),
-        rope_scaling=_hf_rope_scaling(rope, keys, family),
+        rope_scaling=scaling,
         rope_local_base=_hf_local_base(keys, family, rope),
         nope_layers=_hf_nope_layers(keys, family, n_layers),
         temperature_beta=rope.number("llama_4_scaling_beta", 0.0),
-        windows=_hf_windows(keys, family, n_layers),
-        attention_scale=_hf_attention_scale(keys, head_dim),
+        windows=windows,
+        attention_scale=_hf_attention_scale(keys, family, head_dim),
         attention_cap=keys.cap("attn_logit_softcapping", 0.0),
         final_cap=keys.cap("final_logit_softcapping", 0.0),
         embedding_scale=keys.positive("embedding_multiplier", 1.0),
@@ -390,6 +321,7 @@ def model_config_from_hf(config: Mapping[str, Any], family: Family, vocab_size: 
         layer_kinds=kinds,
         conv_kernel=keys.integer("conv_L_cache") if "short_conv" in kinds else 0,
         linear=_hf_linear(keys, family),
+        **shapes,
     )
 
 
@@ -420,13 +352,14 @@ def _hf_layer_kinds(keys: MetadataReader, family: Family, n_layers: int) -> tupl
 
 def _hf_experts(keys: MetadataReader, family: Family, n_layers: int) -> ExpertConfig | None:
     named = next((key for key in HF_EXPERT_COUNTS if keys.has(key)), None)
-    if not family.moe or named is None:
+    if not family.moe or named is None or not keys.get("enable_moe_block", bool, True):
         return None
     if keys.integer("n_group", 1) > 1:
         raise UnsupportedModelError(f"{keys.describe_key('n_group')}: groups of experts are not supported")
     if keys.has("clip_qkv"):
         raise UnsupportedModelError(f"{keys.describe_key('clip_qkv')}: clipped projections are not supported")
     count = keys.integer(named, minimum=1, maximum=MAX_EXPERTS)
+    used = "top_k_experts" if family.parallel_experts else "num_experts_per_tok"
     d_ff = keys.integer("moe_intermediate_size", keys.integer("intermediate_size"), 1, MAX_WIDTH)
     shared = keys.integer("n_shared_experts", 0, maximum=MAX_EXPERTS) * d_ff
     if family.shared_expert_gate:
@@ -435,7 +368,7 @@ def _hf_experts(keys: MetadataReader, family: Family, n_layers: int) -> ExpertCo
     first = keys.integer("first_k_dense_replace", keys.integer("num_dense_layers", 0), maximum=MAX_LAYERS)
     return ExpertConfig(
         count=count,
-        used=keys.integer("num_experts_per_tok", minimum=1, maximum=count),
+        used=keys.integer(used, minimum=1, maximum=count),
         d_ff=d_ff,
         shared_d_ff=shared,
         scoring=family.expert_scoring,
@@ -445,7 +378,14 @@ def _hf_experts(keys: MetadataReader, family: Family, n_layers: int) -> ExpertCo
     )
 
 
-def _hf_attention_scale(keys: MetadataReader, head_dim: int) -> float:
+def _refuse_bidirectional(keys: MetadataReader) -> None:
+    if keys.get("use_bidirectional_attention", str, "") == "all":
+        raise UnsupportedModelError(f"{keys.describe_key('use_bidirectional_attention')} is 'all': not supported")
+
+
+def _hf_attention_scale(keys: MetadataReader, family: Family, head_dim: int) -> float:
+    if family.default_attention_scale:
+        return family.default_attention_scale
     usual = keys.positive("query_pre_attn_scalar", float(head_dim)) ** -0.5
     return keys.positive("attention_multiplier", usual)
 
@@ -535,6 +475,7 @@ def _hf_rope_scaling(rope: MetadataReader, keys: MetadataReader, family: Family)
         truncate=rope.get("truncate", bool, family.yarn_truncate),
         short_factors=rope.numbers("short_factor"),
         long_factors=rope.numbers("long_factor"),
+        rotary_fraction=rope.number("partial_rotary_factor", 1.0, maximum=1.0) if kind == "proportional" else 1.0,
     )
 
 

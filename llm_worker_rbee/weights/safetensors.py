@@ -43,6 +43,9 @@ MAX_DIMS = 8
 TOP_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
+    "model.embed_tokens_per_layer.weight": "per_layer_token_embd.weight",
+    "model.per_layer_model_projection.weight": "per_layer_model_proj.weight",
+    "model.per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
     "lm_head.weight": "output.weight",
     "model.embedding_norm.weight": "token_embd_norm.weight",
 }
@@ -98,6 +101,13 @@ SANDWICH_NAMES = LAYER_NAMES | {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "router.proj": "ffn_gate_inp",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
 }
 # Names without a suffix; experts are stacked in one tensor, or have one each.
 PLAIN_NAMES = {
@@ -112,6 +122,11 @@ PLAIN_NAMES = {
     "mlp.expert_bias": "exp_probs_b.bias",
     "linear_attn.A_log": "ssm_a",
     "linear_attn.dt_bias": "ssm_dt.bias",
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "layer_scalar": "layer_output_scale.weight",
 }  # fmt: skip
 MLP_NAME = re.compile(r"^(block_sparse_moe|feed_forward)\.")
 CONV_NAMES = (".shortconv.conv.weight", ".ssm_conv1d.weight")  # (channels, 1, kernel) here, (channels, kernel) in GGUF
@@ -122,7 +137,7 @@ SUFFIX_PATTERN = re.compile(r"^(.+)\.(weight|bias)$")
 # Parts of a model that also takes images or sound.
 OTHER_PARTS = (
     "vision_tower", "vision_model", "visual", "vision_embed_tokens", "embed_vision", "multi_modal_projector",
-    "audio_tower", "audio_model", "embed_audio",
+    "audio_tower", "audio_model", "embed_audio", "vision_embedder", "audio_embedder",
 )  # fmt: skip
 TEXT_PREFIX = re.compile(r"^(model\.)?language_model\.")
 

@@ -97,6 +97,8 @@ def _norm_each_head(block: Block) -> Block:
 
 def _change_moe(**changes: Any) -> Callable[[Block], Block]:
     def change(block: Block) -> Block:
+        if block.experts is not None:
+            return replace(block, experts=replace(block.experts, moe=replace(block.experts.moe, **changes)))
         return replace(block, mlp=replace(block.mlp, **changes)) if isinstance(block.mlp, MoE) else block
 
     return change
@@ -104,7 +106,7 @@ def _change_moe(**changes: Any) -> Callable[[Block], Block]:
 
 def _change_params(**changes: Any) -> Callable[[Block], Block]:
     def change(block: Block) -> Block:
-        mlp = block.mlp
+        mlp = block.mlp if block.experts is None else block.experts.moe
         return _change_moe(params=mlp.params._replace(**changes))(block) if isinstance(mlp, MoE) else block
 
     return change
@@ -183,6 +185,12 @@ WITHOUT_BUILT: dict[str, Callable[[Transformer], Transformer]] = {
     "scale of experts": _blocks(_change_params(scale=1.0)),
     "shared gate": _blocks(_change_moe(shared_gate=None)),
     "weights that sum up to 1": _blocks(_change_params(renormalize=False)),
+    "value norm": _blocks(lambda b: replace(b, attention=replace(b.attention, v_norm=None))),
+    "layer scale": _blocks(lambda b: replace(b, input_scale=1.0)),
+    "per-layer inputs": _blocks(lambda b: replace(b, per_layer_gate=None)),
+    "per-layer tokens": lambda model: replace(model, per_layer_inputs=replace(model.per_layer_inputs, scale=0.0)),
+    "parallel experts": _blocks(lambda b: replace(b, experts=None)),
+    "scales of experts": _blocks(_change_moe(expert_scales=None)),
     "embedding scale": lambda model: replace(model, embedding_scale=1.0),
 }
 

@@ -294,6 +294,39 @@ ZOO |= {
         "qwen3_next", {**QWEN_LINEAR, **QWEN_EXPERTS}, ("decay", "attention gate", "shared expert", "shared gate")
     ),
 }
+PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+GEMMA4_SHAPE = {
+    "head_dim": 16, "global_head_dim": 32, "sliding_window": 7, "tie_word_embeddings": True, "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 0,
+    "rope_parameters": {"full_attention": PROPORTIONAL, "sliding_attention": {**DEFAULT_ROPE, "rope_theta": 100.0}},
+}  # fmt: skip
+GEMMA4_FEATURES = ("q/k norm", "value norm", "window", "rope scaling", "local rope base", "layer scale")
+ZOO |= {
+    "gemma4": Variant(
+        "gemma4_text",
+        {
+            **GEMMA4_SHAPE, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 6.0,
+        },
+        (*GEMMA4_FEATURES, "attention multiplier", "logit soft cap", "post norms", "embedding scale"),
+    ),
+    "gemma4-e": Variant(
+        "gemma4_text",
+        {
+            **GEMMA4_SHAPE, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCAB,
+            "num_hidden_layers": 6, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 3, "use_double_wide_mlp": True,
+        },
+        (*GEMMA4_FEATURES, "per-layer inputs", "per-layer tokens"),
+    ),
+    "gemma4-moe": Variant(
+        "gemma4_text",
+        {
+            **GEMMA4_SHAPE, "enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 32,
+        },
+        ("parallel experts", "scales of experts"),
+    ),
+    "gemma4-unified": Variant("gemma4_unified_text", {**GEMMA4_SHAPE, "num_global_key_value_heads": 1}),
+}  # fmt: skip
 NO_GGUF_KEY = {"qwen2-window", "gemma2-scale", "qwen2moe-dense"}  # features without a GGUF key
 
 
@@ -320,6 +353,8 @@ def make_hf(variant: Variant, seed: int = 0) -> Any:
         for name, weight in model.named_parameters():
             if "norm" in name:
                 weight.copy_(torch.rand_like(weight) + 0.5 - (1.0 if plus_one else 0.0))
+            elif name.endswith("scale"):  # of a router
+                weight.copy_(torch.rand_like(weight) + 0.5)
             elif name.endswith("bias") or "embed_tokens" in name:
                 factor = 4 if name.endswith("gate_up_proj_bias") else 1  # some exceed the limit of the activation
                 weight.copy_(torch.randn_like(weight) * factor)
@@ -328,6 +363,8 @@ def make_hf(variant: Variant, seed: int = 0) -> Any:
         for name, values in model.named_buffers():
             if name.endswith("bias"):  # of a router
                 values.copy_(torch.rand_like(values))
+            if name.endswith("layer_scalar"):
+                values.copy_(torch.rand_like(values) + 0.5)
     model.generation_config.eos_token_id = None
     return model
 
@@ -344,6 +381,7 @@ def interleave(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
 
 def gguf_tensors(variant: Variant, model: Any) -> dict[str, TensorLike]:
     family, c = family_of(variant), model.config
+    c.allow_global_per_layer_attribute_access = True  # of layers with shapes of their own
     names = names_of_layers(model.state_dict())
     is_permuted = BY_GGUF[architecture_of(variant)].rope_interleaved and not family.hf_rope_interleaved
     out: dict[str, TensorLike] = {}
@@ -378,6 +416,10 @@ def gguf_tensors(variant: Variant, model: Any) -> dict[str, TensorLike]:
 def rope_tensors(c: Any) -> dict[str, TensorLike]:
     """Return RoPE scalings that GGUF stores as tensors."""
     rope = c.rope_parameters
+    if rope.get("full_attention", {}).get("rope_type") == "proportional":
+        pairs = c.per_layer_config["full_attention"].head_dim // 2
+        turned = int(pairs * rope["full_attention"]["partial_rotary_factor"])
+        return {"rope_freqs.weight": np.array([1.0] * turned + [1e30] * (pairs - turned), np.float32)}
     if rope.get("rope_type") == "longrope":
         return {
             f"rope_factors_{kind}.weight": np.array(rope[f"{kind}_factor"], np.float32) for kind in ("short", "long")
@@ -393,6 +435,7 @@ def rope_tensors(c: Any) -> dict[str, TensorLike]:
 def gguf_metadata(variant: Variant, model: Any) -> dict[str, Any]:
     """Return the keys that llama.cpp's converter writes."""
     c, family = model.config, family_of(variant)
+    c.allow_global_per_layer_attribute_access = True  # of layers with shapes of their own
     arch = architecture_of(variant)
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     rope = c.rope_parameters
@@ -438,6 +481,9 @@ def gguf_metadata(variant: Variant, model: Any) -> dict[str, Any]:
     if getattr(c, "sliding_window", None):
         keys["attention.sliding_window"] = c.sliding_window
     keys |= expert_keys(c) | linear_attention.gguf_keys(c)
+    if arch == "gemma4":
+        keys |= gemma4_keys(c)
+    keys |= expert_keys(c)
     if "conv" in getattr(c, "layer_types", ()):
         keys |= {
             "attention.head_count_kv": [0 if kind == "conv" else c.num_key_value_heads for kind in c.layer_types],
@@ -456,12 +502,33 @@ def gguf_metadata(variant: Variant, model: Any) -> dict[str, Any]:
     }
 
 
+def gemma4_keys(c: Any) -> dict[str, Any]:
+    """Return the keys of layers of different shapes."""
+    full, layers = c.per_layer_config["full_attention"], c.num_hidden_layers
+    is_local, first_shared = [kind == "sliding_attention" for kind in c.layer_types], layers - c.num_kv_shared_layers
+    wide = 2 if c.use_double_wide_mlp else 1
+    return {
+        "attention.sliding_window_pattern": is_local,
+        "attention.head_count_kv": [c.num_key_value_heads if local else full.num_key_value_heads for local in is_local],
+        "feed_forward_length": [c.intermediate_size * (wide if i >= first_shared else 1) for i in range(layers)],
+        "attention.key_length": full.head_dim,
+        "attention.value_length": full.head_dim,
+        "attention.key_length_swa": c.head_dim,
+        "attention.value_length_swa": c.head_dim,
+        "rope.dimension_count": full.head_dim,
+        "rope.dimension_count_swa": c.head_dim,
+        "attention.shared_kv_layers": c.num_kv_shared_layers,
+        "embedding_length_per_layer_input": getattr(c, "hidden_size_per_layer_input", 0),
+    }
+
+
 def expert_keys(c: Any) -> dict[str, Any]:
     """Return the keys of a mixture of experts."""
     count = getattr(c, "num_local_experts", None) or getattr(c, "num_experts", None)
     if not count:
         return {}
-    keys = {"expert_count": count, "expert_used_count": c.num_experts_per_tok}
+    used = c.top_k_experts if c.model_type == "gemma4_text" else c.num_experts_per_tok
+    keys = {"expert_count": count, "expert_used_count": used}
     if c.model_type == "glm4_moe":
         keys |= {
             "expert_shared_count": c.n_shared_experts, "leading_dense_block_count": c.first_k_dense_replace,

@@ -92,7 +92,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
 
     def make(name: str) -> Made:
         if name not in cache:
-            variant = replace(model_zoo.ZOO[name], settings={**model_zoo.ZOO[name].settings, "vocab_size": ROWS})
+            known = model_zoo.ZOO[name].settings
+            sizes = {
+                key: ROWS for key in ("vocab_size", "vocab_size_per_layer_input") if key in {**known, "vocab_size": 0}
+            }
+            variant = replace(model_zoo.ZOO[name], settings={**known, **sizes})
             model = model_zoo.make_hf(variant)
             folder = model_zoo.save_hf(model, tmp_path_factory.mktemp(name) / "hf")
             cache[name] = variant, model, add_tokenizer(folder)
@@ -108,7 +112,8 @@ def converted(folder: Path, path: Path, kind: str) -> Path:
 EXPRESSIBLE = [
     name
     for name, variant in model_zoo.ZOO.items()
-    if name not in model_zoo.NO_GGUF_KEY and "num_experts_per_tok" not in variant.settings  # which are refused
+    if name not in model_zoo.NO_GGUF_KEY
+    and not {"num_experts_per_tok", "top_k_experts"} & variant.settings.keys()  # are refused
 ]
 
 

@@ -96,7 +96,7 @@ class ParallelBlock(Block):
     """Attention and MLP side by side: both are added to the residual stream that both have read."""
 
     def __call__(
-        self, ops: Backend, x: Array, residual: Array | None, kv: KVLayer, batch: Batch
+        self, ops: Backend, x: Array, residual: Array | None, kv: KVLayer, batch: Batch, inputs: Array | None = None
     ) -> tuple[Array, Array]:
         if residual is None:
             x, residual = self.attention_norm(ops, x), x

@@ -39,6 +39,7 @@ from .experts import PackedExperts, combine_rows, grouped_linear, pack_experts, 
 from .kv_layout import kv_type_of, layer_addresses, padded_dim
 from .linear import PackedWeight, pack_weight
 from .op_parts import CpuParts
+from .per_layer_inputs import gate_task, inputs_task
 from .program import Program, Step, choose_threads, prepare_step, run_step
 from .rope import angles_task, rope_store_task, temperature_of
 
@@ -47,12 +48,12 @@ UNFUSED = ("causal_conv",)  # a model with one of these runs op by op
 
 
 @lru_cache(maxsize=1024)
-def _norm_program(width: int, weight: int, eps: float, add_delta: bool) -> Program:
+def _norm_program(width: int, weight: int, eps: float, add_delta: bool, scale: float) -> Program:
     """Return one norm by the address of its weight: of a delta and a residual stream, to an output."""
     x, residual, out = range(Step.END, Step.END + 3)
     outputs, weights = (out, 0, 0), (weight, 0)
     return Program([
-        elementwise.norm_task(Step.TOKENS, x, residual, outputs, weights, width, eps, add_delta=add_delta)
+        elementwise.norm_task(Step.TOKENS, x, residual, outputs, weights, width, eps, add_delta=add_delta, scale=scale)
     ])  # fmt: skip
 
 
@@ -105,13 +106,17 @@ class CpuBackend(Backend):
         rows = np.ascontiguousarray(x, np.float32)
         return self._norm(rows, rows, weight, eps, False).reshape(x.shape)
 
-    def add_rms_norm(self, x: Floats, residual: Floats, weight: Floats, eps: float) -> tuple[Floats, Floats]:
+    def add_rms_norm(
+        self, x: Floats, residual: Floats, weight: Floats, eps: float, scale: float = 1.0
+    ) -> tuple[Floats, Floats]:
         total = np.array(residual, np.float32)
-        return self._norm(np.ascontiguousarray(x, np.float32), total, weight, eps, True), total
+        return self._norm(np.ascontiguousarray(x, np.float32), total, weight, eps, True, scale), total
 
-    def _norm(self, x: Floats, residual: Floats, weight: Floats, eps: float, add_delta: bool) -> Floats:
-        out = np.empty_like(residual)
-        program, tokens = _norm_program(weight.size, weight.ctypes.data, eps, add_delta), residual.size // weight.size
+    def _norm(
+        self, x: Floats, residual: Floats, weight: Floats, eps: float, add_delta: bool, scale: float = 1.0
+    ) -> Floats:
+        out, tokens = np.empty_like(residual), residual.size // weight.size
+        program = _norm_program(weight.size, weight.ctypes.data, eps, add_delta, scale)
         run_step(program, dict(enumerate((x, residual, out), Step.END)), {Step.TOKENS: tokens}, self.threads)
         return out
 
@@ -225,8 +230,27 @@ class CpuBackend(Backend):
         run_step(_gated_program(half, activation), entries, {Step.TOKENS: out.size // half}, self.threads)
         return out
 
-    def route(self, logits: Floats, params: RouteParams, bias: Floats | None = None) -> tuple[Ints, Floats]:
-        return route_tokens(logits, params, bias, self.threads)
+    def per_layer_inputs(self, x: Floats, tokens: Floats, weight: Floats, eps: float) -> Floats:
+        entries = dict(enumerate((x, tokens, np.empty_like(x)), Step.END))
+        first, second, out = entries
+        program = Program([inputs_task(first, second, out, x.shape[1] // len(weight), weight, eps)])
+        run_step(program, entries, {Step.TOKENS: len(x)}, self.threads)
+        return entries[out]
+
+    def per_layer_gate(self, x: Floats, inputs: Floats, layer: int, activation: str) -> Floats:
+        if activation not in elementwise.ACTIVATIONS:
+            return reference.per_layer_gate(x, inputs, layer, activation)
+        entries = dict(enumerate((x, inputs, np.empty_like(x)), Step.END))
+        first, second, out = entries
+        places, widths = (first, second, out, 0), (x.shape[1], inputs.shape[1])
+        program = Program([gate_task(places, *widths, layer, activation, two_term=False)])
+        run_step(program, entries, {Step.TOKENS: len(x)}, self.threads)
+        return entries[out]
+
+    def route(
+        self, logits: Floats, params: RouteParams, bias: Floats | None = None, scales: Floats | None = None
+    ) -> tuple[Ints, Floats]:
+        return route_tokens(logits, params, bias, scales, self.threads)
 
     def grouped_linear(self, x: Floats, w: PackedExperts, experts: Ints, bias: Floats | None = None) -> Floats:
         return grouped_linear(x, w, experts, bias, self.threads)

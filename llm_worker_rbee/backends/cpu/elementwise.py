@@ -7,6 +7,7 @@ quantizes its rows while they are in the nearest cache.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -31,17 +32,21 @@ FLOAT_TYPES = ("", "F32", "F16", "BF16")
 
 # Arguments of each task. Entries of the step are named after what they hold; 0 stands for "none" where optional.
 # NormArg: OUT, ACTIVATIONS (quantize the rows), INDEX (rows of the residual stream) and POST_WEIGHT (norm of the delta
-# before it is added) are optional. COUNT is the entry of the number of rows.
+# before it is added) are optional. COUNT is the entry of the number of rows, SCALE a factor of the sum.
 NormArg = IntEnum(
-    "NormArg", "COUNT DELTA RESIDUAL OUT ACTIVATIONS INDEX WIDTH WEIGHT POST_WEIGHT ADD_DELTA EPS TWO_TERM", start=0
+    "NormArg",
+    "COUNT DELTA RESIDUAL OUT ACTIVATIONS INDEX WIDTH WEIGHT POST_WEIGHT ADD_DELTA EPS TWO_TERM SCALE",
+    start=0,
 )
 # GatedArg: rows from the number at PANEL_ROWS on are not stored in panels. ACTIVATION is its number, or, of
 # `sigmoid_gate`, the entry of what is gated.
 GatedArg = IntEnum("GatedArg", "COUNT PANEL_ROWS GATE_UP OUT ACTIVATIONS WIDTH ACTIVATION", start=0)
 QuantizeArg = IntEnum("QuantizeArg", "COUNT SOURCE OUT ACTIVATIONS HEADS DIM PADDED TWO_TERM", start=0)
 BiasArg = IntEnum("BiasArg", "COUNT ROWS WIDTH BIAS", start=0)
-# Q_GROUP and K_GROUP are the heads that one norm covers: 1, or all.
-HeadNormArg = IntEnum("HeadNormArg", "COUNT QKV HEADS KV_HEADS DIM Q_WEIGHT K_WEIGHT EPS Q_GROUP K_GROUP", start=0)
+# Weights are optional. Q_GROUP and K_GROUP are the heads that one norm covers: 1, or all.
+HeadNormArg = IntEnum(
+    "HeadNormArg", "COUNT QKV HEADS KV_HEADS DIM Q_WEIGHT K_WEIGHT V_WEIGHT EPS Q_GROUP K_GROUP", start=0
+)
 # Arguments of `embed`; MINIMA, NIBBLE_SCALES and TABLE (the value of each code) are optional.
 EmbedArg = IntEnum(
     "EmbedArg",
@@ -71,17 +76,17 @@ def norm_row(x, at, weight, eps, out, to, width):
 
 
 @kernel
-def add_row(x, residual, at, width):
-    """Add a row to the residual stream."""
+def add_row(x, residual, at, width, scale):
+    """Add a row to the residual stream, and multiply the sum."""
     whole = width - width % 16
     for i in range(0, whole, 16):
-        f.store(residual, at + i, f.add(f.load(x, at + i), f.load(residual, at + i)))
+        f.store(residual, at + i, f.mul(f.add(f.load(x, at + i), f.load(residual, at + i)), f.splat(scale)))
     for i in range(whole, width):
-        residual[at + i] = x[at + i] + residual[at + i]
+        residual[at + i] = (x[at + i] + residual[at + i]) * scale
 
 
 @kernel
-def norm_copied_row(x, residual, row, post, has_post, weight, eps, out, to, width):
+def norm_copied_row(x, residual, row, post, has_post, weight, eps, out, to, width, scale):
     """Add and norm one row of the residual stream, which stays as it is."""
     total = scratch(width)
     for i in range(width):
@@ -89,7 +94,7 @@ def norm_copied_row(x, residual, row, post, has_post, weight, eps, out, to, widt
     if has_post:
         norm_row(total, 0, post, eps, total, 0, width)
     for i in range(width):
-        total[i] = total[i] + residual[row + i]
+        total[i] = (total[i] + residual[row + i]) * scale
     norm_row(total, 0, weight, eps, out, to, width)
 
 
@@ -110,16 +115,17 @@ def norm(args, step, piece):
     x, residual = f32(s[a[NormArg.DELTA]]), f32(s[a[NormArg.RESIDUAL]])
     out, index = f32(s[a[NormArg.OUT]]), i64(s[a[NormArg.INDEX]])
     weight, post, has_post = f32(a[NormArg.WEIGHT]), f32(a[NormArg.POST_WEIGHT]), a[NormArg.POST_WEIGHT] != 0
+    scale = np.float32(f64(args)[NormArg.SCALE])
     own = scratch(width)  # floats that only the quantization reads stay in the nearest cache
     for t in range(piece * TOKENS_PER_PIECE, min(tokens, piece * TOKENS_PER_PIECE + TOKENS_PER_PIECE)):
         to, at = (out, t * width) if a[NormArg.OUT] else (own, 0)
         if a[NormArg.INDEX]:  # a row may be indexed twice: the delta is added to a copy
-            norm_copied_row(x, residual, index[t] * width, post, has_post, weight, eps, to, at, width)
+            norm_copied_row(x, residual, index[t] * width, post, has_post, weight, eps, to, at, width, scale)
         else:
             if has_post:
                 norm_row(x, t * width, post, eps, x, t * width, width)
             if a[NormArg.ADD_DELTA]:
-                add_row(x, residual, t * width, width)
+                add_row(x, residual, t * width, width, scale)
             norm_row(residual, t * width, weight, eps, to, at, width)
         if a[NormArg.ACTIVATIONS]:
             quantize_row(to, at, s, a[NormArg.ACTIVATIONS], t, width, a[NormArg.TWO_TERM], tokens)
@@ -133,29 +139,29 @@ def add_rows(args, step, piece):
     for t in range(piece * TOKENS_PER_PIECE, min(tokens, piece * TOKENS_PER_PIECE + TOKENS_PER_PIECE)):
         if a[NormArg.POST_WEIGHT]:
             norm_row(x, t * width, f32(a[NormArg.POST_WEIGHT]), eps, x, t * width, width)
-        add_row(x, residual, t * width, width)
+        add_row(x, residual, t * width, width, np.float32(f64(args)[NormArg.SCALE]))
         if a[NormArg.ACTIVATIONS]:
             quantize_row(residual, t * width, s, a[NormArg.ACTIVATIONS], t, width, a[NormArg.TWO_TERM], tokens)
 
 
 @kernel
-def gate_row(gate_up, at, half, out, to, count, gelu):
+def gate_row(gate, at, up, up_at, out, to, count, gelu):
     """Write act(gate) * up; SiLU is x * sigmoid(x), GELU its tanh form, tanh(y) = 1 - 2 / (1 + e^2y)."""
     one = f.splat(np.float32(1))
     whole = count - count % 16
     for i in range(0, whole, 16):
-        g = f.load(gate_up, at + i)
+        g = f.load(gate, at + i)
         if gelu:
             inner = f.mul(f.splat(np.float32(0.044715)), f.mul(g, f.mul(g, g)))
             y = f.mul(f.splat(np.float32(1.5957691216057308)), f.add(g, inner))
         else:
             y = g
         act = f.div(g, f.add(one, f.exp(f.mul(y, f.splat(np.float32(-1))))))
-        f.store(out, to + i, f.mul(act, f.load(gate_up, at + half + i)))
+        f.store(out, to + i, f.mul(act, f.load(up, up_at + i)))
     for i in range(whole, count):
-        g = gate_up[at + i]
+        g = gate[at + i]
         y = np.float32(1.5957691216057308) * (g + np.float32(0.044715) * g * g * g) if gelu else g
-        out[to + i] = g / (np.float32(1) + np.float32(math.exp(-y))) * gate_up[at + half + i]
+        out[to + i] = g / (np.float32(1) + np.float32(math.exp(-y))) * up[up_at + i]
 
 
 @kernel
@@ -200,7 +206,7 @@ def gated(args, step, piece):
         if activation == 2:
             gate_row_oai(gate_up, source, half, to, at, count)
         else:
-            gate_row(gate_up, source, half, to, at, count, activation == 1)
+            gate_row(gate_up, source, gate_up, source + half, to, at, count, activation == 1)
         quantize_columns(to, at, a, s, t, first, count)
 
 
@@ -256,17 +262,20 @@ def add_bias(args, step, piece):
 
 
 def head_norms(args, step, piece):
-    """Norm q and k in place, by head or all heads together; a row holds q heads, k heads, v heads of one size."""
+    """Norm q, k and v in place, by head or all heads together; a row holds q heads, k heads, v heads of one size."""
     a, s = i64(args), i64(step)
     x, dim, eps = f32(s[a[HeadNormArg.QKV]]), a[HeadNormArg.DIM], np.float32(f64(args)[HeadNormArg.EPS])
     heads, kv_heads, first = a[HeadNormArg.HEADS], a[HeadNormArg.KV_HEADS], piece * TOKENS_PER_PIECE
     for t in range(first, min(s[a[HeadNormArg.COUNT]], first + TOKENS_PER_PIECE)):
         h = 0
-        while h < heads + kv_heads:
-            at, is_q = (t * (heads + 2 * kv_heads) + h) * dim, h < heads
-            weight = f32(a[HeadNormArg.Q_WEIGHT]) if is_q else f32(a[HeadNormArg.K_WEIGHT])
-            group = a[HeadNormArg.Q_GROUP] if is_q else a[HeadNormArg.K_GROUP]
-            norm_row(x, at, weight, eps, x, at, group * dim)
+        while h < heads + 2 * kv_heads:
+            at, weight, group = (t * (heads + 2 * kv_heads) + h) * dim, a[HeadNormArg.V_WEIGHT], 1
+            if h < heads:
+                weight, group = a[HeadNormArg.Q_WEIGHT], a[HeadNormArg.Q_GROUP]
+            elif h < heads + kv_heads:
+                weight, group = a[HeadNormArg.K_WEIGHT], a[HeadNormArg.K_GROUP]
+            if weight:
+                norm_row(x, at, f32(weight), eps, x, at, group * dim)
             h += group
 
 
@@ -336,10 +345,11 @@ CODE_VALUES = {layout: np.array(layout.table, np.int8) for layout in LAYOUTS if 
 
 def norm_task(
     count: int, delta: int, residual: int, outputs: tuple[int, int, int], weights: tuple[Any, Any], width: int,
-    eps: float, *, add_delta: bool, two_term: bool = False,
+    eps: float, *, add_delta: bool, two_term: bool = False, scale: float = 1.0,
 ) -> Task:  # fmt: skip
     """Return the norm: entries of its inputs and of OUT, ACTIVATIONS and INDEX; its weight and that of the delta."""
-    args = pack_args(count, delta, residual, *outputs, width, *weights, add_delta, 0, two_term)
+    args = pack_args(count, delta, residual, *outputs, width, *weights, add_delta, 0, two_term, 0)
+    pack_floats(args, NormArg.SCALE, [scale])
     return Task(NORM, pack_floats(args, NormArg.EPS, [eps]), 1, count, TOKENS_PER_PIECE)
 
 
@@ -347,14 +357,16 @@ def add_task(
     count: int, delta: int, residual: int, activations: int, post: Any, width: int, eps: float, *, two_term: bool
 ) -> Task:
     """Return the residual add: entries of its operands and of its activations, the weight of the delta's norm or 0."""
-    args = pack_args(count, delta, residual, 0, activations, 0, width, 0, post, True, 0, two_term)
+    args = pack_args(count, delta, residual, 0, activations, 0, width, 0, post, True, 0, two_term, 0)
+    pack_floats(args, NormArg.SCALE, [1.0])
     return Task(ADD_ROWS, pack_floats(args, NormArg.EPS, [eps]), 1, count, TOKENS_PER_PIECE)
 
 
-def head_norms_task(qkv: int, heads: tuple[int, int], dim: int, weights: tuple[Floats, Floats], eps: float) -> Task:
-    """Return the norms of q and k; a weight of (heads, dim) covers all of them."""
-    groups = [len(weight) if weight.ndim == 2 else 1 for weight in weights]
-    args = pack_args(Step.TOKENS, qkv, *heads, dim, *weights, 0, *groups)
+def head_norms_task(qkv: int, heads: tuple[int, int], dim: int, weights: Sequence[Floats | None], eps: float) -> Task:
+    """Return the norms of q, k and v, where there is a weight; one of (heads, dim) covers all of them."""
+    groups = [1 if weight is None or weight.ndim == 1 else len(weight) for weight in weights[:2]]
+    given = (0 if weight is None else weight for weight in weights)
+    args = pack_args(Step.TOKENS, qkv, *heads, dim, *given, 0, *groups)
     return Task(HEAD_NORMS, pack_floats(args, HeadNormArg.EPS, [eps]), 1, Step.TOKENS, TOKENS_PER_PIECE)
 
 

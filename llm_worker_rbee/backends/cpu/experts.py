@@ -46,7 +46,7 @@ UNIT_NUMBERS = 3  # expert, first row, rows
 COMBINE_COLUMNS = 512  # per piece of the weighted sum
 GroupEntry = IntEnum("GroupEntry", "PAIRS PLACES UNITS ROWS PANEL_ROWS COPIED_ROWS NUM_UNITS", start=0)
 NUM_LISTS = GroupEntry.ROWS  # of the entries, those that are addresses
-RouteArg = IntEnum("RouteArg", "LOGITS EXPERTS WEIGHTS COUNT K SCORING RENORMALIZE BIAS SCALE", start=0)
+RouteArg = IntEnum("RouteArg", "LOGITS EXPERTS WEIGHTS COUNT K SCORING RENORMALIZE BIAS SCALE SCALES", start=0)
 GroupArg = IntEnum("GroupArg", "EXPERTS GROUPS COUNT K", start=0)
 GatherArg = IntEnum("GatherArg", "GROUPS K COLUMNS FLOATS FLOATS_OUT QUANTIZED QUANTIZED_OUT", start=0)
 # KERNEL: the product's; SOURCE: entry of the activations of tokens, or 0; INPUT: of those of rows; BIAS: of all
@@ -142,6 +142,8 @@ def route(args, step, piece):
             if a[RouteArg.RENORMALIZE]:
                 weights[i] /= total + np.float32(1e-20)
             weights[i] *= scale
+            if a[RouteArg.SCALES]:
+                weights[i] *= f32(a[RouteArg.SCALES])[experts[i]]
 
 
 def group(args, step, piece):
@@ -302,10 +304,13 @@ def add_times(x, at, factor, out, to, first, whole, last, is_first):
 ROUTE, GROUP, GATHER, GROUPED, COMBINE = map(TaskKernel, (route, group, gather, grouped_matmul, combine))
 
 
-def route_task(logits: int, experts: int, weights: int, count: int, params: RouteParams, bias: Any) -> Task:
-    """Return the task that chooses experts; the first arguments are entries, `bias` an array or 0."""
+def route_task(
+    logits: int, experts: int, weights: int, count: int, params: RouteParams, bias: Any, scales: Any
+) -> Task:
+    """Return the task that chooses experts; the first arguments are entries, the last two arrays or None."""
     chosen = params.k, SCORINGS.index(params.scoring), params.renormalize
-    args = pack_args(logits, experts, weights, count, *chosen, bias, 0)
+    arrays = (0 if array is None else array for array in (bias, 0, scales))
+    args = pack_args(logits, experts, weights, count, *chosen, *arrays)
     return Task(ROUTE, pack_floats(args, RouteArg.SCALE, [params.scale]), 1, Step.TOKENS, TOKENS_PER_PIECE)
 
 
@@ -352,13 +357,15 @@ def combine_task(x: int, weights: int, places: int, shared: tuple[int, int], out
     return Task(COMBINE, args, -(-width // COMBINE_COLUMNS), Step.TOKENS, 1)
 
 
-def route_tokens(logits: Floats, params: RouteParams, bias: Floats | None, threads: int) -> tuple[Ints, Floats]:
+def route_tokens(
+    logits: Floats, params: RouteParams, bias: Floats | None, scales: Floats | None, threads: int
+) -> tuple[Ints, Floats]:
     """Choose the experts of each token: (T, experts) -> two of (T, k)."""
     tokens, count = logits.shape
     experts, weights = np.empty((tokens, params.k), np.int64), np.empty((tokens, params.k), np.float32)
     entries: dict[int, Any] = {Step.END: np.ascontiguousarray(logits, np.float32), Step.END + 1: experts}
     entries[Step.END + 2] = weights
-    task = route_task(Step.END, Step.END + 1, Step.END + 2, count, params, 0 if bias is None else bias)
+    task = route_task(Step.END, Step.END + 1, Step.END + 2, count, params, bias, scales)
     run_step(Program([task]), entries, {Step.TOKENS: tokens}, threads)
     return experts, weights
 

@@ -5,7 +5,7 @@
     rms_norm, add_   quantize                  norm: [norm of the delta,] residual add, norm, activation quantization
     add                                        add: [norm of the delta,] residual add, activation quantization
     linear           quantize, matmul, add_bias   linear
-    rope_store       rope_angles (once)        rope_kv_write: split, [q and k norms,] rotation, write to the KV cache
+    rope_store       rope_angles (once)        rope_kv_write: split, [q, k and v norms,] rotation, write to the KV cache
     attention        split_work (once)         attention: prefill tiles, decode tiles, activation quantization
     gated                                      gated: activation(gate) * up, activation quantization
     logits           quantize, matmul, soft_cap
@@ -39,6 +39,7 @@ from .elementwise import ACTIVATIONS, TOKENS_PER_PIECE, embed_task, head_norms_t
 from .experts import GroupEntry
 from .kv_layout import padded_dim
 from .linear import linear_tasks
+from .per_layer_inputs import gate_task, inputs_task
 from .program import Step, Task, pack_args
 from .rope import angles_task, rope_store_task, temperature_of
 
@@ -54,11 +55,12 @@ REWRITES = (
     Rewrite("norm", "rms_norm? take? take? add_rms_norm* quantize?", _is_of_rows),
     Rewrite("add", "rms_norm? add* quantize?", _is_of_rows),
     Rewrite("norm", "rms_norm* quantize?", _is_of_rows),
-    Rewrite("rope_kv_write", "split_heads rms_norm? rms_norm? rope_store", have_one_eps),
+    Rewrite("rope_kv_write", "split_heads rms_norm? rms_norm? rms_norm? rope_store", have_one_eps),
     Rewrite("attention", "attention* quantize", lambda node: can_quantize_output(node.fused[0]["q"].shape[2])),
     Rewrite("gated_delta", "gated_delta* quantize", lambda node: gated_delta.can_quantize(node.fused[0]["params"])),
     Rewrite("sigmoid_gate", "sigmoid_gate* quantize"),
     Rewrite("gated", "gated* quantize", lambda node: node.fused[0]["activation"] in ACTIVATIONS),
+    Rewrite("per_layer_gate", "per_layer_gate* quantize", lambda node: node.fused[0]["activation"] in ACTIVATIONS),
     Rewrite("linear", "matmul add_bias?"),
 )
 
@@ -96,7 +98,8 @@ class _Expander:
         else:
             if node.op == "rope_store":
                 table = args["table"]
-                self._kv_heads[args["kv"]] = args["k"].shape[1]
+                if args["k"].shape[1]:
+                    self._kv_heads[args["kv"]] = args["k"].shape[1]
                 args["angles"] = self._once(self.first, "rope_angles", id(table), (TOKENS,), table=table)
             elif node.op == "attention":
                 heads, kv_heads = args["q"].shape[1], self._kv_heads[args["kv"]]
@@ -298,7 +301,8 @@ class Lowering:
         weights = main["weight"], 0 if post is None else post["weight"]
         two_term = quantize is not None and quantize["two_term"]
         tasks.append(elementwise.norm_task(count, *inputs, outputs, weights, len(main["weight"]), main["eps"],
-                                           add_delta=add is not None, two_term=two_term))  # fmt: skip
+                                           add_delta=add is not None, two_term=two_term,
+                                           scale=add["scale"] if add else 1.0))  # fmt: skip
         return "norm", tasks
 
     def _add(self, node: Node) -> tuple[str, list[Task]]:
@@ -314,13 +318,14 @@ class Lowering:
         return "add", tasks
 
     def _rope_kv_write(self, node: Node) -> tuple[str, list[Task]]:
-        """Lower the q and k norms, which are done in place, the rotation and the write."""
+        """Lower the q, k and v norms, which are done in place, the rotation and the write."""
         (split,), norms, (store,) = node.parts("split_heads"), node.parts("rms_norm"), node.parts("rope_store")
         heads, kv_heads, dim = split["n_heads"], split["n_kv_heads"], split["head_dim"]
         qkv, tasks = self.entries[split["qkv"]], list[Task]()
         if norms:
-            qkv, weights = self._overwrite(split["qkv"], norms[0].output, tasks), (n["weight"] for n in norms)
-            tasks.append(head_norms_task(qkv, (heads, kv_heads), dim, tuple(weights), norms[0]["eps"]))
+            qkv, weights = self._overwrite(split["qkv"], norms[0].output, tasks), {n["x"]: n["weight"] for n in norms}
+            given = [weights.get(value) for value in split.outputs]
+            tasks.append(head_norms_task(qkv, (heads, kv_heads), dim, given, norms[0]["eps"]))
         queries = self._new(store.output, (heads * padded_dim(dim), np.float32))
         pairs, angles = len(store["table"].inv_freq), self.entries[store["angles"]]
         tasks.append(rope_store_task(store["kv"], angles, pairs, heads, kv_heads, dim, self.kv_type, qkv, queries,
@@ -379,6 +384,22 @@ class Lowering:
         floats = self._new(out) if out in node.outputs else 0
         return "attention_gate", [elementwise.sigmoid_gate_task(x, by, floats, activations, _width(out))]
 
+    def _per_layer_inputs(self, node: Node) -> tuple[str, list[Task]]:
+        places = self.entries[node["x"]], self.entries[node["tokens"]], self._new(node.output)
+        runs = _width(node["x"]) // len(node["weight"])
+        return "per_layer_inputs", [inputs_task(*places, runs, node["weight"], node["eps"])]
+
+    def _per_layer_gate(self, node: Node) -> Any:
+        (gate,), quantize = node.parts("per_layer_gate"), node.part("quantize")
+        if gate["activation"] not in ACTIVATIONS:
+            return "host", self._host(node)
+        out, activations = gate.outputs[0], self._activations(quantize)
+        floats = self._new(out) if out in node.outputs else 0
+        places = self.entries[gate["x"]], self.entries[gate["inputs"]], floats, activations
+        two_term, widths = quantize is not None and quantize["two_term"], (_width(out), _width(gate["inputs"]))
+        task = gate_task(places, *widths, gate["layer"], gate["activation"], two_term=two_term)
+        return "per_layer_gate", [task]
+
     def _linear(self, node: Node) -> tuple[str, list[Task]]:
         (product,), bias = node.parts("matmul"), node.part("add_bias")
         count, w = COUNTS[product.output.shape[0]], product["w"]
@@ -391,10 +412,10 @@ class Lowering:
         return product["component"], tasks
 
     def _route(self, node: Node) -> tuple[str, list[Task]]:
-        params, logits, bias = node["params"], node["logits"], node["bias"]
+        params, logits, vectors = node["params"], node["logits"], (node["bias"], node["scales"])
         chosen, weights = node.outputs
         places = self.entries[logits], self._new(chosen, (params.k, np.int64)), self._new(weights)
-        return "route", [experts.route_task(*places, logits.shape[1], params, 0 if bias is None else bias)]
+        return "route", [experts.route_task(*places, logits.shape[1], params, *vectors)]
 
     def _group(self, node: Node) -> tuple[str, list[Task]]:
         groups = self._new(node.output, *experts.group_layout(node["k"]))

@@ -47,7 +47,8 @@ Kernel = TaskKernel | PythonKernel
 
 def all_kernels() -> list[Kernel]:
     """Return every kernel of any known model."""
-    return _kernels_for(LAYOUT_BY_TYPE, HEADS_PER_KV_HEAD, KV_TYPES) + _kernels_of("experts")
+    found = _kernels_for(LAYOUT_BY_TYPE, HEADS_PER_KV_HEAD, KV_TYPES)
+    return found + _kernels_of("experts") + _kernels_of("per_layer_inputs")
 
 
 def model_kernels(checkpoint: Checkpoint, config: ModelConfig, kv_type: str = KV_DEFAULT) -> list[Kernel]:
@@ -56,7 +57,9 @@ def model_kernels(checkpoint: Checkpoint, config: ModelConfig, kv_type: str = KV
     groups = sorted({config.n_heads // config.kv_shape(i)[0] for i in range(config.n_layers)})
     known = sorted(types & LAYOUT_BY_TYPE.keys())
     found = _kernels_for(known, groups, [kv_type])
-    return found if config.experts is None else found + _kernels_of("experts")
+    modules = ["experts"] if config.experts is not None else []
+    modules += ["per_layer_inputs"] if config.layer_input_dim else []
+    return found + [kernel for name in modules for kernel in _kernels_of(name)]
 
 
 def _kernels_for(types: Collection[str], groups: Collection[int], kv_types: Collection[str]) -> list[Kernel]:

@@ -167,11 +167,11 @@ class CudaBackend(ops.Backend):
         return out
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, scale: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         width, total, out = x.shape[-1], residual.clone(), self._empty(*x.shape)
-        stream = total.view(-1, width)
-        launch_add_norm(x.reshape(1, -1, width), stream, weight, eps, Activations(out), exact=self.deterministic)
+        parts, stream, exact = x.reshape(1, -1, width), total.view(-1, width), self.deterministic
+        launch_add_norm(parts, stream, weight, eps, Activations(out), exact=exact, stream_scale=scale)
         return out, total
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -259,10 +259,20 @@ class CudaBackend(ops.Backend):
         launch_gated(rows.contiguous(), Activations(out.view(rows.shape[1], -1)), activation)
         return out
 
+    def per_layer_inputs(self, x: torch.Tensor, tokens: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        runs = x.view(len(x), -1, len(weight))
+        return launch_head_norm(runs, weight, eps, exact=self.deterministic).view(x.shape) + tokens
+
+    def per_layer_gate(self, x: torch.Tensor, inputs: torch.Tensor, layer: int, activation: str) -> torch.Tensor:
+        dim = x.shape[1]
+        return self.gated(torch.cat((x, inputs[:, layer * dim : (layer + 1) * dim]), 1), activation)
+
     def route(
-        self, logits: torch.Tensor, params: ops.RouteParams, bias: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return launch_route(logits.contiguous(), params, bias)
+        self, logits: torch.Tensor, params: ops.RouteParams, bias: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        experts, weights = launch_route(logits.contiguous(), params, bias)
+        return experts, weights if scales is None else weights * scales[experts.long()]
 
     def grouped_linear(
         self, x: torch.Tensor, w: PackedExperts, experts: torch.Tensor, bias: torch.Tensor | None = None

@@ -37,13 +37,14 @@ def add_rms_norm_rows(
     parts, part_rows, residual, norm, out, factors, tokens, eps,
     width: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr = False,
     EXACT: tl.constexpr = False, post=None, index=None, out_scales=None, out_sums=None, weights=None,
-    K: tl.constexpr = 1, shared=None, gate=None, bias=None,
+    K: tl.constexpr = 1, shared=None, gate=None, bias=None, stream_scale=None,
 ):  # fmt: skip
     """Add parts to the residual stream and store its norm as activations of the next product.
 
     parts (SPLITS, part_rows, width). SIZE is the number of blocks of 32, rounded up to a power of two, 16 or more.
     `bias` is added to the parts' sum, `post` is the weight of a norm of it before it is added. With `index`, token t is
-    row index[t], and the stream ends here. With `out_scales`, activations are int8 blocks.
+    row index[t], and the stream ends here. With `out_scales`, activations are int8 blocks. `stream_scale`
+    multiplies the stream.
 
     With `weights` (tokens, K), parts are those of the K experts of a token, (tokens, K, width), and `shared`, times the
     sigmoid of its gate, that of the expert of all tokens."""
@@ -77,6 +78,8 @@ def add_rms_norm_rows(
             scale = tl.rsqrt(mean_square(delta, width, EXACT) + eps)
             delta = delta * scale * tl.load(post + n, mask=mask, other=0.0)
         y += delta
+        if stream_scale is not None:
+            y *= stream_scale
         if index is None:
             tl.store(residual + row * width + n, y, mask=mask)
     z = y * tl.rsqrt(mean_square(y, width, EXACT) + eps) * tl.load(norm + n, mask=mask, other=0.0)
@@ -259,10 +262,11 @@ def launch_add_norm(
     parts: torch.Tensor | None, residual: torch.Tensor, norm: torch.Tensor, eps: float,
     out: Activations | GemvActivations, post: torch.Tensor | None = None, index: torch.Tensor | None = None,
     pdl: bool = False, *, exact: bool = False, experts: WeightedExperts | None = None, bias: torch.Tensor | None = None,
+    stream_scale: float = 1.0,
 ) -> None:  # fmt: skip
     """Add parts (splits, tokens, width) and `bias`, or those of `experts`, by their own norm if `post`, to the stream;
     store its norm. With `index`, of these tokens alone, and the stream stays as it is. `exact`: sums of squares depend
-    on no order."""
+    on no order. `stream_scale` multiplies the sum."""
     tokens, width = len(residual) if index is None else len(index), residual.shape[1]
     size = num_blocks(width)
     values, factors, scales, sums, is_interleaved = targets(out)
@@ -271,6 +275,7 @@ def launch_add_norm(
     add_rms_norm_rows[(tokens,)](
         parts, parts.shape[1], residual, norm, values, factors, tokens, eps, width, size,
         splits, is_interleaved, pdl, exact, post, index, scales, sums, weights, k, shared, gate, bias,
+        None if stream_scale == 1.0 else stream_scale,
         num_warps=max(1, min(8, size // 8)), enable_fp_fusion=False, **pdl_options(pdl),
     )  # fmt: skip
 

@@ -101,7 +101,8 @@ def rope_store_qkv(
     """Rotate queries of qkv (PARTS, tokens, ...) into q_out (tokens, HEADS, DIM) and keys into their slot, and copy
     values there.
 
-    Program (heads, token); HEADS_PER_PROGRAM divides both numbers of heads. A negative slot is padding."""
+    Program (heads, token); HEADS_PER_PROGRAM divides both numbers of heads. A negative slot is padding. Without KV
+    heads nothing is stored."""
     first = tl.program_id(0) * HEADS_PER_PROGRAM
     head = first + tl.arange(0, HEADS_PER_PROGRAM)[:, None]
     t = tl.program_id(1)
@@ -117,7 +118,7 @@ def rope_store_qkv(
         if q_scale is not None:
             x *= tl.load(q_scale + tl.load(positions + t))
         store_first(q_out + (t.to(tl.int64) * HEADS + head) * DIM + i, x, DIM)
-    else:
+    elif KV_HEADS > 0:
         kv_head = (head - HEADS) % KV_HEADS
         target = ((slot // P * KV_HEADS + kv_head) * P + slot % P) * DIM + i
         if first < HEADS + KV_HEADS:
@@ -140,7 +141,8 @@ def launch_rope_store(
         for cache, values in zip(kv, wide, strict=True):
             cache.copy_(values.clamp(-E4M3_MAX, E4M3_MAX))
         return
-    (tokens, heads, dim), (kv_heads, block_size) = out.shape, kv.k.shape[1:3]
+    (tokens, heads, dim), block_size = out.shape, kv.k.shape[2]
+    kv_heads = (qkv.shape[2] // dim - heads) // 2  # 0: the layer reads the keys and values of another one
     each = gcd(heads, kv_heads, 8)  # heads of a program
     rope_store_qkv[((heads + 2 * kv_heads) // each, tokens)](
         qkv, rope.cos, rope.sin, positions, slots, out, kv.k, kv.v, heads, kv_heads, dim, rope.cos.shape[1], block_size,

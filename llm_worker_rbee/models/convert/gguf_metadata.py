@@ -29,6 +29,7 @@ from .tokenizer_export import tokenizer_keys
 _log = logging.getLogger("llm_worker_rbee")
 QUANTIZATION_VERSION = 2  # of ggml's block layouts
 MAX_INT32 = 1 << 31
+STILL = 1e30  # divisor of the frequency of a pair that is not rotated
 # Keys of one file (split set, alignment), not of the model.
 DROPPED_KEYS = ("split.no", "split.count", "split.tensors.count", "general.alignment")
 # Names in config.json of fields of ModelConfig.
@@ -113,6 +114,8 @@ def _architecture_keys(c: ModelConfig) -> dict[str, Any]:
         keys["shortconv.l_cache"] = c.conv_kernel
     if c.family.unscaled_windows and any(c.windows):
         keys["attention.sliding_window_pattern"] = [window > 0 for window in c.windows]
+    if c.family.layer_shapes:
+        keys |= _layer_keys(c)
     if c.family.multipliers:
         keys |= {
             "attention.scale": c.attention_scale,
@@ -121,6 +124,21 @@ def _architecture_keys(c: ModelConfig) -> dict[str, Any]:
             "logit_scale": c.logit_scale,
         }
     return keys | {key: value for key, value in optional.items() if value} | _scaling_keys(c)
+
+
+def _layer_keys(c: ModelConfig) -> dict[str, Any]:
+    """Return the keys of layers of different shapes."""
+    layers, window_dim = range(c.n_layers), c.window_head_dim or c.head_dim
+    return {
+        "attention.sliding_window_pattern": [window > 0 for window in c.windows],
+        "attention.head_count_kv": [c.kv_shape(i)[0] for i in layers],
+        "feed_forward_length": [c.d_ff_of(i) for i in layers],
+        "attention.key_length_swa": window_dim,
+        "attention.value_length_swa": window_dim,
+        "rope.dimension_count_swa": c.window_rope_dim or c.rope_dim,
+        "attention.shared_kv_layers": c.shared_kv_layers,
+        "embedding_length_per_layer_input": c.layer_input_dim,
+    }
 
 
 def _scaling_keys(c: ModelConfig) -> dict[str, Any]:
@@ -149,6 +167,9 @@ def rope_tensors(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Tenso
         return {}
     if s.kind == "longrope":
         lists = {"rope_factors_long.weight": s.long_factors, "rope_factors_short.weight": s.short_factors}
+    elif s.kind == "proportional":
+        table = rope_table(config, local=False, max_context=config.context_length)
+        lists = {"rope_freqs.weight": tuple(s.factor if turns else STILL for turns in table.inv_freq > 0)}
     elif s.kind == "llama3":
         plain = inverse_frequencies(config.rope_base, config.rope_dim)
         scaled = scaled_table(plain, config.rope_base, s, config.context_length).inv_freq
@@ -183,7 +204,7 @@ def _table(config: ModelConfig, source: ModelConfig, local: bool, context: int) 
     s, scaling = source.rope_scaling, config.rope_scaling
     if s.kind == "longrope":
         scaling = replace(scaling, kind=s.kind, short_factors=s.short_factors, long_factors=s.long_factors)
-    elif s.kind == "llama3":
+    elif s.kind in ("llama3", "proportional"):
         scaling = s
     return rope_table(replace(config, rope_scaling=scaling), local=local, max_context=context)
 
