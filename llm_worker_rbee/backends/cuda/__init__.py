@@ -32,10 +32,11 @@ from .attention_prefill import (
     query_dtype,
     query_tiles,
 )
+from .causal_conv import StateInputs, launch_conv
 from .device import upload
 from .elementwise import ACTIVATIONS, launch_add_norm, launch_embedding, launch_gated, launch_head_norm
 from .experts import combine, grouped_linear, launch_route, pack_experts
-from .gated_delta import StateInputs, launch_delta, launch_gate
+from .gated_delta import launch_delta, launch_gate
 from .linear import BatchedLinear
 from .packed_weight import E4M3, Activations, PackedExperts, PackedWeight, merge_parts
 from .repack import pack_weight
@@ -220,11 +221,7 @@ class CudaBackend(ops.Backend):
         self, qkv: torch.Tensor, z: torch.Tensor, gates: torch.Tensor, params: ops.GatedDeltaParams,
         weights: ops.GatedDeltaWeights, state: StateLayer, batch: ops.Batch,
     ) -> torch.Tensor:  # fmt: skip
-        def upload_slots() -> StateInputs:
-            arrays = batch.query_start, batch.state_in, batch.state_out
-            return StateInputs(*(upload(array, self.torch_device) for array in arrays))
-
-        slots = self._once((batch, batch.state_out), upload_slots)
+        slots = self._state_inputs(batch)
         mixed = launch_delta(qkv.contiguous(), gates.contiguous(), params, weights, state, slots)
         out = self._empty(*mixed.shape)
         launch_gate(mixed, z.contiguous(), Activations(out), weights.norm, params.eps)
@@ -245,10 +242,17 @@ class CudaBackend(ops.Backend):
         self, x: torch.Tensor, weight: torch.Tensor, state: StateLayer, batch: ops.Batch, activation: str = "",
         gated: bool = False,
     ) -> torch.Tensor:  # fmt: skip
-        on_host = StateLayer(state.conv.cpu().numpy())
-        made = reference.causal_conv(x.cpu().numpy(), weight.cpu().numpy(), on_host, batch, activation, gated)
-        state.conv.copy_(torch.as_tensor(on_host.conv))
-        return torch.as_tensor(made, device=self.torch_device)
+        slots, one_token = self._state_inputs(batch), len(batch.state_in) == len(batch.state_out)
+        return launch_conv(x.contiguous(), weight, state, slots, activation, gated=gated, one_token=one_token)
+
+    def _state_inputs(self, batch: ops.Batch) -> StateInputs:
+        def upload_slots() -> StateInputs:
+            requests = np.repeat(np.arange(len(batch.state_in)), np.diff(batch.query_start))
+            arrays = batch.query_start, batch.state_in, batch.state_out, requests
+            return StateInputs(*(upload(array, self.torch_device) for array in arrays))
+
+        slots: StateInputs = self._once((batch, batch.state_out), upload_slots)
+        return slots
 
     def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         if activation not in ACTIVATIONS:  # no kernel has it

@@ -6,13 +6,12 @@ through it in their order: the bits of a token depend on no other request, and n
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
 from ..ops import GatedDeltaParams, GatedDeltaWeights, StateLayer
+from .causal_conv import StateInputs
 from .device import is_interpreted, pdl_options
 from .elementwise import num_blocks, store_row, targets
 from .intrinsics import launch_next, wait_for_previous
@@ -20,14 +19,7 @@ from .packed_weight import Activations, GemvActivations
 
 COLUMNS = 16  # of a state, in a program
 DELTA_WARPS = 2
-
-
-class StateInputs(NamedTuple):
-    """The slots of a step on the device."""
-
-    query_start: torch.Tensor  # (requests + 1,)
-    state_in: torch.Tensor  # (requests,)
-    state_out: torch.Tensor  # (tokens,)
+MAX_REQUESTS = 64  # programs for each part of a state: they go on with further requests
 
 
 @triton.jit
@@ -44,41 +36,45 @@ def softplus(x):
 
 @triton.jit
 def delta_tokens(
-    qkv, gates, a, dt_bias, matrices, query_start, state_in, state_out, out, qk_scale,
+    qkv, gates, a, dt_bias, matrices, query_start, state_in, state_out, out, requests, qk_scale,
     K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, IS_TILED: tl.constexpr,
     K_SIZE: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Take the tokens of a request through COLUMNS columns of the state of a value head.
+    """Take the tokens of some requests through COLUMNS columns of the state of a value head.
 
-    Program (columns, value head, request). qkv (tokens, channels), gates (tokens, 2 * V_HEADS): beta, then alpha. The
+    Program (columns, value head, requests). qkv (tokens, channels), gates (tokens, 2 * V_HEADS): beta, then alpha. The
     state is stored where `state_out` says, if that is not negative. out (tokens, V_HEADS, V_DIM)."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    head, request = tl.program_id(1), tl.program_id(2)
+    head = tl.program_id(1)
     row = tl.arange(0, K_SIZE)
     in_row, in_column = row < K_DIM, column < V_DIM
     place = head * (K_DIM * V_DIM) + row[:, None] * V_DIM + column[None, :]
-    mask = in_row[:, None] & in_column[None, :]
     k_head = head % K_HEADS if IS_TILED else head // (V_HEADS // K_HEADS)
     rate, bias = tl.load(a + head), tl.load(dt_bias + head)
     launch_next(PDL)
     wait_for_previous(PDL)
-    first, end = tl.load(query_start + request), tl.load(query_start + request + 1)
-    slot = tl.load(state_in + request).to(tl.int64)
     size = V_HEADS * K_DIM * V_DIM
-    state = tl.load(matrices + slot * size + place, mask=mask & (slot >= 0) & (first < end), other=0.0)
-    for t in range(first, end):
-        at = qkv + t.to(tl.int64) * (2 * K_HEADS * K_DIM + V_HEADS * V_DIM)
-        q = normalize(tl.load(at + k_head * K_DIM + row, mask=in_row, other=0.0)) * qk_scale
-        k = normalize(tl.load(at + (K_HEADS + k_head) * K_DIM + row, mask=in_row, other=0.0))
-        v = tl.load(at + 2 * K_HEADS * K_DIM + head * V_DIM + column, mask=in_column, other=0.0)
-        gate = gates + t.to(tl.int64) * (2 * V_HEADS) + head
-        state *= tl.exp(rate * softplus(tl.load(gate + V_HEADS) + bias))
-        delta = (v - tl.sum(state * k[:, None], 0)) / (1.0 + tl.exp(-tl.load(gate)))
-        state += k[:, None] * delta[None, :]
-        to = out + (t.to(tl.int64) * V_HEADS + head) * V_DIM + column
-        tl.store(to, tl.sum(state * q[:, None], 0), mask=in_column)
-        written = tl.load(state_out + t).to(tl.int64)
-        tl.store(matrices + written * size + place, state, mask=mask & (written >= 0))
+    for request in range(tl.program_id(2), requests, tl.num_programs(2)):
+        first, end = tl.load(query_start + request), tl.load(query_start + request + 1)
+        slot = tl.load(state_in + request).to(tl.int64)
+        rows = tl.where(slot >= 0, tl.where(first < end, K_DIM, 0), 0)
+        held = (row < rows)[:, None] & in_column[None, :]
+        state = tl.load(matrices + slot * size + place, mask=held, other=0.0)
+        for i in range(end - first):
+            t = first.to(tl.int64) + i
+            at = qkv + t * (2 * K_HEADS * K_DIM + V_HEADS * V_DIM)
+            q = normalize(tl.load(at + k_head * K_DIM + row, mask=in_row, other=0.0)) * qk_scale
+            k = normalize(tl.load(at + (K_HEADS + k_head) * K_DIM + row, mask=in_row, other=0.0))
+            v = tl.load(at + 2 * K_HEADS * K_DIM + head * V_DIM + column, mask=in_column, other=0.0)
+            gate = gates + t * (2 * V_HEADS) + head
+            state *= tl.exp(rate * softplus(tl.load(gate + V_HEADS).to(tl.float32) + bias))
+            delta = (v - tl.sum(state * k[:, None], 0)) / (1.0 + tl.exp(-tl.load(gate).to(tl.float32)))
+            state += k[:, None] * delta[None, :]
+            to = out + (t * V_HEADS + head) * V_DIM + column
+            tl.store(to, tl.sum(state * q[:, None], 0), mask=in_column)
+            written = tl.load(state_out + t).to(tl.int64)
+            if written >= 0:
+                tl.store(matrices + written * size + place, state, mask=in_row[:, None] & in_column[None, :])
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -96,7 +92,7 @@ def gate_rows(
     launch_next(PDL)
     wait_for_previous(PDL)
     y = tl.load(x + t * width + n, mask=mask, other=0.0).to(tl.float32)
-    g = tl.load(gate + t * gate_stride + gate_first + n, mask=mask, other=0.0)
+    g = tl.load(gate + t * gate_stride + gate_first + n, mask=mask, other=0.0).to(tl.float32)
     if norm is not None:
         heads = tl.reshape(y, (SIZE * 32 // DIM, DIM))
         heads = heads * tl.rsqrt(tl.sum(heads * heads, 1) / DIM + eps)[:, None]
@@ -118,9 +114,11 @@ def launch_delta(
     p = params
     out = torch.empty(len(qkv), p.v_heads * p.v_dim, device=qkv.device)
     columns = min(64 if is_interpreted() else COLUMNS, p.v_dim)
-    delta_tokens[(triton.cdiv(p.v_dim, columns), p.v_heads, len(slots.state_in))](
-        qkv, gates, weights.a, weights.dt_bias, state.matrix, *slots, out, p.k_dim**-0.5, p.k_heads, p.v_heads, p.k_dim,
-        p.v_dim, p.is_tiled, triton.next_power_of_2(p.k_dim), columns, pdl, num_warps=DELTA_WARPS, **pdl_options(pdl),
+    requests = len(slots.state_in)
+    delta_tokens[(triton.cdiv(p.v_dim, columns), p.v_heads, min(requests, MAX_REQUESTS))](
+        qkv, gates, weights.a, weights.dt_bias, state.matrix, *slots[:3], out, requests, p.k_dim**-0.5, p.k_heads,
+        p.v_heads, p.k_dim, p.v_dim, p.is_tiled, triton.next_power_of_2(p.k_dim), columns, pdl, num_warps=DELTA_WARPS,
+        **pdl_options(pdl),
     )  # fmt: skip
     return out
 

@@ -1,0 +1,69 @@
+"""Layers with a state under Triton's interpreter: the convolution, the gated delta rule and gates against the
+reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from llm_worker_rbee.backends.cuda import CudaBackend  # noqa: E402
+from llm_worker_rbee.backends.ops import GatedDeltaParams, GatedDeltaWeights, StateLayer  # noqa: E402
+from llm_worker_rbee.backends.reference import ReferenceBackend  # noqa: E402
+from tests.backends.test_gated_delta import SMALL, last_of_each, make_batch, make_case, random_states  # noqa: E402
+
+cuda, reference = CudaBackend(), ReferenceBackend()
+# Tokens and slots of requests: one that begins, one in its slot, one in another, one that stores nothing; drafts.
+STEPS = {
+    "prompts": ([5, 2, 9, 1], [-1, 1, 5, 3], last_of_each([5, 2, 9, 1], [0, 1, 2, -1])),
+    "decode": ([1, 1, 1], [2, -1, 4], [2, 0, 5]),
+    "drafts": ([4, 1], [3, 1], [3, 0, 4, 2, 1]),
+}
+
+
+def upload(values: Any) -> Any:
+    return torch.tensor(values, device=cuda.torch_device)
+
+
+def upload_states(state: StateLayer) -> StateLayer:
+    return StateLayer(*map(upload, state))
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("gated", [False, True])
+def test_convolution_equals_reference(step: str, gated: bool, rng: np.random.Generator) -> None:
+    lengths, state_in, state_out = STEPS[step]
+    channels, batch = 40, make_batch(lengths, state_in, state_out)
+    x = rng.standard_normal((sum(lengths), 3 * channels if gated else 64)).astype(np.float32)
+    weight = rng.standard_normal((channels, 4)).astype(np.float32)
+    state = StateLayer(rng.standard_normal((6, 3, channels)).astype(np.float32))
+    there, activation = upload_states(state), "" if gated else "silu"
+    found = cuda.causal_conv(upload(x), upload(weight), there, batch, activation, gated)
+    expected = reference.causal_conv(x, weight, state, batch, activation, gated)
+    np.testing.assert_allclose(found.cpu(), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(there.conv.cpu(), state.conv)
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("params", [SMALL, SMALL._replace(is_tiled=True), GatedDeltaParams(1, 2, 24, 64, 1e-5)])
+def test_gated_delta_equals_reference(step: str, params: GatedDeltaParams) -> None:
+    lengths, state_in, state_out = STEPS[step]
+    case, state, batch = (
+        make_case(params, sum(lengths)),
+        random_states(params),
+        make_batch(lengths, state_in, state_out),
+    )
+    arrays, there = [upload(x) for x in case[:3]], upload_states(state)
+    found = cuda.gated_delta(*arrays, params, GatedDeltaWeights(*map(upload, case.weights)), there, batch)
+    np.testing.assert_allclose(found.cpu(), reference.gated_delta(*case, state, batch), rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(there.matrix.cpu(), state.matrix, rtol=1e-4, atol=1e-5)
+
+
+def test_sigmoid_gate_equals_reference(rng: np.random.Generator) -> None:
+    x, gate = (4 * rng.standard_normal((3, 96)).astype(np.float32) for _ in range(2))
+    found = cuda.sigmoid_gate(upload(x), upload(gate))
+    np.testing.assert_allclose(found.cpu(), reference.sigmoid_gate(x, gate), rtol=1e-5, atol=1e-6)
