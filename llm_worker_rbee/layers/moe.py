@@ -58,6 +58,6 @@ class ParallelExperts:
 
     def __call__(self, ops: Backend, x: Array, residual: Array) -> Array:
         """Return the sum of the MLP's result `x` and of the experts': (T, width)."""
-        routed = self.router_norm(ops, residual)
+        dense, routed = self.mlp_post_norm(ops, x), self.router_norm(ops, residual)
         made = self.moe(ops, self.norm(ops, residual), routed)
-        return ops.add(self.post_norm(ops, made), self.mlp_post_norm(ops, x))
+        return ops.add(self.post_norm(ops, made), dense)

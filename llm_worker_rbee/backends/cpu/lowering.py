@@ -51,9 +51,14 @@ def _is_of_rows(node: Node) -> bool:
     return len(node.fused[0]["x"].shape) == 2 and have_one_eps(node)
 
 
+def _norms_the_delta(node: Node) -> bool:
+    norm, (add,) = node.part("rms_norm"), node.parts("add")
+    return _is_of_rows(node) and (norm is None or add["x"] is norm.output)
+
+
 REWRITES = (
     Rewrite("norm", "rms_norm? take? take? add_rms_norm* quantize?", _is_of_rows),
-    Rewrite("add", "rms_norm? add* quantize?", _is_of_rows),
+    Rewrite("add", "rms_norm? add* quantize?", _norms_the_delta),
     Rewrite("norm", "rms_norm* quantize?", _is_of_rows),
     Rewrite("rope_kv_write", "split_heads rms_norm? rms_norm? rms_norm? rope_store", have_one_eps),
     Rewrite("attention", "attention* quantize", lambda node: can_quantize_output(node.fused[0]["q"].shape[2])),
