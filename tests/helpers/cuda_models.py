@@ -13,6 +13,7 @@ from llm_worker_rbee.backends.ops import AttentionParams, Batch, RopeTable, Rout
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.bench.synthetic import Shape, Spec, checkpoint
 from llm_worker_rbee.cache import KVCache
+from llm_worker_rbee.layers.attention import Attention
 from llm_worker_rbee.layers.block import Block
 from llm_worker_rbee.layers.linear import Linear
 from llm_worker_rbee.layers.moe import GroupedLinear, MoE
@@ -75,28 +76,41 @@ def with_features(
     return made if model.fused is None else replace(made, fused=ops.fuse(made.graph))
 
 
-def with_experts(model: Transformer, kind: str, *, shared: bool = False, gate: bool = False) -> Transformer:
-    """Return the model with random experts in the place of its MLPs; fused if it was."""
+def with_experts(
+    model: Transformer, kind: str, *, shared: bool = False, gate: bool = False, oai: bool = False
+) -> Transformer:
+    """Return the model with random experts in the place of its MLPs; fused if it was. `oai`: with the biases, the
+    activation and the sinks of gpt-oss."""
     random, c, ops = np.random.default_rng(3), model.config, model.ops
 
     def matrix(rows: int, columns: int, name: str = kind) -> Any:
         return random_tensor(name, rows, columns, random, 0.02)
 
+    def bias(*shape: int) -> Any:
+        return ops.prepare_vector(random.standard_normal(shape).astype(np.float32)) if oai else None
+
     def experts(blocks: int, rows: int, columns: int) -> GroupedLinear:
-        return GroupedLinear(ops.prepare_experts([[matrix(rows, columns) for _ in range(blocks)] for _ in range(5)]))
+        made = ops.prepare_experts([[matrix(rows, columns) for _ in range(blocks)] for _ in range(5)])
+        return GroupedLinear(made, bias(5, blocks * rows))
 
     def mlp() -> MoE:
-        router = Linear(ops.prepare([matrix(5, c.d_model, "F32")]))
+        router = Linear(ops.prepare([matrix(5, c.d_model, "F32")]), bias(5))
         more = SwiGLU(
             Linear(ops.prepare([matrix(2 * c.d_ff, c.d_model)])), Linear(ops.prepare([matrix(c.d_model, c.d_ff)]))
         )
         of_shared = Linear(ops.prepare([matrix(1, c.d_model, "F32")]))
         return MoE(
             router, RouteParams(3), experts(2, c.d_ff, c.d_model), experts(1, c.d_model, c.d_ff),
-            shared=more if shared else None, shared_gate=of_shared if gate else None,
+            activation="swiglu_oai" if oai else "silu", shared=more if shared else None,
+            shared_gate=of_shared if gate else None,
         )  # fmt: skip
 
-    made = replace(model, blocks=tuple(replace(block, mlp=mlp()) for block in model.blocks), fused=None)
+    def block(before: Block) -> Block:
+        assert isinstance(before.attention, Attention)
+        output = replace(before.attention.output, bias=bias(c.d_model))
+        return replace(before, attention=replace(before.attention, sinks=bias(c.n_heads), output=output), mlp=mlp())
+
+    made = replace(model, blocks=tuple(map(block, model.blocks)), fused=None)
     return made if model.fused is None else replace(made, fused=ops.fuse(made.graph))
 
 

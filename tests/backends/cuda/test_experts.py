@@ -83,10 +83,17 @@ def test_grouped_linear_equals_reference(kinds: tuple[str, ...], backend: Any, r
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("Q4_K", {"shared": False}), ("Q8_0", {"shared": True, "gate": True}), ("F16", {"shared": True})],
+    [
+        ("Q4_K", {"shared": False}),
+        ("Q8_0", {"shared": True, "gate": True}),
+        ("F16", {"shared": True}),
+        ("MXFP4", {"oai": True}),
+        ("BF16", {"oai": True}),
+    ],
 )
 def test_steps_match_reference(kind: str, options: dict[str, Any]) -> None:
-    made = cuda_models.random_checkpoint(cuda_models.PLAIN._replace(layers=2), "Q4_0" if kind != "F16" else "F16")
+    dense = kind if kind in ("F16", "BF16") else "Q4_0"
+    made = cuda_models.random_checkpoint(cuda_models.PLAIN._replace(layers=2), dense)
     models = [cuda_models.with_experts(model, kind, **options) for model in cuda_models.load_both(made, cuda)]
     assert models[0].fused is not None
     lines = [line.component for line in models[0].fused.program("float32")]
