@@ -18,7 +18,17 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from llm_worker_rbee.backends.cuda import attention_prefill, elementwise, gemm, gemv, op_parts, rope, sampling_kernels
+from llm_worker_rbee.backends.cuda import (
+    attention_prefill,
+    causal_conv,
+    elementwise,
+    gated_delta,
+    gemm,
+    gemv,
+    op_parts,
+    rope,
+    sampling_kernels,
+)
 from llm_worker_rbee.backends.cuda.attention_decode import decode_attention, decode_attention_gqa
 from llm_worker_rbee.backends.cuda.compact_kinds import CODEBOOKS, COMPACT_KINDS
 from llm_worker_rbee.backends.cuda.linear_small_batch import E4M3_TILES
@@ -27,13 +37,15 @@ from llm_worker_rbee.backends.cuda.packed_weight import PAIRED_SCALES
 F, H, B16, F8, I4, I2, I8, D = "*fp32", "*fp16", "*bf16", "*fp8e4nv", "*i32", "*i16", "*i8", "*fp64"
 PARAMETERS_BY_TYPE = {
     F: "x_scales x_sums squares out residual norm out_scales out_sums out_squares factors qkv cos sin partial "
-    "stats logits parts k v weight total q_norm k_norm bias q_scale sinks",
+    "stats logits parts k v weight total gates a dt_bias matrices gate q_norm k_norm bias q_scale sinks",
     I4: "x_codes low high block_tables positions counters ids slot_mapping query_start context_len tile_request "
-    "tile_first num_tiles ints chosen top_ids pending wanted mask_index masks",
+    "tile_first num_tiles ints chosen top_ids pending wanted mask_index masks state_in state_out "
+    "num_requests token_request",
     H: "scales x",
     B16: "w k_cache v_cache q_out q",
-    "fp32": "eps unit scale",
+    "fp32": "eps unit scale qk_scale",
 }
+DELTA_HEADS = {"K_HEADS": 16, "V_HEADS": 32, "K_DIM": 128, "V_DIM": 128, "IS_TILED": True}
 TYPES = {name: kind for kind, names in PARAMETERS_BY_TYPE.items() for name in names.split()}
 COMPACT = ("q2_k", "q3_k", "tq1_0", "iq4_xs", "iq2_s", "iq3_s", "iq1_m")  # one for each way of making codes
 COMPACT_GEMM = ("q3_k", "iq4_xs", "iq2_s")  # compiling takes seconds
@@ -207,6 +219,22 @@ def other_cases() -> dict[str, Case]:
         "swiglu_rows": (
             elementwise.swiglu_rows, {"out": H}, {"num_warps": 16},
             {"width": 11008, "SIZE": 512, "SPLITS": 2, "INTERLEAVED": True},
+        ),
+        "conv_tokens": (
+            causal_conv.conv_tokens, {"x": F, "state": F}, {"num_warps": 4},
+            {"CHANNELS": 8192, "KERNEL": 4, "SILU": True, "GATED": False, "BLOCK": 256, "WRITES": True, "PDL": True},
+        ),
+        "conv_states": (
+            causal_conv.conv_states, {"x": B16, "state": F}, {"num_warps": 4},
+            {"CHANNELS": 2048, "KERNEL": 3, "GATED": True, "BLOCK": 256, "RUN": 128, "TAIL": 2},
+        ),
+        "delta_tokens": (
+            gated_delta.delta_tokens, {}, {"num_warps": gated_delta.DELTA_WARPS},
+            {**DELTA_HEADS, "K_SIZE": 128, "COLUMNS": gated_delta.COLUMNS, "PDL": True},
+        ),
+        "gate_rows": (
+            gated_delta.gate_rows, {"x": F, "out": H, "norm": F}, {"num_warps": 8},
+            {"width": 4096, "SIZE": 128, "INTERLEAVED": True, "DIM": 128},
         ),
         "fill_pending_ids": (elementwise.fill_pending_ids, {}, {"num_warps": 2}, {"BLOCK": 256}),
         "argmax_rows": (sampling_kernels.argmax_rows, {"out": I4}, {"num_warps": 16}, {"BLOCK": 4096}),

@@ -119,7 +119,7 @@ class Requests:
 
     def __init__(self, model: Transformer, n: int, kv_type: str, blocks_each: int = 8, size: int = P) -> None:
         self.size = size
-        self.cache = KVCache(model.ops, model.config, n * blocks_each + 1, size, kv_type)
+        self.cache = KVCache(model.ops, model.config, n * blocks_each + 1, size, kv_type, n_slots=n)
         order = np.random.default_rng(3).permutation(n * blocks_each) + 1
         self.tables = order.reshape(n, blocks_each)
         self.done = np.zeros(n, np.int64)
@@ -136,10 +136,15 @@ class Requests:
         size = self.size
         tables = self.tables[list(requests)][:, : -(-int(stops.max()) // size)]
         self.done[list(requests)] = stops
+        states = {}
+        if self.cache.n_slots:  # each request has the slot of its number
+            states["state_in"] = np.where(starts > 0, requests, -1)
+            states["state_out"] = np.full(len(ids), -1)
+            states["state_out"][query_start[1:] - 1] = requests
         return Batch(
             ids=ids, positions=positions, slot_mapping=tables[owners, positions // size] * size + positions % size,
             query_start=query_start, context_len=stops, block_table=tables,
-            logits_index=np.arange(len(ids)) if logits_of_all else query_start[1:] - 1,
+            logits_index=np.arange(len(ids)) if logits_of_all else query_start[1:] - 1, **states,
         )  # fmt: skip
 
 

@@ -248,7 +248,8 @@ class CudaBackend(ops.Backend):
     def _state_inputs(self, batch: ops.Batch) -> StateInputs:
         def upload_slots() -> StateInputs:
             requests = np.repeat(np.arange(len(batch.state_in)), np.diff(batch.query_start))
-            arrays = batch.query_start, batch.state_in, batch.state_out, requests
+            count = np.array([len(batch.state_in)])
+            arrays = batch.query_start, batch.state_in, batch.state_out, requests, count
             return StateInputs(*(upload(array, self.torch_device) for array in arrays))
 
         slots: StateInputs = self._once((batch, batch.state_out), upload_slots)

@@ -18,15 +18,17 @@ from .intrinsics import launch_next, wait_for_previous
 
 BLOCK = 256  # channels of a program
 RUN = 128  # tokens that are searched for slots at once
+MAX_REQUESTS = 64  # programs for each part of a state: they go on with further requests
 
 
 class StateInputs(NamedTuple):
     """The slots of a step; padding is no request and no slot (-1)."""
 
-    query_start: torch.Tensor  # (requests + 1,), padding less than the number of tokens
+    query_start: torch.Tensor  # (requests + 1,)
     state_in: torch.Tensor  # (requests,)
     state_out: torch.Tensor  # (tokens,)
     token_request: torch.Tensor  # (tokens,)
+    num_requests: torch.Tensor  # (1,)
 
 
 @triton.jit
@@ -77,36 +79,34 @@ def conv_tokens(
 
 @triton.jit
 def conv_states(
-    x, state, query_start, state_in, state_out, width,
+    x, state, query_start, state_in, state_out, num_requests, width,
     CHANNELS: tl.constexpr, KERNEL: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr,
     TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Store the states of a request: program (channels, request). TAIL is KERNEL - 1, rounded up to a power of two."""
-    c, request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
-    first, end = tl.load(query_start + request), tl.load(query_start + request + 1)
-    slot = tl.load(state_in + request).to(tl.int64)
-    j = tl.arange(0, TAIL)[:, None]
-    place = j * CHANNELS + c[None, :]
-    mask = (c < CHANNELS)[None, :] & (j < KERNEL - 1)
-    size = (KERNEL - 1) * CHANNELS
-    has_tail = (c < CHANNELS)[None, :] & (j < tl.where(slot >= 0, KERNEL - 1, 0))
-    tail = tl.load(state + slot * size + place, mask=has_tail, other=0.0)  # before anything is written
-    for start in range(first, end, RUN):
-        run = start + tl.arange(0, RUN)
-        slots = tl.load(state_out + run, mask=run < end, other=-1)
-        if tl.max(slots, 0) >= 0:
-            for t in range(start, tl.minimum(start + RUN, end)):
-                written = tl.load(state_out + t).to(tl.int64)
-                if written >= 0:
-                    i = t - first - (KERNEL - 2) + j  # of the input for each row
-                    at = x + (first + i).to(tl.int64) * width + c[None, :]
-                    value = tl.load(at, mask=mask & (i >= 0), other=0.0).to(tl.float32)
-                    if GATED:
-                        value *= tl.load(at + 2 * CHANNELS, mask=mask & (i >= 0), other=0.0).to(tl.float32)
-                    for row in tl.static_range(KERNEL - 1):  # of the state before, for the first tokens
-                        kept = tl.sum(tl.where(j == row, tail, 0.0), 0)
-                        value += tl.where(i + (KERNEL - 1) == row, kept[None, :], 0.0)
-                    tl.store(state + written * size + place, value, mask=mask)
+    """Store the states of some requests: program (channels, requests). TAIL: KERNEL - 1, rounded up to a power of 2."""
+    c, j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, TAIL)[:, None]
+    place, in_channels = j * CHANNELS + c[None, :], (c < CHANNELS)[None, :]
+    mask, size = in_channels & (j < KERNEL - 1), (KERNEL - 1) * CHANNELS
+    for request in range(tl.program_id(1), tl.load(num_requests), tl.num_programs(1)):
+        first, end = tl.load(query_start + request), tl.load(query_start + request + 1)
+        slot = tl.load(state_in + request).to(tl.int64)
+        has_tail = in_channels & (j < tl.where(slot >= 0, KERNEL - 1, 0))
+        tail = tl.load(state + slot * size + place, mask=has_tail, other=0.0)  # before anything is written
+        for start in range(first, end, RUN):
+            run = start + tl.arange(0, RUN)
+            if tl.max(tl.load(state_out + run, mask=run < end, other=-1), 0) >= 0:
+                for t in range(start, tl.minimum(start + RUN, end)):
+                    written = tl.load(state_out + t).to(tl.int64)
+                    if written >= 0:
+                        i = t - first - (KERNEL - 2) + j  # of the input for each row
+                        at = x + (first + i).to(tl.int64) * width + c[None, :]
+                        value = tl.load(at, mask=mask & (i >= 0), other=0.0).to(tl.float32)
+                        if GATED:
+                            value *= tl.load(at + 2 * CHANNELS, mask=mask & (i >= 0), other=0.0).to(tl.float32)
+                        for row in tl.static_range(KERNEL - 1):  # of the state before, for the first tokens
+                            kept = tl.sum(tl.where(j == row, tail, 0.0), 0)
+                            value += tl.where(i + (KERNEL - 1) == row, kept[None, :], 0.0)
+                        tl.store(state + written * size + place, value, mask=mask)
 
 
 def launch_conv(
@@ -121,12 +121,12 @@ def launch_conv(
     block = 1024 if is_interpreted() else BLOCK
     grid = triton.cdiv(channels, block)
     conv_tokens[(grid, len(x))](
-        x, weight, state.conv, *slots, out, x.shape[1], channels, kernel, activation == "silu", gated, block,
+        x, weight, state.conv, *slots[:4], out, x.shape[1], channels, kernel, activation == "silu", gated, block,
         one_token, pdl, num_warps=4, **pdl_options(pdl),
     )  # fmt: skip
     if not one_token:
-        conv_states[(grid, len(slots.state_in))](
-            x, state.conv, slots.query_start, slots.state_in, slots.state_out, x.shape[1], channels, kernel, gated,
-            block, RUN, triton.next_power_of_2(kernel - 1), num_warps=4,
+        conv_states[(grid, min(len(slots.state_in), MAX_REQUESTS))](
+            x, state.conv, *slots[:3], slots.num_requests, x.shape[1], channels, kernel, gated, block, RUN,
+            triton.next_power_of_2(kernel - 1), num_warps=4,
         )  # fmt: skip
     return out

@@ -23,7 +23,17 @@ from .attention_prefill import QUERY_TILE, SMALL_QUERY_TILE
 from .cuda_graphs import CudaGraphs
 from .device import activate, as_memory_error
 from .forward import Forward, StepInputs
-from .fused_ops import Attention, EmbedNorm, ExpertsAddNorm, FusedOp, Logits, describe, distinct_layers, fuse_graph
+from .fused_ops import (
+    Attention,
+    EmbedNorm,
+    ExpertsAddNorm,
+    FusedOp,
+    GatedDelta,
+    Logits,
+    describe,
+    distinct_layers,
+    fuse_graph,
+)
 from .rope import CosSin
 from .step_inputs import ARRAYS_PER_TOKEN, NO_BATCH, InputStaging, step_arrays, total_size
 from .step_sizes import (
@@ -60,6 +70,7 @@ class Decoder:
         self._ropes: dict[int, CosSin] = {}  # by id of the RoPE table
         self._num_positions = 0
         self._graph_cache: weakref.ref[Any] | None = None  # the first tensor of the KV cache that graphs write to
+        self._has_states = any(isinstance(op, GatedDelta) for op in ops)
         self._max_gemv = max_gemv_tokens(ops, batch_invariant=batch_invariant)
 
     def __call__(self, batch: Batch, kv: Sequence[LayerCache]) -> torch.Tensor:
@@ -116,7 +127,7 @@ class Decoder:
 
     def _stage(self, batch: Batch, sizes: StepSizes, decoding: int, kv: Sequence[LayerCache]) -> StepInputs:
         """Copy the arrays of a step to the device, of a graph to the addresses that it holds."""
-        arrays = step_arrays(batch, sizes, decoding, self._tile_queries)
+        arrays = step_arrays(batch, sizes, decoding, self._tile_queries, has_states=self._has_states)
         if sizes.is_captured and self.staging.reserve_static(total_size(arrays)):
             self.graphs.clear()
         inputs = self.staging.copy_to_device(batch, arrays, is_static=sizes.is_captured)
@@ -191,8 +202,9 @@ def max_gemv_tokens(ops: Sequence[FusedOp], *, batch_invariant: bool) -> int:
     experts = [op for op in ops if isinstance(op, ExpertsAddNorm)]
     if not all(len(op.w.parts) == 1 and op.w.is_packed and op.down.is_packed for op in experts):
         return 0  # gate and up of a GEMV are one matrix
-    layers = (op for op in ops if not isinstance(op, EmbedNorm | Logits))
-    weights = (op.qkv if isinstance(op, Attention) else op.w for op in layers)
+    mixers = [op for op in ops if isinstance(op, Attention | GatedDelta)]
+    weights = [op.w for op in ops if not isinstance(op, Attention | GatedDelta | EmbedNorm | Logits)]
+    weights += [w for op in mixers for w in (op.qkv, op.gate) if w is not None]
     return SMALL_BATCH if all(w.is_packed or w.is_fp8 for w in weights) else 1
 
 

@@ -17,6 +17,7 @@ import torch
 from ..ops import LayerCache
 from .attention_decode import launch_decode_attention, split_kv_config, split_kv_scratch
 from .attention_prefill import QueryTiles, launch_prefill_attention, query_dtype
+from .causal_conv import StateInputs, launch_conv
 from .device import has_pdl, is_interpreted
 from .elementwise import WeightedExperts, launch_add_norm, launch_embedding, launch_gated
 from .experts import (
@@ -33,11 +34,13 @@ from .fused_ops import (
     EmbedNorm,
     ExpertsAddNorm,
     FusedOp,
+    GatedDelta,
     GatedLinear,
     LinearAddNorm,
     Logits,
     SharedExpert,
 )
+from .gated_delta import launch_delta, launch_gate
 from .gemv import GATED, RESIDUAL
 from .linear import MAX_SPLITS, BatchedLinear, gemm_dense_batch_invariant, sum_splits
 from .linear_small_batch import Stream, empty_gemv_activations, launch_gemv
@@ -113,6 +116,8 @@ class Forward:
                     x = self.embed(op)
                 case Attention():
                     x, name = self.attend(op, x), "o"
+                case GatedDelta():
+                    x, name = self.mix(op, x), "o"
                 case GatedLinear():
                     x, name = self.gate(op, x), "down"
                 case LinearAddNorm():
@@ -280,6 +285,8 @@ class Forward:
         step, following = self.step, op.following
         qkv = self._multiply("qkv", x, op.qkv, QKV_SPLITS)
         self.mark("qkv")
+        if op.gate is not None:
+            return self._attend_gated(op, op.gate, x, qkv)
         if step.takes_gemv:
             out: Any = empty_gemv_activations(following, step.tokens, self.device)
             self._decode(qkv, op, out)
@@ -288,15 +295,56 @@ class Forward:
         make = torch.zeros if is_interpreted() else torch.empty  # padding rows are not written
         dtype = following.dense_dtype if takes_rows else torch.float32
         out = make(step.tokens, following.columns, dtype=dtype, device=self.device)
-        if step.decoding:
-            self._decode(qkv, op, out)
-        if "tile_first" in step.arrays:
-            self._prefill(qkv, op, out)
+        self._attend_rows(qkv, op, out)
         if takes_rows:
             return Activations(out, None, False)
         converted = self.linear.convert(out, following)
         self.mark("quantize")
         return converted
+
+    def _attend_rows(self, qkv: torch.Tensor, op: Attention, out: torch.Tensor) -> None:
+        if self.step.decoding:
+            self._decode(qkv, op, out)
+        if "tile_first" in self.step.arrays:
+            self._prefill(qkv, op, out)
+
+    def _attend_gated(self, op: Attention, w: PackedWeight, x: AnyActivations, qkv: torch.Tensor) -> AnyActivations:
+        """Attend, and multiply by the sigmoid of the gate."""
+        make = torch.zeros if is_interpreted() else torch.empty  # padding rows are not written
+        rows = make(self.step.tokens, op.n_heads * op.head_dim, device=self.device)
+        self._attend_rows(qkv, op, rows)
+        gate = self._multiply("qkv", self._same_rows(x, w, op), w)
+        self.mark("attention_gate")
+        out = self._activations(op.following, self.step.tokens)
+        launch_gate(rows, _one_split(gate), out, pdl=self.pdl)
+        self.mark("gate")
+        return out
+
+    def mix(self, op: GatedDelta, x: AnyActivations) -> AnyActivations:
+        """Apply the gated delta rule; return activations of the output projection."""
+        step, arrays, state = self.step, self.step.arrays, self.step.kv[op.layer]
+        projected = _one_split(self._multiply("qkv", x, op.qkv, QKV_SPLITS))
+        self.mark("qkvz")
+        gates = _one_split(self._multiply("qkv", self._same_rows(x, op.gate, op), op.gate))
+        self.mark("beta_alpha")
+        slots, one_token = StateInputs(*(arrays[name] for name in StateInputs._fields)), "tile_first" not in arrays
+        qkv = launch_conv(projected, op.conv, state, slots, "silu", gated=False, one_token=one_token, pdl=self.pdl)
+        self.mark("causal_conv")
+        mixed = launch_delta(qkv, gates, op.params, op.weights, state, slots, self.pdl)
+        self.mark("gated_delta")
+        out = self._activations(op.following, step.tokens)
+        launch_gate(mixed, projected, out, op.weights.norm, op.params.eps, self.pdl)
+        self.mark("gate")
+        return out
+
+    def _same_rows(self, x: AnyActivations, w: PackedWeight, op: Attention | GatedDelta) -> AnyActivations:
+        """Return the rows that the first product of an op reads as activations of another."""
+        first, tokens = op.qkv, self.step.tokens
+        is_same = (w.is_packed, w.is_fp8, w.dense_dtype) == (first.is_packed, first.is_fp8, first.dense_dtype)
+        if is_same and self.linear.stays_packed(w, tokens) == self.linear.stays_packed(first, tokens):
+            return x
+        assert op.input_norm is not None
+        return self._norm(None, op.input_norm, op.input_eps, w)
 
     def _decode(self, qkv: torch.Tensor, op: Attention, out: Any) -> None:
         """Attend for decoding tokens by split-KV."""
@@ -331,6 +379,11 @@ class Forward:
         if heads not in self._counters:
             self._counters[heads] = torch.zeros(MAX_COUNTERS * heads, dtype=torch.int32, device=self.device)
         return self._counters[heads]
+
+
+def _one_split(splits: torch.Tensor) -> torch.Tensor:
+    """Return the sum of (splits, tokens, rows); of one split, itself in its own type."""
+    return splits[0] if len(splits) == 1 else sum_splits(splits)
 
 
 def _has_epilogue(x: AnyActivations, w: PackedWeight, out: AnyActivations) -> TypeGuard[GemvActivations]:

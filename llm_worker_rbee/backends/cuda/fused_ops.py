@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..graph import Graph, Node, ProgramLine, Rewrite, apply_rewrites, have_one_eps, op_names
-from ..ops import AttentionParams, RopeTable, RouteParams
+from ..ops import AttentionParams, GatedDeltaParams, GatedDeltaWeights, RopeTable, RouteParams
 from .elementwise import ACTIVATIONS
+from .gated_delta import has_kernels
 from .packed_weight import DENSE, PackedExperts, PackedWeight
 
 
@@ -24,11 +25,27 @@ def _has_blocks(node: Node) -> bool:
 
 def _has_words(node: Node) -> bool:
     """The KV cache is read in words of 32 bits; it is the one written, and norms are those of q, then k, or none."""
-    split, *norms, store = node.fused[1:-1]
+    _, split, *norms, store, attention = node.fused[:-2] if node.op == "gated_attention" else node.fused
     q, k, _ = split.outputs
-    is_usual = [norm["x"] for norm in norms] in ([], [q, k]) and node.fused[-1]["kv"] == store["kv"]
+    is_usual = [norm["x"] for norm in norms] in ([], [q, k]) and attention["kv"] == store["kv"]
     is_usual &= all(norm["weight"].dim() == 1 for norm in norms)  # of each head
     return is_usual and have_one_eps(node) and split["head_dim"] % 4 == 0
+
+
+def _has_gated_words(node: Node) -> bool:
+    """The gate has no bias and is that of attention, both from the same rows."""
+    first, *_, attention, linear, gate = node.fused
+    is_gate = gate["x"] is attention.output and linear["x"] is first["x"] and linear["bias"] is None
+    return is_gate and _has_words(node)
+
+
+def _has_delta_kernels(node: Node) -> bool:
+    """The rule reads the convolution and both products, which have no bias and the same rows."""
+    linear, gates, conv, delta = node.fused
+    is_rule = conv["x"] is linear.output and not conv["gated"] and conv["activation"] == "silu"
+    is_rule &= delta["z"] is linear.output and delta["gates"] is gates.output and delta["state"] == conv["state"]
+    has_bias = linear["bias"] is not None or gates["bias"] is not None
+    return is_rule and not has_bias and gates["x"] is linear["x"] and has_kernels(delta["params"])
 
 
 def _has_gate_kernel(node: Node) -> bool:
@@ -56,11 +73,14 @@ def _has_expert_kernels(node: Node) -> bool:
     return is_dense and not has_bias and not is_scaled and is_gated and have_one_eps(node)
 
 
+ATTENTION = "linear split_heads rms_norm? rms_norm? rope_store attention"
 EXPERTS = "linear route grouped_linear gated grouped_linear linear? gated? linear? linear? combine"
 REWRITES = (
     Rewrite("experts_add_norm", f"{EXPERTS} rms_norm? take? take? add_rms_norm", _has_expert_kernels),
     Rewrite("embed_norm", "embed* rms_norm", _has_blocks),
-    Rewrite("attention", "linear split_heads rms_norm? rms_norm? rope_store attention", _has_words),
+    Rewrite("gated_attention", f"{ATTENTION} linear sigmoid_gate", _has_gated_words),
+    Rewrite("gated_delta", "linear linear causal_conv gated_delta", _has_delta_kernels),
+    Rewrite("attention", ATTENTION, _has_words),
     Rewrite("gated_linear", "linear gated", _has_gate_kernel),
     Rewrite("linear_add_norm", "linear rms_norm? take? take? add_rms_norm", _has_add_kernel),
     Rewrite("logits", "logits"),
@@ -68,6 +88,8 @@ REWRITES = (
 LAUNCHES = {
     "embed_norm": "embed_rows",
     "attention": "1 to 4 tokens: gemv, decode_attention; more: gemm, decode_attention or rope_store, prefill_attention",
+    "gated_attention": "those of attention, with gemv or gemm of the gate, gate_rows",
+    "gated_delta": "gemv or gemm twice, conv_tokens, [conv_states,] delta_tokens, gate_rows",
     "gated_linear": "1 to 4 tokens: gemv with its activation; more: gemm, swiglu_rows",
     "linear_add_norm": "1 to 4 tokens: gemv with residual add and norm; more: gemm, add_rms_norm_rows",
     "experts_add_norm": "1 to 4 tokens: router_rows, route_rows, gemv twice, add_rms_norm_rows; "
@@ -102,6 +124,23 @@ class Attention(NamedTuple):
     params: AttentionParams
     layer: int  # of the KV cache
     sinks: torch.Tensor | None
+    gate: PackedWeight | None  # the result times the sigmoid of this product
+    input_norm: torch.Tensor | None  # of the stream, which products read; where there is a gate
+    input_eps: float
+    following: PackedWeight
+
+
+class GatedDelta(NamedTuple):
+    """The products of linear attention, its convolution, the gated delta rule, and the gated norm."""
+
+    qkv: PackedWeight  # with the rows of the output gate
+    gate: PackedWeight  # beta and alpha
+    conv: torch.Tensor
+    params: GatedDeltaParams
+    weights: GatedDeltaWeights
+    layer: int  # of the states
+    input_norm: torch.Tensor
+    input_eps: float
     following: PackedWeight
 
 
@@ -160,7 +199,7 @@ class Logits(NamedTuple):
     soft_cap: float
 
 
-FusedOp = EmbedNorm | Attention | GatedLinear | LinearAddNorm | ExpertsAddNorm | Logits
+FusedOp = EmbedNorm | Attention | GatedDelta | GatedLinear | LinearAddNorm | ExpertsAddNorm | Logits
 
 
 def fuse_graph(graph: Graph) -> tuple[FusedOp, ...] | None:
@@ -198,13 +237,13 @@ def distinct_layers(ops: Sequence[FusedOp]) -> list[FusedOp]:
     embed, *rest = ops[:-1]
     assert isinstance(embed, EmbedNorm)
     layers: dict[Any, list[FusedOp]] = {}
-    starts = [i for i, op in enumerate(rest) if isinstance(op, Attention)]
+    starts = [i for i, op in enumerate(rest) if isinstance(op, Attention | GatedDelta)]
     for first, end in zip(starts, [*starts[1:], len(rest)], strict=True):
         layer = rest[first:end]
         layers.setdefault(tuple(map(_kernel_signature, layer)), layer)
     program: list[FusedOp] = []
     for layer in layers.values():
-        assert isinstance(layer[0], Attention)
+        assert isinstance(layer[0], Attention | GatedDelta)
         program += [embed._replace(following=layer[0].qkv), *layer]
     return program
 
@@ -215,7 +254,7 @@ def _kernel_signature(value: Any) -> Any:
         return tuple((part.kind, part.rows, part.columns, _kernel_signature(part.values)) for part in value.parts)
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype
-    if isinstance(value, AttentionParams):
+    if isinstance(value, AttentionParams | GatedDeltaParams):
         return value
     if isinstance(value, RopeTable):
         return len(value.inv_freq), value.temperature_beta != 0
@@ -251,12 +290,16 @@ def _fused_op(node: Node, following: Any, norms: Mapping[Any, Node]) -> FusedOp:
         case "embed_norm":
             return EmbedNorm(first["table"], first["scale"], last["weight"], last["eps"], following)
         case "attention":
-            split, *of_heads, store = between
-            q_norm, k_norm = (norm["weight"] for norm in of_heads) if of_heads else (None, None)
-            return Attention(
-                first["w"], first["bias"], q_norm, k_norm, of_heads[0]["eps"] if of_heads else 0.0, split["n_heads"],
-                split["n_kv_heads"], split["head_dim"], store["table"], last["params"], store["kv"], last["sinks"],
-                following,
+            return _attention(node.fused, following)
+        case "gated_attention":
+            norm, gate = norms[first["x"]], node.fused[-2]["w"]
+            made = _attention(node.fused[:-2], following)
+            return made._replace(gate=gate, input_norm=norm["weight"], input_eps=norm["eps"])
+        case "gated_delta":
+            norm, conv = norms[first["x"]], between[1]
+            return GatedDelta(
+                first["w"], between[0]["w"], conv["weight"], last["params"], last["weights"], last["state"],
+                norm["weight"], norm["eps"], following,
             )  # fmt: skip
         case "gated_linear":
             return GatedLinear(first["w"], last["activation"], following)
@@ -268,6 +311,16 @@ def _fused_op(node: Node, following: Any, norms: Mapping[Any, Node]) -> FusedOp:
             return _experts(node, following, norms[first["x"]])
         case _:
             return Logits(first["head"], first["soft_cap"])
+
+
+def _attention(parts: Sequence[Node], following: Any) -> Attention:
+    first, split, *of_heads, store, last = parts
+    q_norm, k_norm = (norm["weight"] for norm in of_heads) if of_heads else (None, None)
+    return Attention(
+        first["w"], first["bias"], q_norm, k_norm, of_heads[0]["eps"] if of_heads else 0.0, split["n_heads"],
+        split["n_kv_heads"], split["head_dim"], store["table"], last["params"], store["kv"], last["sinks"],
+        None, None, 0.0, following,
+    )  # fmt: skip
 
 
 def _experts(node: Node, following: Any, norm: Node) -> ExpertsAddNorm:

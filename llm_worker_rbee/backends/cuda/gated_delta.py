@@ -11,15 +11,14 @@ import triton
 import triton.language as tl
 
 from ..ops import GatedDeltaParams, GatedDeltaWeights, StateLayer
-from .causal_conv import StateInputs
+from .causal_conv import MAX_REQUESTS, StateInputs
 from .device import is_interpreted, pdl_options
 from .elementwise import num_blocks, store_row, targets
 from .intrinsics import launch_next, wait_for_previous
 from .packed_weight import Activations, GemvActivations
 
-COLUMNS = 16  # of a state, in a program
-DELTA_WARPS = 2
-MAX_REQUESTS = 64  # programs for each part of a state: they go on with further requests
+COLUMNS = 8  # of a state, in a program of one warp
+DELTA_WARPS = 1
 
 
 @triton.jit
@@ -36,7 +35,7 @@ def softplus(x):
 
 @triton.jit
 def delta_tokens(
-    qkv, gates, a, dt_bias, matrices, query_start, state_in, state_out, out, requests, qk_scale,
+    qkv, gates, a, dt_bias, matrices, query_start, state_in, state_out, num_requests, out, qk_scale,
     K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, IS_TILED: tl.constexpr,
     K_SIZE: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
@@ -54,7 +53,7 @@ def delta_tokens(
     launch_next(PDL)
     wait_for_previous(PDL)
     size = V_HEADS * K_DIM * V_DIM
-    for request in range(tl.program_id(2), requests, tl.num_programs(2)):
+    for request in range(tl.program_id(2), tl.load(num_requests), tl.num_programs(2)):
         first, end = tl.load(query_start + request), tl.load(query_start + request + 1)
         slot = tl.load(state_in + request).to(tl.int64)
         rows = tl.where(slot >= 0, tl.where(first < end, K_DIM, 0), 0)
@@ -114,11 +113,10 @@ def launch_delta(
     p = params
     out = torch.empty(len(qkv), p.v_heads * p.v_dim, device=qkv.device)
     columns = min(64 if is_interpreted() else COLUMNS, p.v_dim)
-    requests = len(slots.state_in)
-    delta_tokens[(triton.cdiv(p.v_dim, columns), p.v_heads, min(requests, MAX_REQUESTS))](
-        qkv, gates, weights.a, weights.dt_bias, state.matrix, *slots[:3], out, requests, p.k_dim**-0.5, p.k_heads,
-        p.v_heads, p.k_dim, p.v_dim, p.is_tiled, triton.next_power_of_2(p.k_dim), columns, pdl, num_warps=DELTA_WARPS,
-        **pdl_options(pdl),
+    delta_tokens[(triton.cdiv(p.v_dim, columns), p.v_heads, min(len(slots.state_in), MAX_REQUESTS))](
+        qkv, gates, weights.a, weights.dt_bias, state.matrix, *slots[:3], slots.num_requests, out, p.k_dim**-0.5,
+        p.k_heads, p.v_heads, p.k_dim, p.v_dim, p.is_tiled, triton.next_power_of_2(p.k_dim), columns, pdl,
+        num_warps=DELTA_WARPS, **pdl_options(pdl),
     )  # fmt: skip
     return out
 

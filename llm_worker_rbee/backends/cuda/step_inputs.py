@@ -16,7 +16,7 @@ from .step_sizes import StepSizes
 
 STAGING_INTS = 1 << 20
 ALIGNMENT = 4  # int32: 16 bytes
-ARRAYS_PER_TOKEN = 10  # a bound on the values of a step beside its block tables
+ARRAYS_PER_TOKEN = 14  # a bound on the values of a step beside its block tables
 NO_IDS = np.empty(0, np.int64)
 NO_BATCH = Batch(
     ids=NO_IDS, positions=NO_IDS, slot_mapping=NO_IDS, query_start=np.zeros(1, np.int64), context_len=NO_IDS,
@@ -31,7 +31,9 @@ def aligned(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
-def step_arrays(batch: Batch, sizes: StepSizes, decoding: int, tile_queries: int) -> dict[str, Any]:
+def step_arrays(
+    batch: Batch, sizes: StepSizes, decoding: int, tile_queries: int, *, has_states: bool = False
+) -> dict[str, Any]:
     """Return the arrays that the kernels of a step read. Those of a graph have fixed places: the block tables, of any
     size, are its last, and behind them is what the output head reads outside of it."""
     table, size = batch.block_table, sizes.tokens
@@ -49,6 +51,13 @@ def step_arrays(batch: Batch, sizes: StepSizes, decoding: int, tile_queries: int
             "query_start": (size + 1, batch.query_start, 0), "context_len": (size, batch.context_len, 0),
             "num_tiles": (1, np.array(len(tiles[0])), 0), "tile_request": (size, tiles[0], 0),
             "tile_first": (size, tiles[1], 0),
+        }  # fmt: skip
+    if has_states:
+        requests = np.repeat(np.arange(len(batch.state_in)), np.diff(batch.query_start))
+        arrays |= {
+            "query_start": (size + 1, batch.query_start, 0), "state_in": (size, batch.state_in, -1),
+            "state_out": (size, batch.state_out, -1), "token_request": (size, requests, -1),
+            "num_requests": (1, np.array(len(batch.state_in)), 0),
         }  # fmt: skip
     arrays["tables"] = table.size, table, 0
     if sizes.num_logits is not None:

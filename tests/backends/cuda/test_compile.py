@@ -32,6 +32,7 @@ GROUPS = {
         "gemv gated", "rms_norm_rows", "convert_rows", "add_rms_norm_rows",
         "swiglu_rows", "fill_pending_ids",
     ],
+    "states": ["conv_tokens", "conv_states", "delta_tokens", "gate_rows"],
     "sampling": ["argmax_rows", "logprob_rows", "sample_rows"],
 }  # fmt: skip
 

@@ -3,6 +3,7 @@ and unfused; and as close to the reference as in the default mode."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -60,6 +61,7 @@ SINGLE_OP_CASES: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "bfloat16, part rotated": (ONE_LAYER, "BF16", {"norms": True, "rope_dim": 24}),
     "float32": (ONE_LAYER, "F32", {"post": True}),
     "fp8": (ONE_LAYER, "fp8", {"window": 3}),
+    "linear attention": (None, "qwen3_5", {}),
     "experts": (ONE_LAYER, "Q4_0", {"post": True, "experts": {"shared": True, "gate": True}}),
     "heads of 48": (ONE_LAYER._replace(width=192, head_dim=48), "Q4_0", {"bias": True, "norms": True}),
 }  # fmt: skip
@@ -68,10 +70,16 @@ STEPS = (((0, 1), (3, 2), False), ((0,), (1,), False), ((0, 1), (1, 1), False), 
 CASE_OF_REWRITE = {
     "embed_norm": "packed, many features", "attention": "float16, many features", "gated_linear": "fp8",
     "linear_add_norm": "packed, many features", "logits": "packed and dense parts", "experts_add_norm": "experts",
+    "gated_attention": "linear attention", "gated_delta": "linear attention",
 }  # fmt: skip
 
 
 def checkpoint_of(shape: Any, mix: str) -> Checkpoint:
+    if mix in model_zoo.ZOO:
+        variant, kinds = model_zoo.ZOO[mix], {"layer_types": ["linear_attention", "full_attention"]}
+        variant = replace(variant, settings={**variant.settings, **kinds, "num_hidden_layers": 2})
+        path = Path(tempfile.mkdtemp()) / "m.gguf"
+        return open_checkpoint(model_zoo.save_gguf(variant, model_zoo.make_hf(variant), path))
     if mix == "fp8":
         return quantize_checkpoint(cuda_models.random_checkpoint(shape, "BF16"), "fp8")
     if mix != "Q4_0 with F16 values":
@@ -86,6 +94,8 @@ def fused_model(case: str) -> Transformer:
     shape, mix, features = SINGLE_OP_CASES[case]
     made = checkpoint_of(shape, mix)
     model = load_model(made, INVARIANT, read_model_config(made))
+    if not features:
+        return model
     experts = features.get("experts")
     model = cuda_models.with_features(model, **{k: v for k, v in features.items() if k != "experts"})
     return cuda_models.with_experts(model, mix, **experts) if experts else model
