@@ -19,7 +19,7 @@ from ..ops import Ints
 from . import simd as f
 from .jit import TaskKernel, kernel
 from .packed_weight import LAYOUTS, PackedMatrix
-from .pointers import f32, f64, i8, i64, scratch, u8, u16
+from .pointers import f16_from_bits, f32, f64, i8, i64, scratch, u8, u16
 from .program import Program, Step, Task, pack_args, pack_floats, run_step
 from .quantize_activations import quantize_blocks, quantize_two_term
 
@@ -27,7 +27,7 @@ Floats = NDArray[np.float32]
 TOKENS_PER_PIECE = 4
 GATE_COLUMNS = 512  # columns per piece of the gated activation
 ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")
-FLOAT_TYPES = ("", "F32", "F16", "BF16")
+FLOAT_TYPES = ("", "F32", "F16", "BF16", "FP8")
 
 
 # Arguments of each task. Entries of the step are named after what they hold; 0 stands for "none" where optional.
@@ -290,6 +290,17 @@ def load_float(packed, float_type, at):
 
 
 @kernel
+def dequantize_fp8_row(a, row, unit, out, to):
+    """Write a row of e4m3 numbers with scales of 32 columns as floats."""
+    columns, packed, scales = a[EmbedArg.COLUMNS], u8(a[EmbedArg.PACKED]), u16(a[EmbedArg.SCALES])
+    group, lane = row // 16, row % 16
+    for column in range(columns):
+        code = np.int64(packed[(group * columns + column) * 16 + lane])
+        scale = f.load_one_f16(scales, (group * (columns // 32) + column // 32) * 16 + lane, False) * unit
+        out[to + column] = f16_from_bits((code & 128) << 8 | (code & 127) << 7) * scale
+
+
+@kernel
 def dequantize_row(a, row, unit, out, to):
     """Write a row of codes with scales as floats, 16 columns at a time."""
     columns, first, second = a[EmbedArg.COLUMNS], a[EmbedArg.FIRST_BITS], a[EmbedArg.SECOND_BITS]
@@ -327,7 +338,9 @@ def embed(args, step, piece):
     a, s = i64(args), i64(step)
     columns, row, out = a[EmbedArg.COLUMNS], i64(s[Step.TOKEN_IDS])[piece], f32(s[a[EmbedArg.OUT]])
     to, factor = piece * columns, np.float32(f64(args)[EmbedArg.FACTOR])
-    if a[EmbedArg.FLOAT_TYPE]:
+    if a[EmbedArg.FLOAT_TYPE] == 4:
+        dequantize_fp8_row(a, row, np.float32(f64(args)[EmbedArg.UNIT]), out, to)
+    elif a[EmbedArg.FLOAT_TYPE]:
         for column in range(columns):
             at = (row // 16 * columns + column) * 16 + row % 16
             out[to + column] = load_float(a[EmbedArg.PACKED], a[EmbedArg.FLOAT_TYPE], at)

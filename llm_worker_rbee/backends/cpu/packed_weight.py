@@ -27,13 +27,13 @@ GROUP_ROWS, BLOCK_COLUMNS, LINE_BYTES = 16, 32, 64  # rows in a group, columns i
 class Layout(NamedTuple):
     """A packed layout; block types that share one share the kernels and can be stacked."""
 
-    planes: tuple[int, ...]  # bits of each plane; 16 and 32: floats, 16 rows side by side, column after column
-    columns_per_scale: int = 32  # 0 for floats
+    planes: tuple[int, ...]  # bits of each plane; of floats: 16 rows side by side, column after column
+    columns_per_scale: int = 32  # 0 for floats but FP8
     table: tuple[int, ...] | None = None  # the value of each code, as int8; without a table the code is the value
     has_minimum: bool = False  # a minimum beside each scale
     offset: int = 0  # eight-bit codes are signed instead, stored plus PackedMatrix.bias
     nibble_scales: bool = False  # one byte per 16 columns: scale times its low, minimum times its high nibble
-    float_type: str = ""  # of floats: F32, F16, BF16
+    float_type: str = ""  # of floats: F32, F16, BF16, FP8 (e4m3)
 
     @property
     def name(self) -> str:
@@ -85,6 +85,7 @@ LAYOUT_BY_TYPE: dict[str, Layout] = {
     "TQ2_0": Layout((2,), 256, offset=1),
     "Q1_0": Layout((1,), 128, has_minimum=True),
     "Q2_0": Layout((2,), 64, offset=1),
+    "FP8": Layout((8,), float_type="FP8"),
     "INT4": Layout((4,), offset=8),
     "INT4_ZP": Layout((4,), has_minimum=True),
     "INT8": Layout((8,)),

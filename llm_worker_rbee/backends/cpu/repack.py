@@ -26,6 +26,7 @@ from ...weights import Tensor
 from ...weights.checkpoint import release_pages
 from ...weights.quants import ALL_TYPES
 from ...weights.quants.codebooks import GRIDS, grid
+from ...weights.quants.decoders import read_f32
 from . import gguf_blocks as gguf
 from .dot_int8 import WEIGHT_BIAS
 from .jit import inline, kernel, variant
@@ -34,6 +35,7 @@ from .pointers import aligned, load_f32, load_u8, load_u16, load_u32, store_f16,
 
 FLOAT_DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.uint16, "BF16": np.uint16}
 MIN_UNIT_EXPONENT = -126  # the unit's inverse is still a float32
+FP8_FACTOR = 2.0**-8
 MIN_BYTES_PER_THREAD = 1 << 20  # of a tensor
 MAX_SLICE_BYTES = 8 << 20  # of a tensor: what is packed of the file is not kept in memory
 
@@ -78,6 +80,8 @@ def repack(tensors: Sequence[Tensor], threads: int, bias: int = WEIGHT_BIAS, sta
     layout, columns = layout_of_tensor(tensors[0]), tensors[0].shape[-1]
     same = all(layout_of_tensor(t) == layout and t.shape[-1] == columns for t in tensors)
     assert same, "a stack has one layout and width"
+    if layout.float_type == "FP8":
+        return _repack_fp8(tensors, layout, threads, stack)
     if layout.float_type:
         return _repack_floats(tensors, layout, threads, stack)
     scan, (placed, rows) = scan_target(layout), _place_rows(tensors, stack)
@@ -243,6 +247,19 @@ def _repack_floats(tensors: Sequence[Tensor], layout: Layout, threads: int, stac
     return PackedMatrix(out, none, none, None, rows, columns, layout, 1.0, 0)
 
 
+def _repack_fp8(tensors: Sequence[Tensor], layout: Layout, threads: int, stack: int | None) -> PackedMatrix:
+    """Pack e4m3 numbers, which kernels read as float16 of 2**-8 times the value: the unit makes up for it."""
+    columns, (placed, rows) = tensors[0].shape[-1], _place_rows(tensors, stack)
+    scales = [read_f32(t.data.reshape(-1, t.kind.block_bytes), 0) for t in tensors]
+    unit = _choose_unit(max(float(np.abs(x).max(initial=0)) for x in scales))
+    out = _allocate(layout, rows, columns, unit / FP8_FACTOR, 0, np.empty if stack is None else np.zeros)
+    for tensor, first in placed:
+        data, count = np.ascontiguousarray(tensor.data), tensor.size // columns
+        place = first, count, columns, np.float32(1 / unit), _address(out.packed), _address(out.scales)
+        _run_in_slices(partial(interleave_fp8, _address(data), *place), data, first, count, threads)
+    return out
+
+
 CODES_AT, D_AT, M_AT, SCRATCH = 0, 256, 320, 384  # byte offsets in a kernel's scratch memory, and its size
 PLANES = SCALES = None  # set for each variant
 
@@ -314,8 +331,26 @@ def interleave_floats(data, size, first, rows, columns, out, start, stop):
     return 0
 
 
+@kernel
+def interleave_fp8(data, first, rows, columns, inverse, out, scales, start, stop):
+    """Write numbers of a byte, 16 rows side by side, and the scale of each block of 32 columns as float16."""
+    blocks = columns // 32
+    for group in range(start, stop):
+        low, high = max(first, 16 * group), min(first + rows, 16 * group + 16)
+        for block in range(blocks):
+            to = group * blocks + block
+            for row in range(low, high):
+                at, lane = data + ((row - first) * blocks + block) * 36, row & 15
+                store_f16(scales + (to * 16 + lane) * 2, load_f32(at) * inverse)
+                for column in range(32):
+                    store_u8(out + (to * 32 + column) * 16 + lane, load_u8(at + 4 + column))
+    return 0
+
+
 def kernel_for(name: str) -> Any:
     """Return the kernel that packs a block type."""
+    if name == "FP8":
+        return interleave_fp8
     if name in FLOAT_DTYPES:
         return interleave_floats
     return repack_codebook if name in gguf.CODEBOOK_RULES else repack_basic

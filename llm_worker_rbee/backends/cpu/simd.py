@@ -54,6 +54,7 @@ u8x64, i32x16, f32x16 = Vector("u8x64", I8, 64), Vector("i32x16", I32, LANES), V
 f64x16 = Vector("f64x16", ir.DoubleType(), LANES)
 # LLVM types without a Numba type; I32X16 is also the view of 64 bytes as words, for shifts
 I8X16, F16X16, I32X16 = ir.VectorType(I8, LANES), ir.VectorType(F16, LANES), ir.VectorType(I32, LANES)
+I16X16 = ir.VectorType(I16, LANES)
 
 
 def literal_int(literal: Any) -> int:
@@ -387,8 +388,26 @@ def load_as_f32(b: Any, array: Any, index: Any, bfloat: bool) -> Any:
     """Load 16 float32, or 16 float16 or bfloat16 (both as uint16), as floats."""
     if array.dtype != types.uint16 or not bfloat:
         return emit_load_floats(b, array, index)
-    value = b.zext(emit_load(b, array, index, ir.VectorType(I16, LANES)), I32X16)
+    value = b.zext(emit_load(b, array, index, I16X16), I32X16)
     return b.bitcast(b.shl(value, ir.Constant(I32X16, [16] * LANES)), f32x16.ir)
+
+
+@emits(lambda array, index: f32x16(array, types.intp))
+def load_e4m3(b: Any, array: Any, index: Any) -> Any:
+    """Load 16 e4m3 numbers as floats, times 2**-8: shifted, they are float16, whose bias is larger by 8."""
+    shifted = b.shl(b.sext(emit_load(b, array, index, I8X16), I16X16), ir.Constant(I16X16, [7] * LANES))
+    bits = b.and_(shifted, ir.Constant(I16X16, [0xBFFF] * LANES))  # without the sign's copy in the exponent
+    return b.fpext(b.bitcast(bits, F16X16), f32x16.ir)
+
+
+@emits(lambda total, part, vector: total(total, part, f32x16))
+def add_scaled_tile(b: Any, total: Any, part: Any, vector: Any) -> Any:
+    """Return total + part * vector."""
+
+    def one(token: int) -> Any:
+        return emit_fma(b, b.extract_value(part, token), vector, b.extract_value(total, token))
+
+    return map_tile(b, total.type.count, one)
 
 
 @emits(lambda tokens: Tile(f32x16, literal_int(tokens))(tokens), prefer_literal=True)

@@ -21,7 +21,7 @@ from llm_worker_rbee.weights.quants import ALL_TYPES
 
 THREADS = 2
 QUANTIZED = [name for name, layout in LAYOUT_BY_TYPE.items() if not layout.float_type]
-NUMBERS = [name for name, layout in LAYOUT_BY_TYPE.items() if layout.float_type]
+NUMBERS = [name for name, layout in LAYOUT_BY_TYPE.items() if not layout.columns_per_scale]
 # Their scales are in the file as they are in memory, or are powers of two, or small.
 EXACT = {
     "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q2_K", "IQ4_NL", "MXFP4", "NVFP4", "TQ1_0", "TQ2_0", "Q1_0",
@@ -296,7 +296,7 @@ def test_equivalent_block_types_share_a_layout() -> None:
     assert LAYOUT_BY_TYPE["Q4_1"] == LAYOUT_BY_TYPE["Q4_K"]
     assert LAYOUT_BY_TYPE["IQ4_NL"] == LAYOUT_BY_TYPE["IQ4_XS"]
     assert len(set(LAYOUTS)) == len(LAYOUTS) < len(LAYOUT_BY_TYPE)
-    assert set(ALL_TYPES) - set(LAYOUT_BY_TYPE) == {"I8", "I16", "I32", "I64", "F64", "FP8"}
+    assert set(ALL_TYPES) - set(LAYOUT_BY_TYPE) == {"I8", "I16", "I32", "I64", "F64"}
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "BF16"])

@@ -22,6 +22,7 @@ from ..pointers import f32, f64, i8, i32, i64, prefetch, scratch, u8, u16
 
 MAX_TILE_TOKENS = INSTRUCTION_SETS[ISA].tile_tokens
 WIDE_BLOCK_TILE_TOKENS = 12  # for layouts whose blocks leave fewer registers
+FP8_TILE_TOKENS = 8  # two tiles of sums, of a block and of the row
 MID_TILE_TOKENS = 4 if MAX_TILE_TOKENS > 4 else MAX_TILE_TOKENS // 2  # for the rest, and for a few requests at once
 # tokens of a piece: their activations stay in the second-level cache
 TOKENS_PER_PIECE = 144 if MAX_TILE_TOKENS > 4 else 12 * MAX_TILE_TOKENS
@@ -124,6 +125,26 @@ def float_rows(operands, out, place, start, stop, token, columns, stride, unit):
         simd.store_tile(out, place + (group - start) * 16, stride, total, unit)
 
 
+def fp8_operands(a, s):
+    """Return the weights with their scales, and the activations."""
+    return (u8(a[LinearArg.PACKED]), u16(a[LinearArg.SCALES])), f32(s[a[LinearArg.INPUT]])
+
+
+def fp8_rows(operands, out, place, start, stop, token, columns, stride, unit):
+    """Compute groups of 16 rows of e4m3 weights for TOKENS tokens: column by column of a block, then its scale."""
+    (packed, scales), x = operands
+    n = columns // 32
+    for group in range(start, stop):
+        total = simd.zero_floats(TOKENS)
+        for block in range(group * n, group * n + n):
+            part, at = simd.zero_floats(TOKENS), token * columns + (block - group * n) * 32
+            for column in range(32):
+                w = simd.load_e4m3(packed, (block * 32 + column) * 16)
+                part = simd.fma_broadcast(part, w, x, at + column, columns)
+            total = simd.add_scaled_tile(total, part, simd.load(scales, block * 16))
+        simd.store_tile(out, place + (group - start) * 16, stride, total, unit)
+
+
 @kernel
 def piece_bounds(a, tokens, piece):
     """Return (first group, last, first token, last) of a piece."""
@@ -207,6 +228,9 @@ def packed_matmul(args, step, piece):
 def packed_kernel(layout: Layout) -> Any:
     """Return the product of a layout as a part of a task kernel."""
     number = LAYOUTS.index(layout)
+    if layout.float_type == "FP8":
+        tiles = _tile_kernels(fp8_rows, number, FP8_TILE_TOKENS)
+        return kernel(variant(packed_matmul, layout.name, OPERANDS=kernel(fp8_operands), **tiles))
     if layout.float_type:
         operands = variant(float_operands, layout.float_type, NARROW=layout.float_type != "F32")
         tiles = _tile_kernels(float_rows, number, WIDE_BLOCK_TILE_TOKENS, BFLOAT=layout.float_type == "BF16")
