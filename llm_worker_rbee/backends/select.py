@@ -46,7 +46,7 @@ PACKED_BITS = {
         5.5: "Q5_0",
         6.0: "Q5_1 Q5_K",
         7.0: "Q6_K",
-        8.5: "Q8_0 Q8_1 Q8_K INT8",
+        8.5: "Q8_0 Q8_1 Q8_K INT8 FP8",
         16.0: "F16 BF16",
         8.0: "fp8",  # the scale of a row is 32 bits more
     }.items()

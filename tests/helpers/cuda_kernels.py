@@ -68,7 +68,7 @@ def plane_types(kind: str) -> dict[str, str]:
 def product_cases() -> dict[str, Case]:
     base = {"NORM_PARTS": 128, "NORM_SIZE": 128, "PDL": True, "INT8": True}
     cases: dict[str, Case] = {}
-    for kind in ("q4", "q4m", "q5", "q5m", "q6", "q8", *COMPACT):
+    for kind in ("q4", "q4m", "q5", "q5m", "q6", "q8", "e4m3", *COMPACT):
         scales = plane_types(kind)
         one = {"blocks": 128, "B": 1, "KIND": kind, "ROWS": 8, "WARPS": 8, "PREFETCH": 1, "EPILOGUE": 0, **base}
         cases[f"gemv {kind}"] = (gemv.gemv_packed, scales, {"num_warps": 8}, one)

@@ -8,6 +8,7 @@ from llm_worker_rbee.backends.cuda.compact_kinds import COMPACT_KINDS
 from llm_worker_rbee.backends.cuda.packed_weight import PAIRED_SCALES, WeightPart, dequantize_rows, empty_planes
 
 SPREAD = {
+    "e4m3": 0.0025,
     "mxfp4": 5.9,
     "nvfp4": 5.9,
     "q4": 4.6,
@@ -26,6 +27,8 @@ def random_planes(kind: str, rows: int, columns: int, device: torch.device | str
         if plane is not None:
             limits = torch.iinfo(plane.dtype)
             plane.random_(limits.min, limits.max)
+    if kind == "e4m3":
+        part.low &= -0x40404041  # numbers below 2, none of them NaN
     s = 0.5 + torch.rand(*part.scales.shape, 2, device=device)
     if kind in COMPACT_KINDS:
         return _with_random_scales(part, s, std)

@@ -66,8 +66,8 @@ def _kernels_for(types: Collection[str], groups: Collection[int], kv_types: Coll
     """Return the kernels for matrices of these quantization types, heads per KV head and KV types."""
     typeof: Any = nb.typeof
     source, target = repack.describe_source("Q4_0"), repack.scan_target(LAYOUT_BY_TYPE["Q4_0"])
-    fp8 = [*[nb.int64] * 4, nb.float32, *[nb.int64] * 4]
-    signatures = {repack.interleave_floats: [nb.int64] * 8, repack.interleave_fp8: fp8}
+    fp8 = [nb.int64] * 4 + [nb.float32] + [nb.int64] * 4
+    signatures: dict[Any, list[Any]] = {repack.interleave_floats: [nb.int64] * 8, repack.interleave_fp8: fp8}
     usual = [typeof(source), *[nb.int64] * 5, typeof(target), nb.int64]
     found = _common_kernels()
     found += [PythonKernel(one, *signatures.get(one, usual)) for one in map(repack.kernel_for, types)]

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 
 from .compact_kinds import COMPACT, block_scales, block_values, code_words, is_compact, kind_field, load_block
-from .gemv import expert_planes, high_planes
-from .intrinsics import INTERPRETED, high_bit_shift, high_half, low_half, pack_halves, signed_byte
+from .gemv import expert_planes, high_planes, low_words
+from .intrinsics import INTERPRETED, e4m3_to_half, high_bit_shift, high_half, low_half, pack_halves, signed_byte
 
 GROUP_BLOCKS = tl.constexpr(16)
 
@@ -51,11 +51,11 @@ def words_per_load(compact, kind):
 @triton.jit
 def load_word(low, high, n, i, b, mask, blocks, KIND: tl.constexpr):
     """Load word i of blocks b of rows n, and what belongs to it: the last sixteen bytes, or high bits."""
-    WORDS_PER_BLOCK: tl.constexpr = 8 if KIND == "q8" else 4
+    WORDS_PER_BLOCK: tl.constexpr = low_words(KIND)
     HIGH_PLANES: tl.constexpr = high_planes(KIND)
     word = tl.load(low + (n * WORDS_PER_BLOCK + i) * blocks + b, mask=mask, other=0)
     extra = word
-    if KIND == "q8":
+    if WORDS_PER_BLOCK == 8:
         extra = tl.load(low + (n * WORDS_PER_BLOCK + 4 + i) * blocks + b, mask=mask, other=0)
     elif HIGH_PLANES > 0:
         extra = tl.load(high + (n * HIGH_PLANES + i * HIGH_PLANES // 4) * blocks + b, mask=mask, other=0)
@@ -196,6 +196,9 @@ def dequantize_columns(low, high, s, n, b, c, mask, blocks, KIND: tl.constexpr):
     if KIND == "q8":
         word = tl.load(low + (n * 8 + c // 4) * blocks + b, mask=mask, other=0)
         value = ((word << (24 - 8 * (c % 4))) >> 24).to(tl.float32)
+    elif KIND == "e4m3":
+        word = tl.load(low + (n * 8 + c // 4) * blocks + b, mask=mask, other=0)
+        value = e4m3_to_half(word >> (8 * (c % 4))).to(tl.float32)
     elif KIND == "mxfp4" or KIND == "nvfp4":
         word = tl.load(low + (n * 4 + (c % 16) // 4) * blocks + b, mask=mask, other=0)
         value = doubled_e2m1((word >> (8 * (c % 4) + 4 * (c // 16))) & 15).to(tl.float32)
@@ -273,7 +276,7 @@ SCALE_PTX = {  # $10: scales; $11: minima. s, z (scales), m, y (minima): of the 
 # Of kinds; "bytes" are the codes of compact kinds, with minima in operand $11 or without.
 SCALE_LAYOUT = {
     "q4": "one", "q5": "one", "q8": "one", "q4m": "minimum", "q5m": "minimum", "q6": "two", "bytes": "two",
-    "mxfp4": "one", "nvfp4": "two",
+    "mxfp4": "one", "nvfp4": "two", "e4m3": "one",
     "bytes and minima": "two and minima",
 }  # fmt: skip
 SIGNED_BYTES = ("q8", "bytes", "bytes and minima")
@@ -316,6 +319,9 @@ def pair_ptx(kind, odd, last):
         place = 8 * odd + 4 * last
         lines = [f"{shift_ptx('b', 9 - place)} and.b32 b, b, 0x0E000E00;",
                  f"{shift_ptx('t', 12 - place)} lop3.b32 t, t, 0x80008000, b, 0xEA;"]  # fmt: skip
+    elif kind == "e4m3":  # likewise, of 2**-8 times the value
+        lines = [f"shr.u32 a, {'$9' if last else '$8'}, {8 * odd}; shl.b32 b, a, 7; and.b32 b, b, 0x3F803F80;",
+                 "shl.b32 t, a, 8; lop3.b32 t, t, 0x80008000, b, 0xEA;"]  # fmt: skip
     else:
         nibbles = 0x00F000F0 if last else 0x000F000F
         lines = [f"shr.u32 a, $8, {8 * odd}; lop3.b32 t, a, {nibbles}, 0x64006400, 0xEA;"]
@@ -392,6 +398,8 @@ def dequantize_pair(word, extra, s, odd: tl.constexpr, last: tl.constexpr, j: tl
         c: tl.constexpr = odd + 2 * r
         if KIND == "q8":
             code = signed_byte(extra if last else word, c)
+        elif KIND == "e4m3":
+            code = e4m3_to_half((extra if last else word) >> (8 * c))
         else:
             code = (word >> (8 * c + 4 * last)) & 15
             if KIND == "q6":
@@ -401,7 +409,7 @@ def dequantize_pair(word, extra, s, odd: tl.constexpr, last: tl.constexpr, j: tl
         if KIND == "mxfp4" or KIND == "nvfp4":
             code = doubled_e2m1(code)
         value = (code - code_offset(KIND)).to(tl.float32)
-        if KIND == "q4" or KIND == "q5" or KIND == "q8" or KIND == "mxfp4":
+        if KIND == "q4" or KIND == "q5" or KIND == "q8" or KIND == "mxfp4" or KIND == "e4m3":
             value = value * s.to(tl.float32)
         elif KIND == "q4m" or KIND == "q5m":
             value = value * low_half(s) + high_half(s)

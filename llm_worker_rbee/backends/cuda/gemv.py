@@ -33,7 +33,17 @@ from .compact_kinds import (
     nibble_values,
     small_scales,
 )
-from .intrinsics import dp4a, dp4a_us, high_half, launch_next, low_half, spread_high_bits, wait_for_previous
+from .intrinsics import (
+    dp4a,
+    dp4a_us,
+    e4m3_to_half,
+    high_half,
+    launch_next,
+    low_half,
+    signed_byte,
+    spread_high_bits,
+    wait_for_previous,
+)
 
 WARP_BLOCKS = tl.constexpr(128)
 
@@ -49,6 +59,12 @@ def load_planes(w, n, b, ok, blocks, PLANES: tl.constexpr):
 
 
 @triton.constexpr_function
+def low_words(kind):
+    """Return the number of words of a block in `low`."""
+    return 8 if kind in ("q8", "e4m3") else 4
+
+
+@triton.constexpr_function
 def high_planes(kind):
     """Return the number of half words of a block in `high`."""
     return {"q6": 4, "q5": 2, "q5m": 2}.get(kind, 0)
@@ -60,7 +76,7 @@ def load_packed(low, high, scales, small, n, b, ok, blocks, KIND: tl.constexpr):
     if is_compact(COMPACT, KIND):
         weights = load_block(low, high, small, scales, n, b, ok, blocks, KIND, "evict_first")
     else:
-        lows = load_planes(low, n, b, ok, blocks, 8 if KIND == "q8" else 4)
+        lows = load_planes(low, n, b, ok, blocks, low_words(KIND))
         highs = load_planes(high, n, b, ok, blocks, high_planes(KIND))
         weights = lows, highs, tl.load(scales + n * blocks + b, mask=ok, other=0, eviction_policy="evict_first")
     return weights
@@ -76,7 +92,7 @@ def expert_planes(low, high, scales, expert, rows, blocks, KIND: tl.constexpr):
         if kind_field(COMPACT, KIND, "high") > 0:
             high += first
     else:
-        low += first * (8 if KIND == "q8" else 4)
+        low += first * (low_words(KIND))
         high += first * high_planes(KIND)
         scales += first
     return low, high, scales, first
@@ -148,10 +164,22 @@ def block_products(weights, activations, table, SHAPE: tl.constexpr, KIND: tl.co
 
 
 @triton.jit
+def e4m3_products(words, s, x_words, x_scales, SHAPE: tl.constexpr):
+    """Return the same for e4m3 numbers, which are multiplied as floats."""
+    dots = tl.zeros(SHAPE, tl.float32)
+    for i in tl.static_range(8):
+        for c in tl.static_range(4):
+            dots += e4m3_to_half(words[i] >> (8 * c)).to(tl.float32) * signed_byte(x_words[i], c).to(tl.float32)
+    return s.to(tl.float32) * (dots * x_scales)
+
+
+@triton.jit
 def plane_products(weights, activations, SHAPE: tl.constexpr, KIND: tl.constexpr):
     """Return the same for kinds that are not compact."""
     lows, highs, s = weights
     x_words, x_scales, x_first, x_last = activations
+    if KIND == "e4m3":
+        return e4m3_products(lows, s, x_words, x_scales, SHAPE)
     first, last = block_dots(lows, highs, x_words, SHAPE, KIND)
     if KIND == "q4" or KIND == "q4m":
         dots = (first * 16 + last).to(tl.float32) * 0.0625
@@ -174,7 +202,7 @@ def plane_products(weights, activations, SHAPE: tl.constexpr, KIND: tl.constexpr
 @triton.constexpr_function
 def needs_sums(compact, kind):
     """Return whether a kind has an offset or minima, which are multiplied by the sums of activations."""
-    return compact[kind].has_minima if kind in compact else kind not in ("q8", "mxfp4", "nvfp4")
+    return compact[kind].has_minima if kind in compact else kind not in ("q8", "e4m3", "mxfp4", "nvfp4")
 
 
 @triton.jit

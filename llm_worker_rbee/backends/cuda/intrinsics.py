@@ -19,6 +19,12 @@ def signed_byte(word, i: tl.constexpr):
 
 
 @triton.jit
+def e4m3_to_half(word):
+    """Return 2**-8 times the e4m3 number in the lowest byte of each word: shifted, it is a float16."""
+    return (((word & 128) << 8) | ((word & 127) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
 def dp4a(a, b, c):
     """Return c + the sum of four products of signed bytes."""
     if INTERPRETED:

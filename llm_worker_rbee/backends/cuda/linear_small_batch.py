@@ -22,6 +22,7 @@ ONE_TOKEN_TILES = {
 }  # fmt: skip
 ONE_TOKEN_TILES_BY_KIND = {
     ("down", "q6"): (32, 8, 3, 0), ("down", "q8"): (32, 8, 2, 0), ("gate_up", "q8"): (64, 4, 2, 0),
+    ("down", "e4m3"): (32, 8, 2, 0), ("gate_up", "e4m3"): (64, 8, 2, 0),
     # of compact kinds what fits the registers (by the compiler's report for sm_90)
     **{("gate_up", kind): (64, 8, 2, 0) for kind in COMPACT_KINDS},
     **{("down", kind): (32, 8, 1 if row.codes in CODEBOOKS else 3, 0) for kind, row in COMPACT_KINDS.items()},

@@ -11,6 +11,7 @@ gemv.py draws the planes. What a kind holds, and how many columns share a scale:
     nvfp4       likewise; two float16                                      16
     q2_k, ..    compact_kinds.py                                           16 or more
     dense       float16, bfloat16 or float32
+    e4m3        bytes, which kernels read as 2**-8 times the number; a float16   32
     fp8         e4m3 (`--quantize fp8`); a float32                         a row
 """
 
@@ -32,7 +33,7 @@ from .device import is_interpreted
 from .gemm import FLOAT4
 
 PAIRED_SCALES = ("q4m", "q5m", "q6", "nvfp4")  # two float16 per block in `scales`
-LOW_WORDS = {"q8": 8}  # words of the first plane per block; 4 for all others
+LOW_WORDS = {"q8": 8, "e4m3": 8}  # words of the first plane per block; 4 for all others
 HIGH_WORDS = {"q6": 4, "q5": 2, "q5m": 2}  # half words of the second plane per block
 CODE_OFFSETS = {"q4": 8, "q5": 16, "q6": 32}
 DENSE, FP8 = "dense", "fp8"
@@ -153,8 +154,10 @@ def _contiguous_copy(x: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_codes(w: WeightPart) -> torch.Tensor:
-    """Return (rows, blocks, 32) codes, less the kind's offset: int8."""
+    """Return (rows, blocks, 32) codes, less the kind's offset: int8; of e4m3 2**-8 times the number."""
     packed = _contiguous_copy(w.low.transpose(1, 2)).view(torch.uint8)  # (rows, blocks, 16 or 32)
+    if w.kind == "e4m3":
+        return packed.view(E4M3).float() * 2.0**-8
     if w.kind in LOW_WORDS:
         return packed.view(torch.int8)
     code = torch.cat((packed & 15, packed >> 4), -1)

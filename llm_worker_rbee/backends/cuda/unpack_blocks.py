@@ -291,6 +291,7 @@ REPACK_RULES: dict[str, tuple[str, Callable[[torch.Tensor], UnpackedBlocks | Com
     "INT4": ("q4", lambda raw: UnpackedBlocks(unpack_nibbles(raw, 4, 16, 16), read_f32(raw))),
     "INT4_ZP": ("q4m", int4_zp),
     "INT8": ("q8", lambda raw: UnpackedBlocks(raw[..., 4:], read_f32(raw))),
+    "FP8": ("e4m3", lambda raw: UnpackedBlocks(raw[..., 4:], 256 * read_f32(raw))),  # of 2**-8 times the number
     "NVFP4_F32": ("nvfp4", lambda raw: UnpackedBlocks(unpack_nibbles(raw, 8, 16, 16), read_f32(raw, 0, 2))),
     # x = (d * scale) * q - dmin * min
     "Q4_K": ("q4m", lambda raw: to_blocks32(unpack_nibbles(raw, 16, 128, 32), *_k_scales(raw))),

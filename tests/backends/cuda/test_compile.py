@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-PACKED = ("q4", "q4m", "q5", "q5m", "q6", "q8")
+PACKED = ("q4", "q4m", "q5", "q5m", "q6", "q8", "e4m3")
 COMPACT = ("q2_k", "q3_k", "tq1_0", "iq4_xs", "iq2_s", "iq3_s", "iq1_m")
 COMPACT_GEMM = ("q3_k", "iq4_xs", "iq2_s")
 GROUPS = {

@@ -25,7 +25,7 @@ from tests.helpers.random_tensors import random_tensor, relative_error
 cuda = CudaBackend()
 DEVICE = cuda.torch_device
 
-PLANES = ["q4", "q4m", "q5", "q5m", "q6", "q8"]
+PLANES = ["q4", "q4m", "q5", "q5m", "q6", "q8", "e4m3"]
 KINDS = [*PLANES, *COMPACT_KINDS]
 WAYS_OF_CODES = [*PLANES, "q2_k", "q3_k", "tq1_0", "iq4_xs", "iq2_xs", "iq3_s", "iq1_m"]
 

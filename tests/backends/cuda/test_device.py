@@ -80,7 +80,7 @@ def test_select_backend_under_interpreter_is_cuda() -> None:
     assert not isinstance(backends.select_backend("cpu"), CudaBackend)
 
 
-@pytest.mark.parametrize("name", [name for name in ALL_TYPES if name != "FP8"])
+@pytest.mark.parametrize("name", ALL_TYPES)
 def test_bits_table_matches_packed_size(name: str) -> None:
     packed = repack.pack_weight([random_tensor(name, 8, 512, np.random.default_rng(0))], DEVICE)
     assert packed.nbytes * 8 == pytest.approx(select.PACKED_BITS.get(name, 32.0) * 8 * 512, rel=1e-3)

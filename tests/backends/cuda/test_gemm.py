@@ -99,7 +99,8 @@ def test_word_ptx_matches_dequantized_values(kind: str) -> None:
     part = random_planes(kind, 32, 32 * 16, "cpu")
     wanted = packed_weight.dequantize(part).numpy().reshape(32, 16, 32)
     for i in range(4):
-        more = {"q8": lambda i=i: part.low[:, 4 + i], "q6": lambda i=i: part.high[:, i],
+        bytes_after = dict.fromkeys(("q8", "e4m3"), lambda i=i: part.low[:, 4 + i])
+        more = {**bytes_after, "q6": lambda i=i: part.high[:, i],
                 "q5": lambda i=i: part.high[:, i // 2], "q5m": lambda i=i: part.high[:, i // 2]}  # fmt: skip
         with_it = more.get(kind, lambda i=i: part.low[:, i])()
         text = gemm.word_ptx(kind, i % 2 if kind in ("q5", "q5m") else 0)

@@ -14,7 +14,17 @@ from llm_worker_rbee.weights.quants import ALL_TYPES, BLOCK_TYPES
 from tests.helpers.random_tensors import random_tensor
 
 DEVICE = device.open_device(0)
-ROUNDED = ("Q4_K", "Q5_K", "Q6_K", "Q8_K", "INT4", "INT4_ZP", "INT8", "NVFP4_F32")  # their scale becomes one float16
+ROUNDED = (
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "Q8_K",
+    "INT4",
+    "INT4_ZP",
+    "INT8",
+    "FP8",
+    "NVFP4_F32",
+)  # their scale becomes one float16
 QUANTIZED = [name for name in ALL_TYPES if name in REPACK_RULES]
 
 
@@ -23,7 +33,7 @@ def values(*tensors: Tensor) -> np.ndarray:
     return torch.cat(found).cpu().numpy()
 
 
-@pytest.mark.parametrize("name", [*BLOCK_TYPES, *QUANTIZED[-4:]])
+@pytest.mark.parametrize("name", [*BLOCK_TYPES, *QUANTIZED[-5:]])
 def test_pack_weight_keeps_values(name: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """In several slabs, the last of them shorter; the product of a scale is off by at most 2**-11."""
     monkeypatch.setattr(repack, "SLAB_CODES", 512 * 3)
