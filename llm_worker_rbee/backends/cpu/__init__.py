@@ -35,16 +35,17 @@ from ..ops import (
 )
 from . import elementwise, forward, gated_delta, kv_layout, precompile, sampling
 from .attention import NUMBERS_PER_TILE, attention_tasks, partial_bytes, split_work_task
+from .causal_conv import causal_conv_task
 from .experts import PackedExperts, combine_rows, grouped_linear, pack_experts, route_tokens
 from .kv_layout import kv_type_of, layer_addresses, padded_dim
 from .linear import PackedWeight, pack_weight
 from .op_parts import CpuParts
 from .per_layer_inputs import gate_task, inputs_task
+from .pointers import aligned
 from .program import Program, Step, choose_threads, prepare_step, run_step
 from .rope import angles_task, rope_store_task, temperature_of
 
 Floats = NDArray[np.float32]
-UNFUSED = ("causal_conv",)  # a model with one of these runs op by op
 
 
 @lru_cache(maxsize=1024)
@@ -96,7 +97,8 @@ class CpuBackend(Backend):
     def empty_state(
         self, slots: int, conv_shape: tuple[int, int], matrix_shape: tuple[int, int, int] | None = None
     ) -> StateLayer:
-        return reference.empty_state(slots, conv_shape, matrix_shape)
+        shapes = (conv_shape,) if matrix_shape is None else (conv_shape, matrix_shape)
+        return StateLayer(*(aligned(np.zeros, (slots, *shape), np.float32) for shape in shapes))
 
     def embed(self, table: PackedWeight, ids: Ints, scale: float = 1.0) -> Floats:
         (part,) = table.parts
@@ -192,7 +194,16 @@ class CpuBackend(Backend):
     def causal_conv(
         self, x: Floats, weight: Floats, state: StateLayer, batch: Batch, activation: str = "", gated: bool = False
     ) -> Floats:
-        return reference.causal_conv(x, weight, state, batch, activation, gated)
+        out = np.empty((len(x), len(weight)), np.float32)
+        rows, by_tap = np.ascontiguousarray(x, np.float32), np.ascontiguousarray(weight.T)
+        task = causal_conv_task(0, Step.END, Step.END + 1, 0, by_tap, activation, gated=gated)
+        entries = {
+            Step.QUERY_START: batch.query_start, Step.STATE_IN: batch.state_in, Step.STATE_OUT: batch.state_out,
+            Step.KV: layer_addresses([state]), Step.END: rows, Step.END + 1: out,
+        }  # fmt: skip
+        counts: dict[int, int] = {Step.TOKENS: len(x), Step.REQUESTS: len(batch.state_in)}
+        run_step(Program([task]), entries, counts, self.threads)
+        return out
 
     def gated_delta(
         self, qkv: Floats, z: Floats, gates: Floats, params: GatedDeltaParams, weights: GatedDeltaWeights,
@@ -269,7 +280,7 @@ class CpuBackend(Backend):
 
     def fuse(self, record: Callable[[], Graph]) -> forward.CpuForward | None:
         graph = record()
-        if any(node.op in UNFUSED or _is_unknown_gate_of_experts(node) for node in graph.nodes):
+        if any(_is_unknown_gate_of_experts(node) for node in graph.nodes):
             return None
         return forward.CpuForward(graph, self.threads)
 

@@ -168,15 +168,8 @@ class CpuForward:
     def _hold(self, b: Batch) -> list[int]:
         """Copy the arrays of a batch to where tasks find them, and return the address of each."""
         arrays = (
-            b.ids,
-            b.positions,
-            b.slot_mapping,
-            b.query_start,
-            b.block_table,
-            b.logits_index,
-            b.state_in,
-            b.state_out,
-        )
+            b.ids, b.positions, b.slot_mapping, b.query_start, b.block_table, b.logits_index, b.state_in, b.state_out,
+        )  # fmt: skip
         sizes = [array.size for array in arrays]
         if sum(sizes) > self._inputs.size:
             self._inputs = np.empty(2 * sum(sizes), np.int64)

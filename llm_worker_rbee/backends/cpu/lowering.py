@@ -8,6 +8,7 @@
     rope_store       rope_angles (once)        rope_kv_write: split, [q, k and v norms,] rotation, write to the KV cache
     attention        split_work (once)         attention: prefill tiles, decode tiles, activation quantization
     gated                                      gated: activation(gate) * up, activation quantization
+    causal_conv                                causal_conv: its gates, convolution, states, activation quantization
     logits           quantize, matmul, soft_cap
     route                                      route
     grouped_linear   group, gather (once for each choice of experts), quantize, grouped_matmul
@@ -24,6 +25,7 @@ from math import prod
 from typing import Any, NamedTuple, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..graph import LOGITS, TOKENS, Graph, Node, Rewrite, Shape, Value, apply_rewrites, have_one_eps
 from . import elementwise, experts, gated_delta, quantize_activations
@@ -35,6 +37,7 @@ from .attention import (
     partial_bytes,
     split_work_task,
 )
+from .causal_conv import causal_conv_task
 from .elementwise import ACTIVATIONS, TOKENS_PER_PIECE, embed_task, head_norms_task
 from .experts import GroupEntry
 from .kv_layout import padded_dim
@@ -66,6 +69,7 @@ REWRITES = (
     Rewrite("sigmoid_gate", "sigmoid_gate* quantize"),
     Rewrite("gated", "gated* quantize", lambda node: node.fused[0]["activation"] in ACTIVATIONS),
     Rewrite("per_layer_gate", "per_layer_gate* quantize", lambda node: node.fused[0]["activation"] in ACTIVATIONS),
+    Rewrite("causal_conv", "causal_conv* quantize", lambda node: node.fused[0].output.shape[1] % 32 == 0),
     Rewrite("linear", "matmul add_bias?"),
 )
 
@@ -147,9 +151,10 @@ class _Expander:
         return self._once(self.nodes, "quantize", (x, two_term), x.shape, x=x, two_term=two_term, **more)
 
     def _linear(self, node: Node, args: dict[str, Any]) -> Value:
-        reader = self._readers.get(node.output, "")
-        component = {"split_heads": "qkv", "route": "router"}.get(reader, "gate_up")
-        component = {"attention": "output", "gated": "down"}.get(self._producers.get(node["x"], ""), component)
+        by_reader = {"split_heads": "qkv", "route": "router", "causal_conv": "conv_input"}
+        component = by_reader.get(self._readers.get(node.output, ""), "gate_up")
+        by_producer = {"attention": "output", "gated": "down", "causal_conv": "conv_output"}
+        component = by_producer.get(self._producers.get(node["x"], ""), component)
         out = self._product(args["x"], args["w"], component)
         return out if args["bias"] is None else self._emit(self.nodes, "add_bias", out.shape, x=out, bias=args["bias"])
 
@@ -228,6 +233,7 @@ class Lowering:
         self.buffers = Buffers()
         self.entries: dict[Value, int] = {graph.output: Step.LOGITS}
         self.parts: list[Lowered] = []
+        self._held: list[NDArray[np.float32]] = []  # arrays that tasks read
         self._geometries: set[tuple[int, int, int]] = set()  # heads, KV heads and their size, of attention
         self.last_uses, self.index = graph.last_uses(), 0
         for self.index, node in enumerate(graph.nodes):
@@ -404,6 +410,15 @@ class Lowering:
         two_term, widths = quantize is not None and quantize["two_term"], (_width(out), _width(gate["inputs"]))
         task = gate_task(places, *widths, gate["layer"], gate["activation"], two_term=two_term)
         return "per_layer_gate", [task]
+
+    def _causal_conv(self, node: Node) -> tuple[str, list[Task]]:
+        (conv,) = node.parts("causal_conv")
+        activations, out = self._activations(node.part("quantize")), conv.output
+        floats = self._new(out) if out in node.outputs else 0
+        weight = np.ascontiguousarray(conv["weight"].T)
+        self._held.append(weight)
+        places = conv["state"], self.entries[conv["x"]], floats, activations
+        return "causal_conv", [causal_conv_task(*places, weight, conv["activation"], gated=conv["gated"])]
 
     def _linear(self, node: Node) -> tuple[str, list[Task]]:
         (product,), bias = node.parts("matmul"), node.part("add_bias")

@@ -48,7 +48,7 @@ Kernel = TaskKernel | PythonKernel
 def all_kernels() -> list[Kernel]:
     """Return every kernel of any known model."""
     found = _kernels_for(LAYOUT_BY_TYPE, HEADS_PER_KV_HEAD, KV_TYPES)
-    return found + _kernels_of("experts") + _kernels_of("per_layer_inputs")
+    return found + _kernels_of("experts") + _kernels_of("per_layer_inputs") + _kernels_of("causal_conv")
 
 
 def model_kernels(checkpoint: Checkpoint, config: ModelConfig, kv_type: str = KV_DEFAULT) -> list[Kernel]:
@@ -59,6 +59,7 @@ def model_kernels(checkpoint: Checkpoint, config: ModelConfig, kv_type: str = KV
     found = _kernels_for(known, groups, [kv_type])
     modules = ["experts"] if config.experts is not None else []
     modules += ["per_layer_inputs"] if config.layer_input_dim else []
+    modules += ["causal_conv"] if config.state_bytes else []
     return found + [kernel for name in modules for kernel in _kernels_of(name)]
 
 
