@@ -196,7 +196,7 @@ class CpuBackend(Backend):
     ) -> Floats:
         out = np.empty((len(x), len(weight)), np.float32)
         rows, by_tap = np.ascontiguousarray(x, np.float32), np.ascontiguousarray(weight.T)
-        task = causal_conv_task(0, Step.END, Step.END + 1, 0, by_tap, activation, gated=gated)
+        task = causal_conv_task(0, (Step.END, x.shape[1]), Step.END + 1, 0, by_tap, activation, gated=gated)
         entries = {
             Step.QUERY_START: batch.query_start, Step.STATE_IN: batch.state_in, Step.STATE_OUT: batch.state_out,
             Step.KV: layer_addresses([state]), Step.END: rows, Step.END + 1: out,

@@ -22,8 +22,9 @@ from .quantize_activations import quantize_blocks
 Floats = NDArray[np.float32]
 CONV_COLUMNS = 256  # channels per piece: whole blocks of int8 activations
 
-# Entries of the step (X, OUT, ACTIVATIONS; the last two optional) and numbers; WEIGHT is (kernel, channels).
-ConvArg = IntEnum("ConvArg", "LAYER X OUT ACTIVATIONS CHANNELS KERNEL WEIGHT SILU GATED", start=0)
+# Entries of the step (X, OUT, ACTIVATIONS; the last two optional) and numbers; WEIGHT is (kernel, channels). A row of X
+# has WIDTH values, of which the first ones are read.
+ConvArg = IntEnum("ConvArg", "LAYER X WIDTH OUT ACTIVATIONS CHANNELS KERNEL WEIGHT SILU GATED", start=0)
 
 
 @kernel
@@ -77,7 +78,7 @@ def causal_conv(args, step, piece):
     begin, end = i64(s[Step.QUERY_START])[request], i64(s[Step.QUERY_START])[request + 1]
     states = f32(i64(s[Step.KV])[a[ConvArg.LAYER] * ADDRESSES_PER_LAYER])
     slot, x, weight = i64(s[Step.STATE_IN])[request], f32(s[a[ConvArg.X]]), f32(a[ConvArg.WEIGHT])
-    width = 3 * channels if gated else channels
+    width = a[ConvArg.WIDTH]
     own = scratch((size + 1) * CONV_COLUMNS)  # a ring of inputs, and a row of outputs
     made = size * CONV_COLUMNS
     for j in range(size - 1):
@@ -112,9 +113,10 @@ CAUSAL_CONV = TaskKernel(causal_conv)
 
 
 def causal_conv_task(
-    layer: int, x: int, out: int, activations: int, weight: Floats, activation: str, *, gated: bool
+    layer: int, x: tuple[int, int], out: int, activations: int, weight: Floats, activation: str, *, gated: bool
 ) -> Task:
-    """Return the convolution of all requests: X, OUT and ACTIVATIONS are entries, the weight is (kernel, channels)."""
+    """Return the convolution of all requests: of the entry X and the width of its rows, to the entries OUT and
+    ACTIVATIONS; the weight is (kernel, channels)."""
     size, channels = weight.shape
-    args = pack_args(layer, x, out, activations, channels, size, weight, activation == "silu", gated)
+    args = pack_args(layer, *x, out, activations, channels, size, weight, activation == "silu", gated)
     return Task(CAUSAL_CONV, args, -(-channels // CONV_COLUMNS), Step.REQUESTS, 1)

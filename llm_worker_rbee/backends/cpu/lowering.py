@@ -417,7 +417,7 @@ class Lowering:
         floats = self._new(out) if out in node.outputs else 0
         weight = np.ascontiguousarray(conv["weight"].T)
         self._held.append(weight)
-        places = conv["state"], self.entries[conv["x"]], floats, activations
+        places = conv["state"], (self.entries[conv["x"]], _width(conv["x"])), floats, activations
         return "causal_conv", [causal_conv_task(*places, weight, conv["activation"], gated=conv["gated"])]
 
     def _linear(self, node: Node) -> tuple[str, list[Task]]:

@@ -52,7 +52,7 @@ def test_fused_forward_has_the_bits_of_single_ops_and_the_values_of_the_referenc
 
 def test_every_rewrite_is_used_and_has_the_bits_of_single_ops(default_model: Path, tmp_path: Path) -> None:
     """On quantized weights; heads of 64, which attention quantizes itself, are those of the default model."""
-    names, used = ("llama", "qwen2", "qwen3", "gemma2", "olmo2", "gemma4-e", "lfm2"), set()
+    names, used = ("llama", "qwen2", "qwen3", "gemma2", "olmo2", "gemma4-e", "lfm2", "qwen3_5"), set()
     paths = [save_quantized(ZOO[name], make_hf(ZOO[name]), tmp_path / f"{name}.gguf", "Q8_0") for name in names]
     for path in (*paths, default_model):
         checkpoint = open_checkpoint(path)
