@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
+from threading import Thread
 from typing import Any, NamedTuple
 
 from .engine.grammar import to_lark
@@ -44,6 +45,7 @@ class TextModel:
     ) -> None:  # fmt: skip
         """`chat_template` is Jinja source that replaces the file's own."""
         tokenizer.pad_to(vocab_size)
+        Thread(target=tokenizer.prepare, name="prepare-tokenizer", daemon=True).start()
         self.tokenizer, self.vocab_size, self.max_context = tokenizer, vocab_size, max_context
         self.sampling_defaults = sampling_defaults
         self._name = name

@@ -9,7 +9,10 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from heapq import heappop, heappush
 from itertools import chain
+from operator import itemgetter, mul
 from threading import Lock
 
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
@@ -47,6 +50,9 @@ _C_SPACE = " \t\n\v\f\r"
 # Limits for derived merges, which take time and memory with the square of a token's length.
 _MAX_SPM_LENGTH = 512
 _MAX_SPM_WORK = 256_000_000  # sum of squared lengths; usual vocabularies of 256,000 tokens have about 15 million
+PLAIN_TYPES = frozenset({int(TokenType.NORMAL), int(TokenType.UNUSED), int(TokenType.UNDEFINED)})
+BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
+MAX_DIRECT_LENGTH = 2048  # characters of a text that is merged without the library's model
 _MAX_SPM_MERGES = 32_000_000  # characters of all derived merges; such a vocabulary has about 5 million
 
 
@@ -151,7 +157,10 @@ def byte_level_splitter(pre: PreTokenizer) -> pre_tokenizers.PreTokenizer:
 
 
 class SpmEncoder:
-    """SentencePiece-style BPE of a GGUF: the file has no merges; the token with the best score is merged first.
+    """SentencePiece-style BPE of a GGUF. Without merges in the file the token with the best score is merged first.
+
+    The library's model of 262,144 tokens takes seconds to make, so it is made when a long text comes, or by `prepare`;
+    until then short texts are merged here, with the same result.
 
     The space prefix goes before the first character and after a control token, not after a user-defined one: in
     SentencePiece a control token starts a new text.
@@ -160,8 +169,9 @@ class SpmEncoder:
     def __init__(
         self,
         vocabulary: Vocabulary,
-        scores: Sequence[float],
+        scores: Sequence[float] | None,
         *,
+        merges: Callable[[], Sequence[tuple[str, str]]] | None = None,
         add_space_prefix: bool,
         squeeze_spaces: bool = False,
         unknown_id: int | None = None,
@@ -171,7 +181,28 @@ class SpmEncoder:
         self._special = frozenset(i for i, kind in enumerate(vocabulary.token_types) if kind in SPECIAL_TYPES)
         self._prefix = SPACE if add_space_prefix else ""
         self._squeeze_spaces = squeeze_spaces
-        self._library, self._characters = _spm_library(vocabulary, scores, unknown_id)
+        vocab = dict(vocabulary.ids)
+        for text in vocabulary.ids_by_text(set(vocabulary.token_types) - PLAIN_TYPES):
+            del vocab[text]
+        byte_ids = {t: vocabulary.ids[t] for t in BYTE_TOKENS if _is_byte_token(vocabulary, t)}
+        work = 0
+        if scores is not None:
+            work, merges = _check_spm_lengths(vocab), partial(derive_merges, vocab, scores)
+        assert merges is not None
+        self._make_library = partial(_spm_library, vocabulary, vocab, byte_ids, merges, unknown_id)
+        self._made: tuple[Tokenizer, dict[int, tuple[int, ...]]] | None = None
+        self._lock = Lock()
+        self._merger: ScoreMerger | None = None
+        if scores is not None and len(byte_ids) == len(BYTE_TOKENS) and work <= _MAX_SPM_MERGES:
+            self._merger = ScoreMerger(vocab, scores, tuple(byte_ids.values()))
+        elif scores is not None:
+            self.prepare()  # which may find errors
+
+    def prepare(self) -> None:
+        """Make the library's model."""
+        with self._lock:
+            if self._made is None:
+                self._made = self._make_library()
 
     def encode(self, text: str, parse_special: bool, mark: str = "") -> list[int]:
         if self._squeeze_spaces:
@@ -191,24 +222,74 @@ class SpmEncoder:
         return ids
 
     def _segment(self, text: str) -> list[int]:
-        ids = _library_ids(self._library, text)
-        if not self._characters:
+        if self._made is None and self._merger is not None and len(text) <= MAX_DIRECT_LENGTH:
+            return self._merger.encode(text)
+        if self._made is None:
+            self.prepare()
+        assert self._made is not None
+        library, characters = self._made
+        ids = _library_ids(library, text)
+        if not characters:
             return ids
         out: list[int] = []
         for token_id in ids:
-            out += self._characters.get(token_id, (token_id,))
+            out += characters.get(token_id, (token_id,))
         return out
 
 
+class ScoreMerger:
+    """Merges without a table of merges: of all neighbours that form a token, those of the best score first."""
+
+    def __init__(self, vocab: Mapping[str, int], scores: Sequence[float], byte_ids: tuple[int, ...]) -> None:
+        self._ids, self._scores, self._byte_ids = vocab, scores, byte_ids
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text; characters without a token become bytes."""
+        ids: list[int] = []
+        for part in self._merge(text):
+            index = self._ids.get(part)
+            ids += [self._byte_ids[byte] for byte in part.encode()] if index is None else [index]
+        return ids
+
+    def _merge(self, text: str) -> list[str]:
+        """Of equal scores the shortest left part is first, then the lower id, then the leftmost place."""
+        parts = list(text)
+        before, after = list(range(-1, len(parts) - 1)), list(range(1, len(parts) + 1))
+        heap: list[tuple[float, int, int, int, int]] = []
+
+        def offer(left: int, right: int) -> None:
+            index = self._ids.get(parts[left] + parts[right])
+            if index is not None:
+                sizes = len(parts[left]), len(parts[right])
+                heappush(heap, (-self._scores[index], sizes[0], index, left, sizes[1]))
+
+        for left in range(len(parts) - 1):
+            offer(left, left + 1)
+        while heap:
+            _, size, _, left, right_size = heappop(heap)
+            right = after[left]
+            if right == len(parts) or len(parts[left]) != size or len(parts[right]) != right_size:
+                continue  # one of them has been merged since
+            parts[left], parts[right] = parts[left] + parts[right], ""
+            after[left] = after[right]
+            if after[left] < len(parts):
+                before[after[left]] = left
+                offer(left, after[left])
+            if before[left] >= 0:
+                offer(before[left], left)
+        return list(filter(None, parts))
+
+
+def _is_byte_token(vocabulary: Vocabulary, text: str) -> bool:
+    return text in vocabulary.ids and vocabulary.token_types[vocabulary.ids[text]] == TokenType.BYTE
+
+
 def _spm_library(
-    vocabulary: Vocabulary, scores: Sequence[float], unknown_id: int | None
-) -> tuple[Tokenizer, dict[int, tuple[int, ...]]]:
+    vocabulary: Vocabulary, vocab: Mapping[str, int], byte_ids: Mapping[str, int],
+    make_merges: Callable[[], Sequence[tuple[str, str]]], unknown_id: int | None,
+) -> tuple[Tokenizer, dict[int, tuple[int, ...]]]:  # fmt: skip
     """Return the library's model, and the byte tokens of characters that occur only within longer tokens."""
-    kept = (TokenType.NORMAL, TokenType.UNUSED, TokenType.UNDEFINED)
-    vocab = {text: index for text, index in vocabulary.ids.items() if vocabulary.token_types[index] in kept}
-    _check_spm_lengths(vocab)
-    merges = derive_merges(vocab, scores)
-    byte_ids = {t: i for t, i in vocabulary.ids.items() if vocabulary.token_types[i] == TokenType.BYTE}
+    merges, vocab = make_merges(), dict(vocab)
     characters: dict[int, tuple[int, ...]] = {}
     for part in {part for pair in merges for part in pair if len(part) == 1 and part not in vocab}:
         extra = len(vocabulary) + len(characters)
@@ -220,23 +301,25 @@ def _spm_library(
     unknown = vocabulary.texts[unknown_id] if unknown_id is not None else None
     if unknown is not None and unknown_id is not None:
         vocab[unknown] = unknown_id
-    vocab = {**vocab, **byte_ids}
+    vocab |= byte_ids
     with tokenizer_errors("tokenizer.ggml.tokens"):
         model = models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token=unknown, fuse_unk=True)
         return Tokenizer(model), characters
 
 
-def _check_spm_lengths(vocab: Mapping[str, int]) -> None:
-    """Raise if `derive_merges` would take too long."""
-    for text, index in vocab.items():
-        if len(text) > _MAX_SPM_LENGTH:
-            raise TokenizerError(
-                f"tokenizer.ggml.tokens: token {index} has {len(text)} characters; at most {_MAX_SPM_LENGTH} in a"
-                " 'llama' vocabulary"
-            )
-    work = sum(len(text) ** 2 for text in vocab)
+def _check_spm_lengths(vocab: Mapping[str, int]) -> int:
+    """Return the sum of the squared lengths; raise if `derive_merges` would take too long."""
+    lengths = list(map(len, vocab))
+    if max(lengths, default=0) > _MAX_SPM_LENGTH:
+        text, index = next((text, index) for text, index in vocab.items() if len(text) > _MAX_SPM_LENGTH)
+        raise TokenizerError(
+            f"tokenizer.ggml.tokens: token {index} has {len(text)} characters; at most {_MAX_SPM_LENGTH} in a"
+            " 'llama' vocabulary"
+        )
+    work = int(sum(map(mul, lengths, lengths)))
     if work > _MAX_SPM_WORK:
         raise _too_many_merges(f"the squares of their lengths add up to {work}; at most {_MAX_SPM_WORK}")
+    return work
 
 
 def _too_many_merges(figures: str) -> TokenizerError:
@@ -259,7 +342,7 @@ def derive_merges(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tup
                 characters += len(text)
         if characters > _MAX_SPM_MERGES:
             raise _too_many_merges(f"their merges have more than {_MAX_SPM_MERGES} characters")
-    ranked.sort(key=lambda entry: entry[:2])
+    ranked.sort(key=itemgetter(0, 1))
     return [(left, right) for _, _, left, right in ranked]
 
 

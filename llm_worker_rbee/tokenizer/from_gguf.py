@@ -33,7 +33,7 @@ _RSTRIP_EXCEPT = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
     """Build the tokenizer that the `tokenizer.*` keys of a GGUF describe."""
     model = metadata.get(_PREFIX + "model")
-    makers = {"llama": _spm_tokenizer, "gpt2": _bpe_tokenizer}
+    makers = {"llama": _spm_tokenizer, "gpt2": _bpe_tokenizer, "gemma4": _gemma4_tokenizer}
     if model is None:
         raise TokenizerError("tokenizer.ggml.model is missing: the file has no tokenizer")
     if not isinstance(model, str) or model not in makers:
@@ -74,6 +74,17 @@ def _spm_tokenizer(metadata: Mapping[str, object], texts: list[str]) -> Tokenize
         space_at_start=prefix,
         space_after_special=prefix,
         chat_template=_chat_template(metadata),
+    )
+
+
+def _gemma4_tokenizer(metadata: Mapping[str, object], texts: list[str]) -> Tokenizer:
+    """Return a SentencePiece-style vocabulary with merges; it always begins a text with BOS, whatever the file says."""
+    merges = _read_merges(metadata)
+    vocabulary, ends = _read_vocabulary({**metadata, _PREFIX + "add_bos_token": True}, texts, "spm", add_bos=True)
+    unknown = _read_token_id(metadata, "unknown_token_id", texts, spm=False)
+    encoder = SpmEncoder(vocabulary, None, merges=lambda: merges, add_space_prefix=False, unknown_id=unknown)
+    return Tokenizer(
+        kind="gemma4 (BPE)", vocabulary=vocabulary, encoder=encoder, ends=ends, chat_template=_chat_template(metadata)
     )
 
 
@@ -156,7 +167,7 @@ def _read_scores(metadata: Mapping[str, object], length: int) -> list[float]:
     if _PREFIX + "scores" not in metadata:
         raise TokenizerError("tokenizer.ggml.scores is missing: a 'llama' tokenizer needs it")
     scores = _read_numbers(metadata, "scores", length)
-    if any(math.isnan(score) for score in scores):
+    if math.isnan(sum(scores)) and any(map(math.isnan, scores)):  # opposite infinities have no sum
         raise TokenizerError("tokenizer.ggml.scores holds NaN")
     return scores
 
@@ -178,7 +189,7 @@ def _read_token_types(metadata: Mapping[str, object], texts: Sequence[str]) -> l
 def _read_merges(metadata: Mapping[str, object]) -> list[tuple[str, str]]:
     merges = metadata.get(_PREFIX + "merges")
     if merges is None:
-        raise TokenizerError("tokenizer.ggml.merges is missing: a 'gpt2' tokenizer needs it")
+        raise TokenizerError(f"tokenizer.ggml.merges is missing: a {metadata[_PREFIX + 'model']!r} tokenizer needs it")
     if not isinstance(merges, list):
         raise TokenizerError("tokenizer.ggml.merges must be a list of strings")
     if set(map(type, merges)) <= {str}:

@@ -181,7 +181,7 @@ END_TOKEN_NAMES = frozenset({
     "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>",  # Llama 3
     "<|im_end|>", "<|endoftext|>",  # ChatML, GPT-2
     "<|end|>", "<|return|>", "<|call|>",  # Phi-3; harmony
-    "<end_of_turn>", "<eos>",  # Gemma
+    "<end_of_turn>", "<eos>", "<turn|>", "<|tool_response>",  # Gemma
     "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>",
     "<｜end▁of▁sentence｜>",  # DeepSeek
 })  # fmt: skip
@@ -249,6 +249,11 @@ class Tokenizer:
         self.whole_texts: dict[int, str] = {}  # of tokens that were decoded and have whole characters; special ones: ""
         self._vocabulary, self._encoder = vocabulary, encoder
         self._prefix, self._suffix = list(ends.prefix), list(ends.suffix)
+
+    def prepare(self) -> None:
+        """Make what the encoder would make when a long text comes."""
+        if (prepare := getattr(self._encoder, "prepare", None)) is not None:
+            prepare()
 
     def pad_to(self, vocab_size: int) -> None:
         """Extend the ids by padding, without text, to the rows of the model's embedding; raise if a token has none."""

@@ -11,7 +11,7 @@ import sentencepiece
 from hypothesis import given
 
 from llm_worker_rbee.errors import TokenizerError
-from llm_worker_rbee.tokenizer import Tokenizer, tokenizer_from_gguf
+from llm_worker_rbee.tokenizer import Tokenizer, encoders, tokenizer_from_gguf
 from llm_worker_rbee.weights.gguf import open_gguf
 from llm_worker_rbee.weights.gguf_writer import write_gguf
 from tests.helpers.tokenizer_metadata import data, seeded, spm_metadata, unicode_text
@@ -84,6 +84,35 @@ def test_encode_equals_sentencepiece(variant: str, tmp_path: Path) -> None:
     for text in [*data("texts.json"), *extra]:
         check(text)
     seeded(given(unicode_text)(check))()
+    tokenizer.prepare()  # the library's model in the place of merges without a table
+    for text in [*data("texts.json"), *extra]:
+        check(text)
+
+
+def test_long_text_equals_its_parts_merged_without_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long text makes the library's model, with the same ids; words do not merge with one another here."""
+    tokenizer = tokenizer_from_gguf(spm_metadata(["lo", "el", "Hel", "▁w", *LETTERS], add_space_prefix=False))
+    words = ["Hello", " world", " wel", " 你好"] * 40
+    single = [tokenizer.encode(word, add_special=False) for word in words]
+    monkeypatch.setattr(encoders, "MAX_DIRECT_LENGTH", 32)
+    assert tokenizer.encode("".join(words), add_special=False) == [index for ids in single for index in ids]
+
+
+def test_gemma4_vocabulary_with_merges_equals_the_one_with_scores() -> None:
+    processor = train(add_dummy_prefix=False)
+    scored = metadata_of(processor, add_space_prefix=False)
+    tokens, scores = scored["tokenizer.ggml.tokens"], scored["tokenizer.ggml.scores"]
+    assert isinstance(tokens, list)
+    assert isinstance(scores, np.ndarray)
+    plain = {text: i for i, text in enumerate(tokens) if i > 258}
+    merges = [" ".join(pair) for pair in encoders.derive_merges(plain, scores.tolist())]
+    changed = {"model": "gemma4", "merges": merges, "bos_token_id": 1, "unknown_token_id": 0, "add_bos_token": False}
+    tokenizer = tokenizer_from_gguf({**scored, **{f"tokenizer.ggml.{key}": value for key, value in changed.items()}})
+    for text in data("texts.json"):
+        if "\x00" not in text:
+            assert tokenizer.encode(text) == [1, *processor.encode(text)], text
+    with pytest.raises(TokenizerError, match="merges is missing: a 'gemma4' tokenizer needs it"):
+        tokenizer_from_gguf({**scored, "tokenizer.ggml.model": "gemma4"})
 
 
 def merge_by_hand(text: str, ids: dict[str, int], scores: list[float]) -> list[str]:
