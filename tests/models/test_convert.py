@@ -112,9 +112,9 @@ def converted(folder: Path, path: Path, kind: str) -> Path:
 EXPRESSIBLE = [
     name
     for name, variant in model_zoo.ZOO.items()
-    if name not in model_zoo.NO_GGUF_KEY
-    and not {"num_experts_per_tok", "top_k_experts"} & variant.settings.keys()  # are refused
+    if name not in model_zoo.NO_GGUF_KEY and not model_zoo.family_of(variant).linear_attention  # which are refused
 ]
+FLOATS = re.compile(r"\.bias$|ffn_gate_inp\.weight$|conv\.conv")  # matrices that stay float32
 
 
 @pytest.mark.parametrize("name", EXPRESSIBLE)
@@ -126,9 +126,11 @@ def test_convert_logits_equal_those_of_folder(name: str, made: Callable[[str], M
     assert np.abs(model_runs.compute_logits(model_runs.load(exact, variant.max_context), ids) - expected).max() < 1e-3
     close = converted(folder, tmp_path / "q8_0.gguf", "q8_0")
     near = model_runs.compute_logits(model_runs.load(close, variant.max_context), ids)
-    assert 0 < np.sqrt(np.mean(np.square(near - expected))) < 0.06 * expected.std()
-    matrices = [t for t in open_checkpoint(close).tensors.values() if len(t.shape) == 2 and "conv.conv" not in t.name]
-    assert {t.kind.name for t in matrices} == {"Q8_0"}
+    bound = 0.25 if "num_experts_per_tok" in variant.settings else 0.06  # a token may get another expert
+    assert 0 < np.sqrt(np.mean(np.square(near - expected))) < bound * expected.std()
+    matrices = [t for t in open_checkpoint(close).tensors.values() if len(t.shape) > 1]
+    quantized = [t for t in matrices if not FLOATS.search(t.name) and t.shape[-1] % 32 == 0]
+    assert {t.kind.name for t in quantized} == {"Q8_0"}
     assert {t.kind.name for t in open_checkpoint(close).tensors.values() if len(t.shape) == 1} == {"F32"}
 
 
@@ -459,7 +461,7 @@ def test_convert_model_refused_by_loader_raises(made: Callable[[str], Made], tmp
 
 def test_convert_every_type_is_written_and_others_raise(made: Callable[[str], Made]) -> None:
     kinds = {kind for mix in TYPES.values() for kind in (mix.base, *(k for r in mix.rules.values() for _, k in r))}
-    assert kinds <= ENCODERS.keys()
+    assert kinds <= {*ENCODERS, "MXFP4"}  # of which experts are MXFP4 already
     with pytest.raises(InvalidRequestError, match="unknown type 'Q3_K_M': use one of F32, F16, BF16"):
         quantize_checkpoint(open_checkpoint(made("llama")[2]), "Q3_K_M")
 
@@ -467,7 +469,7 @@ def test_convert_every_type_is_written_and_others_raise(made: Callable[[str], Ma
 # In memory
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "phi3", "gemma2", "qwen2moe"])
 def test_quantize_checkpoint_equals_converted_file(name: str, made: Callable[[str], Made], tmp_path: Path) -> None:
     variant, model, folder = made(name)
     for path in (folder, model_zoo.save_gguf(variant, model, tmp_path / "model.gguf")):

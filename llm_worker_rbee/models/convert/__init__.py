@@ -22,12 +22,14 @@ from ...backends.ops import Backend
 from ...config import ModelConfig
 from ...errors import InvalidRequestError, UnsupportedModelError
 from ...weights import Checkpoint, Tensor
+from ...weights.checkpoint import DeferredTensor
 from ...weights.gguf_writer import write_quantized_gguf
 from ...weights.quant_mix import MIXES, Mix, Place, matrix_type
 from ...weights.quantize import Progress, TensorJob, quantize_in_memory
 from ...weights.quants import BLOCK_TYPES
 from ..families import BY_GGUF, gguf_architecture, read_model_config
 from ..loader import IGNORED_SUFFIXES, load_model, rope_row_order
+from .expert_stacks import stack_experts
 from .gguf_metadata import gguf_metadata, rope_tensors
 
 # Types that can be written. Q4_K and Q5_K are pure; the mixes give more bits to some matrices.
@@ -35,7 +37,8 @@ TYPES: dict[str, Mix] = {
     **{name: MIXES[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")},
     "Q4_K": replace(MIXES["Q4_K_S"], rules={}),
     "Q5_K": MIXES["Q5_K_S"],
-    **{name: MIXES[name] for name in ("Q6_K", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M")},
+    # MXFP4_MOE is for experts that are MXFP4 already: there is no encoder
+    **{name: MIXES[name] for name in ("Q6_K", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M", "MXFP4_MOE")},
 }
 BLOCK = re.compile(r"^blk\.([0-9]+)\.((?:shortconv\.)?\w+)\.weight$")
 EMBEDDING, LAST_TENSORS = "token_embd.weight", ("output_norm.weight", "token_embd_norm.weight", "output.weight")
@@ -62,10 +65,12 @@ def convert(
 ) -> ConvertResult:
     """Write the model as one GGUF file of this type or mix; an existing file is replaced."""
     mix, config = find_type_mix(type_name), read_model_config(checkpoint)
-    _refuse_experts(config)
+    if config.family.linear_attention and checkpoint.format != "gguf":
+        raise UnsupportedModelError(f"safetensors of {config.family.name} cannot be converted: use a GGUF of the model")
     metadata = gguf_metadata(checkpoint, config, mix.file_type)
     load_model(checkpoint, cast(Backend, CHECK_ONLY_BACKEND), config)
-    work = plan_file(checkpoint, config, mix, rope_tensors(checkpoint, config))
+    stacked = replace(checkpoint, tensors=stack_experts(checkpoint, config))
+    work = plan_file(stacked, config, mix, rope_tensors(checkpoint, config))
     write_quantized_gguf(path, metadata, work, threads=threads, progress=progress)
     return ConvertResult(path, path.stat().st_size, dict(Counter(job.kind.name for job in work)))
 
@@ -76,17 +81,34 @@ def quantize_checkpoint(
     """Return the model with its matrices in another type. FP8 is only marked: the GPU backend rounds while packing."""
     config = read_model_config(checkpoint)
     if is_fp8(type_name):
-        _refuse_experts(config)
+        if config.experts is not None:
+            raise UnsupportedModelError("experts have no FP8 products: leave quantize out, or use Q8_0")
         return mark_fp8(checkpoint)
-    work = plan_matrices(checkpoint, config, find_type_mix(type_name))
-    made = quantize_in_memory([job for job in work if job.kind is not job.source.kind], threads, progress)
-    return replace(checkpoint, tensors={**checkpoint.tensors, **made})
+    jobs = [job for job in _plan_in_memory(checkpoint, type_name) if job.kind is not job.source.kind]
+    made = quantize_in_memory(jobs, threads, progress)
+    replaced = {source.name for job in jobs for source in _sources(job.source)}
+    kept = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in replaced}
+    return replace(checkpoint, tensors={**kept, **made})
 
 
 def planned_types(checkpoint: Checkpoint, type_name: str) -> dict[str, str]:
     """Return the type that `quantize_checkpoint` would give each matrix, by name."""
-    work = plan_matrices(checkpoint, read_model_config(checkpoint), find_type_mix(type_name))
-    return {job.name: job.kind.name for job in work}
+    work = _plan_in_memory(checkpoint, type_name)
+    return {source.name: job.kind.name for job in work for source in _sources(job.source)}
+
+
+def _plan_in_memory(checkpoint: Checkpoint, type_name: str) -> list[TensorJob]:
+    config, mix = read_model_config(checkpoint), find_type_mix(type_name)
+    if config.family.hf_transposed_experts and checkpoint.format != "gguf":
+        raise UnsupportedModelError(
+            f"safetensors of {config.family.name} cannot be quantized while loading: convert them to a GGUF"
+        )
+    return plan_matrices(replace(checkpoint, tensors=stack_experts(checkpoint, config)), config, mix)
+
+
+def _sources(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors of the file that a tensor is made of."""
+    return tensor.sources if isinstance(tensor, DeferredTensor) else (tensor,)
 
 
 def find_type_mix(type_name: str) -> Mix:
@@ -97,25 +119,19 @@ def find_type_mix(type_name: str) -> Mix:
 
 
 def plan_matrices(checkpoint: Checkpoint, config: ModelConfig, mix: Mix) -> list[TensorJob]:
-    """Return a job for every matrix of the model."""
-    _refuse_experts(config)
+    """Return a job for every matrix of the model, and every stack of matrices."""
     tied = "output.weight" not in checkpoint.tensors
-    matrices = [
-        t for name, t in checkpoint.tensors.items() if len(t.shape) == 2 and not name.endswith(IGNORED_SUFFIXES)
-    ]
+    others = (*IGNORED_SUFFIXES, ".bias")
+    matrices = [t for name, t in checkpoint.tensors.items() if len(t.shape) > 1 and not name.endswith(others)]
     return [TensorJob(t.name, t, BLOCK_TYPES[_matrix_type(t, config, mix, tied=tied)]) for t in matrices]
-
-
-def _refuse_experts(config: ModelConfig) -> None:
-    if config.experts is not None:
-        raise UnsupportedModelError("a mixture of experts cannot be quantized yet: use a file of the wanted type")
 
 
 def _matrix_type(tensor: Tensor, config: ModelConfig, mix: Mix, *, tied: bool) -> str:
     block = BLOCK.match(tensor.name)
     layer, role = (int(block[1]), block[2]) if block else (0, tensor.name.removesuffix(".weight"))
-    place = Place(layer, config.n_layers, config.n_heads // config.n_kv_heads)
-    return matrix_type(mix, role, tensor.shape[1], place, tied=tied)
+    experts = 0 if config.experts is None else config.experts.count
+    place = Place(layer, config.n_layers, config.n_heads // config.n_kv_heads, experts)
+    return matrix_type(mix, role, tensor.shape[-1], place, tied=tied)
 
 
 def plan_file(checkpoint: Checkpoint, config: ModelConfig, mix: Mix, more: Mapping[str, Tensor]) -> list[TensorJob]:
@@ -127,7 +143,7 @@ def plan_file(checkpoint: Checkpoint, config: ModelConfig, mix: Mix, more: Mappi
         if not name.endswith(IGNORED_SUFFIXES)
     ]
     if checkpoint.format != "gguf":
-        found = [_adapt_to_gguf(job, config) for job in found]
+        found = [_adapt_to_gguf(job, config) for job in found if not _is_left_out(job, config)]
     return sorted(found, key=_file_order)
 
 
@@ -140,12 +156,20 @@ def _file_order(job: TensorJob) -> tuple[int, int]:
     return (0, 0) if job.name == EMBEDDING else (1, 0)
 
 
+def _is_left_out(job: TensorJob, config: ModelConfig) -> bool:
+    """Return whether a tensor is of a layer that predicts further tokens: the metadata of the file has none."""
+    layer = re.match(r"blk\.([0-9]+)\.", job.name)
+    return int(layer[1]) >= config.n_layers if layer else job.name.startswith("nextn.")
+
+
 def _adapt_to_gguf(job: TensorJob, config: ModelConfig) -> TensorJob:
     role = job.name.split(".")[-2]
     is_permuted = BY_GGUF[gguf_architecture(config)].rope_interleaved and not config.family.hf_rope_interleaved
     if role in ("attn_q", "attn_k") and is_permuted:
         inverse = np.argsort(rope_row_order(job.source.shape[0], config.head_dim, config.rope_dim))
         return job._replace(order=inverse)
+    if role == "ffn_norm":
+        job = job._replace(name=job.name.replace(role, config.family.gguf_mlp_norm))
     if role.endswith("norm") and config.family.norm_plus_one:
         return job._replace(offset=1.0)
     return job

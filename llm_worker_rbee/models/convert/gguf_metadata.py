@@ -23,7 +23,7 @@ from ...weights import Checkpoint, Tensor
 from ...weights.gguf_writer import Typed
 from ...weights.quants import BLOCK_TYPES
 from ..families import BY_GGUF, gguf_architecture
-from ..metadata import GGUF_SAMPLING, model_config_from_gguf, sampling_from_hf
+from ..metadata import GGUF_SAMPLING, GGUF_SCORINGS, model_config_from_gguf, sampling_from_hf
 from .tokenizer_export import tokenizer_keys
 
 _log = logging.getLogger("llm_worker_rbee")
@@ -45,8 +45,10 @@ CONFIG_NAMES = {
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
+    "experts": "experts in some of the layers",
 }
 COMPARED_BY_EFFECT = ("family", "rope_scaling")  # compared by the tables they give
+NOT_WRITTEN = ("nextn_layers",)  # layers that predict further tokens are left out
 
 
 def gguf_metadata(checkpoint: Checkpoint, config: ModelConfig, file_type: int) -> dict[str, Any]:
@@ -123,7 +125,28 @@ def _architecture_keys(c: ModelConfig) -> dict[str, Any]:
             "residual_scale": c.residual_scale,
             "logit_scale": c.logit_scale,
         }
-    return keys | {key: value for key, value in optional.items() if value} | _scaling_keys(c)
+    return keys | {key: value for key, value in optional.items() if value} | _scaling_keys(c) | _expert_keys(c)
+
+
+def _expert_keys(c: ModelConfig) -> dict[str, Any]:
+    """Return the keys of the experts; dense layers are expressed where they come first."""
+    e = c.experts
+    if e is None:
+        return {}
+    keys: dict[str, Any] = {
+        "expert_count": e.count, "expert_used_count": e.used, "expert_feed_forward_length": e.d_ff
+    }  # fmt: skip
+    if e.shared_d_ff and e.shared_d_ff % e.d_ff == 0 and not c.family.shared_expert_gate:
+        keys["expert_shared_count"] = e.shared_d_ff // e.d_ff
+    elif e.shared_d_ff:
+        keys["expert_shared_feed_forward_length"] = e.shared_d_ff
+    if e.scoring == "sigmoid":
+        keys["expert_gating_func"] = next(number for number, name in GGUF_SCORINGS.items() if name == e.scoring)
+    if e.scoring == "sigmoid" or e.renormalize != c.family.expert_norm:
+        keys["expert_weights_norm"] = e.renormalize
+    scale, dense = 0.0 if e.scale == 1.0 else e.scale, len(e.dense_layers)
+    optional = {"expert_weights_scale": scale, "leading_dense_block_count": dense}
+    return keys | {key: value for key, value in optional.items() if value}
 
 
 def _layer_keys(c: ModelConfig) -> dict[str, Any]:
@@ -186,7 +209,7 @@ def _check_round_trip(wanted: ModelConfig, metadata: Mapping[str, Any]) -> None:
     read = model_config_from_gguf(metadata, BY_GGUF[arch], wanted.vocab_size)
     for field in fields(ModelConfig):
         expected, found = getattr(wanted, field.name), getattr(read, field.name)
-        if field.name not in COMPARED_BY_EFFECT and expected != found:
+        if field.name not in (*COMPARED_BY_EFFECT, *NOT_WRITTEN) and expected != found:
             raise _inexpressible(CONFIG_NAMES.get(field.name, field.name), arch)
     contexts = (wanted.context_length, wanted.rope_scaling.original_context or 1)
     for context in contexts:
