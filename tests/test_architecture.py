@@ -104,7 +104,6 @@ SMALL_MODULES = {
     "bench/provenance.py": "what the pages of the repository are tested against",
     "cache/kv_cache.py": "a layer of its own, tested alone",
     "cluster/router.py": "Ray copies its module into each process",
-    "weights/hf_experts.py": "a format of files, which the loader need not know",
     "engine/dummy_model.py": "replaces the model for `serve --engine null`",
 }
 

@@ -18,10 +18,13 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Library
 
 from llm_worker_rbee.backends import select_backend
+from llm_worker_rbee.backends.reference import ReferenceBackend
+from llm_worker_rbee.bench.synthetic import Spec, write
+from llm_worker_rbee.bench.synthetic_shapes import Shape
 from llm_worker_rbee.engine.sampling_defaults import read_sampling_defaults
 from llm_worker_rbee.errors import InvalidRequestError, ModelFileError, TokenizerError, UnsupportedModelError
 from llm_worker_rbee.models import load_model, read_model_config
-from llm_worker_rbee.models.convert import TYPES, convert, quantize_checkpoint
+from llm_worker_rbee.models.convert import TYPES, convert, planned_types, quantize_checkpoint
 from llm_worker_rbee.tokenizer import tokenizer_from_gguf, tokenizer_from_hf
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.gguf_writer import Typed, write_gguf
@@ -466,10 +469,37 @@ def test_convert_every_type_is_written_and_others_raise(made: Callable[[str], Ma
         quantize_checkpoint(open_checkpoint(made("llama")[2]), "Q3_K_M")
 
 
+def test_convert_of_eight_experts_has_the_types_of_llama_cpp(tmp_path: Path) -> None:
+    """As its quantizer gives them: attention beside eight experts has more bits, routers are float32."""
+    shape = Shape(4, 256, 8, 2, 256, 320, 64, experts=8, used_experts=2, expert_ff=256)
+    source = write(Spec("eight", shape, "BF16", 4), tmp_path / "m.gguf")
+    made = open_checkpoint(converted(source, tmp_path / "q.gguf", "Q4_K_M")).tensors
+    kinds = {name.removeprefix("blk.0.").removesuffix(".weight"): t.kind.name for name, t in made.items()}
+    assert {name: kinds[name] for name in ("attn_q", "attn_k", "attn_v", "attn_output")} == {
+        "attn_q": "Q4_K", "attn_k": "Q8_0", "attn_v": "Q8_0", "attn_output": "Q5_K"
+    }  # fmt: skip
+    assert (kinds["ffn_gate_inp"], kinds["ffn_up_exps"], kinds["ffn_gate_exps"]) == ("F32", "Q4_K", "Q4_K")
+    assert [made[f"blk.{i}.ffn_down_exps.weight"].kind.name for i in range(4)] == ["Q4_K", "Q4_K", "Q6_K", "Q6_K"]
+
+
 # In memory
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3", "gemma2", "qwen2moe"])
+@pytest.mark.parametrize("name", ["mixtral", "granitemoe"])
+def test_quantize_experts_in_memory_answers_as_converted_file(
+    name: str, made: Callable[[str], Made], tmp_path: Path
+) -> None:
+    """Of a folder with a tensor for each expert, or with one of gate and up together."""
+    variant, _, folder = made(name)
+    ids, source = model_zoo.prompt_ids(variant), open_checkpoint(folder)
+    expected = model_runs.compute_logits(model_runs.load(converted(folder, tmp_path / "m.gguf", "Q8_0")), ids)
+    quantized = quantize_checkpoint(source, "Q8_0")
+    model = load_model(quantized, ReferenceBackend(), read_model_config(source))
+    assert np.abs(model_runs.compute_logits(model, ids) - expected).max() < 1e-4
+    assert set(planned_types(source, "Q8_0")) <= set(source.tensors)
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3", "gemma2"])
 def test_quantize_checkpoint_equals_converted_file(name: str, made: Callable[[str], Made], tmp_path: Path) -> None:
     variant, model, folder = made(name)
     for path in (folder, model_zoo.save_gguf(variant, model, tmp_path / "model.gguf")):
