@@ -28,6 +28,7 @@ from .engine.kv_cache_budget import (
 )
 from .engine.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from .engine.speculative import DraftModel
+from .engine.state_pool import SLOTS_PER_REQUEST
 from .engine.step_limits import SchedulerLimits, Workspace, choose_batch, choose_step_tokens
 from .errors import InsufficientMemoryError, InvalidRequestError
 from .machine import without_collection
@@ -42,7 +43,7 @@ from .weights.quant_mix import quant_name
 
 REPORTS_PER_PHASE = 10
 MAX_REPORT_INTERVAL_S = 2.0
-PLANNED_SETTINGS = ("max_context", "n_blocks", "block_size")  # of EngineConfig: these follow from the memory
+PLANNED_SETTINGS = ("max_context", "n_blocks", "block_size", "n_slots")  # of EngineConfig: these follow from the memory
 CHOSEN_SETTINGS = ("max_batch", "max_step_tokens")  # of EngineConfig: None leaves the choice to `plan_limits`
 ENGINE_SETTINGS = {field.name: field.default for field in fields(EngineConfig) if field.name not in PLANNED_SETTINGS}
 
@@ -169,7 +170,8 @@ def load(
 
 def make_engine(loaded: LoadedModel, settings: Mapping[str, Any]) -> Engine:
     """Return the engine of a loaded model; `settings` are those fields of `EngineConfig` that loading does not plan."""
-    planned = {"max_context": loaded.capacity.max_context, "n_blocks": loaded.capacity.n_blocks}
+    capacity = loaded.capacity
+    planned = {"max_context": capacity.max_context, "n_blocks": capacity.n_blocks, "n_slots": capacity.n_slots}
     config = EngineConfig(**{**settings, **loaded.limits._asdict(), **planned})
     drafter = None
     if loaded.draft_model is not None:
@@ -292,8 +294,15 @@ def plan_cache(models: Sequence[Checkpoint], kv_type: str, options: LoadOptions,
     return plan_kv_cache(
         config, kv_type, kv_memory=options.kv_memory, max_context=options.max_context,
         max_batch=plan.limits.max_batch, available=plan.available, draft_config=drafts[0] if drafts else None,
-        memory_fraction=plan.memory_fraction,
+        memory_fraction=plan.memory_fraction, draft_tokens=_draft_tokens(options, has_draft_model=bool(drafts)),
     )  # fmt: skip
+
+
+def _draft_tokens(options: LoadOptions, *, has_draft_model: bool) -> int:
+    """Return the drafts of a request in a step."""
+    given = given_settings(options.settings)
+    is_drafting = has_draft_model or given.get("speculative", "off") != "off"
+    return int(given.get("draft_tokens", ENGINE_SETTINGS["draft_tokens"])) if is_drafting else 0
 
 
 def _choose_limits(
@@ -302,14 +311,14 @@ def _choose_limits(
     """Return the limits of a step on a GPU with `memory` bytes beside the weights, and the bytes that it takes."""
     config, *drafts = map(read_model_config, models)
     given = given_settings(options.settings)
-    is_drafting = bool(drafts) or given.get("speculative", "off") != "off"
-    draft_tokens = given.get("draft_tokens", ENGINE_SETTINGS["draft_tokens"]) if is_drafting else 0
+    draft_tokens = _draft_tokens(options, has_draft_model=bool(drafts))
     workspace = Workspace(config, draft_tokens, options.deterministic)
     max_step_tokens = given.get("max_step_tokens") or choose_step_tokens(workspace, memory)
     max_batch = given.get("max_batch") or choose_batch(
         workspace, memory, max_step_tokens, kv_memory=options.kv_memory, memory_fraction=DEVICE_MEMORY_FRACTION,
         kv_token_bytes=sum(block_bytes(one, kv_type, 1) for one in (config, *drafts)),
         context=options.max_context or config.context_length,
+        state_bytes=(SLOTS_PER_REQUEST + draft_tokens) * config.state_bytes,
     )  # fmt: skip
     limits = SchedulerLimits(max_batch, max_step_tokens)
     return limits, workspace.bytes(limits)

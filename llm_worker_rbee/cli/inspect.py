@@ -180,7 +180,9 @@ def _memory_line(memory: dict[str, Any]) -> str:
     if memory["kv_bytes"] is None:
         return f"{weights} of weights; keys and values unknown"
     total, kv = human_bytes(memory["total_bytes"]), human_bytes(memory["kv_bytes"])
-    return f"{total} for {memory['context']:,} tokens: {weights} weights + {kv} keys and values ({memory['kv_type']})"
+    states = f" + {human_bytes(memory['state_bytes'])} of state" if memory["state_bytes"] else ""
+    parts = f"{weights} weights + {kv} keys and values ({memory['kv_type']}){states}"
+    return f"{total} for {memory['context']:,} tokens: {parts}"
 
 
 def _fits_lines(fits: dict[str, Any]) -> list[tuple[str, str]]:
@@ -223,7 +225,17 @@ def _metadata_lines(checkpoint: Checkpoint) -> list[str]:
     return columns(rows, indent="  ")
 
 
-CAPACITY_FIELDS = ("bytes", "tokens", "max_context", "contexts", "max_batch", "requests", "tokens_each")
+CAPACITY_FIELDS = (
+    "bytes",
+    "tokens",
+    "max_context",
+    "contexts",
+    "max_batch",
+    "requests",
+    "tokens_each",
+    "n_slots",
+    "slot_bytes",
+)
 MAX_LIST_ITEMS = 8  # longer lists are cut
 # keys of any architecture in a GGUF: name in the report -> key behind `<architecture>.`
 COMMON_KEYS = {
@@ -303,9 +315,10 @@ def _memory(checkpoint: Checkpoint, config: ModelConfig | None, context: int | N
     """Return the size of the weights, as in the file, and of a KV cache of the default type."""
     weights = checkpoint.nbytes
     kv = config.kv_bytes(context, KV_DEFAULT) if config is not None and context else None
+    state = 0 if config is None else config.state_bytes  # of one sequence
     return {
         "context": context, "weights_bytes": weights, "kv_type": None if kv is None else KV_DEFAULT, "kv_bytes": kv,
-        "total_bytes": None if kv is None else weights + kv,
+        "state_bytes": state, "total_bytes": None if kv is None else weights + kv + state,
     }  # fmt: skip
 
 

@@ -14,11 +14,15 @@ from .. import machine
 from ..backends import Backend
 from ..config import DEVICE_SPARE_BYTES, EngineConfig, ModelConfig
 from ..errors import InsufficientMemoryError, InvalidRequestError, counted, human_bytes
+from .state_pool import SLOTS_PER_REQUEST, default_slots
 
 # Of the host memory that is free beside the weights. The prefix cache fills the KV cache in time; the rest is for the
 # arrays of a step, the page cache and other programs: two workers that start together on one machine still fit.
 HOST_MEMORY_FRACTION = 0.4
 DEVICE_MEMORY_FRACTION = 0.95  # of a GPU's, beside the weights and DEVICE_SPARE_BYTES: no other program computes there
+STATE_FRACTION = 0.5  # of the cache, that the states of running requests may take: fewer requests run if it is less
+SNAPSHOT_FRACTION = 0.25  # of the rest, that snapshots may take
+MAX_SNAPSHOTS_PER_REQUEST = 64
 MIN_CONTEXT = 128  # tokens: a short question and its answer
 HEAD_STEP = 16  # the CPU backend pads each head to a multiple of this
 UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -33,10 +37,12 @@ class KVCacheBudget:
     kv_type: str
     n_blocks: int
     block_size: int
-    bytes: int  # of keys and values, those of a draft model included
+    bytes: int  # of keys and values, those of a draft model included, and of states
     max_context: int  # tokens of one request: what was set, or what fits
     requested_context: int  # what was set, or the model's own
     max_batch: int
+    n_slots: int = 0  # of states, in a model that has them
+    slot_bytes: int = 0
 
     @property
     def tokens(self) -> int:
@@ -50,7 +56,7 @@ class KVCacheBudget:
     @property
     def requests(self) -> int:
         """Short requests that run at once."""
-        return min(self.max_batch, self.n_blocks)
+        return min(self.max_batch, self.n_blocks, *([self.n_slots // SLOTS_PER_REQUEST] if self.n_slots else []))
 
     @property
     def tokens_each(self) -> int:
@@ -62,6 +68,10 @@ class KVCacheBudget:
         return self.max_context < self.requested_context
 
     def __str__(self) -> str:
+        states = f", {self.n_slots:,} states of {human_bytes(self.slot_bytes)} each" if self.n_slots else ""
+        return f"{self._describe_tokens()}{states}"
+
+    def _describe_tokens(self) -> str:
         size = f"KV cache {human_bytes(self.bytes)} ({self.kv_type}): {self.tokens:,} tokens = "
         if self.contexts >= self.max_batch:
             return f"{size}{counted(self.contexts, 'context')} of {self.max_context:,}, a whole one for each request"
@@ -75,37 +85,54 @@ class KVCacheBudget:
 def plan_kv_cache(
     config: ModelConfig, kv_type: str = "float32", *, kv_memory: int | None = None, max_context: int | None = None,
     max_batch: int, available: int | None, block_size: int = BLOCK_SIZE, draft_config: ModelConfig | None = None,
-    memory_fraction: float = HOST_MEMORY_FRACTION,
+    memory_fraction: float = HOST_MEMORY_FRACTION, draft_tokens: int = 0,
 ) -> KVCacheBudget:  # fmt: skip
     """Return the KV cache for `max_batch` requests of up to `max_context` tokens (default: the model's own).
 
     `kv_memory` is its size in bytes; by default what all requests could ever use, but at most `memory_fraction` of
     `available`, the bytes that are free beside the weights (None: unknown; then it is one whole context). A draft
     model's cache has as many blocks and shares the memory. Only the default context is reduced to what fits: one that
-    was set raises.
+    was set raises. States take part of the same memory: those of running requests at most half of it, with
+    `draft_tokens` more for each, and snapshots a quarter of what is left.
     """
     EngineConfig(max_context=1, n_blocks=1, block_size=block_size, max_batch=max_batch)  # checks their ranges
     requested = _check_context(max_context, config.context_length)
     models = [config] if draft_config is None else [config, draft_config]
     block = sum(block_bytes(one, kv_type, block_size) for one in models)
     context_blocks = -(-requested // block_size)
+    slot, working = config.state_bytes, default_slots(max_batch, draft_tokens) if config.state_bytes else 0
     if kv_memory is not None:
         memory = _check_memory(kv_memory, available)
     elif available is None:
-        memory = context_blocks * block
+        memory = context_blocks * block + working * slot
     else:
-        memory = min(context_blocks * block * max_batch, int(available * memory_fraction))
-    n_blocks = memory // block
+        most = working + MAX_SNAPSHOTS_PER_REQUEST * max_batch
+        memory = min(context_blocks * block * max_batch + most * slot, int(available * memory_fraction))
+    is_known = kv_memory is not None or available is not None
+    n_slots = _num_slots(slot, memory, max_batch, working) if is_known else working
+    n_blocks = (memory - n_slots * slot) // block
     min_blocks = context_blocks if max_context is not None else min(context_blocks, -(-MIN_CONTEXT // block_size))
     if n_blocks < min_blocks:
         tokens = min(requested, min_blocks * block_size)
         needed = f"the keys and values of {tokens:,} tokens take {human_bytes(min_blocks * block)}"
+        if n_slots:
+            needed += f" beside states of {human_bytes(n_slots * slot)}"
         smaller = "model or kv_type" if max_context is None else "max_context or kv_type"
         raise InsufficientMemoryError(f"{needed}, and {_shortage(smaller, kv_memory, available, memory_fraction)}")
     return KVCacheBudget(
-        kv_type=kv_type, n_blocks=n_blocks, block_size=block_size, bytes=n_blocks * block,
-        max_context=min(requested, n_blocks * block_size), requested_context=requested, max_batch=max_batch,
+        kv_type=kv_type, n_blocks=n_blocks, block_size=block_size, bytes=n_blocks * block + n_slots * slot,
+        n_slots=n_slots, slot_bytes=slot, max_context=min(requested, n_blocks * block_size),
+        requested_context=requested, max_batch=max_batch,
     )  # fmt: skip
+
+
+def _num_slots(slot: int, memory: int, max_batch: int, wanted: int) -> int:
+    """Return how many states of `slot` bytes a cache of `memory` bytes has: up to `wanted`, and snapshots."""
+    if not slot:
+        return 0
+    working = max(SLOTS_PER_REQUEST, min(wanted, int(STATE_FRACTION * memory) // slot))
+    snapshots = int(SNAPSHOT_FRACTION * max(0, memory - working * slot)) // slot
+    return working + min(snapshots, MAX_SNAPSHOTS_PER_REQUEST * max_batch)
 
 
 def block_bytes(config: ModelConfig, kv_type: str, block_size: int = BLOCK_SIZE) -> int:

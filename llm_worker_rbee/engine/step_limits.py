@@ -91,17 +91,17 @@ def choose_step_tokens(workspace: Workspace, memory: int) -> int:
 
 def choose_batch(
     workspace: Workspace, memory: int, max_step_tokens: int, *, kv_token_bytes: int, context: int,
-    kv_memory: int | None = None, memory_fraction: float = 1.0,
+    kv_memory: int | None = None, memory_fraction: float = 1.0, state_bytes: int = 0,
 ) -> int:  # fmt: skip
     """Return the default of `max_batch` on a GPU with `memory` bytes beside the weights.
 
-    It is the number of requests, of a share of the context each, that fit into the KV cache: `kv_memory` bytes, or
-    `memory_fraction` of what the arrays of a step leave.
+    It is the number of requests, of a share of the context and `state_bytes` each, that fit into the KV cache:
+    `kv_memory` bytes, or `memory_fraction` of what the arrays of a step leave.
     """
     tokens_each = min(context, max(MIN_REQUEST_TOKENS, min(MAX_REQUEST_TOKENS, context // CONTEXT_SHARE)))
     for batch in range(MAX_BATCH, BATCH_STEP, -BATCH_STEP):
         left = memory - workspace.bytes(SchedulerLimits(batch, max_step_tokens))
         room = int(memory_fraction * left) if kv_memory is None else min(kv_memory, left)
-        if batch * tokens_each * kv_token_bytes <= room:
+        if batch * (tokens_each * kv_token_bytes + state_bytes) <= room:
             return batch
     return BATCH_STEP

@@ -97,6 +97,8 @@ def test_inspect_lists_kv_cache_that_fits(cli: Run, default_model: Path) -> None
     assert float32 == {
         "bytes": 99_532_800, "tokens": 2160, "max_context": 2160, "contexts": 1, "max_batch": 8, "requests": 8,
         "tokens_each": 256,
+        "n_slots": 0,
+        "slot_bytes": 0,
     }  # fmt: skip
     assert (int8["max_context"], int8["contexts"], int8["tokens_each"]) == (8160, 1, 1008)
     shown = cli("inspect", default_model, *options).stdout.decode()
@@ -140,7 +142,8 @@ def test_unknown_architecture_without_tensors_is_reported(cli: Run, tmp_path: Pa
     assert "made-up" in report["reason"]
     assert report["shape"] == {"context": 77}
     assert report["memory"] == {
-        "context": 77, "weights_bytes": 0, "kv_type": None, "kv_bytes": None, "total_bytes": None,
+        "context": 77, "weights_bytes": 0, "kv_type": None, "kv_bytes": None, "state_bytes": 0,
+        "total_bytes": None,
     }  # fmt: skip
     assert report["fits"] is None
     assert report["tokenizer"]["vocabulary"] == 260

@@ -181,3 +181,33 @@ def test_available_memory_of_device_backend_is_device_memory() -> None:
     assert 0.9 * left < made.bytes <= DEVICE_MEMORY_FRACTION * left
     with pytest.raises(InsufficientMemoryError, match="the KV cache takes 95%"):
         plan_kv_cache(SMOL, "float8", max_batch=64, available=0, memory_fraction=DEVICE_MEMORY_FRACTION)
+
+
+LFM2 = replace(SMALL, layer_kinds=("short_conv", "attention", "short_conv"), conv_kernel=3)
+
+
+@pytest.mark.parametrize("kv_type", KV_TYPES)
+def test_planned_bytes_of_states_equal_allocated_bytes(kv_type: str) -> None:
+    made = plan_kv_cache(LFM2, kv_type, max_batch=2, available=None)
+    sizes = made.n_blocks, made.block_size, kv_type, made.n_slots
+    assert KVCache(select_backend("cpu", "cpu"), LFM2, *sizes).nbytes == made.bytes
+    assert made.slot_bytes == LFM2.state_bytes == 2 * 2 * 16 * 4
+    assert block_bytes(LFM2, kv_type) * 3 == block_bytes(SMALL, kv_type)
+    assert f"{made.n_slots:,} states of 0.3 kB each" in str(made)
+
+
+@settings(deadline=None)
+@given(kv_memory=st.integers(1, 500 * BLOCK), max_batch=st.integers(1, 100), drafts=st.integers(0, 8))
+def test_states_take_part_of_the_memory(kv_memory: int, max_batch: int, drafts: int) -> None:
+    """Those of running requests at most half; where they are few, fewer requests run."""
+    wide = replace(LFM2, d_model=4096)
+    least = 3 * wide.state_bytes + MIN_CONTEXT // 16 * block_bytes(wide, "float32")
+    options: dict[str, Any] = {"kv_memory": kv_memory, "max_batch": max_batch, "draft_tokens": drafts}
+    if kv_memory < least:
+        with pytest.raises(InsufficientMemoryError, match="beside states of"):
+            plan_kv_cache(wide, available=None, **options)
+        return
+    made = plan_kv_cache(wide, available=None, **options)
+    assert made.bytes == made.n_slots * made.slot_bytes + made.n_blocks * block_bytes(wide, "float32") <= kv_memory
+    assert made.requests <= made.n_slots // 3
+    assert made.n_slots * made.slot_bytes <= max(0.625 * kv_memory, 3 * made.slot_bytes)
