@@ -74,7 +74,6 @@ class Family:
     expert_norm: bool = True  # the weights of the chosen experts sum up to 1, unless a key says
     shared_expert_gate: bool = False  # the shared expert times a sigmoid of the token
     expert_bias: bool = False  # bias tensors are expected beside the router and the experts
-    hf_transposed_experts: bool = False  # safetensors hold (columns, rows), gate and up rows in turn, or MXFP4 blocks
     attention_sinks: bool = False  # a logit of each head joins the denominator of the softmax
     yarn_truncate: bool = True  # YaRN's ramp is between whole pairs, unless a key says
     gated_attention: bool = False  # rows of q hold those of a gate, head by head: attention times its sigmoid

@@ -192,7 +192,7 @@ FAMILIES = (
     Family(
         "gpt-oss", gguf=("gpt-oss",), hf=("gpt_oss",), activation="swiglu_oai", qkv_bias=True, output_bias=True,
         attention_sinks=True, full_every=2, yarn_truncate=False, gguf_mlp_norm="post_attention_norm", moe=True,
-        expert_bias=True, hf_transposed_experts=True, hf_defaults=GPT_OSS_DEFAULTS,
+        expert_bias=True, hf_defaults=GPT_OSS_DEFAULTS,
     ),
 )  # fmt: skip
 GGUF_OF = {

@@ -39,7 +39,7 @@ from ..layers.rms_norm import RMSNorm
 from ..layers.rope import rope_table, still_table
 from ..layers.short_conv import ShortConv
 from ..layers.swiglu import SwiGLU
-from ..weights import Checkpoint, Tensor, hf_experts
+from ..weights import Checkpoint, Tensor
 from ..weights.checkpoint import release_pages
 from ..weights.safetensors import LISTED_ID
 from .decoder import Transformer
@@ -372,8 +372,7 @@ class _ModelLoader:
 
     def moe(self, prefix: str, e: ExpertConfig) -> MoE:
         c, bias = self.config, self.optional_vector(prefix + "exp_probs_b.bias", e.count)
-        stacked = (f"{prefix}ffn_gate_up_exps.{suffix}" for suffix in ("weight", "blocks"))
-        is_stacked = any(name in self.checkpoint.tensors for name in stacked)
+        is_stacked = prefix + "ffn_gate_up_exps.weight" in self.checkpoint.tensors
         gate_up = [("gate_up", 2 * e.d_ff)] if is_stacked else [("gate", e.d_ff), ("up", e.d_ff)]
         scales = self.optional_vector(prefix + "ffn_down_exps.scale", e.count)
         shared_gate = self.shared_gate(prefix) if e.shared_d_ff and c.family.shared_expert_gate else None
@@ -391,30 +390,9 @@ class _ModelLoader:
 
     def expert_matrices(self, prefix: str, role: str, e: ExpertConfig, rows: int, columns: int) -> list[Tensor]:
         """Return a matrix for each expert: views of a stacked tensor, or tensors of their own."""
-        if self.has_transposed_experts:
-            return self.transposed_experts(f"{prefix}ffn_{role}_exps", (e.count, rows, columns), role == "gate_up")
         if f"{prefix}ffn_{role}.0.weight" in self.checkpoint.tensors:
             return [self.matrix(f"{prefix}ffn_{role}.{i}.weight", rows, columns) for i in range(e.count)]
         return self.matrix(f"{prefix}ffn_{role}_exps.weight", e.count, rows, columns).matrices()
-
-    @property
-    def has_transposed_experts(self) -> bool:
-        return self.config.family.hf_transposed_experts and self.checkpoint.format == "safetensors"
-
-    def transposed_experts(self, name: str, shape: tuple[int, int, int], is_interleaved: bool) -> list[Tensor]:
-        """Return a matrix for each expert of a stack in the order of gpt-oss: floats, or blocks and scales of MXFP4."""
-        blocks, scales = (self.checkpoint.tensors.get(f"{name}.{part}") for part in ("blocks", "scales"))
-        if blocks is None or scales is None:
-            count, rows, columns = shape
-            stack = self.matrix(name + ".weight", count, columns, rows)
-            return hf_experts.float_matrices(stack, interleaved=is_interleaved)
-        self.used |= {f"{name}.blocks", f"{name}.scales"}
-        made = hf_experts.mxfp4_matrices(blocks, scales, interleaved=is_interleaved)
-        if (len(made), *made[0].shape) != shape:
-            found = (len(made), *made[0].shape)
-            raise ModelFileError(f"tensor '{name}.blocks' holds matrices {found}, the metadata says {shape}")
-        self.refuse_nonfinite(f"{name}.scales", made)
-        return made
 
     def grouped_linear(self, prefix: str, e: ExpertConfig, roles: list[tuple[str, int]], columns: int) -> GroupedLinear:
         """Stack the matrices of each expert by rows, with their biases."""
@@ -425,8 +403,6 @@ class _ModelLoader:
             return GroupedLinear(made)
         self.require_biases([prefix + "ffn_gate_inp"])
         biases = [self.vector(f"{prefix}ffn_{role}_exps.bias", e.count, rows) for role, rows in roles]
-        if self.has_transposed_experts and roles[0][0] == "gate_up":
-            biases = list(map(hf_experts.deinterleave, biases))
         return GroupedLinear(made, self.ops.prepare_vector(np.concatenate(biases, axis=1)))
 
     def shared_gate(self, prefix: str) -> Linear:

@@ -1,43 +1,93 @@
-"""The experts of gpt-oss in safetensors as stacks of matrices like those of a GGUF, one layer at a time.
+"""The experts of gpt-oss in safetensors, with the names and the order of a GGUF.
 
 Floats are stored transposed, (experts, columns, rows), and the rows of gate and up alternate. MXFP4 is stored by blocks
 of 32 columns, (experts, rows, columns / 32, 16), whose byte i holds columns 2 i and 2 i + 1 (in a GGUF block: i and
-i + 16), with a tensor of E8M0 scales, (experts, rows, columns / 32). It stays packed: the bits only move.
+i + 16), with a tensor of E8M0 scales, (experts, rows, columns / 32). It stays packed: the bits only move, when a layer
+is loaded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ModelFileError
-from .checkpoint import Tensor
-from .quants import BLOCK_TYPES
+from .checkpoint import NO_BYTES, DeferredTensor, Tensor
+from .quants import BLOCK_TYPES, BlockType
 
 Bytes = NDArray[np.uint8]
 MXFP4 = BLOCK_TYPES["MXFP4"]
+ALL, EVEN, ODD = slice(None), slice(0, None, 2), slice(1, None, 2)
+ROWS_OF_ROLES = {"gate_up": {"gate": EVEN, "up": ODD}, "down": {"down": ALL}}
 
 
-def float_matrices(stack: Tensor, *, interleaved: bool) -> list[Tensor]:
-    """Return the matrix of each expert, (rows, columns), of a stack of transposed ones."""
-    count, columns, rows = stack.shape
-    values = stack.data.view(f"u{stack.kind.block_bytes}").reshape(count, columns, rows)
-    return [_matrix(stack, i, _rows_in_order(one.T, interleaved), columns) for i, one in enumerate(values)]
+class _Stack(NamedTuple):
+    """The weights or the biases of all experts: (experts, rows, columns) or (experts, rows)."""
+
+    suffix: str
+    kind: BlockType
+    shape: tuple[int, ...]
+    sources: dict[str, Tensor]  # by the suffixes of their names
+    take: Callable[[slice], NDArray[Any]]  # some rows of all experts
 
 
-def mxfp4_matrices(blocks: Tensor, scales: Tensor, *, interleaved: bool) -> list[Tensor]:
-    """Return the matrix of each expert as MXFP4 blocks of GGUF."""
-    if len(blocks.shape) != 4 or blocks.shape[3] != 16 or scales.shape != blocks.shape[:3]:
-        raise ModelFileError(
-            f"tensors {blocks.name!r} {blocks.shape} and {scales.name!r} {scales.shape} are no MXFP4 blocks and scales"
-        )
-    columns = 32 * blocks.shape[2]
-    pairs = zip(blocks.data.reshape(blocks.shape), scales.data.reshape(scales.shape), strict=True)
-    made = (gguf_mxfp4_blocks(_rows_in_order(x, interleaved), _rows_in_order(s, interleaved)) for x, s in pairs)
-    return [_matrix(replace(blocks, kind=MXFP4), i, rows, columns) for i, rows in enumerate(made)]
+def rearrange_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a checkpoint's tensors with those of gpt-oss's experts rearranged; no others have biases."""
+    out = dict(tensors)
+    for name in [name for name in tensors if name.endswith("ffn_gate_up_exps.bias")]:
+        prefix = name.removesuffix("gate_up_exps.bias")
+        for stacked, roles in ROWS_OF_ROLES.items():
+            for stack in list(_stacks(out, f"{prefix}{stacked}_exps")):
+                for suffix in stack.sources:
+                    del out[f"{prefix}{stacked}_exps.{suffix}"]
+                for i, (role, rows) in enumerate(roles.items()):
+                    made = _deferred(f"{prefix}{role}_exps.{stack.suffix}", stack, rows, i, len(roles))
+                    out[made.name] = made
+    return out
+
+
+def _stacks(tensors: Mapping[str, Tensor], name: str) -> Iterator[_Stack]:
+    bias, floats, blocks, scales = (
+        tensors.get(f"{name}.{suffix}") for suffix in ("bias", "weight", "blocks", "scales")
+    )
+    if bias is not None and len(bias.shape) == 2:
+        yield _Stack("bias", bias.kind, bias.shape, {"bias": bias}, partial(_take_floats, bias, (0, 1)))
+    if floats is not None and len(floats.shape) == 3:
+        count, columns, rows = floats.shape
+        take = partial(_take_floats, floats, (0, 2, 1))
+        yield _Stack("weight", floats.kind, (count, rows, columns), {"weight": floats}, take)
+    elif blocks is not None and scales is not None:
+        if len(blocks.shape) != 4 or blocks.shape[3] != 16 or scales.shape != blocks.shape[:3]:
+            found = f"{blocks.name!r} {blocks.shape} and {scales.name!r} {scales.shape}"
+            raise ModelFileError(f"tensors {found} are no MXFP4 blocks and scales")
+        shape, sources = (*blocks.shape[:2], 32 * blocks.shape[2]), {"blocks": blocks, "scales": scales}
+        yield _Stack("weight", MXFP4, shape, sources, partial(_take_blocks, blocks, scales))
+
+
+def _deferred(name: str, stack: _Stack, rows: slice, part: int, parts: int) -> Tensor:
+    """Return some rows of all experts. The bytes of the file are divided among its parts, for totals."""
+    count, every, *columns = stack.shape
+    shape = (count, len(range(every)[rows]), *columns)
+    sources = tuple(replace(one, data=np.array_split(one.data, parts)[part]) for one in stack.sources.values())
+    return DeferredTensor(name, stack.kind, shape, NO_BYTES, "", sources, partial(_bytes_of, stack, rows))
+
+
+def _bytes_of(stack: _Stack, rows: slice) -> Bytes:
+    return np.ascontiguousarray(stack.take(rows)).reshape(-1).view(np.uint8)
+
+
+def _take_floats(tensor: Tensor, axes: tuple[int, ...], rows: slice) -> NDArray[Any]:
+    values = tensor.data.view(f"<u{tensor.kind.block_bytes}").reshape(tensor.shape)
+    return values.transpose(axes)[:, rows]
+
+
+def _take_blocks(blocks: Tensor, scales: Tensor, rows: slice) -> Bytes:
+    return gguf_mxfp4_blocks(blocks.data.reshape(blocks.shape)[:, rows], scales.data.reshape(scales.shape)[:, rows])
 
 
 def gguf_mxfp4_blocks(codes: Bytes, scales: Bytes) -> Bytes:
@@ -48,17 +98,3 @@ def gguf_mxfp4_blocks(codes: Bytes, scales: Bytes) -> Bytes:
     out[..., 1::2] = (first & 15) | (last << 4)
     out[..., 2::2] = (first >> 4) | (last & 0xF0)
     return out
-
-
-def deinterleave(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return gate, then up, of vectors in which they alternate."""
-    return np.concatenate([values[..., 0::2], values[..., 1::2]], axis=-1)
-
-
-def _rows_in_order(rows: NDArray[Any], interleaved: bool) -> NDArray[Any]:
-    return np.concatenate([rows[0::2], rows[1::2]]) if interleaved else rows
-
-
-def _matrix(stack: Tensor, number: int, rows: NDArray[Any], columns: int) -> Tensor:
-    data = np.ascontiguousarray(rows).view(np.uint8).reshape(-1)
-    return replace(stack, name=f"{stack.name}[{number}]", shape=(len(rows), columns), data=data)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from ..errors import ModelFileError, UnsupportedModelError
 from .checkpoint import PICKLE_SUFFIXES, Checkpoint, Tensor, count_values, map_file
+from .hf_experts import rearrange_experts
 from .hf_quant import merge_quantized, read_quantization
 from .quants import BLOCK_TYPES, BlockType
 
@@ -160,7 +161,8 @@ def open_hf(folder: Path, *, weights: bool = True) -> Checkpoint:
     model_type = config.get("model_type")
     if model_type is not None and not isinstance(model_type, str):
         raise ModelFileError("config.json: 'model_type' is not a string")
-    return Checkpoint(folder, "safetensors", model_type, metadata, _rename(tensors), value_types={})
+    named = rearrange_experts(_rename(tensors))
+    return Checkpoint(folder, "safetensors", model_type, metadata, named, value_types={})
 
 
 def _quantization_config(folder: Path, config: Mapping[str, Any]) -> object:

@@ -400,10 +400,11 @@ def gguf_tensors(variant: Variant, model: Any) -> dict[str, TensorLike]:
         if family.norm_plus_one and "norm" in ours:
             value = value + np.float32(1)
         ours = ours.replace("ffn_norm", family.gguf_mlp_norm)
-        if family.hf_transposed_experts and "_exps.weight" in ours:
+        is_gpt_oss = variant.family == "gpt_oss"
+        if is_gpt_oss and "_exps.weight" in ours:
             value = value.transpose(0, 2, 1)
         if "ffn_gate_up_exps." in ours:
-            halves = (value[:, 0::2], value[:, 1::2]) if family.hf_transposed_experts else np.split(value, 2, axis=1)
+            halves = (value[:, 0::2], value[:, 1::2]) if is_gpt_oss else np.split(value, 2, axis=1)
             parts = zip(("gate", "up"), halves, strict=True)
             out |= {ours.replace("gate_up", role): np.ascontiguousarray(part) for role, part in parts}
             continue

@@ -64,6 +64,19 @@ def test_packed_experts_equal_transformers(published: tuple[Any, Path]) -> None:
     assert model_runs.greedy(ours, ids, 6) == model_zoo.hf_greedy(model, ids, 6)
 
 
+def test_tensors_of_a_folder_have_the_names_and_types_of_a_gguf(published: tuple[Any, Path]) -> None:
+    model, folder = published
+    tensors, wanted = open_checkpoint(folder).tensors, model_zoo.gguf_tensors(VARIANT, model)
+    assert tensors.keys() == {name.replace("post_attention_norm", "ffn_norm") for name in wanted}
+    for role in ("gate", "up", "down"):
+        name = f"blk.1.ffn_{role}_exps"
+        assert tensors[f"{name}.weight"].kind.name == "MXFP4"
+        for part in ("weight", "bias"):
+            np.testing.assert_array_equal(tensors[f"{name}.{part}"].dequantize(), wanted[f"{name}.{part}"])
+    stored = load_file(folder / "model.safetensors").values()
+    assert sum(tensor.nbytes for tensor in tensors.values()) == sum(tensor.nbytes for tensor in stored)
+
+
 def test_packed_experts_on_the_cpu_have_the_same_bits_however_a_prompt_is_cut(published: tuple[Any, Path]) -> None:
     _, folder = published
     checkpoint, ids = open_checkpoint(folder), model_zoo.prompt_ids(VARIANT)
@@ -87,9 +100,9 @@ def damage(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]
 
 
 BAD: list[tuple[Callable[[Path], object], str]] = [
-    (damage(lambda t: t.pop(f"{FIRST}_scales")), r"blk\.0\.ffn_gate_up_exps\.weight' is missing"),
-    (damage(lambda t: t.pop(f"{FIRST}_bias")), r"blk\.0\.ffn_gate_up_exps\.bias' is missing"),
-    (damage(lambda t: t[f"{FIRST}_scales"][1, 2].fill_(255)), r"ffn_gate_up_exps\.scales' holds a NaN"),
+    (damage(lambda t: t.pop(f"{FIRST}_scales")), r"blk\.0\.ffn_gate_exps\.weight' is missing"),
+    (damage(lambda t: t.pop(f"{FIRST}_bias")), r"blk\.0\.ffn_gate_exps\.weight' is missing"),
+    (damage(lambda t: t[f"{FIRST}_scales"][1, 2].fill_(255)), r"ffn_gate_exps\.weight' holds a NaN"),
     (
         damage(lambda t: t.update({f"{FIRST}_scales": t[f"{FIRST}_scales"][:, :-1].contiguous()})),
         "no MXFP4 blocks and scales",
