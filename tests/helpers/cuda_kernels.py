@@ -23,6 +23,7 @@ from llm_worker_rbee.backends.cuda import (
     causal_conv,
     elementwise,
     gated_delta,
+    gated_delta_chunks,
     gemm,
     gemv,
     op_parts,
@@ -37,7 +38,7 @@ from llm_worker_rbee.backends.cuda.packed_weight import PAIRED_SCALES
 F, H, B16, F8, I4, I2, I8, D = "*fp32", "*fp16", "*bf16", "*fp8e4nv", "*i32", "*i16", "*i8", "*fp64"
 PARAMETERS_BY_TYPE = {
     F: "x_scales x_sums squares out residual norm out_scales out_sums out_squares factors qkv cos sin partial "
-    "stats logits parts k v weight total gates a dt_bias matrices gate q_norm k_norm bias q_scale sinks",
+    "stats logits parts k v weight total gates a dt_bias matrices gate u scores q_norm k_norm bias q_scale sinks",
     I4: "x_codes low high block_tables positions counters ids slot_mapping query_start context_len tile_request "
     "tile_first num_tiles ints chosen top_ids pending wanted mask_index masks state_in state_out "
     "num_requests token_request",
@@ -231,6 +232,14 @@ def other_cases() -> dict[str, Case]:
         "delta_tokens": (
             gated_delta.delta_tokens, {}, {"num_warps": gated_delta.DELTA_WARPS},
             {**DELTA_HEADS, "K_SIZE": 128, "COLUMNS": gated_delta.COLUMNS, "PDL": True},
+        ),
+        "prepare_chunks": (
+            gated_delta_chunks.prepare_chunks, {"w": F}, {"num_warps": 8, "num_stages": 1},
+            {**DELTA_HEADS, "CHUNK": 64, "SHORT": 32},
+        ),
+        "delta_chunks": (
+            gated_delta_chunks.delta_chunks, {"w": F}, {"num_warps": 4, "num_stages": 1},
+            {**DELTA_HEADS, "CHUNK": 64, "COLUMNS": gated_delta_chunks.COLUMNS, "SHORT": 32},
         ),
         "gate_rows": (
             gated_delta.gate_rows, {"x": F, "out": H, "norm": F}, {"num_warps": 8},

@@ -41,6 +41,7 @@ from .fused_ops import (
     SharedExpert,
 )
 from .gated_delta import launch_delta, launch_gate
+from .gated_delta_chunks import has_chunks, launch_delta_chunks
 from .gemv import GATED, RESIDUAL
 from .linear import MAX_SPLITS, BatchedLinear, gemm_dense_batch_invariant, sum_splits
 from .linear_small_batch import Stream, empty_gemv_activations, launch_gemv
@@ -330,7 +331,12 @@ class Forward:
         slots, one_token = StateInputs(*(arrays[name] for name in StateInputs._fields)), "tile_first" not in arrays
         qkv = launch_conv(projected, op.conv, state, slots, "silu", gated=False, one_token=one_token, pdl=self.pdl)
         self.mark("causal_conv")
-        mixed = launch_delta(qkv, gates, op.params, op.weights, state, slots, self.pdl)
+        rule = qkv, gates, op.params, op.weights, state, slots
+        if one_token or self.linear.batch_invariant or not has_chunks(op.params):
+            mixed = launch_delta(*rule, self.pdl)
+        else:
+            chunks = arrays["tile_request"], arrays["tile_first"], arrays["num_tiles"]
+            mixed = launch_delta_chunks(*rule, chunks)
         self.mark("gated_delta")
         out = self._activations(op.following, step.tokens)
         launch_gate(mixed, projected, out, op.weights.norm, op.params.eps, self.pdl)

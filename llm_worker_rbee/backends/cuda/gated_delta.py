@@ -19,6 +19,7 @@ from .packed_weight import Activations, GemvActivations
 
 COLUMNS = 8  # of a state, in a program of one warp
 DELTA_WARPS = 1
+SHORT_REQUEST = 32  # tokens up to which a request goes token by token beside chunks; more than a draft has
 
 
 @triton.jit
@@ -37,12 +38,13 @@ def softplus(x):
 def delta_tokens(
     qkv, gates, a, dt_bias, matrices, query_start, state_in, state_out, num_requests, out, qk_scale,
     K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, IS_TILED: tl.constexpr,
-    K_SIZE: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr = False,
+    K_SIZE: tl.constexpr, COLUMNS: tl.constexpr, MAX_TOKENS: tl.constexpr = 0, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Take the tokens of some requests through COLUMNS columns of the state of a value head.
 
     Program (columns, value head, requests). qkv (tokens, channels), gates (tokens, 2 * V_HEADS): beta, then alpha. The
-    state is stored where `state_out` says, if that is not negative. out (tokens, V_HEADS, V_DIM)."""
+    state is stored where `state_out` says, if that is not negative. Requests of more than MAX_TOKENS are left out.
+    out (tokens, V_HEADS, V_DIM)."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     head = tl.program_id(1)
     row = tl.arange(0, K_SIZE)
@@ -56,10 +58,13 @@ def delta_tokens(
     for request in range(tl.program_id(2), tl.load(num_requests), tl.num_programs(2)):
         first, end = tl.load(query_start + request), tl.load(query_start + request + 1)
         slot = tl.load(state_in + request).to(tl.int64)
-        rows = tl.where(slot >= 0, tl.where(first < end, K_DIM, 0), 0)
+        count = end - first
+        if MAX_TOKENS > 0:
+            count = tl.where(count > MAX_TOKENS, 0, count)
+        rows = tl.where(slot >= 0, tl.where(count > 0, K_DIM, 0), 0)
         held = (row < rows)[:, None] & in_column[None, :]
         state = tl.load(matrices + slot * size + place, mask=held, other=0.0)
-        for i in range(end - first):
+        for i in range(count):
             t = first.to(tl.int64) + i
             at = qkv + t * (2 * K_HEADS * K_DIM + V_HEADS * V_DIM)
             q = normalize(tl.load(at + k_head * K_DIM + row, mask=in_row, other=0.0)) * qk_scale
@@ -107,7 +112,7 @@ def has_kernels(params: GatedDeltaParams) -> bool:
 
 def launch_delta(
     qkv: torch.Tensor, gates: torch.Tensor, params: GatedDeltaParams, weights: GatedDeltaWeights, state: StateLayer,
-    slots: StateInputs, pdl: bool = False,
+    slots: StateInputs, pdl: bool = False, *, only_short: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Return the result of the rule before its norm: (tokens, v_heads * v_dim); writes the states."""
     p = params
@@ -115,8 +120,8 @@ def launch_delta(
     columns = min(64 if is_interpreted() else COLUMNS, p.v_dim)
     delta_tokens[(triton.cdiv(p.v_dim, columns), p.v_heads, min(len(slots.state_in), MAX_REQUESTS))](
         qkv, gates, weights.a, weights.dt_bias, state.matrix, *slots[:3], slots.num_requests, out, p.k_dim**-0.5,
-        p.k_heads, p.v_heads, p.k_dim, p.v_dim, p.is_tiled, triton.next_power_of_2(p.k_dim), columns, pdl,
-        num_warps=DELTA_WARPS, **pdl_options(pdl),
+        p.k_heads, p.v_heads, p.k_dim, p.v_dim, p.is_tiled, triton.next_power_of_2(p.k_dim), columns,
+        SHORT_REQUEST if only_short else 0, pdl, num_warps=DELTA_WARPS, **pdl_options(pdl),
     )  # fmt: skip
     return out
 

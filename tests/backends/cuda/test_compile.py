@@ -32,7 +32,7 @@ GROUPS = {
         "gemv gated", "rms_norm_rows", "convert_rows", "add_rms_norm_rows",
         "swiglu_rows", "fill_pending_ids",
     ],
-    "states": ["conv_tokens", "conv_states", "delta_tokens", "gate_rows"],
+    "states": ["conv_tokens", "conv_states", "delta_tokens", "gate_rows", "prepare_chunks", "delta_chunks"],
     "sampling": ["argmax_rows", "logprob_rows", "sample_rows"],
 }  # fmt: skip
 
@@ -69,7 +69,7 @@ def test_kernel_compiles_with_expected_instructions(group: str) -> None:
             assert "wgmma.mma_async" in words, name
             if "dense" not in name:
                 assert "8 st.shared" in words, name  # for the results: dequantized weights stay in registers
-        if name.startswith(("prefill", "decode gqa")):
+        if name.startswith(("prefill", "decode gqa")) or name.endswith("_chunks"):
             assert {"wgmma.mma_async", "mma.sync"} & set(words), name
         if name.startswith("decode"):
             assert ".v4.b32" in words, name

@@ -12,6 +12,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from llm_worker_rbee.backends.cuda import CudaBackend  # noqa: E402
+from llm_worker_rbee.backends.cuda.attention_prefill import query_tiles  # noqa: E402
+from llm_worker_rbee.backends.cuda.gated_delta import launch_gate  # noqa: E402
+from llm_worker_rbee.backends.cuda.gated_delta_chunks import CHUNK, launch_delta_chunks  # noqa: E402
+from llm_worker_rbee.backends.cuda.packed_weight import Activations  # noqa: E402
 from llm_worker_rbee.backends.ops import GatedDeltaParams, GatedDeltaWeights, StateLayer  # noqa: E402
 from llm_worker_rbee.backends.reference import ReferenceBackend  # noqa: E402
 from tests.backends.test_gated_delta import SMALL, last_of_each, make_batch, make_case, random_states  # noqa: E402
@@ -67,3 +71,20 @@ def test_sigmoid_gate_equals_reference(rng: np.random.Generator) -> None:
     x, gate = (4 * rng.standard_normal((3, 96)).astype(np.float32) for _ in range(2))
     found = cuda.sigmoid_gate(upload(x), upload(gate))
     np.testing.assert_allclose(found.cpu(), reference.sigmoid_gate(x, gate), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("params", [SMALL, GatedDeltaParams(1, 2, 16, 64, 1e-6, True)])
+def test_chunks_equal_reference(params: GatedDeltaParams) -> None:
+    """Prompts of whole and broken chunks that begin or go on, beside short requests; a state decays slowly or fast."""
+    lengths, state_in = [1, 70, 3, 128], [4, -1, 3, 5]
+    batch = make_batch(lengths, state_in, last_of_each(lengths, [4, 0, 3, 1]))
+    case, state = make_case(params, sum(lengths)), random_states(params)
+    there, tiles = upload_states(state), query_tiles(batch.query_start, CHUNK, 1)
+    arrays = [upload(x) for x in case[:3]]
+    chunks = [upload(x.astype(np.int32)) for x in (*tiles, np.array([len(tiles[0])]))]
+    weights = GatedDeltaWeights(*map(upload, case.weights))
+    mixed = launch_delta_chunks(arrays[0], arrays[2], params, weights, there, cuda._state_inputs(batch), tuple(chunks))
+    found = torch.empty_like(mixed)
+    launch_gate(mixed, arrays[1], Activations(found), weights.norm, params.eps)
+    np.testing.assert_allclose(found.cpu(), reference.gated_delta(*case, state, batch), rtol=2e-2, atol=2e-3)
+    np.testing.assert_allclose(there.matrix.cpu(), state.matrix, rtol=1e-2, atol=1e-3)
