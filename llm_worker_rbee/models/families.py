@@ -44,7 +44,7 @@ GPT_OSS_DEFAULTS = {
 GEMMA4: dict[str, Any] = {
     "activation": "gelu_tanh", "qk_norm": True, "v_norm": True, "optional_v": True, "post_norms": True,
     "scaled_embedding": True, "full_every": 6, "layer_shapes": True, "default_attention_scale": 1.0,
-    "default_local_base": 10000.0, "moe": True, "parallel_experts": True,
+    "default_local_base": 10000.0, "default_final_cap": 30.0, "moe": True, "parallel_experts": True,
 }  # fmt: skip
 GEMMA4_DEFAULTS = {
     **{key: GEMMA_DEFAULTS[key] for key in ("head_dim", "num_key_value_heads", "hidden_activation")},

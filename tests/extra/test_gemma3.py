@@ -79,7 +79,11 @@ def test_large_vocabulary_merges_short_texts_as_the_library_does(model: Path) ->
     start = time.process_time()
     tokenizer = tokenizer_from_gguf(open_checkpoint(model).metadata)
     print(f"{tokenizer.vocab_size} tokens opened in {time.process_time() - start:.2f} s")
-    texts = [*GREEDY, "Ein Beispiel: 你好, мир! 😀\n\n\t  x = [1, 23, 456];", "supercalifragilisticexpialidocious " * 20]
+    texts = [
+        *GREEDY,
+        "Ein Beispiel: 你好, мир! 😀\n\n\t  x = [1, 23, 456];",
+        "supercalifragilisticexpialidocious " * 20,
+    ]
     direct = [tokenizer.encode(text) for text in texts]
     tokenizer.prepare()
     assert direct == [tokenizer.encode(text) for text in texts]

@@ -520,6 +520,7 @@ def gemma4_keys(c: Any) -> dict[str, Any]:
         "rope.dimension_count_swa": c.head_dim,
         "attention.shared_kv_layers": c.num_kv_shared_layers,
         "embedding_length_per_layer_input": getattr(c, "hidden_size_per_layer_input", 0),
+        "final_logit_softcapping": float(c.final_logit_softcapping or 0.0),
     }
 
 

@@ -161,6 +161,7 @@ def _layer_keys(c: ModelConfig) -> dict[str, Any]:
         "rope.dimension_count_swa": c.window_rope_dim or c.rope_dim,
         "attention.shared_kv_layers": c.shared_kv_layers,
         "embedding_length_per_layer_input": c.layer_input_dim,
+        "final_logit_softcapping": c.final_cap,  # even 0: without the key it is 30
     }
 
 
