@@ -35,7 +35,7 @@ def random_planes(kind: str, rows: int, columns: int, device: torch.device | str
     s *= std / SPREAD[kind]
     if kind in ("q4m", "q5m"):
         s[..., 1] *= -7.5
-    part.scales = s.half().view(torch.int32)[..., 0] if kind in PAIRED_SCALES else s[..., 0].half()
+    part.scales.copy_(s.half().view(torch.int32)[..., 0] if kind in PAIRED_SCALES else s[..., 0].half())
     return part
 
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from .compact_kinds import COMPACT, block_values, is_compact, load_block
 from .device import pdl_options
 from .gemm import GROUP_BLOCKS, dequantize_columns, interleaved_offset
-from .gemv import apply_gate, store_int8_block, store_int8_blocks
+from .gemv import apply_gate, plane_stride, store_int8_block, store_int8_blocks
 from .intrinsics import launch_next, sum_squares, wait_for_previous
 from .packed_weight import Activations, GemvActivations, Int8Activations, PackedWeight, kernel_outputs
 
@@ -194,7 +194,7 @@ def embed_rows(
         y = tl.reshape(block_values(held, table, KIND), (32,)) * unit
     else:
         i = tl.arange(0, 32)
-        scale = tl.load(scales + n * (width // 32) + block)
+        scale = tl.load(scales + n * plane_stride(width // 32) + block)
         y = dequantize_columns(low, high, scale, n, block, i, i < 32, width // 32, KIND) * unit
     tl.store(residual + t * width + c, y, mask=mask)
     if INT8 is not None:

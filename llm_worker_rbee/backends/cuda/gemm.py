@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from .compact_kinds import COMPACT, block_scales, block_values, code_words, is_compact, kind_field, load_block
-from .gemv import expert_planes, high_planes, low_words
+from .gemv import expert_planes, high_planes, is_held, low_words, plane_stride
 from .intrinsics import INTERPRETED, e4m3_to_half, high_bit_shift, high_half, low_half, pack_halves, signed_byte
 
 GROUP_BLOCKS = tl.constexpr(16)
@@ -53,12 +53,13 @@ def load_word(low, high, n, i, b, mask, blocks, KIND: tl.constexpr):
     """Load word i of blocks b of rows n, and what belongs to it: the last sixteen bytes, or high bits."""
     WORDS_PER_BLOCK: tl.constexpr = low_words(KIND)
     HIGH_PLANES: tl.constexpr = high_planes(KIND)
-    word = tl.load(low + (n * WORDS_PER_BLOCK + i) * blocks + b, mask=mask, other=0)
+    stride = plane_stride(blocks)
+    word = tl.load(low + (n * WORDS_PER_BLOCK + i) * stride + b, mask=mask, other=0)
     extra = word
     if WORDS_PER_BLOCK == 8:
-        extra = tl.load(low + (n * WORDS_PER_BLOCK + 4 + i) * blocks + b, mask=mask, other=0)
+        extra = tl.load(low + (n * WORDS_PER_BLOCK + 4 + i) * stride + b, mask=mask, other=0)
     elif HIGH_PLANES > 0:
-        extra = tl.load(high + (n * HIGH_PLANES + i * HIGH_PLANES // 4) * blocks + b, mask=mask, other=0)
+        extra = tl.load(high + (n * HIGH_PLANES + i * HIGH_PLANES // 4) * stride + b, mask=mask, other=0)
     return word, extra
 
 
@@ -102,14 +103,14 @@ def gemm_packed(
     for load in range(first * LOADS, tl.minimum(first + each, STEPS) * LOADS):
         step = load // LOADS
         b = step * GROUP_BLOCKS + tl.arange(0, GROUP_BLOCKS)[None, :]
-        mask = b < blocks
+        mask = is_held(b, blocks, KIND)
         if is_compact(COMPACT, KIND):
             block = load_block(low, high, small, scales, n_at, b, mask, blocks, KIND, "")
             codes = code_words(block, table, KIND)
             s_first, s_last, m_first, m_last = block_scales(block, KIND)
             s, minima = pack_halves(s_first, s_last), pack_halves(m_first, m_last)
         else:
-            s = tl.load(scales + n_at * blocks + b, mask=mask, other=0)
+            s = tl.load(scales + n_at * plane_stride(blocks) + b, mask=mask, other=0)
         for j in tl.static_range(PER_LOAD):
             i = load % LOADS * PER_LOAD + j
             if is_compact(COMPACT, KIND):
@@ -193,23 +194,24 @@ def dequantize_columns(low, high, s, n, b, c, mask, blocks, KIND: tl.constexpr):
     """Return columns c of blocks b of rows n, where `mask` is true, before the unit. gemv.py draws the planes.
 
     s: scales of the blocks. All are broadcast."""
+    stride = plane_stride(blocks)
     if KIND == "q8":
-        word = tl.load(low + (n * 8 + c // 4) * blocks + b, mask=mask, other=0)
+        word = tl.load(low + (n * 8 + c // 4) * stride + b, mask=mask, other=0)
         value = ((word << (24 - 8 * (c % 4))) >> 24).to(tl.float32)
     elif KIND == "e4m3":
-        word = tl.load(low + (n * 8 + c // 4) * blocks + b, mask=mask, other=0)
+        word = tl.load(low + (n * 8 + c // 4) * stride + b, mask=mask, other=0)
         value = e4m3_to_half(word >> (8 * (c % 4))).to(tl.float32)
     elif KIND == "mxfp4" or KIND == "nvfp4":
-        word = tl.load(low + (n * 4 + (c % 16) // 4) * blocks + b, mask=mask, other=0)
+        word = tl.load(low + (n * 4 + (c % 16) // 4) * stride + b, mask=mask, other=0)
         value = doubled_e2m1((word >> (8 * (c % 4) + 4 * (c // 16))) & 15).to(tl.float32)
     else:
-        word = tl.load(low + (n * 4 + (c % 16) // 4) * blocks + b, mask=mask, other=0)
+        word = tl.load(low + (n * 4 + (c % 16) // 4) * stride + b, mask=mask, other=0)
         code = (word >> (8 * (c % 4) + 4 * (c // 16))) & 15
         if KIND == "q6":
-            h = tl.load(high + (n * 4 + c % 16 // 4) * blocks + b, mask=mask, other=0)
+            h = tl.load(high + (n * 4 + c % 16 // 4) * stride + b, mask=mask, other=0)
             code = code | (((h >> high_bit_shift(c)) & 3) << 4)
         elif KIND == "q5" or KIND == "q5m":
-            h = tl.load(high + (n * 2 + c % 16 // 8) * blocks + b, mask=mask, other=0)
+            h = tl.load(high + (n * 2 + c % 16 // 8) * stride + b, mask=mask, other=0)
             code = code | (((h >> (high_bit_shift(c) + c // 4 % 2)) & 1) << 4)
         value = (code - code_offset(KIND)).to(tl.float32)
     if KIND == "q6" or KIND == "nvfp4":
@@ -233,7 +235,7 @@ def dequantize(
     if is_compact(COMPACT, KIND):
         value = block_values(load_block(low, high, small, scales, n, b, mask, blocks, KIND, ""), table, KIND)
     else:
-        s = tl.load(scales + n * blocks + b, mask=mask, other=0)
+        s = tl.load(scales + n * plane_stride(blocks) + b, mask=mask, other=0)
         value = tl.reshape(join_words(low, high, s, n, b, mask, blocks, KIND), (ROWS, TILE_BLOCKS, 32))
     at = (n.to(tl.int64) * blocks + b)[:, :, None] * 32 + tl.arange(0, 32)[None, None, :]
     tl.store(out + at, value.to(out.dtype.element_ty), mask=mask[:, :, None])

@@ -9,6 +9,8 @@ these are 16-byte loads, and no value changes lanes before the final sum:
     bytes   int32 (rows, 8, blocks)   word q: columns 4q..4q+3
     scales  float16 (rows, blocks), or two of them in an int32 (scale, minimum; or the scales of 16 columns each)
 
+Their rows have room for a multiple of four blocks (`plane_stride`).
+
 compact_kinds.py has the planes of smaller kinds. Activations are int8 in the same order: (batch, 8, blocks) words, a
 float32 scale per block, its sums times the scale.
 
@@ -49,11 +51,28 @@ WARP_BLOCKS = tl.constexpr(128)
 
 
 @triton.jit
+def plane_stride(blocks):
+    """Return how many blocks a row of a plane has room for: whole lanes, so that rows begin at 16 bytes."""
+    return (blocks + 3) // 4 * 4
+
+
+@triton.jit
+def is_held(b, blocks, KIND: tl.constexpr):
+    """Return the mask of the blocks that a row has room for: whole lanes of it, for wide loads. Added ones are zeros."""
+    if is_compact(COMPACT, KIND):
+        mask = b < blocks
+    else:
+        mask = b < plane_stride(blocks)
+    return mask
+
+
+@triton.jit
 def load_planes(w, n, b, ok, blocks, PLANES: tl.constexpr):
     """Load the words of a plane for rows n and blocks b: a tuple of (warps, 128)."""
     out = ()
+    stride = plane_stride(blocks)
     for i in tl.static_range(PLANES):
-        at = w + n * (PLANES * blocks) + i * blocks + b
+        at = w + n * (PLANES * stride) + i * stride + b
         out = out + (tl.load(at, mask=ok, other=0, eviction_policy="evict_first"),)
     return out
 
@@ -78,21 +97,23 @@ def load_packed(low, high, scales, small, n, b, ok, blocks, KIND: tl.constexpr):
     else:
         lows = load_planes(low, n, b, ok, blocks, low_words(KIND))
         highs = load_planes(high, n, b, ok, blocks, high_planes(KIND))
-        weights = lows, highs, tl.load(scales + n * blocks + b, mask=ok, other=0, eviction_policy="evict_first")
+        at = scales + n * plane_stride(blocks) + b
+        weights = lows, highs, tl.load(at, mask=ok, other=0, eviction_policy="evict_first")
     return weights
 
 
 @triton.jit
 def expert_planes(low, high, scales, expert, rows, blocks, KIND: tl.constexpr):
     """Return the planes of one expert of a stack, each with `rows` rows; `small` begins at the last result."""
-    first = expert.to(tl.int64) * rows * blocks  # in blocks
     if is_compact(COMPACT, KIND):
+        first = expert.to(tl.int64) * rows * blocks  # in blocks
         low += first * kind_field(COMPACT, KIND, "words")
         scales += first // kind_field(COMPACT, KIND, "group")
         if kind_field(COMPACT, KIND, "high") > 0:
             high += first
     else:
-        low += first * (low_words(KIND))
+        first = expert.to(tl.int64) * rows * plane_stride(blocks)
+        low += first * low_words(KIND)
         high += first * high_planes(KIND)
         scales += first
     return low, high, scales, first
@@ -227,7 +248,7 @@ def load_row(
     """Load the weights of iteration `step`: rows change first, then blocks."""
     n = tl.minimum(program_rows(step % R, rows // 2, EPILOGUE, ROWS, WARPS), rows - 1)[:, None]
     b = (step // R) * WARP_BLOCKS + lane
-    return load_packed(low, high, scales, small, n, b, b < blocks, blocks, KIND)
+    return load_packed(low, high, scales, small, n, b, is_held(b, blocks, KIND), blocks, KIND)
 
 
 @triton.jit

@@ -118,9 +118,15 @@ def empty_planes(kind: str, rows: int, blocks: int, device: torch.device | str) 
     """Allocate the planes of packed rows."""
     if kind in COMPACT_KINDS:
         return _empty_compact_planes(kind, rows, blocks, torch.device(device))
-    low = torch.empty(rows, LOW_WORDS.get(kind, 4), blocks, dtype=torch.int32, device=device)
-    high = torch.empty((rows, HIGH_WORDS[kind], blocks) if kind in HIGH_WORDS else 1, dtype=torch.int16, device=device)
-    scales = torch.empty(rows, blocks, dtype=torch.int32 if kind in PAIRED_SCALES else torch.float16, device=device)
+
+    def plane(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        whole = torch.empty(*shape, cdiv(blocks, 4) * 4, dtype=dtype, device=device)
+        whole[..., blocks:] = 0
+        return whole[..., :blocks]
+
+    low = plane(torch.int32, rows, LOW_WORDS.get(kind, 4))
+    high = plane(torch.int16, rows, HIGH_WORDS[kind]) if kind in HIGH_WORDS else plane(torch.int16)
+    scales = plane(torch.int32 if kind in PAIRED_SCALES else torch.float16, rows)
     return WeightPart(kind, rows, blocks, low, high, scales)
 
 
