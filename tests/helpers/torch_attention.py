@@ -51,7 +51,9 @@ def gather(cache: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tens
     return found.transpose(0, 1).flatten(1, 2)[:, :length].float()
 
 
-def attention(q: torch.Tensor, kv: KVLayer, batch: Batch, params: AttentionParams) -> torch.Tensor:
+def attention(
+    q: torch.Tensor, kv: KVLayer, batch: Batch, params: AttentionParams, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     """Attend each query to its own request's keys: (T, heads, dim) -> (T, heads * dim)."""
     tokens, heads, dim = q.shape
     out = q.new_empty(tokens, heads * dim, dtype=torch.float32)
@@ -63,13 +65,14 @@ def attention(q: torch.Tensor, kv: KVLayer, batch: Batch, params: AttentionParam
         step = max(1, MAX_SCORES // (heads * length))
         for first in range(start, end, step):
             some = slice(first, min(first + step, end))
-            out[some] = _attend(q[some].float(), keys, values, positions[some], params)
+            out[some] = _attend(q[some].float(), keys, values, positions[some], params, sinks)
     return out
 
 
 def _attend(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, params: AttentionParams
-) -> torch.Tensor:
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, params: AttentionParams,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     """Attend some queries of one request: (T, heads, dim) -> (T, heads * dim)."""
     tokens, heads, dim = q.shape
     grouped = q.transpose(0, 1).reshape(len(keys), -1, dim)  # query heads of a KV head stand together
@@ -80,6 +83,9 @@ def _attend(
     hidden = distance < 0
     if params.window:
         hidden |= distance >= params.window
-    weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(heads, tokens, 1)), -1)
+    weights = torch.softmax(scores, -1)[..., : keys.shape[1]].contiguous()
     mixed = weights.view(len(keys), -1, keys.shape[1]) @ values
     return mixed.view(heads, tokens, dim).transpose(0, 1).reshape(tokens, -1)

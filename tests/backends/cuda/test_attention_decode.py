@@ -50,13 +50,16 @@ ROUNDED = {"float32": 1e-6, "float16": 1e-5, "bfloat16": 2e-3, "float8": 2e-2}
 
 
 def block_of(shape: tuple[int, int, int], params: AttentionParams, rope: RopeTable, extra: bool, rng: Any) -> Any:
-    """Make a fused op without its matrices."""
+    """Make a fused op without its matrices; `extra`: with biases, norms and sinks."""
     heads, kv_heads, dim = shape
     bias, q_norm, k_norm = (
         torch.tensor(normal(rng, n), device=DEVICE) if extra else None for n in ((heads + 2 * kv_heads) * dim, dim, dim)
     )
-    no_weight: Any = None
-    return Attention(no_weight, bias, q_norm, k_norm, 1e-5, heads, kv_heads, dim, rope, params, 0, no_weight)
+    sinks = torch.linspace(-1, 3, heads, device=DEVICE) if extra else None
+    none: Any = None
+    return Attention(
+        none, bias, q_norm, k_norm, 1e-5, heads, kv_heads, dim, rope, params, 0, sinks, none, none, 0.0, none
+    )
 
 
 def run(
@@ -108,7 +111,7 @@ def test_decode_attention_matches_torch(case: str, rng: np.random.Generator) -> 
     found = run(block, config, qkv, kv, pages, list(range(len(LENGTHS))), as_int8)
     for ours, theirs in zip(kv, twin, strict=True):
         assert relative_error(ours.float(), theirs.float()) < ROUNDED[kind]
-    wanted = torch_attention.attention(turned, kv, batch, params)
+    wanted = torch_attention.attention(turned, kv, batch, params, block.sinks)
     assert relative_error(found, wanted) < (1e-5 if device.is_interpreted() and not as_int8 else 1e-2)
     alone = torch.cat([run(block, config, qkv, kv, pages, [r], as_int8) for r in (3, 0)])
     assert torch.equal(alone, found[[3, 0]])  # in any batch

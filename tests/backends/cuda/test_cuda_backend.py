@@ -199,10 +199,11 @@ def test_rope_store_and_attention_match_reference(
     for spans in ([(0, 0, 19)], [(0, 19, 23), (1, 0, 8), (2, 0, 2)], [(2, 2, 3), (0, 23, 24), (1, 8, 9)]):
         batch = pages.batch(spans)
         q, k, v = (normal(rng, len(batch.positions), n, dim) for n in (heads, kv_heads, kv_heads))
-        results = []
+        sinks, results = normal(rng, heads) if heads > 2 else None, []
         for ops, kv, bring in zip((ReferenceBackend(), way), caches, (np.asarray, on_device), strict=True):
             turned = ops.rope_store(bring(q), bring(k), bring(v), batch.positions, table, kv, batch.slot_mapping)
-            results.append((turned, ops.attention(turned, kv, batch, params), cached(kv.k, batch.slot_mapping)))
+            attended = ops.attention(turned, kv, batch, params, None if sinks is None else bring(sinks))
+            results.append((turned, attended, cached(kv.k, batch.slot_mapping)))
         exact = ERRORS["float32"] if device.is_interpreted() or way is torch_attention else ERRORS[kind]
         for found, wanted, error in zip(results[1], results[0], (exact, ERRORS[kind], ERRORS[kind]), strict=True):
             assert relative_error(found.float() if isinstance(found, torch.Tensor) else found, wanted) < error
