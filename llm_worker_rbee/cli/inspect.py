@@ -107,6 +107,11 @@ def _lines(report: dict[str, Any]) -> list[str]:
         ("size", human_bytes(report["file_bytes"])),
         ("name", report["name"] or "not given"),
         ("architecture", _architecture(report)),
+        *(
+            []
+            if report["quantization_method"] is None
+            else [("quantized", _method_line(report["quantization_method"]))]
+        ),
         ("parameters", f"{report['parameters']:,}" if report["parameters"] else "none: the file holds no tensors"),
         *_shape_lines(report["shape"]),
         *_tokenizer_lines(report["tokenizer"]),
@@ -129,6 +134,14 @@ def _lines(report: dict[str, Any]) -> list[str]:
 def _architecture(report: dict[str, Any]) -> str:
     name = report["architecture"] or "not given"
     return f"{name} (supported)" if report["supported"] else f"{name} (cannot be run: {report['reason']})"
+
+
+def _method_line(method: dict[str, Any]) -> str:
+    """Return what config.json says of quantized weights."""
+    bits = f"{method['bits']} bits" if method["bits"] else ""
+    groups = {0: "", -1: "a scale per row"}.get(method["group_size"], f"groups of {method['group_size']}")
+    block = f"blocks of {method['block'][0]} x {method['block'][1]}" if method["block"] else ""
+    return ", ".join(filter(None, (method["method"], method["format"], bits, groups, block)))
 
 
 def _shape_lines(shape: dict[str, Any]) -> list[tuple[str, str]]:
@@ -253,6 +266,7 @@ def describe_file(
     try:
         config = read_model_config(checkpoint)
         reason = None if checkpoint.tensors else "it holds no tensors"
+        reason = checkpoint.metadata.get("quantization", {}).get("problem") or reason
     except WorkerError as error:
         reason = str(error)
     shape = _shape_of(config) if config else _shape_from_keys(checkpoint)
@@ -263,7 +277,8 @@ def describe_file(
         "name": name if isinstance(name, str) else None, "architecture": checkpoint.architecture,
         "supported": reason is None, "reason": reason,
         "parameters": sum(tensor.size for tensor in checkpoint.tensors.values()), "shape": shape,
-        "quantization": _quantization(checkpoint), "tokenizer": _tokenizer(checkpoint),
+        "quantization": _quantization(checkpoint), "quantization_method": checkpoint.metadata.get("quantization"),
+        "tokenizer": _tokenizer(checkpoint),
         "sampling_defaults": sampling.report(), "warnings": sampling.warnings,
         "memory": _memory(checkpoint, config if checkpoint.tensors else None, context or shape.get("context")),
         "fits": None if config is None or reason else _fits(checkpoint, context, capacity, device),

@@ -110,12 +110,10 @@ class _ModelLoader:
         quantization = self.checkpoint.metadata.get("quantization")
         if quantization is None:
             return
-        if quantization.problem:
-            raise UnsupportedModelError(f"{self.checkpoint.path.name}: {quantization.problem}")
-        if quantization.kv_scales:
-            _log.warning(
-                "%d scales of a quantized KV cache are not used: kv_type chooses its type", quantization.kv_scales
-            )
+        if quantization["problem"]:
+            raise UnsupportedModelError(f"{self.checkpoint.path.name}: {quantization['problem']}")
+        if unused := quantization["kv_scales"]:
+            _log.warning("%d scales of a quantized KV cache are not used: kv_type chooses its type", unused)
 
     def check_layer_count(self) -> None:
         """Raise before anything is built for layers that the metadata claims and the file lacks."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -114,12 +114,11 @@ def _find_problem(method: str, chosen: str, settings: Mapping[str, Any]) -> str:
 
 def merge_quantized(
     tensors: Mapping[str, Tensor], quantization: Quantization
-) -> tuple[dict[str, Tensor], int]:  # fmt: skip
-    """Return the tensors with those of a quantized module as one, `<module>.weight`; and how many scales of a KV cache
-    were left out."""
+) -> tuple[dict[str, Tensor], Quantization]:
+    """Return the tensors with those of a quantized module as one, `<module>.weight`; and what was found on the way."""
     modules: dict[str, dict[str, Tensor]] = defaultdict(dict)
     out: dict[str, Tensor] = {}
-    kv_scales = 0
+    kv_scales, problem = 0, quantization.problem
     for name, tensor in tensors.items():
         if found := PART.match(name):
             modules[found[1]][found[2]] = tensor
@@ -128,11 +127,14 @@ def merge_quantized(
         elif not ACTIVATION_SCALE.search(name):
             out[name] = tensor
     for module, parts in modules.items():
-        if set(parts) == {"weight"}:
-            out[f"{module}.weight"] = parts["weight"]
-        else:
+        if problem or set(parts) == {"weight"}:
+            out |= {f"{module}.{suffix}": tensor for suffix, tensor in parts.items()}
+            continue
+        try:
             out[f"{module}.weight"] = _Module(module, parts, quantization).tensor()
-    return out, kv_scales
+        except UnsupportedModelError as error:  # the file can still be inspected
+            problem = str(error)
+    return out, replace(quantization, kv_scales=kv_scales, problem=problem)
 
 
 class ScaleGrid(NamedTuple):
@@ -221,8 +223,6 @@ class _Module(NamedTuple):
     quantization: Quantization
 
     def tensor(self) -> Tensor:
-        if self.quantization.problem:
-            return next(iter(self.parts.values()))  # the loader refuses the model
         groups = self._groups()
         rows, columns = groups.shape
         if columns % BLOCK:

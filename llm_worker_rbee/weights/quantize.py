@@ -371,6 +371,7 @@ ENCODERS: dict[str, Callable[[Floats], Bytes]] = {
 # The largest value that each type can hold; types that are not listed have float16 scales.
 MAX_VALUE = {"F32": 3.4028235e38, "BF16": 3.3895314e38}
 MAX_F16 = 65504.0
+MIN_NORMAL_F16 = 2.0**-14
 SLAB_VALUES = 1 << 18  # fits a cache, and large enough that threads seldom wait for the GIL
 
 
@@ -394,6 +395,26 @@ def _check_range(kind: BlockType, values: NDArray[np.float32]) -> None:
     limit = MAX_VALUE.get(kind.name, MAX_F16)
     if not (high <= limit and low >= -limit):  # NaN compares false, so it is rejected too
         raise ModelFileError(f"a value of {high if not high <= limit else low:g} does not fit into {kind.name}")
+
+
+# Types of quantized safetensors whose codes a GGUF type holds, with float16 scales.
+SAME_CODES = {"INT4": "Q4_0", "INT4_ZP": "Q4_1", "INT8": "Q8_0"}
+
+
+def recode(source: BlockType, kind: BlockType, blocks: Bytes) -> Bytes | None:
+    """Return blocks with the same codes, their scales rounded to float16; None where a type or a scale does not fit."""
+    if SAME_CODES.get(source.name) != kind.name:
+        return None
+    count = 2 if source.name == "INT4_ZP" else 1
+    numbers = np.ascontiguousarray(blocks[:, : 4 * count]).view("<f4").copy()
+    if count == 2:
+        numbers[:, 1] *= -numbers[:, 0]  # the minimum
+    with np.errstate(over="ignore"):
+        halves = numbers.astype("<f2")
+    is_kept = (np.abs(numbers) >= MIN_NORMAL_F16) | (halves == numbers)
+    if not (np.isfinite(halves) & is_kept).all():
+        return None
+    return np.concatenate([halves.view(np.uint8), blocks[:, 4 * count :]], axis=1)
 
 
 PIECE_VALUES = 1 << 19  # a tensor is quantized in pieces of rows, so that it is never held as float32 as a whole
@@ -429,7 +450,11 @@ class TensorJob(NamedTuple):
         raw = raw[start:stop] if self.order is None else raw[self.order[start:stop]]
         if source.kind is self.kind and not self.offset:
             return raw.reshape(-1)
-        values = source.kind.decode(np.ascontiguousarray(raw).reshape(-1, source.kind.block_bytes))
+        blocks = np.ascontiguousarray(raw).reshape(-1, source.kind.block_bytes)
+        same_codes = None if self.offset else recode(source.kind, self.kind, blocks)
+        if same_codes is not None:
+            return same_codes.reshape(-1)
+        values = source.kind.decode(blocks)
         if self.offset:
             values = values + np.float32(self.offset)
         try:

@@ -12,7 +12,7 @@ import json
 import mmap
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -153,8 +153,8 @@ def open_hf(folder: Path, *, weights: bool = True) -> Checkpoint:
         metadata["generation_config"] = read_json(generation)
     quantization = read_quantization(_quantization_config(folder, config))
     if quantization is not None:
-        tensors, kv_scales = merge_quantized(tensors, quantization)
-        metadata["quantization"] = replace(quantization, kv_scales=kv_scales)
+        tensors, quantization = merge_quantized(tensors, quantization)
+        metadata["quantization"] = asdict(quantization)
     if isinstance(config.get("text_config"), dict):
         metadata["config"] = config = _text_config(config)
         tensors, metadata["left_out"] = _text_tensors(tensors)

@@ -99,7 +99,9 @@ def layout_of_tensor(tensor: Tensor) -> Layout:
     """Return the layout of a tensor, or raise if its type has none."""
     name = tensor.kind.name
     if name not in LAYOUT_BY_TYPE:
-        raise UnsupportedModelError(f"tensor {tensor.name!r}: {name} weights cannot be multiplied, convert them to F16")
+        raise UnsupportedModelError(
+            f"tensor {tensor.name!r}: {name} weights cannot be multiplied, convert them to F16 or use --quantize"
+        )
     return LAYOUT_BY_TYPE[name]
 
 

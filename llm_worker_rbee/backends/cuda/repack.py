@@ -41,7 +41,8 @@ def part_key(tensor: Tensor) -> str:
     rule = REPACK_RULES.get(tensor.kind.name)
     if rule is None and tensor.kind.id == NO_GGUF_ID:
         raise UnsupportedModelError(
-            f"tensor {tensor.name!r}: {tensor.kind.name} weights cannot be multiplied, convert them to F16"
+            f"tensor {tensor.name!r}: {tensor.kind.name} weights cannot be multiplied, "
+            "convert them to F16 or use --quantize"
         )
     return rule[0] if rule else str(DENSE_DTYPES.get(tensor.kind.name, torch.float32))
 
