@@ -30,6 +30,8 @@ from .fused_ops import (
     FusedOp,
     GatedDelta,
     Logits,
+    Mixer,
+    ShortConv,
     describe,
     distinct_layers,
     fuse_graph,
@@ -70,7 +72,7 @@ class Decoder:
         self._ropes: dict[int, CosSin] = {}  # by id of the RoPE table
         self._num_positions = 0
         self._graph_cache: weakref.ref[Any] | None = None  # the first tensor of the KV cache that graphs write to
-        self._has_states = any(isinstance(op, GatedDelta) for op in ops)
+        self._has_states = any(isinstance(op, GatedDelta | ShortConv) for op in ops)
         self._max_gemv = max_gemv_tokens(ops, batch_invariant=batch_invariant)
 
     def __call__(self, batch: Batch, kv: Sequence[LayerCache]) -> torch.Tensor:
@@ -202,8 +204,8 @@ def max_gemv_tokens(ops: Sequence[FusedOp], *, batch_invariant: bool) -> int:
     experts = [op for op in ops if isinstance(op, ExpertsAddNorm)]
     if not all(len(op.w.parts) == 1 and op.w.is_packed and op.down.is_packed for op in experts):
         return 0  # gate and up of a GEMV are one matrix
-    mixers = [op for op in ops if isinstance(op, Attention | GatedDelta)]
-    weights = [op.w for op in ops if not isinstance(op, Attention | GatedDelta | EmbedNorm | Logits)]
+    mixers = [op for op in ops if isinstance(op, Mixer)]
+    weights = [op.w for op in ops if not isinstance(op, Mixer | EmbedNorm | Logits)]
     weights += [w for op in mixers for w in (op.qkv, op.gate) if w is not None]
     return SMALL_BATCH if all(w.is_packed or w.is_fp8 for w in weights) else 1
 

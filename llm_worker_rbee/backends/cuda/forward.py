@@ -39,6 +39,7 @@ from .fused_ops import (
     LinearAddNorm,
     Logits,
     SharedExpert,
+    ShortConv,
 )
 from .gated_delta import launch_delta, launch_gate
 from .gated_delta_chunks import has_chunks, launch_delta_chunks
@@ -119,6 +120,8 @@ class Forward:
                     x, name = self.attend(op, x), "o"
                 case GatedDelta():
                     x, name = self.mix(op, x), "o"
+                case ShortConv():
+                    x, name = self.convolve(op, x), "o"
                 case GatedLinear():
                     x, name = self.gate(op, x), "down"
                 case LinearAddNorm():
@@ -341,6 +344,20 @@ class Forward:
         out = self._activations(op.following, step.tokens)
         launch_gate(mixed, projected, out, op.weights.norm, op.params.eps, self.pdl)
         self.mark("gate")
+        return out
+
+    def convolve(self, op: ShortConv, x: AnyActivations) -> AnyActivations:
+        """Apply the gated short convolution; return activations of the output projection."""
+        step, arrays = self.step, self.step.arrays
+        projected = _one_split(self._multiply("qkv", x, op.qkv, QKV_SPLITS))
+        self.mark("conv_input")
+        slots, one_token = StateInputs(*(arrays[name] for name in StateInputs._fields)), "tile_first" not in arrays
+        rows = launch_conv(
+            projected, op.conv, step.kv[op.layer], slots, op.activation, gated=True, one_token=one_token, pdl=self.pdl
+        )
+        out = self._activations(op.following, step.tokens)
+        launch_gate(rows, None, out, pdl=self.pdl)
+        self.mark("causal_conv")
         return out
 
     def _same_rows(self, x: AnyActivations, w: PackedWeight, op: Attention | GatedDelta) -> AnyActivations:

@@ -48,6 +48,12 @@ def _has_delta_kernels(node: Node) -> bool:
     return is_rule and not has_bias and gates["x"] is linear["x"] and has_kernels(delta["params"])
 
 
+def _has_conv_kernel(node: Node) -> bool:
+    linear, conv = node.fused
+    is_gated = conv["gated"] and conv["x"] is linear.output and conv["activation"] in ("", "silu")
+    return is_gated and linear["bias"] is None and conv.output.shape[1] % 32 == 0
+
+
 def _has_gate_kernel(node: Node) -> bool:
     linear, gated = node.fused
     return linear["bias"] is None and gated["activation"] in ACTIVATIONS and linear["w"].rows % 64 == 0
@@ -80,6 +86,7 @@ REWRITES = (
     Rewrite("embed_norm", "embed* rms_norm", _has_blocks),
     Rewrite("gated_attention", f"{ATTENTION} linear sigmoid_gate", _has_gated_words),
     Rewrite("gated_delta", "linear linear causal_conv gated_delta", _has_delta_kernels),
+    Rewrite("short_conv", "linear causal_conv", _has_conv_kernel),
     Rewrite("attention", ATTENTION, _has_words),
     Rewrite("gated_linear", "linear gated", _has_gate_kernel),
     Rewrite("linear_add_norm", "linear rms_norm? take? take? add_rms_norm", _has_add_kernel),
@@ -90,6 +97,7 @@ LAUNCHES = {
     "attention": "1 to 4 tokens: gemv, decode_attention; more: gemm, decode_attention or rope_store, prefill_attention",
     "gated_attention": "those of attention, with gemv or gemm of the gate, gate_rows",
     "gated_delta": "gemv or gemm twice, conv_tokens, [conv_states,] delta_tokens, gate_rows",
+    "short_conv": "gemv or gemm, conv_tokens, [conv_states,] gate_rows",
     "gated_linear": "1 to 4 tokens: gemv with its activation; more: gemm, swiglu_rows",
     "linear_add_norm": "1 to 4 tokens: gemv with residual add and norm; more: gemm, add_rms_norm_rows",
     "experts_add_norm": "1 to 4 tokens: router_rows, route_rows, gemv twice, add_rms_norm_rows; "
@@ -142,6 +150,17 @@ class GatedDelta(NamedTuple):
     input_norm: torch.Tensor
     input_eps: float
     following: PackedWeight
+
+
+class ShortConv(NamedTuple):
+    """The product with b, c and v, and c * conv(b * v)."""
+
+    qkv: PackedWeight  # rows of b, c and v
+    conv: torch.Tensor
+    activation: str
+    layer: int  # of the states
+    following: PackedWeight
+    gate: PackedWeight | None = None
 
 
 class GatedLinear(NamedTuple):
@@ -199,7 +218,8 @@ class Logits(NamedTuple):
     soft_cap: float
 
 
-FusedOp = EmbedNorm | Attention | GatedDelta | GatedLinear | LinearAddNorm | ExpertsAddNorm | Logits
+Mixer = Attention | GatedDelta | ShortConv  # the first op of a layer
+FusedOp = EmbedNorm | Mixer | GatedLinear | LinearAddNorm | ExpertsAddNorm | Logits
 
 
 def fuse_graph(graph: Graph) -> tuple[FusedOp, ...] | None:
@@ -237,13 +257,13 @@ def distinct_layers(ops: Sequence[FusedOp]) -> list[FusedOp]:
     embed, *rest = ops[:-1]
     assert isinstance(embed, EmbedNorm)
     layers: dict[Any, list[FusedOp]] = {}
-    starts = [i for i, op in enumerate(rest) if isinstance(op, Attention | GatedDelta)]
+    starts = [i for i, op in enumerate(rest) if isinstance(op, Mixer)]
     for first, end in zip(starts, [*starts[1:], len(rest)], strict=True):
         layer = rest[first:end]
         layers.setdefault(tuple(map(_kernel_signature, layer)), layer)
     program: list[FusedOp] = []
     for layer in layers.values():
-        assert isinstance(layer[0], Attention | GatedDelta)
+        assert isinstance(layer[0], Mixer)
         program += [embed._replace(following=layer[0].qkv), *layer]
     return program
 
@@ -301,6 +321,8 @@ def _fused_op(node: Node, following: Any, norms: Mapping[Any, Node]) -> FusedOp:
                 first["w"], between[0]["w"], conv["weight"], last["params"], last["weights"], last["state"],
                 norm["weight"], norm["eps"], following,
             )  # fmt: skip
+        case "short_conv":
+            return ShortConv(first["w"], last["weight"], last["activation"], last["state"], following)
         case "gated_linear":
             return GatedLinear(first["w"], last["activation"], following)
         case "linear_add_norm":

@@ -87,7 +87,7 @@ def gate_rows(
     width: tl.constexpr, SIZE: tl.constexpr, INTERLEAVED: tl.constexpr, DIM: tl.constexpr = 32, norm=None,
     PDL: tl.constexpr = False, out_scales=None, out_sums=None,
 ):  # fmt: skip
-    """Store x times the sigmoid of a gate as activations; with `norm`, the norm of each head times silu(gate).
+    """Store x times the sigmoid of a gate, if any, as activations; with `norm`, the norm of each head times silu(gate).
 
     x (tokens, width) of heads of DIM values. Token t has its gates at t * gate_stride + gate_first."""
     t = tl.program_id(0).to(tl.int64)
@@ -96,13 +96,16 @@ def gate_rows(
     launch_next(PDL)
     wait_for_previous(PDL)
     y = tl.load(x + t * width + n, mask=mask, other=0.0).to(tl.float32)
-    g = tl.load(gate + t * gate_stride + gate_first + n, mask=mask, other=0.0).to(tl.float32)
+    g = tl.zeros((SIZE, 32), tl.float32)
+    if gate is not None:
+        g = tl.load(gate + t * gate_stride + gate_first + n, mask=mask, other=0.0).to(tl.float32)
     if norm is not None:
         heads = tl.reshape(y, (SIZE * 32 // DIM, DIM))
         heads = heads * tl.rsqrt(tl.sum(heads * heads, 1) / DIM + eps)[:, None]
         y = tl.reshape(heads, (SIZE, 32)) * tl.load(norm + n % DIM) * g
-    z = y / (1.0 + tl.exp(-g))
-    store_row(z, t, tokens, out, factors, width, INTERLEAVED, out_scales, out_sums)
+    if gate is not None:
+        y = y / (1.0 + tl.exp(-g))
+    store_row(y, t, tokens, out, factors, width, INTERLEAVED, out_scales, out_sums)
 
 
 def has_kernels(params: GatedDeltaParams) -> bool:
@@ -127,16 +130,17 @@ def launch_delta(
 
 
 def launch_gate(
-    x: torch.Tensor, gate: torch.Tensor, out: Activations | GemvActivations, norm: torch.Tensor | None = None,
+    x: torch.Tensor, gate: torch.Tensor | None, out: Activations | GemvActivations, norm: torch.Tensor | None = None,
     eps: float = 0.0, pdl: bool = False,
 ) -> None:  # fmt: skip
     """Store x (tokens, width) times sigmoid(gate), with `norm` the norm of its heads times silu(gate), as activations.
 
-    The gates of a token are the last `width` values of its row."""
+    The gates of a token are the last `width` values of its row; without a gate x is stored as it is."""
     tokens, width = x.shape
+    stride = width if gate is None else gate.shape[1]
     size, dim = num_blocks(width), 32 if norm is None else len(norm)
     values, factors, scales, sums, is_interleaved = targets(out)
     gate_rows[(tokens,)](
-        x, gate, values, factors, tokens, eps, gate.shape[1], gate.shape[1] - width, width, size, is_interleaved, dim,
+        x, gate, values, factors, tokens, eps, stride, stride - width, width, size, is_interleaved, dim,
         norm, pdl, scales, sums, num_warps=max(1, min(16, size // 16)), enable_fp_fusion=False, **pdl_options(pdl),
     )  # fmt: skip

@@ -62,6 +62,7 @@ SINGLE_OP_CASES: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "float32": (ONE_LAYER, "F32", {"post": True}),
     "fp8": (ONE_LAYER, "fp8", {"window": 3}),
     "linear attention": (None, "qwen3_5", {}),
+    "short convolution": (None, "lfm2", {}),
     "experts": (ONE_LAYER, "Q4_0", {"post": True, "experts": {"shared": True, "gate": True}}),
     "heads of 48": (ONE_LAYER._replace(width=192, head_dim=48), "Q4_0", {"bias": True, "norms": True}),
 }  # fmt: skip
@@ -70,13 +71,14 @@ STEPS = (((0, 1), (3, 2), False), ((0,), (1,), False), ((0, 1), (1, 1), False), 
 CASE_OF_REWRITE = {
     "embed_norm": "packed, many features", "attention": "float16, many features", "gated_linear": "fp8",
     "linear_add_norm": "packed, many features", "logits": "packed and dense parts", "experts_add_norm": "experts",
-    "gated_attention": "linear attention", "gated_delta": "linear attention",
+    "gated_attention": "linear attention", "gated_delta": "linear attention", "short_conv": "short convolution",
 }  # fmt: skip
 
 
 def checkpoint_of(shape: Any, mix: str) -> Checkpoint:
     if mix in model_zoo.ZOO:
-        variant, kinds = model_zoo.ZOO[mix], {"layer_types": ["linear_attention", "full_attention"]}
+        variant, state = model_zoo.ZOO[mix], "conv" if mix == "lfm2" else "linear_attention"
+        kinds = {"layer_types": [state, "full_attention"]}
         variant = replace(variant, settings={**variant.settings, **kinds, "num_hidden_layers": 2})
         path = Path(tempfile.mkdtemp()) / "m.gguf"
         return open_checkpoint(model_zoo.save_gguf(variant, model_zoo.make_hf(variant), path))

@@ -3,6 +3,7 @@ reference."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,11 @@ from llm_worker_rbee.backends.cuda.gated_delta_chunks import CHUNK, launch_delta
 from llm_worker_rbee.backends.cuda.packed_weight import Activations  # noqa: E402
 from llm_worker_rbee.backends.ops import GatedDeltaParams, GatedDeltaWeights, StateLayer  # noqa: E402
 from llm_worker_rbee.backends.reference import ReferenceBackend  # noqa: E402
+from llm_worker_rbee.engine.model_runner import SingleSequence  # noqa: E402
+from llm_worker_rbee.models import load_model, read_model_config  # noqa: E402
+from llm_worker_rbee.weights import open_checkpoint  # noqa: E402
 from tests.backends.test_gated_delta import SMALL, last_of_each, make_batch, make_case, random_states  # noqa: E402
+from tests.helpers import model_runs, model_zoo  # noqa: E402
 
 cuda, reference = CudaBackend(), ReferenceBackend()
 # Tokens and slots of requests: one that begins, one in its slot, one in another, one that stores nothing; drafts.
@@ -88,3 +93,20 @@ def test_chunks_equal_reference(params: GatedDeltaParams) -> None:
     launch_gate(mixed, arrays[1], Activations(found), weights.norm, params.eps)
     np.testing.assert_allclose(found.cpu(), reference.gated_delta(*case, state, batch), rtol=2e-2, atol=2e-3)
     np.testing.assert_allclose(there.matrix.cpu(), state.matrix, rtol=1e-2, atol=1e-3)
+
+
+def test_fused_model_equals_reference(tmp_path: Path) -> None:
+    """Prompts, decoding by GEMV, and drafts, on quantized weights."""
+    variant = model_zoo.ZOO["lfm2"]
+    path = model_zoo.save_quantized(variant, model_zoo.make_hf(variant), tmp_path / "m.gguf", "Q8_0")
+    made = open_checkpoint(path)
+    model = load_model(made, cuda, read_model_config(made))
+    assert model.fused is not None
+    ids, runner, at = model_zoo.prompt_ids(variant)[:9], SingleSequence(model, 9), 0
+    found = []
+    for size in (4, 1, 1, 3):
+        logits = model.forward(runner.batch(ids[at : at + size], at, all_logits=True), runner.cache)
+        found.append(model_runs.to_numpy(logits))
+        at += size
+    expected = model_runs.compute_logits(model_runs.load(path), ids)
+    assert np.abs(np.concatenate(found) - expected).max() < 0.03 * np.abs(expected).max()
