@@ -86,7 +86,7 @@ def quantize_checkpoint(
         return mark_fp8(checkpoint)
     jobs = [job for job in _plan_in_memory(checkpoint, type_name) if job.kind is not job.source.kind]
     made = quantize_in_memory(jobs, threads, progress)
-    replaced = {source.name for job in jobs for source in _sources(job.source)}
+    replaced = {source.name for job in jobs for source in _sources(job.source, checkpoint)}
     kept = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in replaced}
     return replace(checkpoint, tensors={**kept, **made})
 
@@ -94,21 +94,18 @@ def quantize_checkpoint(
 def planned_types(checkpoint: Checkpoint, type_name: str) -> dict[str, str]:
     """Return the type that `quantize_checkpoint` would give each matrix, by name."""
     work = _plan_in_memory(checkpoint, type_name)
-    return {source.name: job.kind.name for job in work for source in _sources(job.source)}
+    return {source.name: job.kind.name for job in work for source in _sources(job.source, checkpoint)}
 
 
 def _plan_in_memory(checkpoint: Checkpoint, type_name: str) -> list[TensorJob]:
     config, mix = read_model_config(checkpoint), find_type_mix(type_name)
-    if config.family.hf_transposed_experts and checkpoint.format != "gguf":
-        raise UnsupportedModelError(
-            f"safetensors of {config.family.name} cannot be quantized while loading: convert them to a GGUF"
-        )
     return plan_matrices(replace(checkpoint, tensors=stack_experts(checkpoint, config)), config, mix)
 
 
-def _sources(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors of the file that a tensor is made of."""
-    return tensor.sources if isinstance(tensor, DeferredTensor) else (tensor,)
+def _sources(tensor: Tensor, checkpoint: Checkpoint) -> tuple[Tensor, ...]:
+    """Return the tensors of a checkpoint that a tensor is made of."""
+    is_stack = isinstance(tensor, DeferredTensor) and tensor.name not in checkpoint.tensors
+    return tensor.sources if is_stack and isinstance(tensor, DeferredTensor) else (tensor,)
 
 
 def find_type_mix(type_name: str) -> Mix:

@@ -1,25 +1,24 @@
 """The experts of a checkpoint as GGUF files have them: one tensor of all experts for each role.
 
-safetensors have a tensor for each expert, or a stack with the rows of gate and up together; gpt-oss has its own order
-(weights/hf_experts.py). Stacks are made when they are read: nothing is copied here.
+safetensors have a tensor for each expert, or a stack with the rows of gate and up together. Stacks are made when they
+are read: nothing is copied here.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...config import ModelConfig
 from ...errors import UnsupportedModelError
-from ...weights import Checkpoint, Tensor, hf_experts
+from ...weights import Checkpoint, Tensor
 from ...weights.checkpoint import NO_BYTES, DeferredTensor
-from ...weights.quants import BLOCK_TYPES, BlockType
+from ...weights.quants import BlockType
 
 EXPERT = re.compile(r"^(blk\.[0-9]+\.ffn_\w+)\.([0-9]+)\.weight$")
 GATE_UP = "ffn_gate_up_exps"
@@ -34,8 +33,6 @@ def stack_experts(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Tens
     for name, tensor in checkpoint.tensors.items():
         if expert := EXPERT.match(name):
             separate[f"{expert[1]}_exps.weight"][int(expert[2])] = tensor
-        elif is_hf and config.family.hf_transposed_experts and "_exps." in name:
-            found |= _transposed(name, checkpoint.tensors)
         elif is_hf and name.endswith(f"{GATE_UP}.weight"):
             found |= _halves(tensor)
         elif name.endswith("ffn_gate_inp_shexp.weight"):
@@ -50,7 +47,7 @@ def _deferred(
 ) -> Tensor:
     """Return a stack of what `make` returns."""
 
-    def join() -> hf_experts.Bytes:
+    def join() -> NDArray[np.uint8]:
         return np.concatenate([tensor.load().data for tensor in make()])
 
     return DeferredTensor(name, kind, shape, NO_BYTES, sources=tuple(sources), make=join)
@@ -82,31 +79,3 @@ def _gate_and_up(
         return _deferred(own, kind, shape, sources, lambda: [one.take_rows(parts[part]) for one in matrices()])
 
     return {made.name: made for made in map(stack, parts)}
-
-
-def _floats(name: str, values: NDArray[np.float32]) -> Tensor:
-    data = np.ascontiguousarray(values, "<f4").reshape(-1).view(np.uint8)
-    return Tensor(name, BLOCK_TYPES["F32"], values.shape, data)
-
-
-def _transposed(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the stacks of a tensor of gpt-oss: of floats, of MXFP4 with its scales, or of biases."""
-    tensor, is_both, stem = tensors[name], GATE_UP in name, name.rpartition(".")[0]
-    if name.endswith(".bias"):
-        values = tensor.dequantize()
-        parts = np.split(hf_experts.deinterleave(values), 2, axis=-1) if is_both else [values]
-        names = [name.replace("gate_up", part) for part in ("gate", "up")] if is_both else [name]
-        return {own: _floats(own, part) for own, part in zip(names, parts, strict=True)}
-    if name.endswith(".scales"):
-        return {}  # read with the blocks
-    sources, own = [tensor], f"{stem}.weight"
-    if name.endswith(".blocks"):
-        sources, kind = [tensor, tensors[f"{stem}.scales"]], hf_experts.MXFP4
-        count, rows, columns = *tensor.shape[:2], 32 * tensor.shape[2]
-        make = partial(hf_experts.mxfp4_matrices, *sources, interleaved=is_both)
-    else:
-        kind, (count, columns, rows) = tensor.kind, tensor.shape
-        make = partial(hf_experts.float_matrices, tensor, interleaved=is_both)
-    if is_both:
-        return _gate_and_up(own, kind, (count, rows // 2, columns), sources, make)
-    return {own: _deferred(own, kind, (count, rows, columns), sources, make)}
