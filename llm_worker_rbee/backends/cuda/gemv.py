@@ -58,12 +58,8 @@ def plane_stride(blocks):
 
 @triton.jit
 def is_held(b, blocks, KIND: tl.constexpr):
-    """Return the mask of the blocks that a row has room for: whole lanes of it, for wide loads. Added ones are zeros."""
-    if is_compact(COMPACT, KIND):
-        mask = b < blocks
-    else:
-        mask = b < plane_stride(blocks)
-    return mask
+    """Return the mask of the blocks that a row has room for, whole lanes of it for wide loads; added ones are zeros."""
+    return b < blocks if is_compact(COMPACT, KIND) else b < plane_stride(blocks)
 
 
 @triton.jit
