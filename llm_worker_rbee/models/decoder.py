@@ -26,6 +26,7 @@ class Transformer:
     norm: RMSNorm
     head: PackedWeight
     per_layer_inputs: PerLayerInputs | None = None
+    output_scale: float = 1.0  # of the residual stream behind the last block
     fused: FusedForward | None = None  # the backend's fused forward, if it has one
 
     def forward(self, batch: Batch, cache: KVCache) -> Array:
@@ -44,7 +45,8 @@ class Transformer:
         inputs = None if self.per_layer_inputs is None else self.per_layer_inputs(ops, x, batch.ids)
         for i, block in enumerate(self.blocks):
             x, residual = block(ops, x, residual, kv[self.config.kv_source(i)], batch, inputs)
-        x, _ = self.norm.add_and_norm(ops, ops.take(x, batch.logits_index), ops.take(residual, batch.logits_index))
+        last = ops.take(x, batch.logits_index), ops.take(residual, batch.logits_index)
+        x, _ = self.norm.add_and_norm(ops, *last, self.output_scale)
         return ops.logits(x, self.head, self.config.final_cap)
 
     def program(self, kv_type: str) -> list[tuple[int, list[ProgramLine]]]:

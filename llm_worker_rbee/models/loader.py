@@ -48,7 +48,6 @@ _log = logging.getLogger("llm_worker_rbee")
 # Tables in old exports, redundant with the metadata.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn_rot_embd.weight")
 LAYER_NUMBER = re.compile(r"^(?:blk|model\.layers)\.([0-9]{1,6})\.")
-MIN_LAYER_SCALE = 1e-6
 MAX_BLOCKS_AT_ONCE = 4  # each holds pages of the file
 
 
@@ -95,7 +94,8 @@ class _ModelLoader:
             embedding=table,
             embedding_scale=self.embedding_scale(),
             blocks=blocks,
-            norm=self.output_norm(),
+            norm=self.stream_norm(c.family.output_norm, divisor=c.logit_scale),
+            output_scale=self.layer_scale(c.n_layers - 1),
             head=self.head(table),
             per_layer_inputs=self.per_layer_inputs() if c.layer_input_dim else None,
         )
@@ -137,19 +137,9 @@ class _ModelLoader:
         width = float(np.float32(c.d_model**0.5)) if c.family.scaled_embedding else 1.0
         return width * c.embedding_scale / c.residual_scale
 
-    def output_norm(self) -> RMSNorm:
-        """Return the norm before the output head; it also takes the scale of the last layer, which it cancels but for
-        eps."""
-        c, scale = self.config, self.layer_scale(self.config.n_layers - 1)
-        norm = self.stream_norm(c.family.output_norm, divisor=c.logit_scale if scale > 0 else -c.logit_scale)
-        return replace(norm, eps=norm.eps / scale**2)
-
     def layer_scale(self, i: int) -> float:
         """Return what multiplies the residual stream behind a layer."""
-        name = f"blk.{i}.layer_output_scale.weight"
-        scale = self.optional_vector(name, 1)
-        if scale is not None and not MIN_LAYER_SCALE <= abs(scale[0]) <= 1 / MIN_LAYER_SCALE:
-            raise ModelFileError(f"tensor {name!r} is {scale[0]}, and its size must be at least {MIN_LAYER_SCALE}")
+        scale = self.optional_vector(f"blk.{i}.layer_output_scale.weight", 1)
         return 1.0 if scale is None else float(scale[0])
 
     def per_layer_inputs(self) -> PerLayerInputs:

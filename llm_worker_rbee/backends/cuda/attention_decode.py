@@ -22,7 +22,7 @@ from .device import is_interpreted, pdl_options
 from .gemv import store_int8_blocks
 from .intrinsics import high_half, launch_next, low_half, wait_for_previous
 from .packed_weight import Int8Activations, kernel_outputs
-from .rope import CosSin, load_cos_sin, load_head, load_rotated, padded_dim, store_first
+from .rope import CosSin, load_cos_sin, load_rotated, load_value, padded_dim, store_first
 
 SMALL_BATCH, LARGE_BATCH = 4, 128  # requests: up to SMALL_BATCH latency counts, not bandwidth
 TARGET_PROGRAMS = 2048
@@ -349,6 +349,7 @@ def decode_attention(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
     RUN_KEYS: tl.constexpr, RUNS: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, INT8: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, sinks=None,
+    V_NORM: tl.constexpr = False,
 ):  # fmt: skip
     """Attend with one token per request. RoPE turns the first 2 * HALF of the DIM values of a head.
 
@@ -384,7 +385,7 @@ def decode_attention(
     part_stride = tokens * ((HEADS + 2 * KV_HEADS) * DIM)
     new_k = load_rotated(row, HEADS + kv_head, cosines, sines, bias, k_norm, eps, part_stride, DIM, HALF, PARTS)
     new_k = new_k.to(KV_TYPE)
-    new_v = load_head(row, HEADS + KV_HEADS + kv_head, i, bias, part_stride, DIM, PARTS, DIM).to(KV_TYPE)
+    new_v = load_value(row, HEADS + KV_HEADS + kv_head, bias, eps, part_stride, DIM, PARTS, V_NORM).to(KV_TYPE)
     if split == splits - 1:
         store_new_kv(k_cache, v_cache, table, position, kv_head, new_k, new_v, KV_HEADS, DIM, P)
     is_own = (tl.arange(0, RUNS) == 0) & (split == splits - 1)  # this run starts with the new token
@@ -491,7 +492,7 @@ def decode_attention_gqa(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     INT8: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, GROUP_PAD: tl.constexpr,
-    DOT_TYPE: tl.constexpr, sinks=None,
+    DOT_TYPE: tl.constexpr, sinks=None, V_NORM: tl.constexpr = False,
 ):  # fmt: skip
     """Do what decode_attention does, with the heads of a group as rows of one product on tensor cores.
 
@@ -521,7 +522,7 @@ def decode_attention_gqa(
     part_stride = tokens * ((HEADS + 2 * KV_HEADS) * DIM)
     new_k = load_rotated(row, HEADS + kv_head, cosines, sines, bias, k_norm, eps, part_stride, DIM, HALF, PARTS)
     new_k = new_k.to(KV_TYPE)
-    new_v = load_head(row, HEADS + KV_HEADS + kv_head, i, bias, part_stride, DIM, PARTS, DIM).to(KV_TYPE)
+    new_v = load_value(row, HEADS + KV_HEADS + kv_head, bias, eps, part_stride, DIM, PARTS, V_NORM).to(KV_TYPE)
     last = split == splits - 1
     if last:
         store_new_kv(k_cache, v_cache, table, position, kv_head, new_k, new_v, KV_HEADS, DIM, P)
@@ -588,6 +589,7 @@ def launch_decode_attention(
     if config.tensor_cores:
         group = triton.next_power_of_2(op.n_heads // op.n_kv_heads)
         dtype = tl.float32 if is_interpreted() else tl.float16 if kv.k.dtype == torch.float16 else tl.bfloat16
-        decode_attention_gqa[grid](*common, config.tile_keys, *rest, group, dtype, op.sinks, **options)
+        decode_attention_gqa[grid](*common, config.tile_keys, *rest, group, dtype, op.sinks, op.v_norm, **options)
     else:
-        decode_attention[grid](*common, *tile_runs(config, op.head_dim, item, block_size), *rest, op.sinks, **options)
+        runs = tile_runs(config, op.head_dim, item, block_size)
+        decode_attention[grid](*common, *runs, *rest, op.sinks, op.v_norm, **options)

@@ -166,14 +166,14 @@ class Forward:
     def add_norm(self, name: str, op: LinearAddNorm, x: AnyActivations) -> AnyActivations:
         """Multiply, add to the residual stream, and return its norm as activations of the following product."""
         out = self._activations(op.following, self.step.tokens)
-        if op.post is None and _has_epilogue(x, op.w, out):
+        if op.post is None and op.scale == 1.0 and _has_epilogue(x, op.w, out):
             stream = Stream(self.residual, op.norm, self._squares())
             launch_gemv(name, x, op.w, out.values, RESIDUAL, stream=stream, bias=op.bias, pdl=self.pdl)
             self.mark(f"{PRODUCTS[name]}_norm")
             return GemvActivations(out.values, stream.squares, op.eps)
         delta = self._multiply(name, x, op.w)
         self.mark(PRODUCTS[name])
-        return self._norm(delta, op.norm, op.eps, op.following, op.post, bias=op.bias)
+        return self._norm(delta, op.norm, op.eps, op.following, op.post, bias=op.bias, scale=op.scale)
 
     def add_experts(self, op: ExpertsAddNorm, x: AnyActivations) -> AnyActivations:
         """Multiply each token by its experts, add their sum to the residual stream, and return its norm."""
@@ -244,14 +244,15 @@ class Forward:
     def _norm(
         self, delta: torch.Tensor | None, norm: torch.Tensor, eps: float, following: PackedWeight,
         post: torch.Tensor | None = None, index: torch.Tensor | None = None,
-        experts: WeightedExperts | None = None, bias: torch.Tensor | None = None,
+        experts: WeightedExperts | None = None, bias: torch.Tensor | None = None, scale: float = 1.0,
     ) -> AnyActivations:  # fmt: skip
         """Add delta (splits, tokens, width) to the residual stream and norm it, or the tokens of `index` alone."""
         out = self._activations(following, len(self.residual if index is None else index))
         exact = self.linear.batch_invariant
         launch_add_norm(
-            delta, self.residual, norm, eps, out, post, index, self.pdl, exact=exact, experts=experts, bias=bias
-        )
+            delta, self.residual, norm, eps, out, post, index, self.pdl, exact=exact, experts=experts, bias=bias,
+            stream_scale=scale,
+        )  # fmt: skip
         self.mark("norm")
         return out
 
@@ -387,7 +388,7 @@ class Forward:
         q = torch.empty(len(out), op.n_heads, op.head_dim, dtype=query_dtype(kv.k.dtype), device=self.device)
         norms = op.bias, op.q_norm, op.k_norm, op.eps
         exact = self.linear.batch_invariant
-        launch_rope_store(qkv, kv, rope, arrays["positions"], arrays["slots"], q, *norms, exact=exact)
+        launch_rope_store(qkv, kv, rope, arrays["positions"], arrays["slots"], q, *norms, exact=exact, v_norm=op.v_norm)
         self.mark("rope_kv_write")
         names = ("tables", "width", "query_start", "context_len", "num_tiles", "tile_request", "tile_first")
         queries = self.step.tile_queries

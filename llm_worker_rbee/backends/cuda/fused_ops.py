@@ -24,10 +24,12 @@ def _has_blocks(node: Node) -> bool:
 
 
 def _has_words(node: Node) -> bool:
-    """The KV cache is read in words of 32 bits; it is the one written, and norms are those of q, then k, or none."""
+    """The KV cache is read in words of 32 bits; it is the one written, and norms are those of q, then k, or none, and
+    one of v without a weight."""
     _, split, *norms, store, attention = node.fused[:-2] if node.op == "gated_attention" else node.fused
-    q, k, _ = split.outputs
-    is_usual = [norm["x"] for norm in norms] in ([], [q, k]) and attention["kv"] == store["kv"]
+    q, k, v = split.outputs
+    is_usual = [norm["x"] for norm in norms] in ([], [q, k], [q, k, v]) and attention["kv"] == store["kv"]
+    is_usual &= all(bool((norm["weight"] == 1).all()) for norm in norms[2:]) and split["n_kv_heads"] > 0
     is_usual &= all(norm["weight"].dim() == 1 for norm in norms)  # of each head
     return is_usual and have_one_eps(node) and split["head_dim"] % 4 == 0
 
@@ -66,7 +68,7 @@ def _has_add_kernel(node: Node) -> bool:
     for part in between:
         if part["x"] is delta:
             delta = part.output
-    return add["x"] is delta and add["scale"] == 1.0 and len(takes) in (0, 2) and have_one_eps(node)
+    return add["x"] is delta and len(takes) in (0, 2) and have_one_eps(node)
 
 
 def _has_expert_kernels(node: Node) -> bool:
@@ -79,7 +81,7 @@ def _has_expert_kernels(node: Node) -> bool:
     return is_dense and not has_bias and not is_scaled and is_gated and have_one_eps(node)
 
 
-ATTENTION = "linear split_heads rms_norm? rms_norm? rope_store attention"
+ATTENTION = "linear split_heads rms_norm? rms_norm? rms_norm? rope_store attention"
 EXPERTS = "linear route grouped_linear gated grouped_linear linear? gated? linear? linear? combine"
 REWRITES = (
     Rewrite("experts_add_norm", f"{EXPERTS} rms_norm? take? take? add_rms_norm", _has_expert_kernels),
@@ -136,6 +138,7 @@ class Attention(NamedTuple):
     input_norm: torch.Tensor | None  # of the stream, which products read; where there is a gate
     input_eps: float
     following: PackedWeight
+    v_norm: bool = False  # a norm of v without a weight
 
 
 class GatedDelta(NamedTuple):
@@ -180,6 +183,7 @@ class LinearAddNorm(NamedTuple):
     norm: torch.Tensor
     eps: float  # of both norms
     following: PackedWeight
+    scale: float = 1.0  # of the stream once the product is added
 
 
 class SharedExpert(NamedTuple):
@@ -328,7 +332,9 @@ def _fused_op(node: Node, following: Any, norms: Mapping[Any, Node]) -> FusedOp:
         case "linear_add_norm":
             post = node.part("rms_norm")
             weight = None if post is None else post["weight"]
-            return LinearAddNorm(first["w"], first["bias"], weight, last["weight"], last["eps"], following)
+            return LinearAddNorm(
+                first["w"], first["bias"], weight, last["weight"], last["eps"], following, last["scale"]
+            )
         case "experts_add_norm":
             return _experts(node, following, norms[first["x"]])
         case _:
@@ -337,11 +343,11 @@ def _fused_op(node: Node, following: Any, norms: Mapping[Any, Node]) -> FusedOp:
 
 def _attention(parts: Sequence[Node], following: Any) -> Attention:
     first, split, *of_heads, store, last = parts
-    q_norm, k_norm = (norm["weight"] for norm in of_heads) if of_heads else (None, None)
+    q_norm, k_norm = (norm["weight"] for norm in of_heads[:2]) if of_heads else (None, None)
     return Attention(
         first["w"], first["bias"], q_norm, k_norm, of_heads[0]["eps"] if of_heads else 0.0, split["n_heads"],
         split["n_kv_heads"], split["head_dim"], store["table"], last["params"], store["kv"], last["sinks"],
-        None, None, 0.0, following,
+        None, None, 0.0, following, len(of_heads) == 3,
     )  # fmt: skip
 
 

@@ -91,12 +91,24 @@ def load_rotated(
     return x * cosines + y * sines
 
 
+@triton.jit
+def load_value(
+    row, head, bias, eps, part_stride,
+    DIM: tl.constexpr, PARTS: tl.constexpr, V_NORM: tl.constexpr, EXACT: tl.constexpr = False,
+):  # fmt: skip
+    """Load a head of values (or a column of heads), with V_NORM by its norm without a weight."""
+    x = load_head(row, head, tl.arange(0, padded_dim(DIM)), bias, part_stride, DIM, PARTS, DIM)
+    if V_NORM:
+        x = x * tl.rsqrt(sum_squares(x, EXACT) / DIM + eps)
+    return x
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def rope_store_qkv(
     qkv, cos, sin, positions, slot_mapping, q_out, k_cache, v_cache,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
     bias=None, q_norm=None, k_norm=None, eps=0.0, tokens=0, PARTS: tl.constexpr = 1,
-    HEADS_PER_PROGRAM: tl.constexpr = 1, EXACT: tl.constexpr = False, q_scale=None,
+    HEADS_PER_PROGRAM: tl.constexpr = 1, EXACT: tl.constexpr = False, q_scale=None, V_NORM: tl.constexpr = False,
 ):  # fmt: skip
     """Rotate queries of qkv (PARTS, tokens, ...) into q_out (tokens, HEADS, DIM) and keys into their slot, and copy
     values there.
@@ -125,19 +137,21 @@ def rope_store_qkv(
             x = load_rotated(row, head, cosines, sines, bias, k_norm, eps, part_stride, DIM, HALF, PARTS, EXACT)
             store_first(k_cache + target, x, DIM)
         else:
-            x = load_head(row, head, i, bias, part_stride, DIM, PARTS, DIM)
+            x = load_value(row, head, bias, eps, part_stride, DIM, PARTS, V_NORM, EXACT)
             store_first(v_cache + target, x, DIM)
 
 
 def launch_rope_store(
     qkv: torch.Tensor, kv: KVLayer, rope: CosSin, positions: torch.Tensor, slots: torch.Tensor, out: torch.Tensor,
     bias: Any = None, q_norm: Any = None, k_norm: Any = None, eps: float = 0.0, *, exact: bool = False,
+    v_norm: bool = False,
 ) -> None:  # fmt: skip
     """Rotate queries of qkv (parts, tokens, rows) to out (tokens, heads, dim), keys to the cache; copy values there.
     `exact`: sums of squares of the norms depend on no order."""
     if is_interpreted() and kv.k.dtype == E4M3:  # which the interpreter rounds wrongly (1.99 -> 1)
         wide = KVLayer(kv.k.float(), kv.v.float())
-        launch_rope_store(qkv, wide, rope, positions, slots, out, bias, q_norm, k_norm, eps, exact=exact)
+        norms = bias, q_norm, k_norm, eps
+        launch_rope_store(qkv, wide, rope, positions, slots, out, *norms, exact=exact, v_norm=v_norm)
         for cache, values in zip(kv, wide, strict=True):
             cache.copy_(values.clamp(-E4M3_MAX, E4M3_MAX))
         return
@@ -146,6 +160,6 @@ def launch_rope_store(
     each = gcd(heads, kv_heads, 8)  # heads of a program
     rope_store_qkv[((heads + 2 * kv_heads) // each, tokens)](
         qkv, rope.cos, rope.sin, positions, slots, out, kv.k, kv.v, heads, kv_heads, dim, rope.cos.shape[1], block_size,
-        bias, q_norm, k_norm, eps, qkv.shape[1], qkv.shape[0], each, exact, rope.q_scale,
+        bias, q_norm, k_norm, eps, qkv.shape[1], qkv.shape[0], each, exact, rope.q_scale, v_norm,
         num_warps=max(1, each // 2), enable_fp_fusion=False,
     )  # fmt: skip

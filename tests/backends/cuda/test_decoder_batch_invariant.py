@@ -26,7 +26,7 @@ from llm_worker_rbee.weights import Checkpoint, open_checkpoint  # noqa: E402
 from llm_worker_rbee.weights.quants import BLOCK_TYPES  # noqa: E402
 from tests.helpers import cuda_models, model_zoo  # noqa: E402
 
-FAMILIES = ("mistral-window", "qwen2", "qwen3", "phi3-short", "gemma2", "gemma3", "gpt-oss")
+FAMILIES = ("mistral-window", "qwen2", "qwen3", "phi3-short", "gemma2", "gemma3", "gemma4", "gpt-oss")
 INVARIANT, DEFAULT = CudaBackend(deterministic=True), CudaBackend()
 
 CASES = {
@@ -141,6 +141,7 @@ def test_every_family_is_fused_with_the_bits_of_single_ops(name: str, tmp_path: 
     """But for biases that no epilogue adds: such a model runs op by op, and matches the reference."""
     variant = model_zoo.ZOO[name]
     settings = {**variant.settings, "num_hidden_layers": 2}
+    settings |= {"layer_types": settings["layer_types"][:2]} if "layer_types" in settings else {}
     made = open_checkpoint(model_zoo.save_hf(model_zoo.make_hf(replace(variant, settings=settings)), tmp_path / "m"))
     model, reference = cuda_models.load_both(made, INVARIANT)
     assert (model.fused is None) == (name == "llama-bias")
