@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,9 @@ from llm_worker_rbee.backends.cuda.packed_weight import PackedWeight  # noqa: E4
 from llm_worker_rbee.backends.ops import CAPTURING, StepLimits, pending_id  # noqa: E402
 from llm_worker_rbee.bench.synthetic import random_tensor  # noqa: E402
 from llm_worker_rbee.models import Transformer  # noqa: E402
-from llm_worker_rbee.weights import Tensor  # noqa: E402
+from llm_worker_rbee.weights import Tensor, open_checkpoint  # noqa: E402
 from llm_worker_rbee.weights.quants import BLOCK_TYPES  # noqa: E402
-from tests.helpers import cuda_models  # noqa: E402
+from tests.helpers import cuda_models, model_zoo  # noqa: E402
 from tests.helpers.random_planes import random_planes  # noqa: E402
 
 ops = CudaBackend()
@@ -80,6 +81,16 @@ def test_steps_match_reference(case: str) -> None:
     layers = ["attention", "linear_add_norm", "gated_linear", "linear_add_norm"] * shape.layers
     assert lines == ["embed_norm", *layers, "logits"]
     check_steps(models, mix)
+
+
+def test_layers_of_different_shapes_match_reference(tmp_path: Path) -> None:
+    """Gemma 4: heads of two sizes, norms of values, scaled residual streams, keys as values."""
+    variant = model_zoo.ZOO["gemma4"]
+    settings = {**variant.settings, "num_hidden_layers": 2, "layer_types": variant.settings["layer_types"][:2]}
+    folder = model_zoo.save_hf(model_zoo.make_hf(replace(variant, settings=settings)), tmp_path / "m")
+    models = cuda_models.load_both(open_checkpoint(folder), ops)
+    assert models[0].fused is not None
+    check_steps(models, "F16")
 
 
 def check_steps(models: Sequence[Transformer], mix: str) -> None:
