@@ -123,6 +123,10 @@ class ExpertConfig:
     scale: float = 1.0  # of these weights
     dense_layers: frozenset[int] = frozenset()
 
+    def share(self, tokens: int = 1) -> float:
+        """Return the share of the experts that so many tokens use, if each chooses independently of the others."""
+        return float(1 - (1 - self.used / self.count) ** tokens)
+
     def __post_init__(self) -> None:
         for name, maximum in (("count", MAX_EXPERTS), ("used", self.count), ("d_ff", MAX_WIDTH)):
             if not 1 <= getattr(self, name) <= maximum:

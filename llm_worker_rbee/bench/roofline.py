@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from .. import machine
 from ..backends import Backend
+from ..backends.ops import RouteParams
 from ..models import Transformer
 
 SIZES = tuple(1 << shift for shift in (15, 16, 17, 18, 20, 22, 24, 26, 28, 30))  # 32 KiB to 1 GiB
@@ -189,14 +190,20 @@ def matmul_ceiling(model: Transformer, rows: int) -> Callable[[], object]:
 
     On the CPU the products are one program, with the activation quantization they need, as in a step.
     """
-    return _program(model, rows) if model.ops.name == "cpu" else _one_by_one(model, rows)
+    one_program = model.ops.name == "cpu" and model.config.experts is None
+    return _program(model, rows) if one_program else _one_by_one(model, rows)
 
 
 def _one_by_one(model: Transformer, rows: int) -> Callable[[], object]:
     ops, weights = model.ops, model.matrices()
-    inputs = {w.columns: ops.prepare_vector(_random(rows, w.columns)) for w in weights}
+    experts, settings = model.experts(), model.config.experts
+    inputs = {w.columns: ops.prepare_vector(_random(rows, w.columns)) for w in [*weights, *experts]}
+    if settings is not None:
+        chosen, _ = ops.route(ops.prepare_vector(_random(rows, settings.count)), RouteParams(settings.used))
 
     def multiply() -> object:
+        for w in experts:
+            ops.grouped_linear(inputs[w.columns], w, chosen)
         for w in weights[:-1]:
             ops.linear(inputs[w.columns], w)
         return ops.logits(inputs[model.head.columns], model.head)

@@ -108,30 +108,43 @@ def batch_suffix(batch: int) -> str:
 class Cost:
     """What a model must read and compute, counted from its tensors."""
 
-    weights: int  # bytes that one decode step reads: all but the rows of the embedding that are not looked up
-    matrices: int  # values of the layers' matrices
+    weights: int  # bytes that every decode step reads: all but experts and embeddings that are not looked up
+    matrices: int  # values of the layers' matrices, without experts
     head: int  # values of the output head
     config: ModelConfig
     kv_type: str = "float32"
+    experts: int = 0  # bytes of all experts
+    expert_matrices: int = 0  # their values
 
     @staticmethod
     def from_checkpoint(checkpoint: Checkpoint, config: ModelConfig, kv_type: str = "float32") -> Cost:
         """Count the tensors: a tied head is read whole, an embedding of its own is a lookup of one row."""
-        tensors = checkpoint.tensors
+        tensors, experts = checkpoint.tensors, checkpoint.expert_tensors
         table = tensors["token_embd.weight"]
         head = tensors.get("output.weight", table)
-        rest = [t for t in tensors.values() if t is not table and t is not head]
+        rest = [t for name, t in tensors.items() if t is not table and t is not head and name not in experts]
         row = table.nbytes // max(1, table.shape[0]) if head is not table else 0
         matrices = sum(t.size for t in rest if len(t.shape) == 2)
-        return Cost(sum(t.nbytes for t in rest) + head.nbytes + row, matrices, head.size, config, kv_type)
+        both = sum(t.nbytes for t in experts.values()), sum(t.size for t in experts.values())
+        return Cost(sum(t.nbytes for t in rest) + head.nbytes + row, matrices, head.size, config, kv_type, *both)
 
     def bytes_per_token(self, case: Case) -> float:
-        """Return the bytes read for a token halfway through the answer: weights once a batch, KV for each sequence."""
-        return self.weights / case.batch + self.config.kv_bytes(case.depth + case.tokens // 2, self.kv_type)
+        """Return the bytes read for a token halfway through the answer: weights once a batch, of the experts those that
+        it uses, KV for each sequence."""
+        return self.step_weights(case.batch) / case.batch + self.config.kv_bytes(
+            case.depth + case.tokens // 2, self.kv_type
+        )
+
+    def step_weights(self, tokens: int) -> float:
+        """Return the bytes of weights that a step of so many tokens reads."""
+        experts = self.config.experts
+        return self.weights + (0.0 if experts is None else self.experts * experts.share(tokens))
 
     def operations(self, case: Case) -> float:
         """Return the operations of a prefill: two for each value of a matrix, the head once a sequence."""
-        return 2.0 * case.batch * (self.matrices * case.tokens + self.head)
+        experts = self.config.experts
+        chosen = 0.0 if experts is None else self.expert_matrices * experts.share()
+        return 2.0 * case.batch * ((self.matrices + chosen) * case.tokens + self.head)
 
 
 @dataclass(slots=True)

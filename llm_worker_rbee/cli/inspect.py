@@ -13,7 +13,7 @@ import typer
 from .. import load
 from ..backends import fallback_to_cpu, select, select_backend
 from ..backends.ops import Backend
-from ..config import KV_AUTO, KV_DEFAULT, KV_ON_CPU, ModelConfig
+from ..config import KV_AUTO, KV_DEFAULT, KV_ON_CPU, ExpertConfig, ModelConfig
 from ..engine.kv_cache_budget import DEVICE_MEMORY_FRACTION, HOST_MEMORY_FRACTION
 from ..engine.request import NEUTRAL_SAMPLING
 from ..engine.sampling_defaults import BUILT_IN, read_sampling_defaults
@@ -114,6 +114,7 @@ def _lines(report: dict[str, Any]) -> list[str]:
         ),
         ("parameters", f"{report['parameters']:,}" if report["parameters"] else "none: the file holds no tensors"),
         *_shape_lines(report["shape"]),
+        *([] if report["experts"] is None else [("experts", _experts_line(report["experts"]))]),
         *_tokenizer_lines(report["tokenizer"]),
         ("sampling", _sampling_line(report["sampling_defaults"])),
         *(("warning", text) for text in report["warnings"]),
@@ -160,6 +161,12 @@ def _shape_lines(shape: dict[str, Any]) -> list[tuple[str, str]]:
         )
         lines.append(("rope", f"base {shape['rope_base']:,g}, over {shape['rope_dim']} values a head{scaling}"))
     return lines
+
+
+def _experts_line(e: dict[str, Any]) -> str:
+    shared = f", one of {e['shared_feed_forward']:,} for all" if e["shared_feed_forward"] else ""
+    active = f"{e['active_parameters']:,} parameters and {human_bytes(e['bytes_per_token'])} a token"
+    return f"{e['used']} of {e['count']}, feed-forward {e['feed_forward']:,}{shared}; {active}"
 
 
 def _tokenizer_lines(t: dict[str, Any]) -> list[tuple[str, str]]:
@@ -277,6 +284,7 @@ def describe_file(
         "name": name if isinstance(name, str) else None, "architecture": checkpoint.architecture,
         "supported": reason is None, "reason": reason,
         "parameters": sum(tensor.size for tensor in checkpoint.tensors.values()), "shape": shape,
+        "experts": None if config is None or config.experts is None else _experts(checkpoint, config.experts),
         "quantization": _quantization(checkpoint), "quantization_method": checkpoint.metadata.get("quantization"),
         "tokenizer": _tokenizer(checkpoint),
         "sampling_defaults": sampling.report(), "warnings": sampling.warnings,
@@ -294,6 +302,21 @@ def _shape_of(c: ModelConfig) -> dict[str, Any]:
         "layers_with_window": sum(window > 0 for window in c.windows),
         "rope_base": c.rope_base, "rope_dim": c.rope_dim, "rope_scaling": c.rope_scaling.kind,
         "rope_factor": c.rope_scaling.factor,
+    }  # fmt: skip
+
+
+def _experts(checkpoint: Checkpoint, e: ExpertConfig) -> dict[str, Any]:
+    """Return the experts, and what a token uses of all weights: those experts, and of the embedding one row."""
+    tensors, experts = checkpoint.tensors, checkpoint.expert_tensors
+    looked_up = {"token_embd.weight"} if "output.weight" in tensors else set()
+    dense = [t for name, t in tensors.items() if name not in experts and name not in looked_up]
+    values, size = (
+        sum(getattr(t, name) for t in dense) + int(sum(getattr(t, name) for t in experts.values()) * e.share())
+        for name in ("size", "nbytes")
+    )
+    return {
+        "count": e.count, "used": e.used, "feed_forward": e.d_ff, "shared_feed_forward": e.shared_d_ff,
+        "scoring": e.scoring, "active_parameters": values, "bytes_per_token": size,
     }  # fmt: skip
 
 

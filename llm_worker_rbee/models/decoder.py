@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..backends.graph import Graph, ProgramLine, collapse_repeats, record
-from ..backends.ops import Array, Backend, Batch, FusedForward, LayerCache, PackedWeight
+from ..backends.ops import Array, Backend, Batch, FusedForward, LayerCache, PackedExperts, PackedWeight
 from ..cache import KVCache
 from ..config import ModelConfig
 from ..layers.block import Block
@@ -56,9 +56,13 @@ class Transformer:
         return collapse_repeats([ProgramLine(node.op, node.op, "a single op") for node in self.graph().nodes])
 
     def matrices(self) -> list[PackedWeight]:
-        """Return the matrices that a step multiplies by, in their order; the last is the output head."""
+        """Return the matrices that a step multiplies all tokens by, in their order; the last is the output head."""
         nodes = self.graph().nodes
         return [node["w"] for node in nodes if node.op == "linear"] + [self.head]
+
+    def experts(self) -> list[PackedExperts]:
+        """Return the matrices of experts, in their order."""
+        return [node["w"] for node in self.graph().nodes if node.op == "grouped_linear"]
 
     def graph(self) -> Graph:
         """Return the ops of a step, for a fused forward."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from ..errors import ModelFileError
 from .quants import BlockType, dequantize, find_nonfinite_block
 
+EXPERT_WEIGHT = re.compile(r"\.ffn_\w+(_exps\.\w+|\.[0-9]+\.weight)$")  # stacked, or of one expert
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 NO_BYTES = np.zeros(0, np.uint8)
 MAX_VALUES = 1 << 59  # NumPy's byte counts have 63 bits, even if one dimension is 0
@@ -142,3 +144,8 @@ class Checkpoint:
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.tensors.values())
+
+    @property
+    def expert_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of experts, of which a token uses a few."""
+        return {name: tensor for name, tensor in self.tensors.items() if EXPERT_WEIGHT.search(name)}

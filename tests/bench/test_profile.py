@@ -13,16 +13,21 @@ import pytest
 
 from llm_worker_rbee import LLM
 from llm_worker_rbee.backends import reference
-from llm_worker_rbee.backends.ops import AttentionParams, TaskLabel
+from llm_worker_rbee.backends.cpu import CpuBackend
+from llm_worker_rbee.backends.ops import AttentionParams, Backend, TaskLabel
 from llm_worker_rbee.bench.flame_graph import Flame
 from llm_worker_rbee.bench.profile import PHASES, report, run
-from llm_worker_rbee.bench.profile.counting import Pairs, attention_pairs, limit_of
+from llm_worker_rbee.bench.profile.counting import Pairs, WorkCounter, attention_pairs, limit_of
 from llm_worker_rbee.bench.profile.report import classify
 from llm_worker_rbee.bench.profile.timing import Timer, attach
 from llm_worker_rbee.bench.profile.workload import RandomTokens, Settings, Subject
 from llm_worker_rbee.bench.results import Recorder, Result, ResultsError, Run
-from llm_worker_rbee.bench.roofline import Limits, Work
+from llm_worker_rbee.bench.roofline import Limits, Work, matmul_ceiling
+from llm_worker_rbee.bench.synthetic import Spec, checkpoint
+from llm_worker_rbee.bench.synthetic_shapes import Shape
+from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.errors import ContextLengthError, InvalidRequestError
+from llm_worker_rbee.models import load_model, read_model_config
 from tests.cli.conftest import HEADS, LAYERS, WIDTH, write_model
 from tests.helpers.layer_inputs import BlockTables
 
@@ -159,6 +164,23 @@ def test_timer_own_time_excludes_calls_inside() -> None:
     assert labels[1] not in found  # it had no pieces
     timer.reset()
     assert timer.tasks() == {}
+
+
+@pytest.mark.parametrize("backend", [reference.ReferenceBackend(), CpuBackend()], ids=lambda backend: backend.name)
+def test_work_counter_counts_experts_that_are_chosen(backend: Backend, rng: np.random.Generator) -> None:
+    experts = {"experts": 4, "used_experts": 1, "expert_ff": 32, "head_dim": 16, "architecture": "qwen3moe"}
+    made = checkpoint(Spec("experts", Shape(2, 64, 4, 2, 96, 300, 320)._replace(**experts), "F32", 2))
+    model = load_model(made, backend, read_model_config(made))
+    counter = WorkCounter(model, made, KVCache(backend, model.config, 4))
+    counted = {
+        name: next(iter(works)) for name, works in counter.count(BlockTables([10], rng).batch([(0, 8, 10)])).items()
+    }
+    assert counted["router"].bytes == 4 * 64 * 4
+    gate_up = 4 * 2 * 32 * 64  # values of all experts
+    assert counted["experts_gate_up"].bytes == pytest.approx(4 * gate_up * (1 - 0.75**2))
+    assert counted["experts_gate_up"].operations == 2 * 2 * gate_up / 4
+    assert counted["experts_down"].operations == 2 * gate_up / 4
+    assert matmul_ceiling(model, 3)() is not None
 
 
 def test_attention_pairs_window_bounds_the_keys(rng: np.random.Generator) -> None:

@@ -49,6 +49,17 @@ def test_cost_bytes_and_operations() -> None:
     assert Cost.from_checkpoint(tied, read_model_config(tied)).weights == (values + head) * q8 + norms
 
 
+def test_cost_of_experts_counts_those_that_are_used() -> None:
+    shape = SHAPE._replace(architecture="qwen3moe", head_dim=16, experts=4, used_experts=1, expert_ff=32)
+    made = checkpoint(Spec("experts", shape, "F32", 2))
+    cost = Cost.from_checkpoint(made, read_model_config(made))
+    expert, dense = 2 * 3 * 64 * 32, 2 * (64 * 64 * 2 + 2 * 64 * 32 + 4 * 64)  # of two layers
+    assert (cost.experts, cost.expert_matrices, cost.matrices) == (4 * 4 * expert, 4 * expert, dense)
+    assert cost.step_weights(1) == cost.weights + 4 * expert
+    assert cost.step_weights(2) == cost.weights + 4 * 4 * expert * (1 - 0.75**2)
+    assert cost.operations(Case("pp", 10, 0, 1)) == 2 * (10 * (dense + expert) + 300 * 64)
+
+
 def test_model_bench_ratio_is_taken_by_repetition() -> None:
     """A machine that is twice as slow for a while is so for both sides."""
     one = ModelBench(Recorder("e2e"), None, None, roofline.measure_limits(1), "none")

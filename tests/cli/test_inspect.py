@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from llm_worker_rbee.bench.synthetic import Spec, write
+from llm_worker_rbee.bench.synthetic_shapes import Shape
 from llm_worker_rbee.weights.gguf_writer import write_gguf
 
 from .conftest import Run, model_keys, vocabulary, write_model
@@ -23,6 +25,17 @@ def inspected(cli: Run, *args: str | Path) -> dict[str, Any]:
     answer = json.loads(done.stdout)
     assert isinstance(answer, dict)
     return answer
+
+
+def test_inspect_experts_says_what_a_token_uses(cli: Run, tmp_path: Path) -> None:
+    shape = Shape(
+        2, 64, 4, 2, 96, 300, 320, architecture="qwen3moe", head_dim=16, experts=4, used_experts=1, expert_ff=32
+    )
+    path = write(Spec("experts", shape, "F32", 2), tmp_path / "m.gguf")
+    report = inspected(cli, path)["experts"]
+    assert (report["count"], report["used"], report["feed_forward"]) == (4, 1, 32)
+    assert report["active_parameters"] * 4 == report["bytes_per_token"]
+    assert b"1 of 4, feed-forward 32" in cli("inspect", path).stdout
 
 
 def test_inspect_default_model(cli: Run, default_model: Path) -> None:

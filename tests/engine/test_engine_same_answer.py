@@ -17,6 +17,7 @@ from llm_worker_rbee.engine.speculative import DraftModel
 from llm_worker_rbee.models import Transformer
 from tests.conftest import DEVICE
 from tests.helpers.engine_runs import (
+    EXPERTS,
     LFM2,
     Answer,
     Listener,
@@ -31,6 +32,7 @@ from tests.helpers.engine_runs import (
 )
 
 KINDS = ("Q4_1", "Q8_0", "F32")
+MOE = "experts"
 STATES = "states"  # the model whose layers have states of each request beside the KV cache
 KV_TYPES = ("float32", "float16", "int8" if DEVICE == "cpu" else "float8")
 PER_SEED = 30 if DEVICE == "cpu" else 8
@@ -54,6 +56,7 @@ class Workload:
 def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Workload]:
     folder = tmp_path_factory.mktemp("same")
     models = {kind: load(small_file(folder / f"{kind}.gguf", kind, seed), *KV_TYPES) for seed, kind in enumerate(KINDS)}
+    models[MOE] = load(small_file(folder / "experts.gguf", "Q8_0", variant=EXPERTS), *KV_TYPES)
     models[STATES] = load(small_file(folder / "lfm2.gguf", "Q8_0", variant=LFM2), *KV_TYPES)
     return {
         kind: Workload(model, some_questions(24, 160, (1, 90), i)) for i, (kind, model) in enumerate(models.items())
@@ -130,6 +133,10 @@ def play(
 @pytest.mark.parametrize("seed", range(10))
 def test_same_output_under_random_schedules_small_model(small: dict[str, Workload], seed: int) -> None:
     require_same_output(small, KINDS, random.Random(seed), PER_SEED)
+
+
+def test_same_output_under_random_schedules_with_experts(small: dict[str, Workload]) -> None:
+    require_same_output(small, (MOE,), random.Random(3), PER_SEED // 2)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -36,6 +36,15 @@ LFM2 = model_zoo.Variant(
 )  # fmt: skip
 
 
+EXPERTS = model_zoo.Variant(
+    "qwen2_moe",
+    {
+        "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "max_position_embeddings": 512,
+        **model_zoo.SHARED_EXPERT,
+    },
+)  # fmt: skip
+
+
 def load(path: Path, *kv_types: str) -> Transformer:
     """On the tests' device, compiled; what a request is answered does not depend on its company."""
     checkpoint, ops = open_checkpoint(path), select_backend(DEVICE, deterministic=True)

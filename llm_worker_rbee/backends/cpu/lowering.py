@@ -458,7 +458,7 @@ class Lowering:
         tasks = experts.grouped_tasks(
             node["w"], self.entries[node["groups"]], node["k"], floats, quantized, out, bias, self.threads
         )
-        return "experts", tasks
+        return "experts_gate_up" if node["floats"] or node["quantized"] else "experts_down", tasks
 
     def _entry(self, value: Value | None) -> int:
         return 0 if value is None else self.entries[value]

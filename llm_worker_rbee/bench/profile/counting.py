@@ -8,7 +8,7 @@ the size and in its L2. So a limit that follows is never too high.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
@@ -34,6 +34,19 @@ FUSED = {
 NORM, ADD_NORM, GATED, ROPE, SOFTMAX = 4, 5, 4, 3, 4
 
 
+# Products of a block, and the tensors that they are made of; others are counted as they are packed.
+LAYERS = {
+    "attention.qkv": ("attn_q", "attn_k", "attn_v", "attn_qkv"),
+    "attention.output": ("attn_output",),
+    "mlp.gate_up": ("ffn_gate", "ffn_up", "ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps"),
+    "mlp.down": ("ffn_down", "ffn_down_exps"),
+    "mlp.router": ("ffn_gate_inp",),
+    "mlp.shared.gate_up": ("ffn_gate_shexp", "ffn_up_shexp"),
+    "mlp.shared.down": ("ffn_down_shexp",),
+    "mlp.shared_gate": ("ffn_gate_inp_shexp",),
+}
+
+
 class WeightInfo(NamedTuple):
     """A packed weight: its bytes in the file, its number of values, the arithmetic of its product."""
 
@@ -46,12 +59,6 @@ def index_weights(model: Transformer, checkpoint: Checkpoint) -> dict[int, Weigh
     """Return the weights of a model, by the `id` of their packed form."""
     tensors = checkpoint.tensors
     table = tensors["token_embd.weight"]
-    layers: tuple[tuple[Callable[[Any], Any], tuple[str, ...]], ...] = (
-        (lambda block: block.attention.qkv, ("attn_q", "attn_k", "attn_v", "attn_qkv")),
-        (lambda block: block.attention.output, ("attn_output",)),
-        (lambda block: block.mlp.gate_up, ("ffn_gate", "ffn_up")),
-        (lambda block: block.mlp.down, ("ffn_down",)),
-    )
 
     def info(weight: Any, *own: Any) -> dict[int, WeightInfo]:
         sizes = sum(t.nbytes for t in own), sum(t.size for t in own)
@@ -59,10 +66,22 @@ def index_weights(model: Transformer, checkpoint: Checkpoint) -> dict[int, Weigh
 
     found = info(model.embedding, table)
     for i, block in enumerate(model.blocks):
-        for layer, names in layers:
+        for path, names in LAYERS.items():
             own = [tensors[key] for name in names if (key := f"blk.{i}.{name}.weight") in tensors]
-            found |= info(layer(block).weight, *own)
+            layer: Any = block
+            for name in path.split("."):
+                layer = getattr(layer, name, None)
+            if layer is not None and own:
+                found |= info(layer.weight, *own)
     return found | info(model.head, tensors.get("output.weight") or table)
+
+
+def packed_info(weight: Any) -> WeightInfo:
+    """Return a weight as it is packed."""
+    parts = getattr(weight, "parts", ()) or [part for matrix in weight.matrices for part in matrix.parts]
+    count = getattr(weight, "count", len(getattr(weight, "matrices", [0])))
+    size, values = sum(part.nbytes for part in parts), count * weight.rows * weight.columns
+    return WeightInfo(size, values, product_arithmetic(weight))
 
 
 class Pairs(NamedTuple):
@@ -90,7 +109,7 @@ class WorkCounter:
     def __init__(self, model: Transformer, checkpoint: Checkpoint, cache: KVCache) -> None:
         self._on_device = model.ops.has_device_memory
         self._weights, self._graph = index_weights(model, checkpoint), model.graph()
-        self._components = linear_components(self._graph)
+        self._components, self._experts = linear_components(self._graph), model.config.experts
         self._resident = float(checkpoint.nbytes)  # each weight is read once a step, so none is in a cache by then
         tokens = cache.n_blocks * cache.block_size
         self._kv_bytes = [sum(array.nbytes for array in layer) / tokens for layer in cache.layers]  # of a token
@@ -129,6 +148,8 @@ class WorkCounter:
                 yield "norm", Work(4 * FLOAT * values("x"), ADD_NORM * values("x"))
             case "linear":
                 yield self._components[node], self._product(node["w"], values("x") / node["w"].columns)
+            case "grouped_linear":
+                yield self._components[node], self._grouped_product(node, len(batch.ids))
             case "rope_store":
                 rotated = values("q") + values("k")
                 yield "rope", Work(2 * FLOAT * rotated, ROPE * rotated)
@@ -142,8 +163,15 @@ class WorkCounter:
                 yield "head", self._product(node["head"], len(batch.logits_index))
 
     def _product(self, weight: Any, rows: float) -> Work:
-        known = self._weights[id(weight)]
+        known = self._weights.get(id(weight)) or packed_info(weight)
         return Work(known.bytes, 2.0 * rows * known.values, self._resident, known.arithmetic)
+
+    def _grouped_product(self, node: Node, tokens: int) -> Work:
+        """Count the experts that are chosen: of several tokens, those that are expected."""
+        known, experts = self._weights.get(id(node["w"])) or packed_info(node["w"]), self._experts
+        assert experts is not None
+        operations = 2.0 * tokens * known.values * experts.share()
+        return Work(known.bytes * experts.share(tokens), operations, self._resident, known.arithmetic)
 
     def _attention(self, heads: int, dim: int, pairs: Pairs, kv_bytes: float) -> Iterator[tuple[str, Work]]:
         """Every query meets its keys twice (scores, values), and half of what is read of the cache are keys."""
@@ -161,9 +189,12 @@ def linear_components(graph: Graph) -> dict[Node, str]:
     producers = {value: node.op for node in graph.nodes for value in node.outputs}
     found = {}
     for node in graph.nodes:
+        producer = producers.get(node["x"], "") if node.op in ("linear", "grouped_linear") else ""
         if node.op == "linear":
-            own = "qkv" if readers.get(node.output) == "split_heads" else "gate_up"
-            found[node] = {"attention": "output", "gated": "down"}.get(producers.get(node["x"], ""), own)
+            own = {"split_heads": "qkv", "route": "router"}.get(readers.get(node.output, ""), "gate_up")
+            found[node] = {"attention": "output", "gated": "down"}.get(producer, own)
+        elif node.op == "grouped_linear":
+            found[node] = "experts_down" if producer == "gated" else "experts_gate_up"
     return found
 
 
