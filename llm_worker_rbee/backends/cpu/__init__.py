@@ -282,6 +282,8 @@ class CpuBackend(Backend):
         graph = record()
         if any(_is_unknown_gate_of_experts(node) for node in graph.nodes):
             return None
+        if not all(gated_delta.has_kernel(node["params"]) for node in graph.nodes if node.op == "gated_delta"):
+            return None
         return forward.CpuForward(graph, self.threads)
 
     def sample(self, raw_logits: Floats, rows: Sequence[SampleRow]) -> Ints:

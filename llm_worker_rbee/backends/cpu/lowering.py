@@ -151,9 +151,11 @@ class _Expander:
         return self._once(self.nodes, "quantize", (x, two_term), x.shape, x=x, two_term=two_term, **more)
 
     def _linear(self, node: Node, args: dict[str, Any]) -> Value:
-        by_reader = {"split_heads": "qkv", "route": "router", "causal_conv": "conv_input"}
+        by_reader = {"split_heads": "qkv", "route": "router", "causal_conv": "conv_input", "gated_delta": "delta_input",
+                     "sigmoid_gate": "attention_gate"}  # fmt: skip
         component = by_reader.get(self._readers.get(node.output, ""), "gate_up")
-        by_producer = {"attention": "output", "gated": "down", "causal_conv": "conv_output"}
+        by_producer = {"attention": "output", "gated": "down", "causal_conv": "conv_output", "gated_delta": "output",
+                       "sigmoid_gate": "output"}  # fmt: skip
         component = by_producer.get(self._producers.get(node["x"], ""), component)
         out = self._product(args["x"], args["w"], component)
         return out if args["bias"] is None else self._emit(self.nodes, "add_bias", out.shape, x=out, bias=args["bias"])
@@ -393,7 +395,7 @@ class Lowering:
         out, x, by = gate.output, self.entries[gate["x"]], self.entries[gate["gate"]]
         activations = self._activations(node.part("quantize"))
         floats = self._new(out) if out in node.outputs else 0
-        return "attention_gate", [elementwise.sigmoid_gate_task(x, by, floats, activations, _width(out))]
+        return "gate", [elementwise.sigmoid_gate_task(x, by, floats, activations, _width(out))]
 
     def _per_layer_inputs(self, node: Node) -> tuple[str, list[Task]]:
         places = self.entries[node["x"]], self.entries[node["tokens"]], self._new(node.output)

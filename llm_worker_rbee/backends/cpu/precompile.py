@@ -48,7 +48,8 @@ Kernel = TaskKernel | PythonKernel
 def all_kernels() -> list[Kernel]:
     """Return every kernel of any known model."""
     found = _kernels_for(LAYOUT_BY_TYPE, HEADS_PER_KV_HEAD, KV_TYPES)
-    return found + _kernels_of("experts") + _kernels_of("per_layer_inputs") + _kernels_of("causal_conv")
+    modules = "experts", "per_layer_inputs", "causal_conv", "gated_delta"
+    return found + [kernel for name in modules for kernel in _kernels_of(name)]
 
 
 def model_kernels(checkpoint: Checkpoint, config: ModelConfig, kv_type: str = KV_DEFAULT) -> list[Kernel]:
@@ -60,6 +61,7 @@ def model_kernels(checkpoint: Checkpoint, config: ModelConfig, kv_type: str = KV
     modules = ["experts"] if config.experts is not None else []
     modules += ["per_layer_inputs"] if config.layer_input_dim else []
     modules += ["causal_conv"] if config.state_bytes else []
+    modules += ["gated_delta"] if config.linear is not None else []
     return found + [kernel for name in modules for kernel in _kernels_of(name)]
 
 

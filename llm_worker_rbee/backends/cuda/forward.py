@@ -329,9 +329,8 @@ class Forward:
         """Apply the gated delta rule; return activations of the output projection."""
         step, arrays, state = self.step, self.step.arrays, self.step.kv[op.layer]
         projected = _one_split(self._multiply("qkv", x, op.qkv, QKV_SPLITS))
-        self.mark("qkvz")
         gates = _one_split(self._multiply("qkv", self._same_rows(x, op.gate, op), op.gate))
-        self.mark("beta_alpha")
+        self.mark("delta_input")
         slots, one_token = StateInputs(*(arrays[name] for name in StateInputs._fields)), "tile_first" not in arrays
         qkv = launch_conv(projected, op.conv, state, slots, "silu", gated=False, one_token=one_token, pdl=self.pdl)
         self.mark("causal_conv")
