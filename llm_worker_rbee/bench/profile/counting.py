@@ -30,6 +30,15 @@ FUSED = {
     "gate_up_activation": ("gate_up", "activation"),
     "down_norm": ("down", "norm"),
 }
+# Components of products, by the op that reads their result, or by the one that made what they read.
+BY_READER = {
+    "split_heads": "qkv", "route": "router", "causal_conv": "conv_input", "gated_delta": "delta_input",
+    "sigmoid_gate": "attention_gate",
+}  # fmt: skip
+BY_PRODUCER = {
+    "attention": "output", "gated_delta": "output", "sigmoid_gate": "output", "gated": "down",
+    "causal_conv": "conv_output",
+}  # fmt: skip
 # operations for each value of the result; an exponential counts as one
 NORM, ADD_NORM, GATED, ROPE, SOFTMAX = 4, 5, 4, 3, 4
 
@@ -191,8 +200,7 @@ def linear_components(graph: Graph) -> dict[Node, str]:
     for node in graph.nodes:
         producer = producers.get(node["x"], "") if node.op in ("linear", "grouped_linear") else ""
         if node.op == "linear":
-            own = {"split_heads": "qkv", "route": "router"}.get(readers.get(node.output, ""), "gate_up")
-            found[node] = {"attention": "output", "gated": "down"}.get(producer, own)
+            found[node] = BY_PRODUCER.get(producer, BY_READER.get(readers.get(node.output, ""), "gate_up"))
         elif node.op == "grouped_linear":
             found[node] = "experts_down" if producer == "gated" else "experts_gate_up"
     return found
