@@ -27,6 +27,7 @@ from .rope import CosSin, load_cos_sin, load_rotated, load_value, padded_dim, st
 SMALL_BATCH, LARGE_BATCH = 4, 128  # requests: up to SMALL_BATCH latency counts, not bandwidth
 TARGET_PROGRAMS = 2048
 MAX_SPLITS = 16
+WIDE_HEAD_BYTES = 512  # of a key; of longer ones fewer fit into registers and shared memory
 MIN_DOT_GROUP = 4  # query heads per KV head from which tensor cores are used
 
 
@@ -582,6 +583,9 @@ def launch_decode_attention(
     if config.tensor_cores and kv.k.dtype == torch.float32 and not is_interpreted():
         # the tensor cores would round a float32 cache
         config = config._replace(tile_keys=4, num_warps=1, num_stages=0, tensor_cores=False)
+    elif config.tensor_cores and padded_dim(op.head_dim) * item > WIDE_HEAD_BYTES and not is_interpreted():
+        warps, stages = max(4, config.num_warps), min(2, config.num_stages)
+        config = config._replace(tile_keys=16, num_warps=warps, num_stages=stages)
     is_int8 = isinstance(out, Int8Activations)
     rest = (config.max_splits, config.min_tiles, window, cap, is_int8, pdl, qkv.shape[0], config.num_stages)
     options: Any = {"num_warps": config.num_warps, **pdl_options(pdl)}

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ..ops import AttentionParams, Ints, KVLayer
-from .attention_decode import cap_scores
+from .attention_decode import WIDE_HEAD_BYTES, cap_scores
 from .device import HOPPER_SHARED_BYTES, is_interpreted, shared_memory_bytes
 from .packed_weight import E4M3
 from .rope import padded_dim
@@ -32,9 +32,11 @@ def query_tiles(query_start: Ints, queries: int, decoding: int = 0) -> tuple[Int
 
 
 def prefill_tile(shared_bytes: int, dim: int, item: int) -> tuple[int, int]:
-    """Return (keys of a tile, stages) for heads of `dim` values of `item` bytes; fewer keys where they are long and a
+    """Return (keys of a tile, stages) for heads of `dim` values of `item` bytes; fewer keys where they are long, or a
     program has less shared memory than on Hopper."""
-    if shared_bytes >= HOPPER_SHARED_BYTES or dim * item <= 256:
+    if shared_bytes >= HOPPER_SHARED_BYTES:
+        return (64, 2) if dim * item <= WIDE_HEAD_BYTES else (32, 1)
+    if dim * item <= 256:
         return 64, 2
     return (32, 1) if dim * item <= 512 else (16, 1)
 
@@ -143,5 +145,6 @@ def launch_prefill_attention(
     keys, stages = prefill_tile(shared_memory_bytes(q.device), dim, q.element_size())
     prefill_attention[(tiles.programs, heads)](
         q, kv.k, kv.v, *tiles[2:], out, params.scale, heads, kv_heads, dim, block_size, tiles.queries, keys,
-        params.window, params.soft_cap, sinks, num_warps=4, num_stages=stages,
+        params.window, params.soft_cap, sinks, num_warps=4 if dim * q.element_size() <= WIDE_HEAD_BYTES else 8,
+        num_stages=stages,
     )  # fmt: skip
