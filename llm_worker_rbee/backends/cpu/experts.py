@@ -187,7 +187,7 @@ def group(args, step, piece):
 def gather_blocks(s, source, out, token, row, n, in_panels):
     """Copy a token's quantized activations to a row: into a panel, or as they are."""
     q, scale, scaled, scaled16 = i8(s[source]), f32(s[source + 1]), f32(s[source + 4]), f32(s[source + 5])
-    if in_panels:
+    if UNPACK_MIN_TOKENS and in_panels:
         panels, to = u8(s[out + PANELS]), row // PANEL_TOKENS * n * PANEL_BYTES
         for b in range(n):
             store_in_panel(panels, to, row % PANEL_TOKENS, q, scale, scaled, scaled16, token * n + b)
