@@ -10,8 +10,8 @@ gemv.py draws the planes. What a kind holds, and how many columns share a scale:
     mxfp4       floats of four bits (E2M1), doubled; a float16             32
     nvfp4       likewise; two float16                                      16
     q2_k, ..    compact_kinds.py                                           16 or more
+    e4m3        bytes, read as 2**-8 times the number; a float16           32
     dense       float16, bfloat16 or float32
-    e4m3        bytes, which kernels read as 2**-8 times the number; a float16   32
     fp8         e4m3 (`--quantize fp8`); a float32                         a row
 """
 
