@@ -101,6 +101,19 @@ def product_cases() -> dict[str, Case]:
              "NORM_PARTS": 128, "NORM_SIZE": 128, "PDL": True}  # fmt: skip
     cases["gemv residual"] = (gemv.gemv_packed, {"out": I8, "scales": I4}, {"num_warps": 8}, residual)
     cases["gemv gated"] = (gemv.gemv_packed, {"out": I8}, {"num_warps": 4, "maxnreg": 168}, gates)
+    slots = {
+        **gates,
+        "blocks": 90,
+        "KIND": "mxfp4",
+        "WARPS": 8,
+        "PREFETCH": 1,
+        "STRIDE": 5760,
+        "ACTIVATION": "swiglu_oai",
+    }
+    cases["gemv experts"] = (gemv.gemv_packed, {"out": I8, "experts": I4, "bias": F}, {"num_warps": 8}, slots)
+    tiles = {"blocks": 90, "KIND": "mxfp4", "BN": 64, "BM": 32, "SLOTS": 4}
+    lists = {"tile_experts": I4, "tile_slots": I4, "bias": F}
+    cases["gemm experts"] = (gemm.gemm_packed, lists, {"num_warps": 4, "num_stages": 3}, tiles)
     cases["gemv 4 tokens"] = (gemv.gemv_packed, {"scales": I4}, {"num_warps": 4}, four)
     cases["gemv dense"] = (gemv.gemv_dense, {"x": B16}, {"num_warps": 4}, plain)
     eight = {"x": B16, "w": F8, "scales": F}
@@ -147,7 +160,7 @@ def other_cases() -> dict[str, Case]:
             {**grouped, **none, **plain, "TILE": 64, "STAGES": 3},
         ),
         "decode gqa float8 all": (
-            decode_attention_gqa, {"out": B16, "table_width": I4, **caches8}, {"num_warps": 1},
+            decode_attention_gqa, {"out": B16, "table_width": I4, "sinks": F, **caches8}, {"num_warps": 1},
             {**grouped, "TILE": 16, "STAGES": 0, "WINDOW": 4096, "CAP": 50.0, "INT8": False, "PDL": False},
         ),
         "decode gqa dim 96": (
@@ -159,7 +172,7 @@ def other_cases() -> dict[str, Case]:
             {**grouped, **none, **plain, "HALF": 48, "TILE": 16, "STAGES": 0},
         ),
         "prefill": (
-            attention_prefill.prefill_attention, {"out": B16, "table_width": I4}, {"num_warps": 4, "num_stages": 2},
+            attention_prefill.prefill_attention, {"out": B16, "table_width": I4, "sinks": F}, {"num_warps": 4, "num_stages": 2},
             read,
         ),
         "prefill dim 96 float8 window cap": (
@@ -210,7 +223,7 @@ def other_cases() -> dict[str, Case]:
             {"width": 576, "KIND": "dense", "INT8": False, "PDL": True},
         ),
         "add_rms_norm_rows": (
-            elementwise.add_rms_norm_rows, {"out": H, "post": F, "index": I4}, {"num_warps": 8},
+            elementwise.add_rms_norm_rows, {"out": H, "post": F, "index": I4, "bias": F}, {"num_warps": 8},
             {"width": 4096, "SIZE": 128, "SPLITS": 4, "INTERLEAVED": True, "EXACT": True},
         ),
         "add_rms_norm_rows e4m3": (

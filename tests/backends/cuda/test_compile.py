@@ -14,12 +14,12 @@ PACKED = ("q4", "q4m", "q5", "q5m", "q6", "q8", "e4m3")
 COMPACT = ("q2_k", "q3_k", "tq1_0", "iq4_xs", "iq2_s", "iq3_s", "iq1_m")
 COMPACT_GEMM = ("q3_k", "iq4_xs", "iq2_s")
 GROUPS = {
-    "gemv": [f"gemv {kind}" for kind in PACKED] + ["gemv residual", "gemv 4 tokens", "gemv dense"],
+    "gemv": [f"gemv {kind}" for kind in PACKED] + ["gemv residual", "gemv 4 tokens", "gemv dense", "gemv experts"],
     "compact": [f"gemv {kind}" for kind in COMPACT] + [f"gemm {kind}" for kind in COMPACT_GEMM],
     "e4m3": [
         *(f"gemv e4m3 {name}" for name in ("qkv", "gate_up", "down")), "add_rms_norm_rows e4m3", "convert_rows e4m3",
     ],
-    "gemm": [f"gemm {kind}" for kind in PACKED] + ["gemm dense", "gemm dense e4m3"],
+    "gemm": [f"gemm {kind}" for kind in PACKED] + ["gemm experts", "gemm dense", "gemm dense e4m3"],
     "dequantize": [
         *(f"{name} {kind}" for kind in PACKED + COMPACT_GEMM for name in ("dequantize", "embed")), "embed dense",
     ],
