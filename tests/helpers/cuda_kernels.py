@@ -111,9 +111,9 @@ def product_cases() -> dict[str, Case]:
         "ACTIVATION": "swiglu_oai",
     }
     cases["gemv experts"] = (gemv.gemv_packed, {"out": I8, "experts": I4, "bias": F}, {"num_warps": 8}, slots)
-    tiles = {"blocks": 90, "KIND": "mxfp4", "BN": 64, "BM": 32, "SLOTS": 4}
+    tiles = {"blocks": 90, "KIND": "mxfp4", "BN": 128, "BM": 64, "SLOTS": 4}
     lists = {"tile_experts": I4, "tile_slots": I4, "bias": F}
-    cases["gemm experts"] = (gemm.gemm_packed, lists, {"num_warps": 4, "num_stages": 3}, tiles)
+    cases["gemm experts"] = (gemm.gemm_packed, lists, {"num_warps": 8, "num_stages": 3}, tiles)
     cases["gemv 4 tokens"] = (gemv.gemv_packed, {"scales": I4}, {"num_warps": 4}, four)
     cases["gemv dense"] = (gemv.gemv_dense, {"x": B16}, {"num_warps": 4}, plain)
     eight = {"x": B16, "w": F8, "scales": F}
@@ -172,7 +172,8 @@ def other_cases() -> dict[str, Case]:
             {**grouped, **none, **plain, "HALF": 48, "TILE": 16, "STAGES": 0},
         ),
         "prefill": (
-            attention_prefill.prefill_attention, {"out": B16, "table_width": I4, "sinks": F}, {"num_warps": 4, "num_stages": 2},
+            attention_prefill.prefill_attention, {"out": B16, "table_width": I4, "sinks": F},
+            {"num_warps": 4, "num_stages": 2},
             read,
         ),
         "prefill dim 96 float8 window cap": (
