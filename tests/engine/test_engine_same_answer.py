@@ -19,6 +19,7 @@ from tests.conftest import DEVICE
 from tests.helpers.engine_runs import (
     EXPERTS,
     LFM2,
+    QWEN35,
     Answer,
     Listener,
     Question,
@@ -33,7 +34,7 @@ from tests.helpers.engine_runs import (
 
 KINDS = ("Q4_1", "Q8_0", "F32")
 MOE = "experts"
-STATES = "states"  # the model whose layers have states of each request beside the KV cache
+STATES = {"lfm2": LFM2, "qwen35": QWEN35}  # models whose layers have states of each request beside the KV cache
 KV_TYPES = ("float32", "float16", "int8" if DEVICE == "cpu" else "float8")
 PER_SEED = 30 if DEVICE == "cpu" else 8
 LONGEST_TROUBLE = 100  # steps; a prompt that is read token by token must come to its end some time
@@ -57,7 +58,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Workload]:
     folder = tmp_path_factory.mktemp("same")
     models = {kind: load(small_file(folder / f"{kind}.gguf", kind, seed), *KV_TYPES) for seed, kind in enumerate(KINDS)}
     models[MOE] = load(small_file(folder / "experts.gguf", "Q8_0", variant=EXPERTS), *KV_TYPES)
-    models[STATES] = load(small_file(folder / "lfm2.gguf", "Q8_0", variant=LFM2), *KV_TYPES)
+    for kind, variant in STATES.items():
+        models[kind] = load(small_file(folder / f"{kind}.gguf", "Q8_0", variant=variant), *KV_TYPES)
     return {
         kind: Workload(model, some_questions(24, 160, (1, 90), i)) for i, (kind, model) in enumerate(models.items())
     }
@@ -139,10 +141,10 @@ def test_same_output_under_random_schedules_with_experts(small: dict[str, Worklo
     require_same_output(small, (MOE,), random.Random(3), PER_SEED // 2)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_same_output_under_random_schedules_with_states(small: dict[str, Workload], seed: int) -> None:
+@pytest.mark.parametrize(("seed", "kind"), [*enumerate(STATES)])
+def test_same_output_under_random_schedules_with_states(small: dict[str, Workload], seed: int, kind: str) -> None:
     """States are rolled back after rejected drafts, dropped with a preemption, and found again as snapshots."""
-    require_same_output(small, (STATES,), random.Random(seed), PER_SEED // 2)
+    require_same_output(small, (kind,), random.Random(seed), PER_SEED // 2)
 
 
 def require_same_output(workloads: dict[str, Workload], kinds: Sequence[str], rng: random.Random, count: int) -> None:

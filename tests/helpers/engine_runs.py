@@ -34,6 +34,13 @@ LFM2 = model_zoo.Variant(
         "max_position_embeddings": 512, "norm_eps": 1e-5,
     },
 )  # fmt: skip
+QWEN35 = model_zoo.Variant(
+    "qwen3_5_text",
+    {
+        **model_zoo.QWEN_MROPE, "layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2,
+        "max_position_embeddings": 512,
+    },
+)  # fmt: skip
 
 
 EXPERTS = model_zoo.Variant(

@@ -105,13 +105,12 @@ def test_family_quantized_gguf_equals_transformers(
 
 CHUNKED = (
     "llama", "mistral-window", "gemma2", "gemma3", "phi3-long", "ministral3", "olmo3", "lfm2", "lfm2-wide",
+    "qwen3_5", "qwen3_next",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 23])
-@pytest.mark.parametrize(
-    "name", ["llama", "mistral-window", "gemma2", "gemma3", "phi3-long", "ministral3", "olmo3", "lfm2", "lfm2-wide"]
-)
+@pytest.mark.parametrize("name", CHUNKED)
 def test_family_chunked_prefill_equals_whole_prefill(name: str, chunk: int, made: Callable[[str], Made]) -> None:
     variant, theirs, hf, _ = made(name)
     ids = model_zoo.prompt_ids(variant)
