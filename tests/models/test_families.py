@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from llm_worker_rbee.weights import open_checkpoint
+from llm_worker_rbee.weights.gguf_writer import write_gguf
 from tests.helpers import model_runs, model_zoo
 
 TOLERANCE = 1e-3
+WEIGHTS = "model.safetensors"
 NEW_TOKENS = 12
 
 # GGUF files of others have the same weights as the model that they were made of.
@@ -142,3 +145,22 @@ def test_family_without_a_feature_differs(name: str, feature: str, form: str, ma
     ids = model_zoo.prompt_ids(variant)
     broken = model_runs.load_without(hf if form == "safetensors" else gguf, feature, variant.max_context)
     assert largest_difference(broken, theirs, ids) > 10 * TOLERANCE
+
+
+def test_linear_attention_loads_beside_images_and_heads_that_predict_more_tokens(
+    made: Callable[[str], Made], tmp_path: Path
+) -> None:
+    """Vision towers are left out, and layers of multi-token prediction: behind the others in a GGUF, else under `mtp`."""
+    variant, theirs, hf, _ = made("qwen3_5")
+    ids, extra = model_zoo.prompt_ids(variant), np.ones((8, 64), np.float32)
+    tensors = {name.replace("model.", "model.language_model.", 1): x for name, x in load_file(hf / WEIGHTS).items()}
+    save_file({**tensors, "model.visual.patch_embed.weight": extra, "mtp.fc.weight": extra}, tmp_path / WEIGHTS)
+    text = json.loads((hf / "config.json").read_text())
+    whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    assert largest_difference(model_runs.load(tmp_path), theirs, ids) < TOLERANCE
+    keys, named = model_zoo.gguf_metadata(variant, theirs), model_zoo.gguf_tensors(variant, theirs)
+    keys |= {"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1}
+    more = {"blk.4.nextn.eh_proj.weight": extra, "blk.4.attn_norm.weight": extra[0]}
+    path = write_gguf(tmp_path / "m.gguf", keys, {**named, **more})
+    assert largest_difference(model_runs.load(path), theirs, ids) < TOLERANCE
