@@ -106,7 +106,7 @@ def test_longrope_up_to_original_context_uses_short_factors() -> None:
     assert not np.array_equal(tables[1], tables[2])
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "ntk", "made-up", "proportional"])
+@pytest.mark.parametrize("kind", ["dynamic", "ntk", "made-up"])
 def test_rope_scaling_unknown_raises(kind: str) -> None:
     raw = {
         **llama({"rope_type": "default", "rope_theta": 1e4}).to_dict(),

@@ -188,7 +188,7 @@ def test_gguf_optional_key_of_wrong_type_raises(tmp_path: Path, key: str) -> Non
     ({"rope.scaling.yarn_beta_fast": 0.0}, "'llama.rope.scaling.yarn_beta_fast'"),
     ({"expert_count": 8}, "'llama.expert_used_count' is missing"),
     ({"expert_count": 8, "expert_used_count": 9}, "'llama.expert_used_count' is 9, outside 1..8"),
-    ({"expert_count": 8, "expert_used_count": 2}, "tensor 'blk.0.ffn_gate_exps.weight' is missing"),
+    ({"expert_count": 8, "expert_used_count": 2}, "tensor 'blk.0.ffn_gate_inp.weight' is missing"),
     ({"expert_count": 8, "expert_used_count": 2, "expert_gating_func": 7}, "'llama.expert_gating_func' is 7"),
     ({"expert_count": 8, "expert_used_count": 2, "expert_group_count": 4}, "groups of experts"),
 ], ids=str)  # fmt: skip
