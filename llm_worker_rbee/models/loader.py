@@ -165,12 +165,13 @@ class _ModelLoader:
         )
 
     def ropes(self) -> list[RopeTable]:
-        """Return the RoPE table of each layer: layers with full attention share one, those with a window, and those
-        without RoPE."""
+        """Return the RoPE table of each layer: layers with full attention share one, those with a window where theirs
+        differs, and those without RoPE."""
         config = replace(self.config, rope_scaling=self.rope_scaling())
         factors = self.optional_vector("rope_freqs.weight", config.rope_dim // 2)
         table = partial(rope_table, config, max_context=self.max_context, freq_factors=factors)
-        full, local, still = table(local=False), table(local=True), still_table(config)
+        full, still = table(local=False), still_table(config)
+        local = table(local=True) if config.rope_local_base or config.window_rope_dim else full
         chosen = [local if window else full for window in config.windows]
         return [still if i in config.nope_layers else rope for i, rope in enumerate(chosen)]
 
