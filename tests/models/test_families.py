@@ -150,7 +150,7 @@ def test_family_without_a_feature_differs(name: str, feature: str, form: str, ma
 def test_linear_attention_loads_beside_images_and_heads_that_predict_more_tokens(
     made: Callable[[str], Made], tmp_path: Path
 ) -> None:
-    """Vision towers are left out, and layers of multi-token prediction: behind the others in a GGUF, else under `mtp`."""
+    """Vision towers are left out, and layers of multi-token prediction: behind the others in a GGUF, else `mtp`."""
     variant, theirs, hf, _ = made("qwen3_5")
     ids, extra = model_zoo.prompt_ids(variant), np.ones((8, 64), np.float32)
     tensors = {name.replace("model.", "model.language_model.", 1): x for name, x in load_file(hf / WEIGHTS).items()}
