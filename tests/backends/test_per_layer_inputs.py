@@ -1,4 +1,4 @@
-"""Per-layer embeddings, scaled residual streams and layers without KV heads: the CPU's kernels against the reference."""
+"""Per-layer embeddings, scaled streams and layers without KV heads: the CPU's kernels against the reference."""
 
 from __future__ import annotations
 
