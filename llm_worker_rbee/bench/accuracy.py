@@ -340,7 +340,7 @@ def measure_logit_errors(
     progress("the truth", 0, 0)
     known = _forward(truth, KVCache(truth.ops, truth.config, blocks, BLOCK_SIZE, "float32"), ids, 0, np.arange(blocks))
     tables = rng.permutation(max(batches) * blocks).reshape(-1, blocks)
-    cache = KVCache(model.ops, model.config, tables.size, BLOCK_SIZE, kv_type)
+    cache = KVCache(model.ops, model.config, tables.size, BLOCK_SIZE, kv_type, n_slots=tables.size)
 
     def put(name: str, logits: Logits, wanted: Logits) -> None:
         error = float(np.sqrt(np.square(logits - wanted, dtype=np.float64).mean()) / wanted.std())
@@ -363,10 +363,14 @@ def _forward(
     tables = np.atleast_2d(tables)[:, : -(-(start + len(ids)) // BLOCK_SIZE)]
     copies, n = len(tables), len(ids)
     positions, query_start = np.arange(start, start + n), np.arange(copies + 1) * n
+    states = np.minimum(tables[:, 0], max(0, cache.n_slots - 1))  # a slot for each sequence
+    state_out = np.full(n * copies, -1)
+    state_out[query_start[1:] - 1] = states
     batch = Batch(
         ids=np.tile(ids, copies), positions=np.tile(positions, copies), query_start=query_start,
         slot_mapping=np.concatenate([cache.slots(table, positions) for table in tables]),
         context_len=np.full(copies, start + n), block_table=tables,
         logits_index=np.arange(n * copies) if all_logits else query_start[1:] - 1,
+        state_in=states if start else np.full(copies, -1), state_out=state_out,
     )  # fmt: skip
     return to_numpy(model.forward(batch, cache))

@@ -80,7 +80,8 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
         ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone"), PreTokenizer(_DIGITS_THEN_GPT2)
     ),
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3"), PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2"),
+        PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True),
     ),
     **dict.fromkeys(("dbrx", "smaug-bpe"), PreTokenizer((_LLAMA3,))),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), PreTokenizer((_QWEN2,))),

@@ -46,7 +46,8 @@ NORM, ADD_NORM, GATED, ROPE, SOFTMAX = 4, 5, 4, 3, 4
 # Products of a block, and the tensors that they are made of; others are counted as they are packed.
 LAYERS = {
     "attention.qkv": ("attn_q", "attn_k", "attn_v", "attn_qkv"),
-    "attention.output": ("attn_output",),
+    "attention.input": ("shortconv.in_proj",),
+    "attention.output": ("attn_output", "shortconv.out_proj"),
     "mlp.gate_up": ("ffn_gate", "ffn_up", "ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps"),
     "mlp.down": ("ffn_down", "ffn_down_exps"),
     "mlp.router": ("ffn_gate_inp",),
