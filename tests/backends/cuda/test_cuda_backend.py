@@ -131,7 +131,7 @@ def test_linear_mixed_kinds_with_bias(tokens: int, rng: np.random.Generator) -> 
     assert not tokens or relative_error(found, wanted) < 2e-2
 
 
-@pytest.mark.parametrize("name", [n for n in BLOCK_TYPES if n[0] != "I" or n[1] == "Q"])
+@pytest.mark.parametrize("name", [*(n for n in BLOCK_TYPES if n[0] != "I" or n[1] == "Q"), "FP8"])
 def test_embed_every_type(name: str, rng: np.random.Generator) -> None:
     table, ids = random_tensor(name, 9, 256, rng), np.array([8, 0, 3, 3])
     wanted = reference.embed(reference.prepare([table]), ids, 16.0)
