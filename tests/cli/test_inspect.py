@@ -16,6 +16,8 @@ from llm_worker_rbee.bench.synthetic import Spec, write
 from llm_worker_rbee.bench.synthetic_shapes import Shape
 from llm_worker_rbee.weights.gguf_writer import write_gguf
 
+from ..helpers.model_zoo import ZOO, make_hf
+from ..helpers.quantized_hf import save_quantized_hf
 from .conftest import Run, model_keys, vocabulary, write_model
 
 
@@ -36,6 +38,15 @@ def test_inspect_experts_says_what_a_token_uses(cli: Run, tmp_path: Path) -> Non
     assert (report["count"], report["used"], report["feed_forward"]) == (4, 1, 32)
     assert report["active_parameters"] * 4 == report["bytes_per_token"]
     assert b"1 of 4, feed-forward 32" in cli("inspect", path).stdout
+
+
+def test_inspect_quantized_safetensors_shows_method_and_bits(cli: Run, tmp_path: Path) -> None:
+    folder = save_quantized_hf(make_hf(ZOO["llama"]), tmp_path, "awq")
+    report = inspected(cli, folder)
+    method = report["quantization_method"]
+    assert (method["method"], method["bits"], method["group_size"], method["problem"]) == ("awq", 4, 32, "")
+    assert {q["type"]: q["tensors"] for q in report["quantization"]} == {"INT4_ZP": 21, "F32": 9}
+    assert b"awq, gemm, 4 bits, groups of 32" in cli("inspect", folder).stdout
 
 
 def test_inspect_default_model(cli: Run, default_model: Path) -> None:
