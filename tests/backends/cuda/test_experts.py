@@ -88,7 +88,6 @@ def test_grouped_linear_equals_reference(kinds: tuple[str, ...], backend: Any, r
         ("Q8_0", {"shared": True, "gate": True}),
         ("F16", {"shared": True}),
         ("Q4_K", {"oai": True}),
-        ("F16", {"oai": True}),
     ],
 )
 def test_steps_match_reference(kind: str, options: dict[str, Any]) -> None:
