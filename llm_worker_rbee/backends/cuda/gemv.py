@@ -175,14 +175,18 @@ def block_products(weights, activations, table, SHAPE: tl.constexpr, KIND: tl.co
     """Return what each block of `load_packed` adds to its row: (warps, 128) float32."""
     if is_compact(COMPACT, KIND):
         value = compact_products(weights, activations, table, SHAPE, KIND)
+    elif KIND == "e4m3":
+        value = e4m3_products(weights, activations, SHAPE)
     else:
         value = plane_products(weights, activations, SHAPE, KIND)
     return value
 
 
 @triton.jit
-def e4m3_products(words, s, x_words, x_scales, SHAPE: tl.constexpr):
+def e4m3_products(weights, activations, SHAPE: tl.constexpr):
     """Return the same for e4m3 numbers, which are multiplied as floats."""
+    words, _, s = weights
+    x_words, x_scales, _, _ = activations
     dots = tl.zeros(SHAPE, tl.float32)
     for i in tl.static_range(8):
         for c in tl.static_range(4):
@@ -195,8 +199,6 @@ def plane_products(weights, activations, SHAPE: tl.constexpr, KIND: tl.constexpr
     """Return the same for kinds that are not compact."""
     lows, highs, s = weights
     x_words, x_scales, x_first, x_last = activations
-    if KIND == "e4m3":
-        return e4m3_products(lows, s, x_words, x_scales, SHAPE)
     first, last = block_dots(lows, highs, x_words, SHAPE, KIND)
     if KIND == "q4" or KIND == "q4m":
         dots = (first * 16 + last).to(tl.float32) * 0.0625
