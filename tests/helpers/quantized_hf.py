@@ -180,20 +180,31 @@ FORMATS = {
 }  # fmt: skip
 
 
+def separate_experts(key: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return views of a stack of experts by the names that each has alone; another weight as it is."""
+    prefix, _, role = key.rpartition(".")
+    if not prefix.endswith("mlp.experts"):
+        return {key: weight}
+    halves = (
+        zip(("gate_proj", "up_proj"), weight.chunk(2, 1), strict=True) if role == "gate_up_proj" else [(role, weight)]
+    )
+    return {f"{prefix}.{i}.{name}.weight": one for name, stack in halves for i, one in enumerate(stack)}
+
+
 def save_quantized_hf(model: Any, folder: Path, name: str) -> Path:
     """Write the model with the matrices of its layers in a format, and set them in the model to what they stand for."""
     from safetensors.torch import save_file
 
-    made, tensors = FORMATS[name], {}
-    for key, weight in model.state_dict().items():
-        is_quantized = key.endswith("proj.weight")
-        if not is_quantized:
-            tensors[key] = weight.contiguous()
-            continue
-        parts, values = made.pack(weight.double().numpy(), **made.options)
-        tensors |= {f"{key.removesuffix('weight')}{suffix}": x for suffix, x in parts.items()}
-        with torch.no_grad():
-            weight.copy_(torch.tensor(values))
+    made, tensors = FORMATS[name], dict[str, torch.Tensor]()
+    for whole, stack in model.state_dict().items():
+        for key, weight in separate_experts(whole, stack).items():
+            if not key.endswith("proj.weight"):
+                tensors[key] = weight.contiguous()
+                continue
+            parts, values = made.pack(weight.double().numpy(), **made.options)
+            tensors |= {f"{key.removesuffix('weight')}{suffix}": x for suffix, x in parts.items()}
+            with torch.no_grad():
+                weight.copy_(torch.tensor(values))
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors")
     config = {**model.config.to_dict(), "quantization_config": made.settings}
