@@ -72,11 +72,13 @@ def _has_add_kernel(node: Node) -> bool:
 
 
 def _has_expert_kernels(node: Node) -> bool:
-    """The router is dense, and no product of a shared expert has a bias; nothing else has a scale."""
+    """The router is dense, gate and up have one type, and no product of a shared expert has a bias; nothing else has a
+    scale."""
     router, gated, products = node.fused[0], node.parts("gated")[0], node.parts("grouped_linear")
     is_dense = len(router["w"].parts) == 1 and router["w"].parts[0].kind == DENSE
     has_bias = any(part["bias"] is not None for part in node.parts("linear")[1:])
-    is_gated = gated["activation"] in ACTIVATIONS and products[0]["w"].rows % 64 == 0
+    w = products[0]["w"]
+    is_gated = gated["activation"] in ACTIVATIONS and w.rows % 64 == 0 and len(w.parts) == 1
     is_scaled = node.parts("route")[0]["scales"] is not None or node.fused[-1]["scale"] != 1.0
     return is_dense and not has_bias and not is_scaled and is_gated and have_one_eps(node)
 

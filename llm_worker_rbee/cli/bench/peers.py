@@ -131,9 +131,7 @@ def peers(options: PeerOptions, results: ResultOptions, computing: ComputeOption
 
     --suite cpu compares the built-in model in three types, the shape of
     Llama-2-7B with 4 layers in three types, a prompt of 4,096 tokens, and 16
-    requests at once; --suite families the shapes of Qwen3-30B-A3B,
-    gpt-oss-20b, LFM2-2.6B, Qwen3.5-9B, Gemma 4 12B and Ministral 3 8B with 4
-    layers and at most 16 experts in two types. Files are made as needed.
+    requests at once; --suite families six newer shapes in two types.
 
     OURS / PEER is the ratio of single repetitions, with its interval. How
     many cores were busy before and after a row is part of the run: ratios of
