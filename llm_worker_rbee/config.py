@@ -206,6 +206,8 @@ class ModelConfig:
         for name, maximum in MAX_SHAPE.items():
             if not 1 <= getattr(self, name) <= maximum:
                 raise ModelFileError(f"model shape: {name} is {getattr(self, name)}, outside 1..{maximum}")
+        if self.layer_input_dim and self.activation == "swiglu_oai":
+            raise ModelFileError("model shape: per-layer embeddings have no activation swiglu_oai")
         if self.n_heads % self.n_kv_heads:
             raise ModelFileError(f"model shape: {self.n_heads} heads cannot share {self.n_kv_heads} KV heads evenly")
         if self.rope_dim % 2 or not 0 < self.rope_dim <= self.head_dim:

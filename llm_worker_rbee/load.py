@@ -172,7 +172,10 @@ def make_engine(loaded: LoadedModel, settings: Mapping[str, Any]) -> Engine:
     """Return the engine of a loaded model; `settings` are those fields of `EngineConfig` that loading does not plan."""
     capacity = loaded.capacity
     planned = {"max_context": capacity.max_context, "n_blocks": capacity.n_blocks, "n_slots": capacity.n_slots}
-    config = EngineConfig(**{**settings, **loaded.limits._asdict(), **planned})
+    limits = loaded.limits
+    if capacity.n_slots:
+        limits = limits._replace(max_batch=min(limits.max_batch, capacity.n_slots // SLOTS_PER_REQUEST))
+    config = EngineConfig(**{**settings, **limits._asdict(), **planned})
     drafter = None
     if loaded.draft_model is not None:
         drafter = DraftModel(loaded.draft_model, config, loaded.config.vocab_size, loaded.kv_type)
@@ -270,6 +273,11 @@ class MemoryPlan(NamedTuple):
     memory_fraction: float  # of it that the KV cache may take
 
 
+def _host_bytes(model: Checkpoint) -> int:
+    """Return the bytes of the weights on the CPU; blocks of quantized safetensors are larger than in their file."""
+    return max(model.nbytes, select.packed_bytes(model)) if "quantization" in model.metadata else model.nbytes
+
+
 def plan_limits(
     backend: Backend | None, models: Sequence[Checkpoint], kv_type: str, options: LoadOptions
 ) -> MemoryPlan:
@@ -278,7 +286,7 @@ def plan_limits(
     if backend is None or not backend.has_device_memory:
         given = given_settings(options.settings)
         limits = SchedulerLimits()._replace(**{name: given[name] for name in CHOSEN_SETTINGS if name in given})
-        available = available_memory(num_sharing * sum(one.nbytes for one in models))
+        available = available_memory(num_sharing * sum(map(_host_bytes, models)))
         return MemoryPlan(limits, available, HOST_MEMORY_FRACTION / num_sharing)
     reserved = num_sharing * device_weight_bytes(models, options.quantize) + (num_sharing - 1) * DEVICE_SPARE_BYTES
     limits, workspace = _choose_limits(

@@ -340,7 +340,7 @@ def measure_logit_errors(
     progress("the truth", 0, 0)
     known = _forward(truth, KVCache(truth.ops, truth.config, blocks, BLOCK_SIZE, "float32"), ids, 0, np.arange(blocks))
     tables = rng.permutation(max(batches) * blocks).reshape(-1, blocks)
-    cache = KVCache(model.ops, model.config, tables.size, BLOCK_SIZE, kv_type, n_slots=tables.size)
+    cache = KVCache(model.ops, model.config, tables.size, BLOCK_SIZE, kv_type, n_slots=len(tables))
 
     def put(name: str, logits: Logits, wanted: Logits) -> None:
         error = float(np.sqrt(np.square(logits - wanted, dtype=np.float64).mean()) / wanted.std())
@@ -350,20 +350,20 @@ def measure_logit_errors(
         put(f"prompt{length}", _forward(model, cache, ids[:length], 0, tables[0]), known[:length])
     for number, batch in enumerate(batches):
         progress(f"batch {batch}", number, len(batches))
-        for table in tables[:batch]:
-            _forward(model, cache, ids[:longest], 0, table, all_logits=False)
+        for slot, table in enumerate(tables[:batch]):
+            _forward(model, cache, ids[:longest], 0, table, slot, all_logits=False)
         logits = _forward(model, cache, ids[longest:], longest, tables[:batch])
         put(f"b{batch}", logits, np.broadcast_to(known[longest:], logits.shape))
 
 
 def _forward(
-    model: Transformer, cache: KVCache, ids: Ints, start: int, tables: Ints, *, all_logits: bool = True
+    model: Transformer, cache: KVCache, ids: Ints, start: int, tables: Ints, slot: int = 0, *, all_logits: bool = True
 ) -> Logits:
-    """Run the same ids for every block table, at positions from `start`."""
+    """Run the same ids for every block table, at positions from `start`; their states lie in slots from `slot` on."""
     tables = np.atleast_2d(tables)[:, : -(-(start + len(ids)) // BLOCK_SIZE)]
     copies, n = len(tables), len(ids)
     positions, query_start = np.arange(start, start + n), np.arange(copies + 1) * n
-    states = np.minimum(tables[:, 0], max(0, cache.n_slots - 1))  # a slot for each sequence
+    states = np.arange(slot, slot + copies)
     state_out = np.full(n * copies, -1)
     state_out[query_start[1:] - 1] = states
     batch = Batch(

@@ -15,6 +15,7 @@ import numpy as np
 from ..config import MAX_BATCH, ModelConfig
 from ..errors import ContextLengthError, InferenceError, InvalidRequestError
 from ..models import Transformer
+from ..models.loader import LAYER_NUMBER
 from ..weights import Checkpoint
 from . import statistics
 from .engine_harness import EngineHarness, TimedRun, encode_bundled_prompts
@@ -104,6 +105,12 @@ def batch_suffix(batch: int) -> str:
     return f"@b{batch}" if batch != 1 else ""
 
 
+def _is_read(name: str, config: ModelConfig) -> bool:
+    """Return whether a step reads a tensor: not those of layers for multi-token prediction."""
+    layer = LAYER_NUMBER.match(name)
+    return not name.startswith("mtp.") and (layer is None or int(layer[1]) < config.n_layers)
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
     """What a model must read and compute, counted from its tensors."""
@@ -122,18 +129,19 @@ class Cost:
         tensors, experts = checkpoint.tensors, checkpoint.expert_tensors
         table = tensors["token_embd.weight"]
         head = tensors.get("output.weight", table)
-        rest = [t for name, t in tensors.items() if t is not table and t is not head and name not in experts]
-        row = table.nbytes // max(1, table.shape[0]) if head is not table else 0
+        lookups = [t for t in (table, tensors.get("per_layer_token_embd.weight")) if t is not None and t is not head]
+        unread = {id(t) for t in (*lookups, head, *experts.values())}
+        rest = [t for name, t in tensors.items() if id(t) not in unread and _is_read(name, config)]
+        row = sum(one.nbytes // max(1, one.shape[0]) for one in lookups)
         matrices = sum(t.size for t in rest if len(t.shape) == 2)
         both = sum(t.nbytes for t in experts.values()), sum(t.size for t in experts.values())
         return Cost(sum(t.nbytes for t in rest) + head.nbytes + row, matrices, head.size, config, kv_type, *both)
 
     def bytes_per_token(self, case: Case) -> float:
         """Return the bytes read for a token halfway through the answer: weights once a batch, of the experts those that
-        it uses, KV for each sequence."""
-        return self.step_weights(case.batch) / case.batch + self.config.kv_bytes(
-            case.depth + case.tokens // 2, self.kv_type
-        )
+        it uses, KV for each sequence; states are read and written."""
+        kv = self.config.kv_bytes(case.depth + case.tokens // 2, self.kv_type)
+        return self.step_weights(case.batch) / case.batch + kv + 2 * self.config.state_bytes
 
     def step_weights(self, tokens: int) -> float:
         """Return the bytes of weights that a step of so many tokens reads."""

@@ -229,6 +229,8 @@ def _fits_table(fits: dict[str, Any]) -> list[str]:
             continue
         contexts = f"{cache['contexts']:,} of {cache['max_context']:,} tokens"
         requests = f"{cache['requests']:,} of {cache['tokens_each']:,} tokens each"
+        if cache["n_slots"]:
+            requests += f", {cache['n_slots']:,} states of {human_bytes(cache['slot_bytes'])}"
         rows.append((kv_type, human_bytes(cache["bytes"]), f"{cache['tokens']:,}", contexts, requests))
     table = columns(rows, right=[1, 2]) if len(rows) > 1 else []
     return table + [f"{', '.join(kv_types)}: {error}" for error, kv_types in refused.items()]

@@ -92,25 +92,27 @@ def plan_kv_cache(
     `kv_memory` is its size in bytes; by default what all requests could ever use, but at most `memory_fraction` of
     `available`, the bytes that are free beside the weights (None: unknown; then it is one whole context). A draft
     model's cache has as many blocks and shares the memory. Only the default context is reduced to what fits: one that
-    was set raises. States take part of the same memory: those of running requests at most half of it, with
-    `draft_tokens` more for each, and snapshots a quarter of what is left.
+    was set raises. States take part of the same memory, at most five eighths: half for those of running
+    requests, with `draft_tokens` more for each, and a quarter of the rest for snapshots.
     """
     EngineConfig(max_context=1, n_blocks=1, block_size=block_size, max_batch=max_batch)  # checks their ranges
     requested = _check_context(max_context, config.context_length)
     models = [config] if draft_config is None else [config, draft_config]
     block = sum(block_bytes(one, kv_type, block_size) for one in models)
     context_blocks = -(-requested // block_size)
-    slot, working = config.state_bytes, default_slots(max_batch, draft_tokens) if config.state_bytes else 0
+    slot, wanted = config.state_bytes, default_slots(max_batch, draft_tokens) if config.state_bytes else 0
     if kv_memory is not None:
         memory = _check_memory(kv_memory, available)
     elif available is None:
-        memory = context_blocks * block + working * slot
+        memory = context_blocks * block + wanted * slot
     else:
-        most = working + MAX_SNAPSHOTS_PER_REQUEST * max_batch
+        most = wanted + MAX_SNAPSHOTS_PER_REQUEST * max_batch
         memory = min(context_blocks * block * max_batch + most * slot, int(available * memory_fraction))
     is_known = kv_memory is not None or available is not None
-    n_slots = _num_slots(slot, memory, max_batch, working) if is_known else working
+    n_slots = _num_slots(slot, memory, max_batch, wanted) if is_known else wanted
     n_blocks = (memory - n_slots * slot) // block
+    if kv_memory is None and slot:
+        n_blocks = min(n_blocks, context_blocks * max_batch)  # more than all requests use
     min_blocks = context_blocks if max_context is not None else min(context_blocks, -(-MIN_CONTEXT // block_size))
     if n_blocks < min_blocks:
         tokens = min(requested, min_blocks * block_size)
@@ -130,9 +132,9 @@ def _num_slots(slot: int, memory: int, max_batch: int, wanted: int) -> int:
     """Return how many states of `slot` bytes a cache of `memory` bytes has: up to `wanted`, and snapshots."""
     if not slot:
         return 0
-    working = max(SLOTS_PER_REQUEST, min(wanted, int(STATE_FRACTION * memory) // slot))
-    snapshots = int(SNAPSHOT_FRACTION * max(0, memory - working * slot)) // slot
-    return working + min(snapshots, MAX_SNAPSHOTS_PER_REQUEST * max_batch)
+    wanted = max(SLOTS_PER_REQUEST, min(wanted, int(STATE_FRACTION * memory) // slot))
+    snapshots = int(SNAPSHOT_FRACTION * max(0, memory - wanted * slot)) // slot
+    return wanted + min(snapshots, MAX_SNAPSHOTS_PER_REQUEST * max_batch)
 
 
 def block_bytes(config: ModelConfig, kv_type: str, block_size: int = BLOCK_SIZE) -> int:

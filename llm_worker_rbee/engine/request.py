@@ -227,11 +227,12 @@ class Request:
     num_cached_tokens: int = -1  # prefix hit when it was first scheduled
     first_scheduled_time: float = 0.0  # in the time of time.perf_counter
     num_shared_tokens: int = 0  # prefix hit when it was last scheduled
+    num_matched_tokens: int = 0  # of cached blocks when it was last matched, with a snapshot after them or not
     num_preemptions: int = 0
     batch_slot: int = -1  # its row of the block tables while it is running, -1 otherwise
     num_blocks_in_table: int = 0  # written to that row
-    states: dict[int, int] = field(default_factory=dict)  # tokens -> the slot of the state behind them (state_pool.py)
-    output_snapshot: bytes | None = None  # the hash of its last published state behind the prompt
+    states: dict[int, int] = field(default_factory=dict)  # tokens -> the slot of the state after them (state_pool.py)
+    output_snapshot: bytes | None = None  # the hash of its last published state after the prompt
     prompt_logprobs: list[TokenLogprob | None] | None = None
     sample_row: SampleRow | None = None
     history: Any = None  # the sampler's own

@@ -29,7 +29,7 @@ from .request import (
     copy_error,
     error_output,
 )
-from .state_pool import StatePool
+from .state_pool import MIN_SNAPSHOT_BLOCKS, StatePool
 from .step_limits import max_scored_tokens
 
 # Tokens of prompts beside these decodes, the deepest of them behind so many computed tokens.
@@ -248,14 +248,16 @@ class Scheduler:
         return found
 
     def _schedule_drafts(self, request: Request) -> ScheduledTokens:
-        """Schedule the next token, and as many drafts as there are blocks for."""
+        """Schedule the next token, and as many drafts as there are blocks and slots for."""
         start, known = request.num_computed_tokens, len(request.ids)
         wanted = len(request.drafts)
         if self.states is not None:
             wanted = min(wanted, self.states.draft_room(request, self.running))
         room = self.reserve(request, known + wanted) - known
         request.drafts = request.drafts[:room]
-        return ScheduledTokens(request, start, known + room, start)
+        scheduled = ScheduledTokens(request, start, known + room, start)
+        self._prepare_states([scheduled])  # at once: the next request gets what is left
+        return scheduled
 
     def _prefill_order(self, prefills: Sequence[Request]) -> Iterator[Request]:
         """Yield running prefills and requests that are admitted, in schedule order."""
@@ -313,7 +315,9 @@ class Scheduler:
         if self.states is not None:
             self.states.start(request, len(shared))
         request.num_computed_tokens = request.num_shared_tokens = len(shared) * self.config.block_size
-        self._in_flight.begin(self._cacheable_hashes(request)[len(shared) :], request)
+        computing = self._cacheable_hashes(request)[len(shared) :]
+        if self.states is None or len(computing) >= MIN_SNAPSHOT_BLOCKS:  # else it leaves no snapshot to wait for
+            self._in_flight.begin(computing, request)
         self._record(request, "admitted" if request.num_cached_tokens < 0 else "resumed")
         if request.num_cached_tokens < 0:  # not after a preemption
             request.num_cached_tokens, request.first_scheduled_time = request.num_computed_tokens, time.perf_counter()
@@ -340,7 +344,10 @@ class Scheduler:
         """Return the blocks of the longest cached prefix, with states of the longest one that has a snapshot."""
         hashes = self._cacheable_hashes(request)
         found = self.pool.match(hashes)
-        return found if self.states is None else found[: self.states.longest_snapshot(hashes[: len(found)])]
+        if self.states is None:
+            return found
+        request.num_matched_tokens = len(found) * self.config.block_size
+        return found[: self.states.longest_snapshot(hashes[: len(found)])]
 
     def _prefix_in_flight(self, request: Request) -> bool:
         """Return whether a request as urgent is computing the first block that is missing: it is worth waiting for."""

@@ -20,14 +20,12 @@ from .request import Request, ScheduledTokens
 SLOTS_PER_REQUEST = 3
 # A prompt's last chunk is split at its last full block only if the snapshot there saves so many blocks.
 MIN_SNAPSHOT_BLOCKS = 2
-
-
-SNAPSHOTS = 64  # slots beside those of running requests, where nothing else is said
+DEFAULT_SNAPSHOTS = 64  # slots beside those of running requests, where nothing else is said
 
 
 def default_slots(max_batch: int, draft_tokens: int = 0) -> int:
     """Return how many slots a full batch needs, with drafts, and some for snapshots."""
-    return max_batch * (SLOTS_PER_REQUEST + draft_tokens) + SNAPSHOTS
+    return max_batch * (SLOTS_PER_REQUEST + draft_tokens) + DEFAULT_SNAPSHOTS
 
 
 class StatePool:
@@ -58,7 +56,7 @@ class StatePool:
         return next((i for i in range(len(hashes), 0, -1) if self._pool.is_cached(hashes[i - 1])), 0)
 
     def start(self, request: Request, num_blocks: int) -> None:
-        """Let a request start from the snapshot behind its first blocks; from the zero state if there are none."""
+        """Let a request start from the snapshot after its first blocks; from the zero state if there are none."""
         if num_blocks:
             (slot,) = self._pool.match([request.hashes[num_blocks - 1]])
             self._pool.acquire([slot], 0)
@@ -67,17 +65,22 @@ class StatePool:
     def chunk_stop(self, request: Request, start: int, stop: int) -> int:
         """Return where a chunk of a prompt should end so that its state becomes a snapshot: with a full block."""
         size, known = self._block_size, len(request.ids)
+        if not self._pool.caching:
+            return stop
+        least, matched = MIN_SNAPSHOT_BLOCKS * size, request.num_matched_tokens
+        if matched < stop and matched - start >= least:
+            return matched  # where a prompt with the same beginning went on differently
         if stop < known:
             aligned = stop // size * size
             return aligned if aligned > start else stop
         last = (known - 1) // size * size
-        return last if self._pool.caching and last - start >= MIN_SNAPSHOT_BLOCKS * size else stop
+        return last if last - start >= least else stop
 
     def draft_room(self, request: Request, running: Sequence[Request]) -> int:
-        """Return for how many drafts there are slots beside those that running requests may need."""
-        held = sum(min(len(one.states), SLOTS_PER_REQUEST) for one in running)
-        reserved = self.max_running * SLOTS_PER_REQUEST - held
-        return max(0, self._pool.num_free - reserved)
+        """Return for how many drafts of a request there are slots beside those that others hold or may need."""
+        others = sum(max(len(one.states), SLOTS_PER_REQUEST) for one in running if one is not request)
+        others += (self.max_running - len(running)) * SLOTS_PER_REQUEST
+        return max(0, self.n_slots - others - 2)  # its own: the state that it starts from, that of the next token
 
     def prepare(self, scheduled: ScheduledTokens) -> None:
         """Allocate slots for the states that a step writes: of its last token, with drafts that of each token."""
@@ -94,7 +97,7 @@ class StatePool:
                 states[at] = slot
 
     def publish(self, request: Request) -> None:
-        """Enter the states behind full blocks into the prefix cache; of the output only the last one is kept."""
+        """Enter the states after full blocks into the prefix cache; of the output only the last one is kept."""
         size, prompt = self._block_size, request.num_prompt_tokens
         for at in sorted(request.states):
             if at % size or not size <= at <= request.num_computed_tokens:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from ..config import MAX_BATCH, EngineConfig, ModelConfig
 
 DEFAULT_CONFIG = EngineConfig(max_context=1, n_blocks=1)
+DELTA_CHUNK = 64  # tokens of a chunk of the gated delta rule on a GPU
 BATCH_STEP = 64  # the default is a multiple of this
 # Tokens that each request of a full batch has room for: an eighth of the context, within these bounds.
 CONTEXT_SHARE, MIN_REQUEST_TOKENS, MAX_REQUEST_TOKENS = 8, 512, 1024
@@ -59,6 +60,13 @@ class Workspace:
         width, layers = config.d_model, range(config.n_layers)
         heads, kv_heads = max((config.n_heads * dim, n * dim) for n, dim in map(config.kv_shape, layers))
         attention = copies * 4 * (heads + 2 * kv_heads) + (2 + 4 + 2) * heads  # product; queries, output, activations
+        if config.family.gated_attention:
+            attention += copies * 4 * heads
+        if (linear := config.linear) is not None:  # product; convolution; w, u and scores of chunks; result
+            values = linear.v_heads * linear.v_dim
+            chunks = linear.v_heads * (linear.k_dim + linear.v_dim + DELTA_CHUNK)
+            delta = copies * 4 * (linear.channels + values) + 4 * (linear.channels + chunks) + 6 * values
+            attention = max(attention, delta)
         d_ff = max(map(config.d_ff_of, layers))
         mlp = copies * 4 * 2 * d_ff + 2 * d_ff  # gate and up; their combination
         if (experts := config.experts) is not None:  # products of all experts of a token, without splits

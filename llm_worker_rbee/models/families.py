@@ -249,7 +249,7 @@ def detect_family(checkpoint: Checkpoint) -> Family:
 def _from_class_name(config: Mapping[str, Any]) -> str | None:
     """Return `llama` for `LlamaForCausalLM`, for a config.json without model_type."""
     names = config.get("architectures") or [""]
-    name = CLASS_SUFFIX.sub("", str(names[0])).lower() if isinstance(names, list) else ""
+    name = CLASS_SUFFIX.sub("", str(names[0])).lower().replace("_", "") if isinstance(names, list) else ""
     by_class = {kind.replace("_", ""): kind for kind in BY_HF}
     return {
         "gemma3": "gemma3_text",

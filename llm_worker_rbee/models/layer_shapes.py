@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..config import MAX_LAYERS, MAX_WIDTH
+from ..config import MAX_WIDTH
 from ..errors import UnsupportedModelError
 from .metadata_reader import MetadataReader
 
@@ -51,11 +51,13 @@ def hf_layer_shapes(
     layers = [own.get(str(i), {}) if own else {} if window else of_full for i, window in enumerate(windows)]
     if not all(isinstance(layer, Mapping) and all(type(n) is int for n in layer.values()) for layer in layers):
         raise keys.error("per_layer_config", "must have an object of numbers for each layer that it names")
+    if other := sorted({key for layer in layers for key in layer} - {"head_dim", "num_key_value_heads"}):
+        raise UnsupportedModelError(f"{keys.describe_key('per_layer_config')}: {other[0]!r} is not supported")
     dims = [layer.get("head_dim", window_dim) for layer in layers]
     kinds = {bool(window): dim for window, dim in zip(windows, dims, strict=True)}
     if [kinds[bool(window)] for window in windows] != dims:
         raise UnsupportedModelError(f"{keys.describe_key('per_layer_config')}: head_dim differs among layers of a kind")
-    shared = keys.integer("num_kv_shared_layers", 0, maximum=MAX_LAYERS)
+    shared = keys.integer("num_kv_shared_layers", 0, maximum=n_layers)
     wide = 2 if keys.get("use_double_wide_mlp", bool, False) else 1
     d_ff = keys.integer("intermediate_size", minimum=1, maximum=MAX_WIDTH)
     kv_heads = tuple(layer.get("num_key_value_heads", usual) for layer in layers)
@@ -67,7 +69,7 @@ def hf_layer_shapes(
         "layer_input_dim": keys.integer("hidden_size_per_layer_input", 0, maximum=MAX_WIDTH),
     }
     if "window_head_dim" in fields:
-        fields["window_rope_dim"] = int(window_dim * local_rotary_fraction)
+        fields["window_rope_dim"] = int(fields["window_head_dim"] * local_rotary_fraction)
     found = _with_numbers(keys, {"num_key_value_heads": kv_heads, "intermediate_size": widths, "head_dim": (head_dim,)})
     return found, fields
 

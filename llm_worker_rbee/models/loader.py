@@ -247,9 +247,11 @@ class _ModelLoader:
             self.head_norm(f"{prefix}attn_{x}_norm.weight", heads, dim) if has_norms and heads else None
             for x, heads in (("q", c.n_heads), ("k", kv_heads))
         )
-        v_norm = RMSNorm(self.ops.prepare_vector(np.ones(dim, np.float32)), c.norm_eps)
-        rows = c.n_heads * dim, kv_heads * dim
-        qkv, gate = self.gated_qkv(prefix) if c.family.gated_attention else (self.qkv(prefix, *rows), None)
+        if c.family.gated_attention:
+            qkv, gate = self.gated_qkv(prefix)
+        else:
+            keys_as_values = c.family.optional_v and not c.windows[i]
+            qkv, gate = self.qkv(prefix, c.n_heads * dim, kv_heads * dim, keys_as_values=keys_as_values), None
         return Attention(
             qkv=qkv,
             output=self.linear([prefix + "attn_output"], [c.d_model], c.n_heads * dim),
@@ -260,7 +262,7 @@ class _ModelLoader:
             params=AttentionParams(c.attention_scale, c.windows[i], c.attention_cap),
             q_norm=q_norm,
             k_norm=k_norm,
-            v_norm=v_norm if c.family.v_norm and kv_heads else None,
+            v_norm=self.unit_norm(dim) if c.family.v_norm and kv_heads else None,
             sinks=self.sinks(prefix) if c.family.attention_sinks else None,
             gate=gate,
         )
@@ -315,14 +317,14 @@ class _ModelLoader:
     def sinks(self, prefix: str) -> Array:
         return self.ops.prepare_vector(self.vector(prefix + "attn_sinks.weight", self.config.n_heads))
 
-    def qkv(self, prefix: str, q_rows: int, kv_rows: int) -> Linear:
+    def qkv(self, prefix: str, q_rows: int, kv_rows: int, *, keys_as_values: bool) -> Linear:
         c, rows = self.config, [q_rows, kv_rows, kv_rows]
         if c.family.fused_qkv:
             return self.linear([prefix + "attn_qkv"], [sum(rows)], c.d_model)
         names = [prefix + f"attn_{x}" for x in "qkv"]
         if not kv_rows:
             return self.linear(names[:1], rows[:1], c.d_model)
-        if c.family.optional_v and names[2] + ".weight" not in self.checkpoint.tensors:
+        if keys_as_values and names[2] + ".weight" not in self.checkpoint.tensors:
             names[2] = names[1]
         if c.family.qkv_bias:
             self.require_biases(names)
@@ -432,6 +434,10 @@ class _ModelLoader:
         if not interleaved or name.split(".")[-2] not in ("attn_q", "attn_k"):
             return None
         return rope_row_order(rows, self.config.head_dim, self.config.rope_dim)
+
+    def unit_norm(self, width: int) -> RMSNorm:
+        """Return a norm without a weight."""
+        return RMSNorm(self.ops.prepare_vector(np.ones(width, np.float32)), self.config.norm_eps)
 
     def norm(self, name: str, width: int) -> RMSNorm:
         return RMSNorm(self.ops.prepare_vector(self.norm_weight(name, width)), self.config.norm_eps)

@@ -193,7 +193,7 @@ def _hf_linear_kinds(keys: MetadataReader, n_layers: int) -> tuple[str, ...]:
         return _linear_kinds(keys.integer("full_attention_interval", 4, 1), n_layers)
     kinds = {"linear_attention": "gated_delta", "full_attention": "attention"}
     named = keys.get("layer_types", list)
-    if len(named) != n_layers or any(kind not in kinds for kind in named):
+    if len(named) != n_layers or any(kind not in tuple(kinds) for kind in named):
         raise keys.error("layer_types", f"must name {' or '.join(kinds)} for each of {n_layers} layers")
     return tuple(kinds[kind] for kind in named)
 
@@ -277,9 +277,9 @@ def model_config_from_hf(config: Mapping[str, Any], family: Family, vocab_size: 
         defaults.pop("rope_parameters", None)
     keys = MetadataReader({**defaults, **config}, source="config.json: ")
     n_layers = keys.integer("num_hidden_layers", minimum=1, maximum=MAX_LAYERS)
+    _refuse_bidirectional(keys)
     windows, shapes = _hf_windows(keys, family, n_layers), dict[str, Any]()
     if family.layer_shapes:
-        _refuse_bidirectional(keys)
         windows = (*windows[:-1], 0)  # the last one always sees everything
         local_fraction = _hf_rope(keys, "sliding_attention").number("partial_rotary_factor", 1.0, maximum=1.0)
         keys, shapes = hf_layer_shapes(keys, windows, local_fraction)
@@ -379,8 +379,9 @@ def _hf_experts(keys: MetadataReader, family: Family, n_layers: int) -> ExpertCo
 
 
 def _refuse_bidirectional(keys: MetadataReader) -> None:
-    if keys.get("use_bidirectional_attention", str, "") == "all":
-        raise UnsupportedModelError(f"{keys.describe_key('use_bidirectional_attention')} is 'all': not supported")
+    value = keys.values.get("use_bidirectional_attention")
+    if value in (True, "all"):  # "vision": between the tokens of an image
+        raise UnsupportedModelError(f"{keys.describe_key('use_bidirectional_attention')} is {value!r}: not supported")
 
 
 def _hf_attention_scale(keys: MetadataReader, family: Family, head_dim: int) -> float:

@@ -156,6 +156,14 @@ def byte_level_splitter(pre: PreTokenizer) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
+def _check_spm_merges(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> None:
+    """Raise for a merge of tokens, or to a token, that the vocabulary lacks; single characters may be missing."""
+    made = set(map("".join, merges)) - vocab.keys()
+    missing = made or {part for part in set(chain.from_iterable(merges)) - vocab.keys() if len(part) > 1}
+    if missing:
+        raise TokenizerError(f"tokenizer.ggml.merges: a merge needs token {preview(min(missing))}, which is missing")
+
+
 class SpmEncoder:
     """SentencePiece-style BPE of a GGUF. Without merges in the file the token with the best score is merged first.
 
@@ -189,6 +197,8 @@ class SpmEncoder:
         if scores is not None:
             work, merges = _check_spm_lengths(vocab), partial(derive_merges, vocab, scores)
         assert merges is not None
+        if scores is None:
+            _check_spm_merges(vocab, merges())
         self._make_library = partial(_spm_library, vocabulary, vocab, byte_ids, merges, unknown_id)
         self._made: tuple[Tokenizer, dict[int, tuple[int, ...]]] | None = None
         self._lock = Lock()

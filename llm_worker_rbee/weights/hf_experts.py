@@ -65,7 +65,8 @@ def _stacks(tensors: Mapping[str, Tensor], name: str) -> Iterator[_Stack]:
         take = partial(_take_floats, floats, (0, 2, 1))
         yield _Stack("weight", floats.kind, (count, rows, columns), {"weight": floats}, take)
     elif blocks is not None and scales is not None:
-        if len(blocks.shape) != 4 or blocks.shape[3] != 16 or scales.shape != blocks.shape[:3]:
+        is_bytes = blocks.kind.block_bytes == scales.kind.block_bytes == 1
+        if not is_bytes or len(blocks.shape) != 4 or blocks.shape[3] != 16 or scales.shape != blocks.shape[:3]:
             found = f"{blocks.name!r} {blocks.shape} and {scales.name!r} {scales.shape}"
             raise ModelFileError(f"tensors {found} are no MXFP4 blocks and scales")
         shape, sources = (*blocks.shape[:2], 32 * blocks.shape[2]), {"blocks": blocks, "scales": scales}

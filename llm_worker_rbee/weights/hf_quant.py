@@ -79,14 +79,18 @@ def read_quantization(settings: object) -> Quantization | None:
         raise ModelFileError("config.json: 'quantization_config' is not an object")
     method = str(settings.get("quant_method", "modelopt" if "quant_algo" in settings else ""))
     groups = settings.get("config_groups") or {}
-    weights = [g.get("weights") or {} for g in groups.values()] if isinstance(groups, dict) else []
+    if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
+        raise ModelFileError("config.json: 'config_groups' of 'quantization_config' is not an object of objects")
+    weights = [g["weights"] for g in groups.values() if isinstance(g.get("weights"), dict)]
     first = {**weights[0], **settings} if weights else settings
     chosen = str(settings.get(FORMAT_KEYS.get(method, "fmt")) or FORMATS.get(method, ("",))[0])
     block = settings.get("weight_block_size") or first.get("block_structure")
+    if isinstance(block, list) and not (len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
+        raise ModelFileError("config.json: 'weight_block_size' must be two positive numbers")
     bits = {FP8: 8, FBGEMM: 8, MXFP4: 4}.get(method) or {"FP8": 8, "NVFP4": 4}.get(chosen, 0)
     return Quantization(
         method, chosen, _number(first, "bits") or _number(first, "num_bits") or bits, _number(first, "group_size"),
-        (block[0], block[1]) if isinstance(block, list) and len(block) == 2 else None,
+        (block[0], block[1]) if isinstance(block, list) else None,
         problem=_find_problem(method, chosen, settings),
     )  # fmt: skip
 
@@ -328,6 +332,7 @@ class _Module(NamedTuple):
     def _pack_quantized(self) -> Groups:
         """Codes of compressed-tensors, plus half of their range, along the columns; zero points along the rows."""
         words, stored = self._words("weight_packed"), self._part("weight_shape", "I64", "I32")
+        self._require_shape("weight_shape", (2,))
         rows, columns = (int(n) for n in stored.data.view("<i8" if stored.kind.name == "I64" else "<i4")[:2])
         bits = 32 * words.shape[1] // max(1, columns)
         self._require_bits(bits, 4, 8)
@@ -460,8 +465,9 @@ class _Module(NamedTuple):
         suffix = "scales" if "scales" in self.parts else "weight_scale"
         shape = self.parts[suffix].shape
         count = shape[0 if suffix == "scales" else -1] if len(shape) > 1 else 1
-        if (order < 0).all() or (columns % count == 0 and (order == np.arange(columns) // (columns // count)).all()):
+        if (order < 0).all():
             return None
-        if order.size != columns or order.min() < 0 or order.max() >= count:
+        if not count or order.size != columns or order.min() < 0 or order.max() >= count:
             raise ModelFileError(f"tensor '{self.name}.g_idx' does not name a group of {count} for {columns} columns")
-        return order
+        is_usual = columns % count == 0 and (order == np.arange(columns) // (columns // count)).all()
+        return None if is_usual else order

@@ -1,7 +1,8 @@
 """Quantization mixes (Q4_K_M, Q3_K_L, ...): the block type of each tensor, as a table of rules. No quantizing here.
 
 The rules are those of llama.cpp's llama-quant.cpp (2026-08) without an importance matrix, for models of fewer than 80
-layers; checked against files that its quantizer wrote. Routers and the weights of convolutions stay float32.
+layers; checked against files that its quantizer wrote. Routers, weights of convolutions and the projection of
+per-layer embeddings stay float32. `attn_v` counts all layers, where llama.cpp counts those that have one.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from ..errors import InvalidRequestError
 from .checkpoint import Checkpoint
 from .quants import BLOCK_TYPES
 
-OUTPUT, EMBEDDING = "output", "token_embd"
+OUTPUT, EMBEDDING, LAYER_EMBEDDING = "output", "token_embd", "per_layer_token_embd"
 # A fused matrix gets the type of its most sensitive part, experts that of a dense MLP.
 SAME_ROLES = {"attn_qkv": "attn_v", "ffn_down_exps": "ffn_down", "ffn_down_shexp": "ffn_down"}
-FLOAT_ROLES = ("ffn_gate_inp", "ssm_conv1d", "shortconv.conv")  # never quantized
+FLOAT_ROLES = ("ffn_gate_inp", "ssm_conv1d", "shortconv.conv", "per_layer_model_proj")  # never quantized
 EXPERT_ROLES = ("ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps", "ffn_down_exps")
 FLOAT_TYPES = ("F32", "F16", "BF16")
 MIN_GROUPED_HEADS = 4  # query heads per KV head from which on `attn_v` is small enough for more bits
@@ -140,7 +141,7 @@ def matrix_type(mix: Mix, role: str, columns: int, place: Place, *, tied: bool) 
         return mix.base
     rules = mix.rules.get(role) or mix.rules.get(SAME_ROLES.get(role, role), ())
     chosen = next((kind for where, kind in rules if where(place)), mix.base)
-    if role == OUTPUT or (role == EMBEDDING and tied):
+    if role == OUTPUT or (role in (EMBEDDING, LAYER_EMBEDDING) and tied):
         chosen = "Q8_0" if mix.base == "Q8_0" or columns % BLOCK_TYPES[mix.base].block_size else "Q6_K"
     candidates = (chosen, FALLBACKS.get(chosen, chosen), "F16")
     return next(kind for kind in candidates if columns % BLOCK_TYPES[kind].block_size == 0)

@@ -152,12 +152,12 @@ def open_hf(folder: Path, *, weights: bool = True) -> Checkpoint:
     if generation.exists():
         metadata["generation_config"] = read_json(generation)
     quantization = read_quantization(_quantization_config(folder, config))
-    if quantization is not None:
-        tensors, quantization = merge_quantized(tensors, quantization)
-        metadata["quantization"] = asdict(quantization)
     if isinstance(config.get("text_config"), dict):
         metadata["config"] = config = _text_config(config)
         tensors, metadata["left_out"] = _text_tensors(tensors)
+    if quantization is not None:
+        tensors, quantization = merge_quantized(tensors, quantization)
+        metadata["quantization"] = asdict(quantization)
     model_type = config.get("model_type")
     if model_type is not None and not isinstance(model_type, str):
         raise ModelFileError("config.json: 'model_type' is not a string")
@@ -170,7 +170,10 @@ def _quantization_config(folder: Path, config: Mapping[str, Any]) -> object:
     text, own_file = config.get("text_config"), folder / "hf_quant_config.json"
     found = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
     if found is None and own_file.exists():
-        return {"quant_method": "modelopt", **read_json(own_file).get("quantization", {})}
+        own = read_json(own_file).get("quantization", {})
+        if not isinstance(own, dict):
+            raise ModelFileError("hf_quant_config.json: 'quantization' is not an object")
+        return {"quant_method": "modelopt", **own}
     return found
 
 

@@ -18,7 +18,7 @@ def paper(n_slots: int = 32, **options: int) -> PaperScheduler:
 
 
 def snapshots(scheduler: PaperScheduler, request: Request) -> list[int]:
-    """The tokens behind which the request's prefix has snapshots."""
+    """The tokens after which the request's prefix has snapshots."""
     states = scheduler.scheduler.states
     assert states is not None
     return [SIZE * (i + 1) for i, known in enumerate(request.hashes) if states._pool.is_cached(known)]
@@ -105,6 +105,33 @@ def test_fewer_requests_run_where_slots_are_few() -> None:
     assert len(made.scheduler.running) == 2
     made.run()
     made.require_answers(*requests)
+
+
+def test_drafts_of_all_requests_share_the_slots_that_are_left() -> None:
+    made = paper(14, max_batch=4)
+    requests = [made.request([i % 3, 1, 2], 9) for i in range(4)]
+    made.step()
+    for request in made.scheduler.running:
+        request.drafts = [0, 1, 2]
+    made.run()
+    made.require_answers(*requests)
+
+
+def test_prompts_with_the_same_beginning_leave_a_snapshot_where_they_differ() -> None:
+    made = paper()
+    shared, found = [0, 1, 2] * 4, []
+    for end in range(3):
+        found.append(made.request([*shared, *[end] * 9], 1))
+        made.run()
+    made.require_answers(*found)
+    assert [request.num_cached_tokens for request in found] == [0, 0, 12]
+
+
+def test_without_a_prefix_cache_chunks_are_not_cut() -> None:
+    made = paper(prefix_cache=False)
+    request = made.request([0, 1, 2] * 7, 1)
+    made.step(10)
+    assert request.num_computed_tokens == 10
 
 
 def test_steps_launched_ahead_write_states_of_their_own() -> None:

@@ -15,8 +15,9 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from llm_worker_rbee.config import ModelConfig, RopeScaling
-from llm_worker_rbee.errors import ModelFileError
+from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError
 from llm_worker_rbee.layers.rope import rope_table
+from llm_worker_rbee.models import families
 from llm_worker_rbee.models.families import BY_GGUF, BY_HF, read_model_config
 from llm_worker_rbee.models.metadata import model_config_from_gguf, model_config_from_hf
 from llm_worker_rbee.weights import open_checkpoint
@@ -147,6 +148,20 @@ def test_detect_family_without_model_type_uses_class_name(name: str, tmp_path: P
     assert config["architectures"][0].endswith("ForCausalLM")
     (folder / "config.json").write_text(json.dumps(config))
     assert read_model_config(open_checkpoint(folder)).family is family
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForCausalLM", "GptOssForCausalLM"])
+def test_names_of_classes_with_underscores_are_known(name: str) -> None:
+    assert families._from_class_name({"architectures": [name]}) in families.BY_HF
+
+
+@pytest.mark.parametrize("value", [True, "all"])
+def test_bidirectional_attention_is_refused(value: object, tmp_path: Path) -> None:
+    folder = model_zoo.save_hf(model_zoo.make_hf(model_zoo.ZOO["gemma3"]), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "use_bidirectional_attention": value}))
+    with pytest.raises(UnsupportedModelError, match="use_bidirectional_attention"):
+        read_model_config(open_checkpoint(folder))
 
 
 @pytest.mark.parametrize("said", [{"tie_word_embeddings": False}, {}])

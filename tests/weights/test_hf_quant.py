@@ -90,6 +90,12 @@ ERRORS: dict[str, tuple[str, dict[str, Any], Any, type[WorkerError], str]] = {
     "zeros of bytes": ("gptq-8", {}, damage("qzeros", lambda x: x + 1), UnsupportedModelError, "with zero points"),
     "global scale": ("nvfp4", {}, damage("weight_scale_2", lambda x: x * 0), ModelFileError, "not one positive number"),
     "order": ("gptq-order", {}, damage("g_idx", lambda x: x + 7), ModelFileError, "does not name a group of 2"),
+    "short order": ("gptq-order", {}, damage("g_idx", lambda x: x[:-1].contiguous()), ModelFileError,
+                    "does not name a group of 2"),
+    "groups": ("pack", {"config_groups": {"g": "x"}}, None, ModelFileError, "'config_groups'"),
+    "block size": ("fp8-blocks", {"weight_block_size": [0, 0]}, None, ModelFileError, "'weight_block_size' must be"),
+    "weight shape": ("pack", {}, damage("weight_shape", lambda x: x[:1].contiguous()), ModelFileError,
+                     r"weight_shape' has shape \(1,\)"),
 }  # fmt: skip
 
 

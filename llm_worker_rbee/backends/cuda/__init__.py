@@ -36,7 +36,7 @@ from .causal_conv import StateInputs, launch_conv
 from .device import upload
 from .elementwise import ACTIVATIONS, launch_add_norm, launch_embedding, launch_gated, launch_head_norm
 from .experts import combine, grouped_linear, launch_route, pack_experts
-from .gated_delta import launch_delta, launch_gate
+from .gated_delta import has_kernels, launch_delta, launch_gate
 from .linear import BatchedLinear
 from .packed_weight import E4M3, Activations, PackedExperts, PackedWeight, merge_parts
 from .repack import pack_weight
@@ -223,6 +223,10 @@ class CudaBackend(ops.Backend):
     ) -> torch.Tensor:  # fmt: skip
         slots = self._state_inputs(batch)
         mixed = launch_delta(qkv.contiguous(), gates.contiguous(), params, weights, state, slots)
+        if not has_kernels(params):
+            heads = mixed.view(len(mixed), params.v_heads, params.v_dim)
+            normed = launch_head_norm(heads, weights.norm, params.eps, exact=self.deterministic).view(mixed.shape)
+            return normed * torch.nn.functional.silu(z[:, -mixed.shape[1] :])
         out = self._empty(*mixed.shape)
         launch_gate(mixed, z.contiguous(), Activations(out), weights.norm, params.eps)
         return out

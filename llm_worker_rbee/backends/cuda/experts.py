@@ -90,7 +90,7 @@ def route_rows(
     chosen = tl.zeros((SLOTS,), tl.int32)
     picked = tl.zeros((SLOTS,), tl.float32)
     for k in tl.static_range(K):
-        best = tl.argmax(choice, 0, tie_break_left=True)
+        best = tl.minimum(tl.argmax(choice, 0, tie_break_left=True), num_experts - 1)  # rows of padding may be NaN
         chosen = tl.where(slot == k, best, chosen)
         picked = tl.where(slot == k, tl.sum(tl.where(e == best, score, 0.0), 0), picked)
         choice = tl.where(e == best, float("-inf"), choice)

@@ -72,8 +72,8 @@ def _has_add_kernel(node: Node) -> bool:
 
 
 def _has_expert_kernels(node: Node) -> bool:
-    """The router is dense, gate and up have one type, and no product of a shared expert has a bias; nothing else has a
-    scale."""
+    """The router is dense, gate and up have one type, no product of a shared expert has a bias, and neither experts nor
+    the residual stream have a scale."""
     router, gated, products = node.fused[0], node.parts("gated")[0], node.parts("grouped_linear")
     is_dense = len(router["w"].parts) == 1 and router["w"].parts[0].kind == DENSE
     has_bias = any(part["bias"] is not None for part in node.parts("linear")[1:])
@@ -100,7 +100,8 @@ LAUNCHES = {
     "embed_norm": "embed_rows",
     "attention": "1 to 4 tokens: gemv, decode_attention; more: gemm, decode_attention or rope_store, prefill_attention",
     "gated_attention": "those of attention, with gemv or gemm of the gate, gate_rows",
-    "gated_delta": "gemv or gemm twice, conv_tokens, [conv_states,] delta_tokens, gate_rows",
+    "gated_delta": "gemv or gemm twice, conv_tokens, [conv_states,] delta_tokens, "
+    "[prepare_chunks, delta_chunks,] gate_rows",
     "short_conv": "gemv or gemm, conv_tokens, [conv_states,] gate_rows",
     "gated_linear": "1 to 4 tokens: gemv with its activation; more: gemm, swiglu_rows",
     "linear_add_norm": "1 to 4 tokens: gemv with residual add and norm; more: gemm, add_rms_norm_rows",
@@ -286,7 +287,11 @@ def _kernel_signature(value: Any) -> Any:
         return len(value.inv_freq), value.temperature_beta != 0
     if isinstance(value, tuple):
         return type(value), tuple(_kernel_signature(field) for field in value)
-    return None if isinstance(value, int | float) else value
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, float):
+        return value == 1.0  # a scale of 1 is left out of kernels
+    return None if isinstance(value, int) else value
 
 
 def describe(graph: Graph) -> list[ProgramLine]:

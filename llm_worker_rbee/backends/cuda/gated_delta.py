@@ -120,7 +120,7 @@ def launch_delta(
     """Return the result of the rule before its norm: (tokens, v_heads * v_dim); writes the states."""
     p = params
     out = torch.empty(len(qkv), p.v_heads * p.v_dim, device=qkv.device)
-    columns = min(64 if is_interpreted() else COLUMNS, p.v_dim)
+    columns = min(64 if is_interpreted() else COLUMNS, triton.next_power_of_2(p.v_dim))
     delta_tokens[(triton.cdiv(p.v_dim, columns), p.v_heads, min(len(slots.state_in), MAX_REQUESTS))](
         qkv, gates, weights.a, weights.dt_bias, state.matrix, *slots[:3], slots.num_requests, out, p.k_dim**-0.5,
         p.k_heads, p.v_heads, p.k_dim, p.v_dim, p.is_tiled, triton.next_power_of_2(p.k_dim), columns,

@@ -71,7 +71,8 @@ class WeightPart:
         if self.values is not None:
             return int(self.values.nbytes + (self.scales.nbytes if self.kind == FP8 else 0))
         planes = (self.low, self.high, self.scales, self.small)
-        return sum(int(plane.nbytes) for plane in planes if plane is not None and plane.dim() > 1)
+        held = [plane for plane in planes if plane is not None and plane.dim() > 1]
+        return sum(int(plane.untyped_storage().nbytes()) for plane in held)
 
     @property
     def fits_scaled_mm(self) -> bool:

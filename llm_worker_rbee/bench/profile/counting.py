@@ -81,7 +81,7 @@ def index_weights(model: Transformer, checkpoint: Checkpoint) -> dict[int, Weigh
             layer: Any = block
             for name in path.split("."):
                 layer = getattr(layer, name, None)
-            if layer is not None and own:
+            if layer is not None and sum(t.size for t in own) == packed_info(layer.weight).values:
                 found |= info(layer.weight, *own)
     return found | info(model.head, tensors.get("output.weight") or table)
 
@@ -149,7 +149,8 @@ class WorkCounter:
 
         match node.op:
             case "embed":
-                weight, made = self._weights[id(node["table"])], float(len(batch.ids) * node["table"].columns)
+                weight = self._weights.get(id(node["table"])) or packed_info(node["table"])
+                made = float(len(batch.ids) * node["table"].columns)
                 yield "embedding", Work(weight.bytes * made / weight.values + FLOAT * made, made)
             case "rms_norm":
                 component = "norm" if len(node["x"].shape) == 2 else "rope"  # of q and k

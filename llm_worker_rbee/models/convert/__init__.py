@@ -28,7 +28,7 @@ from ...weights.quant_mix import MIXES, Mix, Place, matrix_type
 from ...weights.quantize import Progress, TensorJob, quantize_in_memory
 from ...weights.quants import BLOCK_TYPES
 from ..families import BY_GGUF, gguf_architecture, read_model_config
-from ..loader import IGNORED_SUFFIXES, load_model, rope_row_order
+from ..loader import IGNORED_SUFFIXES, LAYER_NUMBER, load_model, rope_row_order
 from .expert_stacks import stack_experts
 from .gguf_metadata import gguf_metadata, rope_tensors
 
@@ -41,7 +41,8 @@ TYPES: dict[str, Mix] = {
     **{name: MIXES[name] for name in ("Q6_K", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M", "MXFP4_MOE")},
 }
 BLOCK = re.compile(r"^blk\.([0-9]+)\.((?:shortconv\.)?\w+)\.weight$")
-EMBEDDING, LAST_TENSORS = "token_embd.weight", ("output_norm.weight", "token_embd_norm.weight", "output.weight")
+EMBEDDING, EMBEDDINGS = "token_embd.weight", ("token_embd.weight", "per_layer_token_embd.weight")  # tables of rows
+LAST_TENSORS = ("output_norm.weight", "token_embd_norm.weight", "output.weight")
 FP8 = "fp8"
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 FP8_ALIGNMENT = 16  # FP8 products need rows and columns in multiples of this; other matrices keep their type
@@ -155,8 +156,8 @@ def _file_order(job: TensorJob) -> tuple[int, int]:
 
 def _is_left_out(job: TensorJob, config: ModelConfig) -> bool:
     """Return whether a tensor is of a layer that predicts further tokens: the metadata of the file has none."""
-    layer = re.match(r"blk\.([0-9]+)\.", job.name)
-    return int(layer[1]) >= config.n_layers if layer else job.name.startswith("nextn.")
+    layer = LAYER_NUMBER.match(job.name)
+    return layer is not None and int(layer[1]) >= config.n_layers
 
 
 def _adapt_to_gguf(job: TensorJob, config: ModelConfig) -> TensorJob:
@@ -179,7 +180,7 @@ def is_fp8(type_name: str | None) -> bool:
 
 def mark_fp8(checkpoint: Checkpoint) -> Checkpoint:
     """Return the model with its matrices, but the embedding, marked for e4m3; raise if one is quantized already."""
-    found = {name: t for name, t in checkpoint.tensors.items() if len(t.shape) == 2 and name != EMBEDDING}
+    found = {name: t for name, t in checkpoint.tensors.items() if len(t.shape) == 2 and name not in EMBEDDINGS}
     for tensor in found.values():
         if tensor.kind.name not in FLOAT_TYPES:
             raise InvalidRequestError(

@@ -14,11 +14,12 @@ pytest.importorskip("triton")
 
 from llm_worker_rbee.backends.cuda import CudaBackend  # noqa: E402
 from llm_worker_rbee.backends.cuda.attention_prefill import query_tiles  # noqa: E402
-from llm_worker_rbee.backends.cuda.gated_delta import launch_gate  # noqa: E402
+from llm_worker_rbee.backends.cuda.gated_delta import SHORT_REQUEST, launch_gate  # noqa: E402
 from llm_worker_rbee.backends.cuda.gated_delta_chunks import CHUNK, launch_delta_chunks  # noqa: E402
 from llm_worker_rbee.backends.cuda.packed_weight import Activations  # noqa: E402
 from llm_worker_rbee.backends.ops import GatedDeltaParams, GatedDeltaWeights, StateLayer  # noqa: E402
 from llm_worker_rbee.backends.reference import ReferenceBackend  # noqa: E402
+from llm_worker_rbee.config import MAX_DRAFT_TOKENS  # noqa: E402
 from llm_worker_rbee.engine.model_runner import SingleSequence  # noqa: E402
 from llm_worker_rbee.models import load_model, read_model_config  # noqa: E402
 from llm_worker_rbee.weights import open_checkpoint  # noqa: E402
@@ -59,7 +60,7 @@ def test_convolution_equals_reference(step: str, gated: bool, rng: np.random.Gen
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("params", [SMALL, SMALL._replace(is_tiled=True), GatedDeltaParams(1, 2, 24, 64, 1e-5)])
+@pytest.mark.parametrize("params", [SMALL, SMALL._replace(is_tiled=True), GatedDeltaParams(1, 3, 24, 80, 1e-5)])
 def test_gated_delta_equals_reference(step: str, params: GatedDeltaParams) -> None:
     lengths, state_in, state_out = STEPS[step]
     case, state, batch = (
@@ -77,6 +78,11 @@ def test_sigmoid_gate_equals_reference(rng: np.random.Generator) -> None:
     x, gate = (4 * rng.standard_normal((3, 96)).astype(np.float32) for _ in range(2))
     found = cuda.sigmoid_gate(upload(x), upload(gate))
     np.testing.assert_allclose(found.cpu(), reference.sigmoid_gate(x, gate), rtol=1e-5, atol=1e-6)
+
+
+def test_drafts_are_never_chunks() -> None:
+    """A chunk stores its last state alone."""
+    assert SHORT_REQUEST > MAX_DRAFT_TOKENS + 1
 
 
 @pytest.mark.parametrize("params", [SMALL, GatedDeltaParams(1, 2, 16, 64, 1e-6, True)])
