@@ -117,7 +117,7 @@ EXPRESSIBLE = [
     for name, variant in model_zoo.ZOO.items()
     if name not in model_zoo.NO_GGUF_KEY and not model_zoo.family_of(variant).linear_attention  # which are refused
 ]
-FLOATS = re.compile(r"\.bias$|ffn_gate_inp\.weight$|conv\.conv")  # matrices that stay float32
+FLOATS = re.compile(r"\.bias$|ffn_gate_inp\.weight$|conv\.conv|per_layer_model_proj")  # matrices that stay float32
 
 
 @pytest.mark.parametrize("name", EXPRESSIBLE)
