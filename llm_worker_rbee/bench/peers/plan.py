@@ -50,9 +50,9 @@ class Row(NamedTuple):
 
 MIXES_7B = ("Q4_K_M", "Q4_0", "Q8_0")
 FAMILY_MIXES = ("Q4_K_M", "Q8_0")
-FAMILY_SHAPES = {  # four layers, at most 16 experts
+FAMILY_SHAPES = {  # four layers, of Gemma 4 six, so that one has no window; at most 16 experts
     "qwen3-moe": "qwen3-30b-a3b:{}:4:16", "gpt-oss": "gpt-oss-20b:{}:4:16", "lfm2": "lfm2-2.6b:{}:4",
-    "qwen3.5": "qwen3.5-9b:{}:4", "gemma4": "gemma4-12b:{}:4", "mistral3": "ministral3-8b:{}:4",
+    "qwen3.5": "qwen3.5-9b:{}:4", "gemma4": "gemma4-12b:{}:6", "mistral3": "ministral3-8b:{}:4",
 }  # fmt: skip
 SUITES: dict[str, tuple[Row, ...]] = {
     "cpu": (
