@@ -64,6 +64,11 @@ class BlockPool:
         return found
 
     @property
+    def num_cached(self) -> int:
+        """Blocks that the prefix cache can find."""
+        return len(self._cached)
+
+    @property
     def cached_hashes(self) -> list[bytes]:
         return list(self._cached)
 

@@ -314,6 +314,7 @@ class SchedulerStats:
     num_preemptions: int = 0
     num_queried_tokens: int = 0  # prompt tokens looked up in the prefix cache
     num_hit_tokens: int = 0  # of these, found
+    num_snapshot_hits: int = 0  # requests that started from a snapshot of a state
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
 

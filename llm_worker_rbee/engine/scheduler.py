@@ -323,6 +323,7 @@ class Scheduler:
             request.num_cached_tokens, request.first_scheduled_time = request.num_computed_tokens, time.perf_counter()
             self.stats.num_queried_tokens += request.num_prompt_tokens
             self.stats.num_hit_tokens += request.num_computed_tokens
+            self.stats.num_snapshot_hits += bool(request.states)
         insort(self.running, request, key=_schedule_order)
 
     def _record(self, request: Request, event: SchedulingEvent) -> None:

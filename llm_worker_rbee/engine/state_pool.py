@@ -49,7 +49,7 @@ class StatePool:
 
     @property
     def num_snapshots(self) -> int:
-        return len(self._pool.cached_hashes)
+        return self._pool.num_cached
 
     def longest_snapshot(self, hashes: Sequence[bytes]) -> int:
         """Return how many of these blocks the longest prefix with a snapshot has."""

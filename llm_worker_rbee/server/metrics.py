@@ -98,6 +98,11 @@ def _engine_metrics(engine: TokenEngine) -> Iterator[Metric]:
     num_queried = stats.num_queried_tokens if info.engine.prefix_cache else 0
     yield _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", num_queried)
     yield _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.num_hit_tokens)
+    if stats.num_state_slots:
+        yield _gauge("num_state_slots", "Slots for states beside the KV cache.", stats.num_state_slots)
+        yield _gauge("num_used_state_slots", "Slots of states that requests hold.", stats.num_used_state_slots)
+        yield _gauge("num_snapshots", "States that the prefix cache can find.", stats.num_snapshots)
+        yield _counter("snapshot_hits", "Requests that started from a snapshot of a state.", stats.num_snapshot_hits)
     yield _counter("num_preemptions", "Requests whose blocks went to other requests.", stats.num_preemptions)
     yield _counter("engine_restarts", "Restarts of an engine that died.", engine.num_restarts)
     num_serving = sum(one.is_serving for one in engine.replicas)

@@ -145,12 +145,14 @@ class EngineLoop:
 
     def stats(self) -> EngineStats:
         engine, pool, stats = self.engine, self.engine.scheduler.pool, self.engine.scheduler.stats
-        fused = engine.model.fused
+        fused, states = engine.model.fused, self.engine.scheduler.states
         return EngineStats(
             num_free_blocks=pool.num_free, num_blocks=pool.n_blocks, num_steps=engine.num_steps,
             num_preemptions=stats.num_preemptions, num_queried_tokens=stats.num_queried_tokens,
             num_hit_tokens=stats.num_hit_tokens, num_drafted_tokens=stats.num_drafted_tokens,
-            num_accepted_tokens=stats.num_accepted_tokens,
+            num_accepted_tokens=stats.num_accepted_tokens, num_snapshot_hits=stats.num_snapshot_hits,
+            num_state_slots=states.n_slots if states else 0, num_used_state_slots=states.num_used if states else 0,
+            num_snapshots=states.num_snapshots if states else 0,
             num_paused_drafters=int(engine.drafter is not None and not engine.is_drafting),
             seconds_per_prefill_token=engine.seconds_per_prefill_token(),
             step_times={kind: replace(times) for kind, times in engine.step_time.totals.items()},

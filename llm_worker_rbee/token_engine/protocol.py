@@ -106,6 +106,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int = 0
     num_queried_tokens: int = 0  # prompt tokens looked up in the prefix cache
     num_hit_tokens: int = 0  # of these, found
+    num_state_slots: int = 0  # of states beside the KV cache, for a model that has them
+    num_used_state_slots: int = 0  # that requests hold
+    num_snapshots: int = 0  # states that the prefix cache can find, those that requests hold included
+    num_snapshot_hits: int = 0  # requests that started from a snapshot
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
     num_paused_drafters: int = 0  # of engines that decode faster without drafts now
@@ -124,9 +128,13 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 COUNTERS = (
-    "num_steps", "num_preemptions", "num_queried_tokens", "num_hit_tokens", "num_drafted_tokens", "num_accepted_tokens",
+    "num_steps", "num_preemptions", "num_queried_tokens", "num_hit_tokens", "num_snapshot_hits", "num_drafted_tokens",
+    "num_accepted_tokens",
 )  # fmt: skip
-SUMMED_GAUGES = ("num_free_blocks", "num_blocks", "num_paused_drafters", "device_bytes", "graph_bytes")
+SUMMED_GAUGES = (
+    "num_free_blocks", "num_blocks", "num_state_slots", "num_used_state_slots", "num_snapshots", "num_paused_drafters",
+    "device_bytes", "graph_bytes",
+)  # fmt: skip
 
 
 def add_stats(stats: Sequence[EngineStats], ended: Sequence[EngineStats] = ()) -> EngineStats:

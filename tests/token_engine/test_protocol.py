@@ -13,6 +13,7 @@ def stats(num_steps: int, seconds_per_token: float, model: StepTimeCoefficients 
     return EngineStats(
         num_free_blocks=3, num_blocks=4, num_steps=num_steps, seconds_per_prefill_token=seconds_per_token,
         step_times={"decode": StepTimes(num_steps, 1.0, 2.0, 0.5)}, step_time_model=model, num_paused_drafters=1,
+        num_state_slots=8, num_used_state_slots=2, num_snapshots=3, num_snapshot_hits=5,
     )  # fmt: skip
 
 
@@ -24,6 +25,8 @@ def test_add_stats_sums_counters_and_averages_the_model() -> None:
     both = add_stats([one, other, new], [ended])
     assert (both.num_steps, both.num_free_blocks, both.num_blocks) == (12, 9, 12)
     assert both.num_paused_drafters == 3, "an engine that has ended pauses nothing"
+    assert (both.num_state_slots, both.num_used_state_slots, both.num_snapshots) == (24, 6, 9)
+    assert both.num_snapshot_hits == 20
     assert both.seconds_per_prefill_token == pytest.approx(0.005), "two engines prefill twice as fast"
     assert both.step_times == {"decode": StepTimes(12, 4.0, 7.0, 1.5), "mixed": StepTimes(1, 7.0, 0.0, 0.0)}
     assert both.step_time_model == pytest.approx((0.2, 0.2, 0.2, 0.2))
