@@ -69,6 +69,12 @@ def rope_row_order(rows: int, head_dim: int, rope_dim: int) -> NDArray[np.intp]:
     return np.concatenate([turned[:, 0::2], turned[:, 1::2], rest], axis=1).reshape(-1)
 
 
+def split_groups(sizes: list[int], groups: int) -> list[NDArray[np.intp]]:
+    """Return the rows of each part of a matrix whose rows are groups of parts of these sizes."""
+    rows = np.arange(groups * sum(sizes)).reshape(groups, -1)
+    return [part.ravel() for part in np.split(rows, np.cumsum(sizes)[:-1], axis=1)]
+
+
 @dataclass(slots=True)
 class _ModelLoader:
     checkpoint: Checkpoint
@@ -298,10 +304,7 @@ class _ModelLoader:
     def matrix_of_groups(self, name: str, sizes: list[int], groups: int) -> Tensor:
         """Return a matrix whose rows are groups of parts of these sizes as one part after the other."""
         tensor = self.matrix(name, groups * sum(sizes), self.config.d_model)
-        rows = np.arange(groups * sum(sizes)).reshape(groups, -1)
-        return tensor.take_rows(
-            np.concatenate([part.ravel() for part in np.split(rows, np.cumsum(sizes)[:-1], axis=1)])
-        )
+        return tensor.take_rows(np.concatenate(split_groups(sizes, groups)))
 
     def gated_qkv(self, prefix: str) -> tuple[Linear, Linear]:
         """Return the projections to q, k and v, and to the gate, whose rows stand with those of q."""

@@ -171,13 +171,14 @@ def _gguf_linear_kinds(keys: MetadataReader, n_layers: int) -> tuple[str, ...]:
     key = "attention.recurrent_layers"
     flags = keys.array(key)
     if flags is None:
-        return _linear_kinds(keys.integer("full_attention_interval", 4, 1), n_layers)
+        return linear_kinds(keys.integer("full_attention_interval", 4, 1), n_layers)
     if len(flags) < n_layers or not all(isinstance(flag, int) for flag in flags):
         raise keys.error(key, f"must have a bool for each of {n_layers} layers, not {len(flags)} values")
     return tuple("gated_delta" if flag else "attention" for flag in flags[:n_layers])
 
 
-def _linear_kinds(interval: int, n_layers: int) -> tuple[str, ...]:
+def linear_kinds(interval: int, n_layers: int) -> tuple[str, ...]:
+    """Return the kinds of layers of which every n-th has attention."""
     return tuple("gated_delta" if (i + 1) % interval else "attention" for i in range(n_layers))
 
 
@@ -190,7 +191,7 @@ def _hf_linear(keys: MetadataReader, family: Family) -> LinearAttentionConfig | 
 
 def _hf_linear_kinds(keys: MetadataReader, n_layers: int) -> tuple[str, ...]:
     if not keys.has("layer_types"):
-        return _linear_kinds(keys.integer("full_attention_interval", 4, 1), n_layers)
+        return linear_kinds(keys.integer("full_attention_interval", 4, 1), n_layers)
     kinds = {"linear_attention": "gated_delta", "full_attention": "attention"}
     named = keys.get("layer_types", list)
     if len(named) != n_layers or any(kind not in tuple(kinds) for kind in named):

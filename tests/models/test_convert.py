@@ -112,12 +112,10 @@ def converted(folder: Path, path: Path, kind: str) -> Path:
     return convert(open_checkpoint(folder), path, kind).path
 
 
-EXPRESSIBLE = [
-    name
-    for name, variant in model_zoo.ZOO.items()
-    if name not in model_zoo.NO_GGUF_KEY and not model_zoo.family_of(variant).linear_attention  # which are refused
-]
-FLOATS = re.compile(r"\.bias$|ffn_gate_inp\.weight$|conv\.conv|per_layer_model_proj")  # matrices that stay float32
+EXPRESSIBLE = [name for name in model_zoo.ZOO if name not in model_zoo.NO_GGUF_KEY]
+FLOATS = re.compile(
+    r"\.bias$|ffn_gate_inp\.weight$|conv\.conv|ssm_conv1d|per_layer_model_proj"
+)  # matrices that stay float32
 
 
 @pytest.mark.parametrize("name", EXPRESSIBLE)
@@ -174,6 +172,19 @@ def test_convert_inexpressible_config_raises(
     with pytest.raises(UnsupportedModelError, match=wanted):
         converted(folder, tmp_path / "out.gguf", "F16")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_convert_linear_attention_in_other_layers_is_listed(tmp_path: Path) -> None:
+    """Layers that no interval gives are listed; the sections of M-RoPE are written even if config.json has none."""
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    settings = {**model_zoo.QWEN_LINEAR, "num_hidden_layers": 3, "layer_types": kinds, "vocab_size": ROWS}
+    for more, key in (({}, "full_attention_interval"), ({"layer_types": kinds[1:] * 2}, "attention.recurrent_layers")):
+        variant = model_zoo.Variant("qwen3_5_text", {**settings, **more, "num_hidden_layers": 3 + len(more)})
+        folder = add_tokenizer(model_zoo.save_hf(model_zoo.make_hf(variant), tmp_path / key))
+        made = open_checkpoint(converted(folder, tmp_path / "out.gguf", "F32"))
+        assert list(made.metadata["qwen35.rope.dimension_sections"]) == [11, 11, 10, 0]
+        assert f"qwen35.{key}" in made.metadata
+        assert read_model_config(made).layer_kinds == read_model_config(open_checkpoint(folder)).layer_kinds
 
 
 YARN = {**model_zoo.YARN, "beta_fast": 16.0}

@@ -2,8 +2,8 @@
 
 Matrices get the types of llama.cpp's mixes; norms and biases are float32. A model that the loader refuses is not
 converted. Metadata of safetensors is translated (gguf_metadata.py, tokenizer_export.py); what GGUF cannot express is
-an error that names it. Tensors change, too: GGUF files of `llama` order q and k rows for RoPE over neighbours, and GGUF
-norms hold the weight where safetensors of some families hold weight - 1.
+an error that names it. Tensors change, too: GGUF files of `llama` order q and k rows for RoPE over neighbours, GGUF
+norms hold the weight where safetensors of some families hold weight - 1, and linear_attention.py has more.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from ..families import BY_GGUF, gguf_architecture, read_model_config
 from ..loader import IGNORED_SUFFIXES, LAYER_NUMBER, load_model, rope_row_order
 from .expert_stacks import stack_experts
 from .gguf_metadata import gguf_metadata, rope_tensors
+from .linear_attention import gguf_linear_attention
 
 # Types that can be written. Q4_K and Q5_K are pure; the mixes give more bits to some matrices.
 TYPES: dict[str, Mix] = {
@@ -66,12 +67,12 @@ def convert(
 ) -> ConvertResult:
     """Write the model as one GGUF file of this type or mix; an existing file is replaced."""
     mix, config = find_type_mix(type_name), read_model_config(checkpoint)
-    if config.family.linear_attention and checkpoint.format != "gguf":
-        raise UnsupportedModelError(f"safetensors of {config.family.name} cannot be converted: use a GGUF of the model")
     metadata = gguf_metadata(checkpoint, config, mix.file_type)
     load_model(checkpoint, cast(Backend, CHECK_ONLY_BACKEND), config)
-    stacked = replace(checkpoint, tensors=stack_experts(checkpoint, config))
-    work = plan_file(stacked, config, mix, rope_tensors(checkpoint, config))
+    tensors = stack_experts(checkpoint, config)
+    if checkpoint.format != "gguf":
+        tensors = gguf_linear_attention(tensors, config)
+    work = plan_file(replace(checkpoint, tensors=tensors), config, mix, rope_tensors(checkpoint, config))
     write_quantized_gguf(path, metadata, work, threads=threads, progress=progress)
     return ConvertResult(path, path.stat().st_size, dict(Counter(job.kind.name for job in work)))
 
@@ -168,7 +169,7 @@ def _adapt_to_gguf(job: TensorJob, config: ModelConfig) -> TensorJob:
         return job._replace(order=inverse)
     if role == "ffn_norm":
         job = job._replace(name=job.name.replace(role, config.family.gguf_mlp_norm))
-    if role.endswith("norm") and config.family.norm_plus_one:
+    if role.endswith("norm") and role != "ssm_norm" and config.family.norm_plus_one:
         return job._replace(offset=1.0)
     return job
 

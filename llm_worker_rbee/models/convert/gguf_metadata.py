@@ -16,19 +16,20 @@ from typing import Any
 import numpy as np
 
 from ...backends.ops import RopeTable
-from ...config import ModelConfig
-from ...errors import UnsupportedModelError
+from ...config import LinearAttentionConfig, ModelConfig
+from ...errors import ModelFileError, UnsupportedModelError
 from ...layers.rope import inverse_frequencies, rope_table, scaled_table, yarn_mscale
 from ...weights import Checkpoint, Tensor
 from ...weights.gguf_writer import Typed
 from ...weights.quants import BLOCK_TYPES
 from ..families import BY_GGUF, gguf_architecture
-from ..metadata import GGUF_SAMPLING, GGUF_SCORINGS, model_config_from_gguf, sampling_from_hf
+from ..metadata import GGUF_SAMPLING, GGUF_SCORINGS, linear_kinds, model_config_from_gguf, sampling_from_hf
 from .tokenizer_export import tokenizer_keys
 
 _log = logging.getLogger("llm_worker_rbee")
 QUANTIZATION_VERSION = 2  # of ggml's block layouts
 MAX_INT32 = 1 << 31
+DEFAULT_SECTIONS = [11, 11, 10]  # of M-RoPE
 STILL = 1e30  # divisor of the frequency of a pair that is not rotated
 # Keys of one file (split set, alignment), not of the model.
 DROPPED_KEYS = ("split.no", "split.count", "split.tensors.count", "general.alignment")
@@ -65,6 +66,7 @@ def gguf_metadata(checkpoint: Checkpoint, config: ModelConfig, file_type: int) -
     name = _model_name(checkpoint)
     general = {"general.architecture": arch, "general.type": "model", "general.name": name, **own}
     _check_round_trip(config, {"general.architecture": arch, **keys})
+    keys |= {f"{arch}.{key}": value for key, value in _rope_sections(checkpoint, config).items()}
     if any(config.windows) and not config.family.full_every:
         _log.warning("llama.cpp ignores the sliding window of %s files: its results differ for long texts", arch)
     return {**general, **_sampling_keys(checkpoint), **keys, **tokenizer_keys(checkpoint.path, config.vocab_size, name)}
@@ -114,6 +116,8 @@ def _architecture_keys(c: ModelConfig) -> dict[str, Any]:
     if "short_conv" in c.layer_kinds:
         keys["attention.head_count_kv"] = [c.n_kv_heads if kind == "attention" else 0 for kind in c.layer_kinds]
         keys["shortconv.l_cache"] = c.conv_kernel
+    if c.linear is not None:
+        keys |= _linear_keys(c, c.linear)
     if c.family.unscaled_windows and any(c.windows):
         keys["attention.sliding_window_pattern"] = [window > 0 for window in c.windows]
     if c.family.layer_shapes:
@@ -147,6 +151,29 @@ def _expert_keys(c: ModelConfig) -> dict[str, Any]:
     scale, dense = 0.0 if e.scale == 1.0 else e.scale, len(e.dense_layers)
     optional = {"expert_weights_scale": scale, "leading_dense_block_count": dense}
     return keys | {key: value for key, value in optional.items() if value}
+
+
+def _linear_keys(c: ModelConfig, n: LinearAttentionConfig) -> dict[str, Any]:
+    """Return the keys of linear attention; its layers are all but every n-th, or listed."""
+    keys: dict[str, Any] = {
+        "ssm.conv_kernel": n.kernel, "ssm.state_size": n.k_dim, "ssm.group_count": n.k_heads,
+        "ssm.time_step_rank": n.v_heads, "ssm.inner_size": n.v_heads * n.v_dim,
+    }  # fmt: skip
+    interval = (*c.layer_kinds, "attention").index("attention") + 1
+    if c.layer_kinds == linear_kinds(interval, c.n_layers):
+        return keys | {"full_attention_interval": interval}
+    return keys | {"attention.recurrent_layers": [kind == "gated_delta" for kind in c.layer_kinds]}
+
+
+def _rope_sections(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any]:
+    """Return the sections of M-RoPE, which readers of Qwen 3.5 require; text has the same position in all of them."""
+    if not config.family.gguf_tiled_heads:
+        return {}
+    rope = checkpoint.metadata["config"].get("rope_parameters") or {}
+    sections = rope.get("mrope_section", DEFAULT_SECTIONS)
+    if not isinstance(sections, list) or not all(type(n) is int and 0 <= n < MAX_INT32 for n in sections):
+        raise ModelFileError("config.json: 'mrope_section' is not a list of numbers")
+    return {"rope.dimension_sections": Typed("int32", [*sections, 0, 0, 0, 0][:4])}
 
 
 def _layer_keys(c: ModelConfig) -> dict[str, Any]:
