@@ -76,9 +76,7 @@ class TextModel:
 
     def render_chat(self, messages: bytes, options: ChatOptions) -> str:
         """Return the prompt of messages as JSON, with names of control tokens in them broken up."""
-        variables = options.template_kwargs
-        if (is_enabled := variables.get("enable_thinking")) is not None:
-            variables = {**self.chat_format.thinking_kwargs(bool(is_enabled)), **variables}
+        variables = self.chat_format.template_variables(options.template_kwargs)
         return self.chat_template.render_json(
             messages, protected=self.tokenizer, tools=options.tools or None, template_kwargs=variables
         )

@@ -50,11 +50,12 @@ def detect_chat_format(template: ChatTemplate, tokenizer: Tokenizer) -> ChatForm
     rules = _detect_rules(probe, calls)
     tools = _choose_tools(probe, calls, rules)
     reasoning, name = _detect_reasoning(probe)
+    rules = replace(rules, reasoning_field=name, has_content_beside_reasoning=_takes_content(probe, calls, name))
     empty = reasoning.start.strip() + reasoning.end.strip()  # before the calls of a turn without reasoning
     if empty:
         tools = replace(tools, section_start=tools.section_start.removeprefix(empty))
     start, end = next((pair for pair in CONTENT_PAIRS if all(mark in template.source for mark in pair)), ("", ""))
-    found = ChatFormat(reasoning, tools, start, end, replace(rules, reasoning_field=name))
+    found = ChatFormat(reasoning, tools, start, end, rules)
     return _with_tokens(found, tokenizer)
 
 
@@ -118,6 +119,7 @@ class _Calls:
     two: str | None  # two calls, with one argument each
     none: str | None  # a call without arguments
     number: str | None  # a call whose argument is a number
+    shows_two: bool = True  # of two calls in a message
 
 
 def _detect_calls(probe: _Probe) -> _Calls | None:
@@ -137,8 +139,9 @@ def _detect_calls(probe: _Probe) -> _Calls | None:
                 one = render([both])
                 if one is not None and (NAMES[0] in one or IDS[0] in one) and VALUES[0] in one:
                     two = render([{KEYS[0]: VALUES[0]}, {KEYS[1]: VALUES[1]}])
+                    shows_two = two is not None and VALUES[1] in two
                     two = two if two is not None and NAMES[1] in two else None
-                    return _Calls(as_text, one, two, render([{}]), render([{KEYS[0]: 731}]))
+                    return _Calls(as_text, one, two, render([{}]), render([{KEYS[0]: 731}]), shows_two)
     return None
 
 
@@ -368,6 +371,18 @@ def _detect_rules(probe: _Probe, calls: _Calls | None) -> MessageRules:
         must_alternate=probe.render([_user(), _user()]) is None,
         has_null_content=null is not None and "None" not in _after(null, USER),
         has_short_ids=calls is not None and short,
+        has_parallel_calls=calls is None or calls.shows_two,
+    )
+
+
+def _takes_content(probe: _Probe, calls: _Calls | None, reasoning_field: str) -> bool:
+    """Return whether a message with calls may have content beside its reasoning."""
+    if calls is None or not reasoning_field:
+        return True
+    made = [_call(0, {KEYS[0]: VALUES[0]}, as_text=calls.as_text)]
+    both, one = (_assistant(content, tool_calls=made, **{reasoning_field: REASONING}) for content in (CONTENT, ""))
+    return probe.with_tools([_user(), both, *_results(1)]) is not None or (
+        probe.with_tools([_user(), one, *_results(1)]) is None
     )
 
 

@@ -5,12 +5,14 @@ chat_detection.py finds the record of a model; the parser and the grammar of ans
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 ToolKind = Literal["none", "json", "tag_json", "tag_arguments", "pythonic", "gemma", "harmony"]
 ID = "\0"  # the place of a call's id in `call_start` and `name_suffix`
 KEY = "\1"  # the place of an argument's name in `argument_end`
+HARMONY_EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}  # it knows low, medium and high
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,8 @@ class MessageRules:
     must_alternate: bool = False  # two messages of a user in a row are refused
     has_null_content: bool = False
     has_short_ids: bool = False  # ids of calls must have 9 letters and digits
+    has_parallel_calls: bool = True  # a message may have several calls
+    has_content_beside_reasoning: bool = True  # a message with calls may have both
     reasoning_field: str = ""
 
 
@@ -92,7 +96,17 @@ class ChatFormat:
 
     def thinking_kwargs(self, is_enabled: bool) -> dict[str, Any]:
         """Return the template's variables that turn reasoning on or off."""
+        if self.tools.kind == "harmony" and not is_enabled:  # it reasons in any case
+            return {"reasoning_effort": "low"}
         return {self.reasoning.switch: is_enabled} if self.reasoning.switch else {}
+
+    def template_variables(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the variables of a request as this template has them: whether to reason, and the effort."""
+        variables, is_enabled = dict(given), given.get("enable_thinking")
+        effort = variables.get("reasoning_effort")
+        if self.tools.kind == "harmony" and isinstance(effort, str):
+            variables["reasoning_effort"] = HARMONY_EFFORTS.get(effort, effort)
+        return variables if is_enabled is None else {**self.thinking_kwargs(bool(is_enabled)), **variables}
 
     def is_reasoning_open(self, prompt_tail: str) -> bool:
         """Return whether a prompt ends inside the reasoning."""

@@ -94,6 +94,8 @@ TOOLS_PROMPT = (
 def adapt(messages: list[Any], values: dict[str, Any], rules: dict[str, Any]) -> list[Any]:
     """Return the messages as the template accepts them; `values` gets its variables of tools."""
     adapted = [adapt_message(message, rules) for message in messages]
+    if not rules["has_parallel_calls"]:
+        adapted = split_calls(adapted)
     if rules["format"]["name_is_id"]:
         name_ids(adapted)
     tools = values.get("tools")
@@ -129,6 +131,8 @@ def adapt_message(message: dict[str, Any], rules: dict[str, Any]) -> dict[str, A
     adapted.pop("tool_calls", None)
     if calls and role == "assistant":
         calls = [adapt_call(call, rules) for call in calls if isinstance(call, dict)]
+        if reasoning and content and not rules["has_content_beside_reasoning"]:
+            adapted[rules["reasoning_field"]], adapted["content"] = f"{reasoning}\n\n{content}", ""
         if rules["calls"] == "content":
             adapted["content"] = "\n".join(filter(None, (content, print_calls(calls, rules["format"]))))
         else:
@@ -140,6 +144,25 @@ def adapt_message(message: dict[str, Any], rules: dict[str, Any]) -> dict[str, A
     if adapted["content"] is None and not (rules["has_null_content"] and calls):
         adapted["content"] = ""
     return adapted
+
+
+def split_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Give each call a message of its own, followed by its result: for a template that shows one call a message."""
+    groups: list[list[dict[str, Any]]] = []
+    unanswered: list[tuple[str, list[dict[str, Any]]]] = []  # ids of calls, and the groups that their results join
+    for message in messages:
+        if message["role"] == "tool" and unanswered:
+            call_id = str(message.get("tool_call_id"))
+            found = next((one for one in unanswered if one[0] == call_id), unanswered[0])
+            unanswered.remove(found)
+            found[1].append(message)
+            continue
+        calls = message.get("tool_calls") or []
+        added = [[{**message, "tool_calls": calls[:1]} if calls else message]]
+        added += [[{"role": "assistant", "content": "", "tool_calls": [call]}] for call in calls[1:]]
+        unanswered = [(str(call["id"]), group) for call, group in zip(calls, added, strict=False)]
+        groups += added
+    return [message for group in groups for message in group]
 
 
 def adapt_call(call: dict[str, Any], rules: dict[str, Any]) -> dict[str, Any]:

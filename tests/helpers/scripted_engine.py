@@ -6,8 +6,8 @@ ones, only the forward pass is not. The context has 200,000 tokens.
         ...  # the first request is answered with the first text, the next one with the second
         server.prompts  # what the model was asked, with control tokens
 
-The vocabulary is bytes and the markers of Hermes and Qwen3; the template has tools and reasoning, which it keeps in the
-history.
+The vocabulary is bytes and the markers of a chat style: by default those of Hermes and Qwen3, with a template that has
+tools and reasoning, which it keeps in the history; `HARMONY` are those of gpt-oss.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llm_worker_rbee import LLM
 from llm_worker_rbee.engine.request import Request, SamplerOutput, ScheduledTokens, TokenLogprob
@@ -81,6 +81,22 @@ TEMPLATE = """
 """
 
 
+class ChatStyle(NamedTuple):
+    """The tokens and the template of a chat model."""
+
+    template: str
+    control: Sequence[str]
+    end: str  # one of them
+    markers: Sequence[str] = ()  # text for the tokenizer
+
+
+HERMES = ChatStyle(TEMPLATE, CONTROL, END, MARKERS)
+HARMONY = ChatStyle(
+    (Path(__file__).parents[1] / "tokenizer" / "templates" / "harmony.jinja").read_text(encoding="utf-8"),
+    ["<|return|>", "<|constrain|>", "<|channel|>", "<|start|>", "<|end|>", "<|message|>", "<|call|>"], "<|return|>",
+)  # fmt: skip
+
+
 def call(tool: str, **arguments: Any) -> str:
     """Return a call as the model writes it."""
     written = json.dumps({"name": tool, "arguments": arguments}, ensure_ascii=False)
@@ -92,15 +108,15 @@ def think(reasoning: str, then: str = "") -> str:
     return f"<think>\n{reasoning}\n</think>\n\n{then}"
 
 
-def write_chat_model(path: Path) -> Path:
+def write_chat_model(path: Path, style: ChatStyle = HERMES) -> Path:
     """Write the model; its weights are never used."""
     text = [*tiny_models.byte_chars(), *tiny_models.MERGED]
-    kinds = [1] * len(text) + [3] * len(CONTROL) + [4] * len(MARKERS)
+    kinds = [1] * len(text) + [3] * len(style.control) + [4] * len(style.markers)
     metadata = tiny_models.tokenizer_metadata(
-        tokens=[*text, *CONTROL, *MARKERS], token_type=Typed("int32", kinds),
-        eos_token_id=len(text) + CONTROL.index(END),
+        tokens=[*text, *style.control, *style.markers], token_type=Typed("int32", kinds),
+        eos_token_id=len(text) + style.control.index(style.end),
     )  # fmt: skip
-    metadata["tokenizer.chat_template"] = TEMPLATE
+    metadata["tokenizer.chat_template"] = style.template
     return tiny_models.write_scripted(path, {}, metadata, vocab=len(kinds), context=CONTEXT)
 
 
@@ -150,8 +166,8 @@ def _certain(token: int) -> TokenLogprob:
 class ScriptedServer(Server):
     """A server of such a model; one for many tests: each begins with `play`."""
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
-        path = write_chat_model(folder / "scripted.gguf")
+    def __init__(self, folder: Path, style: ChatStyle = HERMES, **settings: Any) -> None:
+        path = write_chat_model(folder / "scripted.gguf", style)
         self._models: list[ScriptedModel] = []
 
         def load() -> LLM:
