@@ -79,7 +79,7 @@ LINES = {
     "models": 2_600,
     "server": 8_000,
     "token_engine": 2_200,
-    "tokenizer": 4_500,
+    "tokenizer": 4_600,
     "weights": 4_300,
 }
 MAX_TOTAL_LINES = 68_000
