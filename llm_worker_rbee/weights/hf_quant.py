@@ -6,6 +6,7 @@ A module is recognised by its tensors, so that lists of modules left unquantized
     compressed-tensors   weight_packed or weight, weight_scale, weight_zero_point, weight_shape, weight_g_idx,
                          weight_global_scale
     FP8, ModelOpt        weight, weight_scale or weight_scale_inv, weight_scale_2
+    FP8 experts          gate_up_proj and down_proj of all experts, with gate_up_proj_scale_inv and down_proj_scale_inv
 
 Blocks of 32 columns (quants.GROUP_TYPES, or MXFP4) hold the codes of the file and its scales as float32, so a weight is
 the file's own number; they are made when a tensor is loaded. Scales of activations and of a quantized KV cache are
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ModelFileError, UnsupportedModelError
-from .checkpoint import DeferredTensor, Tensor
+from .checkpoint import NO_BYTES, DeferredTensor, Tensor
 from .quants import BLOCK_TYPES, GROUP_TYPES, NO_GGUF_ID, BlockType
 from .quants.codebooks import e4m3_values, e8m0_halves
 
@@ -54,7 +55,8 @@ PART = re.compile(
     r"^(.+)\.(qweight|qzeros|scales|g_idx|weight|weight_packed|weight_scale|weight_scale_inv|weight_scale_2"
     r"|weight_zero_point|weight_shape|weight_g_idx|weight_global_scale)$"
 )
-ACTIVATION_SCALE = re.compile(r"\.input_(scale|zero_point|global_scale)$")
+STACK_PART = re.compile(r"^(.+\.experts\.(?:gate_up|down)_proj)(_scale_inv|)$")  # of all experts
+ACTIVATION_SCALE = re.compile(r"(\.input_(scale|zero_point|global_scale)|[._]activation_scale)$")
 KV_SCALE = re.compile(r"(\.[kqv]_(scale|zero_point)|\.[kv]_proj\.output_scale|\.prob_output_scale)$")
 
 
@@ -120,25 +122,44 @@ def merge_quantized(
     tensors: Mapping[str, Tensor], quantization: Quantization
 ) -> tuple[dict[str, Tensor], Quantization]:
     """Return the tensors with those of a quantized module as one, `<module>.weight`; and what was found on the way."""
-    modules: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    modules: dict[str, dict[str, Tensor]] = defaultdict(dict)  # by the name of what they become, and the part
     out: dict[str, Tensor] = {}
     kv_scales, problem = 0, quantization.problem
     for name, tensor in tensors.items():
-        if found := PART.match(name):
-            modules[found[1]][found[2]] = tensor
+        if part := PART.match(name):
+            modules[f"{part[1]}.weight"][part[2]] = replace(tensor, name=name)
+        elif part := STACK_PART.match(name):
+            modules[part[1]][f"weight{part[2]}"] = replace(tensor, name=name)
         elif KV_SCALE.search(name):
             kv_scales += 1
         elif not ACTIVATION_SCALE.search(name):
             out[name] = tensor
-    for module, parts in modules.items():
-        if problem or set(parts) == {"weight"}:
-            out |= {f"{module}.{suffix}": tensor for suffix, tensor in parts.items()}
-            continue
+    for name, parts in modules.items():
         try:
-            out[f"{module}.weight"] = _Module(module, parts, quantization).tensor()
+            merged = None if problem or set(parts) == {"weight"} else _merge(name, parts, quantization)
         except UnsupportedModelError as error:  # the file can still be inspected
-            problem = str(error)
+            merged, problem = None, str(error)
+        out |= {tensor.name: tensor for tensor in (parts.values() if merged is None else [merged])}
     return out, replace(quantization, kv_scales=kv_scales, problem=problem)
+
+
+def _merge(name: str, parts: Mapping[str, Tensor], quantization: Quantization) -> Tensor:
+    if name.endswith(".weight"):
+        return _Module(name.removesuffix(".weight"), parts, quantization).tensor()
+    count = parts["weight"].shape[0] if "weight" in parts and parts["weight"].shape else 0
+    for suffix in ("weight", "weight_scale_inv"):
+        if not count or suffix not in parts or len(parts[suffix].shape) != 3 or parts[suffix].shape[0] != count:
+            shape = parts[suffix].shape if suffix in parts else "missing"
+            found = f"tensor '{name}{suffix.removeprefix('weight')}' is {shape}"
+            raise ModelFileError(f"{found}: quantized experts need (experts, rows, columns) and scales")
+    views = {suffix: tensor.matrices() for suffix, tensor in parts.items()}
+    experts = [_Module(name, {part: views[part][i] for part in views}, quantization).tensor() for i in range(count)]
+    shape, sources = (count, *experts[0].shape), tuple(parts.values())
+    return DeferredTensor(name, experts[0].kind, shape, NO_BYTES, "", sources, partial(_join, experts))
+
+
+def _join(tensors: Sequence[Tensor]) -> Bytes:
+    return np.concatenate([tensor.load().data for tensor in tensors])
 
 
 class ScaleGrid(NamedTuple):
@@ -237,12 +258,15 @@ class _Module(NamedTuple):
             kind, make = ACT_ORDER, partial(dequantize_columns, self._weight, groups, order)
         elif groups.kind.name != "MXFP4":
             self._check_group_size(groups)
-        data = np.zeros(0, np.uint8)
-        return DeferredTensor(self._weight, kind, (rows, columns), data, "", tuple(self.parts.values()), make)
+        return DeferredTensor(self._weight, kind, (rows, columns), NO_BYTES, "", tuple(self.parts.values()), make)
 
     @property
     def _weight(self) -> str:
         return f"{self.name}.weight"
+
+    @property
+    def _is_fp8(self) -> bool:
+        return "weight" in self.parts and self.parts["weight"].kind.name == "F8_E4M3"
 
     def _part(self, suffix: str, *types: str) -> Tensor:
         if suffix not in self.parts:
@@ -274,7 +298,7 @@ class _Module(NamedTuple):
         kind = self._part("weight").kind.name
         if kind == "U8":
             return self._float4("weight")
-        return self._bytes("FP8" if kind == "F8_E4M3" else "INT8")
+        return self._bytes("FP8" if self._is_fp8 else "INT8")
 
     def _require_bits(self, bits: int, *supported: int) -> None:
         if bits not in supported:
@@ -435,8 +459,9 @@ class _Module(NamedTuple):
         block = self.quantization.block
         if block and values.shape == (-(-rows // block[0]), -(-columns // block[1])):
             return ScaleGrid(values, *block)
-        if values.ndim == 2 and len(values) == rows and values.shape[1] and columns % values.shape[1] == 0:
-            return ScaleGrid(values, 1, columns // values.shape[1])
+        is_even = values.ndim == 2 and values.size and rows % len(values) == columns % values.shape[1] == 0
+        if is_even and (len(values) == rows or self._is_fp8):
+            return ScaleGrid(values, rows // len(values), columns // values.shape[1])
         raise ModelFileError(
             f"{self._weight}: scales of shape {values.shape} do not fit a weight of {rows} x {columns}"
         )

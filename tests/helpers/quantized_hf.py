@@ -191,12 +191,24 @@ def separate_experts(key: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return {f"{prefix}.{i}.{name}.weight": one for name, stack in halves for i, one in enumerate(stack)}
 
 
-def save_quantized_hf(model: Any, folder: Path, name: str) -> Path:
+def stack_experts(key: str, stack: torch.Tensor, made: Format) -> Tensors:
+    """Return a stack of FP8 matrices and one of their scales, and set the stack to what they stand for."""
+    packed = [made.pack(weight.double().numpy(), **made.options) for weight in stack]
+    with torch.no_grad():
+        stack.copy_(torch.tensor(np.stack([values for _, values in packed])))
+    tensors = {suffix: torch.stack([parts[suffix] for parts, _ in packed]) for suffix in packed[0][0]}
+    return {f"{key}{suffix.removeprefix('weight').replace('input', '_activation')}": x for suffix, x in tensors.items()}
+
+
+def save_quantized_hf(model: Any, folder: Path, name: str, *, stacked: bool = False) -> Path:
     """Write the model with the matrices of its layers in a format, and set them in the model to what they stand for."""
     from safetensors.torch import save_file
 
     made, tensors = FORMATS[name], dict[str, torch.Tensor]()
     for whole, stack in model.state_dict().items():
+        if stacked and ".experts." in whole:
+            tensors |= stack_experts(whole, stack, made)
+            continue
         for key, weight in separate_experts(whole, stack).items():
             if not key.endswith("proj.weight"):
                 tensors[key] = weight.contiguous()

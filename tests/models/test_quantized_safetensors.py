@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.errors import UnsupportedModelError
 from llm_worker_rbee.models import load_model, read_model_config
 from llm_worker_rbee.models.convert import find_type_mix, plan_file, quantize_checkpoint
+from llm_worker_rbee.models.convert.expert_stacks import stack_experts
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.gguf_writer import write_quantized_gguf
 from tests.helpers import model_runs, model_zoo
@@ -80,16 +84,65 @@ def test_quantize_while_loading_runs_columns_in_any_order(tmp_path: Path) -> Non
     assert relative_error(model_runs.compute_logits(ours, IDS), wanted) < 0.1  # the embedding is quantized, too
 
 
-def test_experts_that_are_quantized_each(tmp_path: Path) -> None:
-    """Experts have tensors of their own; the router, which is not quantized, stays as it is."""
-    variant = replace(
-        model_zoo.ZOO["qwen3moe"], settings={**model_zoo.ZOO["qwen3moe"].settings, "moe_intermediate_size": 64}
-    )
-    theirs = model_zoo.make_hf(variant)
-    folder = save_quantized_hf(theirs, tmp_path, "awq")
-    checkpoint, ids = open_checkpoint(folder), model_zoo.prompt_ids(variant)
-    assert checkpoint.tensors["blk.1.ffn_up.3.weight"].kind.name == "INT4_ZP"
+EXPERTS = replace(
+    model_zoo.ZOO["qwen3moe"], settings={**model_zoo.ZOO["qwen3moe"].settings, "moe_intermediate_size": 64}
+)
+EXPERT_FORMATS = {
+    "gptq": "INT4", "pack": "INT4", "awq": "INT4_ZP", "fp8-blocks": "FP8", "fp8-stack": "FP8", "nvfp4": "NVFP4_F32",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def quantized_experts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
+    """Return a folder with quantized experts, and the model of transformers; both are made once."""
+
+    @cache
+    def make(name: str) -> tuple[Path, Any]:
+        theirs, folder = model_zoo.make_hf(EXPERTS), tmp_path_factory.mktemp(name)
+        made = save_quantized_hf(theirs, folder, name.replace("stack", "blocks"), stacked=name == "fp8-stack")
+        return made, theirs
+
+    return make
+
+
+@pytest.mark.parametrize("name", EXPERT_FORMATS)
+def test_quantized_experts_equal_transformers(quantized_experts: Callable[[str], tuple[Path, Any]], name: str) -> None:
+    """Each has tensors of its own, or all are in one; the router, which is not quantized, stays as it is."""
+    folder, theirs = quantized_experts(name)
+    checkpoint, ids = open_checkpoint(folder), model_zoo.prompt_ids(EXPERTS)
+    of_expert = {t.kind.name for t in checkpoint.expert_tensors.values()}
+    assert of_expert == {EXPERT_FORMATS[name]}
+    assert checkpoint.tensors["blk.1.ffn_gate_inp.weight"].kind.name == "F32"
     wanted = model_runs.compute_logits(model_runs.load(folder), ids)
     assert np.abs(wanted - model_zoo.hf_logits(theirs, ids)).max() < 1e-3
     ours = load_model(checkpoint, CpuBackend(1), read_model_config(checkpoint))
     assert relative_error(model_runs.compute_logits(ours, ids), wanted) < 0.1  # another expert may be chosen
+    down = ours.blocks[0].mlp.down.weight
+    assert down.nbytes < down.count * 64 * 64 * 1.2  # less than float16
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "error"),
+    [
+        ("gptq", "Q4_0", 0),
+        ("pack", "Q4_0", 0),
+        ("awq", "Q4_1", 2**-10),
+        ("fp8-blocks", "F32", 0),
+        ("fp8-stack", "F32", 0),
+    ],
+)
+def test_convert_quantized_experts(
+    quantized_experts: Callable[[str], tuple[Path, Any]], tmp_path: Path, name: str, kind: str, error: float
+) -> None:
+    """The file has a stack for each role, with the codes of the folder where its type holds them."""
+    folder, theirs = quantized_experts(name)
+    source = open_checkpoint(folder)
+    config = read_model_config(source)
+    stacked = replace(source, tensors=stack_experts(source, config))
+    path = write_quantized_gguf(tmp_path / "m.gguf", {}, plan_file(stacked, config, find_type_mix(kind), {}))
+    made, weights = open_checkpoint(path), theirs.state_dict()
+    for i, role in enumerate(("gate", "up")):
+        wanted = weights["model.layers.1.mlp.experts.gate_up_proj"].numpy()[:, 64 * i : 64 * i + 64]
+        tensor = made.tensors[f"blk.1.ffn_{role}_exps.weight"]
+        assert tensor.kind.name == kind
+        assert np.abs(tensor.dequantize() - wanted).max() <= error * np.abs(wanted).max() + 1e-7

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,42 @@ def test_scales_of_a_kv_cache_are_left_out_with_a_warning(tmp_path: Path, caplog
     with caplog.at_level(logging.WARNING):
         model_runs.load(folder)
     assert "6 scales of a quantized KV cache are not used" in caplog.text
+
+
+EXPERTS = "model.layers.0.mlp.experts."
+
+
+def save_stacks(folder: Path, per_tensor: bool = False) -> Path:
+    """Write a model with the FP8 experts of a layer in one tensor, with scales of blocks, or of gate, up and down."""
+    variant = replace(ZOO["qwen3moe"], settings={**ZOO["qwen3moe"].settings, "moe_intermediate_size": 64})
+    folder = save_quantized_hf(make_hf(variant), folder, "fp8-blocks", stacked=True)
+    scales = {f"{EXPERTS}{role}_proj_scale_inv": n for role, n in (("gate_up", 2), ("down", 1))}
+
+    def change_scales(found: dict[str, Any]) -> None:
+        found |= {name: torch.arange(1, 8 * n + 1).float().reshape(8, n, 1) for name, n in scales.items()}
+
+    return change(folder, {}, change_scales) if per_tensor else folder
+
+
+def test_experts_of_one_tensor_may_have_a_scale_each(tmp_path: Path) -> None:
+    """Gate and up, too: then the scales are (experts, 2, 1)."""
+    checkpoint = open_checkpoint(save_stacks(tmp_path, per_tensor=True))
+    codes = load_file(tmp_path / "model.safetensors")[f"{EXPERTS}gate_up_proj"].float().numpy()
+    found = checkpoint.tensors["blk.0.ffn_gate_up_exps.weight"]
+    half = codes.shape[1] // 2
+    assert (found.kind.name, found.shape) == ("FP8", codes.shape)
+    np.testing.assert_array_equal(found.dequantize()[3, :half], codes[3, :half] * 7)
+    np.testing.assert_array_equal(found.dequantize()[3, half:], codes[3, half:] * 8)
+
+
+@pytest.mark.parametrize("role", ["gate_up", "down"])
+def test_experts_of_one_tensor_need_their_scales(tmp_path: Path, role: str) -> None:
+    folder = change(save_stacks(tmp_path), {}, lambda found: found.pop(f"{EXPERTS}{role}_proj_scale_inv"))
+    with pytest.raises(UnsupportedModelError, match=f"ffn_{role}_exps.weight' has unsupported type 'F8_E4M3'"):
+        model_runs.load(folder)
+    folder = change(folder, {}, lambda found: found.update({f"{EXPERTS}{role}_proj_scale_inv": torch.ones(8)}))
+    with pytest.raises(ModelFileError, match=rf"{role}_proj_scale_inv' is \(8,\): quantized experts need"):
+        model_runs.load(folder)
 
 
 def test_settings_of_modelopt_may_have_their_own_file(tmp_path: Path) -> None:

@@ -65,7 +65,17 @@ def test_tiles_of_a_gpu_follow_the_slots_of_an_expert(slots: int, tokens: int, m
 
 
 @pytest.mark.parametrize(
-    "kinds", [("Q4_K", "Q4_K"), ("Q4_0", "Q8_0"), ("MXFP4", "MXFP4"), ("BF16",), ("F16",), ("F32",)]
+    "kinds",
+    [
+        ("Q4_K", "Q4_K"),
+        ("Q4_0", "Q8_0"),
+        ("MXFP4", "MXFP4"),
+        ("BF16",),
+        ("F16",),
+        ("F32",),
+        ("FP8", "FP8"),
+        ("INT4_ZP",),
+    ],
 )
 @pytest.mark.parametrize("backend", [cuda, deterministic], ids=["usual", "deterministic"])
 def test_grouped_linear_equals_reference(kinds: tuple[str, ...], backend: Any, rng: np.random.Generator) -> None:
