@@ -270,7 +270,7 @@ class CudaBackend(ops.Backend):
 
     def per_layer_inputs(self, x: torch.Tensor, tokens: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         runs = x.view(len(x), -1, len(weight))
-        return launch_head_norm(runs, weight, eps, exact=self.deterministic).view(x.shape) + tokens
+        return launch_head_norm(runs, weight, eps, exact=self.deterministic, added=tokens).view(x.shape)
 
     def per_layer_gate(self, x: torch.Tensor, inputs: torch.Tensor, layer: int, activation: str) -> torch.Tensor:
         dim = x.shape[1]
@@ -280,8 +280,7 @@ class CudaBackend(ops.Backend):
         self, logits: torch.Tensor, params: ops.RouteParams, bias: torch.Tensor | None = None,
         scales: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        experts, weights = launch_route(logits.contiguous(), params, bias)
-        return experts, weights if scales is None else weights * scales[experts.long()]
+        return launch_route(logits.contiguous(), params, bias, scales)
 
     def grouped_linear(
         self, x: torch.Tensor, w: PackedExperts, experts: torch.Tensor, bias: torch.Tensor | None = None

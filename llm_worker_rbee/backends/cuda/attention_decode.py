@@ -22,7 +22,7 @@ from .device import is_interpreted, pdl_options
 from .gemv import store_int8_blocks
 from .intrinsics import high_half, launch_next, low_half, wait_for_previous
 from .packed_weight import Int8Activations, kernel_outputs
-from .rope import CosSin, load_cos_sin, load_rotated, load_value, padded_dim, store_first
+from .rope import CosSin, load_cos_sin, load_rotated, new_kv, padded_dim
 
 SMALL_BATCH, LARGE_BATCH = 4, 128  # requests: up to SMALL_BATCH latency counts, not bandwidth
 TARGET_PROGRAMS = 2048
@@ -151,17 +151,6 @@ def words_pointer(cache):
     if cache.dtype.element_ty.primitive_bitwidth != 32:
         words = cache.to(tl.pointer_type(tl.int32), bitcast=True)
     return words
-
-
-@triton.jit
-def store_new_kv(
-    k_cache, v_cache, table, position, kv_head, new_k, new_v, KV_HEADS: tl.constexpr, DIM: tl.constexpr, P: tl.constexpr
-):
-    """Store the new key and value of the token in the cache."""
-    block = tl.load(table + position // P).to(tl.int64)
-    at = ((block * KV_HEADS + kv_head) * P + position % P) * DIM + tl.arange(0, padded_dim(DIM))
-    store_first(k_cache + at, new_k, DIM)
-    store_first(v_cache + at, new_v, DIM)
 
 
 @triton.jit
@@ -350,14 +339,15 @@ def decode_attention(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
     RUN_KEYS: tl.constexpr, RUNS: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, INT8: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, sinks=None,
-    V_NORM: tl.constexpr = False,
+    V_NORM: tl.constexpr = False, SHARED: tl.constexpr = False,
 ):  # fmt: skip
     """Attend with one token per request. RoPE turns the first 2 * HALF of the DIM values of a head.
 
     qkv (PARTS, tokens, (HEADS + 2 KV_HEADS) * DIM); partial (B, HEADS, SPLITS, padded DIM), stats (B, HEADS, SPLITS, 2)
     float32; cos, sin (positions, HALF); block_tables (B, table_width[0]). A tile is RUNS runs of RUN_KEYS keys, each
     summed by its own lanes until the end; a split has MIN_TILES tiles or more. Position -1 is padding. STAGES > 0: that
-    many tiles in flight through shared memory, else one in registers. `sinks` (HEADS) join the softmax."""
+    many tiles in flight through shared memory, else one in registers. `sinks` (HEADS) join the softmax. SHARED: qkv has
+    queries alone, and another layer has written the cache."""
     SIZE: tl.constexpr = padded_dim(DIM)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TILE: tl.constexpr = RUN_KEYS * RUNS
@@ -382,13 +372,12 @@ def decode_attention(
         blocks = load_block_ids(table, first + TILE, end, RUN_KEYS, RUNS, P)
     cosines, sines = load_cos_sin(cos, sin, position, DIM, HALF)
     wait_for_previous(PDL)
-    row = qkv + t * ((HEADS + 2 * KV_HEADS) * DIM)
-    part_stride = tokens * ((HEADS + 2 * KV_HEADS) * DIM)
-    new_k = load_rotated(row, HEADS + kv_head, cosines, sines, bias, k_norm, eps, part_stride, DIM, HALF, PARTS)
-    new_k = new_k.to(KV_TYPE)
-    new_v = load_value(row, HEADS + KV_HEADS + kv_head, bias, eps, part_stride, DIM, PARTS, V_NORM).to(KV_TYPE)
-    if split == splits - 1:
-        store_new_kv(k_cache, v_cache, table, position, kv_head, new_k, new_v, KV_HEADS, DIM, P)
+    ROW: tl.constexpr = (HEADS if SHARED else HEADS + 2 * KV_HEADS) * DIM
+    row, part_stride = qkv + t * ROW, tokens * ROW
+    new_k, new_v = new_kv(
+        row, kv_head, cosines, sines, bias, k_norm, eps, part_stride, k_cache, v_cache, table, position,
+        split == splits - 1, HEADS, KV_HEADS, DIM, HALF, P, PARTS, V_NORM, SHARED,
+    )  # fmt: skip
     is_own = (tl.arange(0, RUNS) == 0) & (split == splits - 1)  # this run starts with the new token
     q_factor = query_factor(scale, q_scale, position, CAP)
     q, m_is, l_is, acc = (), (), (), ()
@@ -493,7 +482,7 @@ def decode_attention_gqa(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     INT8: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, GROUP_PAD: tl.constexpr,
-    DOT_TYPE: tl.constexpr, sinks=None, V_NORM: tl.constexpr = False,
+    DOT_TYPE: tl.constexpr, sinks=None, V_NORM: tl.constexpr = False, SHARED: tl.constexpr = False,
 ):  # fmt: skip
     """Do what decode_attention does, with the heads of a group as rows of one product on tensor cores.
 
@@ -519,14 +508,13 @@ def decode_attention_gqa(
         k, v = load_tile(k_words, v_words, table, first, end, kv_head, KV_HEADS, P, TILE, WORDS, PADDED_WORDS)
     cosines, sines = load_cos_sin(cos, sin, position, DIM, HALF)
     wait_for_previous(PDL)
-    row = qkv + t * ((HEADS + 2 * KV_HEADS) * DIM)
-    part_stride = tokens * ((HEADS + 2 * KV_HEADS) * DIM)
-    new_k = load_rotated(row, HEADS + kv_head, cosines, sines, bias, k_norm, eps, part_stride, DIM, HALF, PARTS)
-    new_k = new_k.to(KV_TYPE)
-    new_v = load_value(row, HEADS + KV_HEADS + kv_head, bias, eps, part_stride, DIM, PARTS, V_NORM).to(KV_TYPE)
+    ROW: tl.constexpr = (HEADS if SHARED else HEADS + 2 * KV_HEADS) * DIM
+    row, part_stride = qkv + t * ROW, tokens * ROW
+    new_k, new_v = new_kv(
+        row, kv_head, cosines, sines, bias, k_norm, eps, part_stride, k_cache, v_cache, table, position,
+        split == splits - 1, HEADS, KV_HEADS, DIM, HALF, P, PARTS, V_NORM, SHARED,
+    )  # fmt: skip
     last = split == splits - 1
-    if last:
-        store_new_kv(k_cache, v_cache, table, position, kv_head, new_k, new_v, KV_HEADS, DIM, P)
     head = kv_head * GROUP + tl.minimum(tl.arange(0, GROUP_PAD), GROUP - 1)
     q = load_rotated(row, head[:, None], cosines, sines, bias, q_norm, eps, part_stride, DIM, HALF, PARTS)
     q *= query_factor(scale, q_scale, position, CAP)
@@ -574,10 +562,10 @@ def launch_decode_attention(
 ) -> None:  # fmt: skip
     """Attend with decoding tokens by the fused op; qkv (parts, tokens, rows), scratch (partial, stats, counters)."""
     scale, window, cap = op.params
-    block_size, item = kv.k.shape[2], kv.k.element_size()
+    (kv_heads, block_size), item, is_shared = kv.k.shape[1:3], kv.k.element_size(), op.n_kv_heads == 0
     common = (
         qkv, rope.cos, rope.sin, rope.q_scale, kv.k, kv.v, block_tables, table_width, positions, *scratch,
-        *kernel_outputs(out), scale, op.bias, op.q_norm, op.k_norm, op.eps, qkv.shape[1], op.n_heads, op.n_kv_heads,
+        *kernel_outputs(out), scale, op.bias, op.q_norm, op.k_norm, op.eps, qkv.shape[1], op.n_heads, kv_heads,
         op.head_dim, rope.cos.shape[1], block_size,
     )  # fmt: skip
     if config.tensor_cores and kv.k.dtype == torch.float32 and not is_interpreted():
@@ -589,11 +577,12 @@ def launch_decode_attention(
     is_int8 = isinstance(out, Int8Activations)
     rest = (config.max_splits, config.min_tiles, window, cap, is_int8, pdl, qkv.shape[0], config.num_stages)
     options: Any = {"num_warps": config.num_warps, **pdl_options(pdl)}
-    grid = (config.max_splits, op.n_kv_heads, tokens)
+    grid = (config.max_splits, kv_heads, tokens)
     if config.tensor_cores:
-        group = triton.next_power_of_2(op.n_heads // op.n_kv_heads)
+        group = triton.next_power_of_2(op.n_heads // kv_heads)
         dtype = tl.float32 if is_interpreted() else tl.float16 if kv.k.dtype == torch.float16 else tl.bfloat16
-        decode_attention_gqa[grid](*common, config.tile_keys, *rest, group, dtype, op.sinks, op.v_norm, **options)
+        more = group, dtype, op.sinks, op.v_norm, is_shared
+        decode_attention_gqa[grid](*common, config.tile_keys, *rest, *more, **options)
     else:
         runs = tile_runs(config, op.head_dim, item, block_size)
-        decode_attention[grid](*common, *runs, *rest, op.sinks, op.v_norm, **options)
+        decode_attention[grid](*common, *runs, *rest, op.sinks, op.v_norm, is_shared, **options)

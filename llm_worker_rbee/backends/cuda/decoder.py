@@ -25,13 +25,13 @@ from .device import activate, as_memory_error
 from .forward import Forward, StepInputs
 from .fused_ops import (
     Attention,
-    EmbedNorm,
     ExpertsAddNorm,
     FusedOp,
     GatedDelta,
     Logits,
     Mixer,
     ShortConv,
+    Start,
     describe,
     distinct_layers,
     fuse_graph,
@@ -205,7 +205,8 @@ def max_gemv_tokens(ops: Sequence[FusedOp], *, batch_invariant: bool) -> int:
     if not all(len(op.w.parts) == 1 and op.w.is_packed and op.down.is_packed for op in experts):
         return 0  # gate and up of a GEMV are one matrix
     mixers = [op for op in ops if isinstance(op, Mixer)]
-    weights = [op.w for op in ops if not isinstance(op, Mixer | EmbedNorm | Logits)]
+    weights = [op.w for op in ops if not isinstance(op, Start | Mixer | Logits)]
+    weights += [op.parallel.down for op in experts if op.parallel is not None]
     weights += [w for op in mixers for w in (op.qkv, op.gate) if w is not None]
     return SMALL_BATCH if all(w.is_packed or w.is_fp8 for w in weights) else 1
 

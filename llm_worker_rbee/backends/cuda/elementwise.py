@@ -32,22 +32,29 @@ def mean_square(y, width: tl.constexpr, EXACT: tl.constexpr):
     return total / width
 
 
+@triton.jit
+def scale_row(y, norm, mask, eps, width: tl.constexpr, EXACT: tl.constexpr):
+    """Return the norm of a row (blocks, 32); `norm` are the addresses of its weight."""
+    return y * tl.rsqrt(mean_square(y, width, EXACT) + eps) * tl.load(norm, mask=mask, other=0.0)
+
+
 @triton.jit(do_not_specialize=["part_rows", "tokens"])
 def add_rms_norm_rows(
     parts, part_rows, residual, norm, out, factors, tokens, eps,
     width: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr = False,
     EXACT: tl.constexpr = False, post=None, index=None, out_scales=None, out_sums=None, weights=None,
-    K: tl.constexpr = 1, shared=None, gate=None, bias=None, stream_scale=None,
+    K: tl.constexpr = 1, shared=None, gate=None, bias=None, stream_scale=None, sum_norm=None, shared_norm=None,
 ):  # fmt: skip
     """Add parts to the residual stream and store its norm as activations of the next product.
 
     parts (SPLITS, part_rows, width). SIZE is the number of blocks of 32, rounded up to a power of two, 16 or more.
     `bias` is added to the parts' sum, `post` is the weight of a norm of it before it is added. With `index`, token t is
     row index[t], and the stream ends here. With `out_scales`, activations are int8 blocks. `stream_scale`
-    multiplies the stream.
+    multiplies the stream. Without `norm` the stream itself is stored.
 
     With `weights` (tokens, K), parts are those of the K experts of a token, (tokens, K, width), and `shared`, times the
-    sigmoid of its gate, that of the expert of all tokens."""
+    sigmoid of its gate, that of the expert of all tokens; `sum_norm` is the weight of a norm of the experts' sum alone,
+    `shared_norm` of one of `shared`."""
     t = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, SIZE)[:, None] * 32 + tl.arange(0, 32)[None, :]
     mask = n < width
@@ -63,8 +70,12 @@ def add_rms_norm_rows(
             for s in tl.static_range(1, K):
                 part = tl.load(parts + (row * K + s) * width + n, mask=mask, other=0.0)
                 delta += part * tl.load(weights + row * K + s)
+            if sum_norm is not None:
+                delta = scale_row(delta, sum_norm + n, mask, eps, width, EXACT)
             if shared is not None:
                 part = tl.load(shared + row * width + n, mask=mask, other=0.0)
+                if shared_norm is not None:
+                    part = scale_row(part, shared_norm + n, mask, eps, width, EXACT)
                 if gate is not None:
                     part = part / (1.0 + tl.exp(-tl.load(gate + row)))
                 delta += part
@@ -75,24 +86,28 @@ def add_rms_norm_rows(
         if bias is not None:
             delta += tl.load(bias + n, mask=mask, other=0.0)
         if post is not None:
-            scale = tl.rsqrt(mean_square(delta, width, EXACT) + eps)
-            delta = delta * scale * tl.load(post + n, mask=mask, other=0.0)
+            delta = scale_row(delta, post + n, mask, eps, width, EXACT)
         y += delta
         if stream_scale is not None:
             y *= stream_scale
         if index is None:
             tl.store(residual + row * width + n, y, mask=mask)
-    z = y * tl.rsqrt(mean_square(y, width, EXACT) + eps) * tl.load(norm + n, mask=mask, other=0.0)
-    store_row(z, t, tokens, out, factors, width, INTERLEAVED, out_scales, out_sums)
+    if norm is not None:
+        y = scale_row(y, norm + n, mask, eps, width, EXACT)
+    store_row(y, t, tokens, out, factors, width, INTERLEAVED, out_scales, out_sums)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def swiglu_rows(
     parts, out, factors, tokens,
     width: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    PDL: tl.constexpr = False, ACTIVATION: tl.constexpr = "silu", out_scales=None, out_sums=None,
+    PDL: tl.constexpr = False, ACTIVATION: tl.constexpr = "silu", out_scales=None, out_sums=None, inputs=None,
+    inputs_stride=0, inputs_first=0,
 ):  # fmt: skip
-    """Store act(gate) * up of parts (SPLITS, tokens, 2 * width) as activations: int8 blocks with `out_scales`."""
+    """Store act(gate) * up of parts (SPLITS, tokens, 2 * width) as activations: int8 blocks with `out_scales`.
+
+    With `inputs`, parts are gates alone, (SPLITS, tokens, width), and token t has its factors at t * inputs_stride +
+    inputs_first."""
     t = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, SIZE)[:, None] * 32 + tl.arange(0, 32)[None, :]
     mask = n < width
@@ -100,10 +115,14 @@ def swiglu_rows(
     wait_for_previous(PDL)
     gate = tl.zeros((SIZE, 32), tl.float32)
     up = tl.zeros((SIZE, 32), tl.float32)
+    GATES: tl.constexpr = 2 if inputs is None else 1
     for s in tl.static_range(SPLITS):
-        at = parts + (s * tokens + t) * (2 * width) + n
+        at = parts + (s * tokens + t) * (GATES * width) + n
         gate += tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        up += tl.load(at + width, mask=mask, other=0.0).to(tl.float32)
+        if inputs is None:
+            up += tl.load(at + width, mask=mask, other=0.0).to(tl.float32)
+    if inputs is not None:
+        up = tl.load(inputs + t * inputs_stride + inputs_first + n, mask=mask, other=0.0)
     z = apply_gate(gate, up, ACTIVATION)
     store_row(z, t, tokens, out, factors, width, INTERLEAVED, out_scales, out_sums)
 
@@ -158,14 +177,16 @@ def store_row(
 @triton.jit
 def rms_norm_rows(
     x, weight, out, eps, heads, token_stride, row_stride,
-    width: tl.constexpr, SIZE: tl.constexpr, EXACT: tl.constexpr = False,
+    width: tl.constexpr, SIZE: tl.constexpr, EXACT: tl.constexpr = False, added=None,
 ):  # fmt: skip
-    """Norm a head per program. x (tokens, heads, width) may be a strided view."""
+    """Norm a head per program. x (tokens, heads, width) may be a strided view. `added` is added to the norm."""
     r = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, SIZE)
     mask = i < width
     y = tl.load(x + r // heads * token_stride + r % heads * row_stride + i, mask=mask, other=0.0)
     z = y * tl.rsqrt(sum_squares(y, EXACT) / width + eps) * tl.load(weight + i, mask=mask, other=0.0)
+    if added is not None:
+        z += tl.load(added + r * width + i, mask=mask, other=0.0)
     tl.store(out + r * width + i, z, mask=mask)
 
 
@@ -256,38 +277,45 @@ class WeightedExperts(NamedTuple):
     k: int
     shared: torch.Tensor | None = None  # (tokens, width)
     gate: torch.Tensor | None = None  # (tokens, 1): the logit of its factor
+    sum_norm: torch.Tensor | None = None  # weight of a norm of the experts' sum
+    shared_norm: torch.Tensor | None = None  # likewise of `shared`
 
 
 def launch_add_norm(
-    parts: torch.Tensor | None, residual: torch.Tensor, norm: torch.Tensor, eps: float,
+    parts: torch.Tensor | None, residual: torch.Tensor, norm: torch.Tensor | None, eps: float,
     out: Activations | GemvActivations, post: torch.Tensor | None = None, index: torch.Tensor | None = None,
     pdl: bool = False, *, exact: bool = False, experts: WeightedExperts | None = None, bias: torch.Tensor | None = None,
     stream_scale: float = 1.0,
 ) -> None:  # fmt: skip
     """Add parts (splits, tokens, width) and `bias`, or those of `experts`, by their own norm if `post`, to the stream;
-    store its norm. With `index`, of these tokens alone, and the stream stays as it is. `exact`: sums of squares depend
-    on no order. `stream_scale` multiplies the sum."""
+    store its norm, or itself. With `index`, of these tokens alone, and the stream stays as it is. `exact`: sums of
+    squares depend on no order. `stream_scale` multiplies the sum."""
     tokens, width = len(residual) if index is None else len(index), residual.shape[1]
     size = num_blocks(width)
     values, factors, scales, sums, is_interleaved = targets(out)
     splits, parts = (0, residual[None]) if parts is None else (len(parts), parts)
-    weights, k, shared, gate = experts or (None, 1, None, None)
+    weights, k, shared, gate, *norms = experts or (None, 1, None, None, None, None)
     add_rms_norm_rows[(tokens,)](
         parts, parts.shape[1], residual, norm, values, factors, tokens, eps, width, size,
         splits, is_interleaved, pdl, exact, post, index, scales, sums, weights, k, shared, gate, bias,
-        None if stream_scale == 1.0 else stream_scale,
+        None if stream_scale == 1.0 else stream_scale, *norms,
         num_warps=max(1, min(8, size // 8)), enable_fp_fusion=False, **pdl_options(pdl),
     )  # fmt: skip
 
 
-def launch_gated(parts: torch.Tensor, out: Activations | GemvActivations, activation: str, pdl: bool = False) -> None:
-    """Store act(gate) * up of parts (splits, tokens, 2 * width) as activations."""
+def launch_gated(
+    parts: torch.Tensor, out: Activations | GemvActivations, activation: str, pdl: bool = False,
+    inputs: torch.Tensor | None = None, layer: int = 0,
+) -> None:  # fmt: skip
+    """Store act(gate) * up of parts (splits, tokens, 2 * width) as activations; with the `inputs` of all layers,
+    act(parts) times those of a layer, parts (splits, tokens, width)."""
     splits, tokens, rows = parts.shape
-    size = num_blocks(rows // 2)
+    width, stride = (rows // 2, 0) if inputs is None else (rows, inputs.shape[1])
+    size = num_blocks(width)
     values, factors, scales, sums, is_interleaved = targets(out)
     swiglu_rows[(tokens,)](
-        parts, values, factors, tokens, rows // 2, size, splits, is_interleaved, pdl, activation, scales, sums,
-        num_warps=max(1, min(16, size // 16)), enable_fp_fusion=False, **pdl_options(pdl),
+        parts, values, factors, tokens, width, size, splits, is_interleaved, pdl, activation, scales, sums, inputs,
+        stride, layer * width, num_warps=max(1, min(16, size // 16)), enable_fp_fusion=False, **pdl_options(pdl),
     )  # fmt: skip
 
 
@@ -301,12 +329,14 @@ def launch_convert(x: torch.Tensor, out: Activations) -> None:
     )
 
 
-def launch_head_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, exact: bool = False) -> torch.Tensor:
-    """Return the norm of the heads of x (tokens, heads, dim), which may be a strided view."""
+def launch_head_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, exact: bool = False, added: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the norm of the heads of x (tokens, heads, dim), which may be a strided view, plus `added`."""
     tokens, heads, dim = x.shape
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     rms_norm_rows[(tokens * heads,)](
-        x, weight, out, eps, heads, x.stride(0), x.stride(1), dim, triton.next_power_of_2(dim), exact, num_warps=1,
-        enable_fp_fusion=False,
+        x, weight, out, eps, heads, x.stride(0), x.stride(1), dim, triton.next_power_of_2(dim), exact, added,
+        num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -69,9 +69,11 @@ def router_rows(
 def route_rows(
     logits, bias, experts, weights, num_experts, scale,
     K: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,
-    PDL: tl.constexpr = False,
+    PDL: tl.constexpr = False, expert_scales=None,
 ):  # fmt: skip
-    """Choose the K experts of a token, best first, the lower number first where scores are equal."""
+    """Choose the K experts of a token, best first, the lower number first where scores are equal.
+
+    `expert_scales` (experts) multiply the weights of their experts in the end."""
     t = tl.program_id(0)
     launch_next(PDL)
     wait_for_previous(PDL)
@@ -98,7 +100,10 @@ def route_rows(
     if RENORMALIZE:
         picked = picked / (tl.sum(picked, 0) + 1e-20)
     tl.store(experts + t * K + slot, chosen, mask=is_slot)
-    tl.store(weights + t * K + slot, picked * scale, mask=is_slot)
+    picked *= scale
+    if expert_scales is not None:
+        picked *= tl.load(expert_scales + chosen)
+    tl.store(weights + t * K + slot, picked, mask=is_slot)
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -167,16 +172,17 @@ def launch_router(
 
 
 def launch_route(
-    logits: torch.Tensor, params: RouteParams, bias: torch.Tensor | None = None, *, pdl: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: torch.Tensor, params: RouteParams, bias: torch.Tensor | None = None, scales: torch.Tensor | None = None, *,
+    pdl: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the experts and the weights of each token: (tokens, k)."""
     tokens, count = logits.shape
     experts = torch.empty(tokens, params.k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(tokens, params.k, device=logits.device)
     route_rows[(tokens,)](
         logits, bias, experts, weights, count, params.scale, params.k, next_power_of_2(count),
-        next_power_of_2(params.k), IS_SIGMOID[params.scoring], params.renormalize, pdl, num_warps=1,
-        enable_fp_fusion=False, **pdl_options(pdl),
+        next_power_of_2(params.k), IS_SIGMOID[params.scoring], params.renormalize, pdl, scales,
+        num_warps=1, enable_fp_fusion=False, **pdl_options(pdl),
     )  # fmt: skip
     return experts, weights
 

@@ -19,7 +19,7 @@ from .attention_decode import launch_decode_attention, split_kv_config, split_kv
 from .attention_prefill import QueryTiles, launch_prefill_attention, query_dtype
 from .causal_conv import StateInputs, launch_conv
 from .device import has_pdl, is_interpreted
-from .elementwise import WeightedExperts, launch_add_norm, launch_embedding, launch_gated
+from .elementwise import WeightedExperts, launch_add_norm, launch_embedding, launch_gated, launch_head_norm
 from .experts import (
     empty_expert_activations,
     expert_tile,
@@ -31,15 +31,19 @@ from .experts import (
 )
 from .fused_ops import (
     Attention,
+    EmbedInputs,
     EmbedNorm,
     ExpertsAddNorm,
     FusedOp,
     GatedDelta,
     GatedLinear,
+    LinearAdd,
     LinearAddNorm,
     Logits,
+    PerLayerGate,
     SharedExpert,
     ShortConv,
+    StreamNorm,
 )
 from .gated_delta import launch_delta, launch_gate
 from .gated_delta_chunks import has_chunks, launch_delta_chunks
@@ -88,6 +92,7 @@ class Forward:
         self._counters: dict[int, torch.Tensor] = {}  # by heads
         self.step: Any = None
         self.residual: Any = None
+        self.layer_inputs: Any = None  # (tokens, layers * dim)
         self.mark: Callable[[str], None] = _no_mark
 
     @property
@@ -116,6 +121,10 @@ class Forward:
             match op:
                 case EmbedNorm():
                     x = self.embed(op)
+                case EmbedInputs():
+                    self.embed_inputs(op)
+                case StreamNorm():
+                    x = self._norm(None, op.norm, op.eps, op.following)
                 case Attention():
                     x, name = self.attend(op, x), "o"
                 case GatedDelta():
@@ -124,10 +133,13 @@ class Forward:
                     x, name = self.convolve(op, x), "o"
                 case GatedLinear():
                     x, name = self.gate(op, x), "down"
-                case LinearAddNorm():
+                case PerLayerGate():
+                    x, name = self.gate_inputs(op, x), "down"
+                case LinearAdd() | LinearAddNorm():
                     x = self.add_norm(name, op, x)
                 case ExpertsAddNorm():
                     x = self.add_experts(op, x)
+        self.layer_inputs = None
         activations: AnyActivations = x
         return activations
 
@@ -150,6 +162,27 @@ class Forward:
         self.mark("embedding_norm")
         return GemvActivations(out, squares, op.eps)
 
+    def embed_inputs(self, op: EmbedInputs) -> None:
+        """Start the residual stream, and compute the inputs of all layers."""
+        tokens, ids = self.step.tokens, self.step.arrays["ids"]
+        self.residual = self._streams[:tokens]
+        launch_embedding(op.table, op.scale, ids, self.residual)
+        self.mark("embedding")
+        rows = torch.empty(tokens, op.inputs_table.columns, device=self.device)
+        launch_embedding(op.inputs_table, op.inputs_scale, ids, rows)
+        projected = sum_splits(self._multiply("qkv", self._norm(None, None, 0.0, op.projection), op.projection))
+        runs, exact = projected.view(tokens, -1, len(op.norm)), self.linear.batch_invariant
+        self.layer_inputs = launch_head_norm(runs, op.norm, op.eps, exact=exact, added=rows).view(rows.shape)
+        self.mark("per_layer_inputs")
+
+    def gate_inputs(self, op: PerLayerGate, x: AnyActivations) -> AnyActivations:
+        """Return activation(gate) * inputs of the layer as activations of its projection."""
+        gate = self._multiply("qkv", x, op.w)
+        out = self._activations(op.following, self.step.tokens)
+        launch_gated(gate, out, op.activation, self.pdl, self.layer_inputs, op.layer)
+        self.mark("per_layer_gate")
+        return out
+
     def gate(self, op: GatedLinear, x: AnyActivations) -> AnyActivations:
         """Return activation(gate) * up as activations of the down projection."""
         out = self._activations(op.following, self.step.tokens)
@@ -163,8 +196,12 @@ class Forward:
             self.mark("activation")
         return out
 
-    def add_norm(self, name: str, op: LinearAddNorm, x: AnyActivations) -> AnyActivations:
-        """Multiply, add to the residual stream, and return its norm as activations of the following product."""
+    def add_norm(self, name: str, op: LinearAdd | LinearAddNorm, x: AnyActivations) -> AnyActivations:
+        """Multiply, add to the residual stream, and return it or its norm as activations of the following product."""
+        if isinstance(op, LinearAdd):
+            delta = self._multiply(name, x, op.w)
+            self.mark(PRODUCTS[name])
+            return self._norm(delta, None, op.eps, op.following, op.post, bias=op.bias)
         out = self._activations(op.following, self.step.tokens)
         if op.post is None and op.scale == 1.0 and _has_epilogue(x, op.w, out):
             stream = Stream(self.residual, op.norm, self._squares())
@@ -177,23 +214,31 @@ class Forward:
 
     def add_experts(self, op: ExpertsAddNorm, x: AnyActivations) -> AnyActivations:
         """Multiply each token by its experts, add their sum to the residual stream, and return its norm."""
-        experts, weights = launch_route(self._router_logits(op), op.params, op.selection_bias, pdl=self.pdl)
+        dense: torch.Tensor | None = None
+        if op.parallel is not None:
+            dense = sum_splits(self._multiply("down", x, op.parallel.down))
+            self.mark("down")
+            x = self._norm(None, op.input_norm, op.input_eps, op.w)
+        logits = self._router_logits(op)
+        experts, weights = launch_route(logits, op.params, op.selection_bias, op.expert_scales, pdl=self.pdl)
         self.mark("route")
         made = self._few_slots(op, x, experts) if isinstance(x, GemvActivations) else self._slots(op, x, experts)
         shared = None if op.shared is None else self._shared_expert(op, op.shared)
-        total = WeightedExperts(weights, op.params.k, *(shared or (None, None)))
-        return self._norm(made[None], op.norm, op.eps, op.following, op.post, experts=total)
+        total = WeightedExperts(weights, op.params.k, *(shared or (dense, None)))
+        if op.parallel is not None:
+            total = total._replace(sum_norm=op.parallel.experts_norm, shared_norm=op.parallel.norm)
+        return self._norm(made[None], op.norm, op.eps, op.following, op.post, experts=total, scale=op.scale)
 
     def _router_logits(self, op: ExpertsAddNorm) -> torch.Tensor:
         """Return (tokens, experts) from the float32 norm of the stream: a choice must not depend on rounding."""
         (router,) = op.router.parts
         if self.step.takes_gemv:
-            logits = launch_router(self.residual, op.input_norm, op.input_eps, router, op.router_bias, pdl=self.pdl)
+            logits = launch_router(self.residual, op.router_norm, op.input_eps, router, op.router_bias, pdl=self.pdl)
             self.mark("router")
             return logits
         rows = torch.empty_like(self.residual)
         exact = self.linear.batch_invariant
-        launch_add_norm(None, self.residual, op.input_norm, op.input_eps, Activations(rows), exact=exact)
+        launch_add_norm(None, self.residual, op.router_norm, op.input_eps, Activations(rows), exact=exact)
         assert router.values is not None
         if exact:
             logits = sum_splits(gemm_dense_batch_invariant(rows, router))
@@ -242,11 +287,12 @@ class Forward:
         return made, None if shared.gate is None else gate
 
     def _norm(
-        self, delta: torch.Tensor | None, norm: torch.Tensor, eps: float, following: PackedWeight,
+        self, delta: torch.Tensor | None, norm: torch.Tensor | None, eps: float, following: PackedWeight,
         post: torch.Tensor | None = None, index: torch.Tensor | None = None,
         experts: WeightedExperts | None = None, bias: torch.Tensor | None = None, scale: float = 1.0,
     ) -> AnyActivations:  # fmt: skip
-        """Add delta (splits, tokens, width) to the residual stream and norm it, or the tokens of `index` alone."""
+        """Add delta (splits, tokens, width) to the residual stream, and return its norm, or without one itself; with
+        `index` of these tokens alone."""
         out = self._activations(following, len(self.residual if index is None else index))
         exact = self.linear.batch_invariant
         launch_add_norm(
@@ -372,12 +418,12 @@ class Forward:
     def _decode(self, qkv: torch.Tensor, op: Attention, out: Any) -> None:
         """Attend for decoding tokens by split-KV."""
         step, arrays = self.step, self.step.arrays
-        config = split_kv_config(step.decoding, op.n_heads, op.n_kv_heads)
+        kv = step.kv[op.layer]
+        config = split_kv_config(step.decoding, op.n_heads, kv.k.shape[1])
         scratch = split_kv_scratch(step.decoding, op.n_heads, op.head_dim, config, self.device)
         launch_decode_attention(
-            qkv, op, step.kv[op.layer], step.ropes[id(op.rope)], arrays["decode_positions"], arrays["tables"],
-            arrays["width"], step.decoding, config, (*scratch, self._counters_for(step.decoding, op.n_heads)), out,
-            self.pdl,
+            qkv, op, kv, step.ropes[id(op.rope)], arrays["decode_positions"], arrays["tables"], arrays["width"],
+            step.decoding, config, (*scratch, self._counters_for(step.decoding, op.n_heads)), out, self.pdl,
         )  # fmt: skip
         self.mark("rope_kv_attention")
 

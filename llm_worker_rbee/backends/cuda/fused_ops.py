@@ -23,13 +23,28 @@ def _has_blocks(node: Node) -> bool:
     return len(embed["table"].parts) == 1 and len(norm["weight"]) % 32 == 0
 
 
+def _has_inputs_kernels(node: Node) -> bool:
+    """The projection of the stream has no bias, and rows of both tables are whole blocks."""
+    embed, tokens, linear, inputs = node.fused
+    is_usual = linear["x"] is embed.output and linear["bias"] is None and inputs["tokens"] is tokens.output
+    tables = embed["table"], tokens["table"]
+    return is_usual and all(len(table.parts) == 1 and table.columns % 32 == 0 for table in tables)
+
+
+def _has_layer_gate_kernel(node: Node) -> bool:
+    linear, gate = node.fused
+    is_usual = linear["bias"] is None and gate["x"] is linear.output and gate["activation"] in ACTIVATIONS
+    return is_usual and linear["w"].rows % 32 == 0
+
+
 def _has_words(node: Node) -> bool:
     """The KV cache is read in words of 32 bits; it is the one written, and norms are those of q, then k, or none, and
-    one of v without a weight."""
+    one of v without a weight. A layer without KV heads may have a norm of q."""
     _, split, *norms, store, attention = node.fused[:-2] if node.op == "gated_attention" else node.fused
     q, k, v = split.outputs
-    is_usual = [norm["x"] for norm in norms] in ([], [q, k], [q, k, v]) and attention["kv"] == store["kv"]
-    is_usual &= all(bool((norm["weight"] == 1).all()) for norm in norms[2:]) and split["n_kv_heads"] > 0
+    usual = ([], [q, k], [q, k, v]) if split["n_kv_heads"] else ([], [q])
+    is_usual = [norm["x"] for norm in norms] in usual and attention["kv"] == store["kv"]
+    is_usual &= all(bool((norm["weight"] == 1).all()) for norm in norms[2:])
     is_usual &= all(norm["weight"].dim() == 1 for norm in norms)  # of each head
     return is_usual and have_one_eps(node) and split["head_dim"] % 4 == 0
 
@@ -72,32 +87,61 @@ def _has_add_kernel(node: Node) -> bool:
 
 
 def _has_expert_kernels(node: Node) -> bool:
-    """The router is dense, gate and up have one type, no product of a shared expert has a bias, and neither experts nor
-    the residual stream have a scale."""
-    router, gated, products = node.fused[0], node.parts("gated")[0], node.parts("grouped_linear")
+    """The router is dense, gate and up have one type, and no product of a shared expert or beside the experts has a
+    bias."""
+    router, gated, w = _router(node), node.parts("gated")[0], node.parts("grouped_linear")[0]["w"]
     is_dense = len(router["w"].parts) == 1 and router["w"].parts[0].kind == DENSE
-    has_bias = any(part["bias"] is not None for part in node.parts("linear")[1:])
-    w = products[0]["w"]
+    has_bias = any(part["bias"] is not None for part in node.parts("linear") if part is not router)
     is_gated = gated["activation"] in ACTIVATIONS and w.rows % 64 == 0 and len(w.parts) == 1
-    is_scaled = node.parts("route")[0]["scales"] is not None or node.fused[-1]["scale"] != 1.0
-    return is_dense and not has_bias and not is_scaled and is_gated and have_one_eps(node)
+    return is_dense and not has_bias and is_gated and have_one_eps(node)
+
+
+def _router(node: Node) -> Node:
+    (route,) = node.parts("route")
+    return next(part for part in node.parts("linear") if part.output is route["logits"])
+
+
+def _has_parallel_kernels(node: Node) -> bool:
+    """Router and experts read the residual stream by norms of their own; the norms of the MLP and of the experts are
+    added, and the norm of that to the stream."""
+    down, of_dense, of_router, of_experts, *_ = node.fused
+    *_, of_sum, of_total = node.parts("rms_norm")
+    (total,), (combine,), last = node.parts("add"), node.parts("combine"), node.fused[-1]
+    taken = {part.output: part["x"] for part in node.parts("take")}
+    delta, stream = (taken.get(last[name], last[name]) for name in ("x", "residual"))
+    links = [
+        (of_dense["x"], down.output), (of_router["x"], stream), (of_experts["x"], stream),
+        (_router(node)["x"], of_router.output), (node.parts("grouped_linear")[0]["x"], of_experts.output),
+        (combine["shared"], None), (of_sum["x"], combine.output), (total["x"], of_sum.output),
+        (total["residual"], of_dense.output), (of_total["x"], total.output), (delta, of_total.output),
+    ]  # fmt: skip
+    return all(one is other for one, other in links) and _has_expert_kernels(node)
 
 
 ATTENTION = "linear split_heads rms_norm? rms_norm? rms_norm? rope_store attention"
 EXPERTS = "linear route grouped_linear gated grouped_linear linear? gated? linear? linear? combine"
+PARALLEL = "rms_norm rms_norm rms_norm linear route grouped_linear gated grouped_linear combine rms_norm add rms_norm"
 REWRITES = (
+    Rewrite("parallel_experts", f"linear {PARALLEL} take? take? add_rms_norm", _has_parallel_kernels),
     Rewrite("experts_add_norm", f"{EXPERTS} rms_norm? take? take? add_rms_norm", _has_expert_kernels),
     Rewrite("embed_norm", "embed* rms_norm", _has_blocks),
+    Rewrite("embed_inputs", "embed* embed linear per_layer_inputs", _has_inputs_kernels),
+    Rewrite("stream_norm", "rms_norm"),
+    Rewrite("per_layer_gate", "linear per_layer_gate", _has_layer_gate_kernel),
     Rewrite("gated_attention", f"{ATTENTION} linear sigmoid_gate", _has_gated_words),
     Rewrite("gated_delta", "linear linear causal_conv gated_delta", _has_delta_kernels),
     Rewrite("short_conv", "linear causal_conv", _has_conv_kernel),
     Rewrite("attention", ATTENTION, _has_words),
     Rewrite("gated_linear", "linear gated", _has_gate_kernel),
     Rewrite("linear_add_norm", "linear rms_norm? take? take? add_rms_norm", _has_add_kernel),
+    Rewrite("linear_add", "linear rms_norm? add", _has_add_kernel),
     Rewrite("logits", "logits"),
 )
 LAUNCHES = {
     "embed_norm": "embed_rows",
+    "embed_inputs": "embed_rows twice, add_rms_norm_rows, gemv or gemm, rms_norm_rows",
+    "stream_norm": "add_rms_norm_rows",
+    "per_layer_gate": "gemv or gemm, swiglu_rows",
     "attention": "1 to 4 tokens: gemv, decode_attention; more: gemm, decode_attention or rope_store, prefill_attention",
     "gated_attention": "those of attention, with gemv or gemm of the gate, gate_rows",
     "gated_delta": "gemv or gemm twice, conv_tokens, [conv_states,] delta_tokens, "
@@ -107,6 +151,8 @@ LAUNCHES = {
     "linear_add_norm": "1 to 4 tokens: gemv with residual add and norm; more: gemm, add_rms_norm_rows",
     "experts_add_norm": "1 to 4 tokens: router_rows, route_rows, gemv twice, add_rms_norm_rows; "
     "more: add_rms_norm_rows, a dense product, route_rows, group_slots, gemm, swiglu_rows, gemm, add_rms_norm_rows",
+    "parallel_experts": "gemv or gemm, add_rms_norm_rows, those of experts_add_norm",
+    "linear_add": "1 to 4 tokens: gemv, add_rms_norm_rows; more: gemm, add_rms_norm_rows",
     "post_norm": "1 to 4 tokens: gemv, add_rms_norm_rows; more: gemm, add_rms_norm_rows",
     "logits": "1 to 4 tokens: gemv; more: gemm",
 }
@@ -122,8 +168,30 @@ class EmbedNorm(NamedTuple):
     following: PackedWeight
 
 
+class EmbedInputs(NamedTuple):
+    """Rows of the embedding start the residual stream; per-layer embeddings, with its projection, are the inputs of all
+    layers."""
+
+    table: PackedWeight
+    scale: float
+    inputs_table: PackedWeight
+    inputs_scale: float
+    projection: PackedWeight
+    norm: torch.Tensor  # of the projection, for each layer
+    eps: float
+
+
+class StreamNorm(NamedTuple):
+    """The norm of the residual stream."""
+
+    norm: torch.Tensor
+    eps: float
+    following: PackedWeight
+
+
 class Attention(NamedTuple):
-    """The QKV product, q and k norms, RoPE, the write to the KV cache, attention."""
+    """The QKV product, q and k norms, RoPE, the write to the KV cache, attention. A layer without KV heads reads what
+    another has written."""
 
     qkv: PackedWeight
     bias: torch.Tensor | None
@@ -177,6 +245,25 @@ class GatedLinear(NamedTuple):
     following: PackedWeight
 
 
+class PerLayerGate(NamedTuple):
+    """The product with a gate, and activation(gate) * inputs of the layer."""
+
+    w: PackedWeight
+    layer: int
+    activation: str
+    following: PackedWeight
+
+
+class LinearAdd(NamedTuple):
+    """A product, in some families its norm, added to the residual stream, which is stored as it is."""
+
+    w: PackedWeight
+    bias: torch.Tensor | None
+    post: torch.Tensor | None  # weight of the norm of the product
+    eps: float
+    following: PackedWeight
+
+
 class LinearAddNorm(NamedTuple):
     """A product, in some families its norm, added to the residual stream, whose norm is stored."""
 
@@ -197,6 +284,14 @@ class SharedExpert(NamedTuple):
     gate: PackedWeight | None
 
 
+class ParallelMLP(NamedTuple):
+    """The last product of an MLP beside the experts, its norm, and that of the experts' sum; both are added."""
+
+    down: PackedWeight
+    norm: torch.Tensor
+    experts_norm: torch.Tensor
+
+
 class ExpertsAddNorm(NamedTuple):
     """A mixture of experts, in some families its norm, added to the residual stream, whose norm is stored."""
 
@@ -204,18 +299,22 @@ class ExpertsAddNorm(NamedTuple):
     router_bias: torch.Tensor | None
     params: RouteParams
     selection_bias: torch.Tensor | None
+    expert_scales: torch.Tensor | None  # of the weights of experts
     w: PackedExperts  # gate and up
     bias: torch.Tensor | None
     activation: str
     down: PackedExperts
     down_bias: torch.Tensor | None
     shared: SharedExpert | None
-    input_norm: torch.Tensor  # of the stream, which all products read
+    parallel: ParallelMLP | None
+    router_norm: torch.Tensor  # of the stream, which the router reads
+    input_norm: torch.Tensor  # likewise all other products
     input_eps: float
     post: torch.Tensor | None
     norm: torch.Tensor
     eps: float
     following: PackedWeight
+    scale: float = 1.0  # of the stream once the experts are added
 
 
 class Logits(NamedTuple):
@@ -226,7 +325,8 @@ class Logits(NamedTuple):
 
 
 Mixer = Attention | GatedDelta | ShortConv  # the first op of a layer
-FusedOp = EmbedNorm | Mixer | GatedLinear | LinearAddNorm | ExpertsAddNorm | Logits
+Start = EmbedNorm | EmbedInputs | StreamNorm  # before the first layer
+FusedOp = Start | Mixer | GatedLinear | PerLayerGate | LinearAdd | LinearAddNorm | ExpertsAddNorm | Logits
 
 
 def fuse_graph(graph: Graph) -> tuple[FusedOp, ...] | None:
@@ -234,7 +334,7 @@ def fuse_graph(graph: Graph) -> tuple[FusedOp, ...] | None:
     fused = apply_rewrites(graph, REWRITES)
     if not all(node.fused for node in fused.nodes):
         return None
-    readers = {value: node for node in fused.nodes for value in node.inputs}
+    readers = {value: node for node in reversed(fused.nodes) for value in node.inputs}  # the first of each
     norms = {node.outputs[0]: node for node in graph.nodes if node.op in ("rms_norm", "add_rms_norm")}
     ops = tuple(_fused_op(node, _following(node, readers), norms) for node in fused.nodes)
     return ops if _is_chain(fused.nodes) else None
@@ -242,36 +342,38 @@ def fuse_graph(graph: Graph) -> tuple[FusedOp, ...] | None:
 
 def _is_chain(nodes: Sequence[Node]) -> bool:
     """Return whether each op reads the result of the one before it, and the residual stream, if any: launches do."""
-    made, stream = set(nodes[0].inputs), None
+    made: set[Any] = set(nodes[0].inputs)
+    stream = None
     for node in nodes:
         if not made & set(node.inputs):
             return False
-        add = node.part("add_rms_norm")
-        if add is not None:
+        add = node.fused[-1]
+        if add.op in ("add_rms_norm", "add"):
             taken = {take.output: take["x"] for take in node.parts("take")}
             if taken.get(add["residual"], add["residual"]) is not stream:
                 return False
-            stream = add.outputs[1]
-        if node.op == "embed_norm":
+            stream = add.outputs[-1]
+        if node.op in ("embed_norm", "embed_inputs"):
             stream = node.fused[0].output
-        made = set(node.outputs) - {stream}
+        stores_stream = node.op in ("embed_inputs", "linear_add")
+        made = {stream} if stores_stream else set(node.outputs) - {stream}
     return True
 
 
 def distinct_layers(ops: Sequence[FusedOp]) -> list[FusedOp]:
     """Return a shorter program that launches every kernel of the layers: one layer of each kind, each after the
     embedding."""
-    embed, *rest = ops[:-1]
-    assert isinstance(embed, EmbedNorm)
     layers: dict[Any, list[FusedOp]] = {}
-    starts = [i for i, op in enumerate(rest) if isinstance(op, Mixer)]
-    for first, end in zip(starts, [*starts[1:], len(rest)], strict=True):
-        layer = rest[first:end]
+    starts = [i for i, op in enumerate(ops) if isinstance(op, Mixer)]
+    *before, norm = ops[: starts[0]]
+    assert isinstance(norm, EmbedNorm | StreamNorm)
+    for first, end in zip(starts, [*starts[1:], len(ops) - 1], strict=True):
+        layer = list(ops[first:end])
         layers.setdefault(tuple(map(_kernel_signature, layer)), layer)
     program: list[FusedOp] = []
     for layer in layers.values():
         assert isinstance(layer[0], Mixer)
-        program += [embed._replace(following=layer[0].qkv), *layer]
+        program += [*before, norm._replace(following=layer[0].qkv), *layer]
     return program
 
 
@@ -320,6 +422,12 @@ def _fused_op(node: Node, following: Any, norms: Mapping[Any, Node]) -> FusedOp:
     match node.op:
         case "embed_norm":
             return EmbedNorm(first["table"], first["scale"], last["weight"], last["eps"], following)
+        case "embed_inputs":
+            table, linear = between
+            tables = first["table"], first["scale"], table["table"], table["scale"]
+            return EmbedInputs(*tables, linear["w"], last["weight"], last["eps"])
+        case "stream_norm":
+            return StreamNorm(last["weight"], last["eps"], following)
         case "attention":
             return _attention(node.fused, following)
         case "gated_attention":
@@ -336,21 +444,29 @@ def _fused_op(node: Node, following: Any, norms: Mapping[Any, Node]) -> FusedOp:
             return ShortConv(first["w"], last["weight"], last["activation"], last["state"], following)
         case "gated_linear":
             return GatedLinear(first["w"], last["activation"], following)
-        case "linear_add_norm":
-            post = node.part("rms_norm")
-            weight = None if post is None else post["weight"]
-            return LinearAddNorm(
-                first["w"], first["bias"], weight, last["weight"], last["eps"], following, last["scale"]
-            )
+        case "per_layer_gate":
+            return PerLayerGate(first["w"], last["layer"], last["activation"], following)
+        case "linear_add" | "linear_add_norm":
+            return _linear_add(node, following)
         case "experts_add_norm":
             return _experts(node, following, norms[first["x"]])
+        case "parallel_experts":
+            return _parallel_experts(node, following)
         case _:
             return Logits(first["head"], first["soft_cap"])
 
 
+def _linear_add(node: Node, following: Any) -> LinearAdd | LinearAddNorm:
+    first, last, post = node.fused[0], node.fused[-1], node.part("rms_norm")
+    weight = None if post is None else post["weight"]
+    if last.op == "add":
+        return LinearAdd(first["w"], first["bias"], weight, 0.0 if post is None else post["eps"], following)
+    return LinearAddNorm(first["w"], first["bias"], weight, last["weight"], last["eps"], following, last["scale"])
+
+
 def _attention(parts: Sequence[Node], following: Any) -> Attention:
     first, split, *of_heads, store, last = parts
-    q_norm, k_norm = (norm["weight"] for norm in of_heads[:2]) if of_heads else (None, None)
+    q_norm, k_norm, *_ = *(norm["weight"] for norm in of_heads), None, None
     return Attention(
         first["w"], first["bias"], q_norm, k_norm, of_heads[0]["eps"] if of_heads else 0.0, split["n_heads"],
         split["n_kv_heads"], split["head_dim"], store["table"], last["params"], store["kv"], last["sinks"],
@@ -360,11 +476,19 @@ def _attention(parts: Sequence[Node], following: Any) -> Attention:
 
 def _experts(node: Node, following: Any, norm: Node) -> ExpertsAddNorm:
     (route,), (gate_up, down), last = node.parts("route"), node.parts("grouped_linear"), node.fused[-1]
-    router, *shared = node.parts("linear")
-    post = node.part("rms_norm")
-    more = SharedExpert(shared[0]["w"], shared[1]["w"], shared[2]["w"] if shared[2:] else None) if shared else None
+    router, post = _router(node), node.part("rms_norm")
+    shared = [part["w"] for part in node.parts("linear") if part is not router]
+    more = SharedExpert(shared[0], shared[1], shared[2] if shared[2:] else None) if shared else None
     return ExpertsAddNorm(
-        router["w"], router["bias"], route["params"], route["bias"], gate_up["w"], gate_up["bias"],
-        node.parts("gated")[0]["activation"], down["w"], down["bias"], more, norm["weight"], norm["eps"],
-        None if post is None else post["weight"], last["weight"], last["eps"], following,
+        router["w"], router["bias"], route["params"], route["bias"], route["scales"], gate_up["w"], gate_up["bias"],
+        node.parts("gated")[0]["activation"], down["w"], down["bias"], more, None, norm["weight"], norm["weight"],
+        norm["eps"], None if post is None else post["weight"], last["weight"], last["eps"], following, last["scale"],
     )  # fmt: skip
+
+
+def _parallel_experts(node: Node, following: Any) -> ExpertsAddNorm:
+    down, of_dense, of_router, of_experts, *parts = node.fused
+    *_, of_sum, of_total = node.parts("rms_norm")
+    made = _experts(Node(node.op, {}, node.outputs, tuple(parts)), following, of_experts)
+    mlp = ParallelMLP(down["w"], of_dense["weight"], of_sum["weight"])
+    return made._replace(parallel=mlp, router_norm=of_router["weight"], post=of_total["weight"])

@@ -103,6 +103,36 @@ def load_value(
     return x
 
 
+@triton.jit
+def new_kv(
+    row, kv_head, cosines, sines, bias, k_norm, eps, part_stride, k_cache, v_cache, table, position, stores,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
+    PARTS: tl.constexpr, V_NORM: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    """Return the key and the value of a token in the cache's type, made from its row and, if `stores`, stored in the
+    cache; SHARED: those that another layer has stored there."""
+    KV_TYPE: tl.constexpr = k_cache.dtype.element_ty
+    if SHARED:
+        at = cache_offset(table, position, kv_head, KV_HEADS, DIM, P)
+        k, v = load_first(k_cache + at, DIM), load_first(v_cache + at, DIM)
+    else:
+        k = load_rotated(row, HEADS + kv_head, cosines, sines, bias, k_norm, eps, part_stride, DIM, HALF, PARTS)
+        k = k.to(KV_TYPE)
+        v = load_value(row, HEADS + KV_HEADS + kv_head, bias, eps, part_stride, DIM, PARTS, V_NORM).to(KV_TYPE)
+        if stores:
+            at = cache_offset(table, position, kv_head, KV_HEADS, DIM, P)
+            store_first(k_cache + at, k, DIM)
+            store_first(v_cache + at, v, DIM)
+    return k, v
+
+
+@triton.jit
+def cache_offset(table, position, kv_head, KV_HEADS: tl.constexpr, DIM: tl.constexpr, P: tl.constexpr):
+    """Return where the cache has the values of a head of the token at a position."""
+    block = tl.load(table + position // P).to(tl.int64)
+    return ((block * KV_HEADS + kv_head) * P + position % P) * DIM + tl.arange(0, padded_dim(DIM))
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def rope_store_qkv(
     qkv, cos, sin, positions, slot_mapping, q_out, k_cache, v_cache,

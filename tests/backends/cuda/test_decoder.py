@@ -18,7 +18,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from llm_worker_rbee.backends.cuda import CudaBackend, packed_weight, step_sizes  # noqa: E402
+from llm_worker_rbee.backends.cuda import CudaBackend, decoder, packed_weight, step_sizes  # noqa: E402
 from llm_worker_rbee.backends.cuda.elementwise import launch_embedding  # noqa: E402
 from llm_worker_rbee.backends.cuda.packed_weight import PackedWeight  # noqa: E402
 from llm_worker_rbee.backends.ops import CAPTURING, StepLimits, pending_id  # noqa: E402
@@ -65,6 +65,11 @@ CASES = {
     ),
     "part rotated": (cuda_models.GROUPED._replace(layers=1), "Q4_0", {"rope_dim": 24}),
 }
+FUSED_PARTS = {
+    "gemma4-e": {"embed_inputs", "stream_norm", "per_layer_gate", "linear_add"},
+    "gemma4-moe": {"parallel_experts"},
+    "lfm2moe": {"short_conv", "experts_add_norm"},
+}
 # (requests, tokens of each, logits of all): prefill (padded to 16), decode of one and two, mixed
 STEPS = (((0, 1), (3, 2), False), ((0,), (1,), False), ((0, 1), (1, 1), False), ((0, 1, 2), (1, 1, 2), True))
 
@@ -91,6 +96,26 @@ def test_layers_of_different_shapes_match_reference(tmp_path: Path) -> None:
     models = cuda_models.load_both(open_checkpoint(folder), ops)
     assert models[0].fused is not None
     check_steps(models, "F16")
+
+
+@pytest.mark.parametrize("name", FUSED_PARTS)
+def test_quantized_family_is_fused_and_matches_reference(name: str, tmp_path: Path) -> None:
+    """Few tokens by GEMV; the router and the projection of per-layer embeddings are floats, as in real files."""
+    variant = model_zoo.ZOO[name]
+    kinds = {"lfm2moe": ["conv", "full_attention"], "gemma4-e": ["full_attention"] * 2}.get(name, ["full_attention"])
+    changes: dict[str, Any] = {"layer_types": kinds, "num_hidden_layers": len(kinds), "global_head_dim": 32}
+    changes |= {"num_kv_shared_layers": 1} if name == "gemma4-e" else {"head_dim": 32}
+    variant = replace(variant, settings={**variant.settings, **changes})
+    made = model_zoo.make_hf(variant)
+    quantized = open_checkpoint(model_zoo.save_quantized(variant, made, tmp_path / "q.gguf", "Q8_0"))
+    floats = open_checkpoint(model_zoo.save_gguf(variant, made, tmp_path / "m.gguf")).tensors
+    kept = {name: floats[name] for name in floats if "ffn_gate_inp" in name or "model_proj" in name}
+    models = cuda_models.load_both(replace(quantized, tensors={**quantized.tensors, **kept}), ops)
+    steps = models[0].fused
+    assert isinstance(steps, decoder.Decoder)
+    assert FUSED_PARTS[name] <= {line.component for line in steps.program("float32")}
+    assert decoder.max_gemv_tokens(steps.ops, batch_invariant=False) == decoder.SMALL_BATCH
+    check_steps(models, "Q8_0")
 
 
 def check_steps(models: Sequence[Transformer], mix: str) -> None:

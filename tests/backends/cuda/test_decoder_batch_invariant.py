@@ -63,6 +63,8 @@ SINGLE_OP_CASES: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "fp8": (ONE_LAYER, "fp8", {"window": 3}),
     "linear attention": (None, "qwen3_5", {}),
     "short convolution": (None, "lfm2", {}),
+    "per-layer embeddings, shared keys": (None, "gemma4-e", {}),
+    "experts beside an MLP": (None, "gemma4-moe", {}),
     "experts": (ONE_LAYER, "Q4_0", {"post": True, "experts": {"shared": True, "gate": True}}),
     "heads of 48": (ONE_LAYER._replace(width=192, head_dim=48), "Q4_0", {"bias": True, "norms": True}),
 }  # fmt: skip
@@ -72,14 +74,23 @@ CASE_OF_REWRITE = {
     "embed_norm": "packed, many features", "attention": "float16, many features", "gated_linear": "fp8",
     "linear_add_norm": "packed, many features", "logits": "packed and dense parts", "experts_add_norm": "experts",
     "gated_attention": "linear attention", "gated_delta": "linear attention", "short_conv": "short convolution",
+    **dict.fromkeys(
+        ("embed_inputs", "stream_norm", "per_layer_gate", "linear_add"), "per-layer embeddings, shared keys"
+    ),
+    "parallel_experts": "experts beside an MLP",
+}  # fmt: skip
+LAYER_TYPES = {  # of small models
+    "qwen3_5": ["linear_attention", "full_attention"], "lfm2": ["conv", "full_attention"],
+    "gemma4-moe": ["full_attention"], "gemma4-e": ["full_attention", "full_attention"],
 }  # fmt: skip
 
 
 def checkpoint_of(shape: Any, mix: str) -> Checkpoint:
     if mix in model_zoo.ZOO:
-        variant, state = model_zoo.ZOO[mix], "conv" if mix == "lfm2" else "linear_attention"
-        kinds = {"layer_types": [state, "full_attention"]}
-        variant = replace(variant, settings={**variant.settings, **kinds, "num_hidden_layers": 2})
+        variant, kinds = model_zoo.ZOO[mix], LAYER_TYPES[mix]
+        changes = {"layer_types": kinds, "num_hidden_layers": len(kinds)}
+        changes |= {"num_kv_shared_layers": 1} if mix == "gemma4-e" else {}
+        variant = replace(variant, settings={**variant.settings, **changes})
         path = Path(tempfile.mkdtemp()) / "m.gguf"
         return open_checkpoint(model_zoo.save_gguf(variant, model_zoo.make_hf(variant), path))
     if mix == "fp8":

@@ -48,18 +48,11 @@ def logits(path: Path, ops: Any, ids: list[int], parts: list[int], max_context: 
     return np.concatenate(found)
 
 
-@pytest.mark.parametrize("name", ["phi3-short", "gemma2", "olmo2", "gemma4-e", "gemma4-moe"])
+@pytest.mark.parametrize("name", ["phi3-short", "gemma2", "olmo2"])
 def test_family_unfused_matches_reference(name: str, tmp_path: Path) -> None:
     variant = model_zoo.ZOO[name]
-    changes: dict[str, Any] = {"num_hidden_layers": 2}
-    if name == "gemma4-e":
-        kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-        changes = {"num_hidden_layers": 3, "num_kv_shared_layers": 1, "layer_types": kinds}
-    elif name == "gemma4-moe":
-        changes["layer_types"] = ["sliding_attention", "full_attention"]
-    path = model_zoo.save_hf(
-        model_zoo.make_hf(replace(variant, settings={**variant.settings, **changes})), tmp_path / "m"
-    )
+    made = model_zoo.make_hf(replace(variant, settings={**variant.settings, "num_hidden_layers": 2}))
+    path = model_zoo.save_hf(made, tmp_path / "m")
     ids = model_zoo.prompt_ids(variant)[:18]
     wanted = logits(path, ReferenceBackend(), ids, [18], variant.max_context)
     found = logits(path, cuda, ids, [17, 1], variant.max_context)
