@@ -24,7 +24,7 @@ from llm_worker_rbee.bench.profile.workload import RandomTokens, Settings, Subje
 from llm_worker_rbee.bench.results import Recorder, Result, ResultsError, Run
 from llm_worker_rbee.bench.roofline import Limits, Work, matmul_ceiling
 from llm_worker_rbee.bench.synthetic import Spec, checkpoint
-from llm_worker_rbee.bench.synthetic_shapes import Shape
+from llm_worker_rbee.bench.synthetic_shapes import DELTA_NET, Shape
 from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.errors import ContextLengthError, InvalidRequestError
 from llm_worker_rbee.models import load_model, read_model_config
@@ -181,6 +181,25 @@ def test_work_counter_counts_experts_that_are_chosen(backend: Backend, rng: np.r
     assert counted["experts_gate_up"].operations == 2 * 2 * gate_up / 4
     assert counted["experts_down"].operations == 2 * gate_up / 4
     assert matmul_ceiling(model, 3)() is not None
+
+
+@pytest.mark.parametrize("backend", [reference.ReferenceBackend(), CpuBackend()], ids=lambda backend: backend.name)
+def test_work_counter_counts_states(backend: Backend, rng: np.random.Generator) -> None:
+    """Of a request that goes on from its state and one that begins; each keeps the state after its last token."""
+    sizes = {"ssm.state_size": 32, "ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.inner_size": 128}
+    shape = Shape(4, 64, 4, 2, 96, 300, 320, architecture="qwen35", head_dim=64, keys={**DELTA_NET, **sizes})
+    made = checkpoint(Spec("states", shape, "F32", 4))
+    model = load_model(made, backend, read_model_config(made))
+    counter = WorkCounter(model, made, KVCache(backend, model.config, 4, n_slots=3))
+    batch = BlockTables([10, 4], rng).batch([(0, 9, 10), (1, 0, 4)])
+    slots = {"state_in": np.array([0, -1]), "state_out": np.array([1, -1, -1, -1, 2])}
+    found = counter.count(replace(batch, **slots))
+    ((delta, calls),) = found["gated_delta"].items()
+    values, channels = 4 * 32 * 32, 2 * 2 * 32 + 4 * 32
+    assert (delta.bytes, delta.operations, calls) == (4 * values * 3, 7 * values * 5, 3)
+    ((conv, _),) = found["causal_conv"].items()
+    assert (conv.bytes, conv.operations) == (4 * channels * 3 * 3, 2 * 4 * channels * 5)
+    assert limit_of("gated_delta", found, Limits(1, ((1 << 20, 1e9),), 1e9, ()))["limit_s"] > 0
 
 
 def test_attention_pairs_window_bounds_the_keys(rng: np.random.Generator) -> None:

@@ -1,8 +1,9 @@
 """What the components of a step must move and compute at least, counted from the model's graph and a batch.
 
-Products read their weights as they are in the file, attention the keys and values that its queries may see; activations
-are counted only where nothing else is moved, since they stay in a cache; on a GPU not at all, since they may be of half
-the size and in its L2. So a limit that follows is never too high.
+Products read their weights as they are in the file, attention the keys and values that its queries may see; states are
+read where a request starts from one, and written where they are kept. Activations are counted only where nothing else
+is moved, since they stay in a cache; on a GPU not at all, since they may be of half the size and in its L2. So a limit
+that follows is never too high.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ BY_PRODUCER = {
 }  # fmt: skip
 # operations for each value of the result; an exponential counts as one
 NORM, ADD_NORM, GATED, ROPE, SOFTMAX = 4, 5, 4, 3, 4
+DELTA_RULE = 7  # for each value of a state and token: decay, S^T k, the outer product, S^T q
 
 
 # Products of a block, and the tensors that they are made of; others are counted as they are packed.
@@ -118,6 +120,7 @@ class WorkCounter:
 
     def __init__(self, model: Transformer, checkpoint: Checkpoint, cache: KVCache) -> None:
         self._on_device = model.ops.has_device_memory
+        self._float_arithmetic = "float16" if self._on_device else "float32"
         self._weights, self._graph = index_weights(model, checkpoint), model.graph()
         self._components, self._experts = linear_components(self._graph), model.config.experts
         self._resident = float(checkpoint.nbytes)  # each weight is read once a step, so none is in a cache by then
@@ -168,6 +171,14 @@ class WorkCounter:
             case "attention":
                 _, heads, dim = node["q"].shape
                 yield from self._attention(heads, dim, pairs[node["params"]], self._kv_bytes[node["kv"]])
+            case "causal_conv":
+                channels, kernel = node["weight"].shape
+                state, made = channels * (kernel - 1), len(batch.ids) * channels
+                yield "causal_conv", self._state_work(batch, state, 2.0 * kernel * made)
+            case "gated_delta":
+                params = node["params"]
+                state = params.v_heads * params.k_dim * params.v_dim
+                yield "gated_delta", self._state_work(batch, state, float(DELTA_RULE * len(batch.ids) * state))
             case "gated":
                 yield "activation", Work(1.5 * FLOAT * values("gate_up"), GATED / 2 * values("gate_up"))
             case "logits":
@@ -184,14 +195,18 @@ class WorkCounter:
         operations = 2.0 * tokens * known.values * experts.share()
         return Work(known.bytes * experts.share(tokens), operations, self._resident, known.arithmetic)
 
+    def _state_work(self, batch: Batch, values: int, operations: float) -> Work:
+        """Count the states of `values` each that requests start from, and those that are written."""
+        moved = int((batch.state_in >= 0).sum() + (batch.state_out >= 0).sum())
+        return Work(float(FLOAT * values * moved), operations, self._resident, self._float_arithmetic)
+
     def _attention(self, heads: int, dim: int, pairs: Pairs, kv_bytes: float) -> Iterator[tuple[str, Work]]:
         """Every query meets its keys twice (scores, values), and half of what is read of the cache are keys."""
         operations = 2.0 * heads * dim * pairs.pairs
         half = kv_bytes * pairs.keys / 2
-        arithmetic = "float16" if self._on_device else "float32"
-        yield "scores", Work(half, operations, self._resident, arithmetic)
+        yield "scores", Work(half, operations, self._resident, self._float_arithmetic)
         yield "softmax", Work(0.0, SOFTMAX * heads * pairs.pairs)
-        yield "values", Work(half, operations, self._resident, arithmetic)
+        yield "values", Work(half, operations, self._resident, self._float_arithmetic)
 
 
 def linear_components(graph: Graph) -> dict[Node, str]:
