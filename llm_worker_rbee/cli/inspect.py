@@ -259,7 +259,7 @@ CAPACITY_FIELDS = (
     "slot_bytes",
 )
 MAX_LIST_ITEMS = 8  # longer lists are cut
-# keys of any architecture in a GGUF: name in the report -> key behind `<architecture>.`
+# keys of any architecture in a GGUF: name in the report -> key after `<architecture>.`
 COMMON_KEYS = {
     "layers": "block_count", "width": "embedding_length", "feed_forward": "feed_forward_length",
     "heads": "attention.head_count", "kv_heads": "attention.head_count_kv", "context": "context_length",
@@ -409,7 +409,7 @@ def metadata_values(checkpoint: Checkpoint, *, whole: bool) -> dict[str, Any]:
 
 
 def _keys(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of a GGUF; of a folder, those of each JSON file behind the file's name."""
+    """Yield the keys of a GGUF; of a folder, those of each JSON file after the name of the file."""
     for key, value in metadata.items():
         if isinstance(value, dict):
             yield from ((f"{key}.{inner}", deep) for inner, deep in value.items())

@@ -31,7 +31,7 @@ from .sampler import collect_logprobs, next_row
 
 DISCARDED_ROW = SampleRow(temperature=0.0)  # of a request that has finished
 # Seconds between two steps in which the device waits for the host, if the second is not launched ahead. A step with
-# drafts has two of these gaps: before it and behind it. Measured on an H200 by benchmarks/guided_steps.py.
+# drafts has two of these gaps: before it and after it. Measured on an H200 by benchmarks/guided_steps.py.
 GAP_S, GAP_S_PER_REQUEST = 0.26e-3, 0.0042e-3
 GAPS_PER_DRAFT_STEP = 2
 

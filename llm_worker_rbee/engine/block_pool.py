@@ -80,7 +80,7 @@ class BlockPool:
         return fresh <= len(self._free) - sum(self._references[block] == 0 for block in shared)
 
     def acquire(self, shared: Sequence[int], fresh: int) -> list[int] | None:
-        """Reference the shared blocks and allocate fresh ones behind them; None if there are not enough."""
+        """Reference the shared blocks and allocate fresh ones after them; None if there are not enough."""
         if not self.can_acquire(shared, fresh):
             return None
         for block in shared:

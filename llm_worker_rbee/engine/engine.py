@@ -57,7 +57,7 @@ class Engine:
         is_async = AsyncScheduler.is_supported(model)
         self._async_scheduler = AsyncScheduler(model, self.runner, self.mask_filler) if is_async else None
         self._in_flight: InFlightStep | None = None
-        self._waits_for_drafts = False  # the step behind the one in flight is to have drafts that grammars force
+        self._waits_for_drafts = False  # the step after the one in flight is to have drafts that grammars force
         self._called_at = self._returned_at = 0.0  # of the last call of `step`
         self._began_at = 0.0  # of the present step: when it was launched, or when the result before it arrived
         self._arrivals = 0

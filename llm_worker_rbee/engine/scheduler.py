@@ -32,7 +32,7 @@ from .request import (
 from .state_pool import MIN_SNAPSHOT_BLOCKS, StatePool
 from .step_limits import max_scored_tokens
 
-# Tokens of prompts beside these decodes, the deepest of them behind so many computed tokens.
+# Tokens of prompts beside these decodes, the deepest of them after so many computed tokens.
 PrefillBudget = Callable[[Sequence[ScheduledTokens], int], int]
 MIN_PREFILL_TOKENS = 16  # in a step, however slow it is and however many requests decode: prefills must progress
 
@@ -435,7 +435,7 @@ def next_chunk(request: Request, count: int) -> ScheduledTokens:
 def accept_tokens(
     request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None, stats: SchedulerStats
 ) -> list[StepOutput]:
-    """Append sampled tokens up to the first that differs from its draft: that one is right, those behind it are not."""
+    """Append sampled tokens up to the first that differs from its draft: that one is right, those after it are not."""
     drafts, ids = request.drafts, request.ids
     finish: FinishReason | None = None
     outputs: list[StepOutput] = []

@@ -90,7 +90,7 @@ def step_size(scheduled: Sequence[ScheduledTokens], query_tile: int) -> StepSize
 
 
 def chunk_context(start: int, count: int, query_tile: int) -> float:
-    """Return the keys that attention reads for `count` tokens of one request behind `start` others."""
+    """Return the keys that attention reads for `count` tokens of one request after `start` others."""
     return -(-count // query_tile) * (start + (count + 1) / 2)
 
 
@@ -169,7 +169,7 @@ class StepTimeModel:
             self._fit()
 
     def max_prefill_tokens(self, target_s: float, decodes: StepSize, start: int, max_tokens: int) -> int:
-        """Return how many tokens of a prompt, behind `start` others, fit beside `decodes` into a step of `target_s`.
+        """Return how many tokens of a prompt, after `start` others, fit beside `decodes` into a step of `target_s`.
 
         Where the decodes alone take longer, prefill may add a quarter.
         """

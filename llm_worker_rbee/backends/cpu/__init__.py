@@ -42,7 +42,7 @@ from .linear import PackedWeight, pack_weight
 from .op_parts import CpuParts
 from .per_layer_inputs import gate_task, inputs_task
 from .pointers import aligned
-from .program import Program, Step, choose_threads, prepare_step, run_step
+from .program import Program, Step, Task, choose_threads, prepare_step, run_step
 from .rope import angles_task, rope_store_task, temperature_of
 
 Floats = NDArray[np.float32]
@@ -197,12 +197,7 @@ class CpuBackend(Backend):
         out = np.empty((len(x), len(weight)), np.float32)
         rows, by_tap = np.ascontiguousarray(x, np.float32), np.ascontiguousarray(weight.T)
         task = causal_conv_task(0, (Step.END, x.shape[1]), Step.END + 1, 0, by_tap, activation, gated=gated)
-        entries = {
-            Step.QUERY_START: batch.query_start, Step.STATE_IN: batch.state_in, Step.STATE_OUT: batch.state_out,
-            Step.KV: layer_addresses([state]), Step.END: rows, Step.END + 1: out,
-        }  # fmt: skip
-        counts: dict[int, int] = {Step.TOKENS: len(x), Step.REQUESTS: len(batch.state_in)}
-        run_step(Program([task]), entries, counts, self.threads)
+        self._run_with_states(task, {Step.END: rows, Step.END + 1: out}, state, batch)
         return out
 
     def gated_delta(
@@ -216,13 +211,16 @@ class CpuBackend(Backend):
         buffers = dict(enumerate((*arrays, out), Step.END))
         *inputs, made = buffers
         task = gated_delta.gated_delta_task(0, inputs, z.shape[1], (made, 0), params, weights)
+        self._run_with_states(task, buffers, state, batch)
+        return out
+
+    def _run_with_states(self, task: Task, buffers: dict[int, Floats], state: StateLayer, batch: Batch) -> None:
         entries = {
             Step.QUERY_START: batch.query_start, Step.STATE_IN: batch.state_in, Step.STATE_OUT: batch.state_out,
             Step.KV: layer_addresses([state]), **buffers,
         }  # fmt: skip
-        counts: dict[int, int] = {Step.TOKENS: len(qkv), Step.REQUESTS: len(batch.state_in)}
+        counts: dict[int, int] = {Step.TOKENS: len(batch.state_out), Step.REQUESTS: len(batch.state_in)}
         run_step(Program([task]), entries, counts, self.threads)
-        return out
 
     def sigmoid_gate(self, x: Floats, gate: Floats) -> Floats:
         out = np.empty(x.shape, np.float32)
