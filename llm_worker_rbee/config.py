@@ -33,7 +33,7 @@ MAX_SHAPE = {
     "n_layers": MAX_LAYERS, "d_model": MAX_WIDTH, "n_heads": MAX_WIDTH, "n_kv_heads": MAX_WIDTH,
     "head_dim": MAX_WIDTH, "d_ff": MAX_WIDTH, "vocab_size": MAX_VOCABULARY, "context_length": MAX_CONTEXT,
 }  # fmt: skip
-SPECULATIVE = ("off", "ngram")
+SPECULATIVE = ("off", "ngram", "mtp")
 MAX_BATCH, MAX_DRAFT_TOKENS = 1024, 16
 DEVICE_SPARE_BYTES = 1 << 30  # of a GPU beside weights, KV cache and the arrays of a step: context, kernels, graphs
 
@@ -190,7 +190,7 @@ class ModelConfig:
     final_cap: float = 0.0  # soft cap of the logits; 0: none
     activation: str = "silu"
     experts: ExpertConfig | None = None
-    nextn_layers: int = 0  # of multi-token prediction, behind the others in the file: not used
+    nextn_layers: int = 0  # of multi-token prediction, behind the others in the file (models/mtp.py)
     # Layers of different shapes; 0 or empty: as the fields above say.
     window_head_dim: int = 0  # head_dim of the layers with a window
     window_rope_dim: int = 0  # rope_dim of these
@@ -314,7 +314,7 @@ class EngineConfig:
     max_step_tokens: int = 512  # token budget of a step with prefills, decodes included
     target_itl_ms: float = 100.0  # decodes beside a prefill get a token within this time
     prefix_cache: bool = True  # computed blocks are kept for requests with the same prefix
-    speculative: str = "off"  # "ngram": draft from earlier tokens of the same sequence
+    speculative: str = "off"  # "ngram": draft from earlier tokens of the same sequence; "mtp": with the file's own head
     draft_tokens: int = 4  # drafts of one request that a step verifies, at most
     n_slots: int = 0  # of states, for a model that has them; 0: what max_batch requests need, and a few snapshots
     debug: bool = False  # check the scheduler's invariants after every step

@@ -26,14 +26,16 @@ from .engine.kv_cache_budget import (
     block_bytes,
     plan_kv_cache,
 )
+from .engine.mtp import MtpDrafter
 from .engine.sampling_defaults import SamplingDefaults, read_sampling_defaults
-from .engine.speculative import DraftModel
+from .engine.speculative import Drafter, DraftModel
 from .engine.state_pool import SLOTS_PER_REQUEST
 from .engine.step_limits import SchedulerLimits, Workspace, choose_batch, choose_step_tokens
 from .errors import InsufficientMemoryError, InvalidRequestError
 from .machine import without_collection
-from .models import Transformer, load_model, read_model_config
+from .models import MtpHead, Transformer, load_model, load_model_with_head, read_model_config
 from .models.convert import is_fp8, planned_types, quantize_checkpoint
+from .models.mtp import head_config, require_head
 from .progress import OnStage, Stage
 from .text_model import open_tokenizer
 from .tokenizer import Tokenizer
@@ -105,6 +107,11 @@ class LoadOptions:
     settings: Mapping[str, Any]  # of EngineConfig
     num_sharing: int = 1  # engines that share the cores and the memory of the device, this one included
 
+    @property
+    def has_mtp(self) -> bool:
+        """Whether the head of the model's own file drafts."""
+        return bool(self.settings.get("speculative") == "mtp")
+
 
 def split_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `LoadOptions` for arguments of `LLM`: engine settings become `settings`."""
@@ -129,6 +136,7 @@ class LoadedModel:
     sampling_defaults: SamplingDefaults
     notes: list[str]  # on the choice of device and on ignored metadata, for people
     draft_model: Transformer | None
+    mtp_head: MtpHead | None
 
 
 @without_collection()
@@ -149,6 +157,8 @@ def load(
     with phases.timed("open"):
         checkpoint = _open_checkpoint(path, options.quantize)
         draft = None if draft_path is None else open_checkpoint(draft_path)
+        if options.has_mtp:
+            require_head(checkpoint, read_model_config(checkpoint))
         placed = place_model(backend, [checkpoint] if draft is None else [checkpoint, draft], options)
     on_located(path)
     tokenizer = None
@@ -158,13 +168,13 @@ def load(
             if draft is not None:
                 _check_same_vocabulary(tokenizer, open_tokenizer(draft))
     sampling_defaults = read_sampling_defaults(checkpoint)
-    model = _load_weights(checkpoint, placed, options.quantize, phases)
+    model, head = _load_weights(checkpoint, placed, options.quantize, phases, with_head=options.has_mtp)
     return LoadedModel(
         checkpoint=checkpoint, config=model.config, model=model, tokenizer=tokenizer,
         quant=quant_name(checkpoint) if options.quantize is None else options.quantize.upper(),
         kv_type=placed.kv_type, capacity=placed.capacity, limits=placed.limits,
         sampling_defaults=sampling_defaults, notes=[*placed.notes, *sampling_defaults.warnings],
-        draft_model=None if draft is None else _load_weights(draft, placed, None, phases),
+        draft_model=None if draft is None else _load_weights(draft, placed, None, phases)[0], mtp_head=head,
     )  # fmt: skip
 
 
@@ -176,7 +186,9 @@ def make_engine(loaded: LoadedModel, settings: Mapping[str, Any]) -> Engine:
     if capacity.n_slots:
         limits = limits._replace(max_batch=min(limits.max_batch, capacity.n_slots // SLOTS_PER_REQUEST))
     config = EngineConfig(**{**settings, **limits._asdict(), **planned})
-    drafter = None
+    drafter: Drafter | None = None
+    if loaded.mtp_head is not None:
+        drafter = MtpDrafter(loaded.mtp_head, config, loaded.kv_type)
     if loaded.draft_model is not None:
         drafter = DraftModel(loaded.draft_model, config, loaded.config.vocab_size, loaded.kv_type)
     engine = Engine(loaded.model, config, loaded.kv_type, drafter)
@@ -298,12 +310,18 @@ def plan_limits(
 
 def plan_cache(models: Sequence[Checkpoint], kv_type: str, options: LoadOptions, plan: MemoryPlan) -> KVCacheBudget:
     """Return the KV cache of a model and its draft model; raise if it does not fit."""
-    config, *drafts = map(read_model_config, models)
+    config, *drafts = _configs(models, options)
     return plan_kv_cache(
         config, kv_type, kv_memory=options.kv_memory, max_context=options.max_context,
         max_batch=plan.limits.max_batch, available=plan.available, draft_config=drafts[0] if drafts else None,
         memory_fraction=plan.memory_fraction, draft_tokens=_draft_tokens(options, has_draft_model=bool(drafts)),
     )  # fmt: skip
+
+
+def _configs(models: Sequence[Checkpoint], options: LoadOptions) -> list[ModelConfig]:
+    """Return the shape of a model, and of what drafts for it."""
+    found = list(map(read_model_config, models))
+    return [*found, head_config(found[0])] if options.has_mtp else found
 
 
 def _draft_tokens(options: LoadOptions, *, has_draft_model: bool) -> int:
@@ -317,7 +335,7 @@ def _choose_limits(
     memory: int, models: Sequence[Checkpoint], kv_type: str, options: LoadOptions
 ) -> tuple[SchedulerLimits, int]:
     """Return the limits of a step on a GPU with `memory` bytes beside the weights, and the bytes that it takes."""
-    config, *drafts = map(read_model_config, models)
+    config, *drafts = _configs(models, options)
     given = given_settings(options.settings)
     draft_tokens = _draft_tokens(options, has_draft_model=bool(drafts))
     workspace = Workspace(config, draft_tokens, options.deterministic)
@@ -339,7 +357,9 @@ def device_weight_bytes(models: Sequence[Checkpoint], quantize: str | None) -> i
     return select.packed_bytes(first, types) + sum(map(select.packed_bytes, others))
 
 
-def _load_weights(checkpoint: Checkpoint, placed: Placement, quantize: str | None, phases: LoadPhases) -> Transformer:
+def _load_weights(
+    checkpoint: Checkpoint, placed: Placement, quantize: str | None, phases: LoadPhases, *, with_head: bool = False
+) -> tuple[Transformer, MtpHead | None]:
     config = read_model_config(checkpoint)
     if quantize is not None:
         with phases.timed("quantize"):
@@ -347,7 +367,8 @@ def _load_weights(checkpoint: Checkpoint, placed: Placement, quantize: str | Non
     with phases.timed("kernels"):
         placed.backend.load_kernels(checkpoint, config, placed.kv_type, phases.progress)
     with phases.timed("weights", checkpoint.nbytes):
-        return load_model(checkpoint, placed.backend, config, placed.capacity.max_context, phases.advance)
+        source = checkpoint, placed.backend, config, placed.capacity.max_context, phases.advance
+        return load_model_with_head(*source) if with_head else (load_model(*source), None)
 
 
 def _check_same_vocabulary(tokenizer: Tokenizer, draft: Tokenizer) -> None:

@@ -65,11 +65,12 @@ class Graph(NamedTuple):
 
     nodes: tuple[Node, ...]
     output: Value
+    hidden: Value | None = None  # what the step returns beside the logits
 
     def last_uses(self) -> dict[Value, int]:
         """Return for each value the index of the last node that reads it."""
         uses = {value: index for index, node in enumerate(self.nodes) for value in node.inputs}
-        return uses | {self.output: len(self.nodes)}
+        return uses | {value: len(self.nodes) for value in (self.output, self.hidden) if value is not None}
 
 
 def _split_shapes(qkv: Value, n_heads: int, n_kv_heads: int, head_dim: int) -> list[Shape]:
@@ -130,13 +131,17 @@ def _bind(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, 
     return {name: value for name, value in bound.arguments.items() if name != "self"}
 
 
-def record(forward: Callable[[Any, Batch, Sequence[Any]], Value], n_layers: int) -> Graph:
-    """Return the graph of `forward(ops, batch, kv)`; in it, `kv` is the number of a layer."""
+def record(
+    forward: Callable[[Any, Batch, Sequence[Any]], tuple[Value, Value | None]], n_layers: int, hidden_width: int = 0
+) -> Graph:
+    """Return the graph of `forward(ops, batch, kv)`, which returns logits and hidden states; in it, `kv` is the number
+    of a layer. `hidden_width`: of the hidden states that come with the batch."""
     recorder = Recorder()
     sizes = dict.fromkeys(("ids", "positions", "slot_mapping", "state_out"), TOKENS) | {"logits_index": LOGITS}
     arrays: Any = {field.name: Value((sizes.get(field.name, field.name),), field.name) for field in fields(Batch)}
-    output = forward(recorder, Batch(**arrays), range(n_layers))
-    return Graph(tuple(recorder.nodes), output)
+    arrays["hidden"] = Value((TOKENS, hidden_width), "hidden") if hidden_width else None
+    output, hidden = forward(recorder, Batch(**arrays), range(n_layers))
+    return Graph(tuple(recorder.nodes), output, hidden)
 
 
 @dataclass(frozen=True)
@@ -198,6 +203,8 @@ def apply_rewrites(graph: Graph, rewrites: Sequence[Rewrite]) -> Graph:
     for node in graph.nodes:
         for value in node.inputs:
             readers[value].add(node)
+    if graph.hidden is not None:
+        readers[graph.hidden].add(Node("return", {}, ()))
     made: list[Node] = []
     at = 0
     while at < len(graph.nodes):
@@ -206,7 +213,7 @@ def apply_rewrites(graph: Graph, rewrites: Sequence[Rewrite]) -> Graph:
         run, node = next(((run, node) for run, node in found if node is not None), ((), graph.nodes[at]))
         made.append(node)
         at += len(run) or 1
-    return Graph(tuple(made), graph.output)
+    return graph._replace(nodes=tuple(made))
 
 
 class ProgramLine(NamedTuple):

@@ -42,6 +42,7 @@ class Batch:
     block_table: Ints  # (R, blocks) the blocks of each request, in order
     logits_index: Ints  # (N,) the tokens whose logits are computed
     pending: Array | None = None  # tokens of the step in flight, on the device
+    hidden: Array | None = None  # (T, width) hidden states beside the tokens, for multi-token prediction
     # Slots of states, empty for a model without: a slot is read and written in one step by the same request alone.
     state_in: Ints = field(default_factory=lambda: NO_TOKENS)  # (R,) the state a request goes on from; -1: it begins
     state_out: Ints = field(default_factory=lambda: NO_TOKENS)  # (T,) where the state after a token goes; -1: nowhere
@@ -203,6 +204,9 @@ class FusedForward(Protocol):
         """Device memory of captured graphs."""
 
     def __call__(self, batch: Batch, kv: Sequence[LayerCache]) -> Array: ...
+    def with_hidden(self, batch: Batch, kv: Sequence[LayerCache]) -> tuple[Array, Array]:
+        """Run the same step of a graph that has `hidden`; return the logits and the hidden states."""
+
     def program(self, kv_type: str) -> list[Any]:
         """Return what a step runs, a `graph.ProgramLine` for each fused op."""
 
@@ -392,6 +396,12 @@ class Backend(ABC):
         `pending`: the tokens of the step in flight, for rows whose lists hold a `pending_id`.
         """
         raise NotImplementedError(f"the {self.name} backend samples synchronously")
+
+    def gather_rows(self, x: Array, index: Ints) -> Array:
+        """Return rows of x; zeros where the index is -1."""
+        rows: Array = x[index]
+        rows[index < 0] = 0
+        return rows
 
     def synchronize(self) -> None:  # noqa: B027
         """Wait until the device has done all that was launched on it."""

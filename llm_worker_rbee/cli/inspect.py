@@ -21,6 +21,7 @@ from ..engine.step_limits import SchedulerLimits
 from ..errors import InsufficientMemoryError, WorkerError, human_bytes
 from ..llm import open_tokenizer
 from ..models import read_model_config
+from ..models.mtp import has_head, head_config
 from ..progress import transfer_progress
 from ..weights import Checkpoint, hub, open_checkpoint
 from .options import MODEL_HELP, CapacityOptions, LoadOptions, ModelOptions, gather, load_model, option_names_in_errors
@@ -115,6 +116,7 @@ def _lines(report: dict[str, Any]) -> list[str]:
         ("parameters", f"{report['parameters']:,}" if report["parameters"] else "none: the file holds no tensors"),
         *_shape_lines(report["shape"]),
         *([] if report["experts"] is None else [("experts", _experts_line(report["experts"]))]),
+        *([] if report["mtp"] is None else [("drafts", _mtp_line(report["mtp"]))]),
         *_tokenizer_lines(report["tokenizer"]),
         ("sampling", _sampling_line(report["sampling_defaults"])),
         *(("warning", text) for text in report["warnings"]),
@@ -167,6 +169,11 @@ def _experts_line(e: dict[str, Any]) -> str:
     shared = f", one of {e['shared_feed_forward']:,} for all" if e["shared_feed_forward"] else ""
     active = f"{e['active_parameters']:,} parameters and {human_bytes(e['bytes_per_token'])} a token"
     return f"{e['used']} of {e['count']}, feed-forward {e['feed_forward']:,}{shared}; {active}"
+
+
+def _mtp_line(mtp: dict[str, Any]) -> str:
+    sizes = f"{human_bytes(mtp['weights_bytes'])} weights, {human_bytes(mtp['kv_token_bytes'])} a token"
+    return f"a head for multi-token prediction ({sizes}, {mtp['kv_type']}): --speculative mtp uses it"
 
 
 def _tokenizer_lines(t: dict[str, Any]) -> list[tuple[str, str]]:
@@ -287,6 +294,7 @@ def describe_file(
         "supported": reason is None, "reason": reason,
         "parameters": sum(tensor.size for tensor in checkpoint.tensors.values()), "shape": shape,
         "experts": None if config is None or config.experts is None else _experts(checkpoint, config.experts),
+        "mtp": None if config is None else _mtp(checkpoint, config),
         "quantization": _quantization(checkpoint), "quantization_method": checkpoint.metadata.get("quantization"),
         "tokenizer": _tokenizer(checkpoint),
         "sampling_defaults": sampling.report(), "warnings": sampling.warnings,
@@ -319,6 +327,17 @@ def _experts(checkpoint: Checkpoint, e: ExpertConfig) -> dict[str, Any]:
     return {
         "count": e.count, "used": e.used, "feed_forward": e.d_ff, "shared_feed_forward": e.shared_d_ff,
         "scoring": e.scoring, "active_parameters": values, "bytes_per_token": size,
+    }  # fmt: skip
+
+
+def _mtp(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any] | None:
+    """Return the head for multi-token prediction, and what it adds to the memory where it is used."""
+    if not has_head(checkpoint, config):
+        return None
+    tensors = (t for name, t in checkpoint.tensors.items() if name.startswith(f"blk.{config.n_layers}."))
+    return {
+        "layers": config.nextn_layers, "weights_bytes": sum(tensor.nbytes for tensor in tensors),
+        "kv_type": KV_DEFAULT, "kv_token_bytes": head_config(config).kv_bytes(1, KV_DEFAULT),
     }  # fmt: skip
 
 

@@ -281,7 +281,8 @@ class EngineOptions(CapacityOptions):
         not ENGINE_DEFAULTS["prefix_cache"], None, "Do not reuse the KV cache of prompts with the same prefix."
     )
     speculative: str | None = _engine(
-        None, "|".join(SPECULATIVE), "ngram: draft tokens from earlier text. The answer stays the same.",
+        None, "|".join(SPECULATIVE),
+        "Draft tokens from earlier text (ngram) or by a head in the file (mtp). The answer stays the same.",
         show_default=ENGINE_DEFAULTS["speculative"],
     )  # fmt: skip
     draft_tokens: int | None = _engine(
@@ -297,7 +298,7 @@ class EngineOptions(CapacityOptions):
         if self.draft_model is not None and not off:
             raise typer.BadParameter(f"--draft-model and --speculative {self.speculative} both draft: choose one")
         if self.draft_tokens is not None and off and self.draft_model is None:
-            raise typer.BadParameter("--draft-tokens goes with --speculative ngram or --draft-model")
+            raise typer.BadParameter("--draft-tokens goes with --speculative ngram or mtp, or with --draft-model")
         values = {
             "target_itl_ms": self.target_itl_ms,
             "prefix_cache": not self.no_prefix_cache,

@@ -10,16 +10,17 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ..backends.ops import Progress, StepLimits, WarmUp
+from ..backends.ops import Array, Forward, Progress, StepLimits, WarmUp
 from ..cache import KVCache
 from ..config import EngineConfig
 from ..errors import InferenceError, InsufficientMemoryError, InvalidRequestError, WorkerError
-from ..models import Transformer
+from ..models import MtpHead, Transformer
 from .async_scheduling import AsyncScheduler, InFlightStep, LaunchedForward, forced_drafts_pay, still_running
 from .constraint import MaskFiller, consume_outputs
 from .draft_control import DraftControl
 from .grammar import GrammarCompiler
 from .model_runner import ModelRunner, forward
+from .mtp import MtpDrafter
 from .request import Request, SamplerOutput, ScheduledTokens, StepOutput
 from .sampler import sample
 from .scheduler import MIN_PREFILL_TOKENS, Scheduler
@@ -39,6 +40,10 @@ class Engine:
     ) -> None:
         self.model = model
         self.config = config
+        if config.speculative == "mtp" and drafter is None:
+            raise InvalidRequestError(
+                "speculative mtp needs the head of the model: load_model_with_head makes it", "speculative"
+            )
         self.drafter = drafter or (NgramDrafter(config.draft_tokens) if config.speculative == "ngram" else None)
         drafts = 0 if self.drafter is None else config.draft_tokens
         slots = (config.n_slots or default_slots(config.max_batch, drafts)) if model.config.state_bytes else 0
@@ -46,6 +51,7 @@ class Engine:
         self.scheduler = Scheduler(config, n_slots=slots)
         self.runner = ModelRunner(model, self.cache, config.max_batch, config.max_context)
         self.draft_control = DraftControl()
+        self.draft_control.can_pause = not isinstance(self.drafter, MtpDrafter)
         self.step_time = StepTimeModel(model.ops.query_tile)
         self.grammar_compiler: GrammarCompiler | None = None  # where the model's tokenizer is known
         self.mask_filler = MaskFiller(lambda: self.grammar_compiler and self.grammar_compiler.make_executor())
@@ -101,13 +107,15 @@ class Engine:
             max_batch=config.max_batch, max_tokens=max(config.max_step_tokens, rows + MIN_PREFILL_TOKENS),
             max_logits=rows + max_scored_tokens(config.max_step_tokens), max_context=config.max_context,
         )  # fmt: skip
-        computing: list[Engine | DraftModel] = [self]
+        computing: list[tuple[Forward, Transformer | MtpHead, KVCache]] = [
+            (partial(forward, self.model, cache=self.cache), self.model, self.cache)
+        ]
         if isinstance(self.drafter, DraftModel):
-            computing.append(self.drafter)
-        done = []
-        for one in computing:
-            run = partial(forward, one.model, cache=one.cache)
-            done.append(one.model.ops.warm_up(run, one.model.fused, one.cache.layers, limits, progress))
+            draft_model, cache = self.drafter.model, self.drafter.cache
+            computing.append((partial(forward, draft_model, cache=cache), draft_model, cache))
+        if isinstance(self.drafter, MtpDrafter):
+            computing.append((self.drafter.run_empty, self.drafter.head, self.drafter.cache))
+        done = [one.ops.warm_up(run, one.fused, cache.layers, limits, progress) for run, one, cache in computing]
         self.step_time.ignores_first_runs = not self.model.ops.has_device_memory
         return WarmUp(sum(each.kernels for each in done), sum(each.compiled for each in done))
 
@@ -247,13 +255,20 @@ class Engine:
     def _forward(self, scheduled: list[ScheduledTokens]) -> SamplerOutput:
         sampled = [one.request for one in scheduled if one.stop >= len(one.request.ids)]
         if self.model.ops.has_device_memory:  # it computes while the host fills masks
-            logits = self.runner.run(scheduled)
+            logits = self._run_model(scheduled)
             self.mask_filler.start(sampled)
         else:
             self.mask_filler.start(sampled)
-            logits = self.runner.run(scheduled)
+            logits = self._run_model(scheduled)
         self.mask_filler.wait()
         return sample(self.model.ops, scheduled, logits)
+
+    def _run_model(self, scheduled: list[ScheduledTokens]) -> Array:
+        if not isinstance(self.drafter, MtpDrafter):
+            return self.runner.run(scheduled)
+        logits, hidden = self.runner.run_hidden(scheduled)
+        self.drafter.observe(scheduled, hidden)
+        return logits
 
     def _update(self, scheduled: list[ScheduledTokens], sampled: SamplerOutput) -> list[StepOutput]:
         outputs = self.scheduler.update(scheduled, sampled)

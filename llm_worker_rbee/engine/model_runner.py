@@ -33,6 +33,11 @@ class ModelRunner:
         """Compute a step; return the logits that it needs, one row each."""
         return forward(self.model, self.batch(scheduled), self.cache)
 
+    def run_hidden(self, scheduled: Sequence[ScheduledTokens]) -> tuple[Array, Array]:
+        """Compute a step; return the same logits, and the hidden state of every token."""
+        with np.errstate(all="ignore"):
+            return self.model.forward_hidden(self.batch(scheduled), self.cache)
+
     def batch(
         self, scheduled: Sequence[ScheduledTokens], pending: Array | None = None, *, has_states: bool = True
     ) -> Batch:

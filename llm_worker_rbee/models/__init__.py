@@ -2,6 +2,7 @@
 
 from .decoder import Transformer
 from .families import FAMILIES, read_model_config
-from .loader import load_model
+from .loader import load_model, load_model_with_head
+from .mtp import MtpHead
 
-__all__ = ["FAMILIES", "Transformer", "load_model", "read_model_config"]
+__all__ = ["FAMILIES", "MtpHead", "Transformer", "load_model", "load_model_with_head", "read_model_config"]

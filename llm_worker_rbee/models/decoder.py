@@ -27,6 +27,7 @@ class Transformer:
     head: PackedWeight
     per_layer_inputs: PerLayerInputs | None = None
     output_scale: float = 1.0  # of the residual stream behind the last block
+    keeps_hidden: bool = False  # a step can return hidden states, for multi-token prediction
     fused: FusedForward | None = None  # the backend's fused forward, if it has one
 
     def forward(self, batch: Batch, cache: KVCache) -> Array:
@@ -37,17 +38,25 @@ class Transformer:
 
     def forward_unfused(self, batch: Batch, cache: KVCache) -> Array:
         """Compute the same op by op."""
+        return self.compute(self.ops, batch, cache.layers)[0]
+
+    def forward_hidden(self, batch: Batch, cache: KVCache) -> tuple[Array, Array]:
+        """Compute the same step; return the logits and the hidden state of every token, behind the final norm."""
+        assert self.keeps_hidden
+        if self.fused is not None:
+            return self.fused.with_hidden(batch, cache.layers)
         return self.compute(self.ops, batch, cache.layers)
 
-    def compute(self, ops: Backend, batch: Batch, kv: Sequence[LayerCache]) -> Array:
-        """Compute a step with these ops: the definition of the model."""
+    def compute(self, ops: Backend, batch: Batch, kv: Sequence[LayerCache]) -> tuple[Array, Array]:
+        """Compute a step with these ops, the definition of the model: logits, and hidden states if they are kept."""
         x, residual = ops.embed(self.embedding, batch.ids, self.embedding_scale), None
         inputs = None if self.per_layer_inputs is None else self.per_layer_inputs(ops, x, batch.ids)
         for i, block in enumerate(self.blocks):
             x, residual = block(ops, x, residual, kv[self.config.kv_source(i)], batch, inputs)
         last = ops.take(x, batch.logits_index), ops.take(residual, batch.logits_index)
-        x, _ = self.norm.add_and_norm(ops, *last, self.output_scale)
-        return ops.logits(x, self.head, self.config.final_cap)
+        normed, _ = self.norm.add_and_norm(ops, *last, self.output_scale)
+        logits = ops.logits(normed, self.head, self.config.final_cap)
+        return logits, self.norm.add_and_norm(ops, x, residual, self.output_scale)[0] if self.keeps_hidden else None
 
     def program(self, kv_type: str) -> list[tuple[int, list[ProgramLine]]]:
         """Return what a step runs, in runs of lines with how often each repeats."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -222,7 +223,10 @@ def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
     rows = embedding.shape[0] if embedding is not None and len(embedding.shape) == 2 else None
     if checkpoint.format == "gguf":
         return model_config_from_gguf(checkpoint.metadata, family, rows)
-    return model_config_from_hf(checkpoint.metadata["config"], family, rows)
+    config = model_config_from_hf(checkpoint.metadata["config"], family, rows)
+    if not config.nextn_layers and f"blk.{config.n_layers}.nextn.eh_proj.weight" in checkpoint.tensors:
+        return replace(config, nextn_layers=1)  # config.json of Qwen3-Next does not say so
+    return config
 
 
 def gguf_architecture(config: ModelConfig) -> str:

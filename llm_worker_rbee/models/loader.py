@@ -43,6 +43,7 @@ from ..weights import Checkpoint, Tensor
 from ..weights.checkpoint import release_pages
 from ..weights.safetensors import LISTED_ID
 from .decoder import Transformer
+from .mtp import MtpHead, head_config, require_head
 
 _log = logging.getLogger("llm_worker_rbee")
 # Tables in old exports, redundant with the metadata.
@@ -60,6 +61,20 @@ def load_model(
 ) -> Transformer:
     """Build the decoder for contexts of up to `max_context` tokens; `advance` receives the bytes packed so far."""
     return _ModelLoader(checkpoint, config, ops, max_context or config.context_length, advance).model()
+
+
+def load_model_with_head(
+    checkpoint: Checkpoint,
+    ops: Backend,
+    config: ModelConfig,
+    max_context: int | None = None,
+    advance: Callable[[int], None] = lambda packed_bytes: None,
+) -> tuple[Transformer, MtpHead]:
+    """Build the decoder, which keeps hidden states, and its head for multi-token prediction."""
+    require_head(checkpoint, config)
+    loader = _ModelLoader(checkpoint, config, ops, max_context or config.context_length, advance)
+    model = loader.model(keeps_hidden=True)
+    return model, loader.mtp_head(model)
 
 
 def rope_row_order(rows: int, head_dim: int, rope_dim: int) -> NDArray[np.intp]:
@@ -86,7 +101,7 @@ class _ModelLoader:
     packed_bytes: int = 0
     packed_lock: Lock = field(default_factory=Lock)
 
-    def model(self) -> Transformer:
+    def model(self, *, keeps_hidden: bool = False) -> Transformer:
         c = self.config
         self.check_quantization()
         self.check_layer_count()
@@ -104,6 +119,7 @@ class _ModelLoader:
             output_scale=self.layer_scale(c.n_layers - 1),
             head=self.head(table),
             per_layer_inputs=self.per_layer_inputs() if c.layer_input_dim else None,
+            keeps_hidden=keeps_hidden,
         )
         self.refuse_unused_tensors()
         if left_out := self.checkpoint.metadata.get("left_out"):
@@ -111,6 +127,38 @@ class _ModelLoader:
         for tensor in self.checkpoint.tensors.values():  # permuted rows were read here, not by the backend
             release_pages(tensor.data)
         return replace(model, fused=self.ops.fuse(model.graph))
+
+    def mtp_head(self, model: Transformer) -> MtpHead:
+        """Build the first block behind those of the model; what the file has twice is packed once."""
+        c, i = self.config, self.config.n_layers
+        prefix = f"blk.{i}.nextn."
+        kinds = (*c.layer_kinds, "attention") if c.layer_kinds else ()
+        loader = replace(self, config=replace(c, n_layers=i + 1, windows=(*c.windows, 0), layer_kinds=kinds))
+        of_embedding, of_hidden = self.matrix(prefix + "eh_proj.weight", c.d_model, 2 * c.d_model).split_columns()
+        has_norm = prefix + "shared_head_norm.weight" in self.checkpoint.tensors
+        head = MtpHead(
+            config=head_config(c),
+            ops=self.ops,
+            embedding=self.own_matrix(prefix + "embed_tokens.weight", "token_embd.weight", model.embedding),
+            embedding_scale=model.embedding_scale,
+            embedding_norm=self.norm(prefix + "enorm.weight", c.d_model),
+            hidden_norm=self.norm(prefix + "hnorm.weight", c.d_model),
+            embedding_projection=Linear(self.pack([of_embedding])),
+            hidden_projection=Linear(self.pack([of_hidden])),
+            block=loader.block(i, loader.ropes()[i]),
+            norm=self.norm(prefix + "shared_head_norm.weight", c.d_model) if has_norm else model.norm,
+            head=self.own_matrix(prefix + "shared_head_head.weight", "output.weight", model.head),
+        )
+        for tensor in self.checkpoint.tensors.values():
+            release_pages(tensor.data)
+        return replace(head, fused=self.ops.fuse(head.graph))
+
+    def own_matrix(self, name: str, shared_name: str, shared: PackedWeight) -> PackedWeight:
+        """Return a matrix of the vocabulary, or that of the model where the file has none or the same."""
+        own, other = self.checkpoint.tensors.get(name), self.checkpoint.tensors.get(shared_name)
+        if own is None or (other is not None and own.kind is other.kind and np.array_equal(own.data, other.data)):
+            return shared
+        return self.pack([self.matrix(name, self.config.vocab_size, self.config.d_model)])
 
     def check_quantization(self) -> None:
         quantization = self.checkpoint.metadata.get("quantization")

@@ -318,12 +318,19 @@ def model_config_from_hf(config: Mapping[str, Any], family: Family, vocab_size: 
         logit_scale=keys.positive("logits_scaling", 1.0),
         activation=_activation(keys, family),
         experts=_hf_experts(keys, family, n_layers),
-        nextn_layers=keys.integer("num_nextn_predict_layers", 0, maximum=MAX_LAYERS) if family.moe else 0,
+        nextn_layers=_hf_nextn_layers(keys, family),
         layer_kinds=kinds,
         conv_kernel=keys.integer("conv_L_cache") if "short_conv" in kinds else 0,
         linear=_hf_linear(keys, family),
         **shapes,
     )
+
+
+def _hf_nextn_layers(keys: MetadataReader, family: Family) -> int:
+    """Return the layers for multi-token prediction."""
+    if family.linear_attention:
+        return keys.integer("mtp_num_hidden_layers", 0, maximum=MAX_LAYERS)
+    return keys.integer("num_nextn_predict_layers", 0, maximum=MAX_LAYERS) if family.moe else 0
 
 
 def _hf_d_ff(keys: MetadataReader) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ModelFileError
-from .quants import BlockType, dequantize, find_nonfinite_block
+from .quants import BLOCK_TYPES, BlockType, dequantize, find_nonfinite_block
 
 EXPERT_WEIGHT = re.compile(r"\.ffn_\w+(_exps\.\w+|\.[0-9]+\.weight)$")  # stacked, or of one expert
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -101,6 +101,17 @@ class Tensor:
         """Return some rows, still quantized (an index array copies, a slice does not)."""
         rows = self.rows[index]
         return replace(self, shape=(rows.shape[0], *self.shape[1:]), data=rows.reshape(-1))
+
+    def split_columns(self) -> tuple[Tensor, Tensor]:
+        """Return the left and the right half of a matrix, quantized as it is if they are whole blocks."""
+        count, half = self.shape[0], self.shape[1] // 2
+        if half % self.kind.block_size:
+            values = np.split(self.dequantize(), 2, axis=1)
+            kind, parts = BLOCK_TYPES["F32"], [np.ascontiguousarray(part).view(np.uint8) for part in values]
+        else:
+            kind, parts = self.kind, np.split(self.rows, 2, axis=1)
+        left, right = (replace(self, kind=kind, shape=(count, half), data=part.reshape(-1)) for part in parts)
+        return left, right
 
     def matrices(self) -> list[Tensor]:
         """Return the matrices of a stack of matrices, as views."""

@@ -96,6 +96,12 @@ LAYER_NAMES = {
     "linear_attn.conv1d": "ssm_conv1d",
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
+    "eh_proj": "nextn.eh_proj",
+    "enorm": "nextn.enorm",
+    "hnorm": "nextn.hnorm",
+    "embed_tokens": "nextn.embed_tokens",
+    "shared_head.norm": "nextn.shared_head_norm",
+    "shared_head.head": "nextn.shared_head_head",
 }  # fmt: skip
 # Gemma and OLMo use `post_attention_layernorm` for another norm.
 SANDWICH_NAMES = LAYER_NAMES | {
@@ -129,6 +135,11 @@ PLAIN_NAMES = {
     "router.per_expert_scale": "ffn_down_exps.scale",
     "layer_scalar": "layer_output_scale.weight",
 }  # fmt: skip
+# Parts of a head for multi-token prediction that is stored apart from the layers.
+MTP_NAMES = {
+    "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm",
+}  # fmt: skip
+MTP_PATTERN = re.compile(r"^(?:model\.)?mtp\.(?:layers\.([0-9]{1,6})\.(.+)|(\w+)\.weight)$")
 MLP_NAME = re.compile(r"^(block_sparse_moe|feed_forward)\.")
 CONV_NAMES = (".shortconv.conv.weight", ".ssm_conv1d.weight")  # (channels, 1, kernel) here, (channels, kernel) in GGUF
 EXPERT_ROLES = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
@@ -161,7 +172,7 @@ def open_hf(folder: Path, *, weights: bool = True) -> Checkpoint:
     model_type = config.get("model_type")
     if model_type is not None and not isinstance(model_type, str):
         raise ModelFileError("config.json: 'model_type' is not a string")
-    named = rearrange_experts(_rename(tensors))
+    named = rearrange_experts(_rename(_place_mtp(tensors, config)))
     return Checkpoint(folder, "safetensors", model_type, metadata, named, value_types={})
 
 
@@ -212,6 +223,20 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelFileError(f"{path.name} must hold a JSON object, not {type(value).__name__}")
     return value
+
+
+def _place_mtp(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Name a head for multi-token prediction as further layers behind the others."""
+    count, found = config.get("num_hidden_layers"), dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        part = MTP_PATTERN.match(name)
+        if part is None or type(count) is not int or (part[3] is not None and part[3] not in MTP_NAMES):
+            found[name] = tensor
+        elif part[3] is None:
+            found[f"model.layers.{count + int(part[1])}.{part[2]}"] = tensor
+        else:
+            found[f"model.layers.{count}.{MTP_NAMES[part[3]]}.weight"] = tensor
+    return found
 
 
 def _rename(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

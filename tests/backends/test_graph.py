@@ -16,12 +16,12 @@ class Weight:
         self.rows, self.columns = rows, columns
 
 
-def two_products(ops: Any, batch: Any, kv: Any) -> Value:
+def two_products(ops: Any, batch: Any, kv: Any) -> tuple[Value, None]:
     x = ops.embed(Weight(100, 8), batch.ids)
     y = ops.linear(ops.rms_norm(x, "norm", 1e-5), Weight(16, 8))
     y, _ = ops.add_rms_norm(ops.linear(ops.gated(y, "silu"), Weight(8, 8)), x, "final", 1e-5)
     out: Value = ops.logits(ops.take(y, batch.logits_index), Weight(100, 8))
-    return out
+    return out, None
 
 
 def ops_of(graph: Graph) -> list[str]:

@@ -76,6 +76,7 @@ class CpuForward:
         self._step_address = self._step.ctypes.data
         self._inputs, self._inputs_address = np.empty(0, np.int64), 0  # arrays of the batch
         self._counts = np.empty(0, np.intp)  # entries of numbers that tasks write
+        self._hidden = graph.hidden
         self._held = ("", 0)  # KV type and tokens of the buffers
         self._partials = np.empty(0, np.uint8)  # of attention
         self._partials_at = (("", -1), 0)  # what they are for, KV type and positions, and their address
@@ -84,11 +85,14 @@ class CpuForward:
 
     def __call__(self, batch: Batch, kv: Sequence[LayerCache]) -> Array:
         """Run one step: write the cache, return the logits at `batch.logits_index`: (N, vocabulary)."""
+        return self._run(batch, kv)[0]
+
+    def with_hidden(self, batch: Batch, kv: Sequence[LayerCache]) -> tuple[Array, Array]:
         return self._run(batch, kv)
 
     def run_profiled(self, batch: Batch, kv: Sequence[LayerCache], profiler: Profiler) -> Array:
         """Run the same step with each task timed."""
-        return self._run(batch, kv, profiler)
+        return self._run(batch, kv, profiler)[0]
 
     def program(self, kv_type: str) -> list[ProgramLine]:
         return [ProgramLine(part.component, op_names(part.node), part.runs) for part in self._lower(kv_type).parts]
@@ -113,7 +117,10 @@ class CpuForward:
             self._parts[kv_type] = made
         return self._parts[kv_type]
 
-    def _run(self, batch: Batch, kv: Sequence[LayerCache], profiler: Profiler | None = None) -> Array:
+    def _run(
+        self, batch: Batch, kv: Sequence[LayerCache], profiler: Profiler | None = None
+    ) -> tuple[Array, Floats | None]:
+        """Run one step; return the logits, and a copy of the hidden states if the graph has them."""
         b, tokens, n_logits = batch, len(batch.ids), len(batch.logits_index)
         first = first_kv(kv)
         kv_type, block_size, width = kv_type_of(first), first.v.shape[2], batch.block_table.shape[1]
@@ -130,6 +137,8 @@ class CpuForward:
                 self._kv_address(kv), logits.ctypes.data, self._partials_for(kv_type, width * block_size),
             ]  # fmt: skip
             step[self._counts] = 0  # not counted in a step without tokens
+            if (entry := self._lower(kv_type).hidden_in) and batch.hidden is not None:
+                self._buffers[entry][: batch.hidden.size] = batch.hidden.reshape(-1)
             threads = self._threads_for(batch, kv, parts)
             for labels, part in parts:
                 if isinstance(part, HostCall):
@@ -138,7 +147,17 @@ class CpuForward:
                     part.run(step, threads, self._step_address)
                 else:
                     profiler(labels, part.run_timed(step, threads, self._step_address))
-        return self._soft_cap * np.tanh(logits / self._soft_cap) if self._soft_cap else logits
+            hidden = self._hidden_states(kv_type, tokens, n_logits)
+        return self._soft_cap * np.tanh(logits / self._soft_cap) if self._soft_cap else logits, hidden
+
+    def _hidden_states(self, kv_type: str, tokens: int, n_logits: int) -> Floats | None:
+        """Return a copy of the hidden states of a step that has run."""
+        if self._hidden is None:
+            return None
+        count, width = tokens if self._hidden.shape[0] == TOKENS else n_logits, cast(int, self._hidden.shape[1])
+        entry = self._lower(kv_type).hidden_out
+        made: Floats = self._buffers[entry][: count * width].reshape(count, width).copy()
+        return made
 
     def _threads_for(self, batch: Batch, kv: Sequence[LayerCache], parts: Sequence[Part]) -> int:
         """Return how many threads a step uses: small models are not faster with more."""

@@ -89,7 +89,8 @@ class _Expander:
         self._producers = {value: node.op for node in graph.nodes for value in node.outputs}
         for node in graph.nodes:
             self._expand(node)
-        self.graph = Graph((*self.first, *self.nodes), self._new(graph.output))
+        hidden = None if graph.hidden is None else self._new(graph.hidden)
+        self.graph = Graph((*self.first, *self.nodes), self._new(graph.output), hidden)
 
     def _new(self, value: Any) -> Any:
         return self._replaced.get(value, value) if isinstance(value, Value) else value
@@ -238,6 +239,8 @@ class Lowering:
         self._held: list[NDArray[np.float32]] = []  # arrays that tasks read
         self._geometries: set[tuple[int, int, int]] = set()  # heads, KV heads and their size, of attention
         self.last_uses, self.index = graph.last_uses(), 0
+        given = {value for node in graph.nodes for value in node.inputs if value.name == "hidden"}
+        self.hidden_in = next((self._new(value) for value in given), 0)
         for self.index, node in enumerate(graph.nodes):
             lower = getattr(self, f"_{node.op}", None)
             component, tasks = lower(node) if lower else ("host", self._host(node))
@@ -246,6 +249,7 @@ class Lowering:
             for value in dict.fromkeys((*node.inputs, *node.outputs, *inner)):
                 if self.last_uses.get(value, -1) <= self.index and value in self.entries:
                     self._release(value)
+        self.hidden_out = 0 if graph.hidden is None else self.entries[graph.hidden]
 
     def partial_bytes(self, positions: int) -> int:
         """Return the bytes that attention needs at `Step.PARTIALS` for block tables of so many positions."""

@@ -296,6 +296,12 @@ class CudaBackend(ops.Backend):
     def take(self, x: torch.Tensor, index: Ints) -> torch.Tensor:
         return x[upload(index, self.torch_device, torch.int64)]
 
+    def gather_rows(self, x: torch.Tensor, index: Ints) -> torch.Tensor:
+        rows = self.take(x, index)
+        return (
+            rows if index.min(initial=0) >= 0 else rows * upload(index >= 0, self.torch_device, torch.float32)[:, None]
+        )
+
     def logits(self, x: torch.Tensor, head: PackedWeight, soft_cap: float = 0.0) -> torch.Tensor:
         raw = self._linear(x, head, is_head=True)
         return torch.tanh(raw / soft_cap) * soft_cap if soft_cap else raw

@@ -35,6 +35,7 @@ from .fused_ops import (
     describe,
     distinct_layers,
     fuse_graph,
+    without_hidden,
 )
 from .rope import CosSin
 from .step_inputs import ARRAYS_PER_TOKEN, NO_BATCH, InputStaging, step_arrays, total_size
@@ -81,6 +82,11 @@ class Decoder:
         activate(self.device)
         with as_memory_error():
             return self._step(batch, kv)
+
+    def with_hidden(self, batch: Batch, kv: Sequence[LayerCache]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the same step; return the hidden states of its tokens too, which the residual stream has."""
+        logits = self(batch, kv)
+        return logits, self.forward.hidden_states(len(batch.ids))
 
     def program(self, kv_type: str) -> list[ProgramLine]:
         return self._lines
@@ -221,8 +227,8 @@ def fuse(record: Callable[[], Graph], device: torch.device, *, batch_invariant: 
     """Return the decoder of a model; None if it has a feature that these kernels lack: then it runs unfused."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what packing needed: the KV cache takes the rest
-    graph = record()
-    ops = fuse_graph(graph)
-    if ops is None:
+    graph = without_hidden(record())
+    ops = None if graph is None else fuse_graph(graph)
+    if graph is None or ops is None:
         return None
     return Decoder(ops, device, batch_invariant=batch_invariant, lines=describe(graph))

@@ -149,6 +149,13 @@ class Forward:
         x = self._norm(None, self.last.norm, self.last.eps, self.head.head, index=step.arrays.get("logits_index"))
         return self.compute_logits(self.head, x)
 
+    def hidden_states(self, tokens: int) -> torch.Tensor:
+        """Return the norm of the residual stream of a step that has run, in float32."""
+        rows = torch.empty(tokens, self._streams.shape[1], device=self.device)
+        norm, exact = (self.last.norm, self.last.eps), self.linear.batch_invariant
+        launch_add_norm(None, self._streams[:tokens], *norm, Activations(rows), exact=exact)
+        return rows
+
     def embed(self, op: EmbedNorm) -> AnyActivations:
         """Start the residual stream with rows of the table, and store the activations of the first product."""
         tokens, ids = self.step.tokens, self.step.arrays["ids"]

@@ -340,6 +340,15 @@ def fuse_graph(graph: Graph) -> tuple[FusedOp, ...] | None:
     return ops if _is_chain(fused.nodes) else None
 
 
+def without_hidden(graph: Graph) -> Graph | None:
+    """Return a graph without the op of its hidden states, which the residual stream gives; None if others read them, or
+    if hidden states come with the batch."""
+    if any(value is graph.hidden or value.name == "hidden" for node in graph.nodes for value in node.inputs):
+        return None
+    nodes = tuple(node for node in graph.nodes if graph.hidden is None or graph.hidden not in node.outputs)
+    return Graph(nodes, graph.output)
+
+
 def _is_chain(nodes: Sequence[Node]) -> bool:
     """Return whether each op reads the result of the one before it, and the residual stream, if any: launches do."""
     made: set[Any] = set(nodes[0].inputs)
