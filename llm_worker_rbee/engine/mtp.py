@@ -58,6 +58,8 @@ class MtpDrafter:
         hidden, index = step.hidden, rows
         while scheduled:
             logits, hidden = self._forward(batch(scheduled), hidden, index)
+            for one in scheduled:
+                self._state(one.request).computed(one)
             index, scheduled = [], []
             if drafting:
                 tokens = self.head.ops.sample(logits, [sample_rows(request)[-1] for request in drafting]).tolist()
@@ -111,8 +113,11 @@ class _HeadState:
         first = self._num_computed
         if not start <= first < stop or first > start + 1:  # a step was missed: its hidden states are gone
             return None
-        self._num_computed = stop
         return ScheduledTokens(request, first, stop, stop - 1 if self._room > 0 else stop)
+
+    def computed(self, one: ScheduledTokens) -> None:
+        """Note what the head has read."""
+        self._num_computed = min(one.stop, len(one.request.ids))
 
     def append(self, request: Request, token: int) -> bool:
         """Append a draft token; return whether there is room for more."""
