@@ -18,6 +18,7 @@ from llm_worker_rbee.models import Transformer
 from tests.conftest import DEVICE
 from tests.helpers.engine_runs import (
     EXPERTS,
+    GEMMA4,
     LFM2,
     QWEN35,
     Answer,
@@ -58,7 +59,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Workload]:
     folder = tmp_path_factory.mktemp("same")
     models = {kind: load(small_file(folder / f"{kind}.gguf", kind, seed), *KV_TYPES) for seed, kind in enumerate(KINDS)}
     models[MOE] = load(small_file(folder / "experts.gguf", "Q8_0", variant=EXPERTS), *KV_TYPES)
-    for kind, variant in STATES.items():
+    for kind, variant in (STATES | GEMMA4).items():
         models[kind] = load(small_file(folder / f"{kind}.gguf", "Q8_0", variant=variant), *KV_TYPES)
     return {
         kind: Workload(model, some_questions(24, 160, (1, 90), i)) for i, (kind, model) in enumerate(models.items())
@@ -145,6 +146,12 @@ def test_same_output_under_random_schedules_with_experts(small: dict[str, Worklo
 def test_same_output_under_random_schedules_with_states(small: dict[str, Workload], seed: int, kind: str) -> None:
     """States are rolled back after rejected drafts, dropped with a preemption, and found again as snapshots."""
     require_same_output(small, (kind,), random.Random(seed), PER_SEED // 2)
+
+
+@pytest.mark.parametrize(("seed", "kind"), [*enumerate(GEMMA4)])
+def test_same_output_under_random_schedules_of_gemma_4(small: dict[str, Workload], seed: int, kind: str) -> None:
+    """Layers of two head sizes, windows, shared keys and values, per-layer embeddings, experts beside the MLP."""
+    require_same_output(small, (kind,), random.Random(seed), PER_SEED // 5)
 
 
 def require_same_output(workloads: dict[str, Workload], kinds: Sequence[str], rng: random.Random, count: int) -> None:

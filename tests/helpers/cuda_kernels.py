@@ -171,6 +171,10 @@ def other_cases() -> dict[str, Case]:
             decode_attention_gqa, {"out": I8, "table_width": I4, **caches8}, {"num_warps": 1},
             {**grouped, **none, **plain, "HALF": 48, "TILE": 16, "STAGES": 0},
         ),
+        "decode gqa shared": (
+            decode_attention_gqa, {"out": I8, "table_width": I4}, {"num_warps": 4},
+            {**grouped, **none, **plain, "DIM": 256, "HALF": 128, "TILE": 16, "STAGES": 0, "SHARED": True},
+        ),
         "prefill": (
             attention_prefill.prefill_attention, {"out": B16, "table_width": I4, "sinks": F},
             {"num_warps": 4, "num_stages": 2},
@@ -231,9 +235,19 @@ def other_cases() -> dict[str, Case]:
             elementwise.add_rms_norm_rows, {"out": F8, "parts": B16}, {"num_warps": 8},
             {"width": 4096, "SIZE": 128, "SPLITS": 1, "INTERLEAVED": False},
         ),
+        "add_rms_norm_rows experts": (
+            elementwise.add_rms_norm_rows,
+            {"out": I8, "norm": None, "post": F, "weights": F, "shared": F, "sum_norm": F, "shared_norm": F},
+            {"num_warps": 8},
+            {"width": 2816, "SIZE": 128, "SPLITS": 1, "INTERLEAVED": False, "K": 8, "PDL": True},
+        ),
         "swiglu_rows": (
             elementwise.swiglu_rows, {"out": H}, {"num_warps": 16},
             {"width": 11008, "SIZE": 512, "SPLITS": 2, "INTERLEAVED": True},
+        ),
+        "swiglu_rows inputs": (
+            elementwise.swiglu_rows, {"out": I8, "inputs": F}, {"num_warps": 1},
+            {"width": 256, "SIZE": 16, "SPLITS": 1, "INTERLEAVED": False, "ACTIVATION": "gelu_tanh", "PDL": True},
         ),
         "conv_tokens": (
             causal_conv.conv_tokens, {"x": F, "state": F}, {"num_warps": 4},

@@ -42,7 +42,6 @@ QWEN35 = model_zoo.Variant(
     },
 )  # fmt: skip
 
-
 EXPERTS = model_zoo.Variant(
     "qwen2_moe",
     {
@@ -50,6 +49,18 @@ EXPERTS = model_zoo.Variant(
         **model_zoo.SHARED_EXPERT,
     },
 )  # fmt: skip
+
+GEMMA4 = {  # layers of two shapes; those of "gemma4-e" share keys and values
+    name: model_zoo.Variant("gemma4_text", {**model_zoo.ZOO[name].settings, **changes, "max_position_embeddings": 512})
+    for name, changes in {
+        "gemma4": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+        "gemma4-e": {
+            "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+        },
+        "gemma4-moe": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    }.items()
+}  # fmt: skip
 
 
 def load(path: Path, *kv_types: str) -> Transformer:
