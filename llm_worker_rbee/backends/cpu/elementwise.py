@@ -38,9 +38,9 @@ NormArg = IntEnum(
     "COUNT DELTA RESIDUAL OUT ACTIVATIONS INDEX WIDTH WEIGHT POST_WEIGHT ADD_DELTA EPS TWO_TERM SCALE",
     start=0,
 )
-# GatedArg: rows from the number at PANEL_ROWS on are not stored in panels. ACTIVATION is its number, or, of
-# `sigmoid_gate`, the entry of what is gated.
-GatedArg = IntEnum("GatedArg", "COUNT PANEL_ROWS GATE_UP OUT ACTIVATIONS WIDTH ACTIVATION", start=0)
+# GatedArg: rows from the number at PANEL_ROWS on are not stored in panels. GATES holds gate and up of each row, or, of
+# `sigmoid_gate`, gates alone: X is the entry of what they multiply. ACTIVATION is the number of that of `gated`.
+GatedArg = IntEnum("GatedArg", "COUNT PANEL_ROWS GATES OUT ACTIVATIONS WIDTH ACTIVATION X", start=0)
 QuantizeArg = IntEnum("QuantizeArg", "COUNT SOURCE OUT ACTIVATIONS HEADS DIM PADDED TWO_TERM", start=0)
 BiasArg = IntEnum("BiasArg", "COUNT ROWS WIDTH BIAS", start=0)
 # Weights are optional. Q_GROUP and K_GROUP are the heads that one norm covers: 1, or all.
@@ -192,17 +192,23 @@ def quantize_columns(x, at, a, s, t, first, count):
         quantize_blocks(x, at, s, a[GatedArg.ACTIVATIONS], block, block + count // 32, row_blocks, rows)
 
 
+@kernel
+def gate_bounds(a, s, piece):
+    """Return the first column of a piece, how many it has, its first token and the end of its tokens."""
+    width = a[GatedArg.WIDTH]
+    parts = (width + GATE_COLUMNS - 1) // GATE_COLUMNS
+    first, token = piece % parts * GATE_COLUMNS, piece // parts * TOKENS_PER_PIECE
+    return first, min(GATE_COLUMNS, width - first), token, min(s[a[GatedArg.COUNT]], token + TOKENS_PER_PIECE)
+
+
 def gated(args, step, piece):
     """Gate some columns of some tokens, and quantize them."""
     a, s = i64(args), i64(step)
-    half = a[GatedArg.WIDTH]
-    parts = (half + GATE_COLUMNS - 1) // GATE_COLUMNS
-    first, tokens = piece % parts * GATE_COLUMNS, piece // parts * TOKENS_PER_PIECE
-    count = min(GATE_COLUMNS, half - first)
-    own = scratch(count)
-    for t in range(tokens, min(s[a[GatedArg.COUNT]], tokens + TOKENS_PER_PIECE)):
+    first, count, token, end = gate_bounds(a, s, piece)
+    half, own = a[GatedArg.WIDTH], scratch(count)
+    for t in range(token, end):
         to, at = (f32(s[a[GatedArg.OUT]]), t * half + first) if a[GatedArg.OUT] else (own, 0)
-        gate_up, source, activation = f32(s[a[GatedArg.GATE_UP]]), t * 2 * half + first, a[GatedArg.ACTIVATION]
+        gate_up, source, activation = f32(s[a[GatedArg.GATES]]), t * 2 * half + first, a[GatedArg.ACTIVATION]
         if activation == 2:
             gate_row_oai(gate_up, source, half, to, at, count)
         else:
@@ -225,12 +231,10 @@ def sigmoid_row(x, at, gate, from_, out, to, count):
 def sigmoid_gate(args, step, piece):
     """Multiply some columns of some tokens by the sigmoid of their gate, and quantize them."""
     a, s = i64(args), i64(step)
-    width = a[GatedArg.WIDTH]
-    parts = (width + GATE_COLUMNS - 1) // GATE_COLUMNS
-    first, tokens = piece % parts * GATE_COLUMNS, piece // parts * TOKENS_PER_PIECE
-    count = min(GATE_COLUMNS, width - first)
-    own, x, gate = scratch(count), f32(s[a[GatedArg.ACTIVATION]]), f32(s[a[GatedArg.GATE_UP]])
-    for t in range(tokens, min(s[a[GatedArg.COUNT]], tokens + TOKENS_PER_PIECE)):
+    first, count, token, end = gate_bounds(a, s, piece)
+    width, own = a[GatedArg.WIDTH], scratch(count)
+    x, gate = f32(s[a[GatedArg.X]]), f32(s[a[GatedArg.GATES]])
+    for t in range(token, end):
         to, at = (f32(s[a[GatedArg.OUT]]), t * width + first) if a[GatedArg.OUT] else (own, 0)
         sigmoid_row(x, t * width + first, gate, t * width + first, to, at, count)
         quantize_columns(to, at, a, s, t, first, count)
@@ -388,13 +392,13 @@ def gated_task(
     panel_rows: int = Step.TOKENS,
 ) -> Task:  # fmt: skip
     """Return the gated activation of all rows; the arguments are entries, but for the width and the activation."""
-    args = pack_args(count, panel_rows, gate_up, out, activations, width, ACTIVATIONS.index(activation))
+    args = pack_args(count, panel_rows, gate_up, out, activations, width, ACTIVATIONS.index(activation), 0)
     return Task(GATED, args, -(-width // GATE_COLUMNS), count, TOKENS_PER_PIECE)
 
 
 def sigmoid_gate_task(x: int, gate: int, out: int, activations: int, width: int) -> Task:
     """Return the task that multiplies rows by the sigmoid of a gate; the arguments are entries and the width."""
-    args = pack_args(Step.TOKENS, Step.TOKENS, gate, out, activations, width, x)
+    args = pack_args(Step.TOKENS, Step.TOKENS, gate, out, activations, width, 0, x)
     return Task(SIGMOID_GATE, args, -(-width // GATE_COLUMNS), Step.TOKENS, TOKENS_PER_PIECE)
 
 
