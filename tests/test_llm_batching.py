@@ -17,7 +17,7 @@ from llm_worker_rbee.errors import (
     InvalidRequestError,
     RequestCancelledError,
 )
-from tests.helpers import tiny_models
+from tests.helpers import mtp_models, tiny_models
 
 PROMPTS = ["Hello", "the other one", "a much longer prompt, of several blocks of the cache, to be read", "Hello", "x"]
 FIXED: dict[str, Any] = {"max_tokens": 24, "seed": 5, "ignore_eos": True, "logprobs": 1}
@@ -202,6 +202,24 @@ def test_speculative_decoding_does_not_change_outputs(tiny_file: Path, llm: LLM)
     assert (
         scheduler.stats.num_drafted_tokens == scheduler.stats.num_accepted_tokens > 0
     )  # the model is its own draft model
+
+
+def test_head_in_the_file_drafts_without_a_second_file(tmp_path: Path, tiny_file: Path) -> None:
+    """The keys and values of the head are part of the cache; `llm_worker_num_accepted_tokens` counts its drafts."""
+    model = mtp_models.make("qwen3_5", predicts_well=True, vocab_size=tiny_models.VOCAB)
+    path = model.save_gguf(tmp_path / "m.gguf", **tiny_models.tokenizer_metadata())
+    plain = LLM(path, kv_memory=1 << 20, debug=True)
+    drafting = LLM(path, kv_memory=1 << 20, speculative="mtp", draft_tokens=3, debug=True)
+    tokens = [c.tokens for c in plain.generate(PROMPTS, **FIXED)]
+    assert [c.tokens for c in drafting.generate(PROMPTS, **FIXED)] == tokens
+    stats = drafting.engine.scheduler.stats
+    assert stats.num_accepted_tokens > 0.8 * stats.num_drafted_tokens > 0
+    assert drafting.capacity.tokens < plain.capacity.tokens
+    with pytest.raises(InvalidRequestError, match="no head for multi-token prediction") as caught:
+        LLM(tiny_file, speculative="mtp")
+    assert caught.value.field == "speculative"
+    with pytest.raises(InvalidRequestError, match="two ways to draft"):
+        LLM(path, draft_model=tiny_file, speculative="mtp")
 
 
 def test_draft_model_with_other_vocabulary_raises(tiny_file: Path, tmp_path: Path) -> None:

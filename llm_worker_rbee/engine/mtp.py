@@ -22,6 +22,8 @@ from .request import Request, ScheduledTokens
 from .sampler import sample_rows
 from .speculative import LastDraft, MakeBatch, Reserve, max_drafts
 
+MAX_TOKENS = 1024  # of a pass: bounds the memory of its arrays
+
 
 class _Step(NamedTuple):
     """What the model computed last."""
@@ -55,17 +57,17 @@ class MtpDrafter:
                 drafting += [request] if found.logits_from < found.stop else []
                 rows += [at + slot - 1 - start if slot > start else -1 for slot in range(found.start, found.stop)]
             at += stop - start
-        hidden, index = step.hidden, rows
-        while scheduled:
-            logits, hidden = self._forward(batch(scheduled), hidden, index)
-            for one in scheduled:
+        for part, index in _split(scheduled, rows):
+            logits, hidden = self._forward(batch(part), step.hidden, index)
+            for one in part:
                 self._state(one.request).computed(one)
-            index, scheduled = [], []
+        while drafting:
+            tokens = self.head.ops.sample(logits, [sample_rows(request)[-1] for request in drafting]).tolist()
+            index = [i for i, request in enumerate(drafting) if self._state(request).append(request, tokens[i])]
+            drafting = [drafting[i] for i in index]
             if drafting:
-                tokens = self.head.ops.sample(logits, [sample_rows(request)[-1] for request in drafting]).tolist()
-                index = [i for i, request in enumerate(drafting) if self._state(request).append(request, tokens[i])]
-                drafting = [drafting[i] for i in index]
-                scheduled = [_last_draft(request) for request in drafting]
+                last = [_last_draft(request) for request in drafting]
+                logits, hidden = self._forward(batch(last), hidden, index)
 
     def run_empty(self, batch: Batch) -> Array:
         """Run the head with hidden states of zeros, for a warm-up; return the logits."""
@@ -82,6 +84,28 @@ class MtpDrafter:
             request.draft_state = _HeadState(self._max_length, self.cache.block_size)
         state: _HeadState = request.draft_state
         return state
+
+
+def _split(scheduled: list[ScheduledTokens], rows: list[int]) -> list[tuple[list[ScheduledTokens], list[int]]]:
+    """Return passes of at most MAX_TOKENS tokens, each with its rows of hidden states; the last has all logits."""
+    if len(rows) <= MAX_TOKENS:
+        return [(scheduled, rows)] if scheduled else []
+    passes, last, last_rows, at = [(list[ScheduledTokens](), list[int]())], list[ScheduledTokens](), list[int](), 0
+    for request, start, stop, logits_from in scheduled:
+        first = start
+        while first < logits_from:
+            part, index = passes[-1]
+            end = min(logits_from, first + MAX_TOKENS - len(index))
+            part.append(ScheduledTokens(request, first, end, end))
+            index += rows[at + first - start : at + end - start]
+            first = end
+            if len(index) == MAX_TOKENS:
+                passes.append(([], []))
+        at += stop - start
+        if logits_from < stop:
+            last.append(ScheduledTokens(request, logits_from, stop, logits_from))
+            last_rows += rows[at - (stop - logits_from) : at]
+    return [one for one in (*passes, (last, last_rows)) if one[0]]
 
 
 def _last_draft(request: Request) -> ScheduledTokens:
@@ -117,7 +141,7 @@ class _HeadState:
 
     def computed(self, one: ScheduledTokens) -> None:
         """Note what the head has read."""
-        self._num_computed = min(one.stop, len(one.request.ids))
+        self._num_computed = one.stop
 
     def append(self, request: Request, token: int) -> bool:
         """Append a draft token; return whether there is room for more."""

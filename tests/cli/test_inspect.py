@@ -16,6 +16,7 @@ from llm_worker_rbee.bench.synthetic import Spec, write
 from llm_worker_rbee.bench.synthetic_shapes import Shape
 from llm_worker_rbee.weights.gguf_writer import write_gguf
 
+from ..helpers import mtp_models
 from ..helpers.model_zoo import ZOO, make_hf
 from ..helpers.quantized_hf import save_quantized_hf
 from .conftest import Run, model_keys, vocabulary, write_model
@@ -38,6 +39,15 @@ def test_inspect_experts_says_what_a_token_uses(cli: Run, tmp_path: Path) -> Non
     assert (report["count"], report["used"], report["feed_forward"]) == (4, 1, 32)
     assert report["active_parameters"] * 4 == report["bytes_per_token"]
     assert b"1 of 4, feed-forward 32" in cli("inspect", path).stdout
+
+
+def test_inspect_names_a_head_for_multi_token_prediction(cli: Run, tmp_path: Path) -> None:
+    path = mtp_models.make("glm4moe").save_gguf(tmp_path / "m.gguf")
+    found = json.loads(cli("inspect", path, "--json").stdout)
+    assert (found["mtp"]["layers"], found["mtp"]["kv_token_bytes"]) == (1, 2 * 2 * 24 * 2)
+    assert 0 < found["mtp"]["weights_bytes"] < found["memory"]["weights_bytes"]
+    assert "a head for multi-token prediction" in (shown := cli("inspect", path).stdout.decode())
+    assert "--speculative mtp uses it" in shown
 
 
 def test_inspect_quantized_safetensors_shows_method_and_bits(cli: Run, tmp_path: Path) -> None:

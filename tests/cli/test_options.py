@@ -139,9 +139,9 @@ def test_engine_options_give_same_answer(cli: Run, tiny: Path) -> None:
         (("--max-batch", "1025"), 2, "--max-batch is 1025: it must be a whole number, 1 or more, at most 1024"),
         (("--max-step-tokens", "0"), 2, "--max-step-tokens is 0: it must be a whole number, 1 or more"),
         (("--target-itl-ms", "nan"), 2, "--target-itl-ms is nan: it must be a number of milliseconds above 0"),
-        (("--speculative", "magic"), 2, "unknown --speculative 'magic': use one of off, ngram"),
+        (("--speculative", "magic"), 2, "unknown --speculative 'magic': use one of off, ngram, mtp"),
         (("--draft-tokens", "99", "--speculative", "ngram"), 2, "--draft-tokens is 99: it must be"),
-        (("--draft-tokens", "2"), 2, "--draft-tokens goes with --speculative ngram or --draft-model"),
+        (("--draft-tokens", "2"), 2, "--draft-tokens goes with --speculative ngram or mtp, or with --draft-model"),
         (("--draft-model", "x", "--speculative", "ngram"), 2, "both draft: choose one"),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 
 from llm_worker_rbee.backends import select_backend
 from llm_worker_rbee.config import EngineConfig
+from llm_worker_rbee.engine import mtp
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.errors import InferenceError, InvalidRequestError
 from llm_worker_rbee.models import MtpHead, Transformer
@@ -83,6 +84,26 @@ def test_prefix_hit_does_not_end_drafting(good: Loaded) -> None:
     stats = made.scheduler.stats
     assert stats.num_hit_tokens >= 32
     assert stats.num_accepted_tokens / stats.num_drafted_tokens > 0.9
+
+
+def test_long_steps_are_followed_in_several_passes(random_heads: list[Loaded], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same drafts come of them."""
+    questions = engine_runs.some_questions(5, 160, (20, 50))
+
+    def drafts() -> list[list[list[int]]]:
+        made = mtp_models.engine(*random_heads[0])
+        requests = [question.request() for question in questions]
+        for request in requests:
+            made.add(request)
+        found = []
+        while made.has_work:
+            made.step()
+            found.append([list(request.drafts) for request in requests])
+        return found
+
+    whole = drafts()
+    monkeypatch.setattr(mtp, "MAX_TOKENS", 7)
+    assert drafts() == whole
 
 
 def test_drafting_with_a_head_is_not_paused(good: Loaded) -> None:

@@ -55,11 +55,11 @@ class MtpModel:
     def n_layers(self) -> int:
         return int(self.hf.config.num_hidden_layers) - 1
 
-    def save_gguf(self, path: Path) -> Path:
+    def save_gguf(self, path: Path, **more_keys: Any) -> Path:
         keys, tensors = model_zoo.gguf_metadata(self.variant, self.hf), model_zoo.gguf_tensors(self.variant, self.hf)
         keys[f"{keys['general.architecture']}.nextn_predict_layers"] = 1
         more = {f"blk.{self.n_layers}.nextn.{name}.weight": weight for name, weight in self.weights.items()}
-        return write_gguf(path, keys, {**tensors, **more})
+        return write_gguf(path, {**keys, **more_keys}, {**tensors, **more})
 
     def save_hf(self, folder: Path) -> Path:
         model_zoo.save_hf(self.hf, folder)
@@ -111,11 +111,12 @@ class MtpModel:
         return made
 
 
-def make(name: str, *, predicts_well: bool = False) -> MtpModel:
+def make(name: str, *, predicts_well: bool = False, vocab_size: int = model_zoo.VOCAB) -> MtpModel:
     """Return a random model; with `predicts_well` the next token follows from the last one, in the head too."""
     import torch
 
     variant = VARIANTS[name]
+    variant = replace(variant, settings={**variant.settings, "vocab_size": vocab_size})
     hf, rng = model_zoo.make_hf(variant), np.random.default_rng(5)
     width = hf.config.hidden_size
     weights = {norm: rng.uniform(0.5, 1.5, width).astype(np.float32) for norm in NAMES if "norm" in norm}

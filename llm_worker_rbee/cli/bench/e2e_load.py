@@ -10,7 +10,6 @@ from ...bench import e2e as e2e_benchmark
 from ...bench import load as load_benchmark
 from ...bench.results import Result, Run
 from ...bench.synthetic import parse
-from ...config import SPECULATIVE
 from ...errors import InvalidRequestError, counted
 from ...progress import step_progress
 from ..options import ComputeOptions, LoadOptions, gather
@@ -24,6 +23,7 @@ COMPARISONS = {
     "acceptance": "{:.0%} of drafts accepted", "tokens_per_step": "{:.2f} tokens a step",
     "same_answers": "{:.0%} of answers as without drafts",
 }  # fmt: skip
+MEASURED_DRAFTERS = ("off", "ngram")  # of SPECULATIVE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +51,9 @@ class ModelBenchOptions:
 
     def plan(self, computing: LoadOptions, threads: int) -> e2e_benchmark.Plan:
         """Return the plan; raise on options that are invalid or exclude each other."""
-        if self.speculative not in SPECULATIVE:
-            raise typer.BadParameter(f"--speculative is {self.speculative!r}: use one of {', '.join(SPECULATIVE)}")
+        if self.speculative not in MEASURED_DRAFTERS:
+            known = ", ".join(MEASURED_DRAFTERS)
+            raise typer.BadParameter(f"--speculative is {self.speculative!r}: use one of {known}, or --draft-model")
         if self.speculative != "off" and self.draft_model is not None:
             raise typer.BadParameter("both --speculative and --draft-model are given: choose one")
         pg = [] if self.pg is None else common.parse_counts(self.pg, "--pg", 1)
