@@ -37,6 +37,7 @@ from .rope import rope_store_kernel
 # Modules whose kernels every model needs: kept under names of their own, in a tuple or in a table.
 COMMON_MODULES = "elementwise rope sampling"
 HEADS_PER_KV_HEAD = (1, 2, 3, 4, 5, 6, 7, 8)  # of known models
+MATRICES_OF_ONE_ROW = "ffn_gate_inp_shexp.weight"  # vectors in files
 KERNELS_PER_HELPER = 4  # fewer are compiled before a helper has started
 MAX_HELPERS = 7
 # About what the kernels of a module take to compile, to make shares of one length; 1 for others.
@@ -54,7 +55,8 @@ def all_kernels() -> list[Kernel]:
 
 def model_kernels(checkpoint: Checkpoint, config: ModelConfig, kv_type: str = KV_DEFAULT) -> list[Kernel]:
     """Return the kernels that a model needs."""
-    types = {t.kind.name for t in checkpoint.tensors.values() if len(t.shape) >= 2}
+    tensors = checkpoint.tensors.values()
+    types = {t.kind.name for t in tensors if len(t.shape) >= 2 or t.name.endswith(MATRICES_OF_ONE_ROW)}
     groups = sorted({config.n_heads // config.kv_shape(i)[0] for i in range(config.n_layers)})
     known = sorted(types & LAYOUT_BY_TYPE.keys())
     found = _kernels_for(known, groups, [kv_type])

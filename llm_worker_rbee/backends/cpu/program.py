@@ -3,7 +3,8 @@
 A task is one kernel over some pieces. Each thread has a range of adjacent pieces: it reads memory in order, and writes
 far from the other threads. It takes the next free piece of its range, then those left in the other ranges; when all
 are taken it waits until all are done, and goes on to the next task. A thread that comes late finds the work done:
-only threads that hold a piece are waited for, so any number of threads may really run.
+only threads that hold a piece are waited for, so any number of threads may really run. A task may write how many units
+later ones have; it does so again only after a task with pieces, so that a late thread sees whether what it read is old.
 
 Threads share few cache lines: one for each range, which its thread alone writes unless others help; one that counts
 finished pieces, written once by each thread in a task; and one with the last finished task, which waiting threads
@@ -44,7 +45,6 @@ from .. import cpu_info
 from .jit import TaskKernel, kernel, parallel, simple_kernel, variant
 from .pointers import (
     aligned,
-    atomic_add,
     atomic_load,
     atomic_store,
     call_task,
@@ -164,20 +164,32 @@ def run_pieces(task, args, step, pieces, number, words, released, thread, ranges
 
 
 @kernel
+def add_finished(word, number, done):
+    """Add finished pieces of task `number`, and return how many there are; the word needs no reset either."""
+    seen = atomic_load(word)
+    while True:
+        count = done + (seen & PIECE_MASK if seen >> PIECE_BITS == number else 0)
+        found = compare_and_swap(word, seen, number << PIECE_BITS | count)
+        if found == seen:
+            return count
+        seen = found
+
+
+@kernel
 def worker_loop(program, length, step, counters, thread, threads):
     """Work through all tasks as one of `threads` threads."""
-    table, steps = i64(program), i64(step)
+    table = i64(program)
     finished, released, words = counters, counters + CACHE_LINE_BYTES, counters + 2 * CACHE_LINE_BYTES
-    total = 0
     if TIMED:  # the first thread that comes begins
         compare_and_swap(words + threads * CACHE_LINE_BYTES, 0, read_ticks())
     for i in range(length):
         units_per_piece = table[i * TASK_FIELDS + 4]
-        units = steps[table[i * TASK_FIELDS + 3]]
+        units = atomic_load(step + 8 * table[i * TASK_FIELDS + 3])
+        if atomic_load(released) > i:  # a later task may have written another number of units before it was read
+            continue
         pieces = table[i * TASK_FIELDS + 2] * ((units + units_per_piece - 1) // units_per_piece)
         if pieces == 0:
             continue
-        total += pieces
         ranges, spins = min(threads, pieces), 0
         task, args = table[i * TASK_FIELDS], table[i * TASK_FIELDS + 1]
         if thread >= ranges:  # leave the pieces to their threads, unless one of these comes late
@@ -185,7 +197,7 @@ def worker_loop(program, length, step, counters, thread, threads):
                 spins += 1
                 cpu_pause()
         done = run_pieces(task, args, step, pieces, i + 1, words, released, thread, ranges)
-        if done and atomic_add(finished, done) + done == total:
+        if done and add_finished(finished, i + 1, done) == pieces:
             if TIMED:
                 i64(words + threads * CACHE_LINE_BYTES)[i + 1] = read_ticks()
             atomic_store(released, i + 1)

@@ -1,10 +1,21 @@
-"""How processes share out the kernels of a model."""
+"""Which kernels a model needs, and how processes share them out."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from llm_worker_rbee.backends.cpu import precompile
+from llm_worker_rbee.backends.cpu import CpuBackend, precompile
+from llm_worker_rbee.backends.cpu.forward import CpuForward
+from llm_worker_rbee.models import load_model, read_model_config
+from llm_worker_rbee.weights import open_checkpoint
+from tests.helpers import model_zoo
+
+FAMILIES = (
+    "gemma3", "ministral3", "qwen2moe", "glm4moe", "gpt-oss", "lfm2", "lfm2moe", "qwen3_5", "qwen3_next", "gemma4",
+    "gemma4-e", "gemma4-moe",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
@@ -19,3 +30,20 @@ def test_work_orders_keep_kernels_with_common_parts_in_one_process(processes: in
     for order in orders:
         places = [i for i, kernel in enumerate(order) if kernel.name.startswith("sampling")]
         assert places == list(range(places[0], places[0] + 8))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_model_kernels_are_all_that_a_step_runs(name: str, tmp_path: Path) -> None:
+    """So nothing is compiled by the first request; helper processes know each of them."""
+    variant = model_zoo.ZOO[name]
+    path = tmp_path / "model.gguf"
+    model_zoo.save_quantized(variant, model_zoo.make_hf(variant), path, "Q8_0")
+    checkpoint = open_checkpoint(path)
+    config = read_model_config(checkpoint)
+    forward = CpuForward(load_model(checkpoint, CpuBackend(), config).graph(), threads=2)
+    for kv_type in ("float16", "int8"):
+        tasks = [task for part in forward._lower(kv_type).parts if isinstance(part.work, list) for task in part.work]
+        needed = {kernel.name for task in tasks for kernel in (task.kernel, task.callee) if kernel is not None}
+        listed = {kernel.name for kernel in precompile.model_kernels(checkpoint, config, kv_type)}
+        assert needed <= listed
+        assert listed <= {kernel.name for kernel in precompile.all_kernels()}

@@ -137,6 +137,30 @@ for turn in range(1, 51):
 print(int(early[0]))
 """
 
+LATE = """
+import numpy as np
+from llm_worker_rbee.backends.cpu.jit import TaskKernel
+from llm_worker_rbee.backends.cpu.pointers import atomic_add, i64
+from llm_worker_rbee.backends.cpu.program import Program, Step, Task, _zero_counters, new_step, pack_args, worker_loop
+
+def count_runs(args, step, piece):
+    atomic_add(i64(args)[0], 1)
+
+def write_units(args, step, piece):
+    i64(step)[Step.REQUESTS] = i64(args)[0]
+
+count, write, step, runs = TaskKernel(count_runs), TaskKernel(write_units), new_step(), np.zeros((2, 1), np.int64)
+step[Step.TOKENS] = 1
+tasks = []
+for units, own in zip((2, 5), runs):
+    tasks += Task(write, pack_args(units)), Task(count, pack_args(own), 1, Step.REQUESTS)
+program = Program(tasks)
+counters = _zero_counters(2)
+for thread, length in enumerate((3, 4)):
+    worker_loop(program._address, length, step.ctypes.data, counters, thread, 2)
+print(*runs[:, 0])
+"""
+
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -155,6 +179,11 @@ def run(script: str, *args: object, **env: str) -> list[str]:
 def test_every_piece_runs_once_and_after_the_task_before(threads: int) -> None:
     """More threads than cores: some come late, and their pieces are taken by others."""
     assert run(PIECES, threads, NUMBA_NUM_THREADS=str(threads)) == ["0"]
+
+
+def test_late_thread_does_not_read_the_units_of_a_later_task() -> None:
+    """One thread has done the first three tasks before the other comes: by then their number of units is another."""
+    assert run(LATE) == ["2 5"]
 
 
 @pytest.mark.parametrize("layer", ["workqueue", "omp"])
