@@ -40,7 +40,7 @@ from ..layers.rope import rope_table, still_table
 from ..layers.short_conv import ShortConv
 from ..layers.swiglu import SwiGLU
 from ..weights import Checkpoint, Tensor
-from ..weights.checkpoint import release_pages
+from ..weights.checkpoint import refuse_order, release_pages
 from ..weights.safetensors import LISTED_ID
 from .decoder import Transformer
 from .mtp import MtpHead, head_config, require_head
@@ -106,6 +106,7 @@ class _ModelLoader:
         self.check_quantization()
         self.check_layer_count()
         embedding = self.matrix("token_embd.weight", c.vocab_size, c.d_model)
+        refuse_order([embedding])
         release_pages(embedding.data)  # checked now, packed last
         blocks = self.blocks(self.ropes())
         table = self.pack([embedding])

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ModelFileError
+from ..errors import ModelFileError, UnsupportedModelError
 from .quants import BLOCK_TYPES, BlockType, dequantize, find_nonfinite_block
 
 EXPERT_WEIGHT = re.compile(r"\.ffn_\w+(_exps\.\w+|\.[0-9]+\.weight)$")  # stacked, or of one expert
@@ -70,6 +70,7 @@ class Tensor:
     shape: tuple[int, ...]
     data: NDArray[np.uint8]  # (nbytes,)
     pack_as: str = ""  # type a backend packs it into: "fp8", or "" for the file's own
+    order: NDArray[np.intp] | None = None  # column i of the blocks is column order[i] of the matrix
 
     @property
     def nbytes(self) -> int:
@@ -91,7 +92,8 @@ class Tensor:
 
     def dequantize(self) -> NDArray[np.float32]:
         """Return all values as float32, in the tensor's shape."""
-        return dequantize(self.kind, self.data, self.shape)
+        values = dequantize(self.kind, self.data, self.shape)
+        return values if self.order is None else values[..., np.argsort(self.order)]
 
     def find_nonfinite_scale(self) -> int | None:
         """Return the first block with a NaN or infinite scale, or None; reads only the bytes of scales."""
@@ -105,12 +107,13 @@ class Tensor:
     def split_columns(self) -> tuple[Tensor, Tensor]:
         """Return the left and the right half of a matrix, quantized as it is if they are whole blocks."""
         count, half = self.shape[0], self.shape[1] // 2
-        if half % self.kind.block_size:
+        if half % self.kind.block_size or self.order is not None:
             values = np.split(self.dequantize(), 2, axis=1)
             kind, parts = BLOCK_TYPES["F32"], [np.ascontiguousarray(part).view(np.uint8) for part in values]
         else:
             kind, parts = self.kind, np.split(self.rows, 2, axis=1)
-        left, right = (replace(self, kind=kind, shape=(count, half), data=part.reshape(-1)) for part in parts)
+        whole = replace(self, kind=kind, shape=(count, half), order=None)
+        left, right = (replace(whole, data=part.reshape(-1)) for part in parts)
         return left, right
 
     def matrices(self) -> list[Tensor]:
@@ -132,13 +135,36 @@ class DeferredTensor(Tensor):
         return sum(source.nbytes for source in self.sources)
 
     def load(self) -> Tensor:
-        made = Tensor(self.name, self.kind, self.shape, self.make(), self.pack_as)
+        made = Tensor(self.name, self.kind, self.shape, self.make(), self.pack_as, self.order)
         for source in self.sources:
             release_pages(source.data)
         return made
 
     def dequantize(self) -> NDArray[np.float32]:
         return self.load().dequantize()
+
+
+def shared_order(tensors: Sequence[Tensor]) -> NDArray[np.intp] | None:
+    """Return the order of columns of tensors that are multiplied by the same activations; raise if they differ."""
+    first, orders = tensors[0], [None if tensor.order is None else tensor.order.tolist() for tensor in tensors]
+    for other, order in zip(tensors, orders, strict=True):
+        if order != orders[0]:
+            raise UnsupportedModelError(
+                f"tensors {first.name!r} and {other.name!r}: their columns are in different orders (desc_act), convert "
+                "them to F16 or use --quantize"
+            )
+    return first.order
+
+
+def refuse_order(tensors: Sequence[Tensor]) -> None:
+    """Raise if the columns of a tensor have an order: experts would each need their own activations, and rows of an
+    embedding are read as they are."""
+    found = next((tensor.name for tensor in tensors if tensor.order is not None), None)
+    if found is not None:
+        raise UnsupportedModelError(
+            f"tensor {found!r}: experts and embeddings with columns in the order of activations (desc_act) cannot be "
+            "read, convert them to F16 or use --quantize"
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -78,7 +78,7 @@ def _deferred(name: str, stack: _Stack, rows: slice, part: int, parts: int) -> T
     count, every, *columns = stack.shape
     shape = (count, len(range(every)[rows]), *columns)
     sources = tuple(replace(one, data=np.array_split(one.data, parts)[part]) for one in stack.sources.values())
-    return DeferredTensor(name, stack.kind, shape, NO_BYTES, "", sources, partial(_bytes_of, stack, rows))
+    return DeferredTensor(name, stack.kind, shape, NO_BYTES, sources=sources, make=partial(_bytes_of, stack, rows))
 
 
 def _bytes_of(stack: _Stack, rows: slice) -> Bytes:

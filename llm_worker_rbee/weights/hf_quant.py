@@ -9,7 +9,8 @@ A module is recognised by its tensors, so that lists of modules left unquantized
     FP8 experts          gate_up_proj and down_proj of all experts, with gate_up_proj_scale_inv and down_proj_scale_inv
 
 Blocks of 32 columns (quants.GROUP_TYPES, or MXFP4) hold the codes of the file and its scales as float32, so a weight is
-the file's own number; they are made when a tensor is loaded. Scales of activations and of a quantized KV cache are
+the file's own number; they are made when a tensor is loaded. Columns whose groups are not runs of columns (`desc_act`)
+are stored by group, and the tensor has their order. Scales of activations and of a quantized KV cache are
 not used.
 """
 
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 
 from ..errors import ModelFileError, UnsupportedModelError
 from .checkpoint import NO_BYTES, DeferredTensor, Tensor
-from .quants import BLOCK_TYPES, GROUP_TYPES, NO_GGUF_ID, BlockType
+from .quants import BLOCK_TYPES, GROUP_TYPES, BlockType
 from .quants.codebooks import e4m3_values, e8m0_halves
 
 Bytes = NDArray[np.uint8]
@@ -35,8 +36,6 @@ Floats = NDArray[np.float32]
 BLOCK = 32  # columns
 SLAB_VALUES = 1 << 22
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each nibble of a word, lowest first
-# Columns of any group, in the order of the activations' size: dequantized, for `convert` alone.
-ACT_ORDER = BlockType("ACT_ORDER", NO_GGUF_ID, 1, 4, BLOCK_TYPES["F32"].decode)
 
 GPTQ, AWQ, FP8, FBGEMM, COMPRESSED, MODELOPT, MXFP4 = METHODS = (
     "gptq", "awq", "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "mxfp4",
@@ -155,7 +154,7 @@ def _merge(name: str, parts: Mapping[str, Tensor], quantization: Quantization) -
     views = {suffix: tensor.matrices() for suffix, tensor in parts.items()}
     experts = [_Module(name, {part: views[part][i] for part in views}, quantization).tensor() for i in range(count)]
     shape, sources = (count, *experts[0].shape), tuple(parts.values())
-    return DeferredTensor(name, experts[0].kind, shape, NO_BYTES, "", sources, partial(_join, experts))
+    return DeferredTensor(name, experts[0].kind, shape, NO_BYTES, sources=sources, make=partial(_join, experts))
 
 
 def _join(tensors: Sequence[Tensor]) -> Bytes:
@@ -208,15 +207,8 @@ def make_blocks(name: str, groups: Groups) -> Bytes:
     return out.reshape(-1)
 
 
-def dequantize_columns(name: str, groups: Groups, group_of_column: NDArray[np.intp]) -> Bytes:
-    """Return float32 weights whose columns belong to any group."""
-    scales, zeros = groups.scales(), groups.zeros() if groups.zeros else None
-    if not np.isfinite(scales.values).all():
-        raise ModelFileError(f"tensor {name!r}: a scale is NaN or infinite, the file is damaged")
-    codes = groups.codes(0, groups.shape[0])
-    middle = np.float32(8) if zeros is None else zeros.values[:, group_of_column]
-    values = codes.view(np.int8).astype(np.float32) if groups.kind.name == "INT8" else codes - middle
-    return np.ascontiguousarray(values * scales.values[:, group_of_column], "<f4").reshape(-1).view(np.uint8)
+def _take_columns(codes: Callable[[int, int], Bytes], order: NDArray[np.intp], start: int, stop: int) -> Bytes:
+    return codes(start, stop)[:, order]
 
 
 def read_numbers(tensor: Tensor) -> Floats:
@@ -252,13 +244,15 @@ class _Module(NamedTuple):
         rows, columns = groups.shape
         if columns % BLOCK:
             raise UnsupportedModelError(f"{self._weight}: {columns} columns are no multiple of {BLOCK}")
-        kind, make = groups.kind, partial(make_blocks, self._weight, groups)
-        order = self._column_groups(columns)
+        order = self._column_order(columns)
         if order is not None:
-            kind, make = ACT_ORDER, partial(dequantize_columns, self._weight, groups, order)
-        elif groups.kind.name != "MXFP4":
+            groups = groups._replace(codes=partial(_take_columns, groups.codes, order))
+        if groups.kind.name != "MXFP4":
             self._check_group_size(groups)
-        return DeferredTensor(self._weight, kind, (rows, columns), NO_BYTES, "", tuple(self.parts.values()), make)
+        make, sources = partial(make_blocks, self._weight, groups), tuple(self.parts.values())
+        return DeferredTensor(
+            self._weight, groups.kind, (rows, columns), NO_BYTES, order=order, sources=sources, make=make
+        )
 
     @property
     def _weight(self) -> str:
@@ -481,8 +475,8 @@ class _Module(NamedTuple):
         placeholder = np.broadcast_to(np.float32(1), shape[::-1] if suffix == "scales" else shape)
         return self._grid(placeholder, *groups.shape).columns
 
-    def _column_groups(self, columns: int) -> NDArray[np.intp] | None:
-        """Return the group of each column, or None if groups are runs of columns."""
+    def _column_order(self, columns: int) -> NDArray[np.intp] | None:
+        """Return the columns in the order of their groups, or None if groups are runs of columns."""
         tensor = self.parts.get("g_idx", self.parts.get("weight_g_idx"))
         if tensor is None:
             return None
@@ -494,5 +488,6 @@ class _Module(NamedTuple):
             return None
         if not count or order.size != columns or order.min() < 0 or order.max() >= count:
             raise ModelFileError(f"tensor '{self.name}.g_idx' does not name a group of {count} for {columns} columns")
-        is_usual = columns % count == 0 and (order == np.arange(columns) // (columns // count)).all()
-        return None if is_usual else order
+        if len(set(np.bincount(order, minlength=count))) > 1:
+            raise UnsupportedModelError(f"{self._weight}: groups of columns of different sizes cannot be read")
+        return None if (order[1:] >= order[:-1]).all() else np.argsort(order, kind="stable")

@@ -448,13 +448,16 @@ class TensorJob(NamedTuple):
         source = self.source
         raw = source.data.reshape(self.n_rows, source.kind.row_bytes(self.columns))
         raw = raw[start:stop] if self.order is None else raw[self.order[start:stop]]
-        if source.kind is self.kind and not self.offset:
+        is_changed = self.offset or source.order is not None
+        if source.kind is self.kind and not is_changed:
             return raw.reshape(-1)
         blocks = np.ascontiguousarray(raw).reshape(-1, source.kind.block_bytes)
-        same_codes = None if self.offset else recode(source.kind, self.kind, blocks)
+        same_codes = None if is_changed else recode(source.kind, self.kind, blocks)
         if same_codes is not None:
             return same_codes.reshape(-1)
         values = source.kind.decode(blocks)
+        if source.order is not None:
+            values = values.reshape(-1, self.columns)[:, np.argsort(source.order)]
         if self.offset:
             values = values + np.float32(self.offset)
         try:

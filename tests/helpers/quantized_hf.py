@@ -150,7 +150,7 @@ FORMATS = {
     "gptq-zeros": Format(gptq(sym=False), integers, {"layout": "gptq", "symmetric": False}, "INT4_ZP"),
     "gptq-v2": Format(gptq("gptq_v2", sym=False), integers, {"layout": "gptq_v2", "symmetric": False}, "INT4_ZP"),
     "gptq-8": Format(gptq(bits=8, group_size=-1), integers, {"layout": "gptq", "bits": 8, "group": -1}, "INT8"),
-    "gptq-order": Format(gptq(desc_act=True), integers, {"layout": "gptq", "order": True}, "ACT_ORDER"),
+    "gptq-order": Format(gptq(desc_act=True), integers, {"layout": "gptq", "order": True}, "INT4"),
     "awq": Format(AWQ, integers, {"layout": "awq", "symmetric": False}, "INT4_ZP"),
     "pack": Format(
         compressed("pack-quantized", num_bits=4, group_size=32), integers, {"layout": "pack", "dtype": BF16}, "INT4"

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from llm_worker_rbee.backends.cpu import CpuBackend
+from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.errors import UnsupportedModelError
 from llm_worker_rbee.models import load_model, read_model_config
 from llm_worker_rbee.models.convert import find_type_mix, plan_file, quantize_checkpoint
@@ -36,9 +37,9 @@ def test_model_of_each_format_equals_transformers(tmp_path: Path, name: str) -> 
     assert model_runs.greedy(ours, IDS, 8) == model_zoo.hf_greedy(theirs, IDS, 8)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in BY_TYPE if kind != "ACT_ORDER"])
-def test_cpu_keeps_weights_packed_and_agrees_with_reference(tmp_path: Path, kind: str) -> None:
-    folder = save_quantized_hf(model_zoo.make_hf(VARIANT), tmp_path, BY_TYPE[kind])
+@pytest.mark.parametrize("name", [*BY_TYPE.values(), "gptq-order"])
+def test_cpu_keeps_weights_packed_and_agrees_with_reference(tmp_path: Path, name: str) -> None:
+    folder = save_quantized_hf(model_zoo.make_hf(VARIANT), tmp_path, name)
     checkpoint = open_checkpoint(folder)
     ours = load_model(checkpoint, CpuBackend(1), read_model_config(checkpoint))
     logits = model_runs.compute_logits(ours, IDS)
@@ -47,13 +48,23 @@ def test_cpu_keeps_weights_packed_and_agrees_with_reference(tmp_path: Path, kind
     assert ours.blocks[0].mlp.down.weight.nbytes < 96 * 64 * 1.2  # bytes: less than float16
 
 
-def test_cpu_refuses_columns_in_any_order(tmp_path: Path) -> None:
-    folder = save_quantized_hf(model_zoo.make_hf(VARIANT), tmp_path, "gptq-order")
-    checkpoint = open_checkpoint(folder)
-    with pytest.raises(
-        UnsupportedModelError, match=r"attn_q\.weight': ACT_ORDER weights cannot be multiplied, convert"
-    ):
-        load_model(checkpoint, CpuBackend(1), read_model_config(checkpoint))
+def test_columns_in_any_order_have_the_same_bits_fused_and_op_by_op(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(save_quantized_hf(model_zoo.make_hf(VARIANT), tmp_path, "gptq-order"))
+    ours = load_model(checkpoint, CpuBackend(1), read_model_config(checkpoint))
+    assert ours.blocks[0].mlp.down.weight.order is not None
+    fused, single = (model_runs.compute_logits(model, IDS, 7) for model in (ours, replace(ours, fused=None)))
+    assert np.array_equal(fused, single)
+
+
+def test_columns_in_different_orders_are_refused(tmp_path: Path) -> None:
+    """Where tensors share their activations; the reference multiplies them."""
+    checkpoint = open_checkpoint(save_quantized_hf(model_zoo.make_hf(VARIANT), tmp_path, "gptq-order"))
+    name = "blk.1.attn_k.weight"
+    other = replace(checkpoint.tensors[name], order=np.roll(checkpoint.tensors[name].order, 1))
+    changed = replace(checkpoint, tensors={**checkpoint.tensors, name: other})
+    load_model(changed, ReferenceBackend(), read_model_config(changed))
+    with pytest.raises(UnsupportedModelError, match=r"blk.1.attn_q.weight' and 'blk.1.attn_k.weight': their columns"):
+        load_model(changed, CpuBackend(1), read_model_config(changed))
 
 
 @pytest.mark.parametrize(
@@ -124,13 +135,10 @@ def test_quantized_experts_equal_transformers(quantized_experts: Callable[[str],
 @pytest.mark.parametrize(
     ("name", "kind", "error"),
     [
-        ("gptq", "Q4_0", 0),
-        ("pack", "Q4_0", 0),
-        ("awq", "Q4_1", 2**-10),
-        ("fp8-blocks", "F32", 0),
-        ("fp8-stack", "F32", 0),
+        ("gptq", "Q4_0", 0), ("pack", "Q4_0", 0), ("awq", "Q4_1", 2**-10), ("fp8-blocks", "F32", 0),
+        ("fp8-stack", "F32", 0), ("gptq-order", "F32", 0),
     ],
-)
+)  # fmt: skip
 def test_convert_quantized_experts(
     quantized_experts: Callable[[str], tuple[Path, Any]], tmp_path: Path, name: str, kind: str, error: float
 ) -> None:
@@ -146,3 +154,9 @@ def test_convert_quantized_experts(
         tensor = made.tensors[f"blk.1.ffn_{role}_exps.weight"]
         assert tensor.kind.name == kind
         assert np.abs(tensor.dequantize() - wanted).max() <= error * np.abs(wanted).max() + 1e-7
+
+
+def test_experts_with_columns_in_any_order_are_refused(quantized_experts: Callable[[str], tuple[Path, Any]]) -> None:
+    checkpoint = open_checkpoint(quantized_experts("gptq-order")[0])
+    with pytest.raises(UnsupportedModelError, match=r"blk.0.ffn_gate.0.weight': experts and embeddings with columns"):
+        load_model(checkpoint, CpuBackend(1), read_model_config(checkpoint))

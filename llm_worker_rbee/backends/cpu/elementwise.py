@@ -41,7 +41,7 @@ NormArg = IntEnum(
 # GatedArg: rows from the number at PANEL_ROWS on are not stored in panels. GATES holds gate and up of each row, or, of
 # `sigmoid_gate`, gates alone: X is the entry of what they multiply. ACTIVATION is the number of that of `gated`.
 GatedArg = IntEnum("GatedArg", "COUNT PANEL_ROWS GATES OUT ACTIVATIONS WIDTH ACTIVATION X", start=0)
-QuantizeArg = IntEnum("QuantizeArg", "COUNT SOURCE OUT ACTIVATIONS HEADS DIM PADDED TWO_TERM", start=0)
+QuantizeArg = IntEnum("QuantizeArg", "COUNT SOURCE OUT ACTIVATIONS HEADS DIM PADDED TWO_TERM ORDER", start=0)
 BiasArg = IntEnum("BiasArg", "COUNT ROWS WIDTH BIAS", start=0)
 # Weights are optional. Q_GROUP and K_GROUP are the heads that one norm covers: 1, or all.
 HeadNormArg = IntEnum(
@@ -241,12 +241,17 @@ def sigmoid_gate(args, step, piece):
 
 
 def quantize_rows(args, step, piece):
-    """Copy rows of floats (OUT), without the padding of their heads, and quantize them (ACTIVATIONS)."""
+    """Copy rows of floats (OUT), without the padding of their heads or their columns in an ORDER, and quantize them
+    (ACTIVATIONS)."""
     a, s = i64(args), i64(step)
     heads, dim, padded = a[QuantizeArg.HEADS], a[QuantizeArg.DIM], a[QuantizeArg.PADDED]
     x, width, tokens = f32(s[a[QuantizeArg.SOURCE]]), heads * dim, s[a[QuantizeArg.COUNT]]
     for t in range(piece * TOKENS_PER_PIECE, min(tokens, piece * TOKENS_PER_PIECE + TOKENS_PER_PIECE)):
-        if a[QuantizeArg.OUT]:
+        if a[QuantizeArg.ORDER]:
+            out, order = f32(s[a[QuantizeArg.OUT]]), i64(a[QuantizeArg.ORDER])
+            for i in range(width):
+                out[t * width + i] = x[t * width + order[i]]
+        elif a[QuantizeArg.OUT]:
             out = f32(s[a[QuantizeArg.OUT]])
             for h in range(heads):
                 for i in range(dim):
@@ -404,13 +409,19 @@ def sigmoid_gate_task(x: int, gate: int, out: int, activations: int, width: int)
 
 def quantize_task(count: int, source: int, activations: int, width: int, *, two_term: bool) -> Task:
     """Return the task that quantizes rows; the arguments are entries and the width."""
-    args = pack_args(count, source, 0, activations, 1, width, width, two_term)
+    args = pack_args(count, source, 0, activations, 1, width, width, two_term, 0)
     return Task(QUANTIZE_ROWS, args, 1, count, TOKENS_PER_PIECE)
 
 
 def copy_task(count: int, source: int, out: int, heads: int, dim: int, padded: int) -> Task:
     """Return the task that copies rows of heads from one entry to another, without their padding."""
-    args = pack_args(count, source, out, 0, heads, dim, padded, 0)
+    args = pack_args(count, source, out, 0, heads, dim, padded, 0, 0)
+    return Task(QUANTIZE_ROWS, args, 1, count, TOKENS_PER_PIECE)
+
+
+def take_columns_task(count: int, source: int, out: int, order: NDArray[np.int64]) -> Task:
+    """Return the task that copies rows from one entry to another, their columns in an order."""
+    args = pack_args(count, source, out, 0, 1, len(order), len(order), 0, order)
     return Task(QUANTIZE_ROWS, args, 1, count, TOKENS_PER_PIECE)
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ...errors import UnsupportedModelError
 from ...weights import Tensor
-from ...weights.checkpoint import release_pages
+from ...weights.checkpoint import refuse_order, release_pages
 from ..ops import Ints, RouteParams
 from . import quantize_activations
 from . import simd as f
@@ -90,6 +90,7 @@ def pack_experts(experts: Sequence[Sequence[Tensor]], threads: int) -> PackedExp
     for first, *others in zip(*experts, strict=True):
         if any(layout_of_tensor(other) != layout_of_tensor(first) for other in others):
             raise UnsupportedModelError(f"tensor {first.name!r}: experts have different types")
+        refuse_order([first, *others])
     rows = tuple(sum(experts[0][i].shape[0] for i in same) for same in grouped)
     stacks = ([tensors[i] for tensors in experts for i in same] for same in grouped)
     parts = tuple(repack(stack, threads, stack=len(same)) for stack, same in zip(stacks, grouped, strict=True))

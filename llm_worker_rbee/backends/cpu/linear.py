@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...weights import Tensor
-from ...weights.checkpoint import release_pages
+from ...weights.checkpoint import release_pages, shared_order
 from . import quantize_activations
 from .elementwise import quantize_task
 from .jit import TaskKernel
@@ -65,16 +65,18 @@ class PackedWeight(PackedMatrices):
     """Packed matrices, and which of them multiply two-term activations."""
 
     residual_activations: tuple[bool, ...]
+    order: NDArray[np.int64] | None = None  # of the columns of activations; None: as they are
     _programs: dict[int, Program] = field(default_factory=dict, init=False, repr=False)  # by number of threads
 
     def two_term(self) -> PackedWeight:
         """Return the same weight with two-term activations in all parts."""
-        return PackedWeight(self.parts, tuple(not part.layout.float_type for part in self.parts))
+        return PackedWeight(self.parts, tuple(not part.layout.float_type for part in self.parts), self.order)
 
     def matmul(self, x: Floats, threads: int) -> Floats:
         """Return x @ self.T: (T, columns) -> (T, rows)."""
         if threads not in self._programs:
             self._programs[threads] = self._matmul_program(threads)
+        x = x if self.order is None else x[:, self.order]
         x, tokens = np.ascontiguousarray(x, np.float32), x.shape[0]
         out = np.empty((tokens, self.rows), np.float32)
         arrays = x, out, *quantize_activations.allocate(tokens, self.columns)
@@ -100,7 +102,9 @@ def pack_weight(tensors: Sequence[Tensor], threads: int) -> PackedWeight:
     parts = tuple(repack(same, threads) for _, same in grouped)
     for tensor in tensors:
         release_pages(tensor.data)
-    return PackedWeight(parts, tuple(is_sensitive for (_, is_sensitive), _ in grouped))
+    order = shared_order(tensors)
+    order = None if order is None else np.ascontiguousarray(order, np.int64)
+    return PackedWeight(parts, tuple(is_sensitive for (_, is_sensitive), _ in grouped), order)
 
 
 def _is_sensitive(tensor: Tensor, query_rows: int) -> bool:

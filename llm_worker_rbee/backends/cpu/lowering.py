@@ -4,7 +4,7 @@
     embed                                      embed
     rms_norm, add_   quantize                  norm: [norm of the delta,] residual add, norm, activation quantization
     add                                        add: [norm of the delta,] residual add, activation quantization
-    linear           quantize, matmul, add_bias   linear
+    linear           [take_columns,] quantize, matmul, add_bias   linear
     rope_store       rope_angles (once)        rope_kv_write: split, [q, k and v norms,] rotation, write to the KV cache
     attention        split_work (once)         attention: prefill tiles, decode tiles, activation quantization
     gated                                      gated: activation(gate) * up, activation quantization
@@ -162,6 +162,8 @@ class _Expander:
         return out if args["bias"] is None else self._emit(self.nodes, "add_bias", out.shape, x=out, bias=args["bias"])
 
     def _product(self, x: Value, w: Any, component: str) -> Value:
+        if w.order is not None:
+            x = self._once(self.nodes, "take_columns", (x, w.order.tobytes()), x.shape, x=x, order=w.order)
         quantized = self._quantize(x, w, any(w.residual_activations))
         floats, shape = x if w.needs_floats else None, (x.shape[0], w.rows)
         return self._emit(self.nodes, "matmul", shape, x=floats, quantized=quantized, w=w, component=component)
@@ -371,6 +373,10 @@ class Lowering:
             count, width = self.entries[groups] + GroupEntry.ROWS, x.shape[-1]
         entries = self.entries[x], self._activations(node)
         return "quantize", [elementwise.quantize_task(count, *entries, width, two_term=node["two_term"])]
+
+    def _take_columns(self, node: Node) -> tuple[str, list[Task]]:
+        entries = self.entries[node["x"]], self._new(node.output)
+        return "gather", [elementwise.take_columns_task(COUNTS[node["x"].shape[0]], *entries, node["order"])]
 
     def _gated(self, node: Node) -> Any:
         (gate,) = node.parts("gated")

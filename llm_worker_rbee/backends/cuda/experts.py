@@ -18,6 +18,7 @@ from triton import cdiv, next_power_of_2
 
 from ...errors import UnsupportedModelError
 from ...weights import Tensor
+from ...weights.checkpoint import refuse_order
 from ..ops import RouteParams
 from .compact_kinds import COMPACT_KINDS
 from .device import HOPPER_SHARED_BYTES, is_interpreted, pdl_options, shared_memory_bytes
@@ -147,6 +148,7 @@ class SlotTiles(NamedTuple):
 def pack_experts(experts: Sequence[Sequence[Tensor]], device: torch.device) -> PackedExperts:
     """Pack the tensors of all experts, those of one expert stacked by rows; neighbours of one kind become one part."""
     parts: list[WeightPart] = []
+    refuse_order([tensor for tensors in experts for tensor in tensors])
     for _, group in groupby(range(len(experts[0])), lambda i: part_key(experts[0][i])):
         chosen = list(group)
         found = pack_weight([tensors[i] for tensors in experts for i in chosen], device).parts

@@ -332,7 +332,7 @@ FusedOp = Start | Mixer | GatedLinear | PerLayerGate | LinearAdd | LinearAddNorm
 def fuse_graph(graph: Graph) -> tuple[FusedOp, ...] | None:
     """Return the fused ops of a step; None if an op is left that none of them covers."""
     fused = apply_rewrites(graph, REWRITES)
-    if not all(node.fused for node in fused.nodes):
+    if not all(node.fused for node in fused.nodes) or any(map(_needs_order, graph.nodes)):
         return None
     readers = {value: node for node in reversed(fused.nodes) for value in node.inputs}  # the first of each
     norms = {node.outputs[0]: node for node in graph.nodes if node.op in ("rms_norm", "add_rms_norm")}
@@ -347,6 +347,12 @@ def without_hidden(graph: Graph) -> Graph | None:
         return None
     nodes = tuple(node for node in graph.nodes if graph.hidden is None or graph.hidden not in node.outputs)
     return Graph(nodes, graph.output)
+
+
+def _needs_order(node: Node) -> bool:
+    """Return whether a product reads its activations in another order than they are made."""
+    w = {"linear": "w", "logits": "head"}.get(node.op)
+    return w is not None and node[w].order is not None
 
 
 def _is_chain(nodes: Sequence[Node]) -> bool:

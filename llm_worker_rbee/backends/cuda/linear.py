@@ -66,6 +66,7 @@ class BatchedLinear:
 
     def __call__(self, x: torch.Tensor, w: PackedWeight, *, is_head: bool = False) -> torch.Tensor:
         """Return x (tokens, columns) @ w.T in float32."""
+        x = x if w.order is None else x[:, w.order]
         return sum_splits(self.multiply(self.convert(x, w, is_head=is_head), w))
 
     def stays_packed(self, w: PackedWeight, tokens: int, *, is_head: bool = False) -> bool:

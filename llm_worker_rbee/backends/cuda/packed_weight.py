@@ -17,7 +17,7 @@ gemv.py draws the planes. What a kind holds, and how many columns share a scale:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -85,6 +85,7 @@ class PackedWeight(StackedWeight):
     """A matrix as parts of one kind each."""
 
     parts: tuple[WeightPart, ...]
+    order: torch.Tensor | None = field(default=None, kw_only=True)  # of the columns of activations
 
     @property
     def is_packed(self) -> bool:
@@ -236,7 +237,8 @@ def merge_parts(w: PackedWeight) -> PackedWeight:
         return w
     dtypes = {part.values.dtype for part in w.parts if part.kind == DENSE and part.values is not None}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-    return PackedWeight((WeightPart.from_values(DENSE, torch.cat([dequantize(part).to(dtype) for part in w.parts])),))
+    values = torch.cat([dequantize(part).to(dtype) for part in w.parts])
+    return PackedWeight((WeightPart.from_values(DENSE, values),), order=w.order)
 
 
 @dataclass(slots=True, eq=False)

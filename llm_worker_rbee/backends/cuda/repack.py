@@ -17,10 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...errors import UnsupportedModelError
 from ...weights import Tensor
-from ...weights.checkpoint import release_pages
-from ...weights.quants import NO_GGUF_ID
+from ...weights.checkpoint import release_pages, shared_order
 from . import packed_weight
 from .compact_kinds import COMPACT_KINDS, MAX_SMALL_SCALE
 from .gemm import FLOAT4
@@ -39,17 +37,16 @@ def part_key(tensor: Tensor) -> str:
     if tensor.pack_as:
         return tensor.pack_as
     rule = REPACK_RULES.get(tensor.kind.name)
-    if rule is None and tensor.kind.id == NO_GGUF_ID:
-        raise UnsupportedModelError(
-            f"tensor {tensor.name!r}: {tensor.kind.name} weights cannot be multiplied, "
-            "convert them to F16 or use --quantize"
-        )
     return rule[0] if rule else str(DENSE_DTYPES.get(tensor.kind.name, torch.float32))
 
 
 def pack_weight(tensors: Sequence[Tensor], device: torch.device) -> PackedWeight:
     """Pack tensors into one matrix, their rows one after the other; neighbours of one kind become one part."""
-    return PackedWeight(tuple(_pack_part(list(group), device) for _, group in groupby(tensors, part_key)))
+    order = shared_order(tensors)
+    return PackedWeight(
+        tuple(_pack_part(list(group), device) for _, group in groupby(tensors, part_key)),
+        order=None if order is None else torch.tensor(order, device=device),
+    )
 
 
 def _pack_part(tensors: Sequence[Tensor], device: torch.device) -> WeightPart:

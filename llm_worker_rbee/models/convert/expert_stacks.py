@@ -18,10 +18,11 @@ from ...config import ModelConfig
 from ...errors import UnsupportedModelError
 from ...weights import Checkpoint, Tensor
 from ...weights.checkpoint import NO_BYTES, DeferredTensor
-from ...weights.quants import BlockType
+from ...weights.quants import BLOCK_TYPES, BlockType
 
 EXPERT = re.compile(r"^(blk\.[0-9]+\.ffn_\w+)\.([0-9]+)\.weight$")
 GATE_UP = "ffn_gate_up_exps"
+F32 = BLOCK_TYPES["F32"]
 
 
 def stack_experts(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Tensor]:
@@ -57,7 +58,15 @@ def _stack(name: str, experts: list[Tensor]) -> Tensor:
     kind, shape = experts[0].kind, experts[0].shape
     if any((expert.kind, expert.shape) != (kind, shape) for expert in experts):
         raise UnsupportedModelError(f"tensor {name!r}: experts have different types or shapes, so they make no stack")
+    if any(expert.order is not None for expert in experts):  # each has its own
+        return _deferred(name, F32, (len(experts), *shape), experts, lambda: [_as_floats(one) for one in experts])
     return _deferred(name, kind, (len(experts), *shape), experts, lambda: experts)
+
+
+def _as_floats(tensor: Tensor) -> Tensor:
+    return Tensor(
+        tensor.name, F32, tensor.shape, np.ascontiguousarray(tensor.dequantize(), "<f4").reshape(-1).view("u1")
+    )
 
 
 def _halves(stack: Tensor) -> dict[str, Tensor]:

@@ -79,10 +79,10 @@ def _row_bytes(tensor: Tensor, order: Order) -> NDArray[np.uint8]:
 
 def _take_heads_of_columns(tensor: Tensor, heads: Order) -> Tensor:
     width = tensor.shape[1] // len(heads)
-    if width % tensor.kind.block_size:
+    if width % tensor.kind.block_size or tensor.order is not None:
         raise UnsupportedModelError(
-            f"tensor {tensor.name!r} of type {tensor.kind.name} has heads of {width} columns, not of whole blocks: it "
-            "cannot be converted"
+            f"tensor {tensor.name!r} of type {tensor.kind.name} has heads of {width} columns, not of whole blocks in "
+            "their order: it cannot be converted"
         )
     return _deferred(tensor, tensor.name, tensor.shape, partial(_column_bytes, tensor, heads))
 
@@ -94,4 +94,4 @@ def _column_bytes(tensor: Tensor, heads: Order) -> NDArray[np.uint8]:
 def _deferred(
     tensor: Tensor, name: str, shape: tuple[int, ...], make: Callable[[], NDArray[np.uint8]]
 ) -> DeferredTensor:
-    return DeferredTensor(name, tensor.kind, shape, NO_BYTES, sources=(tensor,), make=make)
+    return DeferredTensor(name, tensor.kind, shape, NO_BYTES, order=tensor.order, sources=(tensor,), make=make)

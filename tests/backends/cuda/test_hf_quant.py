@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from llm_worker_rbee.backends.cuda import CudaBackend
-from llm_worker_rbee.errors import UnsupportedModelError
 from llm_worker_rbee.models import load_model, read_model_config
 from llm_worker_rbee.weights import open_checkpoint
 from tests.helpers import model_runs, model_zoo
@@ -18,6 +17,7 @@ cuda = CudaBackend()
 VARIANT = model_zoo.Variant("llama", {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1})
 KINDS = {
     "gptq": {"q4"},
+    "gptq-order": {"q4"},
     "awq": {"q4m"},
     "int8": {"q8"},
     "nvfp4": {"nvfp4"},
@@ -36,13 +36,5 @@ def test_cuda_keeps_weights_packed_and_agrees_with_reference(tmp_path: Path, nam
     assert relative_error(model_runs.compute_logits(ours, ids, 7, "float16"), wanted) < 0.05
 
 
-def test_cuda_refuses_columns_in_any_order(tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(save_quantized_hf(model_zoo.make_hf(VARIANT), tmp_path, "gptq-order"))
-    with pytest.raises(
-        UnsupportedModelError, match=r"attn_q\.weight': ACT_ORDER weights cannot be multiplied, convert"
-    ):
-        load_model(checkpoint, cuda, read_model_config(checkpoint))
-
-
 def test_formats_have_the_types_that_are_tested() -> None:
-    assert {FORMATS[name].type for name in KINDS} | {"ACT_ORDER"} == {made.type for made in FORMATS.values()}
+    assert {FORMATS[name].type for name in KINDS} == {made.type for made in FORMATS.values()}
