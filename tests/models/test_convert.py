@@ -30,7 +30,7 @@ from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.gguf_writer import Typed, write_gguf
 from llm_worker_rbee.weights.quantize import ENCODERS
 from llm_worker_rbee.weights.quants import BLOCK_TYPES, dequantize
-from tests.helpers import model_runs, model_zoo
+from tests.helpers import model_runs, model_zoo, mtp_models
 from tests.helpers.minimal_gguf import write_split
 from tests.helpers.tokenizer_metadata import data, seeded, unicode_text
 from tests.models.test_families import load_gguf_with_transformers
@@ -148,6 +148,20 @@ def test_convert_file_equals_model_zoo_file(name: str, made: Callable[[str], Mad
     assert ours.tensors.keys() == theirs.tensors.keys()
     for key, tensor in theirs.tensors.items():
         assert np.allclose(ours.tensors[key].dequantize(), tensor.dequantize(), rtol=1e-6), key
+
+
+@pytest.mark.parametrize("name", mtp_models.VARIANTS)
+def test_convert_keeps_a_head_for_multi_token_prediction(name: str, tmp_path: Path) -> None:
+    model = mtp_models.make(name, vocab_size=ROWS)
+    folder = add_tokenizer(model.save_hf(tmp_path / "hf"))
+    ours = open_checkpoint(converted(folder, tmp_path / "ours.gguf", "F32"))
+    theirs = open_checkpoint(model.save_gguf(tmp_path / "theirs.gguf"))
+    counts = ("block_count", "nextn_predict_layers")
+    assert [ours.metadata[f"{ours.architecture}.{key}"] for key in counts] == [model.n_layers + 1, 1]
+    assert read_model_config(ours) == read_model_config(theirs)
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    for key, tensor in theirs.tensors.items():
+        assert np.allclose(ours.tensors[key].dequantize(), tensor.dequantize(), rtol=1e-6, atol=1e-6), key
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-bias", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3"])

@@ -28,7 +28,8 @@ from ...weights.quant_mix import MIXES, Mix, Place, matrix_type
 from ...weights.quantize import Progress, TensorJob, quantize_in_memory
 from ...weights.quants import BLOCK_TYPES
 from ..families import BY_GGUF, gguf_architecture, read_model_config
-from ..loader import IGNORED_SUFFIXES, LAYER_NUMBER, load_model, rope_row_order
+from ..loader import IGNORED_SUFFIXES, LAYER_NUMBER, load_model, load_model_with_head, rope_row_order
+from ..mtp import has_head
 from .expert_stacks import stack_experts
 from .gguf_metadata import gguf_metadata, rope_tensors
 from .linear_attention import gguf_linear_attention
@@ -67,8 +68,11 @@ def convert(
 ) -> ConvertResult:
     """Write the model as one GGUF file of this type or mix; an existing file is replaced."""
     mix, config = find_type_mix(type_name), read_model_config(checkpoint)
+    load = load_model_with_head if has_head(checkpoint, config) else load_model
+    if load is load_model:
+        config = replace(config, nextn_layers=0)
     metadata = gguf_metadata(checkpoint, config, mix.file_type)
-    load_model(checkpoint, cast(Backend, CHECK_ONLY_BACKEND), config)
+    load(checkpoint, cast(Backend, CHECK_ONLY_BACKEND), config)
     tensors = stack_experts(checkpoint, config)
     if checkpoint.format != "gguf":
         tensors = gguf_linear_attention(tensors, config)
@@ -156,9 +160,9 @@ def _file_order(job: TensorJob) -> tuple[int, int]:
 
 
 def _is_left_out(job: TensorJob, config: ModelConfig) -> bool:
-    """Return whether a tensor is of a layer that predicts further tokens: the metadata of the file has none."""
+    """Return whether a tensor is of a layer that predicts further tokens and that the metadata does not count."""
     layer = LAYER_NUMBER.match(job.name)
-    return layer is not None and int(layer[1]) >= config.n_layers
+    return layer is not None and int(layer[1]) >= config.n_layers + config.nextn_layers
 
 
 def _adapt_to_gguf(job: TensorJob, config: ModelConfig) -> TensorJob:

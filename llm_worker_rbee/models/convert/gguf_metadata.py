@@ -49,7 +49,6 @@ CONFIG_NAMES = {
     "experts": "experts in some of the layers",
 }
 COMPARED_BY_EFFECT = ("family", "rope_scaling")  # compared by the tables they give
-NOT_WRITTEN = ("nextn_layers",)  # layers that predict further tokens are left out
 
 
 def gguf_metadata(checkpoint: Checkpoint, config: ModelConfig, file_type: int) -> dict[str, Any]:
@@ -95,7 +94,7 @@ def _architecture_keys(c: ModelConfig) -> dict[str, Any]:
     keys: dict[str, Any] = {
         "context_length": c.context_length,
         "embedding_length": c.d_model,
-        "block_count": c.n_layers,
+        "block_count": c.n_layers + c.nextn_layers,
         "feed_forward_length": c.d_ff,
         "attention.head_count": c.n_heads,
         "attention.head_count_kv": c.n_kv_heads,
@@ -112,6 +111,7 @@ def _architecture_keys(c: ModelConfig) -> dict[str, Any]:
         "attn_logit_softcapping": c.attention_cap,
         "final_logit_softcapping": c.final_cap,
         "attention.temperature_scale": c.temperature_beta,
+        "nextn_predict_layers": c.nextn_layers,
     }
     if "short_conv" in c.layer_kinds:
         keys["attention.head_count_kv"] = [c.n_kv_heads if kind == "attention" else 0 for kind in c.layer_kinds]
@@ -162,7 +162,8 @@ def _linear_keys(c: ModelConfig, n: LinearAttentionConfig) -> dict[str, Any]:
     interval = (*c.layer_kinds, "attention").index("attention") + 1
     if c.layer_kinds == linear_kinds(interval, c.n_layers):
         return keys | {"full_attention_interval": interval}
-    return keys | {"attention.recurrent_layers": [kind == "gated_delta" for kind in c.layer_kinds]}
+    flags = [kind == "gated_delta" for kind in c.layer_kinds]
+    return keys | {"attention.recurrent_layers": flags + [False] * c.nextn_layers}
 
 
 def _rope_sections(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any]:
@@ -237,7 +238,7 @@ def _check_round_trip(wanted: ModelConfig, metadata: Mapping[str, Any]) -> None:
     read = model_config_from_gguf(metadata, BY_GGUF[arch], wanted.vocab_size)
     for field in fields(ModelConfig):
         expected, found = getattr(wanted, field.name), getattr(read, field.name)
-        if field.name not in (*COMPARED_BY_EFFECT, *NOT_WRITTEN) and expected != found:
+        if field.name not in COMPARED_BY_EFFECT and expected != found:
             raise _inexpressible(CONFIG_NAMES.get(field.name, field.name), arch)
     contexts = (wanted.context_length, wanted.rope_scaling.original_context or 1)
     for context in contexts:
