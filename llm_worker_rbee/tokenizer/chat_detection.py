@@ -38,6 +38,7 @@ from .tokenizer import Tokenizer
 # Unique words; names and values that a template might treat as something else are avoided.
 USER, CONTENT, REASONING, RESULT, SYSTEM = "Uzq1question", "Czq2content", "Rzq3thought", "Tzq4result", "Szq5system"
 NAMES, KEYS, VALUES, IDS = ("zqfa", "zqfb"), ("zqka", "zqkb"), ("Vzqva", "Vzqvb"), ("zqid00001", "zqid00002")
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 LONG_ID = "call_zq6identifier000000001"
 _SEGMENT = re.compile(r"<[^<>\s][^<>\n]{0,80}>|\[/?[A-Z_]+\]|\w+|\s|.", re.DOTALL)
 _TAG = re.compile(r"<[^<>\s][^<>\n]{0,80}>|\[/?[A-Z_]+\]")
@@ -50,6 +51,7 @@ def detect_chat_format(template: ChatTemplate, tokenizer: Tokenizer) -> ChatForm
     rules = _detect_rules(probe, calls)
     tools = _choose_tools(probe, calls, rules)
     reasoning, name = _detect_reasoning(probe)
+    name = name or _reasoning_field_of_calls(probe, calls)
     rules = replace(rules, reasoning_field=name, has_content_beside_reasoning=_takes_content(probe, calls, name))
     empty = reasoning.start.strip() + reasoning.end.strip()  # before the calls of a turn without reasoning
     if empty:
@@ -375,6 +377,18 @@ def _detect_rules(probe: _Probe, calls: _Calls | None) -> MessageRules:
     )
 
 
+def _reasoning_field_of_calls(probe: _Probe, calls: _Calls | None) -> str:
+    """Return the field whose reasoning a template shows before calls alone (Gemma 4)."""
+    if calls is None:
+        return ""
+    made = [_call(0, {KEYS[0]: VALUES[0]}, as_text=calls.as_text)]
+    for name in REASONING_FIELDS:
+        text = probe.with_tools([_user(), _assistant("", tool_calls=made, **{name: REASONING}), *_results(1)])
+        if text is not None and REASONING in text:
+            return name
+    return ""
+
+
 def _takes_content(probe: _Probe, calls: _Calls | None, reasoning_field: str) -> bool:
     """Return whether a message with calls may have content beside its reasoning."""
     if calls is None or not reasoning_field:
@@ -393,7 +407,7 @@ def _shows(text: str | None) -> bool:
 def _detect_reasoning(probe: _Probe) -> tuple[ReasoningFormat, str]:
     """Return the markers of reasoning, and the field of a message that the template takes it from."""
     start, end, name = "", "", ""
-    for candidate in ("reasoning_content", "reasoning", "thinking"):
+    for candidate in REASONING_FIELDS:
         text = probe.render([_user(), _assistant(**{candidate: REASONING})], prompt=False)
         if text is None or REASONING not in text or CONTENT not in _after(text, REASONING):
             continue

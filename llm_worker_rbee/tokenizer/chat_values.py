@@ -90,21 +90,26 @@ def value_to_json(text: str, kind: str) -> str:
     lowered = {"True": "true", "False": "false", "None": "null"}.get(literal, literal)
     value = load_json(lowered)
     if value is None and lowered != "null":
-        try:
-            value = ast.literal_eval(literal)
-            return json.dumps(value, ensure_ascii=False, allow_nan=False)
-        except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
-            return json.dumps(text, ensure_ascii=False)
+        return _literal_to_json(literal) or json.dumps(text, ensure_ascii=False)
     if kind == "any" and isinstance(value, str):
         return json.dumps(text, ensure_ascii=False)
     return lowered
 
 
+def _literal_to_json(text: str) -> str | None:
+    """Return the JSON of a Python literal, None where it is none."""
+    try:
+        return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
+    except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+        return None
+
+
 def python_to_json(text: str) -> str:
-    """Return the JSON of a Python literal."""
+    """Return the JSON of a Python literal; templates print line breaks in its strings as they are."""
     value = load_json(text.strip())
     if value is None:
-        return value_to_json(text, "json")
+        escaped = text.strip().replace("\r", "\\r").replace("\n", "\\n")
+        return (_literal_to_json(escaped) if "\n" in text else None) or value_to_json(text, "json")
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except ValueError:  # a number beyond the range of floats

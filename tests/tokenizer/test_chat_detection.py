@@ -136,6 +136,22 @@ def test_malformed_arguments_are_closed_or_printed_as_they_are(text: str, closed
     assert printed == f'{{"name": "f", "arguments": {text or "{}"}}}'
 
 
+def test_reasoning_that_is_shown_before_calls_alone_is_kept(plain_tokenizer: Tokenizer) -> None:
+    """As Gemma 4 does."""
+    loop = "{%- for c in m.tool_calls or [] %}"
+    shown = (
+        "{%- if m.reasoning and m.tool_calls %}{{- '<|channel>thought\\n' + m.reasoning + '<channel|>' }}{%- endif %}"
+    )
+    source = template_of("gemma4").source
+    assert loop in source
+    template = ChatTemplate(source.replace(loop, shown + loop), bos_token="<s>", eos_token="</s>")
+    chat_format = detect_chat_format(template, plain_tokenizer)
+    assert (chat_format.rules.reasoning_field, chat_format.reasoning.end) == ("reasoning", "<channel|>")
+    template.rules = chat_format.adaptation()
+    message = {"role": "assistant", "content": "", "reasoning_content": "Look up.", "tool_calls": [CALL]}
+    assert "<|channel>thought\nLook up.<channel|><|tool_call>" in template.render([USER, message, RESULT], tools=TOOLS)
+
+
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_coder", "kimi", "deepseek_dsml", "minimax", "functionary", "apertus",
                                   "mistral_args", "plain", "llama3"])  # fmt: skip
 def test_parsed_answer_renders_back_to_same_text(name: str, plain_tokenizer: Tokenizer) -> None:

@@ -386,3 +386,9 @@ def test_parse_harmony_channels(channel: str, format_of: Formats) -> None:
     for pieces in ([text], list(text)):
         assert parse(chat_format, pieces, "<|start|>assistant") == {"reasoning": "hm", "content": "Hello", "calls": []}
     assert parse(chat_format, list("Hello"), "<|start|>assistant")["content"] == "Hello"
+
+
+def test_parse_pythonic_strings_with_line_breaks_as_they_are(format_of: Formats) -> None:
+    text = "<|tool_call_start|>[get_weather(city='a \"b\"\nc', deep={'x': 'y\nz'}, days=3)]<|tool_call_end|>"
+    value = {"city": 'a "b"\nc', "deep": {"x": "y\nz"}, "days": 3}
+    assert parts(parse(format_of("lfm2", "text"), [text]))[2] == [("get_weather", value)]
