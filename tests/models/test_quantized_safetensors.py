@@ -17,9 +17,11 @@ from llm_worker_rbee.errors import UnsupportedModelError
 from llm_worker_rbee.models import load_model, read_model_config
 from llm_worker_rbee.models.convert import find_type_mix, plan_file, quantize_checkpoint
 from llm_worker_rbee.models.convert.expert_stacks import stack_experts
+from llm_worker_rbee.models.convert.linear_attention import gguf_linear_attention
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.gguf_writer import write_quantized_gguf
 from tests.helpers import model_runs, model_zoo
+from tests.helpers.linear_attention import tile_heads
 from tests.helpers.quantized_hf import FORMATS, save_quantized_hf
 from tests.helpers.random_tensors import relative_error
 
@@ -93,6 +95,22 @@ def test_quantize_while_loading_runs_columns_in_any_order(tmp_path: Path) -> Non
     ours = load_model(made, CpuBackend(1), read_model_config(made))
     wanted = model_runs.compute_logits(model_runs.load(folder), IDS)
     assert relative_error(model_runs.compute_logits(ours, IDS), wanted) < 0.1  # the embedding is quantized, too
+
+
+def test_convert_moves_quantized_heads_of_linear_attention(tmp_path: Path) -> None:
+    """The columns of the output projection are moved by blocks."""
+    theirs = model_zoo.make_hf(model_zoo.ZOO["qwen3_5"])
+    source = open_checkpoint(save_quantized_hf(theirs, tmp_path, "fp8-blocks"))
+    name = "blk.0.ssm_out.weight"
+    found = gguf_linear_attention(source.tensors, read_model_config(source))[name]
+    assert found.kind.name == "FP8"
+    weight = theirs.state_dict()["model.layers.0.linear_attn.out_proj.weight"].numpy()
+    np.testing.assert_allclose(found.dequantize(), tile_heads(weight, 2, 4, axis=1), rtol=3e-7)
+    ordered = replace(source.tensors[name], order=np.arange(weight.shape[1])[::-1])
+    with pytest.raises(
+        UnsupportedModelError, match=r"ssm_out.weight' of type FP8 has heads of 32 columns, not of whole"
+    ):
+        gguf_linear_attention({name: ordered}, read_model_config(source))
 
 
 EXPERTS = replace(
