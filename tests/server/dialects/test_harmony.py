@@ -112,6 +112,28 @@ def test_second_turn_has_the_call_and_its_result(harmony: ScriptedServer) -> Non
     assert harmony.prompts[-1].endswith(f"Weather?<|end|>{CALLED}{returned('rain')}{then}")
 
 
+def test_second_turns_of_other_dialects_are_the_same_prompt(harmony: ScriptedServer) -> None:
+    harmony.play(*(PREAMBLE_CALL, FINAL) * 3)
+    tool: Any = {"type": "function", "name": "get_weather", "parameters": SCHEMA}
+    responses = harmony.openai().responses
+    items: Any = [item.to_dict() for item in responses.create(model="tiny", input="Weather?", tools=[tool]).output]
+    output = {"type": "function_call_output", "call_id": items[-1]["call_id"], "output": "rain"}
+    assert responses.create(model="tiny", input=[USER, *items, output], tools=[tool]).output_text == "Rain."
+    claude: Any = anthropic.Anthropic(base_url=harmony.url, api_key="none", max_retries=0).messages
+    ask = {"model": "tiny", "max_tokens": 500, "thinking": {"type": "adaptive"}}
+    ask["tools"] = [{"name": "get_weather", "input_schema": SCHEMA}]
+    blocks = [block.to_dict() for block in claude.create(messages=[USER], **ask).content]
+    result = {"type": "tool_result", "tool_use_id": blocks[-1]["id"], "content": "rain"}
+    history = [USER, {"role": "assistant", "content": blocks}, {"role": "user", "content": [result]}]
+    assert claude.create(messages=history, **ask).content[-1].text == "Rain."
+    client = ollama.Client(host=harmony.url)
+    asked = client.chat(model="tiny", messages=[USER], tools=TOOLS).message
+    answer = {"role": "tool", "tool_name": "get_weather", "content": "rain"}
+    assert client.chat(model="tiny", messages=[USER, asked, answer], tools=TOOLS).message.content == "Rain."
+    turn = f"{ANALYSIS}Look up.\n\nI look.<|end|>{CALLED}{returned('rain')}<|start|>assistant"
+    assert [prompt.endswith(turn) for prompt in harmony.prompts] == [False, True] * 3
+
+
 @pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])
 def test_calls_of_one_message_follow_each_other(harmony: ScriptedServer, order: tuple[str, str]) -> None:
     """The template shows one call a message; each is followed by its own result."""
