@@ -36,5 +36,16 @@ def test_cuda_keeps_weights_packed_and_agrees_with_reference(tmp_path: Path, nam
     assert relative_error(model_runs.compute_logits(ours, ids, 7, "float16"), wanted) < 0.05
 
 
+def test_cuda_keeps_a_stack_of_fp8_experts_packed(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 1, "moe_intermediate_size": 64, "head_dim": 32, "num_local_experts": 4}
+    variant = model_zoo.Variant("qwen3_moe", {**model_zoo.ZOO["qwen3moe"].settings, **sizes, "num_experts_per_tok": 2})
+    folder = save_quantized_hf(model_zoo.make_hf(variant), tmp_path, "fp8-blocks", stacked=True)
+    checkpoint, ids = open_checkpoint(folder), model_zoo.prompt_ids(variant)[:8]
+    ours = load_model(checkpoint, cuda, read_model_config(checkpoint))
+    assert [part.kind for part in ours.blocks[0].mlp.down.weight.parts] == ["e4m3"]
+    wanted = model_runs.compute_logits(model_runs.load(folder), ids)
+    assert relative_error(model_runs.compute_logits(ours, ids, 7, "float16"), wanted) < 0.1
+
+
 def test_formats_have_the_types_that_are_tested() -> None:
     assert {FORMATS[name].type for name in KINDS} == {made.type for made in FORMATS.values()}
