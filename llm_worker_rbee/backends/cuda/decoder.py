@@ -52,6 +52,7 @@ from .step_sizes import (
 SMALL_BATCH = 4  # tokens up to which GEMV is faster than the tensor cores
 MAX_TABLE_ENTRIES = 1 << 24  # of the block tables of a graph
 MIN_POSITIONS = 8192  # of the first cos and sin tables
+HIDDEN_SIZES = (1, 2, 16)  # tokens for which Triton compiles different kernels
 
 
 class Decoder:
@@ -62,13 +63,14 @@ class Decoder:
     """
 
     def __init__(
-        self, ops: Sequence[FusedOp], device: torch.device, *, batch_invariant: bool, lines: list[ProgramLine]
-    ) -> None:
+        self, ops: Sequence[FusedOp], device: torch.device, *, batch_invariant: bool, lines: list[ProgramLine],
+        keeps_hidden: bool = False,
+    ) -> None:  # fmt: skip
         self.ops, self.device, self._lines = ops, device, lines
         self.graphs = CudaGraphs(device)
         self.staging = InputStaging(device)
         self.forward = Forward(ops, device, batch_invariant=batch_invariant)
-        self._batch_invariant = batch_invariant
+        self._batch_invariant, self._keeps_hidden = batch_invariant, keeps_hidden
         self._tile_queries = SMALL_QUERY_TILE if batch_invariant else QUERY_TILE
         self._ropes: dict[int, CosSin] = {}  # by id of the RoPE table
         self._num_positions = 0
@@ -169,6 +171,8 @@ class Decoder:
                 self.forward.compute_logits(self.forward.head, x)
         for count in all_logits_sizes(limits):
             self.forward.run_head(self._stage(NO_BATCH, prefill_sizes(1, 0, count, is_tiled=True), 0, kv))
+        for count in HIDDEN_SIZES if self._keeps_hidden else ():
+            self.forward.hidden_states(count)
         pending = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._stage(replace(NO_BATCH, pending=pending), sizes[0], 0, kv)
         return self.forward.head.head.rows
@@ -227,8 +231,11 @@ def fuse(record: Callable[[], Graph], device: torch.device, *, batch_invariant: 
     """Return the decoder of a model; None if it has a feature that these kernels lack: then it runs unfused."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what packing needed: the KV cache takes the rest
-    graph = without_hidden(record())
+    recorded = record()
+    graph = without_hidden(recorded)
     ops = None if graph is None else fuse_graph(graph)
     if graph is None or ops is None:
         return None
-    return Decoder(ops, device, batch_invariant=batch_invariant, lines=describe(graph))
+    return Decoder(
+        ops, device, batch_invariant=batch_invariant, lines=describe(graph), keeps_hidden=recorded.hidden is not None
+    )

@@ -37,7 +37,7 @@ def test_answers_are_those_without_drafts(tmp_path: Path) -> None:
     model, head = mtp_models.load(made.save_gguf(tmp_path / "m.gguf"), CudaBackend(deterministic=True))
     answers, engines = [], []
     for drafts in (None, head):
-        engine = mtp_models.engine(model, drafts, draft_tokens=3)
+        engine = mtp_models.engine(model, drafts, draft_tokens=3, max_batch=2, max_step_tokens=16)
         requests = [Question((5, 7 + i), 6, {"temperature": 0.0}).request() for i in range(2)]
         run(engine, *requests)
         answers.append([request.tokens for request in requests])
