@@ -41,7 +41,7 @@ MATRICES_OF_ONE_ROW = "ffn_gate_inp_shexp.weight"  # vectors in files
 KERNELS_PER_HELPER = 4  # fewer are compiled before a helper has started
 MAX_HELPERS = 7
 # About what the kernels of a module take to compile, to make shares of one length; 1 for others.
-SECONDS_PER_KERNEL = {"sampling": 2, "attention": 3, "linear": 3, "repack": 3}
+SECONDS_PER_KERNEL = {"sampling": 2, "attention": 3, "linear": 3, "repack": 3, "gated_delta": 3}
 HELPER_START_SECONDS = 2
 Kernel = TaskKernel | PythonKernel
 
