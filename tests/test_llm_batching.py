@@ -205,7 +205,7 @@ def test_speculative_decoding_does_not_change_outputs(tiny_file: Path, llm: LLM)
 
 
 def test_head_in_the_file_drafts_without_a_second_file(tmp_path: Path, tiny_file: Path) -> None:
-    """The keys and values of the head are part of the cache; `llm_worker_num_accepted_tokens` counts its drafts."""
+    """The keys and values of the head are part of the cache."""
     model = mtp_models.make("qwen3_5", predicts_well=True, vocab_size=tiny_models.VOCAB)
     path = model.save_gguf(tmp_path / "m.gguf", **tiny_models.tokenizer_metadata())
     plain = LLM(path, kv_memory=1 << 20, debug=True)
