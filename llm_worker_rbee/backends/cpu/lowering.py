@@ -153,10 +153,10 @@ class _Expander:
 
     def _linear(self, node: Node, args: dict[str, Any]) -> Value:
         by_reader = {"split_heads": "qkv", "route": "router", "causal_conv": "conv_input", "gated_delta": "delta_input",
-                     "sigmoid_gate": "attention_gate"}  # fmt: skip
+                     "sigmoid_gate": "attention_gate", "per_layer_inputs": "per_layer_projection"}  # fmt: skip
         component = by_reader.get(self._readers.get(node.output, ""), "gate_up")
         by_producer = {"attention": "output", "gated": "down", "causal_conv": "conv_output", "gated_delta": "output",
-                       "sigmoid_gate": "output"}  # fmt: skip
+                       "sigmoid_gate": "output", "per_layer_gate": "down"}  # fmt: skip
         component = by_producer.get(self._producers.get(node["x"], ""), component)
         out = self._product(args["x"], args["w"], component)
         return out if args["bias"] is None else self._emit(self.nodes, "add_bias", out.shape, x=out, bias=args["bias"])

@@ -178,6 +178,7 @@ class Forward:
         rows = torch.empty(tokens, op.inputs_table.columns, device=self.device)
         launch_embedding(op.inputs_table, op.inputs_scale, ids, rows)
         projected = sum_splits(self._multiply("qkv", self._norm(None, None, 0.0, op.projection), op.projection))
+        self.mark("per_layer_projection")
         runs, exact = projected.view(tokens, -1, len(op.norm)), self.linear.batch_invariant
         self.layer_inputs = launch_head_norm(runs, op.norm, op.eps, exact=exact, added=rows).view(rows.shape)
         self.mark("per_layer_inputs")
@@ -185,6 +186,7 @@ class Forward:
     def gate_inputs(self, op: PerLayerGate, x: AnyActivations) -> AnyActivations:
         """Return activation(gate) * inputs of the layer as activations of its projection."""
         gate = self._multiply("qkv", x, op.w)
+        self.mark("gate_up")
         out = self._activations(op.following, self.step.tokens)
         launch_gated(gate, out, op.activation, self.pdl, self.layer_inputs, op.layer)
         self.mark("per_layer_gate")

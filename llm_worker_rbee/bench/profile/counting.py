@@ -34,11 +34,11 @@ FUSED = {
 # Components of products, by the op that reads their result, or by the one that made what they read.
 BY_READER = {
     "split_heads": "qkv", "route": "router", "causal_conv": "conv_input", "gated_delta": "delta_input",
-    "sigmoid_gate": "attention_gate",
+    "sigmoid_gate": "attention_gate", "per_layer_inputs": "per_layer_projection",
 }  # fmt: skip
 BY_PRODUCER = {
     "attention": "output", "gated_delta": "output", "sigmoid_gate": "output", "gated": "down",
-    "causal_conv": "conv_output",
+    "causal_conv": "conv_output", "per_layer_gate": "down",
 }  # fmt: skip
 # operations for each value of the result; an exponential counts as one
 NORM, ADD_NORM, GATED, ROPE, SOFTMAX = 4, 5, 4, 3, 4

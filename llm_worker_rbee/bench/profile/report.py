@@ -17,6 +17,8 @@ from .workload import PHASES
 CRITICAL_SHARE, MODERATE_SHARE = 0.10, 0.05
 LABELS = {
     "embedding": "embedding", "embedding_norm": "embedding + norm (one kernel)", "norm": "norms",
+    "per_layer_projection": "per-layer embeddings: projection", "per_layer_inputs": "per-layer embeddings: inputs",
+    "per_layer_gate": "per-layer embeddings: gate",
     "rope_angles": "RoPE angles", "attention_split": "attention: split of its work", "qkv": "QKV", "rope": "RoPE",
     "kv_write": "KV write", "rope_kv_write": "RoPE + KV write (one kernel)", "kv_read": "KV read", "scores": "scores",
     "mask": "mask", "softmax": "softmax", "values": "values",
