@@ -135,8 +135,8 @@ def packed_bytes(checkpoint: Checkpoint, kinds: Mapping[str, str] | None = None)
         kind = (kinds or {}).get(name) or tensor.pack_as or tensor.kind.name
         each = PACKED_BITS.get(kind, 32.0) if len(tensor.shape) > 1 else 32.0
         columns = tensor.shape[-1] if tensor.shape else 1
-        if len(tensor.shape) > 1 and each < 16 and kind != "fp8":  # rows of planes have room for four blocks of 32
-            columns = -(-columns // 128) * 128
+        if len(tensor.shape) > 1 and each < 16 and kind != "fp8":  # rows of planes have room for eight blocks of 32
+            columns = -(-columns // 256) * 256
         bits += each * math.prod(tensor.shape[:-1]) * columns
     return int(bits / 8)
 

@@ -32,10 +32,12 @@ from .packed_weight import Activations, GemvActivations, Int8Activations, Packed
 from .repack import pack_weight, part_key
 
 SLOTS_PER_STEP = tl.constexpr(1024)  # that a program of `group_slots` reads at a time
+ROUTER_ROWS = 4  # experts of a program of `router_rows`
+MAX_ROUTER_PROGRAMS = 4096  # for more, a norm and a product by cuBLAS are faster (on an H200)
 IS_SIGMOID = {"softmax": False, "sigmoid": True}
 # By the slots of an expert: measured on an H200 with 128 experts in Q4_K and 32 in MXFP4.
 TILES_BY_SLOTS = {
-    8: GemmTile(128, 16, 4, 3), 32: GemmTile(64, 32, 4, 3), 128: GemmTile(64, 128, 4, 2),
+    8: GemmTile(64, 16, 4, 3), 24: GemmTile(64, 32, 4, 3), 64: GemmTile(128, 64, 4, 3),
     1 << 30: GemmTile(128, 128, 8, 3),
 }  # fmt: skip
 
@@ -160,11 +162,16 @@ def pack_experts(experts: Sequence[Sequence[Tensor]], device: torch.device) -> P
     return PackedExperts(tuple(parts), len(experts))
 
 
+def router_is_fused(tokens: int, router: WeightPart) -> bool:
+    """Return whether `launch_router` is faster than a norm and a product by cuBLAS."""
+    return tokens * cdiv(router.rows, ROUTER_ROWS) <= MAX_ROUTER_PROGRAMS
+
+
 def launch_router(
     residual: torch.Tensor, norm: torch.Tensor, eps: float, router: WeightPart, bias: torch.Tensor | None, *, pdl: bool
 ) -> torch.Tensor:
-    """Return the router's logits of few tokens, (tokens, experts), from the residual stream."""
-    (tokens, width), (rows, tile, warps) = residual.shape, (32, 1024, 4) if is_interpreted() else (4, 1024, 8)
+    """Return the router's logits, (tokens, experts), from the residual stream."""
+    (tokens, width), (rows, tile, warps) = residual.shape, (32, 1024, 4) if is_interpreted() else (ROUTER_ROWS, 1024, 8)
     out = torch.empty(tokens, router.rows, device=residual.device)
     router_rows[(cdiv(router.rows, rows), tokens)](
         residual, norm, eps, router.values, bias, out, router.rows, width, rows, min(tile, next_power_of_2(width)),

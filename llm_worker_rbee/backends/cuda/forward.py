@@ -28,6 +28,7 @@ from .experts import (
     launch_group,
     launch_route,
     launch_router,
+    router_is_fused,
 )
 from .fused_ops import (
     Attention,
@@ -241,12 +242,12 @@ class Forward:
     def _router_logits(self, op: ExpertsAddNorm) -> torch.Tensor:
         """Return (tokens, experts) from the float32 norm of the stream: a choice must not depend on rounding."""
         (router,) = op.router.parts
-        if self.step.takes_gemv:
+        exact = self.linear.batch_invariant
+        if self.step.takes_gemv or (router_is_fused(self.step.tokens, router) and not exact):
             logits = launch_router(self.residual, op.router_norm, op.input_eps, router, op.router_bias, pdl=self.pdl)
             self.mark("router")
             return logits
         rows = torch.empty_like(self.residual)
-        exact = self.linear.batch_invariant
         launch_add_norm(None, self.residual, op.router_norm, op.input_eps, Activations(rows), exact=exact)
         assert router.values is not None
         if exact:

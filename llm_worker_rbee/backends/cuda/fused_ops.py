@@ -150,7 +150,8 @@ LAUNCHES = {
     "gated_linear": "1 to 4 tokens: gemv with its activation; more: gemm, swiglu_rows",
     "linear_add_norm": "1 to 4 tokens: gemv with residual add and norm; more: gemm, add_rms_norm_rows",
     "experts_add_norm": "1 to 4 tokens: router_rows, route_rows, gemv twice, add_rms_norm_rows; "
-    "more: add_rms_norm_rows, a dense product, route_rows, group_slots, gemm, swiglu_rows, gemm, add_rms_norm_rows",
+    "more: router_rows (many: add_rms_norm_rows, a dense product), route_rows, group_slots, gemm, swiglu_rows, gemm, "
+    "add_rms_norm_rows",
     "parallel_experts": "gemv or gemm, add_rms_norm_rows, those of experts_add_norm",
     "linear_add": "1 to 4 tokens: gemv, add_rms_norm_rows; more: gemm, add_rms_norm_rows",
     "post_norm": "1 to 4 tokens: gemv, add_rms_norm_rows; more: gemm, add_rms_norm_rows",

@@ -23,6 +23,7 @@ from .gemv import expert_planes, high_planes, is_held, low_words, plane_stride
 from .intrinsics import INTERPRETED, e4m3_to_half, high_bit_shift, high_half, low_half, pack_halves, signed_byte
 
 GROUP_BLOCKS = tl.constexpr(16)
+FEW_SLOTS = tl.constexpr(16)  # of a tile of more: it is multiplied as one of so many
 
 
 @triton.jit
@@ -78,24 +79,64 @@ def gemm_packed(
 
     A program has BN rows and BM tokens of one split of the columns; an iteration loads one word of GROUP_BLOCKS blocks
     of each row, of 5-bit kinds two words, because they share a half word of high bits, of compact kinds all."""
-    PER_LOAD: tl.constexpr = words_per_load(COMPACT, KIND)
-    LOADS: tl.constexpr = 4 // PER_LOAD
-    STEPS: tl.constexpr = (blocks + GROUP_BLOCKS - 1) // GROUP_BLOCKS
-    TOKEN_STRIDE: tl.constexpr = STEPS * 128  # of one word
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    m = tl.program_id(1) * BM + tl.arange(0, BM)
-    n_at = tl.minimum(n, rows - 1)[:, None]
-    m_at, is_token = (m % tokens)[None, :], (m < tokens)[None, :]  # any token in the place of a missing one
-    if tile_experts is not None:
+    if tile_experts is None:
+        m = tl.program_id(1) * BM + tl.arange(0, BM)
+        multiply_tokens(
+            x, factors, unit, low, high, small, scales, table, out, tokens, rows, out_rows, m, m % tokens, m < tokens,
+            None, blocks, KIND, BN, BM,
+        )  # fmt: skip
+    else:
         expert = tl.load(tile_experts + tl.program_id(1))
         if expert < 0:
             return
         low, high, scales, first_block = expert_planes(low, high, scales, expert, rows, blocks, KIND)
         if small is not None:
             small += first_block
-        spare = m % tokens
-        m = tl.load(tile_slots + m)
-        m_at, is_token = tl.where(m >= 0, m // SLOTS, spare)[None, :], (m >= 0)[None, :]
+        if bias is not None:
+            bias += expert * out_rows
+        first = tl.program_id(1) * BM
+        has_few = False
+        if BM > FEW_SLOTS:
+            has_few = tl.load(tile_slots + first + FEW_SLOTS) < 0  # a tile is filled from its beginning
+        if has_few:
+            multiply_slots(
+                x, factors, unit, low, high, small, scales, table, out, tokens, rows, out_rows, tile_slots + first,
+                bias, blocks, KIND, BN, FEW_SLOTS if BM > FEW_SLOTS else BM, SLOTS,
+            )  # fmt: skip
+        else:
+            multiply_slots(
+                x, factors, unit, low, high, small, scales, table, out, tokens, rows, out_rows, tile_slots + first,
+                bias, blocks, KIND, BN, BM, SLOTS,
+            )  # fmt: skip
+
+
+@triton.jit
+def multiply_slots(
+    x, factors, unit, low, high, small, scales, table, out, tokens, rows, out_rows, slots, bias, blocks: tl.constexpr,
+    KIND: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Multiply the activations of BM slots by the rows of their expert."""
+    m = tl.load(slots + tl.arange(0, BM))
+    spare = (tl.program_id(1) * BM + tl.arange(0, BM)) % tokens
+    at = tl.where(m >= 0, m // SLOTS, spare)
+    multiply_tokens(
+        x, factors, unit, low, high, small, scales, table, out, tokens, rows, out_rows, m, at, m >= 0, bias, blocks,
+        KIND, BN, BM,
+    )  # fmt: skip
+
+
+@triton.jit
+def multiply_tokens(
+    x, factors, unit, low, high, small, scales, table, out, tokens, rows, out_rows, m, m_at, is_token, bias,
+    blocks: tl.constexpr, KIND: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Multiply BM activations m_at (any in the place of missing ones) by BN rows, to results m."""
+    PER_LOAD: tl.constexpr = words_per_load(COMPACT, KIND)
+    LOADS: tl.constexpr = 4 // PER_LOAD
+    STEPS: tl.constexpr = (blocks + GROUP_BLOCKS - 1) // GROUP_BLOCKS
+    TOKEN_STRIDE: tl.constexpr = STEPS * 128  # of one word
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    n_at, m_at, is_token = tl.minimum(n, rows - 1)[:, None], m_at[None, :], is_token[None, :]
     k = tl.arange(0, GROUP_BLOCKS * 8)[:, None]
     acc = tl.zeros((BN, BM), tl.float32)
     each = tl.cdiv(STEPS, tl.num_programs(2))
@@ -126,7 +167,7 @@ def gemm_packed(
     at = (tl.program_id(2) * tokens + m[None, :]).to(tl.int64) * out_rows + n[:, None]
     acc = acc * (unit * tl.load(factors + m_at, mask=is_token, other=0.0))
     if bias is not None:
-        acc += tl.load(bias + expert * out_rows + n, mask=n < rows, other=0.0)[:, None]
+        acc += tl.load(bias + n, mask=n < rows, other=0.0)[:, None]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=is_token & (n < rows)[:, None])
 
 

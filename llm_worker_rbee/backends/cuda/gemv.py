@@ -9,7 +9,7 @@ these are 16-byte loads, and no value changes lanes before the final sum:
     bytes   int32 (rows, 8, blocks)   word q: columns 4q..4q+3
     scales  float16 (rows, blocks), or two of them in an int32 (scale, minimum; or the scales of 16 columns each)
 
-Their rows have room for a multiple of four blocks (`plane_stride`).
+Their rows have room for a multiple of PLANE_BLOCKS blocks (`plane_stride`).
 
 compact_kinds.py has the planes of smaller kinds. Activations are int8 in the same order: (batch, 8, blocks) words, a
 float32 scale per block, its sums times the scale.
@@ -48,12 +48,13 @@ from .intrinsics import (
 )
 
 WARP_BLOCKS = tl.constexpr(128)
+PLANE_BLOCKS = tl.constexpr(8)  # rows of words begin at 32 bytes, the least that is fetched of memory
 
 
 @triton.jit
 def plane_stride(blocks):
-    """Return how many blocks a row of a plane has room for: whole lanes, so that rows begin at 16 bytes."""
-    return (blocks + 3) // 4 * 4
+    """Return how many blocks a row of a plane has room for: so that the loads of a row begin where a fetch does."""
+    return (blocks + PLANE_BLOCKS - 1) // PLANE_BLOCKS * PLANE_BLOCKS
 
 
 @triton.jit

@@ -31,6 +31,7 @@ from . import gemm
 from .compact_kinds import CODEBOOKS, COMPACT_KINDS
 from .device import is_interpreted
 from .gemm import FLOAT4
+from .gemv import PLANE_BLOCKS
 
 PAIRED_SCALES = ("q4m", "q5m", "q6", "nvfp4")  # two float16 per block in `scales`
 LOW_WORDS = {"q8": 8, "e4m3": 8}  # words of the first plane per block; 4 for all others
@@ -122,7 +123,7 @@ def empty_planes(kind: str, rows: int, blocks: int, device: torch.device | str) 
         return _empty_compact_planes(kind, rows, blocks, torch.device(device))
 
     def plane(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        whole = torch.empty(*shape, cdiv(blocks, 4) * 4, dtype=dtype, device=device)
+        whole = torch.empty(*shape, cdiv(blocks, PLANE_BLOCKS.value) * PLANE_BLOCKS.value, dtype=dtype, device=device)
         whole[..., blocks:] = 0
         return whole[..., :blocks]
 

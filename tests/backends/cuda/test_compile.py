@@ -69,7 +69,8 @@ def test_kernel_compiles_with_expected_instructions(group: str) -> None:
         if name.startswith("gemm"):
             assert "wgmma.mma_async" in words, name
             if "dense" not in name:
-                assert "8 st.shared" in words, name  # for the results: dequantized weights stay in registers
+                stores = 12 if "experts" in name else 8  # for the results, also of a tile with few slots: no weight
+                assert f"{stores} st.shared" in words, name
         if name.startswith(("prefill", "decode gqa")) or name.endswith("_chunks"):
             assert {"wgmma.mma_async", "mma.sync"} & set(words), name
         if name.startswith("decode"):

@@ -14,6 +14,7 @@ from llm_worker_rbee.backends.cuda import CudaBackend  # noqa: E402
 from llm_worker_rbee.backends.cuda import experts as cuda_experts  # noqa: E402
 from llm_worker_rbee.backends.cuda.device import HOPPER_SHARED_BYTES  # noqa: E402
 from llm_worker_rbee.backends.cuda.experts import expert_tile, launch_group  # noqa: E402
+from llm_worker_rbee.backends.cuda.linear import GemmTile  # noqa: E402
 from llm_worker_rbee.backends.cuda.packed_weight import PackedExperts  # noqa: E402
 from llm_worker_rbee.backends.ops import RouteParams  # noqa: E402
 from llm_worker_rbee.backends.reference import ReferenceBackend  # noqa: E402
@@ -55,7 +56,7 @@ def test_tiles_hold_every_slot_once(slots: int, rng: np.random.Generator) -> Non
     assert sorted(slot for row in listed.tolist() for slot in row if slot >= 0) == list(range(slots))
 
 
-@pytest.mark.parametrize(("slots", "tokens"), [(5, 16), (100, 32), (400, 128), (4000, 128)])
+@pytest.mark.parametrize(("slots", "tokens"), [(5, 16), (80, 32), (200, 64), (400, 128), (4000, 128)])
 def test_tiles_of_a_gpu_follow_the_slots_of_an_expert(slots: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter has one tile; a GPU chooses among several."""
     w = PackedExperts((random_planes("mxfp4", 4 * 64, 64, "cpu"),), 4)
@@ -89,6 +90,26 @@ def test_grouped_linear_equals_reference(kinds: tuple[str, ...], backend: Any, r
         weights = backend.prepare_experts(stacked)
         found = backend.grouped_linear(upload(x), weights, upload(experts), upload(bias))
         assert relative_error(found, wanted) < 2e-3
+
+
+def test_tiles_with_few_slots_equal_those_with_many(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tiles of 64 slots one is full, the next has one slot, others up to 16 and more."""
+    monkeypatch.setattr(cuda_experts, "expert_tile", lambda slots, w: GemmTile(64, 64, 4, 2))
+    stacked = [[random_tensor("MXFP4", 32, 256, rng, 0.1)] for _ in range(4)]
+    experts = np.repeat([0, 1, 2, 3], [65, 16, 17, 2]).astype(np.int32)[:, None]
+    x = rng.standard_normal((len(experts), 256)).astype(np.float32)
+    wanted = reference.grouped_linear(x, reference.prepare_experts(stacked), experts)
+    found = cuda.grouped_linear(upload(x), cuda.prepare_experts(stacked), upload(experts))
+    assert relative_error(found, wanted) < 2e-3
+
+
+def test_router_equals_norm_and_product(rng: np.random.Generator) -> None:
+    residual, norm, bias = (rng.standard_normal(shape).astype(np.float32) for shape in ((7, 96), 96, 5))
+    w = random_tensor("F32", 5, 96, rng, 0.1)
+    wanted = reference.linear(reference.rms_norm(residual, norm, 1e-5), reference.prepare([w])) + bias
+    (router,) = cuda.prepare([w]).parts
+    found = cuda_experts.launch_router(upload(residual), upload(norm), 1e-5, router, upload(bias), pdl=False)
+    assert relative_error(found, wanted) < 1e-5
 
 
 @pytest.mark.parametrize(
