@@ -94,7 +94,6 @@ MAX_FUNCTION_LINES = 60
 LONG_FUNCTIONS = {
     "backends/cuda/attention_decode.py:decode_attention",
     "backends/cuda/attention_decode.py:decode_attention_gqa",
-    "backends/cuda/gemm.py:gemm_packed",
     "backends/cuda/gemv.py:gemv_dense",
     "backends/cuda/gemv.py:gemv_packed",
     "cli/bench/accuracy.py:accuracy",
