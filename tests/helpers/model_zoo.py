@@ -484,7 +484,6 @@ def gguf_metadata(variant: Variant, model: Any) -> dict[str, Any]:
     keys |= expert_keys(c) | linear_attention.gguf_keys(c)
     if arch == "gemma4":
         keys |= gemma4_keys(c)
-    keys |= expert_keys(c)
     if "conv" in getattr(c, "layer_types", ()):
         keys |= {
             "attention.head_count_kv": [0 if kind == "conv" else c.num_key_value_heads for kind in c.layer_types],
@@ -539,7 +538,7 @@ def expert_keys(c: Any) -> dict[str, Any]:
         }  # fmt: skip
     if c.model_type == "lfm2_moe":
         keys |= {"leading_dense_block_count": c.num_dense_layers, "expert_gating_func": 2}
-    if size := getattr(c, "moe_intermediate_size", None):
+    if size := c.intermediate_size if c.model_type == "gpt_oss" else getattr(c, "moe_intermediate_size", None):
         keys["expert_feed_forward_length"] = size
     if size := getattr(c, "shared_expert_intermediate_size", None):
         keys["expert_shared_feed_forward_length"] = size
