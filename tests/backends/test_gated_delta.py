@@ -45,7 +45,7 @@ def make_case(params: GatedDeltaParams, tokens: int, seed: int = 1) -> Case:
 def make_batch(lengths: list[int], state_in: list[int], state_out: list[int]) -> Batch:
     start = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
     none = NO_TOKENS
-    return Batch(none, none, none, start, none, none, none, None, np.array(state_in), np.array(state_out))
+    return Batch(none, none, none, start, none, none, none, state_in=np.array(state_in), state_out=np.array(state_out))
 
 
 def last_of_each(lengths: list[int], slots: list[int]) -> list[int]:
