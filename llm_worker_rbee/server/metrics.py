@@ -109,6 +109,8 @@ def _engine_metrics(engine: TokenEngine) -> Iterator[Metric]:
     yield _gauge("num_engines_serving", "Engines that serve; less than --replicas while one is restarted.", num_serving)
     paused = "Engines whose speculative decoding is paused: they decode faster without drafts."
     yield _gauge("num_paused_drafters", paused, stats.num_paused_drafters)
+    yield _counter("spec_decode_num_draft_tokens", "Tokens that were drafted.", stats.num_drafted_tokens)
+    yield _counter("spec_decode_num_accepted_tokens", "Drafted tokens of answers.", stats.num_accepted_tokens)
     yield _counter("prompt_tokens", "Prompt tokens of admitted requests.", stats.num_queried_tokens)
     if stats.device_bytes:
         yield _gauge("device_memory_bytes", "GPU memory that tensors take.", stats.device_bytes)

@@ -95,6 +95,14 @@ def test_metrics_and_info_compare_predicted_with_measured_steps(start: Start) ->
 def test_metrics_say_whether_drafting_is_paused(start: Start) -> None:
     plain, drafting = start(), start({"speculative": "ngram"})
     assert (scraped(plain)["num_paused_drafters"], scraped(drafting)["num_paused_drafters"]) == (0, 0)
+    drafting.http.post("/v1/completions", json={"prompt": "a b c", "max_tokens": 64, "temperature": 0})
+    counts = [
+        [scraped(server)[f"spec_decode_num_{kind}_tokens_total"] for kind in ("draft", "accepted")]
+        for server in (plain, drafting)
+    ]
+    assert counts[0] == [0, 0]
+    assert counts[1][0] > 0
+    assert counts[1][0] >= counts[1][1]
     for server in (plain, drafting):
         server.llm.engine.draft_control.is_drafting = False
     assert (scraped(plain)["num_paused_drafters"], scraped(drafting)["num_paused_drafters"]) == (0, 1)
