@@ -190,7 +190,7 @@ class ModelConfig:
     final_cap: float = 0.0  # soft cap of the logits; 0: none
     activation: str = "silu"
     experts: ExpertConfig | None = None
-    nextn_layers: int = 0  # of multi-token prediction, behind the others in the file (models/mtp.py)
+    nextn_layers: int = 0  # of multi-token prediction, after the others in the file (models/mtp.py)
     # Layers of different shapes; 0 or empty: as the fields above say.
     window_head_dim: int = 0  # head_dim of the layers with a window
     window_rope_dim: int = 0  # rope_dim of these

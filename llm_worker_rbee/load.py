@@ -338,7 +338,7 @@ def _choose_limits(
     config, *drafts = _configs(models, options)
     given = given_settings(options.settings)
     draft_tokens = _draft_tokens(options, has_draft_model=bool(drafts))
-    workspace = Workspace(config, draft_tokens, options.deterministic)
+    workspace = Workspace(config, draft_tokens, options.deterministic, options.has_mtp)
     max_step_tokens = given.get("max_step_tokens") or choose_step_tokens(workspace, memory)
     max_batch = given.get("max_batch") or choose_batch(
         workspace, memory, max_step_tokens, kv_memory=options.kv_memory, memory_fraction=DEVICE_MEMORY_FRACTION,

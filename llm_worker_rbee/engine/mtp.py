@@ -1,9 +1,12 @@
 """Multi-token prediction as a drafter: the head in the model's own file proposes the next tokens, one after the other.
 
-The head reads token p with the hidden state of the model at p - 1, and writes keys and values at p. These follow from
-the tokens up to p alone, so they lie in a cache of one layer under the same block numbers: prefix hits and preemptions
-hold for them too. The head follows every step of the model, prefill included, because hidden states are not kept: so
-drafting is not paused. The first token after a prefix hit has a hidden state of zeros: that before it is not computed.
+The head reads token p with the hidden state of the model at p - 1, and writes keys and values at p, in a cache of one
+layer under the same block numbers: so prefix hits and preemptions hold for them too. The head follows every step of the
+model, prefill included, because hidden states are not kept: so drafting is not paused.
+
+The first token after a prefix hit has a hidden state of zeros: that before it is not computed. The last step of a
+request is not read, as the request is gone by then: a later prefix hit on its blocks finds old keys there. Both make
+drafts worse, and change no answer.
 """
 
 from __future__ import annotations
@@ -131,11 +134,13 @@ class _HeadState:
         if self._last.tokens:
             self._last.adapt(request.ids)
         self._last.record(request.ids, [])
+        first = self._num_computed
+        if not start <= first <= start + 1:  # a step was missed: its hidden states are gone
+            return None
         known, length = len(request.ids), min(max_drafts(request), self._last.length)
         self._room = reserve(request, known + length) - known if length else 0
         stop = min(request.num_computed_tokens + 1, len(request.blocks) * self._block_size)
-        first = self._num_computed
-        if not start <= first < stop or first > start + 1:  # a step was missed: its hidden states are gone
+        if first >= stop:
             return None
         return ScheduledTokens(request, first, stop, stop - 1 if self._room > 0 else stop)
 

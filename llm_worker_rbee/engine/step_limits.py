@@ -52,6 +52,7 @@ class Workspace:
     config: ModelConfig
     draft_tokens: int = 0  # of each decoding request
     batch_invariant: bool = False
+    keeps_hidden: bool = False  # of all tokens, for multi-token prediction
 
     @property
     def token_bytes(self) -> int:
@@ -70,8 +71,12 @@ class Workspace:
         d_ff = max(map(config.d_ff_of, layers))
         mlp = copies * 4 * 2 * d_ff + 2 * d_ff  # gate and up; their combination
         if (experts := config.experts) is not None:  # products of all experts of a token, without splits
-            mlp = max(mlp, experts.used * (10 * experts.d_ff + 4 * width) + copies * 8 * experts.shared_d_ff)
-        return 4 * width + 2 * width + max(attention, mlp)  # with the residual stream in float32 and its norm
+            made = experts.used * (10 * experts.d_ff + 4 * width) + copies * 8 * experts.shared_d_ff
+            mlp = max(mlp, made + (4 * width if config.family.parallel_experts else 0))  # the MLP's result is kept
+        inputs = 4 * config.n_layers * config.layer_input_dim  # per-layer embeddings, kept until the last layer
+        first = (1 + copies) * inputs  # rows of their table, and the product
+        hidden = 4 * width if self.keeps_hidden else 0
+        return 4 * width + 2 * width + hidden + inputs + max(attention, mlp, first)  # with the stream and its norm
 
     def bytes(self, limits: SchedulerLimits) -> int:
         """Return the bytes of the largest step, with those that its graphs keep."""
@@ -87,7 +92,7 @@ def choose_step_tokens(workspace: Workspace, memory: int) -> int:
     config = workspace.config
     experts, d_ff = config.experts, config.d_ff
     if experts is not None:
-        d_ff = experts.used * experts.d_ff + experts.shared_d_ff
+        d_ff = experts.used * experts.d_ff + experts.shared_d_ff + (d_ff if config.family.parallel_experts else 0)
     matrix_rows = 2 * (config.n_heads + config.n_kv_heads) * config.head_dim + 3 * d_ff  # of d_model values each
     flops = 2 * config.n_layers * config.d_model * matrix_rows  # of a token
     for tokens in STEP_TOKENS:

@@ -26,7 +26,7 @@ class Transformer:
     norm: RMSNorm
     head: PackedWeight
     per_layer_inputs: PerLayerInputs | None = None
-    output_scale: float = 1.0  # of the residual stream behind the last block
+    output_scale: float = 1.0  # of the residual stream after the last block
     keeps_hidden: bool = False  # a step can return hidden states, for multi-token prediction
     fused: FusedForward | None = None  # the backend's fused forward, if it has one
 
@@ -41,7 +41,7 @@ class Transformer:
         return self.compute(self.ops, batch, cache.layers)[0]
 
     def forward_hidden(self, batch: Batch, cache: KVCache) -> tuple[Array, Array]:
-        """Compute the same step; return the logits and the hidden state of every token, behind the final norm."""
+        """Compute the same step; return the logits and the hidden state of every token, after the final norm."""
         assert self.keeps_hidden
         if self.fused is not None:
             return self.fused.with_hidden(batch, cache.layers)

@@ -130,25 +130,25 @@ class _ModelLoader:
         return replace(model, fused=self.ops.fuse(model.graph))
 
     def mtp_head(self, model: Transformer) -> MtpHead:
-        """Build the first block behind those of the model; what the file has twice is packed once."""
+        """Build the first block after those of the model; what the file has twice is packed once."""
         c, i = self.config, self.config.n_layers
         prefix = f"blk.{i}.nextn."
         kinds = (*c.layer_kinds, "attention") if c.layer_kinds else ()
         loader = replace(self, config=replace(c, n_layers=i + 1, windows=(*c.windows, 0), layer_kinds=kinds))
-        of_embedding, of_hidden = self.matrix(prefix + "eh_proj.weight", c.d_model, 2 * c.d_model).split_columns()
+        of_embedding, of_hidden = loader.matrix(prefix + "eh_proj.weight", c.d_model, 2 * c.d_model).split_columns()
         has_norm = prefix + "shared_head_norm.weight" in self.checkpoint.tensors
         head = MtpHead(
             config=head_config(c),
             ops=self.ops,
-            embedding=self.own_matrix(prefix + "embed_tokens.weight", "token_embd.weight", model.embedding),
+            embedding=loader.own_matrix(prefix + "embed_tokens.weight", "token_embd.weight", model.embedding),
             embedding_scale=model.embedding_scale,
-            embedding_norm=self.norm(prefix + "enorm.weight", c.d_model),
-            hidden_norm=self.norm(prefix + "hnorm.weight", c.d_model),
-            embedding_projection=Linear(self.pack([of_embedding])),
-            hidden_projection=Linear(self.pack([of_hidden])),
+            embedding_norm=loader.norm(prefix + "enorm.weight", c.d_model),
+            hidden_norm=loader.norm(prefix + "hnorm.weight", c.d_model),
+            embedding_projection=Linear(loader.pack([of_embedding])),
+            hidden_projection=Linear(loader.pack([of_hidden])),
             block=loader.block(i, loader.ropes()[i]),
-            norm=self.norm(prefix + "shared_head_norm.weight", c.d_model) if has_norm else model.norm,
-            head=self.own_matrix(prefix + "shared_head_head.weight", "output.weight", model.head),
+            norm=loader.norm(prefix + "shared_head_norm.weight", c.d_model) if has_norm else model.norm,
+            head=loader.own_matrix(prefix + "shared_head_head.weight", "output.weight", model.head),
         )
         for tensor in self.checkpoint.tensors.values():
             release_pages(tensor.data)
@@ -156,10 +156,15 @@ class _ModelLoader:
 
     def own_matrix(self, name: str, shared_name: str, shared: PackedWeight) -> PackedWeight:
         """Return a matrix of the vocabulary, or that of the model where the file has none or the same."""
-        own, other = self.checkpoint.tensors.get(name), self.checkpoint.tensors.get(shared_name)
-        if own is None or (other is not None and own.kind is other.kind and np.array_equal(own.data, other.data)):
+        tensors = self.checkpoint.tensors
+        if name not in tensors:
             return shared
-        return self.pack([self.matrix(name, self.config.vocab_size, self.config.d_model)])
+        own = self.matrix(name, self.config.vocab_size, self.config.d_model)
+        other = tensors.get(shared_name) or tensors["token_embd.weight"]
+        is_same_form = own.kind is other.kind and own.order is None and other.order is None
+        if is_same_form and np.array_equal(own.load().data, other.load().data):
+            return shared
+        return self.pack([own])
 
     def check_quantization(self) -> None:
         quantization = self.checkpoint.metadata.get("quantization")
@@ -193,7 +198,7 @@ class _ModelLoader:
         return width * c.embedding_scale / c.residual_scale
 
     def layer_scale(self, i: int) -> float:
-        """Return what multiplies the residual stream behind a layer."""
+        """Return what multiplies the residual stream after a layer."""
         scale = self.optional_vector(f"blk.{i}.layer_output_scale.weight", 1)
         return 1.0 if scale is None else float(scale[0])
 

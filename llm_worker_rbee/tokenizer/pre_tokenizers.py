@@ -83,7 +83,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2"),
         PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True),
     ),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), PreTokenizer((_LLAMA3,))),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), PreTokenizer((_LLAMA3,))),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), PreTokenizer((_QWEN2,))),
     "qwen35": PreTokenizer((_QWEN35,)),
     **dict.fromkeys(("gpt-4o", "llama4"), PreTokenizer((_GPT4O,))),

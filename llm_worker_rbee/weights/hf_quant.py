@@ -454,7 +454,8 @@ class _Module(NamedTuple):
         if block and values.shape == (-(-rows // block[0]), -(-columns // block[1])):
             return ScaleGrid(values, *block)
         is_even = values.ndim == 2 and values.size and rows % len(values) == columns % values.shape[1] == 0
-        if is_even and (len(values) == rows or self._is_fp8):
+        has_bands = self._is_fp8 and (block is None or values.shape[-1] == 1)  # one scale for gate, one for up
+        if is_even and (len(values) == rows or has_bands):
             return ScaleGrid(values, rows // len(values), columns // values.shape[1])
         raise ModelFileError(
             f"{self._weight}: scales of shape {values.shape} do not fit a weight of {rows} x {columns}"

@@ -138,6 +138,7 @@ PLAIN_NAMES = {
 # Parts of a head for multi-token prediction that is stored apart from the layers.
 MTP_NAMES = {
     "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm",
+    "embed_tokens": "embed_tokens",
 }  # fmt: skip
 MTP_PATTERN = re.compile(r"^(?:model\.)?mtp\.(?:layers\.([0-9]{1,6})\.(.+)|(\w+)\.weight)$")
 MLP_NAME = re.compile(r"^(block_sparse_moe|feed_forward)\.")
@@ -226,7 +227,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _place_mtp(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Name a head for multi-token prediction as further layers behind the others."""
+    """Name a head for multi-token prediction as further layers after the others."""
     count, found = config.get("num_hidden_layers"), dict[str, Tensor]()
     for name, tensor in tensors.items():
         part = MTP_PATTERN.match(name)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from llm_worker_rbee.backends import select_backend
+from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.engine import mtp
 from llm_worker_rbee.engine.engine import Engine
+from llm_worker_rbee.engine.model_runner import SingleSequence
 from llm_worker_rbee.errors import InferenceError, InvalidRequestError
 from llm_worker_rbee.models import MtpHead, Transformer
 from tests.helpers import engine_runs, mtp_models
@@ -144,3 +148,34 @@ def test_engine_without_the_head_refuses_mtp(good: Loaded) -> None:
 def test_warm_up_runs_the_head(good: Loaded) -> None:
     made = mtp_models.engine(*good)
     assert made.warm_up().compiled == 0
+
+
+def head_drafts(loaded: Loaded, ids: list[int], count: int) -> list[int]:
+    """Return the drafts of a head that reads a whole sequence at once."""
+    model, head = loaded
+    sequence = SingleSequence(model, len(ids) + count)
+    cache = KVCache(head.ops, head.config, sequence.cache.n_blocks)
+    batch = sequence.batch(ids, 0, all_logits=True)
+    _, hidden = model.forward_hidden(batch, sequence.cache)
+    rows, drafts = np.concatenate([np.zeros_like(hidden[:1]), hidden[:-1]]), list[int]()
+    while True:
+        logits, last = head.forward(replace(batch, hidden=rows), cache)
+        drafts.append(int(logits[-1].argmax()))
+        if len(drafts) == count:
+            return drafts
+        batch, rows = sequence.batch(drafts[-1:], len(ids) + len(drafts) - 1, all_logits=True), last[-1:]
+
+
+def test_drafts_are_those_of_a_head_that_reads_the_whole_sequence(random_heads: list[Loaded]) -> None:
+    """In batches and chunks, and after rejected drafts."""
+    for loaded in random_heads:
+        made = mtp_models.engine(*loaded, max_step_tokens=24, prefix_cache=False)
+        prompts = [tuple(range(5 + i, 25 + 7 * i)) for i in range(3)]
+        requests = [Question(prompt, 8, {"temperature": 0.0}).request() for prompt in prompts]
+        for request in requests:
+            made.add(request)
+        while made.has_work:
+            made.step()
+            for request in requests:
+                assert not request.drafts or request.drafts == head_drafts(loaded, request.ids, len(request.drafts))
+        assert made.scheduler.stats.num_drafted_tokens > 0

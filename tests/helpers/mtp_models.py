@@ -35,7 +35,7 @@ VARIANTS = {
         model_zoo.ZOO["glm4moe"], settings={**model_zoo.ZOO["glm4moe"].settings, "max_position_embeddings": 256}
     ),
 }
-# in a GGUF behind `nextn.`, in files of Qwen behind `mtp.`, and in a layer of GLM
+# in a GGUF after `nextn.`, in files of Qwen after `mtp.`, and in a layer of GLM
 NAMES = {
     "eh_proj": ("fc", "eh_proj"), "enorm": ("pre_fc_norm_embedding", "enorm"), "hnorm": ("pre_fc_norm_hidden", "hnorm"),
     "shared_head_norm": ("norm", "shared_head.norm"),

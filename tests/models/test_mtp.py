@@ -15,6 +15,7 @@ from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.engine.model_runner import SingleSequence
 from llm_worker_rbee.errors import InvalidRequestError
 from llm_worker_rbee.models import MtpHead, Transformer, load_model_with_head, read_model_config
+from llm_worker_rbee.models.convert import convert
 from llm_worker_rbee.models.mtp import has_head
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
@@ -110,6 +111,8 @@ def test_file_without_a_head_is_refused_with_the_remedy(
     assert (config.nextn_layers, has_head(checkpoint, config)) == (1, False)
     with pytest.raises(InvalidRequestError, match=r"no head for multi-token prediction.*speculative ngram"):
         load_model_with_head(checkpoint, select_backend(backend="reference"), config)
+    converted = open_checkpoint(convert(checkpoint, tmp_path / "c.gguf", "Q8_0").path)
+    assert not has_head(converted, read_model_config(converted))
 
 
 @pytest.mark.parametrize(

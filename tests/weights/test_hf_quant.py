@@ -95,6 +95,8 @@ ERRORS: dict[str, tuple[str, dict[str, Any], Any, type[WorkerError], str]] = {
                     "does not name a group of 2"),
     "uneven order": ("gptq-order", {}, damage("g_idx", lambda x: x * 0 + (torch.arange(64) > 30)),
                      UnsupportedModelError, "groups of columns of different sizes"),
+    "blocks": ("fp8-blocks", {}, damage("weight_scale_inv", lambda x: torch.ones(4, 1 + x.shape[1])), ModelFileError,
+               "do not fit a weight of 64 x 64"),
     "groups": ("pack", {"config_groups": {"g": "x"}}, None, ModelFileError, "'config_groups'"),
     "block size": ("fp8-blocks", {"weight_block_size": [0, 0]}, None, ModelFileError, "'weight_block_size' must be"),
     "weight shape": ("pack", {}, damage("weight_shape", lambda x: x[:1].contiguous()), ModelFileError,

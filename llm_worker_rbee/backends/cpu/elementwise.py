@@ -38,8 +38,9 @@ NormArg = IntEnum(
     "COUNT DELTA RESIDUAL OUT ACTIVATIONS INDEX WIDTH WEIGHT POST_WEIGHT ADD_DELTA EPS TWO_TERM SCALE",
     start=0,
 )
-# GatedArg: rows from the number at PANEL_ROWS on are not stored in panels. GATES holds gate and up of each row, or, of
-# `sigmoid_gate`, gates alone: X is the entry of what they multiply. ACTIVATION is the number of that of `gated`.
+# GatedArg: rows from the number at PANEL_ROWS on are not stored in panels. For `gated`, GATES has gate and up of each
+# row and ACTIVATION is the number of the activation; for `sigmoid_gate`, GATES has gates alone and X is the entry of
+# the rows that they multiply.
 GatedArg = IntEnum("GatedArg", "COUNT PANEL_ROWS GATES OUT ACTIVATIONS WIDTH ACTIVATION X", start=0)
 QuantizeArg = IntEnum("QuantizeArg", "COUNT SOURCE OUT ACTIVATIONS HEADS DIM PADDED TWO_TERM ORDER", start=0)
 BiasArg = IntEnum("BiasArg", "COUNT ROWS WIDTH BIAS", start=0)
@@ -241,7 +242,7 @@ def sigmoid_gate(args, step, piece):
 
 
 def quantize_rows(args, step, piece):
-    """Copy rows of floats (OUT), without the padding of their heads or their columns in an ORDER, and quantize them
+    """Copy rows of floats to OUT, without the padding of their heads or with their columns in ORDER, and quantize them
     (ACTIVATIONS)."""
     a, s = i64(args), i64(step)
     heads, dim, padded = a[QuantizeArg.HEADS], a[QuantizeArg.DIM], a[QuantizeArg.PADDED]

@@ -34,7 +34,7 @@ from .matmul.packed import LinearArg
 from .matmul.unpacked import TOKENS_PER_PIECE as UNPACKED_TOKENS_PER_PIECE
 from .matmul.unpacked import UNPACK_MIN_TOKENS
 from .packed_weight import GROUP_ROWS, PackedMatrices, layout_of_tensor
-from .pointers import call_task, f32, f64, i8, i32, i64, scratch, stack_floats, u8
+from .pointers import atomic_store, call_task, f32, f64, i8, i32, i64, scratch, stack_floats, u8
 from .program import Program, Step, Task, pack_args, pack_floats, run_step
 from .quantize_activations import PANEL_BYTES, PANEL_TOKENS, PANELS, store_in_panel
 from .repack import repack
@@ -181,7 +181,8 @@ def group(args, step, piece):
         to = next_row[chosen[i]]
         pairs[to], places[i] = i, to
         next_row[chosen[i]] = to + 1
-    s[entry + GroupEntry.ROWS], s[entry + GroupEntry.NUM_UNITS] = row, number
+    s[entry + GroupEntry.ROWS] = row
+    atomic_store(step + 8 * (entry + GroupEntry.NUM_UNITS), number)  # late threads may load it
 
 
 @kernel

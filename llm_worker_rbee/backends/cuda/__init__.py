@@ -214,7 +214,8 @@ class CudaBackend(ops.Backend):
             return QueryTiles(queries, len(tiles[0]), *(upload(array, self.torch_device) for array in arrays))
 
         out = self._empty(len(q), q.shape[1] * q.shape[2])
-        launch_prefill_attention(q.contiguous(), kv, self._once((batch,), upload_tiles), params, out, sinks)
+        key = batch.query_start, batch.context_len, batch.block_table
+        launch_prefill_attention(q.contiguous(), kv, self._once(key, upload_tiles), params, out, sinks)
         return out
 
     def gated_delta(
@@ -298,9 +299,9 @@ class CudaBackend(ops.Backend):
 
     def gather_rows(self, x: torch.Tensor, index: Ints) -> torch.Tensor:
         rows = self.take(x, index)
-        return (
-            rows if index.min(initial=0) >= 0 else rows * upload(index >= 0, self.torch_device, torch.float32)[:, None]
-        )
+        if index.min(initial=0) >= 0:
+            return rows
+        return rows.masked_fill_(upload(index < 0, self.torch_device, torch.bool)[:, None], 0.0)
 
     def logits(self, x: torch.Tensor, head: PackedWeight, soft_cap: float = 0.0) -> torch.Tensor:
         raw = self._linear(x, head, is_head=True)

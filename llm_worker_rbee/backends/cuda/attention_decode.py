@@ -510,11 +510,11 @@ def decode_attention_gqa(
     wait_for_previous(PDL)
     ROW: tl.constexpr = (HEADS if SHARED else HEADS + 2 * KV_HEADS) * DIM
     row, part_stride = qkv + t * ROW, tokens * ROW
-    new_k, new_v = new_kv(
-        row, kv_head, cosines, sines, bias, k_norm, eps, part_stride, k_cache, v_cache, table, position,
-        split == splits - 1, HEADS, KV_HEADS, DIM, HALF, P, PARTS, V_NORM, SHARED,
-    )  # fmt: skip
     last = split == splits - 1
+    new_k, new_v = new_kv(
+        row, kv_head, cosines, sines, bias, k_norm, eps, part_stride, k_cache, v_cache, table, position, last, HEADS,
+        KV_HEADS, DIM, HALF, P, PARTS, V_NORM, SHARED,
+    )  # fmt: skip
     head = kv_head * GROUP + tl.minimum(tl.arange(0, GROUP_PAD), GROUP - 1)
     q = load_rotated(row, head[:, None], cosines, sines, bias, q_norm, eps, part_stride, DIM, HALF, PARTS)
     q *= query_factor(scale, q_scale, position, CAP)

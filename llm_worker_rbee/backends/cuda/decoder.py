@@ -52,7 +52,6 @@ from .step_sizes import (
 SMALL_BATCH = 4  # tokens up to which GEMV is faster than the tensor cores
 MAX_TABLE_ENTRIES = 1 << 24  # of the block tables of a graph
 MIN_POSITIONS = 8192  # of the first cos and sin tables
-HIDDEN_SIZES = (1, 2, 16)  # tokens for which Triton compiles different kernels
 
 
 class Decoder:
@@ -88,7 +87,8 @@ class Decoder:
     def with_hidden(self, batch: Batch, kv: Sequence[LayerCache]) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the same step; return the hidden states of its tokens too, which the residual stream has."""
         logits = self(batch, kv)
-        return logits, self.forward.hidden_states(len(batch.ids))
+        with as_memory_error():
+            return logits, self.forward.hidden_states(len(batch.ids))
 
     def program(self, kv_type: str) -> list[ProgramLine]:
         return self._lines
@@ -171,8 +171,8 @@ class Decoder:
                 self.forward.compute_logits(self.forward.head, x)
         for count in all_logits_sizes(limits):
             self.forward.run_head(self._stage(NO_BATCH, prefill_sizes(1, 0, count, is_tiled=True), 0, kv))
-        for count in HIDDEN_SIZES if self._keeps_hidden else ():
-            self.forward.hidden_states(count)
+        if self._keeps_hidden:
+            self.forward.hidden_states(1)
         pending = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._stage(replace(NO_BATCH, pending=pending), sizes[0], 0, kv)
         return self.forward.head.head.rows

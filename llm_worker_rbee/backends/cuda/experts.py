@@ -109,7 +109,7 @@ def route_rows(
     tl.store(weights + t * K + slot, picked, mask=is_slot)
 
 
-@triton.jit(do_not_specialize=["slots"])
+@triton.jit(do_not_specialize=["slots", "max_tiles"])
 def group_slots(experts, tile_experts, tile_slots, slots, max_tiles, num_experts, SIZE: tl.constexpr, BM: tl.constexpr):
     """List the slots of an expert, one program each, in tiles of BM; the last program fills the tiles that are left."""
     own = tl.program_id(0)

@@ -361,7 +361,7 @@ def _is_chain(nodes: Sequence[Node]) -> bool:
     made: set[Any] = set(nodes[0].inputs)
     stream = None
     for node in nodes:
-        if not made & set(node.inputs):
+        if not made & set(node.inputs) or (node.op == "stream_norm" and node.fused[0]["x"] is not stream):
             return False
         add = node.fused[-1]
         if add.op in ("add_rms_norm", "add"):

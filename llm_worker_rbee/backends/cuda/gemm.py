@@ -23,7 +23,7 @@ from .gemv import expert_planes, high_planes, is_held, low_words, plane_stride
 from .intrinsics import INTERPRETED, e4m3_to_half, high_bit_shift, high_half, low_half, pack_halves, signed_byte
 
 GROUP_BLOCKS = tl.constexpr(16)
-FEW_SLOTS = tl.constexpr(16)  # of a tile of more: it is multiplied as one of so many
+FEW_SLOTS = tl.constexpr(16)  # a larger tile with at most this many slots is multiplied as a tile of this size
 
 
 @triton.jit

@@ -48,12 +48,12 @@ from .intrinsics import (
 )
 
 WARP_BLOCKS = tl.constexpr(128)
-PLANE_BLOCKS = tl.constexpr(8)  # rows of words begin at 32 bytes, the least that is fetched of memory
+PLANE_BLOCKS = tl.constexpr(8)  # rows of words begin at a memory sector (32 bytes)
 
 
 @triton.jit
 def plane_stride(blocks):
-    """Return how many blocks a row of a plane has room for: so that the loads of a row begin where a fetch does."""
+    """Return how many blocks a row of a plane has room for: whole memory sectors."""
     return (blocks + PLANE_BLOCKS - 1) // PLANE_BLOCKS * PLANE_BLOCKS
 
 

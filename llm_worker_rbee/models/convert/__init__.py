@@ -67,12 +67,11 @@ def convert(
     checkpoint: Checkpoint, path: Path, type_name: str, *, threads: int | None = None, progress: Progress | None = None
 ) -> ConvertResult:
     """Write the model as one GGUF file of this type or mix; an existing file is replaced."""
-    mix, config = find_type_mix(type_name), read_model_config(checkpoint)
-    load = load_model_with_head if has_head(checkpoint, config) else load_model
-    if load is load_model:
-        config = replace(config, nextn_layers=0)
+    mix, stated = find_type_mix(type_name), read_model_config(checkpoint)
+    with_head = has_head(checkpoint, stated)
+    config = stated if with_head else replace(stated, nextn_layers=0)
     metadata = gguf_metadata(checkpoint, config, mix.file_type)
-    load(checkpoint, cast(Backend, CHECK_ONLY_BACKEND), config)
+    (load_model_with_head if with_head else load_model)(checkpoint, cast(Backend, CHECK_ONLY_BACKEND), stated)
     tensors = stack_experts(checkpoint, config)
     if checkpoint.format != "gguf":
         tensors = gguf_linear_attention(tensors, config)
@@ -162,7 +161,8 @@ def _file_order(job: TensorJob) -> tuple[int, int]:
 def _is_left_out(job: TensorJob, config: ModelConfig) -> bool:
     """Return whether a tensor is of a layer that predicts further tokens and that the metadata does not count."""
     layer = LAYER_NUMBER.match(job.name)
-    return layer is not None and int(layer[1]) >= config.n_layers + config.nextn_layers
+    is_further = layer is not None and int(layer[1]) >= config.n_layers + config.nextn_layers
+    return is_further or job.name.startswith("mtp.")
 
 
 def _adapt_to_gguf(job: TensorJob, config: ModelConfig) -> TensorJob:

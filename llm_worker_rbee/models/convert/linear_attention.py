@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...config import LinearAttentionConfig, ModelConfig
-from ...errors import UnsupportedModelError
 from ...weights import Tensor
 from ...weights.checkpoint import NO_BYTES, DeferredTensor
 from ...weights.quants import BLOCK_TYPES
@@ -79,16 +78,19 @@ def _row_bytes(tensor: Tensor, order: Order) -> NDArray[np.uint8]:
 
 def _take_heads_of_columns(tensor: Tensor, heads: Order) -> Tensor:
     width = tensor.shape[1] // len(heads)
-    if width % tensor.kind.block_size or tensor.order is not None:
-        raise UnsupportedModelError(
-            f"tensor {tensor.name!r} of type {tensor.kind.name} has heads of {width} columns, not of whole blocks in "
-            "their order: it cannot be converted"
-        )
+    if width % tensor.kind.block_size or tensor.order is not None:  # heads are not whole blocks
+        make = partial(_column_floats, tensor, heads)
+        return DeferredTensor(tensor.name, BLOCK_TYPES["F32"], tensor.shape, NO_BYTES, sources=(tensor,), make=make)
     return _deferred(tensor, tensor.name, tensor.shape, partial(_column_bytes, tensor, heads))
 
 
 def _column_bytes(tensor: Tensor, heads: Order) -> NDArray[np.uint8]:
     return tensor.load().data.reshape(tensor.shape[0], len(heads), -1)[:, heads].reshape(-1)
+
+
+def _column_floats(tensor: Tensor, heads: Order) -> NDArray[np.uint8]:
+    values = tensor.dequantize().reshape(tensor.shape[0], len(heads), -1)[:, heads]
+    return np.ascontiguousarray(values, "<f4").reshape(-1).view(np.uint8)
 
 
 def _deferred(

@@ -96,10 +96,10 @@ def test_tiles_with_few_slots_equal_those_with_many(rng: np.random.Generator, mo
     """Of tiles of 64 slots one is full, the next has one slot, others up to 16 and more."""
     monkeypatch.setattr(cuda_experts, "expert_tile", lambda slots, w: GemmTile(64, 64, 4, 2))
     stacked = [[random_tensor("MXFP4", 32, 256, rng, 0.1)] for _ in range(4)]
-    experts = np.repeat([0, 1, 2, 3], [65, 16, 17, 2]).astype(np.int32)[:, None]
-    x = rng.standard_normal((len(experts), 256)).astype(np.float32)
-    wanted = reference.grouped_linear(x, reference.prepare_experts(stacked), experts)
-    found = cuda.grouped_linear(upload(x), cuda.prepare_experts(stacked), upload(experts))
+    experts = np.repeat([0, 1, 2, 3], [65, 16, 17, 2]).astype(np.int32).reshape(50, 2)
+    x, bias = (rng.standard_normal(shape).astype(np.float32) for shape in ((50, 256), (4, 32)))
+    wanted = reference.grouped_linear(x, reference.prepare_experts(stacked), experts, bias)
+    found = cuda.grouped_linear(upload(x), cuda.prepare_experts(stacked), upload(experts), upload(bias))
     assert relative_error(found, wanted) < 2e-3
 
 
