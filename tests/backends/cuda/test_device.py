@@ -109,4 +109,5 @@ def test_device_bytes_uses_quantized_type() -> None:
     models = [cuda_models.random_checkpoint(cuda_models.GROUPED, "F16")]
     as_they_are, quantized = (load.device_weight_bytes(models, kind) for kind in (None, "Q4_0"))
     assert as_they_are == select.packed_bytes(models[0])
-    assert 0.25 < quantized / as_they_are < 0.45  # 4.5 bits of 16, and 8.5 for the head
+    # 4.5 bits of 16, and 8.5 for the head; rows of 128 columns have room for 256
+    assert 0.25 < quantized / as_they_are < 0.6

@@ -123,7 +123,7 @@ def test_router_equals_norm_and_product(rng: np.random.Generator) -> None:
 )
 def test_steps_match_reference(kind: str, options: dict[str, Any]) -> None:
     dense = kind if kind == "F16" else "Q4_0"
-    layers = 1 if options.get("oai") else 2  # errors of int8 grow
+    layers = 2 if kind == "Q4_K" and "oai" not in options else 1  # the interpreter is slow; errors of int8 grow
     made = cuda_models.random_checkpoint(cuda_models.PLAIN._replace(layers=layers), dense)
     models = [cuda_models.with_experts(model, kind, **options) for model in cuda_models.load_both(made, cuda)]
     assert models[0].fused is not None
