@@ -12,7 +12,7 @@ from typing import Any, Literal
 ToolKind = Literal["none", "json", "tag_json", "tag_arguments", "pythonic", "gemma", "harmony"]
 ID = "\0"  # the place of a call's id in `call_start` and `name_suffix`
 KEY = "\1"  # the place of an argument's name in `argument_end`
-HARMONY_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}  # it knows low, medium and high
+HARMONY_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}  # it has low, medium and high
 
 
 @dataclass(frozen=True, slots=True)

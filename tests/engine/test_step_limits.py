@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -114,6 +116,11 @@ def test_workspace_covers_arrays_of_the_largest_step() -> None:
     assert Workspace(LLAMA3_8B, batch_invariant=True).bytes(limits) > splits, "each product is a sum of four"
     attention_heavy = shape(1, 1024, 64, 64, 64, 100, 128)
     assert Workspace(attention_heavy).token_bytes > 4 * 3 * 1024
+    hidden = Workspace(LLAMA3_8B, keeps_hidden=True).token_bytes - workspace.token_bytes
+    assert hidden == 4 * 4096, "of each token, for multi-token prediction"
+    with_inputs = replace(LLAMA3_8B, layer_input_dim=256)
+    inputs = Workspace(with_inputs).token_bytes - workspace.token_bytes
+    assert inputs >= 4 * LLAMA3_8B.n_layers * 256, "per-layer embeddings, kept until the last layer"
 
 
 def test_scored_tokens_are_an_eighth_of_a_step() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.backends.cuda import CudaBackend
+from llm_worker_rbee.backends.ops import Backend
+from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.engine.model_runner import SingleSequence
 from tests.helpers import mtp_models
@@ -46,3 +50,12 @@ def test_answers_are_those_without_drafts(tmp_path: Path) -> None:
     assert engines[1].num_steps < engines[0].num_steps
     stats = engines[1].scheduler.stats
     assert stats.num_accepted_tokens == pytest.approx(stats.num_drafted_tokens, abs=2)
+
+
+@pytest.mark.parametrize("make", [ReferenceBackend, CpuBackend, CudaBackend])
+def test_missing_rows_are_zeros_whatever_another_row_holds(make: Callable[[], Backend]) -> None:
+    """Index -1 must not read the last row: that of another request may be NaN."""
+    ops = make()
+    rows = ops.prepare_vector(np.array([[1.0, 2.0], [np.nan, np.inf]], np.float32))
+    found = to_numpy(ops.gather_rows(rows, np.array([-1, 0, -1])))
+    np.testing.assert_array_equal(found, [[0, 0], [1, 2], [0, 0]])
