@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from .ops import Backend, Batch
 
-TOKENS, LOGITS = "tokens", "logits"  # sizes of a step: all its tokens, and those whose logits are computed
+# sizes of a step: all its tokens, those whose logits are computed, and its requests
+TOKENS, LOGITS, REQUESTS = "tokens", "logits", "requests"
 Shape = tuple[int | str, ...]
 
 
@@ -82,6 +83,8 @@ SHAPES: dict[str, Callable[..., Sequence[Shape]]] = {
     "embed": lambda table, ids, scale: [(TOKENS, table.columns)],
     "rms_norm": lambda x, weight, eps: [x.shape],
     "add_rms_norm": lambda x, residual, weight, eps, scale: [x.shape, x.shape],
+    "layer_norm": lambda x, weight, bias, eps: [x.shape],
+    "add_layer_norm": lambda x, residual, weight, bias, eps: [x.shape, x.shape],
     "add": lambda x, residual: [x.shape],
     "linear": lambda x, w, bias: [(x.shape[0], w.rows)],
     "split_heads": _split_shapes,
@@ -90,6 +93,7 @@ SHAPES: dict[str, Callable[..., Sequence[Shape]]] = {
     "causal_conv": lambda x, weight, state, batch, activation, gated: [(x.shape[0], weight.shape[0])],
     "gated_delta": lambda qkv, z, gates, params, weights, state, batch: [(qkv.shape[0], params.v_heads * params.v_dim)],
     "sigmoid_gate": lambda x, gate: [x.shape],
+    "activate": lambda x, activation: [x.shape],
     "gated": lambda gate_up, activation: [(*gate_up.shape[:-1], gate_up.shape[-1] // 2)],
     "per_layer_inputs": lambda x, tokens, weight, eps: [x.shape],
     "per_layer_gate": lambda x, inputs, layer, activation: [x.shape],
@@ -97,6 +101,7 @@ SHAPES: dict[str, Callable[..., Sequence[Shape]]] = {
     "grouped_linear": lambda x, w, experts, bias: [(*experts.shape, w.rows)],
     "combine": lambda x, weights, shared, shared_gate: [(x.shape[0], x.shape[2])],
     "take": lambda x, index: [(index.shape[0], *x.shape[1:])],
+    "mean_rows": lambda x, batch: [(REQUESTS, *x.shape[1:])],
     "logits": lambda x, head, soft_cap: [(x.shape[0], head.rows)],
 }
 
@@ -137,7 +142,9 @@ def record(
     """Return the graph of `forward(ops, batch, kv)`, which returns logits and hidden states; in it, `kv` is the number
     of a layer. `hidden_width`: of the hidden states that come with the batch."""
     recorder = Recorder()
-    sizes = dict.fromkeys(("ids", "positions", "slot_mapping", "state_out"), TOKENS) | {"logits_index": LOGITS}
+    sizes = dict.fromkeys(("ids", "positions", "slot_mapping", "state_out", "token_types"), TOKENS) | {
+        "logits_index": LOGITS
+    }
     arrays: Any = {field.name: Value((sizes.get(field.name, field.name),), field.name) for field in fields(Batch)}
     arrays["hidden"] = Value((TOKENS, hidden_width), "hidden") if hidden_width else None
     output, hidden = forward(recorder, Batch(**arrays), range(n_layers))

@@ -46,6 +46,7 @@ class Batch:
     # Slots of states, empty for a model without: a slot is read and written in one step by the same request alone.
     state_in: Ints = field(default_factory=lambda: NO_TOKENS)  # (R,) the state a request goes on from; -1: it begins
     state_out: Ints = field(default_factory=lambda: NO_TOKENS)  # (T,) where the state after a token goes; -1: nowhere
+    token_types: Ints = field(default_factory=lambda: NO_TOKENS)  # (T,) segments of a pair, for encoders that have them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,6 +118,7 @@ class AttentionParams(NamedTuple):
     scale: float
     window: int = 0  # a query sees the last `window` positions, itself included; 0: no limit
     soft_cap: float = 0.0  # scores become cap * tanh(scores / cap); 0: none
+    causal: bool = True  # False: a query sees all tokens of its sequence, or `window // 2` of them on each side
 
 
 class RouteParams(NamedTuple):
@@ -332,6 +334,12 @@ class Backend(ABC):
         self, x: Array, residual: Array, weight: Array, eps: float, scale: float = 1.0
     ) -> tuple[Array, Array]: ...
     @abstractmethod
+    def layer_norm(self, x: Array, weight: Array, bias: Array | None, eps: float) -> Array: ...
+    @abstractmethod
+    def add_layer_norm(
+        self, x: Array, residual: Array, weight: Array, bias: Array | None, eps: float
+    ) -> tuple[Array, Array]: ...
+    @abstractmethod
     def add(self, x: Array, residual: Array) -> Array: ...
     @abstractmethod
     def linear(self, x: Array, w: PackedWeight, bias: Array | None = None) -> Array: ...
@@ -362,6 +370,8 @@ class Backend(ABC):
     @abstractmethod
     def sigmoid_gate(self, x: Array, gate: Array) -> Array: ...
     @abstractmethod
+    def activate(self, x: Array, activation: str) -> Array: ...
+    @abstractmethod
     def gated(self, gate_up: Array, activation: str) -> Array: ...
     @abstractmethod
     def per_layer_inputs(self, x: Array, tokens: Array, weight: Array, eps: float) -> Array: ...
@@ -379,6 +389,8 @@ class Backend(ABC):
     ) -> Array: ...
     @abstractmethod
     def take(self, x: Array, index: Ints) -> Array: ...
+    @abstractmethod
+    def mean_rows(self, x: Array, batch: Batch) -> Array: ...
     @abstractmethod
     def logits(self, x: Array, head: PackedWeight, soft_cap: float = 0.0) -> Array: ...
     @abstractmethod

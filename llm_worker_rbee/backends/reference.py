@@ -6,6 +6,7 @@ reads the mapping for its lifetime, so truncating the file is a bus error; the f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -116,6 +117,22 @@ def add_rms_norm(x: Floats, residual: Floats, weight: Floats, eps: float, scale:
     return rms_norm(total, weight, eps), total
 
 
+def layer_norm(x: Floats, weight: Floats, bias: Floats | None, eps: float) -> Floats:
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias over the last axis."""
+    centered = x - np.mean(x, axis=-1, keepdims=True, dtype=np.float32)
+    variance = np.mean(np.square(centered), axis=-1, keepdims=True, dtype=np.float32)
+    normed = centered / np.sqrt(variance + np.float32(eps)) * weight
+    return np.asarray(normed if bias is None else normed + bias, np.float32)
+
+
+def add_layer_norm(
+    x: Floats, residual: Floats, weight: Floats, bias: Floats | None, eps: float
+) -> tuple[Floats, Floats]:
+    """Add `x` to the residual stream and return (norm, sum)."""
+    total = residual + x
+    return layer_norm(total, weight, bias, eps), total
+
+
 def add(x: Floats, residual: Floats) -> Floats:
     """Add `x` to the residual stream."""
     return residual + x
@@ -190,6 +207,12 @@ def causal_mask(queries: Ints, keys: Ints, window: int = 0) -> NDArray[np.bool_]
     return visible & (distance < window) if window else visible
 
 
+def bidirectional_mask(queries: Ints, keys: Ints, window: int = 0) -> NDArray[np.bool_]:
+    """Return which keys each query attends to: all, or those at a distance of at most half the window."""
+    distance = np.abs(queries[:, None] - keys[None, :])
+    return distance <= (window // 2 if window else len(keys))
+
+
 def softmax(x: Floats, sinks: Floats | None = None) -> Floats:
     """Return the softmax over the last axis; a sink, (..., 1), is one more logit, of a value of zeros."""
     largest = np.max(x, axis=-1, keepdims=True)
@@ -222,7 +245,8 @@ def attention(q: Floats, kv: KVLayer, batch: Batch, params: AttentionParams, sin
         pairs = ((kv.k, kv.k_scales), (kv.v, kv.v_scales))
         keys, values = (gather(cache, batch.block_table[r], length, scales) for cache, scales in pairs)
         scores = attention_scores(q[span].transpose(1, 0, 2), keys, params)
-        mask = causal_mask(batch.positions[span], np.arange(length), params.window)
+        visible = causal_mask if params.causal else bidirectional_mask
+        mask = visible(batch.positions[span], np.arange(length), params.window)
         weights = softmax(np.where(mask, scores, np.float32(-np.inf)), sink_logits)
         mixed = weights.reshape(keys.shape[0], -1, length) @ values  # (kv_heads, group * T, dim)
         mixed = mixed.reshape(q.shape[1], -1, q.shape[2]).transpose(1, 0, 2)
@@ -311,6 +335,11 @@ def sigmoid_gate(x: Floats, gate: Floats) -> Floats:
     return x * sigmoid(gate)
 
 
+def activate(x: Floats, activation: str) -> Floats:
+    """Return act(x), of an MLP without a gate."""
+    return ACTIVATIONS[activation](x)
+
+
 def gated(gate_up: Floats, activation: str) -> Floats:
     """Return act(gate) * up, the gate being the first half of each row: (..., 2 * d_ff) -> (..., d_ff).
 
@@ -342,13 +371,31 @@ def gelu_tanh(x: Floats) -> Floats:
     return np.asarray(np.float32(0.5) * x * (1 + np.tanh(inner)), np.float32)
 
 
+def gelu(x: Floats) -> Floats:
+    """Return x times the normal distribution function of x."""
+    erf = np.fromiter(map(math.erf, (x * np.float32(0.5**0.5)).ravel().tolist()), np.float32, x.size)
+    return np.asarray(np.float32(0.5) * x * (1 + erf.reshape(x.shape)), np.float32)
+
+
+def relu(x: Floats) -> Floats:
+    """Return max(x, 0)."""
+    return np.maximum(x, np.float32(0))
+
+
+def tanh(x: Floats) -> Floats:
+    """Return tanh(x)."""
+    return np.asarray(np.tanh(x), np.float32)
+
+
 def swish_oai(x: Floats) -> Floats:
     """Return x * sigmoid(1.702 * x)."""
     with np.errstate(over="ignore"):
         return np.asarray(x / (1 + np.exp(np.float32(-SWIGLU_OAI_ALPHA) * x)), np.float32)
 
 
-ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh, "swiglu_oai": swish_oai}
+ACTIVATIONS = {
+    "silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu": relu, "tanh": tanh, "swiglu_oai": swish_oai,
+}  # fmt: skip
 
 
 def per_layer_inputs(x: Floats, tokens: Floats, weight: Floats, eps: float) -> Floats:
@@ -414,6 +461,12 @@ def take(x: Floats, index: Ints) -> Floats:
     return x[index]
 
 
+def mean_rows(x: Floats, batch: Batch) -> Floats:
+    """Return the mean of each request's rows, added in their order: (T, width) -> (R, width)."""
+    totals = np.add.reduceat(x, batch.query_start[:-1], axis=0)
+    return np.asarray(totals / np.diff(batch.query_start)[:, None].astype(np.float32), np.float32)
+
+
 def logits(x: Floats, head: Matrix, soft_cap: float = 0.0) -> Floats:
     """Apply the output head: (N, width) -> (N, vocabulary)."""
     raw = linear(x, head)
@@ -457,6 +510,8 @@ class ReferenceBackend(Backend):
     embed = staticmethod(embed)
     rms_norm = staticmethod(rms_norm)
     add_rms_norm = staticmethod(add_rms_norm)
+    layer_norm = staticmethod(layer_norm)
+    add_layer_norm = staticmethod(add_layer_norm)
     add = staticmethod(add)
     linear = staticmethod(linear)
     rope_store = staticmethod(rope_store)
@@ -464,6 +519,7 @@ class ReferenceBackend(Backend):
     causal_conv = staticmethod(causal_conv)
     gated_delta = staticmethod(gated_delta)
     sigmoid_gate = staticmethod(sigmoid_gate)
+    activate = staticmethod(activate)
     gated = staticmethod(gated)
     per_layer_inputs = staticmethod(per_layer_inputs)
     per_layer_gate = staticmethod(per_layer_gate)
@@ -471,6 +527,7 @@ class ReferenceBackend(Backend):
     grouped_linear = staticmethod(grouped_linear)
     combine = staticmethod(combine)
     take = staticmethod(take)
+    mean_rows = staticmethod(mean_rows)
     logits = staticmethod(logits)
     sample = staticmethod(sample)
     logprobs = staticmethod(logprobs)

@@ -122,6 +122,20 @@ class CpuBackend(Backend):
         run_step(program, dict(enumerate((x, residual, out), Step.END)), {Step.TOKENS: tokens}, self.threads)
         return out
 
+    def layer_norm(self, x: Floats, weight: Floats, bias: Floats | None, eps: float) -> Floats:
+        return reference.layer_norm(x, weight, bias, eps)
+
+    def add_layer_norm(
+        self, x: Floats, residual: Floats, weight: Floats, bias: Floats | None, eps: float
+    ) -> tuple[Floats, Floats]:
+        return reference.add_layer_norm(x, residual, weight, bias, eps)
+
+    def activate(self, x: Floats, activation: str) -> Floats:
+        return reference.activate(x, activation)
+
+    def mean_rows(self, x: Floats, batch: Batch) -> Floats:
+        return reference.mean_rows(x, batch)
+
     def add(self, x: Floats, residual: Floats) -> Floats:
         return residual + x
 

@@ -175,6 +175,21 @@ class CudaBackend(ops.Backend):
         launch_add_norm(parts, stream, weight, eps, Activations(out), exact=exact, stream_scale=scale)
         return out, total
 
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(x, weight.shape, weight, bias, eps)
+
+    def add_layer_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = residual + x
+        return self.layer_norm(total, weight, bias, eps), total
+
+    def activate(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        return torch.as_tensor(reference.activate(x.cpu().numpy(), activation), device=self.torch_device)
+
+    def mean_rows(self, x: torch.Tensor, batch: ops.Batch) -> torch.Tensor:
+        return torch.as_tensor(reference.mean_rows(x.cpu().numpy(), batch), device=self.torch_device)
+
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return residual + x
 
