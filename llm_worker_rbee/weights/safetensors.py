@@ -21,9 +21,11 @@ from numpy.typing import NDArray
 
 from ..errors import ModelFileError, UnsupportedModelError
 from .checkpoint import PICKLE_SUFFIXES, Checkpoint, Tensor, count_values, map_file
+from .encoder_names import ENCODER_NAMES, rename_encoder
 from .hf_experts import rearrange_experts
 from .hf_quant import merge_quantized, read_quantization
 from .quants import BLOCK_TYPES, BlockType
+from .sentence_transformers import read_dense_layers, read_sentence_transformers
 
 DECODABLE_TYPES = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")  # named as our block types
 LISTED_TYPES = {"BOOL": 1, "U8": 1, "U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8}
@@ -49,6 +51,7 @@ TOP_NAMES = {
     "model.per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
     "lm_head.weight": "output.weight",
     "model.embedding_norm.weight": "token_embd_norm.weight",
+    "score.weight": "cls.output.weight",
 }
 LAYER_NAMES = {
     "input_layernorm": "attn_norm",
@@ -173,8 +176,20 @@ def open_hf(folder: Path, *, weights: bool = True) -> Checkpoint:
     model_type = config.get("model_type")
     if model_type is not None and not isinstance(model_type, str):
         raise ModelFileError("config.json: 'model_type' is not a string")
-    named = rearrange_experts(_rename(_place_mtp(tensors, config)))
+    named = _named_tensors(tensors, config)
+    if found := read_sentence_transformers(folder, _load_json):
+        metadata["sentence_transformers"] = found
+        named |= read_dense_layers(folder, found, read_safetensors) if tensors else {}
     return Checkpoint(folder, "safetensors", model_type, metadata, named, value_types={})
+
+
+def _named_tensors(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors by their GGUF names."""
+    if config.get("model_type") in ENCODER_NAMES:
+        return rename_encoder(tensors, config)
+    if "embed_tokens.weight" in tensors:  # a decoder without its output head
+        tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    return rearrange_experts(_rename(_place_mtp(tensors, config)))
 
 
 def _quantization_config(folder: Path, config: Mapping[str, Any]) -> object:
@@ -213,17 +228,21 @@ def _text_tensors(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], lis
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; raise ModelFileError with the file's name if that fails."""
+    value = _load_json(path)
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{path.name} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _load_json(path: Path) -> Any:
     try:
         if path.stat().st_size > MAX_HEADER_BYTES:
             raise ModelFileError(f"{path.name} has {path.stat().st_size} bytes: at most {MAX_HEADER_BYTES} are read")
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ModelFileError(f"{path} is missing: a model folder must hold it") from error
     except (ValueError, RecursionError, OSError) as error:
         raise ModelFileError(f"{path.name} is not readable JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelFileError(f"{path.name} must hold a JSON object, not {type(value).__name__}")
-    return value
 
 
 def _place_mtp(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
