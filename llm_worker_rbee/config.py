@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from .errors import InvalidRequestError, ModelFileError
+from .errors import InvalidRequestError, ModelFileError, UnsupportedModelError
 
 # by `--kv-type`; int8 has a float32 scale per position and head
 KV_VALUE_BYTES = {"float32": 4, "float16": 2, "int8": 1, "bfloat16": 2, "float8": 1}
@@ -33,6 +33,7 @@ MAX_SHAPE = {
     "n_layers": MAX_LAYERS, "d_model": MAX_WIDTH, "n_heads": MAX_WIDTH, "n_kv_heads": MAX_WIDTH,
     "head_dim": MAX_WIDTH, "d_ff": MAX_WIDTH, "vocab_size": MAX_VOCABULARY, "context_length": MAX_CONTEXT,
 }  # fmt: skip
+POOLING_KINDS = ("mean", "cls", "last")
 SPECULATIVE = ("off", "ngram", "mtp")
 MAX_BATCH, MAX_DRAFT_TOKENS = 1024, 16
 DEVICE_SPARE_BYTES = 1 << 30  # of a GPU beside weights, KV cache and the arrays of a step: context, kernels, graphs
@@ -80,6 +81,12 @@ class Family:
     linear_attention: bool = False  # all layers but every n-th have the gated delta rule
     gguf_tiled_heads: bool = False  # in a GGUF, value head h of linear attention has key head h % key heads
     parallel_experts: bool = False  # experts beside the MLP of a layer, with norms of their own
+    # of encoders
+    is_encoder: bool = False  # tokens see those after them, and there is no output head: a pooling model
+    layer_norm: bool = False  # norms subtract the mean, and may have biases
+    stream_norms: bool = False  # the residual stream itself is normalized, after attention and after the MLP
+    learned_positions: bool = False  # a table of positions instead of rope
+    gated_mlp: bool = True
     # defaults of keys that a GGUF lacks
     default_window: int = 0
     default_attention_scale: float = 0.0  # 0: head_dim ** -0.5
@@ -201,6 +208,8 @@ class ModelConfig:
     layer_kinds: tuple[str, ...] = ()  # per layer, of LAYER_KINDS; empty: all attention
     conv_kernel: int = 0  # of short convolutions
     linear: LinearAttentionConfig | None = None
+    causal: bool = True  # False: a token sees those after it too
+    token_types: int = 0  # rows of the table of segments, of encoders; 0: none
 
     def __post_init__(self) -> None:
         for name, maximum in MAX_SHAPE.items():
@@ -298,6 +307,29 @@ class ModelConfig:
         """Bytes of one state of a sequence in all layers; 0: the model has none."""
         shapes = [shape for i in range(self.n_layers) for shape in self.state_shapes(i) or () if shape is not None]
         return 4 * sum(math.prod(shape) for shape in shapes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingConfig:
+    """How the hidden states of a sequence become one row, and how a text becomes a sequence."""
+
+    kind: str = "mean"  # of POOLING_KINDS
+    normalize: bool = True  # embeddings have length 1
+    score: str = ""  # of a ranker, what its logits become: "sigmoid", "softmax" (of no and yes), "identity"
+    max_length: int = 0  # tokens of a sequence; 0: as many as the model has positions for
+    prompts: Mapping[str, str] = field(default_factory=dict)  # text before an input, by name
+    default_prompt: str = ""  # a name of these
+    similarity: str = "cosine"
+    pair_template: str = ""  # of a ranker: its prompt, with {query} and {document}; empty: a pair of segments
+
+    def __post_init__(self) -> None:
+        if self.kind not in POOLING_KINDS:
+            raise UnsupportedModelError(f"pooling {self.kind!r} is not supported (are: {', '.join(POOLING_KINDS)})")
+
+    @property
+    def is_ranker(self) -> bool:
+        """Whether the model scores pairs of texts."""
+        return bool(self.score)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -415,6 +415,10 @@ class Backend(ABC):
         rows[index < 0] = 0
         return rows
 
+    def to_host(self, x: Array) -> NDArray[np.float32]:
+        """Return an array of the caller's own in the host's memory."""
+        return np.array(x, np.float32)
+
     def synchronize(self) -> None:  # noqa: B027
         """Wait until the device has done all that was launched on it."""
 

@@ -210,7 +210,7 @@ def causal_mask(queries: Ints, keys: Ints, window: int = 0) -> NDArray[np.bool_]
 def bidirectional_mask(queries: Ints, keys: Ints, window: int = 0) -> NDArray[np.bool_]:
     """Return which keys each query attends to: all, or those at a distance of at most half the window."""
     distance = np.abs(queries[:, None] - keys[None, :])
-    return distance <= (window // 2 if window else len(keys))
+    return np.asarray(distance <= (window // 2 if window else len(keys)))
 
 
 def softmax(x: Floats, sinks: Floats | None = None) -> Floats:

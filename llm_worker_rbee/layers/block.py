@@ -7,20 +7,23 @@ from dataclasses import dataclass
 from ..backends.ops import Array, Backend, Batch, LayerCache
 from .attention import Attention
 from .gated_delta import GatedDelta
+from .layer_norm import LayerNorm
 from .moe import MoE, ParallelExperts
 from .per_layer_input import PerLayerGate
 from .rms_norm import RMSNorm
 from .short_conv import ShortConv
 from .swiglu import SwiGLU
 
+Norm = RMSNorm | LayerNorm
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
     """Attention, or what stands in its place, and MLP, each with a norm before, one after, or both, by family."""
 
-    attention_norm: RMSNorm | None
+    attention_norm: Norm | None
     attention: Attention | ShortConv | GatedDelta
-    mlp_norm: RMSNorm | None
+    mlp_norm: Norm | None
     mlp: SwiGLU | MoE
     post_attention_norm: RMSNorm | None = None
     post_mlp_norm: RMSNorm | None = None
@@ -52,7 +55,7 @@ class Block:
 
 
 def _add_and_norm(
-    ops: Backend, x: Array, residual: Array | None, norm: RMSNorm | None, scale: float = 1.0
+    ops: Backend, x: Array, residual: Array | None, norm: Norm | None, scale: float = 1.0
 ) -> tuple[Array, Array]:
     """Return (norm(residual + x), residual + x); without a norm the sum twice. Only with both is there a scale."""
     if norm is not None and residual is not None:

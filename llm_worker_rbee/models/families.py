@@ -67,6 +67,10 @@ QWEN_LINEAR: dict[str, Any] = {
     "qk_norm": True, "gated_attention": True, "linear_attention": True, "norm_plus_one": True,
     "gguf_mlp_norm": "post_attention_norm",
 }  # fmt: skip
+BERT: dict[str, Any] = {
+    "is_encoder": True, "layer_norm": True, "stream_norms": True, "learned_positions": True, "gated_mlp": False,
+    "pre_norms": False, "qkv_bias": True, "output_bias": True,
+}  # fmt: skip
 
 FAMILIES = (
     Family("llama", gguf=("llama",), hf=("llama",), rope_interleaved=True, moe=True),
@@ -195,6 +199,10 @@ FAMILIES = (
         attention_sinks=True, full_every=2, yarn_truncate=False, gguf_mlp_norm="post_attention_norm", moe=True,
         expert_bias=True, hf_defaults=GPT_OSS_DEFAULTS,
     ),
+    Family(
+        "bert", gguf=("bert",), hf=("bert",), **BERT, activation="gelu",
+        hf_defaults={"max_position_embeddings": 512, "type_vocab_size": 2},
+    ),
 )  # fmt: skip
 GGUF_OF = {
     "mistral": "llama",
@@ -222,11 +230,20 @@ def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
     embedding = checkpoint.tensors.get("token_embd.weight")
     rows = embedding.shape[0] if embedding is not None and len(embedding.shape) == 2 else None
     if checkpoint.format == "gguf":
-        return model_config_from_gguf(checkpoint.metadata, family, rows)
-    config = model_config_from_hf(checkpoint.metadata["config"], family, rows)
+        return _with_tables(model_config_from_gguf(checkpoint.metadata, family, rows), checkpoint)
+    config = _with_tables(model_config_from_hf(checkpoint.metadata["config"], family, rows), checkpoint)
     if not config.nextn_layers and f"blk.{config.n_layers}.nextn.eh_proj.weight" in checkpoint.tensors:
         return replace(config, nextn_layers=1)  # config.json of Qwen3-Next does not say so
     return config
+
+
+def _with_tables(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+    """Return the configuration of an encoder with the sizes of its tables of positions and segments."""
+    if not config.family.is_encoder:
+        return config
+    tables = (checkpoint.tensors.get(f"{name}.weight") for name in ("position_embd", "token_types"))
+    positions, types = (0 if table is None or len(table.shape) != 2 else table.shape[0] for table in tables)
+    return replace(config, context_length=positions or config.context_length, token_types=types)
 
 
 def gguf_architecture(config: ModelConfig) -> str:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Lock
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +42,7 @@ from ..layers.short_conv import ShortConv
 from ..layers.swiglu import SwiGLU
 from ..weights import Checkpoint, Tensor
 from ..weights.checkpoint import refuse_order, release_pages
+from ..weights.encoder_names import is_training_head
 from ..weights.safetensors import LISTED_ID
 from .decoder import Transformer
 from .mtp import MtpHead, head_config, require_head
@@ -49,6 +51,7 @@ _log = logging.getLogger("llm_worker_rbee")
 # Tables in old exports, redundant with the metadata.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn_rot_embd.weight")
 LAYER_NUMBER = re.compile(r"^(?:blk|model\.layers)\.([0-9]{1,6})\.")
+AnyBlock = TypeVar("AnyBlock")
 MAX_BLOCKS_AT_ONCE = 4  # each holds pages of the file
 
 
@@ -60,7 +63,7 @@ def load_model(
     advance: Callable[[int], None] = lambda packed_bytes: None,
 ) -> Transformer:
     """Build the decoder for contexts of up to `max_context` tokens; `advance` receives the bytes packed so far."""
-    return _ModelLoader(checkpoint, config, ops, max_context or config.context_length, advance).model()
+    return ModelLoader(checkpoint, config, ops, max_context or config.context_length, advance).model()
 
 
 def load_model_with_head(
@@ -72,7 +75,7 @@ def load_model_with_head(
 ) -> tuple[Transformer, MtpHead]:
     """Build the decoder, which keeps hidden states, and its head for multi-token prediction."""
     require_head(checkpoint, config)
-    loader = _ModelLoader(checkpoint, config, ops, max_context or config.context_length, advance)
+    loader = ModelLoader(checkpoint, config, ops, max_context or config.context_length, advance)
     model = loader.model(keeps_hidden=True)
     return model, loader.mtp_head(model)
 
@@ -91,7 +94,9 @@ def split_groups(sizes: list[int], groups: int) -> list[NDArray[np.intp]]:
 
 
 @dataclass(slots=True)
-class _ModelLoader:
+class ModelLoader:
+    """The parts of one model."""
+
     checkpoint: Checkpoint
     config: ModelConfig
     ops: Backend
@@ -108,7 +113,7 @@ class _ModelLoader:
         embedding = self.matrix("token_embd.weight", c.vocab_size, c.d_model)
         refuse_order([embedding])
         release_pages(embedding.data)  # checked now, packed last
-        blocks = self.blocks(self.ropes())
+        blocks = self.blocks(self.ropes(), self.block)
         table = self.pack([embedding])
         model = Transformer(
             config=c,
@@ -250,13 +255,13 @@ class _ModelLoader:
             raise ModelFileError(f"{needed}, which is {scaling.original_context}")
         return replace(scaling, kind="longrope", short_factors=tuple(short.tolist()), long_factors=tuple(long.tolist()))
 
-    def blocks(self, ropes: list[RopeTable]) -> tuple[Block, ...]:
+    def blocks(self, ropes: list[RopeTable], block: Callable[[int, RopeTable], AnyBlock]) -> tuple[AnyBlock, ...]:
         """Build all blocks, several at once on the CPU: its kernels pack and read the file without the GIL."""
         threads = 1 if self.ops.has_device_memory else min(self.ops.threads or 1, MAX_BLOCKS_AT_ONCE)
         if threads == 1:
-            return tuple(map(self.block, range(len(ropes)), ropes))
+            return tuple(map(block, range(len(ropes)), ropes))
         with ThreadPoolExecutor(threads) as pool:
-            return tuple(pool.map(self.block, range(len(ropes)), ropes))
+            return tuple(pool.map(block, range(len(ropes)), ropes))
 
     def block(self, i: int, rope: RopeTable) -> Block:
         c, prefix = self.config, f"blk.{i}."
@@ -319,7 +324,7 @@ class _ModelLoader:
             n_kv_heads=kv_heads,
             head_dim=dim,
             rope=rope,
-            params=AttentionParams(c.attention_scale, c.windows[i], c.attention_cap),
+            params=AttentionParams(c.attention_scale, c.windows[i], c.attention_cap, c.causal),
             q_norm=q_norm,
             k_norm=k_norm,
             v_norm=self.unit_norm(dim) if c.family.v_norm and kv_heads else None,
@@ -566,9 +571,13 @@ class _ModelLoader:
             and (self.config.n_layers - self.config.shared_kv_layers <= int(layer[1]) < self.config.n_layers)
         )
 
+    def is_of_training(self, name: str) -> bool:
+        """Return whether a tensor is of an objective that an encoder was trained for."""
+        return self.config.family.is_encoder and is_training_head(name)
+
     def refuse_unused_tensors(self) -> None:
         left = [name for name in self.checkpoint.tensors if name not in self.used]
-        unread = (self.is_of_nextn_layer, self.is_of_shared_keys)
+        unread = (self.is_of_nextn_layer, self.is_of_shared_keys, self.is_of_training)
         extra = [name for name in left if not (name.endswith(IGNORED_SUFFIXES) or any(is_of(name) for is_of in unread))]
         if extra:
             more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""

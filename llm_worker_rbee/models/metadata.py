@@ -35,6 +35,9 @@ GGUF_SCALINGS = ("none", "linear", "yarn", "longrope")
 LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 HF_SCALINGS = ("default", "linear", "llama3", "yarn", "longrope", "su", "proportional")
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+ENCODER_ACTIVATIONS = {
+    **ACTIVATIONS, "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "relu": "relu", "tanh": "tanh",
+}  # fmt: skip
 # By value of `expert_gating_func`; softmax over the chosen alone is softmax over all, with weights that sum up to 1.
 SOFTMAX_OF_CHOSEN = 3
 GGUF_SCORINGS = {0: "", 1: "softmax", 2: "sigmoid", SOFTMAX_OF_CHOSEN: "softmax"}
@@ -90,7 +93,7 @@ def model_config_from_gguf(metadata: Mapping[str, Any], family: Family, vocab_si
         d_ff=keys.integer("feed_forward_length", keys.integer("expert_feed_forward_length", 0) or None, 1, MAX_WIDTH),
         vocab_size=vocab_size or _vocab_size(keys),
         context_length=keys.integer("context_length", minimum=1, maximum=MAX_CONTEXT),
-        norm_eps=keys.positive("attention.layer_norm_rms_epsilon"),
+        norm_eps=keys.positive(f"attention.layer_norm_{'' if family.layer_norm else 'rms_'}epsilon"),
         rope_dim=rope_dim,
         rope_base=keys.positive("rope.freq_base", 10000.0, MIN_ROPE_BASE),
         rope_scaling=_gguf_rope_scaling(keys, family),
@@ -110,6 +113,7 @@ def model_config_from_gguf(metadata: Mapping[str, Any], family: Family, vocab_si
         layer_kinds=kinds,
         conv_kernel=keys.integer("shortconv.l_cache", 0) if "short_conv" in kinds else 0,
         linear=_gguf_linear(keys, family),
+        causal=keys.get("attention.causal", bool, not family.is_encoder),
         **shapes,
     )
 
@@ -215,6 +219,8 @@ def _gguf_local_base(keys: MetadataReader, family: Family) -> float:
 def _gguf_nope_layers(keys: MetadataReader, family: Family, n_layers: int) -> tuple[int, ...]:
     if any(keys.array("rope.dimension_sections") or ()) and not family.linear_attention:  # there, of text a plain RoPE
         raise UnsupportedModelError(f"{keys.describe_key('rope.dimension_sections')} (M-RoPE) is not supported")
+    if family.learned_positions:
+        return tuple(range(n_layers))
     if family.multipliers and not keys.get("rope.scaling.finetuned", bool, True):  # how Granite's files state it
         return tuple(range(n_layers))
     return every_nth(family.nope_every, n_layers)
@@ -278,7 +284,6 @@ def model_config_from_hf(config: Mapping[str, Any], family: Family, vocab_size: 
         defaults.pop("rope_parameters", None)
     keys = MetadataReader({**defaults, **config}, source="config.json: ")
     n_layers = keys.integer("num_hidden_layers", minimum=1, maximum=MAX_LAYERS)
-    _refuse_bidirectional(keys)
     windows, shapes = _hf_windows(keys, family, n_layers), dict[str, Any]()
     if family.layer_shapes:
         windows = (*windows[:-1], 0)  # the last one always sees everything
@@ -302,7 +307,7 @@ def model_config_from_hf(config: Mapping[str, Any], family: Family, vocab_size: 
         d_ff=_hf_d_ff(keys),
         vocab_size=vocab_size or keys.integer("vocab_size", minimum=1, maximum=MAX_VOCABULARY),
         context_length=keys.integer("max_position_embeddings", minimum=1, maximum=MAX_CONTEXT),
-        norm_eps=keys.positive("rms_norm_eps", keys.positive("norm_eps", 1e-6)),
+        norm_eps=_hf_norm_eps(keys, family),
         rope_dim=head_dim if scaling.kind == "proportional" else int(head_dim * rotary_fraction),
         rope_base=rope.positive("rope_theta", 10000.0, MIN_ROPE_BASE),
         rope_scaling=scaling,
@@ -322,6 +327,7 @@ def model_config_from_hf(config: Mapping[str, Any], family: Family, vocab_size: 
         layer_kinds=kinds,
         conv_kernel=keys.integer("conv_L_cache") if "short_conv" in kinds else 0,
         linear=_hf_linear(keys, family),
+        causal=not (family.is_encoder or keys.values.get("use_bidirectional_attention") in (True, "all")),
         **shapes,
     )
 
@@ -386,10 +392,10 @@ def _hf_experts(keys: MetadataReader, family: Family, n_layers: int) -> ExpertCo
     )
 
 
-def _refuse_bidirectional(keys: MetadataReader) -> None:
-    value = keys.values.get("use_bidirectional_attention")
-    if value in (True, "all"):  # "vision": between the tokens of an image
-        raise UnsupportedModelError(f"{keys.describe_key('use_bidirectional_attention')} is {value!r}: not supported")
+def _hf_norm_eps(keys: MetadataReader, family: Family) -> float:
+    if family.layer_norm:
+        return keys.positive("layer_norm_eps", keys.positive("norm_eps", 1e-12))
+    return keys.positive("rms_norm_eps", keys.positive("norm_eps", 1e-6))
 
 
 def _hf_attention_scale(keys: MetadataReader, family: Family, head_dim: int) -> float:
@@ -401,6 +407,8 @@ def _hf_attention_scale(keys: MetadataReader, family: Family, head_dim: int) -> 
 
 def _hf_nope_layers(keys: MetadataReader, family: Family, n_layers: int) -> tuple[int, ...]:
     """Return the layers whose entry in `no_rope_layers` is 0, or every n-th."""
+    if family.learned_positions:
+        return tuple(range(n_layers))
     flags = keys.get("no_rope_layers", list, [])
     if not flags:
         return every_nth(keys.integer("no_rope_layer_interval", family.nope_every), n_layers)
@@ -410,7 +418,11 @@ def _hf_nope_layers(keys: MetadataReader, family: Family, n_layers: int) -> tupl
 
 
 def _activation(keys: MetadataReader, family: Family) -> str:
-    name = keys.get("hidden_activation", str, keys.get("hidden_act", str, "silu"))
+    name = keys.get("hidden_activation", str, keys.get("hidden_act", str, "gelu" if family.is_encoder else "silu"))
+    if family.is_encoder:
+        if name not in ENCODER_ACTIVATIONS:
+            raise UnsupportedModelError(f"config.json: activation {name!r} is not supported")
+        return ENCODER_ACTIVATIONS[name]
     if family.activation == "swiglu_oai":
         for key, value in (("swiglu_alpha", SWIGLU_OAI_ALPHA), ("swiglu_limit", SWIGLU_OAI_LIMIT)):
             if (stated := keys.number(key, value)) != value:

@@ -292,6 +292,8 @@ class CpuBackend(Backend):
 
     def fuse(self, record: Callable[[], Graph]) -> forward.CpuForward | None:
         graph = record()
+        if graph.nodes[-1].op != "logits":
+            return None
         if any(_is_unknown_gate_of_experts(node) for node in graph.nodes):
             return None
         if not all(gated_delta.has_kernel(node["params"]) for node in graph.nodes if node.op == "gated_delta"):

@@ -69,6 +69,9 @@ class CudaBackend(ops.Backend):
         self._linear = BatchedLinear(self.torch_device, batch_invariant=deterministic)
         self._held: list[tuple[tuple[Any, ...], Any]] = []  # what was made from host arrays
 
+    def to_host(self, x: torch.Tensor) -> NDArray[np.float32]:
+        return x.float().cpu().numpy()
+
     def synchronize(self) -> None:
         if self.torch_device.type == "cuda":
             torch.cuda.synchronize(self.torch_device)

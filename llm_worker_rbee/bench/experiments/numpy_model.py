@@ -22,7 +22,7 @@ from ...backends.reference import ReferenceBackend
 from ...config import ModelConfig
 from ...errors import UnsupportedModelError
 from ...layers.attention import Attention
-from ...layers.block import Block
+from ...layers.block import Block, Norm
 from ...layers.rms_norm import RMSNorm
 from ...models import Transformer
 from ...weights import Tensor
@@ -130,9 +130,9 @@ class CachedMaskBackend(GrowingCacheBackend):
 DENSE, GROWING, CACHED_MASKS = DenseBackend(), GrowingCacheBackend(), CachedMaskBackend()
 
 
-def normalize(x: Floats, norm: RMSNorm | None) -> Floats:
+def normalize(x: Floats, norm: Norm | None) -> Floats:
     """RMS norm with the weight applied in place."""
-    assert norm is not None  # of a plain llama
+    assert isinstance(norm, RMSNorm)  # of a plain llama
     x = x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + np.float32(norm.eps))
     x *= norm.weight
     return x
