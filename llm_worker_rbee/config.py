@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from .errors import InvalidRequestError, ModelFileError, UnsupportedModelError
@@ -309,18 +309,32 @@ class ModelConfig:
         return 4 * sum(math.prod(shape) for shape in shapes)
 
 
+class DenseConfig(NamedTuple):
+    """A dense layer after pooling."""
+
+    name: str  # of its tensors
+    columns: int
+    rows: int
+    activation: str = ""  # none
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingConfig:
     """How the hidden states of a sequence become one row, and how a text becomes a sequence."""
 
     kind: str = "mean"  # of POOLING_KINDS
     normalize: bool = True  # embeddings have length 1
-    score: str = ""  # of a ranker, what its logits become: "sigmoid", "softmax" (of no and yes), "identity"
+    dense: tuple[DenseConfig, ...] = ()
+    score: str = ""  # of a ranker, what its logits become: "sigmoid", "softmax" (of yes and no), "identity"
+    label_words: tuple[str, ...] = ()  # of a ranker without a classifier: tokens whose logits are those of its labels
+    label_tokens: tuple[int, ...] = ()  # their numbers
     max_length: int = 0  # tokens of a sequence; 0: as many as the model has positions for
     prompts: Mapping[str, str] = field(default_factory=dict)  # text before an input, by name
     default_prompt: str = ""  # a name of these
     similarity: str = "cosine"
+    lower_case: bool = False  # texts are lower-cased before they become tokens
     pair_template: str = ""  # of a ranker: its prompt, with {query} and {document}; empty: a pair of segments
+    notes: tuple[str, ...] = ()  # on what the files do not say, for people
 
     def __post_init__(self) -> None:
         if self.kind not in POOLING_KINDS:
