@@ -1,4 +1,4 @@
-"""How a checkpoint pools: the keys of a GGUF file, the modules of a sentence-transformers folder, or a config.json alone.
+"""How a checkpoint pools: the keys of a GGUF, the modules of a sentence-transformers folder, or a config.json alone.
 
 A module, pooling mode or activation that is not implemented is refused by name.
 """
@@ -42,7 +42,7 @@ YES_NO_TEMPLATE = (
 
 
 def read_pooling_config(checkpoint: Checkpoint, config: ModelConfig, task: str = "") -> PoolingConfig:
-    """Return how a checkpoint pools; `task` is what is asked of it, "embed" or "rank", or "" for what it is made for."""
+    """Return how a checkpoint pools; `task` is what is asked of it, "embed" or "rank", or "" for what it is."""
     if checkpoint.format == "gguf":
         found = _from_gguf(checkpoint, config, task)
     else:
