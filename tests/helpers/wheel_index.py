@@ -14,9 +14,14 @@ WHEEL_NAME = "tiny_model-1.0-py3-none-any.whl"
 
 
 def make_wheel(content: bytes = CONTENT, member: str = MEMBER) -> bytes:
+    return make_wheel_of({member: content})
+
+
+def make_wheel_of(content: dict[str, bytes]) -> bytes:
+    """Return a wheel with these files."""
     info = "tiny_model-1.0.dist-info"
     files = {
-        member: content,
+        **content,
         f"{info}/METADATA": b"Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n",
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }

