@@ -241,6 +241,17 @@ def raise_open_files(wanted: int) -> int | None:
     return soft
 
 
+def lower_priority(nice: int) -> None:
+    """Give the threads of this process, and those that they start, a lower priority; on Linux each has its own."""
+    try:
+        threads = [int(name) for name in os.listdir("/proc/self/task")]
+    except OSError:
+        threads = [0]
+    for thread in threads:
+        with suppress(OSError):  # it has ended, or has a lower one already
+            os.setpriority(os.PRIO_PROCESS, thread, nice)
+
+
 def exit_with_parent(parent: int) -> None:
     """Let this process end as soon as the process `parent`, which started it, does."""
     with suppress(OSError, AttributeError):  # Linux only

@@ -55,7 +55,17 @@ class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     options: dict[str, Any]  # fields of `LoadOptions`
     dummy_step_s: float | None = None  # replace the model by a `DummyModel` whose steps take so long
     records_blocks: bool = False  # report the hashes of cached blocks
+    is_pooling: bool = False  # a pooling model, in a process of low priority
     version: int = VERSION
+
+
+class Pool(msgspec.Struct, frozen=True, tag=True):
+    """Sequences for a pooling model: their token ids one after another, as the bytes of 32-bit integers."""
+
+    id: int
+    lengths: list[int]
+    ids: bytes
+    token_types: bytes = b""  # of each token; empty: the model has none
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -171,6 +181,25 @@ class StepResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     stats: EngineStats | None = None
 
 
+class PooledRows(msgspec.Struct, frozen=True, tag=True):
+    """Rows of a `Pool` that a step computed, as the bytes of 32-bit numbers, or the error that ended it."""
+
+    id: int
+    indices: list[int]  # of its sequences
+    rows: bytes
+    error: WorkerError | None = None
+
+
+class PoolingStep(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """What a step of a pooling model computed."""
+
+    outputs: list[PooledRows]
+    num_sequences: int
+    num_tokens: int
+    seconds: float
+    process_bytes: int | None = None
+
+
 class StageReport(msgspec.Struct, frozen=True, tag=True):
     """The progress of loading: of a phase, or of a slow part of one (a download, compiling)."""
 
@@ -224,6 +253,24 @@ class ModelInfo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     def max_batch(self) -> int:
         """Requests that are computed at the same time."""
         return self.num_replicas * self.engine.max_batch
+
+
+class PoolingInfo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """What an engine of a pooling model serves."""
+
+    path: str
+    architecture: str
+    quant: str
+    parameters: int
+    vocab_size: int
+    backend: str
+    device: str
+    weights_bytes: int
+    output_dim: int  # values of a row
+    max_length: int  # tokens of a sequence
+    max_step_tokens: int
+    phases: dict[str, float]  # of loading, in seconds
+    notes: list[str] = []  # for people
 
 
 class RequestState:

@@ -10,47 +10,37 @@ no suspect any more.
 from __future__ import annotations
 
 import asyncio
-import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import Any
 
 import msgspec
 
 from ..engine.request import copy_error
 from ..errors import DeadlineError, InferenceError, WorkerError, counted
-from ..progress import OnStage, TransferProgress
-from .child_process import ChildProcess
 from .protocol import (
     Abort,
     EngineStats,
-    Failed,
     Load,
-    Located,
     LogLine,
     ModelInfo,
     RequestEvent,
     RequestState,
-    StageReport,
     StepResult,
     TokenEngine,
     add_stats,
 )
 from .routing import Candidate, PrefixIndex
 from .stream import QueuedStream, take_result
+from .supervised_process import SupervisedProcess
 from .wire import FromEngine, ProtocolError
 
-RESTART_PERIOD_S = 60.0
-FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 5.0
 DEATHS_TO_ISOLATE, DEATHS_TO_REFUSE = 2, 2  # with other requests; alone
-STALL_FACTOR = 10  # of the slowest step seen
-RESTART_POLL_S = 0.02
 DEADLINE_GRACE_S = 0.05  # for the engine to end a request at its deadline itself
-logger = logging.getLogger("llm_worker_rbee.server")
 
 
 @dataclass(slots=True, eq=False)
@@ -82,29 +72,18 @@ class SupervisedRequest:
         return self.request.num_prompt_tokens - self.num_matched_tokens + len(self.request.tokens)
 
 
-class SupervisedEngine(TokenEngine):
+class SupervisedEngine(SupervisedProcess[ModelInfo], TokenEngine):
     """A `TokenEngine` in a child process."""
 
     def __init__(
-        self, load: Load, *, max_restarts: int = 5, stall_timeout_s: float = math.inf, restart_on_stall: bool = False,
-        progress: TransferProgress = lambda what, done, total: None,
-        on_located: Callable[[str], None] = lambda path: None,
-        move: Callable[[SupervisedRequest, bool], bool] = lambda supervised, is_final: False,
+        self, load: Load, *, move: Callable[[SupervisedRequest, bool], bool] = lambda supervised, is_final: False,
+        **options: Any,
     ) -> None:  # fmt: skip
-        """Start the process at once. `max_restarts` are those of a minute. A process that has work and sends nothing
-        for `stall_timeout_s` is stalled; with `restart_on_stall`, after ten times its slowest step, it is killed.
-        `move` may give a request of a dead process to another engine, by its `adopt`; with True if there will be no
-        other process here."""
-        self._load = load
+        """Start the process at once; the options are those of `SupervisedProcess`. `move` may give a request of a dead
+        process to another engine, by its `adopt`; with True if there will be no other process here."""
+        super().__init__(load, **options)
         self._move = move
         self.prefix_index = PrefixIndex()
-        self._max_restarts = max_restarts
-        self._stall_timeout_s, self._restart_on_stall = stall_timeout_s, restart_on_stall
-        self._progress, self._on_located = progress, on_located
-        self._child = ChildProcess.start(load)
-        self._on_stage: OnStage = lambda stage: None
-        self._loaded: asyncio.Future[ModelInfo]
-        self._state, self._has_loaded = "loading", False
         self._requests: dict[int, SupervisedRequest] = {}  # all open requests, by their ids
         self._streams: dict[int, QueuedStream] = {}  # those that the engine has, by their submissions
         self._submissions = count(1)
@@ -113,31 +92,13 @@ class SupervisedEngine(TokenEngine):
         )  # replayed one at a time, the first one now, while the others wait
         self._stats = self._stats_before = EngineStats(num_free_blocks=1, num_blocks=1)
         self._num_queried_tokens = self._num_hit_tokens = 0  # counted here: a request that is replayed counts once
-        self._deaths: deque[float] = deque()
-        self._last_message_at = time.monotonic()
-        self._slowest_step_s = 0.0
-        self._num_failed_loads = 0  # in a row
-        self._tasks: list[asyncio.Task[None]] = []  # the restart and the watch
 
-    async def start(self, on_stage: OnStage) -> ModelInfo:
-        self._on_stage = on_stage
-        self.info = await self._attach()
-        planned = {"model": self.info.path, "device": self.info.device, "kv_memory": self.info.kv_cache_bytes,
-                   "max_context": self.info.max_context}  # fmt: skip
-        self._load = msgspec.structs.replace(self._load, options=self._load.options | planned)  # of a restart
-        if self._restart_on_stall:
-            self._tasks.append(asyncio.ensure_future(self._watch_stalls(self._stall_timeout_s)))
-        return self.info
-
-    async def _attach(self) -> ModelInfo:
-        """Connect to the present child and wait until it has loaded the model."""
-        self._loaded = asyncio.get_running_loop().create_future()
-        await self._child.attach(self._take, self._on_end)
-        return await self._loaded
+    def _planned_options(self) -> dict[str, object]:
+        return {"model": self.info.path, "device": self.info.device, "kv_memory": self.info.kv_cache_bytes,
+                "max_context": self.info.max_context}  # fmt: skip
 
     def submit(self, request: RequestState, hashes: Sequence[bytes] = ()) -> QueuedStream:
-        if self._state in ("failed", "stopped"):
-            raise InferenceError("the engine has failed" if self._state == "failed" else "the engine was stopped")
+        self._require_alive()
         timeout_s = request.submitted.timeout_s
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         supervised = SupervisedRequest(QueuedStream(request, self._abort), deadline, hashes)
@@ -166,7 +127,7 @@ class SupervisedEngine(TokenEngine):
         if self._state == "ready" and self._isolated[0] is supervised:
             for other in self._requests.values():
                 self._withdraw(other)
-            self._send_all()
+            self._submit_all()
 
     @property
     def accepts_requests(self) -> bool:
@@ -189,50 +150,11 @@ class SupervisedEngine(TokenEngine):
     def num_requests(self) -> int:
         return len(self._requests)
 
-    async def restart(self) -> None:
-        await self._wait_while_loading()
-        if self._state == "stopped":
-            return
-        self._state, self._stats_before = "loading", self.stats()
-        self._deaths.clear()
-        self._num_failed_loads = 0
-        self._clear()
-        self._move_requests()
-        logger.info("the engine is restarted with %s", counted(len(self._requests), "open request"))
-        await self._child.stop()
-        self._tasks.append(asyncio.ensure_future(self._restart(0.0)))
-        await self._wait_while_loading()
-        if self._state == "failed":
-            raise InferenceError("an engine that was restarted on request could not load the model again")
-
-    async def _wait_while_loading(self) -> None:
-        """Wait for the end of a restart, also if the process dies on the way."""
-        while self._state == "loading":
-            await asyncio.sleep(RESTART_POLL_S)
-
     def stats(self) -> EngineStats:
         stats = add_stats([self._stats], [self._stats_before])
         return msgspec.structs.replace(
             stats, num_queried_tokens=self._num_queried_tokens, num_hit_tokens=self._num_hit_tokens
         )
-
-    def status(self) -> str:
-        if self._state == "ready":
-            return "healthy" if self.last_step_age_s <= self._stall_timeout_s else "stalled"
-        return "failed" if self._state == "stopped" else self._state
-
-    @property
-    def last_step_age_s(self) -> float:
-        return time.monotonic() - self._last_message_at if self._state == "ready" and self._requests else 0.0
-
-    async def stop(self, error: WorkerError) -> None:
-        self._state = "stopped"
-        for task in self._tasks:
-            task.cancel()
-        self._finish_all(error)
-        await self._child.stop()
-        if hasattr(self, "_loaded") and not self._loaded.done():
-            self._loaded.cancel()
 
     def _abort(self, request: RequestState) -> None:
         supervised = self._remove(request)
@@ -249,44 +171,18 @@ class SupervisedEngine(TokenEngine):
                 supervised.timer.cancel()  # it would keep the request until the deadline
         return supervised
 
-    def _take(self, message: FromEngine) -> None:
-        """Take in a message of the child."""
-        if isinstance(message, Failed | ModelInfo) and self._loaded.done():
-            raise ProtocolError(f"{type(message).__name__} after the end of loading")
-        match message:
-            case StepResult():
-                self._take_result(message)
-            case StageReport(stage=stage, is_transfer=is_transfer):
-                if not self._has_loaded and is_transfer:
-                    self._progress(stage.stage, stage.done, stage.total)
-                elif not self._has_loaded:
-                    self._on_stage(stage)
-            case Located(path=path):
-                if not self._has_loaded:
-                    self._on_located(path)
-            case LogLine():
-                self._log(message)
-            case Failed(error=error):
-                if self._has_loaded:
-                    logger.error("the engine could not load the model again: %s", error)
-                    self._child.kill()
-                self._loaded.set_exception(error)
-            case ModelInfo():
-                self._state, self._has_loaded = "ready", True
-                self._loaded.set_result(message)
-
-    def _log(self, line: LogLine) -> None:
-        """Log a line of the child, in the context of the request that it is about."""
+    def _context_of(self, line: LogLine) -> Context:
         stream = None if line.request_id is None else self._streams.get(line.request_id)
         supervised = None if stream is None else self._requests.get(stream.request.id)
-        context = copy_context() if supervised is None else supervised.context
-        context.run(logger.log, line.level, "engine: %s", line.text)
+        return copy_context() if supervised is None else supervised.context
+
+    def _take_output(self, message: FromEngine) -> None:
+        if not isinstance(message, StepResult):
+            raise ProtocolError(f"{type(message).__name__} of an engine of tokens")
+        self._take_result(message)
 
     def _take_result(self, result: StepResult) -> None:
-        now = time.monotonic()
-        if result.outputs:
-            self._slowest_step_s = max(self._slowest_step_s, now - self._last_message_at)
-        self._last_message_at = now
+        self._observe_message(bool(result.outputs))
         if result.stats is not None:
             self._stats = result.stats
         self.prefix_index.update(result.stored, result.removed)
@@ -308,36 +204,17 @@ class SupervisedEngine(TokenEngine):
             self._num_queried_tokens += stream.request.num_prompt_tokens
             self._num_hit_tokens += event.num_tokens
 
-    def _on_end(self, how: str) -> None:
-        """Restart the child, unless it is stopped or dies too often."""
-        if self._state == "stopped":
-            return
-        if not self._loaded.done():
-            self._loaded.set_exception(InferenceError(f"the engine {how} while it loaded the model"))
-        if not self._has_loaded:
-            self._state = "failed"  # the first load is not repeated
-            return
-        was_loading, self._state, self._stats_before = self._state == "loading", "loading", self.stats()
-        self._record_death(how)
+    def _lose_process(self, how: str | None) -> None:
+        self._stats_before = self.stats()
+        if how is None:
+            self._clear()
+        else:
+            self._record_death(how)
         self._move_requests()
-        now = time.monotonic()
-        self._deaths.append(now)
-        while now - self._deaths[0] > RESTART_PERIOD_S:
-            self._deaths.popleft()
-        self._num_failed_loads += was_loading
-        if max(len(self._deaths), self._num_failed_loads) > self._max_restarts:
-            logger.error("the engine %s: more than %s, it is not restarted again", how,
-                         counted(self._max_restarts, "restart"))  # fmt: skip
-            self._state = "failed"
-            self._move_requests(is_final=True)
-            self._finish_all(InferenceError(f"the engine {how}, and was restarted too often"))
-            return
-        self.num_restarts += 1
-        pause = min(FIRST_BACKOFF_S * 2 ** (len(self._deaths) - 1), MAX_BACKOFF_S)
-        logger.warning("the engine %s: restart in %.2f s with %s", how, pause,
-                       counted(len(self._requests), "open request"))  # fmt: skip
-        self._tasks = [task for task in self._tasks if not task.done()]
-        self._tasks.append(asyncio.ensure_future(self._restart(pause)))
+
+    def _give_up(self, error: WorkerError) -> None:
+        self._move_requests(is_final=True)
+        self._finish_all(error)
 
     def _record_death(self, how: str) -> None:
         """Note who ran; refuse a request that has ended engines while alone."""
@@ -372,28 +249,7 @@ class SupervisedEngine(TokenEngine):
                 if supervised in self._isolated:
                     self._isolated.remove(supervised)
 
-    async def _restart(self, pause: float) -> None:
-        await asyncio.sleep(pause)
-        if self._state == "stopped":
-            return
-        try:
-            self._child = ChildProcess.start(self._load)
-        except OSError as error:  # no memory or no descriptor is left: another try may succeed
-            self._on_end(f"could not be started ({error})")
-            return
-        try:
-            info = await self._attach()
-        except WorkerError:
-            return  # `_on_end` follows
-        self._num_failed_loads = 0
-        self.info = msgspec.structs.replace(info, phases=self.info.phases)
-        if self._state != "ready":  # it died again before this ran
-            return
-        self._last_message_at = time.monotonic()
-        logger.info("the engine serves again")
-        self._send_all()
-
-    def _send_all(self) -> None:
+    def _submit_all(self) -> None:
         """Submit what the engine does not have: the first isolated request alone, or all others."""
         waiting = list(self._requests.values()) if not self._isolated else [self._isolated[0]]
         for supervised in waiting:
@@ -409,7 +265,7 @@ class SupervisedEngine(TokenEngine):
         if is_first and self._state == "ready":
             if self._isolated:  # it goes on later, with the others
                 self._withdraw(supervised)
-            self._send_all()
+            self._submit_all()
 
     def _withdraw(self, supervised: SupervisedRequest) -> None:
         """Take a request out of the engine, if it is there."""
@@ -439,15 +295,6 @@ class SupervisedEngine(TokenEngine):
     def _finish_all(self, error: WorkerError) -> None:
         for supervised in list(self._requests.values()):
             supervised.stream.finish_with(copy_error(error))
-
-    async def _watch_stalls(self, stall_timeout_s: float) -> None:
-        """Kill a child that has work and sends nothing; `_on_end` restarts it."""
-        while True:
-            await asyncio.sleep(stall_timeout_s / 10)
-            if self.last_step_age_s > max(stall_timeout_s, STALL_FACTOR * self._slowest_step_s):
-                logger.error("the engine sent nothing for %.1f s: it is killed", self.last_step_age_s)
-                self._child.kill()
-                self._last_message_at = time.monotonic()
 
 
 def _expire(supervised: SupervisedRequest) -> None:

@@ -9,13 +9,26 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from ..errors import InferenceError, InvalidRequestError, QueueFullError, WorkerError
-from .protocol import Abort, Failed, Load, Located, LogLine, ModelInfo, StageReport, StepResult, Submit
+from .protocol import (
+    Abort,
+    Failed,
+    Load,
+    Located,
+    LogLine,
+    ModelInfo,
+    Pool,
+    PoolingInfo,
+    PoolingStep,
+    StageReport,
+    StepResult,
+    Submit,
+)
 
 T = TypeVar("T")
 HEADER = struct.Struct("<I")
 MAX_FRAME_BYTES = 1 << 28
-ToEngine = Load | Submit | Abort
-FromEngine = StageReport | Located | LogLine | Failed | ModelInfo | StepResult
+ToEngine = Load | Submit | Pool | Abort
+FromEngine = StageReport | Located | LogLine | Failed | ModelInfo | StepResult | PoolingInfo | PoolingStep
 
 
 class ProtocolError(Exception):

@@ -17,7 +17,7 @@ from llm_worker_rbee.backends import cpu_info
 from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.errors import InferenceError, RequestCancelledError, WorkerError
 from llm_worker_rbee.progress import Stage
-from llm_worker_rbee.token_engine import replicas, supervisor
+from llm_worker_rbee.token_engine import replicas, supervised_process
 from llm_worker_rbee.token_engine.protocol import Load
 from llm_worker_rbee.token_engine.replicas import ReplicaSet
 from llm_worker_rbee.token_engine.routing import MAX_HASHED_BLOCKS, prompt_hashes
@@ -118,7 +118,7 @@ def test_requests_with_one_prefix_go_to_one_engine(load: Load) -> None:
 
 def test_requests_of_a_dead_engine_go_on_in_the_other(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """The dead engine is restarted late: what its streams get meanwhile comes from the other one."""
-    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 5.0)
+    monkeypatch.setattr(supervised_process, "FIRST_BACKOFF_S", 5.0)
 
     async def main(engine: ReplicaSet) -> None:
         expected = [summary(await outputs_of(engine.submit(request(i)))) for i in range(8)]

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from llm_worker_rbee.errors import DeadlineError, InferenceError, RequestCancelledError, WorkerError
-from llm_worker_rbee.token_engine import supervisor
+from llm_worker_rbee.token_engine import supervised_process
 from llm_worker_rbee.token_engine.child_process import ChildProcess
 from llm_worker_rbee.token_engine.protocol import Load, Submit, TokenOutput
 from llm_worker_rbee.token_engine.supervisor import SupervisedEngine
@@ -41,7 +41,7 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineFaults:
     """Faults of engines that are restarted at once, however many there are."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(supervisor, "MAX_BACKOFF_S", supervisor.FIRST_BACKOFF_S)
+    monkeypatch.setattr(supervised_process, "MAX_BACKOFF_S", supervised_process.FIRST_BACKOFF_S)
     return EngineFaults(tmp_path)
 
 
@@ -155,7 +155,7 @@ def test_requests_that_are_submitted_during_a_restart_wait(load: Load, monkeypat
         assert engine.num_restarts == 1
         left = [message.timeout_s for message in sent if isinstance(message, Submit)]
         assert (len(left), left[0]) == (2, None)
-        assert left[1] <= LIMIT_S - supervisor.FIRST_BACKOFF_S
+        assert left[1] <= LIMIT_S - supervised_process.FIRST_BACKOFF_S
 
     run(main, load)
 
