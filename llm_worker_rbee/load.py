@@ -33,7 +33,7 @@ from .engine.state_pool import SLOTS_PER_REQUEST
 from .engine.step_limits import SchedulerLimits, Workspace, choose_batch, choose_step_tokens
 from .errors import InsufficientMemoryError, InvalidRequestError
 from .machine import without_collection
-from .models import MtpHead, Transformer, load_model, load_model_with_head, read_model_config
+from .models import MtpHead, Transformer, load_model, load_model_with_head, read_model_config, require_decoder
 from .models.convert import is_fp8, planned_types, quantize_checkpoint
 from .models.mtp import head_config, require_head
 from .progress import OnStage, Stage
@@ -157,6 +157,8 @@ def load(
     with phases.timed("open"):
         checkpoint = _open_checkpoint(path, options.quantize)
         draft = None if draft_path is None else open_checkpoint(draft_path)
+        for opened in filter(None, (checkpoint, draft)):
+            require_decoder(opened)
         if options.has_mtp:
             require_head(checkpoint, read_model_config(checkpoint))
         placed = place_model(backend, [checkpoint] if draft is None else [checkpoint, draft], options)

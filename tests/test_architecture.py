@@ -20,8 +20,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 BASE = {"config", "errors", "machine", "pipe_process"}
 DATA = BASE | {"weights", "tokenizer"}
 MODEL = DATA | {"backends", "layers", "cache", "models"}
-ENGINE = MODEL | {"engine", "load", "progress", "text_model", "token_engine"}
-OFFLINE = ENGINE | {"generation", "llm"}
+ENGINE = MODEL | {"engine", "load", "load_pooling", "pooling_text", "progress", "text_model", "token_engine"}
+OFFLINE = ENGINE | {"embedder", "generation", "llm"}
 IMPORTS: dict[str, set[str]] = {
     "errors": set(),
     "machine": set(),
@@ -36,15 +36,18 @@ IMPORTS: dict[str, set[str]] = {
     "models": DATA | {"backends", "layers", "cache"},
     "engine": MODEL,
     "text_model": DATA | {"engine"},
+    "pooling_text": DATA | {"backends"},
     "load": MODEL | {"engine", "progress", "text_model"},
+    "load_pooling": MODEL | {"engine", "load", "pooling_text", "progress", "text_model"},
     "token_engine": ENGINE - {"token_engine"},
     "generation": ENGINE,
     "llm": ENGINE | {"generation"},
+    "embedder": ENGINE,
     "server": OFFLINE,
     "bench": OFFLINE,
     "cluster": OFFLINE | {"server"},
     "cli": OFFLINE | {"server", "bench"},
-    "__init__": {"llm", "generation", "engine", "errors", "tokenizer"},
+    "__init__": {"embedder", "llm", "generation", "engine", "errors", "tokenizer"},
     "__main__": {"cli", "errors", "token_engine"},
 }
 
@@ -64,27 +67,27 @@ SECOND_PLACES: dict[str, dict[str, str]] = {  # beside the one place of a heavy 
 
 # Line budgets. "." are the modules at the top of the package.
 LINES = {
-    ".": 2_600,
-    "backends": 1_900,
-    "backends/cpu": 8_100,
-    "backends/cpu/matmul": 980,
-    "backends/cuda": 8_300,
-    "bench": 13_300,
+    ".": 3_600,
+    "backends": 2_100,
+    "backends/cpu": 9_000,
+    "backends/cpu/matmul": 1_200,
+    "backends/cuda": 9_300,
+    "bench": 13_700,
     "cache": 180,
-    "cli": 3_500,
-    "cli/bench": 1_900,
+    "cli": 4_100,
+    "cli/bench": 1_950,
     "cluster": 700,
-    "engine": 4_500,
-    "layers": 700,
-    "models": 2_600,
-    "server": 9_000,
-    "token_engine": 2_800,
-    "tokenizer": 4_600,
-    "weights": 4_600,
+    "engine": 4_700,
+    "layers": 950,
+    "models": 3_700,
+    "server": 9_300,
+    "token_engine": 2_700,
+    "tokenizer": 5_300,
+    "weights": 5_000,
 }
-MAX_TOTAL_LINES = 70_250
-MAX_BENCH_LINES = 15_200  # bench with its commands
-MAX_MODULES = 317
+MAX_TOTAL_LINES = 76_000
+MAX_BENCH_LINES = 15_600  # bench with its commands
+MAX_MODULES = 345
 MAX_FOLDER_FILES = 30
 MAX_FILE_LINES = 800
 LISTED_FILE_LINES = 600  # longer files are named here

@@ -1,8 +1,16 @@
 """One decoder for all families; what differs between them is data."""
 
 from .decoder import Transformer
-from .families import FAMILIES, read_model_config
+from .families import FAMILIES, read_model_config, require_decoder
 from .loader import load_model, load_model_with_head
 from .mtp import MtpHead
 
-__all__ = ["FAMILIES", "MtpHead", "Transformer", "load_model", "load_model_with_head", "read_model_config"]
+__all__ = [
+    "FAMILIES",
+    "MtpHead",
+    "Transformer",
+    "load_model",
+    "load_model_with_head",
+    "read_model_config",
+    "require_decoder",
+]

@@ -237,6 +237,16 @@ def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
     return config
 
 
+def require_decoder(checkpoint: Checkpoint) -> None:
+    """Raise if a checkpoint is of an encoder, which generates no text."""
+    config = read_model_config(checkpoint)
+    if config.family.is_encoder or not config.causal:
+        raise UnsupportedModelError(
+            f"{checkpoint.path.name} is an embedding model ({config.family.name}) and generates no text: use `embed`, "
+            "Embedder, or serve --embedding-model"
+        )
+
+
 def _with_tables(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
     """Return the configuration of an encoder with the sizes of its tables of positions and segments."""
     if not config.family.is_encoder:

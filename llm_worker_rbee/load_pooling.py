@@ -1,0 +1,117 @@
+"""Loading a pooling model: locate and open its files, choose a device, load tokenizer and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from .backends import fallback_to_cpu, is_automatic, select_backend
+from .backends.ops import Backend
+from .config import ModelConfig, PoolingConfig
+from .engine.kv_cache_budget import available_memory
+from .errors import InsufficientMemoryError, InvalidRequestError, human_bytes
+from .load import LoadPhases, device_weight_bytes
+from .machine import without_collection
+from .models import read_model_config
+from .models.convert import is_fp8, quantize_checkpoint
+from .models.pooling import PoolingModel
+from .models.pooling_config import read_pooling_config
+from .models.pooling_loader import load_pooling_model
+from .pooling_text import PoolingText
+from .text_model import open_tokenizer
+from .weights import Checkpoint, open_checkpoint
+from .weights.hub import locate_model
+from .weights.quant_mix import quant_name
+
+# The type of keys and values within a step: nothing is kept, so that memory is no reason for a narrow one.
+WORKSPACE_TYPES = {"cuda": "float16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingOptions:
+    """Which model, where, and how; `Embedder.__init__` documents each option."""
+
+    model: str | Path | None = None
+    device: str = "auto"
+    backend: str = "auto"
+    threads: int | None = None
+    quantize: str | None = None
+    max_length: int | None = None  # tokens of a sequence; None: what the model's own files say
+    deterministic: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedPooling:
+    """A pooling model that is ready to compute."""
+
+    path: Path
+    checkpoint: Checkpoint
+    config: ModelConfig
+    pooling: PoolingConfig
+    model: PoolingModel
+    text: PoolingText
+    quant: str  # the name of its mix of quantization types
+    notes: list[str]  # on the choice of device, for people
+
+
+@without_collection()
+def load_pooling(
+    options: PoolingOptions, phases: LoadPhases | None = None, *,
+    on_located: Callable[[Path], None] = lambda path: None,
+) -> LoadedPooling:  # fmt: skip
+    """Load a pooling model, in the phases of `load.load`; raise if it is none."""
+    phases = phases or LoadPhases()
+    with phases.timed("backend"):
+        backend = select_backend(options.device, options.backend, options.threads, deterministic=options.deterministic)
+        if is_fp8(options.quantize):
+            backend.require_fp8()
+    with phases.timed("locate"):
+        path = locate_model(None if options.model is None else str(options.model), progress=phases.progress)
+    with phases.timed("open"):
+        checkpoint = open_checkpoint(path)
+        config = read_model_config(checkpoint)
+        pooling = _with_max_length(read_pooling_config(checkpoint, config), config, options.max_length)
+        backend, notes = _place(backend, checkpoint, options)
+    on_located(path)
+    with phases.timed("tokenizer"):
+        max_length = min(pooling.max_length or config.context_length, config.context_length)
+        text = PoolingText(open_tokenizer(checkpoint), pooling, config.vocab_size, max_length)
+    quant = quant_name(checkpoint) if options.quantize is None else options.quantize.upper()
+    if options.quantize is not None:
+        with phases.timed("quantize"):
+            checkpoint = quantize_checkpoint(checkpoint, options.quantize, progress=phases.progress)
+    kv_type = WORKSPACE_TYPES.get(backend.name, "float32")
+    with phases.timed("kernels"):
+        backend.load_kernels(checkpoint, config, kv_type, phases.progress)
+    with phases.timed("weights", checkpoint.nbytes):
+        model = load_pooling_model(checkpoint, backend, config, pooling, kv_type, phases.advance)
+    return LoadedPooling(
+        path=path, checkpoint=checkpoint, config=config, pooling=pooling, model=model, text=text, quant=quant,
+        notes=notes,
+    )  # fmt: skip
+
+
+def _with_max_length(pooling: PoolingConfig, config: ModelConfig, max_length: int | None) -> PoolingConfig:
+    if max_length is None:
+        return pooling
+    if not 1 <= max_length <= config.context_length:
+        raise InvalidRequestError(
+            f"max_length is {max_length}: the model has positions for 1 to {config.context_length} tokens", "max_length"
+        )
+    return replace(pooling, max_length=max_length)
+
+
+def _place(backend: Backend, checkpoint: Checkpoint, options: PoolingOptions) -> tuple[Backend, list[str]]:
+    """Return the backend, or the CPU's where a GPU that `auto` chose is too small; raise if the weights do not fit."""
+    needed, notes = device_weight_bytes([checkpoint], options.quantize), list[str]()
+    if is_automatic(options.device, options.backend, options.threads) and not is_fp8(options.quantize):
+        backend, note = fallback_to_cpu(backend, needed)
+        notes = [] if note is None else [note]
+    free = available_memory(0, backend if backend.has_device_memory else None)
+    if free is not None and needed > free:
+        raise InsufficientMemoryError(
+            f"the weights take {human_bytes(needed)}, and {human_bytes(free)} of memory are free: use a smaller model, "
+            "or quantize it"
+        )
+    return backend, notes

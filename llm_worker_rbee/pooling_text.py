@@ -1,0 +1,94 @@
+"""The text side of a pooling model: texts and pairs of texts to token ids, without weights or an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .backends.ops import Ints
+from .config import PoolingConfig
+from .errors import ContextLengthError, InvalidRequestError
+
+
+class EncodedPairs(NamedTuple):
+    """The sequences of pairs of texts, with the segment of each token."""
+
+    ids: list[Ints]
+    token_types: list[Ints]
+
+
+class PoolingText:
+    """Texts to sequences of at most `max_length` tokens, special tokens included."""
+
+    def __init__(self, tokenizer: Any, pooling: PoolingConfig, vocab_size: int, max_length: int) -> None:
+        tokenizer.pad_to(vocab_size)
+        self.tokenizer, self.pooling, self.vocab_size, self.max_length = tokenizer, pooling, vocab_size, max_length
+
+    def prompt(self, name: str | None = None) -> str:
+        """Return the text that goes before an input, by name; None: the model's default one."""
+        name = self.pooling.default_prompt if name is None else name
+        if not name:
+            return ""
+        if name not in self.pooling.prompts:
+            known = ", ".join(sorted(self.pooling.prompts)) or "none"
+            raise InvalidRequestError(f"unknown prompt_name {name!r}: the model has {known}", "prompt_name")
+        return self.pooling.prompts[name]
+
+    def encode(self, text: str, *, prompt: str = "", truncate: bool = False) -> Ints:
+        """Return the ids of one text."""
+        return self.encode_batch([text], prompt=prompt, truncate=truncate)[0]
+
+    def encode_batch(self, texts: Sequence[str], *, prompt: str = "", truncate: bool = False) -> list[Ints]:
+        """Return the ids of texts; one that is too long raises, or is cut at its end with `truncate`."""
+        limit = self.max_length if truncate else None
+        encoded = self.tokenizer.encode_batch([prompt + text for text in texts], max_tokens=limit)
+        return self.check_lengths([np.array(ids, np.int64) for ids in encoded], "input")
+
+    def encode_pairs(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> EncodedPairs:
+        """Return a query with each document; a pair that is too long raises, or its document is cut."""
+        template = self.pooling.pair_template
+        if template:
+            return self._encode_template(template, query, documents, truncate=truncate)
+        pairs = self.tokenizer.encode_pairs(query, documents, max_tokens=self.max_length if truncate else None)
+        ids = self.check_lengths([np.array(ids, np.int64) for ids, _ in pairs], "documents")
+        return EncodedPairs(ids, [np.array(types, np.int64) for _, types in pairs])
+
+    def _encode_template(self, template: str, query: str, documents: Sequence[str], *, truncate: bool) -> EncodedPairs:
+        """Return the prompt of a template, {query} and {document} in it replaced, its control tokens parsed."""
+        before, after = template.split("{document}")
+        encode = self.tokenizer.encode
+        first = encode(before.split("{query}")[0], parse_special=True)
+        middle = encode(query + before.split("{query}")[1], add_special=False)
+        last = encode(after, add_special=False, parse_special=True)
+        room = self.max_length - len(first) - len(middle) - len(last)
+        if truncate and room < 1:
+            raise ContextLengthError(f"the query leaves no room for a document: at most {self.max_length} tokens")
+        sequences = []
+        for document in documents:
+            ids = encode(document, add_special=False)
+            sequences.append(np.array([*first, *middle, *(ids[:room] if truncate else ids), *last], np.int64))
+        checked = self.check_lengths(sequences, "documents")
+        return EncodedPairs(checked, [np.zeros(len(one), np.int64) for one in checked])
+
+    def check_ids(self, sequences: Sequence[Sequence[int]], *, truncate: bool = False) -> list[Ints]:
+        """Return sequences of ids that a caller has tokenized; raise on ids outside the vocabulary and empty ones."""
+        checked = []
+        for i, sequence in enumerate(sequences):
+            ids = np.asarray(sequence, np.int64)
+            if not ids.size:
+                raise InvalidRequestError(f"input {i} has no tokens", "input")
+            if ids.min() < 0 or ids.max() >= self.vocab_size:
+                raise InvalidRequestError(f"input {i}: a token id is outside 0..{self.vocab_size - 1}", "input")
+            checked.append(ids[: self.max_length] if truncate else ids)
+        return self.check_lengths(checked, "input")
+
+    def check_lengths(self, sequences: list[Ints], what: str) -> list[Ints]:
+        """Raise if a sequence is too long for the model."""
+        for i, ids in enumerate(sequences):
+            if len(ids) > self.max_length:
+                raise ContextLengthError(
+                    f"{what} {i} has {len(ids)} tokens, the model takes {self.max_length}: shorten it, or set truncate"
+                )
+        return sequences
