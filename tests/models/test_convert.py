@@ -481,8 +481,8 @@ def test_convert_model_refused_by_loader_raises(made: Callable[[str], Made], tmp
     write_gguf(tmp_path / "c.gguf", metadata, {**tensors, "blk.1.attn_q.weight": broken})
     with pytest.raises(ModelFileError, match=r"'blk\.1\.attn_q\.weight': a value of 1e\+09 does not fit into Q8_0"):
         converted(tmp_path / "c.gguf", tmp_path / "out.gguf", "Q8_0")
-    write_gguf(tmp_path / "d.gguf", {"general.architecture": "bert"})
-    with pytest.raises(UnsupportedModelError, match="architecture 'bert' is not supported"):
+    write_gguf(tmp_path / "d.gguf", {"general.architecture": "mamba"})
+    with pytest.raises(UnsupportedModelError, match="architecture 'mamba' is not supported"):
         converted(tmp_path / "d.gguf", tmp_path / "out.gguf", "Q8_0")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gguf", "b.gguf", "c.gguf", "d.gguf"]
 
