@@ -1,4 +1,4 @@
-"""Text to ids with the `tokenizers` library: byte-level BPE, SentencePiece-style BPE, and tokenizer.json as it is.
+"""Text to ids with the `tokenizers` library: BPE over bytes or characters, WordPiece, unigram, tokenizer.json as it is.
 
 Special tokens are split off first, leftmost and longest, by an automaton of the library; the model encodes the rest.
 User-defined tokens are always recognised, control tokens only with `parse_special`, so that `<|im_end|>` typed by a
@@ -15,11 +15,11 @@ from itertools import chain
 from operator import itemgetter, mul
 from threading import Lock
 
-from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from ..errors import InvalidRequestError, TokenizerError
 from .pre_tokenizers import PreTokenizer
-from .tokenizer import BYTE_TO_CHAR, SPACE, SPECIAL_TYPES, TokenType, Vocabulary, preview
+from .tokenizer import BYTE_TO_CHAR, CONTINUATION, MARK, SPACE, SPECIAL_TYPES, TokenType, Vocabulary, preview
 
 
 @contextmanager
@@ -53,6 +53,7 @@ _MAX_SPM_WORK = 256_000_000  # sum of squared lengths; usual vocabularies of 256
 PLAIN_TYPES = frozenset({int(TokenType.NORMAL), int(TokenType.UNUSED), int(TokenType.UNDEFINED)})
 BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
 MAX_DIRECT_LENGTH = 2048  # characters of a text that is merged without the library's model
+MAX_WORD_LENGTH = 100  # characters of a WordPiece word; a longer one is unknown
 _MAX_SPM_MERGES = 32_000_000  # characters of all derived merges; such a vocabulary has about 5 million
 
 
@@ -86,7 +87,7 @@ class SpecialTokenSplitter:
                 yield None, part
 
 
-def _splitters(vocabulary: Vocabulary, rstrip: frozenset[int] = frozenset()) -> dict[bool, SpecialTokenSplitter]:
+def splitters(vocabulary: Vocabulary, rstrip: frozenset[int] = frozenset()) -> dict[bool, SpecialTokenSplitter]:
     """Return splitters for user-defined tokens, by `parse_special`: with control and unknown tokens, or without."""
     always = vocabulary.ids_by_text((TokenType.USER_DEFINED,))
     parsed = {**always, **vocabulary.special_names()}
@@ -94,17 +95,38 @@ def _splitters(vocabulary: Vocabulary, rstrip: frozenset[int] = frozenset()) -> 
 
 
 def _library_ids(library: Tokenizer, text: str) -> list[int]:
-    """Return the library's ids; without offsets, which take half of the time."""
+    return library_batch(library, [text])[0]
+
+
+def library_batch(library: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Return the library's ids of texts; without offsets, which take half of the time."""
     with encode_errors():
-        ids: list[int] = library.encode_batch_fast([text], add_special_tokens=False)[0].ids
-    return ids
+        return [found.ids for found in library.encode_batch_fast(texts, add_special_tokens=False)]
 
 
-class BpeEncoder:
+class PartsEncoder:
+    """Splits special tokens off; the library encodes each text between them alone."""
+
+    def __init__(self, vocabulary: Vocabulary, library: Tokenizer) -> None:
+        self._splitters, self._library = splitters(vocabulary), library
+
+    def encode(self, text: str, parse_special: bool, mark: str = "") -> list[int]:
+        return self._encode_all([text], self._splitters[parse_special], mark)[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._encode_all(texts, self._splitters[False], "")
+
+    def _encode_all(self, texts: Sequence[str], splitter: SpecialTokenSplitter, mark: str) -> list[list[int]]:
+        pieces = [list(splitter.split(text)) for text in texts]
+        parts = [part.replace(mark, "") if mark else part for piece in pieces for i, part in piece if i is None]
+        ids = iter(library_batch(self._library, parts))
+        return [list(chain.from_iterable(next(ids) if i is None else [i] for i, _ in piece)) for piece in pieces]
+
+
+class BpeEncoder(PartsEncoder):
     """Byte-level BPE of a GGUF: pre-tokenizer, then merges in order."""
 
     def __init__(self, vocabulary: Vocabulary, merges: Sequence[tuple[str, str]], pre: PreTokenizer) -> None:
-        self._splitters = _splitters(vocabulary)
         missing = [byte for byte, char in BYTE_TO_CHAR.items() if char not in vocabulary.ids]
         # Placeholders keep neighbours from merging across a missing byte.
         self._missing = {len(vocabulary) + index: byte for index, byte in enumerate(missing)}
@@ -116,20 +138,16 @@ class BpeEncoder:
         try:
             with tokenizer_errors("tokenizer.ggml.merges"):
                 vocab = {**vocabulary.ids, **placeholders}
-                self._library = Tokenizer(models.BPE(vocab=vocab, merges=kept, ignore_merges=pre.ignore_merges))
-                self._library.pre_tokenizer = byte_level_splitter(pre)
+                library = Tokenizer(models.BPE(vocab=vocab, merges=kept, ignore_merges=pre.ignore_merges))
+                library.pre_tokenizer = byte_level_splitter(pre)
         except TokenizerError:  # the library checks all merges faster, and names none
             _check_merges(vocabulary, merges)
             raise
+        super().__init__(vocabulary, library)
 
-    def encode(self, text: str, parse_special: bool, mark: str = "") -> list[int]:
-        ids: list[int] = []
-        for token_id, part in self._splitters[parse_special].split(text):
-            if token_id is None:
-                ids += _library_ids(self._library, part.replace(mark, "") if mark else part)
-            else:
-                ids.append(token_id)
-        return self._without_missing(ids) if self._missing else ids
+    def _encode_all(self, texts: Sequence[str], splitter: SpecialTokenSplitter, mark: str) -> list[list[int]]:
+        found = super()._encode_all(texts, splitter, mark)
+        return [self._without_missing(ids) for ids in found] if self._missing else found
 
     def _without_missing(self, ids: list[int]) -> list[int]:
         """Drop bytes that the vocabulary lacks: the default model has none for planes 4 to 11 and U+0004."""
@@ -185,7 +203,7 @@ class SpmEncoder:
         unknown_id: int | None = None,
         rstrip: frozenset[int] = frozenset(),
     ) -> None:
-        self._splitters = _splitters(vocabulary, rstrip)
+        self._splitters = splitters(vocabulary, rstrip)
         self._special = frozenset(i for i, kind in enumerate(vocabulary.token_types) if kind in SPECIAL_TYPES)
         self._prefix = SPACE if add_space_prefix else ""
         self._squeeze_spaces = squeeze_spaces
@@ -230,6 +248,9 @@ class SpmEncoder:
             ids.append(token_id)
             starts = token_id in self._special
         return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text, False) for text in texts]
 
     def _segment(self, text: str) -> list[int]:
         if self._made is None and self._merger is not None and len(text) <= MAX_DIRECT_LENGTH:
@@ -356,6 +377,53 @@ def derive_merges(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tup
     return [(left, right) for _, _, left, right in ranked]
 
 
+def word_piece_encoder(
+    vocabulary: Vocabulary, unknown_id: int, *, lowercase: bool, strip_accents: bool
+) -> PartsEncoder:
+    """Return the encoder of a WordPiece vocabulary: the longest token first, or the whole word is unknown.
+
+    A GGUF writes a token that begins a word with U+2581, and one that continues a word as it is.
+    """
+    vocab = {}
+    for text, index in vocabulary.ids.items():
+        if vocabulary.token_types[index] in PLAIN_TYPES:
+            vocab[text.removeprefix(SPACE) if text.startswith(SPACE) else CONTINUATION + text] = index
+    vocab[MARK] = unknown_id  # no word: the normalizer drops it
+    with tokenizer_errors("tokenizer.ggml.tokens"):
+        library = Tokenizer(models.WordPiece(vocab, unk_token=MARK, max_input_chars_per_word=MAX_WORD_LENGTH))
+        library.normalizer = normalizers.BertNormalizer(strip_accents=strip_accents, lowercase=lowercase)
+        library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return PartsEncoder(vocabulary, library)
+
+
+def unigram_encoder(
+    vocabulary: Vocabulary, scores: Sequence[float], unknown_id: int, *,
+    characters: bytes, squeeze_spaces: bool, add_space_prefix: bool,
+) -> PartsEncoder:  # fmt: skip
+    """Return the encoder of a unigram vocabulary: the tokens of a text with the best sum of scores.
+
+    `characters` is SentencePiece's compiled map of characters, empty for none.
+    """
+    types, ids = vocabulary.token_types, vocabulary.ids
+    pieces = [
+        (text, scores[i]) if types[i] == TokenType.NORMAL and ids.get(text) == i else (f"{MARK}{i}", 0.0)
+        for i, text in enumerate(vocabulary.texts)
+    ]
+    steps: list[normalizers.Normalizer] = []
+    with tokenizer_errors("tokenizer.ggml.precompiled_charsmap"):
+        steps += [normalizers.Precompiled(characters)] if characters else []
+    if squeeze_spaces:
+        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    steps.append(normalizers.Replace(" ", SPACE))
+    steps += [normalizers.Prepend(SPACE)] if add_space_prefix else []
+    with tokenizer_errors("tokenizer.ggml.tokens"):
+        library = Tokenizer(models.Unigram(pieces, unknown_id, False))
+        library.normalizer = normalizers.Sequence(steps)
+        if not any(SPACE in text.lstrip(SPACE) for text, _ in pieces):  # no token is of two words
+            library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    return PartsEncoder(vocabulary, library)
+
+
 class LibraryEncoder:
     """A tokenizer.json as it is. Whether special tokens are parsed is state of the library, hence the lock."""
 
@@ -370,6 +438,11 @@ class LibraryEncoder:
         with self._lock:
             self._library.encode_special_tokens = not parse_special
             return _library_ids(self._library, text)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        with self._lock:
+            self._library.encode_special_tokens = True
+            return library_batch(self._library, texts)
 
     def _encode_marked(self, text: str, mark: str) -> list[int]:
         """Split off the template's own tokens; the library encodes each text between them alone."""

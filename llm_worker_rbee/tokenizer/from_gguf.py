@@ -8,10 +8,12 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ..errors import TokenizerError
-from .encoders import BpeEncoder, SpmEncoder
+from .encoders import BpeEncoder, SpmEncoder, unigram_encoder, word_piece_encoder
 from .pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from .tokenizer import (
     BosEos,
+    PairTemplate,
+    Style,
     Tokenizer,
     TokenType,
     Vocabulary,
@@ -23,8 +25,14 @@ from .tokenizer import (
 
 _log = logging.getLogger("llm_worker_rbee")
 _PREFIX = "tokenizer.ggml."
-# SentencePiece's ids, for files without these keys.
-_SPM_DEFAULT_IDS = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+# Ids for files without these keys, by tokenizer.ggml.model: those of SentencePiece, BERT and T5.
+_DEFAULT_IDS: dict[str, dict[str, int]] = {
+    "llama": {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0},
+    "gemma4": {"bos_token_id": 1, "eos_token_id": 2},
+    "bert": {"bos_token_id": 101, "seperator_token_id": 102, "unknown_token_id": 100},
+    "t5": {"eos_token_id": 1, "unknown_token_id": 2},
+}
+_SEPARATOR = "seperator_token_id"  # the key's spelling in files
 # Models whose special tokens strip the white space after them; GGUF has no key for it.
 _RSTRIP_MODELS = ("phi-3", "phi3")
 _RSTRIP_EXCEPT = frozenset({"<unk>", "<s>", "<|endoftext|>"})
@@ -33,7 +41,10 @@ _RSTRIP_EXCEPT = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
     """Build the tokenizer that the `tokenizer.*` keys of a GGUF describe."""
     model = metadata.get(_PREFIX + "model")
-    makers = {"llama": _spm_tokenizer, "gpt2": _bpe_tokenizer, "gemma4": _gemma4_tokenizer}
+    makers = {
+        "llama": _spm_tokenizer, "gpt2": _bpe_tokenizer, "gemma4": _gemma4_tokenizer,
+        "bert": _bert_tokenizer, "t5": _unigram_tokenizer,
+    }  # fmt: skip
     if model is None:
         raise TokenizerError("tokenizer.ggml.model is missing: the file has no tokenizer")
     if not isinstance(model, str) or model not in makers:
@@ -50,6 +61,7 @@ def _bpe_tokenizer(metadata: Mapping[str, object], texts: list[str]) -> Tokenize
         vocabulary=vocabulary,
         encoder=BpeEncoder(vocabulary, merges, pre),
         ends=ends,
+        pair=_pair_template(metadata, texts, ends, is_roberta=pre.roberta),
         chat_template=_chat_template(metadata),
     )
 
@@ -63,7 +75,7 @@ def _spm_tokenizer(metadata: Mapping[str, object], texts: list[str]) -> Tokenize
         scores,
         add_space_prefix=prefix,
         squeeze_spaces=_read_flag(metadata, "remove_extra_whitespaces", False),
-        unknown_id=_read_token_id(metadata, "unknown_token_id", texts, spm=True),
+        unknown_id=_read_token_id(metadata, "unknown_token_id", texts),
         rstrip=_find_rstrip_ids(metadata, vocabulary),
     )
     return Tokenizer(
@@ -81,11 +93,76 @@ def _gemma4_tokenizer(metadata: Mapping[str, object], texts: list[str]) -> Token
     """Return a SentencePiece-style vocabulary with merges; it always begins a text with BOS, whatever the file says."""
     merges = _read_merges(metadata)
     vocabulary, ends = _read_vocabulary({**metadata, _PREFIX + "add_bos_token": True}, texts, "spm", add_bos=True)
-    unknown = _read_token_id(metadata, "unknown_token_id", texts, spm=False)
+    unknown = _read_token_id(metadata, "unknown_token_id", texts)
     encoder = SpmEncoder(vocabulary, None, merges=lambda: merges, add_space_prefix=False, unknown_id=unknown)
     return Tokenizer(
         kind="gemma4 (BPE)", vocabulary=vocabulary, encoder=encoder, ends=ends, chat_template=_chat_template(metadata)
     )
+
+
+def _bert_tokenizer(metadata: Mapping[str, object], texts: list[str]) -> Tokenizer:
+    """Return a WordPiece vocabulary: [CLS] before a text, [SEP] after it; uncased unless the file says otherwise."""
+    first = _read_token_id(metadata, "cls_token_id", texts)
+    found = {"bos_token_id": first if first is not None else _read_token_id(metadata, "bos_token_id", texts)}
+    found |= {key: _read_token_id(metadata, key, texts) for key in (_SEPARATOR, "unknown_token_id")}
+    missing = next((key for key, token_id in found.items() if token_id is None), None)
+    if missing is not None:
+        raise TokenizerError(f"{_PREFIX}{missing} is missing: a 'bert' tokenizer needs it")
+    begin, separator, unknown = (token_id for token_id in found.values() if token_id is not None)
+    token_types = _read_token_types(metadata, texts)
+    if _PREFIX + "token_type" not in metadata:
+        _infer_token_types(token_types, texts, [begin, separator, unknown], spm=False)
+    vocabulary = Vocabulary(texts, token_types, "spm")
+    lowercase = _read_flag(metadata, "normalizer.lowercase", True)
+    strip_accents = _read_flag(metadata, "normalizer.strip_accents", lowercase)
+    ends = ((begin, 0),), ((separator, 0),), ((separator, 1),)
+    return Tokenizer(
+        kind="bert (WordPiece)",
+        vocabulary=vocabulary,
+        encoder=word_piece_encoder(vocabulary, unknown, lowercase=lowercase, strip_accents=strip_accents),
+        ends=BosEos(begin, separator, frozenset({separator}), (begin,), (separator,)),
+        pair=PairTemplate(*ends, types=(0, 1)),
+        space_at_start=True,
+    )
+
+
+def _unigram_tokenizer(metadata: Mapping[str, object], texts: list[str]) -> Tokenizer:
+    scores = _read_scores(metadata, len(texts))
+    add_eos = _read_flag(metadata, "add_eos_token", True)
+    vocabulary, ends = _read_vocabulary({**metadata, _PREFIX + "add_eos_token": add_eos}, texts, "spm", add_bos=False)
+    unknown = _read_token_id(metadata, "unknown_token_id", texts)
+    if unknown is None:
+        raise TokenizerError(f"{_PREFIX}unknown_token_id is missing: a 't5' tokenizer needs it")
+    prefix = _read_flag(metadata, "add_space_prefix", True)
+    encoder = unigram_encoder(
+        vocabulary,
+        scores,
+        unknown,
+        characters=_read_bytes(metadata, "precompiled_charsmap"),
+        squeeze_spaces=_read_flag(metadata, "remove_extra_whitespaces", False),
+        add_space_prefix=prefix,
+    )
+    return Tokenizer(
+        kind="t5 (unigram)",
+        vocabulary=vocabulary,
+        encoder=encoder,
+        ends=ends,
+        pair=_pair_template(metadata, texts, ends, is_roberta=bool(ends.prefix)),
+        space_at_start=prefix,
+        chat_template=_chat_template(metadata),
+    )
+
+
+def _pair_template(
+    metadata: Mapping[str, object], texts: Sequence[str], ends: BosEos, *, is_roberta: bool
+) -> PairTemplate | None:
+    """Return the template of files that separate texts, or None; RoBERTa's has two separators between them."""
+    separator = _read_token_id(metadata, _SEPARATOR, texts)
+    separator = ends.eos_id if separator is None else separator
+    if separator is None or not (is_roberta or _read_flag(metadata, "add_sep_token", False)):
+        return None
+    before, after = (tuple((token_id, 0) for token_id in part) for part in (ends.prefix, ends.suffix))
+    return PairTemplate(before, (*after, (separator, 0)) if is_roberta else ((separator, 0),), after)
 
 
 def _pre_tokenizer(metadata: Mapping[str, object]) -> tuple[str, PreTokenizer]:
@@ -101,16 +178,16 @@ def _pre_tokenizer(metadata: Mapping[str, object]) -> tuple[str, PreTokenizer]:
 
 
 def _read_vocabulary(
-    metadata: Mapping[str, object], texts: list[str], style: str, *, add_bos: bool
+    metadata: Mapping[str, object], texts: list[str], style: Style, *, add_bos: bool
 ) -> tuple[Vocabulary, BosEos]:
     spm = style == "spm"
     token_types = _read_token_types(metadata, texts)
-    bos = _read_token_id(metadata, "bos_token_id", texts, spm=spm)
-    end_ids = _read_end_ids(metadata, texts, spm=spm)
+    bos = _read_token_id(metadata, "bos_token_id", texts)
+    end_ids = _read_end_ids(metadata, texts)
     named = find_end_ids(texts, token_types)
     if _PREFIX + "token_type" not in metadata:
         _infer_token_types(
-            token_types, texts, [bos, *end_ids, _read_token_id(metadata, "unknown_token_id", texts, spm=spm)], spm=spm
+            token_types, texts, [bos, *end_ids, _read_token_id(metadata, "unknown_token_id", texts)], spm=spm
         )
     for token_id in named:
         token_types[token_id] = TokenType.CONTROL
@@ -124,7 +201,7 @@ def _read_vocabulary(
         prefix=(bos,) if adds_bos and bos is not None else (),
         suffix=(eos,) if adds_eos and eos is not None else (),
     )
-    return Vocabulary(texts, token_types, "spm" if spm else "byte"), ends
+    return Vocabulary(texts, token_types, style), ends
 
 
 def _infer_token_types(
@@ -214,10 +291,22 @@ def _read_flag(metadata: Mapping[str, object], key: str, default: bool) -> bool:
     return value
 
 
-def _read_token_id(metadata: Mapping[str, object], key: str, texts: Sequence[str], *, spm: bool) -> int | None:
+def _read_bytes(metadata: Mapping[str, object], key: str) -> bytes:
+    """Return an array of bytes, which files write as signed or unsigned numbers, or nothing if the key is missing."""
+    if _PREFIX + key not in metadata:
+        return b""
+    values = metadata[_PREFIX + key]
+    tolist = getattr(values, "tolist", None)
+    numbers = tolist() if tolist is not None else values
+    if not isinstance(numbers, list) or not all(type(value) is int and -128 <= value < 256 for value in numbers):
+        raise TokenizerError(f"{_PREFIX}{key} must be an array of bytes")
+    return bytes(value & 255 for value in numbers)
+
+
+def _read_token_id(metadata: Mapping[str, object], key: str, texts: Sequence[str]) -> int | None:
     value = metadata.get(_PREFIX + key)
     if value is None:
-        default = _SPM_DEFAULT_IDS.get(key) if spm else None
+        default = _DEFAULT_IDS.get(str(metadata.get(_PREFIX + "model")), {}).get(key)
         return default if default is not None and default < len(texts) else None
     return _validate_id(value, _PREFIX + key, len(texts))
 
@@ -228,7 +317,7 @@ def _validate_id(value: object, key: str, length: int) -> int:
     return value
 
 
-def _read_end_ids(metadata: Mapping[str, object], texts: Sequence[str], *, spm: bool) -> list[int]:
+def _read_end_ids(metadata: Mapping[str, object], texts: Sequence[str]) -> list[int]:
     """Return every id that ends a text, the EOS first. A key may hold one id or an array."""
     found: list[int] = []
     for key in ("eos_token_id", "eos_token_ids", "eot_token_id", "eom_token_id"):
@@ -238,7 +327,7 @@ def _read_end_ids(metadata: Mapping[str, object], texts: Sequence[str], *, spm: 
         if isinstance(value, list):
             found += [_validate_id(item, _PREFIX + key, len(texts)) for item in value]
         else:
-            one = _read_token_id({_PREFIX + key: value}, key, texts, spm=spm)
+            one = _read_token_id({**metadata, _PREFIX + key: value}, key, texts)
             found += [] if one is None else [one]
     return list(dict.fromkeys(found))
 

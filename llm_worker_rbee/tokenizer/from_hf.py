@@ -14,7 +14,9 @@ from tokenizers import Tokenizer as Library
 from ..errors import TokenizerError
 from .encoders import LibraryEncoder, tokenizer_errors
 from .tokenizer import (
+    CONTINUATION,
     BosEos,
+    PairTemplate,
     Style,
     Tokenizer,
     TokenType,
@@ -27,7 +29,9 @@ from .tokenizer import (
 
 _MAX_JSON_BYTES = 256 << 20
 # Decoders that only join the bytes of tokens, with the style of their vocabulary.
-_DECODER_STYLES: dict[str, Style] = {"ByteLevel": "byte", "ByteFallback": "spm", "Metaspace": "spm"}
+_DECODER_STYLES: dict[str, Style] = {
+    "ByteLevel": "byte", "ByteFallback": "spm", "Metaspace": "spm", "WordPiece": "wordpiece"
+}  # fmt: skip
 
 
 def tokenizer_from_hf(folder: Path) -> Tokenizer:
@@ -48,6 +52,7 @@ def tokenizer_from_hf(folder: Path) -> Tokenizer:
         vocabulary=vocabulary,
         encoder=LibraryEncoder(library, vocabulary.special_names()),
         ends=_read_bos_eos(library, vocabulary, files),
+        pair=_pair_template(library),
         space_at_start=_strips_space(steps),
         chat_template=_chat_template(folder, files["tokenizer_config"]),
         decode_error=f"{path}: {unknown}; known: {', '.join(_DECODER_STYLES)}" if unknown else None,
@@ -96,12 +101,16 @@ def _decoder_steps(decoder: object) -> Iterator[dict[str, Any]]:
 
 def _style(steps: list[dict[str, Any]]) -> Style | None:
     """Return the style of the vocabulary by its decoder; None if that does more than join bytes."""
-    return next((_DECODER_STYLES[step["type"]] for step in steps if step.get("type") in _DECODER_STYLES), None)
+    known = (step for step in steps if step.get("type") in _DECODER_STYLES)
+    step = next((step for step in known if step.get("prefix", CONTINUATION) == CONTINUATION), None)
+    return _DECODER_STYLES[step["type"]] if step is not None else None
 
 
 def _strips_space(steps: list[dict[str, Any]]) -> bool:
     for step in steps:
         if step.get("type") == "Strip" and step.get("content") == " " and step.get("start"):
+            return True
+        if step.get("type") == "WordPiece":
             return True
         if step.get("type") == "Metaspace":
             return step.get("prepend_scheme", "always") != "never" and step.get("add_prefix_space", True) is not False
@@ -188,6 +197,21 @@ def _template_tokens(library: Library) -> tuple[tuple[int, ...], tuple[int, ...]
         if full[start : start + len(bare)] == bare:
             return tuple(full[:start]), tuple(full[start + len(bare) :])
     raise TokenizerError("tokenizer.json: its post_processor changes the tokens of the text, which is not supported")
+
+
+def _pair_template(library: Library) -> PairTemplate | None:
+    """Return what the post-processor puts around two texts, by encoding two letters; None if it separates them not."""
+    with tokenizer_errors("tokenizer.json"):
+        bare = [library.encode(text, add_special_tokens=False).ids for text in ("a", "b")]
+        full = library.encode("a", "b", add_special_tokens=True)
+    texts = [i for i, sequence in enumerate(full.sequence_ids) if sequence is not None]
+    first, second = ([i for i in texts if full.sequence_ids[i] == number] for number in (0, 1))
+    if [[full.ids[i] for i in part] for part in (first, second)] != bare or not (first and second):
+        return None
+    tokens = list(zip(full.ids, full.type_ids, strict=True))
+    middle = tuple(tokens[first[-1] + 1 : second[0]])
+    types = full.type_ids[first[0]], full.type_ids[second[0]]
+    return PairTemplate(tuple(tokens[: first[0]]), middle, tuple(tokens[second[-1] + 1 :]), types) if middle else None
 
 
 def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:

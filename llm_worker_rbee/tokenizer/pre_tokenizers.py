@@ -70,11 +70,13 @@ class PreTokenizer:
     patterns: tuple[str, ...]
     ignore_merges: bool = False  # a piece that is a token is not merged
     add_bos: bool = False  # if the file has no add_bos_token
+    roberta: bool = False  # two separators between the texts of a pair
 
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "default": PreTokenizer(_DEFAULT),
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo"), PreTokenizer((_GPT2,))),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "modern-bert"), PreTokenizer((_GPT2,))),
+    **dict.fromkeys(("jina-v1-en", "jina-v2-code", "roberta-bpe"), PreTokenizer((_GPT2,), roberta=True)),
     "falcon": PreTokenizer(_FALCON),
     **dict.fromkeys(
         ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone"), PreTokenizer(_DIGITS_THEN_GPT2)

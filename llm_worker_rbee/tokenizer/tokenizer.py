@@ -1,8 +1,9 @@
 """The tokenizer of the worker, one class for every kind of vocabulary: token list, BOS and EOS, an encoder.
 
 `Vocabulary` gives text, type and raw bytes of every id. The bytes depend on its style: "byte" tokens are written in the
-byte alphabet of GPT-2, "spm" tokens are UTF-8 with U+2581 for a space and `<0xNN>` for a single byte. Special and
-user-defined tokens are verbatim. Decoding joins the bytes of the tokens; invalid UTF-8 becomes U+FFFD. Encoders are in
+byte alphabet of GPT-2, "spm" tokens are UTF-8 with U+2581 for a space and `<0xNN>` for a single byte, "wordpiece"
+tokens are UTF-8 with "##" before those that continue a word. Special and user-defined tokens are verbatim. Decoding
+joins the bytes of the tokens; invalid UTF-8 becomes U+FFFD. Encoders are in
 `encoders`.
 """
 
@@ -21,8 +22,9 @@ from ..errors import InvalidRequestError, TokenizerError
 
 _log = logging.getLogger("llm_worker_rbee")
 MARK = "\ufdd0"  # a Unicode noncharacter, reserved for internal use
-Style = Literal["byte", "spm", "verbatim"]
+Style = Literal["byte", "spm", "wordpiece", "verbatim"]
 SPACE = "\u2581"  # how SentencePiece writes a space
+CONTINUATION = "##"  # how WordPiece begins a token that is not the first of its word
 
 
 class TokenType(IntEnum):
@@ -169,6 +171,9 @@ class Vocabulary:
             return bytes([value])
         if self.style == "spm":
             return text.replace(SPACE, " ").encode()
+        if self.style == "wordpiece":
+            is_first = not text.startswith(CONTINUATION)
+            return (f" {text}" if is_first else text.removeprefix(CONTINUATION)).encode()
         try:
             return bytes([CHAR_TO_BYTE[char] for char in text])
         except KeyError:
@@ -207,6 +212,10 @@ class Encoder(Protocol):
         """Return the ids of valid Unicode text; the character `mark` is removed after special tokens are split off."""
         ...
 
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of many texts, without control tokens from their text."""
+        ...
+
 
 @dataclass(frozen=True)
 class BosEos:
@@ -217,6 +226,27 @@ class BosEos:
     eos_ids: frozenset[int] = frozenset()
     prefix: tuple[int, ...] = ()  # what encode puts before a text, usually the BOS
     suffix: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class PairTemplate:
+    """What surrounds the two texts of a cross-encoder, as (token id, token type), and the types of the texts."""
+
+    prefix: tuple[tuple[int, int], ...]
+    middle: tuple[tuple[int, int], ...]
+    suffix: tuple[tuple[int, int], ...]
+    types: tuple[int, int] = (0, 0)
+
+    @property
+    def num_special(self) -> int:
+        """Tokens of a pair that are not of its texts."""
+        return len(self.prefix) + len(self.middle) + len(self.suffix)
+
+    def join(self, first: list[int], second: list[int]) -> tuple[list[int], list[int]]:
+        """Return ids and token types of a pair."""
+        tokens = [*self.prefix, *((i, self.types[0]) for i in first), *self.middle]
+        tokens += [*((i, self.types[1]) for i in second), *self.suffix]
+        return [token_id for token_id, _ in tokens], [token_type for _, token_type in tokens]
 
 
 class Tokenizer:
@@ -233,6 +263,7 @@ class Tokenizer:
         vocabulary: Vocabulary,
         encoder: Encoder,
         ends: BosEos,
+        pair: PairTemplate | None = None,
         space_at_start: bool = False,  # encode adds a space that decode removes
         space_after_special: bool = False,  # also after a special token that is shown
         chat_template: str | None = None,
@@ -249,6 +280,7 @@ class Tokenizer:
         self.whole_texts: dict[int, str] = {}  # of tokens that were decoded and have whole characters; special ones: ""
         self._vocabulary, self._encoder = vocabulary, encoder
         self._prefix, self._suffix = list(ends.prefix), list(ends.suffix)
+        self._pair = pair
 
     def prepare(self) -> None:
         """Make what the encoder would make when a long text comes."""
@@ -292,19 +324,62 @@ class Tokenizer:
         `add_special` adds BOS and EOS as the file says, never twice. `parse_special` recognises the names of control
         tokens in the text; otherwise they are plain text. `protected`: see `protect`.
         """
-        if not isinstance(text, str):
-            raise InvalidRequestError(f"text must be a string, not {type(text).__name__}", field="text")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            bad = f"character {error.start} is the lone surrogate U+{ord(text[error.start]):04X}"
-            raise InvalidRequestError(f"the text is not valid Unicode: {bad}", field="prompt") from None
+        _validate_text(text)
         ids = self._encoder.encode(text, parse_special, MARK if protected else "") if text else []
-        if not add_special:
-            return ids
+        return self._add_special(ids) if add_special else ids
+
+    def _add_special(self, ids: list[int]) -> list[int]:
         before = [] if ids[: len(self._prefix)] == self._prefix else self._prefix
         after = [] if self._suffix and ids[-len(self._suffix) :] == self._suffix else self._suffix
         return [*before, *ids, *after]
+
+    @property
+    def num_special(self) -> int:
+        """Tokens that `encode` adds to a text."""
+        return len(self._prefix) + len(self._suffix)
+
+    @property
+    def num_pair_special(self) -> int:
+        """Tokens that `encode_pair` adds to its texts."""
+        return self._pair_template().num_special
+
+    def encode_batch(self, texts: Sequence[str], *, max_tokens: int | None = None) -> list[list[int]]:
+        """Return the ids of many texts, each with BOS and EOS, which `max_tokens` keeps when it cuts the text.
+
+        Names of control tokens are plain text.
+        """
+        room = None if max_tokens is None else _room(max_tokens, self.num_special)
+        return [self._add_special(ids[:room]) for ids in self._encode_all(texts)]
+
+    def _encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of texts alone; an empty one has none, whatever prefix the encoder adds."""
+        for text in texts:
+            _validate_text(text)
+        found = iter(self._encoder.encode_batch(list(filter(None, texts))))
+        return [next(found) if text else [] for text in texts]
+
+    def encode_pair(self, first: str, second: str, *, max_tokens: int | None = None) -> tuple[list[int], list[int]]:
+        """Return ids and token types of a pair; `max_tokens` cuts the second text. See `encode_pairs`."""
+        return self.encode_pairs(first, [second], max_tokens=max_tokens)[0]
+
+    def encode_pairs(
+        self, first: str, seconds: Sequence[str], *, max_tokens: int | None = None
+    ) -> list[tuple[list[int], list[int]]]:
+        """Return ids and token types of pairs with the same first text, which is a query."""
+        template = self._pair_template()
+        query, *documents = self._encode_all([first, *seconds])
+        room = None if max_tokens is None else _room(max_tokens, template.num_special) - len(query)
+        if room is not None and room < 0:
+            raise InvalidRequestError(
+                f"the query has {len(query)} tokens; at most {room + len(query)} beside the special tokens: shorten it",
+                field="query",
+            )
+        return [template.join(query, document[:room]) for document in documents]
+
+    def _pair_template(self) -> PairTemplate:
+        if self._pair is None:
+            raise TokenizerError("the tokenizer has no template for pairs of texts: it is not of a cross-encoder")
+        return self._pair
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True, continuation: bool = False) -> str:
         """Return the text of the ids; invalid UTF-8 becomes U+FFFD."""
@@ -336,6 +411,25 @@ class Tokenizer:
     def token_id(self, text: str) -> int | None:
         """Return the id of the token with exactly this text, or None."""
         return self._vocabulary.ids.get(text)
+
+
+def _validate_text(text: object) -> None:
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"text must be a string, not {type(text).__name__}", field="text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        bad = f"character {error.start} is the lone surrogate U+{ord(text[error.start]):04X}"
+        raise InvalidRequestError(f"the text is not valid Unicode: {bad}", field="prompt") from None
+
+
+def _room(max_tokens: int, num_special: int) -> int:
+    """Return the tokens of text that are left beside the special tokens."""
+    if max_tokens < num_special:
+        raise InvalidRequestError(
+            f"max_tokens {max_tokens} has no room for the {num_special} special tokens", field="max_tokens"
+        )
+    return max_tokens - num_special
 
 
 def _validate_ids(ids: object) -> Iterator[Sequence[int]]:

@@ -171,11 +171,11 @@ def test_tokenizer_malformed_input_is_named(files: dict[str, object], named: str
 def test_unknown_decoder_encodes_but_decode_raises(tmp_path: Path) -> None:
     library = byte_level()
     expected = library.encode("hello world", add_special_tokens=False).ids
-    library.decoder = decoders.WordPiece()
+    library.decoder = decoders.CTC()
     tokenizer = tokenizer_from_hf(write(tmp_path, library))
     assert tokenizer.encode("hello world", add_special=False) == expected
-    assert "unknown decoder WordPiece" in tokenizer.kind
-    with pytest.raises(TokenizerError, match="unknown decoder WordPiece; known: ByteLevel"):
+    assert "unknown decoder CTC" in tokenizer.kind
+    with pytest.raises(TokenizerError, match="unknown decoder CTC; known: ByteLevel"):
         tokenizer.decode(expected)
 
 
