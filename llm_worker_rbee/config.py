@@ -65,6 +65,7 @@ class Family:
     multipliers: bool = False  # GGUF has keys for the scales of embedding, residual, attention and logits
     norm_plus_one: bool = False  # safetensors hold weight - 1 (GGUF holds the weight)
     full_every: int = 0  # with a window: every n-th layer has none (0: all have it)
+    full_first: bool = False  # the first of every n layers, not the last
     unscaled_windows: bool = False  # rope scaling is of the layers without a window alone
     layer_shapes: bool = False  # heads, MLPs and KV sharing differ from layer to layer (models/layer_shapes.py)
     gguf_mlp_norm: str = "ffn_norm"  # name of the norm before the MLP in a GGUF
@@ -87,6 +88,8 @@ class Family:
     stream_norms: bool = False  # the residual stream itself is normalized, after attention and after the MLP
     learned_positions: bool = False  # a table of positions instead of rope
     gated_mlp: bool = True
+    classifier_pooling: str = "cls"  # of rerankers in GGUF files
+    classifier_activation: str = "tanh"  # after the dense layer of a classifier
     # defaults of keys that a GGUF lacks
     default_window: int = 0
     default_attention_scale: float = 0.0  # 0: head_dim ** -0.5

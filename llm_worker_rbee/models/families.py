@@ -67,6 +67,10 @@ QWEN_LINEAR: dict[str, Any] = {
     "qk_norm": True, "gated_attention": True, "linear_attention": True, "norm_plus_one": True,
     "gguf_mlp_norm": "post_attention_norm",
 }  # fmt: skip
+GEMMA3: dict[str, Any] = {
+    "activation": "gelu_tanh", "qk_norm": True, "post_norms": True, "scaled_embedding": True, "norm_plus_one": True,
+    "full_every": 6, "default_local_base": 10000.0,
+}  # fmt: skip
 BERT: dict[str, Any] = {
     "is_encoder": True, "layer_norm": True, "stream_norms": True, "learned_positions": True, "gated_mlp": False,
     "pre_norms": False, "qkv_bias": True, "output_bias": True,
@@ -128,8 +132,7 @@ FAMILIES = (
         hf_defaults={**GEMMA_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     ),
     Family(
-        "gemma3", gguf=("gemma3",), hf=("gemma3_text",), activation="gelu_tanh", qk_norm=True, post_norms=True,
-        scaled_embedding=True, norm_plus_one=True, full_every=6, default_local_base=10000.0,
+        "gemma3", gguf=("gemma3",), hf=("gemma3_text",), **GEMMA3,
         hf_defaults={**GEMMA_DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
     ),
     Family(
@@ -203,12 +206,30 @@ FAMILIES = (
         "bert", gguf=("bert",), hf=("bert",), **BERT, activation="gelu",
         hf_defaults={"max_position_embeddings": 512, "type_vocab_size": 2},
     ),
+    # GGUF files of RoBERTa and XLM-RoBERTa have the architecture bert
+    Family(
+        "roberta", gguf=(), hf=("roberta", "xlm-roberta", "camembert"), **BERT, activation="gelu",
+        hf_defaults={"max_position_embeddings": 512, "type_vocab_size": 2},
+    ),
+    Family(
+        "nomic-bert", gguf=("nomic-bert",), hf=("nomic_bert",), is_encoder=True, layer_norm=True, stream_norms=True,
+        pre_norms=False, hf_defaults={"max_position_embeddings": 2048, "rope_theta": 1000.0},
+    ),
+    Family(
+        "modernbert", gguf=("modern-bert",), hf=("modernbert",), is_encoder=True, layer_norm=True, fused_qkv=True,
+        fused_gate_up=True, activation="gelu", full_every=3, full_first=True, default_local_base=10000.0,
+        classifier_pooling="mean", classifier_activation="gelu", hf_defaults={"max_position_embeddings": 8192},
+    ),
+    Family(  # its folders have the model_type gemma3_text, with bidirectional attention
+        "gemma-embedding", gguf=("gemma-embedding",), hf=(), **GEMMA3, is_encoder=True,
+    ),
 )  # fmt: skip
 GGUF_OF = {
     "mistral": "llama",
     "mixtral": "llama",
     "olmo3": "olmo2",
     "gemma4_unified": "gemma4",
+    "roberta": "bert",
 }  # families without an architecture of their own
 BY_GGUF = {name: family for family in FAMILIES for name in family.gguf}
 BY_HF = {name: family for family in FAMILIES for name in family.hf}
@@ -258,6 +279,8 @@ def _with_tables(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
 
 def gguf_architecture(config: ModelConfig) -> str:
     """Return the GGUF architecture of the family; Mistral is `llama`."""
+    if config.family.name == "gemma3" and not config.causal:
+        return "gemma-embedding"
     return config.family.gguf[0] if config.family.gguf else GGUF_OF[config.family.name]
 
 

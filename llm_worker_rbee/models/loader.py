@@ -182,7 +182,9 @@ class ModelLoader:
 
     def check_layer_count(self) -> None:
         """Raise before anything is built for layers that the metadata claims and the file lacks."""
-        last = f"blk.{self.config.n_layers - 1}.attn_{'norm' if self.config.family.pre_norms else 'output'}.weight"
+        family = self.config.family
+        part = "norm" if family.pre_norms and not family.is_encoder else "output"
+        last = f"blk.{self.config.n_layers - 1}.attn_{part}.weight"
         if last not in self.checkpoint.tensors:
             raise ModelFileError(f"tensor {last!r} is missing: the metadata says {self.config.n_layers} layers")
 
@@ -381,7 +383,7 @@ class ModelLoader:
 
     def qkv(self, prefix: str, q_rows: int, kv_rows: int, *, keys_as_values: bool) -> Linear:
         c, rows = self.config, [q_rows, kv_rows, kv_rows]
-        if c.family.fused_qkv:
+        if c.family.fused_qkv or (c.family.is_encoder and prefix + "attn_qkv.weight" in self.checkpoint.tensors):
             return self.linear([prefix + "attn_qkv"], [sum(rows)], c.d_model)
         names = [prefix + f"attn_{x}" for x in "qkv"]
         if not kv_rows:

@@ -28,6 +28,7 @@ from ..config import (
 )
 from ..errors import UnsupportedModelError
 from ..layers.rope import yarn_mscale
+from .encoder_config import encoder_keys
 from .layer_shapes import gguf_layer_shapes, hf_layer_shapes
 from .metadata_reader import MetadataReader
 
@@ -57,9 +58,10 @@ GGUF_SAMPLING = {
 MIN_ROPE_BASE = 1.0 + 1e-6
 
 
-def layer_windows(window: int, full_every: int, n_layers: int) -> tuple[int, ...]:
-    """Return the window of each layer; every `full_every`-th has none."""
-    return tuple(0 if full_every and (i + 1) % full_every == 0 else window for i in range(n_layers))
+def layer_windows(window: int, full_every: int, n_layers: int, *, full_first: bool = False) -> tuple[int, ...]:
+    """Return the window of each layer; every `full_every`-th has none: the last of so many, or the first."""
+    number = 0 if full_first else 1
+    return tuple(0 if full_every and (i + number) % full_every == 0 else window for i in range(n_layers))
 
 
 def model_config_from_gguf(metadata: Mapping[str, Any], family: Family, vocab_size: int | None = None) -> ModelConfig:
@@ -107,7 +109,7 @@ def model_config_from_gguf(metadata: Mapping[str, Any], family: Family, vocab_si
         embedding_scale=keys.positive("embedding_scale", 1.0),
         residual_scale=keys.positive("residual_scale", 1.0),
         logit_scale=keys.positive("logit_scale", 1.0),
-        activation=family.activation,
+        activation=_gguf_activation(keys, family),
         experts=_gguf_experts(keys, family),
         nextn_layers=nextn,
         layer_kinds=kinds,
@@ -116,6 +118,14 @@ def model_config_from_gguf(metadata: Mapping[str, Any], family: Family, vocab_si
         causal=keys.get("attention.causal", bool, not family.is_encoder),
         **shapes,
     )
+
+
+def _gguf_activation(keys: MetadataReader, family: Family) -> str:
+    if not family.is_encoder or not keys.has("hidden_activation"):
+        return family.activation
+    if (name := keys.get("hidden_activation", str)) not in ENCODER_ACTIVATIONS:
+        raise UnsupportedModelError(f"{keys.describe_key('hidden_activation')}: {name!r} is not supported")
+    return ENCODER_ACTIVATIONS[name]
 
 
 def _gguf_kv_heads(keys: MetadataReader, family: Family, n_layers: int, n_heads: int) -> tuple[int, tuple[str, ...]]:
@@ -244,7 +254,7 @@ def _gguf_windows(keys: MetadataReader, family: Family, n_layers: int) -> tuple[
     window = keys.integer("attention.sliding_window", family.default_window, maximum=MAX_CONTEXT)
     pattern = keys.array(key)
     if pattern is None:
-        return layer_windows(window, keys.integer(key, family.full_every), n_layers)
+        return layer_windows(window, keys.integer(key, family.full_every), n_layers, full_first=family.full_first)
     if len(pattern) != n_layers or not all(isinstance(sliding, int) for sliding in pattern):
         raise keys.error(key, f"must have a bool for each of {n_layers} layers, not {len(pattern)} values")
     return tuple(window if sliding else 0 for sliding in pattern)
@@ -282,7 +292,7 @@ def model_config_from_hf(config: Mapping[str, Any], family: Family, vocab_size: 
     defaults = dict(family.hf_defaults)
     if "rope_theta" in config or "rope_scaling" in config:  # the older form
         defaults.pop("rope_parameters", None)
-    keys = MetadataReader({**defaults, **config}, source="config.json: ")
+    keys = MetadataReader({**defaults, **encoder_keys(config, family)}, source="config.json: ")
     n_layers = keys.integer("num_hidden_layers", minimum=1, maximum=MAX_LAYERS)
     windows, shapes = _hf_windows(keys, family, n_layers), dict[str, Any]()
     if family.layer_shapes:

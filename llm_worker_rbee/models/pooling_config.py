@@ -80,7 +80,7 @@ def _gguf_ranker(checkpoint: Checkpoint, config: ModelConfig) -> PoolingConfig:
     if not config.family.is_encoder:
         template = checkpoint.metadata.get("tokenizer.chat_template.rerank")
         return _yes_no_ranker(checkpoint, (), template if isinstance(template, str) and template else YES_NO_TEMPLATE)
-    kind = "mean" if config.family.name == "modernbert" else "cls"
+    kind = config.family.classifier_pooling
     return PoolingConfig(kind=kind, normalize=False, score=_score_of_labels(checkpoint))
 
 
@@ -129,18 +129,20 @@ def _classifier(checkpoint: Checkpoint, config: ModelConfig) -> PoolingConfig:
     if isinstance(classes, list) and classes and not str(classes[0]).endswith("ForSequenceClassification"):
         raise UnsupportedModelError(f"config.json: {classes[0]} is not a classifier of sequences")
     keys = MetadataReader(values, source="config.json: ")
-    kind = "cls" if config.family.is_encoder else "last"
-    if config.family.name == "modernbert":
-        kind = keys.get("classifier_pooling", str, "cls")
+    fields: dict[str, Any] = {"kind": keys.get("classifier_pooling", str, "cls"), "normalize": False}
+    if not config.family.is_encoder:
+        fields |= {"kind": "last", "pair_template": YES_NO_TEMPLATE}
+    if (used := keys.get("classifier_activation", str, "gelu")) != "gelu":
+        raise UnsupportedModelError(f"{keys.describe_key('classifier_activation')}: {used!r} is not supported")
     settings = keys.get("sentence_transformers", dict, {})
     activation = settings.get("activation_fn", values.get("sbert_ce_default_activation_function"))
     usual = _score_of_labels(checkpoint)
     if activation is None:
-        return PoolingConfig(kind=kind, normalize=False, score=usual)
+        return PoolingConfig(**fields, score=usual)
     name = str(activation).rpartition(".")[2]
     if name not in SCORES:
         raise UnsupportedModelError(f"config.json: activation {name!r} of a reranker is not supported")
-    return PoolingConfig(kind=kind, normalize=False, score=SCORES[name])
+    return PoolingConfig(**fields, score=SCORES[name])
 
 
 def _score_of_labels(checkpoint: Checkpoint) -> str:

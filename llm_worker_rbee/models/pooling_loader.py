@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
+
 from ..backends.ops import Backend, PackedWeight, RopeTable
 from ..config import ModelConfig, PoolingConfig
 from ..errors import ModelFileError
@@ -12,6 +14,7 @@ from ..layers.block import Block, Norm
 from ..layers.embeddings import Embeddings
 from ..layers.encoder_block import EncoderBlock
 from ..layers.layer_norm import LayerNorm
+from ..layers.linear import Linear
 from ..layers.mlp import MLP
 from ..layers.pooler import Dense, Pooler
 from ..layers.swiglu import SwiGLU
@@ -45,12 +48,8 @@ class PoolingLoader(ModelLoader):
         embedding = self.matrix("token_embd.weight", c.vocab_size, c.d_model)
         refuse_order([embedding])
         release_pages(embedding.data)
-        blocks: tuple[Block | EncoderBlock, ...]
-        if family.stream_norms:
-            blocks = self.blocks(self.ropes(), self.encoder_block)
-        else:
-            blocks = self.blocks(self.ropes(), self.block)
-        norm: Norm | None = None if family.stream_norms else self.stream_norm(family.output_norm)
+        blocks = self.blocks(self.ropes(), self.pooling_block)
+        norm = None if family.stream_norms else self.final_norm()
         pooler = self.pooler(pooling)
         embeddings = self.embeddings(self.pack([embedding]))
         self.used.add("output.weight")  # a head that nothing is predicted with
@@ -72,8 +71,29 @@ class PoolingLoader(ModelLoader):
             self.pack([self.matrix(f"{name}.weight", rows, c.d_model)]) if rows else None
             for name, rows in tables.items()
         )
-        norm = self.layer_norm("token_embd_norm") if c.family.is_encoder else None
+        norm = self.layer_norm("token_embd_norm") if c.family.layer_norm else None
         return Embeddings(tokens, self.embedding_scale(), positions, types, norm)
+
+    def final_norm(self) -> Norm:
+        family = self.config.family
+        return self.layer_norm(family.output_norm) if family.layer_norm else self.stream_norm(family.output_norm)
+
+    def pooling_block(self, i: int, rope: RopeTable) -> Block | EncoderBlock:
+        family = self.config.family
+        if family.stream_norms:
+            return self.encoder_block(i, rope)
+        return self.pre_norm_block(i, rope) if family.layer_norm else self.block(i, rope)
+
+    def pre_norm_block(self, i: int, rope: RopeTable) -> Block:
+        """Return a block with layer norms before attention and MLP; the first may have none: its input is normed."""
+        prefix = f"blk.{i}."
+        is_normed = i == 0 and f"{prefix}attn_norm.weight" not in self.checkpoint.tensors
+        return Block(
+            attention_norm=None if is_normed else self.layer_norm(prefix + "attn_norm"),
+            attention=self.attention(i, prefix, rope),
+            mlp_norm=self.layer_norm(prefix + "ffn_norm"),
+            mlp=self.swiglu(prefix, "", self.config.d_ff_of(i)),
+        )
 
     def encoder_block(self, i: int, rope: RopeTable) -> EncoderBlock:
         prefix = f"blk.{i}."
@@ -101,13 +121,31 @@ class PoolingLoader(ModelLoader):
         )
 
     def pooler(self, pooling: PoolingConfig) -> Pooler:
-        return Pooler(pooling.kind == "mean", self.classifier() if pooling.is_ranker else ())
+        if pooling.is_ranker:
+            return Pooler(pooling.kind == "mean", self.classifier(pooling.label_tokens))
+        layers = [Dense(self.linear([d.name], [d.rows], d.columns), d.activation) for d in pooling.dense]
+        return Pooler(pooling.kind == "mean", tuple(layers))
 
-    def classifier(self) -> tuple[Dense, ...]:
-        """Return the head of a ranker: a dense layer with tanh, if it has one, and the projection to labels."""
+    def classifier(self, label_tokens: tuple[int, ...]) -> tuple[Dense, ...]:
+        """Return the head of a ranker: a dense layer, if it has one, and the projection to labels."""
         c, tensors = self.config, self.checkpoint.tensors
         output = tensors.get("cls.output.weight")
+        if output is None and label_tokens:
+            return (Dense(self.rows_of_tokens(label_tokens)),)
         if output is None or len(output.shape) != 2:
-            raise ModelFileError("tensor 'cls.output.weight' is missing: a ranker needs it")
-        dense = (Dense(self.linear(["cls"], [c.d_model], c.d_model), "tanh"),) if "cls.weight" in tensors else ()
-        return *dense, Dense(self.linear(["cls.output"], [output.shape[0]], c.d_model))
+            raise ModelFileError("tensor 'cls.output.weight' is missing: a reranker needs it")
+        last = Dense(self.linear(["cls.output"], [output.shape[0]], c.d_model))
+        if "cls.weight" not in tensors:
+            return (last,)
+        norm = self.layer_norm("cls.norm") if "cls.norm.weight" in tensors else None
+        dense = self.linear(["cls"], [c.d_model], c.d_model)
+        return Dense(dense, c.family.classifier_activation, norm), last
+
+    def rows_of_tokens(self, tokens: tuple[int, ...]) -> Linear:
+        """Return the rows of the output head for some tokens; it may be tied to the embedding."""
+        c = self.config
+        name = "output.weight" if "output.weight" in self.checkpoint.tensors else "token_embd.weight"
+        if max(tokens) >= c.vocab_size:
+            raise ModelFileError(f"tensor {name!r} has {c.vocab_size} rows: token {max(tokens)} is none of them")
+        head = self.matrix(name, c.vocab_size, c.d_model)
+        return Linear(self.pack([head.take_rows(np.array(tokens, np.intp))]))

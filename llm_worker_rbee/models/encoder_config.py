@@ -1,0 +1,69 @@
+"""Keys of encoders' config.json under the names that decoders have: Nomic BERT, ModernBERT."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..config import Family
+from ..errors import UnsupportedModelError
+
+# As in the configuration beside nomic-ai's weights.
+NOMIC_KEYS = {
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
+    "n_inner": "intermediate_size",
+    "n_positions": "max_position_embeddings",
+    "layer_norm_epsilon": "layer_norm_eps",
+    "rotary_emb_base": "rope_theta",
+}
+# Settings of that configuration with another value are not implemented.
+NOMIC_SETTINGS: dict[str, tuple[Any, ...]] = {
+    "activation_function": ("swiglu", "silu"),
+    "prenorm": (False,),
+    "rotary_emb_fraction": (1.0,),
+    "rotary_emb_interleaved": (False,),
+    "rotary_emb_scale_base": (None,),
+    "rotary_scaling_factor": (None,),
+    "moe_every_n_layers": (0, None),
+    "use_rms_norm": (False, None),
+    "parallel_block": (False, None),
+}
+NOMIC_POSITIONS = 2048  # that v1 and v1.5 are trained with: more need another base of RoPE
+
+
+def encoder_keys(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return a config.json with the keys that `model_config_from_hf` reads."""
+    if family.name == "nomic-bert":
+        return _nomic_keys(config)
+    if family.name == "modernbert":
+        return _modern_keys(config)
+    return dict(config)
+
+
+def _nomic_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    if "n_embd" not in config:
+        return {"hidden_act": "silu", **config}
+    for key, values in NOMIC_SETTINGS.items():
+        if key in config and config[key] not in values:
+            raise UnsupportedModelError(f"config.json: {key!r} is {config[key]!r}: not supported")
+    renamed = {NOMIC_KEYS.get(key, key): value for key, value in config.items()}
+    limit = renamed.get("max_trained_positions", NOMIC_POSITIONS)
+    positions = renamed.get("max_position_embeddings")
+    if type(limit) is int and type(positions) is int:
+        renamed["max_position_embeddings"] = min(limit, positions)
+    return {**renamed, "hidden_act": "silu"}
+
+
+def _modern_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of ModernBERT: the first of every n layers sees everything, the others a window."""
+    found = {"hidden_activation": "gelu", "norm_eps": 1e-5, **config}
+    found["sliding_window"] = config.get("local_attention", 128)
+    every, count = config.get("global_attn_every_n_layers", 3), config.get("num_hidden_layers", 0)
+    if "layer_types" not in config and type(every) is int and every > 0 and type(count) is int:
+        found["layer_types"] = ["sliding_attention" if i % every else "full_attention" for i in range(count)]
+    if "rope_parameters" not in config:
+        found["rope_theta"] = config.get("global_rope_theta", 160000.0)
+        found["rope_local_base_freq"] = config.get("local_rope_theta") or 10000.0
+    return found
