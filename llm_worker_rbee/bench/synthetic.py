@@ -27,7 +27,7 @@ from ..weights import Checkpoint, Tensor
 from ..weights.gguf_writer import Raw, Typed, write_gguf
 from ..weights.quant_mix import EMBEDDING, OUTPUT, Mix, Place, find_mix, matrix_type
 from ..weights.quants import BLOCK_TYPES, GROUP_TYPES, BlockType
-from .synthetic_shapes import SHAPES, Shape, architecture, architecture_keys
+from .synthetic_shapes import SEGMENTS, SHAPES, Shape, architecture, architecture_keys
 
 Seed = int | tuple[int, ...]
 RESERVE_BYTES = 512 << 20  # memory or disk that stays free
@@ -117,7 +117,7 @@ def plans(spec: Spec) -> Iterator[Plan]:
 
     def plan(name: str, role: str, shape: tuple[int, ...], layer: int = 0) -> Plan:
         kind = "F32"
-        if len(shape) > 1 and not name.endswith(".bias"):
+        if role and len(shape) > 1 and not name.endswith(".bias"):
             place = Place(layer, spec.layers, s.heads // s.kv_heads, s.experts)
             kind = matrix_type(spec.mix, role, shape[-1], place, tied=s.tied)
         return Plan(name, BLOCK_TYPES[kind], shape)
@@ -126,7 +126,7 @@ def plans(spec: Spec) -> Iterator[Plan]:
     yield plan(f"{made.output_norm}.weight", "", (s.width,))
     if not s.tied:
         yield plan("output.weight", OUTPUT, (s.vocabulary, s.width))
-    for name, shape in made.more.items():
+    for name, shape in made.more(s).items():
         yield plan(name, "", shape)
     for layer in range(spec.layers):
         for name, shape in made.layer(s, layer).items():
@@ -181,7 +181,7 @@ def write(spec: Spec, path: Path, seed: int = 0, progress: StepProgress | None =
         )
     tensors = checkpoint(spec, seed, progress).tensors
     raws = {name: Raw(t.kind.name, t.shape, t.data) for name, t in tensors.items()}
-    return write_gguf(path, {**metadata(spec), **_vocabulary(spec.shape.vocabulary)}, raws)
+    return write_gguf(path, {**metadata(spec), **_vocabulary(spec.shape)}, raws)
 
 
 def metadata(spec: Spec) -> dict[str, Any]:
@@ -196,15 +196,25 @@ def metadata(spec: Spec) -> dict[str, Any]:
     return {f"{section}.{key}": value for section, pairs in sections for key, value in pairs.items()}
 
 
-def _vocabulary(size: int) -> dict[str, Any]:
-    """Return a SentencePiece vocabulary of the right size: control tokens, bytes, then invented pieces."""
-    head = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    tokens = [*head, *(f"t{number}" for number in range(size - len(head)))][:size]
-    kinds = ([2, 3, 3] + [6] * 256 + [1] * size)[:size]
+def _vocabulary(shape: Shape) -> dict[str, Any]:
+    """Return a vocabulary of the right size: control tokens, then invented pieces; WordPiece for encoders."""
+    size, is_encoder = shape.vocabulary, shape.architecture == "bert"
+    special: dict[str, Any]
+    if is_encoder:
+        head = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+        special = {"unknown_token_id": 1, "bos_token_id": 2, "eos_token_id": 3, "seperator_token_id": 3}
+        special |= {"padding_token_id": 0, "mask_token_id": 4, "token_type_count": SEGMENTS}
+        kinds = [3] * len(head)
+    else:
+        head = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+        special = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+        kinds = [2, 3, 3] + [6] * 256
+    word = "\u2581t{}" if is_encoder else "t{}"  # a word begins so in llama.cpp's form of WordPiece
+    tokens = [*head, *(word.format(number) for number in range(size - len(head)))][:size]
     scores = Typed("float32", [-float(number) for number in range(size)])
     keys = {
-        "model": "llama", "tokens": tokens, "scores": scores, "token_type": Typed("int32", kinds),
-        "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0,
+        "model": "bert" if is_encoder else "llama", "tokens": tokens, "scores": scores,
+        "token_type": Typed("int32", (kinds + [1] * size)[:size]), **special,
     }  # fmt: skip
     return {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
 

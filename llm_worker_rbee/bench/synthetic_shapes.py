@@ -60,6 +60,15 @@ GEMMA4 = {
     "final_logit_softcapping": 30.0,
 }  # fmt: skip
 
+
+def _encoder(layers: int, width: int, heads: int, vocabulary: int, context: int, pooling: int, eps: float) -> Shape:
+    """Return the dimensions of a BERT; `pooling` is llama.cpp's number: 1 mean, 2 cls."""
+    keys = {"attention.layer_norm_epsilon": eps, "attention.causal": False, "pooling_type": pooling}
+    return Shape(
+        layers, width, heads, heads, 4 * width, vocabulary, context, tied=True, eps=eps, architecture="bert", keys=keys
+    )
+
+
 SHAPES: dict[str, Shape] = {
     "llama2-7b": Shape(32, 4096, 32, 32, 11008, 32000, 4096),
     "llama2-13b": Shape(40, 5120, 40, 40, 13824, 32000, 4096),
@@ -91,7 +100,11 @@ SHAPES: dict[str, Shape] = {
     "gemma4-12b": Shape(
         48, 3840, 16, 8, 15360, 262144, 262144, 1e6, True, 1e-6, "gemma4", head_dim=256, window=1024, keys=GEMMA4
     ),
+    "minilm": _encoder(6, 384, 12, 30522, 512, 1, 1e-12),
+    "bge-large": _encoder(24, 1024, 16, 30522, 512, 2, 1e-12),
+    "bge-m3": _encoder(24, 1024, 16, 250002, 8192, 2, 1e-5),
 }  # fmt: skip
+SEGMENTS = 2  # rows of an encoder's table of token types
 FULL_HEAD, FULL_KV_HEADS, FULL_EVERY = 512, 1, 6  # of the layers of Gemma 4 without a window
 LFM2_ATTENTION = (2, 5, 9, 13, 17, 21, 24, 27)  # the other layers have a short convolution
 SHORT_CONVOLUTION = 3  # tokens
@@ -180,6 +193,18 @@ def _gemma4_layer(s: Shape, layer: int) -> Tensors:
     return _layer(norms, mixer | _mlp(s))
 
 
+def _bert_layer(s: Shape, layer: int) -> Tensors:
+    matrices = _attention(s.width, s.width, s.width) | {"ffn_up": (s.d_ff, s.width), "ffn_down": (s.width, s.d_ff)}
+    norms = dict.fromkeys(("attn_output_norm", "layer_output_norm"), s.width)
+    biases = {name: shape[:1] for name, shape in matrices.items()} | {name: (width,) for name, width in norms.items()}
+    return _layer(norms, matrices) | {f"{name}.bias": shape for name, shape in biases.items()}
+
+
+def _bert_tables(s: Shape) -> Tensors:
+    tables = {"position_embd": (s.context, s.width), "token_types": (SEGMENTS, s.width)}
+    return {f"{name}.weight": shape for name, shape in tables.items()} | {"token_embd_norm.bias": (s.width,)}
+
+
 def _lfm2_keys(s: Shape, layers: int) -> dict[str, Any]:
     kv_heads = [s.kv_heads if layer in LFM2_ATTENTION else 0 for layer in range(layers)]
     return {"shortconv.l_cache": SHORT_CONVOLUTION, "attention.head_count_kv": kv_heads}
@@ -197,14 +222,15 @@ class Architecture(NamedTuple):
     layer: Callable[[Shape, int], Tensors] = _usual_layer
     keys: Callable[[Shape, int], dict[str, Any]] = lambda s, layers: {}  # of so many layers
     output_norm: str = "output_norm"
-    more: Tensors = {}  # vectors beside the layers  # noqa: RUF012
+    more: Callable[[Shape], Tensors] = lambda s: {}  # float32 tensors beside the layers
 
 
 ARCHITECTURES = {
     "gpt-oss": Architecture(_gpt_oss_layer),
     "lfm2": Architecture(_lfm2_layer, _lfm2_keys, "token_embd_norm"),
     "qwen35": Architecture(_qwen35_layer),
-    "gemma4": Architecture(_gemma4_layer, _gemma4_keys, more={"rope_freqs.weight": (FULL_HEAD // 2,)}),
+    "gemma4": Architecture(_gemma4_layer, _gemma4_keys, more=lambda s: {"rope_freqs.weight": (FULL_HEAD // 2,)}),
+    "bert": Architecture(_bert_layer, output_norm="token_embd_norm", more=_bert_tables),
 }
 
 

@@ -30,6 +30,8 @@ from llm_worker_rbee.bench.synthetic import (
 )
 from llm_worker_rbee.errors import InsufficientMemoryError, InvalidRequestError, WorkerError
 from llm_worker_rbee.models import load_model, read_model_config
+from llm_worker_rbee.models.pooling_config import read_pooling_config
+from llm_worker_rbee.models.pooling_loader import load_pooling_model
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.quants import BlockType
 from tests.helpers import llama_cpp_types
@@ -125,6 +127,16 @@ def test_checkpoint_activations_stay_finite(more: dict[str, Any]) -> None:
     assert 0 <= token < shape.vocabulary
 
 
+def test_encoder_is_read_from_its_file(tmp_path: Path) -> None:
+    spec = Spec("small", SHAPES["minilm"]._replace(width=64, heads=4, kv_heads=4, d_ff=128, vocabulary=200), "Q8_0", 2)
+    opened = open_checkpoint(write(spec, tmp_path / "small.gguf"))
+    config = read_model_config(opened)
+    model = load_pooling_model(opened, ReferenceBackend(), config, read_pooling_config(opened, config), "float32")
+    rows = model.run([np.arange(5), np.arange(9)])
+    assert (model.pooling.kind, model.max_length, rows.shape) == ("mean", 512, (2, 64))
+    assert np.isfinite(rows).all()
+
+
 @pytest.mark.parametrize("mix", ["Q4_K_M", "Q5_1", "BF16"])
 def test_write_is_read_by_gguf_and_by_us(tmp_path: Path, mix: str) -> None:
     spec = Spec("small", SMALL, mix, 2)
@@ -190,6 +202,9 @@ def test_shapes_have_the_published_parameter_counts() -> None:
         # without the vision part
         "gemma3-4b": 3_880_099_328, "ministral3-8b": 8_489_553_920, "qwen3.5-9b": 8_953_803_264,
         "gemma4-12b": 11_907_350_576,
+        # without the pooler; two segments, and no positions for padding
+        "minilm": 22_713_216 - 147_840, "bge-large": 335_141_888 - 1_049_600,
+        "bge-m3": 567_754_752 - 1_049_600 - 2 * 1024 + 1024,
     }  # fmt: skip
     assert {name: parse(f"{name}:F32").nbytes // 4 for name in SHAPES} == published
 
