@@ -39,6 +39,7 @@ class PoolingOptions:
     quantize: str | None = None
     max_length: int | None = None  # tokens of a sequence; None: what the model's own files say
     deterministic: bool = False
+    task: str = ""  # "embed" or "rank": what is asked of the model; "": what it is made for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ class LoadedPooling:
     model: PoolingModel
     text: PoolingText
     quant: str  # the name of its mix of quantization types
-    notes: list[str]  # on the choice of device, for people
+    notes: list[str]  # on the choice of device and on what the files do not say, for people
 
 
 @without_collection()
@@ -71,12 +72,14 @@ def load_pooling(
     with phases.timed("open"):
         checkpoint = open_checkpoint(path)
         config = read_model_config(checkpoint)
-        pooling = _with_max_length(read_pooling_config(checkpoint, config), config, options.max_length)
+        pooling = read_pooling_config(checkpoint, config, options.task)
+        pooling = _with_max_length(pooling, config, options.max_length)
         backend, notes = _place(backend, checkpoint, options)
     on_located(path)
     with phases.timed("tokenizer"):
         max_length = min(pooling.max_length or config.context_length, config.context_length)
         text = PoolingText(open_tokenizer(checkpoint), pooling, config.vocab_size, max_length)
+        pooling = text.pooling
     quant = quant_name(checkpoint) if options.quantize is None else options.quantize.upper()
     if options.quantize is not None:
         with phases.timed("quantize"):
@@ -88,7 +91,7 @@ def load_pooling(
         model = load_pooling_model(checkpoint, backend, config, pooling, kv_type, phases.advance)
     return LoadedPooling(
         path=path, checkpoint=checkpoint, config=config, pooling=pooling, model=model, text=text, quant=quant,
-        notes=notes,
+        notes=[*pooling.notes, *notes],
     )  # fmt: skip
 
 

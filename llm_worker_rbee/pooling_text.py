@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .backends.ops import Ints
 from .config import PoolingConfig
-from .errors import ContextLengthError, InvalidRequestError
+from .errors import ContextLengthError, InvalidRequestError, UnsupportedModelError
+
+CONTROL_TOKEN = re.compile(r"<\|[^<>|]{1,64}\|>")  # of a template
 
 
 class EncodedPairs(NamedTuple):
@@ -24,7 +28,16 @@ class PoolingText:
 
     def __init__(self, tokenizer: Any, pooling: PoolingConfig, vocab_size: int, max_length: int) -> None:
         tokenizer.pad_to(vocab_size)
-        self.tokenizer, self.pooling, self.vocab_size, self.max_length = tokenizer, pooling, vocab_size, max_length
+        self.tokenizer, self.vocab_size, self.max_length = tokenizer, vocab_size, max_length
+        self.pooling = pooling if pooling.label_tokens else replace(pooling, label_tokens=self._label_tokens(pooling))
+
+    def _label_tokens(self, pooling: PoolingConfig) -> tuple[int, ...]:
+        """Return the tokens whose logits are those of labels; each must be one token."""
+        tokens = [self.tokenizer.encode(word, add_special=False) for word in pooling.label_words]
+        for word, ids in zip(pooling.label_words, tokens, strict=True):
+            if len(ids) != 1:
+                raise UnsupportedModelError(f"{word!r} is {len(ids)} tokens: a reranker by words needs one")
+        return tuple(int(ids[0]) for ids in tokens)
 
     def prompt(self, name: str | None = None) -> str:
         """Return the text that goes before an input, by name; None: the model's default one."""
@@ -43,7 +56,9 @@ class PoolingText:
     def encode_batch(self, texts: Sequence[str], *, prompt: str = "", truncate: bool = False) -> list[Ints]:
         """Return the ids of texts; one that is too long raises, or is cut at its end with `truncate`."""
         limit = self.max_length if truncate else None
-        encoded = self.tokenizer.encode_batch([prompt + text for text in texts], max_tokens=limit)
+        whole = [prompt + text for text in texts]
+        whole = [text.lower() for text in whole] if self.pooling.lower_case else whole
+        encoded = self.tokenizer.encode_batch(whole, max_tokens=limit)
         return self.check_lengths([np.array(ids, np.int64) for ids in encoded], "input")
 
     def encode_pairs(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> EncodedPairs:
@@ -56,19 +71,25 @@ class PoolingText:
         return EncodedPairs(ids, [np.array(types, np.int64) for _, types in pairs])
 
     def _encode_template(self, template: str, query: str, documents: Sequence[str], *, truncate: bool) -> EncodedPairs:
-        """Return the prompt of a template, {query} and {document} in it replaced, its control tokens parsed."""
+        """Return the prompt of a template, {query} and {document} in it replaced, its own control tokens parsed.
+
+        The texts are tokenized together with the words of the template around them: a space before a document is part
+        of its first token.
+        """
         before, after = template.split("{document}")
+        first_end = max((token.end() for token in CONTROL_TOKEN.finditer(before)), default=0)
+        last_start = min((token.start() for token in CONTROL_TOKEN.finditer(after)), default=len(after))
         encode = self.tokenizer.encode
-        first = encode(before.split("{query}")[0], parse_special=True)
-        middle = encode(query + before.split("{query}")[1], add_special=False)
-        last = encode(after, add_special=False, parse_special=True)
-        room = self.max_length - len(first) - len(middle) - len(last)
-        if truncate and room < 1:
+        first = encode(before[:first_end], add_special=False, parse_special=True)
+        start, between = before[first_end:].split("{query}")
+        last = encode(after[last_start:], add_special=False, parse_special=True)
+        room = self.max_length - len(first) - len(last)
+        if truncate and room <= len(encode(start + query + between, add_special=False)):
             raise ContextLengthError(f"the query leaves no room for a document: at most {self.max_length} tokens")
         sequences = []
         for document in documents:
-            ids = encode(document, add_special=False)
-            sequences.append(np.array([*first, *middle, *(ids[:room] if truncate else ids), *last], np.int64))
+            ids = encode(start + query + between + document + after[:last_start], add_special=False)
+            sequences.append(np.array([*first, *(ids[:room] if truncate else ids), *last], np.int64))
         checked = self.check_lengths(sequences, "documents")
         return EncodedPairs(checked, [np.zeros(len(one), np.int64) for one in checked])
 
