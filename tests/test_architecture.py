@@ -71,7 +71,7 @@ LINES = {
     "backends": 2_100,
     "backends/cpu": 9_000,
     "backends/cpu/matmul": 1_200,
-    "backends/cuda": 9_300,
+    "backends/cuda": 9_100,
     "bench": 13_700,
     "cache": 180,
     "cli": 4_100,
@@ -88,7 +88,7 @@ LINES = {
 MAX_TOTAL_LINES = 76_000
 MAX_BENCH_LINES = 15_600  # bench with its commands
 MAX_MODULES = 345
-MAX_FOLDER_FILES = 30
+MAX_FOLDER_FILES = 33
 MAX_FILE_LINES = 800
 LISTED_FILE_LINES = 600  # longer files are named here
 LONG_FILES: set[str] = set()

@@ -22,6 +22,7 @@ from llm_worker_rbee.backends.cuda import (
     attention_prefill,
     causal_conv,
     elementwise,
+    encoder_kernels,
     gated_delta,
     gated_delta_chunks,
     gemm,
@@ -38,13 +39,14 @@ from llm_worker_rbee.backends.cuda.packed_weight import PAIRED_SCALES
 F, H, B16, F8, I4, I2, I8, D = "*fp32", "*fp16", "*bf16", "*fp8e4nv", "*i32", "*i16", "*i8", "*fp64"
 PARAMETERS_BY_TYPE = {
     F: "x_scales x_sums squares out residual norm out_scales out_sums out_squares factors qkv cos sin partial "
-    "stats logits parts k v weight total gates a dt_bias matrices gate u scores q_norm k_norm bias q_scale sinks",
+    "stats logits parts k v weight total gates a dt_bias matrices gate u scores q_norm k_norm bias q_scale sinks "
+    "part_factors part_bias stream",
     I4: "x_codes low high block_tables positions counters ids slot_mapping query_start context_len tile_request "
     "tile_first num_tiles ints chosen top_ids pending wanted mask_index masks state_in state_out "
     "num_requests token_request",
     H: "scales x",
     B16: "w k_cache v_cache q_out q",
-    "fp32": "eps unit scale qk_scale",
+    "fp32": "eps post_eps unit scale qk_scale",
 }
 DELTA_HEADS = {"K_HEADS": 16, "V_HEADS": 32, "K_DIM": 128, "V_DIM": 128, "IS_TILED": True}
 TYPES = {name: kind for kind, names in PARAMETERS_BY_TYPE.items() for name in names.split()}
@@ -184,6 +186,15 @@ def other_cases() -> dict[str, Case]:
             attention_prefill.prefill_attention, {"table_width": I4, **caches8}, {"num_warps": 4, "num_stages": 2},
             {**read, "DIM": 96, "WINDOW": 512, "CAP": 50.0},
         ),
+        "prefill both directions": (
+            attention_prefill.prefill_attention, {"out": H, "table_width": I4, **dict.fromkeys(("q", *caches8), H)},
+            {"num_warps": 4, "num_stages": 2},
+            {**read, "HEADS": 16, "KV_HEADS": 16, "DIM": 64, "CAUSAL": False},
+        ),
+        "prefill window to both sides": (
+            attention_prefill.prefill_attention, {"table_width": I4}, {"num_warps": 4, "num_stages": 2},
+            {**read, "DIM": 64, "WINDOW": 128, "CAUSAL": False},
+        ),
         "prefill dim 256": (
             attention_prefill.prefill_attention, {"table_width": I4}, {"num_warps": 4, "num_stages": 2},
             {**read, "DIM": 256},
@@ -240,6 +251,22 @@ def other_cases() -> dict[str, Case]:
             {"out": I8, "norm": None, "post": F, "weights": F, "shared": F, "sum_norm": F, "shared_norm": F},
             {"num_warps": 8},
             {"width": 2816, "SIZE": 128, "SPLITS": 1, "INTERLEAVED": False, "K": 8, "PDL": True},
+        ),
+        "add_norm_rows": (
+            encoder_kernels.add_norm_rows, {"out": H, "total": None, "rows": F, "post": None}, {"num_warps": 4},
+            {"width": 1024, "SIZE": 32, "SPLITS": 1, "INTERLEAVED": False, "CENTERED": True},
+        ),
+        "add_norm_rows all": (
+            encoder_kernels.add_norm_rows, {"out": H, "rows": None, "post": F, "stream_scale": "fp32"},
+            {"num_warps": 8},
+            {"width": 768, "SIZE": 32, "SPLITS": 4, "INTERLEAVED": True, "CENTERED": True, "EXACT": True},
+        ),
+        "activate_rows": (
+            encoder_kernels.activate_rows, {"out": H, "rows": None}, {"num_warps": 8},
+            {"width": 4096, "SIZE": 128, "SPLITS": 1, "INTERLEAVED": False, "ACTIVATION": "gelu", "GATED": False},
+        ),
+        "mean_of_rows": (
+            encoder_kernels.mean_of_rows, {"x": F}, {"num_warps": 4}, {"ROWS": 16, "COLUMNS": 128},
         ),
         "swiglu_rows": (
             elementwise.swiglu_rows, {"out": H}, {"num_warps": 16},

@@ -80,9 +80,12 @@ def _attend(
     if params.soft_cap:
         scores = params.soft_cap * torch.tanh(scores / params.soft_cap)
     distance = positions[:, None] - torch.arange(keys.shape[1], device=q.device)
-    hidden = distance < 0
-    if params.window:
-        hidden |= distance >= params.window
+    if params.causal:
+        hidden = distance < 0
+        if params.window:
+            hidden |= distance >= params.window
+    else:
+        hidden = distance.abs() > (params.window // 2 or keys.shape[1])
     scores = scores.masked_fill(hidden, -torch.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks[:, None, None].expand(heads, tokens, 1)), -1)

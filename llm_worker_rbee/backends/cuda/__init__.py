@@ -35,6 +35,7 @@ from .attention_prefill import (
 from .causal_conv import StateInputs, launch_conv
 from .device import upload
 from .elementwise import ACTIVATIONS, launch_add_norm, launch_embedding, launch_gated, launch_head_norm
+from .encoder_kernels import Product, Results, launch_activation, launch_mean, launch_norm
 from .experts import combine, grouped_linear, launch_route, pack_experts
 from .gated_delta import has_kernels, launch_delta, launch_gate
 from .linear import BatchedLinear
@@ -179,19 +180,27 @@ class CudaBackend(ops.Backend):
         return out, total
 
     def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
-        return torch.nn.functional.layer_norm(x, weight.shape, weight, bias, eps)
+        out = self._empty(*x.shape)
+        stream, rows = x.reshape(-1, x.shape[-1]), out.view(-1, x.shape[-1])
+        launch_norm(None, stream, weight, bias, eps, Results(None, rows), centered=True, exact=self.deterministic)
+        return out
 
     def add_layer_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        total = residual + x
-        return self.layer_norm(total, weight, bias, eps), total
+        out, total = self._empty(*x.shape), self._empty(*x.shape)
+        product, results = Product(x.contiguous()[None]), Results(None, out)
+        stream, exact = residual.contiguous(), self.deterministic
+        launch_norm(product, stream, weight, bias, eps, results, total, centered=True, exact=exact)
+        return out, total
 
     def activate(self, x: torch.Tensor, activation: str) -> torch.Tensor:
-        return torch.as_tensor(reference.activate(x.cpu().numpy(), activation), device=self.torch_device)
+        out = self._empty(*x.shape)
+        launch_activation(Product(x.contiguous()[None]), Results(None, out), activation, gated=False)
+        return out
 
     def mean_rows(self, x: torch.Tensor, batch: ops.Batch) -> torch.Tensor:
-        return torch.as_tensor(reference.mean_rows(x.cpu().numpy(), batch), device=self.torch_device)
+        return launch_mean(x.contiguous(), upload(batch.query_start, self.torch_device))
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return residual + x

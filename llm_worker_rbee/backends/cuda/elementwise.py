@@ -19,7 +19,7 @@ from .gemv import apply_gate, plane_stride, store_int8_block, store_int8_blocks
 from .intrinsics import launch_next, sum_squares, wait_for_previous
 from .packed_weight import Activations, GemvActivations, Int8Activations, PackedWeight, kernel_outputs
 
-ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")  # of gates
 
 
 @triton.jit

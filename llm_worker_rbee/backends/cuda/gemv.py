@@ -433,7 +433,9 @@ def store_activations(y, t, columns, out, out_scales, out_sums, INT8: tl.constex
 
 @triton.jit
 def apply_gate(gate, up, ACTIVATION: tl.constexpr):
-    """Return activation(gate) * up. GELU (tanh form) is by 0.5 x (1 + tanh(u)) = x / (1 + exp(-2u))."""
+    """Return activation(gate) * up. GELU's tanh form is by 0.5 x (1 + tanh(u)) = x / (1 + exp(-2u))."""
+    if ACTIVATION == "gelu":
+        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
     inner = gate
     if ACTIVATION == "gelu_tanh":
         inner = 2.0 * 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)

@@ -26,12 +26,14 @@ GROUPS = {
     "attention": [
         "decode", "decode staged", "decode float8 all", "decode dim 96", "decode dim 80 part", "decode gqa",
         "decode gqa float8 all", "decode gqa dim 96", "decode gqa part", "decode gqa shared", "prefill",
-        "prefill dim 96 float8 window cap", "prefill dim 256", "score_tile", "rope_store_qkv", "rope_store_qkv all",
+        "prefill dim 96 float8 window cap", "prefill dim 256", "prefill both directions",
+        "prefill window to both sides", "score_tile", "rope_store_qkv", "rope_store_qkv all",
         "rope_store_qkv dim 96 part",
     ],
     "elementwise": [
         "gemv gated", "rms_norm_rows", "convert_rows", "add_rms_norm_rows", "add_rms_norm_rows experts",
-        "swiglu_rows", "swiglu_rows inputs", "fill_pending_ids",
+        "swiglu_rows", "swiglu_rows inputs", "fill_pending_ids", "add_norm_rows", "add_norm_rows all", "activate_rows",
+        "mean_of_rows",
     ],
     "states": ["conv_tokens", "conv_states", "delta_tokens", "gate_rows", "prepare_chunks", "delta_chunks"],
     "sampling": ["argmax_rows", "logprob_rows", "sample_rows"],

@@ -158,7 +158,7 @@ def test_rms_norm_matches_reference(shape: tuple[int, ...], rng: np.random.Gener
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # exp(-x) may be infinite: 1 / (1 + it) is 0
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swiglu_oai"])
 def test_gated_matches_reference(activation: str, rng: np.random.Generator) -> None:
     x = normal(rng, 3, 2 * 75, scale=4.0)
     np.testing.assert_allclose(cuda.gated(on_device(x), activation).cpu(), reference.gated(x, activation), atol=1e-5)
