@@ -23,7 +23,7 @@ from ...weights import Checkpoint, Tensor
 from .. import ops, reference, select
 from ..graph import Graph
 from ..ops import Ints, KVLayer, LayerCache, StateLayer, first_kv
-from . import decoder, device, op_parts, precompile, profile, sampling
+from . import decoder, device, op_parts, pooling, precompile, profile, sampling
 from .attention_prefill import (
     QUERY_TILE,
     SMALL_QUERY_TILE,
@@ -41,7 +41,7 @@ from .gated_delta import has_kernels, launch_delta, launch_gate
 from .linear import BatchedLinear
 from .packed_weight import E4M3, Activations, PackedExperts, PackedWeight, merge_parts
 from .repack import pack_weight
-from .rope import launch_rope_store
+from .rope import launch_rope_store, rope_tables
 from .step_sizes import STEP_SIZES
 
 KV_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float8": E4M3}
@@ -217,7 +217,7 @@ class CudaBackend(ops.Backend):
 
         def upload_tokens() -> tuple[Any, ...]:
             rows = torch.arange(len(positions), dtype=torch.int32, device=self.torch_device)
-            rope = decoder.rope_tables(table, upload(positions, self.torch_device))
+            rope = rope_tables(table, upload(positions, self.torch_device))
             return rope, rows, upload(slot_mapping, self.torch_device)
 
         rope, rows, slots = self._once((positions, slot_mapping, table.inv_freq), upload_tokens)
@@ -335,7 +335,12 @@ class CudaBackend(ops.Backend):
         return torch.tanh(raw / soft_cap) * soft_cap if soft_cap else raw
 
     def fuse(self, record: Callable[[], Graph]) -> ops.FusedForward | None:
-        return decoder.fuse(record, self.torch_device, batch_invariant=self.deterministic)
+        if self.torch_device.type == "cuda":
+            torch.cuda.empty_cache()  # what packing needed: the KV cache takes the rest
+        graph = record()
+        if all(node.op != "logits" for node in graph.nodes):
+            return pooling.PoolingForward(graph, self, self.torch_device, self._linear)
+        return decoder.fuse(graph, self.torch_device, batch_invariant=self.deterministic)
 
     def warm_up(
         self, forward: ops.Forward, fused: ops.FusedForward | None, kv: Sequence[LayerCache], limits: ops.StepLimits,

@@ -8,7 +8,7 @@ a size occurs.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..graph import Graph, ProgramLine
-from ..ops import CAPTURING, Batch, Ints, LayerCache, Profiler, Progress, RopeTable, StepLimits, first_kv
+from ..ops import CAPTURING, Batch, Ints, LayerCache, Profiler, Progress, StepLimits, first_kv
 from . import profile
 from .attention_prefill import QUERY_TILE, SMALL_QUERY_TILE
 from .cuda_graphs import CudaGraphs
@@ -37,7 +37,7 @@ from .fused_ops import (
     fuse_graph,
     without_hidden,
 )
-from .rope import CosSin
+from .rope import CosSin, rope_tables
 from .step_inputs import ARRAYS_PER_TOKEN, NO_BATCH, InputStaging, step_arrays, total_size
 from .step_sizes import (
     STEP_SIZES,
@@ -197,16 +197,6 @@ class Decoder:
         return sizes
 
 
-def rope_tables(table: RopeTable, positions: torch.Tensor) -> CosSin:
-    """Return cosines and sines of positions: angles in float32, as everywhere, their functions exact."""
-    angles = positions.float()[:, None] * torch.tensor(table.inv_freq, device=positions.device)
-    cos, sin = (f(angles.double()).mul(table.scale).float().contiguous() for f in (torch.cos, torch.sin))
-    if not table.temperature_beta:
-        return CosSin(cos, sin)
-    steps = torch.log1p((positions // table.temperature_length).double())
-    return CosSin(cos, sin, (1 + table.temperature_beta * steps).float())
-
-
 def max_gemv_tokens(ops: Sequence[FusedOp], *, batch_invariant: bool) -> int:
     """Return up to how many decoding tokens take GEMV."""
     if batch_invariant or any(isinstance(op, Attention) and op.following.is_packed and op.head_dim % 32 for op in ops):
@@ -227,11 +217,8 @@ def _leading_ones(counts: Ints) -> int:
     return int(other[0]) if len(other) else len(counts)
 
 
-def fuse(record: Callable[[], Graph], device: torch.device, *, batch_invariant: bool) -> Decoder | None:
+def fuse(recorded: Graph, device: torch.device, *, batch_invariant: bool) -> Decoder | None:
     """Return the decoder of a model; None if it has a feature that these kernels lack: then it runs unfused."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what packing needed: the KV cache takes the rest
-    recorded = record()
     graph = without_hidden(recorded)
     ops = None if graph is None else fuse_graph(graph)
     if graph is None or ops is None:

@@ -37,7 +37,7 @@ def _has_layer_gate_kernel(node: Node) -> bool:
     return is_usual and linear["w"].rows % 32 == 0
 
 
-def _has_words(node: Node) -> bool:
+def has_attention_kernels(node: Node) -> bool:
     """The KV cache is read in words of 32 bits; it is the one written, and norms are those of q, then k, or none, and
     one of v without a weight. A layer without KV heads may have a norm of q."""
     _, split, *norms, store, attention = node.fused[:-2] if node.op == "gated_attention" else node.fused
@@ -53,7 +53,7 @@ def _has_gated_words(node: Node) -> bool:
     """The gate has no bias and is that of attention, both from the same rows."""
     first, *_, attention, linear, gate = node.fused
     is_gate = gate["x"] is attention.output and linear["x"] is first["x"] and linear["bias"] is None
-    return is_gate and _has_words(node)
+    return is_gate and has_attention_kernels(node)
 
 
 def _has_delta_kernels(node: Node) -> bool:
@@ -131,7 +131,7 @@ REWRITES = (
     Rewrite("gated_attention", f"{ATTENTION} linear sigmoid_gate", _has_gated_words),
     Rewrite("gated_delta", "linear linear causal_conv gated_delta", _has_delta_kernels),
     Rewrite("short_conv", "linear causal_conv", _has_conv_kernel),
-    Rewrite("attention", ATTENTION, _has_words),
+    Rewrite("attention", ATTENTION, has_attention_kernels),
     Rewrite("gated_linear", "linear gated", _has_gate_kernel),
     Rewrite("linear_add_norm", "linear rms_norm? take? take? add_rms_norm", _has_add_kernel),
     Rewrite("linear_add", "linear rms_norm? add", _has_add_kernel),
@@ -445,10 +445,10 @@ def _fused_op(node: Node, following: Any, norms: Mapping[Any, Node]) -> FusedOp:
         case "stream_norm":
             return StreamNorm(last["weight"], last["eps"], following)
         case "attention":
-            return _attention(node.fused, following)
+            return attention_op(node.fused, following)
         case "gated_attention":
             norm, gate = norms[first["x"]], node.fused[-2]["w"]
-            made = _attention(node.fused[:-2], following)
+            made = attention_op(node.fused[:-2], following)
             return made._replace(gate=gate, input_norm=norm["weight"], input_eps=norm["eps"])
         case "gated_delta":
             norm, conv = norms[first["x"]], between[1]
@@ -480,7 +480,8 @@ def _linear_add(node: Node, following: Any) -> LinearAdd | LinearAddNorm:
     return LinearAddNorm(first["w"], first["bias"], weight, last["weight"], last["eps"], following, last["scale"])
 
 
-def _attention(parts: Sequence[Node], following: Any) -> Attention:
+def attention_op(parts: Sequence[Node], following: Any) -> Attention:
+    """Return the fused op of the nodes from the QKV product to attention."""
     first, split, *of_heads, store, last = parts
     q_norm, k_norm, *_ = *(norm["weight"] for norm in of_heads), None, None
     return Attention(

@@ -100,18 +100,26 @@ class BatchedLinear:
 
     def multiply(self, x: Activations, w: PackedWeight, max_splits: int = MAX_SPLITS) -> torch.Tensor:
         """Return (splits, tokens, rows), whose sum is the product."""
+        splits, factors = self.multiply_unscaled(x, w, max_splits)
+        return splits if factors is None else splits * factors[:, None]
+
+    def multiply_unscaled(
+        self, x: Activations, w: PackedWeight, max_splits: int = MAX_SPLITS
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the same, and the factors (tokens) by which it is still to be multiplied, if any."""
         tokens, part = len(x.values), w.parts[0]
         if not tokens:
-            return torch.empty(1, 0, w.rows, device=self.device)
+            return torch.empty(1, 0, w.rows, device=self.device), None
         if x.is_interleaved:
-            return gemm(x, w, max_splits, batch_invariant=self.batch_invariant)
+            return gemm(x, w, max_splits, batch_invariant=self.batch_invariant), None
+        factors = x.factors if x.values.dtype == torch.float16 else None
         if self.batch_invariant:
-            return _apply_factors(gemm_dense_batch_invariant(x.values, part), x)
+            return gemm_dense_batch_invariant(x.values, part), factors
         if part.kind == FP8:
-            return matmul_fp8(x, part)[None]
+            return matmul_fp8(x, part)[None], None
         if part.values is None:
-            return self._dequantize_and_multiply(x.values, w)[None]
-        return _apply_factors(_cublas(x.values, part.values)[None], x)
+            return self._dequantize_and_multiply(x.values, w)[None], None
+        return _cublas(x.values, part.values)[None], factors
 
     def _dequantize_and_multiply(self, x: torch.Tensor, w: PackedWeight) -> torch.Tensor:
         """Multiply by cuBLAS, as many dequantized rows at a time as the scratch holds."""
@@ -136,11 +144,6 @@ def sum_splits(splits: torch.Tensor) -> torch.Tensor:
     for split in splits[1:]:
         out = out + split
     return out
-
-
-def _apply_factors(splits: torch.Tensor, x: Activations) -> torch.Tensor:
-    """Multiply (splits, tokens, rows) by the factors of float16 activations."""
-    return splits if x.factors is None or x.values.dtype != torch.float16 else splits * x.factors[:, None]
 
 
 def _cublas(x: torch.Tensor, w: torch.Tensor, factor: float = 1.0, out: torch.Tensor | None = None) -> torch.Tensor:

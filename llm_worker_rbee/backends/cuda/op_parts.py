@@ -16,9 +16,8 @@ import triton.language as tl
 from ..ops import Ints, RopeTable
 from . import cuda_graphs, device
 from .attention_prefill import SMALL_QUERY_TILE, prefill_tile
-from .decoder import rope_tables
 from .device import shared_memory_bytes, upload
-from .rope import load_first, padded_dim, rope_store_qkv
+from .rope import load_first, padded_dim, rope_store_qkv, rope_tables
 
 BLOCK = 16  # positions of a KV block
 

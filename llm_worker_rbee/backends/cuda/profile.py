@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from ..ops import KernelSpan, Profiler, TaskLabel
 from .device import is_interpreted
-from .forward import Forward
 
 MARK = "spin_kernel"  # of `torch.cuda._sleep`
 COPIES = ("Memcpy", "Memset")
+
+
+class Marked(Protocol):
+    """A forward that calls `mark` with each component it has launched."""
+
+    mark: Callable[[str], None]
 
 
 class CudaTrace:
@@ -56,7 +61,7 @@ class CudaTrace:
         return spans[last + 1 :]
 
 
-def run(forward: Forward, launch: Callable[[], torch.Tensor], profiler: Profiler) -> torch.Tensor:
+def run(forward: Marked, launch: Callable[[], torch.Tensor], profiler: Profiler) -> torch.Tensor:
     """Launch a step and tell the profiler the time of each of its kernels; under the interpreter, of each component."""
     before = forward.mark
     try:
@@ -65,7 +70,7 @@ def run(forward: Forward, launch: Callable[[], torch.Tensor], profiler: Profiler
         forward.mark = before
 
 
-def _run_interpreted(forward: Forward, launch: Callable[[], torch.Tensor], profiler: Profiler) -> torch.Tensor:
+def _run_interpreted(forward: Marked, launch: Callable[[], torch.Tensor], profiler: Profiler) -> torch.Tensor:
     labels, times = list[TaskLabel](), [time.perf_counter()]
 
     def mark(component: str) -> None:
@@ -78,7 +83,7 @@ def _run_interpreted(forward: Forward, launch: Callable[[], torch.Tensor], profi
     return result
 
 
-def _run_traced(forward: Forward, launch: Callable[[], torch.Tensor], profiler: Profiler) -> torch.Tensor:
+def _run_traced(forward: Marked, launch: Callable[[], torch.Tensor], profiler: Profiler) -> torch.Tensor:
     components = list[str]()
 
     def mark(component: str) -> None:

@@ -165,20 +165,20 @@ def cpu_sides(target: Target, q: Floats, k: Floats, step: Step) -> dict[str, Rot
 def device_sides(target: Target, q: Floats, k: Floats, step: Step) -> dict[str, Rotation]:
     """Return the formula in PyTorch, and the Triton kernel with angles made in each call and with those of a table."""
     package = type(target.ops).__module__
-    rope, decoder, device = (importlib.import_module(f"{package}.{name}") for name in ("rope", "decoder", "device"))
+    rope, device = (importlib.import_module(f"{package}.{name}") for name in ("rope", "device"))
     ops: Any = target.ops
     (tokens, heads, dim), table, where = q.shape, rope_table(q.shape[-1]), ops.torch_device
     batch = consecutive_batch(tokens, step.context, BLOCK_SIZE)
     kv = ops.empty_kv(-(-step.context // BLOCK_SIZE), BLOCK_SIZE, heads, dim, "float32")
     positions, slots = (device.upload(array, where) for array in (batch.positions, batch.slot_mapping))
     rows = device.upload(np.arange(tokens), where)
-    all_angles = decoder.rope_tables(table, device.upload(np.arange(step.context), where))
+    all_angles = rope.rope_tables(table, device.upload(np.arange(step.context), where))
     qkv = target.array(np.concatenate([*(split_pairs(x) for x in (q, k)), k], axis=1)).view(1, tokens, -1)
     pairs, out = [target.array(x) for x in (q, k)], target.array(np.empty_like(q))
     exponent = target.array(np.arange(0, dim, 2, dtype=np.float32) / dim)
 
     def with_angles() -> list[Any]:
-        rope.launch_rope_store(qkv, kv, decoder.rope_tables(table, positions), rows, slots, out)
+        rope.launch_rope_store(qkv, kv, rope.rope_tables(table, positions), rows, slots, out)
         return [out]
 
     def with_table() -> list[Any]:
