@@ -185,7 +185,7 @@ def gguf_metadata(variant: Variant, checkpoint: Checkpoint) -> dict[str, Any]:
     if variant.model_type == "modernbert":
         keys |= {"attention.sliding_window_pattern": 3, "hidden_activation": "gelu"}
     elif any(c.windows):
-        keys["attention.sliding_window_pattern"] = [window > 0 for window in c.windows]
+        keys["attention.sliding_window_pattern"] = 2
     if variant.mode != "rank":  # the converter writes none for a folder without modules.json
         keys["pooling_type"] = {"mean": 1, "cls": 2, "lasttoken": 3, "yes-no": 4}[variant.mode]
     for number, (columns, rows, _) in enumerate(variant.dense, 2):
