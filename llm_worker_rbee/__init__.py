@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
 __all__ = [
-    "LLM", "Chunk", "Completion", "SamplingParams", "Stream", "StructuredOutputsParams", "Timings", "Tool", "ToolCall",
-    "WorkerError", "__version__",
+    "LLM", "Chunk", "Completion", "Embedder", "RankResult", "Reranker", "SamplingParams", "Stream",
+    "StructuredOutputsParams", "Timings", "Tool", "ToolCall", "WorkerError", "__version__",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
+    from .embedder import Embedder, RankResult, Reranker
     from .engine.request import SamplingParams
     from .engine.structured_outputs import StructuredOutputsParams
     from .errors import WorkerError
@@ -28,9 +29,10 @@ def __getattr__(name: str) -> Any:
     """Import the API on first use, so that `--version` and `--help` do not import NumPy."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import errors, llm
+    from . import embedder, errors, llm
 
-    return getattr(errors if name == "WorkerError" else llm, name)
+    module = errors if name == "WorkerError" else embedder if name in embedder.__all__ else llm
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -108,7 +108,9 @@ def step_progress() -> Iterator[StepProgress]:
 
 
 @contextmanager
-def request_progress(total: int, show: bool | None = None, *, last_line: bool = True) -> Iterator[Advance]:
+def request_progress(
+    total: int, show: bool | None = None, *, last_line: bool = True, what: str = "answering", noun: str = "answers"
+) -> Iterator[Advance]:
     """Show how many of `total` requests are finished, and how fast. None: on a terminal only; True: anywhere.
 
     Without `last_line` there is no plain line at the end: the caller prints one. No thread is started: the bar is drawn
@@ -118,13 +120,14 @@ def request_progress(total: int, show: bool | None = None, *, last_line: bool = 
         yield _ignore
         return
     if not supports_ansi(sys.stderr):
-        yield _RequestCounter(total, last_line, None).advance
+        yield _RequestCounter(total, last_line, None, what, noun).advance
         return
-    counter = _RequestCounter(total, last_line, bar := _Bar("requests", transient=False, auto_refresh=False))
+    bar = _Bar("requests", transient=False, auto_refresh=False)
+    counter = _RequestCounter(total, last_line, bar, what, noun)
     try:
         yield counter.advance
     finally:
-        bar.show("answering", counter.requests, total, rate=str(counter))
+        bar.show(what, counter.requests, total, rate=str(counter))
         bar.stop()
 
 
@@ -201,8 +204,8 @@ def _ignore(*, requests: int = 0, tokens: int = 0) -> None:
 class _RequestCounter:
     """Counts requests and tokens, and shows them as plain lines or on a bar."""
 
-    def __init__(self, total: int, last_line: bool, bar: _Bar | None) -> None:
-        self.total, self.last_line, self.bar = total, last_line, bar
+    def __init__(self, total: int, last_line: bool, bar: _Bar | None, what: str, noun: str) -> None:
+        self.total, self.last_line, self.bar, self.what, self.noun = total, last_line, bar, what, noun
         self.requests = self.tokens = self.lines = 0
         self.start = self.drawn_at = time.perf_counter()
 
@@ -213,10 +216,10 @@ class _RequestCounter:
         if self.bar is not None:
             if now - self.drawn_at >= MIN_REDRAW_INTERVAL_S:
                 self.drawn_at = now
-                self.bar.show("answering", self.requests, self.total, rate=str(self))
+                self.bar.show(self.what, self.requests, self.total, rate=str(self))
         elif line > self.lines and (self.last_line or self.requests < self.total):
             self.lines = line
-            print(f"{self.requests:,} of {self.total:,} answers · {self}", file=sys.stderr, flush=True)
+            print(f"{self.requests:,} of {self.total:,} {self.noun} · {self}", file=sys.stderr, flush=True)
 
     def __str__(self) -> str:
         seconds = time.perf_counter() - self.start

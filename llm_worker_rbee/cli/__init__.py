@@ -40,6 +40,8 @@ COMMANDS = {
     "run": Command("Use a model", ".run", "Answer one prompt, or all prompts of a file."),
     "chat": Command("Use a model", ".chat", "Talk with a model."),
     "serve": Command("Use a model", ".serve", "Serve a model over HTTP: the OpenAI API, and jobs for an orchestrator."),
+    "embed": Command("Use a model", ".embed", "Write the embeddings of the texts of a file."),
+    "rerank": Command("Use a model", ".rerank", "Order the texts of a file by how well they answer a query."),
     "inspect": Command("Look at a model", ".inspect",
         "Show what is in a model file: architecture, shape, quantization types, tokenizer, sampling defaults, memory."),
     "tokenize": Command("Look at a model", ".tokenize", "Show the tokens of a text: ids and pieces."),

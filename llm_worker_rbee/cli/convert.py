@@ -11,7 +11,7 @@ from ..models.convert import convert as convert_checkpoint
 from ..progress import transfer_progress
 from ..weights import Checkpoint, hub, open_checkpoint
 from ..weights.gguf import split_set_paths
-from .terminal import note, print_json
+from .terminal import note, print_json, require_writable
 
 UNQUANTIZED = {"F64", "F32", "F16", "BF16"}
 
@@ -41,7 +41,7 @@ def convert(
     """
     if to.upper() not in TYPES:
         raise typer.BadParameter(f"--type {to}: use one of {', '.join(TYPES)}")
-    _require_writable(out, force)
+    require_writable(out, force)
     with transfer_progress() as progress:
         located = hub.find_model(source, progress=progress)
         _require_not_source(located.path, out)
@@ -56,16 +56,6 @@ def convert(
         return
     note(f"{human_bytes(located.bytes)} -> {human_bytes(made.bytes)}")
     print(out)
-
-
-def _require_writable(out: Path, force: bool) -> None:
-    """Raise an error if the file cannot be written, before anything is fetched or computed."""
-    if out.is_dir():
-        raise InvalidRequestError(f"{out} is a folder: give the name of a file", "out")
-    if not out.parent.is_dir():
-        raise InvalidRequestError(f"the folder {out.parent} does not exist: make it first", "out")
-    if out.exists() and not force:
-        raise InvalidRequestError(f"{out} exists: give another name, or --force to replace it", "out")
 
 
 def _require_not_source(source: Path, out: Path) -> None:

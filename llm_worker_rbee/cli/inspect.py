@@ -22,6 +22,7 @@ from ..errors import InsufficientMemoryError, WorkerError, human_bytes
 from ..llm import open_tokenizer
 from ..models import read_model_config
 from ..models.mtp import has_head, head_config
+from ..models.pooling_config import is_pooling_model, read_pooling_config
 from ..progress import transfer_progress
 from ..weights import Checkpoint, hub, open_checkpoint
 from .options import MODEL_HELP, CapacityOptions, LoadOptions, ModelOptions, gather, load_model, option_names_in_errors
@@ -117,10 +118,11 @@ def _lines(report: dict[str, Any]) -> list[str]:
         *_shape_lines(report["shape"]),
         *([] if report["experts"] is None else [("experts", _experts_line(report["experts"]))]),
         *([] if report["mtp"] is None else [("drafts", _mtp_line(report["mtp"]))]),
+        *([] if report["pooling"] is None else _pooling_lines(report["pooling"])),
         *_tokenizer_lines(report["tokenizer"]),
-        ("sampling", _sampling_line(report["sampling_defaults"])),
+        *([("sampling", _sampling_line(report["sampling_defaults"]))] if report["pooling"] is None else []),
         *(("warning", text) for text in report["warnings"]),
-        ("memory", _memory_line(report["memory"])),
+        ("memory", _memory_line(report["memory"], is_pooling=report["pooling"] is not None)),
         *([] if report["fits"] is None else _fits_lines(report["fits"])),
     ]
     lines = columns([(style(key, "bold"), one_line(value)) for key, value in rows])
@@ -202,8 +204,27 @@ def _token(token: dict[str, Any]) -> str:
     return f"{token['text']!r} ({token['id']})"
 
 
-def _memory_line(memory: dict[str, Any]) -> str:
+def _pooling_lines(pooling: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return what a pooling model gives, and what it takes."""
+    if "error" in pooling:
+        return [("pooling", f"not usable: {pooling['error']}")]
+    normalized = ", normalized" if pooling["normalize"] else ""
+    what = f"scores of pairs ({pooling['score']}): a reranker" if pooling["score"] else f"embeddings{normalized}"
+    prompts = [f"{name} {text!r}" for name, text in pooling["prompts"].items()]
+    default = f"; default {pooling['default_prompt']}" if pooling["default_prompt"] else ""
+    return [
+        ("pooling", f"{pooling['kind']}, {what}"),
+        *([] if pooling["score"] else [("dimension", f"{pooling['dimension']:,}, similarity {pooling['similarity']}")]),
+        ("max length", f"{pooling['max_length']:,} tokens"),
+        *([("prompts", ", ".join(prompts) + default)] if prompts else []),
+        *(("note", text) for text in pooling["notes"]),
+    ]
+
+
+def _memory_line(memory: dict[str, Any], *, is_pooling: bool) -> str:
     weights = human_bytes(memory["weights_bytes"])
+    if is_pooling:
+        return f"{weights} of weights; no KV cache"
     if memory["kv_bytes"] is None:
         return f"{weights} of weights; keys and values unknown"
     total, kv = human_bytes(memory["total_bytes"]), human_bytes(memory["kv_bytes"])
@@ -288,6 +309,7 @@ def describe_file(
     shape = _shape_of(config) if config else _shape_from_keys(checkpoint)
     sampling = read_sampling_defaults(checkpoint)
     name = checkpoint.metadata.get("general.name")
+    is_pooling = config is not None and is_pooling_model(checkpoint, config)
     return {
         "path": str(checkpoint.path), "format": checkpoint.format, "file_bytes": file_bytes,
         "name": name if isinstance(name, str) else None, "architecture": checkpoint.architecture,
@@ -295,11 +317,12 @@ def describe_file(
         "parameters": sum(tensor.size for tensor in checkpoint.tensors.values()), "shape": shape,
         "experts": None if config is None or config.experts is None else _experts(checkpoint, config.experts),
         "mtp": None if config is None else _mtp(checkpoint, config),
+        "pooling": _pooling(checkpoint, config) if config is not None and is_pooling else None,
         "quantization": _quantization(checkpoint), "quantization_method": checkpoint.metadata.get("quantization"),
         "tokenizer": _tokenizer(checkpoint),
         "sampling_defaults": sampling.report(), "warnings": sampling.warnings,
         "memory": _memory(checkpoint, config if checkpoint.tensors else None, context or shape.get("context")),
-        "fits": None if config is None or reason else _fits(checkpoint, context, capacity, device),
+        "fits": None if config is None or reason or is_pooling else _fits(checkpoint, context, capacity, device),
     }  # fmt: skip
 
 
@@ -310,8 +333,14 @@ def _shape_of(c: ModelConfig) -> dict[str, Any]:
         "kv_heads": c.n_kv_heads, "head_dim": c.head_dim, "vocabulary": c.vocab_size, "context": c.context_length,
         "sliding_window": windows[0] if windows else None,
         "layers_with_window": sum(window > 0 for window in c.windows),
-        "rope_base": c.rope_base, "rope_dim": c.rope_dim, "rope_scaling": c.rope_scaling.kind,
-        "rope_factor": c.rope_scaling.factor,
+        **({} if c.family.learned_positions else _rope(c)),
+    }  # fmt: skip
+
+
+def _rope(c: ModelConfig) -> dict[str, Any]:
+    scaling = c.rope_scaling
+    return {
+        "rope_base": c.rope_base, "rope_dim": c.rope_dim, "rope_scaling": scaling.kind, "rope_factor": scaling.factor,
     }  # fmt: skip
 
 
@@ -338,6 +367,20 @@ def _mtp(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any] | None:
     return {
         "layers": config.nextn_layers, "weights_bytes": sum(tensor.nbytes for tensor in tensors),
         "kv_type": KV_DEFAULT, "kv_token_bytes": head_config(config).kv_bytes(1, KV_DEFAULT),
+    }  # fmt: skip
+
+
+def _pooling(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any]:
+    """Return how an embedding model or a reranker pools."""
+    try:
+        found = read_pooling_config(checkpoint, config)
+    except WorkerError as error:
+        return {"error": str(error)}
+    return {
+        "kind": found.kind, "normalize": found.normalize, "score": found.score or None,
+        "dimension": found.dense[-1].rows if found.dense else config.d_model, "similarity": found.similarity,
+        "max_length": min(found.max_length or config.context_length, config.context_length),
+        "prompts": dict(found.prompts), "default_prompt": found.default_prompt or None, "notes": list(found.notes),
     }  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from ..load import given_settings
 from ..models.convert import TYPES
 from ..progress import OnStage, transfer_progress
 from ..text_model import EncodedPrompt
+from ..weights.hub import Progress
 from . import NUMPY_THREAD_VARIABLES
 from .terminal import Status, argument_text, note, read_template
 
@@ -40,7 +41,8 @@ KV_TYPES = (KV_AUTO, *KV_VALUE_BYTES)
 LOGIT_BIAS = re.compile(r"(-?[0-9]{1,9})=([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|[+-]?inf|nan)")
 # Arguments of `LLM` that error messages name and the user types as options.
 SETTING = re.compile(
-    r"(?<![\w-])(?:kv_memory|kv_type|max_context|max_tokens|max_batch|max_step_tokens|draft_model|quantize)(?!\w)"
+    r"(?<![\w-])(?:kv_memory|kv_type|max_context|max_tokens|max_batch|max_step_tokens|draft_model|quantize|max_length|"
+    r"prompt_name)(?!\w)"
 )
 SAMPLING = SamplingParams()
 ENGINE_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(EngineConfig)}
@@ -211,9 +213,39 @@ class LoadOptions(ComputeOptions):
     def set_up(self) -> int:
         if self.kv_type not in KV_TYPES:
             raise typer.BadParameter(f"--kv-type {self.kv_type}: use one of {', '.join(KV_TYPES)}")
-        if self.quantize is not None and self.quantize.upper() not in (*TYPES, "FP8"):
-            raise typer.BadParameter(f"--quantize {self.quantize}: use one of {', '.join(TYPES)}, or fp8 on a GPU")
+        _check_quantize(self.quantize)
         return super().set_up()
+
+
+def _check_quantize(quantize: str | None) -> None:
+    if quantize is not None and quantize.upper() not in (*TYPES, "FP8"):
+        raise typer.BadParameter(f"--quantize {quantize}: use one of {', '.join(TYPES)}, or fp8 on a GPU")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolingOptions(ComputeOptions):
+    """Which embedding model or reranker, and how it computes."""
+
+    model: str | None = _model(None, "MODEL", MODEL_HELP, "-m")
+    max_length: int | None = _model(None, "N", "Limit an input to N tokens.", min=1, show_default="the model's")
+    quantize: str | None = _device(
+        None, "T", "Quantize the weights while loading; T as convert --type takes it.", show_default="as they are"
+    )
+    max_step_tokens: int | None = _device(
+        None, "N", "Maximum number of tokens in a step.", "--batch-tokens", "--max-step-tokens", min=1,
+        show_default="by device",
+    )  # fmt: skip
+
+    def set_up(self) -> int:
+        _check_quantize(self.quantize)
+        return super().set_up()
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `Embedder` and `Reranker`, but for the model."""
+        return {
+            "device": self.device, "backend": self.backend, "threads": self.kernel_threads, "quantize": self.quantize,
+            "max_length": self.max_length, "max_step_tokens": self.max_step_tokens,
+        }  # fmt: skip
 
 
 def use_threads(threads: int | None, backend: str = "auto") -> int:
@@ -316,22 +348,29 @@ def load_model(
     """Load the model and `prepare` it, with a status line or bars; `on_stage` is called for each stage."""
     arguments = load_arguments(options, computing, engine)
     computing.set_up()
-    status.show(f"loading {options.model or 'the built-in model'} ...")
-    try:
+    with shown_loading(options.model or "the built-in model", status) as progress:
         template = None if options.chat_template is None else read_template(options.chat_template)
-        with transfer_progress(COMPILING, CAPTURING) as bar, option_names_in_errors():
+        llm = LLM(chat_template=template, progress=progress, on_stage=on_stage, **arguments)
+        prepare(llm)
+    for text in llm.notes if engine is None else llm.info.notes:
+        note(with_option_names(text))
+    return llm
+
+
+@contextmanager
+def shown_loading(model: str, status: Status, **others: str) -> Iterator[Progress]:
+    """Show a status line or bars while a model is loaded; errors name options, or what `others` say."""
+    status.show(f"loading {model} ...")
+    try:
+        with transfer_progress(COMPILING, CAPTURING) as bar, option_names_in_errors(**others):
 
             def progress(what: str, done: int, total: int | None) -> None:
                 status.clear()
                 bar(what, done, total)
 
-            llm = LLM(chat_template=template, progress=progress, on_stage=on_stage, **arguments)
-            prepare(llm)
+            yield progress
     finally:
         status.clear()
-    for text in llm.notes if engine is None else llm.info.notes:
-        note(with_option_names(text))
-    return llm
 
 
 def load_arguments(

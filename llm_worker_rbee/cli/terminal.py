@@ -200,8 +200,13 @@ def read_stdin() -> str:
 
 def stdin_lines() -> Iterator[tuple[int, bytes]]:
     """Yield each line of standard input with its number, as soon as it is there."""
+    return numbered_lines(sys.stdin.buffer)
+
+
+def numbered_lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Yield each line of a file with its number."""
     number = 0
-    while line := sys.stdin.buffer.readline(MAX_TEXT_BYTES + 1):
+    while line := file.readline(MAX_TEXT_BYTES + 1):
         number += 1
         yield number, _require_short(line, f"line {number}", MAX_TEXT_BYTES)
 
@@ -214,6 +219,16 @@ def _require_short(data: bytes, origin: str, max_bytes: int) -> bytes:
     if len(data) > max_bytes:
         raise InvalidRequestError(f"{origin} is too long: at most {max_bytes >> 20} MiB are read")
     return data
+
+
+def require_writable(out: Path, force: bool) -> None:
+    """Raise an error if the file cannot be written, before anything is fetched or computed."""
+    if out.is_dir():
+        raise InvalidRequestError(f"{out} is a folder: give the name of a file", "out")
+    if not out.parent.is_dir():
+        raise InvalidRequestError(f"the folder {out.parent} does not exist: make it first", "out")
+    if out.exists() and not force:
+        raise InvalidRequestError(f"{out} exists: give another name, or --force to replace it", "out")
 
 
 def read_template(path: Path) -> str:

@@ -41,6 +41,15 @@ YES_NO_TEMPLATE = (
 )
 
 
+def is_pooling_model(checkpoint: Checkpoint, config: ModelConfig) -> bool:
+    """Return whether it is an embedding model or a reranker: an encoder, or a decoder whose files say how it pools."""
+    if config.family.is_encoder or not config.causal:
+        return True
+    if checkpoint.format == "gguf":
+        return bool(checkpoint.metadata.get(f"{checkpoint.architecture}.pooling_type"))
+    return "sentence_transformers" in checkpoint.metadata or CLASSIFIER in checkpoint.tensors
+
+
 def read_pooling_config(checkpoint: Checkpoint, config: ModelConfig, task: str = "") -> PoolingConfig:
     """Return how a checkpoint pools; `task` is what is asked of it, "embed" or "rank", or "" for what it is."""
     if checkpoint.format == "gguf":
