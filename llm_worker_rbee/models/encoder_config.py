@@ -39,6 +39,8 @@ def encoder_keys(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         return _nomic_keys(config)
     if family.name == "modernbert":
         return _modern_keys(config)
+    if family.learned_positions and (kind := config.get("position_embedding_type", "absolute")) != "absolute":
+        raise UnsupportedModelError(f"config.json: 'position_embedding_type' is {kind!r}: not supported")
     return dict(config)
 
 

@@ -175,6 +175,8 @@ def _module_fields(modules: list[dict[str, Any]]) -> dict[str, Any]:
     usual = ["Transformer", "Pooling", *middle, *(["Normalize"] if kinds[-1] == "Normalize" else [])]
     if kinds != usual:
         raise UnsupportedModelError(f"modules.json: the order {', '.join(kinds)} is not supported")
+    if modules[0]["path"]:
+        raise UnsupportedModelError(f"modules.json: a transformer in {modules[0]['path']!r} is not supported")
     layers = [module for module, kind in zip(modules, kinds, strict=True) if kind == "Dense"]
     return {
         "kind": pooling_kind(modules[1]["config"]),

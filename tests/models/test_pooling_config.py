@@ -136,6 +136,13 @@ def test_folder_without_modules_pools_as_its_family_does(zoo: Callable[[str], Pa
         (lambda folder: edit(folder / "2_Dense" / "config.json", in_features=0), "in_features"),
         (lambda folder: (folder / "modules.json").write_text("{}"), "a list"),
         (lambda folder: (folder / "modules.json").write_text('[{"type": "a.Pooling", "path": "../x"}]'), "a list"),
+        (
+            lambda folder: (folder / "modules.json").write_text(
+                '[{"type": "a.Transformer", "path": "0_Transformer"}, {"type": "a.Pooling", "path": "1_Pooling"}]'
+            ),
+            "a transformer in '0_Transformer'",
+        ),
+        (lambda folder: edit(folder / "config.json", position_embedding_type="alibi"), "'alibi': not supported"),
         (lambda folder: (folder / "2_Dense" / "model.safetensors").unlink(), "names a dense layer"),
         (
             lambda folder: (folder / "2_Dense" / "model.safetensors").rename(folder / "2_Dense" / "pytorch_model.bin"),
