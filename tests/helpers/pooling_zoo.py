@@ -71,6 +71,7 @@ POOLING_ZOO = {
     "qwen3-rank": Variant("qwen3", DECODER, "yes-no"),
 }
 EMBEDDERS = tuple(name for name, variant in POOLING_ZOO.items() if variant.mode not in ("rank", "yes-no"))
+NO_GGUF_KEY = {"bert-cls", "bert-dense"}  # activations without a GGUF key
 RERANKERS = tuple(name for name in POOLING_ZOO if name not in EMBEDDERS)
 
 
@@ -136,7 +137,8 @@ def save_folder(variant: Variant, model: Any, folder: Path) -> Path:
         modules.append((path, f"{names}Dense"))
     if variant.normalizes and variant.mode != "yes-no":
         modules.append(("9_Normalize", f"{names}Normalize"))
-    write_json(folder / "modules.json", [{"idx": i, "path": p, "type": kind} for i, (p, kind) in enumerate(modules)])
+    listed = [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(modules)]
+    write_json(folder / "modules.json", listed)
     return folder
 
 
