@@ -20,7 +20,7 @@ from llm_worker_rbee.backends import select_backend
 from llm_worker_rbee.config import KV_DEFAULT
 from llm_worker_rbee.models import read_model_config
 from llm_worker_rbee.weights import open_checkpoint
-from llm_worker_rbee.weights.hub import locate_model
+from llm_worker_rbee.weights.hub import DEFAULT_EMBEDDING_MODEL, locate_model
 from tests.helpers import tiny_models
 
 os.environ.setdefault("LLM_WORKER_KERNEL_CACHE", str(Path(__file__).parents[1] / ".pytest_cache" / "kernels"))
@@ -68,6 +68,12 @@ def with_kernels(path: Path) -> Path:
     checkpoint = open_checkpoint(path)
     select_backend(DEVICE).load_kernels(checkpoint, read_model_config(checkpoint), KV_DEFAULT)
     return path
+
+
+@pytest.fixture(scope="session")
+def embedding_model() -> Path:
+    """Return the built-in embedding model, fetched once into the user's cache."""
+    return locate_model(DEFAULT_EMBEDDING_MODEL)
 
 
 @pytest.fixture(scope="session")

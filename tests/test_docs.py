@@ -8,8 +8,12 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from llm_worker_rbee.cli import load_command
+from tests.helpers.tiny_encoders import write_encoder
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "llm_worker_rbee"
@@ -81,3 +85,19 @@ def test_readme_command_has_the_options_it_shows(command: str) -> None:
     assert done.returncode == 0, done.stderr
     for option in (word for word in words if word.startswith("-")):
         assert re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", done.stdout), f"{command}: no option {option}"
+
+
+def test_page_of_embeddings_shows_commands_and_python_that_work(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "embeddings.md").read_text(encoding="utf-8")
+    for line in re.findall(r"^llm-worker-rbee ([^#\n]+)", page, re.MULTILINE):
+        name, *words = shlex.split(line)
+        known = {option for param in load_command(name).params for option in param.opts}
+        assert {word for word in words if word.startswith("-")} <= known, line
+    embedder, reranker = (write_encoder(tmp_path / name, is_reranker=name == "r") for name in ("e", "r"))
+    (code,) = re.findall(r"```python\n(.+?)```", page, re.DOTALL)
+    code = code.replace("Embedder()", f"Embedder({str(embedder)!r}, backend='reference')")
+    code = code.replace('"bge-reranker-v2-m3.gguf"', f"{str(reranker)!r}, backend='reference'")
+    names: dict[str, Any] = {}
+    exec(code.replace("top_n=2", "top_n=2, truncate=True"), names)
+    assert names["rows"].shape == (3, names["embedder"].dimension)
+    assert 0 <= names["best"] < 3

@@ -32,6 +32,14 @@ def test_example_with_default_model_prints_answers(default_model: Path, name: st
     assert expected in run_example(name, default_model)
 
 
+def test_semantic_search_example_finds_lines_by_meaning(embedding_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "lines.txt"
+    file.write_text("The cat sleeps on the mat.\nInterest rates rose again.\n\nA red car stands outside.\n")
+    lines = run_example("semantic_search.py", file, "What do banks charge?", embedding_model).splitlines()
+    assert len(lines) == 3
+    assert lines[0].endswith("Interest rates rose again.")
+
+
 def test_asyncio_example_answers_while_its_event_loop_runs(default_model: Path) -> None:
     dots, *answers = run_example("asyncio_app.py", default_model).splitlines()
     assert len(dots) > 1

@@ -36,7 +36,7 @@ API_NAMES = (
     "tokenizer.chat_events.Tool",
     "tokenizer.chat_events.ToolCall",
 )
-API_NAMES += ("generation.Timings", "errors")
+API_NAMES += ("embedder.Embedder", "embedder.Reranker", "embedder.RankResult", "generation.Timings", "errors")
 STYLE = """.md-grid { max-width: 74rem; }
 .md-typeset table:not([class]) { font-size: 0.7rem; }
 .md-typeset .doc-heading code { font-size: inherit; }

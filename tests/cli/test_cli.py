@@ -16,7 +16,7 @@ from llm_worker_rbee.cli.terminal import cell, visible
 
 from .conftest import ROOT, Run, Terminal, environment
 
-COMMANDS = ["run", "chat", "serve", "inspect", "tokenize", "pull", "models", "warmup", "doctor"]
+COMMANDS = ["run", "chat", "serve", "embed", "rerank", "inspect", "tokenize", "pull", "models", "warmup", "doctor"]
 
 
 def test_version_and_help_import_nothing_heavy() -> None:
