@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from .backends.ops import Ints
 from .config import PoolingConfig
 from .errors import ContextLengthError, InvalidRequestError, UnsupportedModelError
+from .tokenizer import Tokenizer
 
 CONTROL_TOKEN = re.compile(r"<\|[^<>|]{1,64}\|>")  # of a template
 
@@ -26,7 +27,7 @@ class EncodedPairs(NamedTuple):
 class PoolingText:
     """Texts to sequences of at most `max_length` tokens, special tokens included."""
 
-    def __init__(self, tokenizer: Any, pooling: PoolingConfig, vocab_size: int, max_length: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, pooling: PoolingConfig, vocab_size: int, max_length: int) -> None:
         tokenizer.pad_to(vocab_size)
         self.tokenizer, self.vocab_size, self.max_length = tokenizer, vocab_size, max_length
         self.pooling = pooling if pooling.label_tokens else replace(pooling, label_tokens=self._label_tokens(pooling))
