@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..config import Family
+from ..config import MAX_LAYERS, Family
 from ..errors import UnsupportedModelError
+from .metadata_reader import MetadataReader
 
 # As in the configuration beside nomic-ai's weights.
 NOMIC_KEYS = {
@@ -60,12 +61,20 @@ def _nomic_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _modern_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of ModernBERT: the first of every n layers sees everything, the others a window."""
-    found = {"hidden_activation": "gelu", "norm_eps": 1e-5, **config}
-    found["sliding_window"] = config.get("local_attention", 128)
-    every, count = config.get("global_attn_every_n_layers", 3), config.get("num_hidden_layers", 0)
-    if "layer_types" not in config and type(every) is int and every > 0 and type(count) is int:
+    keys = MetadataReader(config, source="config.json: ")
+    found = {
+        "hidden_activation": "gelu",
+        "norm_eps": 1e-5,
+        **config,
+        "sliding_window": keys.integer("local_attention", 128),
+    }
+    if not keys.has("layer_types"):
+        every, count = (
+            keys.integer("global_attn_every_n_layers", 3, 1),
+            keys.integer("num_hidden_layers", 0, 0, MAX_LAYERS),
+        )
         found["layer_types"] = ["sliding_attention" if i % every else "full_attention" for i in range(count)]
-    if "rope_parameters" not in config:
-        found["rope_theta"] = config.get("global_rope_theta", 160000.0)
-        found["rope_local_base_freq"] = config.get("local_rope_theta") or 10000.0
+    if not keys.has("rope_parameters"):
+        found["rope_theta"] = keys.number("global_rope_theta", 160000.0)
+        found["rope_local_base_freq"] = keys.number("local_rope_theta", 10000.0)
     return found

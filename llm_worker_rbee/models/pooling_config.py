@@ -191,7 +191,7 @@ def pooling_kind(config: Mapping[str, Any]) -> str:
     modes = [stated] if isinstance(stated, str) else stated
     if not isinstance(modes, list) or len(modes) != 1:
         raise UnsupportedModelError(f"1_Pooling/config.json: pooling modes {modes!r} together are not supported")
-    if modes[0] not in KIND_OF_MODE:
+    if not isinstance(modes[0], str) or modes[0] not in KIND_OF_MODE:
         raise UnsupportedModelError(f"1_Pooling/config.json: pooling mode {modes[0]!r} is not supported")
     if config.get("include_prompt", True) is not True:
         raise UnsupportedModelError("1_Pooling/config.json: pooling without the prompt is not supported")

@@ -67,7 +67,9 @@ POOLING_ZOO = {
     "gemma": Variant("gemma3_text", GEMMA, dense=((64, 96, "Identity"), (96, 64, "Identity"))),
     "bert-rank": Variant("bert", ONE_LABEL, "rank"),
     "xlm-roberta-rank": Variant("xlm-roberta", {**ROBERTA, **ONE_LABEL}, "rank"),
-    "modernbert-rank": Variant("modernbert", {**MODERN, **ONE_LABEL, "classifier_pooling": "mean"}, "rank"),
+    "modernbert-rank": Variant(
+        "modernbert", {**MODERN, **ONE_LABEL, "classifier_pooling": "mean", "hidden_activation": "silu"}, "rank"
+    ),
     "qwen3-rank": Variant("qwen3", DECODER, "yes-no"),
 }
 EMBEDDERS = tuple(name for name, variant in POOLING_ZOO.items() if variant.mode not in ("rank", "yes-no"))
@@ -185,7 +187,7 @@ def gguf_metadata(variant: Variant, checkpoint: Checkpoint) -> dict[str, Any]:
     if any(c.windows):
         keys |= {"attention.sliding_window": max(c.windows), "rope.freq_base_swa": c.rope_local_base}
     if variant.model_type == "modernbert":
-        keys |= {"attention.sliding_window_pattern": 3, "hidden_activation": "gelu"}
+        keys |= {"attention.sliding_window_pattern": 3, "hidden_activation": c.activation}
     elif any(c.windows):
         keys["attention.sliding_window_pattern"] = 2
     if variant.mode != "rank":  # the converter writes none for a folder without modules.json

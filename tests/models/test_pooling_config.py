@@ -88,6 +88,7 @@ def test_pooling_modes(config: dict[str, Any], kind: str) -> None:
         ({"pooling_mode_weightedmean_tokens": True}, "pooling mode 'weightedmean' is not supported"),
         ({"pooling_mode": ["cls", "mean"]}, r"pooling modes \['cls', 'mean'\] together"),
         ({"pooling_mode": 3}, "pooling modes 3"),
+        ({"pooling_mode": [["mean"]]}, r"pooling mode \['mean'\]"),
         ({"pooling_mode": "mean", "include_prompt": False}, "without the prompt"),
     ],
 )
@@ -276,3 +277,6 @@ def test_older_keys_of_modernbert(zoo: Callable[[str], Path], tmp_path: Path) ->
     found = read_model_config(open_checkpoint(folder))
     assert found == read_model_config(open_checkpoint(zoo("modernbert")))
     assert found.windows == (0, 8, 8, 0)
+    edit(folder / "config.json", layer_types=None, global_attn_every_n_layers=0)
+    with pytest.raises(ModelFileError, match="'global_attn_every_n_layers' is 0"):
+        read(folder)
