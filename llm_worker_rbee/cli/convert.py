@@ -13,7 +13,7 @@ from ..weights import Checkpoint, hub, open_checkpoint
 from ..weights.gguf import split_set_paths
 from .terminal import note, print_json, require_writable
 
-UNQUANTIZED = {"F64", "F32", "F16", "BF16"}
+UNQUANTIZED = {"F64", "F32", "F16", "BF16", "I64"}  # I64: a table of positions
 
 
 def convert(

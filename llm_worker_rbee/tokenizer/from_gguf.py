@@ -61,7 +61,7 @@ def _bpe_tokenizer(metadata: Mapping[str, object], texts: list[str]) -> Tokenize
         vocabulary=vocabulary,
         encoder=BpeEncoder(vocabulary, merges, pre),
         ends=ends,
-        pair=_pair_template(metadata, texts, ends, is_roberta=pre.roberta),
+        pair=_pair_template(metadata, texts, ends, two=pre.roberta, one=name == "modern-bert"),
         chat_template=_chat_template(metadata),
     )
 
@@ -147,22 +147,26 @@ def _unigram_tokenizer(metadata: Mapping[str, object], texts: list[str]) -> Toke
         vocabulary=vocabulary,
         encoder=encoder,
         ends=ends,
-        pair=_pair_template(metadata, texts, ends, is_roberta=bool(ends.prefix)),
+        pair=_pair_template(metadata, texts, ends, two=True),
         space_at_start=prefix,
         chat_template=_chat_template(metadata),
     )
 
 
 def _pair_template(
-    metadata: Mapping[str, object], texts: Sequence[str], ends: BosEos, *, is_roberta: bool
+    metadata: Mapping[str, object], texts: Sequence[str], ends: BosEos, *, two: bool, one: bool = False
 ) -> PairTemplate | None:
-    """Return the template of files that separate texts, or None; RoBERTa's has two separators between them."""
+    """Return the template of an encoder: EOS between the texts, and a separator if the file says so.
+
+    `two` is for files that do not say so, `one` overrides what they say.
+    """
     separator = _read_token_id(metadata, _SEPARATOR, texts)
     separator = ends.eos_id if separator is None else separator
-    if separator is None or not (is_roberta or _read_flag(metadata, "add_sep_token", False)):
+    if separator is None or not (ends.prefix and ends.suffix):
         return None
     before, after = (tuple((token_id, 0) for token_id in part) for part in (ends.prefix, ends.suffix))
-    return PairTemplate(before, (*after, (separator, 0)) if is_roberta else ((separator, 0),), after)
+    more = ((separator, 0),) if _read_flag(metadata, "add_sep_token", two) and not one else ()
+    return PairTemplate(before, (*after, *more), after)
 
 
 def _pre_tokenizer(metadata: Mapping[str, object]) -> tuple[str, PreTokenizer]:

@@ -238,6 +238,11 @@ class PairTemplate:
     types: tuple[int, int] = (0, 0)
 
     @property
+    def affixes(self) -> tuple[list[int], list[int]]:
+        """What `encode` puts before and after a text."""
+        return self._prefix, self._suffix
+
+    @property
     def num_special(self) -> int:
         """Tokens of a pair that are not of its texts."""
         return len(self.prefix) + len(self.middle) + len(self.suffix)
@@ -280,7 +285,7 @@ class Tokenizer:
         self.whole_texts: dict[int, str] = {}  # of tokens that were decoded and have whole characters; special ones: ""
         self._vocabulary, self._encoder = vocabulary, encoder
         self._prefix, self._suffix = list(ends.prefix), list(ends.suffix)
-        self._pair = pair
+        self.pair = pair
 
     def prepare(self) -> None:
         """Make what the encoder would make when a long text comes."""
@@ -334,6 +339,11 @@ class Tokenizer:
         return [*before, *ids, *after]
 
     @property
+    def affixes(self) -> tuple[list[int], list[int]]:
+        """What `encode` puts before and after a text."""
+        return self._prefix, self._suffix
+
+    @property
     def num_special(self) -> int:
         """Tokens that `encode` adds to a text."""
         return len(self._prefix) + len(self._suffix)
@@ -377,9 +387,9 @@ class Tokenizer:
         return [template.join(query, document[:room]) for document in documents]
 
     def _pair_template(self) -> PairTemplate:
-        if self._pair is None:
+        if self.pair is None:
             raise TokenizerError("the tokenizer has no template for pairs of texts: it is not of a cross-encoder")
-        return self._pair
+        return self.pair
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True, continuation: bool = False) -> str:
         """Return the text of the ids; invalid UTF-8 becomes U+FFFD."""

@@ -357,8 +357,8 @@ def test_convert_token_named_none_is_not_unknown(llama: Path, tmp_path: Path) ->
     assert "tokenizer.ggml.unknown_token_id" not in metadata
 
 
-def unigram() -> Library:
-    return Library(models.Unigram([("<unk>", 0.0), ("a", -1.0)], 0))
+def word_level() -> Library:
+    return Library(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
 
 
 def two_at_the_end() -> Library:
@@ -383,7 +383,7 @@ def few_merges() -> Library:
 
 
 REFUSED: dict[str, tuple[Callable[[], Library], str]] = {
-    "unigram": (unigram, "a model of type 'Unigram' cannot be stored in a GGUF, only BPE can"),
+    "words": (word_level, "a model of type 'WordLevel' cannot be stored in a GGUF, only BPE, WordPiece and Unigram"),
     "post-processor": (two_at_the_end, "its post_processor adds more than one token"),
     "pre-tokenizer": (
         lambda: byte_library(split(r"\p{N}{1,7}| ?\p{L}+|\s+")),

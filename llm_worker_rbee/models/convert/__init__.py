@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -23,6 +22,7 @@ from ...config import ModelConfig
 from ...errors import InvalidRequestError, UnsupportedModelError
 from ...weights import Checkpoint, Tensor
 from ...weights.checkpoint import DeferredTensor
+from ...weights.encoder_names import is_training_head
 from ...weights.gguf_writer import write_quantized_gguf
 from ...weights.quant_mix import MIXES, Mix, Place, matrix_type
 from ...weights.quantize import Progress, TensorJob, quantize_in_memory
@@ -33,6 +33,7 @@ from ..mtp import has_head
 from .expert_stacks import stack_experts
 from .gguf_metadata import gguf_metadata, rope_tensors
 from .linear_attention import gguf_linear_attention
+from .pooling_keys import CHECK_ONLY_BACKEND, TABLES, check_pooling_model, is_pooling
 
 # Types that can be written. Q4_K and Q5_K are pure; the mixes give more bits to some matrices.
 TYPES: dict[str, Mix] = {
@@ -48,11 +49,6 @@ LAST_TENSORS = ("output_norm.weight", "token_embd_norm.weight", "output.weight")
 FP8 = "fp8"
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 FP8_ALIGNMENT = 16  # FP8 products need rows and columns in multiples of this; other matrices keep their type
-# Packs nothing, so that the loader only checks every tensor.
-CHECK_ONLY_BACKEND = SimpleNamespace(
-    has_device_memory=False, threads=1,
-    **dict.fromkeys(("prepare", "prepare_experts", "prepare_vector", "fuse"), lambda _: None),
-)  # fmt: skip
 
 
 class ConvertResult(NamedTuple):
@@ -70,8 +66,10 @@ def convert(
     mix, stated = find_type_mix(type_name), read_model_config(checkpoint)
     with_head = has_head(checkpoint, stated)
     config = stated if with_head else replace(stated, nextn_layers=0)
-    metadata = gguf_metadata(checkpoint, config, mix.file_type)
-    (load_model_with_head if with_head else load_model)(checkpoint, cast(Backend, CHECK_ONLY_BACKEND), stated)
+    pooling = check_pooling_model(checkpoint, config) if is_pooling(checkpoint, config) else None
+    metadata = gguf_metadata(checkpoint, config, mix.file_type, pooling)
+    if pooling is None:
+        (load_model_with_head if with_head else load_model)(checkpoint, cast(Backend, CHECK_ONLY_BACKEND), stated)
     tensors = stack_experts(checkpoint, config)
     if checkpoint.format != "gguf":
         tensors = gguf_linear_attention(tensors, config)
@@ -123,7 +121,7 @@ def find_type_mix(type_name: str) -> Mix:
 def plan_matrices(checkpoint: Checkpoint, config: ModelConfig, mix: Mix) -> list[TensorJob]:
     """Return a job for every matrix of the model, and every stack of matrices."""
     tied = "output.weight" not in checkpoint.tensors
-    others = (*IGNORED_SUFFIXES, ".bias")
+    others = (*IGNORED_SUFFIXES, ".bias", *TABLES)
     matrices = [t for name, t in checkpoint.tensors.items() if len(t.shape) > 1 and not name.endswith(others)]
     return [TensorJob(t.name, t, BLOCK_TYPES[_matrix_type(t, config, mix, tied=tied)]) for t in matrices]
 
@@ -159,10 +157,11 @@ def _file_order(job: TensorJob) -> tuple[int, int]:
 
 
 def _is_left_out(job: TensorJob, config: ModelConfig) -> bool:
-    """Return whether a tensor is of a layer that predicts further tokens and that the metadata does not count."""
+    """Return whether a tensor has no place: of layers for further tokens that are not counted, of a training head."""
     layer = LAYER_NUMBER.match(job.name)
     is_further = layer is not None and int(layer[1]) >= config.n_layers + config.nextn_layers
-    return is_further or job.name.startswith("mtp.")
+    is_head = config.family.is_encoder and is_training_head(job.name)
+    return is_further or is_head or job.name.startswith("mtp.")
 
 
 def _adapt_to_gguf(job: TensorJob, config: ModelConfig) -> TensorJob:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...backends.ops import RopeTable
-from ...config import LinearAttentionConfig, ModelConfig
+from ...config import LinearAttentionConfig, ModelConfig, PoolingConfig
 from ...errors import ModelFileError, UnsupportedModelError
 from ...layers.rope import inverse_frequencies, rope_table, scaled_table, yarn_mscale
 from ...weights import Checkpoint, Tensor
@@ -24,6 +24,7 @@ from ...weights.gguf_writer import Typed
 from ...weights.quants import BLOCK_TYPES
 from ..families import BY_GGUF, gguf_architecture
 from ..metadata import GGUF_SAMPLING, GGUF_SCORINGS, linear_kinds, model_config_from_gguf, sampling_from_hf
+from .pooling_keys import encoder_keys, pooling_keys
 from .tokenizer_export import tokenizer_keys
 
 _log = logging.getLogger("llm_worker_rbee")
@@ -48,11 +49,13 @@ CONFIG_NAMES = {
     "logit_scale": "logits_scaling",
     "experts": "experts in some of the layers",
 }
-COMPARED_BY_EFFECT = ("family", "rope_scaling")  # compared by the tables they give
+COMPARED_BY_EFFECT = ("family", "rope_scaling", "token_types")  # compared by the tables they give, or in tensors
 
 
-def gguf_metadata(checkpoint: Checkpoint, config: ModelConfig, file_type: int) -> dict[str, Any]:
-    """Return every key of the file to write."""
+def gguf_metadata(
+    checkpoint: Checkpoint, config: ModelConfig, file_type: int, pooling: PoolingConfig | None = None
+) -> dict[str, Any]:
+    """Return every key of the file to write; `pooling` is that of a pooling model."""
     own = {
         "general.file_type": Typed("uint32", file_type),
         "general.quantization_version": Typed("uint32", QUANTIZATION_VERSION),
@@ -61,14 +64,19 @@ def gguf_metadata(checkpoint: Checkpoint, config: ModelConfig, file_type: int) -
         kept = {key: value for key, value in checkpoint.metadata.items() if key not in DROPPED_KEYS}
         return {key: _typed(value, checkpoint.value_types.get(key)) for key, value in kept.items()} | own
     arch = gguf_architecture(config)
-    keys = {f"{arch}.{key}": value for key, value in _architecture_keys(config).items()}
+    stated = encoder_keys(config) if config.family.layer_norm else _architecture_keys(config)
+    stated |= {} if pooling is None else pooling_keys(config, pooling)
+    keys = {f"{arch}.{key}": value for key, value in stated.items()}
     name = _model_name(checkpoint)
     general = {"general.architecture": arch, "general.type": "model", "general.name": name, **own}
     _check_round_trip(config, {"general.architecture": arch, **keys})
     keys |= {f"{arch}.{key}": value for key, value in _rope_sections(checkpoint, config).items()}
     if any(config.windows) and not config.family.full_every:
         _log.warning("llama.cpp ignores the sliding window of %s files: its results differ for long texts", arch)
-    return {**general, **_sampling_keys(checkpoint), **keys, **tokenizer_keys(checkpoint.path, config.vocab_size, name)}
+    tokenizer = tokenizer_keys(checkpoint.path, config.vocab_size, name)
+    if config.token_types:
+        tokenizer["tokenizer.ggml.token_type_count"] = Typed("uint32", config.token_types)
+    return {**general, **_sampling_keys(checkpoint), **keys, **tokenizer}
 
 
 def _typed(value: Any, kind: str | None) -> Any:
@@ -235,7 +243,8 @@ def rope_tensors(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Tenso
 def _check_round_trip(wanted: ModelConfig, metadata: Mapping[str, Any]) -> None:
     """Raise if the keys, read back, give another configuration."""
     arch = metadata["general.architecture"]
-    read = model_config_from_gguf(metadata, BY_GGUF[arch], wanted.vocab_size)
+    plain = {key: value.value if isinstance(value, Typed) else value for key, value in metadata.items()}
+    read = model_config_from_gguf(plain, BY_GGUF[arch], wanted.vocab_size)
     for field in fields(ModelConfig):
         expected, found = getattr(wanted, field.name), getattr(read, field.name)
         if field.name not in COMPARED_BY_EFFECT and expected != found:

@@ -1,0 +1,112 @@
+"""Keys of pooling models in a GGUF: those of encoders, and how the hidden states of a sequence become one row.
+
+What a sentence-transformers folder says beside that (prompts, the length of a text, no normalization) has no keys: it
+is named in a warning. A pooling that readers would do differently is an error.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any, cast
+
+from ...backends.ops import Backend
+from ...config import ModelConfig, PoolingConfig
+from ...errors import UnsupportedModelError
+from ...weights import Checkpoint, Tensor
+from ...weights.gguf_writer import Typed
+from ..pooling_config import GGUF_KINDS, read_pooling_config
+from ..pooling_loader import load_pooling_model
+
+_log = logging.getLogger("llm_worker_rbee")
+KIND_NUMBERS = {name: number for number, name in GGUF_KINDS.items()}
+TABLES = ("position_embd.weight", "token_types.weight")  # readers expect them in F32
+HF_ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}  # by the name in a configuration, where it is another
+
+
+def is_pooling(checkpoint: Checkpoint, config: ModelConfig) -> bool:
+    """Return whether a checkpoint gives a row for each sequence, and no text."""
+    if config.family.is_encoder or not config.causal or "cls.output.weight" in checkpoint.tensors:
+        return True
+    if checkpoint.format == "gguf":
+        return f"{checkpoint.architecture}.pooling_type" in checkpoint.metadata
+    return "sentence_transformers" in checkpoint.metadata
+
+
+def check_pooling_model(checkpoint: Checkpoint, config: ModelConfig) -> PoolingConfig:
+    """Return how a checkpoint pools; raise for what the loader refuses."""
+    pooling = read_pooling_config(checkpoint, config)
+    load_pooling_model(checkpoint, cast(Backend, CHECK_ONLY_BACKEND), config, pooling, "float32")
+    return pooling
+
+
+def _packed(tensors: list[Tensor]) -> SimpleNamespace:
+    return SimpleNamespace(rows=sum(tensor.shape[0] for tensor in tensors))
+
+
+# Packs nothing, so that the loader only checks every tensor.
+CHECK_ONLY_BACKEND = SimpleNamespace(
+    has_device_memory=False, threads=1, prepare=_packed,
+    **dict.fromkeys(("prepare_experts", "prepare_vector", "fuse"), lambda _: None),
+)  # fmt: skip
+
+
+def encoder_keys(c: ModelConfig) -> dict[str, Any]:
+    """Return the keys of an encoder with layer norms, which name no heads of keys and no rotation if it has none."""
+    keys: dict[str, Any] = {
+        "context_length": c.context_length,
+        "embedding_length": c.d_model,
+        "block_count": c.n_layers,
+        "feed_forward_length": c.d_ff,
+        "attention.head_count": c.n_heads,
+        "attention.layer_norm_epsilon": c.norm_eps,
+        "attention.causal": False,
+    }
+    if not c.family.learned_positions:
+        keys |= {"rope.freq_base": c.rope_base, "vocab_size": c.vocab_size}
+    if any(c.windows):
+        keys |= {
+            "attention.sliding_window": max(c.windows),
+            "attention.sliding_window_pattern": Typed("uint32", _period(c)),
+            "rope.freq_base_swa": c.rope_local_base,
+        }
+    if c.family.gated_mlp and c.activation != c.family.activation:
+        keys["hidden_activation"] = HF_ACTIVATIONS.get(c.activation, c.activation)
+    return keys
+
+
+def _period(c: ModelConfig) -> int:
+    """Return the layers from one without a window to the next."""
+    first = c.windows.index(0) if 0 in c.windows else 0
+    return (*c.windows[first + 1 :], 0).index(0) + 1
+
+
+def pooling_keys(c: ModelConfig, pooling: PoolingConfig) -> dict[str, Any]:
+    """Return the keys of the pooling; raise if a GGUF cannot express it."""
+    keys: dict[str, Any] = {"pooling_type": Typed("uint32", KIND_NUMBERS["rank" if pooling.score else pooling.kind])}
+    if pooling.score and pooling.kind != c.family.classifier_pooling and c.family.is_encoder:
+        raise UnsupportedModelError(f"pooling {pooling.kind!r} before a classifier cannot be expressed in a GGUF")
+    if pooling.label_words or pooling.score not in ("", "sigmoid"):
+        raise UnsupportedModelError("a reranker without a classifier of one label cannot be expressed in a GGUF")
+    if len(pooling.dense) > 2 or any(layer.activation for layer in pooling.dense):
+        raise UnsupportedModelError(
+            "modules.json: more than two dense layers, or an activation after one, cannot be expressed in a GGUF"
+        )
+    for layer in pooling.dense:
+        keys |= {f"{layer.name}_feat_in": layer.columns, f"{layer.name}_feat_out": layer.rows}
+    if not c.causal:
+        keys["attention.causal"] = False
+    _warn_of_losses(c, pooling)
+    return keys
+
+
+def _warn_of_losses(c: ModelConfig, pooling: PoolingConfig) -> None:
+    lost = {
+        "prompts": bool(pooling.prompts),
+        f"the length of a text ({pooling.max_length} tokens)": 0 < pooling.max_length < c.context_length,
+        "that embeddings are not normalized": not pooling.normalize and not pooling.score,
+    }
+    if any(lost.values()):
+        _log.warning(
+            "a GGUF has no keys for %s: left out", ", ".join(what for what, is_lost in lost.items() if is_lost)
+        )
