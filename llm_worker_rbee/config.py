@@ -396,11 +396,14 @@ class ServerSettings:
 
     model_ref: str  # as given by the user
     served_name: str | None = None  # another name that clients may use
+    embedding_model: str | None = None  # a model of embeddings beside it, as given by the user
+    rerank_model: str | None = None  # likewise one that ranks
     worker_id: str = field(default_factory=lambda: f"worker-{uuid4().hex[:12]}")
     api_key: str | None = None
     max_queue: int | None = None  # waiting requests, beside those of a full batch; None: 4 batches, at least 256
     max_queued_tokens: int | None = None  # prompt tokens that wait for prefill; None: 64 steps, at least 262,144
     max_body: int = 4 << 20
+    max_pooling_body: int = 64 << 20  # of requests to pooling models: 2,048 long texts
     job_ttl_s: float = 300.0  # how long a finished job is kept
     ping_s: float = 15.0  # after which an idle stream gets a ping
     shutdown_timeout_s: float = 30.0
@@ -420,3 +423,8 @@ class ServerSettings:
     def names(self) -> tuple[str, ...]:
         """The names of the model that requests may use; replies use the first."""
         return tuple(name for name in (self.served_name, self.model_ref) if name)
+
+    @property
+    def pooling_names(self) -> tuple[str, ...]:
+        """The names of the pooling models."""
+        return tuple(name for name in (self.embedding_model, self.rerank_model) if name)

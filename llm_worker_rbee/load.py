@@ -106,6 +106,7 @@ class LoadOptions:
     deterministic: bool
     settings: Mapping[str, Any]  # of EngineConfig
     num_sharing: int = 1  # engines that share the cores and the memory of the device, this one included
+    reserved_memory: int = 0  # bytes that engines of other models will take
 
     @property
     def has_mtp(self) -> bool:
@@ -116,7 +117,7 @@ class LoadOptions:
 def split_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `LoadOptions` for arguments of `LLM`: engine settings become `settings`."""
     names = {field.name for field in fields(LoadOptions)} - {"settings"}
-    known = dict.fromkeys(names) | {"deterministic": False, "num_sharing": 1}
+    known = dict.fromkeys(names) | {"deterministic": False, "num_sharing": 1, "reserved_memory": 0}
     known |= {name: value for name, value in arguments.items() if name in names}
     return known | {"settings": {name: value for name, value in arguments.items() if name not in names}}
 
@@ -300,9 +301,10 @@ def plan_limits(
     if backend is None or not backend.has_device_memory:
         given = given_settings(options.settings)
         limits = SchedulerLimits()._replace(**{name: given[name] for name in CHOSEN_SETTINGS if name in given})
-        available = available_memory(num_sharing * sum(map(_host_bytes, models)))
+        available = available_memory(num_sharing * sum(map(_host_bytes, models)) + options.reserved_memory)
         return MemoryPlan(limits, available, HOST_MEMORY_FRACTION / num_sharing)
     reserved = num_sharing * device_weight_bytes(models, options.quantize) + (num_sharing - 1) * DEVICE_SPARE_BYTES
+    reserved += options.reserved_memory
     limits, workspace = _choose_limits(
         (available_memory(reserved, backend) or 0) // num_sharing, models, kv_type, options
     )

@@ -77,8 +77,7 @@ def load_pooling(
         backend, notes = _place(backend, checkpoint, options)
     on_located(path)
     with phases.timed("tokenizer"):
-        max_length = min(pooling.max_length or config.context_length, config.context_length)
-        text = PoolingText(open_tokenizer(checkpoint), pooling, config.vocab_size, max_length)
+        text = open_pooling_text(checkpoint, config, pooling)
         pooling = text.pooling
     quant = quant_name(checkpoint) if options.quantize is None else options.quantize.upper()
     if options.quantize is not None:
@@ -93,6 +92,12 @@ def load_pooling(
         path=path, checkpoint=checkpoint, config=config, pooling=pooling, model=model, text=text, quant=quant,
         notes=[*pooling.notes, *notes],
     )  # fmt: skip
+
+
+def open_pooling_text(checkpoint: Checkpoint, config: ModelConfig, pooling: PoolingConfig) -> PoolingText:
+    """Return the text side of a pooling model."""
+    max_length = min(pooling.max_length or config.context_length, config.context_length)
+    return PoolingText(open_tokenizer(checkpoint), pooling, config.vocab_size, max_length)
 
 
 def _with_max_length(pooling: PoolingConfig, config: ModelConfig, max_length: int | None) -> PoolingConfig:

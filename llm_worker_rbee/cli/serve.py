@@ -30,6 +30,7 @@ from ..progress import OnStage, transfer_progress
 from ..server import log
 from ..server.auth import Key, find_key, host_name, require_key
 from ..server.orchestrator import require_url
+from ..server.pooling import PoolingModels
 from ..server.serve import Signals, base_url, bind
 from ..server.serve import serve as run_server
 from ..server.worker import Worker
@@ -52,6 +53,7 @@ from .options import (
     option_names_in_errors,
     with_option_names,
 )
+from .serve_pooling import PoolingServeOptions
 from .terminal import OutputThread, Status, discard_output, note, read_template, style, visible
 
 ENGINES = ("model", "null")
@@ -141,6 +143,9 @@ class LimitOptions:
         show_default="64 steps, at least 262144",
     )  # fmt: skip
     max_body: int = _limit(DEFAULTS["max_body"], "BYTES", "Maximum size of a request body.", min=1)
+    max_pooling_body: int = _limit(
+        DEFAULTS["max_pooling_body"], "BYTES", "Maximum size of a request body for embeddings and reranking.", min=1
+    )
     job_ttl_s: float = _limit(
         DEFAULTS["job_ttl_s"], "S", "Keep the events of a job S seconds after its end.", "--job-ttl", min=0
     )
@@ -203,14 +208,14 @@ class MeasuringOptions:
 
 
 @gather(
-    wire=WireOptions, limits=LimitOptions, model=ModelOptions, computing=LoadOptions, sharing=EngineOptions,
-    process=ProcessOptions, measuring=MeasuringOptions,
+    wire=WireOptions, limits=LimitOptions, model=ModelOptions, pooling=PoolingServeOptions, computing=LoadOptions,
+    sharing=EngineOptions, process=ProcessOptions, measuring=MeasuringOptions,
 )  # fmt: skip
 def serve(
-    wire: WireOptions, limits: LimitOptions, model: ModelOptions, computing: LoadOptions, sharing: EngineOptions,
-    process: ProcessOptions, measuring: MeasuringOptions,
+    wire: WireOptions, limits: LimitOptions, model: ModelOptions, pooling: PoolingServeOptions, computing: LoadOptions,
+    sharing: EngineOptions, process: ProcessOptions, measuring: MeasuringOptions,
 ) -> None:  # fmt: skip
-    """Serve a model over HTTP: the OpenAI API, and jobs for an orchestrator.
+    """Serve a model over HTTP: the OpenAI API, and jobs for an orchestrator; beside it embeddings and reranking.
 
     The key is that of --api-key-file, LLM_WORKER_API_KEY or LLORCH_API_TOKEN. The log goes to standard error, as JSON
     with LLORCH_LOG_FORMAT=json. Ctrl-C or SIGTERM lets running requests finish. SIGUSR2 restarts the engines one after
@@ -222,6 +227,7 @@ def serve(
       llm-worker-rbee serve -m model.gguf --port 0 --served-model-name mine
       llm-worker-rbee serve --host 0.0.0.0 --api-key-file key.txt
       llm-worker-rbee serve -m model.gguf --device cuda:0,cuda:1
+      llm-worker-rbee serve --embedding-model all-minilm-l6-v2
     """
     sharing.arguments()
     devices = process.devices(computing.device)
@@ -231,7 +237,7 @@ def serve(
     computing.set_up()
     key = find_key(wire.api_key_file, os.environ)
     require_key(key, wire.host)
-    settings = _settings(wire, limits, model, key)
+    settings = _settings(wire, limits, model, pooling, key)
     log.set_up(os.environ)
     sock = bind(wire.host, wire.port)
     signals = Signals()
@@ -244,12 +250,16 @@ def serve(
 
     dummy_step_s = (measuring.null_step_ms or 0.0) / 1000 if is_null else None
     with _shown_until_ready() as (shown, output), option_names_in_errors():
+        arguments = load_arguments(model, computing, sharing)
         if process.engine_process == "off":
             worker = _one_process(settings, model, computing, sharing, dummy_step_s)
         else:
-            arguments = load_arguments(model, computing, sharing)
-            loads = [_load_message(arguments, name, devices.count(name), dummy_step_s) for name in devices]
+            reserved = pooling.reserved_bytes()
+            loads = [_load_message(arguments, name, devices.count(name), reserved, dummy_step_s) for name in devices]
             worker = _with_children(settings, model, process, loads, shown, output)
+        supervision = {"max_restarts": process.engine_restarts, "stall_timeout_s": settings.stall_timeout_s,
+                       "restart_on_stall": process.restart_on_stall}  # fmt: skip
+        worker.pooling = PoolingModels(pooling.services(arguments, supervision))
         ready = partial(output.call, partial(_print_ready, worker, url, key, shown))
         run_server(worker, sock, settings.advertise_url or url, ready, signals, **tls)
 
@@ -283,9 +293,11 @@ def _one_process(
     return Worker(settings, InProcessEngine(load), lambda info: _check_template(loaded[0], model.chat_template))
 
 
-def _load_message(arguments: dict[str, Any], device: str, num_sharing: int, dummy_step_s: float | None) -> Load:
+def _load_message(
+    arguments: dict[str, Any], device: str, num_sharing: int, reserved: int, dummy_step_s: float | None
+) -> Load:
     """Return what an engine in another process loads; `arguments` are those of `LLM`."""
-    named = {**arguments, "device": device, "num_sharing": num_sharing}
+    named = {**arguments, "device": device, "num_sharing": num_sharing, "reserved_memory": reserved}
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in named.items()}
     return Load(options=split_settings(plain), dummy_step_s=dummy_step_s)
 
@@ -348,7 +360,9 @@ def _check_template(model: TextModel, path: Path | None) -> TextModel:
     return model
 
 
-def _settings(wire: WireOptions, limits: LimitOptions, model: ModelOptions, key: Key | None) -> ServerSettings:
+def _settings(
+    wire: WireOptions, limits: LimitOptions, model: ModelOptions, pooling: PoolingServeOptions, key: Key | None
+) -> ServerSettings:
     for origin in wire.cors_origin or ():
         if not ORIGIN.fullmatch(origin):
             raise typer.BadParameter(
@@ -364,6 +378,8 @@ def _settings(wire: WireOptions, limits: LimitOptions, model: ModelOptions, key:
     return ServerSettings(
         model_ref=model.model or DEFAULT_MODEL,
         served_name=None if served is None else _validate_name(served, "--served-model-name"),
+        embedding_model=pooling.embedding_model,
+        rerank_model=pooling.rerank_model,
         api_key=None if key is None else key.value,
         cors_origins=tuple(wire.cors_origin or ()),
         allowed_hosts=tuple(wire.allowed_host or ()),

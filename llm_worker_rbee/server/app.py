@@ -41,6 +41,7 @@ from .call import JSON_TYPE, Call, CancelOnDisconnect, read_body
 from .dialects import GenerateRoute, Handler, all_dialects, dialect_of, generate_routes
 from .middleware import RequestMiddleware, error_response
 from .parsers import PARSERS
+from .pooling import PoolingService, pooling_metrics
 from .reply import start_reply
 from .schema import CHUNK_ITEMS
 from .sse import DONE, HEADERS, EventStream, PushStream, encode_event
@@ -111,20 +112,34 @@ class Routes:
         worker = self.worker
         load = worker.admission.load
         engine = worker.engine if worker.is_loaded else None
-        text = metrics.exposition(worker.latencies, load.running, load.waiting, engine)
+        pooling = worker.pooling.services if worker.is_loaded else ()
+        text = metrics.exposition(worker.latencies, load.running, load.waiting, engine, pooling_metrics(pooling))
         return Response(text, 200, {"content-type": metrics.CONTENT_TYPE})
 
     async def models(self, _: Request) -> Response:
-        return json_response({"object": "list", "data": [self._model()]})
+        pooling = [self._pooling_model(service) for service in self.worker.pooling.services]
+        return json_response({"object": "list", "data": [self._model(), *pooling]})
 
     async def model(self, request: Request) -> Response:
-        self.worker.require_model(request.path_params["name"])
+        name = request.path_params["name"]
+        if (service := self.worker.pooling.named(name)) is not None:
+            return json_response(self._pooling_model(service))
+        self.worker.require_model(name)
         return json_response(self._model())
 
     def _model(self) -> dict[str, Any]:
         return {
             "id": self.worker.names[0], "object": "model", "created": int(self.worker.started_at),
-            "owned_by": "llm-worker-rbee", "context_length": self.worker.model.max_context,
+            "owned_by": "llm-worker-rbee", "context_length": self.worker.model.max_context, "kind": "chat",
+        }  # fmt: skip
+
+    def _pooling_model(self, service: PoolingService) -> dict[str, Any]:
+        self.worker.require_ready()
+        info = service.engine.info
+        return {
+            "id": service.name, "object": "model", "created": int(self.worker.started_at),
+            "owned_by": "llm-worker-rbee", "context_length": info.max_length, "kind": service.kind,
+            "dimensions": info.output_dim,
         }  # fmt: skip
 
     async def info(self, _: Request) -> Response:
@@ -204,7 +219,7 @@ def application(worker: Worker) -> RequestMiddleware | CORSMiddleware:
         yield
         await worker.stop()
 
-    worker.offload.parsers = PARSERS
+    worker.offload.parsers = worker.pooling.offload.parsers = PARSERS
     routes = Routes(worker)
     app = Starlette(
         routes=routes.table(), lifespan=lifespan,
@@ -288,6 +303,7 @@ def describe_worker(worker: Worker) -> dict[str, Any]:
              "requests": one.num_requests, "kv_cache_usage": round(one.stats().kv_cache_usage, 6)}
             for one in worker.engine.replicas
         ],
+        "pooling": [service.describe() for service in worker.pooling.services],
         "sampling_defaults": worker.model.sampling_defaults.report(),
         "worker_id": worker.settings.worker_id, "versions": _versions(info.backend),
     }  # fmt: skip

@@ -122,8 +122,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def notice_headers(self) -> dict[str, str]:
         """Return headers of the reply that name what was ignored or skipped."""
-        named = {"x-ignored-fields": self.ignored, "x-skipped-tools": self.skipped}
-        return {name: NOT_IN_HEADERS.sub("?", ",".join(values))[:1_000] for name, values in named.items() if values}
+        return header_lists({"x-ignored-fields": self.ignored, "x-skipped-tools": self.skipped})
+
+
+def header_lists(named: Mapping[str, list[str]]) -> dict[str, str]:
+    """Return headers that list values, those without any left out."""
+    return {name: NOT_IN_HEADERS.sub("?", ",".join(values))[:1_000] for name, values in named.items() if values}
 
 
 def num_bytes(value: Any) -> int:

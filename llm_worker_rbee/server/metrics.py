@@ -6,7 +6,7 @@ No process-wide registry is used: one worker, one set. An observation costs one 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -32,20 +32,24 @@ class Histogram:
     def __init__(self, name: str, help_text: str, bounds: tuple[float, ...]) -> None:
         self._name, self._help, self._bounds = name, help_text, bounds
         self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
+        self.sum = 0.0
 
     def observe(self, seconds: float, times: int = 1) -> None:
         """Count a duration, once or several times."""
         self._counts[bisect_left(self._bounds, seconds)] += times
-        self._sum += seconds * times
+        self.sum += seconds * times
 
     def family(self) -> Metric:
-        """Return the histogram as Prometheus has it: each count includes all lower ones."""
+        """Return the histogram as Prometheus has it."""
+        return HistogramMetricFamily(PREFIX + self._name, self._help, buckets=self.buckets(), sum_value=self.sum)
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Return the counts by upper bound: each includes all lower ones."""
         total, buckets = 0, []
         for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
             total += count
-            buckets.append((bound, total))
-        return HistogramMetricFamily(PREFIX + self._name, self._help, buckets=buckets, sum_value=self._sum)
+            buckets.append((bound, float(total)))
+        return buckets
 
 
 class LatencyHistograms:
@@ -72,7 +76,10 @@ class LatencyHistograms:
         self.itl.observe(seconds / num_tokens, num_tokens)
 
 
-def exposition(latencies: LatencyHistograms, num_running: int, num_waiting: int, engine: TokenEngine | None) -> bytes:
+def exposition(
+    latencies: LatencyHistograms, num_running: int, num_waiting: int, engine: TokenEngine | None,
+    pooling: Iterable[Metric] = (),
+) -> bytes:  # fmt: skip
     """Return the text that Prometheus scrapes; `engine` is None until the model is loaded."""
     families: list[Metric] = [
         _gauge("num_requests_running", "Requests in the running batch.", num_running),
@@ -80,6 +87,7 @@ def exposition(latencies: LatencyHistograms, num_running: int, num_waiting: int,
         _counter("generation_tokens", "Output tokens.", latencies.num_tokens),
         *(histogram.family() for histogram in (latencies.ttft, latencies.itl, latencies.e2e, latencies.queue)),
         *(() if engine is None else _engine_metrics(engine)),
+        *pooling,
     ]
     return generate_latest(_Collector(families))
 

@@ -37,7 +37,7 @@ class RequestMiddleware:
         self._app = app
         self._key = None if settings.api_key is None else settings.api_key.encode()
         self._allowed_hosts = allowed_hosts(settings)
-        self._max_body = settings.max_body
+        self._max_body, self._max_pooling_body = settings.max_body, settings.max_pooling_body
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -53,8 +53,9 @@ class RequestMiddleware:
             check_host(hosts, scope["http_version"], self._allowed_hosts)
             if self._key is not None and scope["path"] not in PUBLIC_PATHS:
                 check_authorization(headers.get(b"authorization", b""), headers.get(b"x-api-key", b""), self._key)
-            self._check_lengths(scope["headers"], headers)
-            await self._app(scope, self._limit_body(receive), reply.send)
+            max_body = self._max_pooling_body if dialect_of(scope["path"]).has_large_bodies else self._max_body
+            _check_lengths(scope["headers"], headers, max_body)
+            await self._app(scope, _limit_body(receive, max_body), reply.send)
         except WorkerError as error:
             if not reply.has_started:
                 await send_error(reply.send, scope["path"], error)
@@ -67,26 +68,28 @@ class RequestMiddleware:
                 scope.pop(name, None)
             log.request_done(scope, reply.status, time.perf_counter() - start)
 
-    def _check_lengths(self, lines: Iterable[tuple[bytes, bytes]], headers: Mapping[bytes, bytes]) -> None:
-        if sum(len(name) + len(value) for name, value in lines) > MAX_HEADER_BYTES:
-            raise HeadersTooLargeError(HEADERS_TOO_LONG)
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self._max_body:
-            raise PayloadTooLargeError(f"the body has {int(length)} bytes: at most {self._max_body} are accepted")
 
-    def _limit_body(self, receive: Any) -> Any:
-        """Return a `receive` that raises once the body, which may come without a length, is too long."""
-        num_bytes = 0
+def _check_lengths(lines: Iterable[tuple[bytes, bytes]], headers: Mapping[bytes, bytes], max_body: int) -> None:
+    if sum(len(name) + len(value) for name, value in lines) > MAX_HEADER_BYTES:
+        raise HeadersTooLargeError(HEADERS_TOO_LONG)
+    length = headers.get(b"content-length", b"0")
+    if length.isdigit() and int(length) > max_body:
+        raise PayloadTooLargeError(f"the body has {int(length)} bytes: at most {max_body} are accepted")
 
-        async def limited() -> Any:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_body:
-                raise PayloadTooLargeError(f"the body is longer than the limit of {self._max_body} bytes")
-            return message
 
-        return limited
+def _limit_body(receive: Any, max_body: int) -> Any:
+    """Return a `receive` that raises once the body, which may come without a length, is too long."""
+    num_bytes = 0
+
+    async def limited() -> Any:
+        nonlocal num_bytes
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > max_body:
+            raise PayloadTooLargeError(f"the body is longer than the limit of {max_body} bytes")
+        return message
+
+    return limited
 
 
 class _ReplyWatcher:

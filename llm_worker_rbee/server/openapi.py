@@ -153,7 +153,8 @@ REPLIES: dict[str, Schema] = {
     "Any": {"type": "object"},
     "Health": reply_schema(
         status={"enum": ["loading", "healthy", "degraded", "stalled", "stopping", "failed"]}, model=TEXT,
-        uptime_s=NUMBER, last_step_age_s=NUMBER, running=COUNT, waiting=COUNT),
+        uptime_s=NUMBER, last_step_age_s=NUMBER, running=COUNT, waiting=COUNT,
+        pooling=array_schema(reply_schema(model=TEXT, kind=TEXT, status=TEXT, inputs=COUNT, restarts=COUNT))),
     "Ready": reply_schema(ready=FLAG, state={"enum": ["loading", "idle", "busy", "error"]}),
     "Info": reply_schema(
         model=TEXT, architecture=TEXT, quant=TEXT, parameters=COUNT, context_length=COUNT, backend=TEXT, device=TEXT,
@@ -166,9 +167,11 @@ REPLIES: dict[str, Schema] = {
         replicas=array_schema(
             reply_schema(device=TEXT, status=TEXT, restarts=COUNT, requests=COUNT, kv_cache_usage=NUMBER)),
         sampling_defaults=reply_schema(**dict.fromkeys(NEUTRAL_SAMPLING, reply_schema(value=NUMBER, source=TEXT))),
+        pooling=array_schema(reply_schema(model=TEXT, kind=TEXT, status=TEXT, dimensions=COUNT)),
         worker_id=TEXT, versions=reply_schema(worker=TEXT, python=TEXT)),
     "LoadingEvent": reply_schema(stage=TEXT),
-    "Model": reply_schema(id=TEXT, object={"const": "model"}, created=COUNT, owned_by=TEXT, context_length=COUNT),
+    "Model": reply_schema(id=TEXT, object={"const": "model"}, created=COUNT, owned_by=TEXT, context_length=COUNT,
+                          kind={"enum": ["chat", "embedding", "rerank"]}),
     "Models": reply_schema(object={"const": "list"}, data=array_schema(ref("Model"))),
     "Tokens": reply_schema(tokens=array_schema(COUNT), pieces=array_schema(TEXT)),
     "Text": reply_schema(text=TEXT),

@@ -16,7 +16,14 @@ from typing import Any, Literal
 
 from ..config import ServerSettings
 from ..engine.request import SamplingParams
-from ..errors import InferenceError, ModelLoadingError, ModelNotFoundError, ShuttingDownError, WorkerError
+from ..errors import (
+    InferenceError,
+    InvalidRequestError,
+    ModelLoadingError,
+    ModelNotFoundError,
+    ShuttingDownError,
+    WorkerError,
+)
 from ..generation import Generation, GenerationListener, make_generations
 from ..progress import Stage
 from ..text_model import TextModel
@@ -26,6 +33,7 @@ from .admission import Admission, Reservation
 from .bodies import ModelLimits, ParseOptions
 from .metrics import LatencyHistograms
 from .offload import OffloadPool, PromptEncoder
+from .pooling import Kind, PoolingModels, PoolingService
 
 State = Literal["loading", "ready", "stopping", "failed"]
 LOADING_RETRY_S = 2
@@ -36,10 +44,13 @@ class Worker(GenerationListener):
     """One model on the wire."""
 
     def __init__(
-        self, settings: ServerSettings, engine: TokenEngine, open_model: Callable[[ModelInfo], TextModel]
-    ) -> None:
-        """`open_model` returns the text side of the model that the engine has loaded; it is called in a thread."""
+        self, settings: ServerSettings, engine: TokenEngine, open_model: Callable[[ModelInfo], TextModel],
+        pooling: PoolingModels | None = None,
+    ) -> None:  # fmt: skip
+        """`open_model` returns the text side of the model that the engine has loaded; it is called in a thread.
+        `pooling` are models of embeddings and rankers beside it."""
         self.settings, self.names, self.engine = settings, settings.names, engine
+        self.pooling = pooling or PoolingModels()
         self.state: State = "loading"
         self.started_at = time.time()  # a date; uptime comes from the monotonic clock
         self._start_clock = time.monotonic()
@@ -63,8 +74,15 @@ class Worker(GenerationListener):
             loop.call_soon_threadsafe(self._publish_stage, stage)
 
         try:
-            info = await self.engine.start(on_stage)
-            self._model = await self._open_text(info)
+            loading_pooling = asyncio.ensure_future(self.pooling.start())
+            try:
+                info = await self.engine.start(on_stage)
+                model = await self._open_text(info)
+                await loading_pooling
+            except BaseException:
+                loading_pooling.cancel()
+                raise
+            self._model = model
         except Exception as error:
             if self.state == "stopping":  # an engine that is stopped cannot load
                 return
@@ -98,6 +116,7 @@ class Worker(GenerationListener):
         self._is_restarting = True
         try:
             await self.engine.restart()
+            await self.pooling.restart()
         except WorkerError as error:
             logger.warning("the engines are not restarted: %s", error)
         finally:
@@ -109,9 +128,10 @@ class Worker(GenerationListener):
         if was_loading:
             self._publish({"stage": "stopping"})
         end = time.monotonic() + self.settings.shutdown_timeout_s
-        while self.num_open and time.monotonic() < end:
+        while (self.num_open or self.pooling.num_open) and time.monotonic() < end:
             await asyncio.sleep(0.02)
-        await self.engine.stop(ShuttingDownError("the worker is shutting down"))
+        error = ShuttingDownError("the worker is shutting down")
+        await asyncio.gather(self.engine.stop(error), self.pooling.stop(error))
         self.offload.close()
 
     def _publish_stage(self, stage: Stage) -> None:
@@ -158,7 +178,7 @@ class Worker(GenerationListener):
 
     @property
     def is_busy(self) -> bool:
-        return self.num_open > 0 or self.admission.load.waiting > 0
+        return self.num_open > 0 or self.admission.load.waiting > 0 or self.pooling.num_open > 0
 
     async def parse(self, parser: str, body: bytes, *, is_stream: bool = False) -> Any:
         """Return the record that one of `parsers.PARSERS` makes of a body; a large one is parsed in another process."""
@@ -167,9 +187,22 @@ class Worker(GenerationListener):
         options = ParseOptions(limits, self.settings.ignore_unknown_fields, is_stream)
         return await self.offload.parse(parser, body, options)
 
+    async def parse_pooling(self, parser: str, body: bytes) -> Any:
+        """Return the record of a body for a pooling model; parsing it holds nothing of the chat model up."""
+        options = ParseOptions(None, self.settings.ignore_unknown_fields)
+        return await self.pooling.offload.parse(parser, body, options)
+
+    def find_pooling(self, name: str | None, *kinds: Kind) -> PoolingService:
+        """Return the pooling model of a request, one of these kinds; raise if there is none."""
+        self.require_ready()
+        return self.pooling.find(name, kinds, self.names)
+
     def require_model(self, name: str | None) -> None:
-        """Raise unless this is the served model's name, or none; clients of Ollama add the tag `:latest` to it."""
+        """Raise unless this is the chat model's name, or none; clients of Ollama add the tag `:latest` to it."""
         if name is not None and name not in self.names and name.removesuffix(":latest") not in self.names:
+            if (found := self.pooling.named(name)) is not None:
+                message = f"the model {name[:100]!r} is of kind {found.kind!r}, not a chat model: use {self.names[0]!r}"
+                raise InvalidRequestError(message, "model")
             raise ModelNotFoundError(f"the model {name[:100]!r} is not served here: use {self.names[0]!r}, or no model")
 
     def reserve(self, num_requests: int, num_tokens: int) -> AbstractContextManager[Reservation]:
@@ -222,8 +255,11 @@ class Worker(GenerationListener):
             if status == "healthy" and age > self.settings.stall_timeout_s:
                 status = "stalled"
         load = self.admission.load
+        pooling = self.pooling.health()
+        if status == "healthy" and any(one["status"] != "healthy" for one in pooling):
+            status = "degraded"
         return {
             "status": status, "model": self.names[0],
             "uptime_s": round(time.monotonic() - self._start_clock, 3), "last_step_age_s": round(age, 3),
-            "running": load.running, "waiting": load.waiting,
+            "running": load.running, "waiting": load.waiting, "pooling": pooling,
         }  # fmt: skip

@@ -28,7 +28,8 @@ from ..text_model import open_tokenizer
 from ..weights import open_checkpoint
 from .engine_loop import EngineLoop
 from .launch import load_engine, replace_with_dummy, warm_up
-from .protocol import VERSION, Failed, Load, Located, LogLine, StageReport, StepResult
+from .pooling_loop import PoolingLoop, load_pooling_loop, serve_pooling
+from .protocol import VERSION, Abort, Failed, Load, Located, LogLine, StageReport, StepResult, Submit
 from .wire import FrameReader, FromEngine, ProtocolError, ToEngine, encode
 
 STATS_INTERVAL_S = 0.1
@@ -124,7 +125,7 @@ def _receive_load(connection: Connection) -> Load:
     return first
 
 
-def _load(message: Load, connection: Connection) -> EngineLoop:
+def _load(message: Load, connection: Connection) -> EngineLoop | PoolingLoop:
     """Load the model, with reports to the front, and compute a token: what only the first step needs is done then."""
 
     def on_stage(stage: Stage) -> None:
@@ -135,9 +136,16 @@ def _load(message: Load, connection: Connection) -> EngineLoop:
 
     if message.version != VERSION:
         raise InferenceError(f"the engine speaks version {VERSION} of the protocol, the front {message.version}")
+
+    def on_located(path: Path) -> None:
+        connection.send(Located(str(path)))
+
     phases = LoadPhases(on_stage, progress)
-    options = LoadOptions(**message.options)
-    engine, info = load_engine(options, phases, on_located=lambda path: connection.send(Located(str(path))))
+    if message.is_pooling:
+        pooling, pooling_info = load_pooling_loop(message, phases, on_located)
+        connection.send(pooling_info)
+        return pooling
+    engine, info = load_engine(LoadOptions(**message.options), phases, on_located=on_located)
     warm_up(engine, phases)
     if message.dummy_step_s is not None:
         replace_with_dummy(engine, open_tokenizer(open_checkpoint(Path(info.path))), message.dummy_step_s)
@@ -153,7 +161,7 @@ def _serve(loop: EngineLoop, connection: Connection) -> NoReturn:
     stats_at = 0.0
     while True:
         for message in connection.receive(wait=not loop.has_work):
-            if not isinstance(message, Load):
+            if isinstance(message, Submit | Abort):
                 loop.receive(message)
         if not loop.has_work:  # the last request was aborted: its blocks are free
             connection.send(StepResult(stats=loop.stats()))
@@ -196,6 +204,8 @@ def main() -> NoReturn:
         connection.flush()
         _exit(1)
     try:
+        if isinstance(loop, PoolingLoop):
+            serve_pooling(loop, connection.receive, connection.send)
         _serve(loop, connection)
     except BaseException as error:
         cause = error.__cause__ or error

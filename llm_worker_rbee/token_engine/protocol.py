@@ -52,7 +52,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The first message to an engine in another process: what to load."""
 
-    options: dict[str, Any]  # fields of `LoadOptions`
+    options: dict[str, Any]  # fields of `LoadOptions`, or of `PoolingOptions`
     dummy_step_s: float | None = None  # replace the model by a `DummyModel` whose steps take so long
     records_blocks: bool = False  # report the hashes of cached blocks
     is_pooling: bool = False  # a pooling model, in a process of low priority

@@ -75,6 +75,7 @@ class Dialect:
     )  # besides those of `generate`: by name, with the type of the record
     schemas: Callable[[ServerSettings], dict[str, Schema]]  # of bodies and replies, by name
     takes_any_content_type: bool = False  # of a body, unless a page sends it, as its clients and documents expect
+    has_large_bodies: bool = False  # the limit is that of pooling models
     error_schema: str = "Error"
     invalid_schema: str | None = None  # of status 400, where it differs
 

@@ -26,10 +26,9 @@ SHOW: dict[str, Field] = {
     "verbose": Field(Boolean(), False),  # without effect
 }
 NO_STORE = "this worker serves one model, which is chosen when it starts (llm-worker-rbee serve --model)"
-NO_EMBEDDINGS = "this worker has no embeddings"
 REFUSED = {
     "/api/pull": NO_STORE, "/api/push": NO_STORE, "/api/create": NO_STORE, "/api/copy": NO_STORE,
-    "/api/delete": NO_STORE, "/api/embed": NO_EMBEDDINGS, "/api/embeddings": NO_EMBEDDINGS,
+    "/api/delete": NO_STORE,
 }  # fmt: skip
 
 

@@ -1,0 +1,153 @@
+"""Ollama's embeddings: `/api/embed`, and `/api/embeddings` of older clients."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ...config import ServerSettings
+from ..bodies import ParseOptions, validate_known
+from ..pooling_bodies import DIMENSIONS, MAX_INPUTS, EmbedRequest, Inputs
+from ..schema import (
+    COUNT,
+    NUMBER,
+    TEXT,
+    AnyObject,
+    Boolean,
+    Field,
+    FieldType,
+    Schema,
+    Text,
+    ValidationIssue,
+    array_schema,
+    reply_schema,
+    table_schema,
+    type_name,
+)
+from . import Dialect, Operation, Route
+from .ollama import ANY_NUMBER, SECOND, Either, error_body
+
+if TYPE_CHECKING:
+    from ..call import Call
+    from ..worker import Worker
+
+EMBED_PATH, LEGACY_PATH = "/api/embed", "/api/embeddings"
+
+
+class OllamaInput(FieldType):
+    """A string, or strings; without any, the reply only says that the model is loaded."""
+
+    def validate(self, name: str, value: Any) -> ValidationIssue | None:
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list):
+            return ValidationIssue(name, "type", f"{name} must be a string or strings, not {type_name(value)}")
+        if len(texts) > MAX_INPUTS:
+            return ValidationIssue(name, "length", f"{name} has {len(texts)} items: at most {MAX_INPUTS} are accepted")
+        issues = (Text().validate(f"{name}[{i}]", one) for i, one in enumerate(texts))
+        return next((issue for issue in issues if issue is not None), None)
+
+    def json_schema(self) -> Schema:
+        return {"anyOf": [TEXT, {**array_schema(TEXT), "maxItems": MAX_INPUTS}]}
+
+    def coerce(self, value: Any) -> list[str]:
+        return [value] * bool(value) if isinstance(value, str) else value
+
+
+SHARED: dict[str, Field] = {
+    "model": Field(Text()),
+    "options": Field(AnyObject()),
+    "keep_alive": Field(Either((ANY_NUMBER, Text()), "a duration")),
+}
+WITHOUT_EFFECT = ("options", "keep_alive")  # an embedding has no options, and the model stays
+EMBED: dict[str, Field] = {
+    **SHARED,
+    "input": Field(OllamaInput(), (), is_secret=True),
+    "truncate": Field(Boolean(), True),
+    "dimensions": DIMENSIONS,
+}
+LEGACY: dict[str, Field] = {**SHARED, "prompt": Field(Text(), "", is_secret=True)}
+
+
+def parse_embed(body: bytes, options: ParseOptions) -> EmbedRequest:
+    """Validate the body of `/api/embed`."""
+    values, ignored = validate_known(body, EMBED, options)
+    ignored += [name for name in WITHOUT_EFFECT if values[name]]
+    return EmbedRequest(
+        inputs=Inputs(list(values["input"])), model=values["model"], dimensions=values["dimensions"],
+        truncate=values["truncate"], ignored=ignored,
+    )  # fmt: skip
+
+
+def parse_legacy(body: bytes, options: ParseOptions) -> EmbedRequest:
+    """Validate the body of `/api/embeddings`."""
+    values, ignored = validate_known(body, LEGACY, options)
+    ignored += [name for name in WITHOUT_EFFECT if values[name]]
+    texts = [values["prompt"]] * bool(values["prompt"])
+    return EmbedRequest(inputs=Inputs(texts), model=values["model"], truncate=True, ignored=ignored)
+
+
+class Handlers:
+    """The routes, for one worker."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    async def embed(self, call: Call) -> Any:
+        start = time.perf_counter()
+        request, name, pooled = await self._embed(call, EMBED_PATH)
+        last = {
+            "total_duration": int((time.perf_counter() - start) * SECOND), "load_duration": 0,
+            "prompt_eval_count": 0 if pooled is None else pooled.num_tokens,
+        }  # fmt: skip
+        if pooled is None:
+            return {"model": name, "embeddings": [], **last}
+        return self._worker.pooling.rows_response(
+            pooled.rows, b'{"model":' + msgspec.json.encode(name) + b',"embeddings":[', lambda index, row: row,
+            b"]," + msgspec.json.encode(last)[1:], headers=request.notice_headers(),
+        )  # fmt: skip
+
+    async def embed_one(self, call: Call) -> Any:
+        request, _, pooled = await self._embed(call, LEGACY_PATH)
+        if pooled is None:
+            return {"embedding": []}
+        return self._worker.pooling.rows_response(
+            pooled.rows, b'{"embedding":', lambda index, row: row, b"}", headers=request.notice_headers()
+        )
+
+    async def _embed(self, call: Call, parser: str) -> tuple[EmbedRequest, str, Any]:
+        body = await call.body()
+        async with call.until_disconnect():
+            request: EmbedRequest = await self._worker.parse_pooling(parser, body)
+            service = self._worker.find_pooling(request.model, "embedding")
+            if not request.inputs.texts:
+                return request, service.name, None
+            return request, service.name, await service.embed(request, self._worker.pooling.offload)
+
+
+def _schemas(settings: ServerSettings) -> dict[str, Schema]:
+    is_open, names = settings.ignore_unknown_fields, settings.pooling_names
+    return {
+        "OllamaEmbedRequest": table_schema(EMBED, names, is_open=is_open),
+        "OllamaLegacyEmbedRequest": table_schema(LEGACY, names, is_open=is_open),
+        "OllamaEmbeddings": reply_schema(
+            model=TEXT, embeddings=array_schema(array_schema(NUMBER)), total_duration=COUNT, load_duration=COUNT,
+            prompt_eval_count=COUNT),
+        "OllamaLegacyEmbedding": reply_schema(embedding=array_schema(NUMBER)),
+    }  # fmt: skip
+
+
+DIALECT = Dialect(
+    prefixes=(EMBED_PATH, LEGACY_PATH), error_body=error_body, schemas=_schemas, error_schema="OllamaError",
+    takes_any_content_type=True, has_large_bodies=True,
+    parsers={EMBED_PATH: (parse_embed, EmbedRequest), LEGACY_PATH: (parse_legacy, EmbedRequest)},
+    make_handlers=lambda worker: {EMBED_PATH: Handlers(worker).embed, LEGACY_PATH: Handlers(worker).embed_one},
+    routes=(
+        Route("POST", EMBED_PATH, Operation(
+            summary="Embeddings of texts (Ollama)", request="OllamaEmbedRequest", reply="OllamaEmbeddings")),
+        Route("POST", LEGACY_PATH, Operation(
+            summary="The embedding of a text (older clients of Ollama)", request="OllamaLegacyEmbedRequest",
+            reply="OllamaLegacyEmbedding")),
+    ),
+)  # fmt: skip

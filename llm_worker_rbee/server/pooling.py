@@ -1,0 +1,353 @@
+"""Pooling models on the wire: embeddings and scores of texts, beside the chat model and behind the same port.
+
+Each model has an engine and an admission of its own. Texts are tokenized in threads, a few at a time, so that other
+requests get their turn. Everything else runs in the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from ..backends.ops import Ints
+from ..engine.pooling_engine import Floats, Score, finish_embeddings, finish_scores
+from ..errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    ModelLoadingError,
+    ModelNotFoundError,
+    QueueFullError,
+    WorkerError,
+    counted,
+)
+from ..pooling_text import PoolingText
+from ..token_engine.pooling_supervisor import SupervisedPooling
+from ..token_engine.protocol import PoolingInfo
+from .metrics import PREFIX, REQUEST_BOUNDS, Histogram
+from .offload import OffloadPool
+from .pooling_bodies import EmbedRequest, Inputs, RankRequest
+from .pooling_reply import ranking, rows_response
+
+Kind = Literal["embedding", "rerank"]
+OPTIONS: dict[Kind, str] = {"embedding": "--embedding-model", "rerank": "--rerank-model"}
+MAX_QUEUED_TOKENS = 2 << 20  # of one model; a request may enter alone whatever its size
+MAX_QUEUED_SEQUENCES = 16_384
+MAX_RETRY_S = 60
+LOADING_RETRY_S = 2
+TEXTS_AT_ONCE = 32  # that a thread tokenizes before others get their turn
+CHARS_PER_TOKEN = 256  # of a text: what follows so many for each token of the limit is past it
+
+
+class Pooled(NamedTuple):
+    """What a model computed for a request: a row for each input, or a score; and its tokens."""
+
+    rows: Floats
+    num_tokens: int
+
+
+class PoolingService:
+    """One pooling model."""
+
+    def __init__(
+        self, name: str, kind: Kind, engine: SupervisedPooling, open_text: Callable[[PoolingInfo], PoolingText]
+    ) -> None:
+        """`open_text` returns the text side of the model that the engine has loaded; it is called in a thread."""
+        self.name, self.kind, self.engine = name, kind, engine
+        self._open_text = open_text
+        self._text: PoolingText | None = None
+        self._num_queued_sequences = self._num_queued_tokens = 0  # of requests that are tokenized or computed
+        self.num_requests = self.num_refused = 0
+        self.num_open = 0
+        self.seconds = Histogram("pooling_request_seconds", "From a request to its end.", REQUEST_BOUNDS)
+
+    async def start(self) -> None:
+        """Load the model."""
+        info = await self.engine.start(lambda stage: None)  # the stages of loading are those of the chat model
+        self._text = await asyncio.to_thread(self._open_text, info)
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._text is not None
+
+    @property
+    def text(self) -> PoolingText:
+        """The text side of the model; raises while it loads."""
+        if self._text is None:
+            raise ModelLoadingError(f"the model {self.name!r} is loading", LOADING_RETRY_S)
+        return self._text
+
+    @property
+    def num_queued_sequences(self) -> int:
+        return self._num_queued_sequences
+
+    @property
+    def num_queued_tokens(self) -> int:
+        return self._num_queued_tokens
+
+    @contextmanager
+    def _admit(self, num_sequences: int, num_tokens: int) -> Iterator[None]:
+        """Hold places until the request ends; raise if there are none. A request alone is always admitted."""
+        excess = max(
+            (self._num_queued_tokens + num_tokens - MAX_QUEUED_TOKENS) / MAX_QUEUED_TOKENS,
+            (self._num_queued_sequences + num_sequences - MAX_QUEUED_SEQUENCES) / MAX_QUEUED_SEQUENCES,
+        )
+        if self.num_open and excess > 0:
+            self.num_refused += 1
+            seconds = min(excess, 1.0) * self._num_queued_tokens * self.engine.stats.seconds_per_token
+            raise QueueFullError(
+                f"the queue of {self.name} is full: {counted(self._num_queued_sequences, 'input')} with about "
+                f"{counted(self._num_queued_tokens, 'token')} wait",
+                max(1, min(MAX_RETRY_S, math.ceil(seconds))),
+            )
+        start = time.perf_counter()
+        self.num_open += 1
+        self.num_requests += 1
+        self._num_queued_sequences += num_sequences
+        self._num_queued_tokens += num_tokens
+        try:
+            yield
+        finally:
+            self.num_open -= 1
+            self._num_queued_sequences -= num_sequences
+            self._num_queued_tokens -= num_tokens
+            self.seconds.observe(time.perf_counter() - start)
+
+    async def embed(self, request: EmbedRequest, offload: OffloadPool) -> Pooled:
+        """Return the embedding of each input."""
+        text, inputs = self.text, request.inputs
+        width = self.engine.info.output_dim
+        if request.dimensions is not None and request.dimensions > width:
+            raise InvalidRequestError(f"dimensions is {request.dimensions}: {self.name} gives 1 to {width}",
+                                      "dimensions")  # fmt: skip
+        prompt = text.prompt(self._prompt_name(request))
+        with self._admit(len(inputs), min(inputs.num_tokens, len(inputs) * text.max_length)):
+            if inputs.texts:
+                sequences = await _encode_texts(offload, text, inputs.texts, prompt, request.truncate)
+            else:
+                sequences = await offload.run(
+                    len(inputs.ids), lambda: _check_ids(text, inputs, is_cut=request.truncate)
+                )
+            rows = await self.engine.compute(sequences)
+        finished = await offload.run(0, lambda: finish_embeddings(rows, request.dimensions, text.pooling.normalize))
+        return Pooled(finished, sum(map(len, sequences)))
+
+    def _prompt_name(self, request: EmbedRequest) -> str | None:
+        """Return the name of the prompt; a type of input that the model has none for is an input like any other."""
+        if request.input_type is None:
+            return request.prompt_name
+        return request.input_type if request.input_type in self.text.pooling.prompts else None
+
+    async def score(self, request: RankRequest, offload: OffloadPool) -> Pooled:
+        """Return the score of each pair of texts, a row of one value."""
+        if self.kind == "embedding":
+            return await self._compare(request, offload)
+        text, documents = self.text, request.documents
+        with self._admit(len(documents), min(request.num_tokens, len(documents) * text.max_length)):
+            sequences, types = await _encode_pairs(offload, text, request)
+            rows = await self.engine.compute(sequences, types)
+        score: Score = text.pooling.score  # type: ignore[assignment]  # validated by the config
+        return Pooled(finish_scores(rows, score)[:, None], sum(map(len, sequences)))
+
+    async def _compare(self, request: RankRequest, offload: OffloadPool) -> Pooled:
+        """Return the cosine of the embeddings of each pair."""
+        count = len(request.queries)
+        inputs = Inputs([*request.queries, *request.documents])
+        found = await self.embed(EmbedRequest(inputs=inputs, truncate=request.truncate), offload)
+        rows = finish_embeddings(found.rows)
+        cosines = np.einsum("ij,ij->i", np.broadcast_to(rows[:count], rows[count:].shape), rows[count:])
+        return Pooled(cosines[:, None], found.num_tokens)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `/info` tells of the model."""
+        info, stats = self.engine.info, self.engine.stats
+        return {
+            "model": self.name, "kind": self.kind, "architecture": info.architecture, "quant": info.quant,
+            "parameters": info.parameters, "context_length": info.max_length, "backend": info.backend,
+            "device": info.device, "dimensions": info.output_dim, "weights_bytes": info.weights_bytes,
+            "process_bytes": stats.process_bytes, "max_step_tokens": info.max_step_tokens,
+            "restarts": self.engine.num_restarts, "status": self.engine.status(),
+        }  # fmt: skip
+
+
+async def _encode_texts(
+    offload: OffloadPool, text: PoolingText, texts: Sequence[str], prompt: str, truncate: bool
+) -> list[Ints]:
+    """Return the tokens of texts, a few at a time; what is far past the limit is not tokenized."""
+    longest = CHARS_PER_TOKEN * text.max_length
+    found: list[Ints] = []
+    for at in range(0, len(texts), TEXTS_AT_ONCE):
+        part = texts[at : at + TEXTS_AT_ONCE]
+        for i, one in enumerate(part):
+            if len(one) > longest and not truncate:
+                raise ContextLengthError(_too_long("input", at + i, f"{len(one)} characters", text), "input")
+        cut = [one[:longest] for one in part]
+        encode = partial(_encode_part, text, cut, prompt, truncate)
+        encoded = await offload.run(sum(map(len, cut)), encode)
+        found += encoded
+        _check_lengths(found, at, "input", text)
+    return found
+
+
+def _encode_part(text: PoolingText, texts: list[str], prompt: str, truncate: bool) -> list[Ints]:
+    limit = text.max_length if truncate else None
+    return [
+        np.array(ids, np.int64)
+        for ids in text.tokenizer.encode_batch([prompt + one for one in texts], max_tokens=limit)
+    ]
+
+
+def _check_lengths(sequences: Sequence[Ints], first: int, field: str, text: PoolingText) -> None:
+    for i in range(first, len(sequences)):
+        count = len(sequences[i])
+        if not count:
+            raise InvalidRequestError(f"{field}[{i}] has no tokens", field)
+        if count > text.max_length:
+            raise ContextLengthError(_too_long(field, i, counted(count, "token"), text), field)
+
+
+def _too_long(field: str, index: int, size: str, text: PoolingText) -> str:
+    return f"{field}[{index}] has {size}, the model takes {text.max_length} tokens: shorten it, or set truncate"
+
+
+def _check_ids(text: PoolingText, inputs: Inputs, *, is_cut: bool) -> list[Ints]:
+    """Return given token ids; raise for those outside the vocabulary."""
+    values = np.frombuffer(inputs.ids, np.int32).astype(np.int64)
+    sequences = np.split(values, np.cumsum(inputs.lengths)[:-1])
+    for i, ids in enumerate(sequences):
+        if (largest := int(ids.max())) >= text.vocab_size:
+            raise InvalidRequestError(f"input[{i}]: {largest} is not a token id (0..{text.vocab_size - 1})", "input")
+    sequences = [ids[: text.max_length] for ids in sequences] if is_cut else sequences
+    _check_lengths(sequences, 0, "input", text)
+    return sequences
+
+
+async def _encode_pairs(offload: OffloadPool, text: PoolingText, request: RankRequest) -> tuple[list[Ints], list[Ints]]:
+    """Return the sequences of pairs and the segment of each token, a few at a time."""
+    longest = CHARS_PER_TOKEN * text.max_length
+    sequences: list[Ints] = []
+    types: list[Ints] = []
+    step = TEXTS_AT_ONCE if len(request.queries) == 1 else 1
+    for at in range(0, len(request.documents), step):
+        query = request.queries[at if len(request.queries) > 1 else 0]
+        part = request.documents[at : at + step]
+        for i, one in enumerate((query, *part), -1):
+            if len(one) > longest and not request.truncate:
+                field, index = ("query", 0) if i < 0 else ("documents", at + i)
+                raise ContextLengthError(_too_long(field, index, f"{len(one)} characters", text), field)
+        cut = [one[:longest] for one in part]
+        encode = partial(_pairs_of, text, query[:longest], cut, request.truncate)
+        ids, kinds = await offload.run(sum(map(len, cut)) + len(query), encode)
+        sequences += ids
+        types += kinds
+        _check_lengths(sequences, at, "documents", text)
+    return sequences, types
+
+
+def _pairs_of(text: PoolingText, query: str, documents: list[str], truncate: bool) -> tuple[list[Ints], list[Ints]]:
+    try:
+        return text.encode_pairs(query, documents, truncate=truncate)
+    except ContextLengthError as error:
+        error.field = error.field or "documents"
+        raise
+
+
+class PoolingModels:
+    """All pooling models of a worker, and the threads that parse and tokenize for them."""
+
+    rows_response, ranking = staticmethod(rows_response), staticmethod(ranking)
+
+    def __init__(self, services: Sequence[PoolingService] = ()) -> None:
+        self.services = list(services)
+        self.offload = OffloadPool()
+
+    async def start(self) -> None:
+        await asyncio.gather(*(service.start() for service in self.services))
+
+    async def stop(self, error: WorkerError) -> None:
+        await asyncio.gather(*(service.engine.stop(error) for service in self.services))
+        self.offload.close()
+
+    async def restart(self) -> None:
+        for service in self.services:
+            await service.engine.restart()
+
+    def health(self) -> list[dict[str, Any]]:
+        """Return the state of each model."""
+        return [
+            {"model": service.name, "kind": service.kind, "status": service.engine.status(),
+             "inputs": service.num_queued_sequences, "restarts": service.engine.num_restarts}
+            for service in self.services
+        ]  # fmt: skip
+
+    @property
+    def num_open(self) -> int:
+        return sum(service.num_open for service in self.services)
+
+    def named(self, name: str) -> PoolingService | None:
+        """Return the model of this name; clients of Ollama add the tag `:latest` to it."""
+        names = (name, name.removesuffix(":latest"))
+        return next((service for service in self.services if service.name in names), None)
+
+    def find(self, name: str | None, kinds: Sequence[Kind], chat_names: Sequence[str]) -> PoolingService:
+        """Return the model of a request: by its name, or the first of these kinds."""
+        fitting = [service for kind in kinds for service in self.services if service.kind == kind]
+        if not fitting:
+            options = " or ".join(OPTIONS[kind] for kind in kinds)
+            raise ModelNotFoundError(f"this worker has no such model: start it with {options}")
+        if name is None:
+            return fitting[0]
+        found, use = self.named(name), f"use {fitting[0].name!r}, or no model"
+        if found is None and name.removesuffix(":latest") not in chat_names:
+            raise ModelNotFoundError(f"the model {name[:100]!r} is not served here: {use}")
+        if found not in fitting:
+            kind = "a chat model" if found is None else f"a model of kind {found.kind!r}"
+            raise InvalidRequestError(f"the model {name[:100]!r} is {kind}, which does not do this: {use}", "model")
+        assert found is not None
+        return found
+
+
+LABELS = ("model", "kind")
+GAUGES: dict[str, tuple[str, Callable[[PoolingService], float]]] = {
+    "num_requests": ("Open requests to a pooling model.", lambda one: one.num_open),
+    "num_queued_sequences": ("Inputs that are tokenized or wait for their rows.", lambda one: one.num_queued_sequences),
+    "num_queued_tokens": ("Tokens of these, estimated.", lambda one: one.num_queued_tokens),
+    "engine_healthy": ("Whether its engine computes: 1 or 0.", lambda one: one.engine.status() == "healthy"),
+    "process_memory_bytes": ("Memory of its process.", lambda one: one.engine.stats.process_bytes or 0),
+}
+COUNTERS: dict[str, tuple[str, Callable[[PoolingService], float]]] = {
+    "requests": ("Requests to a pooling model that were admitted.", lambda one: one.num_requests),
+    "refused_requests": ("Requests that its full queue refused.", lambda one: one.num_refused),
+    "sequences": ("Sequences that were computed.", lambda one: one.engine.stats.num_sequences),
+    "tokens": ("Tokens of these.", lambda one: one.engine.stats.num_tokens),
+    "steps": ("Steps of the engine: sequences / steps is the batch size.", lambda one: one.engine.stats.num_steps),
+    "step_seconds": ("Seconds of these.", lambda one: one.engine.stats.seconds),
+    "engine_restarts": ("Restarts of its engine.", lambda one: one.engine.num_restarts),
+}
+
+
+def pooling_metrics(services: Sequence[PoolingService]) -> Iterator[Metric]:
+    """Yield the metrics of pooling models, told apart by labels."""
+    if not services:
+        return
+    for name, (text, value) in GAUGES.items():
+        gauge = GaugeMetricFamily(f"{PREFIX}pooling_{name}", text, labels=LABELS)
+        for one in services:
+            gauge.add_metric((one.name, one.kind), value(one))
+        yield gauge
+    for name, (text, value) in COUNTERS.items():
+        counter = CounterMetricFamily(f"{PREFIX}pooling_{name}", text, labels=LABELS)
+        for one in services:
+            counter.add_metric((one.name, one.kind), value(one))
+        yield counter
+    seconds = HistogramMetricFamily(f"{PREFIX}pooling_request_seconds", "From a request to its end.", labels=LABELS)
+    for one in services:
+        seconds.add_metric((one.name, one.kind), one.seconds.buckets(), one.seconds.sum)
+    yield seconds
