@@ -54,24 +54,32 @@ class PoolingText:
         """Return the ids of one text."""
         return self.encode_batch([text], prompt=prompt, truncate=truncate)[0]
 
-    def encode_batch(self, texts: Sequence[str], *, prompt: str = "", truncate: bool = False) -> list[Ints]:
-        """Return the ids of texts; one that is too long raises, or is cut at its end with `truncate`."""
+    def encode_batch(
+        self, texts: Sequence[str], *, prompt: str = "", truncate: bool = False, first: int = 0
+    ) -> list[Ints]:
+        """Return the ids of texts; one that is too long raises, or is cut at its end with `truncate`. `first` is the
+        index of the first of them, for errors."""
         limit = self.max_length if truncate else None
         whole = [prompt + text for text in texts]
         whole = [text.lower() for text in whole] if self.pooling.lower_case else whole
         encoded = self.tokenizer.encode_batch(whole, max_tokens=limit)
-        return self.check_lengths([np.array(ids, np.int64) for ids in encoded], "input")
+        return self.check_lengths([np.array(ids, np.int64) for ids in encoded], "input", first)
 
-    def encode_pairs(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> EncodedPairs:
-        """Return a query with each document; a pair that is too long raises, or its document is cut."""
-        template = self.pooling.pair_template
-        if template:
-            return self._encode_template(template, query, documents, truncate=truncate)
+    def encode_pairs(
+        self, query: str, documents: Sequence[str], *, truncate: bool = False, first: int = 0
+    ) -> EncodedPairs:
+        """Return a query with each document; a pair that is too long raises, or its document is cut. `first` is the
+        index of the first document, for errors."""
+        if self.pooling.pair_template:
+            ids = self._encode_template(self.pooling.pair_template, query, documents, truncate=truncate)
+            return EncodedPairs(
+                self.check_lengths(ids, "documents", first), [np.zeros(len(one), np.int64) for one in ids]
+            )
         pairs = self.tokenizer.encode_pairs(query, documents, max_tokens=self.max_length if truncate else None)
-        ids = self.check_lengths([np.array(ids, np.int64) for ids, _ in pairs], "documents")
+        ids = self.check_lengths([np.array(ids, np.int64) for ids, _ in pairs], "documents", first)
         return EncodedPairs(ids, [np.array(types, np.int64) for _, types in pairs])
 
-    def _encode_template(self, template: str, query: str, documents: Sequence[str], *, truncate: bool) -> EncodedPairs:
+    def _encode_template(self, template: str, query: str, documents: Sequence[str], *, truncate: bool) -> list[Ints]:
         """Return the prompt of a template, {query} and {document} in it replaced, its own control tokens parsed.
 
         The texts are tokenized together with the words of the template around them: a space before a document is part
@@ -86,15 +94,15 @@ class PoolingText:
         last = encode(after[last_start:], add_special=False, parse_special=True)
         room = self.max_length - len(first) - len(last)
         if truncate and room <= len(encode(start + query + between, add_special=False)):
-            raise ContextLengthError(f"the query leaves no room for a document: at most {self.max_length} tokens")
+            message = f"the query leaves no room for a document: at most {self.max_length} tokens"
+            raise ContextLengthError(message, "query")
         sequences = []
         for document in documents:
             ids = encode(start + query + between + document + after[:last_start], add_special=False)
             sequences.append(np.array([*first, *(ids[:room] if truncate else ids), *last], np.int64))
-        checked = self.check_lengths(sequences, "documents")
-        return EncodedPairs(checked, [np.zeros(len(one), np.int64) for one in checked])
+        return sequences
 
-    def check_ids(self, sequences: Sequence[Sequence[int]], *, truncate: bool = False) -> list[Ints]:
+    def check_ids(self, sequences: Sequence[Sequence[int] | Ints], *, truncate: bool = False) -> list[Ints]:
         """Return sequences of ids that a caller has tokenized; raise on ids outside the vocabulary and empty ones."""
         checked = []
         for i, sequence in enumerate(sequences):
@@ -106,11 +114,14 @@ class PoolingText:
             checked.append(ids[: self.max_length] if truncate else ids)
         return self.check_lengths(checked, "input")
 
-    def check_lengths(self, sequences: list[Ints], what: str) -> list[Ints]:
-        """Raise if a sequence is too long for the model."""
-        for i, ids in enumerate(sequences):
+    def check_lengths(self, sequences: list[Ints], what: str, first: int = 0) -> list[Ints]:
+        """Raise if a sequence is empty, or too long for the model; `first` is the index of the first."""
+        for i, ids in enumerate(sequences, first):
+            if not len(ids):
+                raise InvalidRequestError(f"{what} {i} has no tokens", what)
             if len(ids) > self.max_length:
                 raise ContextLengthError(
-                    f"{what} {i} has {len(ids)} tokens, the model takes {self.max_length}: shorten it, or set truncate"
+                    f"{what} {i} has {len(ids)} tokens, the model takes {self.max_length}: shorten it, or set truncate",
+                    what,
                 )
         return sequences

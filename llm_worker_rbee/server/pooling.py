@@ -132,9 +132,8 @@ class PoolingService:
             if inputs.texts:
                 sequences = await _encode_texts(offload, text, inputs.texts, prompt, request.truncate)
             else:
-                sequences = await offload.run(
-                    len(inputs.ids), lambda: _check_ids(text, inputs, is_cut=request.truncate)
-                )
+                check = partial(_check_ids, text, inputs, request.truncate)
+                sequences = await offload.run(len(inputs.ids), check)
             rows = await self.engine.compute(sequences)
         finished = await offload.run(0, lambda: finish_embeddings(rows, request.dimensions, text.pooling.normalize))
         return Pooled(finished, sum(map(len, sequences)))
@@ -180,83 +179,47 @@ class PoolingService:
 async def _encode_texts(
     offload: OffloadPool, text: PoolingText, texts: Sequence[str], prompt: str, truncate: bool
 ) -> list[Ints]:
-    """Return the tokens of texts, a few at a time; what is far past the limit is not tokenized."""
-    longest = CHARS_PER_TOKEN * text.max_length
+    """Return the tokens of texts, a few at a time."""
     found: list[Ints] = []
     for at in range(0, len(texts), TEXTS_AT_ONCE):
-        part = texts[at : at + TEXTS_AT_ONCE]
-        for i, one in enumerate(part):
-            if len(one) > longest and not truncate:
-                raise ContextLengthError(_too_long("input", at + i, f"{len(one)} characters", text), "input")
-        cut = [one[:longest] for one in part]
-        encode = partial(_encode_part, text, cut, prompt, truncate)
-        encoded = await offload.run(sum(map(len, cut)), encode)
-        found += encoded
-        _check_lengths(found, at, "input", text)
+        part = [_cut(text, one, "input", at + i, truncate) for i, one in enumerate(texts[at : at + TEXTS_AT_ONCE])]
+        encode = partial(text.encode_batch, part, prompt=prompt, truncate=truncate, first=at)
+        found += await offload.run(sum(map(len, part)), encode)
     return found
-
-
-def _encode_part(text: PoolingText, texts: list[str], prompt: str, truncate: bool) -> list[Ints]:
-    limit = text.max_length if truncate else None
-    return [
-        np.array(ids, np.int64)
-        for ids in text.tokenizer.encode_batch([prompt + one for one in texts], max_tokens=limit)
-    ]
-
-
-def _check_lengths(sequences: Sequence[Ints], first: int, field: str, text: PoolingText) -> None:
-    for i in range(first, len(sequences)):
-        count = len(sequences[i])
-        if not count:
-            raise InvalidRequestError(f"{field}[{i}] has no tokens", field)
-        if count > text.max_length:
-            raise ContextLengthError(_too_long(field, i, counted(count, "token"), text), field)
-
-
-def _too_long(field: str, index: int, size: str, text: PoolingText) -> str:
-    return f"{field}[{index}] has {size}, the model takes {text.max_length} tokens: shorten it, or set truncate"
-
-
-def _check_ids(text: PoolingText, inputs: Inputs, *, is_cut: bool) -> list[Ints]:
-    """Return given token ids; raise for those outside the vocabulary."""
-    values = np.frombuffer(inputs.ids, np.int32).astype(np.int64)
-    sequences = np.split(values, np.cumsum(inputs.lengths)[:-1])
-    for i, ids in enumerate(sequences):
-        if (largest := int(ids.max())) >= text.vocab_size:
-            raise InvalidRequestError(f"input[{i}]: {largest} is not a token id (0..{text.vocab_size - 1})", "input")
-    sequences = [ids[: text.max_length] for ids in sequences] if is_cut else sequences
-    _check_lengths(sequences, 0, "input", text)
-    return sequences
 
 
 async def _encode_pairs(offload: OffloadPool, text: PoolingText, request: RankRequest) -> tuple[list[Ints], list[Ints]]:
     """Return the sequences of pairs and the segment of each token, a few at a time."""
-    longest = CHARS_PER_TOKEN * text.max_length
     sequences: list[Ints] = []
     types: list[Ints] = []
-    step = TEXTS_AT_ONCE if len(request.queries) == 1 else 1
-    for at in range(0, len(request.documents), step):
-        query = request.queries[at if len(request.queries) > 1 else 0]
-        part = request.documents[at : at + step]
-        for i, one in enumerate((query, *part), -1):
-            if len(one) > longest and not request.truncate:
-                field, index = ("query", 0) if i < 0 else ("documents", at + i)
-                raise ContextLengthError(_too_long(field, index, f"{len(one)} characters", text), field)
-        cut = [one[:longest] for one in part]
-        encode = partial(_pairs_of, text, query[:longest], cut, request.truncate)
-        ids, kinds = await offload.run(sum(map(len, cut)) + len(query), encode)
+    queries, documents, truncate = request.queries, request.documents, request.truncate
+    step = TEXTS_AT_ONCE if len(queries) == 1 else 1
+    for at in range(0, len(documents), step):
+        index = at if len(queries) > 1 else 0
+        query = _cut(text, queries[index], "query", index, truncate)
+        part = [_cut(text, one, "documents", at + i, truncate) for i, one in enumerate(documents[at : at + step])]
+        encode = partial(text.encode_pairs, query, part, truncate=truncate, first=at)
+        ids, kinds = await offload.run(sum(map(len, part)) + len(query), encode)
         sequences += ids
         types += kinds
-        _check_lengths(sequences, at, "documents", text)
     return sequences, types
 
 
-def _pairs_of(text: PoolingText, query: str, documents: list[str], truncate: bool) -> tuple[list[Ints], list[Ints]]:
-    try:
-        return text.encode_pairs(query, documents, truncate=truncate)
-    except ContextLengthError as error:
-        error.field = error.field or "documents"
-        raise
+def _cut(text: PoolingText, one: str, field: str, index: int, truncate: bool) -> str:
+    """Return what is tokenized of a text: what is far past the limit is cut, or raises."""
+    longest = CHARS_PER_TOKEN * text.max_length
+    if len(one) > longest and not truncate:
+        raise ContextLengthError(
+            f"{field} {index} has {len(one)} characters, the model takes {text.max_length} tokens: shorten it, or set "
+            "truncate",
+            field,
+        )
+    return one[:longest]
+
+
+def _check_ids(text: PoolingText, inputs: Inputs, truncate: bool) -> list[Ints]:
+    values = np.frombuffer(inputs.ids, np.int32).astype(np.int64)
+    return text.check_ids(np.split(values, np.cumsum(inputs.lengths)[:-1]), truncate=truncate)
 
 
 class PoolingModels:

@@ -26,6 +26,7 @@ from llm_worker_rbee.config import ServerSettings
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.progress import OnStage
 from llm_worker_rbee.server.app import application
+from llm_worker_rbee.server.pooling import PoolingModels
 from llm_worker_rbee.server.serve import connection_class
 from llm_worker_rbee.server.worker import Worker
 from llm_worker_rbee.token_engine.in_process import InProcessEngine
@@ -56,8 +57,9 @@ class Server:
     """A server in a thread; tests may read its `worker`."""
 
     def __init__(
-        self, load: Callable[..., LLM], *, http: str = "httptools", takes_on_stage: bool = False, **settings: Any
-    ) -> None:
+        self, load: Callable[..., LLM], *, http: str = "httptools", takes_on_stage: bool = False,
+        pooling: PoolingModels | None = None, **settings: Any,
+    ) -> None:  # fmt: skip
         """`load` makes the model; with `takes_on_stage` it gets the callback for loading stages."""
         made = load if takes_on_stage else lambda on_stage: load()
         self._loaded: list[LLM] = []
@@ -67,7 +69,7 @@ class Server:
             return self.llm.engine, self.llm.info
 
         engine = InProcessEngine(load_engine)
-        self.worker = Worker(ServerSettings(model_ref="tiny", **settings), engine, lambda info: self.llm)
+        self.worker = Worker(ServerSettings(model_ref="tiny", **settings), engine, lambda info: self.llm, pooling)
         self.socket = socket.socket()
         self.socket.bind(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]

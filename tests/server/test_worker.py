@@ -309,7 +309,7 @@ def test_health_without_steps_is_stalled(start: Start, monkeypatch: pytest.Monke
     until(lambda: server.http.get("/health").json()["status"] == "healthy")
     found = server.http.get("/health")
     assert (found.status_code, found.json()["last_step_age_s"]) == (200, 0.0)
-    assert found.json().keys() == {"status", "model", "uptime_s", "last_step_age_s", "running", "waiting"}
+    assert found.json().keys() == {"status", "model", "uptime_s", "last_step_age_s", "running", "waiting", "pooling"}
     until(lambda: server.http.get("/v1/ready").json() == {"ready": True, "state": "idle"})
 
 

@@ -1,0 +1,268 @@
+"""Embeddings and rankings over HTTP, beside a chat model: every API, what is refused, and processes that die."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from llm_worker_rbee import LLM
+from llm_worker_rbee.engine.pooling_engine import Floats, finish_embeddings, finish_scores
+from llm_worker_rbee.load_pooling import LoadedPooling, PoolingOptions, load_pooling
+from llm_worker_rbee.server import pooling as service_module
+from llm_worker_rbee.server.pooling_reply import shorten
+from tests.helpers.server import Server, until
+from tests.helpers.tiny_pooling import MAX_LENGTH, NAMES, TASKS, WIDTH, WORDS, pooling_models
+
+EMBEDDER, RANKER = NAMES["embedding"], NAMES["rerank"]
+EMBEDDINGS, RERANK, SCORE = "/v1/embeddings", "/v1/rerank", "/v1/score"
+
+
+class Both:
+    """The server and the models that it serves, computed here."""
+
+    def __init__(self, server: Server, folder: Any) -> None:
+        self.server = server
+        self.models: dict[str, LoadedPooling] = {
+            name: load_pooling(PoolingOptions(model=folder / name, device="cpu", backend="reference", task=TASKS[kind]))
+            for kind, name in NAMES.items()
+        }
+
+    def embed(self, texts: list[str], dimensions: int | None = None) -> Floats:
+        loaded = self.models[EMBEDDER]
+        return finish_embeddings(np.concatenate([loaded.model.run([loaded.text.encode(text)]) for text in texts]),
+                                 dimensions)  # fmt: skip
+
+    def score(self, query: str, documents: list[str]) -> list[float]:
+        loaded = self.models[RANKER]
+        ids, types = loaded.text.encode_pairs(query, documents)
+        return [float(one) for one in finish_scores(loaded.model.run(ids, types), "sigmoid")]
+
+
+@pytest.fixture(scope="module")
+def both(load: Callable[..., LLM], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+    folder = tmp_path_factory.mktemp("pooling")
+    settings = {"embedding_model": EMBEDDER, "rerank_model": RANKER, "max_pooling_body": 8 << 20}
+    with Server(load, pooling=pooling_models(folder), **settings) as running:
+        yield Both(running.ready(), folder)
+
+
+def values(reply: httpx.Response) -> Floats:
+    assert reply.status_code == 200, reply.text
+    data = reply.json()["data"]
+    assert [one["index"] for one in data] == list(range(len(data)))
+    return np.array([one["embedding"] for one in data], np.float32)
+
+
+def test_openai_client_gets_the_bits_of_the_model(both: Both) -> None:
+    texts = ["hello world", "a", "some longer text, with more words."]
+    with both.server.openai() as client:
+        found = client.embeddings.create(model=EMBEDDER, input=texts)  # base64, which the client decodes
+        cut = client.embeddings.create(model=EMBEDDER, input=texts[0], dimensions=5, encoding_format="float")
+    expected = both.embed(texts)
+    assert [np.array(one.embedding, np.float32).tobytes() for one in found.data] == [row.tobytes() for row in expected]
+    np.testing.assert_array_equal(np.array(cut.data[0].embedding, np.float32), both.embed(texts[:1], 5)[0])
+    count = sum(len(both.models[EMBEDDER].text.encode(text)) for text in texts)
+    assert (found.usage.prompt_tokens, found.usage.total_tokens, found.model) == (count, count, EMBEDDER)
+
+
+@pytest.mark.parametrize("count", [1, 2, 33, 2048])
+def test_any_number_of_inputs(both: Both, count: int) -> None:
+    texts = [f"{i % 10}" if count > 100 else f"text {i}, {'x' * (i % 40)}" for i in range(count)]
+    some = sorted({0, count // 2, count - 1})
+    floats = values(both.server.post(EMBEDDINGS, {"input": texts}))
+    assert floats.shape == (count, WIDTH)
+    np.testing.assert_array_equal(floats[some], both.embed([texts[i] for i in some]))
+    packed = both.server.post(EMBEDDINGS, {"input": texts[:100], "encoding_format": "base64"}).json()["data"]
+    rows = [np.frombuffer(base64.b64decode(one["embedding"]), "<f4") for one in packed]
+    np.testing.assert_array_equal(np.stack(rows), floats[:100])
+
+
+def test_token_ids_are_taken_as_they_are(both: Both) -> None:
+    text = both.models[EMBEDDER].text
+    given = [text.encode("hello").tolist(), text.encode("world, again").tolist()]
+    found = values(both.server.post(EMBEDDINGS, {"input": given}))
+    np.testing.assert_array_equal(found, both.embed(["hello", "world, again"]))
+    np.testing.assert_array_equal(values(both.server.post(EMBEDDINGS, {"input": given[0]})), found[:1])
+
+
+LONG = "x " * (MAX_LENGTH + 1)
+REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
+    (EMBEDDINGS, {}, 400, "input is required"),
+    (EMBEDDINGS, {"input": []}, 400, "empty list"),
+    (EMBEDDINGS, {"input": ""}, 400, "input is empty"),
+    (EMBEDDINGS, {"input": [""]}, 400, r"input\[0\] is empty"),
+    (EMBEDDINGS, {"input": ["a", [1]]}, 400, "mix"),
+    (EMBEDDINGS, {"input": [[]]}, 400, r"input\[0\] is empty"),
+    (EMBEDDINGS, {"input": ["a"] * 2049}, 400, "2049 items: at most 2048"),
+    (EMBEDDINGS, {"input": [[1], [len(WORDS)]]}, 400, f"input 1: .*0..{len(WORDS) - 1}"),
+    (EMBEDDINGS, {"input": "a", "dimensions": WIDTH + 1}, 400, f"dimensions is {WIDTH + 1}"),
+    (EMBEDDINGS, {"input": "a", "dimensions": 0}, 400, "dimensions is 0"),
+    (EMBEDDINGS, {"input": "a", "encoding_format": "int8"}, 400, "encoding_format"),
+    (EMBEDDINGS, {"input": "a", "prompt_name": "zap"}, 400, "zap"),
+    (EMBEDDINGS, {"input": "a", "zap": 1}, 400, "zap"),
+    (EMBEDDINGS, {"input": "a", "model": "zap"}, 404, f"use '{EMBEDDER}'"),
+    (EMBEDDINGS, {"input": "a", "model": "tiny"}, 400, "chat model"),
+    (EMBEDDINGS, {"input": "a", "model": RANKER}, 400, "rerank"),
+    (EMBEDDINGS, {"input": ["a"] * 40 + [LONG]}, 400, f"input 40 has .* tokens, the model takes {MAX_LENGTH}"),
+    (EMBEDDINGS, {"input": "x" * 100_000}, 400, "truncate"),
+    (RERANK, {"query": "a", "documents": []}, 400, "documents has 0 items"),
+    (RERANK, {"query": "", "documents": ["a"]}, 400, "query is empty"),
+    (RERANK, {"query": "a", "documents": ["a", {"title": "b"}]}, 400, r"documents\[1\]"),
+    (RERANK, {"query": "a", "documents": ["a"], "top_n": 0}, 400, "top_n"),
+    (RERANK, {"query": "a", "documents": ["b"] * 33 + [LONG]}, 400, "documents 33 has"),
+    (RERANK, {"query": "a", "documents": ["a"], "model": EMBEDDER}, 400, "embedding"),
+    (SCORE, {"text_1": "a"}, 400, "text_2"),
+    (SCORE, {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, 400, "as many"),
+    (SCORE, {"text_1": "a", "text_2": "b", "queries": "a", "documents": "b"}, 400, "text_1"),
+    ("/api/embed", {"model": EMBEDDER, "input": 5}, 400, "input"),
+    ("/api/embed", {"model": EMBEDDER, "input": LONG, "truncate": False}, 400, "truncate"),
+    ("/v1/chat/completions", {"model": EMBEDDER, "messages": [{"role": "user", "content": "a"}]}, 400, "embedding"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "status", "message"), REFUSED)
+def test_refusals_name_the_thing(both: Both, path: str, body: dict[str, Any], status: int, message: str) -> None:
+    reply = both.server.post(path, body)
+    assert reply.status_code == status, reply.text
+    error = reply.json()["error"]
+    assert re.search(message, error if isinstance(error, str) else error["message"])
+
+
+def test_long_inputs_are_cut_where_that_is_asked_for(both: Both) -> None:
+    for more in ({"truncate": True}, {"truncate_prompt_tokens": -1}):
+        reply = both.server.post(EMBEDDINGS, {"input": [LONG, "a " * 300_000], **more})
+        assert reply.json()["usage"]["prompt_tokens"] == 2 * MAX_LENGTH
+        np.testing.assert_array_equal(values(reply)[0], both.embed(["x " * (MAX_LENGTH - 2)])[0])
+    reply = both.server.post(RERANK, {"query": "a", "documents": [LONG], "truncate": True})
+    assert reply.json()["usage"]["total_tokens"] == MAX_LENGTH
+
+
+def test_large_bodies_have_a_limit_of_their_own(both: Both) -> None:
+    body = {"input": ["a" * 50_000] * 100, "truncate": True}
+    assert values(both.server.post(EMBEDDINGS, body)).shape == (100, WIDTH)
+    assert both.server.post(EMBEDDINGS, {"input": ["a" * 90_000] * 100}).status_code == 413
+    assert both.server.post("/v1/completions", {"prompt": "a" * (5 << 20)}).status_code == 413
+
+
+@pytest.mark.parametrize("path", [RERANK, "/v2/rerank", "/rerank"])
+def test_rerank(both: Both, path: str) -> None:
+    documents = ["one", "two", "three, and more", "four"]
+    expected = both.score("the query", documents)
+    order = sorted(range(4), key=lambda i: -expected[i])
+    body = {"model": RANKER, "query": "the query", "documents": documents, "top_n": 3, "return_documents": True}
+    reply = both.server.post(path, body).json()
+    assert [one["index"] for one in reply["results"]] == order[:3]
+    assert [np.float32(one["relevance_score"]) for one in reply["results"]] == [expected[i] for i in order[:3]]
+    assert [one["document"]["text"] for one in reply["results"]] == [documents[i] for i in order[:3]]
+    given: dict[str, Any] = {"query": "the query", "documents": [{"text": text} for text in documents]}
+    whole = both.server.post(path, given).json()["results"]
+    assert [one["index"] for one in whole] == order
+    assert "document" not in whole[0]
+
+
+def test_scores_of_a_ranker_and_cosines_of_an_embedder(both: Both) -> None:
+    documents = ["one", "two"]
+    for body in ({"text_1": "q", "text_2": documents}, {"queries": ["q"], "documents": documents}):
+        reply = both.server.post(SCORE, body).json()
+        assert [np.float32(one["score"]) for one in reply["data"]] == both.score("q", documents)
+    pairs = both.server.post(SCORE, {"text_1": ["q", "r"], "text_2": documents}).json()["data"]
+    assert np.float32(pairs[1]["score"]) == both.score("r", documents)[1]
+    rows = both.embed(["q", *documents])
+    cosines = both.server.post(SCORE, {"model": EMBEDDER, "text_1": "q", "text_2": documents}).json()["data"]
+    np.testing.assert_allclose([one["score"] for one in cosines], rows[1:] @ rows[0], rtol=1e-5)
+
+
+def test_ollama(both: Both) -> None:
+    reply = both.server.post("/api/embed", {"model": EMBEDDER + ":latest", "input": ["hello", LONG], "dimensions": 7})
+    found = np.array(reply.json()["embeddings"], np.float32)
+    np.testing.assert_array_equal(found[0], both.embed(["hello"], 7)[0])
+    assert found.shape == (2, 7)
+    assert reply.json()["prompt_eval_count"] > MAX_LENGTH
+    assert both.server.post("/api/embed", {"model": EMBEDDER, "input": ""}).json()["embeddings"] == []
+    one = both.server.post("/api/embeddings", {"model": EMBEDDER, "prompt": "hello", "keep_alive": "5m"})
+    np.testing.assert_array_equal(np.array(one.json()["embedding"], np.float32), both.embed(["hello"])[0])
+    assert one.headers["x-ignored-fields"] == "keep_alive"
+    assert both.server.post("/api/embeddings", {"model": EMBEDDER, "prompt": ""}).json() == {"embedding": []}
+
+
+def test_models_are_told_apart(both: Both) -> None:
+    server = both.server
+    listed = {one["id"]: one["kind"] for one in server.http.get("/v1/models").json()["data"]}
+    assert listed == {"tiny": "chat", EMBEDDER: "embedding", RANKER: "rerank"}
+    assert server.http.get(f"/v1/models/{EMBEDDER}").json()["dimensions"] == WIDTH
+    assert [one["status"] for one in server.http.get("/health").json()["pooling"]] == ["healthy"] * 2
+    assert {one["kind"] for one in server.http.get("/info").json()["pooling"]} == {"embedding", "rerank"}
+    metrics = server.http.get("/metrics").text
+    assert f'llm_worker_pooling_sequences_total{{kind="embedding",model="{EMBEDDER}"}}' in metrics
+    assert f'llm_worker_pooling_requests_total{{kind="rerank",model="{RANKER}"}}' in metrics
+
+
+def test_worker_without_pooling_models_says_how_to_get_them(server: Server) -> None:
+    for path, body, option in (
+        (EMBEDDINGS, {"input": "a"}, "--embedding-model"),
+        (RERANK, {"query": "a", "documents": ["b"]}, "--rerank-model"),
+        ("/api/embed", {"input": "a"}, "--embedding-model"),
+    ):
+        reply = server.post(path, body)
+        assert (reply.status_code, option in reply.text) == (404, True)
+
+
+def test_request_goes_on_in_the_next_process(both: Both) -> None:
+    engine = both.server.worker.pooling.services[0].engine
+    texts = [f"text {i} {'x' * 40}" for i in range(400)]
+    before, restarts = engine.stats.num_steps, engine.num_restarts
+
+    def kill() -> None:
+        until(lambda: engine.stats.num_steps > before)
+        os.kill(engine._child.process.pid, signal.SIGKILL)
+
+    killing = threading.Thread(target=kill)
+    killing.start()
+    found = values(both.server.post(EMBEDDINGS, {"input": texts}))
+    killing.join()
+    assert engine.num_restarts == restarts + 1
+    np.testing.assert_array_equal(found[[0, 399]], both.embed([texts[0], texts[399]]))
+
+
+def test_disconnect_cancels(both: Both) -> None:
+    service = both.server.worker.pooling.services[0]
+    body = json.dumps({"input": [f"text {i} {'x' * 50}" for i in range(2048)]})
+    before = service.engine.stats.num_steps
+    with httpx.Client(base_url=both.server.url) as client, pytest.raises(httpx.ReadTimeout):
+        client.post(EMBEDDINGS, content=body, headers={"content-type": "application/json"}, timeout=0.3)
+    until(lambda: service.num_open == 0 and service.engine.num_requests == 0)
+    assert service.engine.stats.num_steps - before < 2048 * 60 // 1024
+    assert (service.num_queued_sequences, service.num_queued_tokens) == (0, 0)
+
+
+def test_full_queue_is_refused_with_a_time_to_retry(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "MAX_QUEUED_SEQUENCES", 100)
+    service = both.server.worker.pooling.services[0]
+    slow = threading.Thread(target=lambda: both.server.post(EMBEDDINGS, {"input": ["some words " * 5] * 500}))
+    slow.start()
+    until(lambda: service.num_open == 1)
+    reply = both.server.post(EMBEDDINGS, {"input": "a"})
+    slow.join()
+    assert (reply.status_code, reply.json()["error"]["code"]) == (429, "QUEUE_FULL")
+    assert int(reply.headers["retry-after"]) >= 1
+    assert values(both.server.post(EMBEDDINGS, {"input": ["a"] * 200})).shape == (200, WIDTH)  # alone it enters
+
+
+def test_numbers_have_few_digits_and_no_error() -> None:
+    rng = np.random.default_rng(0)
+    rows = (rng.standard_normal((50, 100)) * 10.0 ** rng.integers(-30, 30, (50, 100))).astype(np.float32)
+    rows[0, :4] = 0.0, -0.0, 1.0, 3.4e38
+    short = shorten(rows)
+    np.testing.assert_array_equal(short.astype(np.float32), rows)
+    usual = shorten(rng.standard_normal((50, 100)).astype(np.float32))
+    assert max(len(repr(abs(one))) for one in usual.ravel().tolist() if abs(one) > 1e-3) <= 14
