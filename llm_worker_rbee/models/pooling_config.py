@@ -143,7 +143,8 @@ def _classifier(checkpoint: Checkpoint, config: ModelConfig) -> PoolingConfig:
         fields |= {"kind": "last", "pair_template": YES_NO_TEMPLATE}
     if (used := keys.get("classifier_activation", str, "gelu")) != "gelu":
         raise UnsupportedModelError(f"{keys.describe_key('classifier_activation')}: {used!r} is not supported")
-    settings = keys.get("sentence_transformers", dict, {})
+    newer = checkpoint.metadata.get("sentence_transformers", {}).get("settings", {})
+    settings = {**keys.get("sentence_transformers", dict, {}), **newer}
     activation = settings.get("activation_fn", values.get("sbert_ce_default_activation_function"))
     usual = _score_of_labels(checkpoint)
     if activation is None:

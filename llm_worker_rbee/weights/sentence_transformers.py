@@ -16,7 +16,8 @@ from typing import Any
 from ..errors import ModelFileError, UnsupportedModelError
 from .checkpoint import PICKLE_SUFFIXES, Tensor
 
-MODULES, SETTINGS = "modules.json", "config_sentence_transformers.json"
+MODULES, SETTINGS, TOKENIZER = "modules.json", "config_sentence_transformers.json", "tokenizer_config.json"
+UNLIMITED = 1 << 40  # tokens
 FIRST_DENSE = 2  # of the names of dense layers: those of EmbeddingGemma's GGUF
 MAX_MODULES = 64
 
@@ -36,11 +37,16 @@ def read_sentence_transformers(folder: Path, read_json: Callable[[Path], Any]) -
     read = [{**module, "config": _read_object(folder / module["path"], read_json)} for module in modules]
     settings = _read_object_of(folder / SETTINGS, read_json)
     names = sorted(folder.glob("sentence_*_config.json"))
-    return {
-        "modules": read,
-        "settings": settings,
-        "transformer": _read_object_of(names[0], read_json) if names else {},
-    }
+    transformer = _read_object_of(names[0], read_json) if names else {}
+    if transformer.get("max_seq_length") is None:  # newer versions leave it to the tokenizer
+        transformer["max_seq_length"] = _tokenizer_length(_read_object_of(folder / TOKENIZER, read_json))
+    return {"modules": read, "settings": settings, "transformer": transformer}
+
+
+def _tokenizer_length(config: Mapping[str, Any]) -> int:
+    """Return the longest sequence of a tokenizer; 0: it does not say. transformers writes a huge number for that."""
+    length = config.get("model_max_length")
+    return length if type(length) is int and 0 < length < UNLIMITED else 0
 
 
 def _is_module(module: object) -> bool:

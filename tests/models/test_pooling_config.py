@@ -104,6 +104,10 @@ def test_settings_of_a_folder(zoo: Callable[[str], Path], tmp_path: Path) -> Non
         folder / "config_sentence_transformers.json", prompts=prompts, default_prompt_name="document",
         similarity_fn_name="dot",
     )  # fmt: skip
+    edit(folder / "tokenizer_config.json", model_max_length=30)
+    assert read(folder).max_length == 30
+    edit(folder / "tokenizer_config.json", model_max_length=10**30)  # how transformers writes that there is no limit
+    assert read(folder).max_length == 0
     edit(folder / "sentence_bert_config.json", max_seq_length=20, do_lower_case=True)
     found = read(folder)
     assert found == PoolingConfig(
@@ -180,6 +184,9 @@ def test_scores_of_cross_encoders(zoo: Callable[[str], Path], tmp_path: Path) ->
     edit(folder / "config.json", sentence_transformers={"activation_fn": "torch.nn.modules.activation.ELU"})
     with pytest.raises(UnsupportedModelError, match="'ELU' of a reranker"):
         read(folder)
+    (folder / "modules.json").write_text('[{"type": "a.Transformer", "path": ""}]')  # as newer versions write it
+    edit(folder / "config_sentence_transformers.json", activation_fn="torch.nn.modules.activation.Sigmoid")
+    assert read(folder).score == "sigmoid"
     edit(folder / "config.json", architectures=["BertForTokenClassification"])
     with pytest.raises(UnsupportedModelError, match="BertForTokenClassification is not a classifier of sequences"):
         read(folder)
