@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..backends.graph import Graph, record
-from ..backends.ops import Array, Backend, Batch, FusedForward, Ints, KVLayer
+from ..backends.ops import Array, Backend, Batch, FusedForward, Ints, KVLayer, Progress, StepLimits, WarmUp
 from ..config import ModelConfig, PoolingConfig
 from ..layers.block import Block, Norm
 from ..layers.embeddings import Embeddings
@@ -22,6 +23,7 @@ from ..layers.encoder_block import EncoderBlock
 from ..layers.pooler import Pooler
 
 BLOCK_SIZE = 16  # tokens of a block of the workspace
+WARM_UP_TOKENS = 1024  # larger steps have no kernels of their own
 
 
 class Workspace:
@@ -73,6 +75,13 @@ class PoolingModel:
     def forward(self, batch: Batch, kv: Sequence[KVLayer]) -> Array:
         """Compute a step: (R, output_dim)."""
         return self.compute(self.ops, batch, kv)[0] if self.fused is None else self.fused(batch, kv)
+
+    def warm_up(self, max_step_tokens: int, progress: Progress = lambda what, done, total: None) -> WarmUp:
+        """Do all one-time work of the backend before the first step: compile and load kernels."""
+        tokens = min(max_step_tokens, WARM_UP_TOKENS)
+        kv = self.workspace.layers(-(-tokens // BLOCK_SIZE))
+        limits = StepLimits(max_batch=1, max_tokens=tokens, max_logits=1, max_context=self.max_length)
+        return self.ops.warm_up(partial(self.forward, kv=kv), self.fused, kv, limits, progress)
 
     def compute(self, ops: Backend, batch: Batch, kv: Sequence[KVLayer]) -> tuple[Array, None]:
         """Compute a step with these ops: the definition of the model."""

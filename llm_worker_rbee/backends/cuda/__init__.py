@@ -350,10 +350,11 @@ class CudaBackend(ops.Backend):
 
         def launch_all(*, every_size: bool) -> None:
             if steps is None:
-                vocab_size = _launch_unfused(forward, kv, limits)
+                width = _launch_steps(forward, kv, limits)
             else:
-                vocab_size = steps.launch_all(kv, limits, every_size=every_size)
-            sampling.warm_up(vocab_size, limits.max_logits, self.torch_device)
+                width = steps.launch_all(kv, limits, every_size=every_size)
+            if not isinstance(fused, pooling.PoolingForward):
+                sampling.warm_up(width, limits.max_logits, self.torch_device)
 
         with device.as_memory_error():
             with precompile.recording() as variants:
@@ -380,17 +381,17 @@ class CudaBackend(ops.Backend):
         return sampling.logprobs(raw_logits, chosen, k, masks)
 
 
-def _launch_unfused(forward: ops.Forward, kv: Sequence[LayerCache], limits: ops.StepLimits) -> int:
-    """Launch every kernel of a model that runs op by op; return the size of its vocabulary."""
+def _launch_steps(forward: ops.Forward, kv: Sequence[LayerCache], limits: ops.StepLimits) -> int:
+    """Launch every kernel of a model that runs op by op, or pools; return the columns of its logits."""
     blocks, _, block_size, _ = first_kv(kv).k.shape
-    for tokens in (1, *STEP_SIZES):
-        count = min(tokens, limits.max_tokens, limits.max_context, blocks * block_size)
+    most = min(limits.max_tokens, limits.max_context, blocks * block_size)
+    for count in sorted({min(tokens, most) for tokens in (1, *STEP_SIZES)}):
         positions = np.arange(count)
         batch = ops.Batch(
             ids=np.zeros(count, np.int64), positions=positions, slot_mapping=positions,
             query_start=np.array([0, count]), context_len=np.array([count]),
             block_table=np.arange(-(-count // block_size))[None], logits_index=positions[-limits.max_logits :],
-            state_in=np.array([-1]), state_out=np.full(count, -1),
+            state_in=np.array([-1]), state_out=np.full(count, -1), token_types=np.zeros(count, np.int64),
         )  # fmt: skip
         logits = forward(batch)
     return int(logits.shape[1])
