@@ -561,7 +561,7 @@ def launch_decode_attention(
     tokens: int, config: SplitKVConfig, scratch: tuple[Any, Any, Any], out: Any, pdl: bool,
 ) -> None:  # fmt: skip
     """Attend with decoding tokens by the fused op; qkv (parts, tokens, rows), scratch (partial, stats, counters)."""
-    scale, window, cap = op.params
+    scale, window, cap, _ = op.params
     (kv_heads, block_size), item, is_shared = kv.k.shape[1:3], kv.k.element_size(), op.n_kv_heads == 0
     common = (
         qkv, rope.cos, rope.sin, rope.q_scale, kv.k, kv.v, block_tables, table_width, positions, *scratch,
