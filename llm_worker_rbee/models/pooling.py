@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ..backends.graph import Graph, record
 from ..backends.ops import Array, Backend, Batch, FusedForward, Ints, KVLayer, Progress, StepLimits, WarmUp
 from ..config import ModelConfig, PoolingConfig
+from ..errors import ContextLengthError, InvalidRequestError
 from ..layers.block import Block, Norm
 from ..layers.embeddings import Embeddings
 from ..layers.encoder_block import EncoderBlock
@@ -70,7 +71,16 @@ class PoolingModel:
         A row has the same bits whatever the other sequences are, where the backend is batch-invariant.
         """
         batch = make_batch(sequences, token_types, takes_first=self.pooling.kind == "cls")
+        self.check_tables(batch)
         return self.ops.to_host(self.forward(batch, self.workspace.layers(int(batch.block_table.max()) + 1)))
+
+    def check_tables(self, batch: Batch) -> None:
+        """Raise on a position or a segment that the model has no row for."""
+        c = self.config
+        if (longest := int(batch.context_len.max())) > c.context_length:
+            raise ContextLengthError(f"a sequence has {longest} tokens, the model takes {c.context_length}")
+        if c.token_types and (last := int(batch.token_types.max())) >= c.token_types:
+            raise InvalidRequestError(f"a token is of segment {last}, the model has {c.token_types}")
 
     def forward(self, batch: Batch, kv: Sequence[KVLayer]) -> Array:
         """Compute a step: (R, output_dim)."""

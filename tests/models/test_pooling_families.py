@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llm_worker_rbee.errors import ContextLengthError, InvalidRequestError
 from tests.helpers import pooling_zoo
 
 TOLERANCE = 1e-4
@@ -64,3 +65,12 @@ def test_token_types_of_a_pair(made: Callable[[str], Made]) -> None:
     expected = pooling_zoo.expected_rows(variant, model, rows, types)
     assert np.abs(expected - pooling_zoo.expected_rows(variant, model, rows)).max() > 0.01
     assert_close(pooling_zoo.load(folder).run(rows, types), expected)
+
+
+def test_rows_that_tables_lack_are_refused(made: Callable[[str], Made]) -> None:
+    *_, folder = made("xlm-roberta-rank")
+    ours = pooling_zoo.load(folder)
+    with pytest.raises(ContextLengthError, match="has 41 tokens, the model takes 40"):
+        ours.run(pooling_zoo.sequences((3, 41)))
+    with pytest.raises(InvalidRequestError, match="of segment 1, the model has 1"):
+        ours.run(pooling_zoo.sequences((2,)), [np.array([0, 1])])
