@@ -63,17 +63,17 @@ def default_model() -> Path:
     return with_kernels(locate_model(None))
 
 
-def with_kernels(path: Path) -> Path:
+def with_kernels(path: Path, kv_type: str = KV_DEFAULT) -> Path:
     """Compile the kernels of a model, so that no command under test prints progress."""
     checkpoint = open_checkpoint(path)
-    select_backend(DEVICE).load_kernels(checkpoint, read_model_config(checkpoint), KV_DEFAULT)
+    select_backend(DEVICE).load_kernels(checkpoint, read_model_config(checkpoint), kv_type)
     return path
 
 
 @pytest.fixture(scope="session")
 def embedding_model() -> Path:
-    """Return the built-in embedding model, fetched once into the user's cache."""
-    return locate_model(DEFAULT_EMBEDDING_MODEL)
+    """Return the built-in embedding model, fetched once into the user's cache, with its kernels compiled."""
+    return with_kernels(locate_model(DEFAULT_EMBEDDING_MODEL), "float32")
 
 
 @pytest.fixture(scope="session")

@@ -119,6 +119,13 @@ def test_find_model_by_name_and_alias(cache: Path, wheel: Path, monkeypatch: pyt
     ]
 
 
+def test_builtin_embedding_model_has_expected_checksums(embedding_model: Path) -> None:
+    model = hub.BUILTIN[hub.DEFAULT_EMBEDDING_MODEL]
+    assert embedding_model == model.path
+    assert verify_model(model)
+    assert hub.find_model("minilm", pull=False) == hub.LocatedModel(model.path, model.name)
+
+
 def test_builtin_names_of_the_embedding_model() -> None:
     assert hub.BUILTIN[hub.DEFAULT_EMBEDDING_MODEL].bytes == sum(
         file.bytes for file in hub.BUILTIN[hub.DEFAULT_EMBEDDING_MODEL].files
