@@ -99,14 +99,14 @@ class _PoolingRunner:
         return self.checkpoint.path.name
 
     @property
-    def backend(self) -> str:
-        """The name of the backend: reference, cpu or cuda."""
-        return self.model.ops.name
-
-    @property
     def device(self) -> str:
         """What it computes on: cpu, cuda:0, ..."""
         return self.model.ops.device
+
+    @property
+    def backend(self) -> str:
+        """The name of the backend: reference, cpu or cuda."""
+        return self.model.ops.name
 
     @property
     def max_length(self) -> int:
