@@ -83,6 +83,7 @@ def _spm_tokenizer(metadata: Mapping[str, object], texts: list[str]) -> Tokenize
         vocabulary=vocabulary,
         encoder=encoder,
         ends=ends,
+        pair=_pair_template(metadata, texts, ends, two=False),
         space_at_start=prefix,
         space_after_special=prefix,
         chat_template=_chat_template(metadata),
@@ -302,9 +303,10 @@ def _read_bytes(metadata: Mapping[str, object], key: str) -> bytes:
     values = metadata[_PREFIX + key]
     tolist = getattr(values, "tolist", None)
     numbers = tolist() if tolist is not None else values
-    if not isinstance(numbers, list) or not all(type(value) is int and -128 <= value < 256 for value in numbers):
+    is_array = isinstance(numbers, list) and set(map(type, numbers)) == {int}
+    if not is_array or min(numbers) < -128 or max(numbers) > 255:
         raise TokenizerError(f"{_PREFIX}{key} must be an array of bytes")
-    return bytes(value & 255 for value in numbers)
+    return bytes(map((255).__and__, numbers))
 
 
 def _read_token_id(metadata: Mapping[str, object], key: str, texts: Sequence[str]) -> int | None:

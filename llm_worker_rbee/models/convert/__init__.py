@@ -33,7 +33,7 @@ from ..mtp import has_head
 from .expert_stacks import stack_experts
 from .gguf_metadata import gguf_metadata, rope_tensors
 from .linear_attention import gguf_linear_attention
-from .pooling_keys import CHECK_ONLY_BACKEND, TABLES, check_pooling_model, is_pooling
+from .pooling_keys import CHECK_ONLY_BACKEND, TABLES, check_pooling_model, is_pooling, label_rows
 
 # Types that can be written. Q4_K and Q5_K are pure; the mixes give more bits to some matrices.
 TYPES: dict[str, Mix] = {
@@ -73,7 +73,8 @@ def convert(
     tensors = stack_experts(checkpoint, config)
     if checkpoint.format != "gguf":
         tensors = gguf_linear_attention(tensors, config)
-    work = plan_file(replace(checkpoint, tensors=tensors), config, mix, rope_tensors(checkpoint, config))
+    more = {**rope_tensors(checkpoint, config), **label_rows(checkpoint, pooling)}
+    work = plan_file(replace(checkpoint, tensors=tensors), config, mix, more)
     write_quantized_gguf(path, metadata, work, threads=threads, progress=progress)
     return ConvertResult(path, path.stat().st_size, dict(Counter(job.kind.name for job in work)))
 

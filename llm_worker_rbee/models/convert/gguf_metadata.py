@@ -76,6 +76,8 @@ def gguf_metadata(
     tokenizer = tokenizer_keys(checkpoint.path, config.vocab_size, name)
     if config.token_types:
         tokenizer["tokenizer.ggml.token_type_count"] = Typed("uint32", config.token_types)
+    if pooling is not None and pooling.pair_template:
+        tokenizer["tokenizer.chat_template.rerank"] = pooling.pair_template
     return {**general, **_sampling_keys(checkpoint), **keys, **tokenizer}
 
 

@@ -7,15 +7,18 @@ is named in a warning. A pooling that readers would do differently is an error.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
+
+import numpy as np
 
 from ...backends.ops import Backend
 from ...config import ModelConfig, PoolingConfig
 from ...errors import UnsupportedModelError
 from ...weights import Checkpoint, Tensor
 from ...weights.gguf_writer import Typed
-from ..pooling_config import GGUF_KINDS, read_pooling_config
+from ..pooling_config import CLASSIFIER, GGUF_KINDS, read_pooling_config
 from ..pooling_loader import load_pooling_model
 
 _log = logging.getLogger("llm_worker_rbee")
@@ -26,7 +29,7 @@ HF_ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}  # by the name in a configur
 
 def is_pooling(checkpoint: Checkpoint, config: ModelConfig) -> bool:
     """Return whether a checkpoint gives a row for each sequence, and no text."""
-    if config.family.is_encoder or not config.causal or "cls.output.weight" in checkpoint.tensors:
+    if config.family.is_encoder or not config.causal or CLASSIFIER in checkpoint.tensors:
         return True
     if checkpoint.format == "gguf":
         return f"{checkpoint.architecture}.pooling_type" in checkpoint.metadata
@@ -65,11 +68,7 @@ def encoder_keys(c: ModelConfig) -> dict[str, Any]:
     if not c.family.learned_positions:
         keys |= {"rope.freq_base": c.rope_base, "vocab_size": c.vocab_size}
     if any(c.windows):
-        keys |= {
-            "attention.sliding_window": max(c.windows),
-            "attention.sliding_window_pattern": Typed("uint32", _period(c)),
-            "rope.freq_base_swa": c.rope_local_base,
-        }
+        keys |= {"attention.sliding_window": max(c.windows), "rope.freq_base_swa": c.rope_local_base}
     if c.family.gated_mlp and c.activation != c.family.activation:
         keys["hidden_activation"] = HF_ACTIVATIONS.get(c.activation, c.activation)
     return keys
@@ -86,8 +85,10 @@ def pooling_keys(c: ModelConfig, pooling: PoolingConfig) -> dict[str, Any]:
     keys: dict[str, Any] = {"pooling_type": Typed("uint32", KIND_NUMBERS["rank" if pooling.score else pooling.kind])}
     if pooling.score and pooling.kind != c.family.classifier_pooling and c.family.is_encoder:
         raise UnsupportedModelError(f"pooling {pooling.kind!r} before a classifier cannot be expressed in a GGUF")
-    if pooling.label_words or pooling.score not in ("", "sigmoid"):
-        raise UnsupportedModelError("a reranker without a classifier of one label cannot be expressed in a GGUF")
+    if pooling.score not in ("", "sigmoid", "softmax"):
+        raise UnsupportedModelError(f"a reranker with the score {pooling.score!r} cannot be expressed in a GGUF")
+    if pooling.label_tokens:
+        keys["classifier.output_labels"] = list(pooling.label_words)
     if len(pooling.dense) > 2 or any(layer.activation for layer in pooling.dense):
         raise UnsupportedModelError(
             "modules.json: more than two dense layers, or an activation after one, cannot be expressed in a GGUF"
@@ -96,8 +97,18 @@ def pooling_keys(c: ModelConfig, pooling: PoolingConfig) -> dict[str, Any]:
         keys |= {f"{layer.name}_feat_in": layer.columns, f"{layer.name}_feat_out": layer.rows}
     if not c.causal:
         keys["attention.causal"] = False
+    if any(c.windows) and 0 in c.windows and not c.causal and _period(c) != c.family.full_every:
+        keys["attention.sliding_window_pattern"] = Typed("uint32", _period(c))
     _warn_of_losses(c, pooling)
     return keys
+
+
+def label_rows(checkpoint: Checkpoint, pooling: PoolingConfig | None) -> dict[str, Tensor]:
+    """Return the classifier of a reranker whose labels are tokens: their rows of the output head."""
+    if pooling is None or not pooling.label_tokens or CLASSIFIER in checkpoint.tensors:
+        return {}
+    head = checkpoint.tensors.get("output.weight", checkpoint.tensors["token_embd.weight"])
+    return {CLASSIFIER: replace(head.take_rows(np.array(pooling.label_tokens, np.intp)), name=CLASSIFIER)}
 
 
 def _warn_of_losses(c: ModelConfig, pooling: PoolingConfig) -> None:

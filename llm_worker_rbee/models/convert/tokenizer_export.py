@@ -64,14 +64,15 @@ def tokenizer_keys(folder: Path, rows: int, name: str) -> dict[str, Any]:
     common = {"general.name": name} | _bos_eos(theirs, texts, token_types)
     common |= _named_tokens(folder, theirs, token_types)
     makers = {"gpt2": _bpe_keys, "llama": _spm_keys, "bert": _word_piece_keys, "t5": _unigram_keys}
-    different = None
+    different: list[str] = []
     for candidate, samples in makers[kind](source, texts, token_types):
         keys = {key: value for key, value in {**common, **candidate}.items() if value is not None}
-        different = _first_difference(theirs, keys, samples)
-        if different is None:
+        found = _first_difference(theirs, keys, samples)
+        if found is None:
             del keys["general.name"]
             return keys
-    raise UnsupportedModelError(f"tokenizer.json: a GGUF cannot express it: {different} would get other ids")
+        different.append(found)
+    raise UnsupportedModelError(f"tokenizer.json: a GGUF cannot express it: {different[0]} would get other ids")
 
 
 def _vocabulary_kind(source: Mapping[str, Any]) -> str:
