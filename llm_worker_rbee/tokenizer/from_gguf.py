@@ -303,10 +303,9 @@ def _read_bytes(metadata: Mapping[str, object], key: str) -> bytes:
     values = metadata[_PREFIX + key]
     tolist = getattr(values, "tolist", None)
     numbers = tolist() if tolist is not None else values
-    is_array = isinstance(numbers, list) and set(map(type, numbers)) == {int}
-    if not is_array or min(numbers) < -128 or max(numbers) > 255:
-        raise TokenizerError(f"{_PREFIX}{key} must be an array of bytes")
-    return bytes(map((255).__and__, numbers))
+    if isinstance(numbers, list) and set(map(type, numbers)) == {int} and min(numbers) >= -128 and max(numbers) < 256:
+        return bytes(map((255).__and__, numbers))
+    raise TokenizerError(f"{_PREFIX}{key} must be an array of bytes")
 
 
 def _read_token_id(metadata: Mapping[str, object], key: str, texts: Sequence[str]) -> int | None:
