@@ -238,11 +238,6 @@ class PairTemplate:
     types: tuple[int, int] = (0, 0)
 
     @property
-    def affixes(self) -> tuple[list[int], list[int]]:
-        """What `encode` puts before and after a text."""
-        return self._prefix, self._suffix
-
-    @property
     def num_special(self) -> int:
         """Tokens of a pair that are not of its texts."""
         return len(self.prefix) + len(self.middle) + len(self.suffix)
