@@ -39,7 +39,8 @@ class Command(NamedTuple):
 COMMANDS = {
     "run": Command("Use a model", ".run", "Answer one prompt, or all prompts of a file."),
     "chat": Command("Use a model", ".chat", "Talk with a model."),
-    "serve": Command("Use a model", ".serve", "Serve a model over HTTP: the OpenAI API, and jobs for an orchestrator."),
+    "serve": Command("Use a model", ".serve",
+        "Serve a model over HTTP: the OpenAI API, and jobs for an orchestrator; beside it embeddings and reranking."),
     "embed": Command("Use a model", ".embed", "Write the embeddings of the texts of a file."),
     "rerank": Command("Use a model", ".rerank", "Order the texts of a file by how well they answer a query."),
     "inspect": Command("Look at a model", ".inspect",
