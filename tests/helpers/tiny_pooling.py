@@ -96,11 +96,12 @@ def open_text(folder: Path, kind: Kind = "embedding") -> PoolingText:
     return open_pooling_text(checkpoint, config, read_pooling_config(checkpoint, config, TASKS[kind]))
 
 
-def pooling_models(folder: Path, **options: Any) -> PoolingModels:
+def pooling_models(folder: Path, embedder: str = NAMES["embedding"]) -> PoolingModels:
     """Return an embedder and a ranker, each in a process of its own; the folder gets their files."""
     services = []
-    for kind, name in NAMES.items():
+    names: dict[Kind, str] = {**NAMES, "embedding": embedder}
+    for kind, name in names.items():
         path = write_bert(folder / name, kind)
-        engine = SupervisedPooling(load_of(path, kind), max_restarts=100, **options)
+        engine = SupervisedPooling(load_of(path, kind), max_restarts=100)
         services.append(PoolingService(name, kind, engine, lambda info, path=path, kind=kind: open_text(path, kind)))
     return PoolingModels(services)

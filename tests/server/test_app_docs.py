@@ -15,6 +15,7 @@ from llm_worker_rbee import LLM
 from llm_worker_rbee.cli import load_command
 from llm_worker_rbee.server.openapi import ROUTES
 from tests.helpers.server import Server
+from tests.helpers.tiny_pooling import pooling_models
 from tests.server.conftest import KEY
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -26,9 +27,10 @@ ENDS = ("data: [DONE]", 'data: {"type":"response.incomplete"', 'data: {"type":"m
 
 
 @pytest.fixture(scope="module")
-def named(load: Callable[..., LLM]) -> Iterator[Server]:
-    """A server whose model has the name in the examples."""
-    with Server(load, served_name="smollm2") as running:
+def named(load: Callable[..., LLM], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server whose models have the names in the examples."""
+    pooling = pooling_models(tmp_path_factory.mktemp("pooling"), "all-minilm-l6-v2")
+    with Server(load, served_name="smollm2", pooling=pooling) as running:
         yield running.ready()
 
 

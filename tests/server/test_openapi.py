@@ -8,7 +8,16 @@ import pytest
 
 from llm_worker_rbee.server import schema as schemas
 from llm_worker_rbee.server.app import Routes
-from llm_worker_rbee.server.dialects import anthropic, jobs, openai_chat, openai_completions, openai_responses
+from llm_worker_rbee.server.dialects import (
+    anthropic,
+    jobs,
+    ollama_embed,
+    openai_chat,
+    openai_completions,
+    openai_embeddings,
+    openai_rerank,
+    openai_responses,
+)
 from llm_worker_rbee.server.schema import Field
 from tests.helpers.json_schema import fits
 from tests.helpers.server import Server, events
@@ -17,7 +26,8 @@ TABLES = {
     "job": jobs.JOB, "chat": openai_chat.CHAT, "completion": openai_completions.COMPLETION,
     "responses": openai_responses.RESPONSES,
     "tokenize": schemas.TOKENIZE, "detokenize": schemas.DETOKENIZE, "cancel": jobs.CANCEL,
-    "anthropic": anthropic.create_fields(is_open=False),
+    "anthropic": anthropic.create_fields(is_open=False), "embeddings": openai_embeddings.EMBEDDINGS,
+    "rerank": openai_rerank.RERANK, "score": openai_rerank.SCORE, "ollama_embed": ollama_embed.EMBED,
 }  # fmt: skip
 FIELDS = [(table, name) for table, fields in TABLES.items() for name in fields]
 # one of every kind, and the edges of everything that has edges
