@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache: each query over its own request's keys, causal by the bound of a loop.
+"""Attention over the paged KV cache: each query over its own request's keys, causal or not by the bounds of a loop.
 
 kv_layout.py has the places of keys and values, attention_blocks.py what happens in a block of keys. Kinds of pieces:
 
@@ -48,7 +48,9 @@ ACCUMULATE_ROWS: Any = None
 # Arguments of `split_work` and of attention; optional are ACTIVATIONS (quantize the results) and SINKS (an address).
 SplitArg = IntEnum("SplitArg", "HEADS KV_HEADS THREADS WORK", start=0)
 AttentionArg = IntEnum(
-    "AttentionArg", "LAYER HEADS KV_HEADS PADDED WINDOW SCALE SOFT_CAP QUERIES OUT WORK ACTIVATIONS SINKS", start=0
+    "AttentionArg",
+    "LAYER HEADS KV_HEADS PADDED WINDOW SCALE SOFT_CAP QUERIES OUT WORK ACTIVATIONS SINKS IS_CAUSAL",
+    start=0,
 )
 # Entries of a step from that of the work on: the address of tiles, (first token, tokens, request, first head) each; the
 # numbers of prefill and decode pieces; pieces of each decode tile; heads of a prefill piece.
@@ -162,6 +164,13 @@ def view_of(a, s, keys, values, request, head):
 
 
 @kernel
+def sequence_length(a, s, request):
+    """Return the tokens of a sequence whose tokens see both sides, all of which are in the step; 0 for others."""
+    last = i64(s[Step.QUERY_START])[request + 1] - 1
+    return 0 if a[AttentionArg.IS_CAUSAL] else i64(s[Step.POSITIONS])[last] + 1
+
+
+@kernel
 def copy_queries(q, at, stride, tokens, length, to):
     """Copy `length` floats of each token to adjacent rows."""
     for t in range(tokens):
@@ -176,14 +185,18 @@ def attend_prefill(args, step, piece):
     work, tile, per_token = i64(s[entry]), NUMBERS_PER_TILE * piece, s[entry + WorkEntry.HEADS]
     token, tokens, request, head = work[tile], work[tile + 1], work[tile + 2], work[tile + 3]
     view = view_of(a, s, CACHED(layer[0]), CACHED(layer[1]), request, head)
-    rows = Rows(i64(s[Step.POSITIONS]), token, tokens, per_token, a[AttentionArg.WINDOW])
+    length, positions = sequence_length(a, s, request), i64(s[Step.POSITIONS])
+    # close together, scores stay in the first-level cache; not a power of two apart, they are in different sets of it
+    seen = length if length else positions[token + tokens - 1] + 1
+    pitch = min(KEY_BLOCK, -(-seen // SPAN) * SPAN) + LANES
+    rows = Rows(positions, token, tokens, per_token, a[AttentionArg.WINDOW], length, pitch)
     scale, cap = np.float32(f64(args)[AttentionArg.SCALE]), np.float32(f64(args)[AttentionArg.SOFT_CAP])
     q, out, dim = f32(s[a[AttentionArg.QUERIES]]), f32(s[a[AttentionArg.OUT]]), view.dim
     at, stride, count = (token * a[AttentionArg.HEADS] + head) * dim, a[AttentionArg.HEADS] * dim, tokens * per_token
     padded = -(-(count + ROWS - 1) // LANES) * LANES  # whole tiles, and whole vectors of one number a row
     size = padded * (dim + 2)
-    memory = scratch(padded * (dim + KEY_BLOCK) + 2 * size + SPAN * (dim + 1))
-    scores, total = memory[padded * dim :], Partial(memory, padded * (dim + KEY_BLOCK), padded)
+    memory = scratch(padded * (dim + pitch) + 2 * size + SPAN * (dim + 1))
+    scores, total = memory[padded * dim :], Partial(memory, padded * (dim + pitch), padded)
     part, floats = Partial(memory, total.at + size, padded), memory[total.at + 2 * size :]
     copy_queries(q, at, stride, tokens, per_token * dim, memory)
     for i in range(count * dim, padded * dim):
@@ -217,7 +230,8 @@ def attend_decode(args, step, piece):
     work, tile = i64(s[entry]), NUMBERS_PER_TILE * (s[entry + WorkEntry.PREFILL] + number)
     token, request, head = work[tile], work[tile + 2], work[tile + 3]
     view = view_of(a, s, CACHED(layer[0]), CACHED(layer[1]), request, head)
-    rows = Rows(i64(s[Step.POSITIONS]), token, 1, ROWS, a[AttentionArg.WINDOW])
+    length, positions = sequence_length(a, s, request), i64(s[Step.POSITIONS])
+    rows = Rows(positions, token, 1, ROWS, a[AttentionArg.WINDOW], length, KEY_BLOCK)
     scale, cap = np.float32(f64(args)[AttentionArg.SCALE]), np.float32(f64(args)[AttentionArg.SOFT_CAP])
     q, out, dim = f32(s[a[AttentionArg.QUERIES]]), f32(s[a[AttentionArg.OUT]]), view.dim
     at = (token * a[AttentionArg.HEADS] + head) * dim
@@ -345,7 +359,8 @@ def attention_tasks(
 ) -> list[Task]:  # fmt: skip
     """Return the attention of all tokens of a layer; entries are before `sinks` (0: no quantized results)."""
     padded, entries = kv.padded_dim(dim), (queries, out, work, activations)
-    args = pack_args(layer, heads, kv_heads, padded, params.window, 0, 0, *entries, 0 if sinks is None else sinks)
+    more = 0 if sinks is None else sinks, params.causal
+    args = pack_args(layer, heads, kv_heads, padded, params.window, 0, 0, *entries, *more)
     pack_floats(args, AttentionArg.SCALE, [params.scale, params.soft_cap])
     kernels = attention_kernels(heads // kv_heads, kv_type)
     return [Task(kernel, args, 1, count) for count, kernel in enumerate(kernels, work + WorkEntry.PREFILL)]

@@ -1,4 +1,4 @@
-"""Embedding rows, norms, gated activations, biases, quantization: everything between the products except attention.
+"""Embedding rows, norms, gated activations, quantization: everything between the products except attention.
 
 Rows are independent: a token has the same bits alone and in a batch. Where the next product needs int8, a task
 quantizes its rows while they are in the nearest cache.
@@ -26,7 +26,7 @@ from .quantize_activations import quantize_blocks, quantize_two_term
 Floats = NDArray[np.float32]
 TOKENS_PER_PIECE = 4
 GATE_COLUMNS = 512  # columns per piece of the gated activation
-ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")
+ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai", "gelu")
 FLOAT_TYPES = ("", "F32", "F16", "BF16", "FP8")
 
 
@@ -43,7 +43,6 @@ NormArg = IntEnum(
 # the rows that they multiply.
 GatedArg = IntEnum("GatedArg", "COUNT PANEL_ROWS GATES OUT ACTIVATIONS WIDTH ACTIVATION X", start=0)
 QuantizeArg = IntEnum("QuantizeArg", "COUNT SOURCE OUT ACTIVATIONS HEADS DIM PADDED TWO_TERM ORDER", start=0)
-BiasArg = IntEnum("BiasArg", "COUNT ROWS WIDTH BIAS", start=0)
 # Weights are optional. Q_GROUP and K_GROUP are the heads that one norm covers: 1, or all.
 HeadNormArg = IntEnum(
     "HeadNormArg", "COUNT QKV HEADS KV_HEADS DIM Q_WEIGHT K_WEIGHT V_WEIGHT EPS Q_GROUP K_GROUP", start=0
@@ -52,7 +51,7 @@ HeadNormArg = IntEnum(
 EmbedArg = IntEnum(
     "EmbedArg",
     "COLUMNS PACKED SCALES MINIMA NIBBLE_SCALES FIRST_BITS SECOND_BITS COLUMNS_PER_SCALE OFFSET BIAS "
-    "TABLE FLOAT_TYPE UNIT FACTOR OUT",
+    "TABLE FLOAT_TYPE UNIT FACTOR OUT INDEX",
     start=0,
 )
 
@@ -166,6 +165,16 @@ def gate_row(gate, at, up, up_at, out, to, count, gelu):
 
 
 @kernel
+def gate_row_gelu(gate_up, at, half, out, to, count):
+    """Write gelu(gate) * up, in its exact form."""
+    whole = count - count % 16
+    for i in range(0, whole, 16):
+        f.store(out, to + i, f.mul(f.gelu(f.load(gate_up, at + i)), f.load(gate_up, at + half + i)))
+    for i in range(whole, count):
+        out[to + i] = f.hmax(f.gelu(f.splat(gate_up[at + i]))) * gate_up[at + half + i]
+
+
+@kernel
 def gate_row_oai(gate_up, at, half, out, to, count):
     """Write gate * sigmoid(alpha * gate) * (up + 1), both clamped; a NaN stays."""
     one, minus = f.splat(np.float32(1)), f.splat(np.float32(-1))
@@ -212,6 +221,8 @@ def gated(args, step, piece):
         gate_up, source, activation = f32(s[a[GatedArg.GATES]]), t * 2 * half + first, a[GatedArg.ACTIVATION]
         if activation == 2:
             gate_row_oai(gate_up, source, half, to, at, count)
+        elif activation == 3:
+            gate_row_gelu(gate_up, source, half, to, at, count)
         else:
             gate_row(gate_up, source, gate_up, source + half, to, at, count, activation == 1)
         quantize_columns(to, at, a, s, t, first, count)
@@ -260,15 +271,6 @@ def quantize_rows(args, step, piece):
         if a[QuantizeArg.ACTIVATIONS]:
             source = f32(s[a[QuantizeArg.OUT]]) if a[QuantizeArg.OUT] else x
             quantize_row(source, t * width, s, a[QuantizeArg.ACTIVATIONS], t, width, a[QuantizeArg.TWO_TERM], tokens)
-
-
-def add_bias(args, step, piece):
-    """Add one vector to rows."""
-    a, s = i64(args), i64(step)
-    x, width, bias = f32(s[a[BiasArg.ROWS]]), a[BiasArg.WIDTH], f32(a[BiasArg.BIAS])
-    for t in range(piece * TOKENS_PER_PIECE, min(s[a[BiasArg.COUNT]], piece * TOKENS_PER_PIECE + TOKENS_PER_PIECE)):
-        for i in range(width):
-            x[t * width + i] += bias[i]
 
 
 def head_norms(args, step, piece):
@@ -346,7 +348,7 @@ def dequantize_row(a, row, unit, out, to):
 def embed(args, step, piece):
     """Write the embedding of one token to the residual stream."""
     a, s = i64(args), i64(step)
-    columns, row, out = a[EmbedArg.COLUMNS], i64(s[Step.TOKEN_IDS])[piece], f32(s[a[EmbedArg.OUT]])
+    columns, row, out = a[EmbedArg.COLUMNS], i64(s[a[EmbedArg.INDEX]])[piece], f32(s[a[EmbedArg.OUT]])
     to, factor = piece * columns, np.float32(f64(args)[EmbedArg.FACTOR])
     if a[EmbedArg.FLOAT_TYPE] == 4:
         dequantize_fp8_row(a, row, np.float32(f64(args)[EmbedArg.UNIT]), out, to)
@@ -361,7 +363,7 @@ def embed(args, step, piece):
             out[to + column] *= factor
 
 
-NORM, GATED, QUANTIZE_ROWS, ADD_BIAS, HEAD_NORMS = map(TaskKernel, (norm, gated, quantize_rows, add_bias, head_norms))
+NORM, GATED, QUANTIZE_ROWS, HEAD_NORMS = map(TaskKernel, (norm, gated, quantize_rows, head_norms))
 EMBED, ADD_ROWS, SIGMOID_GATE = map(TaskKernel, (embed, add_rows, sigmoid_gate))
 CODE_VALUES = {layout: np.array(layout.table, np.int8) for layout in LAYOUTS if layout.table}  # kept alive for kernels
 
@@ -426,14 +428,14 @@ def take_columns_task(count: int, source: int, out: int, order: NDArray[np.int64
     return Task(QUANTIZE_ROWS, args, 1, count, TOKENS_PER_PIECE)
 
 
-def embed_task(w: PackedMatrix, factor: float, out: int) -> Task:
-    """Return the task that writes rows of this matrix, times a factor, to the entry `out`."""
+def embed_task(w: PackedMatrix, factor: float, out: int, index: int = Step.TOKEN_IDS) -> Task:
+    """Return the task that writes rows of this matrix, of an index, times a factor, to an entry."""
     layout = w.layout
     first, second = (*layout.planes, 0)[:2]
     nibbles, minima = 0 if w.nibble_scales is None else w.nibble_scales, w.minima if layout.has_minimum else 0
     table, float_type = CODE_VALUES.get(layout, 0), FLOAT_TYPES.index(layout.float_type)
     arrays, planes = (w.packed, w.scales, minima, nibbles), (first, second, layout.columns_per_scale, layout.offset)
-    args = pack_args(w.columns, *arrays, *planes, w.bias, table, float_type, 0, 0, out)
+    args = pack_args(w.columns, *arrays, *planes, w.bias, table, float_type, 0, 0, out, index)
     return Task(EMBED, pack_floats(args, EmbedArg.UNIT, [w.unit, factor]), 1, Step.TOKENS, 1)
 
 

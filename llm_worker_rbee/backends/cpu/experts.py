@@ -342,7 +342,7 @@ def grouped_tasks(
         arrays = lines, part.scales, part.minima, nibbles
         strides = [0 if array is None else array.nbytes // w.count for array in arrays]
         shape = w.rows, first, rows, part.columns, per_piece
-        linear = pack_args(0, 0, 0, *shape, *(0 if array is None else array for array in arrays), 0, 0)
+        linear = pack_args(0, 0, 0, *shape, *(0 if array is None else array for array in arrays), 0, 0, 0)
         pack_floats(linear, LinearArg.UNIT, [part.unit])
         is_float, layout = bool(part.layout.float_type), part.layout
         per_call = UNPACKED_TOKENS_PER_PIECE if can_unpack(layout) else PACKED_TOKENS_PER_PIECE

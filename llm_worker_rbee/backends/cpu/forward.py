@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ...errors import InferenceError
 from .. import reference
-from ..graph import TOKENS, Graph, ProgramLine, Value, op_names
+from ..graph import LOGITS, TOKENS, Graph, ProgramLine, Value, op_names
 from ..ops import Array, Batch, LayerCache, Profiler, TaskLabel, first_kv
 from .kv_layout import kv_type_of, layer_addresses
 from .lowering import HostCall, Lowering, fuse
@@ -65,11 +65,11 @@ class CpuForward:
 
     def __init__(self, graph: Graph, threads: int) -> None:
         self.graph, self.threads = fuse(graph), threads
-        nodes = {node.op: node for node in graph.nodes}
-        self._vocabulary: int = nodes["embed"]["table"].rows
-        self._num_logits: int = nodes["logits"]["head"].rows
+        embeds = [node for node in graph.nodes if node.op == "embed"]
+        self._table_rows: dict[str, int] = {node["ids"].name: node["table"].rows for node in embeds}
+        self._num_logits = cast(int, graph.output.shape[1])
         self._weight_bytes = _weight_bytes(graph)
-        self._soft_cap = np.float32(nodes["logits"]["soft_cap"])
+        self._soft_cap = np.float32(sum(node["soft_cap"] for node in graph.nodes if node.op == "logits"))
         self._lowered: dict[str, Lowering] = {}  # by KV type
         self._parts: dict[str, list[Part]] = {}  # by KV type
         self._step, self._buffers = new_step(), dict[int, NDArray[Any]]()
@@ -125,10 +125,9 @@ class CpuForward:
         first = first_kv(kv)
         kv_type, block_size, width = kv_type_of(first), first.v.shape[2], batch.block_table.shape[1]
         parts = self._programs(kv_type)
-        ids = b.ids.tolist()
-        if tokens and not 0 <= min(ids) <= max(ids) < self._vocabulary:
-            raise InferenceError(f"a token id is outside the vocabulary of {self._vocabulary}")
-        logits = np.empty((n_logits, self._num_logits), np.float32)
+        self._check_ids(batch)
+        rows = n_logits if self.graph.output.shape[0] == LOGITS else len(b.context_len)
+        logits = np.empty((rows, self._num_logits), np.float32)
         require_not_forked()  # before the lock, which a forked child might find locked for ever
         with self._lock:
             step = self._step_for(kv_type, pad_to_panels(max(tokens, n_logits)))
@@ -149,6 +148,14 @@ class CpuForward:
                     profiler(labels, part.run_timed(step, threads, self._step_address))
             hidden = self._hidden_states(kv_type, tokens, n_logits)
         return self._soft_cap * np.tanh(logits / self._soft_cap) if self._soft_cap else logits, hidden
+
+    def _check_ids(self, batch: Batch) -> None:
+        """Raise if a token, or its position or segment, has no row in its table."""
+        for name, rows in self._table_rows.items():
+            ids = getattr(batch, name).tolist()
+            if ids and not 0 <= min(ids) <= max(ids) < rows:
+                what = "a token id is outside the vocabulary" if name == "ids" else f"{name} are outside the table"
+                raise InferenceError(f"{what} of {rows}")
 
     def _hidden_states(self, kv_type: str, tokens: int, n_logits: int) -> Floats | None:
         """Return a copy of the hidden states of a step that has run."""
@@ -188,6 +195,7 @@ class CpuForward:
         """Copy the arrays of a batch to where tasks find them, and return the address of each."""
         arrays = (
             b.ids, b.positions, b.slot_mapping, b.query_start, b.block_table, b.logits_index, b.state_in, b.state_out,
+            b.token_types,
         )  # fmt: skip
         sizes = [array.size for array in arrays]
         if sum(sizes) > self._inputs.size:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby
 from math import ceil
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,8 +115,11 @@ def _is_sensitive(tensor: Tensor, query_rows: int) -> bool:
     return tensor.shape[0] < query_rows  # otherwise a second term of v is 8% of the arithmetic
 
 
-def linear_tasks(w: PackedWeight, count: int, floats: int, quantized: int, output: int, threads: int) -> list[Task]:
-    """Return the tasks of a product: entries of its input, as floats and quantized, as parts need it, and output."""
+def linear_tasks(
+    w: PackedWeight, count: int, floats: int, quantized: int, output: int, threads: int, bias: Any = 0
+) -> list[Task]:
+    """Return the tasks of a product: entries of its input, as floats and quantized, as parts need it, and output; what
+    is added to it, if anything."""
     tasks, first = [], 0
     for part, two_term in zip(w.parts, w.residual_activations, strict=True):
         groups = -(-part.rows // GROUP_ROWS)
@@ -123,7 +127,7 @@ def linear_tasks(w: PackedWeight, count: int, floats: int, quantized: int, outpu
         entry, nibbles = floats if part.layout.float_type else quantized, part.nibble_scales
         arrays = part.packed, part.scales, part.minima, 0 if nibbles is None else nibbles
         shape = w.rows, first, part.rows, part.columns, groups_per_piece
-        args = pack_args(count, entry, output, *shape, *arrays, 0, two_term)
+        args = pack_args(count, entry, output, *shape, *arrays, 0, two_term, bias)
         pack_floats(args, LinearArg.UNIT, [part.unit])
         tokens_per_piece = UNPACKED_TOKENS_PER_PIECE if can_unpack(part.layout) else TOKENS_PER_PIECE
         tasks.append(Task(linear_kernel(part.layout), args, ceil(groups / groups_per_piece), count, tokens_per_piece))

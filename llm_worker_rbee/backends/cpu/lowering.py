@@ -9,6 +9,9 @@
     attention        split_work (once)         attention: prefill tiles, decode tiles, activation quantization
     gated                                      gated: activation(gate) * up, activation quantization
     causal_conv                                causal_conv: its gates, convolution, states, activation quantization
+    layer_norm, add_ quantize                  layer_norm: residual add, norm, activation quantization
+    activate                                   activate: activation, activation quantization
+    mean_rows, take                            means of each request's rows, rows of some tokens
     logits           quantize, matmul, soft_cap
     route                                      route
     grouped_linear   group, gather (once for each choice of experts), quantize, grouped_matmul
@@ -27,8 +30,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ..graph import LOGITS, TOKENS, Graph, Node, Rewrite, Shape, Value, apply_rewrites, have_one_eps
-from . import elementwise, experts, gated_delta, quantize_activations
+from ..graph import LOGITS, REQUESTS, TOKENS, Graph, Node, Rewrite, Shape, Value, apply_rewrites, have_one_eps
+from . import elementwise, encoder, experts, gated_delta, per_layer_inputs, quantize_activations
 from .attention import (
     NUMBERS_PER_TILE,
     WorkEntry,
@@ -38,16 +41,17 @@ from .attention import (
     split_work_task,
 )
 from .causal_conv import causal_conv_task
-from .elementwise import ACTIVATIONS, TOKENS_PER_PIECE, embed_task, head_norms_task
+from .elementwise import ACTIVATIONS, embed_task, head_norms_task
 from .experts import GroupEntry
 from .kv_layout import padded_dim
 from .linear import linear_tasks
 from .per_layer_inputs import gate_task, inputs_task
-from .program import Step, Task, pack_args
+from .program import Step, Task
 from .rope import angles_task, rope_store_task, temperature_of
 
 WORK_NUMBERS = ((0, np.int64),) * (len(WorkEntry) - 1)  # entries for numbers, without an array
-COUNTS: dict[Any, Step] = {TOKENS: Step.TOKENS, LOGITS: Step.NUM_LOGITS}
+COUNTS: dict[Any, Step] = {TOKENS: Step.TOKENS, LOGITS: Step.NUM_LOGITS, REQUESTS: Step.REQUESTS}
+TOKEN_ARRAYS = {"ids": Step.TOKEN_IDS, "positions": Step.POSITIONS, "token_types": Step.TOKEN_TYPES}
 
 
 def _is_of_rows(node: Node) -> bool:
@@ -63,12 +67,19 @@ REWRITES = (
     Rewrite("norm", "rms_norm? take? take? add_rms_norm* quantize?", _is_of_rows),
     Rewrite("add", "rms_norm? add* quantize?", _norms_the_delta),
     Rewrite("norm", "rms_norm* quantize?", _is_of_rows),
+    Rewrite("layer_norm", "add_layer_norm* quantize?"),
+    Rewrite("layer_norm", "layer_norm* quantize?", _is_of_rows),
+    Rewrite("activate", "activate* quantize"),
     Rewrite("rope_kv_write", "split_heads rms_norm? rms_norm? rms_norm? rope_store", have_one_eps),
     Rewrite("attention", "attention* quantize", lambda node: can_quantize_output(node.fused[0]["q"].shape[2])),
     Rewrite("gated_delta", "gated_delta* quantize", lambda node: gated_delta.can_quantize(node.fused[0]["params"])),
     Rewrite("sigmoid_gate", "sigmoid_gate* quantize"),
     Rewrite("gated", "gated* quantize", lambda node: node.fused[0]["activation"] in ACTIVATIONS),
-    Rewrite("per_layer_gate", "per_layer_gate* quantize", lambda node: node.fused[0]["activation"] in ACTIVATIONS),
+    Rewrite(
+        "per_layer_gate",
+        "per_layer_gate* quantize",
+        lambda node: node.fused[0]["activation"] in per_layer_inputs.ACTIVATIONS,
+    ),
     Rewrite("causal_conv", "causal_conv* quantize", lambda node: node.fused[0].output.shape[1] % 32 == 0),
     Rewrite("linear", "matmul add_bias?"),
 )
@@ -156,7 +167,7 @@ class _Expander:
                      "sigmoid_gate": "attention_gate", "per_layer_inputs": "per_layer_projection"}  # fmt: skip
         component = by_reader.get(self._readers.get(node.output, ""), "gate_up")
         by_producer = {"attention": "output", "gated": "down", "causal_conv": "conv_output", "gated_delta": "output",
-                       "sigmoid_gate": "output", "per_layer_gate": "down"}  # fmt: skip
+                       "sigmoid_gate": "output", "per_layer_gate": "down", "activate": "down"}  # fmt: skip
         component = by_producer.get(self._producers.get(node["x"], ""), component)
         out = self._product(args["x"], args["w"], component)
         return out if args["bias"] is None else self._emit(self.nodes, "add_bias", out.shape, x=out, bias=args["bias"])
@@ -299,7 +310,7 @@ class Lowering:
 
     def _embed(self, node: Node) -> tuple[str, list[Task]]:
         (table,) = node["table"].parts
-        return "embedding", [embed_task(table, node["scale"], self._new(node.output))]
+        return "embedding", [embed_task(table, node["scale"], self._new(node.output), TOKEN_ARRAYS[node["ids"].name])]
 
     def _norm(self, node: Node) -> tuple[str, list[Task]]:
         """Lower the norm with the norm of the delta and the residual add, both of which are done in place."""
@@ -323,6 +334,34 @@ class Lowering:
                                            add_delta=add is not None, two_term=two_term,
                                            scale=add["scale"] if add else 1.0))  # fmt: skip
         return "norm", tasks
+
+    def _layer_norm(self, node: Node) -> tuple[str, list[Task]]:
+        """Lower the norm with the residual add, which is done in place."""
+        add, quantize, tasks = node.part("add_layer_norm"), node.part("quantize"), list[Task]()
+        main = add or node.fused[0]
+        delta = self.entries[add["x"]] if add else 0
+        source = self._overwrite(add["residual"], add.outputs[1], tasks) if add else self.entries[main["x"]]
+        normed, activations = main.outputs[0], self._activations(quantize)
+        outputs = self._new(normed) if normed in node.outputs else 0, activations
+        two_term, weights = quantize is not None and quantize["two_term"], (main["weight"], main["bias"])
+        count = COUNTS[normed.shape[0]]
+        tasks.append(encoder.layer_norm_task(count, delta, source, outputs, weights, main["eps"], two_term=two_term))
+        return "norm", tasks
+
+    def _activate(self, node: Node) -> tuple[str, list[Task]]:
+        (activate,), activations = node.parts("activate"), self._activations(node.part("quantize"))
+        out = activate.output
+        floats, count = self._new(out) if out in node.outputs else 0, COUNTS[out.shape[0]]
+        places = self.entries[activate["x"]], floats, activations
+        return "activation", [encoder.activate_task(count, *places, _width(out), activate["activation"])]
+
+    def _mean_rows(self, node: Node) -> tuple[str, list[Task]]:
+        places = self.entries[node["x"]], self._new(node.output)
+        return "pooling", [encoder.mean_rows_task(*places, _width(node.output))]
+
+    def _take(self, node: Node) -> tuple[str, list[Task]]:
+        places = self.entries[node["x"]], self._new(node.output)
+        return "pooling", [encoder.take_rows_task(*places, _width(node.output))]
 
     def _add(self, node: Node) -> tuple[str, list[Task]]:
         """Lower the residual add with the norm of the delta, both of which are done in place."""
@@ -414,7 +453,7 @@ class Lowering:
 
     def _per_layer_gate(self, node: Node) -> Any:
         (gate,), quantize = node.parts("per_layer_gate"), node.part("quantize")
-        if gate["activation"] not in ACTIVATIONS:
+        if gate["activation"] not in per_layer_inputs.ACTIVATIONS:
             return "host", self._host(node)
         out, activations = gate.outputs[0], self._activations(quantize)
         floats = self._new(out) if out in node.outputs else 0
@@ -437,11 +476,8 @@ class Lowering:
         count, w = COUNTS[product.output.shape[0]], product["w"]
         floats, quantized = (0 if product[name] is None else self.entries[product[name]] for name in ("x", "quantized"))
         out = self._new(node.output)
-        tasks = linear_tasks(w, count, floats, quantized, out, self.threads)
-        if bias is not None:
-            args = pack_args(count, out, len(bias["bias"]), bias["bias"])
-            tasks.append(Task(elementwise.ADD_BIAS, args, 1, count, TOKENS_PER_PIECE))
-        return product["component"], tasks
+        added = 0 if bias is None else bias["bias"]
+        return product["component"], linear_tasks(w, count, floats, quantized, out, self.threads, added)
 
     def _route(self, node: Node) -> tuple[str, list[Task]]:
         params, logits, vectors = node["params"], node["logits"], (node["bias"], node["scales"])

@@ -11,13 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import simd as f
-from .elementwise import ACTIVATIONS, TOKENS_PER_PIECE, gate_row, norm_row, quantize_row
+from .elementwise import TOKENS_PER_PIECE, gate_row, norm_row, quantize_row
 from .jit import TaskKernel
 from .pointers import f32, f64, i64, scratch
 from .program import Step, Task, pack_args, pack_floats
 from .simd import LANES
 
 Floats = NDArray[np.float32]
+ACTIVATIONS = ("silu", "gelu_tanh")
 
 # X, TOKENS and OUT are entries; a row has RUNS of WIDTH values.
 InputsArg = IntEnum("InputsArg", "X TOKENS OUT RUNS WIDTH WEIGHT EPS", start=0)

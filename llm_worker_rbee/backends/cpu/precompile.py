@@ -34,8 +34,9 @@ from .linear import linear_kernel
 from .packed_weight import LAYOUT_BY_TYPE
 from .rope import rope_store_kernel
 
-# Modules whose kernels every model needs: kept under names of their own, in a tuple or in a table.
-COMMON_MODULES = "elementwise rope sampling"
+# Modules whose kernels every model needs that generates, and every encoder: kept under names of their own, in a tuple
+# or in a table.
+COMMON_MODULES, ENCODER_MODULES = ("elementwise", "rope", "sampling"), ("elementwise", "rope", "encoder")
 HEADS_PER_KV_HEAD = (1, 2, 3, 4, 5, 6, 7, 8)  # of known models
 MATRICES_OF_ONE_ROW = "ffn_gate_inp_shexp.weight"  # vectors in files
 KERNELS_PER_HELPER = 4  # fewer are compiled before a helper has started
@@ -49,7 +50,7 @@ Kernel = TaskKernel | PythonKernel
 def all_kernels() -> list[Kernel]:
     """Return every kernel of any known model."""
     found = _kernels_for(LAYOUT_BY_TYPE, HEADS_PER_KV_HEAD, KV_TYPES)
-    modules = "experts", "per_layer_inputs", "causal_conv", "gated_delta"
+    modules = "encoder", "experts", "per_layer_inputs", "causal_conv", "gated_delta"
     return found + [kernel for name in modules for kernel in _kernels_of(name)]
 
 
@@ -59,7 +60,8 @@ def model_kernels(checkpoint: Checkpoint, config: ModelConfig, kv_type: str = KV
     types = {t.kind.name for t in tensors if len(t.shape) >= 2 or t.name.endswith(MATRICES_OF_ONE_ROW)}
     groups = sorted({config.n_heads // config.kv_shape(i)[0] for i in range(config.n_layers)})
     known = sorted(types & LAYOUT_BY_TYPE.keys())
-    found = _kernels_for(known, groups, [kv_type])
+    generates = config.causal and not config.family.is_encoder
+    found = _kernels_for(known, groups, [kv_type], COMMON_MODULES if generates else ENCODER_MODULES)
     modules = ["experts"] if config.experts is not None else []
     modules += ["per_layer_inputs"] if config.layer_input_dim else []
     modules += ["causal_conv"] if config.state_bytes else []
@@ -67,14 +69,16 @@ def model_kernels(checkpoint: Checkpoint, config: ModelConfig, kv_type: str = KV
     return found + [kernel for name in modules for kernel in _kernels_of(name)]
 
 
-def _kernels_for(types: Collection[str], groups: Collection[int], kv_types: Collection[str]) -> list[Kernel]:
-    """Return the kernels for matrices of these quantization types, heads per KV head and KV types."""
+def _kernels_for(
+    types: Collection[str], groups: Collection[int], kv_types: Collection[str], modules: Sequence[str] = COMMON_MODULES
+) -> list[Kernel]:
+    """Return the kernels for matrices of these quantization types, heads per KV head and KV types, and of modules."""
     typeof: Any = nb.typeof
     source, target = repack.describe_source("Q4_0"), repack.scan_target(LAYOUT_BY_TYPE["Q4_0"])
     fp8 = [nb.int64] * 4 + [nb.float32] + [nb.int64] * 4
     signatures: dict[Any, list[Any]] = {repack.interleave_floats: [nb.int64] * 8, repack.interleave_fp8: fp8}
     usual = [typeof(source), *[nb.int64] * 5, typeof(target), nb.int64]
-    found = _common_kernels()
+    found = _common_kernels(modules)
     found += [PythonKernel(one, *signatures.get(one, usual)) for one in map(repack.kernel_for, types)]
     found += [linear_kernel(LAYOUT_BY_TYPE[name]) for name in types]
     for kv_type, group in product(kv_types, groups):
@@ -82,11 +86,11 @@ def _kernels_for(types: Collection[str], groups: Collection[int], kv_types: Coll
     return list({kernel.name: kernel for kernel in found}.values())
 
 
-def _common_kernels() -> list[Kernel]:
+def _common_kernels(modules: Sequence[str]) -> list[Kernel]:
     return [
         PythonKernel(program.worker_loop, *[nb.int64] * 6),
         PythonKernel(program.run_parallel, *[nb.int64] * 5),
-        *(kernel for name in COMMON_MODULES.split() for kernel in _kernels_of(name)),
+        *(kernel for name in modules for kernel in _kernels_of(name)),
     ]
 
 

@@ -102,6 +102,7 @@ class Step(IntEnum):
     LOGITS_INDEX = auto()
     STATE_IN = auto()
     STATE_OUT = auto()
+    TOKEN_TYPES = auto()
     KV = auto()  # for each layer: keys, values, their scales; or the parts of its states
     LOGITS = auto()  # (N, vocabulary)
     PARTIALS = auto()  # results of blocks of keys, if decode attention may be split (attention.py); or 0

@@ -11,7 +11,7 @@ vectors by type. Their arguments tell float32 from float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, reduce, wraps
 from typing import Any, NamedTuple
 
@@ -19,6 +19,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
+
+from ... import machine
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
@@ -211,6 +213,15 @@ class ExpConstants(NamedTuple):
 
 EXP_F32 = ExpConstants(1.44269504088896341, 0.693359375, -2.12194440e-4, 7, -87.0, 88.0, 23, 127)
 EXP_F64 = ExpConstants(1.4426950408889634, 0.6931471803691238, 1.9082149292705877e-10, 11, -60.0, 0, 52, 1023)
+# the coefficients of g in `gelu`, and of 2 ** x for |x| up to 1/2: fitted, so that the largest error is least
+GELU_TAIL = (
+    -1.1511502422713966, -0.4588980486063366, -0.053271787543582055, 0.00800564977555348, -0.0007505140011163098,
+    3.139276080108903e-05,
+)  # fmt: skip
+GELU_END = 6.0
+EXP2_SERIES = (
+    1.0, 0.6931469775991352, 0.24022242084971795, 0.055507337433536114, 0.00967151265816617, 0.0013264727160215808,
+)  # fmt: skip
 MIN_EXPONENT_F64 = EXP_F64.low  # exp of less is negligible beside 1, however many there are
 
 
@@ -221,6 +232,22 @@ def _max_nan_second(b: Any, x: Any, y: Any) -> Any:
 
 def _nan_mask(b: Any, mask: Any, x: Any, y: Any) -> Any:
     return b.select(b.fcmp_unordered("uno", x, y), ir.Constant(x.type, [math.nan] * LANES), mask)
+
+
+def _addend(b: Any, kind: ir.VectorType, value: float) -> Any:
+    """Emit a constant that an FMA is added to: on Arm the sum overwrites it, and to load it again costs less than to
+    copy it."""
+    constant = ir.Constant(kind, [value] * LANES)
+    return emit_reload(b, cgutils.global_constant(b.module, "addend", constant)) if machine.is_arm() else constant
+
+
+def _polynomial(b: Any, x: Any, factors: Sequence[float]) -> Any:
+    """Emit the sum of factors[n] * x ** n, of an even number of factors: in pairs, a chain of half the length."""
+    square, highest_first = b.fmul(x, x), list(zip(factors[-2::-2], factors[-1::-2], strict=True))
+    pairs = [
+        emit_fma(b, ir.Constant(x.type, [odd] * LANES), x, _addend(b, x.type, even)) for even, odd in highest_first
+    ]
+    return reduce(lambda total, pair: emit_fma(b, total, square, pair), pairs)
 
 
 def _exp(b: Any, x: Any) -> Any:
@@ -234,17 +261,55 @@ def _exp(b: Any, x: Any) -> Any:
     value = b.select(tiny, constant(k.low), x)
     if k.high:
         value = b.select(b.fcmp_ordered("<", constant(k.high), value), constant(k.high), value)
-    rounding = constant(1.5 * 2.0**k.mantissa_bits)  # a number this large has no fraction, and its low bits are free
-    shifted = emit_fma(b, value, constant(k.log2e), rounding)  # its low bits: the power, rounded
-    power = b.fsub(shifted, rounding)
+    rounding = 1.5 * 2.0**k.mantissa_bits  # a number this large has no fraction, and its low bits are free
+    shifted = emit_fma(b, value, constant(k.log2e), _addend(b, x.type, rounding))  # its low bits: the power, rounded
+    power = b.fsub(shifted, constant(rounding))
     rest = emit_fma(b, power, constant(-k.ln2_high), value)
     rest = emit_fma(b, power, constant(-k.ln2_low), rest)
     series = constant(1.0 / math.factorial(k.degree))
     for n in range(k.degree - 1, -1, -1):
-        series = emit_fma(b, series, rest, constant(1.0 / math.factorial(n)))
+        series = emit_fma(b, series, rest, _addend(b, x.type, 1.0 / math.factorial(n)))
     exponent = b.add(b.bitcast(shifted, integers), constant(k.bias, integers))
     two = b.bitcast(b.shl(exponent, constant(k.mantissa_bits, integers)), x.type)
     return b.select(tiny, constant(0.0), b.fmul(series, two))
+
+
+def _exp2(b: Any, shifted: Any, rest: Any) -> Any:
+    """Emit 2 ** (n + rest) of float32, where `shifted` is MAGIC + n; the result must be a normal number."""
+    exponent = b.shl(b.bitcast(shifted, I32X16), ir.Constant(I32X16, [23] * LANES))
+    series = b.bitcast(_polynomial(b, rest, EXP2_SERIES), I32X16)
+    return b.bitcast(b.add(series, exponent), f32x16.ir)
+
+
+def _exp_nonpositive(b: Any, x: Any) -> Any:
+    low, log2e, magic = (ir.Constant(x.type, [value] * LANES) for value in (EXP_F32.low, EXP_F32.log2e, MAGIC))
+    shifted = emit_fma(b, x, log2e, _addend(b, x.type, MAGIC))  # its low bits: the power, rounded
+    rest = emit_fma(b, x, log2e, b.fsub(magic, shifted))
+    zero = ir.Constant(x.type, [0.0] * LANES)
+    return b.select(b.fcmp_ordered("<", x, low), zero, _exp2(b, shifted, rest))
+
+
+def _relu(b: Any, x: Any) -> Any:
+    """Emit max(x, 0); NaN stays NaN."""
+    zero = ir.Constant(x.type, [0.0] * LANES)
+    return b.select(b.fcmp_ordered("<", x, zero), zero, x)
+
+
+def _gelu(b: Any, x: Any) -> Any:
+    """Emit x * Phi(x) = max(x, 0) - |x| * Phi(-|x|) of float32, where Phi(-z) = 2 ** (z * g(z) - 1), g a polynomial.
+
+    Within 1e-7 and half a unit in the last place. From z = GELU_END on the last term is less than that.
+    """
+
+    def constant(value: float) -> ir.Constant:
+        return ir.Constant(x.type, [value] * LANES)
+
+    z = emit_vector_call(b, "fabs", x)
+    z = b.select(b.fcmp_ordered("<", z, constant(GELU_END)), z, constant(GELU_END))
+    power = emit_fma(b, z, _polynomial(b, z, GELU_TAIL), _addend(b, x.type, -1.0))
+    shifted = b.fadd(power, constant(MAGIC))
+    tail = _exp2(b, shifted, b.fadd(power, b.fsub(constant(MAGIC), shifted)))
+    return emit_fma(b, b.fmul(z, constant(-1.0)), tail, _relu(b, x))
 
 
 _operation = emits(lambda *vectors: vectors[0](*vectors))  # on vectors of one type
@@ -258,6 +323,9 @@ max_nan_second = _operation(_max_nan_second)
 nan_mask = _operation(_nan_mask)  # `mask`, and NaN in each lane where x or y is NaN
 # NaN stays NaN. Of float32 within 2 units in the last place up to 88; of float64 for x up to 0, within 1e-14 of it.
 exp = _operation(_exp)
+# Of float32 up to 0: within 2e-7 + 2e-8 |x| of it. Half of the work, for the weights of attention.
+exp_nonpositive = _operation(_exp_nonpositive)
+relu, gelu = _operation(_relu), _operation(_gelu)
 
 
 @emits(lambda value: _vector_of(value)(value))

@@ -17,11 +17,14 @@ from ...cpu_info import INSTRUCTION_SETS
 from .. import simd
 from ..dot_int8 import ISA, WEIGHT_BIAS, dot_block
 from ..jit import kernel, variant
+from ..kv_layout import FMA_STEPS, fma_rows
 from ..packed_weight import LAYOUTS, Layout
 from ..pointers import f32, f64, i8, i32, i64, prefetch, scratch, u8, u16
 
 MAX_TILE_TOKENS = INSTRUCTION_SETS[ISA].tile_tokens
 WIDE_BLOCK_TILE_TOKENS = 12  # for layouts whose blocks leave fewer registers
+# of floats: sums of attention have the same registers
+FLOAT_TILE_TOKENS = max(INSTRUCTION_SETS[ISA].attention_tile[0], min(MAX_TILE_TOKENS, WIDE_BLOCK_TILE_TOKENS))
 FP8_TILE_TOKENS = 8  # two tiles of sums, of a block and of the row
 MID_TILE_TOKENS = 4 if MAX_TILE_TOKENS > 4 else MAX_TILE_TOKENS // 2  # for the rest, and for a few requests at once
 # tokens of a piece: their activations stay in the second-level cache
@@ -35,10 +38,12 @@ TILE = TOKENS = LAYOUT = BLOCK_BYTES = SCALES_PER_BLOCK = HAS_MINIMUM = SCALE_SH
 NIBBLE_SCALES = PREFETCH_BYTES = SUMS_OF_16 = BFLOAT = NARROW = OPERANDS = ROWS_TILE = ROWS_MID = ROWS_ONE = None
 
 
-# Arguments of a product: COUNT, INPUT and OUTPUT are entries of the step, FIRST is the first column in the output.
+# Arguments of a product: COUNT, INPUT and OUTPUT are entries of the step, FIRST is the first column in the output, BIAS
+# the address of what is added to the output, or 0.
 LinearArg = IntEnum(
     "LinearArg",
-    "COUNT INPUT OUTPUT STRIDE FIRST ROWS COLUMNS GROUPS_PER_PIECE PACKED SCALES MINIMA NIBBLE_SCALES UNIT TWO_TERM",
+    "COUNT INPUT OUTPUT STRIDE FIRST ROWS COLUMNS GROUPS_PER_PIECE PACKED SCALES MINIMA NIBBLE_SCALES UNIT TWO_TERM "
+    "BIAS",
     start=0,
 )
 
@@ -118,8 +123,11 @@ def float_rows(operands, out, place, start, stop, token, columns, stride, unit):
     """Compute groups of 16 rows of float weights for TOKENS tokens: column by column, so that a sum has one order."""
     weights, x = operands
     for group in range(start, stop):
-        total = simd.zero_floats(TOKENS)
-        for column in range(columns):
+        total, whole = simd.zero_floats(TOKENS), 0 if BFLOAT else columns - columns % FMA_STEPS
+        for column in range(0, whole, FMA_STEPS):
+            at, w = token * columns + column, (group * columns + column) * 16
+            total = fma_rows(total, weights, w, 16, x, at, columns, TOKENS, FMA_STEPS)
+        for column in range(whole, columns):
             w = simd.load_as_f32(weights, (group * columns + column) * 16, BFLOAT)
             total = simd.fma_broadcast(total, w, x, token * columns + column, columns)
         simd.store_tile(out, place + (group - start) * 16, stride, total, unit)
@@ -180,6 +188,19 @@ def add_two_terms(some, tokens, out, place, stride, count):
                 out[to + i] = some[one + i] + some[two + i]
 
 
+@kernel
+def add_bias(a, out, first, last, group, end):
+    """Add the bias to groups `group` to end - 1 of tokens `first` to last - 1."""
+    bias, stride = f32(a[LinearArg.BIAS]), a[LinearArg.STRIDE]
+    low, high = a[LinearArg.FIRST] + group * 16, a[LinearArg.FIRST] + min(end * 16, a[LinearArg.ROWS])
+    whole = high - (high - low) % 16
+    for t in range(first, last):
+        for i in range(low, whole, 16):
+            simd.store(out, t * stride + i, simd.add(simd.load(out, t * stride + i), simd.load(bias, i)))
+        for i in range(whole, high):
+            out[t * stride + i] += bias[i]
+
+
 def packed_matmul(args, step, piece):
     """Compute some rows for some tokens; second rows of two-term activations lie behind all first ones."""
     a, s = i64(args), i64(step)
@@ -216,12 +237,16 @@ def packed_matmul(args, step, piece):
                 add_two_terms(buffer, 1, out, place, stride, rows - group * 16)
             elif not (direct or two_term):
                 copy_partial_group(buffer, out, place, stride, rows - group * 16, count)
+            if a[LinearArg.BIAS] and in_one_pass:  # while it is in the first-level cache
+                add_bias(a, out, token, token + (1 if is_pair else count), group, next_group)
             group = next_group
         row += count
         if row == n:
             if not in_one_pass:
                 place = a[LinearArg.FIRST] + begin * 16 + first * stride
                 add_two_terms(buffer, length, out, place, stride, rows - begin * 16)
+                if a[LinearArg.BIAS]:
+                    add_bias(a, out, first, stop, begin, last)
             begin, row = last, 0
 
 
@@ -229,11 +254,11 @@ def packed_kernel(layout: Layout) -> Any:
     """Return the product of a layout as a part of a task kernel."""
     number = LAYOUTS.index(layout)
     if layout.float_type == "FP8":
-        tiles = _tile_kernels(fp8_rows, number, FP8_TILE_TOKENS)
+        tiles = _tile_kernels(fp8_rows, number, min(FP8_TILE_TOKENS, MAX_TILE_TOKENS))
         return kernel(variant(packed_matmul, layout.name, OPERANDS=kernel(fp8_operands), **tiles))
     if layout.float_type:
         operands = variant(float_operands, layout.float_type, NARROW=layout.float_type != "F32")
-        tiles = _tile_kernels(float_rows, number, WIDE_BLOCK_TILE_TOKENS, BFLOAT=layout.float_type == "BF16")
+        tiles = _tile_kernels(float_rows, number, FLOAT_TILE_TOKENS, BFLOAT=layout.float_type == "BF16")
         return kernel(variant(packed_matmul, layout.name, OPERANDS=kernel(operands), **tiles))
     sums_of_16 = int(layout.columns_per_scale == 16 or layout.nibble_scales)
     values = {
@@ -248,14 +273,14 @@ def packed_kernel(layout: Layout) -> Any:
         "OFFSET": WEIGHT_BIAS if layout.table or layout.planes == (8,) else layout.offset,
     }
     is_narrow = not sums_of_16 and layout.planes != (8,)
-    tiles = _tile_kernels(dot_rows, number, MAX_TILE_TOKENS if is_narrow else WIDE_BLOCK_TILE_TOKENS, **values)
+    largest = MAX_TILE_TOKENS if is_narrow else min(WIDE_BLOCK_TILE_TOKENS, MAX_TILE_TOKENS)
+    tiles = _tile_kernels(dot_rows, number, largest, **values)
     operands = variant(int8_operands, str(sums_of_16), SUMS_OF_16=sums_of_16)
     return kernel(variant(packed_matmul, layout.name, OPERANDS=kernel(operands), **tiles))
 
 
-def _tile_kernels(template: Any, number: int, max_tokens: int, **values: Any) -> dict[str, Any]:
-    """Return the rows of a product for each size of tile, the largest of `max_tokens` tokens."""
-    largest = min(max_tokens, MAX_TILE_TOKENS)
+def _tile_kernels(template: Any, number: int, largest: int, **values: Any) -> dict[str, Any]:
+    """Return the rows of a product for each size of tile, of up to `largest` tokens."""
     sizes = sorted({largest, MID_TILE_TOKENS, 1})
     made = {t: kernel(variant(template, f"{number}x{t}", TOKENS=t, **values)) for t in sizes}
     return {"TILE": largest, "ROWS_TILE": made[largest], "ROWS_MID": made[MID_TILE_TOKENS], "ROWS_ONE": made[1]}

@@ -56,8 +56,10 @@ def unpack_run(a, group, n, first, blocks, weights, scales, minima):
 
 
 @kernel
-def write_totals(totals, tokens, terms, groups, unit, out, to, stride, rows):
-    """Write the results of some groups times `unit`: of each token, or of its two terms, which are added."""
+def write_totals(totals, tokens, terms, groups, unit, out, to, stride, rows, bias, column):
+    """Write the results of some groups times `unit`: of each token, or of its two terms, which are added; plus the
+    bias, if there is one, of the columns from `column` on."""
+    added = f32(bias)
     for t in range(tokens):
         for group in range(groups):
             at, place = (t * groups + group) * 16, to + t * stride + group * 16
@@ -66,11 +68,12 @@ def write_totals(totals, tokens, terms, groups, unit, out, to, stride, rows):
                 second = (tokens + PANEL_TOKENS - 1) // PANEL_TOKENS * PANEL_TOKENS * groups * 16
                 value = simd.add(value, simd.mul(simd.load(totals, at + second), simd.splat(unit)))
             if rows - group * 16 >= 16:
-                simd.store(out, place, value)
+                first = column + group * 16
+                simd.store(out, place, simd.add(value, simd.load(added, first)) if bias else value)
             else:
                 simd.store(totals, at, value)
                 for i in range(rows - group * 16):
-                    out[place + i] = totals[at + i]
+                    out[place + i] = totals[at + i] + added[column + group * 16 + i] if bias else totals[at + i]
 
 
 def unpacked_matmul(args, step, piece):
@@ -108,7 +111,8 @@ def unpacked_matmul(args, step, piece):
                     )
         place = a[LinearArg.FIRST] + group * 16 + first * PANEL_TOKENS * stride
         length, unit = min(tokens, last * PANEL_TOKENS) - first * PANEL_TOKENS, np.float32(f64(args)[LinearArg.UNIT])
-        write_totals(totals, length, terms, groups, unit, out, place, stride, a[LinearArg.ROWS] - group * 16)
+        rows, column = a[LinearArg.ROWS] - group * 16, a[LinearArg.FIRST] + group * 16
+        write_totals(totals, length, terms, groups, unit, out, place, stride, rows, a[LinearArg.BIAS], column)
         group += groups
     if END is not None:
         END()
