@@ -79,7 +79,9 @@ class _PoolingRunner:
         self.model, self.text, self.quant = loaded.model, loaded.text, loaded.quant
         self.notes = loaded.notes
         budget = STEP_TOKENS[self.model.ops.has_device_memory] if max_step_tokens is None else max_step_tokens
-        self.engine = PoolingEngine(self.model, budget, self.name)
+        self.engine = PoolingEngine(self.model, budget, self.checkpoint.path.name)
+        self.name = self.checkpoint.path.name
+        self._width = self.model.output_dim
         self._lock = threading.Lock()  # one call computes at a time
 
     def __enter__(self) -> Self:
@@ -92,11 +94,6 @@ class _PoolingRunner:
         """Drop the weights; the object cannot be used afterwards."""
         for name in ("model", "engine", "checkpoint"):
             self.__dict__.pop(name, None)
-
-    @property
-    def name(self) -> str:
-        """The file or folder of the model."""
-        return self.checkpoint.path.name
 
     @property
     def device(self) -> str:
@@ -115,7 +112,9 @@ class _PoolingRunner:
 
     def _compute(self, sequences: Sequence[Ints], token_types: Sequence[Ints] | None, show: ShowProgress) -> Floats:
         """Return the rows of sequences, in their order."""
-        rows = np.empty((len(sequences), self.model.output_dim), np.float32)
+        if "model" not in self.__dict__:
+            raise InvalidRequestError(f"{self.name} is closed: load it again", "model")
+        rows = np.empty((len(sequences), self._width), np.float32)
         if not sequences:
             return rows
         with self._lock, _shown_progress(len(sequences), show) as advance:
@@ -151,7 +150,7 @@ class Embedder(_PoolingRunner):
     @property
     def dimension(self) -> int:
         """The values of an embedding."""
-        return self.model.output_dim
+        return self._width
 
     def embed(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -214,3 +215,13 @@ def test_context_manager_drops_the_weights(folder: Path) -> None:
     with Embedder(folder, backend="reference") as embedder:
         assert embedder.embed("sky").shape == (WIDTH,)
     assert not hasattr(embedder, "model")
+    with pytest.raises(InvalidRequestError, match="tiny-bert is closed: load it again"):
+        embedder.embed("sky")
+
+
+def test_threads_may_share_an_embedder(embedder: Embedder) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(embedder.embed, [TEXTS[:3], TEXTS[3:], TEXTS[1:2], TEXTS]))
+    expected = embedder.embed(TEXTS)
+    for rows, part in zip(found, (slice(3), slice(3, None), slice(1, 2), slice(None)), strict=True):
+        np.testing.assert_array_equal(rows, expected[part])
