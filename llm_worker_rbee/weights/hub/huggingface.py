@@ -30,8 +30,9 @@ NOT_A_MODEL_PATTERN = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 COMPANION_FILES = (
     *("config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json", "tokenizer.model"),
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
-    *("chat_template.jinja", "chat_template.json"),
+    *("chat_template.jinja", "chat_template.json", "modules.json", "config_sentence_transformers.json"),
 )
+MODULE_FILE = re.compile(r"sentence_\w+_config\.json|\d+_\w+/(?:config\.json|model\.safetensors)", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ def choose_files(model: HubModel, listing: list[str]) -> list[str]:
     if model.quant:
         return _by_quant(model, model.quant, sets)
     if "config.json" in safe and (weights := _safetensors(safe)):
-        return [name for name in COMPANION_FILES if name in safe] + weights
+        modules = sorted(filter(MODULE_FILE.fullmatch, safe)) if "modules.json" in safe else []
+        return [name for name in COMPANION_FILES if name in safe] + modules + weights
     if not sets:
         raise _no_model_error(model, safe)
     if len(sets) == 1:

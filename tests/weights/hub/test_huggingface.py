@@ -133,6 +133,17 @@ def test_choose_files_returns_files_of_one_model(reference: str, chosen: list[st
     assert sorted(found) == sorted(chosen)
 
 
+def test_choose_files_of_sentence_transformers_takes_its_modules() -> None:
+    chosen = [
+        "config.json", "tokenizer.json", "modules.json", "config_sentence_transformers.json", "1_Pooling/config.json",
+        "2_Dense/config.json", "2_Dense/model.safetensors", "sentence_bert_config.json", "model.safetensors",
+    ]  # fmt: skip
+    others = ["onnx/model.onnx", "openvino/config.json", "2_Dense/pytorch_model.bin", "README.md", "vocab.txt"]
+    assert choose_files(parse_reference("hf:me/embedder"), others + chosen[::-1]) == chosen
+    plain = [name for name in chosen if name != "modules.json"]
+    assert "1_Pooling/config.json" not in choose_files(parse_reference("hf:me/embedder"), plain)
+
+
 @pytest.mark.parametrize(
     ("reference", "kind", "message"),
     [
