@@ -3,6 +3,7 @@
 llama-cpp-python is no dependency of this project: install it beside the [dev] extra, in an environment of its own, and
     python tools/llama_cpp_token_table.py train                       # parts.json -> vocabulary.json, *texts.json
     python tools/llama_cpp_token_table.py table --model MODEL.gguf    # -> llama_cpp_ids.json
+    python tools/llama_cpp_token_table.py encoders                    # -> encoder_vocabularies.json, with ids
 MODEL.gguf is the built-in default model. Only its vocabulary is loaded, and only ids are kept.
 """
 
@@ -151,6 +152,72 @@ def table(default_model: Path) -> None:
     _write("llama_cpp_ids.json", {"pool": [json.loads(ids) for ids in pool], "pre": rows, "default_model": model_rows})
 
 
+# What the map of characters of the unigram vocabulary does: white space, full-width letters, a ligature.
+CHARACTER_RULES = {"\t": " ", "\n": " ", "\r": " ", "\u3000": " ", "\uff21": "A", "\uff01": "!", "\ufb01": "fi"}
+
+
+def train_word_piece(lines: list[str]) -> dict[str, Any]:
+    """GGUF metadata of an uncased WordPiece vocabulary."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    library = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    library.normalizer, library.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(vocab_size=700, special_tokens=special, show_progress=False)
+    library.train_from_iterator([line.replace("\u2581", "") for line in lines], trainer)
+    vocab = library.get_vocab()
+    texts = sorted(vocab, key=lambda text: vocab[text])
+    words = [t if t in special else t[2:] if t.startswith("##") else "\u2581" + t for t in texts]
+    names = {"bos": 2, "seperator": 3, "unknown": 1}
+    return {
+        "model": "bert", "tokens": words, "token_type": [3 if text in special else 1 for text in texts],
+        **{f"{name}_token_id": number for name, number in names.items()},
+    }  # fmt: skip
+
+
+def train_unigram(lines: list[str]) -> dict[str, Any]:
+    """GGUF metadata of a unigram vocabulary with a map of characters."""
+    from io import BytesIO
+
+    import sentencepiece
+    from sentencepiece import sentencepiece_model_pb2
+
+    model, proto = BytesIO(), sentencepiece_model_pb2.ModelProto()
+    with tempfile.NamedTemporaryFile("w", suffix=".tsv") as rules:
+        for old, new in CHARACTER_RULES.items():
+            rules.write(f"{ord(old):x}\t{' '.join(f'{ord(char):x}' for char in new)}\n")
+        rules.flush()
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(line for line in lines if "\x00" not in line), model_writer=model,
+            model_type="unigram", vocab_size=500, hard_vocab_limit=False, minloglevel=2, character_coverage=0.98,
+            normalization_rule_tsv=rules.name,
+        )  # fmt: skip
+    proto.ParseFromString(model.getvalue())
+    return {
+        "model": "t5", "tokens": [piece.piece for piece in proto.pieces],
+        "scores": [piece.score for piece in proto.pieces], "token_type": [piece.type for piece in proto.pieces],
+        "precompiled_charsmap": list(proto.normalizer_spec.precompiled_charsmap), "remove_extra_whitespaces": True,
+        "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0, "add_bos_token": True,
+    }  # fmt: skip
+
+
+def encoders() -> None:
+    """Train vocabularies of encoders, and write them with llama.cpp's ids of the texts."""
+    from llm_worker_rbee.weights.gguf_writer import Typed, write_gguf
+
+    arrays = {"token_type": "int32", "scores": "float32", "precompiled_charsmap": "uint8"}
+    texts, corpus = make_texts(), make_corpus()
+    made: dict[str, Any] = {}
+    for keys in (train_word_piece(corpus), train_unigram(corpus)):
+        typed = {key: Typed(arrays[key], value) if key in arrays else value for key, value in keys.items()}
+        named = {f"tokenizer.ggml.{key}": value for key, value in typed.items()}
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "encoder.gguf"
+            write_gguf(path, {"general.architecture": "bert", **named})
+            made[keys["model"]] = {"keys": keys, "ids": llama_cpp_ids(path, texts)}
+    _write("encoder_vocabularies.json", made)
+
+
 def _parts() -> dict[str, list[str]]:
     parts: dict[str, list[str]] = json.loads((DATA / "parts.json").read_text(encoding="utf-8"))
     return parts
@@ -164,13 +231,15 @@ def _write(name: str, value: object) -> None:
 
 
 def main() -> None:
-    """The two steps."""
+    """The steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("step", choices=["train", "table"])
+    parser.add_argument("step", choices=["train", "table", "encoders"])
     parser.add_argument("--model", type=Path, help="the default model's GGUF (for `table`)")
     arguments = parser.parse_args()
     if arguments.step == "train":
         train()
+    elif arguments.step == "encoders":
+        encoders()
     elif arguments.model is None:
         parser.error("table needs --model")
     else:

@@ -250,6 +250,8 @@ class SpmEncoder:
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        if sum(map(len, texts)) > MAX_DIRECT_LENGTH:
+            self.prepare()
         return [self.encode(text, False) for text in texts]
 
     def _segment(self, text: str) -> list[int]:

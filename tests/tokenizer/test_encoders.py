@@ -225,3 +225,22 @@ def test_word_piece_without_special_tokens_is_refused() -> None:
     with pytest.raises(TokenizerError, match="seperator_token_id is missing: a 'bert' tokenizer needs it"):
         tokenizer_from_gguf({"tokenizer.ggml.model": "bert", "tokenizer.ggml.tokens": ["a"],
                              "tokenizer.ggml.bos_token_id": 0})  # fmt: skip
+
+
+def is_alike(text: str) -> bool:
+    """Return whether llama.cpp normalizes a text as BERT does; it keeps Hangul whole, and takes marks for accents."""
+    kinds = {unicodedata.category(char) for char in text}
+    is_hangul = any("\uac00" <= char <= "\ud7ff" for char in text)
+    return (
+        not kinds & {"Mc", "Me", "Zl", "Zp", "Co", "Cn"} and not is_hangul and not set("\x0b\x0c\x1c\x85▁") & set(text)
+    )
+
+
+@pytest.mark.parametrize("model", ["bert", "t5"])
+def test_ids_equal_llama_cpp(model: str) -> None:
+    table = data("encoder_vocabularies.json")[model]
+    tokenizer = tokenizer_from_gguf({f"tokenizer.ggml.{key}": value for key, value in table["keys"].items()})
+    pairs = [(text, ids) for text, ids in zip(data("texts.json"), table["ids"], strict=True) if is_alike(text)]
+    assert len(pairs) > 80
+    for text, ids in pairs:
+        assert tokenizer.encode(text, add_special=False) == ids, text
