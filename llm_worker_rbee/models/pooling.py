@@ -88,8 +88,8 @@ class PoolingModel:
 
     def warm_up(self, max_step_tokens: int, progress: Progress = lambda what, done, total: None) -> WarmUp:
         """Do all one-time work of the backend before the first step: compile and load kernels."""
+        kv = self.workspace.layers(-(-max(max_step_tokens, self.max_length) // BLOCK_SIZE))
         tokens = min(max_step_tokens, WARM_UP_TOKENS)
-        kv = self.workspace.layers(-(-tokens // BLOCK_SIZE))
         limits = StepLimits(max_batch=1, max_tokens=tokens, max_logits=1, max_context=self.max_length)
         return self.ops.warm_up(partial(self.forward, kv=kv), self.fused, kv, limits, progress)
 

@@ -339,22 +339,25 @@ class CudaBackend(ops.Backend):
             torch.cuda.empty_cache()  # what packing needed: the KV cache takes the rest
         graph = record()
         if all(node.op != "logits" for node in graph.nodes):
-            return pooling.PoolingForward(graph, self, self.torch_device, self._linear)
+            return pooling.PoolingForward(graph, self, self.torch_device, batch_invariant=self.deterministic)
         return decoder.fuse(graph, self.torch_device, batch_invariant=self.deterministic)
 
     def warm_up(
         self, forward: ops.Forward, fused: ops.FusedForward | None, kv: Sequence[LayerCache], limits: ops.StepLimits,
         progress: ops.Progress,
     ) -> ops.WarmUp:  # fmt: skip
-        steps = fused if isinstance(fused, decoder.Decoder) else None
-
         def launch_all(*, every_size: bool) -> None:
-            if steps is None:
-                width = _launch_steps(forward, kv, limits)
+            if isinstance(fused, pooling.PoolingForward):
+                for batch in batches:
+                    fused.launch(batch, kv)
+                return
+            if isinstance(fused, decoder.Decoder):
+                vocab_size = fused.launch_all(kv, limits, every_size=every_size)
             else:
-                width = steps.launch_all(kv, limits, every_size=every_size)
-            if not isinstance(fused, pooling.PoolingForward):
-                sampling.warm_up(width, limits.max_logits, self.torch_device)
+                vocab_size = [forward(batch) for batch in batches][-1].shape[1]
+            sampling.warm_up(vocab_size, limits.max_logits, self.torch_device)
+
+        batches = _warm_up_batches(kv, limits)
 
         with device.as_memory_error():
             with precompile.recording() as variants:
@@ -363,8 +366,10 @@ class CudaBackend(ops.Backend):
             with precompile.count_compilations() as found:
                 if not device.is_interpreted():
                     launch_all(every_size=True)
-            if steps is not None:
-                steps.capture_all(kv, limits, progress)
+            if isinstance(fused, decoder.Decoder):
+                fused.capture_all(kv, limits, progress)
+            elif isinstance(fused, pooling.PoolingForward):
+                fused.capture_all(batches, kv, progress)
         return ops.WarmUp(len(found.loaded), compiled)
 
     def sample_async(
@@ -381,10 +386,11 @@ class CudaBackend(ops.Backend):
         return sampling.logprobs(raw_logits, chosen, k, masks)
 
 
-def _launch_steps(forward: ops.Forward, kv: Sequence[LayerCache], limits: ops.StepLimits) -> int:
-    """Launch every kernel of a model that runs op by op, or pools; return the columns of its logits."""
+def _warm_up_batches(kv: Sequence[LayerCache], limits: ops.StepLimits) -> list[ops.Batch]:
+    """Return steps of one request that need every kernel of a model which runs op by op, or pools."""
     blocks, _, block_size, _ = first_kv(kv).k.shape
     most = min(limits.max_tokens, limits.max_context, blocks * block_size)
+    batches = []
     for count in sorted({min(tokens, most) for tokens in (1, *STEP_SIZES)}):
         positions = np.arange(count)
         batch = ops.Batch(
@@ -393,5 +399,5 @@ def _launch_steps(forward: ops.Forward, kv: Sequence[LayerCache], limits: ops.St
             block_table=np.arange(-(-count // block_size))[None], logits_index=positions[-limits.max_logits :],
             state_in=np.array([-1]), state_out=np.full(count, -1), token_types=np.zeros(count, np.int64),
         )  # fmt: skip
-        logits = forward(batch)
-    return int(logits.shape[1])
+        batches.append(batch)
+    return batches

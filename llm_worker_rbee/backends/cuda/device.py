@@ -113,8 +113,10 @@ def shared_memory_bytes(device: torch.device) -> int:
     return SHARED_KB.get(torch.cuda.get_device_capability(device), MIN_SHARED_KB) << 10
 
 
-def upload(array: NDArray[Any], device: torch.device, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    """Copy an array to the device; the host does not wait."""
+def upload(array: NDArray[Any] | torch.Tensor, device: torch.device, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """Copy an array to the device; the host does not wait. A tensor is there already."""
+    if isinstance(array, torch.Tensor):
+        return array.to(dtype)
     if device.type == "cpu":
         return torch.tensor(array, dtype=dtype)
     pinned = torch.empty(array.shape, dtype=dtype, pin_memory=True)

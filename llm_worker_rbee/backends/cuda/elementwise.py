@@ -197,10 +197,11 @@ def embed_rows(
 ):  # fmt: skip
     """Store rows of a table as the residual stream, and times the first norm's weight as activations.
 
-    Program (block, token). KIND "dense" reads `low`. `unit` includes the model's embedding scale. INT8 None:
-    the stream alone."""
-    block = tl.program_id(0)
-    t = tl.program_id(1).to(tl.int64)
+    Program token * blocks + block: other axes of a grid end at 65,535. KIND "dense" reads `low`. `unit` includes the
+    model's embedding scale. INT8 None: the stream alone."""
+    BLOCKS: tl.constexpr = (width + 31) // 32
+    block = tl.program_id(0) % BLOCKS
+    t = (tl.program_id(0) // BLOCKS).to(tl.int64)
     launch_next(PDL)
     wait_for_previous(PDL)
     c = block * 32 + tl.arange(0, 32)
@@ -234,7 +235,7 @@ def launch_embedding(
     """Start the residual stream (tokens, width) with rows of a table of one part; store the first norm to `out`."""
     (part,), (tokens, width) = table.parts, residual.shape
     to = (residual, residual, residual) if out is None else kernel_outputs(out)
-    embed_rows[(triton.cdiv(width, 32), tokens)](
+    embed_rows[(triton.cdiv(width, 32) * tokens,)](
         ids, part.low if part.values is None else part.values, part.high, part.scales, part.unit * scale,
         residual if norm is None else norm, residual, *to, residual if squares is None else squares, width, part.kind,
         None if out is None else isinstance(out, Int8Activations), pdl, part.small, part.table, num_warps=1,

@@ -137,7 +137,7 @@ def mean_of_rows(x, query_start, out, width, ROWS: tl.constexpr, COLUMNS: tl.con
         row = first + tl.arange(0, ROWS)
         at = row.to(tl.int64)[:, None] * width + c[None, :]
         acc += tl.load(x + at, mask=(row < end)[:, None] & (c < width)[None, :], other=0.0)
-    mean = tl.sum(acc, 0) / (end - start).to(tl.float32)
+    mean = tl.sum(acc, 0) / tl.maximum(end - start, 1).to(tl.float32)
     tl.store(out + request.to(tl.int64) * width + c, mean, mask=c < width)
 
 

@@ -53,9 +53,10 @@ class CudaParts:
         each = gcd(heads, 8)
 
         def rotate() -> tuple[torch.Tensor, torch.Tensor]:
-            rope_store_qkv[(2 * heads // each, tokens)](
+            rope_store_qkv[(2 * heads // each * tokens,)](
                 qkv, rope.cos, rope.sin, rows, places, out, cache, cache, heads, heads, dim, rope.cos.shape[1], BLOCK,
-                tokens=tokens, HEADS_PER_PROGRAM=each, num_warps=max(1, each // 2), enable_fp_fusion=False,
+                tokens=tokens, HEADS_PER_PROGRAM=each, GROUPS=2 * heads // each,
+                num_warps=max(1, each // 2), enable_fp_fusion=False,
             )  # fmt: skip
             return out, cache
 

@@ -1,21 +1,24 @@
 """The fused forward of a pooling model: the recorded ops in their order, neighbours fused around each product.
 
 A value is held in the forms in which it is read: as activations of a product, as float32 rows, or both. Ops of no
-rewrite, of which there are few before the first layer and after the last, run as single ops. A step is neither padded
-nor captured in a graph: its launches run ahead of the device, which the host waits for when it copies the result.
+rewrite, of which there are few before the first layer and after the last, run as single ops. Small steps are padded to
+one of few sizes and replayed from CUDA graphs; launches of larger ones run ahead of the device, which the host waits
+for when it copies the result.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ..graph import Graph, Node, ProgramLine, Rewrite, Value, apply_rewrites, op_names
-from ..ops import Backend, Batch, LayerCache, Profiler, RopeTable
+from ..ops import CAPTURING, Backend, Batch, LayerCache, Profiler, Progress, RopeTable, first_kv
 from . import encoder_kernels, profile
 from .attention_prefill import (
     QUERY_TILE,
@@ -25,17 +28,23 @@ from .attention_prefill import (
     query_dtype,
     query_tiles,
 )
-from .device import activate, as_memory_error
+from .cuda_graphs import CudaGraphs
+from .device import activate, as_memory_error, is_interpreted
 from .elementwise import ACTIVATIONS
 from .encoder_kernels import Product, Results, launch_activation, launch_norm
 from .fused_ops import ATTENTION, Attention, attention_op, has_attention_kernels
-from .linear import BatchedLinear
+from .linear import BatchedLinear, sum_splits
 from .packed_weight import Activations, PackedWeight
 from .rope import CosSin, launch_rope_store, rope_tables
-from .step_inputs import InputStaging
+from .step_inputs import InputStaging, total_size
+from .step_sizes import STEP_SIZES, padded, tile_programs
 
 NORMS = ("layer_norm", "rms_norm")
 MIN_POSITIONS = 512  # of the first cos and sin tables
+STATIC_INTS = 1 << 15  # room for the arrays of a graph, whose requests have blocks of 16 tokens
+FEW_REQUESTS = 16  # the requests of a graph are 1, these, or as many as it has tokens
+# Single ops that take the arrays of a step from the device, and wait for nothing: a graph may hold them.
+CAPTURED_OPS = {"embed", "add", "take", "mean_rows", "activate", "gated", *NORMS, "add_layer_norm", "add_rms_norm"}
 
 
 def _reads_rows(node: Node) -> bool:
@@ -68,12 +77,14 @@ REWRITES = (
     Rewrite("linear_activation", "linear gated", _has_activation_kernel),
     Rewrite("linear_add_norm", "linear rms_norm? add_layer_norm", _has_norm_kernel),
     Rewrite("linear_add_norm", "linear rms_norm? add_rms_norm", _has_norm_kernel),
+    Rewrite("linear", "linear", _reads_rows),
     *(Rewrite("norm", name, _is_of_rows) for name in NORMS),
 )
 LAUNCHES = {
     "attention": "gemm, rope_store_qkv, prefill_attention",
     "linear_activation": "gemm, activate_rows",
     "linear_add_norm": "gemm, add_norm_rows",
+    "linear": "gemm",
     "norm": "add_norm_rows",
 }
 
@@ -93,42 +104,57 @@ class Held(NamedTuple):
 
 
 class StepArrays(NamedTuple):
-    """The arrays of a step on the device."""
+    """The arrays of a step on the device, padded; `on_device` are those that single ops take from there."""
 
     positions: torch.Tensor
     slots: torch.Tensor
     tiles: QueryTiles
+    on_device: Mapping[str, torch.Tensor]
+
+
+class StepSize(NamedTuple):
+    """What the arrays of a step have room for: the key of its graph."""
+
+    tokens: int
+    requests: int
+    tile_queries: int
 
 
 class PoolingForward:
     """The fused forward of a pooling model on one device."""
 
-    graph_bytes = 0
-
-    def __init__(self, graph: Graph, ops: Backend, device: torch.device, linear: BatchedLinear) -> None:
+    def __init__(self, graph: Graph, ops: Backend, device: torch.device, *, batch_invariant: bool) -> None:
         self.graph = apply_rewrites(graph, REWRITES)
-        self.ops, self.device, self.linear = ops, device, linear
+        self.ops, self.device = ops, device
+        self.linear = BatchedLinear(device, batch_invariant=batch_invariant)
+        self.graphs = CudaGraphs(device)
         self.mark: Callable[[str], None] = lambda component: None
         self._staging = InputStaging(device)
+        self._staging.reserve_static(STATIC_INTS)
         self._readers = _find_readers(self.graph)
         self._attention = {
             node: attention_op(node.fused, self._following(node)) for node in self.graph.nodes if node.op == "attention"
         }
         self._ropes: dict[int, CosSin] = {}  # by id of the RoPE table
         self._num_positions = 0
-        last = self.graph.last_uses()
+        self._graph_workspace: weakref.ref[Any] | None = None  # the keys that graphs write to
+        self.is_captured = all(node.fused or node.op in CAPTURED_OPS for node in self.graph.nodes)
         self._last_reads: dict[int, list[Value]] = defaultdict(list)
-        for value, index in last.items():
+        for value, index in self.graph.last_uses().items():
             self._last_reads[index].append(value)
 
     def __call__(self, batch: Batch, kv: Sequence[LayerCache]) -> torch.Tensor:
-        """Launch a step; return its rows, float32 on the device."""
+        """Launch a step; return its rows, float32 on the device, valid until the next step."""
         activate(self.device)
         with as_memory_error():
-            return _Step(self, batch, kv).run()
+            return self._step(batch, kv)
 
     def with_hidden(self, batch: Batch, kv: Sequence[LayerCache]) -> tuple[torch.Tensor, torch.Tensor]:
         raise NotImplementedError("a pooling model has no hidden states beside its rows")
+
+    @property
+    def graph_bytes(self) -> int:
+        return self.graphs.nbytes
 
     def program(self, kv_type: str) -> list[ProgramLine]:
         nodes = self.graph.nodes
@@ -136,7 +162,41 @@ class PoolingForward:
 
     def run_profiled(self, batch: Batch, kv: Sequence[LayerCache], profiler: Profiler) -> torch.Tensor:
         activate(self.device)
-        return profile.run(self, lambda: _Step(self, batch, kv).run(), profiler)
+        return profile.run(self, lambda: self.launch(batch, kv), profiler)
+
+    def launch(self, batch: Batch, kv: Sequence[LayerCache]) -> torch.Tensor:
+        """Run a step launch by launch, without a graph."""
+        activate(self.device)
+        return self._prepare(batch, kv, captured=False)[1].run()
+
+    def capture_all(self, batches: Sequence[Batch], kv: Sequence[LayerCache], progress: Progress) -> None:
+        """Capture the graphs of these steps, the largest of which is the last; their kernels have been launched."""
+        found = [batch for batch in batches if self.is_captured and len(batch.ids) <= STEP_SIZES[-1]]
+        with self.graphs.counting_memory():
+            for count, batch in enumerate(reversed(found)):
+                progress(CAPTURING, count, len(found))
+                size, step = self._prepare(batch, kv, captured=True)
+                self.graphs.capture(size, step.run)
+        progress(CAPTURING, len(found), len(found))
+
+    def _step(self, batch: Batch, kv: Sequence[LayerCache]) -> torch.Tensor:
+        captured = self.is_captured and len(batch.ids) <= STEP_SIZES[-1]
+        size, step = self._prepare(batch, kv, captured=captured)
+        rows = self.graphs.run(size, step.run) if captured else step.run()
+        assert rows is not None
+        return rows[: len(batch.context_len)]
+
+    def _prepare(self, batch: Batch, kv: Sequence[LayerCache], *, captured: bool) -> tuple[StepSize, _Step]:
+        """Return a step whose arrays are on the device; those of a graph are padded."""
+        tokens, requests = len(batch.ids), len(batch.context_len)
+        longest = int(batch.context_len.max())
+        queries = SMALL_QUERY_TILE if self.linear.batch_invariant or longest <= SMALL_QUERY_TILE else QUERY_TILE
+        if captured:
+            tokens = padded(tokens, STEP_SIZES, STEP_SIZES[-1])
+            requests = next(count for count in (1, FEW_REQUESTS, tokens) if count >= requests)
+        size = StepSize(tokens, requests, queries)
+        self._reserve(longest, kv)
+        return size, _Step(self, batch, self._upload(batch, size, is_captured=captured), kv)
 
     def readers(self, value: Value) -> Readers:
         return self._readers[value]
@@ -148,31 +208,46 @@ class PoolingForward:
         """Return the values that no node after this one reads."""
         return self._last_reads.get(index, ())
 
-    def upload(self, batch: Batch) -> StepArrays:
-        """Copy the arrays of a step to the device, and make RoPE tables for its positions."""
-        self._reserve_positions(int(batch.context_len.max()))
-        is_small = self.linear.batch_invariant or batch.context_len.max() <= SMALL_QUERY_TILE
-        queries = SMALL_QUERY_TILE if is_small else QUERY_TILE
-        requests, first = query_tiles(batch.query_start, queries)
+    def _upload(self, batch: Batch, size: StepSize, *, is_captured: bool) -> StepArrays:
+        """Copy the arrays of a step to the device, of a graph to the addresses that it holds: block tables, of any
+        size, are the last."""
+        tokens, requests, queries = size
+        of_tiles, first = query_tiles(batch.query_start, queries)
+        most = tokens if is_captured else len(first)  # tiles
+        table = batch.block_table
         arrays = {
-            "positions": batch.positions, "slots": batch.slot_mapping, "tables": batch.block_table,
-            "width": np.array([batch.block_table.shape[1]]), "query_start": batch.query_start,
-            "context_len": batch.context_len, "count": np.array([len(first)]), "request": requests, "first": first,
+            "ids": (tokens, batch.ids, 0), "token_types": (tokens, batch.token_types, 0),
+            "logits_index": (requests, batch.logits_index, 0),
+            "positions": (tokens, batch.positions, 0), "slots": (tokens, batch.slot_mapping, -1),
+            "width": (1, np.array(table.shape[1]), 0), "query_start": (requests + 1, batch.query_start, len(batch.ids)),
+            "context_len": (requests, batch.context_len, 0), "count": (1, np.array(len(first)), 0),
+            "request": (most, of_tiles, 0), "first": (most, first, 0), "tables": (table.size, table, 0),
         }  # fmt: skip
-        rooms = {name: (array.size, array, 0) for name, array in arrays.items()}
-        found = self._staging.copy_to_device(batch, rooms, is_static=False)
-        positions, slots, *of_tiles = found.values()
-        return StepArrays(positions, slots, QueryTiles(queries, len(first), *of_tiles))
+        if is_captured and self._staging.reserve_static(total_size(arrays)):
+            self.graphs.clear()
+        found = self._staging.copy_to_device(batch, arrays, is_static=is_captured)
+        of_requests = (found[name] for name in ("width", "query_start", "context_len", "count", "request", "first"))
+        programs = tile_programs(tokens, queries) if is_captured else len(first)
+        tiles = QueryTiles(queries, programs, found["tables"], *of_requests)
+        names = ("ids", "positions", "token_types", "logits_index", "query_start")
+        return StepArrays(found["positions"], found["slots"], tiles, {name: found[name] for name in names})
 
     def rope(self, table: RopeTable) -> CosSin:
         return self._ropes[id(table)]
 
-    def _reserve_positions(self, count: int) -> None:
-        if count > self._num_positions:
-            self._num_positions = max(2 * self._num_positions, count, MIN_POSITIONS)
-            positions = torch.arange(self._num_positions, device=self.device)
+    def _reserve(self, positions: int, kv: Sequence[LayerCache]) -> None:
+        """Make RoPE tables for so many positions; drop graphs if something that they read has moved."""
+        keys = first_kv(kv).k
+        has_moved = self._graph_workspace is None or self._graph_workspace() is not keys
+        if positions > self._num_positions:
+            self._num_positions = max(2 * self._num_positions, positions, MIN_POSITIONS)
+            indices = torch.arange(self._num_positions, device=self.device)
             tables = {id(op.rope): op.rope for op in self._attention.values()}
-            self._ropes = {key: rope_tables(table, positions) for key, table in tables.items()}
+            self._ropes = {key: rope_tables(table, indices) for key, table in tables.items()}
+            has_moved = True
+        if has_moved:
+            self._graph_workspace = weakref.ref(keys)
+            self.graphs.clear()
 
     def _following(self, node: Node) -> PackedWeight | None:
         return next(iter(self._readers[node.output].matrices), None)
@@ -181,17 +256,18 @@ class PoolingForward:
 class _Step:
     """The values of a step in progress."""
 
-    def __init__(self, forward: PoolingForward, batch: Batch, kv: Sequence[LayerCache]) -> None:
-        self.forward, self.batch, self.kv = forward, batch, kv
+    def __init__(self, forward: PoolingForward, batch: Batch, arrays: StepArrays, kv: Sequence[LayerCache]) -> None:
+        self.forward, self.arrays, self.kv = forward, arrays, kv
         self.linear, self.exact = forward.linear, forward.linear.batch_invariant
-        self.arrays = forward.upload(batch)
+        on_device: Any = arrays.on_device if forward.is_captured else {}
+        self.batch = replace(batch, **on_device)
         self.held: dict[Value, Held] = {}
 
     def run(self) -> torch.Tensor:
         """Launch all ops; return the rows of the graph's output."""
         launches: Mapping[str, Callable[[Node], None]] = {
             "attention": self._attend, "linear_activation": self._activate, "linear_add_norm": self._add_norm,
-            "norm": self._norm,
+            "norm": self._norm, "linear": self._linear,
         }  # fmt: skip
         self.forward.mark("copies")
         for index, node in enumerate(self.forward.graph.nodes):
@@ -214,9 +290,16 @@ class _Step:
         takes_rows = op.following is not None and self.linear.takes_rows(op.following, tokens)
         needs_rows = self.forward.readers(node.output).needs_rows
         dtype = op.following.dense_dtype if takes_rows and not needs_rows else torch.float32
-        out = torch.empty(tokens, op.n_heads * op.head_dim, dtype=dtype, device=self.forward.device)
+        make = torch.zeros if is_interpreted() else torch.empty  # padding rows are not written
+        out = make(tokens, op.n_heads * op.head_dim, dtype=dtype, device=self.forward.device)
         launch_prefill_attention(q, kv, arrays.tiles, op.params, out, op.sinks)
         self.held[node.output] = Held(out) if needs_rows or not takes_rows else Held(None, Activations(out))
+
+    def _linear(self, node: Node) -> None:
+        product = self._multiply(node.fused[0])
+        rows = sum_splits(product.parts)
+        rows = rows if product.factors is None else rows * product.factors[:, None]
+        self.held[node.output] = Held(rows if product.bias is None else rows + product.bias)
 
     def _activate(self, node: Node) -> None:
         last = node.fused[-1]

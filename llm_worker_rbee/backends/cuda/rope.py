@@ -153,16 +153,16 @@ def rope_store_qkv(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
     bias=None, q_norm=None, k_norm=None, eps=0.0, tokens=0, PARTS: tl.constexpr = 1,
     HEADS_PER_PROGRAM: tl.constexpr = 1, EXACT: tl.constexpr = False, q_scale=None, V_NORM: tl.constexpr = False,
-    row_factors=None,
+    row_factors=None, GROUPS: tl.constexpr = 1,
 ):  # fmt: skip
     """Rotate queries of qkv (PARTS, tokens, ...) into q_out (tokens, HEADS, DIM) and keys into their slot, and copy
     values there.
 
-    Program (heads, token); HEADS_PER_PROGRAM divides both numbers of heads. A negative slot is padding. Without KV
-    heads nothing is stored. `row_factors` multiply the rows of qkv."""
-    first = tl.program_id(0) * HEADS_PER_PROGRAM
+    Program token * GROUPS + heads; HEADS_PER_PROGRAM divides both numbers of heads. A negative slot is padding. Without
+    KV heads nothing is stored. `row_factors` multiply the rows of qkv."""
+    first = tl.program_id(0) % GROUPS * HEADS_PER_PROGRAM
     head = first + tl.arange(0, HEADS_PER_PROGRAM)[:, None]
-    t = tl.program_id(1)
+    t = tl.program_id(0) // GROUPS
     i = tl.arange(0, padded_dim(DIM))
     slot = tl.load(slot_mapping + t).to(tl.int64)
     if slot < 0:
@@ -207,8 +207,9 @@ def launch_rope_store(
     (tokens, heads, dim), block_size = out.shape, kv.k.shape[2]
     kv_heads = (qkv.shape[2] // dim - heads) // 2  # 0: the layer reads the keys and values of another one
     each = gcd(heads, kv_heads, 8)  # heads of a program
-    rope_store_qkv[((heads + 2 * kv_heads) // each, tokens)](
+    groups = (heads + 2 * kv_heads) // each
+    rope_store_qkv[(groups * tokens,)](
         qkv, rope.cos, rope.sin, positions, slots, out, kv.k, kv.v, heads, kv_heads, dim, rope.cos.shape[1], block_size,
-        bias, q_norm, k_norm, eps, qkv.shape[1], qkv.shape[0], each, exact, rope.q_scale, v_norm, factors,
+        bias, q_norm, k_norm, eps, qkv.shape[1], qkv.shape[0], each, exact, rope.q_scale, v_norm, factors, groups,
         num_warps=max(1, each // 2), enable_fp_fusion=False,
     )  # fmt: skip
