@@ -58,6 +58,17 @@ def test_gguf_equals_transformers(name: str, made: Callable[[str], Made], tmp_pa
     assert_close(ours.run(rows), pooling_zoo.expected_rows(variant, model, rows))
 
 
+@pytest.mark.parametrize("name", pooling_zoo.POOLING_ZOO)
+def test_kernels_equal_transformers_with_the_same_bits_in_every_batch(name: str, made: Callable[[str], Made]) -> None:
+    variant, model, folder = made(name)
+    rows = pooling_zoo.sequences()
+    ours = pooling_zoo.load(folder, "cpu")
+    together = ours.run(rows)
+    assert_close(together, pooling_zoo.expected_rows(variant, model, rows))
+    assert (together == np.concatenate([ours.run([ids]) for ids in rows])).all()
+    assert (together == ours.run(rows[::-1])[::-1]).all()
+
+
 def test_token_types_of_a_pair(made: Callable[[str], Made]) -> None:
     variant, model, folder = made("bert-rank")
     rows = pooling_zoo.sequences((9, 30))
