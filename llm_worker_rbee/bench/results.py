@@ -108,7 +108,7 @@ class Result:
 class Run:
     """One saved measurement of a command."""
 
-    kind: str  # micro, e2e, load, serving, peers, accuracy, profile, experiments
+    kind: str  # micro, e2e, embed, load, serving, peers, accuracy, profile, experiments
     results: tuple[Result, ...]
     created: str  # ISO 8601, UTC
     machine: Mapping[str, Any]

@@ -61,6 +61,8 @@ COMMANDS = {
         "Measure a whole model: prefill, decode, time to first token, memory."),
     "bench load": Command("Measure", ".bench.e2e_load",
         "Measure a start: import, open, kernels, weights, warm-up, first token."),
+    "bench embed": Command("Measure", ".bench.embed",
+        "Measure embeddings: texts and tokens a second, by length and batch, beside peers."),
     "bench serving": Command("Measure", ".bench.serving",
         "Put load on any OpenAI-compatible server; measure what its users would see."),
     "bench accuracy": Command("Judge", ".bench.accuracy",

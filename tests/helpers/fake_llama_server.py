@@ -1,4 +1,6 @@
-"""A server that speaks as llama-server does (llama.cpp of 2026-08), as far as it is used: /health, /props, /completion.
+"""A server that speaks as llama-server does (llama.cpp of 2026-08), as far as it is used.
+
+It has /health, /props, /completion and /v1/embeddings.
 
 Run as a program it takes llama-server's options; it notes them and every request in the file that LOG names. Answers
 wait for each other, as slots of one batch do: no token comes before all requests have begun. What MODE says
@@ -7,8 +9,10 @@ goes wrong: `short`, `refuse`, `words`, `quiet`, `half`.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import struct
 import sys
 import threading
 import time
@@ -17,7 +21,8 @@ from typing import Any
 
 MODE = os.environ.get("MODE", "")
 STEP_S = 0.005  # of the model that it does not have: a reader that is late for one token is not late for forty
-given = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=False))
+words = [word for word in sys.argv[1:] if word != "--embedding"]
+given = dict(zip(words[::2], words[1::2], strict=False))
 
 
 def note(what: Any) -> None:
@@ -54,6 +59,9 @@ class Handler(BaseHTTPRequestHandler):
         note({"path": self.path, **body})
         if MODE == "refuse":
             return self.reply({"error": {"message": "no slot"}}, 400)
+        if self.path == "/v1/embeddings":
+            row = base64.b64encode(struct.pack("<2f", 0.6, 0.8)).decode()
+            return self.reply({"data": [{"index": i, "embedding": row} for i in range(len(body["input"]))]})
         if MODE == "quiet":
             threading.Event().wait()
         self.send_response(200)

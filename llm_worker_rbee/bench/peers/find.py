@@ -113,7 +113,7 @@ def _make_library(name: str, model: Path, checkpoint: Checkpoint, plan: Plan, ta
     needed = [package for package in PACKAGES[name] if package != "gguf" or checkpoint.format == "gguf"]
     own = environment_python(name)
     pythons = dict.fromkeys([*plan.pythons, *([str(own)] if own.exists() else []), sys.executable])
-    python = next((path for path in pythons if _has_packages(path, needed)), None)
+    python = next((path for path in pythons if has_packages(path, needed)), None)
     if python is None:
         missing = f"{' and '.join(needed)} not installed for {', '.join(pythons)}"
         remedy = f", --install {name} installs it" if name in INSTALLED else ""
@@ -142,7 +142,7 @@ def install(name: str, progress: StepProgress) -> str:
         own = f"install {name} yourself, and name its interpreter with --peer-python PATH"
         raise InvalidRequestError(f"--install {name}: only {', '.join(INSTALLED)} can be installed; {own}", "install")
     python = environment_python(name)
-    if not (python.exists() and _has_packages(str(python), PACKAGES[name])):
+    if not (python.exists() and has_packages(str(python), PACKAGES[name])):
         folder = str(python.parents[1])
         for number, (what, command) in enumerate((
             (f"making {folder}", [sys.executable, "-m", "venv", "--clear", folder]),
@@ -158,7 +158,8 @@ def install(name: str, progress: StepProgress) -> str:
     return str(python)
 
 
-def _has_packages(python: str, packages: Sequence[str]) -> bool:
+def has_packages(python: str, packages: Sequence[str]) -> bool:
+    """Return whether an interpreter can import these packages."""
     program = f"import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, {list(packages)!r})))"
     command, env = [python, "-c", program], library_environment(1)
     try:

@@ -92,23 +92,14 @@ class LlamaServer(ServerPeer):
         slot_context = -(-context // SLOT_CONTEXT_STEP) * SLOT_CONTEXT_STEP
         layers = ALL_LAYERS if on_gpu else "0"
         options = ["-t", str(threads), "-ngl", layers, "-np", str(slots), "-c", str(slots * slot_context)]
-        self._command = [program, "-m", model, *options, "--host", "127.0.0.1"]
+        self._command = [program, "-m", model, *options]
         self.settings = {"options": " ".join(options)}
 
     def make_process(self) -> ServerProcess:
-        with socket.create_server(("127.0.0.1", 0)) as probe:  # a free port
-            port = probe.getsockname()[1]
-        return ServerProcess(
-            self.name, [*self._command, "--port", str(port)], self._timeout_s, url=f"http://127.0.0.1:{port}",
-            shutdown_s=SHUTDOWN_S, max_error_lines=1, error=PeerError,
-        )  # fmt: skip
+        return llama_server_process(self._command, self._timeout_s)
 
     def read_version(self, authority: str) -> str:
-        _, body = BlockingClient(authority).get("/props") or (0, b"{}")
-        try:
-            return str(json.loads(body)["build_info"])
-        except (ValueError, KeyError, TypeError):
-            return "unknown build"
+        return read_llama_build(authority)
 
     def make_body(self, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
         return {
@@ -118,6 +109,25 @@ class LlamaServer(ServerPeer):
 
     def count(self, stream: Stream) -> list[TokenCount]:
         return count_tokens(stream, "tokens_predicted")
+
+
+def llama_server_process(command: Sequence[str], timeout_s: float) -> ServerProcess:
+    """Return llama-server at a free port of loopback, not started."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    return ServerProcess(
+        LLAMA_SERVER, [*command, "--host", "127.0.0.1", "--port", str(port)], timeout_s, url=f"http://127.0.0.1:{port}",
+        shutdown_s=SHUTDOWN_S, max_error_lines=1, error=PeerError,
+    )  # fmt: skip
+
+
+def read_llama_build(authority: str) -> str:
+    """Return the build of a running llama-server."""
+    _, body = BlockingClient(authority).get("/props") or (0, b"{}")
+    try:
+        return str(json.loads(body)["build_info"])
+    except (ValueError, KeyError, TypeError):
+        return "unknown build"
 
 
 class WorkerServer(ServerPeer):

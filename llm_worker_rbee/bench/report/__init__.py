@@ -32,13 +32,14 @@ KEY_RESULTS: dict[str, Sequence[str]] = {
     "e2e": (r"pp\d+.*", r"tg\d+.*", r"ttft.*", r"peak_memory.*"),
     "load": (r"total/cold", r"total/warm", r"import", r"memory/peak"),
     "serving": (r"request_throughput", r"output_throughput", r"ttft/median", r"errors"),
-    "accuracy": (r"ppl_ratio", r"mean_abs_dlogprob", r"kl", r"top1"),
+    "accuracy": (r"ppl_ratio", r"mean_abs_dlogprob", r"kl", r"top1", r"cosine/mean", r"cosine/min", r"ndcg@10", r"mrr"),
     "profile": (r"prefill/step", r"decode/step"),
 }
 VERDICT_ORDER = {"regressed": 0, "improved": 1, "within noise": 2}
 TITLES = {
     "micro": "Micro-benchmarks", "e2e": "End to end", "load": "Loading a model", "serving": "Serving",
     "peers": "Beside its peers", "accuracy": "Accuracy", "profile": "Where the time goes", "experiments": "Experiments",
+    "embed": "Embeddings",
 }  # fmt: skip
 
 
@@ -309,4 +310,10 @@ def _profile_tiles(run: Run) -> list[Tile]:
     return list(made.values())
 
 
-TILES = {"micro": _micro_tiles, "experiments": _experiment_tiles, "peers": _peer_tiles, "profile": _profile_tiles}
+TILES = {
+    "micro": _micro_tiles,
+    "experiments": _experiment_tiles,
+    "peers": _peer_tiles,
+    "embed": _peer_tiles,
+    "profile": _profile_tiles,
+}

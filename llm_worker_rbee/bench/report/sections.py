@@ -388,6 +388,7 @@ SECTIONS: dict[str, Sequence[Section]] = {
     "load": (pivot_tables, distribution_charts),
     "serving": (pivot_tables, latency_charts),
     "peers": (peer_table, charts_by_length, distribution_charts),
+    "embed": (peer_table, distribution_charts),
     "accuracy": (results_table,),
     "profile": (component_shares, all_results, roofline_chart),
     "experiments": (verdict_list, claim_tables, all_results, charts_by_length, distribution_charts),

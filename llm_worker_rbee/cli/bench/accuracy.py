@@ -19,6 +19,7 @@ from ...progress import StepProgress, step_progress
 from ..options import LoadOptions, gather
 from ..terminal import style
 from .common import ModelArgument, ResultOptions, SyntheticOption, measuring, parse_counts, print_table, recording
+from .embed import check_embeddings
 
 LLAMA_CPP = "llama.cpp"
 AGAINST = ("reference", "transformers")
@@ -47,11 +48,14 @@ def accuracy(
         str, measuring(metavar="N,...", help="With --synthetic: batch sizes to compare logits at.")
     ] = "1,2,4,8,16,24,64,128",
     greedy: Annotated[int, measuring(metavar="N", min=0, help="Compare greedy answers of N tokens; 0: do not.")] = 0,
+    embedding: Annotated[
+        bool, measuring("--embedding", help="Of an embedding model: cosine to the truth, retrieval of a labelled set.")
+    ] = False,
     against: Annotated[
-        str, measuring(metavar="reference|transformers", help="Implementation to compare with.")
+        str, measuring(metavar="NAME", help="Compare with reference, transformers, sentence-transformers.")
     ] = "reference",
     peer_python: Annotated[
-        str, measuring(metavar="PYTHON", show_default="this one", help="Python with transformers.")
+        str, measuring(metavar="PYTHON", show_default="this one", help="Python with the library.")
     ] = sys.executable,
     llama_cpp_python: Annotated[
         str | None, measuring(metavar="PYTHON", help="Python with llama-cpp-python: measure it too.")
@@ -74,6 +78,9 @@ def accuracy(
     The reference against itself must differ by nothing: a check. What
     --kv-type and --quantize lose counts too: the truth is without them.
 
+    --embedding: the cosine of each text's embedding to the truth's, and how well
+    both find the relevant passages of a labelled set that comes with the package.
+
     \b
     Examples:
       llm-worker-rbee bench accuracy
@@ -83,8 +90,12 @@ def accuracy(
       llm-worker-rbee bench accuracy --llama-cpp-python ~/lcp/bin/python
       llm-worker-rbee bench accuracy --device cuda --greedy 24
       llm-worker-rbee bench accuracy --device cuda --synthetic llama2-7b:Q4_K_M:2
+      llm-worker-rbee bench accuracy --embedding --quantize Q8_0 --against sentence-transformers
     """
     used = computing.set_up()
+    if embedding:
+        check_embeddings(model, against, peer_python, results, computing, used)
+        return
     if against not in AGAINST:
         raise typer.BadParameter(f"--against is {against!r}: use one of {', '.join(AGAINST)}")
     if synthetic is not None:
