@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Library
+from tokenizers import models
 
 from ..errors import TokenizerError
 from .encoders import LibraryEncoder, tokenizer_errors
 from .tokenizer import (
     CONTINUATION,
+    MARK,
     BosEos,
     PairTemplate,
     Style,
@@ -47,6 +49,7 @@ def tokenizer_from_hf(folder: Path) -> Tokenizer:
     style = _style(steps)
     unknown = "" if style else f"unknown decoder {', '.join(str(step.get('type')) for step in steps) or 'none'}"
     vocabulary = _vocabulary(library, source, style or "verbatim", _id_limit(files["config"]))
+    _hide_special(library, source, vocabulary)
     return Tokenizer(
         kind=f"tokenizer.json ({unknown}: encoding only)" if unknown else "tokenizer.json",
         vocabulary=vocabulary,
@@ -134,6 +137,17 @@ def _vocabulary(library: Library, source: Mapping[str, Any], style: Style, id_li
     if unknown is not None:
         token_types[unknown] = TokenType.UNKNOWN
     return Vocabulary(texts, token_types, style, id_limit=id_limit)
+
+
+def _hide_special(library: Library, source: Mapping[str, Any], vocabulary: Vocabulary) -> None:
+    """Keep a unigram model, whose pieces have the names of control tokens, from making these of plain text."""
+    model = source.get("model") or {}
+    if model.get("type") != "Unigram":
+        return
+    special = set(vocabulary.special_names().values())
+    pieces = [(f"{MARK}{i}" if i in special else text, score) for i, (text, score) in enumerate(model["vocab"])]
+    with tokenizer_errors("tokenizer.json"):
+        library.model = models.Unigram(pieces, model.get("unk_id"), bool(model.get("byte_fallback")))
 
 
 def _id_limit(config: Mapping[str, Any]) -> int:
