@@ -24,6 +24,7 @@ from ..weights.hub import find_model
 from .options import option_fields
 
 WORKSPACE_BYTES = 1 << 30  # of a pooling model, beside its weights: an estimate for planning the KV cache
+NICE = 10  # of the process of a pooling model: a tenth of the cores beside chat that never pauses (decision 103)
 TASKS: dict[Kind, str] = {"embedding": "embed", "rerank": "rank"}
 HELP = "A GGUF file, a folder, hf:owner/repo:quant, or a name such as all-minilm-l6-v2."
 
@@ -70,7 +71,7 @@ def _start(kind: Kind, name: str, shared: Mapping[str, Any], supervision: Mappin
     def open_text(info: PoolingInfo) -> PoolingText:
         return opening.result()
 
-    load = Load(options={**shared, "model": name, "task": TASKS[kind]}, is_pooling=True)
+    load = Load(options={**shared, "model": name, "task": TASKS[kind]}, is_pooling=True, nice=NICE)
     engine = SupervisedPooling(load, on_located=on_located, **supervision)
     engine.label = f"the engine of {name}"
     return PoolingService(name, kind, engine, open_text)

@@ -1,7 +1,6 @@
 """The process of a pooling model, once it has its `Load`: loads, then computes requests step by step.
 
-It runs at a lower priority than chat, and its steps are small where a chat model shares the device: what a decode step
-waits for is then short.
+Its steps are small, and the front gives it a lower priority than chat: what a decode step waits for is short.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from ..load_pooling import LoadedPooling, PoolingOptions, load_pooling
 from .protocol import Abort, Load, Pool, PooledRows, PoolingInfo, PoolingStep
 from .wire import FromEngine, ToEngine
 
-NICE = 19  # of 19: the lowest priority
 HOST_STEP_TOKENS = 1024
 DEVICE_STEP_TOKENS = 16_384
 
@@ -75,7 +73,8 @@ def load_pooling_loop(
     message: Load, phases: LoadPhases, on_located: Callable[[Path], None]
 ) -> tuple[PoolingLoop, PoolingInfo]:
     """Load a pooling model, and compute a sequence: what only the first step needs is done then."""
-    machine.lower_priority(NICE)
+    if message.nice:
+        machine.lower_priority(message.nice)
     loaded = load_pooling(PoolingOptions(**message.options), phases, on_located=on_located)
     info = pooling_info(loaded, phases)
     with phases.timed("warm-up"):

@@ -55,7 +55,8 @@ class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     options: dict[str, Any]  # fields of `LoadOptions`, or of `PoolingOptions`
     dummy_step_s: float | None = None  # replace the model by a `DummyModel` whose steps take so long
     records_blocks: bool = False  # report the hashes of cached blocks
-    is_pooling: bool = False  # a pooling model, in a process of low priority
+    is_pooling: bool = False  # a pooling model
+    nice: int = 0  # of the process: lower priority than others up to 19
     version: int = VERSION
 
 

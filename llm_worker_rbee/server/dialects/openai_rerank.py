@@ -22,6 +22,7 @@ from ..schema import (
     reply_schema,
     table_schema,
     with_field,
+    with_values,
 )
 from . import Dialect, Operation, Route
 from .openai import SCHEMAS, error_body
@@ -108,8 +109,11 @@ class Handlers:
 def _schemas(settings: ServerSettings) -> dict[str, Schema]:
     is_open, names = settings.ignore_unknown_fields, settings.pooling_names
     usage = reply_schema(prompt_tokens=COUNT, total_tokens=COUNT)
-    pairs = [{"allOf": [with_field(first), with_field(second)]} for first, second in
-             (("text_1", "text_2"), ("queries", "documents"))]  # fmt: skip
+    first, second = ("text_1", "text_2"), ("queries", "documents")
+    pairs = [
+        {"allOf": [*map(with_field, pair), with_values(**{name: {"const": None} for name in other})]}
+        for pair, other in ((first, second), (second, first))
+    ]
     result = reply_schema(index=COUNT, relevance_score=NUMBER)
     score = reply_schema(index=COUNT, object={"const": "score"}, score=NUMBER)
     return {
