@@ -72,12 +72,13 @@ def join_rows(sequences: Sequence[Ints]) -> bytes:
 def load_pooling_loop(
     message: Load, phases: LoadPhases, on_located: Callable[[Path], None]
 ) -> tuple[PoolingLoop, PoolingInfo]:
-    """Load a pooling model, and compute a sequence: what only the first step needs is done then."""
+    """Load a pooling model, do all one-time work of its backend, and compute a sequence."""
     if message.nice:
         machine.lower_priority(message.nice)
     loaded = load_pooling(PoolingOptions(**message.options), phases, on_located=on_located)
     info = pooling_info(loaded, phases)
     with phases.timed("warm-up"):
+        loaded.model.warm_up(info.max_step_tokens, phases.progress)
         loaded.model.run([np.zeros(min(16, info.max_length), np.int64)])
     return PoolingLoop(PoolingEngine(loaded.model, info.max_step_tokens, loaded.path.name)), info
 
