@@ -15,6 +15,7 @@ PEERS = {"llama-bench": "llama.cpp", "llama-server": "llama.cpp (llama-server)",
 KINDS = {
     "peers": "Against other programs",
     "e2e": "Prefill and decode",
+    "embed": "Embeddings",
     "micro": "The named benchmarks",
     "accuracy": "Accuracy",
     "load": "Start",
@@ -148,7 +149,7 @@ def busy_note(run: Run) -> str:
     return f" (not quiet: up to {busy:.1f} cores were in use by other programs)" if busy >= BUSY_CORES else ""
 
 
-SHOWN: Mapping[str, Callable[[Run], list[str]]] = {"peers": peers_table}
+SHOWN: Mapping[str, Callable[[Run], list[str]]] = {"peers": peers_table, "embed": peers_table}
 
 
 def markdown(runs: Runs) -> str:

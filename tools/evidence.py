@@ -42,6 +42,9 @@ OPTIONS = (
     "--suite cpu --peer llama-bench --llama-bench {llama_bench} --llama-bench-args '-fa off' "
     "--llama-bench-args '-ctk q8_0 -ctv q8_0' --llama-bench-args '-ub 64'"
 )
+ST = "sentence-transformers"
+LIBRARY = "--against sentence-transformers --peer-python {sentence_transformers}"
+EMBED = "--types F32,Q8_0 --llama-server {llama_server} --peer-python {sentence_transformers}"
 ALL_PEERS = ("cpu", "llama-bench", "mistral.rs")
 REMEDIES = {"mistral.rs": "`bench peers --install mistral.rs` installs it", "perf": "it comes with Linux's tools"}
 
@@ -51,7 +54,7 @@ class Step(NamedTuple):
 
     name: str
     command: str
-    needs: tuple[str, ...] = ()  # cuda, llama-bench, llama-server, mistral.rs, perf, quiet CPU without a GPU: cpu
+    needs: tuple[str, ...] = ()  # cuda, programs and libraries by name, quiet CPU without a GPU: cpu
 
 
 STEPS = (
@@ -66,6 +69,13 @@ STEPS = (
     Step("profile-cuda", f"profile --device cuda {SHAPE_7B} {NO_FILES}", ("cuda",)),
     Step("profile-cuda-64", f"profile --device cuda {SHAPE_7B} --batch 64 {NO_FILES}", ("cuda",)),
     Step("accuracy", "bench accuracy", ("cpu",)),
+    Step("accuracy-embedding", f"bench accuracy --embedding --quantize Q8_0 {LIBRARY}", ("cpu", ST)),
+    Step("embed", f"bench embed {EMBED} -r 3", ("cpu", "llama-server", ST)),
+    Step(
+        "embed-cuda",
+        "bench embed --device cuda --synthetic bge-large:F16 --tokenized --lengths 512 --batch 256 --texts 0",
+        ("cuda",),
+    ),
     Step("load", "bench load", ("cpu",)),
     Step("e2e", "bench e2e --batch 1,16 --prefix 1000", ("cpu",)),
     Step("e2e-cuda", f"bench e2e --device cuda {SHAPE_7B} --batch 1,64 --burst 64x27", ("cuda",)),
@@ -171,11 +181,12 @@ def main() -> int:
     )
     parser.add_argument("--llama-bench", metavar="PATH", default=shutil.which("llama-bench"))
     parser.add_argument("--llama-server", metavar="PATH", default=shutil.which("llama-server"))
+    parser.add_argument("--sentence-transformers", metavar="PYTHON", help="an interpreter that has it")
     given = parser.parse_args()
     mistralrs = find.environment_python("mistral.rs")
     programs = {
         "llama-bench": given.llama_bench, "llama-server": given.llama_server, "perf": shutil.which("perf"),
-        "mistral.rs": str(mistralrs) if mistralrs.exists() else None,
+        "mistral.rs": str(mistralrs) if mistralrs.exists() else None, ST: given.sentence_transformers,
     }  # fmt: skip
     folder, failed = pages.RESULTS / (given.machine or machine_folder()), []
     for step in select(given.only):

@@ -37,7 +37,7 @@ class Page(NamedTuple):
 
 
 CHART_RUNS = ("*/peers.json.gz", "*/peers-cpu.json.gz", "*/peers-cuda.json.gz")
-SHOWN_RUNS = tuple(f"*/{kind}*.json.gz" for kind in ("peers", "e2e", "micro", "accuracy", "load", "serving"))
+SHOWN_RUNS = tuple(f"*/{kind}*.json.gz" for kind in ("peers", "e2e", "embed", "micro", "accuracy", "load", "serving"))
 PAGES = (
     Page("docs/benchmarks.md", SHOWN_RUNS, benchmarks_page.markdown),
     Page("docs/profile.md", ("*/profile*.json.gz",), profile_page.markdown),
