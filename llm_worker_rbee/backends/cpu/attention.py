@@ -164,10 +164,12 @@ def view_of(a, s, keys, values, request, head):
 
 
 @kernel
-def sequence_length(a, s, request):
-    """Return the tokens of a sequence whose tokens see both sides, all of which are in the step; 0 for others."""
-    last = i64(s[Step.QUERY_START])[request + 1] - 1
-    return 0 if a[AttentionArg.IS_CAUSAL] else i64(s[Step.POSITIONS])[last] + 1
+def rows_of(a, s, token, tokens, per_token, request):
+    """Return the rows of a piece; where they see both sides, all tokens of the sequence are in the step."""
+    positions, length = i64(s[Step.POSITIONS]), 0
+    if not a[AttentionArg.IS_CAUSAL]:
+        length = positions[i64(s[Step.QUERY_START])[request + 1] - 1] + 1
+    return Rows(positions, token, tokens, per_token, a[AttentionArg.WINDOW], length)
 
 
 @kernel
@@ -185,18 +187,14 @@ def attend_prefill(args, step, piece):
     work, tile, per_token = i64(s[entry]), NUMBERS_PER_TILE * piece, s[entry + WorkEntry.HEADS]
     token, tokens, request, head = work[tile], work[tile + 1], work[tile + 2], work[tile + 3]
     view = view_of(a, s, CACHED(layer[0]), CACHED(layer[1]), request, head)
-    length, positions = sequence_length(a, s, request), i64(s[Step.POSITIONS])
-    # close together, scores stay in the first-level cache; not a power of two apart, they are in different sets of it
-    seen = length if length else positions[token + tokens - 1] + 1
-    pitch = min(KEY_BLOCK, -(-seen // SPAN) * SPAN) + LANES
-    rows = Rows(positions, token, tokens, per_token, a[AttentionArg.WINDOW], length, pitch)
+    rows = rows_of(a, s, token, tokens, per_token, request)
     scale, cap = np.float32(f64(args)[AttentionArg.SCALE]), np.float32(f64(args)[AttentionArg.SOFT_CAP])
     q, out, dim = f32(s[a[AttentionArg.QUERIES]]), f32(s[a[AttentionArg.OUT]]), view.dim
     at, stride, count = (token * a[AttentionArg.HEADS] + head) * dim, a[AttentionArg.HEADS] * dim, tokens * per_token
     padded = -(-(count + ROWS - 1) // LANES) * LANES  # whole tiles, and whole vectors of one number a row
     size = padded * (dim + 2)
-    memory = scratch(padded * (dim + pitch) + 2 * size + SPAN * (dim + 1))
-    scores, total = memory[padded * dim :], Partial(memory, padded * (dim + pitch), padded)
+    memory = scratch(padded * (dim + KEY_BLOCK) + 2 * size + SPAN * (dim + 1))
+    scores, total = memory[padded * dim :], Partial(memory, padded * (dim + KEY_BLOCK), padded)
     part, floats = Partial(memory, total.at + size, padded), memory[total.at + 2 * size :]
     copy_queries(q, at, stride, tokens, per_token * dim, memory)
     for i in range(count * dim, padded * dim):
@@ -230,8 +228,7 @@ def attend_decode(args, step, piece):
     work, tile = i64(s[entry]), NUMBERS_PER_TILE * (s[entry + WorkEntry.PREFILL] + number)
     token, request, head = work[tile], work[tile + 2], work[tile + 3]
     view = view_of(a, s, CACHED(layer[0]), CACHED(layer[1]), request, head)
-    length, positions = sequence_length(a, s, request), i64(s[Step.POSITIONS])
-    rows = Rows(positions, token, 1, ROWS, a[AttentionArg.WINDOW], length, KEY_BLOCK)
+    rows = rows_of(a, s, token, 1, ROWS, request)
     scale, cap = np.float32(f64(args)[AttentionArg.SCALE]), np.float32(f64(args)[AttentionArg.SOFT_CAP])
     q, out, dim = f32(s[a[AttentionArg.QUERIES]]), f32(s[a[AttentionArg.OUT]]), view.dim
     at = (token * a[AttentionArg.HEADS] + head) * dim

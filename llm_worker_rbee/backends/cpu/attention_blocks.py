@@ -58,7 +58,6 @@ class Rows(NamedTuple):
     heads: int
     window: int
     length: int  # of the sequence, where rows see both sides; 0: they see what lies before them
-    pitch: int  # floats from the scores of a row to those of the next
 
 
 class Partial(NamedTuple):
@@ -170,7 +169,7 @@ def convert_values(view, first, last, floats):
 def score_rows(view, rows, count, q, scale, start, last, scores, floats):
     """Write scores of `count` rows with positions start .. last - 1 of a block, by tiles of ROWS x 16 VECTORS.
 
-    Row r is at q[r * dim]; position p of row r goes to scores[r * pitch + p % KEY_BLOCK]. Chunks that no row of a
+    Row r is at q[r * dim]; position p of row r goes to scores[r * KEY_BLOCK + p % KEY_BLOCK]. Chunks that no row of a
     tile sees are left out.
     """
     dim = view.dim
@@ -184,25 +183,25 @@ def score_rows(view, rows, count, q, scale, start, last, scores, floats):
                 for d in range(0, dim, FMA_STEPS):
                     total = kv.fma_rows(total, floats, d * SPAN + p, SPAN, q, r * dim + d, dim, ROWS, FMA_STEPS)
                 factors = kv.load_tile(floats, dim * SPAN + p, 0, 1, VECTORS)
-                kv.store_products(scores, r * rows.pitch + position % KEY_BLOCK + p, rows.pitch, total, factors)
+                kv.store_products(scores, r * KEY_BLOCK + position % KEY_BLOCK + p, KEY_BLOCK, total, factors)
                 p += LANES * VECTORS
 
 
-def multiply_values(floats, at, count, dim, scores, weight, pitch, out, to, d):
+def multiply_values(floats, at, count, dim, scores, weight, out, to, d):
     """Add weight * value to values d .. dim - 1 of ROWS rows of `out`, for `count` positions from floats[at] on."""
     while d + LANES * VECTORS <= dim:
         total = kv.load_tile(out, to + d, dim, ROWS, VECTORS)
         i = 0
         while i + FMA_STEPS <= count:
-            total = kv.fma_rows(total, floats, at + i * dim + d, dim, scores, weight + i, pitch, ROWS, FMA_STEPS)
+            total = kv.fma_rows(total, floats, at + i * dim + d, dim, scores, weight + i, KEY_BLOCK, ROWS, FMA_STEPS)
             i += FMA_STEPS
         while i < count:
-            total = kv.fma_rows(total, floats, at + i * dim + d, dim, scores, weight + i, pitch, ROWS, 1)
+            total = kv.fma_rows(total, floats, at + i * dim + d, dim, scores, weight + i, KEY_BLOCK, ROWS, 1)
             i += 1
         kv.store_tile(out, to + d, dim, total, VECTORS)
         d += LANES * VECTORS
     if VECTORS > 1 and d < dim:
-        VECTOR_BY_VECTOR(floats, at, count, dim, scores, weight, pitch, out, to, d)
+        VECTOR_BY_VECTOR(floats, at, count, dim, scores, weight, out, to, d)
 
 
 def accumulate_single(rows, r, first, last, position, floats, dim, scores, out, to):
@@ -211,8 +210,8 @@ def accumulate_single(rows, r, first, last, position, floats, dim, scores, out, 
         begin, end = row_span(rows, i)
         begin, end = max(begin, first), min(end, last)
         if begin < end:
-            weight, at, pitch = i * rows.pitch + begin % KEY_BLOCK, (begin - position) * dim, rows.pitch
-            MULTIPLY_ONE(floats, at, end - begin, dim, scores, weight, pitch, out, to + i * dim, 0)
+            weight = i * KEY_BLOCK + begin % KEY_BLOCK
+            MULTIPLY_ONE(floats, (begin - position) * dim, end - begin, dim, scores, weight, out, to + i * dim, 0)
 
 
 def accumulate_rows(view, rows, count, start, last, scores, out, to, floats):
@@ -232,8 +231,8 @@ def accumulate_rows(view, rows, count, start, last, scores, out, to, floats):
             if position < low:
                 ACCUMULATE_SINGLE(rows, r, position, low, position, floats, dim, scores, out, to)
             if low < high:
-                weight, at, pitch = r * rows.pitch + low % KEY_BLOCK, (low - position) * dim, rows.pitch
-                MULTIPLY_TILE(floats, at, high - low, dim, scores, weight, pitch, out, to + r * dim, 0)
+                weight = r * KEY_BLOCK + low % KEY_BLOCK
+                MULTIPLY_TILE(floats, (low - position) * dim, high - low, dim, scores, weight, out, to + r * dim, 0)
             if high < stop:
                 ACCUMULATE_SINGLE(rows, r, high, stop, position, floats, dim, scores, out, to)
 
@@ -295,7 +294,7 @@ def softmax_rows(view, rows, count, start, last, cap, scores, part):
     """Compute the softmax of `count` rows over positions start .. last - 1 of a block, not divided by its sum."""
     for r in range(count):
         begin, end = row_span(rows, r)
-        begin, end, at = max(begin, start), min(end, last), r * rows.pitch
+        begin, end, at = max(begin, start), min(end, last), r * KEY_BLOCK
         largest, total = LOWEST, np.float32(0)
         if begin < end:
             first = begin % KEY_BLOCK
