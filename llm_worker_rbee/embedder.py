@@ -29,6 +29,7 @@ from .load import LoadPhases
 from .load_pooling import PoolingOptions, load_pooling
 from .pooling_text import EncodedPairs
 from .progress import Advance, OnStage, request_progress
+from .token_engine.pooling_loop import DEVICE_STEP_TOKENS, HOST_STEP_TOKENS
 from .weights.hub import DEFAULT_EMBEDDING_MODEL, Progress
 
 __all__ = ["Embedder", "RankResult", "Reranker"]
@@ -37,7 +38,6 @@ Floats = NDArray[np.float32]
 Text = str | Sequence[int] | NDArray[Any]
 OnProgress = Callable[[int, int, int], None]  # finished inputs, of how many, their tokens
 ShowProgress = bool | OnProgress | None
-STEP_TOKENS = {False: 2_048, True: 16_384}  # the token budget of a step on the host, in a device's own memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,8 @@ class _PoolingRunner:
         self.checkpoint, self.config, self.pooling = loaded.checkpoint, loaded.config, loaded.pooling
         self.model, self.text, self.quant = loaded.model, loaded.text, loaded.quant
         self.notes = loaded.notes
-        budget = STEP_TOKENS[self.model.ops.has_device_memory] if max_step_tokens is None else max_step_tokens
+        usual = DEVICE_STEP_TOKENS if self.model.ops.has_device_memory else HOST_STEP_TOKENS
+        budget = usual if max_step_tokens is None else max_step_tokens
         self.engine = PoolingEngine(self.model, budget, self.checkpoint.path.name)
         self.name = self.checkpoint.path.name
         self._width = self.model.output_dim
