@@ -13,13 +13,14 @@ from pathlib import Path
 
 QUOTES = '"' * 3
 PACKAGE = Path(__file__).parents[1]
+POOLING = ("embedder.py", "load_pooling.py", "pooling_text.py")
 # area -> its files and folders in the package
 AREAS: Mapping[str, tuple[str, ...]] = {
     "reference": ("backends/reference.py", "backends/reference_sampling.py"),
     "cpu": ("backends/cpu", "backends/cpu_info.py"),
     "cuda": ("backends/cuda",),
     "layers": ("backends/ops.py", "backends/graph.py", "layers", "models", "cache"),
-    "engine": ("engine", "token_engine", "llm.py", "load.py", "text_model.py"),
+    "engine": ("engine", "token_engine", "llm.py", "load.py", "text_model.py", *POOLING),
     "server": ("server",),
 }
 

@@ -106,7 +106,9 @@ def _show(run: Run) -> None:
     if run.model:
         print(f"{run.model['name']}, {counted(run.settings['threads'], 'thread')}\n")
     head = ["", "PROGRAM", "TOKENS/S", "95% INTERVAL", "TEXTS/S", "OURS / THIS", "95% INTERVAL", "VERSION"]
-    common.print_table([head, *map(_row, run.results)], right=[2, 4, 5])
+    tests = list(dict.fromkeys(result.name.rpartition("/")[0] for result in run.results))
+    order = sorted(run.results, key=lambda result: tests.index(result.name.rpartition("/")[0]))
+    common.print_table([head, *map(_row, order)], right=[2, 4, 5])
     for what in ("left_out", "failed"):
         for name, reason in run.details.get(what, {}).items():
             note(cell(f"{what.replace('_', ' ')}: {name}: {reason}"))
