@@ -65,8 +65,8 @@ def test_means_have_the_same_bits_alone_and_in_a_batch(rng: np.random.Generator)
 def test_attention_in_both_directions(
     heads: int, kv_heads: int, dim: int, window: int, rng: np.random.Generator
 ) -> None:
-    """Sequences of one token, of less and of more than a tile, and of whole tiles of keys."""
-    counts = [1, 17, 64, 70]
+    """Sequences of one token, of less and of more than a tile of keys."""
+    counts = [1, 17, 66]
     pages, table = BlockTables(counts, rng), RopeTable(np.zeros(dim // 2, np.float32), 1.0)
     params, batch = (
         AttentionParams(dim**-0.5, window, causal=False),
