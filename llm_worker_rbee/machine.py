@@ -242,7 +242,11 @@ def raise_open_files(wanted: int) -> int | None:
 
 
 def lower_priority(nice: int) -> None:
-    """Give the threads of this process, and those that they start, a lower priority; on Linux each has its own."""
+    """Give the threads of this process, and those that they start, a lower priority; on Linux each has its own.
+
+    Where the kernel groups processes by session (autogroup), it shares the cores among the groups first: the leader of
+    a session lowers the priority of its group, too.
+    """
     try:
         threads = [int(name) for name in os.listdir("/proc/self/task")]
     except OSError:
@@ -250,6 +254,9 @@ def lower_priority(nice: int) -> None:
     for thread in threads:
         with suppress(OSError):  # it has ended, or has a lower one already
             os.setpriority(os.PRIO_PROCESS, thread, nice)
+    if os.getsid(0) == os.getpid():
+        with suppress(OSError):  # a system without such groups
+            Path("/proc/self/autogroup").write_text(str(nice), encoding="ascii")
 
 
 def exit_with_parent(parent: int) -> None:

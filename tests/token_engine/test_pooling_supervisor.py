@@ -61,9 +61,12 @@ def run(main: Callable[[SupervisedPooling], Coroutine[Any, Any, None]], load: Lo
 
 def test_rows_are_the_same_alone_in_a_batch_and_after_a_death(folder: Path) -> None:
     model = load_pooling(PoolingOptions(model=folder, device="cpu", backend="reference")).model
+    nice = 5 + os.getpriority(os.PRIO_PROCESS, 0)
 
     async def main(engine: SupervisedPooling) -> None:
-        assert os.getpriority(os.PRIO_PROCESS, engine._child.process.pid) == 5 + os.getpriority(os.PRIO_PROCESS, 0)
+        assert os.getpriority(os.PRIO_PROCESS, engine._child.process.pid) == nice
+        if (group := Path(f"/proc/{engine._child.process.pid}/autogroup")).exists():
+            assert group.read_text().endswith(f"nice {nice}\n")
         assert (engine.info.output_dim, engine.info.max_length) == (32, MAX_LENGTH)
         given = [texts(60), texts(1, 1), texts(7, 2)]
         expected = [np.concatenate([model.run([ids]) for ids in sequences]) for sequences in given]
@@ -77,7 +80,6 @@ def test_rows_are_the_same_alone_in_a_batch_and_after_a_death(folder: Path) -> N
         await engine.restart()
         np.testing.assert_array_equal(await engine.compute(given[1]), expected[1])
 
-    nice = 5 + os.getpriority(os.PRIO_PROCESS, 0)
     run(main, msgspec.structs.replace(load_of(folder), nice=nice))
 
 
