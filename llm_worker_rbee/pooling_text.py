@@ -32,6 +32,20 @@ class PoolingText:
         self.tokenizer, self.vocab_size, self.max_length = tokenizer, vocab_size, max_length
         self.pooling = pooling if pooling.label_tokens else replace(pooling, label_tokens=self._label_tokens(pooling))
 
+        if pooling.pair_template:
+            self._check_template(pooling.pair_template)
+
+    def _check_template(self, template: str) -> None:
+        """Raise if a pair does not fit a template, or if its control tokens are none of the vocabulary."""
+        before, _, after = template.partition("{document}")
+        if before.count("{query}") != 1 or "{query}" in after or "{document}" in after or "{document}" not in template:
+            raise UnsupportedModelError("the template of a reranker must have {query} once, then {document} once")
+        if CONTROL_TOKEN.search(before.partition("{query}")[2]):
+            raise UnsupportedModelError("the template of a reranker has a control token between query and document")
+        for name in CONTROL_TOKEN.findall(template):
+            if self.tokenizer.token_id(name) is None:
+                raise UnsupportedModelError(f"the template of the reranker has {name}, which is no token of the model")
+
     def _label_tokens(self, pooling: PoolingConfig) -> tuple[int, ...]:
         """Return the tokens whose logits are those of labels; each must be one token."""
         tokens = [self.tokenizer.encode(word, add_special=False) for word in pooling.label_words]
@@ -111,8 +125,16 @@ class PoolingText:
                 raise InvalidRequestError(f"input {i} has no tokens", "input")
             if ids.min() < 0 or ids.max() >= self.vocab_size:
                 raise InvalidRequestError(f"input {i}: a token id is outside 0..{self.vocab_size - 1}", "input")
-            checked.append(ids[: self.max_length] if truncate else ids)
+            checked.append(self._cut(ids) if truncate else ids)
         return self.check_lengths(checked, "input")
+
+    def _cut(self, ids: Ints) -> Ints:
+        """Return at most `max_length` ids; the special tokens that end them stay."""
+        if len(ids) <= self.max_length:
+            return ids
+        suffix = self.tokenizer.affixes[1]
+        end = suffix if suffix and ids[-len(suffix) :].tolist() == suffix else []
+        return np.array([*ids[: max(self.max_length - len(end), 0)], *end], np.int64)
 
     def check_lengths(self, sequences: list[Ints], what: str, first: int = 0) -> list[Ints]:
         """Raise if a sequence is empty, or too long for the model; `first` is the index of the first."""

@@ -37,6 +37,9 @@ class WordTokenizer:
     def encode_batch(self, texts: Sequence[str], *, max_tokens: int | None = None) -> list[list[int]]:
         return [self.encode(text)[:max_tokens] for text in texts]
 
+    def token_id(self, text: str) -> int | None:
+        return self.id_of(text)
+
     def id_of(self, word: str) -> int:
         if word not in self.words:
             self.words.append(word)

@@ -12,6 +12,7 @@ from ..config import Family, ModelConfig
 from ..errors import ModelFileError, UnsupportedModelError
 from ..weights import Checkpoint
 from .metadata import model_config_from_gguf, model_config_from_hf
+from .pooling_config import is_pooling_model
 
 QWEN_DEFAULTS = {
     "num_key_value_heads": 32, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
@@ -261,7 +262,7 @@ def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
 def require_decoder(checkpoint: Checkpoint) -> None:
     """Raise if a checkpoint is of an encoder, which generates no text."""
     config = read_model_config(checkpoint)
-    if config.family.is_encoder or not config.causal:
+    if is_pooling_model(checkpoint, config):
         raise UnsupportedModelError(
             f"{checkpoint.path.name} is an embedding model ({config.family.name}) and generates no text: use `embed`, "
             "Embedder, or serve --embedding-model"

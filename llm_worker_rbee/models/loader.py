@@ -95,7 +95,7 @@ def split_groups(sizes: list[int], groups: int) -> list[NDArray[np.intp]]:
 
 @dataclass(slots=True)
 class ModelLoader:
-    """The parts of one model."""
+    """Builds a model from the tensors of a checkpoint."""
 
     checkpoint: Checkpoint
     config: ModelConfig

@@ -6,6 +6,7 @@ A module, pooling mode or activation that is not implemented is refused by name.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..config import MAX_CONTEXT, MAX_WIDTH, DenseConfig, ModelConfig, PoolingConfig
@@ -43,11 +44,11 @@ YES_NO_TEMPLATE = (
 
 def is_pooling_model(checkpoint: Checkpoint, config: ModelConfig) -> bool:
     """Return whether it is an embedding model or a reranker: an encoder, or a decoder whose files say how it pools."""
-    if config.family.is_encoder or not config.causal:
+    if config.family.is_encoder or not config.causal or CLASSIFIER in checkpoint.tensors:
         return True
     if checkpoint.format == "gguf":
         return bool(checkpoint.metadata.get(f"{checkpoint.architecture}.pooling_type"))
-    return "sentence_transformers" in checkpoint.metadata or CLASSIFIER in checkpoint.tensors
+    return "sentence_transformers" in checkpoint.metadata
 
 
 def read_pooling_config(checkpoint: Checkpoint, config: ModelConfig, task: str = "") -> PoolingConfig:
@@ -82,15 +83,23 @@ def _from_gguf(checkpoint: Checkpoint, config: ModelConfig, task: str) -> Poolin
             stated = [keys.integer(f"dense_{n}_feat_{way}", tensor.shape[i]) for way, i in (("out", 0), ("in", 1))]
             dense.append(DenseConfig(f"dense_{n}", stated[1], stated[0]))
     note = f"{checkpoint.path.name} does not say how to pool: {{}} is used"
-    return _pooled(kind if number >= 0 else "", config, note, dense=tuple(dense))
+    found = _pooled(kind if number >= 0 else "", config, note, dense=tuple(dense))
+    if config.family.name != "gemma-embedding" or dense:
+        return found
+    lacking = f"{checkpoint.path.name} has no dense layers after pooling: its rows are not those of EmbeddingGemma"
+    return replace(found, notes=(*found.notes, lacking))
 
 
 def _gguf_ranker(checkpoint: Checkpoint, config: ModelConfig) -> PoolingConfig:
     if not config.family.is_encoder:
         template = checkpoint.metadata.get("tokenizer.chat_template.rerank")
         return _yes_no_ranker(checkpoint, (), template if isinstance(template, str) and template else YES_NO_TEMPLATE)
+    notes = () if "cls.weight" in checkpoint.tensors else (
+        f"{checkpoint.path.name} has no dense layer before its classifier, which llama.cpp's converter leaves out of "
+        "BERT: its scores are not those of the model; convert the folder instead",
+    )  # fmt: skip
     kind = config.family.classifier_pooling
-    return PoolingConfig(kind=kind, normalize=False, score=_score_of_labels(checkpoint))
+    return PoolingConfig(kind=kind, normalize=False, score=_score_of_labels(checkpoint), notes=notes)
 
 
 def _from_folder(checkpoint: Checkpoint, config: ModelConfig, task: str) -> PoolingConfig:
@@ -120,7 +129,10 @@ def _ranks_by_words(config: ModelConfig, task: str) -> bool:
 
 
 def _yes_no_ranker(checkpoint: Checkpoint, tokens: tuple[int, ...], template: str) -> PoolingConfig:
-    words = () if CLASSIFIER in checkpoint.tensors else YES_NO
+    classifier = checkpoint.tensors.get(CLASSIFIER)
+    if classifier is not None and (len(classifier.shape) != 2 or classifier.shape[0] > len(YES_NO)):
+        raise UnsupportedModelError(f"{checkpoint.path.name}: a reranker has one label, or yes and no")
+    words = YES_NO if classifier is None else ()
     return PoolingConfig(
         kind="last", normalize=False, score="softmax", label_words=words, label_tokens=tokens, pair_template=template
     )
@@ -178,6 +190,8 @@ def _module_fields(modules: list[dict[str, Any]]) -> dict[str, Any]:
         raise UnsupportedModelError(f"modules.json: the order {', '.join(kinds)} is not supported")
     if modules[0]["path"]:
         raise UnsupportedModelError(f"modules.json: a transformer in {modules[0]['path']!r} is not supported")
+    if not modules[1]["config"]:
+        raise ModelFileError(f"{modules[1]['path']}/config.json is missing or empty: it says how the model pools")
     layers = [module for module, kind in zip(modules, kinds, strict=True) if kind == "Dense"]
     return {
         "kind": pooling_kind(modules[1]["config"]),

@@ -37,7 +37,7 @@ def load_pooling_model(
 
 
 class PoolingLoader(ModelLoader):
-    """The parts of a pooling model."""
+    """Builds a pooling model from the tensors of a checkpoint."""
 
     __slots__ = ()
 
@@ -123,7 +123,12 @@ class PoolingLoader(ModelLoader):
     def pooler(self, pooling: PoolingConfig) -> Pooler:
         if pooling.is_ranker:
             return Pooler(pooling.kind == "mean", self.classifier(pooling.label_tokens))
-        layers = [Dense(self.linear([d.name], [d.rows], d.columns), d.activation) for d in pooling.dense]
+        width, layers = self.config.d_model, list[Dense]()
+        for d in pooling.dense:
+            if d.columns != width:
+                raise ModelFileError(f"dense layer {d.name!r} takes {d.columns} values, and {width} come before it")
+            layers.append(Dense(self.linear([d.name], [d.rows], d.columns), d.activation))
+            width = d.rows
         return Pooler(pooling.kind == "mean", tuple(layers))
 
     def classifier(self, label_tokens: tuple[int, ...]) -> tuple[Dense, ...]:

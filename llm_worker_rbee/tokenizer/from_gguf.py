@@ -61,7 +61,7 @@ def _bpe_tokenizer(metadata: Mapping[str, object], texts: list[str]) -> Tokenize
         vocabulary=vocabulary,
         encoder=BpeEncoder(vocabulary, merges, pre),
         ends=ends,
-        pair=_pair_template(metadata, texts, ends, two=pre.roberta, one=name == "modern-bert"),
+        pair=_pair_template(metadata, texts, ends, two_separators=pre.roberta, one_separator=name == "modern-bert"),
         chat_template=_chat_template(metadata),
     )
 
@@ -83,7 +83,7 @@ def _spm_tokenizer(metadata: Mapping[str, object], texts: list[str]) -> Tokenize
         vocabulary=vocabulary,
         encoder=encoder,
         ends=ends,
-        pair=_pair_template(metadata, texts, ends, two=False),
+        pair=_pair_template(metadata, texts, ends, two_separators=False),
         space_at_start=prefix,
         space_after_special=prefix,
         chat_template=_chat_template(metadata),
@@ -148,25 +148,30 @@ def _unigram_tokenizer(metadata: Mapping[str, object], texts: list[str]) -> Toke
         vocabulary=vocabulary,
         encoder=encoder,
         ends=ends,
-        pair=_pair_template(metadata, texts, ends, two=True),
+        pair=_pair_template(metadata, texts, ends, two_separators=True),
         space_at_start=prefix,
         chat_template=_chat_template(metadata),
     )
 
 
 def _pair_template(
-    metadata: Mapping[str, object], texts: Sequence[str], ends: BosEos, *, two: bool, one: bool = False
+    metadata: Mapping[str, object],
+    texts: Sequence[str],
+    ends: BosEos,
+    *,
+    two_separators: bool,
+    one_separator: bool = False,
 ) -> PairTemplate | None:
     """Return the template of an encoder: EOS between the texts, and a separator if the file says so.
 
-    `two` is for files that do not say so, `one` overrides what they say.
+    `two_separators` is for files that do not say so, `one_separator` overrides what they say.
     """
     separator = _read_token_id(metadata, _SEPARATOR, texts)
     separator = ends.eos_id if separator is None else separator
     if separator is None or not (ends.prefix and ends.suffix):
         return None
     before, after = (tuple((token_id, 0) for token_id in part) for part in (ends.prefix, ends.suffix))
-    more = ((separator, 0),) if _read_flag(metadata, "add_sep_token", two) and not one else ()
+    more = ((separator, 0),) if _read_flag(metadata, "add_sep_token", two_separators) and not one_separator else ()
     return PairTemplate(before, (*after, *more), after)
 
 
@@ -247,7 +252,7 @@ def _read_numbers(metadata: Mapping[str, object], key: str, length: int) -> list
 
 def _read_scores(metadata: Mapping[str, object], length: int) -> list[float]:
     if _PREFIX + "scores" not in metadata:
-        raise TokenizerError("tokenizer.ggml.scores is missing: a 'llama' tokenizer needs it")
+        raise TokenizerError(f"tokenizer.ggml.scores is missing: a {metadata[_PREFIX + 'model']!r} tokenizer needs it")
     scores = _read_numbers(metadata, "scores", length)
     if math.isnan(sum(scores)) and any(map(math.isnan, scores)):  # opposite infinities have no sum
         raise TokenizerError("tokenizer.ggml.scores holds NaN")

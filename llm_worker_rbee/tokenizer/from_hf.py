@@ -214,7 +214,7 @@ def _template_tokens(library: Library) -> tuple[tuple[int, ...], tuple[int, ...]
 
 
 def _pair_template(library: Library) -> PairTemplate | None:
-    """Return what the post-processor puts around two texts, by encoding two letters; None if it separates them not."""
+    """Return what the post-processor puts around two texts, by encoding two letters; None: nothing between them."""
     with tokenizer_errors("tokenizer.json"):
         bare = [library.encode(text, add_special_tokens=False).ids for text in ("a", "b")]
         full = library.encode("a", "b", add_special_tokens=True)

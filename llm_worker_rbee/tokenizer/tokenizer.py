@@ -343,11 +343,6 @@ class Tokenizer:
         """Tokens that `encode` adds to a text."""
         return len(self._prefix) + len(self._suffix)
 
-    @property
-    def num_pair_special(self) -> int:
-        """Tokens that `encode_pair` adds to its texts."""
-        return self._pair_template().num_special
-
     def encode_batch(self, texts: Sequence[str], *, max_tokens: int | None = None) -> list[list[int]]:
         """Return the ids of many texts, each with BOS and EOS, which `max_tokens` keeps when it cuts the text.
 

@@ -52,8 +52,10 @@ def _tokenizer_length(config: Mapping[str, Any]) -> int:
 def _is_module(module: object) -> bool:
     if not isinstance(module, dict):
         return False
-    kind, path = module.get("type"), module.get("path", None)
-    return isinstance(kind, str) and isinstance(path, str) and Path(path).name == path.rstrip("/") and path != ".."
+    kind, path = module.get("type"), module.get("path")
+    if not isinstance(kind, str) or not isinstance(path, str):
+        return False
+    return Path(path).name == path.rstrip("/") != ".."
 
 
 def _read_object(folder: Path, read_json: Callable[[Path], Any]) -> dict[str, Any]:
@@ -85,6 +87,8 @@ def read_dense_layers(
                 )
             raise ModelFileError(f"{path} is missing: {MODULES} names a dense layer")
         for name, tensor in read_safetensors(path).items():
+            if not name.startswith("linear."):
+                raise ModelFileError(f"{module['path']}: tensor {name!r} is not part of a dense layer")
             new_name = name.replace("linear.", f"dense_{number}.", 1)
             tensors[new_name] = replace(tensor, name=new_name)
     return tensors

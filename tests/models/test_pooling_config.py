@@ -141,6 +141,8 @@ def test_folder_without_modules_pools_as_its_family_does(zoo: Callable[[str], Pa
         (lambda folder: edit(folder / "2_Dense" / "config.json", in_features=0), "in_features"),
         (lambda folder: (folder / "modules.json").write_text("{}"), "a list"),
         (lambda folder: (folder / "modules.json").write_text('[{"type": "a.Pooling", "path": "../x"}]'), "a list"),
+        (lambda folder: (folder / "modules.json").write_text('[{"type": "a.Pooling", "path": "../"}]'), "a list"),
+        (lambda folder: (folder / "1_Pooling" / "config.json").unlink(), "it says how the model pools"),
         (
             lambda folder: (folder / "modules.json").write_text(
                 '[{"type": "a.Transformer", "path": "0_Transformer"}, {"type": "a.Pooling", "path": "1_Pooling"}]'

@@ -101,7 +101,6 @@ def test_word_piece_pairs_equal_transformers(tmp_path: Path) -> None:
                 found = oracle(query, document, max_length=limit, truncation="only_second", return_token_type_ids=True)
                 assert (ids, types) == (found["input_ids"], found["token_type_ids"])
         assert tokenizer.encode_pair(query, "x", max_tokens=least) == tokenizer.encode_pair(query, "")
-        assert tokenizer.num_pair_special == 3
         with pytest.raises(InvalidRequestError, match="the query has"):
             tokenizer.encode_pair(query, "x", max_tokens=least - 1)
 

@@ -30,10 +30,11 @@ from ...weights.quants import BLOCK_TYPES
 from ..families import BY_GGUF, gguf_architecture, read_model_config
 from ..loader import IGNORED_SUFFIXES, LAYER_NUMBER, load_model, load_model_with_head, rope_row_order
 from ..mtp import has_head
+from ..pooling_config import is_pooling_model
 from .expert_stacks import stack_experts
 from .gguf_metadata import gguf_metadata, rope_tensors
 from .linear_attention import gguf_linear_attention
-from .pooling_keys import CHECK_ONLY_BACKEND, TABLES, check_pooling_model, is_pooling, label_rows
+from .pooling_keys import CHECK_ONLY_BACKEND, TABLES, check_pooling_model, label_rows
 
 # Types that can be written. Q4_K and Q5_K are pure; the mixes give more bits to some matrices.
 TYPES: dict[str, Mix] = {
@@ -66,7 +67,7 @@ def convert(
     mix, stated = find_type_mix(type_name), read_model_config(checkpoint)
     with_head = has_head(checkpoint, stated)
     config = stated if with_head else replace(stated, nextn_layers=0)
-    pooling = check_pooling_model(checkpoint, config) if is_pooling(checkpoint, config) else None
+    pooling = check_pooling_model(checkpoint, config) if is_pooling_model(checkpoint, config) else None
     metadata = gguf_metadata(checkpoint, config, mix.file_type, pooling)
     if pooling is None:
         (load_model_with_head if with_head else load_model)(checkpoint, cast(Backend, CHECK_ONLY_BACKEND), stated)

@@ -27,15 +27,6 @@ TABLES = ("position_embd.weight", "token_types.weight")  # readers expect them i
 HF_ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}  # by the name in a configuration, where it is another
 
 
-def is_pooling(checkpoint: Checkpoint, config: ModelConfig) -> bool:
-    """Return whether a checkpoint gives a row for each sequence, and no text."""
-    if config.family.is_encoder or not config.causal or CLASSIFIER in checkpoint.tensors:
-        return True
-    if checkpoint.format == "gguf":
-        return f"{checkpoint.architecture}.pooling_type" in checkpoint.metadata
-    return "sentence_transformers" in checkpoint.metadata
-
-
 def check_pooling_model(checkpoint: Checkpoint, config: ModelConfig) -> PoolingConfig:
     """Return how a checkpoint pools; raise for what the loader refuses."""
     pooling = read_pooling_config(checkpoint, config)
