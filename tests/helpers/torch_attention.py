@@ -85,7 +85,7 @@ def _attend(
         if params.window:
             hidden |= distance >= params.window
     else:
-        hidden = distance.abs() > (params.window // 2 or keys.shape[1])
+        hidden = distance.abs() > (params.window // 2 if params.window else keys.shape[1])
     scores = scores.masked_fill(hidden, -torch.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks[:, None, None].expand(heads, tokens, 1)), -1)

@@ -429,7 +429,7 @@ def take_columns_task(count: int, source: int, out: int, order: NDArray[np.int64
 
 
 def embed_task(w: PackedMatrix, factor: float, out: int, index: int = Step.TOKEN_IDS) -> Task:
-    """Return the task that writes rows of this matrix, of an index, times a factor, to an entry."""
+    """Return the task that writes the rows of a matrix that the entry `index` names, times a factor, to `out`."""
     layout = w.layout
     first, second = (*layout.planes, 0)[:2]
     nibbles, minima = 0 if w.nibble_scales is None else w.nibble_scales, w.minima if layout.has_minimum else 0

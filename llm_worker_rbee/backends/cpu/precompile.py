@@ -60,6 +60,7 @@ def model_kernels(checkpoint: Checkpoint, config: ModelConfig, kv_type: str = KV
     types = {t.kind.name for t in tensors if len(t.shape) >= 2 or t.name.endswith(MATRICES_OF_ONE_ROW)}
     groups = sorted({config.n_heads // config.kv_shape(i)[0] for i in range(config.n_layers)})
     known = sorted(types & LAYOUT_BY_TYPE.keys())
+    # a causal model may pool too: kernels of means and activations are then compiled when first used
     generates = config.causal and not config.family.is_encoder
     found = _kernels_for(known, groups, [kv_type], COMMON_MODULES if generates else ENCODER_MODULES)
     modules = ["experts"] if config.experts is not None else []

@@ -181,7 +181,7 @@ class CudaBackend(ops.Backend):
 
     def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
         out = self._empty(*x.shape)
-        stream, rows = x.reshape(-1, x.shape[-1]), out.view(-1, x.shape[-1])
+        stream, rows = x.contiguous().view(-1, x.shape[-1]), out.view(-1, x.shape[-1])
         launch_norm(None, stream, weight, bias, eps, Results(None, rows), centered=True, exact=self.deterministic)
         return out
 
@@ -354,12 +354,15 @@ class CudaBackend(ops.Backend):
             if isinstance(fused, decoder.Decoder):
                 vocab_size = fused.launch_all(kv, limits, every_size=every_size)
             else:
-                vocab_size = [forward(batch) for batch in batches][-1].shape[1]
+                for batch in batches:
+                    vocab_size = int(forward(batch).shape[1])
             sampling.warm_up(vocab_size, limits.max_logits, self.torch_device)
 
         batches = _warm_up_batches(kv, limits)
 
         with device.as_memory_error():
+            if isinstance(fused, pooling.PoolingForward):
+                fused.reserve(limits.max_context, kv)  # a longer text would move the tables that graphs read
             with precompile.recording() as variants:
                 launch_all(every_size=False)
             compiled = precompile.compile_variants(variants, progress)

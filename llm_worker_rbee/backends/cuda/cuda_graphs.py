@@ -1,4 +1,4 @@
-"""CUDA graphs of a decoder, by key. They are captured ahead of time (`capture`), or when a key occurs a second time
+"""CUDA graphs of steps, by key. They are captured ahead of time (`capture`), or when a key occurs a second time
 (`run`): the first run compiles and loads what it launches.
 
 A graph holds addresses: call `clear` after moving a buffer that it reads. All share one memory pool, and large results

@@ -63,6 +63,7 @@ class BatchedLinear:
     def __init__(self, device: torch.device, *, batch_invariant: bool) -> None:
         self.device, self.batch_invariant = device, batch_invariant
         self._scratch: torch.Tensor | None = None
+        self._outgrown: list[torch.Tensor] = []  # smaller ones: graphs hold their addresses
 
     def __call__(self, x: torch.Tensor, w: PackedWeight, *, is_head: bool = False) -> torch.Tensor:
         """Return x (tokens, columns) @ w.T in float32."""
@@ -126,6 +127,8 @@ class BatchedLinear:
         # Of eight rows every plane begins at 16 bytes, so one variant of the kernel serves all slices.
         step = min(max(part.rows for part in w.parts), max(8, SCRATCH_BYTES // (w.columns * x.itemsize) // 8 * 8))
         if self._scratch is None or self._scratch.numel() < step * w.columns:
+            if self._scratch is not None:
+                self._outgrown.append(self._scratch)
             self._scratch = torch.empty(step * w.columns, dtype=x.dtype, device=self.device)
         dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
         out, first = torch.empty(len(x), w.rows, dtype=dtype, device=self.device), 0

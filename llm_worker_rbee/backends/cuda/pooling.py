@@ -43,8 +43,8 @@ NORMS = ("layer_norm", "rms_norm")
 MIN_POSITIONS = 512  # of the first cos and sin tables
 STATIC_INTS = 1 << 15  # room for the arrays of a graph, whose requests have blocks of 16 tokens
 FEW_REQUESTS = 16  # the requests of a graph are 1, these, or as many as it has tokens
-# Single ops that take the arrays of a step from the device, and wait for nothing: a graph may hold them.
-CAPTURED_OPS = {"embed", "add", "take", "mean_rows", "activate", "gated", *NORMS, "add_layer_norm", "add_rms_norm"}
+# Single ops that read the arrays of a step on the device and do not synchronize: they can be captured.
+CAPTURED_OPS = {"embed", "add", "take", "mean_rows", "activate", *NORMS, "add_layer_norm", "add_rms_norm"}
 
 
 def _reads_rows(node: Node) -> bool:
@@ -195,7 +195,7 @@ class PoolingForward:
             tokens = padded(tokens, STEP_SIZES, STEP_SIZES[-1])
             requests = next(count for count in (1, FEW_REQUESTS, tokens) if count >= requests)
         size = StepSize(tokens, requests, queries)
-        self._reserve(longest, kv)
+        self.reserve(longest, kv)
         return size, _Step(self, batch, self._upload(batch, size, is_captured=captured), kv)
 
     def readers(self, value: Value) -> Readers:
@@ -235,7 +235,7 @@ class PoolingForward:
     def rope(self, table: RopeTable) -> CosSin:
         return self._ropes[id(table)]
 
-    def _reserve(self, positions: int, kv: Sequence[LayerCache]) -> None:
+    def reserve(self, positions: int, kv: Sequence[LayerCache]) -> None:
         """Make RoPE tables for so many positions; drop graphs if something that they read has moved."""
         keys = first_kv(kv).k
         has_moved = self._graph_workspace is None or self._graph_workspace() is not keys

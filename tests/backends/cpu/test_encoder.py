@@ -1,4 +1,4 @@
-"""What encoders have between products, on the CPU: against the reference, and the same bits in any company."""
+"""What encoders have between products, on the CPU: against the reference, and the same bits alone and in a batch."""
 
 from __future__ import annotations
 

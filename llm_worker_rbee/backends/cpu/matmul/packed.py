@@ -23,7 +23,7 @@ from ..pointers import f32, f64, i8, i32, i64, prefetch, scratch, u8, u16
 
 MAX_TILE_TOKENS = INSTRUCTION_SETS[ISA].tile_tokens
 WIDE_BLOCK_TILE_TOKENS = 12  # for layouts whose blocks leave fewer registers
-# of floats: sums of attention have the same registers
+# of float weights: at least the rows of attention's tile, which fills the registers
 FLOAT_TILE_TOKENS = max(INSTRUCTION_SETS[ISA].attention_tile[0], min(MAX_TILE_TOKENS, WIDE_BLOCK_TILE_TOKENS))
 FP8_TILE_TOKENS = 8  # two tiles of sums, of a block and of the row
 MID_TILE_TOKENS = 4 if MAX_TILE_TOKENS > 4 else MAX_TILE_TOKENS // 2  # for the rest, and for a few requests at once
@@ -34,7 +34,7 @@ ADDS_TERMS_IN_TILE = MID_TILE_TOKENS == 2  # of a single token: its two terms ar
 GROUPS_IN_L1 = 4  # row groups that each tile of tokens meets in turn: they stay in the first-level cache
 MAGIC_SUMS = INSTRUCTION_SETS[ISA].magic_sums
 # set for each variant
-TILE = TOKENS = LAYOUT = BLOCK_BYTES = SCALES_PER_BLOCK = HAS_MINIMUM = SCALE_SHIFT = OFFSET = None
+TILE = MID = TOKENS = LAYOUT = BLOCK_BYTES = SCALES_PER_BLOCK = HAS_MINIMUM = SCALE_SHIFT = OFFSET = None
 NIBBLE_SCALES = PREFETCH_BYTES = SUMS_OF_16 = BFLOAT = NARROW = OPERANDS = ROWS_TILE = ROWS_MID = ROWS_ONE = None
 
 
@@ -163,9 +163,9 @@ def piece_bounds(a, tokens, piece):
 
 
 @kernel
-def next_tile_tokens(left, largest):
+def next_tile_tokens(left, largest, middle):
     """Return how many tokens the next tile has."""
-    return largest if left >= largest else MID_TILE_TOKENS if left >= MID_TILE_TOKENS else 1
+    return largest if left >= largest else middle if left >= middle else 1
 
 
 @kernel
@@ -217,7 +217,7 @@ def packed_matmul(args, step, piece):
     while begin < end:
         is_second_term = row >= length
         token = row - length + tokens + first if is_second_term else row + first
-        count = next_tile_tokens((n if is_second_term or length == tokens else length) - row, TILE)
+        count = next_tile_tokens((n if is_second_term or length == tokens else length) - row, TILE, MID)
         group, last = begin, min(end, begin + groups_per_pass)
         while group < last:
             place = a[LinearArg.FIRST] + group * 16 + token * stride
@@ -229,7 +229,7 @@ def packed_matmul(args, step, piece):
             next_group = min(last, whole) if direct else group + 1
             if count == TILE:
                 ROWS_TILE(operands, to, at, group, next_group, token, columns, token_stride, unit)
-            elif count == MID_TILE_TOKENS:
+            elif count == MID:
                 ROWS_MID(operands, to, at, group, next_group, token, columns, token_stride, unit)
             else:
                 ROWS_ONE(operands, to, at, group, next_group, token, columns, token_stride, unit)
@@ -281,6 +281,7 @@ def packed_kernel(layout: Layout) -> Any:
 
 def _tile_kernels(template: Any, number: int, largest: int, **values: Any) -> dict[str, Any]:
     """Return the rows of a product for each size of tile, of up to `largest` tokens."""
-    sizes = sorted({largest, MID_TILE_TOKENS, 1})
-    made = {t: kernel(variant(template, f"{number}x{t}", TOKENS=t, **values)) for t in sizes}
-    return {"TILE": largest, "ROWS_TILE": made[largest], "ROWS_MID": made[MID_TILE_TOKENS], "ROWS_ONE": made[1]}
+    middle = MID_TILE_TOKENS if largest <= MAX_TILE_TOKENS else MAX_TILE_TOKENS
+    made = {t: kernel(variant(template, f"{number}x{t}", TOKENS=t, **values)) for t in sorted({largest, middle, 1})}
+    tiles = {"ROWS_TILE": made[largest], "ROWS_MID": made[middle], "ROWS_ONE": made[1]}
+    return {"TILE": largest, "MID": middle, **tiles}
