@@ -107,7 +107,6 @@ SMALL_MODULES = {
     "cache/kv_cache.py": "a layer of its own, tested alone",
     "cluster/router.py": "Ray copies its module into each process",
     "engine/dummy_model.py": "replaces the model for `serve --engine null`",
-    "server/pooling_reply.py": "tested alone; the process that parses bodies does not import it",
 }
 
 

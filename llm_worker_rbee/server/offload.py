@@ -32,7 +32,7 @@ T = TypeVar("T")
 Parse = Callable[[bytes, ParseOptions], Any]
 LARGE_BYTES = 64 << 10
 MIN_COUNTED_BYTES = 4 << 10  # each piece of work counts as at least this
-MAX_QUEUED_BYTES = 32 << 20  # of large and of small work each; one piece alone may be larger
+MAX_QUEUED_BYTES = 32 << 20  # of large and of small work each, unless given; one piece alone may be larger
 EMA_WEIGHT = 0.3
 MAX_RETRY_S = 60
 GRAMMAR_FACTOR = 8  # a character of a schema takes as long as so many bytes of a prompt, or longer
@@ -44,18 +44,19 @@ PART_CHARS = 64 << 10  # of a long text that are tokenized at a time
 class BoundedExecutor:
     """A thread pool whose queue is bounded by bytes."""
 
-    def __init__(self, name: str, num_threads: int) -> None:
+    def __init__(self, name: str, num_threads: int, max_bytes: int = MAX_QUEUED_BYTES) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._max_bytes = max_bytes
         self._num_bytes = 0
         self._seconds_per_byte = 0.0
         self._is_closed = False
 
-    async def run(self, size: int, work: Callable[[], T]) -> T:
-        """Return the result of work on `size` bytes; raise if the queue is full."""
+    async def run(self, size: int, work: Callable[[], T], *, is_admitted: bool = False) -> T:
+        """Return the result of work on `size` bytes; raise if the queue is full, unless its request is admitted."""
         if self._is_closed:
             raise ShuttingDownError("the worker is shutting down")
         size = max(size, MIN_COUNTED_BYTES)
-        if self._num_bytes and self._num_bytes + size > MAX_QUEUED_BYTES:
+        if not is_admitted and self._num_bytes and self._num_bytes + size > self._max_bytes:
             retry = max(1, min(MAX_RETRY_S, math.ceil(self._num_bytes * self._seconds_per_byte)))
             raise QueueFullError(f"{self._num_bytes} bytes of other requests wait to be parsed or tokenized", retry)
         self._num_bytes += size
@@ -74,14 +75,14 @@ class BoundedExecutor:
 class OffloadPool:
     """Two bounded executors: for small and for large work."""
 
-    def __init__(self) -> None:
-        self._small, self._large = BoundedExecutor("small", 2), BoundedExecutor("large", 1)
+    def __init__(self, max_bytes: int = MAX_QUEUED_BYTES) -> None:
+        self._small, self._large = BoundedExecutor("small", 2, max_bytes), BoundedExecutor("large", 1, max_bytes)
         self.body_process = BodyProcess()
         self.parsers: dict[str, tuple[Parse, Any]] = {}  # `parsers.PARSERS`, set by the application
 
-    async def run(self, size: int, work: Callable[[], T]) -> T:
-        """Return the result of work on `size` bytes."""
-        return await (self._large if size > LARGE_BYTES else self._small).run(size, work)
+    async def run(self, size: int, work: Callable[[], T], *, is_admitted: bool = False) -> T:
+        """Return the result of work on `size` bytes; that of a request with a place in a queue is never refused."""
+        return await (self._large if size > LARGE_BYTES else self._small).run(size, work, is_admitted=is_admitted)
 
     async def parse(self, parser: str, body: bytes, options: ParseOptions) -> Any:
         """Return the record of a body; a small one is parsed in the event loop."""

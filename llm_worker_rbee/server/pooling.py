@@ -24,6 +24,7 @@ from ..errors import (
     InvalidRequestError,
     ModelLoadingError,
     ModelNotFoundError,
+    PayloadTooLargeError,
     QueueFullError,
     WorkerError,
     counted,
@@ -34,14 +35,20 @@ from ..token_engine.protocol import PoolingInfo
 from .metrics import PREFIX, REQUEST_BOUNDS, Histogram
 from .offload import OffloadPool
 from .pooling_bodies import EmbedRequest, Inputs, RankRequest
-from .pooling_reply import ranking, rows_response
+from .pooling_reply import list_response, ranking, rows_response
 
 Kind = Literal["embedding", "rerank"]
 OPTIONS: dict[Kind, str] = {"embedding": "--embedding-model", "rerank": "--rerank-model"}
 MAX_QUEUED_TOKENS = 2 << 20  # of one model; a request may enter alone whatever its size
 MAX_QUEUED_SEQUENCES = 16_384
+MAX_REQUEST_TOKENS = 1 << 24  # estimated: 2,048 inputs of 8,192
+MAX_OFFLOADED_BYTES = 256 << 20  # that wait to be parsed or tokenized: bodies are larger than those of chat
 MAX_RETRY_S = 60
 LOADING_RETRY_S = 2
+PROMPTS_OF_TYPE = {  # the names that models give the prompts of a type of input
+    "query": ("query", "search_query"),
+    "document": ("document", "passage", "search_document"),
+}
 TEXTS_AT_ONCE = 32  # that a thread tokenizes before others get their turn
 CHARS_PER_TOKEN = 256  # of a text: what follows so many for each token of the limit is past it
 
@@ -74,10 +81,6 @@ class PoolingService:
         self._text = await asyncio.to_thread(self._open_text, info)
 
     @property
-    def is_loaded(self) -> bool:
-        return self._text is not None
-
-    @property
     def text(self) -> PoolingText:
         """The text side of the model; raises while it loads."""
         if self._text is None:
@@ -94,7 +97,12 @@ class PoolingService:
 
     @contextmanager
     def _admit(self, num_sequences: int, num_tokens: int) -> Iterator[None]:
-        """Hold places until the request ends; raise if there are none. A request alone is always admitted."""
+        """Hold places until the request ends; raise if there are none, or if it is too large even alone."""
+        if num_tokens > MAX_REQUEST_TOKENS:
+            raise PayloadTooLargeError(
+                f"the request has about {num_tokens} tokens, a query counted with each document: at most "
+                f"{MAX_REQUEST_TOKENS} are accepted, send fewer inputs at a time"
+            )
         excess = max(
             (self._num_queued_tokens + num_tokens - MAX_QUEUED_TOKENS) / MAX_QUEUED_TOKENS,
             (self._num_queued_sequences + num_sequences - MAX_QUEUED_SEQUENCES) / MAX_QUEUED_SEQUENCES,
@@ -127,22 +135,29 @@ class PoolingService:
         if request.dimensions is not None and request.dimensions > width:
             raise InvalidRequestError(f"dimensions is {request.dimensions}: {self.name} gives 1 to {width}",
                                       "dimensions")  # fmt: skip
-        prompt = text.prompt(self._prompt_name(request))
+        prompt = self._prompt(request)
         with self._admit(len(inputs), min(inputs.num_tokens, len(inputs) * text.max_length)):
             if inputs.texts:
                 sequences = await _encode_texts(offload, text, inputs.texts, prompt, request.truncate)
             else:
                 check = partial(_check_ids, text, inputs, request.truncate)
-                sequences = await offload.run(len(inputs.ids), check)
+                sequences = await offload.run(len(inputs.ids), check, is_admitted=True)
             rows = await self.engine.compute(sequences)
-        finished = await offload.run(0, lambda: finish_embeddings(rows, request.dimensions, text.pooling.normalize))
+            finish = partial(finish_embeddings, rows, request.dimensions, text.pooling.normalize)
+            finished = await offload.run(0, finish, is_admitted=True)
         return Pooled(finished, sum(map(len, sequences)))
 
-    def _prompt_name(self, request: EmbedRequest) -> str | None:
-        """Return the name of the prompt; a type of input that the model has none for is an input like any other."""
-        if request.input_type is None:
-            return request.prompt_name
-        return request.input_type if request.input_type in self.text.pooling.prompts else None
+    def _prompt(self, request: EmbedRequest) -> str:
+        """Return the prompt; a type of input that the model has none for is an input like any other."""
+        name = request.prompt_name
+        if request.input_type is not None:
+            known = PROMPTS_OF_TYPE[request.input_type]
+            name = next((one for one in known if one in self.text.pooling.prompts), None)
+        prompt = self.text.prompt(name)
+        if name and prompt and request.inputs.lengths:
+            field = "prompt_name" if request.input_type is None else "input_type"
+            raise InvalidRequestError("a prompt goes before a text, not before token ids: put it into the ids", field)
+        return prompt
 
     async def score(self, request: RankRequest, offload: OffloadPool) -> Pooled:
         """Return the score of each pair of texts, a row of one value."""
@@ -160,8 +175,7 @@ class PoolingService:
         count = len(request.queries)
         inputs = Inputs([*request.queries, *request.documents])
         found = await self.embed(EmbedRequest(inputs=inputs, truncate=request.truncate), offload)
-        rows = finish_embeddings(found.rows)
-        cosines = np.einsum("ij,ij->i", np.broadcast_to(rows[:count], rows[count:].shape), rows[count:])
+        cosines = await offload.run(0, partial(_cosines, found.rows, count), is_admitted=True)
         return Pooled(cosines[:, None], found.num_tokens)
 
     def describe(self) -> dict[str, Any]:
@@ -184,7 +198,7 @@ async def _encode_texts(
     for at in range(0, len(texts), TEXTS_AT_ONCE):
         part = [_cut(text, one, "input", at + i, truncate) for i, one in enumerate(texts[at : at + TEXTS_AT_ONCE])]
         encode = partial(text.encode_batch, part, prompt=prompt, truncate=truncate, first=at)
-        found += await offload.run(sum(map(len, part)), encode)
+        found += await offload.run(sum(map(len, part)), encode, is_admitted=True)
     return found
 
 
@@ -199,7 +213,7 @@ async def _encode_pairs(offload: OffloadPool, text: PoolingText, request: RankRe
         query = _cut(text, queries[index], "query", index, truncate)
         part = [_cut(text, one, "documents", at + i, truncate) for i, one in enumerate(documents[at : at + step])]
         encode = partial(text.encode_pairs, query, part, truncate=truncate, first=at)
-        ids, kinds = await offload.run(sum(map(len, part)) + len(query), encode)
+        ids, kinds = await offload.run(sum(map(len, part)) + len(query), encode, is_admitted=True)
         sequences += ids
         types += kinds
     return sequences, types
@@ -217,6 +231,13 @@ def _cut(text: PoolingText, one: str, field: str, index: int, truncate: bool) ->
     return one[:longest]
 
 
+def _cosines(rows: Floats, count: int) -> Floats:
+    """Return the cosine of each row after the first `count` with its own of these, or with the only one."""
+    rows = finish_embeddings(rows)
+    cosines: Floats = np.einsum("ij,ij->i", np.broadcast_to(rows[:count], rows[count:].shape), rows[count:])
+    return cosines
+
+
 def _check_ids(text: PoolingText, inputs: Inputs, truncate: bool) -> list[Ints]:
     values = np.frombuffer(inputs.ids, np.int32).astype(np.int64)
     return text.check_ids(np.split(values, np.cumsum(inputs.lengths)[:-1]), truncate=truncate)
@@ -225,11 +246,12 @@ def _check_ids(text: PoolingText, inputs: Inputs, truncate: bool) -> list[Ints]:
 class PoolingModels:
     """All pooling models of a worker, and the threads that parse and tokenize for them."""
 
-    rows_response, ranking = staticmethod(rows_response), staticmethod(ranking)
+    rows_response, list_response = staticmethod(rows_response), staticmethod(list_response)
+    ranking = staticmethod(ranking)
 
     def __init__(self, services: Sequence[PoolingService] = ()) -> None:
         self.services = list(services)
-        self.offload = OffloadPool()
+        self.offload = OffloadPool(MAX_OFFLOADED_BYTES)
 
     async def start(self) -> None:
         await asyncio.gather(*(service.start() for service in self.services))

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -64,6 +65,19 @@ async def _pieces(head: bytes, piece: Callable[[int], bytes], places: range, tai
     yield head
     for at in places:
         yield await asyncio.to_thread(piece, at)
+    yield tail
+
+
+def list_response(head: bytes, items: Iterable[Any], tail: bytes, headers: dict[str, str] | None = None) -> Response:
+    """Return a reply of `head`, the items, and `tail`; each item is encoded when the one before it is sent."""
+    return StreamingResponse(_list_pieces(head, items, tail), 200, headers, JSON_TYPE)
+
+
+async def _list_pieces(head: bytes, items: Iterable[Any], tail: bytes) -> AsyncIterator[bytes]:
+    yield head
+    for i, item in enumerate(items):
+        yield b","[: i > 0] + msgspec.json.encode(item)
+        await asyncio.sleep(0)
     yield tail
 
 

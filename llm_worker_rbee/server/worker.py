@@ -193,9 +193,10 @@ class Worker(GenerationListener):
         return await self.pooling.offload.parse(parser, body, options)
 
     def find_pooling(self, name: str | None, *kinds: Kind) -> PoolingService:
-        """Return the pooling model of a request, one of these kinds; raise if there is none."""
+        """Return the pooling model of a request, one of these kinds; raise if there is none, also while one loads."""
+        found = self.pooling.find(name, kinds, self.names)
         self.require_ready()
-        return self.pooling.find(name, kinds, self.names)
+        return found
 
     def require_model(self, name: str | None) -> None:
         """Raise unless this is the chat model's name, or none; clients of Ollama add the tag `:latest` to it."""

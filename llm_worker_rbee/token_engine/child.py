@@ -34,6 +34,7 @@ from .wire import FrameReader, FromEngine, ProtocolError, ToEngine, encode
 
 STATS_INTERVAL_S = 0.1
 READ_BYTES = 1 << 20
+PARTIAL_WAIT_MS = 20  # for more of a message that has begun, before a step
 MAX_UNSENT_BYTES = 16 << 20  # past it a step waits for the front to read
 EXIT_FAILED = 70  # the engine cannot compute any more
 
@@ -71,10 +72,14 @@ class Connection:
                 self._flush()
 
     def receive(self, wait: bool) -> list[ToEngine]:
-        """Return the messages that have come; with `wait` at least one. The process ends with the front's end."""
+        """Return the messages that have come; with `wait` at least one. The process ends with the front's end.
+
+        A message that has begun is read to its end, unless the front pauses: a socket takes a part of a large one only.
+        """
         received: list[ToEngine] = []
-        while not received:
-            events = self._poll(select.POLLIN | (select.POLLOUT if self._unsent else 0), None if wait else 0)
+        while True:
+            timeout_ms = None if wait and not received else PARTIAL_WAIT_MS * self._reader.is_partial
+            events = self._poll(select.POLLIN | (select.POLLOUT if self._unsent else 0), timeout_ms)
             with self._lock:
                 self._flush()
             if events & ~select.POLLOUT:
@@ -82,9 +87,9 @@ class Connection:
                 if not data:
                     _exit(0)  # no front is left
                 received += self._reader.feed(data)
-            if not wait:
-                break
-        return received
+            is_enough = bool(received) or not wait
+            if is_enough and not (self._reader.is_partial and events):
+                return received
 
     def _poll(self, events: int, timeout_ms: int | None = None) -> int:
         """Wait until the socket is ready and return for what; unlike `select` for any file descriptor."""

@@ -17,12 +17,15 @@ import numpy as np
 from ..backends.ops import Ints
 from ..engine.pooling_engine import Floats
 from ..engine.request import copy_error
-from ..errors import InferenceError, WorkerError
+from ..errors import InferenceError, InvalidRequestError, WorkerError
 from .pooling_loop import join_rows
 from .protocol import Abort, Pool, PooledRows, PoolingInfo, PoolingStep
 from .supervised_process import SupervisedProcess
-from .wire import FromEngine, ProtocolError
+from .wire import MAX_FRAME_BYTES, FromEngine, ProtocolError
 
+TOKEN_BYTES = 4
+MAX_MESSAGE_BYTES = MAX_FRAME_BYTES - (1 << 20)  # of tokens
+INLINE_BYTES = 256 << 10  # of tokens that are packed in the event loop
 DEATHS_TO_REFUSE = 2  # alone
 EMA_WEIGHT = 0.1
 
@@ -38,12 +41,6 @@ class PoolingRequest:
     missing: dict[int, None]  # indices of sequences without a row, in order
     submitted: list[int] = field(default_factory=list)  # indices, in the order in which the process got them
     num_deaths_alone: int = 0
-    num_restarts: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Of the sequences that are missing."""
-        return sum(len(self.sequences[i]) for i in self.missing)
 
 
 @dataclass(slots=True)
@@ -65,9 +62,7 @@ class SupervisedPooling(SupervisedProcess[PoolingInfo]):
 
     def __init__(self, *given: object, **options: object) -> None:
         super().__init__(*given, **options)  # type: ignore[arg-type]
-        self._requests: dict[
-            int, PoolingRequest
-        ] = {}  # all open ones, by submission; those without a process: negative
+        self._requests: dict[int, PoolingRequest] = {}  # all open ones, in the order in which they came
         self._numbers = count(1)
         self._suspects: list[int] = []  # submitted one at a time
         self.stats = PoolingStats()
@@ -79,16 +74,15 @@ class SupervisedPooling(SupervisedProcess[PoolingInfo]):
     def num_requests(self) -> int:
         return len(self._requests)
 
-    @property
-    def num_waiting_sequences(self) -> int:
-        return sum(len(request.missing) for request in self._requests.values())
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        return sum(request.num_tokens for request in self._requests.values())
-
     async def compute(self, sequences: Sequence[Ints], token_types: Sequence[Ints] | None = None) -> Floats:
         """Return a row for each sequence; cancelling the task drops the request."""
+        num_bytes = TOKEN_BYTES * sum(map(len, sequences)) * (1 if token_types is None else 2)
+        if num_bytes > MAX_MESSAGE_BYTES:
+            raise InvalidRequestError(f"the tokens of the request have {num_bytes} bytes: at most {MAX_MESSAGE_BYTES} "
+                                      "are accepted, send fewer inputs at a time", "input")  # fmt: skip
+        packed = None
+        if num_bytes > INLINE_BYTES:
+            packed = await asyncio.to_thread(_pack, sequences, token_types)
         self._require_alive()
         if not self._requests:
             self._last_message_at = time.monotonic()
@@ -98,22 +92,22 @@ class SupervisedPooling(SupervisedProcess[PoolingInfo]):
         number = next(self._numbers)
         self._requests[number] = request
         if self._state == "ready" and not self._suspects:
-            self._send(number)
+            self._send(number, packed)
+        packed = None
         try:
             await request.result
         finally:
             self._remove(number)
         return request.rows
 
-    def _send(self, number: int) -> None:
-        """Submit what is missing of a request."""
+    def _send(self, number: int, packed: tuple[bytes, bytes] | None = None) -> None:
+        """Submit what is missing of a request; `packed` are all its sequences."""
         request = self._requests[number]
-        request.submitted = list(request.missing)
-        sequences = [request.sequences[i] for i in request.submitted]
-        types = b""
-        if request.token_types is not None:
-            types = join_rows([request.token_types[i] for i in request.submitted])
-        self._child.send(Pool(number, list(map(len, sequences)), join_rows(sequences), types))
+        indices = request.submitted = list(request.missing)
+        sequences, types = [request.sequences[i] for i in indices], request.token_types
+        if packed is None:
+            packed = _pack(sequences, None if types is None else [types[i] for i in indices])
+        self._child.send(Pool(number, list(map(len, sequences)), *packed))
 
     def _remove(self, number: int) -> None:
         request = self._requests.pop(number, None)
@@ -169,7 +163,6 @@ class SupervisedPooling(SupervisedProcess[PoolingInfo]):
         for number in held:
             request = self._requests[number]
             request.submitted = []
-            request.num_restarts += 1
             request.num_deaths_alone += how is not None and len(held) == 1
             if request.num_deaths_alone >= DEATHS_TO_REFUSE and not request.result.done():
                 message = f"{self.label} {how} twice while it computed this request alone: it is not tried again"
@@ -181,3 +174,8 @@ class SupervisedPooling(SupervisedProcess[PoolingInfo]):
         for request in self._requests.values():
             if not request.result.done():
                 request.result.set_exception(copy_error(error))
+
+
+def _pack(sequences: Sequence[Ints], token_types: Sequence[Ints] | None) -> tuple[bytes, bytes]:
+    """Return sequences and segments as they travel."""
+    return join_rows(sequences), b"" if token_types is None else join_rows(token_types)

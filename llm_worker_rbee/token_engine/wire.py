@@ -77,6 +77,11 @@ class FrameReader(Generic[T]):
         self._decoder = msgspec.msgpack.Decoder(kind, dec_hook=_from_plain)
         self._data = bytearray()
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether a message has begun and is not complete."""
+        return bool(self._data)
+
     def feed(self, data: bytes) -> Iterator[T]:
         """Yield the messages that these bytes complete; raise `ProtocolError` if there is anything else."""
         self._data += data

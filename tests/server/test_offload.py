@@ -69,9 +69,11 @@ def test_bounded_executor_over_queue_limit_raises() -> None:
         await asyncio.sleep(0)
         with pytest.raises(QueueFullError, match="bytes of other requests") as caught:
             await line.run(1, may_go.wait)
+        admitted = asyncio.ensure_future(line.run(1, may_go.wait, is_admitted=True))
         assert 1 <= caught.value.retry_after <= 60
         may_go.set()
         assert await first
+        assert await admitted
         assert await line.run(1, may_go.wait)
         line.close()
         with pytest.raises(ShuttingDownError):

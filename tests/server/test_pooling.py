@@ -9,17 +9,21 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+from langchain_openai import OpenAIEmbeddings
+from pydantic import SecretStr
 
 from llm_worker_rbee import LLM
 from llm_worker_rbee.engine.pooling_engine import Floats, finish_embeddings, finish_scores
 from llm_worker_rbee.load_pooling import LoadedPooling, PoolingOptions, load_pooling
 from llm_worker_rbee.server import pooling as service_module
 from llm_worker_rbee.server.pooling_reply import shorten
+from llm_worker_rbee.token_engine import pooling_supervisor
 from tests.helpers.server import Server, until
 from tests.helpers.tiny_pooling import MAX_LENGTH, NAMES, TASKS, WIDTH, WORDS, pooling_models
 
@@ -110,6 +114,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (EMBEDDINGS, {"input": "a", "encoding_format": "int8"}, 400, "encoding_format"),
     (EMBEDDINGS, {"input": "a", "prompt_name": "zap"}, 400, "zap"),
     (EMBEDDINGS, {"input": "a", "zap": 1}, 400, "zap"),
+    (EMBEDDINGS, {"input": [1], "prompt_name": "zap"}, 400, "zap"),
     (EMBEDDINGS, {"input": "a", "model": "zap"}, 404, f"use '{EMBEDDER}'"),
     (EMBEDDINGS, {"input": "a", "model": "tiny"}, 400, "chat model"),
     (EMBEDDINGS, {"input": "a", "model": RANKER}, 400, "rerank"),
@@ -182,6 +187,52 @@ def test_scores_of_a_ranker_and_cosines_of_an_embedder(both: Both) -> None:
     np.testing.assert_allclose([one["score"] for one in cosines], rows[1:] @ rows[0], rtol=1e-5)
 
 
+def test_prompts_by_name_and_by_type(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = both.server.worker.pooling.services[0].text
+    monkeypatch.setattr(text, "pooling", replace(text.pooling, prompts={"passage": "p. ", "search_query": "q. "}))
+    document, query = both.embed(["p. hello"]), both.embed(["q. hello"])
+    for given, expected in (
+        ({"prompt_name": "passage"}, document), ({"input_type": "passage"}, document),
+        ({"input_type": "document"}, document), ({"input_type": "query"}, query), ({}, both.embed(["hello"])),
+    ):  # fmt: skip
+        found = values(both.server.post(EMBEDDINGS, {"input": "hello", **given}))
+        np.testing.assert_array_equal(found, expected)
+    for name, value in (("prompt_name", "passage"), ("input_type", "query")):
+        reply = both.server.post(EMBEDDINGS, {"input": [2, 5, 3], name: value})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, name)
+        assert "put it into the ids" in reply.text
+
+
+def test_query_times_documents_is_bounded(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "MAX_REQUEST_TOKENS", 1000)
+    body = {"query": "a" * 200, "documents": ["b"] * 50}
+    reply = both.server.post(RERANK, body)
+    assert (reply.status_code, "about 2562 tokens" in reply.text) == (413, True)
+    assert both.server.post(RERANK, {**body, "documents": ["b"] * 10, "truncate": True}).status_code == 200
+    monkeypatch.undo()
+    monkeypatch.setattr(pooling_supervisor, "MAX_MESSAGE_BYTES", 100)
+    reply = both.server.post(EMBEDDINGS, {"input": ["a" * 20, "b" * 20]})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "input")
+
+
+def test_langchain(both: Both) -> None:
+    client = OpenAIEmbeddings(
+        model=EMBEDDER, base_url=f"{both.server.url}/v1", api_key=SecretStr("none"), check_embedding_ctx_length=False
+    )
+    found = np.array(client.embed_documents(["hello", "world"]), np.float32)
+    np.testing.assert_array_equal(found, both.embed(["hello", "world"]))
+    np.testing.assert_array_equal(np.array(client.embed_query("hello"), np.float32), found[0])
+
+
+def test_ollama_names_all_models(both: Both) -> None:
+    for path in ("/api/tags", "/api/ps"):
+        listed = both.server.http.get(path).json()["models"]
+        assert [one["name"] for one in listed] == ["tiny", EMBEDDER, RANKER]
+        assert listed[1]["details"]["family"] == "bert"
+    shown = both.server.post("/api/show", {"model": EMBEDDER + ":latest"}).json()
+    assert (shown["capabilities"], shown["model_info"]["bert.embedding_length"]) == (["embedding"], WIDTH)
+
+
 def test_ollama(both: Both) -> None:
     reply = both.server.post("/api/embed", {"model": EMBEDDER + ":latest", "input": ["hello", LONG], "dimensions": 7})
     found = np.array(reply.json()["embeddings"], np.float32)
@@ -215,6 +266,22 @@ def test_worker_without_pooling_models_says_how_to_get_them(server: Server) -> N
     ):
         reply = server.post(path, body)
         assert (reply.status_code, option in reply.text) == (404, True)
+    body = {"input": "a" * server.worker.settings.max_body}
+    assert server.post(EMBEDDINGS, body).status_code == 413
+
+
+def test_route_without_its_model_says_so_while_another_loads(load: Callable[..., LLM]) -> None:
+    may_load = threading.Event()
+
+    def slow() -> LLM:
+        may_load.wait(60)
+        return load()
+
+    with Server(slow) as running:
+        reply = running.post(RERANK, {"query": "a", "documents": ["b"]})
+        may_load.set()
+        assert (reply.status_code, "--rerank-model" in reply.text) == (404, True)
+        running.ready()
 
 
 def test_request_goes_on_in_the_next_process(both: Both) -> None:

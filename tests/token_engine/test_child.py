@@ -3,11 +3,12 @@ up."""
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 
 from llm_worker_rbee.token_engine.child import MAX_UNSENT_BYTES, Connection
-from llm_worker_rbee.token_engine.protocol import Abort, LogLine
+from llm_worker_rbee.token_engine.protocol import Abort, LogLine, Pool
 from llm_worker_rbee.token_engine.wire import FrameReader, FromEngine, encode
 
 LIMIT_S = 30
@@ -51,5 +52,19 @@ def test_receive_returns_whole_messages_only() -> None:
     assert connection.receive(wait=False) == []
     front.sendall(data[-1:])
     assert connection.receive(wait=True) == [Abort(2)]
+    front.close()
+    engine.close()
+
+
+def test_large_message_is_read_to_its_end() -> None:
+    """The socket takes a part of it only; the engine does not compute a step between any two parts."""
+    front, engine = socket.socketpair()
+    connection, message = Connection(engine), Pool(1, [1 << 20], bytes(4 << 20), b"")
+    sender = threading.Thread(target=front.sendall, args=(encode(message),), daemon=True)
+    sender.start()
+    assert select.select([engine], [], [], LIMIT_S)[0]
+    received = [one for _ in range(5) for one in connection.receive(wait=False)]
+    assert received == [message]
+    sender.join(LIMIT_S)
     front.close()
     engine.close()

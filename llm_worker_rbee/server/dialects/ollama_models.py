@@ -1,4 +1,4 @@
-"""What Ollama's clients ask a server beside answers: its version, its model. Routes that change models are refused."""
+"""What Ollama's clients ask a server beside answers: its version, its models. Routes that change models are refused."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...config import ServerSettings
 from ...errors import NotFoundError
+from ...token_engine.protocol import ModelInfo, PoolingInfo
 from ..bodies import ParseOptions, validate_known
 from ..schema import COUNT, TEXT, Boolean, Field, Schema, Text, array_schema, reply_schema, table_schema
 from . import Dialect, Handler, Operation, Route
@@ -16,6 +17,7 @@ from .ollama import TIME, error_body, timestamp
 if TYPE_CHECKING:
     from ...text_model import TextModel
     from ..call import Call
+    from ..pooling import PoolingService
     from ..worker import Worker
 
 VERSION = "0.14.0"  # of Ollama, whose API this is: clients compare it with the one that they need
@@ -25,7 +27,7 @@ SHOW: dict[str, Field] = {
     "name": Field(Text()),  # the same, as older clients call it
     "verbose": Field(Boolean(), False),  # without effect
 }
-NO_STORE = "this worker serves one model, which is chosen when it starts (llm-worker-rbee serve --model)"
+NO_STORE = "the models of this worker are chosen when it starts (llm-worker-rbee serve --model)"
 REFUSED = {
     "/api/pull": NO_STORE, "/api/push": NO_STORE, "/api/create": NO_STORE, "/api/copy": NO_STORE,
     "/api/delete": NO_STORE,
@@ -33,7 +35,7 @@ REFUSED = {
 
 
 class Handlers:
-    """The routes about the model, for one worker."""
+    """The routes about the models, for one worker."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -48,29 +50,37 @@ class Handlers:
         return {"version": VERSION}
 
     async def tags(self, _: Call) -> dict[str, Any]:
-        return {"models": [self._model(name) for name in self._worker.names]}
+        return {"models": [self._model(name, info) for name, info in self._served()]}
 
     async def ps(self, _: Call) -> dict[str, Any]:
-        info = self._worker.engine.info
-        size = info.weights_bytes + info.kv_cache_bytes
-        running = {
-            "expires_at": FOREVER, "size": size, "size_vram": size if info.backend == "cuda" else 0,
-            "context_length": self._worker.model.max_context,
-        }  # fmt: skip
-        return {"models": [self._model(name) | running for name in self._worker.names]}
+        return {"models": [self._model(name, info) | self._running(info) for name, info in self._served()]}
 
-    def _model(self, name: str) -> dict[str, Any]:
+    def _served(self) -> list[tuple[str, ModelInfo | PoolingInfo]]:
+        """Return name and description of each model: the chat model by all its names, then pooling models."""
         self._worker.require_ready()
-        info = self._worker.engine.info
+        pooling = [(service.name, service.engine.info) for service in self._worker.pooling.services]
+        return [*((name, self._worker.engine.info) for name in self._worker.names), *pooling]
+
+    def _running(self, info: ModelInfo | PoolingInfo) -> dict[str, Any]:
+        size, context = info.weights_bytes, self._worker.model.max_context
+        if isinstance(info, PoolingInfo):
+            context = info.max_length
+        else:
+            size += info.kv_cache_bytes
+        return {
+            "expires_at": FOREVER, "size": size, "size_vram": size if info.backend == "cuda" else 0,
+            "context_length": context,
+        }  # fmt: skip
+
+    def _model(self, name: str, info: ModelInfo | PoolingInfo) -> dict[str, Any]:
         identity = f"{info.path} {info.architecture} {info.quant} {info.parameters} {info.weights_bytes}"
         return {
             "name": name, "model": name, "modified_at": timestamp(self._worker.started_at),
             "size": info.weights_bytes, "digest": hashlib.sha256(identity.encode()).hexdigest(),
-            "details": self._details(),
+            "details": self._details(info),
         }  # fmt: skip
 
-    def _details(self) -> dict[str, Any]:
-        info = self._worker.engine.info
+    def _details(self, info: ModelInfo | PoolingInfo) -> dict[str, Any]:
         return {
             "parent_model": "", "format": "gguf" if info.path.endswith(".gguf") else "safetensors",
             "family": info.architecture, "families": [info.architecture],
@@ -78,20 +88,36 @@ class Handlers:
         }  # fmt: skip
 
     async def show(self, call: Call) -> dict[str, Any]:
-        """Describe the model."""
+        """Describe a model."""
         values: dict[str, Any] = await self._worker.parse("ollama_show", await call.body())
-        self._worker.require_model(values["model"] or values["name"])
+        name = values["model"] or values["name"]
+        if name is not None and (service := self._worker.pooling.named(name)) is not None:
+            self._worker.require_ready()
+            return self._shown_pooling(service)
+        self._worker.require_model(name)
         model, info = self._worker.model, self._worker.engine.info
         capabilities, template = await self._worker.offload.run(0, lambda: describe_chat(model))
         defaults = model.sampling_defaults.values | {"num_ctx": model.max_context}
+        parameters = "\n".join(f"{OPTION_NAMES.get(name, name):<30} {value}" for name, value in defaults.items())
+        chat = {"parameters": parameters, "template": template}
+        return self._shown(info, model.max_context, model.vocab_size, capabilities) | chat
+
+    def _shown_pooling(self, service: PoolingService) -> dict[str, Any]:
+        info = service.engine.info
+        capabilities = ["embedding"] if service.kind == "embedding" else []
+        shown = self._shown(info, info.max_length, info.vocab_size, capabilities)
+        shown["model_info"][f"{info.architecture}.embedding_length"] = info.output_dim
+        return shown
+
+    def _shown(
+        self, info: ModelInfo | PoolingInfo, context: int, vocab_size: int, capabilities: list[str]
+    ) -> dict[str, Any]:
         return {
-            "modelfile": "", "license": "", "modified_at": timestamp(self._worker.started_at),
-            "parameters": "\n".join(f"{OPTION_NAMES.get(name, name):<30} {value}" for name, value in defaults.items()),
-            "template": template, "details": self._details(), "capabilities": capabilities,
+            "modelfile": "", "license": "", "modified_at": timestamp(self._worker.started_at), "parameters": "",
+            "template": "", "details": self._details(info), "capabilities": capabilities,
             "model_info": {
                 "general.architecture": info.architecture, "general.parameter_count": info.parameters,
-                f"{info.architecture}.context_length": model.max_context,
-                f"{info.architecture}.vocab_size": model.vocab_size,
+                f"{info.architecture}.context_length": context, f"{info.architecture}.vocab_size": vocab_size,
             },
         }  # fmt: skip
 
@@ -150,10 +176,10 @@ DIALECT = Dialect(
     make_handlers=lambda worker: Handlers(worker).table(),
     routes=(
         Route("GET", "/api/version", Operation(summary="The version of Ollama's API", reply="OllamaVersion")),
-        Route("GET", "/api/tags", Operation(summary="The served model (Ollama)", reply="OllamaModels")),
-        Route("GET", "/api/ps", Operation(summary="The loaded model (Ollama)", reply="OllamaRunningModels")),
+        Route("GET", "/api/tags", Operation(summary="The served models (Ollama)", reply="OllamaModels")),
+        Route("GET", "/api/ps", Operation(summary="The loaded models (Ollama)", reply="OllamaRunningModels")),
         Route("POST", "/api/show", Operation(
-            summary="A description of the model (Ollama)", request="OllamaShowRequest", reply="OllamaModel")),
+            summary="A description of a model (Ollama)", request="OllamaShowRequest", reply="OllamaModel")),
         *(Route("DELETE" if path == "/api/delete" else "POST", path, REFUSAL) for path in REFUSED),
     ),
 )  # fmt: skip

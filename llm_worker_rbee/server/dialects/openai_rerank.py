@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
+
+import msgspec
 
 from ...config import ServerSettings
 from ..bodies import ParseOptions, require, validate_known
@@ -79,12 +82,17 @@ class Handlers:
 
     async def rerank(self, call: Call) -> Any:
         request, name, scores, usage = await self._score(call, RERANK_PATHS[0], "rerank")
-        results: list[dict[str, Any]] = []
-        for index, score in self._worker.pooling.ranking(scores, request.top_n):
-            document = {"document": {"text": request.documents[index]}} if request.returns_documents else {}
-            results.append({"index": index, "relevance_score": score, **document})
-        reply = {"id": f"rerank-{uuid4().hex}", "model": name, "results": results, "usage": usage}
-        return reply, 200, request.notice_headers()
+        ranked = self._worker.pooling.ranking(scores, request.top_n)
+        results: Iterable[dict[str, Any]] = ({"index": index, "relevance_score": score} for index, score in ranked)
+        head, last = {"id": f"rerank-{uuid4().hex}", "model": name}, {"usage": usage}
+        if not request.returns_documents:
+            return {**head, "results": list(results), **last}, 200, request.notice_headers()
+        documents = request.documents
+        return self._worker.pooling.list_response(
+            msgspec.json.encode(head)[:-1] + b',"results":[',
+            (one | {"document": {"text": documents[one["index"]]}} for one in results),
+            b"]," + msgspec.json.encode(last)[1:], request.notice_headers(),
+        )  # fmt: skip
 
     async def score(self, call: Call) -> Any:
         request, name, scores, usage = await self._score(call, SCORE_PATHS[0], "rerank", "embedding")

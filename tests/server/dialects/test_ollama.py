@@ -156,7 +156,7 @@ def test_result_without_a_call_is_kept() -> None:
 def test_routes_that_change_models_are_refused(server: Server, path: str) -> None:
     reply = server.http.request("DELETE" if path == "/api/delete" else "POST", path, content=b"{}")
     assert reply.status_code == 404
-    assert reply.json()["error"].startswith(f"{path} is not supported: this worker ")
+    assert reply.json()["error"].startswith(f"{path} is not supported: the models of this worker ")
     missing = server.http.get("/api/blobs/sha256:1")
     assert (missing.status_code, missing.json()) == (404, {"error": "there is no route GET '/api/blobs/sha256:1'"})
 
