@@ -168,7 +168,9 @@ class ProcessOptions:
         SWITCH[0], "|".join(SWITCH), "on: the engine runs in a child process, and is restarted when it dies."
     )
     engine_restarts: int = _process(5, "N", "Restart the engine at most N times a minute.", min=0)
-    restart_on_stall: bool = _process(False, None, "Also restart an engine that makes no progress (--stall-timeout).")
+    restart_on_stall: bool = _process(
+        False, None, "Also restart a chat engine that makes no progress (--stall-timeout)."
+    )
     replicas: int | None = _process(
         None, "N", "Engines behind this port. On a CPU they share the cores.", min=1, max=MAX_REPLICAS,
         show_default="1, or one for each of --device cuda:0,cuda:1",
@@ -231,6 +233,7 @@ def serve(
     """
     sharing.arguments()
     devices = process.devices(computing.device)
+    pooling.require_processes(process.engine_process)
     is_null = measuring.is_null_engine()
     tls = wire.tls()
     computing = replace(computing, device=devices[0])
@@ -257,8 +260,7 @@ def serve(
             reserved = pooling.reserved_bytes()
             loads = [_load_message(arguments, name, devices.count(name), reserved, dummy_step_s) for name in devices]
             worker = _with_children(settings, model, process, loads, shown, output)
-        supervision = {"max_restarts": process.engine_restarts, "stall_timeout_s": settings.stall_timeout_s,
-                       "restart_on_stall": process.restart_on_stall}  # fmt: skip
+        supervision = {"max_restarts": process.engine_restarts, "stall_timeout_s": settings.stall_timeout_s}
         worker.pooling = PoolingModels(pooling.services(arguments, supervision))
         ready = partial(output.call, partial(_print_ready, worker, url, key, shown))
         run_server(worker, sock, settings.advertise_url or url, ready, signals, **tls)
@@ -402,6 +404,9 @@ def _print_ready(worker: Worker, url: str, key: Key | None, shown: ExitStack) ->
     if not isinstance(worker.engine, InProcessEngine):  # which printed them as it loaded
         for text in worker.engine.info.notes:
             note(with_option_names(text))
+    for service in worker.pooling.services:
+        for text in service.engine.info.notes:
+            note(f"{service.name}: {with_option_names(text)}")
     info = worker.engine.info
     limits = SchedulerLimits(info.engine.max_batch, info.engine.max_step_tokens)
     each = f" in each of {info.num_replicas} engines" if info.num_replicas > 1 else ""

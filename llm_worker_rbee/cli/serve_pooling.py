@@ -45,6 +45,11 @@ class PoolingServeOptions:
             raise typer.BadParameter("--embedding-model and --rerank-model are the same: a model does one of both")
         return {kind: reference for kind, reference in given.items() if reference is not None}
 
+    def require_processes(self, engine_process: str) -> None:
+        """Raise if there are models, and no process that leaves memory for them."""
+        if engine_process == "off" and self.references():
+            raise typer.BadParameter("--embedding-model and --rerank-model need --engine-process on")
+
     def reserved_bytes(self) -> int:
         """Return the memory that the KV cache of the chat model has to leave; of models that are on this machine."""
         total = 0
@@ -56,7 +61,7 @@ class PoolingServeOptions:
 
     def services(self, arguments: Mapping[str, Any], supervision: Mapping[str, Any]) -> list[PoolingService]:
         """Start a process for each model; `arguments` are those of the chat model."""
-        shared = {name: arguments[name] for name in ("device", "backend", "threads")}
+        shared = {name: arguments[name] for name in ("device", "backend", "threads", "deterministic")}
         shared["device"] = shared["device"].split(",")[0]
         return [_start(kind, name, shared, supervision) for kind, name in self.references().items()]
 

@@ -279,6 +279,7 @@ def test_broken_template_of_model_is_a_warning(worker: Callable[..., Worker], tm
         (["--ssl-keyfile", "x"], {}, 2, "--ssl-certfile"),
         (["--ssl-certfile", "/nowhere/cert"], {}, 1, "--ssl-certfile /nowhere/cert"),
         (["--max-batch", "0"], {}, 2, "--max-batch"),
+        (["--embedding-model", "x", "--engine-process", "off"], {}, 2, "need --engine-process on"),
         ([], {"LLORCH_LOG_FORMAT": "xml"}, 1, "LLORCH_LOG_FORMAT is 'xml'"),
     ],
 )

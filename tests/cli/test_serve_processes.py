@@ -31,6 +31,7 @@ from tests.helpers.engine_faults import FAILED_STEP, HALF_MESSAGE, LAST_TOKEN, E
 from tests.helpers.process import is_alive
 from tests.helpers.serve_process import LIMIT_S, ServeProcess, children, command, until
 from tests.helpers.server import write_model
+from tests.helpers.tiny_pooling import TASKS, write_bert
 
 Serve = Callable[..., ServeProcess]
 
@@ -68,6 +69,20 @@ def test_front_loads_neither_kernels_nor_weights(serve: Serve) -> None:
     assert "llvmlite" not in front_maps
     assert "torch" not in front_maps
     assert "llvmlite" in Path(f"/proc/{engine}/maps").read_text()
+
+
+def test_embeddings_and_rankings_beside_chat(serve: Serve, tmp_path: Path) -> None:
+    embedder, ranker = (write_bert(tmp_path / kind, kind) for kind in TASKS)
+    line = ["--embedding-model", str(embedder), "--rerank-model", str(ranker), "--backend", "reference"]
+    running = serve(*line, "--deterministic", "--restart-on-stall").ready()
+    listed = running.http.get("/v1/models").json()["data"]
+    assert [(one["id"], one["kind"]) for one in listed[1:]] == [(str(embedder), "embedding"), (str(ranker), "rerank")]
+    assert len(running.engines()) == 3
+    reply = running.http.post("/v1/embeddings", json={"input": ["a", "b"], "dimensions": 5}).json()
+    assert [len(one["embedding"]) for one in reply["data"]] == [5, 5]
+    ranked = running.http.post("/v1/rerank", json={"query": "a", "documents": ["b", "c"]}).json()["results"]
+    assert sorted(one["index"] for one in ranked) == [0, 1]
+    assert running.complete(1, max_tokens=2)
 
 
 def test_engine_killed_under_16_streams_fails_none(serve: Serve) -> None:
