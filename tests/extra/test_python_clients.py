@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.helpers.scripted_engine import ScriptedServer, call
+from tests.helpers.tiny_pooling import NAMES, pooling_models
 
 ENVIRONMENTS = os.environ.get("LLM_WORKER_CLIENTS")  # a folder with one environment for each client
 SESSIONS = Path(__file__).parent / "clients"
@@ -22,7 +24,8 @@ pytestmark = pytest.mark.skipif(ENVIRONMENTS is None, reason="clients in environ
 
 @pytest.fixture(scope="module")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]:
-    with ScriptedServer(tmp_path_factory.mktemp("clients")) as running:
+    folder = tmp_path_factory.mktemp("clients")
+    with ScriptedServer(folder, pooling=pooling_models(folder), embedding_model=NAMES["embedding"]) as running:
         running.ready()
         yield running
 
@@ -47,12 +50,15 @@ def test_instructor_gets_models_of_answers(scripted: ScriptedServer) -> None:
     assert "nobody is that old" in scripted.prompts[-1]
 
 
-def test_llama_index_chats_calls_tools_and_gets_models(scripted: ScriptedServer) -> None:
+def test_llama_index_chats_calls_tools_embeds_and_gets_models(scripted: ScriptedServer) -> None:
     asked = call("get_weather", city="Paris")
     got = play(scripted, "llama_index", "Hello!", "Hello again!", asked, "It is sunny.", call("Person", **ADA))
     assert (got["whole"], got["streamed"], got["second"]) == ("Hello!", "Hello again!", "It is sunny.")
     assert got["call"] == ["get_weather", {"city": "Paris"}]
     assert got["person"] == ADA
+    reply = scripted.post("/v1/embeddings", {"input": ["hello", "world"]}).json()["data"]
+    np.testing.assert_array_equal(np.float32(got["rows"]), np.float32([one["embedding"] for one in reply]))
+    assert got["row"] == got["rows"][0]
     assert "<tool_response>\nsunny in Paris\n</tool_response>" in scripted.prompts[3]
 
 

@@ -1,11 +1,12 @@
-"""A session with LlamaIndex, in an environment of its own: a chat, a stream, a turn with a tool, a model of the answer.
-Prints what it got as JSON."""
+"""A session with LlamaIndex, in an environment of its own: a chat, a stream, a turn with a tool, a model of the answer,
+embeddings. Prints what it got as JSON."""
 
 import json
 import sys
 
 from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
+from llama_index.embeddings.openai_like import OpenAILikeEmbedding
 from llama_index.llms.openai_like import OpenAILike
 from pydantic import BaseModel
 
@@ -36,9 +37,11 @@ def main(url: str) -> None:
     )
     second = model.chat_with_tools([tool], chat_history=[asked, first.message, result])
     person = model.as_structured_llm(Person).complete("Who was Ada?").raw
+    embedder = OpenAILikeEmbedding(model_name="tiny-embedder", api_base=f"{url}/v1", api_key="none")
     got = {
         "whole": whole, "streamed": streamed, "call": [call.tool_name, call.tool_kwargs],
         "second": second.message.content, "person": person.model_dump(),
+        "rows": embedder.get_text_embedding_batch(["hello", "world"]), "row": embedder.get_query_embedding("hello"),
     }  # fmt: skip
     print(json.dumps(got))
 
