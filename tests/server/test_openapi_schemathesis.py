@@ -188,7 +188,8 @@ def _with_plain_tools(made: dict[str, Any]) -> dict[str, Any]:
     """The same body with plain schemas and grammars of tools, and without a choice of one that it may not have."""
     choice, tools = made.get("tool_choice"), made.get("tools")
     is_named = isinstance(choice, dict) and isinstance(choice.get("function", choice), dict)
-    if choice == "required" or (is_named and isinstance(choice.get("function", choice).get("name"), str)):
+    is_required = choice == "required" or (isinstance(choice, dict) and choice.get("mode") == "required")
+    if is_required or (is_named and isinstance(choice.get("function", choice).get("name"), str)):
         made["tool_choice"] = "auto"
     if isinstance(tools, list):
         made["tools"] = [_with_plain_tool(tool) for tool in tools]
