@@ -58,6 +58,8 @@ BODIES: list[bytes] = [
         {"job_id": "j"}, {"input": "x", "stream": True}, {"input": [CHAT, {"type": "zap"}]},
         {"input": [CHAT, {"type": "reasoning", "content": [{"text": "y"}]}, {"type": "message", **CHAT}], "tools": [
             {"type": "custom", "name": "f"}, {"type": "namespace", "name": "n_", "tools": [{"type": "zap"}]}]},
+        {"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1},
+        {"text_1": "a", "text_2": ["b", "c"]},
     )),
 ]  # fmt: skip
 
