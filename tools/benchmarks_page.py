@@ -10,6 +10,7 @@ from llm_worker_rbee.bench.results import Result, Run, quantity
 
 Runs = Mapping[str, Run]
 OURS = "llm-worker-rbee"
+THIS_WORKER = {OURS: "this worker", f"{OURS} tokenized": "this worker, tokenized beforehand"}
 BUSY_CORES = 0.3  # from which on a machine is not quiet
 PEERS = {"llama-bench": "llama.cpp", "llama-server": "llama.cpp (llama-server)", "mistral.rs": "mistral.rs"}
 KINDS = {
@@ -82,16 +83,19 @@ def peers_table(run: Run) -> list[str]:
     for result in run.results:
         task, _, peer = result.name.rpartition("/")
         by_task.setdefault(task, {})[peer] = result
-    peers = list(dict.fromkeys(peer for found in by_task.values() for peer in found if peer != OURS))
+    measured = {peer for found in by_task.values() for peer in found}
+    ours = [name for name in THIS_WORKER if name in measured]
+    peers = list(dict.fromkeys(peer for found in by_task.values() for peer in found if peer not in ours))
     rows = []
     for task, found in by_task.items():
-        cells = [task, with_interval(found[OURS]) if OURS in found else "-"]
+        cells = [task, *(with_interval(found[name]) if name in found else "-" for name in ours)]
         for peer in peers:
             result = found.get(peer)
             cells += ["-", "-"] if result is None else [with_interval(result), ratio(result)]
         rows.append(cells)
     names = [f"{PEERS.get(peer, peer)} {version(run, peer)}".strip() for peer in peers]
-    return table(["file and tokens", "this worker", *(cell for name in names for cell in (name, "ratio"))], rows)
+    columns = [THIS_WORKER[name] for name in ours]
+    return table(["file and tokens", *columns, *(cell for name in names for cell in (name, "ratio"))], rows)
 
 
 def version(run: Run, peer: str) -> str:
