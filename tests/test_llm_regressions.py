@@ -236,7 +236,7 @@ def test_prompt_with_question_mark_gives_tokens(prompt: str, tiny_llm: LLM) -> N
 
 
 def test_default_model_answers_question(default_llm: LLM) -> None:
-    answer = default_llm.chat([{"role": "user", "content": "What is 2 + 2?"}], temperature=0, max_tokens=8)
-    assert answer.text.startswith("The answer ")
+    answer = default_llm.chat([{"role": "user", "content": "What is the largest planet?"}], temperature=0, max_tokens=8)
+    assert answer.text.startswith("The ")
     if DEVICE == "cpu":  # a GPU rounds otherwise, and what follows is close
-        assert answer.text == "The answer to this classic math problem is"  # as the reference backend says
+        assert answer.text == "The largest planet in our solar system is"  # as the reference backend says

@@ -28,6 +28,7 @@ class ChildProcess(asyncio.Protocol):
         self._on_end: Callable[[str], None] = _ignore
         self._reaping: asyncio.Task[None] | None = None
         self._problem = ""  # what was wrong with its messages
+        self._is_attached = False  # the event loop has the socket, perhaps before there is a transport
 
     @classmethod
     def start(cls, load: Load) -> ChildProcess:
@@ -42,7 +43,7 @@ class ChildProcess(asyncio.Protocol):
 
     async def attach(self, on_message: Callable[[FromEngine], None], on_end: Callable[[str], None]) -> None:
         """Pass its messages on; `on_end` is called once, with the way in which it ended."""
-        self._on_message, self._on_end = on_message, on_end
+        self._on_message, self._on_end, self._is_attached = on_message, on_end, True
         loop = asyncio.get_running_loop()
         await loop.create_unix_connection(lambda: self, sock=self._socket)
 
@@ -83,6 +84,8 @@ class ChildProcess(asyncio.Protocol):
         self._on_message = self._on_end = _ignore
         if self._transport is not None:
             self._transport.abort()
+        elif self._is_attached:
+            self.process.kill()  # libuv aborts if a socket is closed that it is about to poll
         else:
             self._socket.close()
         try:
