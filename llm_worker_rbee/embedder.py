@@ -52,7 +52,7 @@ class RankResult:
 class _PoolingRunner:
     """A loaded pooling model and the engine that packs its steps."""
 
-    _task: str  # what is asked of the model: embed or rank
+    _task: str  # embed or rank
 
     def __init__(
         self,

@@ -39,7 +39,7 @@ class PoolingOptions:
     quantize: str | None = None
     max_length: int | None = None  # tokens of a sequence; None: what the model's own files say
     deterministic: bool = False
-    task: str = ""  # "embed" or "rank": what is asked of the model; "": what it is made for
+    task: str = ""  # "embed" or "rank"; "": as its files say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

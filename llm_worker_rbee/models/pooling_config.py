@@ -52,7 +52,7 @@ def is_pooling_model(checkpoint: Checkpoint, config: ModelConfig) -> bool:
 
 
 def read_pooling_config(checkpoint: Checkpoint, config: ModelConfig, task: str = "") -> PoolingConfig:
-    """Return how a checkpoint pools; `task` is what is asked of it, "embed" or "rank", or "" for what it is."""
+    """Return how a checkpoint pools; `task` is "embed" or "rank", or "" for what its files say."""
     if checkpoint.format == "gguf":
         found = _from_gguf(checkpoint, config, task)
     else:
@@ -124,7 +124,7 @@ def _pooled(kind: str, config: ModelConfig, note: str, **fields: Any) -> Pooling
 
 
 def _ranks_by_words(config: ModelConfig, task: str) -> bool:
-    """Return whether a decoder without a classifier is asked to rank: by the logits of yes and no."""
+    """Return whether a decoder without a classifier is to rank, by the logits of yes and no."""
     return task == "rank" and not config.family.is_encoder and config.causal
 
 

@@ -319,7 +319,7 @@ COUNTERS: dict[str, tuple[str, Callable[[PoolingService], float]]] = {
 
 
 def pooling_metrics(services: Sequence[PoolingService]) -> Iterator[Metric]:
-    """Yield the metrics of pooling models, told apart by labels."""
+    """Yield the metrics of pooling models, labelled by model and kind."""
     if not services:
         return
     for name, (text, value) in GAUGES.items():
