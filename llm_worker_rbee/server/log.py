@@ -142,12 +142,13 @@ def flush() -> None:
         handler.flush()
 
 
-def request_done(scope: Mapping[str, Any], status: int, seconds: float) -> None:
-    """Log a request that was answered, or whose client disconnected before (status 499)."""
+def request_done(scope: Mapping[str, Any], status: int, seconds: float, reason: str | None = None) -> None:
+    """Log a request that was answered, or whose client disconnected before (status 499); `reason` of a refusal."""
     is_expected = scope["path"] in POLLED_PATHS and status in EXPECTED_STATUSES
     if logger.isEnabledFor(logging.INFO) and not is_expected:
         figures = {"method": scope["method"], "path": scope["path"][:200].encode("unicode_escape").decode(),
                    "status": status, "ms": round(1000 * seconds, 1)}  # fmt: skip
+        figures |= {} if reason is None else {"reason": reason}
         record = logging.LogRecord(logger.name, logging.INFO, __file__, 0, "request", None, None)
         record.figures = figures
         logger.handle(record)  # without looking for the caller

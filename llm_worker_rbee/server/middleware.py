@@ -48,7 +48,8 @@ class RequestMiddleware:
         given = headers.get(b"x-correlation-id", b"").decode("latin-1")
         scope["correlation_id"] = correlation_id = given if UUID.fullmatch(given) else str(uuid4())
         log.correlation_id.set(correlation_id)
-        start, reply = time.perf_counter(), _ReplyWatcher(send, correlation_id)
+        start, reply, reason = time.perf_counter(), _ReplyWatcher(send, correlation_id), None
+        is_checked = False
         try:
             hosts = [value for name, value in scope["headers"] if name == b"host"]
             check_host(hosts, scope["http_version"], self._allowed_hosts)
@@ -56,8 +57,10 @@ class RequestMiddleware:
                 check_authorization(headers.get(b"authorization", b""), headers.get(b"x-api-key", b""), self._key)
             max_body = self._max_pooling_body if dialect_of(scope["path"]).has_large_bodies else self._max_body
             _check_lengths(scope["headers"], headers, max_body)
+            is_checked = True
             await self._app(scope, _limit_body(receive, max_body), reply.send)
         except WorkerError as error:
+            reason = None if is_checked else str(error)  # those of routes may quote what a client wrote
             if not reply.has_started:
                 await send_error(reply.send, scope["path"], error)
         except Exception as error:
@@ -67,7 +70,7 @@ class RequestMiddleware:
         finally:
             for name in (WRITE, ON_DISCONNECT):  # they refer to the scope: it would be kept until a garbage collection
                 scope.pop(name, None)
-            log.request_done(scope, reply.status, time.perf_counter() - start)
+            log.request_done(scope, reply.status, time.perf_counter() - start, reason)
 
 
 def _check_lengths(lines: Iterable[tuple[bytes, bytes]], headers: Mapping[bytes, bytes], max_body: int) -> None:

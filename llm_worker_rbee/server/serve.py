@@ -17,15 +17,17 @@ import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from http import HTTPStatus
 from types import FrameType
 from typing import Any
 from uuid import uuid4
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from .. import machine
-from ..errors import HeadersTooLargeError, InvalidRequestError
+from ..errors import HeadersTooLargeError, InvalidRequestError, WorkerError
 from . import log
 from .app import application
 from .call import BODY_TIMEOUT_S
@@ -130,11 +132,12 @@ class Connection(HttpToolsProtocol):
     """A connection with limits: headers have a maximum length and time, bodies a maximum time, replies must be read.
 
     The parser itself would buffer any number of bytes. It would also take a request that offers another protocol
-    (`Upgrade: h2c`, as curl and Java do) for the end of HTTP, and its body for the next request.
+    (`Upgrade: h2c`, as curl and Java do) for the end of HTTP, and its body for the next request, and the trailer fields
+    of a body in chunks for headers.
     """
 
     stall_s = 30.0  # a client must read something of a waiting reply within this time
-    _num_head_bytes = 0
+    _num_head_bytes = 0  # since the last bytes of a body: of headers, trailers and the lines between chunks
     _is_in_head = True
     _num_dropped = -1  # bytes that came after a refusal; -1: not refused
     _probe: asyncio.TimerHandle | None = None
@@ -174,13 +177,19 @@ class Connection(HttpToolsProtocol):
             if self._num_dropped > LINGER_BYTES:
                 self.transport.abort()
             return
-        if self._is_in_head:
-            self._num_head_bytes += len(data)
-            if self._num_head_bytes > MAX_HEADER_BYTES + len(data):  # too long already without these bytes
-                self._refuse_headers()
-                return
-            data = _hide_upgrade(data)
-        super().data_received(data)
+        self._num_head_bytes += len(data)
+        if self._num_head_bytes > MAX_HEADER_BYTES + len(data):  # too long already without these bytes
+            self._refuse(HeadersTooLargeError(HEADERS_TOO_LONG))
+            return
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(_hide_upgrade(data) if self._is_in_head else data)
+        except httptools.HttpParserUpgrade:
+            self._unsupported_upgrade_warning()
+        except httptools.HttpParserError as error:
+            reason = "its target is no path" if isinstance(error, httptools.HttpParserCallbackError) else error
+            self._refuse(InvalidRequestError(f"the request is not valid HTTP: {reason}", "request"))
+            return
         if self._read_limit_s is None:
             self._cancel_read_timeout()
         elif self._has_new_limit:
@@ -231,28 +240,40 @@ class Connection(HttpToolsProtocol):
             self._read_timeout.cancel()
             self._read_timeout = None
 
-    def _refuse_headers(self) -> None:
+    def _refuse(self, error: WorkerError) -> None:
         """Send the error, and close later: a client that is still sending would lose the reply."""
-        if self.cycle is not None and not self.cycle.response_complete:  # it would end up inside another reply
-            self.transport.close()
-            return
-        status, headers, body = error_response("", HeadersTooLargeError(HEADERS_TOO_LONG))
-        lines = [f"HTTP/1.1 {status} Request Header Fields Too Large", f"content-length: {len(body)}"]
-        headers |= {"x-correlation-id": str(uuid4()), "connection": "close"}
+        self._num_dropped, cycle = 0, self.cycle
+        self._cancel_read_timeout()
+        figures: dict[str, Any] = {"status": error.status, "correlation_id": str(uuid4())}
+        logger.warning("refused what a client sent: %s", error, extra={"figures": figures})
+        if cycle is not None and not cycle.response_complete:
+            if self.pipeline or cycle.response_started or not cycle.more_body:  # the connection ends with its reply
+                cycle.keep_alive = False
+                return
+            cycle.disconnected = True
+            cycle.message_event.set()
+        status, headers, body = error_response((self.scope or {}).get("path", ""), error)
+        headers |= {"x-correlation-id": figures["correlation_id"], "connection": "close"}
+        lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", f"content-length: {len(body)}"]
         lines += [*(f"{name}: {value}" for name, value in headers.items()), "", ""]
-        self._num_dropped = 0
         self.transport.write("\r\n".join(lines).encode() + body)
         self.loop.call_later(LINGER_S, self.transport.close)
-        figures = {"status": status, "correlation_id": headers["x-correlation-id"]}
-        logger.warning("refused headers of more than %d bytes", MAX_HEADER_BYTES, extra={"figures": figures})
 
     def on_message_begin(self) -> None:
         self._num_head_bytes, self._is_in_head = 0, True
         self._limit_read(HEAD_TIMEOUT_S)
         super().on_message_begin()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_in_head:  # else it is a trailer field
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._num_head_bytes = 0
+        super().on_body(body)
+
     def on_headers_complete(self) -> None:
-        self._is_in_head = False
+        self._num_head_bytes, self._is_in_head = 0, False
         self._limit_read(BODY_TIMEOUT_S + LINGER_S)  # the route replies with an error before
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from contextlib import suppress
 
@@ -13,9 +14,10 @@ from llm_worker_rbee.machine import resident_bytes
 from llm_worker_rbee.server import orchestrator, serve
 from llm_worker_rbee.server.auth import is_loopback
 from llm_worker_rbee.server.middleware import MAX_HEADER_BYTES
+from llm_worker_rbee.server.middleware import UUID as UUID_FORM
 from llm_worker_rbee.server.serve import base_url, bind
 from tests.helpers.server import LIMIT_S, Server, connected, is_decoding, read_body, until
-from tests.server.conftest import Start
+from tests.server.conftest import KEY, Start
 
 pytestmark = pytest.mark.usefixtures("leaves_server_healthy")
 
@@ -242,3 +244,108 @@ def test_connection_http_1_0_stream_is_not_chunked(server: Server) -> None:
         assert b"transfer-encoding" not in head.lower()
         assert (b"content-length" in head.lower()) == (path == "/v1/models")
         assert found == body
+
+
+def chunked(path: str, headers: str, trailers: str, body: dict[str, object] | None = None) -> bytes:
+    """Return a request in chunks that ends with trailer fields."""
+    data = json.dumps(body or {"text": "abc"})
+    head = f"POST {path} HTTP/1.1\r\n{JSON}{headers}transfer-encoding: chunked\r\n\r\n"
+    return f"{head}{len(data):x}\r\n{data}\r\n0\r\n{trailers}\r\n".encode()
+
+
+def exchange(server: Server, *parts: bytes) -> tuple[bytes, bytes]:
+    """Return head and body of what a server says to these bytes, each part sent by itself."""
+    with connected(server) as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for part in parts:
+            client.sendall(part)
+        head, _, body = replies(client).partition(b"\r\n\r\n")
+    return head, body
+
+
+HOST = "host: localhost\r\n"
+UUID = "123e4567-e89b-42d3-a456-426614174000"
+
+
+@pytest.mark.parametrize(
+    ("headers", "trailers", "status"),
+    [
+        (HOST, f"authorization: Bearer {KEY}\r\n", b"401"),
+        (HOST, f"X-API-Key: {KEY}\r\n", b"401"),
+        ("", f"Host: localhost\r\nauthorization: Bearer {KEY}\r\n", b"400"),
+        (f"{HOST}x-api-key: {KEY}\r\n", "Host: other.example\r\n", b"200"),
+        (f"{HOST}x-api-key: {KEY}\r\n", f"x-correlation-id: {UUID}\r\n", b"200"),
+        (f"{HOST}x-api-key: {KEY}\r\n", "content-type: text/plain\r\ncontent-encoding: gzip\r\n", b"200"),
+        (f"{HOST}x-api-key: {KEY}\r\n", "content-length: 3\r\n", b"400"),
+        (f"{HOST}x-api-key: {KEY}\r\n", "transfer-encoding: gzip\r\n", b"400"),
+    ],
+    ids=["authorization", "x-api-key", "host", "second-host", "id", "content-type", "length", "encoding"],
+)
+@pytest.mark.parametrize("is_split", [False, True])
+def test_connection_trailer_fields_are_no_headers(
+    locked: Server, headers: str, trailers: str, status: bytes, is_split: bool
+) -> None:
+    """RFC 9110, 6.5.1: whatever comes after the body. What would change the length of the body is refused."""
+    request = chunked("/tokenize", headers, trailers)
+    at = request.index(b"0\r\n" + trailers.encode()) + 3 if is_split else len(request)
+    with connected(locked) as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        client.sendall(request[:at])
+        client.sendall(request[at:])
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        found = replies(client)
+    statuses = re.findall(rb"HTTP/1.1 (\d+) ", found)
+    assert statuses == ([status] if status == b"400" and HOST in headers else [status, b"200"])
+    assert UUID.encode() not in found
+
+
+def test_connection_endless_trailer_is_cut_off(start: Start) -> None:
+    server = start()
+    request = chunked("/tokenize", HOST, "x-long: ")[:-2]
+    with connected(server) as client:
+        client.sendall(request)
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            client.sendall(b"a" * (256 << 20))
+    head, _ = exchange(server, request, b"a" * (1 << 20))
+    assert head.startswith(b"HTTP/1.1 431 ")
+    server.require_alive()
+
+
+FRAMING = [
+    (b"\x16\x03\x01\x02\x00", "valid HTTP: Invalid method"),
+    (b"GET / HTTP/9.9\r\n\r\n", "valid HTTP: Invalid HTTP version"),
+    (b"CONNECT nowhere:80 HTTP/1.1\r\nhost: localhost\r\n\r\n", "valid HTTP: its target is no path"),
+    (f"POST /v1/chat/completions HTTP/1.1\r\n{HOST}content-length: -5\r\n\r\n".encode(), "Content-Length"),
+    (f"POST /v1/chat/completions HTTP/1.1\r\n{HOST}content-length: 5\r\ncontent-length: 6\r\n\r\n".encode(),
+     "Content-Length"),
+    (f"POST /v1/chat/completions HTTP/1.1\r\n{HOST}{JSON}transfer-encoding: chunked\r\n\r\nzz\r\n".encode(),
+     "chunk size"),
+    (b"GET /info HTTP/1.1\r\nhost: localhost\r\nhost: other\r\nconnection: close\r\n\r\n", "2 Host headers"),
+    (b"GET /info HTTP/1.1\r\nconnection: close\r\n\r\n", "0 Host headers"),
+    (b"GET /info HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\nx: " + b"a" * MAX_HEADER_BYTES + b"\r\n\r\n",
+     "the headers are longer"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("request_bytes", "reason"), FRAMING, ids=map(str, range(len(FRAMING))))
+def test_connection_framing_errors_are_logged_with_a_reason(
+    server: Server, request_bytes: bytes, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        head, body = exchange(server, request_bytes)
+    assert head.split()[1] in (b"400", b"431")
+    assert reason in str(json.loads(body))
+    correlation_id = head.lower().partition(b"x-correlation-id: ")[2].split(b"\r\n")[0].decode()
+    lines = [(record.getMessage(), getattr(record, "figures", {})) for record in caplog.records]
+    assert [one for one in lines if reason in str(one)], lines
+    assert UUID_FORM.fullmatch(correlation_id)
+    assert correlation_id in str(lines) or lines[0][0] == "request"  # whose id is a context variable
+    assert "Invalid HTTP request received." not in caplog.text  # of the HTTP server, without a reason
+
+
+def test_connection_bad_request_after_a_good_one_does_not_break_its_reply(server: Server) -> None:
+    body = json.dumps({"prompt": "#", "max_tokens": 500, "temperature": 0, "stream": False})
+    good = f"POST /v1/jobs HTTP/1.1\r\n{HOST}{JSON}content-length: {len(body)}\r\n\r\n{body}".encode()
+    head, found = exchange(server, good + b"garbage\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert json.loads(found)["tokens_out"] == 500
