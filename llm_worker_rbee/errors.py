@@ -69,6 +69,10 @@ class GrammarDeadEndError(WorkerError, code="GRAMMAR_DEAD_END", status=422):
     """The grammar of a structured output allows no token: it cannot be satisfied, or is too complex."""
 
 
+class GrammarTooSlowError(WorkerError, code="GRAMMAR_TOO_SLOW", status=422):
+    """The grammar of a structured output takes too much processor time for each token."""
+
+
 class RequestCancelledError(WorkerError, code="CANCELLED", status=499):
     """A request was aborted before it was finished."""
 

@@ -195,6 +195,7 @@ class LLM(TextModel):
             _check_num_completions(n)
         priority, timeout = _check_scheduling(options.pop("priority", 0), options.pop("timeout", None))
         params = _merge_params(params, options).resolve(self.sampling_defaults.values)
+        params = params.with_structured_outputs(self.check_grammar(params.structured_outputs))
         ids = self.tokenize(prompt) if isinstance(prompt, str) else self._check_ids(prompt)
         generations = make_generations(
             self.tokenizer, self.engine.config, self.config.vocab_size, ids, params, n=n or 1, priority=priority,

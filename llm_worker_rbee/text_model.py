@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from threading import Thread
 from typing import Any, NamedTuple
 
-from .engine.grammar import to_lark
+from .engine.grammar_check import GrammarChecker
 from .engine.sampling_defaults import SamplingDefaults
 from .engine.structured_outputs import StructuredOutputsParams
 from .errors import ChatTemplateError, InvalidRequestError, WorkerError
@@ -68,6 +68,17 @@ class TextModel:
         template.rules = self._chat_format.adaptation()
         return template
 
+    @cached_property
+    def grammar_checker(self) -> GrammarChecker:
+        """Checks every grammar of a request before an engine gets it."""
+        tokenizer = self.tokenizer
+        special = {token: tokenizer.piece(token) for token in range(self.vocab_size) if tokenizer.is_special(token)}
+        return GrammarChecker(self.vocab_size, special)
+
+    def check_grammar(self, structured_outputs: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
+        """Return a grammar as engines compile it; raise if it cannot be used."""
+        return None if structured_outputs is None else self.grammar_checker.check(structured_outputs)
+
     @property
     def chat_format(self) -> ChatFormat:
         """How the model writes reasoning and calls; raises where it has no chat template."""
@@ -89,7 +100,7 @@ class TextModel:
         tail, found = prompt[-TAIL_CHARS:], self.chat_format
         wanted = structured_outputs
         if wanted is None or options.tools or found.has_reasoning or found.content_start:
-            structured = None if wanted is None else (wanted.kind, _grammar_value(wanted))
+            structured = None if wanted is None else (wanted.kind, getattr(wanted, wanted.kind))
             grammar = answer_grammar(found, options, structured, prompt_tail=tail)
             wanted = None if grammar is None else StructuredOutputsParams(grammar=grammar)
         has_calls = bool(options.tools) and options.tool_choice != "none"
@@ -108,7 +119,7 @@ class TextModel:
         except (TypeError, ValueError, RecursionError) as error:
             raise ChatTemplateError(f"the messages are not plain JSON: {str(error)[:200]}", "messages") from None
         options = options or ChatOptions()
-        return self.encode_chat(self.render_chat(encoded, options), options, structured_outputs)
+        return self.encode_chat(self.render_chat(encoded, options), options, self.check_grammar(structured_outputs))
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Return the ids of a text, with BOS where the file says so; `parse_special` recognises control tokens."""
@@ -127,10 +138,6 @@ class TextModel:
     def tokenize_chat(self, messages: Sequence[Message], **fields: Any) -> list[int]:
         """Return the ids of that prompt. The template's control tokens are parsed; those in a message are text."""
         return self.chat_template.encode(self.tokenizer, messages, **fields)
-
-
-def _grammar_value(wanted: StructuredOutputsParams) -> Any:
-    return to_lark(wanted.grammar) if wanted.grammar is not None else getattr(wanted, wanted.kind)
 
 
 def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:

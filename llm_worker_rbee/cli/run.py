@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from ..engine.grammar import validate
+from ..engine.grammar_check import GrammarChecker
 from ..engine.request import NEUTRAL_SAMPLING, SamplingParams, TokenLogprob
 from ..engine.structured_outputs import StructuredOutputsParams
 from ..errors import InvalidRequestError, WorkerError, counted
@@ -170,8 +170,7 @@ class GuidedOptions:
                 raise typer.BadParameter("--close-on-length needs --json-schema, --regex, --choice or --grammar")
             return {}
         try:
-            params = self._params()
-            validate(params)
+            params = GrammarChecker().check(self._params())
         except InvalidRequestError as error:
             raise typer.BadParameter(f"{options[0]}: {error}") from None
         return {"structured_outputs": params, "close_on_length": self.close_on_length}

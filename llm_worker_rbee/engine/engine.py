@@ -16,7 +16,7 @@ from ..config import EngineConfig
 from ..errors import InferenceError, InsufficientMemoryError, InvalidRequestError, WorkerError
 from ..models import MtpHead, Transformer
 from .async_scheduling import AsyncScheduler, InFlightStep, LaunchedForward, forced_drafts_pay, still_running
-from .constraint import MaskFiller, consume_outputs
+from .constraint import MaskFiller, collect_held, consume_outputs
 from .draft_control import DraftControl
 from .grammar import GrammarCompiler
 from .model_runner import ModelRunner, forward
@@ -125,6 +125,8 @@ class Engine:
         self._called_at = time.perf_counter()
         outputs = self.scheduler.expire(time.monotonic())
         in_flight, self._in_flight = self._in_flight, None
+        is_idle = in_flight is None and all(request.is_held for request in self.scheduler.running)
+        outputs += collect_held(self.mask_filler, self.scheduler.remove, is_idle=is_idle)
         if in_flight is not None:
             outputs += self._collect_in_flight(in_flight)
         elif scheduled := self.scheduler.schedule(self._max_prefill_tokens):
@@ -273,7 +275,7 @@ class Engine:
     def _update(self, scheduled: list[ScheduledTokens], sampled: SamplerOutput) -> list[StepOutput]:
         outputs = self.scheduler.update(scheduled, sampled)
         if any(output.request.constraint is not None for output in outputs):
-            return consume_outputs(outputs, self.scheduler.remove)
+            return consume_outputs(outputs, self.scheduler.remove, self.mask_filler)
         return outputs
 
     def _fail_step(self, scheduled: list[ScheduledTokens], error: Exception) -> list[StepOutput]:

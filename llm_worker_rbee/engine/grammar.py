@@ -1,8 +1,8 @@
 """Grammars of structured outputs: what a request asks for -> a matcher of llguidance over the model's own tokens.
 
-`validate` needs no tokenizer: the front calls it, in a thread. `GrammarCompiler` belongs to an engine. It builds a
-token table once, when the first guided request comes, and keeps the compiled grammars that were used last. Time and
-memory of a grammar are bounded by LIMITS.
+grammar_check.py has checked a grammar before it comes here. `GrammarCompiler` belongs to an engine. It builds a token
+table once, when the first guided request comes, and keeps the compiled grammars that were used last. Time and memory
+of a grammar are bounded by LIMITS.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -18,13 +18,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import GrammarDeadEndError, InferenceError, InvalidRequestError, WorkerError
+from ..errors import GrammarDeadEndError, InvalidRequestError, WorkerError
+from ..tokenizer.chat_format import marker_ids
 from ..tokenizer.chat_grammar import JSON_SPACES, without_unknown_formats
-from . import grammar_process
-from .constraint import Constraint
+from ..tokenizer.tokenizer import MARK
+from .constraint import Constraint, lower_thread_priority
 from .structured_outputs import FIELD, StructuredOutputsParams
 
 if TYPE_CHECKING:  # only its interface is used
@@ -49,7 +49,8 @@ ANY_OBJECT = {"type": "object"}
 MAX_CACHED_GRAMMARS = 32
 MAX_CACHED_CHARS = 4 << 20
 MAX_SHARED_COMPILE_S = 0.02  # of a grammar whose lexer requests share
-MAX_LOGGED_CHARS = 1000  # of the output of a process that failed
+MAX_REASON_CHARS = 300
+POSITION = re.compile(r"^at \d+\(\d+\): ")
 NUM_THREADS = 2  # that compile
 # Tokens that end a document soon, in the order in which a search for its end tries them.
 ENDING_TEXTS = (
@@ -62,7 +63,6 @@ ENDING_TEXTS = (
 @cache
 def _library() -> Any:
     import llguidance
-    import llguidance.gbnf_to_lark  # is not imported with it
 
     return llguidance
 
@@ -88,40 +88,23 @@ def to_grammar(params: StructuredOutputsParams) -> str:
             assert params.choice is not None
             texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in params.choice)
             return str(matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}"))
-        return str(matcher.grammar_from_lark(to_lark(str(params.grammar))))
+        return str(params.grammar)
     except (ValueError, RecursionError) as error:
-        raise _invalid(kind, str(error) or type(error).__name__) from None
+        raise invalid(kind, str(error) or type(error).__name__) from None
 
 
-def to_lark(grammar: str) -> str:
-    """Return a grammar, which may be GBNF, as Lark."""
-    try:
-        return str(_library().gbnf_to_lark.any_to_lark(grammar))
-    except (Exception, RecursionError) as error:  # the converter of GBNF raises whatever its input leads to
-        raise _invalid("grammar", str(error) or type(error).__name__) from None
+def invalid(kind: str, reason: str) -> InvalidRequestError:
+    """Return the error of a grammar that cannot be used; positions count only in a text that the client wrote."""
+    text = shorten(reason if kind == "grammar" else POSITION.sub("", reason))
+    return InvalidRequestError(f"{FIELD}.{kind} cannot be used: {text}", FIELD)
 
 
-def validate(params: StructuredOutputsParams) -> None:
-    """Raise an `InvalidRequestError` that names the reason if a grammar is wrong, not supported or too large.
-
-    It takes milliseconds for most grammars and up to seconds, so it is no call for an event loop.
-    """
-    text, library = to_grammar(params), _library()
-    if grammar_process.is_unbounded(text, is_lark=params.kind == "grammar"):
-        try:
-            reason = grammar_process.check(text, LIMITS, SLICES, str(Path(library.__file__).parents[1]))
-        except subprocess.CalledProcessError as error:
-            output = error.stderr.decode(errors="replace").strip()[-MAX_LOGGED_CHARS:]
-            logger.error("the process that checks a grammar failed with status %d: %s", error.returncode, output)
-            raise InferenceError(f"{FIELD}.{params.kind} could not be checked: see the log of the worker") from None
-    else:
-        reason = library.LLMatcher.validate_grammar(text, None, limits=_limits())
-    if reason:
-        raise _invalid(params.kind, reason)
-
-
-def _invalid(kind: str, reason: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{FIELD}.{kind} cannot be used: {grammar_process.shorten(reason)}", FIELD)
+def shorten(reason: str) -> str:
+    """Return the line of an error of llguidance that says what is wrong."""
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    error = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
+    text = (error or (lines[0] if lines else "no reason given")).partition("; following special tokens")[0]
+    return text if len(text) <= MAX_REASON_CHARS else f"{text[: MAX_REASON_CHARS - 3]}..."
 
 
 class TokenTable:
@@ -135,16 +118,21 @@ class TokenTable:
         tokenizer.pad_to(vocab_size)
         self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)]
         self.eos_ids = sorted(token for token in tokenizer.eos_ids if token < vocab_size)
-        special = (token for token in range(vocab_size) if tokenizer.is_special(token))
-        self.special_token_ids = sorted({*special, *self.eos_ids})
+        markers = marker_ids(tokenizer)  # llguidance rolls a token that a grammar names back rightly if it is special
+        special = {token for token in range(vocab_size) if tokenizer.is_special(token)}.union(markers.values())
+        self.special_token_ids = sorted({*special, *self.eos_ids} & set(range(vocab_size)))
         self.eos_token_id = self.eos_ids[0] if self.eos_ids else vocab_size - 1
         self.bos_token_id = tokenizer.bos_id
         self._tokenizer = tokenizer
+        self._markers = re.compile("|".join(map(re.escape, markers)) or r"(?!)")
 
     def __call__(self, text: str | bytes) -> list[int]:
+        """Return the ids of a text; a name of a marker in it is text."""
         try:
             decoded = text.decode() if isinstance(text, bytes) else text
-            return self._tokenizer.encode(decoded, add_special=False)
+            if MARK not in decoded:
+                decoded = self._markers.sub(lambda name: f"{name[0][0]}{MARK}{name[0][1:]}", decoded)
+            return self._tokenizer.encode(decoded, add_special=False, protected=MARK in decoded)
         except (WorkerError, UnicodeDecodeError):
             return []  # an exception would put the matcher into its error state
 
@@ -180,7 +168,7 @@ class GrammarCompiler:
         self._cache: OrderedDict[tuple[str, object], CompiledGrammar] = OrderedDict()
         self._lock, self._tokenizer_lock = threading.Lock(), threading.Lock()
         self._built: tuple[TokenTable, Any] | None = None
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "grammar", initializer=lower_thread_priority)
 
     def submit(
         self, params: StructuredOutputsParams, eos_ids: Sequence[int], max_tokens: int, *,
@@ -205,6 +193,7 @@ class GrammarCompiler:
         for token in generated:
             if not constraint.replay(token):
                 raise GrammarDeadEndError(constraint.describe_error())
+        constraint.advance(())  # the first mask, here, where no step waits for it
         return constraint
 
     def make_executor(self) -> Any:
@@ -244,7 +233,7 @@ class GrammarCompiler:
     def _match(self, kind: str, text: str) -> Any:
         matcher = _library().LLMatcher(self._tokenizer[1], text, log_level=0, limits=_limits())
         if matcher.is_error():
-            raise _invalid(kind, matcher.get_error())
+            raise invalid(kind, matcher.get_error())
         return matcher
 
     def _match_alone(self, params: StructuredOutputsParams, used_up: CompiledGrammar) -> Any:

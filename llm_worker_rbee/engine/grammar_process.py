@@ -1,108 +1,134 @@
-"""Compiles a grammar once in a process of its own, whose time and memory the system limits.
+"""Tries grammars in children of its own: a program that grammar_check.py starts. It imports no module of the package.
 
-llguidance bounds most work by its limits, but not intersections of expressions (`allOf` of patterns, each pair of
-`patternProperties`, `&` and `~` in Lark) and `multipleOf`: a schema of a few lines may take minutes and gigabytes, and
-a thread cannot be stopped. The program needs nothing but llguidance, and no vocabulary: what it takes depends on the
-grammar alone.
+llguidance bounds most work by its limits, but not all: intersections of expressions and `multipleOf` take minutes and
+gigabytes, a chain of rules overflows the stack, and a thread can be neither stopped nor survived. So a grammar is
+compiled and followed for a few tokens here first. This process has llguidance imported; it forks a child for each
+grammar, whose time, memory and stack the system limits, and tells what the child ended with.
+
+JSON lines on standard input and output: {"limits", "slices", "vocab_size", "special"} first, then {"grammar",
+"may_be_gbnf"} for each grammar, which gets {"grammar", "reason"}, or {"status", "cpu_s"} of a child that died.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
+import os
+import random
 import resource
+import select
 import signal
-import subprocess
 import sys
-import threading
-from collections.abc import Mapping, Sequence
+import time
+from array import array
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-MAX_CPU_S, MAX_MEMORY = 2, 128 << 20  # for compiling; beside what the interpreter takes
-MAX_WAIT_S = 60  # wall time: the machine may be busy
-MAX_PROCESSES = 2
-MAX_REMEMBERED, MAX_REASON_CHARS = 1000, 300
-MULTIPLES, EXPRESSIONS = re.compile("multipleOf"), re.compile("pattern|format")
-COMBINATIONS = re.compile(r"allOf|anyOf|oneOf|\$ref|patternProperties")
-LARK_COMBINATIONS = re.compile(r"[&~]|\\u")  # an escape may hide a keyword of a schema within Lark
-OUT_OF_MEMORY = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)  # a failed allocation aborts; a stack cannot grow
-
-_reasons: dict[bytes, str] = {}  # by the digest of a grammar: what `check` returned
-_places = threading.Semaphore(MAX_PROCESSES)
+MAX_CPU_S, MAX_MEMORY = 2, 128 << 20  # of a child; the memory beside what it has from this process
+# Half of the smallest stack on which a grammar runs later: threads of llguidance's executor have 2 MiB, others as much
+# as the system allows a process.
+MAX_STACK = 1 << 20
+MAX_WAIT_S = 30  # wall time: the machine may be busy
+NUM_STEPS, ROLLBACK_INTERVAL = 32, 4
+NICE = 5
 
 
-def is_unbounded(text: str, *, is_lark: bool) -> bool:
-    """Return whether a grammar has what llguidance does not bound."""
-    if MULTIPLES.search(text) or (is_lark and LARK_COMBINATIONS.search(text)):
-        return True
-    return EXPRESSIONS.search(text) is not None and COMBINATIONS.search(text) is not None
-
-
-def check(text: str, limits: Mapping[str, int], slices: Sequence[str], library_path: str) -> str:
-    """Return why a grammar cannot be used, empty if it can; a grammar that was checked before is not compiled again.
-
-    `library_path` is the folder in which llguidance is installed. Raises `CalledProcessError` if the process fails for
-    a reason that is not the grammar's.
-    """
-    request = json.dumps({"text": text, "limits": dict(limits), "slices": list(slices)}).encode()
-    digest = hashlib.sha256(request).digest()
-    found = _reasons.get(digest)
-    if found is not None:
-        return found
-    command = [sys.executable, "-I", "-S", str(Path(__file__)), library_path]
-    with _places:
-        try:
-            done = subprocess.run(
-                command, input=request, capture_output=True, timeout=MAX_WAIT_S, start_new_session=True, check=False
-            )
-        except subprocess.TimeoutExpired:  # is not remembered: the machine was busy
-            return f"it takes more than {MAX_WAIT_S} s to compile"
-    reason = _reason_of(done)
-    if len(_reasons) >= MAX_REMEMBERED:
-        _reasons.clear()
-    _reasons[digest] = reason
-    return reason
-
-
-def _reason_of(done: subprocess.CompletedProcess[bytes]) -> str:
-    if done.returncode == -signal.SIGXCPU:
-        return f"it takes more than {MAX_CPU_S} s to compile"
-    if done.returncode in OUT_OF_MEMORY or (done.returncode > 0 and b"MemoryError" in done.stderr):
-        return f"it takes more than {MAX_MEMORY >> 20} MiB of memory to compile"
-    done.check_returncode()
-    return shorten(done.stdout.decode()) if done.stdout else ""
-
-
-def shorten(reason: str) -> str:
-    """Return the line of an error of llguidance that says what is wrong."""
-    lines = [line.strip() for line in reason.splitlines() if line.strip()]
-    found = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
-    text = found or (lines[0] if lines else "no reason given")
-    return text if len(text) <= MAX_REASON_CHARS else f"{text[: MAX_REASON_CHARS - 3]}..."
-
-
-class _Bytes:
-    """A vocabulary of the bytes and an end of text, as llguidance wants it."""
+class Vocabulary:
+    """Tokens as llguidance wants them: names of the model's special tokens at their ids, nothing at the others, and
+    behind them the bytes and an end of text. What a grammar takes to compile depends on no other token."""
 
     is_tokenizer_wrapper = True
-    eos_token_id, bos_token_id = 256, None
-    tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
-    special_token_ids = (256,)
+    bos_token_id = None
+
+    def __init__(self, vocab_size: int, special: dict[str, str]) -> None:
+        self.first_byte = vocab_size
+        self.tokens = [b""] * vocab_size + [bytes([byte]) for byte in range(256)] + [b"<end>"]
+        self.eos_token_id = vocab_size + 256
+        self.special_token_ids = [*map(int, special), self.eos_token_id]
+        for token, name in special.items():
+            self.tokens[int(token)] = name.encode()
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return list(text if isinstance(text, bytes) else text.encode())
+        return [self.first_byte + byte for byte in (text if isinstance(text, bytes) else text.encode())]
 
 
-def compile_grammar(library: Any, text: str, limits: Mapping[str, int], slices: Sequence[str]) -> str:
-    """Return why a grammar is invalid; compile one that is not, whatever comes of it with these tokens."""
-    bounds = library.LLParserLimits(**limits, verbose_errors=False)
-    reason = str(library.LLMatcher.validate_grammar(text, None, limits=bounds))
-    if not reason:
-        tokenizer = library.LLTokenizer(_Bytes(), n_vocab=257, eos_token=256, slices=slices)
-        library.LLMatcher(tokenizer, text, log_level=0, limits=bounds)
-    return reason
+class GrammarTrial:
+    """Compiles one grammar after another with the same limits and tokens."""
+
+    def __init__(self, library: Any, setup: dict[str, Any]) -> None:
+        self._library = library
+        self._limits = library.LLParserLimits(**setup["limits"], verbose_errors=False)
+        self._has_vocabulary = setup["vocab_size"] > 0  # else tokens that a grammar names are not known
+        vocabulary = Vocabulary(setup["vocab_size"], setup["special"])
+        size, end = len(vocabulary.tokens), vocabulary.eos_token_id
+        self._tokenizer = library.LLTokenizer(vocabulary, n_vocab=size, eos_token=end, slices=setup["slices"])
+        self._mask = array("I", bytes(4 * -(-size // 32)))
+
+    def run(self, request: dict[str, Any]) -> dict[str, str]:
+        """Return the grammar, GBNF as Lark, and why it is invalid, empty if it is not."""
+        grammar = request["grammar"]
+        try:
+            if request["may_be_gbnf"]:
+                grammar = str(self._library.gbnf_to_lark.any_to_lark(grammar))
+        except RecursionError:
+            return {"reason": "it is nested too deeply"}
+        except Exception as error:  # the converter of GBNF raises whatever its input leads to
+            return {"reason": str(error) or "it is not valid GBNF"}
+        reason = str(self._library.LLMatcher.validate_grammar(grammar, None, limits=self._limits))
+        if not reason:
+            matcher = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+            if self._has_vocabulary and matcher.is_error():
+                reason = str(matcher.get_error())
+            self._follow(matcher)
+        return {"grammar": grammar, "reason": reason}
+
+    def _follow(self, matcher: Any) -> None:
+        """Take tokens at random, as requests take them: forced ones, masks, copies, some rolled back."""
+        address, size = self._mask.buffer_info()
+        draws = random.Random(0)
+        for step in range(NUM_STEPS):
+            if matcher.is_error() or matcher.is_stopped():
+                return
+            matcher.compute_ff_tokens()
+            matcher.unsafe_compute_mask_ptr(address, size * self._mask.itemsize)
+            words = [i for i, word in enumerate(self._mask) if word]
+            if not words:
+                return
+            word = draws.choice(words)
+            token = 32 * word + draws.choice([bit for bit in range(32) if self._mask[word] >> bit & 1])
+            is_rolled_back = step % ROLLBACK_INTERVAL == 0
+            if matcher.consume_token(token) and is_rolled_back and not matcher.is_stopped():
+                matcher.rollback(1)
+                matcher = matcher.deep_copy()
+
+
+def run_child(trial: GrammarTrial, request: dict[str, Any]) -> bytes:
+    """Try a grammar in a child; return its reply, or how it ended."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reader)
+        limit_resources()
+        try:
+            reply = trial.run(request)
+        except MemoryError:
+            os.abort()  # as a failed allocation of llguidance does
+        with os.fdopen(writer, "wb") as pipe:
+            pipe.write(json.dumps(reply).encode())
+        os._exit(0)
+    os.close(writer)
+    deadline, chunks = time.monotonic() + MAX_WAIT_S, []
+    with os.fdopen(reader, "rb", buffering=0) as replies:
+        while select.select([replies], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            chunks.append(replies.read(1 << 20))
+            if not chunks[-1]:
+                break
+        else:
+            os.kill(child, signal.SIGKILL)
+    _, status, usage = os.wait4(child, 0)
+    if status == 0 and any(chunks):
+        return b"".join(chunks)
+    return json.dumps({"status": os.waitstatus_to_exitcode(status), "cpu_s": usage.ru_utime + usage.ru_stime}).encode()
 
 
 def _limit(kind: int, soft: int, hard: int) -> None:
@@ -113,9 +139,13 @@ def _limit(kind: int, soft: int, hard: int) -> None:
     resource.setrlimit(kind, (soft, hard))
 
 
-def _limit_resources() -> None:
+def limit_resources() -> None:
+    """Limit this process."""
     _limit(resource.RLIMIT_CORE, 0, 0)
     _limit(resource.RLIMIT_CPU, MAX_CPU_S, MAX_CPU_S + 1)
+    stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    stack = MAX_STACK if stack == resource.RLIM_INFINITY else min(MAX_STACK, stack // 2)
+    _limit(resource.RLIMIT_STACK, stack, stack)
     statistics = Path("/proc/self/statm")
     if statistics.exists():  # elsewhere the time bounds it
         taken = int(statistics.read_text().split()[0]) * resource.getpagesize()
@@ -123,13 +153,18 @@ def _limit_resources() -> None:
 
 
 def main() -> None:
-    """Compile the grammar of standard input and print why it is invalid."""
+    """Reply to lines until the end of the input."""
     sys.path.insert(0, sys.argv[1])
     import llguidance
+    import llguidance.gbnf_to_lark  # is not imported with it
 
-    request = json.loads(sys.stdin.buffer.read())
-    _limit_resources()
-    sys.stdout.write(compile_grammar(llguidance, request["text"], request["limits"], request["slices"]))
+    os.nice(NICE)
+    with suppress(OSError):  # the kernel may share the cores among sessions first
+        Path("/proc/self/autogroup").write_text(str(NICE))
+    trial = GrammarTrial(llguidance, json.loads(sys.stdin.buffer.readline()))
+    for line in sys.stdin.buffer:
+        sys.stdout.buffer.write(run_child(trial, json.loads(line)) + b"\n")
+        sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

@@ -238,6 +238,7 @@ class Request:
     history: Any = None  # the sampler's own
     draft_state: Any = None  # the drafter's own
     constraint: Any = None  # a `Constraint`, where `params.structured_outputs` is set
+    is_held: bool = False  # steps leave it out: its grammar is slow, and a thread computes the next mask
 
     def __post_init__(self) -> None:
         assert self.params.is_resolved, "sampling parameters of a request must be resolved"
@@ -253,6 +254,10 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.ids)
+
+    @property
+    def has_slow_grammar(self) -> bool:
+        return self.constraint is not None and self.constraint.is_slow
 
     @property
     def tokens(self) -> list[int]:

@@ -115,12 +115,14 @@ class Scheduler:
         drafted: list[Request] = []
         size = self.config.block_size
         for request in self.running[:]:
+            if request.is_held:
+                continue
             start = request.num_computed_tokens + request.num_in_flight_tokens
             known = len(request.ids) + (request.pending_row >= 0)
             if known - start > 1:
                 prefills.append(request)
-            elif request.pending_row >= 0 and known >= request.max_total_tokens:
-                continue  # the token in flight is its last
+            elif request.pending_row >= 0 and (known >= request.max_total_tokens or request.has_slow_grammar):
+                continue  # the token in flight is its last, or will be consumed beside the steps
             elif known <= len(request.blocks) * size or self._ensure_block(request):
                 if request.drafts:
                     drafted.append(request)
@@ -298,7 +300,7 @@ class Scheduler:
             request = self.waiting[i]
             if not self._free_slots:
                 return
-            if self._prefix_in_flight(request):
+            if request.is_held or self._prefix_in_flight(request):
                 continue
             shared = self._match(request)
             if not self._has_room(request, shared):

@@ -1,7 +1,8 @@
 """Offload of CPU-heavy request work from the event loop: large JSON bodies, templates, tokenizing, large replies.
 
-Small and large work have threads of their own, so small work never waits behind large work. Queued work is bounded by
-its bytes; work whose awaiting task is cancelled before it starts is never done. What would hold the interpreter's lock
+Small and large work have threads of their own, so small work never waits behind large work, and so do checks of
+grammars: a request without one never waits for them. Queued work is bounded by its bytes, checks by their number; work
+whose awaiting task is cancelled before it starts is never done, checks apart. What would hold the interpreter's lock
 for long, parsing and rendering, is done by other processes, for which a thread waits. `PromptEncoder` turns prompts and
 messages into token ids; what can never fit the context it refuses before it has tokenized all of it, which takes
 seconds for a long text.
@@ -17,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, TypeVar
 
-from ..engine.grammar import validate as validate_structured_outputs
+from ..engine.grammar_check import GrammarChecker
 from ..engine.structured_outputs import StructuredOutputsParams
 from ..errors import ContextLengthError, InvalidRequestError, QueueFullError, ShuttingDownError
 from ..text_model import EncodedPrompt, TextModel
@@ -35,18 +36,22 @@ MIN_COUNTED_BYTES = 4 << 10  # each piece of work counts as at least this
 MAX_QUEUED_BYTES = 32 << 20  # of large and of small work each, unless given; one piece alone may be larger
 EMA_WEIGHT = 0.3
 MAX_RETRY_S = 60
-GRAMMAR_FACTOR = 8  # a character of a schema takes as long as so many bytes of a prompt, or longer
+NUM_CHECKS, MAX_QUEUED_CHECKS = 2, 32  # of grammars: at once, and with those that wait
+QUEUED_CHECKS = f"{MAX_QUEUED_CHECKS} grammars of other requests wait to be checked"
 INLINE_BYTES = 256  # of texts that are tokenized in the event loop: about 0.2 ms
 LONG_TEXT_FACTOR = 6  # characters for each token of the context: few texts that are longer fit
 PART_CHARS = 64 << 10  # of a long text that are tokenized at a time
 
 
 class BoundedExecutor:
-    """A thread pool whose queue is bounded by bytes."""
+    """A thread pool whose queue is bounded by bytes; `full` is the error beyond that."""
 
-    def __init__(self, name: str, num_threads: int, max_bytes: int = MAX_QUEUED_BYTES) -> None:
+    def __init__(
+        self, name: str, num_threads: int, max_bytes: int = MAX_QUEUED_BYTES,
+        full: str = "{} bytes of other requests wait to be parsed or tokenized",
+    ) -> None:  # fmt: skip
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
-        self._max_bytes = max_bytes
+        self._max_bytes, self._full = max_bytes, full
         self._num_bytes = 0
         self._seconds_per_byte = 0.0
         self._is_closed = False
@@ -58,7 +63,7 @@ class BoundedExecutor:
         size = max(size, MIN_COUNTED_BYTES)
         if not is_admitted and self._num_bytes and self._num_bytes + size > self._max_bytes:
             retry = max(1, min(MAX_RETRY_S, math.ceil(self._num_bytes * self._seconds_per_byte)))
-            raise QueueFullError(f"{self._num_bytes} bytes of other requests wait to be parsed or tokenized", retry)
+            raise QueueFullError(self._full.format(self._num_bytes), retry)
         self._num_bytes += size
         try:
             seconds, result = await asyncio.get_running_loop().run_in_executor(self._threads, _timed, work)
@@ -73,16 +78,21 @@ class BoundedExecutor:
 
 
 class OffloadPool:
-    """Two bounded executors: for small and for large work."""
+    """Bounded executors: for small and for large work, and for checks of grammars."""
 
     def __init__(self, max_bytes: int = MAX_QUEUED_BYTES) -> None:
         self._small, self._large = BoundedExecutor("small", 2, max_bytes), BoundedExecutor("large", 1, max_bytes)
+        self._checks = BoundedExecutor("check", NUM_CHECKS, MAX_QUEUED_CHECKS * MIN_COUNTED_BYTES, QUEUED_CHECKS)
         self.body_process = BodyProcess()
         self.parsers: dict[str, tuple[Parse, Any]] = {}  # `parsers.PARSERS`, set by the application
 
     async def run(self, size: int, work: Callable[[], T], *, is_admitted: bool = False) -> T:
         """Return the result of work on `size` bytes; that of a request with a place in a queue is never refused."""
         return await (self._large if size > LARGE_BYTES else self._small).run(size, work, is_admitted=is_admitted)
+
+    async def check_grammar(self, work: Callable[[], T]) -> T:
+        """Return the result of checks of grammars; raise if too many wait."""
+        return await self._checks.run(0, work)
 
     async def parse(self, parser: str, body: bytes, options: ParseOptions) -> Any:
         """Return the record of a body; a small one is parsed in the event loop."""
@@ -99,8 +109,8 @@ class OffloadPool:
 
     def close(self) -> None:
         """Take no new work; drop what is queued."""
-        self._small.close()
-        self._large.close()
+        for executor in (self._small, self._large, self._checks):
+            executor.close()
         self.body_process.close()
 
 
@@ -118,7 +128,7 @@ class ToolSchemaError(InvalidRequestError):
         self.index, self.name, self.reason = index, name, reason
 
 
-def _require_tools(options: ChatOptions) -> None:
+def _check_tools(checker: GrammarChecker, options: ChatOptions) -> None:
     """Raise for the first tool whose schema is in the grammar and cannot be used; the search takes a bounded time."""
     if options.tool_choice == "none":
         return
@@ -130,7 +140,7 @@ def _require_tools(options: ChatOptions) -> None:
         if not is_held or options.tool_name not in (None, tool.name):
             continue
         try:
-            validate_structured_outputs(StructuredOutputsParams(json=parameters_schema(tool)))
+            checker.check(StructuredOutputsParams(json=parameters_schema(tool)))
         except InvalidRequestError as error:
             raise ToolSchemaError(i, tool.name, str(error).partition(": ")[2] or str(error)) from None
 
@@ -140,6 +150,7 @@ class PromptEncoder:
 
     def __init__(self, model: TextModel, offload: OffloadPool) -> None:
         self._model, self._offload = model, offload
+        self._checks: dict[StructuredOutputsParams, asyncio.Task[StructuredOutputsParams]] = {}  # that are under way
 
     def check_texts(self, prompts: Sequence[Prompt]) -> None:
         """Raise for a text that can never fit the context, before it waits for a place in the queue."""
@@ -150,23 +161,47 @@ class PromptEncoder:
     async def encode(
         self, prompts: Sequence[Prompt], structured_outputs: StructuredOutputsParams | None = None
     ) -> list[EncodedPrompt]:
-        """Return each prompt encoded; given ids are checked against the vocabulary, a grammar is validated.
+        """Return each prompt encoded; token ids are checked against the vocabulary, and grammars in another process.
 
         A short text is tokenized in the event loop: passing it to a thread would take longer.
         """
-        size = sum(map(prompt_size, prompts)) + GRAMMAR_FACTOR * grammar_size(structured_outputs)
-        if size <= INLINE_BYTES and structured_outputs is None and not isinstance(prompts[0], Conversation):
-            return [EncodedPrompt(self._encode_one(prompt)) for prompt in prompts]
-        return await self._offload.run(size, lambda: self._encode_all(prompts, structured_outputs))
-
-    def _encode_all(
-        self, prompts: Sequence[Prompt], structured_outputs: StructuredOutputsParams | None
-    ) -> list[EncodedPrompt]:
-        if structured_outputs is not None:
-            validate_structured_outputs(structured_outputs)
+        size = sum(map(prompt_size, prompts)) + grammar_size(structured_outputs)
+        structured_outputs = await self._check_grammar(structured_outputs)
         if isinstance(conversation := prompts[0], Conversation):
-            return [self.encode_conversation(conversation, structured_outputs)]
-        return [EncodedPrompt(self._encode_one(prompt), None, structured_outputs) for prompt in prompts]
+            return [await self._encode_chat(conversation, size, structured_outputs)]
+        if size <= INLINE_BYTES:
+            return [EncodedPrompt(self._encode_one(prompt), None, structured_outputs) for prompt in prompts]
+        ids = await self._offload.run(size, lambda: [self._encode_one(prompt) for prompt in prompts])
+        return [EncodedPrompt(prompt_ids, None, structured_outputs) for prompt_ids in ids]
+
+    async def _check_grammar(self, params: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
+        """Return a grammar as engines compile it; requests that have the same one wait for one check."""
+        checker = self._model.grammar_checker
+        if params is None or (known := checker.recall(params)) is not None:
+            return None if params is None else known
+        if (task := self._checks.get(params)) is None:
+            task = self._checks[params] = asyncio.ensure_future(
+                self._offload.check_grammar(lambda: checker.check(params))
+            )
+            task.add_done_callback(lambda _: self._checks.pop(params, None))
+        return await asyncio.shield(task)
+
+    async def _encode_chat(
+        self, conversation: Conversation, size: int, structured_outputs: StructuredOutputsParams | None
+    ) -> EncodedPrompt:
+        encoded = await self._offload.run(size, lambda: self.encode_conversation(conversation, structured_outputs))
+        if encoded.structured_outputs is structured_outputs:
+            return encoded
+        try:
+            checked = await self._check_grammar(encoded.structured_outputs)
+        except InvalidRequestError as error:
+            checker, options = self._model.grammar_checker, conversation.options
+            await self._offload.check_grammar(lambda: _check_tools(checker, options))
+            if structured_outputs is not None:
+                raise
+            reason = str(error).partition(": ")[2]
+            raise InvalidRequestError(f"the parameters of the tools cannot be used: {reason}", "tools") from None
+        return encoded._replace(structured_outputs=checked)
 
     def _encode_one(self, prompt: Prompt) -> list[int]:
         assert not isinstance(prompt, Conversation)
@@ -186,17 +221,7 @@ class PromptEncoder:
         prompt = model.render_chat(conversation.messages, options)
         self._require_bytes_fit(num_bytes(prompt) - len(MARK.encode()) * prompt.count(MARK), "messages")
         self._require_tokens_fit(prompt, "messages")
-        encoded = model.encode_chat(prompt, options, structured_outputs)
-        if encoded.structured_outputs is not structured_outputs and encoded.structured_outputs is not None:
-            try:
-                validate_structured_outputs(encoded.structured_outputs)
-            except InvalidRequestError as error:
-                _require_tools(options)
-                if structured_outputs is not None:
-                    raise
-                reason = str(error).partition(": ")[2]
-                raise InvalidRequestError(f"the parameters of the tools cannot be used: {reason}", "tools") from None
-        return encoded
+        return model.encode_chat(prompt, options, structured_outputs)
 
     def _require_bytes_fit(self, size: int, field: str) -> None:
         context = self._model.max_context

@@ -13,12 +13,12 @@ import pytest
 from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.engine import engine as serving
 from llm_worker_rbee.engine.async_scheduling import GAP_S, AsyncScheduler, forced_drafts_pay
-from llm_worker_rbee.engine.constraint import Constraint
+from llm_worker_rbee.engine.constraint import BUDGET_STEPS, MAX_STEP_S, SLOW_STEP_S, Constraint, MaskFiller
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.grammar import GrammarCompiler
-from llm_worker_rbee.engine.request import Request, SamplingParams
+from llm_worker_rbee.engine.request import Request, SamplingParams, StepOutput
 from llm_worker_rbee.engine.structured_outputs import StructuredOutputsParams
-from llm_worker_rbee.errors import GrammarDeadEndError, InsufficientMemoryError
+from llm_worker_rbee.errors import GrammarDeadEndError, GrammarTooSlowError, InsufficientMemoryError
 from llm_worker_rbee.models import Transformer
 from llm_worker_rbee.text_model import open_tokenizer
 from llm_worker_rbee.weights import open_checkpoint
@@ -122,6 +122,66 @@ def test_guided_steps_ahead_give_the_tokens_of_sync_steps(
     if not unsure:
         assert ahead.scheduler.stats.num_drafted_tokens == 0
     assert not ("n_blocks" in settings and DEVICE == "cpu") or ahead.scheduler.stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.parametrize("settings", [{}, {"max_batch": 3}, {"n_blocks": 7}, {"speculative": "ngram"}])
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_slow_grammars_are_computed_beside_steps_and_change_no_answer(
+    model: Transformer, compiler: GrammarCompiler, settings: dict[str, Any], interval: int, is_ahead: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Every step of a grammar counts as slow, or every third."""
+    ops = SyncBackend(model.ops)
+    plain = make_engine(replace(model, ops=ops), compiler, **settings)  # type: ignore[arg-type]
+
+    def answers(engine: Engine, seed: int) -> list[tuple[Any, ...]]:
+        """Of a request that was aborted the last token may be held back, without a log-probability."""
+        results = run(engine, seed, lambda seed: make_mixed(compiler, seed))
+        return [result if result[-1] is not None else result[:1] for result in results]
+
+    expected = [answers(plain, seed) for seed in range(6)]
+    held: list[Request] = []
+    advance = MaskFiller.advance
+
+    def count(filler: MaskFiller, request: Request, outputs: list[StepOutput]) -> None:
+        held.append(request)
+        advance(filler, request, outputs)
+
+    def end_step(constraint: Constraint, seconds: float) -> None:
+        constraint._step_seconds.append(2 * SLOW_STEP_S if len(constraint._tokens) % interval == 0 else 0.0)
+
+    monkeypatch.setattr(MaskFiller, "advance", count)
+    monkeypatch.setattr(Constraint, "end_step", end_step)
+    device = AsyncBackend(model.ops)
+    engine = make_engine(make_async(model, device) if is_ahead else replace(model, ops=ops), compiler, **settings)  # type: ignore[arg-type]
+    for seed in range(6):
+        assert answers(engine, seed) == expected[seed], seed
+        assert engine.scheduler.pool.num_free == engine.config.n_blocks
+    assert len(held) > 20
+    assert not engine.mask_filler._held
+
+
+def test_grammar_that_is_too_slow_ends_alone(
+    model: Transformer, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens before it are delivered; one that is slow now and then goes on."""
+    slow, sometimes = (guided(compiler, StructuredOutputsParams(regex="[a-z]{40}")) for _ in range(2))
+    free = guided(compiler, None)
+
+    def end_step(constraint: Constraint, seconds: float) -> None:
+        is_slow = constraint is slow.constraint or len(constraint._tokens) % 2 == 0
+        constraint._step_seconds.append(2 * MAX_STEP_S if is_slow else 0.0)
+
+    monkeypatch.setattr(Constraint, "end_step", end_step)
+    engine = make_engine(replace(model, ops=SyncBackend(model.ops)), compiler)  # type: ignore[arg-type]
+    listener = engine_runs.run(engine, slow, sometimes, free)
+    *before, last = listener.outputs[slow]
+    assert isinstance(last.error, GrammarTooSlowError)
+    assert (last.error.code, last.error.status) == ("GRAMMAR_TOO_SLOW", 422)
+    assert BUDGET_STEPS - 2 <= len(before) <= BUDGET_STEPS
+    assert listener.answer(sometimes).finish == "stop"
+    assert listener.answer(free).finish in ("stop", "length")
 
 
 @pytest.mark.parametrize("pays", [lambda n, *_: n >= 4, lambda n, *_: n > 0])

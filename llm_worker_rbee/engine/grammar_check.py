@@ -1,0 +1,177 @@
+"""Checks of grammars: nothing that a client sends reaches llguidance in a process that others share before it was
+compiled and followed in a child of grammar_process.py, which may crash.
+
+`GrammarChecker.check` returns what a request asks for as engines compile it, or raises an error that names the reason.
+A grammar that was checked before is not checked again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import MissingDependencyError, UnavailableError
+from ..machine import describe_exit
+from ..pipe_process import PipeProcess
+from . import grammar_process
+from .grammar import LIMITS, SLICES, invalid, shorten, to_grammar
+from .grammar_process import MAX_CPU_S, MAX_MEMORY, MAX_WAIT_S
+from .structured_outputs import StructuredOutputsParams
+
+logger = logging.getLogger("llm_worker_rbee.engine")
+MAX_REMEMBERED, MAX_REMEMBERED_CHARS = 1000, 16 << 20
+REPLY_MARGIN_S = 10.0  # of wall time, for the process to tell of a child that it had to kill
+MAX_REPLY_BYTES = 64 << 20
+TOO_SLOW = f"it takes more than {MAX_CPU_S} s of processor time to compile"
+REASONS = {  # of what a child dies of
+    -signal.SIGXCPU: TOO_SLOW,
+    -signal.SIGABRT: f"it takes more than {MAX_MEMORY >> 20} MiB of memory to compile",
+    -signal.SIGSEGV: "it is nested too deeply, or has a chain of too many rules",
+    -signal.SIGBUS: "it is nested too deeply, or has a chain of too many rules",
+}
+# Literals and expressions of Lark, in which an attribute is text; attributes of rules that engines cannot hold.
+LARK_TEXT = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*')
+LARK_ATTRIBUTE = re.compile(r"\[[^\[\]]*?\b(max_tokens|temperature)\s*=")
+LARK_IDS = re.compile(r"<\[\^?([\d,\-\s]+)\]>")
+
+
+class Verdict(NamedTuple):
+    """The result of a check: a grammar that replaces GBNF, and why it cannot be used, empty if it can."""
+
+    grammar: str
+    reason: str
+
+
+class GrammarChecker:
+    """Checks grammars for one vocabulary, in processes that are started when they are needed. Safe to use from several
+    threads, each of which has a process while it checks."""
+
+    def __init__(self, vocab_size: int = 0, special: Mapping[int, str] | None = None) -> None:
+        """`special`: names of tokens that a grammar may have, by their ids."""
+        setup = {"limits": LIMITS, "slices": list(SLICES), "vocab_size": vocab_size, "special": dict(special or {})}
+        self._vocab_size = vocab_size
+        self._setup = json.dumps(setup).encode() + b"\n"
+        self._idle: list[PipeProcess] = []
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._lock = threading.Lock()
+        weakref.finalize(self, _stop_all, self._idle)
+
+    def recall(self, params: StructuredOutputsParams) -> StructuredOutputsParams | None:
+        """Return what `check` returned before, or raise what it raised; None for what was not checked yet."""
+        with self._lock:
+            verdict = self._verdicts.get(_digest(params))
+        return None if verdict is None else _apply(params, verdict)
+
+    def check(self, params: StructuredOutputsParams) -> StructuredOutputsParams:
+        """Return the parameters with GBNF as Lark; raise if a grammar is wrong, not supported, too large or too slow.
+
+        It takes milliseconds for most grammars and up to seconds, so it is no call for an event loop.
+        """
+        if (known := self.recall(params)) is not None:
+            return known
+        if params.grammar is not None:
+            self._check_lark(LARK_TEXT.sub('""', params.grammar))
+        text = to_grammar(params)
+        verdict = self._try(json.dumps({"grammar": text, "may_be_gbnf": params.kind == "grammar"}).encode() + b"\n")
+        if verdict.grammar == text:
+            verdict = verdict._replace(grammar="")
+        with self._lock:
+            self._verdicts[_digest(params)] = verdict
+            while len(self._verdicts) > MAX_REMEMBERED or self._num_chars() > MAX_REMEMBERED_CHARS:
+                self._verdicts.popitem(last=False)
+        return _apply(params, verdict)
+
+    def _check_lark(self, rules: str) -> None:
+        """Raise for an attribute that has no effect or cannot be rolled back, and for an id past the vocabulary."""
+        if attribute := LARK_ATTRIBUTE.search(rules):
+            advice = f"use {attribute[1]} of the request"
+            raise invalid("grammar", f"the attribute {attribute[1]} of a rule is not supported: {advice}")
+        largest = max(
+            (int(number) for ids in LARK_IDS.findall(rules) for number in re.findall(r"\d{1,18}", ids)), default=0
+        )
+        if self._vocab_size and largest >= self._vocab_size:
+            raise invalid("grammar", f"{largest} is not a token id (0..{self._vocab_size - 1})")
+
+    def _num_chars(self) -> int:
+        return sum(len(verdict.grammar) for verdict in self._verdicts.values())
+
+    def _try(self, request: bytes) -> Verdict:
+        """Return the verdict on a grammar; a process that was killed from outside is replaced once."""
+        for is_last in (False, True):
+            failure = "could not be started"
+            try:
+                reply = self._request(request)
+                if "reason" in reply:
+                    return Verdict(reply.get("grammar", ""), shorten(reply["reason"]) if reply["reason"] else "")
+                if (reason := REASONS.get(reply["status"])) is not None:
+                    return Verdict("", reason)
+                if reply["cpu_s"] >= MAX_CPU_S:
+                    return Verdict("", TOO_SLOW)
+                failure = describe_exit(reply["status"])
+            except TimeoutError:
+                failure = "did not answer in time"
+            except OSError as error:
+                failure = f"failed ({error.strerror or error})"
+            logger.warning("the process that checks grammars %s%s", failure, "" if is_last else ": checking again")
+        raise UnavailableError("the grammar could not be checked: the process that checks it was ended from outside")
+
+    def _request(self, request: bytes) -> dict[str, Any]:
+        with self._lock:
+            process = self._idle.pop() if self._idle else None
+        deadline = time.monotonic() + MAX_WAIT_S + REPLY_MARGIN_S
+        try:
+            if process is None or process.poll() is not None:
+                process = PipeProcess(
+                    [sys.executable, "-I", "-S", str(Path(grammar_process.__file__)), _library_path()]
+                )
+                process.write(self._setup, deadline)
+            process.write(request, deadline)
+            reply: dict[str, Any] = json.loads(process.read_line(deadline, MAX_REPLY_BYTES))
+        except BaseException:
+            if process is not None:
+                process.stop()
+            raise
+        with self._lock:
+            self._idle.append(process)
+        return reply
+
+    def close(self) -> None:
+        """End the processes that wait for work."""
+        with self._lock:
+            idle, self._idle[:] = list(self._idle), []
+        _stop_all(idle)
+
+
+def _stop_all(processes: list[PipeProcess]) -> None:
+    for process in processes:
+        process.stop()
+
+
+def _library_path() -> str:
+    """Return the folder in which llguidance is installed; it is not imported here."""
+    spec = find_spec("llguidance")
+    if spec is None or spec.origin is None:
+        raise MissingDependencyError("structured outputs need llguidance: pip install llguidance")
+    return str(Path(spec.origin).parents[1])
+
+
+def _digest(params: StructuredOutputsParams) -> bytes:
+    return hashlib.sha256(repr(params).encode(errors="surrogatepass")).digest()
+
+
+def _apply(params: StructuredOutputsParams, verdict: Verdict) -> StructuredOutputsParams:
+    if verdict.reason:
+        raise invalid(params.kind, verdict.reason)
+    return StructuredOutputsParams(grammar=verdict.grammar) if verdict.grammar else params
