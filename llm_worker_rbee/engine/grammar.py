@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from ..errors import GrammarDeadEndError, InvalidRequestError, WorkerError
 from ..tokenizer.chat_format import marker_ids
 from ..tokenizer.chat_grammar import JSON_SPACES, without_unknown_formats
-from ..tokenizer.tokenizer import MARK
 from .constraint import Constraint, lower_thread_priority
 from .structured_outputs import FIELD, StructuredOutputsParams
 
@@ -52,6 +51,8 @@ MAX_SHARED_COMPILE_S = 0.02  # of a grammar whose lexer requests share
 MAX_REASON_CHARS = 300
 POSITION = re.compile(r"^at \d+\(\d+\): ")
 NUM_THREADS = 2  # that compile
+ANCHOR = "\x02"  # a character that no token of a SentencePiece vocabulary has beside others
+MAX_GREEDY_BYTES = 32  # of a token
 # Tokens that end a document soon, in the order in which a search for its end tries them.
 ENDING_TEXTS = (
     '"}]}', '"}}', '"]}', '"}]', '"}', '"]', '"', '":"', '":', '","', '",', "}]}", "}}", "]}", "}]", "}", "]", '""',
@@ -118,31 +119,49 @@ class TokenTable:
         tokenizer.pad_to(vocab_size)
         self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)]
         self.eos_ids = sorted(token for token in tokenizer.eos_ids if token < vocab_size)
-        markers = marker_ids(tokenizer)  # llguidance rolls a token that a grammar names back rightly if it is special
-        special = {token for token in range(vocab_size) if tokenizer.is_special(token)}.union(markers.values())
-        self.special_token_ids = sorted({*special, *self.eos_ids} & set(range(vocab_size)))
+        # Tokens that a grammar names: llguidance rolls back the right number of bytes only if they are special.
+        named = {token for token in marker_ids(tokenizer).values() if token < vocab_size}
+        special = (token for token in range(vocab_size) if tokenizer.is_special(token))
+        self._special = frozenset({*special, *self.eos_ids, *named})
+        self.special_token_ids = sorted(self._special)
         self.eos_token_id = self.eos_ids[0] if self.eos_ids else vocab_size - 1
         self.bos_token_id = tokenizer.bos_id
         self._tokenizer = tokenizer
-        self._markers = re.compile("|".join(map(re.escape, markers)) or r"(?!)")
+        self._before = ANCHOR if tokenizer.space_at_start else ""  # so that the encoder adds no space to a text
+        self._num_before = len(tokenizer.encode(self._before, add_special=False))
 
-    def __call__(self, text: str | bytes) -> list[int]:
-        """Return the ids of a text; a name of a marker in it is text."""
+    def __call__(self, text: str) -> list[int]:
+        """Return tokens with the bytes of a text, none of them special: llguidance takes other bytes for an error."""
+        data = text.encode()
         try:
-            decoded = text.decode() if isinstance(text, bytes) else text
-            if MARK not in decoded:
-                decoded = self._markers.sub(lambda name: f"{name[0][0]}{MARK}{name[0][1:]}", decoded)
-            return self._tokenizer.encode(decoded, add_special=False, protected=MARK in decoded)
-        except (WorkerError, UnicodeDecodeError):
-            return []  # an exception would put the matcher into its error state
+            ids = self._tokenizer.encode(self._before + text, add_special=False)[self._num_before :]
+        except WorkerError:  # an exception would put the matcher into its error state
+            ids = []
+        is_same = b"".join([self.tokens[token] for token in ids if token < len(self.tokens)]) == data
+        return ids if is_same and self._special.isdisjoint(ids) else self._greedy(data)
+
+    def _greedy(self, data: bytes) -> list[int]:
+        """Return the longest token, and again of what follows it."""
+        ids: list[int] = []
+        while data:
+            sizes = range(min(len(data), MAX_GREEDY_BYTES), 0, -1)
+            size = next((size for size in sizes if data[:size] in self._ids), 0)
+            if not size:
+                break
+            ids.append(self._ids[data[:size]])
+            data = data[size:]
+        return ids
+
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        """The ids of the tokens that are no special ones, by their bytes."""
+        return {text: i for i, text in reversed(list(enumerate(self.tokens))) if i not in self._special}
 
     @cached_property
     def ending_tokens(self) -> list[int]:
         """The ids of ENDING_TEXTS that are tokens."""
-        ids = dict(zip(reversed(self.tokens), range(len(self.tokens) - 1, -1, -1), strict=True))
-        special = set(self.special_token_ids)
-        found = (ids.get(text.encode(), -1) for text in ENDING_TEXTS)
-        return list(dict.fromkeys(token for token in found if token >= 0 and token not in special))
+        found = (self._ids.get(text.encode(), -1) for text in ENDING_TEXTS)
+        return list(dict.fromkeys(token for token in found if token >= 0))
 
 
 @dataclass(slots=True, eq=False)

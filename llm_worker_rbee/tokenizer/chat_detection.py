@@ -29,6 +29,7 @@ from .chat_format import (
     MessageRules,
     ReasoningFormat,
     ToolFormat,
+    marker_ids,
 )
 from .chat_parser import ChatParser
 from .chat_template import ChatTemplate
@@ -46,7 +47,7 @@ _TAG = re.compile(r"<[^<>\s][^<>\n]{0,80}>|\[/?[A-Z_]+\]")
 
 def detect_chat_format(template: ChatTemplate, tokenizer: Tokenizer) -> ChatFormat:
     """Return the format of a model's answers. A template that fails gives a format without reasoning and tools."""
-    probe = _Probe(template)
+    probe = _Probe(template, [tokenizer.piece(token) for token in sorted(tokenizer.eos_ids)])
     calls = _detect_calls(probe)
     rules = _detect_rules(probe, calls)
     tools = _choose_tools(probe, calls, rules)
@@ -64,8 +65,8 @@ def detect_chat_format(template: ChatTemplate, tokenizer: Tokenizer) -> ChatForm
 class _Probe:
     """Renders conversations; None for those that the template refuses."""
 
-    def __init__(self, template: ChatTemplate) -> None:
-        self.source = template.source
+    def __init__(self, template: ChatTemplate, end_names: list[str]) -> None:
+        self.source, self.end_names = template.source, end_names  # names: of the tokens that end an answer
         self._template, self._is_stopped = template, False
         self.tools_variable = "tools"
         plain = self.render([_user()])
@@ -160,7 +161,7 @@ def _calls_text(probe: _Probe, text: str | None, *, has_results: bool) -> str | 
         text = text[len(_common_prefix(text, plain.partition(CONTENT)[0])) :]
     turn_end = "" if plain is None else _after(plain, CONTENT).partition("Uzq7next")[0]
     first = next((segment for segment in _SEGMENT.findall(turn_end) if not segment.isspace()), None)
-    marks = [mark for mark in dict.fromkeys([first, *_TAG.findall(turn_end)]) if mark]
+    marks = [mark for mark in dict.fromkeys([first, *_TAG.findall(turn_end), *probe.end_names]) if mark]
     words = (*VALUES, *NAMES)
     last = max((text.rfind(word) + len(word) for word in words if word in text), default=0)
     ends = [text.index(mark, last) for mark in marks if mark in text[last:]]
@@ -450,14 +451,10 @@ def _with_tokens(found: ChatFormat, tokenizer: Tokenizer) -> ChatFormat:
     if found.tools.kind == "gemma":
         strings.append(GEMMA_QUOTE)
     text = "\n".join(strings)
-    names = {name: i for name, i in tokenizer.verbatim_ids.items() if name in text and _is_marker(name)}
+    names = {name: i for name, i in marker_ids(tokenizer).items() if name in text}
     ordered = tuple(sorted(names.items(), key=lambda item: -len(item[0])))
     control = frozenset(name for name, i in ordered if tokenizer.is_special(i))
     return replace(found, token_ids=ordered, control_names=control, control_ids=_ranges(tokenizer.control_ids))
-
-
-def _is_marker(name: str) -> bool:
-    return len(name) > 2 and not name.isspace() and any(char in "<>[]|｜" for char in name)
 
 
 def _ranges(ids: Iterable[int]) -> tuple[tuple[int, int], ...]:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:  # only its interface is used
+    from .tokenizer import Tokenizer
 
 ToolKind = Literal["none", "json", "tag_json", "tag_arguments", "pythonic", "gemma", "harmony"]
 ID = "\0"  # the place of a call's id in `call_start` and `name_suffix`
@@ -110,8 +113,8 @@ class ChatFormat:
 
     def is_reasoning_open(self, prompt_tail: str) -> bool:
         """Return whether a prompt ends inside the reasoning."""
-        start = self.reasoning.start.strip()
-        return bool(start) and prompt_tail.rstrip().endswith(start)
+        start, end, tail = self.reasoning.start.strip(), self.reasoning.end.strip(), prompt_tail.rstrip()
+        return bool(start) and tail.endswith(start) and not tail.endswith(end)
 
     def adaptation(self) -> dict[str, Any]:
         """Return the rules as the renderer of templates takes them."""
@@ -173,3 +176,15 @@ HARMONY_NAMES = (
     "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>",
 )  # fmt: skip
 GEMMA_QUOTE = '<|"|>'
+_KNOWN = repr((GENERIC_TOOLS, TABLE, REASONING_PAIRS, CONTENT_PAIRS, HARMONY_NAMES, GEMMA_QUOTE))
+
+
+def marker_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """Return names and ids of the tokens that may be markers: grammars name these by number, and no others.
+
+    User-defined tokens are among them only if the model's own template or a known format names them: HTML tags, which
+    some vocabularies have, are text. The ids depend on the model's file alone, so every process finds the same.
+    """
+    named = f"{tokenizer.chat_template}{_KNOWN}"
+    markers = ((name, i) for name, i in tokenizer.verbatim_ids.items() if len(name) > 2 and set(name) & set("<>[]|｜"))
+    return {name: i for name, i in markers if name in named or tokenizer.is_special(i)}

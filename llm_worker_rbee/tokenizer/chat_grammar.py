@@ -200,7 +200,9 @@ class _Writer:
         more = ""
         if self._options.parallel_tool_calls and shape.is_parallel:
             next_call = self._call_choice(tools, shape.call_start)
-            more = f"({self.literal(shape.separator)} {next_call})*"
+            joint = self.literal(shape.separator)
+            more = f"({joint} {next_call})*"
+            more += f" ({joint})?" if shape.separator.isspace() else ""  # models print it after the last call too
         return " ".join(filter(None, (self.literal(section), first, more, self.literal(shape.section_end))))
 
     def _call_choice(self, tools: Sequence[Tool], head: str) -> str:

@@ -185,7 +185,7 @@ class Vocabulary:
 END_TOKEN_NAMES = frozenset({
     "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>",  # Llama 3
     "<|im_end|>", "<|endoftext|>",  # ChatML, GPT-2
-    "<|end|>", "<|return|>", "<|call|>",  # Phi-3; harmony
+    "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",  # Phi-3; harmony; Solar
     "<end_of_turn>", "<eos>", "<turn|>", "<|tool_response>",  # Gemma
     "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>",
     "<｜end▁of▁sentence｜>",  # DeepSeek
@@ -200,8 +200,8 @@ def find_end_ids(texts: Sequence[str], token_types: Sequence[int]) -> list[int]:
     found = {text: index for index, text in compress(enumerate(texts), is_end)}
     if _MARKUP in found and (token_types[found[_MARKUP]] == TokenType.NORMAL or "<eos>" in found):
         del found[_MARKUP]
-    if "<|return|>" in found and "<|call|>" in found:
-        found.pop("<|end|>", None)  # harmony: <|end|> ends a message, not the turn
+    if {"<|return|>", "<|call|>"} <= found.keys() or {"<|flush|>", "<|calls|>"} <= found.keys():
+        found.pop("<|end|>", None)  # of harmony and Solar: it ends a message, not the turn
     return sorted(found.values())
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import llguidance
 import llguidance.numpy as masks
 
+from llm_worker_rbee.engine.grammar import TokenTable
 from llm_worker_rbee.tokenizer import ChatTemplate, Tokenizer, tokenizer_from_gguf
 from llm_worker_rbee.tokenizer.chat_events import (
     ChatEvent,
@@ -141,11 +142,13 @@ def template_of(name: str) -> ChatTemplate:
 
 
 def with_markers(metadata: Any) -> Tokenizer:
-    """Return the tokenizer of a model's metadata with tokens added for the markers."""
+    """Return the tokenizer of a model's metadata with tokens added for the markers, and templates that name them."""
     added = [(text, int(kind)) for kind, texts in MARKERS.items() for text in texts]
     tokens = [*metadata["tokenizer.ggml.tokens"], *(text for text, _ in added)]
     kinds = [*map(int, metadata["tokenizer.ggml.token_type"]), *(kind for _, kind in added)]
-    return tokenizer_from_gguf({**metadata, "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds})
+    named = "".join(path.read_text(encoding="utf-8") for path in sorted(TEMPLATES.glob("*.jinja")))
+    added_keys = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds, "tokenizer.chat_template": named}
+    return tokenizer_from_gguf({**metadata, **added_keys})
 
 
 def fold(events: Sequence[ChatEvent]) -> dict[str, Any]:
@@ -172,13 +175,13 @@ class GrammarChecker:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self._library = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Wrapper(tokenizer)))
+        table = TokenTable(tokenizer, tokenizer.vocab_size)
+        self._library = llguidance.LLTokenizer(table, n_vocab=tokenizer.vocab_size, eos_token=table.eos_ids)
         self._mask = masks.allocate_token_bitmask(1, self._library.vocab_size)
 
     def run(self, grammar: str, ids: Sequence[int]) -> tuple[int, bool, list[int]]:
         """Return how many ids the grammar takes, whether it may end there, and the tokens that it forces next."""
-        matcher = llguidance.LLMatcher(self._library, grammar)
-        assert not matcher.is_error(), matcher.get_error()
+        matcher = self.matcher(grammar)
         for count, token in enumerate(ids):
             masks.fill_next_token_bitmask(matcher, self._mask)
             if not self._mask[0][token // 32] >> (token % 32) & 1:
@@ -188,8 +191,7 @@ class GrammarChecker:
 
     def takes(self, grammar: str, text: str) -> bool:
         """Return whether a grammar accepts a whole text; where it forces tokens they are taken, as the engine does."""
-        matcher = llguidance.LLMatcher(self._library, grammar)
-        assert not matcher.is_error(), matcher.get_error()
+        matcher = self.matcher(grammar)
         ids = self._encode(text)
         while ids:
             forced = matcher.compute_ff_tokens()
@@ -205,20 +207,13 @@ class GrammarChecker:
             assert matcher.consume_token(token), matcher.get_error()
         return bool(matcher.is_accepting())
 
+    def matcher(self, grammar: str) -> llguidance.LLMatcher:
+        made = llguidance.LLMatcher(self._library, grammar)
+        assert not made.is_error(), made.get_error()
+        return made
+
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special=False, parse_special=True)
 
     def _bytes(self, ids: Sequence[int]) -> bytes:
         return b"".join(map(self.tokenizer.token_bytes, ids))
-
-
-class _Wrapper:
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.eos_token_id, self.bos_token_id = tokenizer.eos_id, tokenizer.bos_id
-        self.tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
-        self.special_token_ids = tokenizer.control_ids
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        decoded = text if isinstance(text, str) else text.decode(errors="replace")
-        return self._tokenizer.encode(decoded, add_special=False)

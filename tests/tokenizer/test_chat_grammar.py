@@ -46,6 +46,55 @@ def test_required_accepts_calls_and_nothing_else(
         assert not checker.takes(made, wrong)
 
 
+@pytest.mark.parametrize("name", ANSWERS)
+def test_tokens_that_a_grammar_names_roll_back(name: str, format_of: Formats, checkers: Checkers) -> None:
+    """Forced tokens are drafts of an engine: each run of them is consumed and rolled back before the token comes."""
+    checker, chat_format = checkers["tokens"], format_of(name, "tokens")
+    ids = checker.tokenizer.encode(calls_text(name), add_special=False, parse_special=True)
+    made = grammar(chat_format, tail=ANSWERS[name].prompt_tail, tools=STRICT, tool_choice="required")
+    matcher, num_rolled_back = checker.matcher(made), 0
+    for token in ids:
+        forced = matcher.compute_ff_tokens()
+        assert matcher.consume_tokens(forced)
+        assert matcher.rollback(len(forced)), matcher.get_error()
+        assert matcher.consume_token(token), matcher.get_error()
+        num_rolled_back += len(forced)
+    assert matcher.is_accepting()
+    assert num_rolled_back
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm", "deepseek_v3"])
+def test_forced_text_that_spells_a_marker_is_text(name: str, format_of: Formats, checkers: Checkers) -> None:
+    checker, text = checkers["tokens"], "a <tool_call> tag"
+    chat_format = format_of(name, "tokens")
+    made = grammar(chat_format, ("json", json.dumps({"const": text})), chat_format.reasoning.end)
+    matcher = checker.matcher(made)
+    while not matcher.is_stopped():
+        forced = matcher.compute_ff_tokens()
+        assert forced
+        assert checker.tokenizer.token_id("<tool_call>") not in forced
+        assert matcher.consume_tokens(forced), matcher.get_error()
+    assert matcher.is_accepting()
+
+
+SEPARATED = ["qwen3", "qwen3_coder", "plain"]  # formats with whitespace between calls
+
+
+@MARKERS
+@pytest.mark.parametrize("name", SEPARATED)
+def test_separator_may_follow_the_last_call(name: str, markers: str, format_of: Formats, checkers: Checkers) -> None:
+    """Models print it there too; it promises no other call."""
+    answer, checker, chat_format = ANSWERS[name], checkers[markers], format_of(name, markers)
+    separator, text = chat_format.tools.separator, calls_text(name)
+    assert separator.isspace()
+    made = grammar(chat_format, tail=answer.prompt_tail, tools=STRICT, tool_choice="required")
+    assert checker.takes(made, text + separator)
+    assert not checker.takes(made, text + separator * 3)
+    assert not checker.takes(made, text + separator + "Hello.")
+    one = grammar(chat_format, tail=answer.prompt_tail, tools=STRICT, tool_choice="required", parallel_tool_calls=False)
+    assert not checker.takes(one, text)
+
+
 @MARKERS
 @pytest.mark.parametrize("name", ANSWERS)
 def test_auto_with_strict_tools(name: str, markers: str, format_of: Formats, checkers: Checkers) -> None:
