@@ -14,6 +14,7 @@ on a busy machine.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import deque
@@ -43,6 +44,8 @@ HELD_WAIT_S = 0.005  # of a step in which all requests wait for their grammars
 BACKGROUND_NICE = 5
 
 LEXER_ERROR = "lexer error:"  # of llguidance: too many states, or no fuel left
+LIMIT_ERRORS = ("items", "fuel", "too complex")  # of its parser
+logger = logging.getLogger("llm_worker_rbee.engine")
 
 
 class Constraint:
@@ -128,10 +131,11 @@ class Constraint:
         return self.consume(token)
 
     def describe_error(self) -> str:
-        """Return why no token is possible."""
+        """Return why no token is possible; the reason of the matcher, which speaks of its own parts, is logged."""
         reason = next(iter(self._matcher.get_error().splitlines()), "")
-        after = f"after {len(self._tokens)} tokens"
-        return f"the grammar allows no token {after}" + (f": {reason[:200]}" if reason else "")
+        logger.debug("a matcher stopped: %s", reason)
+        is_limit = any(name in reason for name in (LEXER_ERROR, *LIMIT_ERRORS))
+        return f"the grammar allows no token after {len(self._tokens)} tokens" + ": it is too complex" * is_limit
 
     def next_drafts(self, drafts: Sequence[int], room: int) -> list[int]:
         """Return the tokens that are certain to follow, or `drafts` up to the first that the grammar forbids."""
