@@ -16,7 +16,7 @@ from .machine import without_collection
 from .models import read_model_config
 from .models.convert import is_fp8, quantize_checkpoint
 from .models.pooling import PoolingModel
-from .models.pooling_config import read_pooling_config
+from .models.pooling_config import is_pooling_model, read_pooling_config
 from .models.pooling_loader import load_pooling_model
 from .pooling_text import PoolingText
 from .text_model import open_tokenizer
@@ -40,6 +40,7 @@ class PoolingOptions:
     max_length: int | None = None  # tokens of a sequence; None: what the model's own files say
     deterministic: bool = False
     task: str = ""  # "embed" or "rank"; "": as its files say
+    refuses_chat_models: bool = False  # instead of embedding by the last token, which they were not trained for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,12 @@ def load_pooling(
         checkpoint = open_checkpoint(path)
         config = read_model_config(checkpoint)
         pooling = read_pooling_config(checkpoint, config, options.task)
+        if options.refuses_chat_models and options.task == "embed" and not is_pooling_model(checkpoint, config):
+            raise InvalidRequestError(
+                f"{path.name} is a chat model, not an embedding model: its files do not say how it pools. Serve it "
+                "with --model, and give --embedding-model an embedding model such as all-minilm-l6-v2",
+                "model",
+            )
         pooling = _with_max_length(pooling, config, options.max_length)
         backend, notes = _place(backend, checkpoint, options)
     on_located(path)

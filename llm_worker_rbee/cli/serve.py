@@ -404,9 +404,6 @@ def _print_ready(worker: Worker, url: str, key: Key | None, shown: ExitStack) ->
     if not isinstance(worker.engine, InProcessEngine):  # which printed them as it loaded
         for text in worker.engine.info.notes:
             note(with_option_names(text))
-    for service in worker.pooling.services:
-        for text in service.engine.info.notes:
-            note(f"{service.name}: {with_option_names(text)}")
     info = worker.engine.info
     limits = SchedulerLimits(info.engine.max_batch, info.engine.max_step_tokens)
     each = f" in each of {info.num_replicas} engines" if info.num_replicas > 1 else ""

@@ -76,7 +76,8 @@ def _start(kind: Kind, name: str, shared: Mapping[str, Any], supervision: Mappin
     def open_text(info: PoolingInfo) -> PoolingText:
         return opening.result()
 
-    load = Load(options={**shared, "model": name, "task": TASKS[kind]}, is_pooling=True, nice=NICE)
+    options = {**shared, "model": name, "task": TASKS[kind], "refuses_chat_models": True}
+    load = Load(options=options, is_pooling=True, nice=NICE)
     engine = SupervisedPooling(load, on_located=on_located, **supervision)
     engine.label = f"the engine of {name}"
     return PoolingService(name, kind, engine, open_text)

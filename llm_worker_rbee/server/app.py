@@ -117,7 +117,7 @@ class Routes:
         return Response(text, 200, {"content-type": metrics.CONTENT_TYPE})
 
     async def models(self, _: Request) -> Response:
-        pooling = [self._pooling_model(service) for service in self.worker.pooling.services]
+        pooling = [self._pooling_model(service) for service in self.worker.pooling.loaded]
         return json_response({"object": "list", "data": [self._model(), *pooling]})
 
     async def model(self, request: Request) -> Response:
@@ -135,6 +135,7 @@ class Routes:
 
     def _pooling_model(self, service: PoolingService) -> dict[str, Any]:
         self.worker.require_ready()
+        service.require_loaded()
         info = service.engine.info
         return {
             "id": service.name, "object": "model", "created": int(self.worker.started_at),
@@ -303,7 +304,7 @@ def describe_worker(worker: Worker) -> dict[str, Any]:
              "requests": one.num_requests, "kv_cache_usage": round(one.stats().kv_cache_usage, 6)}
             for one in worker.engine.replicas
         ],
-        "pooling": [service.describe() for service in worker.pooling.services],
+        "pooling": [service.describe() for service in worker.pooling.loaded],
         "sampling_defaults": worker.model.sampling_defaults.report(),
         "worker_id": worker.settings.worker_id, "versions": _versions(info.backend),
     }  # fmt: skip

@@ -7,6 +7,7 @@ requests get their turn. Everything else runs in the event loop.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -51,6 +52,7 @@ PROMPTS_OF_TYPE = {  # the names that models give the prompts of a type of input
 }
 TEXTS_AT_ONCE = 32  # that a thread tokenizes before others get their turn
 CHARS_PER_TOKEN = 256  # of a text: what follows so many for each token of the limit is past it
+logger = logging.getLogger("llm_worker_rbee.server")
 
 
 class Pooled(NamedTuple):
@@ -79,13 +81,29 @@ class PoolingService:
         """Load the model."""
         info = await self.engine.start(lambda stage: None)  # the stages of loading are those of the chat model
         self._text = await asyncio.to_thread(self._open_text, info)
+        logger.info("the model %s is loaded", self.name)
+        for note in info.notes:
+            logger.info("%s: %s", self.name, note)
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._text is not None
+
+    def require_loaded(self) -> None:
+        """Raise while the model loads."""
+        if not self.is_loaded:
+            raise ModelLoadingError(f"the model {self.name!r} is loading", LOADING_RETRY_S)
 
     @property
     def text(self) -> PoolingText:
-        """The text side of the model; raises while it loads."""
-        if self._text is None:
-            raise ModelLoadingError(f"the model {self.name!r} is loading", LOADING_RETRY_S)
+        """The text side of a model that is loaded."""
+        assert self._text is not None
         return self._text
+
+    def status(self) -> str:
+        """Return the state of the engine; "loading" until the text side is there too."""
+        status = self.engine.status()
+        return "loading" if status == "healthy" and not self.is_loaded else status
 
     @property
     def num_queued_sequences(self) -> int:
@@ -267,7 +285,7 @@ class PoolingModels:
     def health(self) -> list[dict[str, Any]]:
         """Return the state of each model."""
         return [
-            {"model": service.name, "kind": service.kind, "status": service.engine.status(),
+            {"model": service.name, "kind": service.kind, "status": service.status(),
              "inputs": service.num_queued_sequences, "restarts": service.engine.num_restarts}
             for service in self.services
         ]  # fmt: skip
@@ -275,6 +293,10 @@ class PoolingModels:
     @property
     def num_open(self) -> int:
         return sum(service.num_open for service in self.services)
+
+    @property
+    def loaded(self) -> list[PoolingService]:
+        return [service for service in self.services if service.is_loaded]
 
     def named(self, name: str) -> PoolingService | None:
         """Return the model of this name; clients of Ollama add the tag `:latest` to it."""
@@ -304,7 +326,7 @@ GAUGES: dict[str, tuple[str, Callable[[PoolingService], float]]] = {
     "num_requests": ("Open requests to a pooling model.", lambda one: one.num_open),
     "num_queued_sequences": ("Inputs that are tokenized or wait for their rows.", lambda one: one.num_queued_sequences),
     "num_queued_tokens": ("Tokens of these, estimated.", lambda one: one.num_queued_tokens),
-    "engine_healthy": ("Whether its engine computes: 1 or 0.", lambda one: one.engine.status() == "healthy"),
+    "engine_healthy": ("Whether its engine computes: 1 or 0.", lambda one: one.status() == "healthy"),
     "process_memory_bytes": ("Memory of its process.", lambda one: one.engine.stats.process_bytes or 0),
 }
 COUNTERS: dict[str, tuple[str, Callable[[PoolingService], float]]] = {

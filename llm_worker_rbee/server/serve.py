@@ -339,28 +339,33 @@ class Server(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._worker, self._url, self._on_ready, self._signals = worker, url, on_ready, signals
-        self._announcement: asyncio.Task[None] | None = None
+        self._watchers: list[asyncio.Task[None]] = []  # of the worker's state
         self._draining: asyncio.Task[None] | None = None
         self._restarting: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         port = (sockets or [])[0].getsockname()[1]
-        self._announcement = asyncio.ensure_future(self._announce_when_ready(port))
+        watchers = self._announce_when_ready(port), self._exit_on_failure()
+        self._watchers = [asyncio.ensure_future(watcher) for watcher in watchers]
+
+    async def _exit_on_failure(self) -> None:
+        """Exit once a model could not be loaded, be it a pooling model beside a chat model that is served."""
+        while self._worker.failure is None:
+            await self._worker.loading_changed.wait()
+        self.should_exit = True
 
     async def _announce_when_ready(self, port: int) -> None:
         while self._worker.state == "loading":
             await self._worker.loading_changed.wait()
-        if self._worker.state == "failed":
-            self.should_exit = True
-        elif self._worker.state == "ready":
+        if self._worker.state == "ready":
             with suppress(OSError):  # standard output is closed
                 self._on_ready()
             await announce(self._worker, self._url, port)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._announcement is not None:
-            self._announcement.cancel()
+        for watcher in self._watchers:
+            watcher.cancel()
         await super().shutdown(sockets)
         self._signals.ignore()
         if not self._worker.is_loaded and self._worker.failure is None:

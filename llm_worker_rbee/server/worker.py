@@ -67,23 +67,13 @@ class Worker(GenerationListener):
         self.encoder: PromptEncoder  # once the model is loaded
 
     async def start(self) -> None:
-        """Load the model, then serve it; a failure is kept and raised."""
-        loop = asyncio.get_running_loop()
-
-        def on_stage(stage: Stage) -> None:
-            loop.call_soon_threadsafe(self._publish_stage, stage)
-
+        """Load the models; chat is served while pooling models still load. A failure is kept and raised."""
+        loading = [asyncio.ensure_future(one) for one in (self._load_chat(), self.pooling.start())]
         try:
-            loading_pooling = asyncio.ensure_future(self.pooling.start())
-            try:
-                info = await self.engine.start(on_stage)
-                model = await self._open_text(info)
-                await loading_pooling
-            except BaseException:
-                loading_pooling.cancel()
-                raise
-            self._model = model
+            await asyncio.gather(*loading)
         except Exception as error:
+            for task in loading:
+                task.cancel()
             if self.state == "stopping":  # an engine that is stopped cannot load
                 return
             message = f"the model could not be loaded: {type(error).__name__}: {error}"
@@ -91,11 +81,24 @@ class Worker(GenerationListener):
             self.state = "failed"
             self._publish({"stage": "failed", "message": "the model could not be loaded"})
             raise self.failure from error
+
+    async def _load_chat(self) -> None:
+        """Load the chat model, then serve it."""
+        loop = asyncio.get_running_loop()
+
+        def on_stage(stage: Stage) -> None:
+            loop.call_soon_threadsafe(self._publish_stage, stage)
+
+        info = await self.engine.start(on_stage)
+        self._model = await self._open_text(info)
         if self.state != "loading":  # stopped meanwhile
             return
         self.encoder = PromptEncoder(self._model, self.offload)
         self.state = "ready"
         self._publish({"stage": "ready"})
+        for service in self.pooling.services:
+            if not service.is_loaded:
+                logger.warning("the model %s is still loading: until it serves, /health is degraded", service.name)
 
     async def _open_text(self, info: ModelInfo) -> TextModel:
         """Open the text side of the model; a phase of loading, unless the engine's own load had it."""
@@ -196,6 +199,7 @@ class Worker(GenerationListener):
         """Return the pooling model of a request, one of these kinds; raise if there is none, also while one loads."""
         found = self.pooling.find(name, kinds, self.names)
         self.require_ready()
+        found.require_loaded()
         return found
 
     def require_model(self, name: str | None) -> None:

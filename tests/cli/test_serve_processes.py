@@ -75,6 +75,7 @@ def test_embeddings_and_rankings_beside_chat(serve: Serve, tmp_path: Path) -> No
     embedder, ranker = (write_bert(tmp_path / kind, kind) for kind in TASKS)
     line = ["--embedding-model", str(embedder), "--rerank-model", str(ranker), "--backend", "reference"]
     running = serve(*line, "--deterministic", "--restart-on-stall").ready()
+    until(lambda: running.http.get("/health").json()["status"] == "healthy")
     listed = running.http.get("/v1/models").json()["data"]
     assert [(one["id"], one["kind"]) for one in listed[1:]] == [(str(embedder), "embedding"), (str(ranker), "rerank")]
     assert len(running.engines()) == 3
@@ -83,6 +84,28 @@ def test_embeddings_and_rankings_beside_chat(serve: Serve, tmp_path: Path) -> No
     ranked = running.http.post("/v1/rerank", json={"query": "a", "documents": ["b", "c"]}).json()["results"]
     assert sorted(one["index"] for one in ranked) == [0, 1]
     assert running.complete(1, max_tokens=2)
+
+
+def test_chat_model_as_embedding_model_is_refused(serve: Serve, digits: Path) -> None:
+    running = serve("--embedding-model", str(digits))
+    _, errors = running.process.communicate(timeout=LIMIT_S)
+    assert running.process.returncode == 1
+    assert f"error: {digits.name} is a chat model, not an embedding model" in errors.splitlines()[-1]
+    assert "--embedding-model" in errors.splitlines()[-1]
+
+
+def test_embedding_model_that_dies_while_it_loads_ends_the_worker(serve: Serve, tmp_path: Path) -> None:
+    running = serve("--embedding-model", str(write_bert(tmp_path / "embedder")), "--backend", "reference")
+    until(lambda: len(running.engines()) == 2)
+    embedder = running.engines()[1]
+    os.kill(embedder, signal.SIGSTOP)
+    running.ready()
+    assert running.complete(1, max_tokens=2)
+    os.kill(embedder, signal.SIGKILL)
+    _, errors = running.process.communicate(timeout=LIMIT_S)
+    assert running.process.returncode == 1
+    assert "was killed by SIGKILL while it loaded the model" in errors.splitlines()[-1]
+    assert not running.processes()
 
 
 def test_engine_killed_under_16_streams_fails_none(serve: Serve) -> None:

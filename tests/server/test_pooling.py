@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -57,7 +58,9 @@ def both(load: Callable[..., LLM], tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("pooling")
     settings = {"embedding_model": EMBEDDER, "rerank_model": RANKER, "max_pooling_body": 8 << 20}
     with Server(load, pooling=pooling_models(folder), **settings) as running:
-        yield Both(running.ready(), folder)
+        running.ready()
+        until(lambda: running.http.get("/health").json()["status"] == "healthy")
+        yield Both(running, folder)
 
 
 def values(reply: httpx.Response) -> Floats:
@@ -282,6 +285,57 @@ def test_route_without_its_model_says_so_while_another_loads(load: Callable[...,
         may_load.set()
         assert (reply.status_code, "--rerank-model" in reply.text) == (404, True)
         running.ready()
+
+
+def test_chat_is_served_while_pooling_models_load(
+    load: Callable[..., LLM], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their routes reply 503 with a time to retry; `/health` is degraded, and the log says why."""
+    models = pooling_models(tmp_path)
+    pids = [service.engine._child.process.pid for service in models.services]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    settings = {"embedding_model": EMBEDDER, "rerank_model": RANKER}
+    with caplog.at_level("INFO"), Server(load, pooling=models, **settings) as running:
+        running.ready()
+        running.require_alive()
+        health = running.http.get("/health")
+        assert (health.status_code, health.json()["status"]) == (200, "degraded")
+        assert [one["status"] for one in health.json()["pooling"]] == ["loading"] * 2
+        assert f"the model {EMBEDDER} is still loading" in caplog.text
+        for path, body in (
+            (EMBEDDINGS, {"input": "a"}), (RERANK, {"query": "a", "documents": ["b"]}),
+            (SCORE, {"text_1": "a", "text_2": "b", "model": EMBEDDER}), ("/api/embed", {"input": ""}),
+            ("/api/show", {"model": EMBEDDER}),
+        ):  # fmt: skip
+            reply = running.post(path, body)
+            assert (reply.status_code, "is loading" in reply.text) == (503, True)
+            assert int(reply.headers["retry-after"]) >= 1
+        assert running.post(EMBEDDINGS, {"input": "a"}).json()["error"]["code"] == "MODEL_LOADING"
+        assert running.http.get(f"/v1/models/{EMBEDDER}").status_code == 503
+        assert [one["id"] for one in running.http.get("/v1/models").json()["data"]] == ["tiny"]
+        for path in ("/info", "/metrics", "/api/tags", "/api/ps"):
+            assert running.http.get(path).status_code == 200
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        until(lambda: running.http.get("/health").json()["status"] == "healthy")
+        assert values(running.post(EMBEDDINGS, {"input": "a"})).shape == (1, WIDTH)
+        assert f"the model {EMBEDDER} is loaded" in caplog.text
+
+
+def test_pooling_model_that_fails_after_chat_is_ready_fails_the_worker(
+    load: Callable[..., LLM], tmp_path: Path
+) -> None:
+    models = pooling_models(tmp_path)
+    pid = models.services[0].engine._child.process.pid
+    os.kill(pid, signal.SIGSTOP)
+    with Server(load, pooling=models) as running:
+        running.ready()
+        running.require_alive()
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: running.worker.state == "failed")
+        assert "while it loaded the model" in str(running.worker.failure)
+        assert running.http.get("/health").json()["status"] == "failed"
 
 
 def test_request_goes_on_in_the_next_process(both: Both) -> None:

@@ -58,7 +58,7 @@ class Handlers:
     def _served(self) -> list[tuple[str, ModelInfo | PoolingInfo]]:
         """Return name and description of each model: the chat model by all its names, then pooling models."""
         self._worker.require_ready()
-        pooling = [(service.name, service.engine.info) for service in self._worker.pooling.services]
+        pooling = [(service.name, service.engine.info) for service in self._worker.pooling.loaded]
         return [*((name, self._worker.engine.info) for name in self._worker.names), *pooling]
 
     def _running(self, info: ModelInfo | PoolingInfo) -> dict[str, Any]:
@@ -93,6 +93,7 @@ class Handlers:
         name = values["model"] or values["name"]
         if name is not None and (service := self._worker.pooling.named(name)) is not None:
             self._worker.require_ready()
+            service.require_loaded()
             return self._shown_pooling(service)
         self._worker.require_model(name)
         model, info = self._worker.model, self._worker.engine.info
