@@ -180,11 +180,15 @@ class PromptEncoder:
         if params is None or (known := checker.recall(params)) is not None:
             return None if params is None else known
         if (task := self._checks.get(params)) is None:
-            task = self._checks[params] = asyncio.ensure_future(
-                self._offload.check_grammar(lambda: checker.check(params))
-            )
-            task.add_done_callback(lambda _: self._checks.pop(params, None))
+            task = asyncio.ensure_future(self._offload.check_grammar(lambda: checker.check(params)))
+            self._checks[params] = task
+            task.add_done_callback(lambda done: self._end_check(params, done))
         return await asyncio.shield(task)
+
+    def _end_check(self, params: StructuredOutputsParams, task: asyncio.Task[StructuredOutputsParams]) -> None:
+        del self._checks[params]
+        if not task.cancelled():
+            task.exception()  # the clients that wait for it may all have gone
 
     async def _encode_chat(
         self, conversation: Conversation, size: int, structured_outputs: StructuredOutputsParams | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -119,3 +120,13 @@ def kill_checks() -> None:
             is_check = b"grammar_process" in (path / "cmdline").read_bytes()
             if is_check and f"PPid:\t{os.getpid()}\n" in (path / "status").read_text():
                 os.kill(int(path.name), signal.SIGKILL)
+
+
+def test_check_whose_clients_have_gone_leaves_nothing_behind(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    server = start()
+    with pytest.raises(httpx.ReadTimeout):
+        server.post(CHATS, hostile(5), timeout=0.2)
+    until(lambda: not server.worker.encoder._checks)
+    server.require_idle()
+    gc.collect()  # a task whose exception is not retrieved is logged when it is collected
+    assert not caplog.records
