@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from threading import Thread
 from typing import Any, NamedTuple
 
+from .engine.grammar import POSITION
 from .engine.grammar_check import GrammarChecker
 from .engine.sampling_defaults import SamplingDefaults
-from .engine.structured_outputs import StructuredOutputsParams
+from .engine.structured_outputs import FIELD, StructuredOutputsParams
 from .errors import ChatTemplateError, InvalidRequestError, WorkerError
 from .tokenizer import ChatTemplate, Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
 from .tokenizer.chat_detection import detect_chat_format
 from .tokenizer.chat_events import ChatOptions
 from .tokenizer.chat_format import ChatFormat
-from .tokenizer.chat_grammar import answer_grammar
+from .tokenizer.chat_grammar import answer_grammar, parameters_schema
 from .tokenizer.chat_parser import ChatParser
 from .tokenizer.chat_template import Message, validate_messages
 from .weights import Checkpoint
@@ -25,7 +27,16 @@ from .weights import Checkpoint
 logger = logging.getLogger("llm_worker_rbee.server")
 
 
+FIND_TOOL_S = 2.0  # for the tool that an error is about
 TAIL_CHARS = 1_000  # of a prompt: they tell whether reasoning has begun
+
+
+class ToolSchemaError(InvalidRequestError):
+    """The schema of a tool's arguments cannot be used; the tool is given by its index."""
+
+    def __init__(self, index: int, name: str, reason: str) -> None:
+        super().__init__(f"the parameters of the tool {name!r:.100} cannot be used: {reason}", "tools")
+        self.index, self.name, self.reason = index, name, reason
 
 
 class EncodedPrompt(NamedTuple):
@@ -75,6 +86,33 @@ class TextModel:
         special = {token: tokenizer.piece(token) for token in range(self.vocab_size) if tokenizer.is_special(token)}
         return GrammarChecker(self.vocab_size, special)
 
+    def check_answer_grammar(
+        self, options: ChatOptions, given: StructuredOutputsParams | None, grammar: StructuredOutputsParams
+    ) -> StructuredOutputsParams:
+        """Return the grammar that `encode_chat` wrote for an answer; raise an error that names the tool at fault."""
+        try:
+            return self.grammar_checker.check(grammar)
+        except InvalidRequestError as error:
+            self._check_tools(options)
+            reason = POSITION.sub("", str(error).partition(": ")[2])
+            if given is None:
+                message, field = f"the parameters of the tools cannot be used: {reason}", "tools"
+            else:
+                message, field = f"{FIELD}.{given.kind} cannot be used: {reason}", FIELD
+            raise InvalidRequestError(message, field) from None
+
+    def _check_tools(self, options: ChatOptions) -> None:
+        """Raise for the first tool whose schema is in the grammar and cannot be used; the search is bounded."""
+        end = time.perf_counter() + FIND_TOOL_S
+        for i, tool in enumerate(() if options.tool_choice == "none" else options.tools):
+            is_held = tool.strict or options.tool_choice == "required" or options.tool_name == tool.name
+            if not is_held or options.tool_name not in (None, tool.name) or time.perf_counter() > end:
+                continue
+            try:
+                self.grammar_checker.check(StructuredOutputsParams(json=parameters_schema(tool)))
+            except InvalidRequestError as error:
+                raise ToolSchemaError(i, tool.name, str(error).partition(": ")[2] or str(error)) from None
+
     def check_grammar(self, structured_outputs: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
         """Return a grammar as engines compile it; raise if it cannot be used."""
         return None if structured_outputs is None else self.grammar_checker.check(structured_outputs)
@@ -119,7 +157,11 @@ class TextModel:
         except (TypeError, ValueError, RecursionError) as error:
             raise ChatTemplateError(f"the messages are not plain JSON: {str(error)[:200]}", "messages") from None
         options = options or ChatOptions()
-        return self.encode_chat(self.render_chat(encoded, options), options, self.check_grammar(structured_outputs))
+        given = self.check_grammar(structured_outputs)
+        prompt = self.encode_chat(self.render_chat(encoded, options), options, given)
+        if prompt.structured_outputs is None or prompt.structured_outputs is given:
+            return prompt
+        return prompt._replace(structured_outputs=self.check_answer_grammar(options, given, prompt.structured_outputs))
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Return the ids of a text, with BOS where the file says so; `parse_special` recognises control tokens."""

@@ -15,22 +15,20 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from contextlib import suppress
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
-from ..engine.grammar_check import GrammarChecker
 from ..engine.structured_outputs import StructuredOutputsParams
 from ..errors import ContextLengthError, InvalidRequestError, QueueFullError, ShuttingDownError
 from ..text_model import EncodedPrompt, TextModel
-from ..tokenizer.chat_events import ChatOptions
-from ..tokenizer.chat_grammar import parameters_schema
 from ..tokenizer.tokenizer import MARK
 from .bodies import Conversation, ParseOptions, Prompt, grammar_size, num_bytes, prompt_size
 from .body_process import BodyProcess
 
-FIND_TOOL_S = 2.0  # for the tool that an error is about
 T = TypeVar("T")
 Parse = Callable[[bytes, ParseOptions], Any]
+CheckGrammar = Callable[[StructuredOutputsParams], StructuredOutputsParams]
 LARGE_BYTES = 64 << 10
 MIN_COUNTED_BYTES = 4 << 10  # each piece of work counts as at least this
 MAX_QUEUED_BYTES = 32 << 20  # of large and of small work each, unless given; one piece alone may be larger
@@ -120,31 +118,6 @@ def _timed(work: Callable[[], T]) -> tuple[float, T]:
     return time.perf_counter() - start, result
 
 
-class ToolSchemaError(InvalidRequestError):
-    """The schema of a tool's arguments cannot be used; the tool is given by its index."""
-
-    def __init__(self, index: int, name: str, reason: str) -> None:
-        super().__init__(f"the parameters of the tool {name!r:.100} cannot be used: {reason}", "tools")
-        self.index, self.name, self.reason = index, name, reason
-
-
-def _check_tools(checker: GrammarChecker, options: ChatOptions) -> None:
-    """Raise for the first tool whose schema is in the grammar and cannot be used; the search takes a bounded time."""
-    if options.tool_choice == "none":
-        return
-    end = time.perf_counter() + FIND_TOOL_S
-    for i, tool in enumerate(options.tools):
-        if time.perf_counter() > end:
-            return
-        is_held = tool.strict or options.tool_choice == "required" or options.tool_name == tool.name
-        if not is_held or options.tool_name not in (None, tool.name):
-            continue
-        try:
-            checker.check(StructuredOutputsParams(json=parameters_schema(tool)))
-        except InvalidRequestError as error:
-            raise ToolSchemaError(i, tool.name, str(error).partition(": ")[2] or str(error)) from None
-
-
 class PromptEncoder:
     """Encodes prompts for one model."""
 
@@ -166,7 +139,7 @@ class PromptEncoder:
         A short text is tokenized in the event loop: passing it to a thread would take longer.
         """
         size = sum(map(prompt_size, prompts)) + grammar_size(structured_outputs)
-        structured_outputs = await self._check_grammar(structured_outputs)
+        structured_outputs = await self._check_grammar(structured_outputs, self._model.grammar_checker.check)
         if isinstance(conversation := prompts[0], Conversation):
             return [await self._encode_chat(conversation, size, structured_outputs)]
         if size <= INLINE_BYTES:
@@ -174,13 +147,19 @@ class PromptEncoder:
         ids = await self._offload.run(size, lambda: [self._encode_one(prompt) for prompt in prompts])
         return [EncodedPrompt(prompt_ids, None, structured_outputs) for prompt_ids in ids]
 
-    async def _check_grammar(self, params: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
+    async def _check_grammar(
+        self,
+        params: StructuredOutputsParams | None,
+        check: Callable[[StructuredOutputsParams], StructuredOutputsParams],
+    ) -> StructuredOutputsParams | None:
         """Return a grammar as engines compile it; requests that have the same one wait for one check."""
-        checker = self._model.grammar_checker
-        if params is None or (known := checker.recall(params)) is not None:
-            return None if params is None else known
+        if params is None:
+            return None
+        with suppress(InvalidRequestError):  # one that is known to be wrong: `check` knows why
+            if (known := self._model.grammar_checker.recall(params)) is not None:
+                return known
         if (task := self._checks.get(params)) is None:
-            task = asyncio.ensure_future(self._offload.check_grammar(lambda: checker.check(params)))
+            task = asyncio.ensure_future(self._offload.check_grammar(lambda: check(params)))
             self._checks[params] = task
             task.add_done_callback(lambda done: self._end_check(params, done))
         return await asyncio.shield(task)
@@ -196,16 +175,8 @@ class PromptEncoder:
         encoded = await self._offload.run(size, lambda: self.encode_conversation(conversation, structured_outputs))
         if encoded.structured_outputs is structured_outputs:
             return encoded
-        try:
-            checked = await self._check_grammar(encoded.structured_outputs)
-        except InvalidRequestError as error:
-            checker, options = self._model.grammar_checker, conversation.options
-            await self._offload.check_grammar(lambda: _check_tools(checker, options))
-            if structured_outputs is not None:
-                raise
-            reason = str(error).partition(": ")[2]
-            raise InvalidRequestError(f"the parameters of the tools cannot be used: {reason}", "tools") from None
-        return encoded._replace(structured_outputs=checked)
+        check = partial(self._model.check_answer_grammar, conversation.options, structured_outputs)
+        return encoded._replace(structured_outputs=await self._check_grammar(encoded.structured_outputs, check))
 
     def _encode_one(self, prompt: Prompt) -> list[int]:
         assert not isinstance(prompt, Conversation)

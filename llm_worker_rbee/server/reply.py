@@ -17,11 +17,10 @@ from ..engine.request import SamplingParams, check_prompt_fits, fit_max_tokens
 from ..engine.structured_outputs import FIELD
 from ..errors import ContextLengthError, InferenceError, InvalidRequestError, WorkerError
 from ..generation import Generation
-from ..text_model import EncodedPrompt
+from ..text_model import EncodedPrompt, ToolSchemaError
 from ..tokenizer import Tokenizer
 from . import log
 from .bodies import GenerateRequest, estimate_tokens
-from .offload import ToolSchemaError
 from .printer import Answer, Printer, ReplyState, Usage
 from .sse import EventSource
 from .worker import Worker

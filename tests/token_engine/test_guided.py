@@ -135,3 +135,16 @@ def test_engine_that_dies_gives_the_same_guided_answer(path: Path) -> None:
             await engine.stop(GrammarDeadEndError("done"))
 
     asyncio.run(asyncio.wait_for(main(), 120))
+
+
+CHAIN = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(3000)}
+DEEP = {"type": "object", "properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": {**CHAIN, "d3000": {"type": "null"}}}
+
+
+def test_offline_api_checks_grammars_and_names_the_tool(llm: LLM) -> None:
+    """Nothing reaches llguidance in this process that was not compiled in a child."""
+    with pytest.raises(InvalidRequestError, match=r"^structured_outputs\.json cannot be used"):
+        llm.generate("a", structured_outputs=guided(json=DEEP))
+    with pytest.raises(InvalidRequestError, match=r"^structured_outputs\.grammar cannot be used"):
+        llm.generate("a", structured_outputs=guided(grammar="root ::= ("))
+    assert llm.generate("a", structured_outputs=guided(grammar='root ::= "xy"'), max_tokens=9).text == "xy"
