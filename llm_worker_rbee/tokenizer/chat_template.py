@@ -2,8 +2,9 @@
 
 A template comes with a model file and is not trusted. chat_template_worker.py renders it in a small process (20 MB,
 80 ms to start, then kept) whose time and memory the operating system limits; every failure is a `ChatTemplateError`,
-except that the process was killed from outside (by the system when memory is short): then it renders once more. Limits
-inside this process were tried first and could be evaded (docs/decisions/).
+except that the process was killed from outside (by the system when memory is short) or did not answer: then it renders
+once more. Its processor time alone says that a template is slow: one that did not answer was stopped, or the machine is
+busy. Limits inside this process were tried first and could be evaded (docs/decisions/).
 """
 
 import atexit
@@ -180,8 +181,8 @@ class ChatTemplate:
         try:
             child.write(request + b"\n", deadline)
             line = child.read_line(deadline, MAX_REPLY_BYTES)
-        except OSError:
-            raise _stop(child) from None
+        except OSError as error:
+            raise _stop(child, error) from None
         except BaseException:  # Ctrl-C: this reply must not be taken for that of the next request
             child.stop()
             raise
@@ -225,14 +226,14 @@ def _start_worker() -> PipeProcess:
         raise ChatTemplateError(f"cannot start {sys.executable} for the chat template: {error.strerror}") from error
 
 
-def _stop(child: PipeProcess) -> WorkerError:
-    """Stop the process and return the error of its end."""
-    status = child.stop()
-    if status is None:
-        return ChatTemplateError(f"the chat template was stopped: it takes more than {MAX_WAIT_S:g} s", "messages")
-    if status in KILL_SIGNALS:
-        return UnavailableError(f"the process that renders chat templates was killed by signal {-status}")
-    why = f"its process ended with status {status}"
+def _stop(child: PipeProcess, error: OSError) -> WorkerError:
+    """Stop a process that failed with `error` and return the error of its end."""
+    status, renderer = child.stop(), "the process that renders chat templates"
+    if status is not None and status in KILL_SIGNALS:
+        return UnavailableError(f"{renderer} was killed by signal {-status}")
+    if status != -signal.SIGXCPU and isinstance(error, TimeoutError):
+        return UnavailableError(f"{renderer} did not answer within {MAX_WAIT_S:g} s")
+    why: object = error if status is None else f"its process ended with status {status}"
     if status == -signal.SIGXCPU:
         why = f"it takes more than {MAX_CPU_S} s of processor time"
     return ChatTemplateError(f"the chat template was stopped: {why}", "messages")

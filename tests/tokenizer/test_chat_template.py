@@ -361,21 +361,27 @@ def killed_renderer(folder: Path, name: str, *, is_once: bool) -> Path:
     return script
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
-def test_render_killed_process_renders_again(
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGSTOP"])
+def test_render_killed_or_stopped_process_renders_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
+    monkeypatch.setattr(chat_template, "MAX_WAIT_S", 3.0)
     monkeypatch.setattr(chat_template, "WORKER_SCRIPT", killed_renderer(tmp_path, name, is_once=True))
     monkeypatch.setattr(logging.getLogger("llm_worker_rbee"), "propagate", True)
     assert ChatTemplate("{{ messages[0].content }}").render([{"role": "user", "content": "x"}]) == "x"
     records = dict.fromkeys(caplog.records)  # one that reaches two captured loggers is there twice
     assert [record.levelname for record in records] == ["WARNING"]
-    assert f"killed by signal {getattr(signal, name):d}" in caplog.text
+    how = "did not answer within 3 s" if name == "SIGSTOP" else f"was killed by signal {getattr(signal, name):d}"
+    assert f"the process that renders chat templates {how}" in caplog.text
 
 
-def test_render_killed_twice_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client is not to blame: 503, and a retry may help."""
-    monkeypatch.setattr(chat_template, "WORKER_SCRIPT", killed_renderer(tmp_path, "SIGKILL", is_once=False))
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
+def test_render_killed_or_stopped_twice_is_unavailable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The client is not to blame: 503, and a retry may help. A slow template is ended by its processor time alone."""
+    monkeypatch.setattr(chat_template, "MAX_WAIT_S", 1.0)
+    monkeypatch.setattr(chat_template, "WORKER_SCRIPT", killed_renderer(tmp_path, name, is_once=False))
     with pytest.raises(UnavailableError) as caught:
         ChatTemplate("x").render([])
     assert (caught.value.status, caught.value.retriable) == (503, True)
