@@ -213,8 +213,18 @@ def memory() -> tuple[int | None, int | None]:
 
 def resident_bytes() -> int | None:
     """Return the resident memory of this process, where the system reports it."""
+    return _process_bytes(1)
+
+
+def address_space_left() -> int | None:
+    """Return the bytes that this process may still map under its limit of address space (ulimit -v); None: no limit."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else limit - (_process_bytes(0) or 0)
+
+
+def _process_bytes(field: int) -> int | None:
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(Path("/proc/self/statm").read_text().split()[field]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return None
 

@@ -20,6 +20,7 @@ from .state_pool import SLOTS_PER_REQUEST, default_slots
 # arrays of a step, the page cache and other programs: two workers that start together on one machine still fit.
 HOST_MEMORY_FRACTION = 0.4
 DEVICE_MEMORY_FRACTION = 0.95  # of a GPU's, beside the weights and DEVICE_SPARE_BYTES: no other program computes there
+ADDRESS_SPARE_BYTES = 256 << 20  # of a limited address space: stacks and arenas of threads, libraries loaded later
 STATE_FRACTION = 0.5  # of the cache, that the states of running requests may take: fewer requests run if it is less
 SNAPSHOT_FRACTION = 0.25  # of the rest, that snapshots may take
 MAX_SNAPSHOTS_PER_REQUEST = 64
@@ -143,7 +144,8 @@ def block_bytes(config: ModelConfig, kv_type: str, block_size: int = BLOCK_SIZE)
 
 
 def available_memory(reserved: int = 0, ops: Backend | None = None) -> int | None:
-    """Return the bytes that are free on this machine and under its cgroup's limit, less `reserved`; None if unknown.
+    """Return the bytes that are free on this machine and under the limits of its cgroup and of this process, less
+    `reserved`; None if unknown.
 
     For a backend with device memory it is the device's, less DEVICE_SPARE_BYTES.
     """
@@ -152,7 +154,9 @@ def available_memory(reserved: int = 0, ops: Backend | None = None) -> int | Non
         return max(0, on_device - DEVICE_SPARE_BYTES - reserved)
     total, free = machine.memory()
     limit, used = machine.memory_limit()
+    space = machine.address_space_left()
     known = [total if free is None else free, None if limit is None else limit - used]
+    known.append(None if space is None else space - ADDRESS_SPARE_BYTES)
     found = [size for size in known if size is not None]
     return max(0, min(found) - reserved) if found else None
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +27,7 @@ from llm_worker_rbee.engine.kv_cache_budget import (
     plan_kv_cache,
 )
 from llm_worker_rbee.errors import InsufficientMemoryError, InvalidRequestError
+from tests.helpers.server import SAID, write_model
 
 SMALL = ModelConfig(
     Family("llama", (), ()),
@@ -159,6 +164,29 @@ def test_available_memory_respects_cgroup_limit() -> None:
     free = available_memory()
     assert free is None or free > 0
     assert available_memory(reserved=1 << 60) in (0, None)
+
+
+LIMITED = """
+import resource, sys
+limit = 2 << 30
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+from llm_worker_rbee import LLM, SamplingParams, machine
+from llm_worker_rbee.engine.kv_cache_budget import available_memory
+used = limit - machine.address_space_left()
+assert used > 10 << 20, used  # what is mapped counts
+assert available_memory() <= limit - used
+llm = LLM(sys.argv[1], backend="reference", max_batch=1024)
+assert llm.info.kv_cache_bytes < limit
+print(llm.generate(">", SamplingParams(max_tokens=8, temperature=0)).text)
+"""
+
+
+def test_kv_cache_follows_the_limit_of_address_space(tmp_path: Path) -> None:
+    """As set by `ulimit -v`: the cache is smaller, and the model answers."""
+    model = write_model(tmp_path / "tiny.gguf")
+    line = [sys.executable, "-c", LIMITED, str(model)]
+    done = subprocess.run(line, capture_output=True, text=True, env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})
+    assert (done.stdout, done.returncode) == (f"{SAID}\n", 0), done.stderr
 
 
 def test_available_memory_of_device_backend_is_device_memory() -> None:
