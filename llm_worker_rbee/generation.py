@@ -159,7 +159,8 @@ class Generation:
         if finish is not None:
             texts.append(self._detokenizer.finish())
             if self._parser is not None and events is not None:
-                last = self._parser.push(texts[-1]) + self._parser.finish()
+                is_cut = finish == "length" or self._detokenizer.stop_matched is not None
+                last = self._parser.push(texts[-1]) + self._parser.finish(is_cut=is_cut)
                 events += last
                 call_ends += [len(tokens)] * num_call_ends(last)
             self.finish_reason = finish

@@ -144,7 +144,8 @@ class TextModel:
         has_calls = bool(options.tools) and options.tool_choice != "none"
         if not (has_calls or found.has_reasoning):
             return EncodedPrompt(ids, None, wanted)
-        parser = partial(ChatParser, found, tools=options.tools, prompt_tail=tail, parse_tools=has_calls)
+        parser = partial(ChatParser, found, tools=options.tools, prompt_tail=tail, parse_tools=has_calls,
+                         parse_json_calls=structured_outputs is None)  # fmt: skip
         return EncodedPrompt(ids, parser, wanted)
 
     def prepare_chat(

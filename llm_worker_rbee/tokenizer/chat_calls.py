@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from typing import Literal
 
 from .chat_events import ChatEvent, Tool, ToolCallDelta, ToolCallEnd, ToolCallStart, new_call_id
 from .chat_format import GEMMA_QUOTE, ID, KEY, ChatFormat
-from .chat_reader import SURROGATES, CutError, MarkerReader, MismatchError, Task, encode_markers, overlap
+from .chat_reader import SURROGATES, CutError, MarkerReader, MismatchError, Task, encode_markers
 from .chat_values import (
     JsonStream,
     escape,
+    fits,
     gemma_to_json,
     load_json,
     python_to_json,
@@ -114,7 +116,7 @@ class CallReader(MarkerReader):
                 return True
             return False
         except CutError:
-            self._position = start
+            self._position = len(self._buffer) if self._is_cut else start
             return True
 
     # json: {"name": ..., "arguments": {...}}
@@ -232,7 +234,7 @@ class CallReader(MarkerReader):
         stream = JsonStream()
         while not stream.is_done:
             place = min((place for end in ends if (place := self._buffer.find(end, self._position)) >= 0), default=-1)
-            keep = overlap(self._buffer, self._position, ends) if place < 0 and not self._is_final else 0
+            keep = self._num_held(ends) if place < 0 else 0
             stop = place if place >= 0 else len(self._buffer) - keep
             text, self._position = stream.read(self._buffer, self._position, stop)
             if text and not self._is_call_open:
@@ -252,6 +254,49 @@ class CallReader(MarkerReader):
             if self._is_call_open and not stream.num_held:
                 self._trim()
             yield from self._wait()
+
+    def _whole_call(self) -> Task:
+        """Read an answer that is nothing but a call as JSON, bare or in a code block, valid by the tool's schema."""
+        yield from self._skip()
+        has_fence = yield from self._try("```")
+        if has_fence:
+            yield from self._try("json")
+        elif self._is_bare():  # such calls are its format
+            raise MismatchError
+        for text in ("{", '"name"', ":"):
+            yield from self._expect_loose(text)
+        for name, tool in self._tools.items():
+            if (yield from self._try(json.dumps(name, ensure_ascii=False))):
+                break
+        else:
+            raise MismatchError
+        yield from self._expect_loose(",")
+        if not (yield from self._try('"arguments"')):
+            yield from self._expect('"parameters"')
+        yield from self._expect_loose(":")
+        arguments = yield from self._whole_object()
+        if not fits(load_json(arguments), tool.parameters, tool.parameters):
+            raise MismatchError
+        yield from self._skip()
+        yield from self._expect("}")
+        yield from self._try_end("```" if has_fence else "")
+        with suppress(CutError):
+            yield from self._skip()
+            raise MismatchError  # more than a call
+        self._begin(name)
+        self._give(arguments)
+        self._end()
+
+    def _whole_object(self) -> Generator[None, None, str]:
+        stream, read = JsonStream(), ""
+        while not stream.is_done:
+            text, self._position = stream.read(self._buffer, self._position)
+            read += text
+            if stream.is_bad:
+                raise MismatchError
+            if not stream.is_done:
+                yield from self._wait()
+        return read
 
     # tag: MARKER name MARKER {...} MARKER
 
@@ -312,6 +357,8 @@ class CallReader(MarkerReader):
     def _starts(self, text: str) -> Generator[None, None, bool]:
         position = self._position
         found = yield from self._try(text)
+        if self._is_cut and not found and text.startswith(self._buffer[position:]):
+            raise CutError
         self._position = position
         return found
 
@@ -353,10 +400,7 @@ class CallReader(MarkerReader):
                 self._give(escape(self._show(self._buffer[self._position : found].removesuffix(held))))
                 self._position = found + len(stop)
                 return
-            keep = overlap(self._buffer, self._position, (held + stop, stop))
-            if self._is_final:
-                keep = 0
-            text = self._buffer[self._position : len(self._buffer) - keep]
+            text = self._buffer[self._position : len(self._buffer) - self._num_held((held + stop, stop))]
             self._give(escape(self._show(text)))
             self._position += len(text)
             self._trim()

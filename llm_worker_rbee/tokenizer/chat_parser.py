@@ -14,20 +14,25 @@ from contextlib import suppress
 from .chat_calls import MAX_NAME_CHARS, CallReader
 from .chat_events import ChatEvent, ContentDelta, ReasoningDelta, Tool, ToolCallDelta
 from .chat_format import ChatFormat
-from .chat_reader import FIRST_MARKER, SURROGATES, CutError, MismatchError, Task, encode_markers, overlap
+from .chat_reader import FIRST_MARKER, SURROGATES, CutError, MismatchError, Task, encode_markers
 
 
 class ChatParser(CallReader):
-    """The events of one answer. Calls are parsed where tools are given and `parse_tools` is set."""
+    """The events of one answer. Calls are parsed where tools are given and `parse_tools` is set.
+
+    With `parse_json_calls` an answer that is nothing but a JSON object with a tool's name and arguments is a call too.
+    """
 
     def __init__(
-        self, chat_format: ChatFormat, *, tools: Sequence[Tool] = (), prompt_tail: str = "", parse_tools: bool = True
-    ) -> None:
+        self, chat_format: ChatFormat, *, tools: Sequence[Tool] = (), prompt_tail: str = "", parse_tools: bool = True,
+        parse_json_calls: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(chat_format, tools)
         self._chars = {token: chr(FIRST_MARKER + i) for i, (_, token) in enumerate(chat_format.token_ids)}
         self.marker_ids = frozenset(self._chars)
         self.is_reasoning = chat_format.is_reasoning_open(prompt_tail)
         self._parses_tools = parse_tools and bool(tools) and self._style != "none"
+        self._parses_json_calls = self._parses_tools and parse_json_calls
         self._has_content = False
         self._trims_start = False  # of content, after reasoning
         self._stray_ends: list[str] = []  # markers that end a malformed call: left out of the content after it
@@ -46,9 +51,9 @@ class ChatParser(CallReader):
         self._buffer += self._chars[token]
         return self._advance()
 
-    def finish(self) -> list[ChatEvent]:
-        """End the answer; return the events of what was held back."""
-        self._is_final = True
+    def finish(self, *, is_cut: bool = False) -> list[ChatEvent]:
+        """End the answer; return the events of what was held back. If it `is_cut`, a call that begins is left out."""
+        self._is_final, self._is_cut = True, is_cut
         return self._advance()
 
     def _advance(self) -> list[ChatEvent]:
@@ -89,6 +94,8 @@ class ChatParser(CallReader):
             yield from self._skip_reasoning_start()
             yield from self._run_reasoning()
         while True:
+            if self._parses_json_calls and not (self._has_content or self._num_calls):
+                yield from self._attempt_whole_call()
             if is_bare and not self._has_content and (yield from self._bare_start()):
                 yield from self._attempt(self._buffer[self._position])
                 continue
@@ -117,13 +124,13 @@ class ChatParser(CallReader):
                 self._emit_content(self._buffer[self._position : found.start()])
                 self._position = found.start()
                 return found[0]
-            keep = 0 if self._is_final else overlap(self._buffer, self._position, openers)
+            keep = self._num_held(openers)
             stop = len(self._buffer) - keep
             if stop > self._position:
                 self._emit_content(self._buffer[self._position : stop])
                 self._position = stop
             if self._is_final:
-                if self._space and not self._after_call:
+                if self._space and not self._after_call and not keep:
                     self._events.append(ContentDelta(self._space))
                 return None
             if is_bare and self._after_call:
@@ -164,6 +171,13 @@ class ChatParser(CallReader):
         self._position = start
         return False
 
+    def _attempt_whole_call(self) -> Task:
+        start = self._position
+        try:
+            yield from self._whole_call()
+        except (MismatchError, CutError):
+            self._position = start
+
     def _attempt(self, opener: str) -> Task:
         """Parse calls; what is not a call becomes content."""
         self._mark = self._position
@@ -177,21 +191,27 @@ class ChatParser(CallReader):
                     self._stray_ends = self._end_marks()
                     return
                 self._is_call_open = False
-                self._flush_content()
+                self._flush_content(self._is_cut)
                 raise
             self._position = self._mark
-            if isinstance(error, CutError):
-                self._flush_content()
-                raise
+            if self._is_cut or isinstance(error, CutError):
+                self._flush_content(self._is_cut and (self._after_call or self._begins_call(opener)))
+                raise CutError from None
             if self._buffer.startswith(opener, self._position):
                 self._emit_content(opener)
                 self._position += len(opener)
 
-    def _flush_content(self) -> None:
-        """Give the rest of an answer that was cut before its call was recognised."""
+    def _begins_call(self, opener: str) -> bool:
+        """Return whether what comes next is the beginning of a call; one without a marker names a tool."""
+        tools, text = self._format.tools, "".join(self._buffer[self._position :].split())
+        heads = ["".join(f"{tools.section_start}{tools.call_start}{name}".split()) for name in self._tools]
+        return opener in self._openers() or any(head.startswith(text) or text.startswith(head) for head in heads)
+
+    def _flush_content(self, is_call: bool = False) -> None:
+        """Give the rest of an answer that ended before its call was recognised; drop it if it `is_call`."""
         rest = self._buffer[self._position :]
         self._position = len(self._buffer)
-        if rest.strip() or not self._after_call:
+        if not is_call and (rest.strip() or not self._after_call):
             text = self._space + rest
             if self._trims_start:
                 text = text.lstrip("\n")
@@ -226,11 +246,11 @@ class ChatParser(CallReader):
         start = self._position
         while mark["message"] not in self._buffer[start:]:
             text = self._buffer[start:]
-            known = ("assistant", " to=", "to=", mark["channel"], "commentary", mark["constrain"])
+            known = (mark["start"], "assistant", " to=", "to=", mark["channel"], "commentary", mark["constrain"])
             is_header = any(text.startswith(one) or one.startswith(text) for one in known)
             if not is_header or self._is_final or len(text) > 2 * MAX_NAME_CHARS:
                 self._position = start
-                if not text and self._is_final:
+                if self._is_final and (not text or (self._is_cut and is_header)):
                     raise CutError
                 return None
             yield
@@ -286,7 +306,7 @@ class ChatParser(CallReader):
             places = [(place, end) for end in ends if (place := self._buffer.find(end, self._position)) >= 0]
             if places:
                 break
-            keep = 0 if self._is_final else overlap(self._buffer, self._position, ends)
+            keep = self._num_held(ends)
             emit(self._buffer[self._position : len(self._buffer) - keep])
             self._position = len(self._buffer) - keep
             self._trim()

@@ -53,7 +53,8 @@ class MarkerReader:
     def __init__(self, chat_format: ChatFormat) -> None:
         self._format = chat_format
         self._names = {chr(FIRST_MARKER + i): name for i, (name, _) in enumerate(chat_format.token_ids)}
-        self._buffer, self._position, self._is_final = "", 0, False
+        self._buffer, self._position = "", 0
+        self._is_final = self._is_cut = False  # cut: the answer would have gone on
 
     def _mark_text(self, text: str) -> str:
         return encode_markers(self._format, text).strip()
@@ -141,14 +142,13 @@ class MarkerReader:
                 )
                 self._position = found + len(stop)
                 return
-            if self._is_final:
-                emit(self._buffer[self._position :])
-                self._position = len(self._buffer)
-                raise CutError
-            keep = overlap(self._buffer, self._position, (stop,))
-            text = self._buffer[self._position : len(self._buffer) - keep]
-            text = text.rstrip(held) if held else text
+            text = self._buffer[self._position : len(self._buffer) - self._num_held((stop,))]
+            text = text.rstrip(held) if held and not self._is_final else text
             emit(text)
             self._position += len(text)
             self._trim()
-            yield
+            yield from self._wait()
+
+    def _num_held(self, marks: Sequence[str]) -> int:
+        """Return the length of the beginning of a marker at the end of the buffer, while it may become one."""
+        return 0 if self._is_final and not self._is_cut else overlap(self._buffer, self._position, marks)

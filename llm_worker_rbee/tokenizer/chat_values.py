@@ -79,6 +79,28 @@ def schema_types(schema: Any, root: Any = None) -> set[str]:
     return found
 
 
+def fits(value: Any, schema: Any, root: Any) -> bool:
+    """Return whether a value has the types, the required properties and the enumerated values of a schema."""
+    schema = resolve_reference(schema, root)
+    if not isinstance(schema, dict):
+        return True
+    types, kind = schema_types(schema, root), _type_of(value)
+    is_number = kind in ("integer", "number") and ("number" in types or ("integer" in types and value % 1 == 0))
+    properties, required, values = (schema.get(key) for key in ("properties", "required", "enum"))
+    if (types and kind not in types and not is_number) or (isinstance(values, list) and value not in values):
+        return False
+    if isinstance(value, list):
+        return all(fits(item, schema.get("items"), root) for item in value)
+    if not isinstance(value, dict):
+        return True
+    named = properties if isinstance(properties, dict) else {}
+    needed = required if isinstance(required, list) else []
+    is_closed = schema.get("additionalProperties") is False
+    return all(key in value for key in needed if isinstance(key, str)) and all(
+        fits(item, named[key], root) if key in named else not is_closed for key, item in value.items()
+    )
+
+
 def _type_of(value: Any) -> str:
     names = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
     return names.get(type(value), "null")

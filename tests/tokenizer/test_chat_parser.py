@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,10 +21,12 @@ Formats = Callable[[str, str], ChatFormat]
 QWEN = ChatFormat(ReasoningFormat("<think>\n", "\n</think>\n\n"), GENERIC_TOOLS)
 
 
-def parse(chat_format: ChatFormat, pieces: Iterable[str], prompt_tail: str = "", **options: Any) -> dict[str, Any]:
+def parse(
+    chat_format: ChatFormat, pieces: Iterable[str], prompt_tail: str = "", *, is_cut: bool = False, **options: Any
+) -> dict[str, Any]:
     parser = ChatParser(chat_format, tools=options.pop("tools", TOOLS), prompt_tail=prompt_tail, **options)
     events = [event for piece in pieces for event in parser.push(piece)]
-    return fold(events + parser.finish())
+    return fold(events + parser.finish(is_cut=is_cut))
 
 
 def parse_ids(chat_format: ChatFormat, tokenizer: Tokenizer, ids: Iterable[int], prompt_tail: str) -> dict[str, Any]:
@@ -125,6 +128,88 @@ def test_parse_any_text_in_any_pieces(words: list[str], cut: int) -> None:
 @given(st.text(max_size=60))
 def test_parse_text_without_markers_is_content(text: str) -> None:
     assert parse(QWEN, [text])["content"] == text.replace("<tool_call>", "")
+
+
+@pytest.mark.parametrize("markers", ["text", "tokens"])
+@pytest.mark.parametrize("name", ANSWERS)
+def test_parse_answer_cut_by_a_limit_shows_no_markup(name: str, markers: str, format_of: Formats) -> None:
+    """At each character and marker: content and reasoning are beginnings of the whole, and so are calls."""
+    answer, chat_format = ANSWERS[name], format_of(name, markers)
+    ids = dict(chat_format.token_ids)
+    parts_of_text = re.split(f"({'|'.join(map(re.escape, ids))})", answer.text) if ids else [answer.text]
+    units = [unit for part in parts_of_text for unit in ([ids[part]] if part in ids else part)]
+    for stop in range(len(units)):
+        parser, events = ChatParser(chat_format, tools=TOOLS, prompt_tail=answer.prompt_tail), []
+        for unit in units[:stop]:
+            events += parser.push_marker(unit) if isinstance(unit, int) else parser.push(unit)
+        cut = fold(events + parser.finish(is_cut=True))
+        assert answer.content.startswith(cut["content"].rstrip()), units[:stop]
+        assert answer.reasoning.startswith(cut["reasoning"].rstrip()), units[:stop]
+        for (called, arguments, is_complete), (expected_name, value) in zip(cut["calls"], answer.calls, strict=False):
+            assert called == expected_name
+            assert not is_complete or json.loads(arguments) == value
+
+
+def test_parse_text_cut_by_a_limit_stays_content(format_of: Formats) -> None:
+    for text in ("a <tool_call> tag and mo", "one < two", '{"answer": 4'):
+        assert parse(QWEN, [text], is_cut=True)["content"] == text
+    for text in ('{"answer": {"a": 4', "[1, 2, 3"):
+        for name in ("llama3", "pythonic"):
+            assert parse(format_of(name, "text"), list(text), is_cut=True)["content"] == text
+
+
+JSON_CALLS = {
+    '{"name": "get_weather", "arguments": {"city": "x", "days": 2}}': {"city": "x", "days": 2},
+    '```json\n{"name": "get_weather", "arguments": {"city": "x"}}\n```': {"city": "x"},
+    '```\n{\n  "name": "get_weather",\n  "parameters": {\n    "city": "x"\n  }\n}\n```\n': {"city": "x"},
+    '\n\n{"name":"get_weather","arguments":{"city":"x","flag":True,}} ': {"city": "x", "flag": True},
+}
+
+
+@pytest.mark.parametrize("text", JSON_CALLS)
+def test_parse_answer_that_is_a_call_as_json(text: str, format_of: Formats) -> None:
+    for pieces in ([text], list(text)):
+        for before in ("", "<think>\nhm\n</think>\n\n"):
+            parsed = parse(QWEN, [before, *pieces], parse_json_calls=True)
+            assert parts(parsed) == ("hm" if before else "", "", [("get_weather", JSON_CALLS[text])])
+        if "```" in text:
+            parsed = parse(format_of("llama3", "text"), pieces, parse_json_calls=True)
+            assert parts(parsed)[2] == [("get_weather", JSON_CALLS[text])]
+        assert parse(QWEN, pieces)["calls"] == []
+
+
+NO_JSON_CALLS = [  # the text up to which it is held back, and the rest
+    ('{"name": "get_weather", "arguments": {"city": 3}', "}"),  # not valid by the schema
+    ('{"name": "get_weather", "arguments": {"town": "x"}', "}"),
+    ('{"name": "get_weather", "arguments": {"city": "x", "days": [2]}', "}"),
+    ('{"name": "get_wi', 'nd", "arguments": {}}'),
+    ('{"name": "A', 'da", "age": 36}'),
+    ('{"no', '": 1}'),
+    ("```ja", "vascript\nf();\n```"),
+    ("```p", "ython\nf()\n```"),
+    ('{"name": "get_time", "arguments": {"a" x', "}}"),
+    ('{"name": "get_time", "arguments": {}}\nI', " call it."),
+    ('```json\n{"name": "get_time", "arguments": {}}\n```\nI', " call it."),
+]
+
+
+@pytest.mark.parametrize(("held", "rest"), NO_JSON_CALLS)
+def test_parse_json_that_is_no_call_is_held_back_no_longer_than_needed(held: str, rest: str) -> None:
+    parser, events = ChatParser(QWEN, tools=TOOLS, parse_json_calls=True), []
+    for char in held[:-1]:
+        assert parser.push(char) == []
+    events += parser.push(held[-1])
+    assert fold(events)["content"] == held
+    events += parser.push(rest) + parser.finish()
+    assert fold(events) == {"reasoning": "", "content": held + rest, "calls": []}
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_parse_json_call_that_ends_early_is_content(is_cut: bool) -> None:
+    text = '```json\n{"name": "get_weather", "arguments": {"city": "x"}'
+    for stop in range(1, len(text)):
+        parsed = parse(QWEN, list(text[:stop]), is_cut=is_cut, parse_json_calls=True)
+        assert parsed == {"reasoning": "", "content": text[:stop], "calls": []}
 
 
 MALFORMED = [

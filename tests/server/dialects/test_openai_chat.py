@@ -182,6 +182,31 @@ def test_cut_call_keeps_its_arguments(scripted: ScriptedServer, client: openai.O
     assert choice.message.tool_calls[0].function.arguments.startswith('{"city": "')
 
 
+def test_cut_call_shows_no_markup(scripted: ScriptedServer, client: openai.OpenAI) -> None:
+    """Wherever the limit cuts it, streamed and whole."""
+    text, limits = f"I look.\n{call('get_weather', city='Rome')}", range(9, 50, 3)
+    scripted.play(*[text] * 2 * len(limits))
+    for limit in limits:
+        (choice,) = ask(client, tools=[WEATHER], max_tokens=limit).choices
+        assert (choice.finish_reason, choice.message.content) == ("length", "I look.")
+        chunks = list(ask(client, tools=[WEATHER], max_tokens=limit, stream=True))
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "I look."
+        assert chunks[-1].choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("fence", ["{}", "```json\n{}\n```", "```\n{}\n```\n"])
+def test_answer_that_is_a_call_as_json(scripted: ScriptedServer, client: openai.OpenAI, fence: str) -> None:
+    text = fence.format('{\n  "name": "get_weather",\n  "arguments": {"city": "Rome"}\n}')
+    scripted.play(text, text)
+    (choice,) = ask(client, tools=[WEATHER]).choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "Rome"}
+    schema = {"type": "json_schema", "json_schema": {"name": "call", "schema": {"type": "object"}}}
+    if fence == "{}":  # the client wants an object: this is one
+        (choice,) = ask(client, tools=[WEATHER], response_format=schema).choices
+        assert (choice.finish_reason, choice.message.content) == ("stop", text)
+
+
 def test_text_that_is_no_call_stays_content(scripted: ScriptedServer, client: openai.OpenAI) -> None:
     scripted.play("<tool_call>\nnot json\n</tool_call>")
     tool = {"type": "function", "function": {"name": "f"}}

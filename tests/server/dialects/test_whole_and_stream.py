@@ -28,6 +28,11 @@ ANSWERS = {
     "reasoning, text, call, reasoning, text": think("Hm.", f"So.\n{PARIS}\n") + think("Again.", "Done."),
     "malformed call, text": 'Look:\n<tool_call>\n{"name": "get_weather", "arguments": nothing}\n</tool_call>\nNo.',
     "cut call": f"I look.\n{PARIS[:-20]}",
+    "call as JSON": '{"name": "get_weather", "arguments": {"city": "Paris"}}',
+    "reasoning, call as JSON": think(
+        "Hm.", '```json\n{\n  "name": "get_weather",\n  "arguments": {"city": "Paris"}\n}\n```'
+    ),
+    "JSON that is no call": '```json\n{"name": "get_weather", "arguments": {"town": "Paris"}}\n```\n',
 }
 NOT_COMPARED = ("id", "call_id", "parsed", "parsed_arguments")
 each_answer = pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
