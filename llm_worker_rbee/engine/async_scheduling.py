@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from ..backends.ops import Array, PendingTokens, SampleRow
 from ..models import Transformer
-from .constraint import MaskFiller
+from .mask_filler import MaskFiller
 from .model_runner import ModelRunner, forward
 from .request import Request, SamplerOutput, ScheduledTokens
 from .sampler import collect_logprobs, next_row

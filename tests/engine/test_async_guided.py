@@ -13,9 +13,10 @@ import pytest
 from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.engine import engine as serving
 from llm_worker_rbee.engine.async_scheduling import GAP_S, AsyncScheduler, forced_drafts_pay
-from llm_worker_rbee.engine.constraint import BUDGET_STEPS, MAX_STEP_S, SLOW_STEP_S, Constraint, MaskFiller
+from llm_worker_rbee.engine.constraint import BUDGET_STEPS, MAX_STEP_S, SLOW_STEP_S, Constraint
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.grammar import GrammarCompiler
+from llm_worker_rbee.engine.mask_filler import MaskFiller
 from llm_worker_rbee.engine.request import Request, SamplingParams, StepOutput
 from llm_worker_rbee.engine.structured_outputs import StructuredOutputsParams
 from llm_worker_rbee.errors import GrammarDeadEndError, GrammarTooSlowError, InsufficientMemoryError
