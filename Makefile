@@ -51,6 +51,7 @@ test-extra: $(VENV)/.dev test-clients
 	LLM_WORKER_SOAK_ROUNDS=60 $(BIN)/python -m pytest tests/cli/test_serve_soak.py
 	LLM_WORKER_EMULATE=1 $(BIN)/python -m pytest -rs tests/backends/cpu/test_emulated_arm.py
 	$(BIN)/python -m pytest -rs tests/extra/test_gemma3.py
+	LLM_WORKER_WALKS=20 $(BIN)/python -m pytest -rs tests/extra/test_grammar_walks.py
 	@$(MAKE) --no-print-directory test-agents
 
 # Coding agents; without npm their tests are skipped.

@@ -99,6 +99,8 @@ class CallReader(MarkerReader):
         is_list = has_section or "[" in tools.section_start
         while True:
             yield from parse()
+            if end and not section:
+                yield from self._try_end(end)
             self._mark = self._position
             if not is_list or (yield from self._ends_list(end)):
                 self._mark = self._position

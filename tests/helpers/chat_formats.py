@@ -147,8 +147,10 @@ def with_markers(metadata: Any) -> Tokenizer:
     tokens = [*metadata["tokenizer.ggml.tokens"], *(text for text, _ in added)]
     kinds = [*map(int, metadata["tokenizer.ggml.token_type"]), *(kind for _, kind in added)]
     named = "".join(path.read_text(encoding="utf-8") for path in sorted(TEMPLATES.glob("*.jinja")))
-    added_keys = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds, "tokenizer.chat_template": named}
-    return tokenizer_from_gguf({**metadata, **added_keys})
+    keys = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds, "tokenizer.chat_template": named}
+    if (scores := metadata.get("tokenizer.ggml.scores")) is not None:
+        keys["tokenizer.ggml.scores"] = [*map(float, scores), *[0.0] * len(added)]
+    return tokenizer_from_gguf({**metadata, **keys})
 
 
 def fold(events: Sequence[ChatEvent]) -> dict[str, Any]:

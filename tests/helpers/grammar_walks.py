@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +23,7 @@ from llm_worker_rbee.tokenizer.chat_parser import ChatParser
 from tests.helpers.chat_formats import fold
 
 Drafting = Literal["none", "forced", "drafts"]
+MODES: tuple[Drafting, ...] = ("none", "forced", "drafts")
 NUM_DRAFTS, MAX_OPEN_STEPS = 6, 40
 WORDS = ("city", "days", "unit", "Straße", "a b", "x-y", "id", "日", "q", "name", "arguments", "type")
 TEXTS = ("celsius", "a", "", 'no "q"', "<tool_call>", "</tool_call>", "new\nline", "ü", "\\d", "{", "true", "12")
@@ -127,7 +130,8 @@ class Walker:
                 if token in self._eos_ids:
                     walk.is_complete = True
                 elif not constraint.consume(token):
-                    walk.error = f"{constraint.describe_error()}; the next is {token}, drafts are {drafts}"
+                    reason = constraint.matcher.get_error().partition("\n")[0]
+                    walk.error = f"{constraint.describe_error()} ({reason}); the next is {token}, drafts are {drafts}"
                 else:
                     walk.tokens.append(token)
                     walk.is_complete = constraint.is_complete
@@ -178,10 +182,32 @@ def _allows(mask: TokenMask, token: int) -> bool:
     return bool(mask[token >> 5] >> (token & 31) & 1)
 
 
-def grammar_of(rng: random.Random, chat_format: ChatFormat) -> tuple[str, ChatOptions, str, bool]:
-    """Return a grammar, the options and the end of the prompt that it was made of, and whether it has calls only."""
-    while True:
+def check_walks(
+    walker: Walker, chat_format: ChatFormat, seeds: Iterable[str], max_steps: int, modes: Sequence[Drafting] = MODES
+) -> Counter[str]:
+    """Walk through the grammar of each seed in each way; raise where one cannot go on, or its calls cannot be read."""
+    counts: Counter[str] = Counter()
+    for seed in seeds:
+        rng = random.Random(seed)
         options, structured, tail = random_options(rng, chat_format)
-        if (grammar := answer_grammar(chat_format, options, structured, prompt_tail=tail)) is not None:
-            is_forced = options.tool_choice == "required" or options.tool_name is not None
-            return grammar, options, tail, is_forced
+        grammar = answer_grammar(chat_format, options, structured, prompt_tail=tail)
+        if grammar is None:
+            continue
+        for drafting in modes:
+            walk = walker.walk(grammar, random.Random(seed), drafting, max_steps)
+            text = walker.tokenizer.decode(walk.tokens, skip_special=False)
+            assert not walk.error, (seed, drafting, walk.error, text, grammar)
+            counts += Counter(walks=1, steps=len(walk.tokens), complete=int(walk.is_complete))
+            if walk.is_complete and (options.tool_choice == "required" or options.tool_name is not None):
+                counts["calls"] += _check_calls(walker.parse(chat_format, options, tail, walk.tokens), options, text)
+    return counts
+
+
+def _check_calls(parsed: dict[str, Any], options: ChatOptions, text: str) -> int:
+    assert parsed["calls"], text
+    assert parsed["content"] == "", text
+    for name, arguments, is_complete in parsed["calls"]:
+        assert is_complete, text
+        assert name in [tool.name for tool in options.tools], text
+        assert isinstance(json.loads(arguments), dict), text
+    return len(parsed["calls"])
