@@ -409,6 +409,7 @@ class ServerSettings:
     shutdown_timeout_s: float = 30.0
     stall_timeout_s: float = 30.0  # without a step while there is work; of a reader, without reading
     ignore_unknown_fields: bool = False
+    open_objects: bool = False  # objects may have properties that their schemas do not name
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()  # names in `Host` of a worker without a key, beside loopback; "*": any
     callback_url: str | None = None

@@ -65,6 +65,7 @@ class LLM(TextModel):
         chat_template: str | None = None,
         draft_model: str | Path | None = None,
         deterministic: bool = False,
+        open_objects: bool = False,
         progress: Progress | None = None,
         on_stage: OnStage | None = None,
         **settings: Any,
@@ -76,10 +77,11 @@ class LLM(TextModel):
         weights to. `max_context` bounds prompt and output together (default: the model's own, or what fits: see
         `capacity`); `chat_template` is Jinja source that replaces the file's own; `draft_model` a smaller model with
         the same tokenizer for speculative decoding; `deterministic` makes results batch-invariant, as they always are
-        on the CPU, and costs speed on a GPU. `progress` is called during downloads, compiling and quantizing,
-        `on_stage` during every phase of loading; `phases` has their seconds afterwards. `settings` are those of
-        `EngineConfig`: target_itl_ms, prefix_cache, speculative, draft_tokens, ...; of these `max_batch` and
-        `max_step_tokens` are 64 and 512 on a CPU and chosen from model and memory on a GPU, unless they are given.
+        on the CPU, and costs speed on a GPU; `open_objects` lets objects have properties that their JSON schemas do
+        not name. `progress` is called during downloads, compiling and quantizing, `on_stage` during every phase of
+        loading; `phases` has their seconds afterwards. `settings` are those of `EngineConfig`: target_itl_ms,
+        prefix_cache, speculative, draft_tokens, ...; of these `max_batch` and `max_step_tokens` are 64 and 512 on a CPU
+        and chosen from model and memory on a GPU, unless they are given.
         """
         self.loading = LoadPhases(on_stage, progress)
         self.phases = self.loading.seconds
@@ -97,6 +99,7 @@ class LLM(TextModel):
         assert loaded.tokenizer is not None
         name, sizes = self.checkpoint.path.name, (self.config.vocab_size, self.capacity.max_context)
         super().__init__(loaded.tokenizer, name, *sizes, loaded.sampling_defaults, chat_template)
+        self.open_objects = open_objects
         self._sync_engine = SyncEngine(self.engine)
 
     @property

@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from threading import Thread
 from typing import Any, NamedTuple
@@ -59,6 +60,7 @@ class TextModel:
         Thread(target=tokenizer.prepare, name="prepare-tokenizer", daemon=True).start()
         self.tokenizer, self.vocab_size, self.max_context = tokenizer, vocab_size, max_context
         self.sampling_defaults = sampling_defaults
+        self.open_objects = False  # whether objects may have properties that their schemas do not name
         self._name = name
         self._chat_format = ChatFormat()
         self._template_source = tokenizer.chat_template if chat_template is None else chat_template
@@ -115,7 +117,14 @@ class TextModel:
 
     def check_grammar(self, structured_outputs: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
         """Return a grammar as engines compile it; raise if it cannot be used."""
-        return None if structured_outputs is None else self.grammar_checker.check(structured_outputs)
+        resolved = self.resolve_objects(structured_outputs)
+        return None if resolved is None else self.grammar_checker.check(resolved)
+
+    def resolve_objects(self, structured_outputs: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
+        """Return a grammar with the default of this model for objects; what a request says counts more."""
+        if structured_outputs is None or structured_outputs.json is None or not self.open_objects:
+            return structured_outputs
+        return replace(structured_outputs, additional_properties=structured_outputs.additional_properties or "open")
 
     @property
     def chat_format(self) -> ChatFormat:
@@ -139,7 +148,9 @@ class TextModel:
         wanted = structured_outputs
         if wanted is None or options.tools or found.has_reasoning or found.content_start:
             structured = None if wanted is None else (wanted.kind, getattr(wanted, wanted.kind))
-            grammar = answer_grammar(found, options, structured, prompt_tail=tail)
+            objects = wanted.additional_properties if wanted is not None else None
+            is_open = self.open_objects if objects is None else objects == "open"
+            grammar = answer_grammar(found, options, structured, prompt_tail=tail, open_objects=is_open)
             wanted = None if grammar is None else StructuredOutputsParams(grammar=grammar)
         has_calls = bool(options.tools) and options.tool_choice != "none"
         if not (has_calls or found.has_reasoning):

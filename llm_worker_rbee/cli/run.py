@@ -19,7 +19,7 @@ import typer
 
 from ..engine.grammar_check import GrammarChecker
 from ..engine.request import NEUTRAL_SAMPLING, SamplingParams, TokenLogprob
-from ..engine.structured_outputs import StructuredOutputsParams
+from ..engine.structured_outputs import OBJECTS, StructuredOutputsParams
 from ..errors import InvalidRequestError, WorkerError, counted
 from ..generation import Chunk, Completion
 from ..llm import LLM, MAX_COMPLETIONS, Stream, together
@@ -158,13 +158,16 @@ class GuidedOptions:
     choice: list[str] | None = _guided(None, "TEXT", "Answer with one of these texts. Repeatable.")
     grammar: Path | None = _guided(None, "FILE", "Answer with a text of this grammar: Lark or GBNF.")
     close_on_length: bool = _guided(False, None, "Before -n is reached, end the answer as its grammar allows.")
+    open_objects: bool = _guided(False, None, "Let objects have properties that their JSON schema does not name.")
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of `SamplingParams`; a grammar that is wrong fails before the model is loaded."""
-        given = {name: value for name, value in vars(self).items() if value and name != "close_on_length"}
+        given = {name: value for name, value in vars(self).items() if value and not isinstance(value, bool)}
         options = [f"--{name.replace('_', '-')}" for name in given]
         if len(given) > 1:
             raise typer.BadParameter(f"{options[0]} and {options[1]} exclude each other: give one of them")
+        if self.open_objects and not self.json_schema:
+            raise typer.BadParameter("--open-objects needs --json-schema")
         if not given:
             if self.close_on_length:
                 raise typer.BadParameter("--close-on-length needs --json-schema, --regex, --choice or --grammar")
@@ -178,7 +181,8 @@ class GuidedOptions:
     def _params(self) -> StructuredOutputsParams:
         if self.json_schema:
             is_text = self.json_schema.lstrip().startswith("{")
-            return StructuredOutputsParams(json=self.json_schema if is_text else read_file(Path(self.json_schema)))
+            schema = self.json_schema if is_text else read_file(Path(self.json_schema))
+            return StructuredOutputsParams(json=schema, additional_properties=OBJECTS[self.open_objects])
         if self.grammar:
             return StructuredOutputsParams(grammar=read_file(self.grammar))
         texts = [argument_text(text, "--choice") for text in self.choice or ()]

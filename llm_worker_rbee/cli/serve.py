@@ -158,6 +158,7 @@ class LimitOptions:
         min=0.1,
     )  # fmt: skip
     ignore_unknown_fields: bool = _limit(False, None, "Ignore unknown fields and list them in x-ignored-fields.")
+    open_objects: bool = _limit(False, None, "Let objects have properties that their JSON schema does not name.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import GrammarDeadEndError, InvalidRequestError, WorkerError
 from ..tokenizer.chat_format import marker_ids
-from ..tokenizer.chat_grammar import JSON_SPACES, without_unknown_formats
+from ..tokenizer.json_schema import prepare_schema
 from .constraint import Constraint, lower_thread_priority
 from .structured_outputs import FIELD, StructuredOutputsParams
 
@@ -78,11 +78,8 @@ def to_grammar(params: StructuredOutputsParams) -> str:
     try:
         if kind in ("json", "json_object"):
             schema = json.loads(str(params.json)) if kind == "json" else ANY_OBJECT
-            has_own = (
-                not isinstance(schema, dict) or "x-guidance" in schema
-            )  # options of llguidance, as it documents them
-            options = None if has_own else JSON_SPACES
-            return str(matcher.grammar_from_json_schema(json.dumps(without_unknown_formats(schema)), defaults=options))
+            prepared = prepare_schema(schema, is_open=params.additional_properties == "open")
+            return str(matcher.grammar_from_json_schema(json.dumps(prepared)))
         if kind == "regex":
             return str(matcher.grammar_from_regex(params.regex))
         if kind == "choice":
@@ -143,11 +140,7 @@ class TokenTable:
     def _greedy(self, data: bytes) -> list[int]:
         """Return the longest token, and again of what follows it."""
         ids: list[int] = []
-        while data:
-            sizes = range(min(len(data), MAX_GREEDY_BYTES), 0, -1)
-            size = next((size for size in sizes if data[:size] in self._ids), 0)
-            if not size:
-                break
+        while size := next((size for size in range(MAX_GREEDY_BYTES, 0, -1) if data[:size] in self._ids), 0):
             ids.append(self._ids[data[:size]])
             data = data[size:]
         return ids
@@ -184,7 +177,7 @@ class GrammarCompiler:
     def __init__(self, open_tokenizer: Callable[[], Tokenizer], vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._open_tokenizer = open_tokenizer
-        self._cache: OrderedDict[tuple[str, object], CompiledGrammar] = OrderedDict()
+        self._cache: OrderedDict[StructuredOutputsParams, CompiledGrammar] = OrderedDict()
         self._lock, self._tokenizer_lock = threading.Lock(), threading.Lock()
         self._built: tuple[TokenTable, Any] | None = None
         self._threads = ThreadPoolExecutor(NUM_THREADS, "grammar", initializer=lower_thread_priority)
@@ -221,7 +214,7 @@ class GrammarCompiler:
 
     def _matcher_of(self, params: StructuredOutputsParams) -> tuple[Any, Callable[[], Any] | None]:
         """Return a matcher for a request, and what compiles another where this one shares its lexer."""
-        key, kind = (params.kind, getattr(params, params.kind)), params.kind
+        key, kind = params, params.kind
         with self._lock:
             found = self._cache.get(key)
             if found is not None:
@@ -257,10 +250,9 @@ class GrammarCompiler:
 
     def _match_alone(self, params: StructuredOutputsParams, used_up: CompiledGrammar) -> Any:
         """Return a matcher that shares nothing: its limits are then those of one request."""
-        key = params.kind, getattr(params, params.kind)
         with self._lock:
-            if self._cache.get(key) is used_up:
-                del self._cache[key]
+            if self._cache.get(params) is used_up:
+                del self._cache[params]
         return self._match(params.kind, used_up.text)
 
     @property

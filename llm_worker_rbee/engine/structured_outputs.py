@@ -16,17 +16,24 @@ FIELD = "structured_outputs"
 MAX_CHARS = 1 << 20  # of a schema, an expression or a grammar
 MAX_CHOICES = 10_000
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
+FIELDS = (*KINDS, "additional_properties")
+OBJECTS = ("closed", "open")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """Exactly one of these is set. `json` is a JSON schema, as an object or as text; `grammar` is Lark or GBNF."""
+    """One kind of text. `json` is a JSON schema, as an object or as text; `grammar` is Lark or GBNF.
+
+    `additional_properties` goes with `json`. "open": objects may have properties that their schema does not name.
+    "closed", the default: an object that lists its properties has no others, unless the schema says so.
+    """
 
     json: str | bool | Mapping[str, Any] | None = None  # text once it is validated
     json_object: bool = False  # any JSON object
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
+    additional_properties: str | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
@@ -35,6 +42,9 @@ class StructuredOutputsParams:
             found = " and ".join(given) or "none"
             raise InvalidRequestError(f"{FIELD} must have one of {', '.join(KINDS)}: it has {found}", FIELD)
         (name,) = given
+        if self.additional_properties is not None and (name != "json" or self.additional_properties not in OBJECTS):
+            reason = f'must be "closed" or "open", beside json: it is {self.additional_properties!r:.100} beside {name}'
+            raise InvalidRequestError(f"{FIELD}.additional_properties {reason}", FIELD)
         value = getattr(self, name)
         if name == "json":
             value = _schema_text(value)
@@ -53,8 +63,8 @@ class StructuredOutputsParams:
         """Return the parameters of a JSON object; raise on fields that do not exist."""
         if not isinstance(fields, Mapping):
             raise InvalidRequestError(f"{FIELD} must be an object with one of {', '.join(KINDS)}", FIELD)
-        if unknown := sorted(set(map(str, fields)) - set(KINDS)):
-            raise InvalidRequestError(f"{FIELD} has no field {unknown[0]!r}: it has {', '.join(KINDS)}", FIELD)
+        if unknown := sorted(set(map(str, fields)) - set(FIELDS)):
+            raise InvalidRequestError(f"{FIELD} has no field {unknown[0]!r}: it has {', '.join(FIELDS)}", FIELD)
         return cls(**fields)
 
     @property
@@ -73,7 +83,7 @@ def _schema_text(schema: Any) -> str:
     if not isinstance(schema, (Mapping, bool)):
         raise InvalidRequestError(f"{FIELD}.json must be a JSON schema: an object, not {type(schema).__name__}", FIELD)
     try:
-        return json_module.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+        return json_module.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{FIELD}.json is not plain JSON: {str(error)[:200]}", FIELD) from None
 

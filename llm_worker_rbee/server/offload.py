@@ -139,7 +139,8 @@ class PromptEncoder:
         A short text is tokenized in the event loop: passing it to a thread would take longer.
         """
         size = sum(map(prompt_size, prompts)) + grammar_size(structured_outputs)
-        structured_outputs = await self._check_grammar(structured_outputs, self._model.grammar_checker.check)
+        resolved = self._model.resolve_objects(structured_outputs)
+        structured_outputs = await self._check_grammar(resolved, self._model.grammar_checker.check)
         if isinstance(conversation := prompts[0], Conversation):
             return [await self._encode_chat(conversation, size, structured_outputs)]
         if size <= INLINE_BYTES:

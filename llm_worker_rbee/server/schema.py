@@ -21,7 +21,7 @@ from ..engine.request import (
     Bounds,
     SamplingParams,
 )
-from ..engine.structured_outputs import StructuredOutputsParams
+from ..engine.structured_outputs import OBJECTS, StructuredOutputsParams
 from ..errors import InvalidRequestError
 
 Schema = dict[str, Any]
@@ -259,7 +259,7 @@ def measure(value: Any) -> tuple[int, int]:
 
 
 class StructuredOutputs(FieldType):
-    """One of json, json_object, regex, choice, grammar; as vLLM has it."""
+    """One of json, json_object, regex, choice, grammar, as vLLM has it; additional_properties may stand beside json."""
 
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
         if not isinstance(value, dict):
@@ -279,7 +279,10 @@ class StructuredOutputs(FieldType):
             "regex": {"type": "string"}, "choice": array_schema({"type": "string", "minLength": 1}, 1),
             "grammar": {"type": "string"},
         }  # fmt: skip
-        return {"anyOf": [object_schema({kind: schema}, kind) for kind, schema in kinds.items()]}
+        objects: dict[str, Schema] = {"additional_properties": {"enum": [*OBJECTS]}}
+        return {"anyOf": [
+            object_schema({kind: schema, **(objects if kind == "json" else {})}, kind) for kind, schema in kinds.items()
+        ]}  # fmt: skip
 
 
 class Boolean(FieldType):

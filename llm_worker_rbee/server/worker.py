@@ -104,6 +104,7 @@ class Worker(GenerationListener):
         """Open the text side of the model; a phase of loading, unless the engine's own load had it."""
         start = time.perf_counter()
         model = await asyncio.to_thread(self._open_model, info)
+        model.open_objects = self.settings.open_objects
         if (phase := "tokenizer") not in info.phases:
             seconds = info.phases[phase] = time.perf_counter() - start
             self._publish_stage(Stage(phase, 0, None, 0.0))

@@ -382,7 +382,8 @@ class CallReader(MarkerReader):
         self._give(("" if is_first else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
         if kind == "string":
             self._give('"')
-            yield from self._stream_value(end.strip(), held)
+            stops = (held + end.strip(), end.strip())  # without the whitespace that the format puts before its end
+            yield from self._stream(stops, lambda text: self._give(escape(self._show(text))))
             self._give('"')
             return
         try:
@@ -393,20 +394,6 @@ class CallReader(MarkerReader):
             raise
         value = self._show(value.removesuffix(held) if held else value)
         self._give(value_to_json(value, kind))
-
-    def _stream_value(self, stop: str, held: str) -> Task:
-        """Give a string value while it arrives, without the whitespace that the format puts before its end."""
-        while True:
-            found = self._buffer.find(stop, self._position)
-            if found >= 0:
-                self._give(escape(self._show(self._buffer[self._position : found].removesuffix(held))))
-                self._position = found + len(stop)
-                return
-            text = self._buffer[self._position : len(self._buffer) - self._num_held((held + stop, stop))]
-            self._give(escape(self._show(text)))
-            self._position += len(text)
-            self._trim()
-            yield from self._wait()
 
     def _argument_kind(self, name: str, key: str) -> Literal["string", "json", "any"]:
         """Return how the value of an argument is read, by the tool's schema; a string where that says nothing."""

@@ -17,35 +17,28 @@ from ..errors import InvalidRequestError
 from .chat_events import ChatOptions, Tool
 from .chat_format import GEMMA_QUOTE, ID, KEY, ChatFormat, ToolFormat
 from .chat_values import resolve_reference, schema_types
+from .json_schema import prepare_schema, without_annotations
 
 MAX_DEPTH = 8  # of a schema in a notation other than JSON
 CHARS_PER_TOKEN = 4  # of a thinking budget where the end of the reasoning is not a token
-ANNOTATIONS = frozenset({"description", "title", "examples", "default", "$comment", "deprecated"})
-FORMATS = frozenset({  # of draft 2020-12; others are annotations
-    "date", "date-time", "duration", "email", "hostname", "idn-email", "idn-hostname", "ipv4", "ipv6", "iri",
-    "iri-reference", "json-pointer", "regex", "relative-json-pointer", "time", "uri", "uri-reference", "uri-template",
-    "uuid",
-})  # fmt: skip
-DATA = frozenset({"enum", "const", "default", "examples"})  # what these hold is no schema
-NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 HARMONY_CALLS = ToolFormat(
     kind="tag_json", call_start="<|channel|>commentary to=functions.", name_suffix=" <|constrain|>json<|message|>",
     is_parallel=False,
 )  # fmt: skip
 HARMONY_FINAL, HARMONY_NEXT = "<|channel|>final<|message|>", "<|end|><|start|>assistant"
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as templates print it
-# Whitespace between the parts of a JSON document: as much as indented printing takes, never without end.
-JSON_SPACES = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
-_NUMBER = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?"
+_INTEGER = "-?(0|[1-9][0-9]{0,17})"
+_NUMBER = r"-?(0|[1-9][0-9]{0,16})(\.[0-9]{1,17})?([eE][+\-]?[0-9]{1,3})?"
 
 
 def answer_grammar(
-    chat_format: ChatFormat, options: ChatOptions, structured: tuple[str, Any] | None = None, *, prompt_tail: str = ""
-) -> str | None:
+    chat_format: ChatFormat, options: ChatOptions, structured: tuple[str, Any] | None = None, *, prompt_tail: str = "",
+    open_objects: bool = False,
+) -> str | None:  # fmt: skip
     """Return the grammar of an answer, or None where nothing is constrained.
 
     `structured` is the form of the content: ("json", schema as text), ("json_object", True), ("regex", expression),
-    ("choice", texts) or ("grammar", Lark).
+    ("choice", texts) or ("grammar", Lark). `open_objects` lets objects have properties that their schemas do not name.
     """
     tools = _allowed_tools(options)
     is_forced = bool(tools) and (options.tool_choice == "required" or options.tool_name is not None)
@@ -54,7 +47,7 @@ def answer_grammar(
     budget = options.thinking_budget if chat_format.has_reasoning else None
     if structured is None and budget is None and not (is_forced or holds_calls or forbids_calls):
         return None
-    writer = _Writer(chat_format, options)
+    writer = _Writer(chat_format, options, open_objects)
     before = writer.reasoning(prompt_tail, budget)
     if is_forced:
         answer = writer.calls(tools)
@@ -94,8 +87,8 @@ def _regex(text: str) -> str:
 class _Writer:
     """Collects the rules of one grammar."""
 
-    def __init__(self, chat_format: ChatFormat, options: ChatOptions) -> None:
-        self._format, self._options = chat_format, options
+    def __init__(self, chat_format: ChatFormat, options: ChatOptions, open_objects: bool = False) -> None:
+        self._format, self._options, self._open_objects = chat_format, options, open_objects
         is_harmony = chat_format.tools.kind == "harmony"
         self._tools = HARMONY_CALLS if is_harmony else chat_format.tools
         self.content_start = HARMONY_FINAL if is_harmony else ""
@@ -176,16 +169,24 @@ class _Writer:
     def structured(self, kind: str, value: Any) -> str:
         """Return the rule of content of a given form."""
         if kind in ("json", "json_object"):
-            schema = without_unknown_formats(json.loads(value)) if kind == "json" else {"type": "object"}
-            if isinstance(schema, dict):
-                schema = {"x-guidance": JSON_SPACES, **schema}
-            return self.rule("%json " + json.dumps(schema, ensure_ascii=False))
+            schema = json.loads(value) if kind == "json" else {"type": "object"}
+            return self._json(schema)
         if kind == "regex":
             return self.rule(f"/{_escape_slashes(value)}/", is_terminal=True)
         if kind == "choice":
             return self.rule(" | ".join(map(_quote, value)), is_terminal=True)
         lark = re.sub(r"^\s*%llguidance\s*\{\s*\}", "", value)
         return self.rule(f"%lark {{\n{lark}\n}}")
+
+    def _json(self, schema: Any, tool: Tool | None = None) -> str:
+        """Return the rule of JSON of a schema, which may be of a tool's arguments."""
+        try:
+            prepared = prepare_schema(schema, is_open=self._open_objects)
+        except ValueError as error:
+            named = "structured_outputs.json" if tool is None else f"the parameters of the tool {tool.name!r:.100}"
+            field = "structured_outputs" if tool is None else "tools"
+            raise InvalidRequestError(f"{named} cannot be used: {error}", field) from None
+        return self.rule("%json " + json.dumps(prepared, ensure_ascii=False))
 
     # ------------------------------------------------------------------ calls
 
@@ -224,7 +225,7 @@ class _Writer:
             return f"{text} {self._items(tool, ':', ',')} {self.literal(shape.call_end)}"
         if shape.kind == "tag_arguments":
             return f"{text} {self._tagged(tool)} {self.literal(shape.call_end)}"
-        arguments = self.rule("%json " + json.dumps(self._schema(tool), ensure_ascii=False))
+        arguments = self._json(self._schema(tool), tool)
         return f"{text} {arguments} {self._with_id(shape.call_end)}".strip()
 
     def _with_id(self, text: str) -> str:
@@ -277,8 +278,7 @@ class _Writer:
             elif not types or "string" in types:
                 value, suffix = self._text_until(end), shape.argument_name_suffix
             else:
-                rule = self.rule("%json " + json.dumps(schema, ensure_ascii=False))
-                value, suffix = f"{rule} {self.literal(end)}", shape.argument_name_suffix_json
+                value, suffix = f"{self._json(schema, tool)} {self.literal(end)}", shape.argument_name_suffix_json
             items.append((self.rule(f"{self.literal(shape.argument_start + key + suffix)} {value}"), is_required))
         return self._sequence(items, shape.argument_separator)
 
@@ -328,7 +328,7 @@ class _Writer:
             return self._string()
         words = ("True", "False", "None") if self._tools.kind == "pythonic" else ("true", "false", "null")
         rules = {
-            "integer": "/-?(0|[1-9][0-9]*)/",
+            "integer": f"/{_INTEGER}/",
             "number": f"/{_NUMBER}/",
             "boolean": f"{_quote(words[0])} | {_quote(words[1])}",
         }
@@ -439,31 +439,6 @@ def parameters_schema(tool: Tool) -> dict[str, Any]:
     """Return the schema of a tool's arguments as grammars have it."""
     style = {"x-guidance": {**JSON_STYLE, "lenient": not tool.strict}}
     return {"type": "object", **without_annotations(tool.parameters), **style}
-
-
-def without_annotations(schema: Any, keywords: frozenset[str] = ANNOTATIONS) -> Any:
-    """Return a schema without the keywords that allow and forbid nothing: descriptions are long."""
-    if isinstance(schema, list):
-        return [without_annotations(item, keywords) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    kept = {key: value for key, value in schema.items() if key not in keywords}
-    if isinstance(name := schema.get("format"), str) and name not in FORMATS:
-        del kept["format"]
-    return {
-        key: {name: without_annotations(item, keywords) for name, item in value.items()}
-        if key in NAMED_SCHEMAS and isinstance(value, dict)
-        else value if key in DATA else without_annotations(value, keywords)
-        for key, value in kept.items()
-    }  # fmt: skip
-
-
-def without_unknown_formats(schema: Any) -> Any:
-    """Return a schema without each `format` that JSON Schema does not define."""
-    try:
-        return without_annotations(schema, frozenset())
-    except RecursionError:
-        raise InvalidRequestError("the JSON schema is nested too deeply", "structured_outputs") from None
 
 
 def _escape_slashes(expression: str) -> str:

@@ -76,7 +76,7 @@ class ChatParser(CallReader):
             self._space += text
             return
         if shown:
-            self._events.append(ContentDelta(self._show(self._space + shown)))
+            self._emit(ContentDelta, self._space + shown)
             self._space, self._has_content, self._after_call = "", True, False
         self._space += text[len(shown) :]
 
@@ -148,12 +148,7 @@ class ChatParser(CallReader):
 
     def _run_reasoning(self) -> Task:
         end = self._mark_text(self._format.reasoning.end)
-
-        def emit(text: str) -> None:
-            if text:
-                self._events.append(ReasoningDelta(self._show(text)))
-
-        yield from self._stream(end, "\n", emit)
+        yield from self._stream((end,), lambda text: self._emit(ReasoningDelta, text), held="\n")
         self.is_reasoning = False
         self._trims_start = not self._has_content
 
@@ -215,8 +210,7 @@ class ChatParser(CallReader):
             text = self._space + rest
             if self._trims_start:
                 text = text.lstrip("\n")
-            if text:
-                self._events.append(ContentDelta(self._show(text)))
+            self._emit(ContentDelta, text)
 
     # ------------------------------------------------------------------ harmony
 
@@ -294,27 +288,14 @@ class ChatParser(CallReader):
     def _harmony_body(self, channel: str, ends: list[str]) -> Task:
         self.is_reasoning = channel == "analysis"
 
-        def emit(text: str) -> None:
-            if not text:
-                return
-            if channel == "analysis":
-                self._events.append(ReasoningDelta(self._show(text)))
-            else:
-                self._events.append(ContentDelta(self._show(text)))
-
-        while True:
-            places = [(place, end) for end in ends if (place := self._buffer.find(end, self._position)) >= 0]
-            if places:
-                break
-            keep = self._num_held(ends)
-            emit(self._buffer[self._position : len(self._buffer) - keep])
-            self._position = len(self._buffer) - keep
-            self._trim()
-            yield from self._wait()
-        place, end = min(places)
-        emit(self._buffer[self._position : place])
-        self._position = place + (len(end) if end != ends[-1] else 0)
+        kind = ReasoningDelta if self.is_reasoning else ContentDelta
+        stop = yield from self._stream(ends, lambda text: self._emit(kind, text))
+        self._position -= len(stop) if stop == ends[-1] else 0
         self.is_reasoning = False
+
+    def _emit(self, kind: type[ContentDelta | ReasoningDelta], text: str) -> None:
+        if text:
+            self._events.append(kind(self._show(text)))
 
 
 def _merge(events: list[ChatEvent]) -> list[ChatEvent]:

@@ -132,22 +132,22 @@ class MarkerReader:
         self._position = found.end()
         return text, found[0]
 
-    def _stream(self, stop: str, held: str, emit: Callable[[str], None]) -> Task:
-        """Emit text up to a stop. At its end characters of `held` are held back, and left out before the stop."""
-        while True:
-            found = self._buffer.find(stop, self._position)
-            if found >= 0:
-                emit(
-                    self._buffer[self._position : found].rstrip(held) if held else self._buffer[self._position : found]
-                )
-                self._position = found + len(stop)
-                return
-            text = self._buffer[self._position : len(self._buffer) - self._num_held((stop,))]
+    def _stream(
+        self, stops: Sequence[str], emit: Callable[[str], None], held: str = ""
+    ) -> Generator[None, None, str]:
+        """Emit text up to one of some stops, and return that. Characters of `held` before it are left out."""
+        pattern = re.compile("|".join(map(re.escape, stops)))
+        while (found := pattern.search(self._buffer, self._position)) is None:
+            text = self._buffer[self._position : len(self._buffer) - self._num_held(stops)]
             text = text.rstrip(held) if held and not self._is_final else text
             emit(text)
             self._position += len(text)
             self._trim()
             yield from self._wait()
+        text = self._buffer[self._position : found.start()]
+        emit(text.rstrip(held) if held else text)
+        self._position = found.end()
+        return found[0]
 
     def _num_held(self, marks: Sequence[str]) -> int:
         """Return the length of the beginning of a marker at the end of the buffer, while it may become one."""

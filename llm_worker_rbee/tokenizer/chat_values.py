@@ -42,14 +42,20 @@ def resolve_reference(schema: Any, root: Any) -> Any:
     for _ in range(MAX_REFERENCES):
         if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
             return schema
-        path, target = schema["$ref"], root
-        for key in path.removeprefix("#").split("/")[1:]:
-            key = unquote(key).replace("~1", "/").replace("~0", "~")
-            target = target.get(key) if isinstance(target, dict) else None
-        if not f"{path}/".startswith("#/") or not isinstance(target, dict):
+        target = look_up(schema["$ref"], root)
+        if not isinstance(target, dict):
             return schema
         schema = {**target, **{key: value for key, value in schema.items() if key != "$ref"}}
     return schema
+
+
+def look_up(reference: str, root: Any) -> Any:
+    """Return what a reference into the root schema stands for; None where it cannot be found."""
+    target = root if f"{reference}/".startswith("#/") else None
+    for key in reference.removeprefix("#").split("/")[1:]:
+        key = unquote(key).replace("~1", "/").replace("~0", "~")
+        target = target.get(key) if isinstance(target, dict) else None
+    return target
 
 
 def schema_types(schema: Any, root: Any = None) -> set[str]:

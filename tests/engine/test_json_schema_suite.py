@@ -7,12 +7,14 @@ import random
 import re
 import tarfile
 from collections.abc import Iterator
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,19 +23,22 @@ from llm_worker_rbee.engine.grammar_check import GrammarChecker
 from llm_worker_rbee.engine.structured_outputs import StructuredOutputsParams
 from llm_worker_rbee.errors import InvalidRequestError
 from llm_worker_rbee.tokenizer import tokenizer_from_gguf
+from llm_worker_rbee.tokenizer.json_schema import LOWER, UPPER
 from tests.helpers import tiny_models
 from tests.helpers.json_schema import fits
 from tests.helpers.pypi_archive import fetch_archive
 from tests.helpers.tiny_models import END, VOCAB
+from tests.tokenizer.test_json_schema import CLOSED, OPEN
 
 PAGE = Path(__file__).parents[2] / "docs" / "structured-outputs.md"
 LEAST_ACCEPTED = 0.93
 CHECKER = GrammarChecker()
 
 
-def accepts(compiler: GrammarCompiler, schema: Any, document: Any) -> bool:
+def accepts(compiler: GrammarCompiler, schema: Any, document: Any, objects: str = "closed") -> bool:
     text = json.dumps(document, ensure_ascii=False).encode()
-    constraint = compiler.compile(StructuredOutputsParams(json=schema), [END], len(text) + 1)
+    params = StructuredOutputsParams(json=schema, additional_properties=objects)
+    constraint = compiler.compile(params, [END], len(text) + 1)
     return all(map(constraint.consume, text)) and bool(constraint.matcher.is_accepting())
 
 
@@ -79,13 +84,14 @@ def test_suite_accepts_no_invalid_document_and_most_valid_ones() -> None:
     counts = {True: 0, False: 0}
     for name, case in suite():
         try:
-            CHECKER.check(StructuredOutputsParams(json=case["schema"]))
+            CHECKER.check(StructuredOutputsParams(json=case["schema"], additional_properties="open"))
         except InvalidRequestError as error:
             refused |= refused_keywords(str(error).partition("cannot be used: ")[2])
             continue
+        CHECKER.check(StructuredOutputsParams(json=case["schema"]))  # closing leaves it satisfiable
         for document in case["tests"]:
             counts[document["valid"]] += 1
-            if accepts(compiler, case["schema"], document["data"]):
+            if accepts(compiler, case["schema"], document["data"], "open"):
                 assert document["valid"], (name, case, document)
             elif document["valid"]:
                 rejected.append(f"- {name}: {case['description']}: {document['description']}")
@@ -94,6 +100,122 @@ def test_suite_accepts_no_invalid_document_and_most_valid_ones() -> None:
     assert listed(page, "rejected documents") == sorted(rejected)
     assert len(rejected) < (1 - LEAST_ACCEPTED) * counts[True]
     assert min(counts.values()) > 200
+
+
+def accepts_text(schema: Any, text: str) -> bool:
+    constraint = walker().compile(StructuredOutputsParams(json=schema), [END], len(text) + 1)
+    return all(map(constraint.consume, text.encode())) and bool(constraint.matcher.is_accepting())
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_grammar_has_no_property_that_is_not_named(name: str) -> None:
+    schema, kept, refused = CLOSED[name]
+    CHECKER.check(StructuredOutputsParams(json=schema))
+    assert [accepts(walker(), schema, document) for document in kept] == [True] * len(kept)
+    assert [accepts(walker(), schema, document) for document in refused] == [False] * len(refused)
+    assert [accepts(walker(), schema, document, "open") for document in refused] == [True] * len(refused)
+
+
+@pytest.mark.parametrize("name", [name for name in OPEN if name != "a condition"])
+def test_grammar_is_satisfiable_where_objects_stay_open(name: str) -> None:
+    schema, document = OPEN[name]
+    try:
+        CHECKER.check(StructuredOutputsParams(json=schema, additional_properties="open"))
+    except InvalidRequestError:  # llguidance has no such schemas
+        return
+    CHECKER.check(StructuredOutputsParams(json=schema))
+    assert accepts(walker(), schema, document)
+
+
+HELD = {  # a schema, texts that are accepted, texts that are not
+    "integers": ({"type": "integer"}, ["0", "-7", "9000000000000000000", "-9000000000000000000"],
+                 ["9000000000000000001", "1" * 20, "-" + "9" * 19]),
+    "no maximum": ({"type": "integer", "minimum": 0}, ["0", "8" * 18], ["-1", "9" * 19, "9" * 40]),
+    "no minimum": ({"type": "integer", "exclusiveMaximum": 5}, ["4", "-8000000000000000000"], ["5", "-" + "9" * 19]),
+    "or null": ({"type": ["integer", "null"]}, ["null", "12"], ["9" * 19]),
+    "an option": ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, ["3", '"x"'], ["9" * 19]),
+    "items": ({"type": "array", "items": {"type": "integer"}}, ["[1,2]"], [f"[{'9' * 19}]"]),
+    "64 bits": ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+                ["9200000000000000000", "-9200000000000000000"], ["9200000000000000001", "9" * 20]),
+    "a maximum of 64 bits": ({"type": "integer", "maximum": 2**63 - 1}, ["9" * 18], ["9" * 19]),
+    "any number of 64 bits": ({"type": "number", "minimum": -(2**63), "maximum": 2**63 - 1}, ["0.5", "-8"], ["9" * 19]),
+    "a minimum beyond the default": ({"type": "integer", "minimum": 91 * 10**17}, ["9100000000000000000"], ["9" * 18]),
+    "rounded up": ({"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 8}, ["9007199254740994"],
+                   ["9007199254740992", "9007199254740993"]),
+    "rounded down": ({"type": "integer", "minimum": 0, "exclusiveMaximum": 2**60 + 1}, [str(2**60)], [str(2**60 + 1)]),
+    "fractions": ({"type": "integer", "minimum": 1.5, "maximum": 3.5}, ["2", "3"], ["1", "4"]),
+    "an exclusive bound of draft 4": ({"type": "integer", "minimum": 5, "exclusiveMinimum": True}, ["6"], ["5"]),
+    "numbers": ({"type": "number"}, ["1e-7", "6.02e23", "-0.5", "12"], ["01", "1."]),
+    "numbers with a minimum": ({"type": "number", "minimum": 0}, ["0.25", "9" * 17, "7"], ["-1", "9" * 18]),
+    "numbers with a wide range": ({"type": "number", "minimum": -1e31, "maximum": 1e31}, ["0.5", "-12"], ["9" * 20]),
+    "numbers close to 0": ({"type": "number", "minimum": 1e-300, "maximum": 2}, ["1.5"], ["0", "0.0"]),
+    "multiples": ({"type": "integer", "multipleOf": 5}, ["0", "-15"], ["3"]),
+    "constants": ({"const": 2**60}, [str(2**60)], ["1152921504606846977"]),
+    "a float that is an integer": ({"type": "integer", "const": 1e2}, ["100"], ["100.0", "1e2"]),
+    "integers told apart": ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, ["5", '"x"'], ["9" * 20]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_numbers_have_bounds_that_doubles_hold(name: str) -> None:
+    schema, accepted, refused = HELD[name]
+    CHECKER.check(StructuredOutputsParams(json=schema))
+    assert [accepts_text(schema, text) for text in accepted] == [True] * len(accepted)
+    assert [accepts_text(schema, text) for text in refused] == [False] * len(refused)
+
+
+REFUSED = {  # a schema, and what its error names
+    "a constant over 64 bits": ({"const": 12345678901234567890}, "const has 12345678901234567890"),
+    "a constant between two doubles": ({"enum": [1, 2**53 + 1]}, "enum has 9007199254740993"),
+    "inside a list": ({"const": [1, {"id": 2**53 + 1}]}, "const has 9007199254740993"),
+    "of a property": ({"properties": {"a": {"const": -(2**63)}}}, "const has -9223372036854775808"),
+    "a range beyond": ({"type": "integer", "minimum": -1e31, "maximum": -1e30}, "minimum -1e+31 and maximum -1e+30"),
+    "a range of numbers beyond": ({"type": "number", "minimum": 1e30}, "minimum 1e+30"),
+    "a range without a type": ({"maximum": -(10**400)}, "maximum -1000"),
+    "a range between two doubles": ({"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 1},
+                                    "minimum 9007199254740993 and maximum 9007199254740993"),
+    "nothing in it": ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum 5 and maximum 3"),
+    "multiples of 0": ({"type": "integer", "multipleOf": 0}, "multipleOf is 0"),
+    "negative multiples": ({"type": "number", "multipleOf": -0.5}, "multipleOf is -0.5"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_numbers_that_cannot_be_held_are_refused_by_name(name: str) -> None:
+    schema, reason = REFUSED[name]
+    with pytest.raises(InvalidRequestError, match=r"structured_outputs\.json cannot be used: ") as caught:
+        CHECKER.check(StructuredOutputsParams(json=schema))
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ['{"maximum": 1e999}', '{"const": NaN}', '{"default": -Infinity}'])
+def test_numbers_that_are_not_json_are_refused(text: str) -> None:
+    for schema in (text, json.loads(text)):
+        with pytest.raises(InvalidRequestError, match=r"structured_outputs\.json is not plain JSON: Out of range"):
+            StructuredOutputsParams(json=schema)
+
+
+any_number = st.one_of(
+    st.integers(-100, 100), st.integers(-(2**64), 2**64), st.floats(-10, 10), st.floats(allow_nan=False, allow_infinity=False),
+    st.sampled_from([0, -0.0, 5e-324, 2**53, 2**53 + 1, 1e17, 9e18, -(2**63)]),
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(kind=st.sampled_from(["integer", "number", ["integer", "null"]]), seed=st.integers(0, 2**32),
+       bounds=st.dictionaries(st.sampled_from([*LOWER, *UPPER]), any_number, max_size=3))  # fmt: skip
+def test_any_range_gives_numbers_in_it_or_a_clear_error(kind: Any, bounds: dict[str, float], seed: int) -> None:
+    schema = {"type": kind, **bounds}
+    try:
+        text = random_walk(walker(), schema, seed)
+    except InvalidRequestError as error:
+        assert all(f"{key} {value}"[:100] in str(error) for key, value in bounds.items()), error
+        return
+    if text and text.strip() != b"null" and not re.search(rb"e[+-]?[0-9]{4}", text, re.IGNORECASE):
+        value = Fraction(text.decode())
+        assert all(-value <= -Fraction(bounds[key]) for key in LOWER if key in bounds), (schema, text)
+        assert all(value <= Fraction(bounds[key]) for key in UPPER if key in bounds), (schema, text)
+        assert all(value != Fraction(bounds[key]) for key in (LOWER[1], UPPER[1]) if key in bounds), (schema, text)
 
 
 names = st.text('abc "\\é☃', min_size=1, max_size=4)
