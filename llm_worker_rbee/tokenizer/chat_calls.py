@@ -267,7 +267,7 @@ class CallReader(MarkerReader):
             raise MismatchError
         for text in ("{", '"name"', ":"):
             yield from self._expect_loose(text)
-        for name, tool in self._tools.items():
+        for name in self._tools:
             if (yield from self._try(json.dumps(name, ensure_ascii=False))):
                 break
         else:
@@ -277,7 +277,8 @@ class CallReader(MarkerReader):
             yield from self._expect('"parameters"')
         yield from self._expect_loose(":")
         arguments = yield from self._whole_object()
-        if not fits(load_json(arguments), tool.parameters, tool.parameters):
+        parameters = self._tools[name].parameters
+        if not fits(load_json(arguments), parameters, parameters):
             raise MismatchError
         yield from self._skip()
         yield from self._expect("}")

@@ -287,7 +287,6 @@ class ChatParser(CallReader):
 
     def _harmony_body(self, channel: str, ends: list[str]) -> Task:
         self.is_reasoning = channel == "analysis"
-
         kind = ReasoningDelta if self.is_reasoning else ContentDelta
         stop = yield from self._stream(ends, lambda text: self._emit(kind, text))
         self._position -= len(stop) if stop == ends[-1] else 0

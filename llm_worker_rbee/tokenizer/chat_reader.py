@@ -132,9 +132,7 @@ class MarkerReader:
         self._position = found.end()
         return text, found[0]
 
-    def _stream(
-        self, stops: Sequence[str], emit: Callable[[str], None], held: str = ""
-    ) -> Generator[None, None, str]:
+    def _stream(self, stops: Sequence[str], emit: Callable[[str], None], held: str = "") -> Generator[None, None, str]:
         """Emit text up to one of some stops, and return that. Characters of `held` before it are left out."""
         pattern = re.compile("|".join(map(re.escape, stops)))
         while (found := pattern.search(self._buffer, self._position)) is None:
