@@ -17,7 +17,6 @@ from .backends import cpu_info, fallback_to_cpu, is_automatic, resolve_kv_type, 
 from .backends.ops import Backend
 from .config import DEVICE_SPARE_BYTES, EngineConfig, ModelConfig
 from .engine.engine import Engine
-from .engine.grammar import GrammarCompiler
 from .engine.kv_cache_budget import (
     DEVICE_MEMORY_FRACTION,
     HOST_MEMORY_FRACTION,
@@ -37,6 +36,7 @@ from .models import MtpHead, Transformer, load_model, load_model_with_head, read
 from .models.convert import is_fp8, planned_types, quantize_checkpoint
 from .models.mtp import head_config, require_head
 from .progress import OnStage, Stage
+from .structured_outputs.grammar import GrammarCompiler
 from .text_model import open_tokenizer
 from .tokenizer import Tokenizer
 from .weights import Checkpoint, open_checkpoint

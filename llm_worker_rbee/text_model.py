@@ -11,16 +11,16 @@ from functools import cached_property, partial
 from threading import Thread
 from typing import Any, NamedTuple
 
-from .engine.grammar import POSITION
-from .engine.grammar_check import GrammarChecker
 from .engine.sampling_defaults import SamplingDefaults
-from .engine.structured_outputs import FIELD, StructuredOutputsParams
 from .errors import ChatTemplateError, InvalidRequestError, WorkerError
+from .structured_outputs.chat_grammar import answer_grammar, parameters_schema
+from .structured_outputs.grammar import POSITION
+from .structured_outputs.grammar_check import GrammarChecker
+from .structured_outputs.params import FIELD, StructuredOutputsParams
 from .tokenizer import ChatTemplate, Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
 from .tokenizer.chat_detection import detect_chat_format
 from .tokenizer.chat_events import ChatOptions
 from .tokenizer.chat_format import ChatFormat
-from .tokenizer.chat_grammar import answer_grammar, parameters_schema
 from .tokenizer.chat_parser import ChatParser
 from .tokenizer.chat_template import Message, validate_messages
 from .weights import Checkpoint

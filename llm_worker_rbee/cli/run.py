@@ -17,13 +17,13 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from ..engine.grammar_check import GrammarChecker
 from ..engine.request import NEUTRAL_SAMPLING, SamplingParams, TokenLogprob
-from ..engine.structured_outputs import OBJECTS, StructuredOutputsParams
 from ..errors import InvalidRequestError, WorkerError, counted
 from ..generation import Chunk, Completion
 from ..llm import LLM, MAX_COMPLETIONS, Stream, together
 from ..progress import request_progress, supports_ansi
+from ..structured_outputs.grammar_check import GrammarChecker
+from ..structured_outputs.params import OBJECTS, StructuredOutputsParams
 from ..text_model import EncodedPrompt
 from ..tokenizer import Tokenizer
 from ..tokenizer.chat_events import ReasoningDelta

@@ -15,9 +15,9 @@ from ..cache import KVCache
 from ..config import EngineConfig
 from ..errors import InferenceError, InsufficientMemoryError, InvalidRequestError, WorkerError
 from ..models import MtpHead, Transformer
+from ..structured_outputs.grammar import GrammarCompiler
 from .async_scheduling import AsyncScheduler, InFlightStep, LaunchedForward, forced_drafts_pay, still_running
 from .draft_control import DraftControl
-from .grammar import GrammarCompiler
 from .mask_filler import MaskFiller, collect_held, consume_outputs
 from .model_runner import ModelRunner, forward
 from .mtp import MtpDrafter

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..backends.ops import TokenMask
 from ..errors import GrammarDeadEndError, GrammarTooSlowError
-from .constraint import MAX_STEP_S, SLOW_STEP_S, Constraint, lower_thread_priority
+from ..structured_outputs.constraint import MAX_STEP_S, SLOW_STEP_S, Constraint, lower_thread_priority
 from .request import NO_TOKEN, Request, StepOutput, error_output
 
 HELD_WAIT_S = 0.005  # of a step in which all requests wait for their grammars

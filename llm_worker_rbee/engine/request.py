@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from ..config import EngineConfig
 from ..errors import ContextLengthError, InvalidRequestError, WorkerError
-from .structured_outputs import StructuredOutputsParams
+from ..structured_outputs.params import StructuredOutputsParams
 
 if TYPE_CHECKING:  # it holds arrays
     from ..backends.ops import SampleRow

@@ -38,9 +38,8 @@ from ..tokenizer.tokenizer import MARK
 from . import metrics, openapi
 from .bodies import Conversation, GenerateRequest, PackedIds
 from .call import JSON_TYPE, Call, CancelOnDisconnect, read_body
-from .dialects import GenerateRoute, Handler, all_dialects, dialect_of, generate_routes
+from .dialects import GenerateRoute, Handler, all_dialects, body_parsers, dialect_of, generate_routes
 from .middleware import RequestMiddleware, error_response
-from .parsers import PARSERS
 from .pooling import PoolingService, pooling_metrics
 from .reply import start_reply
 from .schema import CHUNK_ITEMS
@@ -220,7 +219,7 @@ def application(worker: Worker) -> RequestMiddleware | CORSMiddleware:
         yield
         await worker.stop()
 
-    worker.offload.parsers = worker.pooling.offload.parsers = PARSERS
+    worker.offload.parsers = worker.pooling.offload.parsers = body_parsers()
     routes = Routes(worker)
     app = Starlette(
         routes=routes.table(), lifespan=lifespan,

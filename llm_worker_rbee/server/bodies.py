@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from ..engine.request import MAX_COUNT, SamplingParams
-from ..engine.structured_outputs import StructuredOutputsParams
 from ..errors import InvalidRequestError, PayloadTooLargeError
+from ..structured_outputs.params import StructuredOutputsParams
 from ..tokenizer.chat_events import ChatOptions
 from .messages import APPLY_TEMPLATE, normalize_messages
 from .schema import (

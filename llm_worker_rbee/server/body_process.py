@@ -39,7 +39,7 @@ REFUSALS = {kind.__name__: kind for kind in (InvalidRequestError, ContextLengthE
 class ParseRequest(msgspec.Struct, frozen=True):
     """What is to be done with the `size` bytes that follow."""
 
-    parser: str  # of `PARSERS`
+    parser: str  # of `body_parsers`
     size: int
     options: ParseOptions
 

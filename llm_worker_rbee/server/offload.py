@@ -19,8 +19,8 @@ from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
-from ..engine.structured_outputs import StructuredOutputsParams
 from ..errors import ContextLengthError, InvalidRequestError, QueueFullError, ShuttingDownError
+from ..structured_outputs.params import StructuredOutputsParams
 from ..text_model import EncodedPrompt, TextModel
 from ..tokenizer.tokenizer import MARK
 from .bodies import Conversation, ParseOptions, Prompt, grammar_size, num_bytes, prompt_size
@@ -82,7 +82,7 @@ class OffloadPool:
         self._small, self._large = BoundedExecutor("small", 2, max_bytes), BoundedExecutor("large", 1, max_bytes)
         self._checks = BoundedExecutor("check", NUM_CHECKS, MAX_QUEUED_CHECKS * MIN_COUNTED_BYTES, QUEUED_CHECKS)
         self.body_process = BodyProcess()
-        self.parsers: dict[str, tuple[Parse, Any]] = {}  # `parsers.PARSERS`, set by the application
+        self.parsers: dict[str, tuple[Parse, Any]] = {}  # `body_parsers`, set by the application
 
     async def run(self, size: int, work: Callable[[], T], *, is_admitted: bool = False) -> T:
         """Return the result of work on `size` bytes; that of a request with a place in a queue is never refused."""

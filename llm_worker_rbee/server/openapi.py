@@ -54,7 +54,7 @@ ROUTES: tuple[tuple[str, str, Operation], ...] = (
 NDJSON_EVENTS = ("OllamaChatReply", "OllamaGenerateReply")  # events that are lines of JSON
 STATUSES = {
     400: "invalid request", 401: "missing or wrong API key", 403: "host not allowed", 404: "not found",
-    409: "job_id in use", 413: "body too large", 415: "compressed body", 422: "a grammar that is a dead end or too slow",
+    409: "job_id in use", 413: "body too large", 415: "compressed body", 422: "a grammar with no way on, or too slow",
     429: "queue full",
     500: "failure of the worker", 503: "loading or shutting down", 504: "timeout",
 }  # fmt: skip

@@ -14,9 +14,9 @@ from collections.abc import Callable
 import msgspec
 
 from ..engine.request import SamplingParams, check_prompt_fits, fit_max_tokens
-from ..engine.structured_outputs import FIELD
 from ..errors import ContextLengthError, InferenceError, InvalidRequestError, WorkerError
 from ..generation import Generation
+from ..structured_outputs.params import FIELD
 from ..text_model import EncodedPrompt, ToolSchemaError
 from ..tokenizer import Tokenizer
 from . import log

@@ -21,8 +21,8 @@ from ..engine.request import (
     Bounds,
     SamplingParams,
 )
-from ..engine.structured_outputs import OBJECTS, StructuredOutputsParams
 from ..errors import InvalidRequestError
+from ..structured_outputs.params import OBJECTS, StructuredOutputsParams
 
 Schema = dict[str, Any]
 MISSING: Any = object()

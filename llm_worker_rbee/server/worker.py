@@ -185,7 +185,7 @@ class Worker(GenerationListener):
         return self.num_open > 0 or self.admission.load.waiting > 0 or self.pooling.num_open > 0
 
     async def parse(self, parser: str, body: bytes, *, is_stream: bool = False) -> Any:
-        """Return the record that one of `parsers.PARSERS` makes of a body; a large one is parsed in another process."""
+        """Return the record that one of `body_parsers` makes of a body; a large one is parsed in another process."""
         model = self._model
         limits = None if model is None else ModelLimits(model.max_context, model.vocab_size)
         options = ParseOptions(limits, self.settings.ignore_unknown_fields, is_stream)

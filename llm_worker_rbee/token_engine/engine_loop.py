@@ -13,10 +13,10 @@ from itertools import groupby
 from operator import attrgetter
 
 from .. import machine
-from ..engine.constraint import Constraint
 from ..engine.engine import Engine
 from ..engine.request import Request, StepOutput, copy_error
 from ..errors import ContextLengthError, InferenceError, InvalidRequestError, WorkerError
+from ..structured_outputs.constraint import Constraint
 from .protocol import Abort, EngineStats, RequestEvent, StepResult, Submit, TokenOutput
 
 OnEvents = Callable[[list[RequestEvent]], None]

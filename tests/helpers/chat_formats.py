@@ -10,7 +10,7 @@ from typing import Any
 import llguidance
 import llguidance.numpy as masks
 
-from llm_worker_rbee.engine.grammar import TokenTable
+from llm_worker_rbee.structured_outputs.grammar import TokenTable
 from llm_worker_rbee.tokenizer import ChatTemplate, Tokenizer, tokenizer_from_gguf
 from llm_worker_rbee.tokenizer.chat_events import (
     ChatEvent,

@@ -28,8 +28,8 @@ from llm_worker_rbee.errors import (
 from llm_worker_rbee.server import body_process, offload
 from llm_worker_rbee.server.bodies import ModelLimits, PackedIds, ParseOptions
 from llm_worker_rbee.server.body_process import BodyProcess
+from llm_worker_rbee.server.dialects import body_parsers
 from llm_worker_rbee.server.offload import OffloadPool
-from llm_worker_rbee.server.parsers import PARSERS
 from llm_worker_rbee.server.schema import ValidationError
 from tests.helpers.server import Server, until
 
@@ -98,9 +98,9 @@ def test_unexpected_error_is_one_of_the_worker(shared: BodyProcess, caplog: pyte
     assert shared.pid == pid
 
 
-@pytest.mark.parametrize("parser", PARSERS)
+@pytest.mark.parametrize("parser", body_parsers())
 def test_body_process_equals_parsing_here(shared: BodyProcess, parser: str) -> None:
-    here, there = PARSERS[parser][0], partial(shared.parse, parser, record=PARSERS[parser][1])
+    here, there = body_parsers()[parser][0], partial(shared.parse, parser, record=body_parsers()[parser][1])
     given = [(body, options) for body in BODIES for options in OPTIONS]
     outcomes = [(outcome(partial(here, *one)), outcome(partial(there, *one))) for one in given]
     assert [pair for pair in outcomes if pair[0] != pair[1]] == []
@@ -119,7 +119,7 @@ names = st.sampled_from(
 
 @settings(max_examples=50, deadline=None)
 @given(
-    body=st.dictionaries(names, json_values, max_size=4), parser=st.sampled_from([*PARSERS]),
+    body=st.dictionaries(names, json_values, max_size=4), parser=st.sampled_from([*body_parsers()]),
     padding=st.sampled_from(["before", "inside", "after"]),
 )  # fmt: skip
 def test_offload_padded_body_equals_small_one(body: dict[str, Any], parser: str, padding: str) -> None:
@@ -156,7 +156,7 @@ _pools: list[OffloadPool] = []
 def shared_pool() -> OffloadPool:
     if not _pools:
         _pools.append(OffloadPool())
-        _pools[-1].parsers = PARSERS
+        _pools[-1].parsers = body_parsers()
     return _pools[0]
 
 
@@ -268,7 +268,7 @@ def test_cancelled_body_frees_the_queue(tmp_path: Path, monkeypatch: pytest.Monk
 
     async def cancelled() -> None:
         pool = OffloadPool()
-        pool.parsers = PARSERS
+        pool.parsers = body_parsers()
         body = b"{}" + b" " * offload.MAX_QUEUED_BYTES
         tasks = [asyncio.ensure_future(pool.parse("detokenize", body, OPTIONS[0])) for _ in range(1)]
         await asyncio.sleep(0)

@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from llm_worker_rbee.engine.grammar_check import Verdict
 from llm_worker_rbee.server import offload
+from llm_worker_rbee.structured_outputs.grammar_check import Verdict
 from tests.helpers.server import Server, until
 from tests.server.conftest import Start
 

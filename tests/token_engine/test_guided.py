@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee import LLM
-from llm_worker_rbee.engine.structured_outputs import StructuredOutputsParams
 from llm_worker_rbee.errors import GrammarDeadEndError, InvalidRequestError
+from llm_worker_rbee.structured_outputs.params import StructuredOutputsParams
 from llm_worker_rbee.token_engine.engine_loop import EngineLoop
 from llm_worker_rbee.token_engine.protocol import TokenOutput
 from llm_worker_rbee.token_engine.supervisor import SupervisedEngine

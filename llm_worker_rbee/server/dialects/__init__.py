@@ -13,7 +13,15 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
-from ..bodies import GenerateRequest, ParseOptions
+from ..bodies import (
+    Conversation,
+    GenerateRequest,
+    PackedIds,
+    ParseOptions,
+    parse_apply_template,
+    parse_detokenize,
+    parse_tokenize,
+)
 from ..schema import Schema
 
 if TYPE_CHECKING:  # the process that parses large bodies imports this module too
@@ -113,3 +121,14 @@ def dialect_parsers() -> dict[str, tuple[Parse, Any]]:
     for dialect in all_dialects():
         parsers |= {route.path: (route.parse, GenerateRequest) for route in dialect.generate} | dialect.parsers
     return parsers
+
+
+@cache
+def body_parsers() -> dict[str, tuple[Parse, Any]]:
+    """Return the parsers of all bodies by name, with the type of the record that each returns."""
+    return {
+        **dialect_parsers(),
+        "tokenize": (parse_tokenize, dict[str, Any]),
+        "detokenize": (parse_detokenize, PackedIds),
+        "apply_template": (parse_apply_template, Conversation),
+    }

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...config import ServerSettings
 from ...engine.request import MAX_STOPS, Bounds, SamplingParams
-from ...engine.structured_outputs import StructuredOutputsParams
+from ...structured_outputs.params import StructuredOutputsParams
 from ...tokenizer.chat_events import Tool
 from ..bodies import Conversation, GenerateRequest, ParseOptions, require, sampling_params, validate_known
 from ..messages import function_call

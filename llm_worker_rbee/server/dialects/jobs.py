@@ -16,7 +16,6 @@ from uuid import uuid4
 
 from ...config import ServerSettings
 from ...engine.request import resolve_max_tokens
-from ...engine.structured_outputs import StructuredOutputsParams
 from ...errors import (
     ConflictError,
     InferenceError,
@@ -25,6 +24,7 @@ from ...errors import (
     RequestCancelledError,
     WorkerError,
 )
+from ...structured_outputs.params import StructuredOutputsParams
 from ...tokenizer.chat_events import EventFold
 from .. import log
 from ..bodies import Conversation, GenerateRequest, ParseOptions, estimate_tokens, sampling_params

@@ -13,8 +13,8 @@ import msgspec
 
 from ...config import ServerSettings
 from ...engine.request import MAX_COUNT, MAX_LOGPROBS, MAX_STOPS, Bounds, FinishReason, SamplingParams, TokenLogprob
-from ...engine.structured_outputs import StructuredOutputsParams
 from ...errors import WorkerError
+from ...structured_outputs.params import StructuredOutputsParams
 from ...tokenizer.chat_events import (
     ChatEvent,
     ChatOptions,

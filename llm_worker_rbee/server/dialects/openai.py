@@ -8,8 +8,8 @@ from typing import Any
 from uuid import uuid4
 
 from ...engine.request import MAX_STOPS
-from ...engine.structured_outputs import StructuredOutputsParams
 from ...errors import ContextLengthError, ModelNotFoundError, WorkerError
+from ...structured_outputs.params import StructuredOutputsParams
 from ..bodies import require
 from ..printer import Printer, ReplyState, Usage
 from ..schema import (

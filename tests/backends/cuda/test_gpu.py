@@ -26,9 +26,9 @@ from llm_worker_rbee.bench.results import Recorder  # noqa: E402
 from llm_worker_rbee.bench.synthetic import Shape  # noqa: E402
 from llm_worker_rbee.config import EngineConfig  # noqa: E402
 from llm_worker_rbee.engine.engine import Engine  # noqa: E402
-from llm_worker_rbee.engine.grammar import GrammarCompiler  # noqa: E402
 from llm_worker_rbee.engine.request import Request, SamplingParams  # noqa: E402
 from llm_worker_rbee.models import load_model, read_model_config  # noqa: E402
+from llm_worker_rbee.structured_outputs.grammar import GrammarCompiler  # noqa: E402
 from llm_worker_rbee.text_model import open_tokenizer  # noqa: E402
 from llm_worker_rbee.weights import open_checkpoint  # noqa: E402
 from tests.engine.test_async_guided import make_mixed  # noqa: E402

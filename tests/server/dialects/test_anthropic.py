@@ -8,7 +8,6 @@ from typing import Any
 import httpx
 import pytest
 
-from llm_worker_rbee.engine.structured_outputs import StructuredOutputsParams
 from llm_worker_rbee.errors import (
     AuthenticationError,
     HostNotAllowedError,
@@ -22,6 +21,7 @@ from llm_worker_rbee.server.bodies import Conversation, GenerateRequest, ParseOp
 from llm_worker_rbee.server.dialects.anthropic import parse_messages, to_messages
 from llm_worker_rbee.server.dialects.anthropic_printer import MessagePrinter, error_body
 from llm_worker_rbee.server.schema import ValidationError
+from llm_worker_rbee.structured_outputs.params import StructuredOutputsParams
 from tests.helpers.scripted_engine import ScriptedServer, call, think
 from tests.helpers.server import CONTEXT, Server
 from tests.server.conftest import KEY, Start

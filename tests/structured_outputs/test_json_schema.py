@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
-from llm_worker_rbee.tokenizer.json_schema import close_objects, prepare_schema
+from llm_worker_rbee.structured_outputs.json_schema import close_objects, prepare_schema
 
 INTEGER = {"type": "integer"}
 GROUPS = ("allOf", "anyOf")  # `oneOf` is closed alike, but of options that are closed other documents have exactly one

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from llm_worker_rbee.engine.grammar import TokenTable
+from llm_worker_rbee.structured_outputs.grammar import TokenTable
 from llm_worker_rbee.tokenizer import Tokenizer, tokenizer_from_gguf
 from llm_worker_rbee.tokenizer.chat_detection import detect_chat_format
 from tests.helpers.chat_formats import ANSWERS, template_of, with_markers

@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import GrammarDeadEndError, InvalidRequestError, WorkerError
 from ..tokenizer.chat_format import marker_ids
-from ..tokenizer.json_schema import prepare_schema
+from .chat_grammar import escape_slashes
 from .constraint import Constraint, lower_thread_priority
-from .structured_outputs import FIELD, StructuredOutputsParams
+from .json_schema import prepare_schema
+from .params import FIELD, StructuredOutputsParams
 
 if TYPE_CHECKING:  # only its interface is used
     from ..tokenizer import Tokenizer
@@ -73,22 +74,21 @@ def _limits() -> Any:
 
 
 def to_grammar(params: StructuredOutputsParams) -> str:
-    """Return what a request asks for as a grammar of llguidance; raise if its syntax is not understood."""
-    matcher, kind = _library().LLMatcher, params.kind
-    try:
-        if kind in ("json", "json_object"):
-            schema = json.loads(str(params.json)) if kind == "json" else ANY_OBJECT
+    """Return what a request asks for as a grammar of llguidance, without its help; raise for what it cannot hold."""
+    if params.kind in ("json", "json_object"):
+        try:
+            schema = json.loads(str(params.json)) if params.kind == "json" else ANY_OBJECT
             prepared = prepare_schema(schema, is_open=params.additional_properties == "open")
-            return str(matcher.grammar_from_json_schema(json.dumps(prepared)))
-        if kind == "regex":
-            return str(matcher.grammar_from_regex(params.regex))
-        if kind == "choice":
-            assert params.choice is not None
-            texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in params.choice)
-            return str(matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}"))
-        return str(params.grammar)
-    except (ValueError, RecursionError) as error:
-        raise invalid(kind, str(error) or type(error).__name__) from None
+            return json.dumps({"grammars": [{"json_schema": prepared}]})
+        except ValueError as error:
+            raise invalid(params.kind, str(error)) from None
+        except RecursionError:
+            raise invalid(params.kind, "it is nested too deeply") from None
+    if params.regex is not None:
+        return f"start: /{escape_slashes(params.regex)}/" if params.regex else 'start: ""'
+    if params.choice is not None:
+        return f"start: CHOICE\nCHOICE: {' | '.join(json.dumps(text, ensure_ascii=False) for text in params.choice)}"
+    return str(params.grammar)
 
 
 def invalid(kind: str, reason: str) -> InvalidRequestError:
@@ -148,7 +148,7 @@ class TokenTable:
     @cached_property
     def _ids(self) -> dict[bytes, int]:
         """The ids of the tokens that are no special ones, by their bytes."""
-        return {text: i for i, text in reversed(list(enumerate(self.tokens))) if i not in self._special}
+        return {text: i for i, text in reversed(list(enumerate(self.tokens))) if text and i not in self._special}
 
     @cached_property
     def ending_tokens(self) -> list[int]:

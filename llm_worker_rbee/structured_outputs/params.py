@@ -79,13 +79,17 @@ def _schema_text(schema: Any) -> str:
         try:
             schema = json_module.loads(schema)
         except (ValueError, RecursionError) as error:
-            raise InvalidRequestError(f"{FIELD}.json is not valid JSON: {str(error)[:200]}", FIELD) from None
+            raise InvalidRequestError(f"{FIELD}.json is not valid JSON: {_describe(error)}", FIELD) from None
     if not isinstance(schema, (Mapping, bool)):
         raise InvalidRequestError(f"{FIELD}.json must be a JSON schema: an object, not {type(schema).__name__}", FIELD)
     try:
         return json_module.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"{FIELD}.json is not plain JSON: {str(error)[:200]}", FIELD) from None
+        raise InvalidRequestError(f"{FIELD}.json is not plain JSON: {_describe(error)}", FIELD) from None
+
+
+def _describe(error: Exception) -> str:
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
 
 
 def _check_choices(choices: Any) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from .chat_values import look_up
+from ..tokenizer.chat_values import look_up
 
 Schema = dict[str, Any]
 # Whitespace between the parts of a JSON document: as much as indented printing takes, never without end.

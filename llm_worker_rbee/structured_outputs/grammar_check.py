@@ -28,7 +28,7 @@ from ..pipe_process import PipeProcess
 from . import grammar_process
 from .grammar import LIMITS, SLICES, invalid, shorten, to_grammar
 from .grammar_process import MAX_CPU_S, MAX_MEMORY, MAX_WAIT_S
-from .structured_outputs import StructuredOutputsParams
+from .params import StructuredOutputsParams
 
 logger = logging.getLogger("llm_worker_rbee.engine")
 MAX_REMEMBERED, MAX_REMEMBERED_CHARS = 1000, 16 << 20

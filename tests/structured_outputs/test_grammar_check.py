@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llm_worker_rbee.engine import grammar_check, grammar_process
-from llm_worker_rbee.engine.grammar import MAX_REASON_CHARS, GrammarCompiler
-from llm_worker_rbee.engine.grammar_check import GrammarChecker
-from llm_worker_rbee.engine.structured_outputs import StructuredOutputsParams
 from llm_worker_rbee.errors import InvalidRequestError, UnavailableError
+from llm_worker_rbee.structured_outputs import grammar_check, grammar_process
+from llm_worker_rbee.structured_outputs.grammar import MAX_REASON_CHARS, GrammarCompiler
+from llm_worker_rbee.structured_outputs.grammar_check import GrammarChecker
+from llm_worker_rbee.structured_outputs.params import StructuredOutputsParams
 from llm_worker_rbee.tokenizer import Tokenizer, tokenizer_from_gguf
 from tests.helpers import tiny_models
 from tests.helpers.tiny_models import END, VOCAB
@@ -217,7 +217,7 @@ def test_child_that_is_stopped_is_no_fault_of_the_grammar(monkeypatch: pytest.Mo
 
 def test_limits_stay_within_those_of_the_worker() -> None:
     program = (
-        "import resource; from llm_worker_rbee.engine import grammar_process as process\n"
+        "import resource; from llm_worker_rbee.structured_outputs import grammar_process as process\n"
         "kinds = resource.RLIMIT_CPU, resource.RLIMIT_AS\n"
         "process.MAX_CPU_S, process.MAX_MEMORY = 200, 1 << 50\n"
         "for kind, most in zip(kinds, (100, 1 << 45)): resource.setrlimit(kind, (most, most))\n"

@@ -14,9 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import InvalidRequestError
-from .chat_events import ChatOptions, Tool
-from .chat_format import GEMMA_QUOTE, ID, KEY, ChatFormat, ToolFormat
-from .chat_values import resolve_reference, schema_types
+from ..tokenizer.chat_events import ChatOptions, Tool
+from ..tokenizer.chat_format import GEMMA_QUOTE, ID, KEY, ChatFormat, ToolFormat
+from ..tokenizer.chat_values import resolve_reference, schema_types
 from .json_schema import prepare_schema, without_annotations
 
 MAX_DEPTH = 8  # of a schema in a notation other than JSON
@@ -172,7 +172,7 @@ class _Writer:
             schema = json.loads(value) if kind == "json" else {"type": "object"}
             return self._json(schema)
         if kind == "regex":
-            return self.rule(f"/{_escape_slashes(value)}/", is_terminal=True)
+            return self.rule(f"/{escape_slashes(value)}/", is_terminal=True)
         if kind == "choice":
             return self.rule(" | ".join(map(_quote, value)), is_terminal=True)
         lark = re.sub(r"^\s*%llguidance\s*\{\s*\}", "", value)
@@ -441,7 +441,7 @@ def parameters_schema(tool: Tool) -> dict[str, Any]:
     return {"type": "object", **without_annotations(tool.parameters), **style}
 
 
-def _escape_slashes(expression: str) -> str:
+def escape_slashes(expression: str) -> str:
     """Return an expression to stand between slashes, on one line."""
     parts: Iterable[str] = re.findall(r"\\.|.|\n", expression, re.DOTALL)
     escaped = {"/": r"\/", "\n": r"\n", "\r": r"\r", "\\\n": r"\n"}
