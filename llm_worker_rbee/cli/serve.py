@@ -249,6 +249,9 @@ def serve(
     _print_line(f"{style(settings.names[0], 'bold')} at {style(url, 'bold')}, loading")
     if key is None:
         _print_line("no API key: anyone on this machine may use it")
+        if "*" in settings.cors_origins:
+            log.logger.warning("--cors-origin '*' without an API key: any web page that is opened on this machine may "
+                               "use the worker; name the origin, or give a key with --api-key-file")  # fmt: skip
     if is_null:
         _print_line("the null engine: replies are a fixed text")
 

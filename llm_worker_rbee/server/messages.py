@@ -20,6 +20,7 @@ from .schema import (
     object_schema,
     or_null,
     type_name,
+    unsupported_part,
 )
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -73,8 +74,13 @@ def _check_message(name: str, message: Any) -> ValidationIssue | None:
         return ValidationIssue(name, "choice", f"{name}.role must be one of {', '.join(ROLES)}")
     is_answer = role == "assistant"
     is_text = isinstance(content, str) or (content is None and is_answer)
-    if not (is_text or (isinstance(content, list) and all(_is_part(part, is_answer) for part in content))):
-        return ValidationIssue(name, "type", f"{name}.content must be text, or a list of text parts")
+    if not is_text:
+        parts = content if isinstance(content, list) else [None]
+        bad = next((i for i, part in enumerate(parts) if not _is_part(part, is_answer)), None)
+        if bad is not None:
+            kind = parts[bad].get("type") if isinstance(parts[bad], dict) else None
+            usual = ValidationIssue(name, "type", f"{name}.content must be text, or a list of text parts")
+            return unsupported_part(f"{name}.content[{bad}].type", kind) or usual
     return _check_answer(name, message) if is_answer else None
 
 

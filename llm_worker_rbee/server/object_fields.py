@@ -22,6 +22,7 @@ from .schema import (
     array_schema,
     table_schema,
     type_name,
+    unsupported_part,
 )
 
 Table = Mapping[str, Field]
@@ -110,7 +111,7 @@ class Tagged(NestedType):
         if not isinstance(kind, str):
             return ValidationIssue(place, "required", f"{place} is required: one of {known}")
         message = f"{place} is {kind[:MAX_ECHOED_CHARS]!r}, which this worker does not support: use {known}"
-        return ValidationIssue(place, "unsupported", message)
+        return unsupported_part(place, kind) or ValidationIssue(place, "unsupported", message)
 
     def json_schema(self) -> Schema:
         schemas = []

@@ -37,6 +37,7 @@ from .metrics import PREFIX, REQUEST_BOUNDS, Histogram
 from .offload import OffloadPool
 from .pooling_bodies import EmbedRequest, Inputs, RankRequest
 from .pooling_reply import list_response, ranking, rows_response
+from .schema import is_name_of
 
 Kind = Literal["embedding", "rerank"]
 OPTIONS: dict[Kind, str] = {"embedding": "--embedding-model", "rerank": "--rerank-model"}
@@ -299,9 +300,8 @@ class PoolingModels:
         return [service for service in self.services if service.is_loaded]
 
     def named(self, name: str) -> PoolingService | None:
-        """Return the model of this name; clients of Ollama add the tag `:latest` to it."""
-        names = (name, name.removesuffix(":latest"))
-        return next((service for service in self.services if service.name in names), None)
+        """Return the model of this name."""
+        return next((service for service in self.services if is_name_of(name, service.name)), None)
 
     def find(self, name: str | None, kinds: Sequence[Kind], chat_names: Sequence[str]) -> PoolingService:
         """Return the model of a request: by its name, or the first of these kinds."""
@@ -312,7 +312,7 @@ class PoolingModels:
         if name is None:
             return fitting[0]
         found, use = self.named(name), f"use {fitting[0].name!r}, or no model"
-        if found is None and name.removesuffix(":latest") not in chat_names:
+        if found is None and not any(is_name_of(name, served) for served in chat_names):
             raise ModelNotFoundError(f"the model {name[:100]!r} is not served here: {use}")
         if found not in fitting:
             kind = "a chat model" if found is None else f"a model of kind {found.kind!r}"

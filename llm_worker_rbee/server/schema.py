@@ -6,6 +6,7 @@ into a request. Values are echoed in errors, except prompts, messages and stop s
 
 from __future__ import annotations
 
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,15 @@ JOB_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 CHUNK_ITEMS = 1 << 15  # items of a long list that are handled at a time, so that other threads get the interpreter
 MAX_CHOICES = 16
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
+SURROGATE = re.compile("[\ud800-\udfff]")
+MEDIA = {
+    "image": "images are",
+    "audio": "audio is",
+    "video": "video is",
+    "file": "files are",
+    "document": "documents are",
+}
+LATEST = ":latest"  # the tag that clients of Ollama add to the name of a model, or leave out
 TYPE_NAMES = {
     bool: "a truth value", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object",
 }  # fmt: skip
@@ -88,11 +98,53 @@ def decode_object(body: bytes) -> dict[str, Any]:
     except RecursionError:
         raise ValidationError([ValidationIssue("body", "json", "the body is nested too deeply")]) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ValidationError([ValidationIssue("body", "json", f"the body is not valid JSON: {error}")]) from None
+        why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error
+        issue = _find_surrogate(body) or ValidationIssue("body", "json", f"the body is not valid JSON: {why}")
+        raise ValidationError([issue]) from None
     if not isinstance(value, dict):
         message = f"the body must be a JSON object, not {type_name(value)}"
         raise ValidationError([ValidationIssue("body", "type", message)])
     return value
+
+
+def _find_surrogate(body: bytes) -> ValidationIssue | None:
+    """Return the place of a text that is not Unicode, in a body that is JSON otherwise."""
+    text = body.decode(errors="surrogateescape")
+    try:
+        values = [("", json.loads(text))]
+    except (ValueError, RecursionError):
+        return None
+    while values:
+        place, value = values.pop()
+        texts = value if isinstance(value, dict) else [value] if isinstance(value, str) else ()
+        if (found := next(filter(None, map(SURROGATE.search, texts)), None)) is not None:
+            place = f"a name in {place or 'the body'}" if isinstance(value, dict) else place or "body"
+            is_byte, code = found[0] >= "\udc80" and SURROGATE.search(text) is not None, ord(found[0])
+            holds = f"UTF-8: it holds the byte 0x{code & 255:02X}"
+            holds = holds if is_byte else f"Unicode: it holds the lone surrogate U+{code:04X}"
+            return ValidationIssue(place, "format", f"{place} is not valid {holds}")
+        if isinstance(value, dict):
+            values += [(f"{place}.{key[:MAX_ECHOED_CHARS]}".lstrip("."), inner) for key, inner in value.items()]
+        elif isinstance(value, list):
+            values += [(f"{place}[{i}]", inner) for i, inner in enumerate(value)]
+    return None
+
+
+def unsupported_part(place: str, kind: Any) -> ValidationIssue | None:
+    """Return the issue of a part of a message that is not text, by its type; None: of no known kind."""
+    media = next((media for word, media in MEDIA.items() if isinstance(kind, str) and word in kind), None)
+    message = f"{place} is {str(kind)[:MAX_ECHOED_CHARS]!r}: {media} not supported by this worker, send text"
+    return None if media is None else ValidationIssue(place, "unsupported", message)
+
+
+def tagged_name(name: str) -> str:
+    """Return the name of a model as Ollama has it: with a tag."""
+    return name if ":" in name.rpartition("/")[2] else name + LATEST
+
+
+def is_name_of(name: str, served: str) -> bool:
+    """Return whether a request means a served model: by its name, with or without the tag `:latest`."""
+    return bool({name, name.removesuffix(LATEST)} & {served, served.removesuffix(LATEST)})
 
 
 def validate_body(
@@ -509,7 +561,8 @@ def table_schema(table: Mapping[str, Field], names: Sequence[str] = (), *, is_op
     """Return the JSON Schema of a body; `names` are those that the field `model` may have."""
     properties = {name: field_schema(field) for name, field in table.items()}
     if "model" in properties and names:
-        properties["model"] = {"enum": [*names, *([] if table["model"].required else [None])]}
+        both = dict.fromkeys([*names, *map(tagged_name, names)])
+        properties["model"] = {"enum": [*both, *([] if table["model"].required else [None])]}
     return object_schema(properties, *(name for name, field in table.items() if field.required), is_open=is_open)
 
 

@@ -34,6 +34,7 @@ from .bodies import ModelLimits, ParseOptions
 from .metrics import LatencyHistograms
 from .offload import OffloadPool, PromptEncoder
 from .pooling import Kind, PoolingModels, PoolingService
+from .schema import is_name_of
 
 State = Literal["loading", "ready", "stopping", "failed"]
 LOADING_RETRY_S = 2
@@ -204,8 +205,8 @@ class Worker(GenerationListener):
         return found
 
     def require_model(self, name: str | None) -> None:
-        """Raise unless this is the chat model's name, or none; clients of Ollama add the tag `:latest` to it."""
-        if name is not None and name not in self.names and name.removesuffix(":latest") not in self.names:
+        """Raise unless this is the chat model's name, or none."""
+        if name is not None and not any(is_name_of(name, served) for served in self.names):
             if (found := self.pooling.named(name)) is not None:
                 message = f"the model {name[:100]!r} is of kind {found.kind!r}, not a chat model: use {self.names[0]!r}"
                 raise InvalidRequestError(message, "model")

@@ -26,6 +26,7 @@ import msgspec
 from ..errors import ChatTemplateError, InvalidRequestError, UnavailableError, WorkerError
 from ..pipe_process import PipeProcess
 from .chat_events import Tool
+from .chat_reader import SURROGATES
 from .tokenizer import MARK, Tokenizer
 
 Message = Mapping[str, Any]
@@ -47,7 +48,8 @@ def _validate_message(i: int, message: Message) -> Message:
         return message
     if isinstance(content, list) and all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content):
         return {**message, "content": "".join(part["text"] for part in content)}
-    raise InvalidRequestError(f"messages[{i}].content must be text, or a list of text parts", "messages")
+    problem = f"messages[{i}].content must be text, or a list of text parts: images are not supported"
+    raise InvalidRequestError(problem, "messages")
 
 
 MAX_KWARGS_CHARS = 64 << 10
@@ -188,13 +190,33 @@ class ChatTemplate:
             raise
         try:
             reply: dict[str, Any] = msgspec.json.decode(line)  # json holds the interpreter's lock for longer
-        except msgspec.DecodeError:  # half of a surrogate pair, which the tokenizer refuses
+        except msgspec.DecodeError:  # half of a surrogate pair, which the tokenizer would refuse
             reply = json.loads(line)
+            if "text" in reply:
+                raise _lone_surrogate(request) from None
         if (i := reply.get("null_content")) is not None:
             raise ChatTemplateError(CONTENT_IS_NULL.format(i=i), "messages")
         if "error" in reply:
             raise ChatTemplateError(f"the chat template {_one_line(reply['error'])}", "messages")
         return str(reply["text"])
+
+
+def _lone_surrogate(request: bytes) -> ChatTemplateError:
+    """Return the error that names the message with half of a surrogate pair."""
+    i = next((i for i, message in enumerate(json.loads(request)["messages"]) if _has_surrogate(message)), 0)
+    problem = f"messages[{i}] is not valid Unicode: it holds a lone surrogate, perhaps in the arguments of a call"
+    return ChatTemplateError(problem, "messages")
+
+
+def _has_surrogate(value: Any) -> bool:
+    """Return whether a text holds half of a surrogate pair; it may be JSON itself, which has it escaped."""
+    if isinstance(value, str) and not SURROGATES.search(value):
+        try:
+            return "\\u" in value and not isinstance(inner := json.loads(value), str) and _has_surrogate(inner)
+        except (ValueError, RecursionError):
+            return False
+    children = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return isinstance(value, str) or any(map(_has_surrogate, children))
 
 
 def _not_json(error: Exception) -> ChatTemplateError:

@@ -217,6 +217,15 @@ def test_banner_curl_line_works(worker: Callable[..., Worker], tiny: Path, tmp_p
     assert spawned.end(signal.SIGINT)[0] == 0
 
 
+@pytest.mark.parametrize(("origin", "has_key"), [("*", False), ("*", True), ("https://a.example", False)])
+def test_any_origin_without_a_key_warns(worker: Callable[..., Worker], tiny: Path, origin: str, has_key: bool) -> None:
+    spawned = worker("-m", tiny, "--cors-origin", origin, **({"LLM_WORKER_API_KEY": "k"} if has_key else {}))
+    status, lines = spawned.end(signal.SIGTERM)
+    warnings = [line["message"] for line in lines if line["level"] == "warning"]
+    assert status == 0
+    assert any("--cors-origin '*' without an API key" in text for text in warnings) == (origin == "*" and not has_key)
+
+
 def test_failed_load_exits_with_one_line(spawn: Run, tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF no more")
     done = spawn("serve", "--port", "0", "-m", tmp_path / "bad.gguf")

@@ -103,7 +103,9 @@ class Server:
         return self._loaded[0]
 
     def ready(self) -> Server:
-        until(lambda: self.worker.state != "loading")
+        """Wait until all models are loaded, or one has failed."""
+        services, worker = self.worker.pooling.services, self.worker
+        until(lambda: worker.failure or (worker.state != "loading" and all(one.is_loaded for one in services)))
         return self
 
     @property

@@ -86,8 +86,9 @@ def within_pooling(path: str, body: Any) -> Any:
     if isinstance(made.get("input"), list):
         made["input"] = _known(made["input"], len(WORDS))
     kinds = ("embedding",) if "embed" in path else ("rerank",)
-    if made.get("model") in NAMES.values():
-        made["model"] = NAMES[kinds[0]]
+    name, _, tag = str(made.get("model")).partition(":")
+    if name in NAMES.values():
+        made["model"] = NAMES[kinds[0]] + (f":{tag}" if tag else "")
     for first, second in (("text_1", "text_2"), ("queries", "documents")):
         if isinstance(made.get(first), list) and made.get(second) is not None:
             made[first] = made[first][:1]  # as many as of the other, or one

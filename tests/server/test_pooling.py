@@ -58,9 +58,7 @@ def both(load: Callable[..., LLM], tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("pooling")
     settings = {"embedding_model": EMBEDDER, "rerank_model": RANKER, "max_pooling_body": 8 << 20}
     with Server(load, pooling=pooling_models(folder), **settings) as running:
-        running.ready()
-        until(lambda: running.http.get("/health").json()["status"] == "healthy")
-        yield Both(running, folder)
+        yield Both(running.ready(), folder)
 
 
 def values(reply: httpx.Response) -> Floats:
@@ -230,10 +228,23 @@ def test_langchain(both: Both) -> None:
 def test_ollama_names_all_models(both: Both) -> None:
     for path in ("/api/tags", "/api/ps"):
         listed = both.server.http.get(path).json()["models"]
-        assert [one["name"] for one in listed] == ["tiny", EMBEDDER, RANKER]
+        assert [one["name"] for one in listed] == [f"{name}:latest" for name in ("tiny", EMBEDDER, RANKER)]
         assert listed[1]["details"]["family"] == "bert"
     shown = both.server.post("/api/show", {"model": EMBEDDER + ":latest"}).json()
     assert (shown["capabilities"], shown["model_info"]["bert.embedding_length"]) == (["embedding"], WIDTH)
+
+
+@pytest.mark.parametrize("tag", ["", ":latest"])
+def test_every_route_takes_the_name_with_and_without_its_tag(both: Both, tag: str) -> None:
+    texts = {"text_1": "a", "text_2": "b"}
+    for path, name, body in (
+        (EMBEDDINGS, EMBEDDER, {"input": "a"}), (RERANK, RANKER, {"query": "a", "documents": ["b"]}),
+        (SCORE, RANKER, texts), (SCORE, EMBEDDER, texts), ("/api/embed", EMBEDDER, {"input": "a"}),
+        ("/api/embeddings", EMBEDDER, {"prompt": "a"}), ("/api/show", RANKER, {}),
+    ):  # fmt: skip
+        assert both.server.post(path, {**body, "model": name + tag}).status_code == 200, path
+    assert both.server.http.get(f"/v1/models/{EMBEDDER}{tag}").status_code == 200
+    assert both.server.post(EMBEDDINGS, {"input": "a", "model": f"tiny{tag}"}).status_code == 400
 
 
 def test_ollama(both: Both) -> None:
@@ -297,7 +308,7 @@ def test_chat_is_served_while_pooling_models_load(
         os.kill(pid, signal.SIGSTOP)
     settings = {"embedding_model": EMBEDDER, "rerank_model": RANKER}
     with caplog.at_level("INFO"), Server(load, pooling=models, **settings) as running:
-        running.ready()
+        until(lambda: running.worker.state == "ready")
         running.require_alive()
         health = running.http.get("/health")
         assert (health.status_code, health.json()["status"]) == (200, "degraded")
@@ -330,7 +341,7 @@ def test_pooling_model_that_fails_after_chat_is_ready_fails_the_worker(
     pid = models.services[0].engine._child.process.pid
     os.kill(pid, signal.SIGSTOP)
     with Server(load, pooling=models) as running:
-        running.ready()
+        until(lambda: running.worker.state == "ready")
         running.require_alive()
         os.kill(pid, signal.SIGKILL)
         until(lambda: running.worker.state == "failed")

@@ -6,10 +6,12 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import pytest
 
 from llm_worker_rbee.server.schema import decode_object
 from tests.helpers import tiny_models
+from tests.helpers.scripted_engine import ScriptedServer
 from tests.helpers.server import CHAT, CONTEXT, SAID, Server
 from tests.server.conftest import Start
 
@@ -204,6 +206,104 @@ def test_unknown_fields_ignored_are_listed_in_header(start: Start) -> None:
         assert reply.headers["x-ignored-fields"].startswith("zap,zip")
         assert "x-bad" not in reply.headers
     assert server.post(CHATS, {**SOUND[CHATS], "tools": [{}]}).status_code == 400
+
+
+MESSAGES_PATH, RESPONSES, OLLAMA, GENERATE = "/v1/messages", "/v1/responses", "/api/chat", "/api/generate"
+SMALL = {"type": "text", "text": "What is it?"}
+URL = "data:image;base64,aGk="
+IMAGES: list[tuple[str, dict[str, Any], str]] = [
+    (CHATS, {"messages": [{"role": "user", "content": [SMALL, {"type": "image_url", "image_url": {"url": URL}}]}]},
+     "messages[0].content[1].type is 'image_url': images are not supported"),
+    (JOB, {"max_tokens": 2, "messages": [{"role": "user", "content": [{"type": "image", "image": URL}]}]},
+     "messages[0].content[0].type is 'image': images are not supported"),
+    (CHATS, {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
+     "messages[0].content[0].type is 'input_audio': audio is not supported"),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": URL}]}]},
+     "input[0].content[0].type is 'input_image': images are not supported"),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "1"}]}]},
+     "input[0].content[0].type is 'input_file': files are not supported"),
+    (MESSAGES_PATH, {"max_tokens": 2, "messages": [{"role": "user", "content": [SMALL, {"type": "image"}]}]},
+     "messages[0].content[1].type is 'image': images are not supported"),
+    (MESSAGES_PATH, {"max_tokens": 2, "messages": [{"role": "user", "content": [{"type": "document"}]}]},
+     "messages[0].content[0].type is 'document': documents are not supported"),
+    (OLLAMA, {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]},
+     "messages[0].images is not supported by this worker"),
+    (GENERATE, {"prompt": "x", "images": ["aGk="]}, "images is not supported by this worker"),
+]  # fmt: skip
+
+
+def error_text(reply: httpx.Response) -> str:
+    """Return the message of an error in any dialect."""
+    body = reply.json()
+    if "errors" in body:
+        return "; ".join(one["message"] for one in body["errors"])
+    error = body.get("error", body)
+    return str(error if isinstance(error, str) else error["message"])
+
+
+@pytest.mark.parametrize(("path", "body", "message"), IMAGES)
+def test_images_are_refused_in_plain_words(server: Server, path: str, body: dict[str, Any], message: str) -> None:
+    reply = server.post(path, body)
+    assert reply.status_code == 400
+    assert error_text(reply).startswith(message)
+
+
+LONE = r'"a\ud83d"'
+SURROGATES: dict[str, tuple[str, str]] = {
+    CHATS: ('{"messages": [{"role": "user", "content": [{"type": "text", "text": %s}]}]}',
+            "messages[0].content[0].text"),
+    COMPLETIONS: ('{"prompt": %s}', "prompt"),
+    JOB: ('{"max_tokens": 2, "prompt": %s}', "prompt"),
+    EXECUTE: ('{"max_tokens": 2, "job_id": "a", "messages": [{"role": "user", "content": %s}]}', "messages[0].content"),
+    RESPONSES: ('{"input": [{"role": "user", "content": %s}]}', "input[0].content"),
+    MESSAGES_PATH: ('{"max_tokens": 2, "messages": [{"role": "user", "content": "x"}], "system": %s}', "system"),
+    "/v1/messages/count_tokens": ('{"messages": [{"role": "user", "content": %s}]}', "messages[0].content"),
+    OLLAMA: ('{"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": %s}]}',
+             "messages[1].content"),
+    GENERATE: ('{"prompt": "x", "options": {"stop": ["x", %s]}}', "options.stop[1]"),
+    "/v1/embeddings": ('{"input": ["x", %s]}', "input[1]"),
+    "/v1/rerank": ('{"query": "x", "documents": [{"text": %s}]}', "documents[0].text"),
+    "/api/embed": ('{"input": %s}', "input"),
+    "/tokenize": ('{"text": %s}', "text"),
+    "/apply-template": ('{"messages": [{"role": "user", "content": %s}]}', "messages[0].content"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", SURROGATES)
+def test_lone_surrogate_is_refused_with_its_field(server: Server, path: str) -> None:
+    """Escaped at the end of a text or within it, as bytes, and in a large body; other bytes that are not UTF-8 too."""
+    body, field = SURROGATES[path]
+    lone = f"{field} is not valid Unicode: it holds the lone surrogate U+D83D"
+    for text, message in (
+        (LONE, lone), (r'"a\ud83d b"', lone), (r'"\ud83d\u0041"', lone), (f'"{"x" * 100_000}{LONE[1:]}', lone),
+        (b'"\xff"', f"{field} is not valid UTF-8: it holds the byte 0xFF"),
+        (b'"\xed\xa0\x80"', f"{field} is not valid UTF-8: it holds the byte 0xED"),
+    ):  # fmt: skip
+        sent = body.encode().replace(b"%s", text if isinstance(text, bytes) else text.encode())
+        reply = server.http.post(path, content=sent, headers={"content-type": "application/json"})
+        assert (reply.status_code, error_text(reply)) == (400, message)
+
+
+@pytest.mark.parametrize("escaped", ["\\ud83d", "a\\ud83d b", "\\ude00"])
+def test_lone_surrogate_in_arguments_of_a_call_is_refused_with_its_message(
+    scripted: ScriptedServer, escaped: str
+) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": f'{{"a": "{escaped}"}}'}}
+    sound = {**call, "function": {"name": "f", "arguments": r'{"a": "\ud83d\ude00 \\ud83d"}'}}
+    chat = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [sound]}]
+    result = {"role": "tool", "tool_call_id": "1", "content": "x"}
+    assert scripted.post("/apply-template", {"messages": [*chat, result]}).status_code == 200
+    chat += [result, {"role": "assistant", "content": None, "tool_calls": [call]}, result]
+    reply = scripted.post(CHATS, {"messages": chat, "max_tokens": 2})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages")
+    assert error_text(reply).startswith("messages[3] is not valid Unicode: it holds a lone surrogate")
+
+
+def test_lone_surrogate_in_a_name_is_refused(server: Server) -> None:
+    sent = r'{"prompt": "x", "logit_bias": {"\udc00": 1}}'
+    reply = server.http.post(COMPLETIONS, content=sent, headers={"content-type": "application/json"})
+    expected = "a name in logit_bias is not valid Unicode: it holds the lone surrogate U+DC00"
+    assert (reply.status_code, error_text(reply)) == (400, expected)
 
 
 JOBS, CHATS, COMPLETIONS = "/v1/jobs", "/v1/chat/completions", "/v1/completions"

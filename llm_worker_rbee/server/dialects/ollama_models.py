@@ -10,7 +10,7 @@ from ...config import ServerSettings
 from ...errors import NotFoundError
 from ...token_engine.protocol import ModelInfo, PoolingInfo
 from ..bodies import ParseOptions, validate_known
-from ..schema import COUNT, TEXT, Boolean, Field, Schema, Text, array_schema, reply_schema, table_schema
+from ..schema import COUNT, TEXT, Boolean, Field, Schema, Text, array_schema, reply_schema, table_schema, tagged_name
 from . import Dialect, Handler, Operation, Route
 from .ollama import TIME, error_body, timestamp
 
@@ -58,8 +58,8 @@ class Handlers:
     def _served(self) -> list[tuple[str, ModelInfo | PoolingInfo]]:
         """Return name and description of each model: the chat model by all its names, then pooling models."""
         self._worker.require_ready()
-        pooling = [(service.name, service.engine.info) for service in self._worker.pooling.loaded]
-        return [*((name, self._worker.engine.info) for name in self._worker.names), *pooling]
+        pooling = [(tagged_name(service.name), service.engine.info) for service in self._worker.pooling.loaded]
+        return [*((tagged_name(name), self._worker.engine.info) for name in self._worker.names), *pooling]
 
     def _running(self, info: ModelInfo | PoolingInfo) -> dict[str, Any]:
         size, context = info.weights_bytes, self._worker.model.max_context

@@ -21,6 +21,7 @@ from ..schema import (
     object_schema,
     or_null,
     type_name,
+    unsupported_part,
 )
 
 NO_STATE = "this worker keeps no responses: send the whole conversation as input"
@@ -165,7 +166,10 @@ def _content(name: str, content: Any) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         key = "refusal" if kind == "refusal" else "text"
         is_text = kind in TEXT_PARTS or key == "refusal"
-        _require(is_text, f"{name}[{i}].type", "unsupported", f"must be {', '.join(TEXT_PARTS)} or refusal: text only")
+        place = f"{name}[{i}].type"
+        if not is_text and (issue := unsupported_part(place, kind)) is not None:
+            raise ValidationError([issue])
+        _require(is_text, place, "unsupported", f"must be {', '.join(TEXT_PARTS)} or refusal: text only")
         texts.append(_text(f"{name}[{i}]", part, key))
     return "".join(texts)
 

@@ -161,10 +161,26 @@ def test_routes_that_change_models_are_refused(server: Server, path: str) -> Non
     assert (missing.status_code, missing.json()) == (404, {"error": "there is no route GET '/api/blobs/sha256:1'"})
 
 
-def test_tag_of_a_name_is_left_out(start: Start) -> None:
-    server = start(served_name="one:latest")
-    for name, status in (("one:latest", 200), ("one", 404), ("one:latest:latest", 200), ("other:latest", 404)):
-        assert server.post("/api/show", {"model": name}).status_code == status, name
+@pytest.mark.parametrize("served", ["one", "one:latest", "folder/one", "one:8b"])
+def test_every_route_takes_the_name_with_and_without_its_tag(start: Start, served: str) -> None:
+    server = start(served_name=served)
+    listed = [one["name"] for one in server.http.get("/api/tags").json()["models"]]
+    assert listed == [served if ":" in served else f"{served}:latest", "tiny:latest"]
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": CHAT}, "/v1/completions": {"prompt": "#"}, "/v1/responses": {"input": "#"},
+        "/v1/messages": {"messages": CHAT, "max_tokens": 2}, "/v1/messages/count_tokens": {"messages": CHAT},
+        "/v1/jobs": {"prompt": "#", "max_tokens": 2}, "/api/chat": {"messages": CHAT, "options": QUICK},
+        "/api/generate": {"prompt": "#", "options": QUICK}, "/api/show": {},
+    }  # fmt: skip
+    openai = {"/v1/chat/completions": "max_tokens", "/v1/completions": "max_tokens"}
+    limits = {path: {field: 2} for path, field in {**openai, "/v1/responses": "max_output_tokens"}.items()}
+    for name in {served, served.removesuffix(":latest"), *listed}:
+        for path, body in bodies.items():
+            reply = server.post(path, {**body, **limits.get(path, {}), "model": name})
+            assert reply.status_code == 200, (path, name, reply.text)
+        assert server.http.get(f"/v1/models/{name}").status_code == 200
+    for name in ("other", "other:latest", f"{served}:7b"):
+        assert {server.post(path, {**body, "model": name}).status_code for path, body in bodies.items()} == {404}
 
 
 def test_error_in_a_stream_is_its_last_line(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,7 +152,7 @@ def test_format_constrains_the_answer(client: ollama.Client) -> None:
 
 def test_model_is_listed_shown_and_running(client: ollama.Client, server: Server, scripted: ScriptedServer) -> None:
     (listed,), (running,) = client.list().models, client.ps().models
-    assert listed.model == running.model == "tiny"
+    assert listed.model == running.model == "tiny:latest"
     assert len(listed.digest) == 64
     assert listed.details.family == "llama"
     assert running.context_length == 65_536
