@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from .engine.sampling_defaults import SamplingDefaults
 from .errors import ChatTemplateError, InvalidRequestError, WorkerError
-from .structured_outputs.chat_grammar import answer_grammar, parameters_schema
+from .structured_outputs.chat_grammar import ToolSchemaError, answer_grammar, parameters_schema
 from .structured_outputs.grammar import POSITION
 from .structured_outputs.grammar_check import GrammarChecker
 from .structured_outputs.params import FIELD, StructuredOutputsParams
@@ -30,14 +30,6 @@ logger = logging.getLogger("llm_worker_rbee.server")
 
 FIND_TOOL_S = 2.0  # for the tool that an error is about
 TAIL_CHARS = 1_000  # of a prompt: they tell whether reasoning has begun
-
-
-class ToolSchemaError(InvalidRequestError):
-    """The schema of a tool's arguments cannot be used; the tool is given by its index."""
-
-    def __init__(self, index: int, name: str, reason: str) -> None:
-        super().__init__(f"the parameters of the tool {name!r:.100} cannot be used: {reason}", "tools")
-        self.index, self.name, self.reason = index, name, reason
 
 
 class EncodedPrompt(NamedTuple):

@@ -19,6 +19,7 @@ from ..errors import InferenceError, PayloadTooLargeError, WorkerError, describe
 from .body_process import REPLY_HEAD, ParseRequest, Refusal
 from .dialects import body_parsers
 
+PARSERS = body_parsers()  # imported before memory is limited
 BASE_MEMORY, MEMORY_PER_BYTE = 512 << 20, 64  # of address space, in bytes: JSON takes up to 40 times its size
 
 
@@ -37,7 +38,7 @@ def parse(request: ParseRequest, body: bytes) -> bytes:
     """Return the reply to a request."""
     limit = limit_memory(request.size)
     try:
-        record = msgspec.msgpack.encode(body_parsers()[request.parser][0](body, request.options))
+        record = msgspec.msgpack.encode(PARSERS[request.parser][0](body, request.options))
         return REPLY_HEAD.pack(True, len(record)) + record
     except MemoryError:
         error: WorkerError = PayloadTooLargeError(f"the body takes more than {limit >> 20} MiB of memory when decoded")

@@ -16,8 +16,9 @@ import msgspec
 from ..engine.request import SamplingParams, check_prompt_fits, fit_max_tokens
 from ..errors import ContextLengthError, InferenceError, InvalidRequestError, WorkerError
 from ..generation import Generation
+from ..structured_outputs.chat_grammar import ToolSchemaError
 from ..structured_outputs.params import FIELD
-from ..text_model import EncodedPrompt, ToolSchemaError
+from ..text_model import EncodedPrompt
 from ..tokenizer import Tokenizer
 from . import log
 from .bodies import GenerateRequest, estimate_tokens

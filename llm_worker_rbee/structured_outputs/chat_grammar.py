@@ -31,6 +31,14 @@ _INTEGER = "-?(0|[1-9][0-9]{0,17})"
 _NUMBER = r"-?(0|[1-9][0-9]{0,16})(\.[0-9]{1,17})?([eE][+\-]?[0-9]{1,3})?"
 
 
+class ToolSchemaError(InvalidRequestError):
+    """The schema of a tool's arguments cannot be used; the tool is given by its index."""
+
+    def __init__(self, index: int, name: str, reason: str) -> None:
+        super().__init__(f"the parameters of the tool {name!r:.100} cannot be used: {reason}", "tools")
+        self.index, self.name, self.reason = index, name, reason
+
+
 def answer_grammar(
     chat_format: ChatFormat, options: ChatOptions, structured: tuple[str, Any] | None = None, *, prompt_tail: str = "",
     open_objects: bool = False,
@@ -183,9 +191,11 @@ class _Writer:
         try:
             prepared = prepare_schema(schema, is_open=self._open_objects)
         except ValueError as error:
-            named = "structured_outputs.json" if tool is None else f"the parameters of the tool {tool.name!r:.100}"
-            field = "structured_outputs" if tool is None else "tools"
-            raise InvalidRequestError(f"{named} cannot be used: {error}", field) from None
+            if tool is not None:
+                raise ToolSchemaError(self._options.tools.index(tool), tool.name, str(error)) from None
+            raise InvalidRequestError(
+                f"structured_outputs.json cannot be used: {error}", "structured_outputs"
+            ) from None
         return self.rule("%json " + json.dumps(prepared, ensure_ascii=False))
 
     # ------------------------------------------------------------------ calls

@@ -125,10 +125,14 @@ def _with_bounds(schema: Schema) -> Schema:
             is_beyond = any(-ends[key] >= size for key in opposite if key in ends)
             ends[side[is_number]] = MAX_BOUND if is_beyond else size
     low, high = (min(ends.get(key, MAX_BOUND) for key in side) for side in (LOWER, UPPER))
-    if -low > high:
+    is_exclusive = low == ends.get(LOWER[1]) or high == ends.get(UPPER[1])
+    if -low > high or (-low == high and is_exclusive):
         given = " and ".join(f"{key} {schema[key]}" for key in LOWER + UPPER if key in schema)
         kind = "integer" if is_integer else "number"
         raise ValueError(f"{given} leave no {kind} (of those that a double holds, up to {MAX_BOUND:.1e})")
+    for key, exclusive in (LOWER, UPPER):  # between two integers llguidance takes one that is excluded for included
+        if exclusive in ends and ends[exclusive] == int(ends[exclusive]) and math.trunc(-low) == math.trunc(high):
+            ends[key] = math.nextafter(ends.pop(exclusive) or -MIN_BOUND, -math.inf)
     kept = {key: value for key, value in schema.items() if key not in LOWER + UPPER or not _is_number(value)}
     return kept | {key: -end if key in LOWER else end for key, end in ends.items()}
 

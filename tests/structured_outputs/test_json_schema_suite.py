@@ -113,7 +113,8 @@ def test_grammar_has_no_property_that_is_not_named(name: str) -> None:
     CHECKER.check(StructuredOutputsParams(json=schema))
     assert [accepts(walker(), schema, document) for document in kept] == [True] * len(kept)
     assert [accepts(walker(), schema, document) for document in refused] == [False] * len(refused)
-    assert [accepts(walker(), schema, document, "open") for document in refused] == [True] * len(refused)
+    if name != "at least one":  # llguidance has it of closed objects only
+        assert [accepts(walker(), schema, document, "open") for document in refused] == [True] * len(refused)
 
 
 @pytest.mark.parametrize("name", [name for name in OPEN if name != "a condition"])
