@@ -75,7 +75,7 @@ def _check_message(name: str, message: Any) -> ValidationIssue | None:
     is_answer = role == "assistant"
     is_text = isinstance(content, str) or (content is None and is_answer)
     if not is_text:
-        parts = content if isinstance(content, list) else [None]
+        parts: list[Any] = content if isinstance(content, list) else [None]
         bad = next((i for i, part in enumerate(parts) if not _is_part(part, is_answer)), None)
         if bad is not None:
             kind = parts[bad].get("type") if isinstance(parts[bad], dict) else None
