@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee.errors import ChatTemplateError, InvalidRequestError
-from llm_worker_rbee.tokenizer import ChatTemplate, Tokenizer
+from llm_worker_rbee.structured_outputs.grammar import TokenTable
+from llm_worker_rbee.tokenizer import ChatTemplate, Tokenizer, tokenizer_from_gguf
 from llm_worker_rbee.tokenizer.chat_detection import detect_chat_format
 from llm_worker_rbee.tokenizer.chat_events import Tool
-from llm_worker_rbee.tokenizer.chat_format import ChatFormat
+from llm_worker_rbee.tokenizer.chat_format import ChatFormat, marker_ids
 from llm_worker_rbee.tokenizer.chat_parser import ChatParser
 from llm_worker_rbee.tokenizer.chat_template import validate_template_kwargs
 from llm_worker_rbee.tokenizer.chat_template_worker import adapt_call, print_calls
+from llm_worker_rbee.tokenizer.tokenizer import find_end_ids
 from tests.helpers.chat_formats import ANSWERS, TOOLS, USER, fold, template_of
+from tests.helpers.tokenizer_metadata import bpe_metadata
 
 Formats = Callable[[str, str], ChatFormat]
 KINDS = {
@@ -59,6 +62,42 @@ def test_detect_markers_that_are_tokens(format_of: Formats, marker_tokenizer: To
     assert ChatParser(chat_format).marker_ids == set(names.values())
     assert format_of("kimi", "tokens").control_names
     assert format_of("qwen3", "text").token_ids == ()
+
+
+def with_tokens(kind: int, *names: str) -> dict[str, Any]:
+    """Return the metadata of the committed vocabulary with more tokens."""
+    metadata: dict[str, Any] = bpe_metadata()
+    texts, kinds = (list(metadata[f"tokenizer.ggml.{key}"]) for key in ("tokens", "token_type"))
+    return bpe_metadata(tokens=[*texts, *names], token_type=[*map(int, kinds), *[kind] * len(names)])
+
+
+def test_detect_markers_that_a_file_or_a_known_format_names() -> None:
+    """Other user-defined tokens, such as HTML tags, are text, whatever a template that replaces the file's names."""
+    metadata = with_tokens(4, "<tool_call>", "</tool_call>", "<table>", "<foo>")
+    source = template_of("qwen3").source.replace("tool_call>", "foo>")
+    for own, names in ((None, {"<tool_call>", "</tool_call>"}), (source, {"<tool_call>", "</tool_call>", "<foo>"})):
+        tokenizer = tokenizer_from_gguf({**metadata, "tokenizer.chat_template": own})
+        assert set(marker_ids(tokenizer)) - set(marker_ids(tokenizer_from_gguf(bpe_metadata()))) == names
+        table = TokenTable(tokenizer, tokenizer.vocab_size)
+        assert {tokenizer.piece(token) for token in table.special_token_ids} >= names
+        assert tokenizer.token_id("<table>") not in table.special_token_ids
+        found = detect_chat_format(ChatTemplate(source, bos_token="", eos_token=""), tokenizer)
+        assert dict(found.token_ids).keys() == names & {"<foo>"}
+
+
+def test_detect_no_token_that_ends_the_answer() -> None:
+    """A message with calls may end with another token than one without."""
+    source = template_of("functionary").source
+    source = source.replace("'<|eot_id|>'", "'<|eom_id|>' if m.tool_calls else '<|eot_id|>'")
+    tokenizer = tokenizer_from_gguf(with_tokens(3, "<|eom_id|>", "<|eot_id|>"))
+    found = detect_chat_format(ChatTemplate(source, bos_token="", eos_token=""), tokenizer)
+    assert (found.tools.call_end, found.tools.section_end) == ("</function>", "")
+
+
+def test_message_end_of_harmony_and_solar_does_not_end_the_answer() -> None:
+    names = ["<|end|>", "<|return|>", "<|call|>"], ["<|end|>", "<|flush|>", "<|calls|>"], ["<|end|>", "<|im_end|>"]
+    ends = [[texts[i] for i in find_end_ids(texts, [3] * len(texts))] for texts in names]
+    assert ends == [["<|return|>", "<|call|>"], ["<|flush|>", "<|calls|>"], ["<|end|>", "<|im_end|>"]]
 
 
 def test_detect_reasoning_switch_and_state(format_of: Formats) -> None:
