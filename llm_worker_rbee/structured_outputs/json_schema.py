@@ -132,7 +132,7 @@ def _with_bounds(schema: Schema) -> Schema:
         raise ValueError(f"{given} leave no {kind} (of those that a double holds, up to {MAX_BOUND:.1e})")
     for key, exclusive in (LOWER, UPPER):  # between two integers llguidance takes one that is excluded for included
         if exclusive in ends and ends[exclusive] == int(ends[exclusive]) and math.trunc(-low) == math.trunc(high):
-            ends[key] = math.nextafter(ends.pop(exclusive) or -MIN_BOUND, -math.inf)
+            ends[key] = min(math.nextafter(ends.pop(exclusive) or -MIN_BOUND, -math.inf), ends.get(key, MAX_BOUND))
     kept = {key: value for key, value in schema.items() if key not in LOWER + UPPER or not _is_number(value)}
     return kept | {key: -end if key in LOWER else end for key, end in ends.items()}
 

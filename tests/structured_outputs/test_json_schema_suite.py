@@ -149,6 +149,9 @@ HELD = {  # a schema, texts that are accepted, texts that are not
     "numbers": ({"type": "number"}, ["1e-7", "6.02e23", "-0.5", "12"], ["01", "1."]),
     "numbers with a minimum": ({"type": "number", "minimum": 0}, ["0.25", "9" * 17, "7"], ["-1", "9" * 18]),
     "numbers with a wide range": ({"type": "number", "minimum": -1e31, "maximum": 1e31}, ["0.5", "-12"], ["9" * 20]),
+    "numbers but 0": ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, ["0.1"], ["0", "0.0", "-0"]),
+    "numbers below 3": ({"type": "number", "minimum": 2.5, "exclusiveMaximum": 3}, ["2.75"], ["3", "3.0"]),
+    "numbers below -3": ({"type": "number", "minimum": -3.5, "exclusiveMaximum": -3}, ["-3.25"], ["-3", "-3.0"]),
     "numbers close to 0": ({"type": "number", "minimum": 1e-300, "maximum": 2}, ["1.5"], ["0", "0.0"]),
     "multiples": ({"type": "integer", "multipleOf": 5}, ["0", "-15"], ["3"]),
     "constants": ({"const": 2**60}, [str(2**60)], ["1152921504606846977"]),
@@ -215,10 +218,11 @@ def test_any_range_gives_numbers_in_it_or_a_clear_error(kind: Any, bounds: dict[
         error = str(refusal)
     assert not error or all(f"{key} {value}"[:100] in error for key, value in bounds.items()), error
     if text and text.strip() != b"null" and not re.search(rb"e[+-]?[0-9]{4}", text, re.IGNORECASE):
-        value = Fraction(text.decode())
-        assert all(-value <= -Fraction(bounds[key]) for key in LOWER if key in bounds), (schema, text)
-        assert all(value <= Fraction(bounds[key]) for key in UPPER if key in bounds), (schema, text)
-        assert all(value != Fraction(bounds[key]) for key in (LOWER[1], UPPER[1]) if key in bounds), (schema, text)
+        value, ends = Fraction(text.decode()), {key: Fraction(bound) for key, bound in bounds.items()}
+        slack = {key: 0 if isinstance(bound, int) else abs(ends[key]) / 2**51 for key, bound in bounds.items()}
+        assert all(value >= ends[key] - slack[key] for key in LOWER if key in ends), (schema, text)  # it reads floats
+        assert all(value <= ends[key] + slack[key] for key in UPPER if key in ends), (schema, text)  # to an ulp
+        assert value not in [ends.get(LOWER[1]), ends.get(UPPER[1])], (schema, text)
 
 
 names = st.text('abc "\\é☃', min_size=1, max_size=4)
