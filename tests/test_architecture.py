@@ -83,7 +83,7 @@ LINES = {
     "layers": 700,
     "models": 3_600,
     "server": 9_150,
-    "structured_outputs": 1_740,
+    "structured_outputs": 1_760,
     "token_engine": 2_600,
     "tokenizer": 4_650,
     "weights": 4_650,
