@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee import LLM, StructuredOutputsParams, Tool
-from llm_worker_rbee.errors import InvalidRequestError
+from llm_worker_rbee.errors import GrammarDeadEndError, InvalidRequestError
 from llm_worker_rbee.tokenizer.chat_events import ReasoningDelta, ToolCallStart
 from tests.helpers.scripted_engine import ScriptedModel, call, think, write_chat_model
 
@@ -66,6 +66,22 @@ def test_schema_begins_after_thinking(llm: LLM) -> None:
     guided = StructuredOutputsParams(json={"type": "object"})
     done = llm.chat([USER], structured_outputs=guided, max_tokens=100)
     assert (done.reasoning, done.text, done.finish_reason) == ("Hm.", '{"a": 1}', "stop")
+
+
+def test_objects_are_closed_unless_the_request_or_the_model_opens_them(llm: LLM) -> None:
+    document, options = '{"city": "Oslo", "z": 2}', {"max_tokens": 200}
+    closed = StructuredOutputsParams(json=PARAMETERS)
+    play(llm, *[think("Hm.", document)] * 3, *[call("get_weather", city="Oslo", z=2)] * 2)
+    with pytest.raises(GrammarDeadEndError):
+        llm.chat([USER], structured_outputs=closed, **options)
+    opened = StructuredOutputsParams(json=PARAMETERS, additional_properties="open")
+    assert llm.chat([USER], structured_outputs=opened, **options).text == document
+    llm.open_objects = True
+    assert llm.chat([USER], structured_outputs=closed, **options).text == document
+    assert llm.chat([USER], tools=[WEATHER], tool_choice="required", **options).tool_calls
+    llm.open_objects = False
+    with pytest.raises(GrammarDeadEndError):
+        llm.chat([USER], tools=[WEATHER], tool_choice="required", **options)
 
 
 @pytest.mark.parametrize(
