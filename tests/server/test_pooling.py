@@ -61,6 +61,11 @@ def both(load: Callable[..., LLM], tmp_path_factory: pytest.TempPathFactory) -> 
         yield Both(running.ready(), folder)
 
 
+def require_same(found: Floats, expected: Floats) -> None:
+    """But for rounding: the bits of the reference's products, by BLAS, depend on the batch on some CPUs."""
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
 def values(reply: httpx.Response) -> Floats:
     assert reply.status_code == 200, reply.text
     data = reply.json()["data"]
@@ -68,14 +73,14 @@ def values(reply: httpx.Response) -> Floats:
     return np.array([one["embedding"] for one in data], np.float32)
 
 
-def test_openai_client_gets_the_bits_of_the_model(both: Both) -> None:
+def test_openai_client_gets_the_values_of_the_model(both: Both) -> None:
     texts = ["hello world", "a", "some longer text, with more words."]
     with both.server.openai() as client:
         found = client.embeddings.create(model=EMBEDDER, input=texts)  # base64, which the client decodes
         cut = client.embeddings.create(model=EMBEDDER, input=texts[0], dimensions=5, encoding_format="float")
     expected = both.embed(texts)
-    assert [np.array(one.embedding, np.float32).tobytes() for one in found.data] == [row.tobytes() for row in expected]
-    np.testing.assert_array_equal(np.array(cut.data[0].embedding, np.float32), both.embed(texts[:1], 5)[0])
+    require_same(np.array([one.embedding for one in found.data], np.float32), expected)
+    require_same(np.array(cut.data[0].embedding, np.float32), both.embed(texts[:1], 5)[0])
     count = sum(len(both.models[EMBEDDER].text.encode(text)) for text in texts)
     assert (found.usage.prompt_tokens, found.usage.total_tokens, found.model) == (count, count, EMBEDDER)
 
@@ -86,7 +91,7 @@ def test_any_number_of_inputs(both: Both, count: int) -> None:
     some = sorted({0, count // 2, count - 1})
     floats = values(both.server.post(EMBEDDINGS, {"input": texts}))
     assert floats.shape == (count, WIDTH)
-    np.testing.assert_array_equal(floats[some], both.embed([texts[i] for i in some]))
+    require_same(floats[some], both.embed([texts[i] for i in some]))
     packed = both.server.post(EMBEDDINGS, {"input": texts[:100], "encoding_format": "base64"}).json()["data"]
     rows = [np.frombuffer(base64.b64decode(one["embedding"]), "<f4") for one in packed]
     np.testing.assert_array_equal(np.stack(rows), floats[:100])
@@ -96,8 +101,8 @@ def test_token_ids_are_taken_as_they_are(both: Both) -> None:
     text = both.models[EMBEDDER].text
     given = [text.encode("hello").tolist(), text.encode("world, again").tolist()]
     found = values(both.server.post(EMBEDDINGS, {"input": given}))
-    np.testing.assert_array_equal(found, both.embed(["hello", "world, again"]))
-    np.testing.assert_array_equal(values(both.server.post(EMBEDDINGS, {"input": given[0]})), found[:1])
+    require_same(found, both.embed(["hello", "world, again"]))
+    require_same(values(both.server.post(EMBEDDINGS, {"input": given[0]})), found[:1])
 
 
 LONG = "x " * (MAX_LENGTH + 1)
@@ -148,7 +153,7 @@ def test_long_inputs_are_cut_where_that_is_asked_for(both: Both) -> None:
     for more in ({"truncate": True}, {"truncate_prompt_tokens": -1}):
         reply = both.server.post(EMBEDDINGS, {"input": [LONG, "a " * 300_000], **more})
         assert reply.json()["usage"]["prompt_tokens"] == 2 * MAX_LENGTH
-        np.testing.assert_array_equal(values(reply)[0], both.embed(["x " * (MAX_LENGTH - 2)])[0])
+        require_same(values(reply)[0], both.embed(["x " * (MAX_LENGTH - 2)])[0])
     reply = both.server.post(RERANK, {"query": "a", "documents": [LONG], "truncate": True})
     assert reply.json()["usage"]["total_tokens"] == MAX_LENGTH
 
@@ -197,7 +202,7 @@ def test_prompts_by_name_and_by_type(both: Both, monkeypatch: pytest.MonkeyPatch
         ({"input_type": "document"}, document), ({"input_type": "query"}, query), ({}, both.embed(["hello"])),
     ):  # fmt: skip
         found = values(both.server.post(EMBEDDINGS, {"input": "hello", **given}))
-        np.testing.assert_array_equal(found, expected)
+        require_same(found, expected)
     for name, value in (("prompt_name", "passage"), ("input_type", "query")):
         reply = both.server.post(EMBEDDINGS, {"input": [2, 5, 3], name: value})
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, name)
@@ -221,8 +226,8 @@ def test_langchain(both: Both) -> None:
         model=EMBEDDER, base_url=f"{both.server.url}/v1", api_key=SecretStr("none"), check_embedding_ctx_length=False
     )
     found = np.array(client.embed_documents(["hello", "world"]), np.float32)
-    np.testing.assert_array_equal(found, both.embed(["hello", "world"]))
-    np.testing.assert_array_equal(np.array(client.embed_query("hello"), np.float32), found[0])
+    require_same(found, both.embed(["hello", "world"]))
+    require_same(np.array(client.embed_query("hello"), np.float32), found[0])
 
 
 def test_ollama_names_all_models(both: Both) -> None:
@@ -250,12 +255,12 @@ def test_every_route_takes_the_name_with_and_without_its_tag(both: Both, tag: st
 def test_ollama(both: Both) -> None:
     reply = both.server.post("/api/embed", {"model": EMBEDDER + ":latest", "input": ["hello", LONG], "dimensions": 7})
     found = np.array(reply.json()["embeddings"], np.float32)
-    np.testing.assert_array_equal(found[0], both.embed(["hello"], 7)[0])
+    require_same(found[0], both.embed(["hello"], 7)[0])
     assert found.shape == (2, 7)
     assert reply.json()["prompt_eval_count"] > MAX_LENGTH
     assert both.server.post("/api/embed", {"model": EMBEDDER, "input": ""}).json()["embeddings"] == []
     one = both.server.post("/api/embeddings", {"model": EMBEDDER, "prompt": "hello", "keep_alive": "5m"})
-    np.testing.assert_array_equal(np.array(one.json()["embedding"], np.float32), both.embed(["hello"])[0])
+    require_same(np.array(one.json()["embedding"], np.float32), both.embed(["hello"])[0])
     assert one.headers["x-ignored-fields"] == "keep_alive"
     assert both.server.post("/api/embeddings", {"model": EMBEDDER, "prompt": ""}).json() == {"embedding": []}
 
@@ -363,7 +368,7 @@ def test_request_goes_on_in_the_next_process(both: Both) -> None:
     found = values(both.server.post(EMBEDDINGS, {"input": texts}))
     killing.join()
     assert engine.num_restarts == restarts + 1
-    np.testing.assert_array_equal(found[[0, 399]], both.embed([texts[0], texts[399]]))
+    require_same(found[[0, 399]], both.embed([texts[0], texts[399]]))
 
 
 def test_disconnect_cancels(both: Both) -> None:
