@@ -80,8 +80,8 @@ def without_annotations(schema: Any) -> Any:
 def _hold(schema: Schema) -> Schema:
     """Return one schema without unknown formats and with bounds, and with `anyOf` for a `oneOf` whose options a
     discriminator tells apart; raise for numbers that cannot be held."""
-    for key in ("const", "enum", *OF_NUMBERS):
-        _require_exact(key, schema.get(key))
+    for key in schema.keys() & {"const", "enum", *OF_NUMBERS}:
+        _require_exact(key, schema[key])
     step = schema.get("multipleOf", 1)
     if _is_number(step) and step <= 0:
         raise ValueError(f"multipleOf is {step}: it must be above 0")
@@ -109,6 +109,8 @@ def _with_bounds(schema: Schema) -> Schema:
     stays so: llguidance allows no exponent where there is one."""
     types = schema["type"] if isinstance(schema.get("type"), (str, list)) else ()
     is_number, is_integer = "number" in types, "integer" in types and "number" not in types
+    if not is_integer and schema.keys().isdisjoint(OF_NUMBERS):
+        return schema
     ends: dict[str, float] = {}  # of the value, of the negated value for a minimum: the smaller, the narrower
     for key in (key for key in LOWER + UPPER if _is_number(schema.get(key))):
         side, end = (LOWER, -schema[key]) if key in LOWER else (UPPER, schema[key])
@@ -142,10 +144,11 @@ def share_numbers(schema: Schema) -> Schema:
     names: dict[str, str] = {}
 
     def share(inner: Schema) -> Schema:
-        kept = {key: inner[key] for key in sorted(inner) if key not in ANNOTATIONS}
-        if kept.keys() - OF_NUMBERS != {"type"} or not any(_is_number(kept.get(key)) for key in OF_NUMBERS):
+        if inner.keys() - OF_NUMBERS - ANNOTATIONS != {"type"} or not any(
+            _is_number(inner.get(key)) for key in OF_NUMBERS
+        ):
             return inner
-        text = json.dumps(kept)
+        text = json.dumps({key: inner[key] for key in sorted(inner.keys() - ANNOTATIONS)})
         return {"$ref": f"#/$defs/{names.setdefault(text, f'number-{len(names)}')}"}
 
     shared = map_schemas(schema, share)
@@ -180,7 +183,7 @@ class _Closer:
 
     def close(self, schema: Any, *, is_part: bool = False) -> Any:
         """Close the objects of a schema; of a part, with which others describe the same value, only those inside."""
-        if not isinstance(schema, dict):
+        if not isinstance(schema, dict) or schema.keys().isdisjoint(STRUCTURE):
             return schema
         if is_part or self._is_choice(schema):
             return self._close_inside(schema, is_part)
