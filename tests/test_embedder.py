@@ -20,6 +20,7 @@ from llm_worker_rbee.errors import (
     UnsupportedModelError,
 )
 from tests.helpers.tiny_encoders import MAX_LENGTH, PROMPTS, VOCAB, WIDTH, write_encoder
+from tests.helpers.tiny_pooling import require_same
 
 TEXTS = ["the cat sat on the mat", "a dog", "", "where is the blue bird ?", "who ran under a green rug .", "sky"]
 
@@ -51,10 +52,10 @@ def test_embed_gives_float32_rows_of_length_one(embedder: Embedder) -> None:
 
 
 @pytest.mark.parametrize("budget", [1, 40, 4096])
-def test_rows_have_the_same_bits_alone_and_in_any_batch(embedder: Embedder, folder: Path, budget: int) -> None:
+def test_rows_are_the_same_alone_and_in_any_batch(embedder: Embedder, folder: Path, budget: int) -> None:
     rows = Embedder(folder, backend="reference", max_step_tokens=budget).embed(TEXTS * 3)
     for i, row in enumerate(rows):
-        np.testing.assert_array_equal(row, embedder.embed(TEXTS[i % len(TEXTS)]))
+        require_same(row, embedder.embed(TEXTS[i % len(TEXTS)]))
 
 
 def test_thousands_of_inputs_come_back_in_order(embedder: Embedder) -> None:
@@ -62,18 +63,18 @@ def test_thousands_of_inputs_come_back_in_order(embedder: Embedder) -> None:
     ids = [[first + i % 26] * (1 + i % 7) for i in range(5_000)]
     rows = embedder.embed(ids)
     assert rows.shape == (5_000, WIDTH)
-    np.testing.assert_array_equal(rows[:182], rows[182:364])  # 26 tokens in 7 lengths
+    require_same(rows[:182], rows[182:364])  # 26 tokens in 7 lengths
     assert len(np.unique(rows.round(4), axis=0)) == 182
-    np.testing.assert_array_equal(rows[4_999], embedder.embed(ids[4_999]))
+    require_same(rows[4_999], embedder.embed(ids[4_999]))
 
 
 def test_embed_token_ids_as_texts(embedder: Embedder) -> None:
     ids = [embedder.tokenize(text) for text in TEXTS]
     assert ids[2] == [VOCAB.index("[CLS]"), VOCAB.index("[SEP]")]
     expected = embedder.embed(TEXTS)
-    np.testing.assert_array_equal(embedder.embed(ids), expected)
-    np.testing.assert_array_equal(embedder.embed(np.array(ids[0])), expected[0])
-    np.testing.assert_array_equal(embedder.embed([np.array(one) for one in ids]), expected)
+    require_same(embedder.embed(ids), expected)
+    require_same(embedder.embed(np.array(ids[0])), expected[0])
+    require_same(embedder.embed([np.array(one) for one in ids]), expected)
 
 
 def test_dimensions_are_cut_before_normalization(embedder: Embedder) -> None:
@@ -224,4 +225,4 @@ def test_threads_may_share_an_embedder(embedder: Embedder) -> None:
         found = list(pool.map(embedder.embed, [TEXTS[:3], TEXTS[3:], TEXTS[1:2], TEXTS]))
     expected = embedder.embed(TEXTS)
     for rows, part in zip(found, (slice(3), slice(3, None), slice(1, 2), slice(None)), strict=True):
-        np.testing.assert_array_equal(rows, expected[part])
+        require_same(rows, expected[part])

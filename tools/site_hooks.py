@@ -32,7 +32,7 @@ API_NAMES = (
     "engine.request.SamplingParams",
     "generation.Completion",
     "generation.Chunk",
-    "engine.structured_outputs.StructuredOutputsParams",
+    "structured_outputs.params.StructuredOutputsParams",
     "tokenizer.chat_events.Tool",
     "tokenizer.chat_events.ToolCall",
 )

@@ -17,6 +17,7 @@ from llm_worker_rbee import Embedder, Reranker
 from llm_worker_rbee.cli import embed as embed_module
 from tests.helpers.process import spawn as spawn_process
 from tests.helpers.tiny_encoders import MAX_LENGTH, WIDTH, write_encoder
+from tests.helpers.tiny_pooling import require_same
 
 from .conftest import Run, environment
 
@@ -62,7 +63,7 @@ def test_embed_writes_chunk_by_chunk(
     monkeypatch.setattr(embed_module, "MAX_CHUNK_TEXTS", 2)
     (tmp_path / "in.txt").write_text("\n".join(TEXTS * 3) + "\n")
     assert cli("embed", tmp_path / "in.txt", "-o", tmp_path / "out.npy", *options(model)).returncode == 0
-    np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), np.tile(expected, (3, 1)))
+    require_same(np.load(tmp_path / "out.npy"), np.tile(expected, (3, 1)))
 
 
 def test_embed_json_lines_keeps_ids(cli: Run, model: Path, tmp_path: Path, expected: Any) -> None:
@@ -74,7 +75,7 @@ def test_embed_json_lines_keeps_ids(cli: Run, model: Path, tmp_path: Path, expec
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["index"] for line in found] == [0, 1, 2, 3, 4]
     assert [line.get("id") for line in found] == [0, 1, 2, None, None]
-    np.testing.assert_array_equal(np.array([line["embedding"] for line in found], np.float32), expected)
+    require_same(np.array([line["embedding"] for line in found], np.float32), expected)
     piped = cli("embed", "-o", tmp_path / "out.jsonl", "--input-format", "jsonl", *options(model), stdin=texts.encode())
     assert piped.returncode == 0
     assert (tmp_path / "out.jsonl").read_bytes() == done.stdout

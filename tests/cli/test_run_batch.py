@@ -122,7 +122,7 @@ def test_batch_on_terminal_draws_bar(terminal: Callable[..., Terminal], tiny: Pa
         ("[" * 100_000, "line 2 is not JSON"),
         ('{"messages": [{}]}', "line 2: messages[0] must have a role"),
         ('{"messages": ["x"]}', "line 2: messages[0]"),
-        ('{"prompt": "\\ud800"}', "line 2: the text is not valid Unicode"),
+        ('{"prompt": "\\ud800"}', "line 2: messages[0] is not valid Unicode"),
         ('{"prompt": "a", "max_tokens": 256}', "line 2: the prompt has"),
         ('{"prompt": "a", "logit_bias": {"x": 1}}', "line 2: logit_bias"),
         ('{"prompt": "a", "logit_bias": {"99999": 1}}', "line 2: logit_bias names token 99999"),

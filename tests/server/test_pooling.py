@@ -26,7 +26,7 @@ from llm_worker_rbee.server import pooling as service_module
 from llm_worker_rbee.server.pooling_reply import shorten
 from llm_worker_rbee.token_engine import pooling_supervisor
 from tests.helpers.server import Server, until
-from tests.helpers.tiny_pooling import MAX_LENGTH, NAMES, TASKS, WIDTH, WORDS, pooling_models
+from tests.helpers.tiny_pooling import MAX_LENGTH, NAMES, TASKS, WIDTH, WORDS, pooling_models, require_same
 
 EMBEDDER, RANKER = NAMES["embedding"], NAMES["rerank"]
 EMBEDDINGS, RERANK, SCORE = "/v1/embeddings", "/v1/rerank", "/v1/score"
@@ -59,11 +59,6 @@ def both(load: Callable[..., LLM], tmp_path_factory: pytest.TempPathFactory) -> 
     settings = {"embedding_model": EMBEDDER, "rerank_model": RANKER, "max_pooling_body": 8 << 20}
     with Server(load, pooling=pooling_models(folder), **settings) as running:
         yield Both(running.ready(), folder)
-
-
-def require_same(found: Floats, expected: Floats) -> None:
-    """But for rounding: the bits of the reference's products, by BLAS, depend on the batch on some CPUs."""
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
 
 
 def values(reply: httpx.Response) -> Floats:

@@ -20,7 +20,7 @@ from llm_worker_rbee.token_engine import pooling_supervisor
 from llm_worker_rbee.token_engine.pooling_supervisor import SupervisedPooling
 from llm_worker_rbee.token_engine.protocol import Load
 from tests.helpers.process import is_alive
-from tests.helpers.tiny_pooling import MAX_LENGTH, WORDS, load_of, write_bert
+from tests.helpers.tiny_pooling import MAX_LENGTH, WORDS, load_of, require_same, write_bert
 
 LIMIT_S = 120
 # A sitecustomize module: an engine that computes the token 77 dies.
@@ -77,10 +77,10 @@ def test_rows_are_the_same_alone_in_a_batch_and_after_a_death(folder: Path, monk
             await asyncio.sleep(0.001)
         os.kill(engine._child.process.pid, signal.SIGKILL)
         for found, rows in zip(await asyncio.gather(*computing), expected, strict=True):
-            np.testing.assert_array_equal(found, rows)
+            require_same(found, rows)
         assert (engine.num_restarts, engine.status(), engine.num_requests) == (1, "healthy", 0)
         await engine.restart()
-        np.testing.assert_array_equal(await engine.compute(given[1]), expected[1])
+        require_same(await engine.compute(given[1]), expected[1])
 
     run(main, msgspec.structs.replace(load_of(folder), nice=nice))
 
