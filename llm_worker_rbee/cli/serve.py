@@ -357,6 +357,7 @@ def _open_text(path: Path, template_path: Path | None, opening: Future[TextModel
         sizes = config.vocab_size, config.context_length
         text_model = TextModel(open_tokenizer(checkpoint), checkpoint.path.name, *sizes, defaults, template)
         opening.set_result(_check_template(text_model, template_path))
+        text_model.grammar_checker.start()
     except Exception as error:
         opening.set_exception(error)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +35,8 @@ MIN_COUNTED_BYTES = 4 << 10  # each piece of work counts as at least this
 MAX_QUEUED_BYTES = 32 << 20  # of large and of small work each, unless given; one piece alone may be larger
 EMA_WEIGHT = 0.3
 MAX_RETRY_S = 60
-NUM_CHECKS, MAX_QUEUED_CHECKS = 2, 32  # of grammars: at once, and with those that wait
+# Checks of grammars: at once, so that streams keep half of the cores, and with those that wait.
+NUM_CHECKS, MAX_QUEUED_CHECKS = max(1, (os.cpu_count() or 1) // 2), 32
 QUEUED_CHECKS = f"{MAX_QUEUED_CHECKS} grammars of other requests wait to be checked"
 INLINE_BYTES = 256  # of texts that are tokenized in the event loop: about 0.2 ms
 LONG_TEXT_FACTOR = 6  # characters for each token of the context: few texts that are longer fit

@@ -18,6 +18,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,6 +68,18 @@ class GrammarChecker:
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
         self._lock = threading.Lock()
         weakref.finalize(self, _stop_all, self._idle)
+
+    def start(self) -> None:
+        """Start a process ahead of the first check, to import what it needs."""
+        with suppress(OSError, MissingDependencyError):  # what is wrong is reported when it is needed
+            process = self._start_process(time.monotonic() + MAX_WAIT_S)
+            with self._lock:
+                self._idle.append(process)
+
+    def _start_process(self, deadline: float) -> PipeProcess:
+        process = PipeProcess([sys.executable, "-I", "-S", grammar_process.__file__, _library_path()])
+        process.write(self._setup, deadline)
+        return process
 
     def recall(self, params: StructuredOutputsParams) -> StructuredOutputsParams | None:
         """Return what `check` returned before, or raise what it raised; None for what was not checked yet."""
