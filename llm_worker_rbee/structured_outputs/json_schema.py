@@ -231,7 +231,7 @@ class _Closer:
         return f"#/$defs/{self._copies[reference, is_part]}"
 
     def _parts(self, schema: Any, keys: tuple[str, ...] = ("allOf", "anyOf", "oneOf")) -> list[Schema]:
-        """Return all schemas that describe the same value as one, that one first; none where it cannot be told."""
+        """Return all schemas that describe the same value as one, that one first; none where that is not known."""
         parts, known = [schema], {id(schema)}
         for part in parts:  # which grows
             self._num_visits += 1
