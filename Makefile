@@ -4,6 +4,7 @@
 #   make serve       serve the default model over HTTP
 #   make test        lint, types, architecture, tests
 #   make test-extra  tests of clusters, with Ray in an environment of its own, of clients likewise, a soak, emulated Arm
+#   make test-real   tests with real model files, in the folder LLM_WORKER_REAL_MODELS
 #   make docs        build the documents as a site in site/
 #   make pages       write the generated pages and the chart from the saved runs in docs/results
 #   make evidence    measure everything that they show again (half an hour on a quiet machine), and write them
@@ -24,11 +25,11 @@ WORKERS ?= auto
 CHROMIUM ?= /usr/bin/chromium
 DEMO_PROMPT ?= What is the capital of France, and what is it famous for? Answer in one sentence.
 
-.PHONY: demo serve test test-agents test-clients test-extra test-cluster browser lint types docs pages evidence clean
+.PHONY: demo serve test test-agents test-clients test-extra test-real test-cluster browser lint types docs pages evidence clean
 .PHONY: help FORCE
 
 help:
-	@sed -n '3,11s/^# *//p' Makefile
+	@sed -n '3,12s/^# *//p' Makefile
 
 demo: $(VENV)/.core
 	@$(BIN)/python -m llm_worker_rbee run --temperature 0 --max-tokens 32 "$(DEMO_PROMPT)"
@@ -63,6 +64,10 @@ test-agents: $(VENV)/.dev
 CLIENT_NAMES := $(basename $(notdir $(wildcard tests/extra/clients/*.txt)))
 test-clients: $(VENV)/.dev $(CLIENT_NAMES:%=$(CLIENTS)/%/.made)
 	LLM_WORKER_CLIENTS=$(CLIENTS) $(BIN)/python -m pytest -rs tests/extra/test_python_clients.py
+
+# Real model files in the folder LLM_WORKER_REAL_MODELS, behind a real server, with clients that others wrote.
+test-real: $(VENV)/.dev $(CLIENT_NAMES:%=$(CLIENTS)/%/.made)
+	LLM_WORKER_CLIENTS=$(CLIENTS) $(BIN)/python -m pytest -rs tests/real
 
 test-cluster: $(VENV)/.extra
 	$(BIN)/python -m pytest --disable-warnings --confcutdir tests/cluster tests/cluster

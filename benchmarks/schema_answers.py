@@ -3,8 +3,10 @@ the schema does not name.
 
     python benchmarks/schema_answers.py ours=http://127.0.0.1:8080 llama-server=http://127.0.0.1:8081
 
-Each server answers each schema once, greedily, by the chat route of OpenAI. With `--compact` a server is asked a second
-time without whitespace (`x-guidance`, an extension of llguidance that other servers ignore). Needs `jsonschema_rs`.
+Each server answers each schema once, greedily, by the chat route of OpenAI. With `--samples 5` it answers five more
+times at a temperature of 0.7: greedy answers of two servers part at the first tie in the last bits, and one of the two
+texts may run on. With `--compact` a server is asked again without whitespace (`x-guidance`, an extension of llguidance
+that other servers ignore). Needs `jsonschema_rs`.
 """
 
 from __future__ import annotations
@@ -143,11 +145,12 @@ def close(schema: Any) -> Any:
     return {**closed, "additionalProperties": False} if schema.get("type") == "object" else closed
 
 
-def ask(url: str, prompt: str, schema: dict[str, Any], max_tokens: int) -> Outcome:
-    """Return what a server answers to a prompt."""
+def ask(url: str, prompt: str, schema: dict[str, Any], max_tokens: int, seed: int = 0) -> Outcome:
+    """Return what a server answers to a prompt, sampled with a seed but for seed 0."""
     response_format = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     messages = [{"role": "user", "content": f"{prompt} Answer in JSON."}]
-    body = {"messages": messages, "max_tokens": max_tokens, "temperature": 0, "response_format": response_format}
+    sampling = {"seed": seed, "temperature": 0.7} if seed else {"temperature": 0}
+    body = {"messages": messages, "max_tokens": max_tokens, **sampling, "response_format": response_format}
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )
@@ -170,6 +173,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("servers", nargs="+", metavar="NAME=URL")
     parser.add_argument("--compact", action="store_true", help="ask each server without whitespace, too")
+    parser.add_argument("--samples", type=int, default=0, help="sampled answers beside the greedy one")
     parser.add_argument("--max-tokens", type=int, default=300)
     parser.add_argument("--show", action="store_true", help="print answers that are not complete and closed")
     options = parser.parse_args()
@@ -179,20 +183,26 @@ def main() -> None:
         name, _, url = server.partition("=")
         for is_compact in (False, True) if options.compact else (False,):
             style = {"x-guidance": {"whitespace_flexible": False}} if is_compact else {}
-            start = time.perf_counter()
-            outcomes = {
-                key: ask(url.rstrip("/"), prompt, {**schema, **style}, options.max_tokens)
-                for key, (prompt, schema) in SCHEMAS.items()
-            }
-            complete = [outcome for outcome in outcomes.values() if outcome.is_complete]
-            closed = sum(outcome.is_closed for outcome in complete)
-            tokens, seconds = sum(outcome.num_tokens for outcome in outcomes.values()), time.perf_counter() - start
-            label = f"{name}, compact" if is_compact else name
-            print(f"| {label} | {len(complete)} of {len(outcomes)} | {closed} | {tokens} | {seconds:.1f} |", flush=True)
-            if options.show:
-                for key, outcome in outcomes.items():
-                    if not (outcome.is_complete and outcome.is_closed):
-                        print(f"    {key}: {outcome.text[:300]!r}")
+            for seeds in ((0,), range(1, options.samples + 1)) if options.samples else ((0,),):
+                start = time.perf_counter()
+                outcomes = [
+                    (key, ask(url.rstrip("/"), prompt, {**schema, **style}, options.max_tokens, seed))
+                    for key, (prompt, schema) in SCHEMAS.items()
+                    for seed in seeds
+                ]
+                seconds = time.perf_counter() - start
+                label = ", ".join([name, *(["compact"] if is_compact else []), *(["sampled"] if seeds[0] else [])])
+                report(label, outcomes, seconds, show=options.show)
+
+
+def report(label: str, outcomes: list[tuple[str, Outcome]], seconds: float, *, show: bool) -> None:
+    """Print a row of the table."""
+    complete = [outcome for _, outcome in outcomes if outcome.is_complete]
+    closed, tokens = sum(outcome.is_closed for outcome in complete), sum(o.num_tokens for _, o in outcomes)
+    print(f"| {label} | {len(complete)} of {len(outcomes)} | {closed} | {tokens} | {seconds:.1f} |", flush=True)
+    for key, outcome in outcomes if show else ():
+        if not (outcome.is_complete and outcome.is_closed):
+            print(f"    {key}: {outcome.text[:300]!r}")
 
 
 if __name__ == "__main__":

@@ -15,8 +15,9 @@ from typing import Any
 from ..tokenizer.chat_values import look_up
 
 Schema = dict[str, Any]
-# Whitespace between the parts of a JSON document: as much as indented printing takes, never without end.
-JSON_SPACES = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
+# Whitespace between the parts of a JSON document: a space, or a new line with its indentation. Small models that may
+# write more go on with it to the end.
+JSON_SPACES = {"whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,40}"}
 ANNOTATIONS = frozenset({"description", "title", "examples", "default", "$comment", "deprecated"})
 FORMATS = frozenset({  # of draft 2020-12; others are annotations
     "date", "date-time", "duration", "email", "hostname", "idn-email", "idn-hostname", "ipv4", "ipv6", "iri",
