@@ -77,7 +77,7 @@ class TextModel:
     def grammar_checker(self) -> GrammarChecker:
         """Checks every grammar of a request before an engine gets it."""
         tokenizer = self.tokenizer
-        special = {token: tokenizer.piece(token) for token in range(self.vocab_size) if tokenizer.is_special(token)}
+        special = {token: tokenizer.piece(token) for token in tokenizer.control_ids if token < self.vocab_size}
         return GrammarChecker(self.vocab_size, special)
 
     def check_answer_grammar(

@@ -114,11 +114,11 @@ class TokenTable:
         if tokenizer.decode_error is not None:
             raise InvalidRequestError(f"{FIELD} cannot be used with this model: {tokenizer.decode_error}", FIELD)
         tokenizer.pad_to(vocab_size)
-        self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)]
+        self.tokens = list(map(tokenizer.token_bytes, range(vocab_size)))
         self.eos_ids = sorted(token for token in tokenizer.eos_ids if token < vocab_size)
         # Tokens that a grammar names: llguidance rolls back the right number of bytes only if they are special.
         named = {token for token in marker_ids(tokenizer).values() if token < vocab_size}
-        special = (token for token in range(vocab_size) if tokenizer.is_special(token))
+        special = (token for token in tokenizer.control_ids if token < vocab_size)
         self._special = frozenset({*special, *self.eos_ids, *named})
         self.special_token_ids = sorted(self._special)
         self.eos_token_id = self.eos_ids[0] if self.eos_ids else vocab_size - 1

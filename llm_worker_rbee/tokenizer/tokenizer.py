@@ -59,6 +59,8 @@ def _byte_alphabet() -> dict[int, str]:
 
 BYTE_TO_CHAR = _byte_alphabet()
 CHAR_TO_BYTE = {char: byte for byte, char in BYTE_TO_CHAR.items()}
+# For `str.translate`: characters to those of their byte's number, and those below 256 that stand for no byte to none.
+_TO_LATIN_1 = dict.fromkeys(range(256), "\uffff") | {ord(char): byte for char, byte in CHAR_TO_BYTE.items()}
 
 
 def parse_byte_token(text: str) -> int | None:
@@ -175,8 +177,8 @@ class Vocabulary:
             is_first = not text.startswith(CONTINUATION)
             return (f" {text}" if is_first else text.removeprefix(CONTINUATION)).encode()
         try:
-            return bytes([CHAR_TO_BYTE[char] for char in text])
-        except KeyError:
+            return text.translate(_TO_LATIN_1).encode("latin-1")
+        except UnicodeEncodeError:
             return text.encode()  # not in the byte alphabet: added as plain text
 
 

@@ -315,7 +315,8 @@ def test_objects_of_many_optional_properties_run(
         last = f'{{"p0":"", "p{num_properties - 1}":'.encode()
         answer = answer_of(model, compiler, guided(compiler, 20, json={**schema, **more}, generated=list(last)))
         assert answer.finish in ("stop", "length")
-        assert text_of(answer).strip().startswith('"')
+        text = b"".join(map(tiny_models.token_bytes, answer.tokens))  # its end may lie inside a character
+        assert text.strip().startswith(b'"')
 
 
 @pytest.mark.parametrize("in_chat", [False, True])
