@@ -71,7 +71,8 @@ def _rename_field(error: InvalidRequestError, request: GenerateRequest) -> None:
     """Call the field that an error is about what the dialect calls it."""
     if error.field == FIELD:
         error.field = request.structured_outputs_field
-        error.args = (re.sub(rf"^{FIELD}\.\w+", request.structured_outputs_field, str(error)), *error.args[1:])
+        if error.field != FIELD:
+            error.args = (re.sub(rf"^{FIELD}\.\w+", request.structured_outputs_field, str(error)), *error.args[1:])
     elif error.field == "messages":
         error.field = request.messages_field
     elif isinstance(error, ToolSchemaError) and request.tool_places:

@@ -8,11 +8,12 @@ from typing import Any
 
 from ..tokenizer.chat_events import ChatOptions, Tool, thinking_variables
 from .bodies import require
-from .schema import FieldType, Schema, ValidationIssue, array_schema, object_schema, type_name
+from .schema import BoundedObject, FieldType, Schema, ValidationIssue, array_schema, object_schema, type_name
 
 MAX_TOOLS = 512
 MAX_TOOL_NAME = 256
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+TOOL_SCHEMA = BoundedObject(max_values=100_000, max_depth=100)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +48,11 @@ def check_function(name: str, function: Any) -> ValidationIssue | None:
     called = function.get("name")
     if not isinstance(called, str) or not 1 <= len(called) <= MAX_TOOL_NAME:
         return ValidationIssue(name, "length", f"{name}.name must have 1 to {MAX_TOOL_NAME} characters")
-    for key, kind in (("description", str), ("parameters", dict), ("strict", bool)):
+    for key, kind, article in (("description", str, "a string"), ("strict", bool, "true or false")):
         if function.get(key) is not None and not isinstance(function[key], kind):
-            return ValidationIssue(name, "type", f"{name}.{key} is {type_name(function[key])}")
-    return None
+            return ValidationIssue(name, "type", f"{name}.{key} must be {article}, not {type_name(function[key])}")
+    parameters = function.get("parameters")
+    return None if parameters is None else TOOL_SCHEMA.validate(f"{name}.parameters", parameters)
 
 
 def to_tool(function: Mapping[str, Any]) -> Tool:

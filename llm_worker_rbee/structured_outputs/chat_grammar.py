@@ -83,8 +83,9 @@ def _allowed_tools(options: ChatOptions) -> list[Tool]:
     return [] if options.tool_choice == "none" else options.tools
 
 
-def _quote(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False) if text else ""
+def quote(text: str) -> str:
+    """Return a text as a literal of Lark, which allows no DEL; nothing for an empty one."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f") if text else ""
 
 
 def _regex(text: str) -> str:
@@ -130,7 +131,7 @@ class _Writer:
     def literal(self, text: str) -> str:
         """Return a text as a sequence of strings and tokens."""
         pieces = self._pieces(text)
-        return " ".join(f"<[{piece}]>" if isinstance(piece, int) else _quote(piece) for piece in pieces)
+        return " ".join(f"<[{piece}]>" if isinstance(piece, int) else quote(piece) for piece in pieces)
 
     def _pieces(self, text: str) -> list[str | int]:
         if not self._ids:
@@ -156,7 +157,7 @@ class _Writer:
         if isinstance(pieces[0], int):
             count = "*" if limit is None else f"{{0,{limit}}}"
             body = "" if limit == 0 else f"{self._tokens(pieces[0])}{count} "
-            return body + " ".join(f"<[{piece}]>" if isinstance(piece, int) else _quote(piece) for piece in pieces)
+            return body + " ".join(f"<[{piece}]>" if isinstance(piece, int) else quote(piece) for piece in pieces)
         count = "*" if limit is None else f"{{0,{CHARS_PER_TOKEN * limit}}}"
         lazy = self.rule(rf"/(.|\n){count}{_regex(pieces[0])}/", options="[lazy]")
         rest = end[len(pieces[0]) :]
@@ -183,7 +184,7 @@ class _Writer:
         if kind == "regex":
             return self.rule(f"/{escape_slashes(value)}/", is_terminal=True)
         if kind == "choice":
-            return self.rule(" | ".join(map(_quote, value)), is_terminal=True)
+            return self.rule(" | ".join(map(quote, value)), is_terminal=True)
         lark = re.sub(r"^\s*%llguidance\s*\{\s*\}", "", value)
         return self.rule(f"%lark {{\n{lark}\n}}")
 
@@ -225,7 +226,7 @@ class _Writer:
         shape = self._tools
         name = json.dumps(tool.name, ensure_ascii=False)[1:-1] if shape.kind == "json" else tool.name
         if shape.kind == "pythonic":
-            return f"{self.literal(head + name + '(')} {self._items(tool, '=', ', ')} {_quote(')')}"
+            return f"{self.literal(head + name + '(')} {self._items(tool, '=', ', ')} {quote(')')}"
         if shape.name_is_id:
             text = f"{self.literal(head + 'functions.' + name + ':')} /[0-9]+/ {self.literal(shape.name_suffix)}"
         else:
@@ -282,7 +283,7 @@ class _Writer:
             end = shape.argument_end.replace(KEY, key)
             types = schema_types(schema, schema)
             if isinstance(schema.get("enum"), list) and types == {"string"}:
-                choices = " | ".join(_quote(value) for value in schema["enum"] if value)
+                choices = " | ".join(quote(value) for value in schema["enum"] if value)
                 value, suffix = f"({choices}) {self.literal(end)}", shape.argument_name_suffix
             elif not types or "string" in types:
                 value, suffix = self._text_until(end), shape.argument_name_suffix
@@ -339,13 +340,13 @@ class _Writer:
         rules = {
             "integer": f"/{_INTEGER}/",
             "number": f"/{_NUMBER}/",
-            "boolean": f"{_quote(words[0])} | {_quote(words[1])}",
+            "boolean": f"{quote(words[0])} | {quote(words[1])}",
         }
-        return self.rule(rules.get(kind, _quote(words[2])))
+        return self.rule(rules.get(kind, quote(words[2])))
 
     def _list(self, opening: str, item: str, closing: str) -> str:
-        joint = _quote(", " if self._tools.kind == "pythonic" else ",")
-        return self.rule(f"{_quote(opening)} ({item} ({joint} {item})*)? {_quote(closing)}")
+        joint = quote(", " if self._tools.kind == "pythonic" else ",")
+        return self.rule(f"{quote(opening)} ({item} ({joint} {item})*)? {quote(closing)}")
 
     def _object(self, schema: dict[str, Any], depth: int) -> str:
         properties, required = schema.get("properties"), schema.get("required")
@@ -389,11 +390,11 @@ class _Writer:
             return (
                 self.literal(f"{GEMMA_QUOTE}{value}{GEMMA_QUOTE}")
                 if isinstance(value, str) and not is_key
-                else _quote(text)
+                else quote(text)
             )
         colon = ": " if is_key else ""
         spellings = [repr(value), json.dumps(value, ensure_ascii=False)] if isinstance(value, str) else [repr(value)]
-        return self.rule(" | ".join(dict.fromkeys(_quote(text + colon) for text in spellings)))
+        return self.rule(" | ".join(dict.fromkeys(quote(text + colon) for text in spellings)))
 
     # ------------------------------------------------------------------ free text
 
@@ -420,7 +421,7 @@ class _Writer:
             final = f"{self.literal(self.content_start)} {self._tokens()}*"
             return f"{final} | {self.calls(tools)}"
         text = f"{self._tokens(token)}*" if token is not None else self.rule(r"/(.|\n)*/", is_terminal=True)
-        begin = f"{text} <[{token}]>" if token is not None else self.rule(f"{text} {_quote(opener)}", options="[lazy]")
+        begin = f"{text} <[{token}]>" if token is not None else self.rule(f"{text} {quote(opener)}", options="[lazy]")
         return f"({begin} {call})* {text}" if many else f"{begin} {call} | {text}"
 
     def text_without_reasoning(self) -> str:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import GrammarDeadEndError, InvalidRequestError, WorkerError
 from ..tokenizer.chat_format import marker_ids
-from .chat_grammar import escape_slashes
+from .chat_grammar import escape_slashes, quote
 from .constraint import Constraint, lower_thread_priority
 from .json_schema import prepare_schema
 from .params import FIELD, StructuredOutputsParams
@@ -50,7 +50,10 @@ MAX_CACHED_GRAMMARS = 32
 MAX_CACHED_CHARS = 4 << 20
 MAX_SHARED_COMPILE_S = 0.02  # of a grammar whose lexer requests share
 MAX_REASON_CHARS = 300
-POSITION = re.compile(r"^at \d+\(\d+\): ")
+# Parts of llguidance's messages: a position, definitions that closing adds to a schema, expressions as it prints them.
+POSITION = re.compile(r"^(?:at )?\d+\(\d+\): ")
+ADDED_SCHEMA = re.compile(r"(?:json-schema:///)?#/\$defs/(?:closed|number)-\d+")
+EXPRESSION = re.compile(r":?\s+\((?:And|Or|Not|Concat|Repeat|Literal|Regex|SearchRegex)\b.*")
 NUM_THREADS = 2  # that compile
 ANCHOR = "\x02"  # a character that no token of a SentencePiece vocabulary has beside others
 MAX_GREEDY_BYTES = 32  # of a token
@@ -87,7 +90,7 @@ def to_grammar(params: StructuredOutputsParams) -> str:
     if params.regex is not None:
         return f"start: /{escape_slashes(params.regex)}/" if params.regex else 'start: ""'
     if params.choice is not None:
-        return f"start: CHOICE\nCHOICE: {' | '.join(json.dumps(text, ensure_ascii=False) for text in params.choice)}"
+        return f"start: CHOICE\nCHOICE: {' | '.join(map(quote, params.choice))}"
     return str(params.grammar)
 
 
@@ -102,6 +105,7 @@ def shorten(reason: str) -> str:
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     error = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
     text = (error or (lines[0] if lines else "no reason given")).partition("; following special tokens")[0]
+    text = EXPRESSION.sub("", ADDED_SCHEMA.sub("a part of it", text))
     return text if len(text) <= MAX_REASON_CHARS else f"{text[: MAX_REASON_CHARS - 3]}..."
 
 

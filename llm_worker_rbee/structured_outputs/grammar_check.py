@@ -27,7 +27,7 @@ from ..errors import MissingDependencyError, UnavailableError
 from ..machine import describe_exit
 from ..pipe_process import PipeProcess
 from . import grammar_process
-from .grammar import LIMITS, SLICES, invalid, shorten, to_grammar
+from .grammar import LIMITS, POSITION, SLICES, invalid, shorten, to_grammar
 from .grammar_process import MAX_CPU_S, MAX_MEMORY, MAX_WAIT_S
 from .params import StructuredOutputsParams
 
@@ -39,8 +39,7 @@ TOO_SLOW = f"it takes more than {MAX_CPU_S} s of processor time to compile"
 REASONS = {  # of what a child dies of
     -signal.SIGXCPU: TOO_SLOW,
     -signal.SIGABRT: f"it takes more than {MAX_MEMORY >> 20} MiB of memory to compile",
-    -signal.SIGSEGV: "it is nested too deeply, or has a chain of too many rules",
-    -signal.SIGBUS: "it is nested too deeply, or has a chain of too many rules",
+    **dict.fromkeys((-signal.SIGSEGV, -signal.SIGBUS), "it is nested too deeply, or has a chain of too many rules"),
 }
 # Literals and expressions of Lark, in which an attribute is text; attributes of rules that engines cannot hold.
 LARK_TEXT = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*')
@@ -100,6 +99,8 @@ class GrammarChecker:
         verdict = self._try(json.dumps({"grammar": text, "may_be_gbnf": params.kind == "grammar"}).encode() + b"\n")
         if verdict.grammar == text:
             verdict = verdict._replace(grammar="")
+        elif verdict.grammar:  # a position in it says nothing to the client
+            verdict = verdict._replace(reason=POSITION.sub("", verdict.reason))
         with self._lock:
             self._verdicts[_digest(params)] = verdict
             while len(self._verdicts) > MAX_REMEMBERED or self._num_chars() > MAX_REMEMBERED_CHARS:
@@ -111,9 +112,8 @@ class GrammarChecker:
         if attribute := LARK_ATTRIBUTE.search(rules):
             advice = f"use {attribute[1]} of the request"
             raise invalid("grammar", f"the attribute {attribute[1]} of a rule is not supported: {advice}")
-        largest = max(
-            (int(number) for ids in LARK_IDS.findall(rules) for number in re.findall(r"\d{1,18}", ids)), default=0
-        )
+        numbers = (int(number) for ids in LARK_IDS.findall(rules) for number in re.findall(r"\d{1,18}", ids))
+        largest = max(numbers, default=0)
         if self._vocab_size and largest >= self._vocab_size:
             raise invalid("grammar", f"{largest} is not a token id (0..{self._vocab_size - 1})")
 
@@ -128,10 +128,8 @@ class GrammarChecker:
                 reply = self._request(request)
                 if "reason" in reply:
                     return Verdict(reply.get("grammar", ""), shorten(reply["reason"]) if reply["reason"] else "")
-                if (reason := REASONS.get(reply["status"])) is not None:
-                    return Verdict("", reason)
-                if reply["cpu_s"] >= MAX_CPU_S:
-                    return Verdict("", TOO_SLOW)
+                if reply["status"] in REASONS or reply["cpu_s"] >= MAX_CPU_S:
+                    return Verdict("", REASONS.get(reply["status"], TOO_SLOW))
                 failure = describe_exit(reply["status"])
             except TimeoutError:
                 failure = "did not answer in time"
@@ -146,10 +144,7 @@ class GrammarChecker:
         deadline = time.monotonic() + MAX_WAIT_S + REPLY_MARGIN_S
         try:
             if process is None or process.poll() is not None:
-                process = PipeProcess(
-                    [sys.executable, "-I", "-S", str(Path(grammar_process.__file__)), _library_path()]
-                )
-                process.write(self._setup, deadline)
+                process = self._start_process(deadline)
             process.write(request, deadline)
             reply: dict[str, Any] = json.loads(process.read_line(deadline, MAX_REPLY_BYTES))
         except BaseException:

@@ -70,10 +70,9 @@ class GrammarTrial:
         try:
             if request["may_be_gbnf"]:
                 grammar = str(self._library.gbnf_to_lark.any_to_lark(grammar))
-        except RecursionError:
-            return {"reason": "it is nested too deeply"}
         except Exception as error:  # the converter of GBNF raises whatever its input leads to
-            return {"reason": str(error) or "it is not valid GBNF"}
+            reasons = {RecursionError: "it is nested too deeply", IndexError: "it ends inside a literal or a class"}
+            return {"reason": reasons.get(type(error), str(error)) or "it is not valid GBNF"}
         reason = str(self._library.LLMatcher.validate_grammar(grammar, None, limits=self._limits))
         if not reason:
             matcher = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)

@@ -53,6 +53,8 @@ class StructuredOutputsParams:
         elif not isinstance(value, bool if name == "json_object" else str):
             kind = "true or false" if name == "json_object" else "text"
             raise InvalidRequestError(f"{FIELD}.{name} must be {kind}, not {type(value).__name__}", FIELD)
+        if name == "regex" and len(value) - len(value.rstrip("\\")) & 1:
+            raise InvalidRequestError(f"{FIELD}.regex ends in a backslash that escapes nothing", FIELD)
         size = sum(map(len, value)) if name == "choice" else 0 if value is True else len(value)
         if size > MAX_CHARS:
             raise InvalidRequestError(f"{FIELD}.{name} has {size} characters: at most {MAX_CHARS} are allowed", FIELD)
@@ -93,11 +95,8 @@ def _describe(error: Exception) -> str:
 
 
 def _check_choices(choices: Any) -> tuple[str, ...]:
-    if (
-        isinstance(choices, str)
-        or not isinstance(choices, Sequence)
-        or not all(isinstance(one, str) for one in choices)
-    ):
+    is_list = isinstance(choices, Sequence) and not isinstance(choices, str)
+    if not is_list or not all(isinstance(text, str) for text in choices):
         raise InvalidRequestError(f"{FIELD}.choice must be a list of texts", FIELD)
     if not 1 <= len(choices) <= MAX_CHOICES or not all(choices):
         raise InvalidRequestError(f"{FIELD}.choice must have 1 to {MAX_CHOICES} texts, none of them empty", FIELD)

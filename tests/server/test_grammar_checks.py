@@ -64,6 +64,42 @@ def test_grammar_that_crashes_llguidance_is_400_in_every_dialect(server: Server,
     server.require_alive()
 
 
+@pytest.mark.parametrize("path", [CHATS, "/v1/responses", "/api/chat", "/v1/messages"])
+def test_tool_schema_that_is_nested_too_deeply_is_named(server: Server, path: str) -> None:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(300):
+        schema = {"type": "object", "properties": {"a": schema}}
+    tool: dict[str, Any] = {"name": "f", "parameters": schema}
+    if path == "/v1/messages":
+        tool = {"name": "f", "input_schema": schema}
+    elif path != "/v1/responses":
+        tool = {"type": "function", "function": tool}
+    else:
+        tool["type"] = "function"
+    prompt = {"input": "a"} if path == "/v1/responses" else {"messages": [USER]}
+    reply = server.post(path, {"model": "tiny", "max_tokens": 1, "tools": [tool], **prompt})
+    assert reply.status_code == 400
+    assert re.search(r"tools\[0\].* 60\d deep: at most 100000, 100 deep", reply.text), reply.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"structured_outputs": {"regex": "["}}, "structured_outputs.regex cannot be used"),
+        ({"structured_outputs": {"regex": "\\"}}, "structured_outputs.regex ends in a backslash"),
+        ({"grammar": "start: ["}, "grammar cannot be used"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "nothing"}}}},
+            "text.format cannot",
+        ),
+    ],
+)
+def test_responses_name_the_field_that_was_sent(server: Server, fields: dict[str, Any], field: str) -> None:
+    reply = server.post("/v1/responses", {"input": "a", **fields})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"].startswith(field)
+
+
 def hostile(number: int) -> dict[str, Any]:
     schema = {**SLOW, "title": f"number {number}"}
     return {

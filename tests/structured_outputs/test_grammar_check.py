@@ -147,6 +147,27 @@ def test_invalid_grammar_is_named_by_the_process(checker: GrammarChecker) -> Non
         checker.check(StructuredOutputsParams(json=schema))
 
 
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"grammar": 'root ::= [\\'}, "grammar cannot be used: it ends inside a literal or a class"),
+        ({"grammar": 'root ::= "a\\'}, "grammar cannot be used: it ends inside a literal or a class"),
+        ({"grammar": 'root ::= "\x7f"'}, "grammar cannot be used: lexer error"),
+        ({"json": {"type": "string", "pattern": "^x$", "const": "y"}}, "Unsatisfiable schema: Regex is empty"),
+        ({"json": {"allOf": [{"pattern": "^x$", "type": "string"}, {"const": "y"}]}}, "Regex is empty"),
+    ],
+)  # fmt: skip
+def test_reason_is_of_what_the_client_wrote(checker: GrammarChecker, fields: dict[str, Any], reason: str) -> None:
+    """No position in a text that it did not write, no expression as llguidance prints it."""
+    with pytest.raises(InvalidRequestError) as raised:
+        checker.check(StructuredOutputsParams(**fields))
+    assert str(raised.value).endswith(reason)
+
+
+def test_choice_may_have_any_character(checker: GrammarChecker) -> None:
+    checker.check(StructuredOutputsParams(choice=[chr(code) for code in range(256)]))
+
+
 def test_reasons_that_are_remembered_are_short_and_few(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

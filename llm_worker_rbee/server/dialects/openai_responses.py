@@ -40,7 +40,7 @@ from ..schema import (
 )
 from ..tools import EFFORTS, MAX_TOOL_NAME, MAX_TOOLS, chat_options, check_function, to_tool
 from . import Dialect, GenerateRoute, Handler, Operation, Route
-from .openai import COMMON, GUIDED, REASONING, error_body, structured_outputs
+from .openai import COMMON, GUIDED, REASONING, error_body, guiding_field, structured_outputs
 from .openai_responses_input import NO_STATE, Input, full_name
 from .openai_responses_printer import ResponsesPrinter, print_overflow
 
@@ -324,7 +324,8 @@ def parse_responses(body: bytes, options: ParseOptions) -> GenerateRequest:
     return GenerateRequest(
         **{name: values[name] for name in ("model", "stream", "priority", "timeout_ms")},
         prompts=[Conversation.encode(system + values["input"], chat)], params=params, ignored=ignored,
-        skipped=read.skipped, structured_outputs_field="text.format", messages_field="input",
+        skipped=read.skipped, messages_field="input",
+        structured_outputs_field="text.format" if text.get("format") else guiding_field(values),
         tool_places=[place for place, tool in zip(read.places, read.known, strict=True) if tool in tools],
         values={"echo": msgspec.json.encode(echo), "has_summary": summary is not None, "custom": read.custom,
                 "namespaces": read.namespaces},
