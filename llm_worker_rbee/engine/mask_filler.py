@@ -135,7 +135,7 @@ class MaskFiller:
                 request.constraint.fill(request.drafts)
             else:
                 request.constraint.finish_masks()
-                request.constraint.end_step(0.0)
+                request.constraint.end_step()
 
 
 def consume_outputs(

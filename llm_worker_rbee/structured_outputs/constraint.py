@@ -31,6 +31,7 @@ MAX_SEARCHED_STATES, MAX_BRANCHES, RANK_COST = 250, 8, 16
 # Processor time of a step of one grammar: to consume a token, look for forced ones and fill a mask. Beyond SLOW_STEP_S
 # the next step is computed beside those of other requests; a median of BUDGET_STEPS above MAX_STEP_S ends the request.
 SLOW_STEP_S, MAX_STEP_S, BUDGET_STEPS = 0.01, 0.1, 8
+WATCHED_S = 0.003  # of wall time, which costs less to read: processor time is read once a call took longer
 BACKGROUND_NICE = 5
 
 LEXER_ERROR = "lexer error:"  # of llguidance: too many states, or no fuel left
@@ -51,7 +52,7 @@ class Constraint:
         """
         self.masks: TokenMask | None = None  # of the step: for the next token, and after each draft
         self.num_words = -(-vocab_size // 32)
-        self._matcher, self._match_alone = matcher, match_alone
+        self.matcher, self._match_alone = matcher, match_alone
         self._tokens: list[int] = []
         self._eos_ids, self._table_eos_ids = frozenset(eos_ids), frozenset(table_eos_ids)
         self._not_eos = next(token for token in range(vocab_size) if token not in self._eos_ids)
@@ -59,6 +60,7 @@ class Constraint:
         self._closing = None if ending_tokens is None else _Closing(ending_tokens, max_tokens)
         self._next_mask: TokenMask | None = None  # computed ahead by `advance`
         self._seconds, self._step_seconds = 0.0, deque[float](maxlen=BUDGET_STEPS)
+        self._clock = time.perf_counter
 
     @property
     def is_slow(self) -> bool:
@@ -70,9 +72,16 @@ class Constraint:
         """Whether steps took too long for so many of them that the request must end."""
         return len(self._step_seconds) == BUDGET_STEPS and median(self._step_seconds) > MAX_STEP_S
 
-    def end_step(self, seconds: float) -> None:
+    def _count(self, start: float) -> None:
+        """Count the time since `start`. Wall time, of which others may have a part, ends no request."""
+        seconds = self._clock() - start
+        if self._clock is time.perf_counter and seconds > WATCHED_S:
+            self._clock, seconds = time.thread_time, min(seconds, MAX_STEP_S)
+        self._seconds += seconds
+
+    def end_step(self) -> None:
         """Note the time of a mask, with the time of the tokens before it."""
-        self._step_seconds.append(self._seconds + seconds)
+        self._step_seconds.append(self._seconds)
         self._seconds = 0.0
 
     def advance(self, tokens: Sequence[int]) -> int:
@@ -101,19 +110,18 @@ class Constraint:
         """Whether nothing can follow but the end of the text."""
         if self._closing is not None and self._closing.path == []:
             return True
-        return bool(self._matcher.is_stopped() and self._matcher.is_accepting())
+        return bool(self.matcher.is_stopped() and self.matcher.is_accepting())
 
     def consume(self, token: int) -> bool:
         """Go on by a token that was sampled; return False if the grammar does not allow it: then nothing can follow."""
-        start, self._next_mask = time.thread_time(), None
-        is_allowed = self._matcher.consume_token(token) or (self._recover() and self._matcher.consume_token(token))
-        self._seconds += time.thread_time() - start
-        if not is_allowed:
-            return False
-        self._tokens.append(token)
-        if self._closing is not None and self._closing.path:
-            self._closing.path.pop(0)
-        return True
+        start, self._next_mask = self._clock(), None
+        is_allowed = self.matcher.consume_token(token) or (self._recover() and self.matcher.consume_token(token))
+        self._count(start)
+        if is_allowed:
+            self._tokens.append(token)
+            if self._closing is not None and self._closing.path:
+                self._closing.path.pop(0)
+        return bool(is_allowed)
 
     def replay(self, token: int) -> bool:
         """Go on by a token that was sampled before, by another engine maybe."""
@@ -122,7 +130,7 @@ class Constraint:
 
     def describe_error(self) -> str:
         """Return why no token is possible; the reason of the matcher, which speaks of its own parts, is logged."""
-        reason = next(iter(self._matcher.get_error().splitlines()), "")
+        reason = next(iter(self.matcher.get_error().splitlines()), "")
         logger.debug("a matcher stopped: %s", reason)
         is_limit = any(name in reason for name in (LEXER_ERROR, *LIMIT_ERRORS))
         return f"the grammar allows no token after {len(self._tokens)} tokens" + ": it is too complex" * is_limit
@@ -134,46 +142,43 @@ class Constraint:
             if self._closing.path is not None:
                 return self._closing.path[:room]
             room = min(room, self._num_left - CLOSING_WINDOW - 1)  # inside the window each token is looked at
-        if room <= 0 or self._matcher.is_stopped():
+        if room <= 0 or self.matcher.is_stopped():
             return []
-        start = time.thread_time()
+        start = self._clock()
         next_tokens = self._allowed_drafts(drafts, room)
-        self._seconds += time.thread_time() - start
+        self._count(start)
         return next_tokens
 
     def _allowed_drafts(self, drafts: Sequence[int], room: int) -> list[int]:
-        if self._matcher.compute_ff_bytes():
-            forced: list[int] = self._matcher.compute_ff_tokens()
+        if self.matcher.compute_ff_bytes():
+            forced: list[int] = self.matcher.compute_ff_tokens()
             if forced:
                 return forced[:room]
         cut = next((i for i, token in enumerate(drafts) if token in self._eos_ids), len(drafts))
-        valid = self._matcher.validate_tokens(list(drafts[: min(cut, room)])) if drafts else 0
+        valid = self.matcher.validate_tokens(list(drafts[: min(cut, room)])) if drafts else 0
         return list(drafts[:valid])
 
     def fill(self, drafts: Sequence[int]) -> None:
         """Fill the masks of the next token and of the one after each draft."""
-        start = time.thread_time()
+        start = self._clock()
         if self.prepare():
             self._fill(drafts)
-            if self._matcher.is_error() and self._recover():
+            if self.matcher.is_error() and self._recover():
                 self._fill(drafts)
         self.finish_masks()
-        self.end_step(time.thread_time() - start)
+        self._count(start)
+        self.end_step()
 
     def prepare(self) -> bool:
-        """Look for an end in time; return whether the matcher has to fill the masks."""
+        """Look for an end in time; return whether `matcher` has to fill the masks."""
         self._plan_end()
         return self._closing is None or self._closing.path is None
-
-    @property
-    def matcher(self) -> Any:
-        return self._matcher
 
     def finish_masks(self) -> None:
         """Allow the ids that end this request where the grammar may end; where no token is allowed, any is."""
         assert self.masks is not None
         path = None if self._closing is None else self._closing.path
-        if path is None and self._matcher.is_error():
+        if path is None and self.matcher.is_error():
             self.masks[:] = 0
         has_own_eos = self._eos_ids != self._table_eos_ids
         for i, row in enumerate(self.masks):
@@ -188,15 +193,15 @@ class Constraint:
     def _fill(self, drafts: Sequence[int]) -> None:
         assert self.masks is not None
         address, row_bytes = self.masks.__array_interface__["data"][0], 4 * self.num_words
-        self._matcher.unsafe_compute_mask_ptr(address, row_bytes)
+        self.matcher.unsafe_compute_mask_ptr(address, row_bytes)
         if not drafts:
             return
         self.masks[1:] = 0
         for i, token in enumerate(drafts, 1):
-            if not self._matcher.consume_token(token):
+            if not self.matcher.consume_token(token):
                 return
-            self._matcher.unsafe_compute_mask_ptr(address + i * row_bytes, row_bytes)
-        self._matcher.rollback(len(drafts))
+            self.matcher.unsafe_compute_mask_ptr(address + i * row_bytes, row_bytes)
+        self.matcher.rollback(len(drafts))
 
     @property
     def _num_left(self) -> int:
@@ -204,17 +209,17 @@ class Constraint:
 
     def _plan_end(self) -> None:
         if self._closing is not None:
-            self._closing.plan(self._matcher, self._num_left, self.num_words)
+            self._closing.plan(self.matcher, self._num_left, self.num_words)
 
     def _recover(self) -> bool:
         """Go on with a matcher of its own where the lexer, which copies share, may be used up by other requests."""
         match_alone, self._match_alone = self._match_alone, None
-        if match_alone is None or not self._matcher.get_error().startswith(LEXER_ERROR):
+        if match_alone is None or not self.matcher.get_error().startswith(LEXER_ERROR):
             return False
         matcher = match_alone()
         if self._tokens and not matcher.consume_tokens(self._tokens):
             return False
-        self._matcher = matcher
+        self.matcher = matcher
         return True
 
 

@@ -186,14 +186,9 @@ class GrammarCompiler:
         self._built: tuple[TokenTable, Any] | None = None
         self._threads = ThreadPoolExecutor(NUM_THREADS, "grammar", initializer=lower_thread_priority)
 
-    def submit(
-        self, params: StructuredOutputsParams, eos_ids: Sequence[int], max_tokens: int, *,
-        close_on_length: bool = False, generated: Sequence[int] = (),
-    ) -> Future[Constraint]:  # fmt: skip
-        """Start `compile`; the future raises what it raises."""
-        return self._threads.submit(
-            self.compile, params, eos_ids, max_tokens, close_on_length=close_on_length, generated=generated
-        )
+    def submit(self, *args: Any, **options: Any) -> Future[Constraint]:
+        """Start `compile` with its arguments; the future raises what it raises."""
+        return self._threads.submit(self.compile, *args, **options)
 
     def compile(
         self, params: StructuredOutputsParams, eos_ids: Sequence[int], max_tokens: int, *,

@@ -149,7 +149,7 @@ def test_slow_grammars_are_computed_beside_steps_and_change_no_answer(
         held.append(request)
         advance(filler, request, outputs)
 
-    def end_step(constraint: Constraint, seconds: float) -> None:
+    def end_step(constraint: Constraint) -> None:
         constraint._step_seconds.append(2 * SLOW_STEP_S if len(constraint._tokens) % interval == 0 else 0.0)
 
     monkeypatch.setattr(MaskFiller, "advance", count)
@@ -170,7 +170,7 @@ def test_grammar_that_is_too_slow_ends_alone(
     slow, sometimes = (guided(compiler, StructuredOutputsParams(regex="[a-z]{40}")) for _ in range(2))
     free = guided(compiler, None)
 
-    def end_step(constraint: Constraint, seconds: float) -> None:
+    def end_step(constraint: Constraint) -> None:
         is_slow = constraint is slow.constraint or len(constraint._tokens) % 2 == 0
         constraint._step_seconds.append(2 * MAX_STEP_S if is_slow else 0.0)
 

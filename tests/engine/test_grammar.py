@@ -7,6 +7,8 @@ import math
 import random
 import re
 import time
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from llm_worker_rbee.models import Transformer
 from llm_worker_rbee.structured_outputs import constraint as constraint_module
 from llm_worker_rbee.structured_outputs import grammar as grammar_module
 from llm_worker_rbee.structured_outputs.chat_grammar import answer_grammar
+from llm_worker_rbee.structured_outputs.constraint import BUDGET_STEPS
 from llm_worker_rbee.structured_outputs.grammar import LIMITS, MAX_CACHED_GRAMMARS, GrammarCompiler
 from llm_worker_rbee.structured_outputs.grammar_check import GrammarChecker
 from llm_worker_rbee.structured_outputs.params import StructuredOutputsParams
@@ -416,6 +419,22 @@ def test_time_of_the_token_table_is_not_that_of_the_first_grammar(
     assert now == 10.0
     assert entry.matcher is not None
     assert kinds == ["regex"]
+
+
+@pytest.mark.parametrize("slow_clock", ["thread_time", "perf_counter"])
+def test_processor_time_ends_a_request_and_wall_time_does_not(
+    compiler: GrammarCompiler, slow_clock: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that takes no processor time may take long where the machine is busy."""
+    clocks = {"thread_time": count(step=slow_clock == "thread_time"), "perf_counter": count()}  # seconds a reading
+    for name, readings in clocks.items():
+        monkeypatch.setattr(constraint_module.time, name, partial(next, readings))
+    constraint = guided(compiler, regex="a+").constraint
+    constraint.masks = np.zeros((1, constraint.num_words), np.int32)
+    for _ in range(2 * BUDGET_STEPS):
+        assert constraint.consume(ord("a"))
+        constraint.fill([])
+    assert constraint.is_too_slow == (slow_clock == "thread_time")
 
 
 def test_slow_grammar_is_never_compiled_in_a_step(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
