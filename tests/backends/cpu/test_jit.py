@@ -113,8 +113,11 @@ def end(process: subprocess.Popen[str], warning: str = "") -> tuple[float, bool]
 
 
 @pytest.mark.parametrize("make", [jit.kernel, jit.simple_kernel])
-def test_kernel_function_is_called_by_python_and_by_kernels(make: Any) -> None:
+def test_kernel_function_is_called_by_python_and_by_kernels(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A function is compiled for the types it meets: for Python as a kernel, for kernels as a part, at any depth."""
+    monkeypatch.setattr(jit, "cache_dir", lambda: tmp_path)  # of an earlier run the parts would not be compiled again
     name = make.__name__
     inner = make(jit.variant(plus_one, name, SCALE=1))
     outer = make(jit.variant(doubled, name, PLUS_ONE=inner))
