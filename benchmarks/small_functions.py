@@ -156,8 +156,8 @@ def make_transformers(path: Path) -> Callable[[str], str]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     files = {"gguf_file": path.name}
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, **files)
-    model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **files)
+    tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, **files)
+    model: Any = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **files)
 
     def ask(prompt: str) -> str:
         messages = [{"role": "user", "content": prompt}]

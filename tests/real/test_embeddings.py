@@ -10,7 +10,7 @@ import numpy as np
 import openai
 
 from llm_worker_rbee import Embedder
-from tests.helpers.serve_process import ServeProcess
+from tests.helpers.serve_process import ServeProcess, until
 
 DOCUMENTS = (
     "The Eiffel Tower is in Paris and was finished in 1889.",
@@ -32,6 +32,7 @@ def test_nomic_finds_the_answers(real_model: Callable[[str], Path], default_mode
     server = ServeProcess("--model", default_model, "--embedding-model", path)
     try:
         server.ready()
+        until(lambda: server.http.get("/health").json()["status"] == "healthy")  # it loads behind the chat model
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=3)
         (model,) = [model.id for model in client.models.list() if getattr(model, "kind", "") == "embedding"]
         texts = [f"search_query: {text}" for text in QUESTIONS] + [f"search_document: {text}" for text in DOCUMENTS]
