@@ -156,8 +156,9 @@ def test_result_of_a_call_is_answered(server: ServeProcess) -> None:
     assert call.type == "function"
     assert call.function.name == "get_weather"
     result = {"role": "tool", "tool_call_id": call.id, "content": '{"weather": "snow", "temperature": -17}'}
-    messages += [first.model_dump(exclude_none=True), result]
-    second = client.chat.completions.create(**asked, messages=messages).choices[0].message
+    follow_up = {"role": "user", "content": "Tell me the temperature in a sentence."}  # the 1.5B calls again without it
+    messages += [first.model_dump(exclude_none=True), result, follow_up]
+    second = client.chat.completions.create(**asked, messages=messages, tool_choice="none").choices[0].message
     assert "17" in (second.content or ""), second
 
 
@@ -185,7 +186,6 @@ def test_calls_in_python(coder: Path) -> None:
                 [{"role": "user", "content": question}], tools=chat_tools(), tool_choice=choice, temperature=0,
                 max_tokens=200, parallel_tool_calls=False,
             )  # fmt: skip
-            assert reply.message is not None
-            (call,) = reply.message.tool_calls
+            (call,) = reply.tool_calls
             assert call.name == name
             jsonschema_rs.Draft202012Validator(schema(name)).validate(json.loads(call.arguments))
