@@ -67,7 +67,8 @@ SECOND_PLACES: dict[str, dict[str, str]] = {  # beside the one place of a heavy 
     "llguidance": {"structured_outputs/grammar_process.py": "a program of its own that imports nothing of the package"},
 }
 
-# Line budgets. "." are the modules at the top of the package.
+# Line budgets. "." are the modules at the top of the package. Raised: structured_outputs from 1,740 to 1,760, for the
+# checking process that starts ahead of the first request and for reasons in the client's own words.
 LINES = {
     ".": 3_400,
     "backends": 2_050,

@@ -13,7 +13,7 @@ from .schema import BoundedObject, FieldType, Schema, ValidationIssue, array_sch
 MAX_TOOLS = 512
 MAX_TOOL_NAME = 256
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-TOOL_SCHEMA = BoundedObject(max_values=100_000, max_depth=100)
+BOUNDED_OBJECT = BoundedObject(max_values=100_000, max_depth=100)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def check_function(name: str, function: Any) -> ValidationIssue | None:
         if function.get(key) is not None and not isinstance(function[key], kind):
             return ValidationIssue(name, "type", f"{name}.{key} must be {article}, not {type_name(function[key])}")
     parameters = function.get("parameters")
-    return None if parameters is None else TOOL_SCHEMA.validate(f"{name}.parameters", parameters)
+    return None if parameters is None else BOUNDED_OBJECT.validate(f"{name}.parameters", parameters)
 
 
 def to_tool(function: Mapping[str, Any]) -> Tool:

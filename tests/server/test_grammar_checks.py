@@ -87,7 +87,7 @@ def test_tool_schema_that_is_nested_too_deeply_is_named(server: Server, path: st
     [
         ({"structured_outputs": {"regex": "["}}, "structured_outputs.regex cannot be used"),
         ({"structured_outputs": {"regex": "\\"}}, "structured_outputs.regex ends in a backslash"),
-        ({"grammar": "start: ["}, "grammar cannot be used"),
+        ({"grammar": "start: [", "text": {"format": {"type": "text"}}}, "grammar cannot be used"),
         (
             {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "nothing"}}}},
             "text.format cannot",

@@ -42,7 +42,7 @@ from ..schema import (
     type_name,
     unsupported,
 )
-from ..tools import EFFORTS, MAX_TOOL_NAME, MAX_TOOLS, TOOL_SCHEMA, chat_options, check_function
+from ..tools import BOUNDED_OBJECT, EFFORTS, MAX_TOOL_NAME, MAX_TOOLS, chat_options, check_function
 from . import Dialect, GenerateRoute, Handler, Operation, Route
 from .anthropic_printer import MessagePrinter, error_body
 
@@ -91,8 +91,8 @@ CACHE_CONTROL: dict[str, Field] = {"cache_control": Field(AnyObject())}  # witho
 TOOL: dict[str, Field] = {
     "name": Field(Text(), required=True),
     "description": Field(Text(), ""),
-    "input_schema": Field(TOOL_SCHEMA, required=True),
-    "input_examples": Field(ListOf(TOOL_SCHEMA), []),
+    "input_schema": Field(BOUNDED_OBJECT, required=True),
+    "input_examples": Field(ListOf(BOUNDED_OBJECT), []),
     "strict": Field(Boolean(), False),
     "type": Field(Enum(("custom",))),
     **CACHE_CONTROL,
@@ -114,7 +114,7 @@ def message_fields(is_open: bool) -> dict[str, Field]:
         return Field(TextOr(ListOf(Tagged("type", {"text": TEXT_BLOCK, **tables}, is_open))), required=True)
 
     call = {"id": Field(Text(1), required=True), "name": Field(Text(1), required=True),
-            "input": Field(TOOL_SCHEMA, required=True), "caller": Field(AnyObject()), **CACHE_CONTROL}  # fmt: skip
+            "input": Field(BOUNDED_OBJECT, required=True), "caller": Field(AnyObject()), **CACHE_CONTROL}  # fmt: skip
     result = {"tool_use_id": Field(Text(), required=True), "content": Field(blocks().type, ""),
               "is_error": Field(Boolean(), False), **CACHE_CONTROL}  # fmt: skip
     thinking = {"thinking": Field(Text(), required=True), "signature": Field(Text()), **CACHE_CONTROL}
@@ -124,7 +124,7 @@ def message_fields(is_open: bool) -> dict[str, Field]:
         "assistant": {"content": blocks(tool_use=call, thinking=thinking, redacted_thinking=redacted)},
         "system": {"content": blocks()},
     }
-    output_format = Tagged("type", {"json_schema": {"schema": Field(TOOL_SCHEMA, required=True)}}, is_open)
+    output_format = Tagged("type", {"json_schema": {"schema": Field(BOUNDED_OBJECT, required=True)}}, is_open)
     output_config = {"effort": Field(Enum(EFFORTS[2:])), "format": Field(output_format)}
     budget = {"budget_tokens": Field(integer(1), required=True)}
     modes = {"enabled": budget | THINKING_DISPLAY, "adaptive": THINKING_DISPLAY, "disabled": {}}

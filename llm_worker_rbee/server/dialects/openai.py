@@ -110,10 +110,10 @@ def structured_outputs(values: Mapping[str, Any]) -> StructuredOutputsParams | N
     return found[0] if found else None
 
 
-def guiding_field(values: Mapping[str, Any]) -> str:
+def guiding_field(values: Mapping[str, Any], default: str = "structured_outputs") -> str:
     """Return the field that asks for structured outputs."""
     fields = ("grammar", "structured_outputs", "response_format")
-    return next((name for name in fields if values.get(name) is not None), "structured_outputs")
+    return next((name for name in fields if values.get(name) is not None), default)
 
 
 COMMON: dict[str, Field] = {

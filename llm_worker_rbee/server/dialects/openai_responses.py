@@ -325,7 +325,7 @@ def parse_responses(body: bytes, options: ParseOptions) -> GenerateRequest:
         **{name: values[name] for name in ("model", "stream", "priority", "timeout_ms")},
         prompts=[Conversation.encode(system + values["input"], chat)], params=params, ignored=ignored,
         skipped=read.skipped, messages_field="input",
-        structured_outputs_field="text.format" if text.get("format") else guiding_field(values),
+        structured_outputs_field=guiding_field(values, "text.format"),
         tool_places=[place for place, tool in zip(read.places, read.known, strict=True) if tool in tools],
         values={"echo": msgspec.json.encode(echo), "has_summary": summary is not None, "custom": read.custom,
                 "namespaces": read.namespaces},
