@@ -1,9 +1,10 @@
 """Forty small Python functions that a model writes, over HTTP, and how many of them pass their tests.
 
-    python benchmarks/small_functions.py ours=http://127.0.0.1:8080 llama-server=http://127.0.0.1:8081 --save runs.json
+    python benchmarks/small_functions.py FILE.gguf ours=http://127.0.0.1:8080 llama-server=http://127.0.0.1:8081 \\
+        --transformers --save docs/results/MACHINE/quality-functions.json.gz
 
-Each server is asked for each function once, greedily, by the chat route of OpenAI; so is a model of transformers in
-float32, on dequantized weights, with `--transformers FILE.gguf`. Answers run in a child process with limits of
+Each server, which serves this file, is asked for each function once, greedily, by the chat route of OpenAI; so is
+transformers in float32, on dequantized weights, with `--transformers`. Answers run in a child process with limits of
 processor time, memory and files, in an empty folder and without the environment of this process.
 """
 
@@ -13,6 +14,7 @@ import argparse
 import json
 import re
 import resource
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -23,6 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from llm_worker_rbee.bench.results import Recorder, Result, describe_model
 
 MAX_TOKENS = 320
 MAX_CPU_S, MAX_MEMORY, MAX_FILE = 5, 512 << 20, 1 << 16
@@ -170,20 +174,22 @@ def make_transformers(path: Path) -> Callable[[str], str]:
 
 
 def main() -> None:
-    """Print a row for each server, and save the answers."""
+    """Print a row for each side, and save the run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, metavar="FILE.gguf", help="the file that all sides answer from")
     parser.add_argument("servers", nargs="*", metavar="NAME=URL")
-    parser.add_argument("--transformers", type=Path, metavar="FILE.gguf", help="the same file by transformers, too")
+    parser.add_argument("--transformers", action="store_true", help="ask transformers, too")
     parser.add_argument("--at-once", type=int, default=1, help="requests at once")
-    parser.add_argument("--save", type=Path, help="write the answers as JSON")
+    parser.add_argument("--save", type=Path, help="write the run, with its answers")
     options = parser.parse_args()
     sources: dict[str, Callable[[str], str]] = {}
     for server in options.servers:
         name, _, url = server.partition("=")
         sources[name] = partial(ask_server, url.rstrip("/"))
-    if options.transformers is not None:
-        sources["transformers"] = make_transformers(options.transformers)
-    saved: dict[str, dict[str, Outcome]] = {}
+    if options.transformers:
+        sources["transformers"] = make_transformers(options.model)
+    recorder = Recorder("functions", model=describe_model(options.model, lambda *_: None))
+    recorder.command = shlex.join(["python", "benchmarks/small_functions.py", options.model.name, *sys.argv[2:]])
     prompts = [prompt_for(signature, about) for signature, (about, _) in FUNCTIONS.items()]
     print("| | right | seconds |\n| --- | --- | --- |")
     for name, ask in sources.items():
@@ -191,15 +197,16 @@ def main() -> None:
         with ThreadPoolExecutor(1 if name == "transformers" else options.at_once) as pool:
             texts = list(pool.map(ask, prompts))
         seconds = time.perf_counter() - start
-        saved[name] = {
+        outcomes = {
             signature: Outcome(*run(signature, text), text) for signature, text in zip(FUNCTIONS, texts, strict=True)
         }
-        right = sum(outcome.is_right for outcome in saved[name].values())
-        print(f"| {name} | {right} of {len(FUNCTIONS)} | {seconds:.1f} |", flush=True)
+        wrong = [signature.partition("(")[0] for signature, outcome in outcomes.items() if not outcome.is_right]
+        fields = {"count": len(outcomes), "seconds": round(seconds, 1), "wrong": wrong}
+        recorder.add_result(Result.exact(f"right/{name}", "", len(outcomes) - len(wrong), "higher", **fields))
+        recorder.details[name] = {signature: outcome._asdict() for signature, outcome in outcomes.items()}
+        print(f"| {name} | {len(outcomes) - len(wrong)} of {len(outcomes)} | {seconds:.1f} |", flush=True)
     if options.save is not None:
-        options.save.write_text(
-            json.dumps({n: {k: o._asdict() for k, o in r.items()} for n, r in saved.items()}, indent=1)
-        )
+        recorder.to_run().save(options.save)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ model, read from a checkpoint's metadata; `EngineConfig` is how requests share i
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -390,6 +392,14 @@ class EngineConfig:
             )
 
 
+def model_name(reference: str) -> str:
+    """Return the name of a model for clients; of a path, the file's name without its ending, or the folder's."""
+    if reference.startswith("hf:") or not (os.sep in reference or reference.endswith(".gguf")):
+        return reference
+    name = os.path.basename(os.path.abspath(os.path.expanduser(reference)))
+    return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", name) or reference
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
     """Settings of one server. These are the only defaults."""
@@ -421,11 +431,16 @@ class ServerSettings:
             raise InvalidRequestError("the API key is empty: give one, or none at all", "api_key")
 
     @property
+    def listed_names(self) -> tuple[str, ...]:
+        """The names of the model as lists have them: no path is among them unless it was given as the name."""
+        return tuple(dict.fromkeys(name for name in (self.served_name, model_name(self.model_ref)) if name))
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names of the model that requests may use; replies use the first."""
-        return tuple(name for name in (self.served_name, self.model_ref) if name)
+        return tuple(dict.fromkeys((*self.listed_names, self.model_ref)))
 
     @property
     def pooling_names(self) -> tuple[str, ...]:
         """The names of the pooling models."""
-        return tuple(name for name in (self.embedding_model, self.rerank_model) if name)
+        return tuple(model_name(name) for name in (self.embedding_model, self.rerank_model) if name)

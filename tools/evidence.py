@@ -3,7 +3,7 @@
     python tools/evidence.py                          all that this machine can measure, then the pages
     python tools/evidence.py --list                   the steps, and why one is left out
     python tools/evidence.py --only micro,profile     some of them
-    python tools/evidence.py --llama-bench PATH --llama-server PATH     with llama.cpp beside this worker
+    python tools/evidence.py --llama-bench PATH --llama-server PATH --llama-cpp-python PYTHON     with llama.cpp, too
 
 Each step is a command of `llm-worker-rbee`; its run goes to docs/results/MACHINE/STEP.json.gz, where MACHINE is made of
 architecture, cores and GPU. A run takes about half an hour on two cores: nothing else should run beside it. Steps whose
@@ -26,7 +26,9 @@ from typing import NamedTuple
 import pages
 
 from llm_worker_rbee.bench.peers import find
+from llm_worker_rbee.bench.peers.plan import CODER, Row, find_real_file, make_file
 from llm_worker_rbee.bench.results import Run, describe_machine
+from llm_worker_rbee.errors import ModelFileError
 
 NAMED = "^(rope_forward|qkv_projection|attention_scores|causal_mask|causal_mask_cached|full_attention)/"
 SHAPE_7B = "--synthetic llama2-7b:Q4_K_M"
@@ -42,11 +44,16 @@ OPTIONS = (
     "--suite cpu --peer llama-bench --llama-bench {llama_bench} --llama-bench-args '-fa off' "
     "--llama-bench-args '-ctk q8_0 -ctv q8_0' --llama-bench-args '-ub 64'"
 )
-ST = "sentence-transformers"
+ST, LCP = "sentence-transformers", "llama-cpp-python"
+LLAMA_CPP = "--llama-cpp-python {llama_cpp_python}"
+CODERS = {f"coder-{size}": CODER.format(size) for size in ("0.5b", "1.5b")}
 LIBRARY = "--against sentence-transformers --peer-python {sentence_transformers}"
 EMBED = "--types F32,Q8_0 --llama-server {llama_server} --peer-python {sentence_transformers}"
 ALL_PEERS = ("cpu", "llama-bench", "mistral.rs")
-REMEDIES = {"mistral.rs": "`bench peers --install mistral.rs` installs it", "perf": "it comes with Linux's tools"}
+REMEDIES = {
+    "mistral.rs": "`bench peers --install mistral.rs` installs it", "perf": "it comes with Linux's tools",
+    **dict.fromkeys(CODERS, "`python -m tests.real.models` fetches it"),
+}  # fmt: skip
 
 
 class Step(NamedTuple):
@@ -54,7 +61,8 @@ class Step(NamedTuple):
 
     name: str
     command: str
-    needs: tuple[str, ...] = ()  # cuda, programs and libraries by name, quiet CPU without a GPU: cpu
+    needs: tuple[str, ...] = ()  # cuda, programs, files and libraries by name, quiet CPU without a GPU: cpu
+    convert: tuple[str, str] | None = None  # {converted} is this real file in this type
 
 
 STEPS = (
@@ -70,6 +78,21 @@ STEPS = (
     Step("profile-cuda-64", f"profile --device cuda {SHAPE_7B} --batch 64 {NO_FILES}", ("cuda",)),
     Step("accuracy", "bench accuracy", ("cpu",)),
     Step("accuracy-embedding", f"bench accuracy --embedding --quantize Q8_0 {LIBRARY}", ("cpu", ST)),
+    Step("quality-coder-0.5b", f"bench accuracy {{coder_05b}} {LLAMA_CPP}", ("cpu", "coder-0.5b", LCP)),
+    *(
+        Step(f"quality-coder-0.5b-kv-{kind}", f"bench accuracy {{coder_05b}} --kv-type {kind}", ("cpu", "coder-0.5b"))
+        for kind in ("float32", "int8")
+    ),
+    Step("quality-coder-1.5b", f"bench accuracy {{coder_15b}} {LLAMA_CPP}", ("cpu", "coder-1.5b", LCP)),
+    *(
+        Step(
+            f"quality-type-{kind.lower()}",
+            f"bench accuracy {{converted}} {LLAMA_CPP}",
+            ("cpu", "coder-0.5b", LCP),
+            (CODERS["coder-0.5b"], kind),
+        )
+        for kind in ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
+    ),
     Step("embed", f"bench embed {EMBED} -r 3", ("cpu", "llama-server", ST)),
     Step(
         "embed-cuda",
@@ -132,6 +155,14 @@ def missing(step: Step, programs: dict[str, str | None]) -> str | None:
     return None
 
 
+def find_file(name: str) -> str | None:
+    """Return the path of a real model's file, or None."""
+    try:
+        return str(find_real_file(name))
+    except ModelFileError:
+        return None
+
+
 def make_smaller(path: Path) -> None:
     """Leave out the samples that count in nothing."""
     run = Run.load(path)
@@ -146,6 +177,10 @@ def run_step(step: Step, folder: Path, programs: dict[str, str | None]) -> bool:
     """Run the command of a step; return whether it succeeded."""
     path = folder / f"{step.name}.json.gz"
     values = {name.replace("-", "_").replace(".", ""): str(value) for name, value in programs.items()}
+    if step.convert is not None:
+        source, kind = step.convert
+        row = Row(step.name, model=find_real_file(source), converted=kind)
+        values["converted"] = str(make_file(row, row.model.parent, lambda *_: None))
     words = [*shlex.split(step.command.format(**values)), "--save", str(path)]
     program = [sys.executable] if words[0].endswith(".py") else [sys.executable, "-m", "llm_worker_rbee"]
     print(f"\n== {step.name}: {shlex.join(words)}", flush=True)
@@ -182,11 +217,13 @@ def main() -> int:
     parser.add_argument("--llama-bench", metavar="PATH", default=shutil.which("llama-bench"))
     parser.add_argument("--llama-server", metavar="PATH", default=shutil.which("llama-server"))
     parser.add_argument("--sentence-transformers", metavar="PYTHON", help="an interpreter that has it")
+    parser.add_argument("--llama-cpp-python", metavar="PYTHON", help="an interpreter that has it")
     given = parser.parse_args()
     mistralrs = find.environment_python("mistral.rs")
     programs = {
         "llama-bench": given.llama_bench, "llama-server": given.llama_server, "perf": shutil.which("perf"),
         "mistral.rs": str(mistralrs) if mistralrs.exists() else None, ST: given.sentence_transformers,
+        LCP: given.llama_cpp_python, **{name: find_file(file) for name, file in CODERS.items()},
     }  # fmt: skip
     folder, failed = pages.RESULTS / (given.machine or machine_folder()), []
     for step in select(given.only):

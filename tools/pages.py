@@ -17,6 +17,7 @@ from typing import NamedTuple
 import benchmarks_page
 import peers_page
 import profile_page
+import quality_page
 import speed_chart
 
 from llm_worker_rbee.bench import experiments, provenance
@@ -43,6 +44,7 @@ PAGES = (
     Page("docs/profile.md", ("*/profile*.json.gz",), profile_page.markdown),
     Page("docs/claims.md", ("*/experiments*.json.gz",), lambda runs: experiments.markdown(list(runs.values()))),
     Page("docs/peers.md", tuple(f"*/{step}.json.gz" for step in peers_page.STEPS), peers_page.markdown),
+    Page("docs/quality.md", ("*/quality*.json.gz",), quality_page.markdown),
     Page("docs/pictures/speed.svg", CHART_RUNS, speed_chart.svg),
 )
 # what a command measures, besides the backends that it ran on

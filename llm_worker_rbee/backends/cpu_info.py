@@ -70,11 +70,13 @@ NEON: Any = {
     "fma_by_lane": True, "shift_insert": True, "magic_sums": True,
 }  # fmt: skip
 NEON_DOTPROD = _isa(0, 4, "asimd", "asimddp", unpack_min_tokens=8, lane_activations=True, **NEON)
-AVX512_VNNI = "avx512f", "avx512bw", "avx512vl", "avx512_vnni"
+AVX512 = "avx512f", "avx512bw", "avx512vl"
+AVX512_VNNI = *AVX512, "avx512_vnni"
 # best first
 INSTRUCTION_SETS: dict[str, InstructionSet] = {
     "avx512_amx": _isa(128, 16, *AVX512_VNNI, "amx_tile", "amx_int8", unpack_min_tokens=16, attention_tile=(6, 4)),
     "avx512_vnni": _isa(128, 16, *AVX512_VNNI, attention_tile=(6, 4)),
+    "avx512": _isa(0, 4, *AVX512, attention_tile=(6, 4)),
     "avx_vnni": _isa(128, 2, "avx2", "fma", "avx_vnni", attention_tile=(6, 1)),
     "avx2": _isa(0, 2, "avx2", "fma", attention_tile=(6, 1)),
     "neon_i8mm": NEON_DOTPROD._replace(features=NEON_DOTPROD.features | {"i8mm"}),

@@ -97,8 +97,9 @@ def heartbeat_message(worker: Worker, port: int) -> dict[str, Any]:
     """Return the body of a heartbeat."""
     return {
         "worker": {
-            "id": worker.settings.worker_id, "model_id": worker.names[0], "device": worker.engine.info.device,
-            "port": port, "status": worker.health()["status"], "implementation": "python", "version": __version__,
+            "id": worker.settings.worker_id, "model_id": worker.settings.served_name or worker.settings.model_ref,
+            "device": worker.engine.info.device, "port": port,
+            "status": worker.health()["status"], "implementation": "python", "version": __version__,
         },
         "timestamp": datetime.now(UTC).isoformat(timespec="milliseconds"),
     }  # fmt: skip

@@ -19,6 +19,7 @@ import numpy as np
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from ..backends.ops import Ints
+from ..config import model_name
 from ..engine.pooling_engine import Floats, Score, finish_embeddings, finish_scores
 from ..errors import (
     ContextLengthError,
@@ -67,10 +68,10 @@ class PoolingService:
     """One pooling model."""
 
     def __init__(
-        self, name: str, kind: Kind, engine: SupervisedPooling, open_text: Callable[[PoolingInfo], PoolingText]
+        self, reference: str, kind: Kind, engine: SupervisedPooling, open_text: Callable[[PoolingInfo], PoolingText]
     ) -> None:
         """`open_text` returns the text side of the model that the engine has loaded; it is called in a thread."""
-        self.name, self.kind, self.engine = name, kind, engine
+        self.reference, self.name, self.kind, self.engine = reference, model_name(reference), kind, engine
         self._open_text = open_text
         self._text: PoolingText | None = None
         self._num_queued_sequences = self._num_queued_tokens = 0  # of requests that are tokenized or computed
@@ -301,7 +302,8 @@ class PoolingModels:
 
     def named(self, name: str) -> PoolingService | None:
         """Return the model of this name."""
-        return next((service for service in self.services if is_name_of(name, service.name)), None)
+        services = self.services
+        return next((one for one in services if is_name_of(name, one.name) or name == one.reference), None)
 
     def find(self, name: str | None, kinds: Sequence[Kind], chat_names: Sequence[str]) -> PoolingService:
         """Return the model of a request: by its name, or the first of these kinds."""

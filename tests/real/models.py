@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llm_worker_rbee.weights.hub.cache_dir import cache_dir
+from llm_worker_rbee.bench.peers.plan import real_folders
 
 LIST: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("models.toml").read_text())
 CHUNK = 1 << 20
@@ -33,8 +33,7 @@ class ModelMissingError(Exception):
 def locate(name: str) -> Path:
     """Return the path of a model's file, checked; fetch it if it is nowhere yet."""
     model = LIST[name]
-    folder = os.environ.get("LLM_WORKER_REAL_MODELS")
-    candidates = [*([Path(folder)] if folder else []), cache_dir() / "real-models"]
+    candidates = real_folders()
     path = next((path for parent in candidates if (path := parent / model["file"]).is_file()), None)
     if path is None:
         terms = model.get("terms")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from llm_worker_rbee.config import ServerSettings
 from llm_worker_rbee.server import bodies, call, log
 from tests.helpers import tiny_models
 from tests.helpers.server import CHAT, LIMIT_S, Server, connected, ids, read_body, until
@@ -145,6 +146,22 @@ def test_model_names_served_and_reference_are_accepted(start: Start) -> None:
     assert error["message"] == "the model 'other' is not served here: use 'nice', or no model"
     reply = server.post(JOBS, {"prompt": "#", "max_tokens": 1, "model": "other"})
     assert (reply.status_code, reply.json()["code"]) == (404, "NOT_FOUND")
+
+
+@pytest.mark.parametrize(
+    ("reference", "name"),
+    [
+        ("smollm2", "smollm2"), ("hf:Qwen/Qwen3-0.6B-GGUF:Q8_0", "hf:Qwen/Qwen3-0.6B-GGUF:Q8_0"),
+        ("/models/qwen2.5-coder-1.5b-instruct-q4_k_m.gguf", "qwen2.5-coder-1.5b-instruct-q4_k_m"),
+        ("tiny.gguf", "tiny"), ("~/big-00001-of-00003.gguf", "big"), ("models/Qwen3-0.6B/", "Qwen3-0.6B"),
+        ("./models/v1.5", "v1.5"),
+    ],
+)  # fmt: skip
+def test_a_path_is_served_by_its_stem_and_by_itself(reference: str, name: str) -> None:
+    settings = ServerSettings(model_ref=reference)
+    assert (settings.names[0], settings.listed_names, set(settings.names)) == (name, (name,), {name, reference})
+    named = ServerSettings(model_ref=reference, served_name="mine", embedding_model=reference)
+    assert (named.names[0], named.listed_names, named.pooling_names) == ("mine", ("mine", name), (name,))
 
 
 def test_body_missing_is_504_after_timeout(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

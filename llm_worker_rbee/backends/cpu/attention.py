@@ -30,7 +30,7 @@ from .simd import LANES
 
 MAX_ACCUMULATORS = 24 if TILE_VECTORS == 4 else 4  # of 16 floats, that fit in registers beside a conversion
 MIN_PREFILL_TOKENS = 6  # fewer tokens of a request are decoded one by one
-PREFILL_ROWS = 96  # of a piece, about: what shares converted keys
+PREFILL_ROWS = 192  # of a piece, about: what shares converted keys
 MAX_PREFILL_TOKENS, SMALL_PREFILL_TOKENS = 64, 8  # of a piece; few pieces are cut down to the second
 PIECES_PER_THREAD = 4  # at least, if the work can be split into so many
 PREFETCH = True

@@ -89,6 +89,20 @@ def _pmaddubsw_signed(b: Any, acc: Any, w: Any, x: Any) -> Any:
     return _pmaddubsw(b, acc, magnitudes, signed)
 
 
+def _pmaddubsw512(b: Any, acc: Any, w: Any, x: Any) -> Any:
+    """AVX-512 without dot products, weights of up to seven bits."""
+    pairs = emit_call(b, "llvm.x86.avx512.pmaddubs.w.512", ir.VectorType(I16, 32), w, x)
+    return b.add(acc, emit_call(b, "llvm.x86.avx512.pmaddw.d.512", acc.type, pairs, ir.Constant(pairs.type, [1] * 32)))
+
+
+def _pmaddubsw512_signed(b: Any, acc: Any, w: Any, x: Any) -> Any:
+    """AVX-512 without dot products, weights of eight bits: |w| times x with the sign of w, by a mask."""
+    zero = ir.Constant(w.type, [0] * w.type.count)
+    is_negative = b.icmp_signed("<", w, zero)
+    magnitudes, signed = (b.select(is_negative, b.sub(zero, side), side) for side in (w, x))
+    return _pmaddubsw512(b, acc, magnitudes, signed)
+
+
 def _neon(b: Any, acc: Any, w: Any, x: Any) -> Any:
     """Arm without dot products: widening multiplications, then two pairwise sums (2 * 128 * 127 fits)."""
     wide, halves = ir.VectorType(I16, 8), [[_lanes(b, side, i, 8) for side in (w, x)] for i in (0, 8)]
@@ -114,6 +128,7 @@ _vnni256 = _by_registers(8, _instruction("llvm.x86.avx512.vpdpbusd.256"))
 DOT_PRODUCTS: dict[str, tuple[EmitDot, EmitDot]] = {
     "avx512_amx": (_vnni512, _vnni512),
     "avx512_vnni": (_vnni512, _vnni512),
+    "avx512": (_pmaddubsw512, _pmaddubsw512_signed),
     "avx_vnni": (_vnni256, _vnni256),
     "avx2": (_by_registers(8, _pmaddubsw), _by_registers(8, _pmaddubsw_signed)),
     "neon_i8mm": (_sdot, _sdot),
@@ -146,6 +161,7 @@ def _compare_chain(b: Any, index: Any, table: list[int]) -> Any:
 TABLE_LOOKUPS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "avx512_amx": _byte_shuffle("llvm.x86.avx512.pshuf.b.512", 64),
     "avx512_vnni": _byte_shuffle("llvm.x86.avx512.pshuf.b.512", 64),
+    "avx512": _byte_shuffle("llvm.x86.avx512.pshuf.b.512", 64),
     "avx_vnni": _byte_shuffle("llvm.x86.avx2.pshuf.b", 32),
     "avx2": _byte_shuffle("llvm.x86.avx2.pshuf.b", 32),
     "neon_i8mm": _byte_shuffle("llvm.aarch64.neon.tbl1.v16i8", 16),

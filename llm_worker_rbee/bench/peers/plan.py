@@ -1,24 +1,28 @@
 """What is compared: rows, each a model file with its lengths, suites of rows, and about how long they take.
 
-Files of rows are made here: the default model in other types, and synthetic models.
+Files of rows are made here: the default model in other types, and synthetic models. Files of real models are taken from
+the folder LLM_WORKER_REAL_MODELS, or from `real-models` in the cache folder; a row without its file fails by name.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
 from ...config import ModelConfig
-from ...errors import InvalidRequestError
+from ...errors import InvalidRequestError, ModelFileError
 from ...models import read_model_config
 from ...models.convert import convert
 from ...progress import StepProgress
 from ...weights import Checkpoint, open_checkpoint
+from ...weights.hub.cache_dir import cache_dir
 from .. import synthetic
 from ..engine_harness import encode_bundled_prompts
 from ..results import describe_model
@@ -46,6 +50,7 @@ class Row(NamedTuple):
     model: Path | None = None
     synthetic: str = ""  # shape:types:layers, instead of a model
     converted: str = ""  # the type that the model is converted to
+    real: str = ""  # the name of a real model's file, instead of a model
 
 
 MIXES_7B = ("Q4_K_M", "Q4_0", "Q8_0")
@@ -54,6 +59,7 @@ FAMILY_SHAPES = {  # four layers, of Gemma 4 six, so that one has no window; at 
     "qwen3-moe": "qwen3-30b-a3b:{}:4:16", "gpt-oss": "gpt-oss-20b:{}:4:16", "lfm2": "lfm2-2.6b:{}:4",
     "qwen3.5": "qwen3.5-9b:{}:4", "gemma4": "gemma4-12b:{}:6", "mistral3": "ministral3-8b:{}:4",
 }  # fmt: skip
+CODER = "qwen2.5-coder-{}-instruct-q4_k_m.gguf"
 SUITES: dict[str, tuple[Row, ...]] = {
     "cpu": (
         Row("default"),
@@ -62,6 +68,7 @@ SUITES: dict[str, tuple[Row, ...]] = {
         *(Row(f"7b-{mix.lower()}", (128,), (32,), synthetic=f"llama2-7b:{mix}:4") for mix in MIXES_7B),
         Row("long", (4096,), ()),
         Row("requests", (), (128,), (16,)),
+        *(Row(f"coder-{size}", (512, 4096), (128,), (1, 8), real=CODER.format(size)) for size in ("0.5b", "1.5b")),
     ),
     "families": tuple(
         Row(f"{name}-{mix.lower()}", (128,), (32,), synthetic=shape.format(mix))
@@ -139,7 +146,7 @@ def make_file(row: Row, folder: Path, progress: StepProgress) -> Path:
         spec = synthetic.parse(row.synthetic)
         path = folder / f"{str(spec).replace(':', '-')}.gguf"
         return path if path.exists() else synthetic.write(spec, path, progress=progress)
-    source = row.model
+    source = find_real_file(row.real) if row.real else row.model
     assert source is not None
     if not row.converted:
         return source
@@ -148,6 +155,20 @@ def make_file(row: Row, folder: Path, progress: StepProgress) -> Path:
     if not path.exists():
         show = lambda what, done, total: progress(what, done, total or 0)  # noqa: E731
         convert(open_checkpoint(source), path, row.converted, progress=show)
+    return path
+
+
+def real_folders() -> list[Path]:
+    """Return where files of real models may be."""
+    named = os.environ.get("LLM_WORKER_REAL_MODELS")
+    return [*([Path(named)] if named else []), cache_dir() / "real-models"]
+
+
+def find_real_file(name: str) -> Path:
+    """Return the path of a real model's file; raise if it is nowhere."""
+    path = next((path for folder in real_folders() if (path := folder / name).is_file()), None)
+    if path is None:
+        raise ModelFileError(f"{name} is not in {real_folders()[0]}: `python -m tests.real.models` fetches it")
     return path
 
 
@@ -161,8 +182,12 @@ class Size(NamedTuple):
 
 def size_of(row: Row) -> Size:
     """Return the size of a row's model, which need not be made yet; that of the model which it is converted from."""
-    if row.model is not None:
-        checkpoint = open_checkpoint(row.model)
+    path = row.model
+    if row.real:
+        with suppress(ModelFileError):  # its row will be left out: any size serves
+            path = find_real_file(row.real)
+    if path is not None:
+        checkpoint = open_checkpoint(path)
         values = sum(tensor.size for tensor in checkpoint.tensors.values())
         return Size(values, checkpoint.nbytes, read_model_config(checkpoint))
     spec = synthetic.parse(row.synthetic or DEFAULT_SHAPE)

@@ -90,9 +90,9 @@ class PeerOptions:
             if shapes or len(models) > 1:
                 raise typer.BadParameter("--suite has its models: leave --synthetic out, give at most one MODEL")
             found = planning.select_rows(self.suite, self.rows)
-            if not all(row.synthetic for row in found):
+            if not all(row.synthetic or row.real for row in found):
                 path = self._model_row(models[0] if models else None).model
-                found = [row if row.synthetic else row._replace(model=path) for row in found]
+                found = [row if row.synthetic or row.real else row._replace(model=path) for row in found]
         counts = {"pp": (self.pp, "--pp", 0), "tg": (self.tg, "--tg", 0), "batches": (self.batch, "--batch", 1)}
         lengths: dict[str, Any] = {
             name: common.parse_counts(text, option_name, low)
@@ -130,8 +130,9 @@ def peers(options: PeerOptions, results: ResultOptions, computing: ComputeOption
     their own process.
 
     --suite cpu compares the built-in model in three types, the shape of
-    Llama-2-7B with 4 layers in three types, a prompt of 4,096 tokens, and 16
-    requests at once; --suite families six newer shapes in two types.
+    Llama-2-7B with 4 layers in three types, a prompt of 4,096 tokens, 16
+    requests at once, and Qwen2.5-Coder 0.5B and 1.5B where their files are;
+    --suite families six newer shapes in two types.
 
     OURS / PEER is the ratio of single repetitions, with its interval. How
     many cores were busy before and after a row is part of the run: ratios of

@@ -56,10 +56,13 @@ class Handlers:
         return {"models": [self._model(name, info) | self._running(info) for name, info in self._served()]}
 
     def _served(self) -> list[tuple[str, ModelInfo | PoolingInfo]]:
-        """Return name and description of each model: the chat model by all its names, then pooling models."""
+        """Return name and description of each model: the chat model by its names, then pooling models."""
         self._worker.require_ready()
         pooling = [(tagged_name(service.name), service.engine.info) for service in self._worker.pooling.loaded]
-        return [*((tagged_name(name), self._worker.engine.info) for name in self._worker.names), *pooling]
+        return [
+            *((tagged_name(name), self._worker.engine.info) for name in self._worker.settings.listed_names),
+            *pooling,
+        ]
 
     def _running(self, info: ModelInfo | PoolingInfo) -> dict[str, Any]:
         size, context = info.weights_bytes, self._worker.model.max_context

@@ -11,7 +11,7 @@ import pytest
 from llm_worker_rbee.bench.peers import plan as plans
 from llm_worker_rbee.bench.peers.plan import Plan, Row, TimeLeft
 from llm_worker_rbee.bench.roofline import Limits
-from llm_worker_rbee.errors import InvalidRequestError
+from llm_worker_rbee.errors import InvalidRequestError, ModelFileError
 from llm_worker_rbee.weights import open_checkpoint
 from tests.cli.conftest import write_model
 
@@ -22,12 +22,13 @@ LIMITS = Limits(2, ((1 << 30, 1e10),), 1e11)
 
 
 def test_suite_cpu_has_small_and_large_files_a_long_prompt_and_many_requests() -> None:
-    rows = {row.name: row for row in plans.select_rows("cpu", None)}
-    assert list(rows) == ["default", "q4_0", "q8_0", "7b-q4_k_m", "7b-q4_0", "7b-q8_0", "long", "requests"]
+    rows, coders = {row.name: row for row in plans.select_rows("cpu", None)}, ["coder-0.5b", "coder-1.5b"]
+    assert list(rows) == ["default", "q4_0", "q8_0", "7b-q4_k_m", "7b-q4_0", "7b-q8_0", "long", "requests", *coders]
     tests = {name: list(plans.planned_tests(row)) for name, row in rows.items()}
     assert tests["q8_0"] == [("pp", 512, 1), ("tg", 128, 1)]
     assert tests["7b-q4_0"] == [("pp", 128, 1), ("tg", 32, 1)]
     assert (tests["long"], tests["requests"]) == ([("pp", 4096, 1)], [("tg", 128, 16)])
+    assert tests["coder-1.5b"] == [("pp", 512, 1), ("pp", 4096, 1), ("tg", 128, 1), ("tg", 128, 8)]
     assert [row.name for row in plans.select_rows("cpu", "^7b|long")] == [*list(rows)[3:6], "long"]
 
 
@@ -42,6 +43,20 @@ def test_suite_cpu_has_small_and_large_files_a_long_prompt_and_many_requests() -
 def test_select_rows_without_match_raises(suite: str, pattern: str | None, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         plans.select_rows(suite, pattern)
+
+
+def test_files_of_real_models_are_found_or_named(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = plans.select_rows("cpu", "coder-0.5b")[0]
+    monkeypatch.setenv("LLM_WORKER_REAL_MODELS", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(
+        ModelFileError, match=f"^{row.real} is not in {tmp_path}: `python -m tests.real.models` fetches"
+    ):
+        plans.make_file(row, tmp_path, lambda *_: None)
+    assert plans.estimate_seconds(row, Plan(), LIMITS) > 0
+    (tmp_path / row.real).symlink_to(tiny)
+    assert plans.make_file(row, tmp_path, lambda *_: None) == tmp_path / row.real
+    assert plans.size_of(row).bytes == plans.size_of(Row("tiny", model=tiny)).bytes
 
 
 def test_make_file_converts_and_writes_once(tiny: Path, tmp_path: Path) -> None:

@@ -1,0 +1,114 @@
+"""docs/quality.md: how near answers are to float32, beside llama.cpp; every figure comes from a saved run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from benchmarks_page import machine_name, table, with_interval
+
+from llm_worker_rbee.bench.results import Result, Run
+
+Runs = Mapping[str, Run]
+PEER = "llama-cpp-python"
+INTRO = """# Quality
+
+How near the answers of this worker are to those of the same weights in float32. The truth is the reference backend:
+every weight dequantized, every product in float32, no approximation. The rest is arithmetic: activations rounded to
+int8 for the products, the type of the KV cache, the order of sums. Loss by the quantization of the file itself is not
+in it: the truth reads the same file.
+
+`bench accuracy` scores a text that comes with the package, in windows of 256 tokens, and the ends of 20 prompts. KL is
+the mean Kullback-Leibler divergence from the truth's distribution of the next token, in nats; top-1 is the share of
+positions with the same likeliest token; perplexity is a ratio to the truth's. Intervals are 95%, by bootstrap over
+positions."""
+TYPES_TEXT = """`convert` made the files marked "requantized" from the Q4_K_M file. Their truth is the requantized file: a row compares
+arithmetic, not types."""
+FUNCTIONS_TEXT = """40 small functions of our own (`benchmarks/small_functions.py`), asked for by signature and a sentence, greedily; the
+code of the answer runs on examples in a bounded child process. transformers computes in float32 on the dequantized
+weights of the same file."""
+LM_EVAL_TEXT = """## lm-evaluation-harness
+
+`lm-eval` measures a served model through `/v1/completions`; tasks that score their choices need `echo` and `logprobs`,
+which the route has:
+
+```sh
+llm-worker-rbee serve --model model.gguf --served-model-name coder
+lm_eval --model local-completions --tasks YOUR_TASK --limit 50 --model_args \\
+  model=coder,base_url=http://127.0.0.1:8080/v1/completions,tokenizer_backend=huggingface,tokenizer=FOLDER,num_concurrent=4
+```
+
+FOLDER has the model's `tokenizer.json`; `tokenized_requests=False` lets the worker tokenize."""
+
+
+def markdown(runs: Runs) -> str:
+    """Return the page."""
+    accuracy = {name: run for name, run in runs.items() if run.kind == "accuracy"}
+    peers = [run for run in accuracy.values() if _find(run, f"kl/{PEER}") is not None]
+    alone = [run for run in accuracy.values() if run not in peers]
+    functions = [run for run in runs.values() if run.kind == "functions"]
+    parts = [INTRO]
+    if peers:
+        parts += ["## Beside llama.cpp on the same file", _peer_table(peers), TYPES_TEXT, _verdict(peers)]
+    if alone:
+        parts += ["## By type of the KV cache", _kv_table([*peers[:1], *alone])]
+    if functions:
+        parts += ["## Functions that run", FUNCTIONS_TEXT, _functions_table(functions)]
+    return "\n\n".join([*parts, LM_EVAL_TEXT])
+
+
+def _find(run: Run, name: str) -> Result | None:
+    return next((result for result in run.results if result.name == name), None)
+
+
+def _cell(run: Run, name: str) -> str:
+    result = _find(run, name)
+    return "-" if result is None else with_interval(result)
+
+
+def _file(run: Run) -> str:
+    name = str((run.model or {}).get("name", "")).removesuffix(".gguf")
+    source, _, kind = name.partition("-as-")
+    return f"{source}, requantized to {kind}" if kind else source
+
+
+def _peer_table(runs: list[Run]) -> str:
+    head = ["file", "machine", "KL here", "KL llama.cpp", "top-1 here", "llama.cpp", "perplexity here", "llama.cpp"]
+    rows = [
+        [_file(run), machine_name(run).partition(",")[0]]
+        + [_cell(run, name + suffix) for name in ("kl", "top1", "ppl_ratio") for suffix in ("", f"/{PEER}")]
+        for run in runs
+    ]
+    return "\n".join(table(head, rows))
+
+
+def _verdict(runs: list[Run]) -> str:
+    """Return which rows are nearer to the truth, within the interval, or further."""
+    groups: dict[str, list[str]] = {}
+    for run in runs:
+        ours, theirs = _find(run, "kl"), _find(run, f"kl/{PEER}")
+        assert ours is not None
+        assert theirs is not None
+        within = ours.low <= theirs.high
+        what = "nearer" if ours.estimate <= theirs.estimate else "within the interval" if within else "further"
+        groups.setdefault(what, []).append(_file(run))
+    return "By KL: " + "; ".join(f"{what}: {', '.join(files)}" for what, files in groups.items()) + "."
+
+
+def _kv_table(runs: list[Run]) -> str:
+    rows = [
+        [_file(run), "float16" if (kind := str(run.settings["kv_type"])) == "auto" else kind]
+        + [_cell(run, name) for name in ("kl", "top1", "ppl_ratio")]
+        for run in runs
+    ]
+    return "\n".join(table(["file", "KV cache", "KL", "top-1", "perplexity"], rows))
+
+
+def _functions_table(runs: list[Run]) -> str:
+    rows = [
+        [str((run.model or {})["name"]).removesuffix(".gguf"), result.name.partition("/")[2],
+         f"{result.estimate:.0f} of {result.fields['count']}", f"{result.fields['seconds']:.0f} s",
+         ", ".join(result.fields["wrong"]) or "-"]
+        for run in runs
+        for result in run.results
+    ]  # fmt: skip
+    return "\n".join(table(["file", "by", "right", "time", "wrong"], rows))
