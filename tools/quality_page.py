@@ -21,11 +21,13 @@ in it: the truth reads the same file.
 the mean Kullback-Leibler divergence from the truth's distribution of the next token, in nats; top-1 is the share of
 positions with the same likeliest token; perplexity is a ratio to the truth's. Intervals are 95%, by bootstrap over
 positions."""
-TYPES_TEXT = """`convert` made the files marked "requantized" from the Q4_K_M file. Their truth is the requantized file: a row compares
-arithmetic, not types."""
-FUNCTIONS_TEXT = """40 small functions of our own (`benchmarks/small_functions.py`), asked for by signature and a sentence, greedily; the
+TYPES_TEXT = """
+`convert` made the files marked "requantized" from the Q4_K_M file. Their truth is the requantized file: a row compares
+arithmetic, not types.""".strip()
+FUNCTIONS_TEXT = """
+40 small functions of our own (`benchmarks/small_functions.py`), asked for by signature and a sentence, greedily; the
 code of the answer runs on examples in a bounded child process. transformers computes in float32 on the dequantized
-weights of the same file."""
+weights of the same file.""".strip()
 LM_EVAL_TEXT = """## lm-evaluation-harness
 
 `lm-eval` measures a served model through `/v1/completions`; tasks that score their choices need `echo` and `logprobs`,

@@ -35,10 +35,10 @@ MAX_PREFILL_TOKENS, SMALL_PREFILL_TOKENS = 64, 8  # of a piece; few pieces are c
 PIECES_PER_THREAD = 4  # at least, if the work can be split into so many
 PREFETCH = True
 CHUNK_INDICES = {1: kv.key_chunk, 2: kv.two_key_chunks, 4: kv.four_key_chunks}
-MAX_HEADS_TILE = 4  # each size is compiled for itself
+MAX_HEADS_TILE = 8 if TILE_VECTORS == 4 else 4  # heads that share the keys of a decode tile; registers hold so many
 ROWS_TILE = {"ROWS": TILE_ROWS, "VECTORS": TILE_VECTORS, "SIZE": TILE_ROWS * TILE_VECTORS}
 # set for each variant
-ROWS = CACHED = HEADS_TILE = None
+ROWS = CACHED = HEADS_TILE = DECODE_TILES = None
 SCORE: Any = None
 ACCUMULATE_PV: Any = None
 SCORE_ROWS: Any = None
@@ -99,19 +99,23 @@ def prefill_tiles(query_start, tokens, heads, heads_piece, work):
     return n
 
 
-@kernel
-def decode_tiles(query_start, heads, heads_tile, work, n):
-    """Write the decode tiles behind n others, and return their number; their second number counts pieces that ended."""
+def decode_tiles(query_start, heads, group, work, n):
+    """Write the decode tiles behind n others, and return their number; their second number counts pieces that ended.
+
+    Where tiles do not divide the heads of a group, the last one begins earlier: two tiles write a head, the same bits.
+    """
     before = n
     for r in range(query_start.shape[0] - 1):
         first, last = query_start[r], query_start[r + 1]
         if last - first >= MIN_PREFILL_TOKENS:
             continue
-        for head in range(0, heads, heads_tile):
-            for token in range(first, last):
-                i = n * NUMBERS_PER_TILE
-                work[i], work[i + 1], work[i + 2], work[i + 3] = token, 0, r, head
-                n += 1
+        for start in range(0, heads, group):
+            for head in range(start, start + group, HEADS_TILE):
+                for token in range(first, last):
+                    i = n * NUMBERS_PER_TILE
+                    work[i], work[i + 1], work[i + 2] = token, 0, r
+                    work[i + 3] = min(head, start + group - HEADS_TILE)
+                    n += 1
     return n - before
 
 
@@ -133,7 +137,7 @@ def split_work(args, step, piece):
     work = i64(s[entry + WorkEntry.TILES])
     tokens, heads_piece = prefill_shape(starts, heads, kv_heads, threads)
     prefill = prefill_tiles(starts, tokens, heads, heads_piece, work)
-    tiles = decode_tiles(starts, heads, HEADS_TILE, work, prefill)
+    tiles = DECODE_TILES(starts, heads, heads // kv_heads, work, prefill)
     splits = 1
     if s[Step.PARTIALS] and 0 < tiles < threads * PIECES_PER_THREAD:
         longest = longest_decode(starts, i64(s[Step.POSITIONS]))
@@ -271,8 +275,8 @@ def vectors_per_row(rows: int) -> int:
 
 
 def heads_per_tile(group: int) -> int:
-    """Return how many of the heads that share a KV head make a decode tile: a divisor of their number."""
-    return max(n for n in range(1, min(group, MAX_HEADS_TILE) + 1) if group % n == 0)
+    """Return how many of the heads that share a KV head make a decode tile: as few tiles as can be, of equal size."""
+    return -(-group // -(-group // MAX_HEADS_TILE))
 
 
 @cache
@@ -287,7 +291,8 @@ def _tile_kernel(template: Any, rows: int, vectors: int, prefetch: bool = False)
 def split_work_kernel(group: int) -> TaskKernel:
     """Return the kernel for `group` heads per KV head."""
     heads = heads_per_tile(group)
-    return TaskKernel(split_work, str(heads), HEADS_TILE=heads)
+    tiles = kernel(variant(decode_tiles, str(heads), HEADS_TILE=heads))
+    return TaskKernel(split_work, str(heads), DECODE_TILES=tiles)
 
 
 def score_rows_kernel() -> Any:

@@ -26,6 +26,8 @@ Floats = NDArray[np.float32]
 STILL = RopeTable(np.empty(0, np.float32), 1.0)  # turns nothing: both sides store the same numbers
 PLAIN = AttentionParams(0.2)
 SHAPES = [  # heads, kv heads, head size, settings
+    (7, 1, 16, AttentionParams(0.25)),  # heads that decode tiles of four do not divide
+    (18, 2, 16, AttentionParams(0.25)),  # nor tiles of eight
     (3, 3, 20, AttentionParams(0.3, window=5)),
     (6, 2, 40, AttentionParams(0.2, window=19, soft_cap=3.0)),
     (4, 1, 64, AttentionParams(0.125)),
