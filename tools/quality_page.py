@@ -9,7 +9,7 @@ from benchmarks_page import machine_name, table, with_interval
 from llm_worker_rbee.bench.results import Result, Run
 
 Runs = Mapping[str, Run]
-PEER = "llama-cpp-python"
+PEER = "llama.cpp"  # as `bench accuracy` names it
 INTRO = """# Quality
 
 How near the answers of this worker are to those of the same weights in float32. The truth is the reference backend:
@@ -24,6 +24,9 @@ positions."""
 TYPES_TEXT = """
 `convert` made the files marked "requantized" from the Q4_K_M file. Their truth is the requantized file: a row compares
 arithmetic, not types.""".strip()
+KV_TEXT = """
+int8 has one scale for the keys of a position and head. Qwen 2 and 2.5 add a bias to their keys that is far larger in
+a few channels: these take the scale, and the other channels keep few bits. Use float16 with them.""".strip()
 FUNCTIONS_TEXT = """
 40 small functions of our own (`benchmarks/small_functions.py`), asked for by signature and a sentence, greedily; the
 code of the answer runs on examples in a bounded child process. transformers computes in float32 on the dequantized
@@ -52,7 +55,8 @@ def markdown(runs: Runs) -> str:
     if peers:
         parts += ["## Beside llama.cpp on the same file", _peer_table(peers), TYPES_TEXT, _verdict(peers)]
     if alone:
-        parts += ["## By type of the KV cache", _kv_table([*peers[:1], *alone])]
+        same = [run for run in peers if _file(run) == _file(alone[0])]
+        parts += ["## By type of the KV cache", _kv_table([*same, *alone]), KV_TEXT]
     if functions:
         parts += ["## Functions that run", FUNCTIONS_TEXT, _functions_table(functions)]
     return "\n\n".join([*parts, LM_EVAL_TEXT])

@@ -25,6 +25,7 @@ from .chat_values import (
     read_object,
     schema_types,
     value_to_json,
+    without_nulls,
 )
 
 MAX_NAME_CHARS = 256
@@ -279,7 +280,10 @@ class CallReader(MarkerReader):
         arguments = yield from self._whole_object()
         parameters = self._tools[name].parameters
         if not fits(load_json(arguments), parameters, parameters):
-            raise MismatchError
+            values = without_nulls(load_json(arguments), parameters)
+            if not fits(values, parameters, parameters):
+                raise MismatchError
+            arguments = json.dumps(values, ensure_ascii=False)
         yield from self._skip()
         yield from self._expect("}")
         yield from self._try_end("```" if has_fence else "")

@@ -107,6 +107,19 @@ def fits(value: Any, schema: Any, root: Any) -> bool:
     )
 
 
+def without_nulls(arguments: Any, schema: Any) -> Any:
+    """Return arguments without the optional ones that are null where their schema has no null: models mean none."""
+    properties, required = schema.get("properties"), schema.get("required")
+    if not (isinstance(arguments, dict) and isinstance(properties, dict)):
+        return arguments
+    optional = properties.keys() - set(required if isinstance(required, list) else [])
+    return {
+        key: value
+        for key, value in arguments.items()
+        if value is not None or key not in optional or fits(None, properties[key], schema)
+    }
+
+
 def _type_of(value: Any) -> str:
     names = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
     return names.get(type(value), "null")

@@ -163,6 +163,7 @@ JSON_CALLS = {
     '```json\n{"name": "get_weather", "arguments": {"city": "x"}}\n```': {"city": "x"},
     '```\n{\n  "name": "get_weather",\n  "parameters": {\n    "city": "x"\n  }\n}\n```\n': {"city": "x"},
     '\n\n{"name":"get_weather","arguments":{"city":"x","flag":True,}} ': {"city": "x", "flag": True},
+    '{"name": "get_weather", "arguments": {"city": "x", "days": null}}': {"city": "x"},  # an optional one
 }
 
 
@@ -181,6 +182,7 @@ def test_parse_answer_that_is_a_call_as_json(text: str, format_of: Formats) -> N
 NO_JSON_CALLS = [  # the text up to which it is held back, and the rest
     ('{"name": "get_weather", "arguments": {"city": 3}', "}"),  # not valid by the schema
     ('{"name": "get_weather", "arguments": {"town": "x"}', "}"),
+    ('{"name": "get_weather", "arguments": {"city": null}', "}"),
     ('{"name": "get_weather", "arguments": {"city": "x", "days": [2]}', "}"),
     ('{"name": "get_wi', 'nd", "arguments": {}}'),
     ('{"name": "A', 'da", "age": 36}'),
