@@ -54,11 +54,11 @@ test-extra: $(VENV)/.dev test-clients
 	LLM_WORKER_WALKS=20 $(BIN)/python -m pytest -rs tests/extra/test_grammar_walks.py
 	@$(MAKE) --no-print-directory test-agents
 
-# Coding agents; without npm their tests are skipped.
+# Coding agents, with scripted answers and with a real model; without npm their tests are skipped.
 AGENTS := @openai/codex@0.166.0 @anthropic-ai/claude-code@2.1.325
 test-agents: $(VENV)/.dev
 	@! command -v npm >/dev/null || npm install --silent --no-save --no-fund --no-audit --prefix $(CLIENTS)/agents $(AGENTS)
-	LLM_WORKER_CLIENTS=$(CLIENTS) $(BIN)/python -m pytest -rs tests/extra/test_coding_agents.py
+	LLM_WORKER_CLIENTS=$(CLIENTS) LLM_WORKER_AGENTS=1 $(BIN)/python -m pytest -rs tests/extra/test_coding_agents.py tests/real/test_agents.py
 
 CLIENT_NAMES := $(basename $(notdir $(wildcard tests/extra/clients/*.txt)))
 test-clients: $(VENV)/.dev $(CLIENT_NAMES:%=$(CLIENTS)/%/.made)

@@ -22,6 +22,9 @@ CLIENTS = os.environ.get("LLM_WORKER_CLIENTS", "")  # a folder with environments
 FOLDER = Path(CLIENTS).absolute() / "agents" / "node_modules"
 LIMIT_S = 120
 TASK = "What does note.txt say? Write the number after it to next.txt."
+CLAUDE = {
+    "ANTHROPIC_AUTH_TOKEN": "none", "DISABLE_AUTOUPDATER": "1", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+}  # fmt: skip
 READ, WRITE = "cat note.txt", "echo 43 > next.txt; cat next.txt"
 DONE = "It says 42, and next.txt has 43."
 
@@ -57,23 +60,29 @@ def play_session(server: ScriptedServer, tool: str, key: str, **more: Any) -> No
     server.play_all(reply)
 
 
-def run_agent(folder: Path, line: list[str], **variables: str) -> list[Any]:
-    """Run an agent where the note is; return what it printed, lines of JSON."""
+def run_session(folder: Path, line: list[str], **variables: str) -> list[Any]:
+    """Run an agent where the note is; return what it printed."""
+    (folder / "work").mkdir()
+    (folder / "work" / "note.txt").write_text("42\n")
+    events = run_agent(folder, line, LIMIT_S, **variables)
+    assert (folder / "work" / "next.txt").read_text() == "43\n"
+    return events
+
+
+def run_agent(folder: Path, line: list[str], limit_s: float, **variables: str) -> list[Any]:
+    """Run an agent in the folder `work`; return what it printed, lines of JSON."""
     work, home = folder / "work", folder / "home"
-    work.mkdir()
     home.mkdir(exist_ok=True)
-    (work / "note.txt").write_text("42\n")
     nowhere = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9")
     environment = {
         "PATH": os.environ["PATH"], "HOME": str(home), "NO_COLOR": "1", "NO_PROXY": "127.0.0.1",
         "no_proxy": "127.0.0.1", **nowhere, **variables,
     }  # fmt: skip
     done = subprocess.run(
-        line, cwd=work, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S,
+        line, cwd=work, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_s,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2_000:] + done.stderr[-2_000:]
-    assert (work / "next.txt").read_text() == "43\n"
     return [json.loads(text) for text in done.stdout.splitlines() if text.startswith("{")]
 
 
@@ -97,7 +106,7 @@ def test_codex_plays_session(server: ScriptedServer, tmp_path: Path) -> None:
     )
     play_session(server, "exec_command", "cmd")
     line = [codex, "exec", "--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", TASK]
-    events = run_agent(tmp_path, line, CODEX_HOME=str(tmp_path / "home"))
+    events = run_session(tmp_path, line, CODEX_HOME=str(tmp_path / "home"))
     items = [event["item"] for event in events if event["type"] == "item.completed"]
     assert [one["text"] for one in items if one["type"] == "reasoning"] == [
         "I read it.",
@@ -118,10 +127,7 @@ def test_claude_code_plays_session(server: ScriptedServer, tmp_path: Path, caplo
     play_session(server, "Bash", "command", description="Numbers")
     models = dict.fromkeys(("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL"), "tiny")
     line = [claude, "-p", TASK, "--output-format", "stream-json", "--verbose", "--allowedTools", "Bash"]
-    events = run_agent(
-        tmp_path, line, ANTHROPIC_BASE_URL=server.url, ANTHROPIC_AUTH_TOKEN="none", DISABLE_AUTOUPDATER="1",
-        CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1", **models,
-    )  # fmt: skip
+    events = run_session(tmp_path, line, ANTHROPIC_BASE_URL=server.url, **CLAUDE, **models)
     blocks = [block for event in events if event["type"] == "assistant" for block in event["message"]["content"]]
     assert [one["text"] for one in blocks if one["type"] == "text"] == ["Let me look.", DONE]
     assert [one["input"]["command"] for one in blocks if one["type"] == "tool_use"] == [READ, WRITE]
