@@ -124,7 +124,16 @@ STEPS = (
         ("cuda", "llama-bench"),
     ),  # the processor of a machine with a GPU
     Step("serving-null", "bench serving --spawn --engine null -c 64 --serve-args '--null-step-ms 2.5'", ("cpu",)),
-    Step("peers", f"bench peers --suite cpu --rows '^(?!long)' {SERVERS} -r 3", ("cpu", "llama-bench", "llama-server")),
+    Step(
+        "peers",
+        f"bench peers --suite cpu --rows '^(?!long|coder)' {SERVERS} -r 3",
+        ("cpu", "llama-bench", "llama-server"),
+    ),
+    Step(
+        "peers-coder",
+        f"bench peers --suite cpu --rows coder {SERVERS} -r 2",
+        ("cpu", "llama-bench", "llama-server", *CODERS),
+    ),
     Step("peers-families", f"bench peers --suite families {LLAMA_BENCH} -r 3", ("cpu", "llama-bench")),
     Step("peers-long", f"bench peers --suite cpu --rows long {LLAMA_BENCH} -r 1", ("cpu", "llama-bench")),
     Step("peers-mistralrs", f"{PEERS} --rows '^(default|q4_0|q8_0|7b-q4_k_m)$' --pp 128,126 --tg 32", ALL_PEERS),

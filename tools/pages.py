@@ -37,7 +37,7 @@ class Page(NamedTuple):
     render: Callable[[Runs], str]
 
 
-CHART_RUNS = ("*/peers.json.gz", "*/peers-cpu.json.gz", "*/peers-cuda.json.gz")
+CHART_RUNS = tuple(f"*/{step}.json.gz" for step in ("peers", "peers-coder", "peers-cpu", "peers-cuda"))
 SHOWN_RUNS = tuple(f"*/{kind}*.json.gz" for kind in ("peers", "e2e", "embed", "micro", "accuracy", "load", "serving"))
 PAGES = (
     Page("docs/benchmarks.md", SHOWN_RUNS, benchmarks_page.markdown),

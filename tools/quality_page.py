@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
-from benchmarks_page import machine_name, table, with_interval
+from benchmarks_page import table, with_interval
 
 from llm_worker_rbee.bench.results import Result, Run
 
@@ -19,7 +20,7 @@ in it: the truth reads the same file.
 
 `bench accuracy` scores a text that comes with the package, in windows of 256 tokens, and the ends of 20 prompts. KL is
 the mean Kullback-Leibler divergence from the truth's distribution of the next token, in nats; top-1 is the share of
-positions with the same likeliest token; perplexity is a ratio to the truth's. Intervals are 95%, by bootstrap over
+positions with the same likeliest token; perplexity is relative to the truth's. Intervals are 95%, by bootstrap over
 positions."""
 TYPES_TEXT = """
 `convert` made the files marked "requantized" from the Q4_K_M file. Their truth is the requantized file: a row compares
@@ -68,19 +69,27 @@ def _find(run: Run, name: str) -> Result | None:
 
 def _cell(run: Run, name: str) -> str:
     result = _find(run, name)
-    return "-" if result is None else with_interval(result)
+    if result is None:
+        return "-"
+    if name.startswith("ppl_ratio"):
+        value, low, high = (f"{100 * (ratio - 1):+.2f}" for ratio in (result.estimate, result.low, result.high))
+        return f"{value}% ({low} to {high})"
+    if name.startswith("top1"):
+        value, low, high = (f"{100 * share:.1f}" for share in (result.estimate, result.low, result.high))
+        return f"{value}% ({low} to {high})"
+    return with_interval(result)
 
 
 def _file(run: Run) -> str:
     name = str((run.model or {}).get("name", "")).removesuffix(".gguf")
-    source, _, kind = name.partition("-as-")
-    return f"{source}, requantized to {kind}" if kind else source
+    found = re.fullmatch(r"(.*)-[0-9a-f]{8}-as-(\w+)", name)
+    return name if found is None else f"{found[1]}, requantized to {found[2]}"
 
 
 def _peer_table(runs: list[Run]) -> str:
-    head = ["file", "machine", "KL here", "KL llama.cpp", "top-1 here", "llama.cpp", "perplexity here", "llama.cpp"]
+    head = ["file", "KL here", "KL llama.cpp", "top-1 here", "llama.cpp", "perplexity here", "llama.cpp"]
     rows = [
-        [_file(run), machine_name(run).partition(",")[0]]
+        [_file(run)]
         + [_cell(run, name + suffix) for name in ("kl", "top1", "ppl_ratio") for suffix in ("", f"/{PEER}")]
         for run in runs
     ]
@@ -88,16 +97,16 @@ def _peer_table(runs: list[Run]) -> str:
 
 
 def _verdict(runs: list[Run]) -> str:
-    """Return which rows are nearer to the truth, within the interval, or further."""
-    groups: dict[str, list[str]] = {}
+    """Return how many rows are nearer to the truth than llama.cpp, and which are not."""
+    others = []
     for run in runs:
         ours, theirs = _find(run, "kl"), _find(run, f"kl/{PEER}")
         assert ours is not None
         assert theirs is not None
-        within = ours.low <= theirs.high
-        what = "nearer" if ours.estimate <= theirs.estimate else "within the interval" if within else "further"
-        groups.setdefault(what, []).append(_file(run))
-    return "By KL: " + "; ".join(f"{what}: {', '.join(files)}" for what, files in groups.items()) + "."
+        if ours.estimate > theirs.estimate:
+            others.append(f"{_file(run)} ({'within the interval' if ours.low <= theirs.high else 'further'})")
+    nearer = f"By KL this worker is nearer to float32 than llama.cpp in {len(runs) - len(others)} of {len(runs)} rows"
+    return f"{nearer}, not in: {', '.join(others)}." if others else f"{nearer}."
 
 
 def _kv_table(runs: list[Run]) -> str:

@@ -21,6 +21,8 @@ Runs = Mapping[str, Run]
 MODELS = {
     r"default|smollm2-135m:Q4_1|SmolLM2-135M-Instruct.Q4_1.gguf": "SmolLM2-135M, Q4_1",
     r"requests": "SmolLM2-135M, Q4_1",
+    r"coder-0.5b": "Qwen2.5-Coder-0.5B, Q4_K_M",
+    r"coder-1.5b": "Qwen2.5-Coder-1.5B, Q4_K_M",
     r"7b-q4_k_m|llama2-7b:Q4_K_M:4": "Llama-2-7B, 4 of 32 layers, Q4_K_M",
     r"7b-q8_0|llama2-7b:Q8_0:4": "Llama-2-7B, 4 of 32 layers, Q8_0",
     r"llama2-7b[:-]Q4_K_M(-32)?(\.gguf)?": "Llama-2-7B, 32 layers, Q4_K_M",

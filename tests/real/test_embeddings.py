@@ -1,15 +1,20 @@
 """Real embedding models: nomic-embed-text finds the text that answers a question, served as clients ask for it, and its
-fast backend gives the values of the reference."""
+fast backend gives the values of the reference; MiniLM gives those of sentence-transformers."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import openai
+import pytest
 
 from llm_worker_rbee import Embedder
+from llm_worker_rbee.weights.hub import DEFAULT_EMBEDDING_MODEL, locate_model
 from tests.helpers.serve_process import ServeProcess, until
 
 DOCUMENTS = (
@@ -51,3 +56,19 @@ def test_fast_backend_gives_the_values_of_the_reference(real_model: Callable[[st
     similarity = (np.asarray(fast) * np.asarray(reference)).sum(axis=1)
     print(f"cosine similarity: {similarity.min():.6f} at least")
     assert similarity.min() > 0.9995
+
+
+def test_minilm_gives_the_values_of_sentence_transformers() -> None:
+    python = Path(os.environ.get("LLM_WORKER_CLIENTS", "")).absolute() / "sentence_transformers" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("sentence-transformers is not installed: make test-real does it")
+    path, texts = locate_model(DEFAULT_EMBEDDING_MODEL), [*DOCUMENTS, *QUESTIONS, "", "x", "word " * 400]
+    session = Path(__file__).parent / "clients" / "sentence_transformers_session.py"
+    given = json.dumps(texts)
+    done = subprocess.run([python, session, path], input=given, capture_output=True, text=True, timeout=300, check=True)
+    truth = np.array(json.loads(done.stdout))
+    for quantize, least in ((None, 0.99999), ("Q8_0", 0.998)):
+        rows = np.asarray(Embedder(path, quantize=quantize).embed(texts, truncate=True))
+        similarity = (rows * truth).sum(axis=1)
+        print(f"{quantize or 'F32'}: cosine similarity {similarity.min():.6f} at least")
+        assert similarity.min() > least
