@@ -77,10 +77,12 @@ def test_embeddings_and_rankings_beside_chat(serve: Serve, tmp_path: Path) -> No
     running = serve(*line, "--deterministic", "--restart-on-stall").ready()
     until(lambda: running.http.get("/health").json()["status"] == "healthy")
     listed = running.http.get("/v1/models").json()["data"]
-    assert [(one["id"], one["kind"]) for one in listed[1:]] == [(str(embedder), "embedding"), (str(ranker), "rerank")]
+    assert [(one["id"], one["kind"]) for one in listed[1:]] == [(kind, kind) for kind in TASKS]  # names of folders
     assert len(running.engines()) == 3
-    reply = running.http.post("/v1/embeddings", json={"input": ["a", "b"], "dimensions": 5}).json()
-    assert [len(one["embedding"]) for one in reply["data"]] == [5, 5]
+    for name in (None, "embedding", str(embedder)):
+        body = {"input": ["a", "b"], "dimensions": 5, "model": name}
+        reply = running.http.post("/v1/embeddings", json=body).json()
+        assert [len(one["embedding"]) for one in reply["data"]] == [5, 5]
     ranked = running.http.post("/v1/rerank", json={"query": "a", "documents": ["b", "c"]}).json()["results"]
     assert sorted(one["index"] for one in ranked) == [0, 1]
     assert running.complete(1, max_tokens=2)
