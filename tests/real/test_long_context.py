@@ -21,7 +21,7 @@ VERBS = ("crossed", "left", "passed", "reached", "searched", "watched")
 def long_text(llm: LLM, num_tokens: int, fact: str) -> str:
     """Return about so many tokens of sentences in which a fact stands after a third."""
     rng, sentences = random.Random(num_tokens), list[str]()
-    while len(sentences) < num_tokens // 8:
+    while len(sentences) < num_tokens // 6:  # they have 7 tokens each
         sentences.append(f"The {rng.choice(ANIMALS)} {rng.choice(VERBS)} the {rng.choice(PLACES)}.")
     size = num_tokens * len(sentences) // len(llm.tokenizer.encode(" ".join(sentences)))
     sentences = sentences[:size]
