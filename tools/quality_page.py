@@ -13,7 +13,7 @@ Runs = Mapping[str, Run]
 PEER = "llama.cpp"  # as `bench accuracy` names it
 INTRO = """# Quality
 
-How near the answers of this worker are to those of the same weights in float32. The truth is the reference backend:
+How near this worker is to the answers of the same weights in float32. The truth is the reference backend:
 every weight dequantized, every product in float32, no approximation. The rest is arithmetic: activations rounded to
 int8 for the products, the type of the KV cache, the order of sums. Loss by the quantization of the file itself is not
 in it: the truth reads the same file.
@@ -45,7 +45,7 @@ lm_eval --model local-completions --tasks YOUR_TASK --limit 50 --model_args \\
 
 FOLDER has the tokenizer as `transformers` saves it:
 `AutoTokenizer.from_pretrained(DIR, gguf_file=FILE).save_pretrained(FOLDER)`.
-Tried with lm-eval 0.4.13 and the 0.5B: a task of multiple choice of one's own (`--include_path`), 32 scored answers."""
+Tried with lm-eval 0.4.13 and a multiple-choice task in a folder (`--include_path`)."""
 
 
 def markdown(runs: Runs) -> str:

@@ -109,14 +109,15 @@ def fits(value: Any, schema: Any, root: Any) -> bool:
 
 def without_nulls(arguments: Any, schema: Any) -> Any:
     """Return arguments without the optional ones that are null where their schema has no null: models mean none."""
-    properties, required = schema.get("properties"), schema.get("required")
+    tool = resolve_reference(schema, schema)
+    properties, required = (tool.get("properties"), tool.get("required")) if isinstance(tool, dict) else (None, None)
     if not (isinstance(arguments, dict) and isinstance(properties, dict)):
         return arguments
-    optional = properties.keys() - set(required if isinstance(required, list) else [])
+    needed = required if isinstance(required, list) else []
     return {
         key: value
         for key, value in arguments.items()
-        if value is not None or key not in optional or fits(None, properties[key], schema)
+        if value is not None or key in needed or key not in properties or fits(None, properties[key], schema)
     }
 
 

@@ -15,6 +15,7 @@ from llm_worker_rbee.tokenizer import Detokenizer, Tokenizer
 from llm_worker_rbee.tokenizer.chat_events import Tool, ToolCallStart
 from llm_worker_rbee.tokenizer.chat_format import GENERIC_TOOLS, ChatFormat, ReasoningFormat, ToolFormat
 from llm_worker_rbee.tokenizer.chat_parser import ChatParser
+from llm_worker_rbee.tokenizer.chat_values import without_nulls
 from tests.helpers.chat_formats import ANSWERS, TOOLS, Answer, fold
 
 Formats = Callable[[str, str], ChatFormat]
@@ -177,6 +178,22 @@ def test_parse_answer_that_is_a_call_as_json(text: str, format_of: Formats) -> N
             parsed = parse(format_of("llama3", "text"), pieces, parse_json_calls=True)
             assert parts(parsed)[2] == [("get_weather", JSON_CALLS[text])]
         assert parse(QWEN, pieces)["calls"] == []
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ({"properties": {"a": {"type": "string"}}}, {"b": None}),
+        ({"properties": {"a": {"type": ["string", "null"]}}}, {"a": None, "b": None}),
+        ({"properties": {"a": {"type": "string"}}, "required": ["a"]}, {"a": None, "b": None}),
+        ({"properties": {"a": {"type": "string"}}, "required": [{}, ["a"]]}, {"b": None}),
+        ({"properties": {"a": {"type": "string"}}, "required": 3}, {"b": None}),
+        ({"$ref": "#/$defs/t", "$defs": {"t": {"properties": {"a": {"type": "string"}}}}}, {"b": None}),
+        ({"properties": ["a"]}, {"a": None, "b": None}), (True, {"a": None, "b": None}),
+    ],
+)  # fmt: skip
+def test_null_of_an_optional_argument_is_left_out(schema: Any, expected: dict[str, None]) -> None:
+    assert without_nulls({"a": None, "b": None}, schema) == expected
 
 
 NO_JSON_CALLS = [  # the text up to which it is held back, and the rest
