@@ -9,6 +9,9 @@ from tests.helpers.chat_page import FAKE_STREAM, ask, give, opened, press, reply
 from tests.helpers.server import Server, until
 
 STORED = "llm-worker-rbee.chat."  # and the id of a conversation
+LATE_WRITE = f"""const key = Object.keys(localStorage).find(key => key.startsWith("{STORED}"));
+window.dispatchEvent(new StorageEvent("storage", {{key, newValue: localStorage.getItem(key)}}));
+"""  # the browser may report the last write of a page after its reload
 LINK = "https://example.org"
 
 
@@ -186,6 +189,8 @@ def test_page_reports_errors_and_keeps_what_arrived(browser: Any, server: Server
         page.wait_for_selector(".content pre")
         page.reload()
         page.wait_for_selector("text=interrupted: the page was closed")
+        page.evaluate(LATE_WRITE)
+        assert page.inner_text("article.assistant >> nth=2 >> .note") == "interrupted: the page was closed"
         assert page.inner_text("article.user >> nth=2 >> .content") == "three\nlines"
         assert page.inner_text("article.assistant >> nth=2 >> .hl-k") == "if"
     with opened(browser, server) as page:
