@@ -22,12 +22,12 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_peers_prints_a_table(cli: Run, tiny: Path, fake: Path) -> None:
     options = ("--pp", "8", "--tg", "2", "-r", "2", "--llama-bench", fake, "--peer", "llama-bench")
-    done = cli("bench", "peers", tiny, *options, "--peer", "llama-cpp-python")
+    done = cli("bench", "peers", tiny, *options, "--peer", "llama-cpp-python", "--peer", f"fork={fake}")
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.decode().splitlines()]
     assert lines[2][:3] == ["PEER", "RESULT", "95%"]
     rows = [(line[0], line[1]) for line in lines[3:]]
-    assert rows == [(t, p) for t in ("pp8", "tg2") for p in ("llm-worker-rbee", "llama-bench")]
+    assert rows == [(t, p) for t in ("pp8", "tg2") for p in ("llm-worker-rbee", "llama-bench", "fork")]
     assert done.stdout.decode().splitlines()[4].endswith("build 7031 (0c1e570)")
     notes = done.stderr.decode()
     assert "llama-bench does not sample" in notes
@@ -114,6 +114,9 @@ def test_peers_invalid_options_fail(cli: Run, tiny: Path) -> None:
     assert done.stderr.startswith(
         b"error: unknown peer 'ollama': use some of llama-bench, llama-cpp-python, transformers, mistral.rs, vllm, "
     )
+    done = cli("bench", "peers", tiny, "--peer", "vllm=/bin/true")
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert done.stderr.startswith(b"error: --peer vllm=PATH: give a llama-bench a name of its own")
     assert cli("bench", "peers", tiny, "--suite", "cpu", "--peer", "ollama", "--list").returncode == 1
     done = cli("bench", "peers", tiny, "--suite", "cpu", "--rows", "^(default|q8_0)$", "--pp", "1000", "--tg", "0")
     assert (done.returncode, done.stdout) == (1, b"")

@@ -72,7 +72,7 @@ def find_peers(
 ) -> list[Peer]:
     """Return the peers that are installed and can run some of the tasks."""
     found: list[Peer] = []
-    for name in (name for name in NAMES if name in plan.peers):
+    for name in (*(name for name in NAMES if name in plan.peers), *plan.benches):
         own_tasks = [task for task in tasks if bool(task.prompts) in BATCHES.get(name, (False,))]
         if not own_tasks:
             continue
@@ -96,16 +96,16 @@ def _require_suitable(name: str, checkpoint: Checkpoint, plan: Plan) -> None:
 
 
 def _make_programs(name: str, model: Path, _: Checkpoint, plan: Plan, tasks: Sequence[Task]) -> list[Peer]:
-    path = plan.llama_bench if name == LLAMA_BENCH else plan.llama_server
-    program = shutil.which(path or name)
+    path = {LLAMA_BENCH: plan.llama_bench, LLAMA_SERVER: plan.llama_server, **plan.benches}[name]
+    program = shutil.which(Path(path or name).expanduser())
     if program is None:
         where = f"{path} is not a program" if path else "it is not on the PATH"
-        raise PeerError(f"{where}: --{name} PATH names one")
+        raise PeerError(f"{where}: {f'--peer {name}=PATH' if name in plan.benches else f'--{name} PATH'} names one")
     if name == LLAMA_SERVER:
         return [LlamaServer(program, str(model), plan.threads, *_sizes(tasks), plan.timeout_s, plan.is_on_gpu)]
     return [
-        LlamaBench(program, str(model), plan.threads, plan.timeout_s, on_gpu=plan.is_on_gpu, options=options)
-        for options in ("", *plan.llama_bench_args)
+        LlamaBench(program, str(model), plan.threads, plan.timeout_s, on_gpu=plan.is_on_gpu, options=options, name=name)
+        for options in ("", *(plan.llama_bench_args if name == LLAMA_BENCH else ()))
     ]
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -105,12 +105,16 @@ class Plan:
     llama_bench: str | None = None  # path; None: search the PATH
     llama_server: str | None = None  # path; None: search the PATH
     llama_bench_args: Sequence[str] = ()  # llama-bench once more with each of these
+    benches: Mapping[str, str] = field(default_factory=dict)  # further llama-bench programs: name, path
     pythons: Sequence[str] = ()  # interpreters to search for packages, before this one
     timeout_s: float = 900.0  # of one reply
     device: str = "auto"
     backend: str = "auto"
 
     def __post_init__(self) -> None:
+        named = next((name for name in self.benches if name in (*NAMES, "") or "/" in name), None)
+        if named is not None:
+            raise InvalidRequestError(f"--peer {named}=PATH: give a llama-bench a name of its own, without /", "peer")
         unknown = sorted(set(self.peers) - set(NAMES))
         if unknown:
             raise InvalidRequestError(f"unknown peer {unknown[0]!r}: use some of {', '.join(NAMES)}", "peer")

@@ -32,6 +32,7 @@ GPU_REPETITIONS = 5
 ALL_LAYERS = "999"  # of a model, to the GPU
 # what llama-bench says about itself that speed depends on
 BENCH_SETTINGS = ("backends", "n_threads", "n_batch", "n_ubatch", "type_k", "type_v", "n_gpu_layers", "flash_attn")
+NO_WARM_UP = "--no-warmup"
 LONG_PROMPT = 2048  # from so many tokens on llama-bench makes no run before the one that it times
 
 
@@ -132,22 +133,26 @@ class LibraryPeer(Peer):
 
 
 class LlamaBench(Peer):
-    """The llama-bench program, one process for each run; with more options it is named after them.
+    """A llama-bench program, one process for each run; with more options it is named after them.
 
-    On a GPU a run takes milliseconds and the first after its warm-up is slower: the median of several is taken.
+    Forks of llama.cpp have it too, some of them without --no-warmup. On a GPU a run takes milliseconds and the first
+    after its warm-up is slower: the median of several is taken.
     """
 
     def __init__(
-        self, program: str, model: str, threads: int, timeout_s: float, *, on_gpu: bool = False, options: str = ""
-    ) -> None:
+        self, program: str, model: str, threads: int, timeout_s: float, *, on_gpu: bool = False, options: str = "",
+        name: str = LLAMA_BENCH,
+    ) -> None:  # fmt: skip
         layers, repetitions = (ALL_LAYERS, str(GPU_REPETITIONS)) if on_gpu else ("0", "1")
         self._command = [program, "-m", model, "-t", str(threads), "-ngl", layers, "-r", repetitions, "-o", "json"]
         self._command += shlex.split(options)  # the last of an option counts
         self._timeout_s = timeout_s
-        self.name = f"{LLAMA_BENCH} {options}".strip()
+        self.name = f"{name} {options}".strip()
+        self._long_prompt_args: list[str] = []
 
     def start(self) -> None:
         """Make a first short run: it shows that the program works, and its build."""
+        self._long_prompt_args = [NO_WARM_UP] if NO_WARM_UP.encode() in self._run([self._command[0], "--help"]) else []
         self.measure_rate(Task("tg", 1))
 
     def warm_up(self, tasks: Sequence[Task]) -> None:
@@ -157,7 +162,11 @@ class LlamaBench(Peer):
     def measure_rate(self, task: Task) -> float:
         prompt, generated = (task.tokens, 0) if task.kind == "pp" else (0, task.tokens)
         command = [*self._command, "-p", str(prompt), "-n", str(generated)]
-        command += ["--no-warmup"] if prompt >= LONG_PROMPT else []
+        command += self._long_prompt_args if prompt >= LONG_PROMPT else []
+        return self._parse(self._run(command), prompt, generated)
+
+    def _run(self, command: Sequence[str]) -> bytes:
+        """Return the output of a command; raise PeerError if it fails."""
         try:
             done = subprocess.run(command, capture_output=True, timeout=self._timeout_s)
         except subprocess.TimeoutExpired:
@@ -166,7 +175,7 @@ class LlamaBench(Peer):
             raise PeerError(f"{self.name} cannot be started: {error.strerror}") from None
         if done.returncode != 0:
             raise PeerError(describe_exit(self.name, done.returncode, done.stderr))
-        return self._parse(done.stdout, prompt, generated)
+        return done.stdout
 
     def _parse(self, output: bytes, prompt: int, generated: int) -> float:
         try:

@@ -54,7 +54,9 @@ class PeerOptions:
     )  # fmt: skip
     repetitions: Repetitions = 3
     markdown: Path | None = _result(None, "FILE", "Write the comparison as a table in Markdown.")
-    peer: list[str] | None = _peer(None, "NAME", "Measure only this peer. Repeatable.", show_default="all")
+    peer: list[str] | None = _peer(
+        None, "NAME", "Measure only this peer; NAME=PATH: the llama-bench of a fork. Repeatable.", show_default="all"
+    )
     llama_bench: str | None = _peer(None, "PATH", "Path of llama-bench.", show_default="on the PATH")
     llama_server: str | None = _peer(None, "PATH", "Path of llama-server.", show_default="on the PATH")
     llama_bench_args: list[str] | None = _peer(
@@ -70,8 +72,10 @@ class PeerOptions:
     timeout: float = _peer(900.0, "S", "Timeout of one answer, in seconds.", min=0.1)
 
     def plan(self, computing: ComputeOptions) -> Plan:
+        benches = dict(text.split("=", 1) for text in self.peer or () if "=" in text)
         return Plan(
-            threads=computing.set_up(), repetitions=self.repetitions, peers=self.peer or planning.NAMES,
+            threads=computing.set_up(), repetitions=self.repetitions, benches=benches,
+            peers=[name for name in self.peer or () if "=" not in name] if self.peer else planning.NAMES,
             llama_bench=self.llama_bench, llama_server=self.llama_server,
             llama_bench_args=self.llama_bench_args or (), pythons=self.peer_python or (),
             timeout_s=self.timeout, device=computing.device, backend=computing.backend,
@@ -149,6 +153,7 @@ def peers(options: PeerOptions, results: ResultOptions, computing: ComputeOption
       llm-worker-rbee bench peers --peer mistral.rs --install mistral.rs
       llm-worker-rbee bench peers model-folder --device cuda --peer vllm --peer-python ~/vllm/bin/python
       llm-worker-rbee bench peers --peer llama-bench --llama-bench-args '-fa off' --llama-bench-args '-ub 64'
+      llm-worker-rbee bench peers --peer llama-bench --peer ik_llama.cpp=~/ik_llama.cpp/build/bin/llama-bench
       llm-worker-rbee bench peers --batch 16 --llama-server ~/llama.cpp/build/bin/llama-server
       llm-worker-rbee bench peers --synthetic llama2-7b:Q4_0:4 --peer llama-bench
       llm-worker-rbee bench peers --suite cpu --list
@@ -166,6 +171,7 @@ def peers(options: PeerOptions, results: ResultOptions, computing: ComputeOption
     settings = asdict(plan.for_row(rows[0]) if len(rows) == 1 else plan)
     settings |= {"suite": options.suite, "rows": [row.name for row in rows]}
     settings |= {name: Path(path).name for name in ("llama_bench", "llama_server") if (path := settings[name])}
+    settings["benches"] = {name: Path(path).name for name, path in plan.benches.items()}
     settings["pythons"] = [Path(path).name for path in plan.pythons]  # where programs are is no matter of speed
     with common.recording("peers", results, _show, **settings) as recorder:
         _measure(recorder, rows, plan, options.files)
@@ -238,7 +244,9 @@ def _show(run: Run) -> None:
         if max(one or 0.0 for one in cores) >= BUSY_CORES:
             before, after = (f"{one or 0.0:.1f}" for one in cores)
             note(f"{name}: {before} cores were busy before, {after} after: measure again when the machine is quiet")
-    if any(result.fields["peer"].startswith("llama-bench") for result in run.results):
+    if any(
+        result.fields["peer"].startswith(("llama-bench", *run.settings.get("benches", ()))) for result in run.results
+    ):
         note("llama-bench does not sample; the others sample greedily")
 
 

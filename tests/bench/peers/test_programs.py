@@ -18,6 +18,8 @@ from tests.cli.conftest import write_model
 # One row as llama-bench prints it (llama.cpp of 2026-08), the fields that vary filled in.
 FAKE = """#!{python}
 import json, sys
+if "--help" in sys.argv:
+    sys.exit(print("  --no-warmup  skip warmup runs"))
 warms_up = "--no-warmup" not in sys.argv
 options = [one for one in sys.argv[1:] if one != "--no-warmup"]
 given = dict(zip(options[::2], options[1::2]))
@@ -56,6 +58,13 @@ def test_llama_bench_output_is_parsed(fake: str) -> None:
     assert bench.measure_rate(Task("tg", 16)) == 1000.516
     assert bench.measure_rate(Task("pp", 4096)) == 4096.5  # a long prompt is not run twice
     assert (bench.name, bench.settings["n_gpu_layers"]) == ("llama-bench", 0)
+
+
+def test_llama_bench_of_a_fork_without_an_option(tmp_path: Path) -> None:
+    fork = FAKE.format(python=sys.executable).replace("--no-warmup  skip", "-w 0  skip")
+    bench = LlamaBench(str(program(tmp_path / "llama-bench", fork)), "model.gguf", 2, 30, name="fork")
+    bench.start()
+    assert (bench.name, bench.measure_rate(Task("pp", 4096))) == ("fork", 5096.5)
 
 
 def test_llama_bench_takes_the_median_of_its_repetitions(tmp_path: Path) -> None:
