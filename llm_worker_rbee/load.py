@@ -172,11 +172,13 @@ def load(
                 _check_same_vocabulary(tokenizer, open_tokenizer(draft))
     sampling_defaults = read_sampling_defaults(checkpoint)
     model, head = _load_weights(checkpoint, placed, options.quantize, phases, with_head=options.has_mtp)
+    is_inexact = placed.kv_type == "int8" and model.config.family.qkv_bias
+    kv_notes = ["keys of this model have a bias, which int8 rounds coarsely: float16 is nearer"] * is_inexact
     return LoadedModel(
         checkpoint=checkpoint, config=model.config, model=model, tokenizer=tokenizer,
         quant=quant_name(checkpoint) if options.quantize is None else options.quantize.upper(),
         kv_type=placed.kv_type, capacity=placed.capacity, limits=placed.limits,
-        sampling_defaults=sampling_defaults, notes=[*placed.notes, *sampling_defaults.warnings],
+        sampling_defaults=sampling_defaults, notes=[*placed.notes, *kv_notes, *sampling_defaults.warnings],
         draft_model=None if draft is None else _load_weights(draft, placed, None, phases)[0], mtp_head=head,
     )  # fmt: skip
 

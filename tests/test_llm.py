@@ -14,8 +14,8 @@ from llm_worker_rbee import LLM, Chunk, Completion, SamplingParams
 from llm_worker_rbee.engine.request import NEUTRAL_SAMPLING
 from llm_worker_rbee.engine.sampling_defaults import BUILT_IN_SAMPLING
 from llm_worker_rbee.errors import ChatTemplateError, ContextLengthError, InvalidRequestError, ModelNotFoundError
-from llm_worker_rbee.weights.gguf_writer import Typed
-from tests.helpers import model_runs, tiny_models
+from llm_worker_rbee.weights.gguf_writer import Typed, write_gguf
+from tests.helpers import minimal_gguf, model_runs, tiny_models
 
 FIXED: dict[str, Any] = {"max_tokens": 8, "seed": 5, "ignore_eos": True}
 
@@ -86,6 +86,13 @@ def test_unset_parameters_are_built_in_where_the_model_states_none(tiny_llm: LLM
     )
     assert sampled_with(tiny_llm, temperature=1.0, top_p=1.0, min_p=0.0) == NEUTRAL_SAMPLING
     assert sampled_with(tiny_llm, SamplingParams(top_k=3, seed=1)) == {**BUILT_IN_SAMPLING, "top_k": 3}
+
+
+def test_int8_keys_with_a_bias_are_noted(tmp_path: Path) -> None:
+    path = tmp_path / "qwen2.gguf"
+    write_gguf(path, minimal_gguf.metadata("qwen2"), minimal_gguf.tensors("qwen2"))
+    assert "have a bias" in LLM(path, kv_type="int8").notes[0]
+    assert LLM(path, kv_type="float16").notes == []
 
 
 def test_unset_parameters_are_those_of_the_model(tmp_path: Path) -> None:

@@ -123,9 +123,9 @@ def _kv_table(runs: list[Run]) -> str:
 def _functions_table(runs: list[Run]) -> str:
     rows = [
         [str((run.model or {})["name"]).removesuffix(".gguf"), result.name.partition("/")[2],
-         f"{result.estimate:.0f} of {result.fields['count']}", f"{result.fields['seconds']:.0f} s",
+         f"{result.estimate:.0f} of {result.fields['count']}",
          ", ".join(result.fields["wrong"]) or "-"]
         for run in runs
         for result in run.results
     ]  # fmt: skip
-    return "\n".join(table(["file", "by", "right", "time", "wrong"], rows))
+    return "\n".join(table(["file", "by", "right", "wrong"], rows))
