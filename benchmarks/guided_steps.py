@@ -19,10 +19,9 @@ import sys
 import time
 from typing import Any, NamedTuple
 
-from structured_outputs import schema
-
+from benchmarks.structured_outputs import schema
+from llm_worker_bench import synthetic
 from llm_worker_rbee.backends import resolve_kv_type, select_backend
-from llm_worker_rbee.bench import synthetic
 from llm_worker_rbee.config import KV_AUTO, EngineConfig
 from llm_worker_rbee.engine import engine as serving
 from llm_worker_rbee.engine.async_scheduling import AsyncScheduler, forced_drafts_pay

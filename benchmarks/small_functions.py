@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llm_worker_rbee.bench.results import Recorder, Result, describe_model
+from llm_worker_bench.results import Recorder, Result, describe_model
 
 MAX_TOKENS = 320
 MAX_CPU_S, MAX_MEMORY, MAX_FILE = 5, 512 << 20, 1 << 16

@@ -21,12 +21,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from soak_clients import BEHAVIOURS, ServerFaultError, ServerFullError, SimulatedClient
-
-from llm_worker_rbee.bench.http_client import Address, Client, RequestFailedError
-from llm_worker_rbee.bench.processes import memory_of
-from llm_worker_rbee.bench.server_process import ServerMonitor, parse_metrics, worker_server
-from llm_worker_rbee.bench.serving import raise_file_limit
+from benchmarks.soak_clients import BEHAVIOURS, ServerFaultError, ServerFullError, SimulatedClient
+from llm_worker_bench.http_client import Address, Client, RequestFailedError
+from llm_worker_bench.processes import memory_of
+from llm_worker_bench.server_process import ServerMonitor, parse_metrics, worker_server
+from llm_worker_bench.serving import raise_file_limit
 from llm_worker_rbee.errors import WorkerError
 
 VISIT_TIMEOUT_S = 180.0

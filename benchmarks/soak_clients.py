@@ -13,10 +13,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from invalid_requests import BAD_BODIES, GARBAGE
-
-from llm_worker_rbee.bench.http_client import Client, EventParser
-from llm_worker_rbee.bench.workload import vocabulary
+from benchmarks.invalid_requests import BAD_BODIES, GARBAGE
+from llm_worker_bench.http_client import Client, EventParser
+from llm_worker_bench.workload import vocabulary
 
 MAX_REPLY_BYTES = 8 << 20
 CHAT, TEXT, JOBS, EXECUTE = "/v1/chat/completions", "/v1/completions", "/v1/jobs", "/execute"

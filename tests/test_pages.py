@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from llm_worker_rbee.bench import provenance
+from llm_worker_bench import provenance
 
 ROOT = Path(__file__).parent.parent
 TOOLS = ROOT / "tools"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llm_worker_rbee.bench.results import Recorder, Result
+from llm_worker_bench.results import Recorder, Result
 
 from .test_pages import TOOLS, load_tool
 

@@ -9,11 +9,11 @@ import numba
 import numpy as np
 import pytest
 
+from llm_worker_bench.synthetic import random_tensor
 from llm_worker_rbee import machine
 from llm_worker_rbee.backends.cpu import CpuBackend, program
 from llm_worker_rbee.backends.ops import Backend, SampleRow
 from llm_worker_rbee.backends.reference import ReferenceBackend
-from llm_worker_rbee.bench.synthetic import random_tensor
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 
 ROUNDS = 12

@@ -9,10 +9,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from llm_worker_bench.synthetic import random_tensor
 from llm_worker_rbee.backends import reference
 from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.backends.ops import RouteParams
-from llm_worker_rbee.bench.synthetic import random_tensor
 from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError
 from llm_worker_rbee.models import load_model, read_model_config
 from llm_worker_rbee.models.convert import quantize_checkpoint

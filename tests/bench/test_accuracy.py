@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llm_worker_bench import accuracy, workload
+from llm_worker_bench.accuracy import EvaluationSet, LibrarySide, Logits, Scores, WorkerSide
+from llm_worker_bench.results import Recorder, Result
+from llm_worker_bench.synthetic import Shape, Spec
 from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.backends.ops import Backend
 from llm_worker_rbee.backends.reference import ReferenceBackend
-from llm_worker_rbee.bench import accuracy, workload
-from llm_worker_rbee.bench.accuracy import EvaluationSet, LibrarySide, Logits, Scores, WorkerSide
-from llm_worker_rbee.bench.results import Recorder, Result
-from llm_worker_rbee.bench.synthetic import Shape, Spec
 from llm_worker_rbee.errors import InferenceError, InvalidRequestError, MissingDependencyError, WorkerError
 from llm_worker_rbee.llm import LLM
 from tests.cli.conftest import write_model

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from llm_worker_rbee.bench import baseline
-from llm_worker_rbee.bench.baseline import (
+from llm_worker_bench import baseline
+from llm_worker_bench.baseline import (
     Difference,
     OtherMachineError,
     compare,
@@ -21,7 +21,7 @@ from llm_worker_rbee.bench.baseline import (
     names_not_compared,
     require_comparable,
 )
-from llm_worker_rbee.bench.results import Better, Result, ResultsError, Run
+from llm_worker_bench.results import Better, Result, ResultsError, Run
 from llm_worker_rbee.errors import InvalidRequestError
 from tests.helpers.bench_runs import LIMITS, micro, on_another_machine, run_of
 

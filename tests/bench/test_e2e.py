@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from llm_worker_bench import e2e, engine_harness
+from llm_worker_bench.e2e import Plan
+from llm_worker_bench.engine_harness import EngineHarness
+from llm_worker_bench.results import Recorder
+from llm_worker_bench.synthetic import Shape, Spec, checkpoint, parse
 from llm_worker_rbee.backends.reference import ReferenceBackend
-from llm_worker_rbee.bench import e2e, engine_harness
-from llm_worker_rbee.bench.e2e import Plan
-from llm_worker_rbee.bench.engine_harness import EngineHarness
-from llm_worker_rbee.bench.results import Recorder
-from llm_worker_rbee.bench.synthetic import Shape, Spec, checkpoint, parse
 from llm_worker_rbee.errors import (
     ContextLengthError,
     InsufficientMemoryError,

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from llm_worker_bench.engine_harness import EngineHarness
 from llm_worker_rbee import LLM
-from llm_worker_rbee.bench.engine_harness import EngineHarness
 from llm_worker_rbee.engine import engine as serving
 from llm_worker_rbee.engine.request import ScheduledTokens
 from llm_worker_rbee.errors import InferenceError, InvalidRequestError

@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llm_worker_rbee.backends import select_backend
-from llm_worker_rbee.backends.reference import ReferenceBackend
-from llm_worker_rbee.bench import experiments
-from llm_worker_rbee.bench.experiments import components, decisions, harness, masks, page, source_tree
-from llm_worker_rbee.bench.experiments.harness import (
+from benchmarks import claims as experiments
+from benchmarks.claims import components, decisions, harness, masks, page, source_tree
+from benchmarks.claims.harness import (
     Harness,
     Row,
     Shape,
@@ -32,10 +30,12 @@ from llm_worker_rbee.bench.experiments.harness import (
     vote_share,
     vote_speedup,
 )
-from llm_worker_rbee.bench.experiments.targets import Target, open_targets
-from llm_worker_rbee.bench.micro import TimingPlan, measure, timing
-from llm_worker_rbee.bench.results import Recorder, Run
-from llm_worker_rbee.bench.statistics import Change, compare
+from benchmarks.claims.targets import Target, open_targets
+from llm_worker_bench.micro import TimingPlan, measure, timing
+from llm_worker_bench.results import Recorder, Run
+from llm_worker_bench.statistics import Change, compare
+from llm_worker_rbee.backends import select_backend
+from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.errors import InvalidRequestError, MissingDependencyError
 from tests.cli.conftest import write_model
 

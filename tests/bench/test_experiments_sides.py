@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.claims import architecture, caches, masks, numpy_model, rope
+from benchmarks.claims.harness import Harness, Shape, Step, require_equal
+from benchmarks.claims.targets import Target
+from llm_worker_bench import synthetic
+from llm_worker_bench.micro import ROPE_BASE
+from llm_worker_bench.results import Recorder
 from llm_worker_rbee.backends import reference, select_backend
 from llm_worker_rbee.backends.ops import RopeTable
 from llm_worker_rbee.backends.reference import ReferenceBackend
-from llm_worker_rbee.bench import synthetic
-from llm_worker_rbee.bench.experiments import architecture, caches, masks, numpy_model, rope
-from llm_worker_rbee.bench.experiments.harness import Harness, Shape, Step, require_equal
-from llm_worker_rbee.bench.experiments.targets import Target
-from llm_worker_rbee.bench.micro import ROPE_BASE
-from llm_worker_rbee.bench.results import Recorder
 from llm_worker_rbee.engine.model_runner import SingleSequence
 from llm_worker_rbee.errors import InferenceError, UnsupportedModelError
 from llm_worker_rbee.layers.rope import inverse_frequencies

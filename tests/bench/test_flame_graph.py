@@ -15,8 +15,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from llm_worker_rbee.bench import flame_graph
-from llm_worker_rbee.bench.flame_graph import Flame, Frame, PySpy
+from llm_worker_bench import flame_graph
+from llm_worker_bench.flame_graph import Flame, Frame, PySpy
 from llm_worker_rbee.errors import MissingDependencyError, WorkerError
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -152,10 +152,10 @@ def test_render_svg_click_zooms(tmp_path: Path) -> None:
 
 def test_record_py_spy_stacks_are_parsed_and_cut() -> None:
     lines = [
-        "<module> (x.py:1);_call_marked (llm_worker_rbee/bench/flame_graph.py:70);step "
+        "<module> (x.py:1);_call_marked (llm_worker_bench/flame_graph.py:70);step "
         "(llm_worker_rbee/engine/model_runner.py:31);dot (numpy/linalg.py:5);sgemm_kernel (libopenblas.so) 3",
         "look (threading.py:9) 7",
-        "_call_marked (llm_worker_rbee/bench/flame_graph.py:70) 2",
+        "_call_marked (llm_worker_bench/flame_graph.py:70) 2",
         "nonsense",
     ]
     samples = flame_graph._parse_collapsed(lines, 0.5)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llm_worker_rbee.bench.http_client import (
+from llm_worker_bench.http_client import (
     MAX_EVENT_BYTES,
     Address,
     ChunkedDecoder,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from llm_worker_rbee.bench import load, processes
-from llm_worker_rbee.bench.results import Recorder
+from llm_worker_bench import load, processes
+from llm_worker_bench.results import Recorder
 from llm_worker_rbee.errors import WorkerError
 from tests.cli.conftest import write_model
 

@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llm_worker_rbee.backends.cpu import CpuBackend
-from llm_worker_rbee.backends.reference import ReferenceBackend
-from llm_worker_rbee.bench import micro, roofline
-from llm_worker_rbee.bench.micro import (
+from llm_worker_bench import micro, roofline
+from llm_worker_bench.micro import (
     Case,
     Measurement,
     TimingPlan,
@@ -26,9 +24,11 @@ from llm_worker_rbee.bench.micro import (
     ops,
     seconds_per_call,
 )
-from llm_worker_rbee.bench.micro.timing import MAX_GRAPH_CALLS, repeated_calls
-from llm_worker_rbee.bench.results import Recorder
-from llm_worker_rbee.bench.synthetic import random_tensor
+from llm_worker_bench.micro.timing import MAX_GRAPH_CALLS, repeated_calls
+from llm_worker_bench.results import Recorder
+from llm_worker_bench.synthetic import random_tensor
+from llm_worker_rbee.backends.cpu import CpuBackend
+from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.errors import InvalidRequestError
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 

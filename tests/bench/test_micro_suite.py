@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llm_worker_bench import micro
+from llm_worker_bench.micro import Case, suite
+from llm_worker_bench.results import Recorder
 from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.backends.reference import ReferenceBackend
-from llm_worker_rbee.bench import micro
-from llm_worker_rbee.bench.micro import Case, suite
-from llm_worker_rbee.bench.results import Recorder
 
 from .test_micro import QUICK
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from llm_worker_rbee.bench import load, processes
-from llm_worker_rbee.bench.processes import (
+from llm_worker_bench import load, processes
+from llm_worker_bench.processes import (
     PACKAGE_ROOT,
     ChildFailedError,
     ChildProcess,
@@ -66,7 +66,7 @@ def test_cached_fraction_follows_reads_and_drops(tmp_path: Path) -> None:
 
 RESET_PEAK = """
 import numpy as np
-from llm_worker_rbee.bench import processes
+from llm_worker_bench import processes
 assert processes.reset_peak_memory()
 before = processes.peak_memory()
 block = np.ones(64 << 20, np.uint8)

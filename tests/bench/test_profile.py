@@ -11,20 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llm_worker_bench.flame_graph import Flame
+from llm_worker_bench.profile import PHASES, report, run
+from llm_worker_bench.profile.counting import Pairs, WorkCounter, attention_pairs, limit_of
+from llm_worker_bench.profile.report import classify
+from llm_worker_bench.profile.timing import Timer, attach
+from llm_worker_bench.profile.workload import RandomTokens, Settings, Subject
+from llm_worker_bench.results import Recorder, Result, ResultsError, Run
+from llm_worker_bench.roofline import Limits, Work, matmul_ceiling
+from llm_worker_bench.synthetic import Spec, checkpoint
+from llm_worker_bench.synthetic_shapes import DELTA_NET, Shape
 from llm_worker_rbee import LLM
 from llm_worker_rbee.backends import reference
 from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.backends.ops import AttentionParams, Backend, TaskLabel
-from llm_worker_rbee.bench.flame_graph import Flame
-from llm_worker_rbee.bench.profile import PHASES, report, run
-from llm_worker_rbee.bench.profile.counting import Pairs, WorkCounter, attention_pairs, limit_of
-from llm_worker_rbee.bench.profile.report import classify
-from llm_worker_rbee.bench.profile.timing import Timer, attach
-from llm_worker_rbee.bench.profile.workload import RandomTokens, Settings, Subject
-from llm_worker_rbee.bench.results import Recorder, Result, ResultsError, Run
-from llm_worker_rbee.bench.roofline import Limits, Work, matmul_ceiling
-from llm_worker_rbee.bench.synthetic import Spec, checkpoint
-from llm_worker_rbee.bench.synthetic_shapes import DELTA_NET, Shape
 from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.errors import ContextLengthError, InvalidRequestError
 from llm_worker_rbee.models import load_model, read_model_config

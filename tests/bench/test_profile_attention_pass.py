@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from llm_worker_rbee.bench.profile import attention_pass, report
-from llm_worker_rbee.bench.results import Recorder, Result, Run
+from llm_worker_bench.profile import attention_pass, report
+from llm_worker_bench.results import Recorder, Result, Run
 
 SECONDS = {
     "reference": {

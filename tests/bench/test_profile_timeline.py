@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from llm_worker_bench.profile.timeline import IDLE, Labelled, busy_times, durations, label_spans, step_times
 from llm_worker_rbee.backends.ops import KernelSpan, TaskLabel
-from llm_worker_rbee.bench.profile.timeline import IDLE, Labelled, busy_times, durations, label_spans, step_times
 
 PROGRAM = [TaskLabel("qkv", "gemv"), TaskLabel("attention", "decode"), TaskLabel("head", "gemv")]
 COPY = "Memcpy HtoD (Pinned -> Device)"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from llm_worker_rbee.bench import provenance
-from llm_worker_rbee.bench.provenance import AREAS, PACKAGE, changed_areas, hash_area, significant_lines, stale_line
+from llm_worker_bench import provenance
+from llm_worker_bench.provenance import AREAS, PACKAGE, changed_areas, hash_area, significant_lines, stale_line
 
 MODULE = '''"""A module."""
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.bench.report import RunFile, charts, commit_time, group_runs, key_tiles, render, sections
-from llm_worker_rbee.bench.report.html import html
-from llm_worker_rbee.bench.report.sections import Axis, by_category, by_length, family, make_table
-from llm_worker_rbee.bench.results import Result, Run
+from llm_worker_bench.report import RunFile, charts, commit_time, group_runs, key_tiles, render, sections
+from llm_worker_bench.report.html import html
+from llm_worker_bench.report.sections import Axis, by_category, by_length, family, make_table
+from llm_worker_bench.results import Result, Run
 from tests.helpers.bench_runs import dated, micro, on_another_machine, run_of, times
 from tests.helpers.browser import Page, chromium
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm_worker_rbee.bench import results, statistics
-from llm_worker_rbee.bench.results import (
+from llm_worker_bench import results, statistics
+from llm_worker_bench.results import (
     SCHEMA,
     SCHEMA_VERSION,
     Recorder,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from llm_worker_bench import results
 from llm_worker_rbee import machine
-from llm_worker_rbee.bench import results
 
 
 @pytest.fixture(autouse=True)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from llm_worker_bench import e2e, roofline, scenarios
+from llm_worker_bench.e2e import Plan
+from llm_worker_bench.engine_harness import TimedRun
+from llm_worker_bench.results import Recorder
+from llm_worker_bench.scenarios import Case, Composition, Cost, ModelBench, SpeculativeDecoding
+from llm_worker_bench.synthetic import Shape, Spec, checkpoint
 from llm_worker_rbee.backends.cpu import CpuBackend
-from llm_worker_rbee.bench import e2e, roofline, scenarios
-from llm_worker_rbee.bench.e2e import Plan
-from llm_worker_rbee.bench.engine_harness import TimedRun
-from llm_worker_rbee.bench.results import Recorder
-from llm_worker_rbee.bench.scenarios import Case, Composition, Cost, ModelBench, SpeculativeDecoding
-from llm_worker_rbee.bench.synthetic import Shape, Spec, checkpoint
 from llm_worker_rbee.errors import ContextLengthError, InferenceError, InvalidRequestError
 from llm_worker_rbee.models import read_model_config
 from tests.cli.conftest import write_model

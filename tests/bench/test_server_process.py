@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.bench.processes import cpu_seconds, memory_of
-from llm_worker_rbee.bench.server_process import ServerMonitor, ServingError, parse_metrics, worker_server
+from llm_worker_bench.processes import cpu_seconds, memory_of
+from llm_worker_bench.server_process import ServerMonitor, ServingError, parse_metrics, worker_server
 
 
 def is_there(pid: int) -> bool:

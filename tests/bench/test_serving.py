@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llm_worker_rbee.bench import baseline
-from llm_worker_rbee.bench import serving as bench_serving
-from llm_worker_rbee.bench.http_client import Answer, Client, Target, add_event, api_address
-from llm_worker_rbee.bench.results import Recorder, Result
-from llm_worker_rbee.bench.server_process import ServingError
-from llm_worker_rbee.bench.serving import (
+from llm_worker_bench import baseline
+from llm_worker_bench import serving as bench_serving
+from llm_worker_bench.http_client import Answer, Client, Target, add_event, api_address
+from llm_worker_bench.results import Recorder, Result
+from llm_worker_bench.server_process import ServingError
+from llm_worker_bench.serving import (
     InterTokenLatencies,
     Limits,
     Load,
@@ -25,7 +25,7 @@ from llm_worker_rbee.bench.serving import (
     raise_file_limit,
     run,
 )
-from llm_worker_rbee.bench.workload import Job, Lengths, Prompt, Workload
+from llm_worker_bench.workload import Job, Lengths, Prompt, Workload
 from tests.helpers.openai_server import WORDS, Server, serving
 
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llm_worker_rbee.bench import statistics
-from llm_worker_rbee.bench.statistics import Change, Outliers, compare, estimate, judge, midmean, outliers
+from llm_worker_bench import statistics
+from llm_worker_bench.statistics import Change, Outliers, compare, estimate, judge, midmean, outliers
 
 TRIALS = 1000
 FLOATS = st.floats(-1e9, 1e9, allow_subnormal=False)

@@ -11,12 +11,10 @@ import gguf
 import numpy as np
 import pytest
 
-from llm_worker_rbee import LLM
-from llm_worker_rbee.backends.reference import ReferenceBackend
-from llm_worker_rbee.bench import synthetic
-from llm_worker_rbee.bench.engine_harness import EngineHarness
-from llm_worker_rbee.bench.micro import WEIGHT_TYPES
-from llm_worker_rbee.bench.synthetic import (
+from llm_worker_bench import synthetic
+from llm_worker_bench.engine_harness import EngineHarness
+from llm_worker_bench.micro import WEIGHT_TYPES
+from llm_worker_bench.synthetic import (
     SHAPES,
     SPREAD,
     Shape,
@@ -28,6 +26,8 @@ from llm_worker_rbee.bench.synthetic import (
     random_tensor,
     write,
 )
+from llm_worker_rbee import LLM
+from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.errors import InsufficientMemoryError, InvalidRequestError, WorkerError
 from llm_worker_rbee.models import load_model, read_model_config
 from llm_worker_rbee.models.pooling_config import read_pooling_config

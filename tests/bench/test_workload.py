@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llm_worker_rbee.bench.workload import Lengths, Workload, read_prompts, vocabulary
+from llm_worker_bench.workload import Lengths, Workload, read_prompts, vocabulary
 from llm_worker_rbee.errors import InvalidRequestError
 
 

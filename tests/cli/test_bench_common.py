@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llm_worker_rbee.cli.bench.common import repeatable_command
+from llm_worker_bench.commands.common import repeatable_command
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llm_worker_rbee.bench.results import Result
+from llm_worker_bench.results import Result
 from tests.helpers.bench_runs import micro, on_another_machine, run_of
 
 from .conftest import Run

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llm_worker_rbee.bench.embedding import accuracy, suite
-from llm_worker_rbee.bench.embedding.retrieval import RetrievalSet
+from llm_worker_bench.embedding import accuracy, suite
+from llm_worker_bench.embedding.retrieval import RetrievalSet
 from tests.bench.peers.test_programs import program
 from tests.bench.peers.test_servers import notes, server
 from tests.helpers.tiny_encoders import WIDTH, write_encoder

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from llm_worker_bench.commands.common import ResultOptions, recording
+from llm_worker_bench.results import Run
 from llm_worker_rbee.backends import cpu_info
-from llm_worker_rbee.bench.results import Run
-from llm_worker_rbee.cli.bench.common import ResultOptions, recording
 
 from .conftest import Terminal
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llm_worker_rbee.bench.results import Run as BenchRun
+from llm_worker_bench.results import Run as BenchRun
 
 from .conftest import Run, Terminal
 

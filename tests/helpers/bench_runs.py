@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from llm_worker_rbee.bench import statistics
-from llm_worker_rbee.bench.results import Recorder, Result, Run
-from llm_worker_rbee.bench.roofline import Limits, Work
+from llm_worker_bench import statistics
+from llm_worker_bench.results import Recorder, Result, Run
+from llm_worker_bench.roofline import Limits, Work
 
 LIMITS = Limits(1, tuple((1 << shift, 2e10 - 3e8 * shift) for shift in (18, 20, 22, 24, 26, 28)), 6e10)
 FAMILIES = ("rope_forward", "qkv_projection")

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llm_worker_bench.synthetic import Shape, Spec, checkpoint
 from llm_worker_rbee.backends.ops import AttentionParams, Batch, RopeTable, RouteParams
 from llm_worker_rbee.backends.reference import ReferenceBackend
-from llm_worker_rbee.bench.synthetic import Shape, Spec, checkpoint
 from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.layers.attention import Attention
 from llm_worker_rbee.layers.block import Block

@@ -11,11 +11,11 @@ from itertools import groupby
 import numpy as np
 import torch
 
+from llm_worker_bench.synthetic import Plan, Spec, parse, plans, without_weights
 from llm_worker_rbee.backends.cuda import CudaBackend
 from llm_worker_rbee.backends.cuda.packed_weight import DENSE, FP8, PackedWeight, WeightPart, dequantize, quantize_e4m3
 from llm_worker_rbee.backends.cuda.unpack_blocks import REPACK_RULES
 from llm_worker_rbee.backends.ops import AttentionParams, Batch
-from llm_worker_rbee.bench.synthetic import Plan, Spec, parse, plans, without_weights
 from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.layers.attention import Attention
 from llm_worker_rbee.layers.block import Block

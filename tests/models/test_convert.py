@@ -17,10 +17,10 @@ from hypothesis import given
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Library
 
+from llm_worker_bench.synthetic import Spec, write
+from llm_worker_bench.synthetic_shapes import Shape
 from llm_worker_rbee.backends import select_backend
 from llm_worker_rbee.backends.reference import ReferenceBackend
-from llm_worker_rbee.bench.synthetic import Spec, write
-from llm_worker_rbee.bench.synthetic_shapes import Shape
 from llm_worker_rbee.engine.sampling_defaults import read_sampling_defaults
 from llm_worker_rbee.errors import InvalidRequestError, ModelFileError, TokenizerError, UnsupportedModelError
 from llm_worker_rbee.models import load_model, read_model_config

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from llm_worker_bench.synthetic import Shape, Spec, checkpoint
 from llm_worker_rbee.backends import reference
 from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.backends.graph import op_names
 from llm_worker_rbee.backends.ops import Array, Backend, Batch, KVLayer
 from llm_worker_rbee.backends.reference import ReferenceBackend
-from llm_worker_rbee.bench.synthetic import Shape, Spec, checkpoint
 from llm_worker_rbee.config import Family
 from llm_worker_rbee.layers.block import Block
 from llm_worker_rbee.models import Transformer, families, load_model, read_model_config

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llm_worker_rbee.bench.peers.plan import real_folders
+from llm_worker_bench.peers.plan import real_folders
 
 LIST: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("models.toml").read_text())
 CHUNK = 1 << 20

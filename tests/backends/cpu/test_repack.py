@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from llm_worker_bench.synthetic import random_tensor
 from llm_worker_rbee.backends.cpu import repack as repack_module
 from llm_worker_rbee.backends.cpu.elementwise import dequantize_rows
 from llm_worker_rbee.backends.cpu.packed_weight import LAYOUT_BY_TYPE, LAYOUTS
 from llm_worker_rbee.backends.cpu.repack import MIN_BYTES_PER_THREAD, PackedMatrix, repack
-from llm_worker_rbee.bench.synthetic import random_tensor
 from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError
 from llm_worker_rbee.weights import Tensor
 from llm_worker_rbee.weights.checkpoint import map_file

@@ -18,11 +18,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from llm_worker_bench.synthetic import random_tensor  # noqa: E402
 from llm_worker_rbee.backends.cuda import CudaBackend, decoder, packed_weight, step_sizes  # noqa: E402
 from llm_worker_rbee.backends.cuda.elementwise import launch_embedding  # noqa: E402
 from llm_worker_rbee.backends.cuda.packed_weight import PackedWeight  # noqa: E402
 from llm_worker_rbee.backends.ops import CAPTURING, StepLimits, pending_id  # noqa: E402
-from llm_worker_rbee.bench.synthetic import random_tensor  # noqa: E402
 from llm_worker_rbee.models import Transformer  # noqa: E402
 from llm_worker_rbee.weights import Tensor, open_checkpoint  # noqa: E402
 from llm_worker_rbee.weights.quants import BLOCK_TYPES  # noqa: E402

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.claims import caches, masks, numpy_model, rope, targets
+from benchmarks.claims.harness import Harness, Shape, Step, require_equal
+from benchmarks.claims.targets import Target, to_numpy
+from llm_worker_bench.results import Recorder
 from llm_worker_rbee.backends.cuda import CudaBackend
-from llm_worker_rbee.bench.experiments import caches, masks, numpy_model, rope, targets
-from llm_worker_rbee.bench.experiments.harness import Harness, Shape, Step, require_equal
-from llm_worker_rbee.bench.experiments.targets import Target, to_numpy
-from llm_worker_rbee.bench.results import Recorder
 
 SHAPE = Shape(d_model=64, n_heads=2, head_dim=32, d_ff=64)
 STEPS = [Step("prefill", 5), Step("decode", 4)]

@@ -19,11 +19,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
+from llm_worker_bench import profile  # noqa: E402
+from llm_worker_bench.profile.workload import Settings, Subject  # noqa: E402
+from llm_worker_bench.results import Recorder  # noqa: E402
+from llm_worker_bench.synthetic import Shape  # noqa: E402
 from llm_worker_rbee.backends.cuda import CudaBackend  # noqa: E402
-from llm_worker_rbee.bench import profile  # noqa: E402
-from llm_worker_rbee.bench.profile.workload import Settings, Subject  # noqa: E402
-from llm_worker_rbee.bench.results import Recorder  # noqa: E402
-from llm_worker_rbee.bench.synthetic import Shape  # noqa: E402
 from llm_worker_rbee.config import EngineConfig  # noqa: E402
 from llm_worker_rbee.engine.engine import Engine  # noqa: E402
 from llm_worker_rbee.engine.request import Request, SamplingParams  # noqa: E402

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from llm_worker_bench.micro import Case, suite, suite_cases, timing
 from llm_worker_rbee.backends.cuda import CudaBackend
 from llm_worker_rbee.backends.ops import RopeTable
 from llm_worker_rbee.backends.reference import ReferenceBackend
-from llm_worker_rbee.bench.micro import Case, suite, suite_cases, timing
 from llm_worker_rbee.layers.rope import inverse_frequencies
 
 cuda = CudaBackend()

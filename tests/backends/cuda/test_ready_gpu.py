@@ -9,9 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
+from llm_worker_bench.synthetic import Shape  # noqa: E402
 from llm_worker_rbee.backends.cpu import CpuBackend  # noqa: E402
 from llm_worker_rbee.backends.cuda import CudaBackend, precompile  # noqa: E402
-from llm_worker_rbee.bench.synthetic import Shape  # noqa: E402
 from llm_worker_rbee.config import EngineConfig  # noqa: E402
 from llm_worker_rbee.engine.engine import Engine  # noqa: E402
 from llm_worker_rbee.engine.request import SamplingParams, ScheduledTokens  # noqa: E402

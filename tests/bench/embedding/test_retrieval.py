@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from llm_worker_rbee.bench.embedding.retrieval import RetrievalSet, metrics
+from llm_worker_bench.embedding.retrieval import RetrievalSet, metrics
 
 
 def test_set_has_distinct_texts_and_a_relevant_passage_for_each_query() -> None:

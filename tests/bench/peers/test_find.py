@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from llm_worker_rbee.bench.peers import find, suite
-from llm_worker_rbee.bench.peers.plan import Plan
-from llm_worker_rbee.bench.peers.programs import OURS, PeerError
-from llm_worker_rbee.bench.results import Recorder
+from llm_worker_bench.peers import find, suite
+from llm_worker_bench.peers.plan import Plan
+from llm_worker_bench.peers.programs import OURS, PeerError
+from llm_worker_bench.results import Recorder
 from llm_worker_rbee.errors import InvalidRequestError
 from llm_worker_rbee.weights import open_checkpoint
 

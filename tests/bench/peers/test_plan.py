@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from llm_worker_rbee.bench.peers import plan as plans
-from llm_worker_rbee.bench.peers.plan import Plan, Row, TimeLeft
-from llm_worker_rbee.bench.roofline import Limits
+from llm_worker_bench.peers import plan as plans
+from llm_worker_bench.peers.plan import Plan, Row, TimeLeft
+from llm_worker_bench.roofline import Limits
 from llm_worker_rbee.errors import InvalidRequestError, ModelFileError
 from llm_worker_rbee.weights import open_checkpoint
 from tests.cli.conftest import write_model

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from llm_worker_bench.engine_harness import EngineHarness, TimedRun
+from llm_worker_bench.peers.programs import LibraryPeer, LlamaBench, PeerError, Task, load_worker
 from llm_worker_rbee import __version__
-from llm_worker_rbee.bench.engine_harness import EngineHarness, TimedRun
-from llm_worker_rbee.bench.peers.programs import LibraryPeer, LlamaBench, PeerError, Task, load_worker
 from tests.cli.conftest import write_model
 
 # One row as llama-bench prints it (llama.cpp of 2026-08), the fields that vary filled in.

@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee import __version__
-from llm_worker_rbee.bench.engine_harness import encode_bundled_prompts
-from llm_worker_rbee.bench.http_client import RequestFailedError
-from llm_worker_rbee.bench.peers import suite
-from llm_worker_rbee.bench.peers.plan import Plan
-from llm_worker_rbee.bench.peers.programs import OURS, PeerError, Task, shared_rate
-from llm_worker_rbee.bench.peers.servers import (
+from llm_worker_bench.engine_harness import encode_bundled_prompts
+from llm_worker_bench.http_client import RequestFailedError
+from llm_worker_bench.peers import suite
+from llm_worker_bench.peers.plan import Plan
+from llm_worker_bench.peers.programs import OURS, PeerError, Task, shared_rate
+from llm_worker_bench.peers.servers import (
     LlamaServer,
     Stream,
     TokenCount,
@@ -25,7 +24,8 @@ from llm_worker_rbee.bench.peers.servers import (
     count_chunks,
     count_tokens,
 )
-from llm_worker_rbee.bench.results import Recorder
+from llm_worker_bench.results import Recorder
+from llm_worker_rbee import __version__
 from llm_worker_rbee.weights import open_checkpoint
 from tests.cli.conftest import write_model
 from tests.helpers import fake_llama_server as fake

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from llm_worker_bench.peers import suite
+from llm_worker_bench.peers.plan import Plan, Row
+from llm_worker_bench.peers.programs import OURS, PeerError
+from llm_worker_bench.results import Recorder, Result
 from llm_worker_rbee import __version__, machine
-from llm_worker_rbee.bench.peers import suite
-from llm_worker_rbee.bench.peers.plan import Plan, Row
-from llm_worker_rbee.bench.peers.programs import OURS, PeerError
-from llm_worker_rbee.bench.results import Recorder, Result
 from llm_worker_rbee.errors import ContextLengthError, InvalidRequestError
 from llm_worker_rbee.llm import LLM
 from tests.cli.conftest import write_model

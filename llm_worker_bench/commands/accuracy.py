@@ -1,0 +1,202 @@
+"""`llm-worker-rbee bench accuracy`: how far a path is from float32 on the dequantized weights."""
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llm_worker_rbee.backends import resolve_kv_type, select_backend
+from llm_worker_rbee.cli.options import LoadOptions, gather
+from llm_worker_rbee.cli.terminal import style
+from llm_worker_rbee.llm import LLM
+from llm_worker_rbee.progress import StepProgress, step_progress
+
+from .. import accuracy as benchmark
+from ..accuracy import LibrarySide, MeasuredPath, Side, WorkerSide
+from ..results import Result, Run, describe_model
+from ..synthetic import parse as parse_synthetic
+from ..workload import PROMPTS, TEXT, read_prompts, read_text
+from .common import ModelArgument, ResultOptions, SyntheticOption, measuring, parse_counts, print_table, recording
+from .embed import check_embeddings
+
+LLAMA_CPP = "llama.cpp"
+AGAINST = ("reference", "transformers")
+TITLES = {
+    "ppl_ratio": "perplexity, ratio to the truth's",
+    "kl": "KL divergence from the truth",
+    "top1": "same likeliest token, in the text",
+    "ppl": "perplexity",
+    "ppl_truth": "perplexity of the truth",
+    "mean_abs_dlogprob": "|log-probability - truth's|, mean",
+    "max_abs_dlogprob": "|log-probability - truth's|, largest",
+    "top1_prompts": "same likeliest token, after prompts",
+    "greedy_same": "same greedy answers",
+    "greedy_same_first_token": "same first token of greedy answers",
+    "greedy_max_gap": "log-probability between both tokens where greedy answers diverge, largest",
+}
+
+
+@gather(results=ResultOptions, computing=LoadOptions)
+def accuracy(
+    results: ResultOptions,
+    computing: LoadOptions,
+    model: ModelArgument = None,
+    synthetic: SyntheticOption = None,
+    batch: Annotated[
+        str, measuring(metavar="N,...", help="With --synthetic: batch sizes to compare logits at.")
+    ] = "1,2,4,8,16,24,64,128",
+    greedy: Annotated[int, measuring(metavar="N", min=0, help="Compare greedy answers of N tokens; 0: do not.")] = 0,
+    embedding: Annotated[
+        bool, measuring("--embedding", help="Of an embedding model: cosine to the truth, retrieval of a labelled set.")
+    ] = False,
+    against: Annotated[
+        str, measuring(metavar="NAME", help="Compare with reference, transformers, sentence-transformers.")
+    ] = "reference",
+    peer_python: Annotated[
+        str, measuring(metavar="PYTHON", show_default="this one", help="Python with the library.")
+    ] = sys.executable,
+    llama_cpp_python: Annotated[
+        str | None, measuring(metavar="PYTHON", help="Python with llama-cpp-python: measure it too.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, measuring(metavar="FILE", show_default="20 built-in", help="Prompts: one per line, or .jsonl.")
+    ] = None,
+    text: Annotated[Path | None, measuring(metavar="FILE", show_default="built-in", help="Text to score.")] = None,
+    tokens: Annotated[
+        int, measuring(metavar="N", min=2, max=1_000_000, help="Number of tokens of the text.")
+    ] = 512,
+) -> None:  # fmt: skip
+    """Measure how far a path is from float32 on the dequantized weights: the truth.
+
+    Log-probabilities are those of the truth's five likeliest tokens at the end
+    of each prompt; perplexity, divergence and agreement come from a text, in
+    windows of 256 tokens. Of a synthetic model, the error of the logits as a
+    part of their standard deviation, for prompts and for decode in batches.
+
+    The reference against itself must differ by nothing: a check. What
+    --kv-type and --quantize lose counts too: the truth is without them.
+
+    --embedding: the cosine of each text's embedding to the truth's, and how well
+    both find the relevant passages of a labelled set that comes with the package.
+
+    \b
+    Examples:
+      llm-worker-rbee bench accuracy
+      llm-worker-rbee bench accuracy model.gguf --tokens 1500 --json
+      llm-worker-rbee bench accuracy --kv-type int8
+      llm-worker-rbee bench accuracy --against transformers
+      llm-worker-rbee bench accuracy --llama-cpp-python ~/lcp/bin/python
+      llm-worker-rbee bench accuracy --device cuda --greedy 24
+      llm-worker-rbee bench accuracy --device cuda --synthetic llama2-7b:Q4_K_M:2
+      llm-worker-rbee bench accuracy --embedding --quantize Q8_0 --against sentence-transformers
+    """
+    used = computing.set_up()
+    if embedding:
+        check_embeddings(model, against, peer_python, results, computing, used)
+        return
+    if against not in AGAINST:
+        raise typer.BadParameter(f"--against is {against!r}: use one of {', '.join(AGAINST)}")
+    if synthetic is not None:
+        _check_synthetic(synthetic, model, parse_counts(batch, "--batch", 1), results, computing)
+        return
+    questions, body = read_prompts(prompts or PROMPTS), read_text(text or TEXT)
+    settings = {
+        "against": against, "tokens": tokens, "window": benchmark.WINDOW, "prompts": len(questions), "threads": used,
+        "own_prompts": prompts is None, "own_text": text is None, "kv_type": computing.kv_type,
+        "quantize": computing.quantize,
+    }  # fmt: skip
+    with recording("accuracy", results, _show, **settings) as recorder, step_progress() as progress:
+        progress("loading", 0, 1)
+        llm = _load(model, computing, progress)
+        evaluation = benchmark.EvaluationSet.encode(llm, questions, body, tokens)
+        recorder.model = describe_model(llm.checkpoint.path, progress)
+        with ExitStack() as opened:
+
+            def open_library(library: str, python: str) -> Side:
+                progress(f"loading in {library}", 0, 1)
+                side = LibrarySide(library, python, llm.checkpoint.path, evaluation.max_length, used)
+                opened.enter_context(closing(side))
+                recorder.details.setdefault("peers", {})[library] = side.version
+                return side
+
+            is_library = against == "transformers"
+            reference = llm if is_library and not greedy else _reference(llm, computing, progress)
+            truth = open_library(against, peer_python) if is_library else WorkerSide(reference)
+            paths = _paths(llm, against, llama_cpp_python, open_library)
+            recorder.settings["backend"] = paths[0].fields["backend"]
+            benchmark.run(recorder, progress, truth, paths, evaluation)
+            if greedy:
+                for result in benchmark.compare_greedy(llm, reference, evaluation.prompts, greedy, progress):
+                    recorder.add_result(result)
+
+
+def _check_synthetic(
+    name: str, model: str | None, batches: list[int], results: ResultOptions, computing: LoadOptions
+) -> None:
+    if model is not None:
+        raise typer.BadParameter("both a MODEL and --synthetic are given: choose one")
+    spec = parse_synthetic(name)
+    settings = {"synthetic": name, "batches": batches, "kv_type": computing.kv_type, "quantize": computing.quantize}
+    with recording("accuracy", results, _show_errors, **settings) as recorder, step_progress() as progress:
+        backend = select_backend(computing.device, computing.backend, computing.kernel_threads)
+        kv_type = resolve_kv_type(backend, computing.kv_type)
+        recorder.model = {"name": str(spec), "bytes": spec.nbytes, "synthetic": True, "seed": 0}
+        ours, truth = benchmark.load_synthetic_pair(spec, backend, computing.quantize, kv_type, progress)
+        benchmark.measure_logit_errors(recorder, progress, ours, truth, kv_type, batches)
+
+
+def _load(model: str | None, computing: LoadOptions, progress: StepProgress) -> LLM:
+    """Load a model; the progress is shown in words, and the bar of the measuring stays at its beginning."""
+    return LLM(
+        model, device=computing.device, backend=computing.backend, threads=computing.kernel_threads,
+        kv_type=computing.kv_type, quantize=computing.quantize,
+        progress=lambda what, done, total: progress(f"{what} {done / total:.0%}" if total else what, 0, 1),
+    )  # fmt: skip
+
+
+def _reference(llm: LLM, computing: LoadOptions, progress: StepProgress) -> LLM:
+    """Return the file's weights on the reference backend; the path itself if it is just that."""
+    same = llm.model.ops.name == "reference" and llm.kv_type == "float32" and computing.quantize is None
+    return llm if same else _load(str(llm.checkpoint.path), LoadOptions(backend="reference"), progress)
+
+
+def _paths(
+    llm: LLM, against: str, llama_cpp: str | None, open_library: Callable[[str, str], Side]
+) -> list[MeasuredPath]:
+    backend = llm.model.ops.name
+    paths = [MeasuredPath(WorkerSide(llm), "", {"backend": backend, "path": backend, "against": against})]
+    if llama_cpp is not None:
+        side = open_library("llama-cpp-python", llama_cpp)
+        paths.append(MeasuredPath(side, LLAMA_CPP, {"path": LLAMA_CPP, "against": against}))
+    return paths
+
+
+def _show_errors(run: Run) -> None:
+    rows = [["", "BACKEND", "ERROR OF THE LOGITS"]]
+    rows += [[r.name.partition("/")[2], str(r.fields["backend"]), f"{r.estimate:.1e}"] for r in run.results]
+    print_table(rows, right=[2])
+
+
+def _show(run: Run) -> None:
+    found = {result.name: result for result in run.results}
+    suffixes = [suffix for suffix in ("", f"/{LLAMA_CPP}") if any(n + suffix in found for n in TITLES)]
+    heads = [str(run.settings.get("backend")) if not suffix else LLAMA_CPP for suffix in suffixes]
+    rows = [["", *(text for head in heads for text in (head.upper(), "95% INTERVAL"))]]
+    for name, title in TITLES.items():
+        cells = [_cells(found.get(name + suffix)) for suffix in suffixes]
+        if any(value for value, _ in cells):
+            rows.append([title, *(text for pair in cells for text in pair)])
+    truth = run.details.get("peers", {}).get("transformers") or "the reference backend"
+    print(style(f"truth: {truth}, float32 on the dequantized weights\n", "dim"))
+    print_table(rows, right=range(1, 2 * len(heads), 2))
+
+
+def _cells(result: Result | None) -> tuple[str, str]:
+    if result is None:
+        return "", ""
+    shares = result.name.startswith(("top1", "greedy_same"))
+    value, low, high = (f"{v:.1%}" if shares else f"{v:.5g}" for v in (result.estimate, result.low, result.high))
+    return value, f"{low} .. {high}" if low != high else ""

@@ -1,0 +1,200 @@
+"""What the bench commands share: their options, and how a run ends.
+
+A command fills a `Recorder` inside `recording(...)`; however that ends (also by Ctrl-C), what was measured is shown,
+saved and compared.
+"""
+
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from llm_worker_rbee.cli.options import MODEL_HELP, option_fields, options_in
+from llm_worker_rbee.cli.terminal import cell, columns, note, print_json, style
+from llm_worker_rbee.errors import InvalidRequestError
+from llm_worker_rbee.progress import StepProgress, transfer_progress
+from llm_worker_rbee.weights.hub import locate_model
+
+from .. import baseline
+from ..baseline import Comparison
+from ..results import Recorder, Result, ResultsError, Run
+from ..results import quantity as quantity
+from ..synthetic import Spec, parse, write
+
+SYNTHETIC_HELP = (
+    "Random weights of a known shape in place of a model: llama2-7b:Q4_K_M, or :4 after it for 4 layers, :4:16 for 4 "
+    "layers with 16 experts."
+)
+COLOURS = {"improved": "green", "regressed": "red", "within noise": "dim"}
+
+results_panel, measuring = options_in("Results"), options_in("Measuring")
+_result, option = option_fields("Results"), option_fields("Measuring")
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+SyntheticOption = Annotated[str | None, measuring("--synthetic", metavar="SHAPE:TYPES", help=SYNTHETIC_HELP)]
+PromptLengths = Annotated[str, measuring("--pp", metavar="N,...", help="Prompt lengths in tokens; 0: no prefill.")]
+OutputLengths = Annotated[str, measuring("--tg", metavar="N,...", help="Tokens to generate; 0: no decode.")]
+Threshold = Annotated[float, results_panel(metavar="X", min=0.0, help="Smallest regression that fails; 0.10 is 10%.")]
+AsJson = Annotated[bool, results_panel("--json", help="Print one JSON object and nothing else.")]
+Repetitions = Annotated[int, measuring("--repetitions", "-r", metavar="N", min=1, help="Number of repetitions.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultOptions:
+    """What happens to a run."""
+
+    as_json: AsJson = False
+    save: Path | None = _result(None, "FILE", "Write the run, with its samples, to a JSON file.")
+    save_baseline: str | None = _result(None, "NAME", "Keep the run as a baseline of this name.")
+    baseline: str | None = _result(None, "NAME|FILE", "Compare with a baseline; exit 1 on a regression.")
+    threshold: Threshold = 0.10
+    force: bool = _result(False, None, "Compare also with a run of another machine.", "--force")
+
+
+@contextmanager
+def recording(kind: str, options: ResultOptions, show: Callable[[Run], None], **settings: Any) -> Iterator[Recorder]:
+    """Give the block a recorder; afterwards save, `show` (or print as JSON) and compare the run, also on Ctrl-C."""
+    for path in _places(options):
+        require_place(path)
+    before = None if options.baseline is None else baseline.load(options.baseline)
+    recorder = Recorder(kind, dict(settings), command=repeatable_command(sys.argv[1:]))
+    if before is not None:
+        baseline.require_comparable(before, recorder.to_run(), force=options.force)
+    interrupted = False
+    try:
+        yield recorder
+    except KeyboardInterrupt:
+        interrupted = True
+    run = recorder.to_run(complete=not interrupted)
+    failed = (run.results or not interrupted) and _finish(run, before, options, show)
+    if interrupted:
+        note("stopped: what was measured until then is " + ("kept" if run.results else "nothing"))
+        raise KeyboardInterrupt
+    if failed:
+        raise typer.Exit(1)
+
+
+def repeatable_command(arguments: Sequence[str]) -> str:
+    """Return the command line that repeats a run: without `--save` and its like, and with files by name alone."""
+    left, words = list(arguments), ["llm-worker-rbee"]
+    while left:
+        word, equals, value = left.pop(0).partition("=")
+        if word in ("--save", "--save-baseline"):
+            left = left if equals else left[1:]
+        elif word != "--json":
+            words.append(f"{word}={_file_name(value)}" if equals else _file_name(word))
+    return shlex.join(words)
+
+
+def _file_name(word: str) -> str:
+    return Path(word).name if os.path.isabs(word) else word
+
+
+def _places(options: ResultOptions) -> list[Path]:
+    """Return the files that the run is saved to."""
+    kept = None if options.save_baseline is None else baseline.path_for(options.save_baseline)
+    return [path for path in (options.save, kept) if path is not None]
+
+
+def require_place(path: Path, *, folder: bool = False) -> None:
+    """Raise if a file (or a folder) cannot be written: before the run, not after it."""
+    if not folder and (not path.name or os.path.isdir(path)):
+        raise InvalidRequestError(f"cannot write {path}: it is a folder, use the name of a file", "save")
+    above = next((one for one in ([path] if folder else []) + [*path.parents] if os.path.lexists(one)), path)
+    if not os.path.isdir(above):
+        raise InvalidRequestError(f"cannot write {path}: {above} is not a folder", "save")
+    if not os.access(above, os.W_OK):
+        raise InvalidRequestError(f"cannot write {path}: {above} may not be written to", "save")
+
+
+def _finish(run: Run, before: Run | None, options: ResultOptions, show: Callable[[Run], None]) -> bool:
+    """Save, show and compare; return whether something regressed. A run that cannot be compared is saved and shown."""
+    changes, problem = [], None
+    try:
+        changes = [] if before is None else baseline.compare(before, run)
+    except ResultsError as error:
+        problem = error
+    worse = [c for c in changes if c.is_past(options.threshold)]
+    for path in _places(options):  # first: the reader of standard output may be gone
+        run.save(path)
+        note(f"saved {path}")
+    if options.as_json:
+        more = {"comparison": [c.as_json() for c in changes], "regressions": len(worse)} if changes else {}
+        print_json({**run.as_json(), **more})
+    else:
+        show(run)
+        if changes:
+            show_changes(changes, options.threshold)
+    drift = baseline.find_machine_drift(before, run) if changes and before is not None else []
+    if drift:  # which makes verdicts doubtful
+        found = "; ".join(f"{one.what.removeprefix('speed: ')} {one.before} then, {one.after} now" for one in drift)
+        note(f"the machine itself changed ({found}): measure again when it is quiet, or side by side (--ab)")
+    if problem is not None:
+        raise problem
+    return bool(worse)
+
+
+def print_table(rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> None:
+    """Print aligned columns, the first row in bold."""
+    head, *lines = columns(rows, right)
+    print("\n".join([style(head, "bold"), *lines]))
+
+
+def show_changes(changes: Sequence[Comparison], threshold: float, sides: tuple[str, str] = ("BEFORE", "AFTER")) -> None:
+    """Print the table of changes and a summary line."""
+    rows = [["", *sides, "CHANGE", "99% INTERVAL", "VERDICT"]]
+    for one in changes:
+        change = one.change
+        interval = f"{change.low:+.1%} to {change.high:+.1%}" if change.low != float("-inf") else "too few samples"
+        verdict = change.verdict + (f" past {threshold:.0%}" if one.is_past(threshold) else "")
+        before, after = (quantity(r.estimate, r.unit) for r in (one.before, one.after))
+        rows.append([*map(cell, (one.after.label, before, after)), f"{change.change:+.1%}", interval, verdict])
+    head, *lines = columns(rows, right=[1, 2, 3])
+    verdicts = [str(one.change.verdict) for one in changes]
+    coloured = [style(line, COLOURS[verdict]) for line, verdict in zip(lines, verdicts, strict=True)]
+    print("\n".join(["", style(head, "bold"), *coloured]))
+    print("\n" + ", ".join(f"{verdicts.count(name)} {name}" for name in COLOURS))
+
+
+def interval(result: Result) -> str:
+    """Return `1.20 ms .. 1.26 ms`, or nothing for a result without spread."""
+    if not result.samples or result.low == result.high:
+        return ""
+    return f"{quantity(result.low, result.unit)} .. {quantity(result.high, result.unit)}"
+
+
+def parse_counts(text: str, option: str, minimum: int = 0) -> list[int]:
+    """Parse `128,512`."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+        raise typer.BadParameter(f"{option} is {text!r}: use whole numbers, separated by commas")
+    found = [int(part) for part in parts]
+    if min(found) < minimum:
+        raise typer.BadParameter(f"{option} is {text!r}: each must be {minimum} or more")
+    return found
+
+
+def find_source(model: str | None, synthetic: str | None) -> Path | Spec:
+    """Return the model's path, fetching it if necessary, or the synthetic model."""
+    if synthetic is not None and model is not None:
+        raise typer.BadParameter("both a MODEL and --synthetic are given: choose one")
+    if synthetic is not None:
+        return parse(synthetic)
+    with transfer_progress() as progress:
+        return locate_model(model, progress=progress)
+
+
+@contextmanager
+def model_file(source: Path | Spec, progress: StepProgress) -> Iterator[Path]:
+    """Give the path of a model; a synthetic one is written to a temporary folder."""
+    if isinstance(source, Path):
+        yield source
+        return
+    with tempfile.TemporaryDirectory(prefix="llm-worker-rbee-") as folder:
+        yield write(source, Path(folder) / f"{str(source).replace(':', '-')}.gguf", progress=progress)

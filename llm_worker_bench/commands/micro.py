@@ -1,0 +1,185 @@
+"""`llm-worker-rbee bench micro`: ops and parts one by one, each beside the limit of this machine."""
+
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import typer
+
+from llm_worker_rbee.backends import cpu_info
+from llm_worker_rbee.cli.options import ComputeOptions, gather
+from llm_worker_rbee.cli.terminal import note
+from llm_worker_rbee.errors import WorkerError
+from llm_worker_rbee.progress import step_progress
+
+from .. import micro as benchmark
+from ..processes import describe_exit, package_environment
+from ..results import Recorder, Result, Run
+from . import common
+from .common import ResultOptions, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroOptions:
+    """Which benchmarks, on which backends, for how long."""
+
+    filter: str | None = option(None, "RE", "Only benchmarks whose name matches this expression.")
+    ab: str | None = option(None, "backend=A,B", "Measure two backends in turn and compare them.")
+    seconds: float = option(0.5, "X", "Seconds per benchmark.", min=0.01, max=600)
+    rounds: int = option(benchmark.ROUNDS, "N", "Rounds over all benchmarks; fewer take less time.", min=1, max=100)
+    rename: str | None = option(None, "FAMILY", "Name the results of the one selected family so.", "--as")
+    original: bool = option(False, None, "Show what the Rust worker's own suite printed, on an unnamed CPU.")
+    names: bool = option(False, None, "List the benchmarks and exit.", "--list")
+
+
+@gather(options=MicroOptions, results=ResultOptions, computing=ComputeOptions)
+def micro(options: MicroOptions, results: ResultOptions, computing: ComputeOptions) -> None:
+    """Measure the ops and parts one by one, each beside the limit of this machine.
+
+    TIME is that of one call: the mean of the middle half of the samples. OF LIMIT is the least time that the memory
+    or the arithmetic of this machine, measured just before, allows for the task's bytes and operations, over that.
+
+    The first six families are the Rust worker's suite, on any backend: a part that kernels fuse with others, or do
+    not need, is computed with the backend's own means, and the field `note` of its result says so. What else only the
+    reference can do runs there, whatever the backend. On a GPU a sample is the replay of a CUDA graph of many calls,
+    until the device has finished.
+
+    The kernels of the CPU (kernel/) are shown with billions of multiply-adds and bytes of the file a second.
+    --cpu-isa takes several instruction sets here, separated by commas, or all: each is measured in its own process.
+
+    \b
+    Examples:
+      llm-worker-rbee bench micro --filter rope
+      llm-worker-rbee bench micro --filter kernel/ --cpu-isa all --rounds 3
+      llm-worker-rbee bench micro --save-baseline before
+      llm-worker-rbee bench micro --baseline before --threshold 0.05
+      llm-worker-rbee bench micro --filter ^causal_mask/ --save-baseline masks
+      llm-worker-rbee bench micro --filter ^causal_mask_cached/ --as causal_mask --baseline masks
+      llm-worker-rbee bench micro --filter 'rope_forward|qkv|scores|mask|full' --backend cpu --original
+      llm-worker-rbee bench micro --ab backend=reference,reference --filter linear/Q4
+    """
+    isas = _parse_isas(computing.cpu_isa)
+    used = (replace(computing, cpu_isa=None) if len(isas) > 1 else computing).set_up()
+    selected = benchmark.select(options.filter)
+    if options.rename is not None:
+        selected = benchmark.rename(selected, options.rename)
+    if options.names:
+        print("\n".join(case.name for case in selected))
+        return
+    if options.ab is not None and (computing.backend != "auto" or len(isas) > 1):
+        raise typer.BadParameter("--ab names both backends: leave --backend and several --cpu-isa out")
+    backends = [computing.backend] if options.ab is None else _parse_ab(options.ab)
+    settings = {
+        "filter": options.filter, "backends": backends, "seconds": options.seconds, "rounds": options.rounds,
+        "threads": used, "cpu_isa": computing.cpu_isa, "rename": options.rename,
+    }  # fmt: skip
+    show = partial(_show_micro, original=options.original)
+    with common.recording("micro", results, show, **settings) as recorder:
+        if len(isas) > 1:
+            for isa in isas:
+                _measure_isa(recorder, isa, options, used)
+            return
+        with step_progress() as progress:
+            plan = benchmark.round_plan(options.seconds, options.rounds)
+            threads, isa_or_none = computing.kernel_threads, isas[0] if isas else None
+            benchmark.run(recorder, progress, selected, backends, plan, threads, options.rounds, isa_or_none)
+        if options.ab is not None:
+            recorder.details["ab"] = [c.as_json() for c in benchmark.compare_backends(recorder.results())]
+
+
+def _parse_isas(text: str | None) -> list[str]:
+    """Parse `avx2,portable` or `all`."""
+    if text is None:
+        return []
+    usable = cpu_info.available_isas()
+    names = usable if text == "all" else [name.strip() for name in text.split(",")]
+    if len(names) > 1 and (wrong := [name for name in names if name not in usable]):
+        raise typer.BadParameter(f"--cpu-isa {text}: {wrong[0]!r} cannot run here, use some of {', '.join(usable)}")
+    return names
+
+
+def _measure_isa(recorder: Recorder, isa: str, options: MicroOptions, threads: int) -> None:
+    """Measure one instruction set in a process of its own, which shows its progress, and take its results over."""
+    note(f"instruction set {isa}")
+    with tempfile.TemporaryDirectory(prefix="llm-worker-rbee-") as folder:
+        saved = Path(folder) / "run.json"
+        command = [
+            sys.executable, "-m", "llm_worker_rbee", "bench", "micro", "--backend", "cpu", "--cpu-isa", isa,
+            "--threads", str(threads), "--seconds", str(options.seconds), "--rounds", str(options.rounds),
+            "--save", str(saved), *(["--filter", options.filter] if options.filter else []),
+            *(["--as", options.rename] if options.rename else []),
+        ]  # fmt: skip
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, env=package_environment())
+        if done.returncode != 0:
+            raise WorkerError(describe_exit(f"bench micro --cpu-isa {isa}", done.returncode, b""))
+        run = Run.load(saved)
+    recorder.details |= run.details
+    for result in run.results:
+        recorder.add_result(result)
+
+
+def _parse_ab(ab: str) -> list[str]:
+    key, equals, values = ab.partition("=")
+    backends = values.split(",")
+    if key != "backend" or not equals or len(backends) != 2 or not all(backends):
+        raise typer.BadParameter(f"--ab {ab!r} is not of the form backend=A,B, such as backend=reference,cpu")
+    return backends
+
+
+def _show_micro(run: Run, *, original: bool = False) -> None:
+    head = ["", "BACKEND", "TIME", "95% INTERVAL", "OF LIMIT", "BOUND BY", "SAMPLES", "OUTLIERS"]
+    head += ["ORIGINAL"] if original else []
+    others = [result for result in run.results if not result.name.startswith(benchmark.KERNEL)]
+    kernels = [result for result in run.results if result.name.startswith(benchmark.KERNEL)]
+    if others or not kernels:
+        rows = [_micro_row(one) + ([_original(one)] if original else []) for one in others]
+        common.print_table([head, *rows], right=[2, 4, 6, 8])
+    if kernels:
+        print("\n" if others else "", end="")
+        names = list(dict.fromkeys(result.name for result in kernels))  # instruction sets stand below each other
+        rows = list(map(_kernel_row, sorted(kernels, key=lambda result: names.index(result.name))))
+        head = ["", "BACKEND", "TIME", "95% INTERVAL", "GMAC/S", "GB/S", "SAMPLES"]
+        common.print_table([head, *rows], right=[2, 4, 5, 6])
+    _note_left_out(run.details.get("left_out", {}))
+    if len(run.settings["backends"]) == 2:
+        common.show_changes(benchmark.compare_backends(run.results), float("inf"), ("A", "B"))
+
+
+def _note_left_out(left_out: Mapping[str, str]) -> None:
+    """Print each benchmark that was not measured with the reason; those of one family and reason as one line."""
+    families = Counter((name.split("/")[0], reason) for name, reason in left_out.items())
+    for name, reason in left_out.items():
+        family = name.split("/")[0]
+        if families[family, reason] == 1:
+            note(f"left out {name}: {reason}")
+        elif count := families.pop((family, reason), 0):
+            note(f"left out {count} of {family}/: {reason}")
+
+
+def _micro_row(result: Result) -> list[str]:
+    fields = result.fields
+    outliers = [f"{count} {name.replace('_', ' ')}" for name, count in fields["outliers"].items() if count]
+    return [
+        result.name, str(fields["backend"]), common.quantity(result.estimate, result.unit), common.interval(result),
+        f"{fields['percent_of_limit']:.1f}%", str(fields["bound_by"]),
+        f"{len(result.samples)} x {fields['iterations']}", ", ".join(outliers),
+    ]  # fmt: skip
+
+
+def _original(result: Result) -> str:
+    seconds = result.fields.get("original_s")
+    return "" if seconds is None else common.quantity(seconds, result.unit)
+
+
+def _kernel_row(result: Result) -> list[str]:
+    fields, seconds = result.fields, result.estimate
+    macs = f"{fields['operations'] / 2e9 / seconds:.1f}" if fields["operations"] else ""
+    return [
+        result.name, str(fields["backend"]), common.quantity(seconds, result.unit), common.interval(result),
+        macs, f"{fields['bytes'] / 1e9 / seconds:.2f}", f"{len(result.samples)} x {fields['iterations']}",
+    ]  # fmt: skip

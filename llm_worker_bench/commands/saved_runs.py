@@ -1,0 +1,106 @@
+"""`llm-worker-rbee bench compare` and `bench report`: what changed between two saved runs; runs as one HTML page."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from llm_worker_rbee.cli.terminal import cell, note, print_json
+from llm_worker_rbee.errors import InvalidRequestError
+from llm_worker_rbee.progress import step_progress
+
+from .. import baseline
+from ..baseline import Difference
+from ..report import RunFile, render
+from ..results import Run, write_atomically
+from .common import AsJson, Threshold, print_table, quantity, results_panel, show_changes
+
+RUN_HELP = "a file that --save wrote, or the name of a baseline."
+MAX_NAMES = 8  # of the benchmarks that only one run has
+MAX_VALUE_CHARACTERS = 48
+
+
+def compare(
+    before: Annotated[str, typer.Argument(metavar="BEFORE", help=f"The earlier run: {RUN_HELP}")],
+    after: Annotated[str, typer.Argument(metavar="AFTER", help=f"The later run: {RUN_HELP}")],
+    threshold: Threshold = 0.10,
+    as_json: AsJson = False,
+    force: Annotated[bool, results_panel("--force", help="Compare runs of different machines too.")] = False,
+) -> None:
+    """Compare two saved runs.
+
+    Exit status 1 if a benchmark became worse by more than the threshold, beyond noise.
+
+    \b
+    Examples:
+      llm-worker-rbee bench compare before after
+      llm-worker-rbee bench compare main.json branch.json --threshold 0.05
+    """
+    old, new = baseline.load(before), baseline.load(after)
+    baseline.require_comparable(old, new, force=force)
+    changes, differing = baseline.compare(old, new), baseline.find_differences(old, new)
+    left = baseline.names_not_compared(old, new, changes), baseline.names_not_compared(new, old, changes)
+    if as_json:
+        regressions = sum(one.is_past(threshold) for one in changes)
+        head = {"schema": "llm-worker-rbee/comparison", "schema_version": 1, "kind": new.kind, "threshold": threshold}
+        print_json({
+            **head, "regressions": regressions, "before": _origin(old), "after": _origin(new),
+            "differs": [one._asdict() for one in differing], "only_before": left[0], "only_after": left[1],
+            "results": [{**one.as_json(), "estimate": one.change.change} for one in changes],
+        })  # fmt: skip
+    else:
+        show_changes(changes, threshold)
+        _print_differences(differing)
+        for side, names in zip((before, after), left, strict=True):
+            if names:
+                more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+                note(f"only in {cell(side)}: {', '.join(map(cell, names[:MAX_NAMES]))}{more}")
+    if any(one.is_past(threshold) for one in changes):
+        raise typer.Exit(1)
+
+
+def _origin(run: Run) -> dict[str, Any]:
+    return {key: getattr(run, key) for key in ("created", "commit", "machine", "versions", "model", "settings")}
+
+
+def _print_differences(differing: list[Difference]) -> None:
+    if not differing:
+        note("same commit, model, machine, settings and versions")
+        return
+    print()
+    print_table([["ALSO DIFFERS", "BEFORE", "AFTER"], *(list(map(_truncate, one)) for one in differing)])
+
+
+def _truncate(text: str) -> str:
+    text = cell(text)
+    return text if len(text) <= MAX_VALUE_CHARACTERS else text[: MAX_VALUE_CHARACTERS - 3] + "..."
+
+
+def report(
+    results: Annotated[list[str], typer.Argument(metavar="RESULTS", help="Files that --save wrote, or baselines.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="HTML file to write.")
+    ] = Path("report.html"),
+    title: Annotated[
+        str | None, typer.Option(metavar="TEXT", show_default="what was measured", help="Title of the page.")
+    ] = None,
+) -> None:  # fmt: skip
+    """Write one HTML page with tables and plots of saved runs.
+
+    The page needs no other file and no network: send it as it is.
+
+    Several runs of one kind make a history and a comparison. Plots need matplotlib (the extra `bench`).
+
+    \b
+    Examples:
+      llm-worker-rbee bench report micro.json e2e.json -o report.html
+      llm-worker-rbee bench report before after --title "Faster attention"
+    """
+    if not output.name or os.path.isdir(output):
+        raise InvalidRequestError(f"cannot write {output}: it is a folder, give the name of a file", "output")
+    files = [RunFile(Path(name).name, baseline.load(name)) for name in results]
+    with step_progress() as progress:
+        page = render(files, title, progress)
+    write_atomically(output, page.encode(errors="replace"))
+    note(f"saved {output} ({quantity(output.stat().st_size, 'B')})")
