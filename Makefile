@@ -76,11 +76,11 @@ docs: $(VENV)/.dev
 	@echo "Open site/index.html, or serve it with a search box: $(BIN)/python -m http.server -d site"
 
 pages: $(VENV)/.dev
-	@$(BIN)/python benchmarks/pages/__main__.py
+	@$(BIN)/python -m benchmarks.pages
 
 # Options for it: make evidence EVIDENCE="--only micro --llama-bench PATH".
 evidence: $(VENV)/.dev
-	@$(BIN)/python benchmarks/evidence.py $(EVIDENCE)
+	@$(BIN)/python -m benchmarks.evidence $(EVIDENCE)
 
 # Pages are tested in the system's Chromium. It is installed only as root on Debian with CI=true, where it is missing.
 browser:

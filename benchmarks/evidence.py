@@ -1,9 +1,9 @@
 """Measure everything that the pages show again, and write them: `make evidence`.
 
-    python benchmarks/evidence.py                          all that this machine can measure, then the pages
-    python benchmarks/evidence.py --list                   the steps, and why one is left out
-    python benchmarks/evidence.py --only micro,profile     some of them
-    python benchmarks/evidence.py --llama-bench PATH --llama-server PATH --llama-cpp-python PYTHON     with llama.cpp, too
+    python -m benchmarks.evidence                          all that this machine can measure, then the pages
+    python -m benchmarks.evidence --list                   the steps, and why one is left out
+    python -m benchmarks.evidence --only micro,profile     some of them
+    python -m benchmarks.evidence --llama-bench PATH --llama-server PATH --llama-cpp-python PYTHON   with llama.cpp, too
 
 Each step is a command of `llm-worker-rbee`; its run goes to docs/results/MACHINE/STEP.json.gz, where MACHINE is made of
 architecture, cores and GPU. A run takes about half an hour on two cores: nothing else should run beside it. Steps whose
@@ -140,7 +140,7 @@ STEPS = (
     Step("peers-one-thread", f"{PEERS} --rows '^(q4_0|q8_0)$' --pp 128 --tg 32 --threads 1", ALL_PEERS),
     Step("peers-options", f"bench peers {OPTIONS} --rows '^q4_0$'", ("cpu", "llama-bench")),
     Step("peers-requests", f"{REQUESTS} --rows '^requests$' --batch 4 --tg 64", (*ALL_PEERS, "llama-server")),
-    Step("peers-profile", "benchmarks/peer_profile.py --llama-bench {llama_bench}", (*ALL_PEERS, "perf")),
+    Step("peers-profile", "-m benchmarks.peer_profile --llama-bench {llama_bench}", (*ALL_PEERS, "perf")),
 )
 
 
@@ -188,10 +188,11 @@ def run_step(step: Step, folder: Path, programs: dict[str, str | None]) -> bool:
     values = {name.replace("-", "_").replace(".", ""): str(value) for name, value in programs.items()}
     if step.convert is not None:
         source, kind = step.convert
-        row = Row(step.name, model=find_real_file(source), converted=kind)
-        values["converted"] = str(make_file(row, row.model.parent, lambda *_: None))
+        path_of_source = find_real_file(source)
+        row = Row(step.name, model=path_of_source, converted=kind)
+        values["converted"] = str(make_file(row, path_of_source.parent, lambda *_: None))
     words = [*shlex.split(step.command.format(**values)), "--save", str(path)]
-    program = [sys.executable] if words[0].endswith(".py") else [sys.executable, "-m", "llm_worker_rbee"]
+    program = [sys.executable] if words[0] == "-m" else [sys.executable, "-m", "llm_worker_rbee"]
     print(f"\n== {step.name}: {shlex.join(words)}", flush=True)
     start = time.monotonic()
     done = subprocess.run([*program, *words], cwd=pages.ROOT)

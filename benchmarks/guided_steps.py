@@ -1,7 +1,7 @@
 """Measure the steps of a batch of guided requests beside free ones, in the engine alone: what masks cost on a GPU.
 
-    python benchmarks/guided_steps.py [MODEL] --batch 64 --tokens 256 --device cuda
-    python benchmarks/guided_steps.py [MODEL] --synthetic llama3-8b:Q4_K_M --batch 64 --tokens 256 --device cuda
+    python -m benchmarks.guided_steps [MODEL] --batch 64 --tokens 256 --device cuda
+    python -m benchmarks.guided_steps [MODEL] --synthetic llama3-8b:Q4_K_M --batch 64 --tokens 256 --device cuda
 
 All requests have schemas of their own, which no answer ends early. The ways alternate; medians of the rounds are
 compared. `ahead` and `synchronous` free steps differ by the gap that a step pays which is not launched ahead

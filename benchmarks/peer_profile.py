@@ -1,6 +1,6 @@
 """Which functions of llama.cpp and mistral.rs take the CPU time of a prefill and of a decode, sampled by Linux `perf`.
 
-    python benchmarks/peer_profile.py --llama-bench PATH --save docs/results/MACHINE/peers-profile.json.gz
+    python -m benchmarks.peer_profile --llama-bench PATH --save docs/results/MACHINE/peers-profile.json.gz
 
 Needs `perf` and programs with symbols; mistral.rs is taken from the environment that `bench peers --install mistral.rs`
 makes. A process is sampled for some seconds after its model is loaded. The default model and its Q4_0 conversion show
@@ -140,7 +140,7 @@ def main() -> int:
     given = parser.parse_args()
     default = locate_model(None)
     recorder = Recorder("peer-profile", {"threads": given.threads, "seconds": SECONDS, "frequency": FREQUENCY})
-    recorder.command = "python benchmarks/peer_profile.py --llama-bench llama-bench"
+    recorder.command = "python -m benchmarks.peer_profile --llama-bench llama-bench"
     for row in (Row("default", model=default), Row("q4_0", model=default, converted="Q4_0")):
         model = make_file(row, given.files, lambda *_: None)
         recorder.details.setdefault("models", {})[row.name] = describe_model(model)

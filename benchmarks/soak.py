@@ -2,7 +2,7 @@
 late or slowly, invalid bodies. Checks: no fault of the server, every request ends, health is quick, memory does not
 grow, nothing is held at the end. Exit status 1 if a check fails; the last line is JSON.
 
-    python benchmarks/soak.py --minutes 10
+    python -m benchmarks.soak --minutes 10
 
 The server is started with a small KV cache (--kv-memory), which fills within the first minute: pages are touched at
 first use and prefixes stay cached, so that a large cache would look like memory that grows for hours.

@@ -30,7 +30,7 @@ from llm_worker_rbee import __version__
 from llm_worker_rbee.errors import MissingDependencyError, WorkerError
 
 INTERVAL_S = 0.002
-PACKAGE = __name__.split(".")[0]
+PACKAGES = ("llm_worker_rbee", __name__.split(".")[0])
 SCHEMA = "https://www.speedscope.app/file-format-schema.json"
 RAW_FRAME = re.compile(r"(?P<name>.*) \((?P<file>.*?)(?::(?P<line>\d+))?\)")
 MAX_LINE_CHARACTERS = 90
@@ -151,7 +151,7 @@ def _line_frame(code: CodeType, number: int) -> Frame | None:
 def _short_path(path: str) -> tuple[str, str]:
     """Return (a path that is the same on every machine, the category)."""
     paths = sysconfig.get_paths()
-    roots = (str(Path(__file__).parents[2]), paths["purelib"], paths["platlib"], paths["stdlib"])
+    roots = (str(Path(__file__).parents[1]), paths["purelib"], paths["platlib"], paths["stdlib"])
     for root in sorted(set(roots), key=len, reverse=True):  # packages may lie inside the standard library's folder
         if path.startswith(root + os.sep):
             short = path[len(root) + 1 :].replace(os.sep, "/")
@@ -161,7 +161,7 @@ def _short_path(path: str) -> tuple[str, str]:
 
 def _category(short: str, *, is_stdlib: bool) -> str:
     top = short.split("/")[0]
-    if top == PACKAGE:
+    if top in PACKAGES:
         return "ours"
     if top in ("numpy", "scipy_openblas64_") or "openblas" in short or "multiarray" in short:
         return "numpy"

@@ -30,7 +30,7 @@ import numpy as np
 
 from llm_worker_rbee.errors import WorkerError
 
-PACKAGE_ROOT = Path(__file__).parents[2]
+PACKAGE_ROOT = Path(__file__).parents[1]
 BUSY_WINDOW_S = 0.5
 THREAD_VARIABLES = (
     "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "RAYON_NUM_THREADS",

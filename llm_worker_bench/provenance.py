@@ -11,8 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
+import llm_worker_rbee
+
 QUOTES = '"' * 3
-PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(llm_worker_rbee.__file__).parent
 POOLING = ("embedder.py", "load_pooling.py", "pooling_text.py")
 # area -> its files and folders in the package
 AREAS: Mapping[str, tuple[str, ...]] = {

@@ -302,13 +302,13 @@ def package_versions() -> dict[str, str]:
 @cache
 def describe_commit() -> dict[str, Any] | None:
     """Return the commit of this checkout and whether the package differs from it; None for an installed package."""
-    package = Path(__file__).parents[1]
+    package = Path(__file__).parent
     root = package.parent
     known = _git(root, "log", "-1", "--format=%H %cI") if (root / ".git").exists() else None
     if known is None:
         return None
     identity, date = known.split()
-    changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", package.name)
+    changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", package.name, "llm_worker_rbee")
     return {"id": identity, "date": date, "dirty": bool(changed)}
 
 

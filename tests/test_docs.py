@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
 import subprocess
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.pages import programs
 from llm_worker_rbee.cli import load_command
 from tests.helpers.tiny_encoders import write_encoder
 
@@ -58,15 +58,10 @@ def test_every_decision_is_in_the_index() -> None:
 
 def test_page_of_programs_is_what_its_tool_writes() -> None:
     """The first model of the page, which is quickly made."""
-    spec = importlib.util.spec_from_file_location("program_pages", ROOT / "tools" / "program_pages.py")
-    assert spec is not None
-    assert spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
     page = (ROOT / "docs" / "programs.md").read_text(encoding="utf-8")
-    assert page.startswith(tool.HEAD)
-    assert "\n".join(tool.section(next(iter(tool.MODELS)))) in page
-    assert all(f"## {name}\n" in page for name in tool.MODELS)
+    assert page.startswith(programs.HEAD)
+    assert "\n".join(programs.section(next(iter(programs.MODELS)))) in page
+    assert all(f"## {name}\n" in page for name in programs.MODELS)
 
 
 def _readme_commands() -> list[str]:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
+from benchmarks.pages import peers as page
+from benchmarks.peer_profile import parse
 from llm_worker_bench.results import Recorder, Result
 
-from .test_pages import TOOLS, load_tool
-
-pytestmark = pytest.mark.skipif(not TOOLS.exists(), reason="this is not a checkout: there is no tools/")
 REPORT = """
 # Overhead|Shared Object|Symbol
  67.13% |mistralrs.abi3.so |[.] <candle_core::quantized::k_quants::BlockQ4_1 as a::GgmlType>::vec_dot_unopt   |-      -
@@ -22,7 +19,7 @@ REPORT = """
 
 
 def test_perf_report_is_summed_by_short_name() -> None:
-    found = load_tool("peer_profile").parse(REPORT)
+    found = parse(REPORT)
     assert {name: round(share, 4) for name, share in found.items()} == {
         "BlockQ4_1::vec_dot_unopt": 0.6713, "libgomp.so.1.0.0": 0.075, "backtrace::__rust_begin_short_backtrace": 0.065,
         "ggml_vec_dot_q4_1_q8_1": 0.005,
@@ -31,7 +28,7 @@ def test_perf_report_is_summed_by_short_name() -> None:
 
 
 def test_page_has_the_parts_whose_runs_are_there(tmp_path: Path) -> None:
-    page, recorder = load_tool("peers_page"), Recorder("peers", {"threads": 2})
+    recorder = Recorder("peers", {"threads": 2})
     for name, rates in {"llm-worker-rbee": [200.0, 202.0], "llama-bench": [100.0, 101.0]}.items():
         fields = {"peer": name, "version": "1", "ours_over_peer": 2.0, "ratio_interval": [1.9, 2.1]}
         recorder.add_result(Result.from_samples(f"q4_0 pp128/{name}", "tok/s", rates, "higher", **fields))

@@ -27,7 +27,7 @@ MIN_COVERED = 0.9
 KV_MEMORY, TIMEOUT_S, MAX_TRIES = "64M", 300.0, 20  # of the server that streams
 BODY = {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0}
 VOCABULARY = ("smollm", 49152)  # pre-tokenizer and size that the ids below belong to
-TOKEN_IDS = Path(__file__).parents[1] / "data" / "token_ids.json"
+TOKEN_IDS = Path(__file__).with_name("token_ids.json")
 # Ids that llama.cpp's tokenizer gives for the vocabulary of the built-in model (tools/llama_cpp_token_table.py).
 REFERENCE_IDS: dict[str, str] = json.loads(TOKEN_IDS.read_text(encoding="utf-8"))
 

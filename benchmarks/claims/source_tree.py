@@ -12,10 +12,12 @@ import inspect
 import sys
 from pathlib import Path
 
+import llm_worker_rbee
+
 from . import numpy_model
 from .harness import Finding, Harness, Table
 
-PACKAGE = Path(__file__).parents[2]
+PACKAGE = Path(llm_worker_rbee.__file__).parent
 TESTS = PACKAGE.parent / "tests"
 LIBRARIES = (
     "numpy", "numba", "llvmlite", "tokenizers", "safetensors", "jinja2", "starlette", "uvicorn", "uvloop", "httptools",

@@ -1,1 +1,1 @@
-"""Generated pages and the chart: each a function of the saved runs in docs/results. `python -m benchmarks.pages` writes them."""
+"""Generated pages and the chart, each a function of the saved runs in docs/results."""

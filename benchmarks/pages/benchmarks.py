@@ -92,8 +92,7 @@ def peers_table(run: Run) -> list[str]:
     for task, found in by_task.items():
         cells = [task, *(with_interval(found[name]) if name in found else "-" for name in ours)]
         for peer in peers:
-            result = found.get(peer)
-            cells += ["-", "-"] if result is None else [with_interval(result), ratio(result)]
+            cells += [with_interval(found[peer]), ratio(found[peer])] if peer in found else ["-", "-"]
         rows.append(cells)
     names = [f"{PEERS.get(peer, peer)} {version(run, peer)}".strip() for peer in peers]
     columns = [THIS_WORKER[name] for name in ours]

@@ -54,7 +54,8 @@ COMMANDS = {
         "Compile the kernels ahead of time, so that no answer waits for it."),
     "doctor": Command("Models and machine", ".doctor",
         "Check this machine: processor, memory, GPU, packages, kernels, cache. Say what is missing and how to fix it."),
-    "profile": Command("Measure", "llm_worker_bench.commands.profile", "Show where the time goes, by component, for prefill and decode."),
+    "profile": Command("Measure", "llm_worker_bench.commands.profile",
+        "Show where the time goes, by component, for prefill and decode."),
     "bench micro": Command("Measure", "llm_worker_bench.commands.micro",
         "Measure the ops and parts one by one, each beside the limit of this machine."),
     "bench e2e": Command("Measure", "llm_worker_bench.commands.e2e_load",
@@ -104,7 +105,12 @@ class _LazyGroup(typer.core.TyperGroup):
 
 def load_command(name: str) -> Any:
     """Import the module of a command and return the command with its options."""
-    module = importlib.import_module(COMMANDS[name].module, __name__)
+    try:
+        module = importlib.import_module(COMMANDS[name].module, __name__)
+    except ModuleNotFoundError as error:
+        if error.name not in ("benchmarks", "benchmarks.claims"):
+            raise
+        raise WorkerError(f"{PROGRAM} {name} is part of the repository, not of the package: run it there") from None
     if not gc.isenabled():  # the entry point disabled it
         resume_collection()
     single = typer.Typer(add_completion=False, context_settings=app.info.context_settings)

@@ -45,10 +45,10 @@ def test_describe_commit_of_a_checkout(tmp_path: Path, monkeypatch: pytest.Monke
         command = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@e", *args]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
-    monkeypatch.setattr(results, "__file__", str(tmp_path / "package" / "bench" / "results.py"))
+    monkeypatch.setattr(results, "__file__", str(tmp_path / "llm_worker_bench" / "results.py"))
     assert results.describe_commit() is None
     git("init", "-q")
-    source, page = tmp_path / "package" / "module.py", tmp_path / "page.md"
+    source, page = tmp_path / "llm_worker_rbee" / "module.py", tmp_path / "page.md"
     source.parent.mkdir()
     source.write_text("one")
     page.write_text("one")
