@@ -135,7 +135,7 @@ def measure_limits(threads: int) -> Limits:
 
 
 def _measure_limits(threads: int) -> Limits:
-    from llm_worker_rbee.backends.cpu import peak  # it needs Numba
+    from llm_worker_bench.backends import cpu_peak as peak  # it needs Numba
 
     available = machine.memory()[1] or SIZES[-1] * MAX_MEMORY_FRACTION
     buffer = np.ones(min(SIZES[-1], available // MAX_MEMORY_FRACTION), np.uint8)

@@ -39,7 +39,7 @@ from .causal_conv import causal_conv_task
 from .experts import PackedExperts, combine_rows, grouped_linear, pack_experts, route_tokens
 from .kv_layout import kv_type_of, layer_addresses, padded_dim
 from .linear import PackedWeight, pack_weight
-from .op_parts import CpuParts
+from llm_worker_bench.backends.cpu_parts import CpuParts
 from .per_layer_inputs import gate_task, inputs_task
 from .pointers import aligned
 from .program import Program, Step, Task, choose_threads, prepare_step, run_step

@@ -23,7 +23,8 @@ from ...weights import Checkpoint, Tensor
 from .. import ops, reference, select
 from ..graph import Graph
 from ..ops import Ints, KVLayer, LayerCache, StateLayer, first_kv
-from . import decoder, device, op_parts, pooling, precompile, profile, sampling
+from . import decoder, device, pooling, precompile, profile, sampling
+from llm_worker_bench.backends import cuda_parts as op_parts
 from .attention_prefill import (
     QUERY_TILE,
     SMALL_QUERY_TILE,

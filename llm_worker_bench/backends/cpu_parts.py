@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..ops import Ints, KVLayer, RopeTable
-from . import simd as f
-from .attention import MIN_PREFILL_TOKENS, AttentionArg, score_kernel, score_rows_kernel, view_of
-from .attention_blocks import KEY_BLOCK, SPAN, TILE_ROWS, Rows
-from .jit import TaskKernel
-from .kv_layout import empty_layer, layer_addresses, padded_dim
-from .pointers import aligned, f32, f64, i64, scratch
-from .program import Program, Step, Task, pack_args, pack_floats, prepare_step, run_step
-from .rope import TOKENS_PER_PIECE, angles_task, rope_store_task, rotate_head
-from .simd import LANES
+from llm_worker_rbee.backends.ops import Ints, KVLayer, RopeTable
+from llm_worker_rbee.backends.cpu import simd as f
+from llm_worker_rbee.backends.cpu.attention import MIN_PREFILL_TOKENS, AttentionArg, score_kernel, score_rows_kernel, view_of
+from llm_worker_rbee.backends.cpu.attention_blocks import KEY_BLOCK, SPAN, TILE_ROWS, Rows
+from llm_worker_rbee.backends.cpu.jit import TaskKernel
+from llm_worker_rbee.backends.cpu.kv_layout import empty_layer, layer_addresses, padded_dim
+from llm_worker_rbee.backends.cpu.pointers import aligned, f32, f64, i64, scratch
+from llm_worker_rbee.backends.cpu.program import Program, Step, Task, pack_args, pack_floats, prepare_step, run_step
+from llm_worker_rbee.backends.cpu.rope import TOKENS_PER_PIECE, angles_task, rope_store_task, rotate_head
+from llm_worker_rbee.backends.cpu.simd import LANES
 
 Floats = NDArray[np.float32]
 SCORE_TOKENS = 64  # of a piece, as in prefill

@@ -13,11 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ..ops import Ints, RopeTable
-from . import cuda_graphs, device
-from .attention_prefill import SMALL_QUERY_TILE, prefill_tile
-from .device import shared_memory_bytes, upload
-from .rope import load_first, padded_dim, rope_store_qkv, rope_tables
+from llm_worker_rbee.backends.ops import Ints, RopeTable
+from llm_worker_rbee.backends.cuda import cuda_graphs, device
+from llm_worker_rbee.backends.cuda.attention_prefill import SMALL_QUERY_TILE, prefill_tile
+from llm_worker_rbee.backends.cuda.device import shared_memory_bytes, upload
+from llm_worker_rbee.backends.cuda.rope import load_first, padded_dim, rope_store_qkv, rope_tables
 
 BLOCK = 16  # positions of a KV block
 
