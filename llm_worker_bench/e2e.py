@@ -30,6 +30,7 @@ from llm_worker_rbee.progress import StepProgress
 from llm_worker_rbee.weights import Checkpoint, open_checkpoint
 
 from . import processes, statistics, synthetic
+from .backends import peak_device_memory
 from .engine_harness import EngineHarness, TimedRun
 from .processes import ChildFailedError, ChildProcess, package_environment
 from .results import Recorder, Result, describe_model, replace_non_finite
@@ -245,7 +246,7 @@ def _measure(bench: ModelBench, scenarios: Sequence[Scenario], repetitions: int,
                 if isinstance(scenario, Throughput):
                     scenario.put()
             bench.recorder.add_result(Result.exact("peak_memory", "B", processes.peak_memory()))
-            for name, size in bench.model.ops.peak_memory().items():
+            for name, size in peak_device_memory(bench.model.ops).items():
                 bench.recorder.add_result(Result.exact(f"device_memory/{name}", "B", size))
         done += len(group)
 

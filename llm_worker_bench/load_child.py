@@ -21,6 +21,7 @@ from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 from llm_worker_bench import processes  # noqa: E402
+from llm_worker_bench.backends import peak_device_memory  # noqa: E402
 from llm_worker_rbee.config import KV_AUTO  # noqa: E402
 from llm_worker_rbee.engine.engine import Engine  # noqa: E402
 from llm_worker_rbee.engine.request import Request, SamplingParams  # noqa: E402
@@ -89,7 +90,7 @@ def start_engine(
 def device_memory(engine: Engine, info: ModelInfo) -> dict[str, int]:
     """Return bytes on the GPU; `device_spare` is what the process took beside weights and KV cache, by the driver."""
     ops, fused = engine.model.ops, engine.model.fused
-    weights, peak = ops.weight_bytes(open_checkpoint(Path(info.path))), ops.peak_memory()
+    weights, peak = ops.weight_bytes(open_checkpoint(Path(info.path))), peak_device_memory(ops)
     graphs = 0 if fused is None else fused.graph_bytes
     sizes = {"weights": weights, "kv_cache": info.kv_cache_bytes, "graphs": graphs, **peak}
     sizes["spare"] = peak["process"] - weights - info.kv_cache_bytes

@@ -3,7 +3,7 @@ arithmetic that the kernels have (float32 FMA, int8 dot products; on a GPU those
 
 A benchmark states the bytes and operations that its answer needs; the larger of the two times is its limit, and `% of
 limit` is that over the measured time. Small data is in a cache, so bandwidth is taken at the size at hand. The rates
-are those of the kernels' own instructions with nothing else to do (backends/cpu/peak.py), so no kernel exceeds them.
+are those of the kernels' own instructions with nothing else to do (backends/cpu_peak.py), so no kernel exceeds them.
 `matmul_ceiling` is a limit by measurement: all matrix products of a model for a number of rows, and nothing else.
 """
 
@@ -24,6 +24,8 @@ from llm_worker_rbee import machine
 from llm_worker_rbee.backends import Backend
 from llm_worker_rbee.backends.ops import RouteParams
 from llm_worker_rbee.models import Transformer
+
+from .backends import measure_device
 
 SIZES = tuple(1 << shift for shift in (15, 16, 17, 18, 20, 22, 24, 26, 28, 30))  # 32 KiB to 1 GiB
 SECONDS_PER_RATE = 0.05
@@ -124,7 +126,7 @@ def product_arithmetic(weight: Any) -> str:
 
 def backend_limits(ops: Backend) -> Limits:
     """Measure the limits of what a backend computes on: its device, or its threads."""
-    measured = ops.measure_limits()
+    measured = measure_device(ops)
     return _measure_limits(backend_threads(ops)) if measured is None else Limits.of_device(*measured)
 
 
@@ -135,7 +137,7 @@ def measure_limits(threads: int) -> Limits:
 
 
 def _measure_limits(threads: int) -> Limits:
-    from llm_worker_bench.backends import cpu_peak as peak  # it needs Numba
+    from .backends import cpu_peak as peak  # it needs Numba
 
     available = machine.memory()[1] or SIZES[-1] * MAX_MEMORY_FRACTION
     buffer = np.ones(min(SIZES[-1], available // MAX_MEMORY_FRACTION), np.uint8)

@@ -18,7 +18,19 @@ from llm_worker_rbee.backends.cpu.dot_int8 import DOT_PRODUCTS, ISA, EmitDot, _b
 from llm_worker_rbee.backends.cpu.jit import kernel
 from llm_worker_rbee.backends.cpu.matmul import tile_amx
 from llm_worker_rbee.backends.cpu.pointers import aligned, f32, u8
-from llm_worker_rbee.backends.cpu.simd import I32X16, LANES, Tile, emit_fma, emit_load, emit_splat, emits, f32x16, i32x16, map_tile, u8x64
+from llm_worker_rbee.backends.cpu.simd import (
+    I32X16,
+    LANES,
+    Tile,
+    emit_fma,
+    emit_load,
+    emit_splat,
+    emits,
+    f32x16,
+    i32x16,
+    map_tile,
+    u8x64,
+)
 
 # Vectors of 16 lanes that are summed side by side: what fits into the registers beside the operands.
 NUM_SUMS = 12 if ISA.startswith("avx512") else 4

@@ -7,17 +7,19 @@ begins with, in a kernel of their own. No kernel has a mask: causality is the bo
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import gcd
 
 import torch
 import triton
 import triton.language as tl
 
-from llm_worker_rbee.backends.ops import Ints, RopeTable
 from llm_worker_rbee.backends.cuda import cuda_graphs, device
 from llm_worker_rbee.backends.cuda.attention_prefill import SMALL_QUERY_TILE, prefill_tile
 from llm_worker_rbee.backends.cuda.device import shared_memory_bytes, upload
+from llm_worker_rbee.backends.cuda.profile import CudaTrace as CudaTrace
 from llm_worker_rbee.backends.cuda.rope import load_first, padded_dim, rope_store_qkv, rope_tables
+from llm_worker_rbee.backends.ops import Ints, RopeTable
 
 BLOCK = 16  # positions of a KV block
 
@@ -101,3 +103,38 @@ def prepare_calls(function: Callable[[], object], count: int, where: torch.devic
     device.activate(where)
     graphs.capture("calls", calls)
     return replay
+
+
+def measure_limits(
+    where: torch.device, size: int = 1 << 30, width: int = 8192
+) -> tuple[int, float, float, dict[str, float]]:
+    """Return the bytes of a read, the bytes per second of the faster of a read and a copy, and the operations per
+    second of matrix products: in float16, and by name in e4m3 where the device has it."""
+    data, copied = (torch.ones(size // 4, device=where) for _ in range(2))
+    bandwidth = max(size / _min_seconds(data.sum), 2 * size / _min_seconds(lambda: copied.copy_(data)))
+    a = torch.ones(width, width, dtype=torch.float16, device=where)
+    others = {}
+    if device.has_fp8(where):
+        e4m3, one = a.to(torch.float8_e4m3fn), torch.ones((), device=where)
+        multiply = partial(torch._scaled_mm, e4m3, e4m3.T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+        others["fp8"] = 2 * width**3 / _min_seconds(multiply)
+    return size, bandwidth, 2 * width**3 / _min_seconds(lambda: a @ a), others
+
+
+def _min_seconds(work: Callable[[], object], count: int = 20) -> float:
+    seconds = []
+    for _ in range(count + 1):  # the first one warms up
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        seconds.append(float(begin.elapsed_time(end)) / 1e3)
+    return min(seconds[1:])
+
+
+def peak_memory(where: torch.device) -> dict[str, int]:
+    """Return the largest bytes so far of tensors and of the process on a GPU."""
+    (free, total), reserved = torch.cuda.mem_get_info(where), torch.cuda.memory_reserved
+    taken = total - free - reserved(where) + torch.cuda.max_memory_reserved(where)
+    return {"tensors": torch.cuda.max_memory_allocated(where), "process": taken}

@@ -15,6 +15,7 @@ from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.layers.rope import inverse_frequencies
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 
+from ..backends import prepare_calls
 from ..roofline import Work
 from .timing import Function, repeated_calls
 
@@ -49,7 +50,11 @@ class Case:
     def prepare(self, ops: Any) -> Function:
         """Return the function to time on a backend; a GPU replays graphs of many calls."""
         function = self.make(ops)
-        return repeated_calls(function, ops.prepare_calls) if ops.has_device_memory and not self.on_host else function
+        return (
+            repeated_calls(function, partial(prepare_calls, ops))
+            if ops.has_device_memory and not self.on_host
+            else function
+        )
 
     def select_ops(self, ops: Any) -> Any:
         """Return the backend that can run this: the given one, or the reference."""

@@ -18,6 +18,7 @@ from llm_worker_rbee.layers.swiglu import SwiGLU
 from llm_worker_rbee.weights import Tensor
 from llm_worker_rbee.weights.quants import BLOCK_TYPES, BlockType
 
+from ..backends import prepare_attention
 from ..roofline import Work
 from ..synthetic import random_tensor
 from .cases import (
@@ -67,7 +68,9 @@ def op_cases() -> Iterator[Case]:
 
 def _attention(tokens: int, context: int, ops: Any) -> Function:
     q, kv = random_array(ops, tokens, HEADS, HEAD_DIM), filled_kv(ops, context, HEADS, HEAD_DIM)
-    attend: Function = ops.prepare_attention(q, kv, consecutive_batch(tokens, context), AttentionParams(HEAD_DIM**-0.5))
+    attend: Function = prepare_attention(
+        ops, q, kv, consecutive_batch(tokens, context), AttentionParams(HEAD_DIM**-0.5)
+    )
     return attend
 
 

@@ -14,6 +14,7 @@ from llm_worker_rbee.errors import DownloadError, InvalidRequestError
 from llm_worker_rbee.progress import StepProgress
 
 from .. import statistics
+from ..backends import measure_device
 from ..baseline import Comparison, compare_results
 from ..results import Recorder, Result, round_samples
 from ..roofline import Limits, backend_threads, measure_limits
@@ -89,7 +90,7 @@ def run(
 
 def _limits(ops: Backend) -> Limits:
     """Return the limits of what a backend computes on: its device, or its threads."""
-    measured = ops.measure_limits()
+    measured = measure_device(ops)
     return measure_limits(backend_threads(ops)) if measured is None else Limits.of_device(*measured)
 
 

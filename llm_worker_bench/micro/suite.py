@@ -1,6 +1,6 @@
 """The Rust worker's suite by name, on every backend: float32, batch 1, hidden 4096, 32 heads of 128, positions from 0.
 
-A backend computes each part with what its own ops are made of (`Backend.op_parts`); NOTES says where that differs from
+A backend computes each part with what its own ops are made of (`backends.op_parts`); NOTES says where that differs from
 a step of the product. `causal_mask_cached` is the worker's change: the mask is found, not made.
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 from llm_worker_rbee.backends.ops import AttentionParams
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 
+from ..backends import op_parts, prepare_attention
 from ..roofline import Work
 from ..synthetic import random_tensor
 from .cases import (
@@ -90,8 +91,7 @@ def _mask_work(tokens: int) -> Work:
 
 def _rope(tokens: int, ops: Any) -> Function:
     q, k = random_array(ops, 2, tokens, HEADS, HEAD_DIM)
-    rotate: Function = ops.op_parts().rope(q, k, token_positions(tokens), rope_table(HEAD_DIM))
-    return rotate
+    return op_parts(ops).rope(q, k, token_positions(tokens), rope_table(HEAD_DIM))
 
 
 @lru_cache(maxsize=2)
@@ -104,16 +104,14 @@ def _qkv(tokens: int, ops: Any) -> Function:
 
 
 def _scores(tokens: int, ops: Any) -> Function:
-    score: Function = ops.op_parts().attention_scores(*random_array(ops, 2, tokens, HEADS, HEAD_DIM), SCALE)
-    return score
+    q, k = random_array(ops, 2, tokens, HEADS, HEAD_DIM)
+    return op_parts(ops).attention_scores(q, k, SCALE)
 
 
 def _mask(cached: bool, tokens: int, ops: Any) -> Function:
-    apply: Function = ops.op_parts().causal_mask(random_array(ops, 1, HEADS, tokens, tokens), cached=cached)
-    return apply
+    return op_parts(ops).causal_mask(random_array(ops, 1, HEADS, tokens, tokens), cached=cached)
 
 
 def _attention(tokens: int, ops: Any) -> Function:
     q, kv = random_array(ops, tokens, HEADS, HEAD_DIM), filled_kv(ops, tokens, HEADS, HEAD_DIM)
-    attend: Function = ops.prepare_attention(q, kv, consecutive_batch(tokens, tokens), AttentionParams(SCALE))
-    return attend
+    return prepare_attention(ops, q, kv, consecutive_batch(tokens, tokens), AttentionParams(SCALE))

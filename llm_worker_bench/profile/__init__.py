@@ -19,6 +19,7 @@ from llm_worker_rbee.backends.ops import Batch, KernelTrace, TaskLabel
 from llm_worker_rbee.progress import StepProgress
 
 from .. import statistics
+from ..backends import kernel_trace
 from ..flame_graph import Flame, kernel_flame, leave_out, record_flame, split_regions
 from ..results import Recorder, Result
 from ..roofline import Limits, Work, backend_limits
@@ -91,7 +92,7 @@ class _Profiler:
         """Run everything once, and count the work of each step."""
         ops, engine = self.subject.model.ops, self.workload.engine
         counter = WorkCounter(self.subject.model, self.subject.checkpoint, engine.cache)
-        self.trace = ops.kernel_trace() if self.subject.model.fused is not None else None
+        self.trace = kernel_trace(ops) if self.subject.model.fused is not None else None
         for phase in self.settings.phases:
             self.report_progress(f"warming up {phase}", 0)
             self.workload.run(phase, lambda: None)

@@ -17,6 +17,7 @@ from llm_worker_rbee.progress import StepProgress
 from llm_worker_rbee.weights import Checkpoint
 
 from .. import e2e, synthetic
+from ..backends import kernel_trace
 from ..engine_harness import EngineHarness
 from ..flame_graph import PySpy
 from ..results import Recorder
@@ -109,7 +110,7 @@ class RandomTokens:
         self._harness = EngineHarness(model, capacity, s.batch, SEED, subject.kv_type)
         self.engine = self._harness.engine
         self.tokens = {"prefill": s.pp * s.batch, "decode": s.batch}
-        if model.ops.kernel_trace() is not None:  # a GPU: capture graphs, as a server does
+        if kernel_trace(model.ops) is not None:  # a GPU: capture graphs, as a server does
             self._harness.warm_up()
 
     def run(self, phase: str, on_start: Callable[[], object]) -> PhaseRun:

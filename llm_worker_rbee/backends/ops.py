@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -278,22 +277,6 @@ class PendingTokens(Protocol):
         """Return the log-probabilities of the rows that want them, one row each, once `result` has returned."""
 
 
-class OpParts(Protocol):
-    """Parts of ops that a step fuses with others, or does not need: prepared one by one, for benchmarks.
-
-    Each method returns a function that computes its part and returns it. Heads are (T, heads, dim).
-    """
-
-    def rope(self, q: Array, k: Array, positions: Ints, table: RopeTable) -> Callable[[], Sequence[Array]]:
-        """Rotate q and k."""
-
-    def attention_scores(self, q: Array, k: Array, scale: float) -> Callable[[], Array]:
-        """Multiply each query with all keys: (heads, T, S)."""
-
-    def causal_mask(self, scores: Array, *, cached: bool) -> Callable[[], Array]:
-        """Make the causal mask, unless it is cached, and apply it to scores (1, heads, S, S)."""
-
-
 class Backend(ABC):
     """The op table of one device. `reference.py` defines what each op computes.
 
@@ -429,39 +412,6 @@ class Backend(ABC):
     def allocated_memory(self) -> int:
         """Return the bytes that tensors take in the device's own memory."""
         return 0
-
-    def peak_memory(self) -> dict[str, int]:
-        """Return the largest bytes so far of tensors (`tensors`) and of the process (`process`) on the device."""
-        return {}
-
-    def measure_limits(self) -> tuple[int, float, float, dict[str, float]] | None:
-        """Measure the device: bytes read, their rate per second, operations per second in float16, and in the other
-        types of its products by name; None: the host."""
-        return None
-
-    def kernel_trace(self) -> KernelTrace | None:
-        """Return what traces the kernels of a device; None where results are ready when an op returns."""
-        return None
-
-    def op_parts(self) -> OpParts:
-        """Return parts of ops, for benchmarks."""
-        raise NotImplementedError(f"the {self.name} backend has no parts of ops")
-
-    def prepare_attention(
-        self, q: Array, kv: KVLayer, batch: Batch, params: AttentionParams, sinks: Array | None = None
-    ) -> Callable[[], Array]:
-        """Return a function that attends with these arguments again and again."""
-        return partial(self.attention, q, kv, batch, params, sinks)
-
-    def prepare_calls(self, function: Callable[[], object], count: int) -> Callable[[], object]:
-        """Return a function that calls another so many times and waits for the results; a GPU replays a graph."""
-        calls = range(count)
-
-        def call() -> None:
-            for _ in calls:
-                function()
-
-        return call
 
     def has_failed(self) -> bool:
         """Return whether the device cannot compute any more until the process is restarted."""

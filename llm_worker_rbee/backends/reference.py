@@ -7,9 +7,8 @@ reads the mapping for its lifetime, so truncating the file is a bus error; the f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -478,24 +477,6 @@ def sample(raw_logits: Floats, rows: Sequence[SampleRow]) -> Ints:
     return np.array([sample_row(line, row) for line, row in zip(raw_logits, rows, strict=True)], np.int64)
 
 
-class ReferenceParts:
-    """Parts of the ops above, as benchmarks measure them."""
-
-    def rope(self, q: Floats, k: Floats, positions: Ints, table: RopeTable) -> Callable[[], tuple[Floats, Floats]]:
-        return lambda: (rope(q, positions, table), rope(k, positions, table))
-
-    def attention_scores(self, q: Floats, k: Floats, scale: float) -> Callable[[], Floats]:
-        queries, keys = (np.ascontiguousarray(x.transpose(1, 0, 2)) for x in (q, k))
-        return partial(attention_scores, queries, keys, AttentionParams(scale))
-
-    def causal_mask(self, scores: Floats, *, cached: bool) -> Callable[[], Floats]:
-        positions, hidden = np.arange(scores.shape[-1]), np.float32(-np.inf)
-        masks = {len(positions): causal_mask(positions, positions)}
-        if cached:
-            return lambda: np.where(masks[len(positions)], scores, hidden)
-        return lambda: np.where(causal_mask(positions, positions), scores, hidden)
-
-
 class ReferenceBackend(Backend):
     """The functions of this module as an op table. It has no fused forward pass: op by op is the specification."""
 
@@ -539,9 +520,6 @@ class ReferenceBackend(Backend):
     attention_scores = staticmethod(attention_scores)
     causal_mask = staticmethod(causal_mask)
     softmax = staticmethod(softmax)
-
-    def op_parts(self) -> ReferenceParts:
-        return ReferenceParts()
 
     def fuse(self, record: object) -> None:
         return None

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from llm_worker_bench.backends import op_parts, prepare_calls
 from llm_worker_bench.micro import Case, suite, suite_cases, timing
 from llm_worker_rbee.backends.cuda import CudaBackend
 from llm_worker_rbee.backends.ops import RopeTable
@@ -15,14 +16,14 @@ from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.layers.rope import inverse_frequencies
 
 cuda = CudaBackend()
-reference = ReferenceBackend().op_parts()
+reference = op_parts(ReferenceBackend())
 
 
 def test_rope_rotates_queries_and_stores_keys() -> None:
     q, k = np.random.default_rng(1).standard_normal((2, 20, 4, 32), np.float32)
     positions, table = np.arange(5, 25), RopeTable(inverse_frequencies(10000.0, 32), 1.0)
     wanted = reference.rope(q, k, positions, table)()
-    queries, keys = cuda.op_parts().rope(*map(cuda.prepare_vector, (q, k)), positions, table)()
+    queries, keys = op_parts(cuda).rope(*map(cuda.prepare_vector, (q, k)), positions, table)()
     np.testing.assert_allclose(queries.cpu(), wanted[0], atol=1e-5)
     np.testing.assert_allclose(keys.transpose(1, 2).reshape(-1, 4, 32)[:20].cpu(), wanted[1], atol=1e-5)
 
@@ -67,7 +68,7 @@ def test_prepared_calls_are_replayed_and_waited_for() -> None:
         host.append(1)
         total.add_(1)
 
-    replay = cuda.prepare_calls(add, 7)
+    replay = prepare_calls(cuda, add, 7)
     made, before = len(host), int(total)
     replay()
     assert int(total) == before + 7

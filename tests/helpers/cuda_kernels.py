@@ -18,8 +18,19 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from llm_worker_rbee.backends.cuda import (attention_prefill, causal_conv, elementwise, encoder_kernels, gated_delta, gated_delta_chunks, gemm, gemv, rope, sampling_kernels)
 from llm_worker_bench.backends import cuda_parts as op_parts
+from llm_worker_rbee.backends.cuda import (
+    attention_prefill,
+    causal_conv,
+    elementwise,
+    encoder_kernels,
+    gated_delta,
+    gated_delta_chunks,
+    gemm,
+    gemv,
+    rope,
+    sampling_kernels,
+)
 from llm_worker_rbee.backends.cuda.attention_decode import decode_attention, decode_attention_gqa
 from llm_worker_rbee.backends.cuda.compact_kinds import CODEBOOKS, COMPACT_KINDS
 from llm_worker_rbee.backends.cuda.linear_small_batch import E4M3_TILES

@@ -39,7 +39,6 @@ from .causal_conv import causal_conv_task
 from .experts import PackedExperts, combine_rows, grouped_linear, pack_experts, route_tokens
 from .kv_layout import kv_type_of, layer_addresses, padded_dim
 from .linear import PackedWeight, pack_weight
-from llm_worker_bench.backends.cpu_parts import CpuParts
 from .per_layer_inputs import gate_task, inputs_task
 from .pointers import aligned
 from .program import Program, Step, Task, choose_threads, prepare_step, run_step
@@ -223,9 +222,6 @@ class CpuBackend(Backend):
             return out[:, :, :dim].reshape(tokens, heads * dim)
 
         return attend
-
-    def op_parts(self) -> CpuParts:
-        return CpuParts(self.threads)
 
     def causal_conv(
         self, x: Floats, weight: Floats, state: StateLayer, batch: Batch, activation: str = "", gated: bool = False

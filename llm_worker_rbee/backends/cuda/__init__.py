@@ -23,8 +23,7 @@ from ...weights import Checkpoint, Tensor
 from .. import ops, reference, select
 from ..graph import Graph
 from ..ops import Ints, KVLayer, LayerCache, StateLayer, first_kv
-from . import decoder, device, pooling, precompile, profile, sampling
-from llm_worker_bench.backends import cuda_parts as op_parts
+from . import decoder, device, pooling, precompile, sampling
 from .attention_prefill import (
     QUERY_TILE,
     SMALL_QUERY_TILE,
@@ -87,17 +86,6 @@ class CudaBackend(ops.Backend):
 
     def allocated_memory(self) -> int:
         return int(torch.cuda.memory_allocated(self.torch_device)) if self.torch_device.type == "cuda" else 0
-
-    def peak_memory(self) -> dict[str, int]:
-        (free, total), reserved = torch.cuda.mem_get_info(self.torch_device), torch.cuda.memory_reserved
-        taken = total - free - reserved(self.torch_device) + torch.cuda.max_memory_reserved(self.torch_device)
-        return {"tensors": torch.cuda.max_memory_allocated(self.torch_device), "process": taken}
-
-    def measure_limits(self) -> tuple[int, float, float, dict[str, float]] | None:
-        return None if device.is_interpreted() else device.measure_limits(self.torch_device)
-
-    def kernel_trace(self) -> profile.CudaTrace | None:
-        return profile.CudaTrace() if self.torch_device.type == "cuda" else None
 
     def has_failed(self) -> bool:
         """Return whether the device cannot compute any more: an illegal access ends all that a process can do on it."""
@@ -264,12 +252,6 @@ class CudaBackend(ops.Backend):
         out = self._empty(*x.shape)
         launch_gate(x.contiguous(), gate.contiguous(), Activations(out))
         return out
-
-    def op_parts(self) -> op_parts.CudaParts:
-        return op_parts.CudaParts()
-
-    def prepare_calls(self, function: Callable[[], object], count: int) -> Callable[[], object]:
-        return op_parts.prepare_calls(function, count, self.torch_device)
 
     def causal_conv(
         self, x: torch.Tensor, weight: torch.Tensor, state: StateLayer, batch: ops.Batch, activation: str = "",

@@ -5,9 +5,9 @@ Under Triton's interpreter (TRITON_INTERPRET=1) the device is the CPU, so that t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -131,31 +131,3 @@ def as_memory_error() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise MemoryError(str(error)) from None
-
-
-def measure_limits(
-    device: torch.device, size: int = 1 << 30, width: int = 8192
-) -> tuple[int, float, float, dict[str, float]]:
-    """Return the bytes of a read, the bytes per second of the faster of a read and a copy, and the operations per
-    second of matrix products: in float16, and by name in e4m3 where the device has it."""
-    data, copied = (torch.ones(size // 4, device=device) for _ in range(2))
-    bandwidth = max(size / _min_seconds(data.sum), 2 * size / _min_seconds(lambda: copied.copy_(data)))
-    a = torch.ones(width, width, dtype=torch.float16, device=device)
-    others = {}
-    if has_fp8(device):
-        e4m3, one = a.to(torch.float8_e4m3fn), torch.ones((), device=device)
-        multiply = partial(torch._scaled_mm, e4m3, e4m3.T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
-        others["fp8"] = 2 * width**3 / _min_seconds(multiply)
-    return size, bandwidth, 2 * width**3 / _min_seconds(lambda: a @ a), others
-
-
-def _min_seconds(work: Callable[[], object], count: int = 20) -> float:
-    seconds = []
-    for _ in range(count + 1):  # the first one warms up
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        work()
-        end.record()
-        torch.cuda.synchronize()
-        seconds.append(float(begin.elapsed_time(end)) / 1e3)
-    return min(seconds[1:])
