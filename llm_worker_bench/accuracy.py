@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from llm_worker_rbee.backends.ops import Array, Backend, Batch, Ints
 from llm_worker_rbee.backends.reference import ReferenceBackend
-from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.engine.model_runner import SingleSequence
 from llm_worker_rbee.engine.request import Request, SamplingParams
 from llm_worker_rbee.errors import InferenceError, InvalidRequestError, MissingDependencyError, WorkerError
@@ -28,6 +27,7 @@ from llm_worker_rbee.generation import Completion
 from llm_worker_rbee.llm import LLM
 from llm_worker_rbee.models import Transformer, load_model, read_model_config
 from llm_worker_rbee.models.convert import is_fp8, quantize_checkpoint
+from llm_worker_rbee.models.kv_cache import KVCache
 from llm_worker_rbee.progress import StepProgress
 
 from . import statistics

@@ -21,7 +21,7 @@ AREAS: Mapping[str, tuple[str, ...]] = {
     "reference": ("backends/reference.py", "backends/reference_sampling.py"),
     "cpu": ("backends/cpu", "backends/cpu_info.py"),
     "cuda": ("backends/cuda",),
-    "layers": ("backends/ops.py", "backends/graph.py", "layers", "models", "cache"),
+    "layers": ("backends/ops.py", "backends/graph.py", "layers", "models"),
     "engine": ("engine", "token_engine", "llm.py", "load.py", "text_model.py", *POOLING),
     "server": ("server",),
 }

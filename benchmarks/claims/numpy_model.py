@@ -23,7 +23,7 @@ from llm_worker_rbee.config import ModelConfig
 from llm_worker_rbee.errors import UnsupportedModelError
 from llm_worker_rbee.layers.attention import Attention
 from llm_worker_rbee.layers.block import Block, Norm
-from llm_worker_rbee.layers.rms_norm import RMSNorm
+from llm_worker_rbee.layers.norm import RMSNorm
 from llm_worker_rbee.models import Transformer
 from llm_worker_rbee.weights import Tensor
 

@@ -25,11 +25,11 @@ LIBRARIES = (
 )  # fmt: skip
 CRATES = {
     "weights": "worker-gguf", "tokenizer": "worker-tokenizer", "models": "worker-models", "server": "worker-http",
-    "backends": "worker-compute", "layers": "the worker's layers", "cache": "the worker's cache",
+    "backends": "worker-compute", "layers": "the worker's layers",
     "(modules)": "worker-common", "cli": "the worker's binary",
 }  # fmt: skip
 ONE_FILE = (numpy_model.run_block, numpy_model.normalize, numpy_model.fused_forward)
-MODULES = ("layers", "cache", "models/decoder.py")
+MODULES = ("layers", "models/kv_cache.py", "models/decoder.py")
 
 
 def run_source_tree(runner: Harness) -> Finding:

@@ -13,8 +13,8 @@ from llm_worker_rbee.backends.ops import AttentionParams, SampleRow
 from llm_worker_rbee.layers.attention import Attention
 from llm_worker_rbee.layers.block import Block
 from llm_worker_rbee.layers.linear import Linear
-from llm_worker_rbee.layers.rms_norm import RMSNorm
-from llm_worker_rbee.layers.swiglu import SwiGLU
+from llm_worker_rbee.layers.mlp import SwiGLU
+from llm_worker_rbee.layers.norm import RMSNorm
 from llm_worker_rbee.weights import Tensor
 from llm_worker_rbee.weights.quants import BLOCK_TYPES, BlockType
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from llm_worker_rbee.backends.graph import LOGITS, Graph, Node
 from llm_worker_rbee.backends.ops import AttentionParams, Batch
-from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.models import Transformer
+from llm_worker_rbee.models.kv_cache import KVCache
 from llm_worker_rbee.weights import Checkpoint
 
 from ..roofline import Limits, Work, product_arithmetic

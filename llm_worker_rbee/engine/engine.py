@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from ..backends.ops import Array, Forward, Progress, StepLimits, WarmUp
-from ..cache import KVCache
 from ..config import EngineConfig
 from ..errors import InferenceError, InsufficientMemoryError, InvalidRequestError, WorkerError
 from ..models import MtpHead, Transformer
+from ..models.kv_cache import KVCache
 from ..structured_outputs.grammar import GrammarCompiler
 from .async_scheduling import AsyncScheduler, InFlightStep, LaunchedForward, forced_drafts_pay, still_running
 from .draft_control import DraftControl

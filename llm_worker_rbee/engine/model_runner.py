@@ -12,8 +12,8 @@ from dataclasses import replace
 import numpy as np
 
 from ..backends.ops import Array, Batch, Ints, pending_id
-from ..cache import KVCache
 from ..models import Transformer
+from ..models.kv_cache import KVCache
 from .request import Request, ScheduledTokens
 
 CHUNK_TOKENS = 512  # of a SingleSequence step: bounds the memory of attention scores

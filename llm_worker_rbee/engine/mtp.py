@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ..backends.ops import Array, Batch
-from ..cache import KVCache
 from ..config import EngineConfig
 from ..models import MtpHead
+from ..models.kv_cache import KVCache
 from .request import Request, ScheduledTokens
 from .sampler import sample_rows
 from .speculative import LastDraft, MakeBatch, Reserve, max_drafts

@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from ..cache import KVCache
 from ..config import EngineConfig
 from ..errors import InvalidRequestError
 from ..models import Transformer
+from ..models.kv_cache import KVCache
 from .model_runner import forward
 from .request import Request, ScheduledTokens
 from .sampler import sample_rows

@@ -1,1 +1,1 @@
-"""The parts of a decoder block, one file each, testable alone. They call ops of a backend and use no array library."""
+"""The parts of decoders and encoders, testable alone. They call ops of a backend and use no array library."""

@@ -1,18 +1,49 @@
-"""One decoder block. The residual stream is passed separately: each addition is fused with the norm after it."""
+"""One decoder block. The residual stream is passed separately: each addition is fused with the norm after it.
+
+Per-layer inputs are an embedding of each token for each layer, which a gate adds to the residual stream.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..backends.ops import Array, Backend, Batch, LayerCache
-from .attention import Attention
-from .gated_delta import GatedDelta
-from .layer_norm import LayerNorm
-from .moe import MoE, ParallelExperts
-from .per_layer_input import PerLayerGate
-from .rms_norm import RMSNorm
-from .short_conv import ShortConv
-from .swiglu import SwiGLU
+from ..backends.ops import Array, Backend, Batch, Ints, LayerCache, PackedWeight
+from .attention import Attention, GatedDelta, ShortConv
+from .linear import Linear
+from .mlp import MoE, ParallelExperts, SwiGLU
+from .norm import LayerNorm, RMSNorm
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PerLayerInputs:
+    """The inputs of all layers: rows of a table, plus a projection of the token's embedding."""
+
+    table: PackedWeight  # (vocabulary, layers * dim)
+    scale: float
+    projection: Linear
+    norm: RMSNorm  # of the projection, for each layer
+
+    def __call__(self, ops: Backend, embeddings: Array, ids: Ints) -> Array:
+        """Return (T, layers * dim)."""
+        tokens = ops.embed(self.table, ids, self.scale)
+        return ops.per_layer_inputs(self.projection(ops, embeddings), tokens, self.norm.weight, self.norm.eps)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PerLayerGate:
+    """norm(projection(act(gate(x)) * inputs of the layer))."""
+
+    gate: Linear
+    projection: Linear
+    norm: RMSNorm
+    layer: int
+    activation: str
+
+    def __call__(self, ops: Backend, x: Array, inputs: Array) -> Array:
+        """Map the residual stream, (T, width), to what is added to it."""
+        gated = ops.per_layer_gate(self.gate(ops, x), inputs, self.layer, self.activation)
+        return self.norm(ops, self.projection(ops, gated))
+
 
 Norm = RMSNorm | LayerNorm
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from ..backends.graph import Graph, ProgramLine, collapse_repeats, record
 from ..backends.ops import Array, Backend, Batch, FusedForward, LayerCache, PackedExperts, PackedWeight
-from ..cache import KVCache
 from ..config import ModelConfig
-from ..layers.block import Block
-from ..layers.per_layer_input import PerLayerInputs
-from ..layers.rms_norm import RMSNorm
+from ..layers.block import Block, PerLayerInputs
+from ..layers.norm import RMSNorm
+from .kv_cache import KVCache
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -30,16 +30,12 @@ from ..backends.ops import (
 )
 from ..config import ExpertConfig, ModelConfig, RopeScaling
 from ..errors import ModelFileError, UnsupportedModelError
-from ..layers.attention import Attention
-from ..layers.block import Block
-from ..layers.gated_delta import GatedDelta
+from ..layers.attention import Attention, GatedDelta, ShortConv
+from ..layers.block import Block, PerLayerGate, PerLayerInputs
 from ..layers.linear import Linear
-from ..layers.moe import GroupedLinear, MoE, ParallelExperts
-from ..layers.per_layer_input import PerLayerGate, PerLayerInputs
-from ..layers.rms_norm import RMSNorm
+from ..layers.mlp import GroupedLinear, MoE, ParallelExperts, SwiGLU
+from ..layers.norm import RMSNorm
 from ..layers.rope import rope_table, still_table
-from ..layers.short_conv import ShortConv
-from ..layers.swiglu import SwiGLU
 from ..weights import Checkpoint, Tensor
 from ..weights.checkpoint import refuse_order, release_pages
 from ..weights.encoder_names import is_training_head

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 
 from ..backends.graph import Graph, record
 from ..backends.ops import Array, Backend, Batch, FusedForward, LayerCache, PackedWeight
-from ..cache import KVCache
 from ..config import ModelConfig
 from ..errors import InvalidRequestError
 from ..layers.block import Block
 from ..layers.linear import Linear
-from ..layers.rms_norm import RMSNorm
+from ..layers.norm import RMSNorm
 from ..weights import Checkpoint
+from .kv_cache import KVCache
 
 
 @dataclass(frozen=True, slots=True, eq=False)

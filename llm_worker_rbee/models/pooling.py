@@ -19,9 +19,7 @@ from ..backends.ops import Array, Backend, Batch, FusedForward, Ints, KVLayer, P
 from ..config import ModelConfig, PoolingConfig
 from ..errors import ContextLengthError, InvalidRequestError
 from ..layers.block import Block, Norm
-from ..layers.embeddings import Embeddings
-from ..layers.encoder_block import EncoderBlock
-from ..layers.pooler import Pooler
+from ..layers.encoder import Embeddings, EncoderBlock, Pooler
 
 BLOCK_SIZE = 16  # tokens of a block of the workspace
 WARM_UP_TOKENS = 1024  # larger steps have no kernels of their own

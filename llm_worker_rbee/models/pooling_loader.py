@@ -11,13 +11,10 @@ from ..backends.ops import Backend, PackedWeight, RopeTable
 from ..config import ModelConfig, PoolingConfig
 from ..errors import ModelFileError
 from ..layers.block import Block, Norm
-from ..layers.embeddings import Embeddings
-from ..layers.encoder_block import EncoderBlock
-from ..layers.layer_norm import LayerNorm
+from ..layers.encoder import Dense, Embeddings, EncoderBlock, Pooler
 from ..layers.linear import Linear
-from ..layers.mlp import MLP
-from ..layers.pooler import Dense, Pooler
-from ..layers.swiglu import SwiGLU
+from ..layers.mlp import MLP, SwiGLU
+from ..layers.norm import LayerNorm
 from ..weights import Checkpoint
 from ..weights.checkpoint import refuse_order, release_pages
 from .loader import ModelLoader

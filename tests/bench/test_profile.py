@@ -25,9 +25,9 @@ from llm_worker_rbee import LLM
 from llm_worker_rbee.backends import reference
 from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.backends.ops import AttentionParams, Backend, TaskLabel
-from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.errors import ContextLengthError, InvalidRequestError
 from llm_worker_rbee.models import load_model, read_model_config
+from llm_worker_rbee.models.kv_cache import KVCache
 from tests.cli.conftest import HEADS, LAYERS, WIDTH, write_model
 from tests.helpers.layer_inputs import BlockTables
 

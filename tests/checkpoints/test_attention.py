@@ -13,9 +13,9 @@ from transformers.models.llama import modeling_llama as llama
 
 from llm_worker_rbee.backends.ops import AttentionParams, Batch
 from llm_worker_rbee.backends.reference import ReferenceBackend
-from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.layers.attention import Attention
 from llm_worker_rbee.layers.rope import rope_table
+from llm_worker_rbee.models.kv_cache import KVCache
 from tests.helpers.layer_inputs import (
     BlockTables,
     Floats,

@@ -16,8 +16,8 @@ from transformers.models.llama import modeling_llama as llama
 from llm_worker_rbee import LLM
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.layers.block import Block
-from llm_worker_rbee.layers.rms_norm import RMSNorm
-from llm_worker_rbee.layers.swiglu import SwiGLU
+from llm_worker_rbee.layers.mlp import SwiGLU
+from llm_worker_rbee.layers.norm import RMSNorm
 from llm_worker_rbee.models import Transformer
 from tests.checkpoints.test_attention import LENGTHS, STEPS, our_attention
 from tests.helpers import model_runs, model_zoo, tiny_models

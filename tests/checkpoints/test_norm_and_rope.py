@@ -12,7 +12,7 @@ from transformers.models.llama import modeling_llama as llama
 
 from llm_worker_rbee.backends.ops import Ints, RopeTable
 from llm_worker_rbee.backends.reference import ReferenceBackend
-from llm_worker_rbee.layers.rms_norm import RMSNorm
+from llm_worker_rbee.layers.norm import RMSNorm
 from llm_worker_rbee.layers.rope import rope_table
 from tests.helpers.layer_inputs import BlockTables, Floats, assert_caught, assert_checkpoint, hf_model_config, normal
 

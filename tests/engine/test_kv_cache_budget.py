@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from llm_worker_rbee.backends import select_backend
 from llm_worker_rbee.backends.ops import KV_TYPES
-from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.config import DEVICE_SPARE_BYTES, Family, ModelConfig
 from llm_worker_rbee.engine.kv_cache_budget import (
     DEVICE_MEMORY_FRACTION,
@@ -27,6 +26,7 @@ from llm_worker_rbee.engine.kv_cache_budget import (
     plan_kv_cache,
 )
 from llm_worker_rbee.errors import InsufficientMemoryError, InvalidRequestError
+from llm_worker_rbee.models.kv_cache import KVCache
 from tests.helpers.server import SAID, write_model
 
 SMALL = ModelConfig(

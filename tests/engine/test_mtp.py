@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from llm_worker_rbee.backends import select_backend
-from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.engine import mtp
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.model_runner import SingleSequence
 from llm_worker_rbee.errors import InferenceError, InvalidRequestError
 from llm_worker_rbee.models import MtpHead, Transformer
+from llm_worker_rbee.models.kv_cache import KVCache
 from tests.helpers import engine_runs, mtp_models
 from tests.helpers.engine_runs import Question
 

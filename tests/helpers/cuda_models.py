@@ -12,15 +12,14 @@ from numpy.typing import NDArray
 from llm_worker_bench.synthetic import Shape, Spec, checkpoint
 from llm_worker_rbee.backends.ops import AttentionParams, Batch, RopeTable, RouteParams
 from llm_worker_rbee.backends.reference import ReferenceBackend
-from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.layers.attention import Attention
 from llm_worker_rbee.layers.block import Block
 from llm_worker_rbee.layers.linear import Linear
-from llm_worker_rbee.layers.moe import GroupedLinear, MoE
-from llm_worker_rbee.layers.rms_norm import RMSNorm
+from llm_worker_rbee.layers.mlp import GroupedLinear, MoE, SwiGLU
+from llm_worker_rbee.layers.norm import RMSNorm
 from llm_worker_rbee.layers.rope import inverse_frequencies
-from llm_worker_rbee.layers.swiglu import SwiGLU
 from llm_worker_rbee.models import Transformer, load_model, read_model_config
+from llm_worker_rbee.models.kv_cache import KVCache
 from llm_worker_rbee.weights import Checkpoint, Tensor
 from tests.helpers.random_tensors import random_tensor
 

@@ -27,8 +27,8 @@ from llm_worker_rbee.backends.cuda.elementwise import launch_convert
 from llm_worker_rbee.backends.cuda.packed_weight import Activations
 from llm_worker_rbee.backends.cuda.sampling_kernels import argmax_rows
 from llm_worker_rbee.backends.ops import SampleRow, StepLimits
-from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.models import Transformer, load_model, read_model_config
+from llm_worker_rbee.models.kv_cache import KVCache
 from tests.helpers import cuda_models
 
 LIMITS = StepLimits(max_batch=300, max_tokens=1500, max_logits=300, max_context=512)

@@ -16,14 +16,14 @@ from llm_worker_rbee.backends.cuda import CudaBackend
 from llm_worker_rbee.backends.cuda.packed_weight import DENSE, FP8, PackedWeight, WeightPart, dequantize, quantize_e4m3
 from llm_worker_rbee.backends.cuda.unpack_blocks import REPACK_RULES
 from llm_worker_rbee.backends.ops import AttentionParams, Batch
-from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.layers.attention import Attention
 from llm_worker_rbee.layers.block import Block
 from llm_worker_rbee.layers.linear import Linear
-from llm_worker_rbee.layers.rms_norm import RMSNorm
+from llm_worker_rbee.layers.mlp import SwiGLU
+from llm_worker_rbee.layers.norm import RMSNorm
 from llm_worker_rbee.layers.rope import rope_table
-from llm_worker_rbee.layers.swiglu import SwiGLU
 from llm_worker_rbee.models import Transformer, read_model_config
+from llm_worker_rbee.models.kv_cache import KVCache
 from tests.helpers.random_planes import random_planes
 
 OPS = CudaBackend(0)

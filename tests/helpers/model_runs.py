@@ -16,11 +16,9 @@ from llm_worker_rbee.config import EngineConfig, ModelConfig, RopeScaling
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.model_runner import SingleSequence
 from llm_worker_rbee.engine.request import Request, SamplingParams
-from llm_worker_rbee.layers.attention import Attention
+from llm_worker_rbee.layers.attention import Attention, GatedDelta, ShortConv
 from llm_worker_rbee.layers.block import Block
-from llm_worker_rbee.layers.gated_delta import GatedDelta
-from llm_worker_rbee.layers.moe import MoE
-from llm_worker_rbee.layers.short_conv import ShortConv
+from llm_worker_rbee.layers.mlp import MoE
 from llm_worker_rbee.models import Transformer, load_model, read_model_config
 from llm_worker_rbee.weights import open_checkpoint
 

@@ -12,9 +12,9 @@ from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.layers.attention import Attention
 from llm_worker_rbee.layers.block import Block
 from llm_worker_rbee.layers.linear import Linear
-from llm_worker_rbee.layers.rms_norm import RMSNorm
+from llm_worker_rbee.layers.mlp import SwiGLU
+from llm_worker_rbee.layers.norm import RMSNorm
 from llm_worker_rbee.layers.rope import inverse_frequencies
-from llm_worker_rbee.layers.swiglu import SwiGLU
 from tests.helpers.layer_inputs import BlockTables, linear, normal, pack_weights, quantized
 
 ops = ReferenceBackend()

@@ -16,7 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError
-from llm_worker_rbee.layers.moe import MoE
+from llm_worker_rbee.layers.mlp import MoE
 from llm_worker_rbee.models import load_model, read_model_config
 from llm_worker_rbee.weights import open_checkpoint
 from tests.helpers import model_runs, model_zoo

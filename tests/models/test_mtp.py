@@ -11,11 +11,11 @@ import pytest
 
 from llm_worker_rbee.backends import select_backend
 from llm_worker_rbee.backends.ops import Backend
-from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.engine.model_runner import SingleSequence
 from llm_worker_rbee.errors import InvalidRequestError
 from llm_worker_rbee.models import MtpHead, Transformer, load_model_with_head, read_model_config
 from llm_worker_rbee.models.convert import convert
+from llm_worker_rbee.models.kv_cache import KVCache
 from llm_worker_rbee.models.mtp import has_head
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.quants import BLOCK_TYPES

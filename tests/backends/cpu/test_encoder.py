@@ -19,12 +19,10 @@ from llm_worker_rbee.backends.graph import op_names, record
 from llm_worker_rbee.backends.ops import AttentionParams, Batch, RopeTable
 from llm_worker_rbee.errors import InferenceError
 from llm_worker_rbee.layers.attention import Attention
-from llm_worker_rbee.layers.embeddings import Embeddings
-from llm_worker_rbee.layers.encoder_block import EncoderBlock
-from llm_worker_rbee.layers.layer_norm import LayerNorm
+from llm_worker_rbee.layers.encoder import Dense, Embeddings, EncoderBlock, Pooler
 from llm_worker_rbee.layers.linear import Linear
 from llm_worker_rbee.layers.mlp import MLP
-from llm_worker_rbee.layers.pooler import Dense, Pooler
+from llm_worker_rbee.layers.norm import LayerNorm
 from llm_worker_rbee.models.pooling import make_batch
 from tests.backends.cpu.test_attention import filled, step
 from tests.helpers.random_tensors import random_tensor

@@ -13,8 +13,8 @@ from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.backends.cuda import CudaBackend
 from llm_worker_rbee.backends.ops import Backend
 from llm_worker_rbee.backends.reference import ReferenceBackend
-from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.engine.model_runner import SingleSequence
+from llm_worker_rbee.models.kv_cache import KVCache
 from tests.helpers import mtp_models
 from tests.helpers.engine_runs import Question, run
 from tests.helpers.model_runs import to_numpy

@@ -17,15 +17,11 @@ from llm_worker_rbee.backends.ops import CAPTURING, AttentionParams, Backend, Ba
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.layers.attention import Attention
 from llm_worker_rbee.layers.block import Block
-from llm_worker_rbee.layers.embeddings import Embeddings
-from llm_worker_rbee.layers.encoder_block import EncoderBlock
-from llm_worker_rbee.layers.layer_norm import LayerNorm
+from llm_worker_rbee.layers.encoder import Dense, Embeddings, EncoderBlock, Pooler
 from llm_worker_rbee.layers.linear import Linear
-from llm_worker_rbee.layers.mlp import MLP
-from llm_worker_rbee.layers.pooler import Dense, Pooler
-from llm_worker_rbee.layers.rms_norm import RMSNorm
+from llm_worker_rbee.layers.mlp import MLP, SwiGLU
+from llm_worker_rbee.layers.norm import LayerNorm, RMSNorm
 from llm_worker_rbee.layers.rope import inverse_frequencies
-from llm_worker_rbee.layers.swiglu import SwiGLU
 from llm_worker_rbee.models.pooling import make_batch
 from tests.helpers.layer_inputs import quantized
 from tests.helpers.random_tensors import random_tensor, relative_error

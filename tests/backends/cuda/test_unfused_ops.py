@@ -12,8 +12,8 @@ import pytest
 from llm_worker_rbee.backends.cuda import CudaBackend
 from llm_worker_rbee.backends.ops import Batch
 from llm_worker_rbee.backends.reference import ReferenceBackend
-from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.models import load_model, read_model_config
+from llm_worker_rbee.models.kv_cache import KVCache
 from llm_worker_rbee.weights import open_checkpoint
 
 pytest.importorskip("transformers")

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from llm_worker_rbee.backends.ops import KV_TYPES
 from llm_worker_rbee.backends.reference import ReferenceBackend
-from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.config import Family, ModelConfig
 from llm_worker_rbee.errors import InvalidRequestError, ModelFileError
+from llm_worker_rbee.models.kv_cache import KVCache
 
 ops = ReferenceBackend()
 
