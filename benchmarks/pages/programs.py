@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from llm_worker_bench.synthetic import checkpoint, parse
 from llm_worker_rbee.backends.cpu import CpuBackend
-from llm_worker_rbee.backends.cuda.fused_ops import describe
+from llm_worker_rbee.backends.cuda.lowering import describe
 from llm_worker_rbee.backends.graph import ProgramLine, collapse_repeats
 from llm_worker_rbee.models import load_model, read_model_config
 

@@ -22,7 +22,7 @@ from llm_worker_rbee.backends.cpu.attention import (
     score_rows_kernel,
     view_of,
 )
-from llm_worker_rbee.backends.cpu.attention_blocks import KEY_BLOCK, SPAN, TILE_ROWS, Rows
+from llm_worker_rbee.backends.cpu.attention_kernels import KEY_BLOCK, SPAN, TILE_ROWS, Rows
 from llm_worker_rbee.backends.cpu.jit import TaskKernel
 from llm_worker_rbee.backends.cpu.kv_layout import empty_layer, layer_addresses, padded_dim
 from llm_worker_rbee.backends.cpu.pointers import aligned, f32, f64, i64, scratch

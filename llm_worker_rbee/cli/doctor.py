@@ -20,7 +20,7 @@ from typing import Annotated
 import typer
 
 from .. import machine
-from ..backends import cpu_info, kernel_cache, select
+from ..backends import cpu_info, kernel_folder, select
 from ..backends.select import load_cuda_backend
 from ..errors import DownloadError, InvalidRequestError, human_bytes
 from ..weights import hub
@@ -220,13 +220,13 @@ def _check_threading_layer() -> Check:
 def _check_kernel_cache() -> Check:
     """Check the folder of compiled kernels without creating it."""
     try:
-        jit = importlib.import_module("llm_worker_rbee.backends.cpu.jit")
-        above, name = kernel_cache.cache_root(), jit.fingerprint()
+        kernel_cache = importlib.import_module("llm_worker_rbee.backends.cpu.kernel_cache")
+        above, name = kernel_folder.cache_root(), kernel_cache.fingerprint()
     except Exception as error:
         return Check("kernel cache", "warn", one_line(f"unknown: {error}"))
     if above is None:
         return Check(
-            "kernel cache", "warn", "there is no home folder", f"set {kernel_cache.CACHE_VARIABLE} to a folder"
+            "kernel cache", "warn", "there is no home folder", f"set {kernel_folder.CACHE_VARIABLE} to a folder"
         )
     folder = above / name
     nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
@@ -234,7 +234,7 @@ def _check_kernel_cache() -> Check:
     with suppress(OSError):  # an unreadable folder counts as empty
         here = len([file for file in folder.iterdir() if not file.name.startswith(".")])
     if not here and not (os.path.isdir(nearest) and os.access(nearest, os.W_OK | os.X_OK)):
-        remedy = f"set {kernel_cache.CACHE_VARIABLE} to a folder that can be written to"
+        remedy = f"set {kernel_folder.CACHE_VARIABLE} to a folder that can be written to"
         return Check("kernel cache", "warn", f"{folder} cannot be created: each start compiles the kernels", remedy)
     ahead = None if here else "llm-worker-rbee warmup compiles them ahead of time"
     return Check("kernel cache", "ok", f"{folder}: {here} kernels compiled", ahead)

@@ -35,11 +35,11 @@ from ..server.serve import Signals, base_url, bind
 from ..server.serve import serve as run_server
 from ..server.worker import Worker
 from ..text_model import TextModel, check_chat_template, open_tokenizer
-from ..token_engine.in_process import InProcessEngine
 from ..token_engine.launch import replace_with_dummy, warm_up
 from ..token_engine.protocol import Load, ModelInfo
 from ..token_engine.replicas import ReplicaSet
 from ..token_engine.supervisor import SupervisedEngine
+from ..token_engine.threaded import ThreadedEngine
 from ..weights import open_checkpoint
 from ..weights.hub import DEFAULT_MODEL
 from .options import (
@@ -296,7 +296,7 @@ def _one_process(
         loaded.append(llm)
         return llm.engine, llm.info
 
-    return Worker(settings, InProcessEngine(load), lambda info: _check_template(loaded[0], model.chat_template))
+    return Worker(settings, ThreadedEngine(load), lambda info: _check_template(loaded[0], model.chat_template))
 
 
 def _load_message(
@@ -406,7 +406,7 @@ def _validate_name(name: str, option: str) -> str:
 
 def _print_ready(worker: Worker, url: str, key: Key | None, shown: ExitStack) -> None:
     shown.close()
-    if not isinstance(worker.engine, InProcessEngine):  # which printed them as it loaded
+    if not isinstance(worker.engine, ThreadedEngine):  # which printed them as it loaded
         for text in worker.engine.info.notes:
             note(with_option_names(text))
     info = worker.engine.info

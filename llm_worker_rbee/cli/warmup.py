@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from ..backends import cpu_info, kernel_cache, select_backend
+from ..backends import cpu_info, kernel_folder, select_backend
 from ..backends.ops import CAPTURING, COMPILING, Backend
 from ..config import KV_DEFAULT
 from ..errors import InvalidRequestError, counted
@@ -144,7 +144,7 @@ def _warm_up_cpu(
 def _require_kept(folder: Path | None) -> Path:
     """Return the folder in which compiled kernels stay after this process; raise if there is none."""
     if folder is None:
-        above = kernel_cache.cache_root()
+        above = kernel_folder.cache_root()
         where = "there is no home folder" if above is None else f"{above} cannot be written to"
         raise InvalidRequestError(f"kernels cannot be kept: {where}, set LLM_WORKER_KERNEL_CACHE to another folder")
     return folder
@@ -153,7 +153,7 @@ def _require_kept(folder: Path | None) -> Path:
 def _select_kernels(model: str | None, all_: bool, progress: TransferProgress) -> tuple[Sequence[Any], Path]:
     """Return the kernels to compile, and the folder of the JIT cache."""
     folder = importlib.import_module("llm_worker_rbee.backends.cpu.jit").cache_dir()
-    is_temporary = folder is None or folder.parent != kernel_cache.cache_root()
+    is_temporary = folder is None or folder.parent != kernel_folder.cache_root()
     folder = _require_kept(None if is_temporary else folder)
     if all_ or (model is None and not hub.BUILTIN[hub.DEFAULT_MODEL].is_present):
         return _precompile().all_kernels(), folder

@@ -21,9 +21,9 @@ from uuid import uuid4
 
 import pytest
 
-from llm_worker_rbee.backends.cpu.jit import cache_dir
+from llm_worker_rbee.backends.cpu.kernel_cache import cache_dir
 from llm_worker_rbee.backends.cpu_info import THREADS_VARIABLE
-from llm_worker_rbee.backends.kernel_cache import CACHE_VARIABLE
+from llm_worker_rbee.backends.kernel_folder import CACHE_VARIABLE
 from llm_worker_rbee.backends.ops import COMPILING
 from llm_worker_rbee.machine import usable_cores
 from tests.conftest import ON_CPU, with_kernels

@@ -16,8 +16,8 @@ from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.request import Request, SamplerOutput, SamplingParams, ScheduledTokens
 from llm_worker_rbee.errors import InvalidRequestError, RequestCancelledError
 from llm_worker_rbee.models import Transformer
-from llm_worker_rbee.token_engine.in_process import InProcessEngine
 from llm_worker_rbee.token_engine.protocol import RequestState, Submit
+from llm_worker_rbee.token_engine.threaded import ThreadedEngine
 from tests.helpers import engine_runs
 from tests.helpers.engine_runs import all_of
 
@@ -103,7 +103,7 @@ def test_abort_during_step_drops_request_before_next_step(model: Transformer) ->
     engine.replace_model(held)
 
     async def cancel() -> None:
-        async with InProcessEngine(lambda on_stage: (engine, cast(Any, None))) as token_engine:
+        async with ThreadedEngine(lambda on_stage: (engine, cast(Any, None))) as token_engine:
             kept, dropped = token_engine.submit(submitted(1, 20)), token_engine.submit(submitted(2, 200))
             await held.next_step()
             while len(held.steps) < 3 or 2 not in held.steps[-1]:

@@ -33,7 +33,7 @@ from llm_worker_rbee.backends.cuda import (
 )
 from llm_worker_rbee.backends.cuda.attention_decode import decode_attention, decode_attention_gqa
 from llm_worker_rbee.backends.cuda.compact_kinds import CODEBOOKS, COMPACT_KINDS
-from llm_worker_rbee.backends.cuda.linear_small_batch import E4M3_TILES
+from llm_worker_rbee.backends.cuda.linear import E4M3_TILES
 from llm_worker_rbee.backends.cuda.packed_weight import PAIRED_SCALES
 
 F, H, B16, F8, I4, I2, I8, D = "*fp32", "*fp16", "*bf16", "*fp8e4nv", "*i32", "*i16", "*i8", "*fp64"

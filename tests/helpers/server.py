@@ -29,8 +29,8 @@ from llm_worker_rbee.server.app import application
 from llm_worker_rbee.server.pooling import PoolingModels
 from llm_worker_rbee.server.serve import connection_class
 from llm_worker_rbee.server.worker import Worker
-from llm_worker_rbee.token_engine.in_process import InProcessEngine
 from llm_worker_rbee.token_engine.protocol import ModelInfo
+from llm_worker_rbee.token_engine.threaded import ThreadedEngine
 from tests.helpers import tiny_models
 
 CONTEXT = 65_536
@@ -68,7 +68,7 @@ class Server:
             self._loaded.append(made(on_stage))
             return self.llm.engine, self.llm.info
 
-        engine = InProcessEngine(load_engine)
+        engine = ThreadedEngine(load_engine)
         self.worker = Worker(ServerSettings(model_ref="tiny", **settings), engine, lambda info: self.llm, pooling)
         self.socket = socket.socket()
         self.socket.bind(("127.0.0.1", 0))

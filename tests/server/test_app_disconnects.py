@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from llm_worker_rbee.token_engine.in_process import InProcessEngine
 from llm_worker_rbee.token_engine.protocol import Abort
+from llm_worker_rbee.token_engine.threaded import ThreadedEngine
 from tests.helpers.server import CHAT, Server, ids, is_decoding, step_through, until
 from tests.server.conftest import Start
 
@@ -75,7 +75,7 @@ def test_disconnect_or_cancel_frees_blocks_within_one_step(
 def _is_given_up(server: Server) -> bool:
     """The engine's thread sees it before its next step."""
     engine = server.worker.engine
-    assert isinstance(engine, InProcessEngine)
+    assert isinstance(engine, ThreadedEngine)
     return any(isinstance(message, Abort) for message in list(engine._inbox))
 
 

@@ -1,6 +1,6 @@
 """Attention over the paged KV cache: each query over its own request's keys, causal or not by the bounds of a loop.
 
-kv_layout.py has the places of keys and values, attention_blocks.py what happens in a block of keys. Kinds of pieces:
+kv_layout.py has the places of keys and values, attention_kernels.py what happens in a block of keys. Kinds of pieces:
 
 prefill   adjacent tokens of a request, all heads that share a KV head (or one, if there are few pieces): keys and
           values are converted to floats once for all rows
@@ -18,10 +18,10 @@ import numba as nb
 import numpy as np
 
 from ..ops import AttentionParams
-from . import attention_blocks as blockwise
+from . import attention_kernels as blockwise
 from . import kv_layout as kv
 from . import simd as f
-from .attention_blocks import KEY_BLOCK, SPAN, TILE_ROWS, TILE_VECTORS, KVView, Partial, Rows
+from .attention_kernels import KEY_BLOCK, SPAN, TILE_ROWS, TILE_VECTORS, KVView, Partial, Rows
 from .jit import TaskKernel, kernel, variant
 from .pointers import atomic_add, f32, f64, i64, int64_pointer, scratch
 from .program import Step, Task, pack_args, pack_floats

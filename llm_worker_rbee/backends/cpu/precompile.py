@@ -25,11 +25,12 @@ from ... import machine
 from ...config import KV_DEFAULT, ModelConfig
 from ...weights import Checkpoint
 from .. import cpu_info
-from ..kernel_cache import CACHE_VARIABLE
+from ..kernel_folder import CACHE_VARIABLE
 from ..ops import COMPILING, KV_TYPES, Progress
 from . import program, repack
 from .attention import attention_kernels, split_work_kernel
-from .jit import PythonKernel, TaskKernel, cache_dir
+from .jit import PythonKernel, TaskKernel
+from .kernel_cache import cache_dir
 from .linear import linear_kernel
 from .packed_weight import LAYOUT_BY_TYPE
 from .rope import rope_store_kernel

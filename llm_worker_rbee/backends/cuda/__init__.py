@@ -1,7 +1,7 @@
 """The CUDA backend: Triton kernels on PyTorch tensors. `reference.py` defines what each op computes.
 
 Weights are repacked when they are prepared (repack.py), activations are float32 on the device, keys and values
-bfloat16, float16, float32 or float8 in (blocks, kv_heads, P, dim). Whole steps go through decoder.py; unfused ops serve
+bfloat16, float16, float32 or float8 in (blocks, kv_heads, P, dim). Whole steps go through forward.py; unfused ops serve
 comparison, and models that it does not take: in deterministic mode they have its bits. Their arrays of a step are
 uploaded once and serve all layers: those of a Batch never change. Under Triton's interpreter all of it runs on CPU
 tensors.
@@ -23,7 +23,7 @@ from ...weights import Checkpoint, Tensor
 from .. import ops, reference, select
 from ..graph import Graph
 from ..ops import Ints, KVLayer, LayerCache, StateLayer, first_kv
-from . import decoder, device, pooling, precompile, sampling
+from . import device, pooling, precompile, sampling
 from .attention_prefill import (
     QUERY_TILE,
     SMALL_QUERY_TILE,
@@ -37,12 +37,13 @@ from .device import upload
 from .elementwise import ACTIVATIONS, launch_add_norm, launch_embedding, launch_gated, launch_head_norm
 from .encoder_kernels import Product, Results, launch_activation, launch_mean, launch_norm
 from .experts import combine, grouped_linear, launch_route, pack_experts
+from .forward import CudaForward, make_forward
 from .gated_delta import has_kernels, launch_delta, launch_gate
 from .linear import BatchedLinear
 from .packed_weight import E4M3, Activations, PackedExperts, PackedWeight, merge_parts
 from .repack import pack_weight
 from .rope import launch_rope_store, rope_tables
-from .step_sizes import STEP_SIZES
+from .step_inputs import STEP_SIZES
 
 KV_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float8": E4M3}
 MAX_HELD = 4  # arrays of a step on the device: of its tiles, and of three RoPE tables at most
@@ -323,7 +324,7 @@ class CudaBackend(ops.Backend):
         graph = record()
         if all(node.op != "logits" for node in graph.nodes):
             return pooling.PoolingForward(graph, self, self.torch_device, batch_invariant=self.deterministic)
-        return decoder.fuse(graph, self.torch_device, batch_invariant=self.deterministic)
+        return make_forward(graph, self.torch_device, batch_invariant=self.deterministic)
 
     def warm_up(
         self, forward: ops.Forward, fused: ops.FusedForward | None, kv: Sequence[LayerCache], limits: ops.StepLimits,
@@ -334,7 +335,7 @@ class CudaBackend(ops.Backend):
                 for batch in batches:
                     fused.launch(batch, kv)
                 return
-            if isinstance(fused, decoder.Decoder):
+            if isinstance(fused, CudaForward):
                 vocab_size = fused.launch_all(kv, limits, every_size=every_size)
             else:
                 for batch in batches:
@@ -352,7 +353,7 @@ class CudaBackend(ops.Backend):
             with precompile.count_compilations() as found:
                 if not device.is_interpreted():
                     launch_all(every_size=True)
-            if isinstance(fused, decoder.Decoder):
+            if isinstance(fused, CudaForward):
                 fused.capture_all(kv, limits, progress)
             elif isinstance(fused, pooling.PoolingForward):
                 fused.capture_all(batches, kv, progress)

@@ -26,8 +26,7 @@ from .elementwise import WeightedExperts, launch_add_norm, launch_convert
 from .gemm import FLOAT4, gemm_dense, gemm_packed
 from .gemv import GATED, STORE, gemv_packed
 from .intrinsics import launch_next, wait_for_previous
-from .linear import GROUP_COLUMNS, LARGE_TILE, GemmTile, gemm_tile
-from .linear_small_batch import norm_parts
+from .linear import GROUP_COLUMNS, LARGE_TILE, GemmTile, gemm_tile, norm_parts
 from .packed_weight import Activations, GemvActivations, Int8Activations, PackedExperts, WeightPart, kernel_outputs
 from .repack import pack_weight, part_key
 

@@ -1,471 +1,232 @@
-"""The launches of one step, in the order of the fused ops: decoding tokens first, then those of prompts (prefill).
+"""The fused forward of a model: it pads a step to one of few sizes (step_inputs.py), copies its inputs to the device
+(step_inputs.py), and runs it, from a CUDA graph where there is one. forward.py launches the kernels.
 
-Up to 4 decoding tokens take GEMV: five kernels per layer, whose epilogues do the rest, each launched before the
-previous one has ended (PDL). More tokens take tensor cores; small kernels between sum the splits of a product, add to
-the residual stream, norm, and lay the activations out for the next product.
-
-`mark` is called with the component that has just been launched, for profiles (profile.py).
+`launch_all` and `capture_all` leave nothing to compile, load or capture for later steps. Without them that happens when
+a size occurs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 
-from ..ops import LayerCache
-from .attention_decode import launch_decode_attention, split_kv_config, split_kv_scratch
-from .attention_prefill import QueryTiles, launch_prefill_attention, query_dtype
-from .causal_conv import StateInputs, launch_conv
-from .device import has_pdl, is_interpreted
-from .elementwise import WeightedExperts, launch_add_norm, launch_embedding, launch_gated, launch_head_norm
-from .experts import (
-    empty_expert_activations,
-    expert_tile,
-    grouped_gemm,
-    grouped_gemv,
-    launch_group,
-    launch_route,
-    launch_router,
-    router_is_fused,
-)
-from .fused_ops import (
+from ..graph import Graph, ProgramLine
+from ..ops import CAPTURING, Batch, Ints, LayerCache, Profiler, Progress, StepLimits, first_kv
+from . import profile
+from .attention_prefill import QUERY_TILE, SMALL_QUERY_TILE
+from .cuda_graphs import CudaGraphs
+from .device import activate, as_memory_error
+from .launch import Launcher, StepInputs
+from .lowering import (
     Attention,
-    EmbedInputs,
-    EmbedNorm,
     ExpertsAddNorm,
     FusedOp,
     GatedDelta,
-    GatedLinear,
-    LinearAdd,
-    LinearAddNorm,
     Logits,
-    PerLayerGate,
-    SharedExpert,
+    Mixer,
     ShortConv,
-    StreamNorm,
+    Start,
+    describe,
+    distinct_layers,
+    fuse_graph,
+    without_hidden,
 )
-from .gated_delta import launch_delta, launch_gate
-from .gated_delta_chunks import has_chunks, launch_delta_chunks
-from .gemv import GATED, RESIDUAL
-from .linear import MAX_SPLITS, BatchedLinear, gemm_dense_batch_invariant, sum_splits
-from .linear_small_batch import Stream, empty_gemv_activations, launch_gemv
-from .packed_weight import Activations, GemvActivations, Int8Activations, PackedExperts, PackedWeight
-from .rope import CosSin, launch_rope_store
-from .step_sizes import DECODE_SIZES, tile_programs
+from .rope import CosSin, rope_tables
+from .step_inputs import (
+    ARRAYS_PER_TOKEN,
+    NO_BATCH,
+    STEP_SIZES,
+    InputStaging,
+    StepSizes,
+    all_logits_sizes,
+    all_sizes,
+    decode_sizes,
+    prefill_sizes,
+    step_arrays,
+    total_size,
+    uncaptured_sizes,
+)
 
-MAX_COUNTERS = DECODE_SIZES[-1]  # decoding requests in a graph
-QKV_SPLITS = 4
-
-AnyActivations = Activations | GemvActivations
-PRODUCTS = {"o": "output", "down": "down"}  # the component of a product that adds to the residual stream
-
-
-def _no_mark(component: str) -> None:
-    """Mark nothing."""
-
-
-class StepInputs(NamedTuple):
-    """The sizes of a step, its arrays on the device (step_inputs.py), and what it reads beside them."""
-
-    tokens: int
-    decoding: int  # tokens at the front that decode, those with a position >= 0
-    takes_gemv: bool
-    tile_queries: int
-    arrays: Mapping[str, torch.Tensor]
-    kv: Sequence[LayerCache]
-    ropes: Mapping[int, CosSin]  # by id of the RoPE table
+SMALL_BATCH = 4  # tokens up to which GEMV is faster than the tensor cores
+MAX_TABLE_ENTRIES = 1 << 24  # of the block tables of a graph
+MIN_POSITIONS = 8192  # of the first cos and sin tables
 
 
-class Forward:
-    """Launches the fused ops of a model. It holds the residual stream of the step in progress."""
+class CudaForward:
+    """The fused forward of a model on one device.
 
-    def __init__(self, ops: Sequence[FusedOp], device: torch.device, *, batch_invariant: bool) -> None:
-        *self.layers, head = ops
-        last = self.layers[-1]
-        assert isinstance(head, Logits)
-        assert isinstance(last, LinearAddNorm | ExpertsAddNorm)
-        self.head, self.last, self.device = head, last, device
-        self._has_pdl = has_pdl(device)
-        self.linear = BatchedLinear(device, batch_invariant=batch_invariant)
-        self._streams = torch.empty(0, len(last.norm), device=device)
-        self._counters: dict[int, torch.Tensor] = {}  # by heads
-        self.step: Any = None
-        self.residual: Any = None
-        self.layer_inputs: Any = None  # (tokens, layers * dim)
-        self.mark: Callable[[str], None] = _no_mark
+    Where logits must not depend on the batch (`batch_invariant`), prefill and decode tokens alike go through tiles of
+    queries.
+    """
+
+    def __init__(
+        self, ops: Sequence[FusedOp], device: torch.device, *, batch_invariant: bool, lines: list[ProgramLine],
+        keeps_hidden: bool = False,
+    ) -> None:  # fmt: skip
+        self.ops, self.device, self._lines = ops, device, lines
+        self.graphs = CudaGraphs(device)
+        self.staging = InputStaging(device)
+        self.forward = Launcher(ops, device, batch_invariant=batch_invariant)
+        self._batch_invariant, self._keeps_hidden = batch_invariant, keeps_hidden
+        self._tile_queries = SMALL_QUERY_TILE if batch_invariant else QUERY_TILE
+        self._ropes: dict[int, CosSin] = {}  # by id of the RoPE table
+        self._num_positions = 0
+        self._graph_cache: weakref.ref[Any] | None = None  # the first tensor of the KV cache that graphs write to
+        self._has_states = any(isinstance(op, GatedDelta | ShortConv) for op in ops)
+        self._max_gemv = max_gemv_tokens(ops, batch_invariant=batch_invariant)
+
+    def __call__(self, batch: Batch, kv: Sequence[LayerCache]) -> torch.Tensor:
+        """Run one step: write the cache and return the logits at `batch.logits_index`, float32 on the device, valid
+        until the next step."""
+        activate(self.device)
+        with as_memory_error():
+            return self._step(batch, kv)
+
+    def with_hidden(self, batch: Batch, kv: Sequence[LayerCache]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the same step; return the hidden states of its tokens too, which the residual stream has."""
+        logits = self(batch, kv)
+        with as_memory_error():
+            return logits, self.forward.hidden_states(len(batch.ids))
+
+    def program(self, kv_type: str) -> list[ProgramLine]:
+        return self._lines
 
     @property
-    def pdl(self) -> bool:
-        """Whether kernels start before the previous ones have ended: in batches that would crowd their programs."""
-        return bool(self.step.takes_gemv) and self._has_pdl
+    def graph_bytes(self) -> int:
+        return self.graphs.nbytes
 
-    def reserve(self, tokens: int) -> bool:
-        """Make room for the residual stream of a step; return whether its address has changed."""
-        if tokens <= len(self._streams):
-            return False
-        self._streams = torch.empty(tokens, self._streams.shape[1], device=self.device)
-        return True
+    def run_profiled(self, batch: Batch, kv: Sequence[LayerCache], profiler: Profiler) -> torch.Tensor:
+        """Run the step launch by launch, without a graph."""
+        activate(self.device)
+        return profile.run(self.forward, lambda: self._step(batch, kv, captured=False), profiler)
 
-    def run(self, step: StepInputs) -> torch.Tensor:
-        """Return the logits of all tokens."""
-        return self.compute_logits(self.head, self.run_layers(step))
+    def time_decode_graph(self, requests: int) -> float | None:
+        """Return the seconds of a replay of the graph of a decode step; None if it is not captured."""
+        return self.graphs.time_replay(decode_sizes(requests, is_tiled=self._batch_invariant).graph)
 
-    def run_layers(self, step: StepInputs, ops: Sequence[FusedOp] | None = None) -> AnyActivations:
-        """Run all layers, or `ops`; return the activations of the output head. The residual stream stays as it is."""
-        self.step = step
-        self.mark("copies")
-        x: Any = None
-        name = ""
-        for op in self.layers if ops is None else ops:
-            match op:
-                case EmbedNorm():
-                    x = self.embed(op)
-                case EmbedInputs():
-                    self.embed_inputs(op)
-                case StreamNorm():
-                    x = self._norm(None, op.norm, op.eps, op.following)
-                case Attention():
-                    x, name = self.attend(op, x), "o"
-                case GatedDelta():
-                    x, name = self.mix(op, x), "o"
-                case ShortConv():
-                    x, name = self.convolve(op, x), "o"
-                case GatedLinear():
-                    x, name = self.gate(op, x), "down"
-                case PerLayerGate():
-                    x, name = self.gate_inputs(op, x), "down"
-                case LinearAdd() | LinearAddNorm():
-                    x = self.add_norm(name, op, x)
-                case ExpertsAddNorm():
-                    x = self.add_experts(op, x)
-        self.layer_inputs = None
-        activations: AnyActivations = x
-        return activations
-
-    def run_head(self, step: StepInputs) -> torch.Tensor:
-        """Return the logits of a step whose layers have run: of the tokens in "logits_index", else of all."""
-        self.step, self.residual = step, self._streams[: step.tokens]
-        x = self._norm(None, self.last.norm, self.last.eps, self.head.head, index=step.arrays.get("logits_index"))
-        return self.compute_logits(self.head, x)
-
-    def hidden_states(self, tokens: int) -> torch.Tensor:
-        """Return the norm of the residual stream of a step that has run, in float32."""
-        rows = torch.empty(tokens, self._streams.shape[1], device=self.device)
-        norm, exact = (self.last.norm, self.last.eps), self.linear.batch_invariant
-        launch_add_norm(None, self._streams[:tokens], *norm, Activations(rows), exact=exact)
-        return rows
-
-    def embed(self, op: EmbedNorm) -> AnyActivations:
-        """Start the residual stream with rows of the table, and store the activations of the first product."""
-        tokens, ids = self.step.tokens, self.step.arrays["ids"]
-        self.residual = self._streams[:tokens]
-        if not self.step.takes_gemv:
-            launch_embedding(op.table, op.scale, ids, self.residual)
-            self.mark("embedding")
-            return self._norm(None, op.norm, op.eps, op.following)
-        out, squares = empty_gemv_activations(op.following, tokens, self.device), self._squares()
-        launch_embedding(op.table, op.scale, ids, self.residual, op.norm, out, squares, self.pdl)
-        self.mark("embedding_norm")
-        return GemvActivations(out, squares, op.eps)
-
-    def embed_inputs(self, op: EmbedInputs) -> None:
-        """Start the residual stream, and compute the inputs of all layers."""
-        tokens, ids = self.step.tokens, self.step.arrays["ids"]
-        self.residual = self._streams[:tokens]
-        launch_embedding(op.table, op.scale, ids, self.residual)
-        self.mark("embedding")
-        rows = torch.empty(tokens, op.inputs_table.columns, device=self.device)
-        launch_embedding(op.inputs_table, op.inputs_scale, ids, rows)
-        projected = sum_splits(self._multiply("qkv", self._norm(None, None, 0.0, op.projection), op.projection))
-        self.mark("per_layer_projection")
-        runs, exact = projected.view(tokens, -1, len(op.norm)), self.linear.batch_invariant
-        self.layer_inputs = launch_head_norm(runs, op.norm, op.eps, exact=exact, added=rows).view(rows.shape)
-        self.mark("per_layer_inputs")
-
-    def gate_inputs(self, op: PerLayerGate, x: AnyActivations) -> AnyActivations:
-        """Return activation(gate) * inputs of the layer as activations of its projection."""
-        gate = self._multiply("qkv", x, op.w)
-        self.mark("gate_up")
-        out = self._activations(op.following, self.step.tokens)
-        launch_gated(gate, out, op.activation, self.pdl, self.layer_inputs, op.layer)
-        self.mark("per_layer_gate")
-        return out
-
-    def gate(self, op: GatedLinear, x: AnyActivations) -> AnyActivations:
-        """Return activation(gate) * up as activations of the down projection."""
-        out = self._activations(op.following, self.step.tokens)
-        if _has_epilogue(x, op.w, out):
-            launch_gemv("gate_up", x, op.w, out.values, GATED, activation=op.activation, pdl=self.pdl)
-            self.mark("gate_up_activation")
+    def _step(self, batch: Batch, kv: Sequence[LayerCache], *, captured: bool = True) -> torch.Tensor:
+        """Run a step, through a graph (`captured`) where its sizes are common ones."""
+        tokens, num_logits = len(batch.ids), len(batch.logits_index)
+        is_tiled, decoding = self._batch_invariant, 0
+        if tokens == len(batch.context_len) == num_logits:
+            sizes, decoding = decode_sizes(tokens, is_tiled=is_tiled), 0 if is_tiled else tokens
         else:
-            gate_up = self._multiply("qkv", x, op.w)
-            self.mark("gate_up")
-            launch_gated(gate_up, out, op.activation, self.pdl)
-            self.mark("activation")
-        return out
+            decoding = 0 if is_tiled else _leading_ones(np.diff(batch.query_start))
+            sizes = prefill_sizes(tokens, decoding, num_logits, is_tiled=is_tiled)
+        if batch.block_table.size > MAX_TABLE_ENTRIES or not captured:
+            sizes = sizes._replace(is_captured=False)
+        self._reserve(sizes.tokens, int(batch.context_len.max()), kv)
+        return self._run(batch, sizes, decoding, kv)[:num_logits]
 
-    def add_norm(self, name: str, op: LinearAdd | LinearAddNorm, x: AnyActivations) -> AnyActivations:
-        """Multiply, add to the residual stream, and return it or its norm as activations of the following product."""
-        if isinstance(op, LinearAdd):
-            delta = self._multiply(name, x, op.w)
-            self.mark(PRODUCTS[name])
-            return self._norm(delta, None, op.eps, op.following, op.post, bias=op.bias)
-        out = self._activations(op.following, self.step.tokens)
-        if op.post is None and op.scale == 1.0 and _has_epilogue(x, op.w, out):
-            stream = Stream(self.residual, op.norm, self._squares())
-            launch_gemv(name, x, op.w, out.values, RESIDUAL, stream=stream, bias=op.bias, pdl=self.pdl)
-            self.mark(f"{PRODUCTS[name]}_norm")
-            return GemvActivations(out.values, stream.squares, op.eps)
-        delta = self._multiply(name, x, op.w)
-        self.mark(PRODUCTS[name])
-        return self._norm(delta, op.norm, op.eps, op.following, op.post, bias=op.bias, scale=op.scale)
-
-    def add_experts(self, op: ExpertsAddNorm, x: AnyActivations) -> AnyActivations:
-        """Multiply each token by its experts, add their sum to the residual stream, and return its norm."""
-        dense: torch.Tensor | None = None
-        if op.parallel is not None:
-            dense = sum_splits(self._multiply("down", x, op.parallel.down))
-            self.mark("down")
-            x = self._norm(None, op.input_norm, op.input_eps, op.w)
-        logits = self._router_logits(op)
-        experts, weights = launch_route(logits, op.params, op.selection_bias, op.expert_scales, pdl=self.pdl)
-        self.mark("route")
-        made = self._few_slots(op, x, experts) if isinstance(x, GemvActivations) else self._slots(op, x, experts)
-        shared = None if op.shared is None else self._shared_expert(op, op.shared)
-        total = WeightedExperts(weights, op.params.k, *(shared or (dense, None)))
-        if op.parallel is not None:
-            total = total._replace(sum_norm=op.parallel.experts_norm, shared_norm=op.parallel.norm)
-        return self._norm(made[None], op.norm, op.eps, op.following, op.post, experts=total, scale=op.scale)
-
-    def _router_logits(self, op: ExpertsAddNorm) -> torch.Tensor:
-        """Return (tokens, experts) from the float32 norm of the stream: a choice must not depend on rounding."""
-        (router,) = op.router.parts
-        exact = self.linear.batch_invariant
-        if self.step.takes_gemv or (router_is_fused(self.step.tokens, router) and not exact):
-            logits = launch_router(self.residual, op.router_norm, op.input_eps, router, op.router_bias, pdl=self.pdl)
-            self.mark("router")
-            return logits
-        rows = torch.empty_like(self.residual)
-        launch_add_norm(None, self.residual, op.router_norm, op.input_eps, Activations(rows), exact=exact)
-        assert router.values is not None
-        if exact:
-            logits = sum_splits(gemm_dense_batch_invariant(rows, router))
-            logits = logits if op.router_bias is None else logits + op.router_bias
+    def _run(self, batch: Batch, sizes: StepSizes, decoding: int, kv: Sequence[LayerCache]) -> torch.Tensor:
+        step = self._stage(batch, sizes, decoding, kv)
+        if sizes.is_captured:
+            logits = self.graphs.run(sizes.graph, lambda: self._launch(step, sizes))
         else:
-            logits = torch.nn.functional.linear(rows, router.values.float(), op.router_bias)
-        self.mark("router")
-        return logits
+            logits = self._launch(step, sizes)
+        return self.forward.run_head(step) if logits is None else logits
 
-    def _few_slots(self, op: ExpertsAddNorm, x: GemvActivations, experts: torch.Tensor) -> torch.Tensor:
-        """Return the results of all slots, (slots, width), each multiplied for itself."""
-        slots = experts.numel()
-        make = torch.zeros if is_interpreted() else torch.empty
-        gated = Int8Activations.allocate(slots, op.down.columns, self.device, make)
-        grouped_gemv(x, op.w, experts, gated, op.params.k, activation=op.activation, bias=op.bias, pdl=self.pdl)
-        self.mark("experts_gate_up")
-        out = torch.empty(slots, op.down.rows, device=self.device)
-        grouped_gemv(GemvActivations(gated), op.down, experts, out, 1, bias=op.down_bias, pdl=self.pdl)
-        self.mark("experts_down")
-        return out
+    def _launch(self, step: StepInputs, sizes: StepSizes) -> torch.Tensor | None:
+        """Launch what a graph holds: all, with the logits of all tokens, or the layers alone."""
+        if sizes.has_head:
+            return self.forward.run(step)
+        self.forward.run_layers(step)
+        return None
 
-    def _slots(self, op: ExpertsAddNorm, x: Activations, experts: torch.Tensor) -> torch.Tensor:
-        """Return the same of more slots, grouped by expert."""
-        slots = experts.numel()
-        size = min(expert_tile(slots, w).tokens for w in (op.w, op.down))
-        tiles = launch_group(experts, op.w.count, size)
-        gate_up = grouped_gemm(x, op.w, tiles, slots, op.params.k, op.bias)
-        self.mark("experts_gate_up")
-        gated = empty_expert_activations(op.down, slots)
-        launch_gated(gate_up[None], gated, op.activation)
-        self.mark("activation")
-        out = grouped_gemm(gated, op.down, tiles, slots, 1, op.down_bias)
-        self.mark("experts_down")
-        return out
+    def _stage(self, batch: Batch, sizes: StepSizes, decoding: int, kv: Sequence[LayerCache]) -> StepInputs:
+        """Copy the arrays of a step to the device, of a graph to the addresses that it holds."""
+        arrays = step_arrays(batch, sizes, decoding, self._tile_queries, has_states=self._has_states)
+        if sizes.is_captured and self.staging.reserve_static(total_size(arrays)):
+            self.graphs.clear()
+        inputs = self.staging.copy_to_device(batch, arrays, is_static=sizes.is_captured)
+        takes_gemv = sizes.num_logits is None and 0 < sizes.decoding <= self._max_gemv
+        return StepInputs(sizes.tokens, sizes.decoding, takes_gemv, self._tile_queries, inputs, kv, self._ropes)
 
-    def _shared_expert(self, op: ExpertsAddNorm, shared: SharedExpert) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the result of the expert of all tokens, and the logits of its factor."""
-        x = self._norm(None, op.input_norm, op.input_eps, shared.gate_up)
-        out = self._activations(shared.down, self.step.tokens)
-        launch_gated(self._multiply("qkv", x, shared.gate_up), out, op.activation, self.pdl)
-        made = sum_splits(self._multiply("down", out, shared.down))
-        if shared.gate is not None:
-            x = self._norm(None, op.input_norm, op.input_eps, shared.gate)
-            gate = sum_splits(self._multiply("qkv", x, shared.gate))
-        self.mark("shared_expert")
-        return made, None if shared.gate is None else gate
+    def _reserve(self, tokens: int, max_context: int, kv: Sequence[LayerCache]) -> None:
+        """Make room for a step; drop graphs if something that they read has moved."""
+        has_moved = self.forward.reserve(max(tokens, STEP_SIZES[-1]))
+        if max_context > self._num_positions:
+            self._num_positions = max(2 * self._num_positions, max_context, MIN_POSITIONS)
+            tables = {id(op.rope): op.rope for op in self.ops if isinstance(op, Attention)}
+            positions = torch.arange(self._num_positions, device=self.device)
+            self._ropes = {key: rope_tables(table, positions) for key, table in tables.items()}
+            has_moved = True
+        keys = first_kv(kv).k
+        if has_moved or self._graph_cache is None or self._graph_cache() is not keys:
+            self._graph_cache = weakref.ref(keys)
+            self.graphs.clear()
 
-    def _norm(
-        self, delta: torch.Tensor | None, norm: torch.Tensor | None, eps: float, following: PackedWeight,
-        post: torch.Tensor | None = None, index: torch.Tensor | None = None,
-        experts: WeightedExperts | None = None, bias: torch.Tensor | None = None, scale: float = 1.0,
-    ) -> AnyActivations:  # fmt: skip
-        """Add delta (splits, tokens, width) to the residual stream, and return its norm, or without one itself; with
-        `index` of these tokens alone."""
-        out = self._activations(following, len(self.residual if index is None else index))
-        exact = self.linear.batch_invariant
-        launch_add_norm(
-            delta, self.residual, norm, eps, out, post, index, self.pdl, exact=exact, experts=experts, bias=bias,
-            stream_scale=scale,
-        )  # fmt: skip
-        self.mark("norm")
-        return out
+    def launch_all(self, kv: Sequence[LayerCache], limits: StepLimits, *, every_size: bool = False) -> int:
+        """Launch every kernel of steps within the limits; all tokens are padding. Return the size of the vocabulary.
 
-    def compute_logits(self, op: Logits, x: AnyActivations) -> torch.Tensor:
-        """Apply the output head."""
-        logits = sum_splits(self._multiply("head", x, op.head, 1))
-        logits = torch.tanh(logits / op.soft_cap) * op.soft_cap if op.soft_cap else logits
-        self.mark("head")
-        return logits
+        `every_size`: also uncaptured steps whose kernels of Triton are those of others: cuBLAS may have its own."""
+        activate(self.device)
+        sizes = self._reserve_all(kv, limits)
+        layers = distinct_layers(self.ops)
+        for size in (*sizes, *(uncaptured_sizes(limits, is_tiled=self._batch_invariant) if every_size else ())):
+            x = self.forward.run_layers(self._stage(NO_BATCH, size, 0, kv), layers)
+            if size.has_head:
+                self.forward.compute_logits(self.forward.head, x)
+        for count in all_logits_sizes(limits):
+            self.forward.run_head(self._stage(NO_BATCH, prefill_sizes(1, 0, count, is_tiled=True), 0, kv))
+        if self._keeps_hidden:
+            self.forward.hidden_states(1)
+        pending = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._stage(replace(NO_BATCH, pending=pending), sizes[0], 0, kv)
+        return self.forward.head.head.rows
 
-    def _squares(self) -> torch.Tensor:
-        tokens, width = self.residual.shape
-        return torch.empty(tokens, width // 32, device=self.device)
+    def capture_all(self, kv: Sequence[LayerCache], limits: StepLimits, progress: Progress) -> None:
+        """Capture every graph of steps within the limits; their kernels have been launched."""
+        activate(self.device)
+        sizes = [size for size in self._reserve_all(kv, limits) if size.is_captured]
+        with self.graphs.counting_memory():
+            for count, size in enumerate(sizes):
+                progress(CAPTURING, count, len(sizes))
+                self.graphs.capture(size.graph, partial(self._launch, self._stage(NO_BATCH, size, 0, kv), size))
+        progress(CAPTURING, len(sizes), len(sizes))
 
-    def _activations(self, w: PackedWeight, tokens: int) -> AnyActivations:
-        """Allocate what the product with `w` reads. The output head takes GEMV for few tokens of any step."""
-        is_head = w is self.head.head
-        few = tokens == 1 or (tokens in (2, 4) and (w.is_packed or w.is_fp8))
-        if self.step.takes_gemv or (is_head and few and not self.linear.batch_invariant):
-            return GemvActivations(empty_gemv_activations(w, tokens, self.device))
-        if isinstance(w, PackedExperts):
-            return empty_expert_activations(w, tokens)
-        return self.linear.empty_activations(w, tokens, is_head=is_head)
-
-    def _multiply(self, name: str, x: AnyActivations, w: PackedWeight, max_splits: int = MAX_SPLITS) -> torch.Tensor:
-        """Return (splits, tokens, rows), whose sum is the product."""
-        if isinstance(x, Activations):
-            return self.linear.multiply(x, w, max_splits)
-        out = torch.empty(1, x.tokens, w.rows, device=self.device)
-        launch_gemv(name, x, w, out, pdl=self.pdl)
-        return out
-
-    def attend(self, op: Attention, x: AnyActivations) -> AnyActivations:
-        """Attend for decode and prefill tokens; return activations of the output projection."""
-        step, following = self.step, op.following
-        qkv = self._multiply("qkv", x, op.qkv, QKV_SPLITS)
-        self.mark("qkv")
-        if op.gate is not None:
-            return self._attend_gated(op, op.gate, x, qkv)
-        if step.takes_gemv:
-            out: Any = empty_gemv_activations(following, step.tokens, self.device)
-            self._decode(qkv, op, out)
-            return GemvActivations(out)
-        takes_rows = self.linear.takes_rows(following, step.tokens)
-        make = torch.zeros if is_interpreted() else torch.empty  # padding rows are not written
-        dtype = following.dense_dtype if takes_rows else torch.float32
-        out = make(step.tokens, following.columns, dtype=dtype, device=self.device)
-        self._attend_rows(qkv, op, out)
-        if takes_rows:
-            return Activations(out, None, False)
-        converted = self.linear.convert(out, following)
-        self.mark("quantize")
-        return converted
-
-    def _attend_rows(self, qkv: torch.Tensor, op: Attention, out: torch.Tensor) -> None:
-        if self.step.decoding:
-            self._decode(qkv, op, out)
-        if "tile_first" in self.step.arrays:
-            self._prefill(qkv, op, out)
-
-    def _attend_gated(self, op: Attention, w: PackedWeight, x: AnyActivations, qkv: torch.Tensor) -> AnyActivations:
-        """Attend, and multiply by the sigmoid of the gate."""
-        make = torch.zeros if is_interpreted() else torch.empty  # padding rows are not written
-        rows = make(self.step.tokens, op.n_heads * op.head_dim, device=self.device)
-        self._attend_rows(qkv, op, rows)
-        gate = self._multiply("qkv", self._same_rows(x, w, op), w)
-        self.mark("attention_gate")
-        out = self._activations(op.following, self.step.tokens)
-        launch_gate(rows, _one_split(gate), out, pdl=self.pdl)
-        self.mark("gate")
-        return out
-
-    def mix(self, op: GatedDelta, x: AnyActivations) -> AnyActivations:
-        """Apply the gated delta rule; return activations of the output projection."""
-        step, arrays, state = self.step, self.step.arrays, self.step.kv[op.layer]
-        projected = _one_split(self._multiply("qkv", x, op.qkv, QKV_SPLITS))
-        gates = _one_split(self._multiply("qkv", self._same_rows(x, op.gate, op), op.gate))
-        self.mark("delta_input")
-        slots, one_token = StateInputs(*(arrays[name] for name in StateInputs._fields)), "tile_first" not in arrays
-        qkv = launch_conv(projected, op.conv, state, slots, "silu", gated=False, one_token=one_token, pdl=self.pdl)
-        self.mark("causal_conv")
-        rule = qkv, gates, op.params, op.weights, state, slots
-        if one_token or self.linear.batch_invariant or not has_chunks(op.params):
-            mixed = launch_delta(*rule, self.pdl)
-        else:
-            chunks = arrays["tile_request"], arrays["tile_first"], arrays["num_tiles"]
-            mixed = launch_delta_chunks(*rule, chunks)
-        self.mark("gated_delta")
-        out = self._activations(op.following, step.tokens)
-        launch_gate(mixed, projected, out, op.weights.norm, op.params.eps, self.pdl)
-        self.mark("gate")
-        return out
-
-    def convolve(self, op: ShortConv, x: AnyActivations) -> AnyActivations:
-        """Apply the gated short convolution; return activations of the output projection."""
-        step, arrays = self.step, self.step.arrays
-        projected = _one_split(self._multiply("qkv", x, op.qkv, QKV_SPLITS))
-        self.mark("conv_input")
-        slots, one_token = StateInputs(*(arrays[name] for name in StateInputs._fields)), "tile_first" not in arrays
-        rows = launch_conv(
-            projected, op.conv, step.kv[op.layer], slots, op.activation, gated=True, one_token=one_token, pdl=self.pdl
-        )
-        out = self._activations(op.following, step.tokens)
-        launch_gate(rows, None, out, pdl=self.pdl)
-        self.mark("causal_conv")
-        return out
-
-    def _same_rows(self, x: AnyActivations, w: PackedWeight, op: Attention | GatedDelta) -> AnyActivations:
-        """Return the rows that the first product of an op reads as activations of another."""
-        first, tokens = op.qkv, self.step.tokens
-        is_same = (w.is_packed, w.is_fp8, w.dense_dtype) == (first.is_packed, first.is_fp8, first.dense_dtype)
-        if is_same and self.linear.stays_packed(w, tokens) == self.linear.stays_packed(first, tokens):
-            return x
-        assert op.input_norm is not None
-        return self._norm(None, op.input_norm, op.input_eps, w)
-
-    def _decode(self, qkv: torch.Tensor, op: Attention, out: Any) -> None:
-        """Attend for decoding tokens by split-KV."""
-        step, arrays = self.step, self.step.arrays
-        kv = step.kv[op.layer]
-        config = split_kv_config(step.decoding, op.n_heads, kv.k.shape[1])
-        scratch = split_kv_scratch(step.decoding, op.n_heads, op.head_dim, config, self.device)
-        launch_decode_attention(
-            qkv, op, kv, step.ropes[id(op.rope)], arrays["decode_positions"], arrays["tables"], arrays["width"],
-            step.decoding, config, (*scratch, self._counters_for(step.decoding, op.n_heads)), out, self.pdl,
-        )  # fmt: skip
-        self.mark("rope_kv_attention")
-
-    def _prefill(self, qkv: torch.Tensor, op: Attention, out: torch.Tensor) -> None:
-        """Rotate, store and attend for the tokens of prompts."""
-        arrays, kv, rope = self.step.arrays, self.step.kv[op.layer], self.step.ropes[id(op.rope)]
-        q = torch.empty(len(out), op.n_heads, op.head_dim, dtype=query_dtype(kv.k.dtype), device=self.device)
-        norms = op.bias, op.q_norm, op.k_norm, op.eps
-        exact = self.linear.batch_invariant
-        launch_rope_store(qkv, kv, rope, arrays["positions"], arrays["slots"], q, *norms, exact=exact, v_norm=op.v_norm)
-        self.mark("rope_kv_write")
-        names = ("tables", "width", "query_start", "context_len", "num_tiles", "tile_request", "tile_first")
-        queries = self.step.tile_queries
-        tiles = QueryTiles(queries, tile_programs(len(out), queries), *(arrays[name] for name in names))
-        launch_prefill_attention(q, kv, tiles, op.params, out, op.sinks)
-        self.mark("attention")
-
-    def _counters_for(self, decoding: int, heads: int) -> torch.Tensor:
-        """Return zeros, which the kernel leaves as zeros."""
-        if decoding > MAX_COUNTERS:  # in no graph: those hold the address of the shared ones
-            return torch.zeros(decoding * heads, dtype=torch.int32, device=self.device)
-        if heads not in self._counters:
-            self._counters[heads] = torch.zeros(MAX_COUNTERS * heads, dtype=torch.int32, device=self.device)
-        return self._counters[heads]
+    def _reserve_all(self, kv: Sequence[LayerCache], limits: StepLimits) -> list[StepSizes]:
+        """Make room for all steps within the limits; return their sizes."""
+        sizes = list(all_sizes(limits, is_tiled=self._batch_invariant))
+        most, blocks = max(size.tokens for size in sizes), -(-limits.max_context // first_kv(kv).k.shape[2])
+        self._reserve(most, limits.max_context, kv)
+        if self.staging.reserve_static(min(limits.max_batch * blocks, MAX_TABLE_ENTRIES) + ARRAYS_PER_TOKEN * most):
+            self.graphs.clear()
+        return sizes
 
 
-def _one_split(splits: torch.Tensor) -> torch.Tensor:
-    """Return the sum of (splits, tokens, rows); of one split, itself in its own type."""
-    return splits[0] if len(splits) == 1 else sum_splits(splits)
+def max_gemv_tokens(ops: Sequence[FusedOp], *, batch_invariant: bool) -> int:
+    """Return up to how many decoding tokens take GEMV."""
+    if batch_invariant or any(isinstance(op, Attention) and op.following.is_packed and op.head_dim % 32 for op in ops):
+        return 0  # int8 blocks of 32 would hold values of two heads
+    experts = [op for op in ops if isinstance(op, ExpertsAddNorm)]
+    if not all(len(op.w.parts) == 1 and op.w.is_packed and op.down.is_packed for op in experts):
+        return 0  # gate and up of a GEMV are one matrix
+    mixers = [op for op in ops if isinstance(op, Mixer)]
+    weights = [op.w for op in ops if not isinstance(op, Start | Mixer | Logits)]
+    weights += [op.parallel.down for op in experts if op.parallel is not None]
+    weights += [w for op in mixers for w in (op.qkv, op.gate) if w is not None]
+    return SMALL_BATCH if all(w.is_packed or w.is_fp8 for w in weights) else 1
 
 
-def _has_epilogue(x: AnyActivations, w: PackedWeight, out: AnyActivations) -> TypeGuard[GemvActivations]:
-    """Return whether the product is a GEMV that stores `out` itself: of one part, and a dense one stores no int8."""
-    is_gemv = isinstance(x, GemvActivations) and isinstance(out, GemvActivations) and len(w.parts) == 1
-    return is_gemv and (w.is_packed or isinstance(out.values, torch.Tensor))
+def _leading_ones(counts: Ints) -> int:
+    """Return how many requests at the front have one token."""
+    other = np.flatnonzero(counts != 1)
+    return int(other[0]) if len(other) else len(counts)
+
+
+def make_forward(recorded: Graph, device: torch.device, *, batch_invariant: bool) -> CudaForward | None:
+    """Return the decoder of a model; None if it has a feature that these kernels lack: then it runs unfused."""
+    graph = without_hidden(recorded)
+    ops = None if graph is None else fuse_graph(graph)
+    if graph is None or ops is None:
+        return None
+    return CudaForward(
+        ops, device, batch_invariant=batch_invariant, lines=describe(graph), keeps_hidden=recorded.hidden is not None
+    )

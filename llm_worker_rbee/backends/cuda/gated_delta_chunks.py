@@ -21,7 +21,7 @@ from ..ops import GatedDeltaParams, GatedDeltaWeights, StateLayer
 from .attention_prefill import QUERY_TILE
 from .causal_conv import MAX_REQUESTS, StateInputs
 from .gated_delta import SHORT_REQUEST, launch_delta, softplus
-from .step_sizes import tile_programs
+from .step_inputs import tile_programs
 
 CHUNK = QUERY_TILE  # tokens: the chunks of a step are its tiles of queries
 COLUMNS = 16  # of a state, in a program

@@ -32,12 +32,11 @@ from .cuda_graphs import CudaGraphs
 from .device import activate, as_memory_error, is_interpreted
 from .elementwise import ACTIVATIONS
 from .encoder_kernels import Product, Results, launch_activation, launch_norm
-from .fused_ops import ATTENTION, Attention, attention_op, has_attention_kernels
 from .linear import BatchedLinear, sum_splits
+from .lowering import ATTENTION, Attention, attention_op, has_attention_kernels
 from .packed_weight import Activations, PackedWeight
 from .rope import CosSin, launch_rope_store, rope_tables
-from .step_inputs import InputStaging, total_size
-from .step_sizes import STEP_SIZES, padded, tile_programs
+from .step_inputs import STEP_SIZES, InputStaging, padded, tile_programs, total_size
 
 NORMS = ("layer_norm", "rms_norm")
 MIN_POSITIONS = 512  # of the first cos and sin tables

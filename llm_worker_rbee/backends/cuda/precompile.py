@@ -37,7 +37,7 @@ from triton.runtime.cache import get_cache_manager, triton_key
 from triton.runtime.jit import KernelInterface
 
 from ... import machine
-from .. import kernel_cache
+from .. import kernel_folder
 from ..ops import COMPILING, Progress
 from .device import is_interpreted
 
@@ -359,11 +359,11 @@ def open_cache(capability: tuple[int, int]) -> Path | None:
     named = os.environ.get(TRITON_CACHE_VARIABLE)
     if named:
         return Path(named)
-    folder = kernel_cache.open_cache_dir(fingerprint(capability), must_grow=True)
+    folder = kernel_folder.open_cache_dir(fingerprint(capability), must_grow=True)
     if folder is None:
         return None
     triton.knobs.cache.dir = str(folder)
-    return folder if folder.parent == kernel_cache.cache_root() else None
+    return folder if folder.parent == kernel_folder.cache_root() else None
 
 
 def fingerprint(capability: tuple[int, int]) -> str:

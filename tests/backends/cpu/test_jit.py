@@ -17,9 +17,9 @@ import pytest
 
 from llm_worker_rbee import machine
 from llm_worker_rbee.backends import cpu_info
-from llm_worker_rbee.backends.cpu import jit
+from llm_worker_rbee.backends.cpu import jit, kernel_cache
 from llm_worker_rbee.backends.cpu.pointers import f64, i64
-from llm_worker_rbee.backends.kernel_cache import CACHE_VARIABLE
+from llm_worker_rbee.backends.kernel_folder import CACHE_VARIABLE
 from tests.backends.test_cpu_info import run
 
 PACKAGE = Path(__file__).parents[3] / "llm_worker_rbee"
@@ -96,11 +96,13 @@ def call(task: jit.TaskKernel, values: Any) -> None:
     ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(task.address)(values.ctypes.data, 0, 0)
 
 
-def start(cache: Path | str, root: Path = PACKAGE.parent, **env: str) -> subprocess.Popen[str]:
+def start(
+    cache: Path | str, root: Path = PACKAGE.parent, program: tuple[str, ...] = ("-c", RUN), **env: str
+) -> subprocess.Popen[str]:
     """Run three small kernels in a process of its own."""
     given = {"PYTHONPATH": str(root), CACHE_VARIABLE: str(cache), "LLM_WORKER_THREADS": "1", **env}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, "-c", RUN], env={**os.environ, **given}, cwd=root, text=True, **pipes)  # type: ignore[call-overload, no-any-return]
+    return subprocess.Popen([sys.executable, *program], env={**os.environ, **given}, cwd=root, text=True, **pipes)  # type: ignore[call-overload, no-any-return]
 
 
 def end(process: subprocess.Popen[str], warning: str = "") -> tuple[float, bool]:
@@ -117,7 +119,8 @@ def test_kernel_function_is_called_by_python_and_by_kernels(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A function is compiled for the types it meets: for Python as a kernel, for kernels as a part, at any depth."""
-    monkeypatch.setattr(jit, "cache_dir", lambda: tmp_path)  # of an earlier run the parts would not be compiled again
+    # of an earlier run the parts would not be compiled again
+    monkeypatch.setattr(kernel_cache, "cache_dir", lambda: tmp_path)
     name = make.__name__
     inner = make(jit.variant(plus_one, name, SCALE=1))
     outer = make(jit.variant(doubled, name, PLUS_ONE=inner))
@@ -154,6 +157,16 @@ def test_jit_cache_is_reused_and_never_stale(tmp_path: Path) -> None:
     assert end(start(cache, root, **{cpu_info.ISA_VARIABLE: "portable"})) == (RIGHT, False)
 
 
+def test_kernel_outside_the_package_is_never_stale(tmp_path: Path) -> None:
+    """Its own file has another function that it uses: the bytecode of the kernel itself is the same."""
+    file, helper = tmp_path / "kernels.py", "from llm_worker_rbee.backends.cpu.jit import inline\n"
+    for operation, expected in (("f.div", RIGHT), ("f.add", WRONG), ("f.div", RIGHT)):
+        divide = f"{helper}@inline\ndef divide(x, y):\n    return {operation}(x, y)\n"
+        text = RUN.replace("def ratio", f"{divide}\ndef ratio").replace("f.store(x, 0, f.div(", "f.store(x, 0, divide(")
+        file.write_text(text)
+        assert end(start(tmp_path / "cache", program=(str(file),)))[0] == expected
+
+
 def test_jit_cache_survives_concurrent_writers_and_damage(tmp_path: Path) -> None:
     both = [start(tmp_path) for _ in range(2)]
     assert [end(process)[0] for process in both] == [RIGHT] * 2
@@ -167,7 +180,7 @@ def test_jit_cache_survives_concurrent_writers_and_damage(tmp_path: Path) -> Non
     assert end(start(tmp_path)) == (RIGHT, True)
     for file in files:
         data = file.read_bytes()
-        assert hashlib.sha256(data[jit.DIGEST_BYTES :]).digest() == data[: jit.DIGEST_BYTES]
+        assert hashlib.sha256(data[kernel_cache.DIGEST_BYTES :]).digest() == data[: kernel_cache.DIGEST_BYTES]
 
 
 def test_jit_cache_unwritable_or_full_only_warns(tmp_path: Path) -> None:

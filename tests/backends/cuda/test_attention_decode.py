@@ -16,7 +16,7 @@ from llm_worker_rbee.backends.cuda.attention_decode import (  # noqa: E402
     launch_decode_attention,
     split_kv_scratch,
 )
-from llm_worker_rbee.backends.cuda.fused_ops import Attention  # noqa: E402
+from llm_worker_rbee.backends.cuda.lowering import Attention  # noqa: E402
 from llm_worker_rbee.backends.cuda.packed_weight import Int8Activations, kernel_outputs  # noqa: E402
 from llm_worker_rbee.backends.cuda.rope import rope_tables  # noqa: E402
 from llm_worker_rbee.backends.ops import AttentionParams, KVLayer, RopeTable  # noqa: E402

@@ -18,7 +18,7 @@ from llm_worker_rbee.backends.cuda.linear import GemmTile  # noqa: E402
 from llm_worker_rbee.backends.cuda.packed_weight import PackedExperts  # noqa: E402
 from llm_worker_rbee.backends.ops import RouteParams  # noqa: E402
 from llm_worker_rbee.backends.reference import ReferenceBackend  # noqa: E402
-from tests.backends.cuda.test_decoder import check_steps  # noqa: E402
+from tests.backends.cuda.test_forward import check_steps  # noqa: E402
 from tests.helpers import cuda_models  # noqa: E402
 from tests.helpers.random_planes import random_planes  # noqa: E402
 from tests.helpers.random_tensors import random_tensor, relative_error  # noqa: E402

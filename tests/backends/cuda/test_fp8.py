@@ -17,7 +17,7 @@ import torch
 from llm_worker_bench.synthetic import Spec, write
 from llm_worker_rbee.backends import select
 from llm_worker_rbee.backends.cuda import CudaBackend, device, elementwise, packed_weight, repack
-from llm_worker_rbee.backends.cuda.linear_small_batch import launch_gemv
+from llm_worker_rbee.backends.cuda.linear import launch_gemv
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.errors import InvalidRequestError
 from llm_worker_rbee.llm import LLM

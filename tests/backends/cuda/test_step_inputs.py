@@ -8,8 +8,15 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from llm_worker_rbee.backends.cuda.step_inputs import ALIGNMENT, InputStaging, step_arrays, total_size  # noqa: E402
-from llm_worker_rbee.backends.cuda.step_sizes import StepSizes, decode_sizes, prefill_sizes  # noqa: E402
+from llm_worker_rbee.backends.cuda.step_inputs import (  # noqa: E402  # noqa: E402
+    ALIGNMENT,
+    InputStaging,
+    StepSizes,
+    decode_sizes,
+    prefill_sizes,
+    step_arrays,
+    total_size,
+)
 from llm_worker_rbee.backends.ops import Batch  # noqa: E402
 
 HEAD_INPUT = "logits_index"  # read outside of graphs

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from llm_worker_rbee.backends.cuda.step_sizes import (
+from llm_worker_rbee.backends.cuda.step_inputs import (
     StepSizes,
     all_logits_sizes,
     all_sizes,

@@ -3,7 +3,7 @@
 An event loop submits requests and awaits their outputs; the thread takes in what was submitted and aborted, steps, and
 posts the results to the loop. Without work it sleeps.
 
-    async with InProcessEngine.of(engine) as token_engine:
+    async with ThreadedEngine.of(engine) as token_engine:
         stream = token_engine.submit(RequestState(...))
         while outputs := await stream.next_outputs(): ...
 """
@@ -27,7 +27,7 @@ from .stream import MAX_BUFFERED_OUTPUTS, QueuedStream, take_result
 Load = Callable[[OnStage], tuple[Engine, ModelInfo]]
 
 
-class InProcessEngine(TokenEngine):
+class ThreadedEngine(TokenEngine):
     """Serves an engine to the event loop that starts it."""
 
     def __init__(self, load: Load, max_buffered_outputs: int = MAX_BUFFERED_OUTPUTS) -> None:
@@ -51,7 +51,7 @@ class InProcessEngine(TokenEngine):
         self._thread.start()
         return self.info
 
-    async def __aenter__(self) -> InProcessEngine:
+    async def __aenter__(self) -> ThreadedEngine:
         await self.start(lambda stage: None)
         return self
 

@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from llm_worker_bench.synthetic import random_tensor  # noqa: E402
-from llm_worker_rbee.backends.cuda import CudaBackend, decoder, packed_weight, step_sizes  # noqa: E402
+from llm_worker_rbee.backends.cuda import CudaBackend, forward, packed_weight, step_inputs  # noqa: E402
 from llm_worker_rbee.backends.cuda.elementwise import launch_embedding  # noqa: E402
 from llm_worker_rbee.backends.cuda.packed_weight import PackedWeight  # noqa: E402
 from llm_worker_rbee.backends.ops import CAPTURING, StepLimits, pending_id  # noqa: E402
@@ -112,9 +112,9 @@ def test_quantized_family_is_fused_and_matches_reference(name: str, tmp_path: Pa
     kept = {name: floats[name] for name in floats if "ffn_gate_inp" in name or "model_proj" in name}
     models = cuda_models.load_both(replace(quantized, tensors={**quantized.tensors, **kept}), ops)
     steps = models[0].fused
-    assert isinstance(steps, decoder.Decoder)
+    assert isinstance(steps, forward.CudaForward)
     assert FUSED_PARTS[name] <= {line.component for line in steps.program("float32")}
-    assert decoder.max_gemv_tokens(steps.ops, batch_invariant=False) == decoder.SMALL_BATCH
+    assert forward.max_gemv_tokens(steps.ops, batch_invariant=False) == forward.SMALL_BATCH
     check_steps(models, "Q8_0")
 
 
@@ -181,8 +181,8 @@ def replace_tensor(tensor: Tensor, kind: str) -> Tensor:
 @pytest.mark.parametrize("counts", [(1, 1), (1, 3)])
 def test_pending_ids_are_taken_from_the_device(counts: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens of the step in flight, in any order, give the same logits as ids from the host: decode and mixed."""
-    monkeypatch.setattr(step_sizes, "DECODE_SIZES", (1,))
-    monkeypatch.setattr(step_sizes, "STEP_MULTIPLE", 2)
+    monkeypatch.setattr(step_inputs, "DECODE_SIZES", (1,))
+    monkeypatch.setattr(step_inputs, "STEP_MULTIPLE", 2)
     model, _ = cuda_models.load_both(cuda_models.random_checkpoint(cuda_models.GROUPED._replace(layers=1), "Q4_0"), ops)
     ids = np.array([8, 9, 10, 11][: sum(counts)])
     pending = torch.tensor([40, ids[-1], 41, 8], dtype=torch.int32, device=ops.torch_device)

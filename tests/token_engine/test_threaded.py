@@ -14,8 +14,8 @@ from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.request import Request, SamplingParams
 from llm_worker_rbee.errors import ContextLengthError, InferenceError, RequestCancelledError
 from llm_worker_rbee.models import Transformer
-from llm_worker_rbee.token_engine.in_process import InProcessEngine
 from llm_worker_rbee.token_engine.protocol import RequestState, Submit
+from llm_worker_rbee.token_engine.threaded import ThreadedEngine
 from tests.helpers import engine_runs
 from tests.helpers.engine_runs import all_of
 
@@ -38,9 +38,9 @@ def request(prompt: list[int], max_tokens: int = 20) -> RequestState:
     return RequestState(Submit(id=number, prompt=prompt, params=params, max_tokens=max_tokens, seed=1, eos_ids=[]))
 
 
-def served(engine: Engine, **options: Any) -> InProcessEngine:
+def served(engine: Engine, **options: Any) -> ThreadedEngine:
     """An engine in a thread; what it says of its model is not read here."""
-    return InProcessEngine(lambda on_stage: (engine, cast(Any, None)), **options)
+    return ThreadedEngine(lambda on_stage: (engine, cast(Any, None)), **options)
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:

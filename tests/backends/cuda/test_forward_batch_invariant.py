@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 from llm_worker_bench.synthetic import random_tensor  # noqa: E402
 from llm_worker_rbee.backends.cuda import CudaBackend  # noqa: E402
-from llm_worker_rbee.backends.cuda.fused_ops import REWRITES  # noqa: E402
+from llm_worker_rbee.backends.cuda.lowering import REWRITES  # noqa: E402
 from llm_worker_rbee.backends.graph import Rewrite  # noqa: E402
 from llm_worker_rbee.models import Transformer, load_model, read_model_config  # noqa: E402
 from llm_worker_rbee.models.convert import quantize_checkpoint  # noqa: E402
