@@ -150,8 +150,6 @@ def peers(options: PeerOptions, results: ResultOptions, computing: ComputeOption
     \b
     Examples:
       llm-worker-rbee bench peers --llama-bench ~/llama.cpp/build/bin/llama-bench
-      llm-worker-rbee bench peers model.gguf --peer-python ~/venv/bin/python
-      llm-worker-rbee bench peers --peer mistral.rs --install mistral.rs
       llm-worker-rbee bench peers model-folder --device cuda --peer vllm --peer-python ~/vllm/bin/python
       llm-worker-rbee bench peers --peer llama-bench --llama-bench-args '-fa off' --llama-bench-args '-ub 64'
       llm-worker-rbee bench peers --peer llama-bench --peer ik_llama.cpp=~/ik_llama.cpp/build/bin/llama-bench
