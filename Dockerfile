@@ -6,6 +6,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends libgomp1 && rm 
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE NOTICE ./
 COPY llm_worker_rbee ./llm_worker_rbee
+COPY llm_worker_bench ./llm_worker_bench
 RUN pip install --no-cache-dir . && useradd --create-home worker
 USER worker
 WORKDIR /home/worker

@@ -26,10 +26,10 @@ from llm_worker_rbee.config import KV_AUTO, EngineConfig
 from llm_worker_rbee.engine import engine as serving
 from llm_worker_rbee.engine.async_scheduling import AsyncScheduler, forced_drafts_pay
 from llm_worker_rbee.engine.engine import Engine
-from llm_worker_rbee.engine.request import Request, SamplingParams
+from llm_worker_rbee.engine.request import Request
 from llm_worker_rbee.models import load_model, read_model_config
+from llm_worker_rbee.sampling_params import SamplingParams, StructuredOutputsParams
 from llm_worker_rbee.structured_outputs.grammar import GrammarCompiler
-from llm_worker_rbee.structured_outputs.params import StructuredOutputsParams
 from llm_worker_rbee.text_model import open_tokenizer
 from llm_worker_rbee.token_engine.launch import warm_up
 from llm_worker_rbee.weights import open_checkpoint

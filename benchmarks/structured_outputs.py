@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from llm_worker_rbee import LLM, SamplingParams
-from llm_worker_rbee.structured_outputs.params import StructuredOutputsParams
+from llm_worker_rbee.sampling_params import StructuredOutputsParams
 
 TOKENS = 96
 ITEM = {

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from llm_worker_rbee.backends.ops import Array, Backend, Batch, Ints
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.engine.model_runner import SingleSequence
-from llm_worker_rbee.engine.request import Request, SamplingParams
+from llm_worker_rbee.engine.request import Request
 from llm_worker_rbee.errors import InferenceError, InvalidRequestError, MissingDependencyError, WorkerError
 from llm_worker_rbee.generation import Completion
 from llm_worker_rbee.llm import LLM
@@ -29,6 +29,7 @@ from llm_worker_rbee.models import Transformer, load_model, read_model_config
 from llm_worker_rbee.models.convert import is_fp8, quantize_checkpoint
 from llm_worker_rbee.models.kv_cache import KVCache
 from llm_worker_rbee.progress import StepProgress
+from llm_worker_rbee.sampling_params import SamplingParams
 
 from . import statistics
 from .peers import library_child

@@ -17,13 +17,14 @@ import numpy as np
 from llm_worker_rbee.backends.ops import Ints
 from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.engine.engine import Engine
-from llm_worker_rbee.engine.request import Request, SamplingParams, StepOutput
+from llm_worker_rbee.engine.request import Request, StepOutput
 from llm_worker_rbee.engine.speculative import DraftModel
 from llm_worker_rbee.errors import InferenceError, InvalidRequestError
 from llm_worker_rbee.llm import open_tokenizer
 from llm_worker_rbee.load import LoadPhases
 from llm_worker_rbee.models import Transformer
 from llm_worker_rbee.models.kv_cache import KVCache
+from llm_worker_rbee.sampling_params import SamplingParams
 from llm_worker_rbee.token_engine.launch import warm_up
 from llm_worker_rbee.weights import Checkpoint
 

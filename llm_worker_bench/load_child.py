@@ -24,8 +24,9 @@ from llm_worker_bench import processes  # noqa: E402
 from llm_worker_bench.backends import peak_device_memory  # noqa: E402
 from llm_worker_rbee.config import KV_AUTO  # noqa: E402
 from llm_worker_rbee.engine.engine import Engine  # noqa: E402
-from llm_worker_rbee.engine.request import Request, SamplingParams  # noqa: E402
+from llm_worker_rbee.engine.request import Request  # noqa: E402
 from llm_worker_rbee.load import LoadOptions, LoadPhases, split_settings  # noqa: E402
+from llm_worker_rbee.sampling_params import SamplingParams  # noqa: E402
 from llm_worker_rbee.token_engine.launch import load_engine, warm_up  # noqa: E402
 from llm_worker_rbee.token_engine.protocol import ModelInfo  # noqa: E402
 from llm_worker_rbee.weights import open_checkpoint  # noqa: E402

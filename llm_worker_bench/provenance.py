@@ -15,14 +15,14 @@ import llm_worker_rbee
 
 QUOTES = '"' * 3
 PACKAGE = Path(llm_worker_rbee.__file__).parent
-POOLING = ("embedder.py", "load_pooling.py", "pooling_text.py")
+POOLING = ("embedder.py", "load_pooling.py")
 # area -> its files and folders in the package
 AREAS: Mapping[str, tuple[str, ...]] = {
     "reference": ("backends/reference.py", "backends/reference_sampling.py"),
     "cpu": ("backends/cpu", "backends/cpu_info.py"),
     "cuda": ("backends/cuda",),
     "layers": ("backends/ops.py", "backends/graph.py", "layers", "models"),
-    "engine": ("engine", "token_engine", "llm.py", "load.py", "text_model.py", *POOLING),
+    "engine": ("engine", "token_engine", "llm.py", "load.py", "sampling_params.py", "text_model.py", *POOLING),
     "server": ("server",),
 }
 

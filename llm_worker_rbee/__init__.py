@@ -17,11 +17,10 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .embedder import Embedder, RankResult, Reranker
-    from .engine.request import SamplingParams
     from .errors import WorkerError
     from .generation import Chunk, Completion, Timings
     from .llm import LLM, Stream
-    from .structured_outputs.params import StructuredOutputsParams
+    from .sampling_params import SamplingParams, StructuredOutputsParams
     from .tokenizer.chat_events import Tool, ToolCall
 
 

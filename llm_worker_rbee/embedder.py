@@ -27,9 +27,9 @@ from .engine.pooling_engine import PoolingEngine, Score, finish_embeddings, fini
 from .errors import InvalidRequestError
 from .load import LoadPhases
 from .load_pooling import PoolingOptions, load_pooling
-from .pooling_text import EncodedPairs
 from .progress import Advance, OnStage, request_progress
 from .token_engine.pooling_loop import DEVICE_STEP_TOKENS, HOST_STEP_TOKENS
+from .tokenizer.pooling_text import EncodedPairs
 from .weights.hub import DEFAULT_EMBEDDING_MODEL, Progress
 
 __all__ = ["Embedder", "RankResult", "Reranker"]

@@ -6,6 +6,7 @@ command line prints it as one line, the server sends it with the code.
 
 import os
 import traceback
+from copy import copy
 from typing import Any
 
 
@@ -163,3 +164,10 @@ def describe_failure(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)[-4:]
     places = " < ".join(f"{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}" for frame in reversed(frames))
     return f"{type(error).__name__} at {places}"
+
+
+def copy_error(error: WorkerError) -> WorkerError:
+    """Return the same error for one more request: one object raised in several places would gather all tracebacks."""
+    own = copy(error)
+    own.__cause__ = error.__cause__
+    return own

@@ -18,9 +18,10 @@ from itertools import count
 from typing import NamedTuple
 
 from .config import EngineConfig
-from .engine.request import NO_TOKEN, FinishReason, SamplingParams, TokenLogprob, resolve_max_tokens
+from .engine.request import NO_TOKEN, resolve_max_tokens
 from .engine.sampler import draw_seed
 from .errors import InvalidRequestError
+from .sampling_params import FinishReason, SamplingParams, TokenLogprob
 from .token_engine.protocol import RequestState, RequestStream, Submit, TokenEngine, TokenOutput
 from .tokenizer import Detokenizer, Tokenizer
 from .tokenizer.chat_events import ChatEvent, ToolCall, ToolCallEnd

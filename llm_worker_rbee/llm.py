@@ -23,12 +23,11 @@ from typing import Any, overload
 
 from .config import KV_AUTO
 from .engine.engine import Engine
-from .engine.request import SamplingParams, TokenLogprob
 from .errors import InvalidRequestError, RequestCancelledError, WorkerError
 from .generation import Chunk, Completion, Generation, Timings, make_generations
 from .load import LoadOptions, LoadPhases, load, make_engine
 from .progress import OnStage, request_progress
-from .structured_outputs.params import StructuredOutputsParams
+from .sampling_params import SamplingParams, StructuredOutputsParams, TokenLogprob
 from .text_model import TextModel, open_tokenizer
 from .token_engine.engine_loop import EngineLoop
 from .token_engine.launch import model_info

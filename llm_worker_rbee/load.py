@@ -26,7 +26,6 @@ from .engine.kv_cache_budget import (
     plan_kv_cache,
 )
 from .engine.mtp import MtpDrafter
-from .engine.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from .engine.speculative import Drafter, DraftModel
 from .engine.state_pool import SLOTS_PER_REQUEST
 from .engine.step_limits import SchedulerLimits, Workspace, choose_batch, choose_step_tokens
@@ -35,7 +34,9 @@ from .machine import without_collection
 from .models import MtpHead, Transformer, load_model, load_model_with_head, read_model_config, require_decoder
 from .models.convert import is_fp8, planned_types, quantize_checkpoint
 from .models.mtp import head_config, require_head
+from .models.sampling_defaults import read_sampling_defaults
 from .progress import OnStage, Stage
+from .sampling_params import SamplingDefaults
 from .structured_outputs.grammar import GrammarCompiler
 from .text_model import open_tokenizer
 from .tokenizer import Tokenizer

@@ -18,8 +18,8 @@ from .models.convert import is_fp8, quantize_checkpoint
 from .models.pooling import PoolingModel
 from .models.pooling_config import is_pooling_model, read_pooling_config
 from .models.pooling_loader import load_pooling_model
-from .pooling_text import PoolingText
 from .text_model import open_tokenizer
+from .tokenizer.pooling_text import PoolingText
 from .weights import Checkpoint, open_checkpoint
 from .weights.hub import locate_model
 from .weights.quant_mix import quant_name

@@ -11,12 +11,11 @@ from functools import cached_property, partial
 from threading import Thread
 from typing import Any, NamedTuple
 
-from .engine.sampling_defaults import SamplingDefaults
 from .errors import ChatTemplateError, InvalidRequestError, WorkerError
+from .sampling_params import STRUCTURED, SamplingDefaults, StructuredOutputsParams
 from .structured_outputs.chat_grammar import ToolSchemaError, answer_grammar, parameters_schema
 from .structured_outputs.grammar import POSITION
 from .structured_outputs.grammar_check import GrammarChecker
-from .structured_outputs.params import FIELD, StructuredOutputsParams
 from .tokenizer import ChatTemplate, Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
 from .tokenizer.chat_detection import detect_chat_format
 from .tokenizer.chat_events import ChatOptions
@@ -92,7 +91,7 @@ class TextModel:
             if given is None:
                 message, field = f"the parameters of the tools cannot be used: {reason}", "tools"
             else:
-                message, field = f"{FIELD}.{given.kind} cannot be used: {reason}", FIELD
+                message, field = f"{STRUCTURED}.{given.kind} cannot be used: {reason}", STRUCTURED
             raise InvalidRequestError(message, field) from None
 
     def _check_tools(self, options: ChatOptions) -> None:

@@ -33,7 +33,7 @@ TESTS = Path(__file__).parent
 # kernels do not start together, or both would compile the same.
 SLOW_FILES = (
     "backends/cpu/matmul/test_unpacked.py",
-    "backends/cuda/test_decoder_batch_invariant.py",
+    "backends/cuda/test_forward_batch_invariant.py",
     "tokenizer/test_chat_template.py",
     "backends/cpu/test_attention.py",
     "cli/test_serve_processes.py",
@@ -42,7 +42,7 @@ SLOW_FILES = (
     "engine/test_engine_same_answer.py",
     "token_engine/test_replicas.py",
     "server/test_openapi_schemathesis.py",
-    "backends/cuda/test_decoder.py",
+    "backends/cuda/test_forward.py",
     "backends/cuda/test_compile.py",
     "server/test_app_page.py",
 )

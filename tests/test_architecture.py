@@ -22,11 +22,11 @@ WORKER_FILES, BENCH_FILES = (sorted(folder.rglob("*.py")) for folder in (PACKAGE
 FILES = [*WORKER_FILES, *BENCH_FILES]
 
 # Each folder or top-level module, and what it may import from; a row may name only rows above it.
-BASE = {"config", "errors", "machine", "pipe_process"}
+BASE = {"config", "errors", "machine", "pipe_process", "sampling_params"}
 DATA = BASE | {"weights", "tokenizer"}
 MODEL = DATA | {"backends", "layers", "models"}
 GRAMMARS = {"structured_outputs"}
-ENGINE = MODEL | GRAMMARS | {"engine", "load", "load_pooling", "pooling_text", "progress", "text_model", "token_engine"}
+ENGINE = MODEL | GRAMMARS | {"engine", "load", "load_pooling", "progress", "text_model", "token_engine"}
 OFFLINE = ENGINE | {"embedder", "generation", "llm"}
 IMPORTS: dict[str, set[str]] = {
     "errors": set(),
@@ -34,6 +34,7 @@ IMPORTS: dict[str, set[str]] = {
     "pipe_process": set(),
     "progress": {"errors"},
     "config": {"errors"},
+    "sampling_params": {"errors"},
     "weights": BASE,
     "tokenizer": BASE,
     "backends": DATA,
@@ -41,10 +42,9 @@ IMPORTS: dict[str, set[str]] = {
     "models": DATA | {"backends", "layers"},
     "structured_outputs": DATA | {"backends"},
     "engine": MODEL | GRAMMARS,
-    "text_model": DATA | GRAMMARS | {"engine"},
-    "pooling_text": DATA | {"backends"},
+    "text_model": DATA | GRAMMARS,
     "load": MODEL | GRAMMARS | {"engine", "progress", "text_model"},
-    "load_pooling": MODEL | {"engine", "load", "pooling_text", "progress", "text_model"},
+    "load_pooling": MODEL | {"engine", "load", "progress", "text_model"},
     "token_engine": ENGINE - {"token_engine"},
     "generation": ENGINE,
     "llm": ENGINE | {"generation"},
@@ -52,7 +52,7 @@ IMPORTS: dict[str, set[str]] = {
     "server": OFFLINE,
     "cluster": OFFLINE | {"server"},
     "cli": OFFLINE | {"server"},
-    "__init__": {"embedder", "llm", "generation", "engine", "errors", "structured_outputs", "tokenizer"},
+    "__init__": {"embedder", "llm", "generation", "errors", "sampling_params", "tokenizer"},
     "__main__": {"cli", "errors", "token_engine"},
     "llm_worker_bench": OFFLINE | {"cli"},  # it never imports the server, and the worker never imports it
 }

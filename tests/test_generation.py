@@ -11,9 +11,9 @@ import pytest
 
 from llm_worker_rbee import LLM, SamplingParams
 from llm_worker_rbee.config import EngineConfig
-from llm_worker_rbee.engine.request import FinishReason, TokenLogprob
 from llm_worker_rbee.errors import ContextLengthError, DeadlineError, InvalidRequestError
 from llm_worker_rbee.generation import Generation, GenerationListener, TextDelta, Timings, make_generations
+from llm_worker_rbee.sampling_params import FinishReason, TokenLogprob
 from llm_worker_rbee.token_engine.protocol import RequestState, TokenOutput
 
 CONFIG = EngineConfig(max_context=64, n_blocks=4)

@@ -11,9 +11,8 @@ import pytest
 
 import llm_worker_rbee
 from llm_worker_rbee import LLM, Chunk, Completion, SamplingParams
-from llm_worker_rbee.engine.request import NEUTRAL_SAMPLING
-from llm_worker_rbee.engine.sampling_defaults import BUILT_IN_SAMPLING
 from llm_worker_rbee.errors import ChatTemplateError, ContextLengthError, InvalidRequestError, ModelNotFoundError
+from llm_worker_rbee.sampling_params import BUILT_IN_SAMPLING, NEUTRAL_SAMPLING
 from llm_worker_rbee.weights.gguf_writer import Typed, write_gguf
 from tests.helpers import minimal_gguf, model_runs, tiny_models
 

@@ -19,9 +19,9 @@ from llm_worker_rbee.errors import InvalidRequestError
 from llm_worker_rbee.models import read_model_config
 from llm_worker_rbee.models.convert import convert
 from llm_worker_rbee.models.pooling_config import read_pooling_config
-from llm_worker_rbee.pooling_text import PoolingText
 from llm_worker_rbee.progress import StepProgress
 from llm_worker_rbee.text_model import open_tokenizer
+from llm_worker_rbee.tokenizer.pooling_text import PoolingText
 from llm_worker_rbee.weights import Checkpoint, open_checkpoint
 
 from .. import statistics, synthetic

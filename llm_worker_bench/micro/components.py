@@ -13,10 +13,11 @@ from typing import Any, cast
 
 from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.engine.model_runner import ModelRunner
-from llm_worker_rbee.engine.request import Request, SamplerOutput, SamplingParams
+from llm_worker_rbee.engine.request import Request, SamplerOutput
 from llm_worker_rbee.engine.scheduler import Scheduler
 from llm_worker_rbee.llm import open_tokenizer
 from llm_worker_rbee.models import Transformer, load_model, read_model_config
+from llm_worker_rbee.sampling_params import SamplingParams
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.hub import locate_model
 from llm_worker_rbee.weights.quants import BLOCK_TYPES

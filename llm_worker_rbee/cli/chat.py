@@ -13,10 +13,10 @@ from typing import Annotated
 
 import typer
 
-from ..engine.request import SamplingParams
 from ..errors import ContextLengthError, WorkerError, counted
 from ..generation import Completion
 from ..llm import LLM, Stream
+from ..sampling_params import SamplingParams
 from ..text_model import EncodedPrompt
 from ..tokenizer.chat_template import start_ahead
 from .options import EngineOptions, LoadOptions, ModelOptions, SamplingOptions, gather, load_model, start_stream

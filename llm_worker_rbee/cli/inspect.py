@@ -15,15 +15,15 @@ from ..backends import fallback_to_cpu, select, select_backend
 from ..backends.ops import Backend
 from ..config import KV_AUTO, KV_DEFAULT, KV_ON_CPU, ExpertConfig, ModelConfig
 from ..engine.kv_cache_budget import DEVICE_MEMORY_FRACTION, HOST_MEMORY_FRACTION
-from ..engine.request import NEUTRAL_SAMPLING
-from ..engine.sampling_defaults import BUILT_IN, read_sampling_defaults
 from ..engine.step_limits import SchedulerLimits
 from ..errors import InsufficientMemoryError, WorkerError, human_bytes
 from ..llm import open_tokenizer
 from ..models import read_model_config
 from ..models.mtp import has_head, head_config
 from ..models.pooling_config import is_pooling_model, read_pooling_config
+from ..models.sampling_defaults import read_sampling_defaults
 from ..progress import transfer_progress
+from ..sampling_params import BUILT_IN, NEUTRAL_SAMPLING
 from ..weights import Checkpoint, hub, open_checkpoint
 from .options import MODEL_HELP, CapacityOptions, LoadOptions, ModelOptions, gather, load_model, option_names_in_errors
 from .terminal import Status, cell, columns, one_line, print_json, program_lines, style

@@ -21,14 +21,13 @@ from ..backends import cpu_info
 from ..backends.ops import CAPTURING, COMPILING
 from ..config import KV_AUTO, KV_VALUE_BYTES, MAX_BATCH, SPECULATIVE, EngineConfig
 from ..engine.kv_cache_budget import parse_size
-from ..engine.request import SamplingParams
-from ..engine.sampling_defaults import BUILT_IN_SAMPLING
 from ..engine.step_limits import STEP_TOKENS
 from ..errors import InsufficientMemoryError, InvalidRequestError, WorkerError
 from ..llm import LLM, Stream
 from ..load import given_settings
 from ..models.convert import TYPES
 from ..progress import OnStage, transfer_progress
+from ..sampling_params import BUILT_IN_SAMPLING, SamplingParams
 from ..text_model import EncodedPrompt
 from ..weights.hub import Progress
 from . import NUMPY_THREAD_VARIABLES

@@ -17,13 +17,12 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from ..engine.request import NEUTRAL_SAMPLING, SamplingParams, TokenLogprob
 from ..errors import InvalidRequestError, WorkerError, counted
 from ..generation import Chunk, Completion
 from ..llm import LLM, MAX_COMPLETIONS, Stream, together
 from ..progress import request_progress, supports_ansi
+from ..sampling_params import NEUTRAL_SAMPLING, OBJECT_MODES, SamplingParams, StructuredOutputsParams, TokenLogprob
 from ..structured_outputs.grammar_check import GrammarChecker
-from ..structured_outputs.params import OBJECTS, StructuredOutputsParams
 from ..text_model import EncodedPrompt
 from ..tokenizer import Tokenizer
 from ..tokenizer.chat_events import ReasoningDelta
@@ -182,7 +181,7 @@ class GuidedOptions:
         if self.json_schema:
             is_text = self.json_schema.lstrip().startswith("{")
             schema = self.json_schema if is_text else read_file(Path(self.json_schema))
-            return StructuredOutputsParams(json=schema, additional_properties=OBJECTS[self.open_objects])
+            return StructuredOutputsParams(json=schema, additional_properties=OBJECT_MODES[self.open_objects])
         if self.grammar:
             return StructuredOutputsParams(grammar=read_file(self.grammar))
         texts = [argument_text(text, "--choice") for text in self.choice or ()]

@@ -20,12 +20,12 @@ import typer
 from ..backends.ops import CAPTURING, COMPILING
 from ..config import ServerSettings
 from ..engine.engine import Engine
-from ..engine.sampling_defaults import read_sampling_defaults
 from ..engine.step_limits import SchedulerLimits
 from ..errors import InvalidRequestError
 from ..llm import LLM
 from ..load import split_settings
 from ..models import read_model_config
+from ..models.sampling_defaults import read_sampling_defaults
 from ..progress import OnStage, transfer_progress
 from ..server import log
 from ..server.auth import Key, find_key, host_name, require_key

@@ -15,10 +15,10 @@ from ..errors import WorkerError
 from ..load_pooling import open_pooling_text
 from ..models import read_model_config
 from ..models.pooling_config import read_pooling_config
-from ..pooling_text import PoolingText
 from ..server.pooling import Kind, PoolingService
 from ..token_engine.pooling_supervisor import SupervisedPooling
 from ..token_engine.protocol import Load, PoolingInfo
+from ..tokenizer.pooling_text import PoolingText
 from ..weights import open_checkpoint
 from ..weights.hub import find_model
 from .options import option_fields

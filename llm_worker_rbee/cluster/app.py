@@ -24,9 +24,9 @@ from ray.serve.schema import LoggingConfig
 
 from ..config import KV_AUTO, ServerSettings
 from ..engine.kv_cache_budget import parse_size
-from ..engine.sampling_defaults import read_sampling_defaults
 from ..errors import InvalidRequestError
 from ..load import check_settings, split_settings
+from ..models.sampling_defaults import read_sampling_defaults
 from ..server import log
 from ..server.app import application
 from ..server.auth import VARIABLES, Key, find_key

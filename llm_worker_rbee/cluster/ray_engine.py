@@ -23,8 +23,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import DeploymentStatus
 
-from ..engine.request import copy_error
-from ..errors import DeadlineError, InferenceError, WorkerError, counted
+from ..errors import DeadlineError, InferenceError, WorkerError, copy_error, counted
 from ..progress import OnStage, Stage
 from ..token_engine.protocol import (
     VERSION,

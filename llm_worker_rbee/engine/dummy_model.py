@@ -9,7 +9,8 @@ import time
 from collections.abc import Sequence
 
 from ..errors import InvalidRequestError
-from .request import SamplerOutput, ScheduledTokens, TokenLogprob
+from ..sampling_params import TokenLogprob
+from .request import SamplerOutput, ScheduledTokens
 
 
 class DummyModel:

@@ -16,7 +16,8 @@ import numpy as np
 
 from ..backends.ops import Array, Backend, Ints, Logprobs, SampleRow, TokenMask, pending_id
 from ..errors import InferenceError, WorkerError
-from .request import Request, SamplerOutput, SamplingParams, ScheduledTokens, TokenLogprob
+from ..sampling_params import SamplingParams, TokenLogprob
+from .request import Request, SamplerOutput, ScheduledTokens
 
 SEED_BITS = 53  # survives a JSON reader that keeps numbers as doubles
 # What a row copies from the parameters as it is: the fields that both have, by the same name and type.

@@ -15,20 +15,10 @@ from heapq import heapify, heappop, heappush
 from itertools import islice
 
 from ..config import EngineConfig
-from ..errors import DeadlineError, WorkerError
+from ..errors import DeadlineError, WorkerError, copy_error
+from ..sampling_params import FinishReason, TokenLogprob
 from .block_pool import BlockPool, InFlightBlocks, extend_hashes
-from .request import (
-    FinishReason,
-    Request,
-    SamplerOutput,
-    ScheduledTokens,
-    SchedulerStats,
-    SchedulingEvent,
-    StepOutput,
-    TokenLogprob,
-    copy_error,
-    error_output,
-)
+from .request import Request, SamplerOutput, ScheduledTokens, SchedulerStats, SchedulingEvent, StepOutput, error_output
 from .state_pool import MIN_SNAPSHOT_BLOCKS, StatePool
 from .step_limits import max_scored_tokens
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import msgspec
 
-from ..engine.request import MAX_COUNT, SamplingParams
 from ..errors import InvalidRequestError, PayloadTooLargeError
-from ..structured_outputs.params import StructuredOutputsParams
+from ..sampling_params import MAX_COUNT, SamplingParams, StructuredOutputsParams
 from ..tokenizer.chat_events import ChatOptions
 from .messages import APPLY_TEMPLATE, normalize_messages
 from .schema import (

@@ -21,7 +21,7 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from ..errors import ContextLengthError, InvalidRequestError, QueueFullError, ShuttingDownError
-from ..structured_outputs.params import StructuredOutputsParams
+from ..sampling_params import StructuredOutputsParams
 from ..text_model import EncodedPrompt, TextModel
 from ..tokenizer.tokenizer import MARK
 from .bodies import Conversation, ParseOptions, Prompt, grammar_size, num_bytes, prompt_size

@@ -12,8 +12,8 @@ from typing import Any
 
 from .. import __version__
 from ..config import ServerSettings
-from ..engine.request import NEUTRAL_SAMPLING
 from ..engine.step_time import StepTimeCoefficients
+from ..sampling_params import NEUTRAL_SAMPLING
 from .dialects import Operation, all_dialects, dialect_of
 from .messages import APPLY_TEMPLATE
 from .middleware import PUBLIC_PATHS

@@ -31,9 +31,9 @@ from ..errors import (
     WorkerError,
     counted,
 )
-from ..pooling_text import PoolingText
 from ..token_engine.pooling_supervisor import SupervisedPooling
 from ..token_engine.protocol import PoolingInfo
+from ..tokenizer.pooling_text import PoolingText
 from .metrics import PREFIX, REQUEST_BOUNDS, Histogram
 from .offload import OffloadPool
 from .pooling_bodies import EmbedRequest, Inputs, RankRequest

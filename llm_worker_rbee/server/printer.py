@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ..engine.request import FinishReason, TokenLogprob
+from ..sampling_params import FinishReason, TokenLogprob
 from ..tokenizer.chat_events import ChatEvent, ContentDelta, EventFold
 from .sse import PING
 

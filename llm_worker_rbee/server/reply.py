@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from ..engine.request import SamplingParams, check_prompt_fits, fit_max_tokens
+from ..engine.request import check_prompt_fits, fit_max_tokens
 from ..errors import ContextLengthError, InferenceError, InvalidRequestError, WorkerError
 from ..generation import Generation
+from ..sampling_params import STRUCTURED, SamplingParams
 from ..structured_outputs.chat_grammar import ToolSchemaError
-from ..structured_outputs.params import FIELD
 from ..text_model import EncodedPrompt
 from ..tokenizer import Tokenizer
 from . import log
@@ -69,10 +69,11 @@ async def start_reply(worker: Worker, request: GenerateRequest, make_printer: Ca
 
 def _rename_field(error: InvalidRequestError, request: GenerateRequest) -> None:
     """Call the field that an error is about what the dialect calls it."""
-    if error.field == FIELD:
+    if error.field == STRUCTURED:
         error.field = request.structured_outputs_field
-        if error.field != FIELD:
-            error.args = (re.sub(rf"^{FIELD}\.\w+", request.structured_outputs_field, str(error)), *error.args[1:])
+        if error.field != STRUCTURED:
+            message = re.sub(rf"^{STRUCTURED}\.\w+", request.structured_outputs_field, str(error))
+            error.args = (message, *error.args[1:])
     elif error.field == "messages":
         error.field = request.messages_field
     elif isinstance(error, ToolSchemaError) and request.tool_places:

@@ -15,15 +15,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ..engine.request import (
+from ..errors import InvalidRequestError
+from ..sampling_params import (
     MAX_SEED,
     MAX_STOP_CHARS,
+    OBJECT_MODES,
     SAMPLING_BOUNDS,
     Bounds,
     SamplingParams,
+    StructuredOutputsParams,
 )
-from ..errors import InvalidRequestError
-from ..structured_outputs.params import OBJECTS, StructuredOutputsParams
 
 Schema = dict[str, Any]
 MISSING: Any = object()
@@ -331,7 +332,7 @@ class StructuredOutputs(FieldType):
             "regex": {"type": "string"}, "choice": array_schema({"type": "string", "minLength": 1}, 1),
             "grammar": {"type": "string"},
         }  # fmt: skip
-        objects: dict[str, Schema] = {"additional_properties": {"enum": [*OBJECTS]}}
+        objects: dict[str, Schema] = {"additional_properties": {"enum": [*OBJECT_MODES]}}
         return {"anyOf": [
             object_schema({kind: schema, **(objects if kind == "json" else {})}, kind) for kind, schema in kinds.items()
         ]}  # fmt: skip

@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 from ..config import ServerSettings
-from ..engine.request import SamplingParams
 from ..errors import (
     InferenceError,
     InvalidRequestError,
@@ -26,6 +25,7 @@ from ..errors import (
 )
 from ..generation import Generation, GenerationListener, make_generations
 from ..progress import Stage
+from ..sampling_params import SamplingParams
 from ..text_model import TextModel
 from ..token_engine.protocol import ModelInfo, TokenEngine
 from ..tokenizer.chat_parser import ChatParser

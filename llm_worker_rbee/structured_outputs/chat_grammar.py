@@ -14,11 +14,11 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import InvalidRequestError
+from ..sampling_params import STRUCTURED
 from ..tokenizer.chat_events import ChatOptions, Tool
 from ..tokenizer.chat_format import GEMMA_QUOTE, ID, KEY, ChatFormat, ToolFormat
 from ..tokenizer.chat_values import resolve_reference, schema_types
 from .json_schema import prepare_schema, without_annotations
-from .params import FIELD
 
 MAX_DEPTH = 8  # of a schema in a notation other than JSON
 CHARS_PER_TOKEN = 4  # of a thinking budget where the end of the reasoning is not a token
@@ -195,7 +195,7 @@ class _Writer:
         except ValueError as error:
             if tool is not None:
                 raise ToolSchemaError(self._options.tools.index(tool), tool.name, str(error)) from None
-            raise InvalidRequestError(f"{FIELD}.json cannot be used: {error}", FIELD) from None
+            raise InvalidRequestError(f"{STRUCTURED}.json cannot be used: {error}", STRUCTURED) from None
         return self.rule("%json " + json.dumps(prepared, ensure_ascii=False))
 
     # ------------------------------------------------------------------ calls

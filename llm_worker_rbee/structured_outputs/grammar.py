@@ -21,11 +21,11 @@ from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import GrammarDeadEndError, InvalidRequestError, WorkerError
+from ..sampling_params import STRUCTURED, StructuredOutputsParams
 from ..tokenizer.chat_format import marker_ids
 from .chat_grammar import escape_slashes, quote
 from .constraint import Constraint, lower_thread_priority
 from .json_schema import prepare_schema
-from .params import FIELD, StructuredOutputsParams
 
 if TYPE_CHECKING:  # only its interface is used
     from ..tokenizer import Tokenizer
@@ -97,7 +97,7 @@ def to_grammar(params: StructuredOutputsParams) -> str:
 def invalid(kind: str, reason: str) -> InvalidRequestError:
     """Return the error of a grammar that cannot be used; positions count only in a text that the client wrote."""
     text = shorten(reason if kind == "grammar" else POSITION.sub("", reason))
-    return InvalidRequestError(f"{FIELD}.{kind} cannot be used: {text}", FIELD)
+    return InvalidRequestError(f"{STRUCTURED}.{kind} cannot be used: {text}", STRUCTURED)
 
 
 def shorten(reason: str) -> str:
@@ -116,7 +116,9 @@ class TokenTable:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         if tokenizer.decode_error is not None:
-            raise InvalidRequestError(f"{FIELD} cannot be used with this model: {tokenizer.decode_error}", FIELD)
+            raise InvalidRequestError(
+                f"{STRUCTURED} cannot be used with this model: {tokenizer.decode_error}", STRUCTURED
+            )
         tokenizer.pad_to(vocab_size)
         self.tokens = list(map(tokenizer.token_bytes, range(vocab_size)))
         self.eos_ids = sorted(token for token in tokenizer.eos_ids if token < vocab_size)

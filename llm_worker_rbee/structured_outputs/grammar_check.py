@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 from ..errors import MissingDependencyError, UnavailableError
 from ..machine import describe_exit
 from ..pipe_process import PipeProcess
+from ..sampling_params import StructuredOutputsParams
 from . import grammar_process
 from .grammar import LIMITS, POSITION, SLICES, invalid, shorten, to_grammar
 from .grammar_process import MAX_CPU_S, MAX_MEMORY, MAX_WAIT_S
-from .params import StructuredOutputsParams
 
 logger = logging.getLogger("llm_worker_rbee.engine")
 MAX_REMEMBERED, MAX_REMEMBERED_CHARS = 1000, 16 << 20

@@ -14,8 +14,8 @@ from operator import attrgetter
 
 from .. import machine
 from ..engine.engine import Engine
-from ..engine.request import Request, StepOutput, copy_error
-from ..errors import ContextLengthError, InferenceError, InvalidRequestError, WorkerError
+from ..engine.request import Request, StepOutput
+from ..errors import ContextLengthError, InferenceError, InvalidRequestError, WorkerError, copy_error
 from ..structured_outputs.constraint import Constraint
 from .protocol import Abort, EngineStats, RequestEvent, StepResult, Submit, TokenOutput
 

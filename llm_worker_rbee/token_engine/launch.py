@@ -8,8 +8,9 @@ from pathlib import Path
 from ..backends.ops import WarmUp
 from ..engine.dummy_model import DummyModel
 from ..engine.engine import Engine
-from ..engine.request import Request, SamplingParams, SchedulerStats
+from ..engine.request import Request, SchedulerStats
 from ..load import LoadedModel, LoadOptions, LoadPhases, load, make_engine
+from ..sampling_params import SamplingParams
 from ..tokenizer import Tokenizer
 from .protocol import ModelInfo
 

@@ -16,8 +16,7 @@ import numpy as np
 
 from ..backends.ops import Ints
 from ..engine.pooling_engine import Floats
-from ..engine.request import copy_error
-from ..errors import InferenceError, InvalidRequestError, WorkerError
+from ..errors import InferenceError, InvalidRequestError, WorkerError, copy_error
 from .pooling_loop import join_rows
 from .protocol import Abort, Pool, PooledRows, PoolingInfo, PoolingStep
 from .supervised_process import SupervisedProcess

@@ -21,10 +21,10 @@ from typing import Any, Literal
 import msgspec
 
 from ..config import EngineConfig
-from ..engine.request import FinishReason, SamplingParams, TokenLogprob
 from ..engine.step_time import StepTimeCoefficients, StepTimes
 from ..errors import WorkerError
 from ..progress import OnStage, Stage
+from ..sampling_params import FinishReason, SamplingParams, TokenLogprob
 
 VERSION = 1  # of the messages; both ends must have the same
 EventKind = Literal["admitted", "prefill", "preempted", "resumed"]

@@ -14,8 +14,7 @@ from typing import Any
 
 import msgspec
 
-from ..engine.request import copy_error
-from ..errors import InferenceError, WorkerError
+from ..errors import InferenceError, WorkerError, copy_error
 from ..progress import OnStage, Stage, TransferProgress
 from .protocol import EngineStats, Load, ModelInfo, RequestState, TokenEngine, add_stats
 from .routing import choose, prompt_hashes

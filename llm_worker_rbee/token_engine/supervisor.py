@@ -20,8 +20,7 @@ from typing import Any
 
 import msgspec
 
-from ..engine.request import copy_error
-from ..errors import DeadlineError, InferenceError, WorkerError, counted
+from ..errors import DeadlineError, InferenceError, WorkerError, copy_error, counted
 from .protocol import (
     Abort,
     EngineStats,

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from llm_worker_rbee import LLM
-from llm_worker_rbee.engine.request import SamplingParams
+from llm_worker_rbee.sampling_params import SamplingParams
 
 SAMPLING = {"ignore_eos": True, "top_k": 0, "top_p": 0.95, "min_p": 0.0, "repetition_penalty": 1.0}
 NUM_STREAMS = 16

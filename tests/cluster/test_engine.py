@@ -16,8 +16,8 @@ import pytest
 from llm_worker_rbee.cluster import reports
 from llm_worker_rbee.cluster.engine import Engine
 from llm_worker_rbee.cluster.reports import EngineReport
-from llm_worker_rbee.engine.request import SamplingParams
 from llm_worker_rbee.errors import RequestCancelledError
+from llm_worker_rbee.sampling_params import SamplingParams
 from llm_worker_rbee.token_engine.protocol import VERSION, StepResult, Submit, TokenOutput
 from llm_worker_rbee.token_engine.wire import FrameReader, FromEngine, encode
 

@@ -13,8 +13,8 @@ from ray.exceptions import ActorDiedError
 from llm_worker_rbee import LLM
 from llm_worker_rbee.cluster import ray_engine
 from llm_worker_rbee.cluster.reports import EngineReport
-from llm_worker_rbee.engine.request import SamplingParams
 from llm_worker_rbee.errors import InferenceError
+from llm_worker_rbee.sampling_params import SamplingParams
 from llm_worker_rbee.token_engine.protocol import (
     EngineStats,
     RequestEvent,

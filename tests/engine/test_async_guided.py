@@ -15,12 +15,12 @@ from llm_worker_rbee.engine import engine as serving
 from llm_worker_rbee.engine.async_scheduling import GAP_S, AsyncScheduler, forced_drafts_pay
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.mask_filler import MaskFiller
-from llm_worker_rbee.engine.request import Request, SamplingParams, StepOutput
+from llm_worker_rbee.engine.request import Request, StepOutput
 from llm_worker_rbee.errors import GrammarDeadEndError, GrammarTooSlowError, InsufficientMemoryError
 from llm_worker_rbee.models import Transformer
+from llm_worker_rbee.sampling_params import SamplingParams, StructuredOutputsParams
 from llm_worker_rbee.structured_outputs.constraint import BUDGET_STEPS, MAX_STEP_S, SLOW_STEP_S, Constraint
 from llm_worker_rbee.structured_outputs.grammar import GrammarCompiler
-from llm_worker_rbee.structured_outputs.params import StructuredOutputsParams
 from llm_worker_rbee.text_model import open_tokenizer
 from llm_worker_rbee.weights import open_checkpoint
 from tests.conftest import DEVICE

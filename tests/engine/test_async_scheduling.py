@@ -17,11 +17,12 @@ from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.engine import engine as serving
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.model_runner import ModelRunner
-from llm_worker_rbee.engine.request import Request, SamplingParams, StepOutput, TokenLogprob
+from llm_worker_rbee.engine.request import Request, StepOutput
 from llm_worker_rbee.engine.speculative import DraftModel
 from llm_worker_rbee.engine.step_time import StepSize
 from llm_worker_rbee.errors import InferenceError, InsufficientMemoryError
 from llm_worker_rbee.models import Transformer
+from llm_worker_rbee.sampling_params import SamplingParams, TokenLogprob
 from tests.conftest import DEVICE
 from tests.helpers import engine_runs
 

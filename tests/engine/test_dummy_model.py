@@ -13,9 +13,10 @@ import pytest
 from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.engine.dummy_model import DummyModel
 from llm_worker_rbee.engine.engine import Engine
-from llm_worker_rbee.engine.request import Request, SamplerOutput, SamplingParams, ScheduledTokens
+from llm_worker_rbee.engine.request import Request, SamplerOutput, ScheduledTokens
 from llm_worker_rbee.errors import InvalidRequestError, RequestCancelledError
 from llm_worker_rbee.models import Transformer
+from llm_worker_rbee.sampling_params import SamplingParams
 from llm_worker_rbee.token_engine.protocol import RequestState, Submit
 from llm_worker_rbee.token_engine.threaded import ThreadedEngine
 from tests.helpers import engine_runs

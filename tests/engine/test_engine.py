@@ -17,17 +17,12 @@ from numpy.typing import NDArray
 from llm_worker_rbee.backends.ops import Batch, FusedForward
 from llm_worker_rbee.engine import engine as serving
 from llm_worker_rbee.engine import speculative
-from llm_worker_rbee.engine.request import (
-    Request,
-    SamplerOutput,
-    ScheduledTokens,
-    TokenLogprob,
-    resolve_max_tokens,
-)
+from llm_worker_rbee.engine.request import Request, SamplerOutput, ScheduledTokens, resolve_max_tokens
 from llm_worker_rbee.engine.speculative import DraftModel
 from llm_worker_rbee.engine.step_time import STEP_KINDS, StepSize, StepTimeModel, StepTimes
 from llm_worker_rbee.errors import ContextLengthError, DeadlineError, InferenceError, InsufficientMemoryError
 from llm_worker_rbee.models import Transformer
+from llm_worker_rbee.sampling_params import TokenLogprob
 from tests.helpers import tiny_models
 from tests.helpers.engine_runs import (
     AlternatingControl,

@@ -16,17 +16,17 @@ import numpy as np
 import pytest
 
 from llm_worker_rbee.engine.engine import Engine
-from llm_worker_rbee.engine.request import Request, SamplingParams
+from llm_worker_rbee.engine.request import Request
 from llm_worker_rbee.engine.speculative import DraftModel
 from llm_worker_rbee.errors import GrammarDeadEndError, InvalidRequestError
 from llm_worker_rbee.models import Transformer
+from llm_worker_rbee.sampling_params import SamplingParams, StructuredOutputsParams
 from llm_worker_rbee.structured_outputs import constraint as constraint_module
 from llm_worker_rbee.structured_outputs import grammar as grammar_module
 from llm_worker_rbee.structured_outputs.chat_grammar import answer_grammar
 from llm_worker_rbee.structured_outputs.constraint import BUDGET_STEPS
 from llm_worker_rbee.structured_outputs.grammar import LIMITS, MAX_CACHED_GRAMMARS, GrammarCompiler
 from llm_worker_rbee.structured_outputs.grammar_check import GrammarChecker
-from llm_worker_rbee.structured_outputs.params import StructuredOutputsParams
 from llm_worker_rbee.text_model import open_tokenizer
 from llm_worker_rbee.tokenizer import Tokenizer
 from llm_worker_rbee.tokenizer.chat_events import ChatOptions

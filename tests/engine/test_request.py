@@ -8,14 +8,9 @@ import pytest
 
 from llm_worker_rbee import SamplingParams
 from llm_worker_rbee.config import EngineConfig
-from llm_worker_rbee.engine.request import (
-    NEUTRAL_SAMPLING,
-    SAMPLING_BOUNDS,
-    Request,
-    fit_max_tokens,
-    resolve_max_tokens,
-)
+from llm_worker_rbee.engine.request import Request, fit_max_tokens, resolve_max_tokens
 from llm_worker_rbee.errors import ContextLengthError, InvalidRequestError
+from llm_worker_rbee.sampling_params import NEUTRAL_SAMPLING, SAMPLING_BOUNDS
 
 NAN, INF = float("nan"), float("inf")
 BAD: dict[str, list[Any]] = {

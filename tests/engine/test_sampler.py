@@ -11,8 +11,9 @@ import torch
 from llm_worker_rbee.backends import reference_sampling
 from llm_worker_rbee.backends.ops import SampleRow, pending_id
 from llm_worker_rbee.backends.reference import ReferenceBackend
-from llm_worker_rbee.engine.request import Request, SamplingParams
+from llm_worker_rbee.engine.request import Request
 from llm_worker_rbee.engine.sampler import COPIED_PARAMS, draw_seed, next_row, sample_rows, token_logprobs
+from llm_worker_rbee.sampling_params import SamplingParams
 from tests.backends.test_reference_sampling import some_logits
 
 ops = ReferenceBackend()

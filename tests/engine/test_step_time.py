@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.engine.request import Request, SamplingParams, ScheduledTokens
+from llm_worker_rbee.engine.request import Request, ScheduledTokens
 from llm_worker_rbee.engine.step_time import (
     FIRST_BUDGET,
     MAX_SIZES,
@@ -19,6 +19,7 @@ from llm_worker_rbee.engine.step_time import (
     solve_nonnegative,
     step_size,
 )
+from llm_worker_rbee.sampling_params import SamplingParams
 
 TARGET_S = 0.1
 GPU: dict[str, Any] = {"constant": 5e-3, "per_token": 30e-6, "query_tile": 64}

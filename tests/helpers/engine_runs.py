@@ -15,9 +15,10 @@ from llm_worker_rbee.engine.block_pool import BlockPool
 from llm_worker_rbee.engine.draft_control import DraftControl
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.model_runner import SingleSequence
-from llm_worker_rbee.engine.request import Request, SamplingParams, StepOutput, TokenLogprob
+from llm_worker_rbee.engine.request import Request, StepOutput
 from llm_worker_rbee.engine.sampler import sample_rows, token_logprobs
 from llm_worker_rbee.models import Transformer, load_model, read_model_config
+from llm_worker_rbee.sampling_params import SamplingParams, TokenLogprob
 from llm_worker_rbee.token_engine.protocol import RequestStream
 from llm_worker_rbee.weights import open_checkpoint
 from tests.conftest import DEVICE

@@ -12,10 +12,10 @@ from typing import Any, Literal
 import numpy as np
 
 from llm_worker_rbee.backends.ops import TokenMask
+from llm_worker_rbee.sampling_params import StructuredOutputsParams
 from llm_worker_rbee.structured_outputs.chat_grammar import answer_grammar
 from llm_worker_rbee.structured_outputs.constraint import Constraint
 from llm_worker_rbee.structured_outputs.grammar import GrammarCompiler
-from llm_worker_rbee.structured_outputs.params import StructuredOutputsParams
 from llm_worker_rbee.tokenizer import Detokenizer, Tokenizer
 from llm_worker_rbee.tokenizer.chat_events import ChatOptions, Tool
 from llm_worker_rbee.tokenizer.chat_format import ChatFormat

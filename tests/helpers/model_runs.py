@@ -15,11 +15,12 @@ from llm_worker_rbee.backends.reference import ACTIVATIONS, ReferenceBackend
 from llm_worker_rbee.config import EngineConfig, ModelConfig, RopeScaling
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.model_runner import SingleSequence
-from llm_worker_rbee.engine.request import Request, SamplingParams
+from llm_worker_rbee.engine.request import Request
 from llm_worker_rbee.layers.attention import Attention, GatedDelta, ShortConv
 from llm_worker_rbee.layers.block import Block
 from llm_worker_rbee.layers.mlp import MoE
 from llm_worker_rbee.models import Transformer, load_model, read_model_config
+from llm_worker_rbee.sampling_params import SamplingParams
 from llm_worker_rbee.weights import open_checkpoint
 
 

@@ -10,16 +10,10 @@ from zlib import crc32
 
 from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.engine.async_scheduling import InFlightStep, still_running
-from llm_worker_rbee.engine.request import (
-    Request,
-    SamplerOutput,
-    SamplingParams,
-    ScheduledTokens,
-    StepOutput,
-    TokenLogprob,
-)
+from llm_worker_rbee.engine.request import Request, SamplerOutput, ScheduledTokens, StepOutput
 from llm_worker_rbee.engine.scheduler import PrefillBudget, Scheduler
 from llm_worker_rbee.errors import InferenceError
+from llm_worker_rbee.sampling_params import SamplingParams, TokenLogprob
 
 END = 3
 ALPHABET = (0, 1, 2)

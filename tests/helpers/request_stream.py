@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llm_worker_rbee.engine.engine import Engine
-from llm_worker_rbee.engine.request import FinishReason, Request, SamplingParams
+from llm_worker_rbee.engine.request import Request
+from llm_worker_rbee.sampling_params import FinishReason, SamplingParams
 
 MAX_INPUT, MAX_OUTPUT = 300, 40
 MAX_TOTAL = MAX_INPUT + MAX_OUTPUT

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llm_worker_rbee import LLM
-from llm_worker_rbee.engine.request import Request, SamplerOutput, ScheduledTokens, TokenLogprob
+from llm_worker_rbee.engine.request import Request, SamplerOutput, ScheduledTokens
+from llm_worker_rbee.sampling_params import TokenLogprob
 from llm_worker_rbee.tokenizer import Tokenizer
 from llm_worker_rbee.weights.gguf_writer import Typed
 from tests.helpers import tiny_models

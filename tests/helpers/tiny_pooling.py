@@ -13,10 +13,10 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from llm_worker_rbee.load_pooling import open_pooling_text
 from llm_worker_rbee.models import read_model_config
 from llm_worker_rbee.models.pooling_config import read_pooling_config
-from llm_worker_rbee.pooling_text import PoolingText
 from llm_worker_rbee.server.pooling import Kind, PoolingModels, PoolingService
 from llm_worker_rbee.token_engine.pooling_supervisor import SupervisedPooling
 from llm_worker_rbee.token_engine.protocol import Load
+from llm_worker_rbee.tokenizer.pooling_text import PoolingText
 from llm_worker_rbee.weights import open_checkpoint
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789.,"

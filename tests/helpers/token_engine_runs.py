@@ -6,8 +6,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from llm_worker_rbee.engine.request import SamplingParams
 from llm_worker_rbee.load import split_settings
+from llm_worker_rbee.sampling_params import SamplingParams
 from llm_worker_rbee.token_engine.protocol import Load, RequestState, RequestStream, Submit, TokenOutput
 from tests.conftest import DEVICE
 

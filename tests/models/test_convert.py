@@ -21,10 +21,10 @@ from llm_worker_bench.synthetic import Spec, write
 from llm_worker_bench.synthetic_shapes import Shape
 from llm_worker_rbee.backends import select_backend
 from llm_worker_rbee.backends.reference import ReferenceBackend
-from llm_worker_rbee.engine.sampling_defaults import read_sampling_defaults
 from llm_worker_rbee.errors import InvalidRequestError, ModelFileError, TokenizerError, UnsupportedModelError
 from llm_worker_rbee.models import load_model, read_model_config
 from llm_worker_rbee.models.convert import TYPES, convert, planned_types, quantize_checkpoint
+from llm_worker_rbee.models.sampling_defaults import read_sampling_defaults
 from llm_worker_rbee.tokenizer import tokenizer_from_gguf, tokenizer_from_hf
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.gguf_writer import Typed, write_gguf

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from llm_worker_rbee.config import ServerSettings
-from llm_worker_rbee.engine.request import SamplingParams
 from llm_worker_rbee.errors import QueueFullError
+from llm_worker_rbee.sampling_params import SamplingParams
 from llm_worker_rbee.server import offload
 from llm_worker_rbee.server.admission import Admission
 from llm_worker_rbee.token_engine.protocol import RequestState, Submit

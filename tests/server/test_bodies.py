@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from llm_worker_rbee.engine.request import MAX_COUNT
 from llm_worker_rbee.errors import ContextLengthError, InvalidRequestError
+from llm_worker_rbee.sampling_params import MAX_COUNT
 from llm_worker_rbee.server.bodies import ModelLimits, PackedIds, ParseOptions
 from llm_worker_rbee.server.dialects.jobs import parse_job
 from llm_worker_rbee.server.dialects.openai_chat import parse_chat

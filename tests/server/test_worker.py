@@ -14,9 +14,8 @@ import httpx
 import pytest
 
 from llm_worker_rbee import LLM
-from llm_worker_rbee.engine.request import NEUTRAL_SAMPLING
-from llm_worker_rbee.engine.sampling_defaults import SamplingDefaults
 from llm_worker_rbee.progress import OnStage, Stage
+from llm_worker_rbee.sampling_params import NEUTRAL_SAMPLING, SamplingDefaults
 from llm_worker_rbee.server.dialects import jobs
 from llm_worker_rbee.tokenizer import Detokenizer
 from tests.conftest import DEVICE

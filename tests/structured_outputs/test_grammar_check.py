@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 
 from llm_worker_rbee.errors import InvalidRequestError, UnavailableError
+from llm_worker_rbee.sampling_params import StructuredOutputsParams
 from llm_worker_rbee.structured_outputs import grammar_check, grammar_process
 from llm_worker_rbee.structured_outputs.grammar import MAX_REASON_CHARS, GrammarCompiler
 from llm_worker_rbee.structured_outputs.grammar_check import GrammarChecker
-from llm_worker_rbee.structured_outputs.params import StructuredOutputsParams
 from llm_worker_rbee.tokenizer import Tokenizer, tokenizer_from_gguf
 from tests.helpers import tiny_models
 from tests.helpers.tiny_models import END, VOCAB

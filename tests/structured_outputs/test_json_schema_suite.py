@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm_worker_rbee.errors import InvalidRequestError
+from llm_worker_rbee.sampling_params import StructuredOutputsParams
 from llm_worker_rbee.structured_outputs.grammar import GrammarCompiler
 from llm_worker_rbee.structured_outputs.grammar_check import GrammarChecker
 from llm_worker_rbee.structured_outputs.json_schema import LOWER, UPPER
-from llm_worker_rbee.structured_outputs.params import StructuredOutputsParams
 from llm_worker_rbee.tokenizer import tokenizer_from_gguf
 from tests.helpers import tiny_models
 from tests.helpers.json_schema import fits

@@ -14,7 +14,7 @@ import pytest
 
 from llm_worker_rbee import LLM
 from llm_worker_rbee.errors import GrammarDeadEndError, InvalidRequestError
-from llm_worker_rbee.structured_outputs.params import StructuredOutputsParams
+from llm_worker_rbee.sampling_params import StructuredOutputsParams
 from llm_worker_rbee.token_engine.engine_loop import EngineLoop
 from llm_worker_rbee.token_engine.protocol import TokenOutput
 from llm_worker_rbee.token_engine.supervisor import SupervisedEngine

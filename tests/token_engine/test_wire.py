@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee.config import EngineConfig
-from llm_worker_rbee.engine.request import SamplingParams, TokenLogprob
 from llm_worker_rbee.errors import ContextLengthError, DeadlineError, QueueFullError, WorkerError
 from llm_worker_rbee.progress import Stage
+from llm_worker_rbee.sampling_params import SamplingParams, TokenLogprob
 from llm_worker_rbee.token_engine.protocol import (
     Abort,
     EngineStats,

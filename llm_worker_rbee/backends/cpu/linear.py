@@ -32,7 +32,7 @@ from .repack import repack
 Floats = NDArray[np.float32]
 PIECES_PER_THREAD = 8  # of a matrix
 # The values of attention are the most sensitive: half of the error of a model's log-probabilities came from there, with
-# 3% of the arithmetic where heads share them (docs/decisions/036). The output head uses two terms too.
+# 3% of the arithmetic where heads share them (docs/decisions/cpu.md#d036). The output head uses two terms too.
 HIGH_PRECISION_TENSORS = ("attn_v.weight",)
 
 MIN_TOKENS = PACKED = UNPACKED = None  # set for each variant

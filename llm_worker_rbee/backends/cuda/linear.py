@@ -56,7 +56,7 @@ class GemmTile(NamedTuple):
     programs: int = 2
 
 
-# Measured on an H200 (docs/decisions/077-products-of-batches-gpu.md).
+# Measured on an H200 (docs/decisions/gpu.md#d077).
 TILES_BY_TOKENS = {16: GemmTile(64, 16, 4, 4, 3), 32: GemmTile(64, 32, 4, 4, 3), 64: GemmTile(128, 64, 8, 3)}
 INVARIANT_TILE = GemmTile(64, 64, 4, 3, 3)  # in the place of the last: it needs fewer splits
 LARGE_TILE = GemmTile(128, 128, 8, 3, 1)

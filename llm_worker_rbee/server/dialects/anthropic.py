@@ -12,8 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ...config import ServerSettings
-from ...engine.request import MAX_STOPS, Bounds, SamplingParams
-from ...structured_outputs.params import StructuredOutputsParams
+from ...sampling_params import MAX_STOPS, Bounds, SamplingParams, StructuredOutputsParams
 from ...tokenizer.chat_events import Tool
 from ..bodies import Conversation, GenerateRequest, ParseOptions, require, sampling_params, validate_known
 from ..messages import function_call

@@ -24,7 +24,7 @@ from ...errors import (
     RequestCancelledError,
     WorkerError,
 )
-from ...structured_outputs.params import StructuredOutputsParams
+from ...sampling_params import StructuredOutputsParams
 from ...tokenizer.chat_events import EventFold
 from .. import log
 from ..bodies import Conversation, GenerateRequest, ParseOptions, estimate_tokens, sampling_params

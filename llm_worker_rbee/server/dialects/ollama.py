@@ -12,9 +12,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from ...config import ServerSettings
-from ...engine.request import MAX_COUNT, MAX_LOGPROBS, MAX_STOPS, Bounds, FinishReason, SamplingParams, TokenLogprob
 from ...errors import WorkerError
-from ...structured_outputs.params import StructuredOutputsParams
+from ...sampling_params import (
+    MAX_COUNT,
+    MAX_LOGPROBS,
+    MAX_STOPS,
+    Bounds,
+    FinishReason,
+    SamplingParams,
+    StructuredOutputsParams,
+    TokenLogprob,
+)
 from ...tokenizer.chat_events import (
     ChatEvent,
     ChatOptions,

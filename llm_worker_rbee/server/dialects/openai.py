@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
-from ...engine.request import MAX_STOPS
 from ...errors import ContextLengthError, ModelNotFoundError, WorkerError
-from ...structured_outputs.params import StructuredOutputsParams
+from ...sampling_params import MAX_STOPS, StructuredOutputsParams
 from ..bodies import require
 from ..printer import Printer, ReplyState, Usage
 from ..schema import (

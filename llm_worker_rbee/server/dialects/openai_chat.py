@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...config import ServerSettings
-from ...engine.request import MAX_LOGPROBS
+from ...sampling_params import MAX_LOGPROBS
 from ...tokenizer.chat_events import (
     ChatEvent,
     ContentDelta,

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...config import ServerSettings
-from ...engine.request import MAX_LOGPROBS, TokenLogprob, check_prompt_fits
+from ...engine.request import check_prompt_fits
+from ...sampling_params import MAX_LOGPROBS, TokenLogprob
 from ..bodies import GenerateRequest, PackedIds, ParseOptions, Prompt, require, sampling_params, validate_known
 from ..printer import Answer, ReplyState
 from ..schema import (

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import msgspec
 
 from ...config import ServerSettings
-from ...engine.request import MAX_LOGPROBS
 from ...errors import NotFoundError
+from ...sampling_params import MAX_LOGPROBS
 from ...tokenizer.chat_events import Tool
 from ..bodies import Conversation, GenerateRequest, ParseOptions, sampling_params, validate_known
 from ..lark_regex import lark_to_regex

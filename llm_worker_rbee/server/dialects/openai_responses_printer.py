@@ -13,8 +13,8 @@ from uuid import uuid4
 
 import msgspec
 
-from ...engine.request import SamplingParams, TokenLogprob
 from ...errors import ContextLengthError, WorkerError
+from ...sampling_params import SamplingParams, TokenLogprob
 from ...tokenizer.chat_events import (
     ChatEvent,
     ContentDelta,

@@ -37,7 +37,8 @@ from llm_worker_rbee.backends.cpu import CpuBackend, precompile
 from llm_worker_rbee.backends.cpu.dot_int8 import ISA
 from llm_worker_bench import synthetic
 from llm_worker_rbee.engine.model_runner import SingleSequence
-from llm_worker_rbee.engine.request import Request, SamplingParams
+from llm_worker_rbee.engine.request import Request
+from llm_worker_rbee.sampling_params import SamplingParams
 from llm_worker_rbee.models import load_model, read_model_config
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 

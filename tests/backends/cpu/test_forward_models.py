@@ -11,8 +11,9 @@ import pytest
 from llm_worker_rbee import LLM
 from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.engine.model_runner import SingleSequence
-from llm_worker_rbee.engine.request import Request, SamplingParams
+from llm_worker_rbee.engine.request import Request
 from llm_worker_rbee.models import load_model, read_model_config
+from llm_worker_rbee.sampling_params import SamplingParams
 from llm_worker_rbee.weights import open_checkpoint
 from tests.cli.conftest import write_model
 

@@ -26,8 +26,9 @@ from llm_worker_bench.synthetic import Shape  # noqa: E402
 from llm_worker_rbee.backends.cuda import CudaBackend  # noqa: E402
 from llm_worker_rbee.config import EngineConfig  # noqa: E402
 from llm_worker_rbee.engine.engine import Engine  # noqa: E402
-from llm_worker_rbee.engine.request import Request, SamplingParams  # noqa: E402
+from llm_worker_rbee.engine.request import Request  # noqa: E402
 from llm_worker_rbee.models import load_model, read_model_config  # noqa: E402
+from llm_worker_rbee.sampling_params import SamplingParams  # noqa: E402
 from llm_worker_rbee.structured_outputs.grammar import GrammarCompiler  # noqa: E402
 from llm_worker_rbee.text_model import open_tokenizer  # noqa: E402
 from llm_worker_rbee.weights import open_checkpoint  # noqa: E402

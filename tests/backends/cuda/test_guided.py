@@ -20,8 +20,8 @@ from llm_worker_rbee.engine import engine as serving  # noqa: E402
 from llm_worker_rbee.engine.engine import Engine  # noqa: E402
 from llm_worker_rbee.engine.request import Request  # noqa: E402
 from llm_worker_rbee.models import Transformer, load_model, read_model_config  # noqa: E402
+from llm_worker_rbee.sampling_params import StructuredOutputsParams  # noqa: E402
 from llm_worker_rbee.structured_outputs.grammar import GrammarCompiler  # noqa: E402
-from llm_worker_rbee.structured_outputs.params import StructuredOutputsParams  # noqa: E402
 from llm_worker_rbee.text_model import open_tokenizer  # noqa: E402
 from llm_worker_rbee.weights import open_checkpoint  # noqa: E402
 from tests.engine.test_async_guided import guided  # noqa: E402

@@ -14,10 +14,11 @@ from llm_worker_rbee.backends.cpu import CpuBackend  # noqa: E402
 from llm_worker_rbee.backends.cuda import CudaBackend, precompile  # noqa: E402
 from llm_worker_rbee.config import EngineConfig  # noqa: E402
 from llm_worker_rbee.engine.engine import Engine  # noqa: E402
-from llm_worker_rbee.engine.request import SamplingParams, ScheduledTokens  # noqa: E402
+from llm_worker_rbee.engine.request import ScheduledTokens  # noqa: E402
 from llm_worker_rbee.engine.speculative import DraftModel  # noqa: E402
 from llm_worker_rbee.load import LoadPhases  # noqa: E402
 from llm_worker_rbee.models import Transformer, load_model, read_model_config  # noqa: E402
+from llm_worker_rbee.sampling_params import SamplingParams  # noqa: E402
 from llm_worker_rbee.token_engine.launch import warm_up  # noqa: E402
 from tests.helpers import cuda_models, request_stream  # noqa: E402
 

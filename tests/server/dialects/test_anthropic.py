@@ -17,11 +17,11 @@ from llm_worker_rbee.errors import (
     QueueFullError,
     WorkerError,
 )
+from llm_worker_rbee.sampling_params import StructuredOutputsParams
 from llm_worker_rbee.server.bodies import Conversation, GenerateRequest, ParseOptions
 from llm_worker_rbee.server.dialects.anthropic import parse_messages, to_messages
 from llm_worker_rbee.server.dialects.anthropic_printer import MessagePrinter, error_body
 from llm_worker_rbee.server.schema import ValidationError
-from llm_worker_rbee.structured_outputs.params import StructuredOutputsParams
 from tests.helpers.scripted_engine import ScriptedServer, call, think
 from tests.helpers.server import CONTEXT, Server
 from tests.server.conftest import KEY, Start

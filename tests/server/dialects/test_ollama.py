@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.engine.request import MAX_COUNT
+from llm_worker_rbee.sampling_params import MAX_COUNT
 from llm_worker_rbee.server.bodies import Conversation, ModelLimits, ParseOptions
 from llm_worker_rbee.server.dialects import ollama, ollama_models
 from llm_worker_rbee.server.schema import ValidationError

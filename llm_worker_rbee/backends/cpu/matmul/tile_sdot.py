@@ -17,7 +17,7 @@ turns of one pipe) and a product.
 The loop over blocks is assembly, because the order decides: an `fmla` writes its result one cycle later than an `sdot`,
 so each change from `fmla` to `sdot` costs a pipe a turn, and LLVM scatters them. Here all dot products of a scale come
 first, then all `fmla`. 60 G multiply-adds a second instead of 52 in the first-level cache, of 80 without any scale
-(docs/decisions/079-unpack-first.md).
+(docs/decisions/cpu.md#d079).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 from llm_worker_rbee.config import PoolingConfig
 from llm_worker_rbee.errors import ContextLengthError, InvalidRequestError, UnsupportedModelError
 from llm_worker_rbee.models.pooling_config import YES_NO_TEMPLATE
-from llm_worker_rbee.pooling_text import PoolingText
+from llm_worker_rbee.tokenizer.pooling_text import PoolingText
 
 WORD = re.compile(r" ?\w+|\s+|[^\w\s]")  # a space belongs to the word after it, as in byte-level BPE
 

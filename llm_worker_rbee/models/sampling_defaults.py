@@ -7,30 +7,15 @@ A value in a file that cannot be used is left out with a warning: it must not ke
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InvalidRequestError
-from ..models.metadata import GGUF_SAMPLING, sampling_from_gguf, sampling_from_hf
+from ..sampling_params import BUILT_IN, BUILT_IN_SAMPLING, SamplingDefaults, SamplingParams
 from ..weights import Checkpoint
-from .request import NEUTRAL_SAMPLING, SamplingParams
+from .metadata import GGUF_SAMPLING, sampling_from_gguf, sampling_from_hf
 
-BUILT_IN_SAMPLING: dict[str, float] = {**NEUTRAL_SAMPLING, "temperature": 0.7, "top_p": 0.95, "min_p": 0.05}
-BUILT_IN, GGUF_SOURCE, HF_SOURCE = "built-in", "GGUF metadata", "generation_config.json"
+GGUF_SOURCE, HF_SOURCE = "GGUF metadata", "generation_config.json"
 MAX_WARNING_CHARS = 200
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingDefaults:
-    """A value for each field of `NEUTRAL_SAMPLING`, and its source."""
-
-    values: dict[str, float]
-    sources: dict[str, str]
-    warnings: list[str]  # on values that were left out
-
-    def report(self) -> dict[str, dict[str, Any]]:
-        """Return `{"temperature": {"value": 0.7, "source": "built-in"}, ...}`."""
-        return {name: {"value": value, "source": self.sources[name]} for name, value in self.values.items()}
 
 
 def read_sampling_defaults(checkpoint: Checkpoint) -> SamplingDefaults:

@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from .backends.ops import Ints
-from .config import PoolingConfig
-from .errors import ContextLengthError, InvalidRequestError, UnsupportedModelError
-from .tokenizer import Tokenizer
+from ..config import PoolingConfig
+from ..errors import ContextLengthError, InvalidRequestError, UnsupportedModelError
+from . import Tokenizer
 
+Ints = NDArray[np.int64]
 CONTROL_TOKEN = re.compile(r"<\|[^<>|]{1,64}\|>")  # of a template
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.engine.request import NEUTRAL_SAMPLING
-from llm_worker_rbee.engine.sampling_defaults import BUILT_IN_SAMPLING, SamplingDefaults, read_sampling_defaults
+from llm_worker_rbee.models.sampling_defaults import read_sampling_defaults
+from llm_worker_rbee.sampling_params import BUILT_IN_SAMPLING, NEUTRAL_SAMPLING, SamplingDefaults
 from llm_worker_rbee.weights import Checkpoint
 
 HF, GGUF, BUILT_IN = "generation_config.json", "GGUF metadata", "built-in"
