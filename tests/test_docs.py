@@ -18,7 +18,7 @@ from tests.helpers.tiny_encoders import write_encoder
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "llm_worker_rbee"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"\]\(([^)#\s]*)(#d\d+)?(?:#[^)]*)?\)")
 MODULE = re.compile(r"`((?:[\w]+/)+[\w]+\.(?:py|html))\b[^`]*`")  # `engine/scheduler.py`
 NAMED_MODULES = ("CONTRIBUTING.md", "docs/architecture.md", "docs/engine.md", "docs/gpu.md")
 
@@ -37,9 +37,11 @@ def test_readme_fits_its_limits() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=relative)
 def test_links_resolve(page: Path) -> None:
-    for target in LINK.findall(page.read_text(encoding="utf-8")):
+    for target, decision in LINK.findall(page.read_text(encoding="utf-8")):
         if "://" not in target:
-            assert (page.parent / target).exists(), f"{relative(page)} links to {target}"
+            path = page.parent / target if target else page
+            assert path.exists(), f"{relative(page)} links to {target}"
+            assert f'<a id="{decision[1:]}"' in path.read_text(encoding="utf-8") if decision else True, decision
 
 
 @pytest.mark.parametrize("name", NAMED_MODULES)
@@ -51,9 +53,19 @@ def test_named_modules_exist(name: str) -> None:
 
 def test_every_decision_is_in_the_index() -> None:
     folder = ROOT / "docs" / "decisions"
-    pages = {path.name for path in folder.glob("[0-9]*.md")}
-    assert pages == set(LINK.findall((folder / "README.md").read_text(encoding="utf-8")))
-    assert pages
+    pages = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.md")}
+    index = pages.pop("README.md")
+    listed = re.findall(r"^- \[(\d+)\]\((\w+\.md)#d\1\) (.+)$", index, re.MULTILINE)
+    written = [
+        (number, name, title)
+        for name, text in pages.items()
+        for number, title in re.findall(
+            r'^<a id="d(\d+)"></a>\n\n## \1\. (.+)\n\n\*\d{4}-\d\d-\d\d', text, re.MULTILINE
+        )
+    ]
+    assert sorted(listed) == sorted(written)
+    assert len({number for number, _, _ in listed}) == len(listed) > 100
+    assert sum(text.count('<a id="d') for text in pages.values()) == len(listed)
 
 
 def test_page_of_programs_is_what_its_tool_writes() -> None:

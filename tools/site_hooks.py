@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 ROOT_PAGES = {"README.md": "index.md", **{name: name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")}}
 ROOT_FILES = ("LICENSE", "NOTICE")
 LINK = re.compile(r"(\]\()([^)#\s]+)")
-SECTION, DECISION = re.compile(r"## (.+)"), re.compile(r"- \[(\d+)\]\((\S+\.md)\) (.+)")
+AREA = re.compile(r"## \[(.+)\]\((\S+\.md)\)")
 API = """# Python
 
 ```python
@@ -29,10 +29,10 @@ print(llm.generate("The capital of France is", SamplingParams(max_tokens=8, temp
 API_NAMES = (
     "llm.LLM",
     "llm.Stream",
-    "engine.request.SamplingParams",
+    "sampling_params.SamplingParams",
     "generation.Completion",
     "generation.Chunk",
-    "structured_outputs.params.StructuredOutputsParams",
+    "sampling_params.StructuredOutputsParams",
     "tokenizer.chat_events.Tool",
     "tokenizer.chat_events.ToolCall",
 )
@@ -51,15 +51,10 @@ def site_link(target: str, *, in_root: bool) -> str:
     return ROOT_PAGES.get(above, above) if (target.startswith("../") and (ROOT / above).exists()) else target
 
 
-def decision_sections() -> list[dict[str, Any]]:
-    """Return the sections of docs/decisions/README.md with their pages, for the navigation."""
-    sections: list[dict[str, Any]] = []
-    for line in (ROOT / "docs" / "decisions" / "README.md").read_text(encoding="utf-8").splitlines():
-        if found := SECTION.match(line):
-            sections.append({found[1]: []})
-        elif found := DECISION.match(line):
-            next(iter(sections[-1].values())).append({f"{found[1]} {found[3]}": f"decisions/{found[2]}"})
-    return sections
+def decision_pages() -> list[dict[str, Any]]:
+    """Return the pages of docs/decisions/README.md by area, for the navigation."""
+    index = (ROOT / "docs" / "decisions" / "README.md").read_text(encoding="utf-8")
+    return [{area: f"decisions/{page}"} for area, page in AREA.findall(index)]
 
 
 def api_page() -> str:
@@ -70,7 +65,7 @@ def api_page() -> str:
 def on_config(config: Any) -> Any:
     """Put the pages of decisions under their index."""
     config.nav = [
-        {"Decisions": ["decisions/README.md", *decision_sections()]} if "Decisions" in entry else entry
+        {"Decisions": ["decisions/README.md", *decision_pages()]} if "Decisions" in entry else entry
         for entry in config.nav
     ]
     return config
