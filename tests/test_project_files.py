@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import yaml
 from tests.conftest import SLOW_FILES, TESTS
 
 ROOT = Path(__file__).parents[1]
+SUBJECTS = ROOT / "tools" / "commit_subject.py"
 YAML_FILES = [ROOT / ".pre-commit-config.yaml", ROOT / "compose.yaml", *sorted((ROOT / ".github").rglob("*.yml"))]
 NOT_RUN = [
     *sorted((ROOT / ".github" / "workflows").glob("*.yml")),
@@ -53,3 +56,33 @@ def test_issue_templates_ask_for_machine_report() -> None:
 
 def test_slow_files_exist() -> None:
     assert not [name for name in SLOW_FILES if not (TESTS / name).is_file()]
+
+
+def test_commit_subject_that_breaks_the_rules_is_refused(tmp_path: Path) -> None:
+    for subject, fault in (
+        ("Name the same roles alike", ""),
+        ("Merge branch 'x' into y", ""),
+        ("The roles have names", "begin with a verb"),
+        ("name the roles", "begin with a verb"),
+        ("Name the roles.", "full stop"),
+        ("Name " + "x" * 68, "73 characters"),
+    ):
+        message = tmp_path / "message"
+        message.write_text(f"{subject}\n\nWhy.\n")
+        done = subprocess.run([sys.executable, SUBJECTS, message], capture_output=True, text=True)
+        assert (done.returncode, fault in done.stderr) == (1 if fault else 0, True), done.stderr
+
+
+def test_commits_since_the_rule_have_such_subjects(tmp_path: Path) -> None:
+    def git(*args: str) -> list[str]:
+        done = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True)
+        return done.stdout.splitlines() if done.returncode == 0 else []
+
+    added = git("log", "--diff-filter=A", "--format=%H", "--", "tools/commit_subject.py")
+    if not added:
+        pytest.skip("there is no history")
+    message = tmp_path / "message"
+    for subject in git("log", "--no-merges", "--format=%s", f"{added[-1]}..HEAD"):
+        message.write_text(subject)
+        done = subprocess.run([sys.executable, SUBJECTS, message], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
