@@ -82,7 +82,7 @@ def limit_memory() -> None:
         resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
-KNOWN_ROLES = frozenset({"system", "user", "assistant", "tool", "developer", "function", "ipython"})
+KNOWN_ROLES = ("system", "user", "assistant", "tool", "developer", "function", "ipython")
 TOOLS_PROMPT = (
     "# Tools\n\nYou may call functions to help with the request. These are their signatures:\n"
     "<tools>\n{tools}\n</tools>\n\nTo call a function, "

@@ -326,6 +326,11 @@ def test_render_odd_messages_give_text_or_chat_template_error(name: str, message
         assert isinstance(ChatTemplate(TEMPLATES[name]).render(messages), str)
 
 
+def test_render_takes_any_value_under_a_nested_role() -> None:
+    message = {"role": "user", "content": "hi", "extra": {"role": {"a": 1}, "b": [{"role": ["user"]}]}}
+    assert ChatTemplate("{{ messages[0].content }}").render([message]) == "hi"
+
+
 def test_render_refusal_of_template_is_invalid_request() -> None:
     with pytest.raises(ChatTemplateError, match="Roles must alternate") as caught:
         ChatTemplate(TEMPLATES["llama2"]).render([{"role": "assistant", "content": "x"}])
