@@ -51,6 +51,7 @@ LIBRARY = "--against sentence-transformers --peer-python {sentence_transformers}
 EMBED = "--types F32,Q8_0 --llama-server {llama_server} --peer-python {sentence_transformers}"
 ALL_PEERS = ("cpu", "llama-bench", "mistral.rs")
 REMEDIES = {
+    "ik_llama.cpp": "--ik-llama-bench PATH names its llama-bench",
     "mistral.rs": "`bench peers --install mistral.rs` installs it", "perf": "it comes with Linux's tools",
     **dict.fromkeys(CODERS, "`python -m tests.real.models` fetches it"),
 }  # fmt: skip
@@ -133,6 +134,11 @@ STEPS = (
         "peers-coder",
         f"bench peers --suite cpu --rows coder {SERVERS} -r 2",
         ("cpu", "llama-bench", "llama-server", *CODERS),
+    ),
+    Step(
+        "peers-coder-ik",
+        f"bench peers --suite cpu --rows coder {SERVERS} --peer ik_llama.cpp={{ik_llamacpp}} -r 2",
+        ("cpu", "llama-bench", "llama-server", "ik_llama.cpp", *CODERS),
     ),
     Step("peers-families", f"bench peers --suite families {LLAMA_BENCH} -r 3", ("cpu", "llama-bench")),
     Step("peers-long", f"bench peers --suite cpu --rows long {LLAMA_BENCH} -r 1", ("cpu", "llama-bench")),
@@ -226,6 +232,7 @@ def main() -> int:
     )
     parser.add_argument("--llama-bench", metavar="PATH", default=shutil.which("llama-bench"))
     parser.add_argument("--llama-server", metavar="PATH", default=shutil.which("llama-server"))
+    parser.add_argument("--ik-llama-bench", metavar="PATH", help="llama-bench of ik_llama.cpp")
     parser.add_argument("--sentence-transformers", metavar="PYTHON", help="an interpreter that has it")
     parser.add_argument("--llama-cpp-python", metavar="PYTHON", help="an interpreter that has it")
     given = parser.parse_args()
@@ -233,7 +240,8 @@ def main() -> int:
     programs = {
         "llama-bench": given.llama_bench, "llama-server": given.llama_server, "perf": shutil.which("perf"),
         "mistral.rs": str(mistralrs) if mistralrs.exists() else None, ST: given.sentence_transformers,
-        LCP: given.llama_cpp_python, **{name: find_file(file) for name, file in CODERS.items()},
+        LCP: given.llama_cpp_python, "ik_llama.cpp": given.ik_llama_bench,
+        **{name: find_file(file) for name, file in CODERS.items()},
     }  # fmt: skip
     folder, failed = pages.RESULTS / (given.machine or machine_folder()), []
     for step in select(given.only):
