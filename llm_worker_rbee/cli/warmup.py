@@ -152,7 +152,7 @@ def _require_kept(folder: Path | None) -> Path:
 
 def _select_kernels(model: str | None, all_: bool, progress: TransferProgress) -> tuple[Sequence[Any], Path]:
     """Return the kernels to compile, and the folder of the JIT cache."""
-    folder = importlib.import_module("llm_worker_rbee.backends.cpu.jit").cache_dir()
+    folder = importlib.import_module("llm_worker_rbee.backends.cpu.kernel_cache").cache_dir()
     is_temporary = folder is None or folder.parent != kernel_folder.cache_root()
     folder = _require_kept(None if is_temporary else folder)
     if all_ or (model is None and not hub.BUILTIN[hub.DEFAULT_MODEL].is_present):

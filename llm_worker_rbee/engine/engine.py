@@ -296,7 +296,7 @@ class Engine:
 
     def _grammar_drafts(self) -> list[tuple[Request, list[int]]]:
         """Return the next tokens of guided requests that decode: those that are forced, or drafts that are allowed."""
-        found, left = [], max_scored_tokens(self.config.max_step_tokens)
+        found, left = [], self.scheduler.max_scored_tokens
         for request in self.scheduler.running:
             if request.constraint is not None:
                 room = min(left, max_drafts(request))

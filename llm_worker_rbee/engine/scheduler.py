@@ -45,7 +45,7 @@ class Scheduler:
             self.states = StatePool(n_slots, config.max_batch, size, caching=caching)
             self.max_running = self.states.max_running
         self._free_slots = list(range(self.max_running))
-        self._max_scored_tokens = max_scored_tokens(config.max_step_tokens)
+        self.max_scored_tokens = max_scored_tokens(config.max_step_tokens)
         self._in_flight = InFlightBlocks()
         self._deadlines = Deadlines()
 
@@ -129,7 +129,7 @@ class Scheduler:
             left = budget(scheduled, start)
         left = max(left, min(MIN_PREFILL_TOKENS, self.config.max_step_tokens))
         order = self._prefill_order(prefills)
-        chunks = split_prefill_budget(order, left, self._max_scored_tokens)
+        chunks = split_prefill_budget(order, left, self.max_scored_tokens)
         return self._prepare_states(scheduled + [self._next_chunk(request, count) for request, count in chunks])
 
     def _next_chunk(self, request: Request, count: int) -> ScheduledTokens:
