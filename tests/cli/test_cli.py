@@ -13,6 +13,7 @@ from llm_worker_rbee import __version__
 from llm_worker_rbee.cli import COMMANDS as COMMAND_TABLE
 from llm_worker_rbee.cli import load_command
 from llm_worker_rbee.cli.terminal import cell, visible
+from llm_worker_rbee.errors import WorkerError
 
 from .conftest import ROOT, Run, Terminal, environment
 
@@ -214,3 +215,10 @@ def test_visible_control_characters_are_replaced(mark: str) -> None:
     assert visible(f"a{mark}b\tc\n") == "a\ufffdb\tc\n"
     assert cell(f"a{mark}b\tc\n\u2028") == "a\ufffdb␉c␊\ufffd"
     assert visible("שלום é 🙂") == cell("שלום é 🙂") == "שלום é 🙂"
+
+
+def test_claims_outside_a_checkout_say_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "benchmarks.claims.command", raising=False)
+    monkeypatch.setitem(sys.modules, "benchmarks", None)  # as if it were not there
+    with pytest.raises(WorkerError, match="bench experiments is part of the repository, not of the package"):
+        load_command("bench experiments")
