@@ -222,7 +222,7 @@ def results(scores: Scores, path: MeasuredPath) -> list[Result]:
 
 
 def _means(rows: Floats) -> Floats:
-    """Return (1 + resamples, columns): the means of all rows, then those of resampled rows."""
+    """Return (1 + resamples, columns): the means of all rows, then the means of each resample."""
     rng = np.random.default_rng(20261115)
     n = len(rows)
     drawn = (np.bincount(rng.integers(0, n, n), minlength=n) @ rows / n for _ in range(statistics.RESAMPLES))

@@ -2,9 +2,9 @@
 
 ppN: N prompt tokens to the first sampled token; tgN: N steps of one token each from `depth` cached ones. Both in tokens
 per second over all sequences of the batch. Unlike llama-bench, every run samples greedily and goes through the engine.
-A rate stands beside the roofline, beside the matrix products alone (CPU) or the time of the device alone (GPU), and
-beside one sequence. As a program it is the child process of `run_isolated`: MODEL and the plan as JSON; it prints one
-JSON object.
+A rate is compared with the roofline, with the matrix products alone (CPU) or the device's time alone (GPU), and with
+one sequence. As a program it is the child process of `run_isolated`: MODEL and the plan as JSON; it prints one JSON
+object.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Plan:
                 raise InvalidRequestError(f"--burst is {text!r}: write PROMPTSxTOKENS, as in 64x27", "--burst")
 
     def cases(self) -> Iterator[Case]:
-        """Yield the cases in the order of the table; a length of 0 is skipped. Batches stand beside one sequence."""
+        """Yield the cases in table order, without lengths of 0; batched decode adds one sequence to compare with."""
         decode_batches = (1, *self.batches) if max(self.batches) > 1 else self.batches
         kinds: tuple[tuple[Kind, Sequence[int], Sequence[int]], ...]
         kinds = ("pp", self.pp, self.batches), ("tg", self.tg, decode_batches)
@@ -165,7 +165,7 @@ class Throughput:
             bench.add(f"ttft{length}{c.suffix}", "s", timed.seconds, prompt=c.tokens)
 
     def put(self) -> None:
-        """Remake the result with what stands beside it by now: the roofline, products alone, one sequence."""
+        """Update the result with the comparisons known by now: the roofline, products alone, one sequence."""
         c, bench, cost = self.case, self.bench, self.bench.cost
         rate = statistics.estimate(bench.samples[c.name]).value
         fields: dict[str, Any] = {"depth": c.depth, "batch": c.batch}

@@ -1,8 +1,8 @@
 """A model run as users run it: sequences through engine, scheduler and greedy sampler.
 
-Each sequence has random ids of its own, the same in every run. The depth of a run comes from the prefix cache, in whole
-blocks: that of a prefill is rounded down to them. What a prefill computes behind its depth is drawn anew each time, so
-that nothing else is cached. Unlike llama-bench, every run samples.
+Each sequence has random ids of its own, the same in every run. The depth of a run comes from the prefix cache; a
+prefill rounds its depth down to whole blocks. The tokens after that depth are drawn anew each time, so that nothing
+else is cached. Unlike llama-bench, every run samples.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TimedRun(NamedTuple):
 
 
 class EngineHarness:
-    """Drive an engine with room for `batch` sequences of `capacity` tokens; `options` are those of `EngineConfig`."""
+    """Drive an engine with room for `batch` sequences of `capacity` tokens; `options` are fields of `EngineConfig`."""
 
     def __init__(
         self, model: Transformer, capacity: int, batch: int = 1, seed: int = 0, kv_type: str = "float32",

@@ -169,7 +169,7 @@ def _category(short: str, *, is_stdlib: bool) -> str:
 
 
 def find_py_spy() -> str:
-    """Return py-spy beside this interpreter or on the path; raise if it may not sample this process."""
+    """Return the path of py-spy, next to this interpreter or on PATH; raise if it may not sample this process."""
     beside = Path(sys.executable).with_name("py-spy")
     found = str(beside) if beside.exists() else shutil.which("py-spy")
     if found is None:

@@ -2,8 +2,8 @@
 
 Each repetition is a fresh process (load_child.py), so that imports are real. Cold: the model's pages were dropped from
 the page cache before; warm: they were read just before. Where the system cannot drop pages, cold is left out. With
-`compile_kernels` one more start has an empty kernel cache. On a GPU, unless `warms_up` is False, the start is that of
-the engine of `serve`: `ready` is the time until all kernels are compiled and loaded and all graphs captured.
+`compile_kernels` one more start has an empty kernel cache. On a GPU, unless `warms_up` is False, the engine starts as
+under `serve`: `ready` is the time until all kernels are compiled and loaded and all graphs captured.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def run(
     recorder: Recorder, progress: StepProgress, model: Path, repetitions: int, options: dict[str, Any] | None = None, *,
     compile_kernels: bool = False, warms_up: bool = False,
 ) -> None:  # fmt: skip
-    """Start the worker repeatedly, cold and warm in turn; `options` are those of LLM.
+    """Start the worker repeatedly, cold and warm in turn; `options` are arguments of LLM.
 
     A first start, kept apart, compiles kernels that are not cached yet.
     """

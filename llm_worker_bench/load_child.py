@@ -89,7 +89,7 @@ def start_engine(
 
 
 def device_memory(engine: Engine, info: ModelInfo) -> dict[str, int]:
-    """Return bytes on the GPU; `device_spare` is what the process took beside weights and KV cache, by the driver."""
+    """Return bytes on the GPU; `device_spare` is the driver's figure for the process less weights and KV cache."""
     ops, fused = engine.model.ops, engine.model.fused
     weights, peak = ops.weight_bytes(open_checkpoint(Path(info.path))), peak_device_memory(ops)
     graphs = 0 if fused is None else fused.graph_bytes
@@ -99,7 +99,7 @@ def device_memory(engine: Engine, info: ModelInfo) -> dict[str, int]:
 
 
 def decode_many_sizes(engine: Engine) -> None:
-    """Decode with each batch size twice; prompts are prefilled beside running requests."""
+    """Decode with each batch size twice; prompts are prefilled while other requests decode."""
     for batch in BATCH_SIZES:
         for _ in range(2):
             prompts = [make_prompt(i, PROMPT_LENGTHS[i % len(PROMPT_LENGTHS)]) for i in range(batch)]

@@ -201,7 +201,7 @@ class Recorder:
         known.update(fields)
 
     def results(self) -> tuple[Result, ...]:
-        """Return finished results, then those of single samples."""
+        """Return finished results, then one result for each list of samples."""
         pending = self._pending.items()
         made = {key: Result.from_samples(key[0], unit, s, better, **f) for key, (unit, better, s, f) in pending}
         return tuple((self._results | made).values())

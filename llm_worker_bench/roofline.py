@@ -1,9 +1,9 @@
 """What this machine can do at best, measured: bytes read per second for several sizes, operations per second of each
-arithmetic that the kernels have (float32 FMA, int8 dot products; on a GPU those of the tensor cores).
+arithmetic that the kernels have (float32 FMA, int8 dot products; on a GPU the tensor cores).
 
 A benchmark states the bytes and operations that its answer needs; the larger of the two times is its limit, and `% of
-limit` is that over the measured time. Small data is in a cache, so bandwidth is taken at the size at hand. The rates
-are those of the kernels' own instructions with nothing else to do (backends/cpu_peak.py), so no kernel exceeds them.
+limit` is that over the measured time. Small data is in a cache, so bandwidth is taken at the size at hand. Rates are
+measured with the kernels' own instructions and nothing else to do (backends/cpu_peak.py), so no kernel exceeds them.
 `matmul_ceiling` is a limit by measurement: all matrix products of a model for a number of rows, and nothing else.
 """
 
@@ -77,7 +77,7 @@ class Limits:
 
     @property
     def memory_bandwidth(self) -> float:
-        """That of the largest size, which no cache holds."""
+        """Bandwidth at the largest size, which no cache holds."""
         return self.bandwidth[-1][1]
 
     def times(self, work: Work) -> tuple[float, float]:
@@ -103,7 +103,7 @@ class Limits:
 
 
 def backend_threads(ops: Backend) -> int:
-    """Return the threads a backend computes with: its own, or those of the matrix library."""
+    """Return how many threads a backend computes with: its own, or the matrix library's."""
     return ops.threads or library_threads()
 
 
@@ -244,7 +244,7 @@ def quantize_program(columns: int, rows: int, threads: int) -> Callable[[], obje
     from llm_worker_rbee.backends.cpu import elementwise, quantize_activations  # they need Numba
     from llm_worker_rbee.backends.cpu.program import Step
 
-    unused = np.empty(1, np.float32)  # entries of a step are those of `product_program`
+    unused = np.empty(1, np.float32)  # entries of a step, as in `product_program`
     arrays = _random(rows, columns), unused, *quantize_activations.allocate(rows, columns)
     task = elementwise.quantize_task(Step.TOKENS, Step.END, Step.END + 2, columns, two_term=False)
     return _run_tasks([task], arrays, rows, threads)

@@ -1,4 +1,4 @@
-"""Scenarios of `bench e2e` beside plain prefill and decode: whole requests, single steps, bursts, speculation, ...
+"""Scenarios of `bench e2e` other than plain prefill and decode: whole requests, single steps, bursts, speculation, ...
 
 A scenario drives the engine of its `harness` and adds a sample to its results each time. Those that share an engine are
 measured in turn. `ModelBench` is what all of them share: the model, its limits, the samples so far.
@@ -26,7 +26,7 @@ from .roofline import Limits, product_arithmetic
 Kind = Literal["pp", "tg"]
 WARM_UP_TOKENS = 8  # of a decode run
 TAIL_TOKENS = 4  # behind the shared prefix
-DECODING_REQUESTS = 4  # beside a prefill
+DECODING_REQUESTS = 4  # during a prefill
 DECODING_PROMPT_TOKENS = 32
 PREFILL_TOKENS = 2000  # or three quarters of a shorter context
 MAX_ITL_CONTEXT = 2688
@@ -39,7 +39,7 @@ COMPOSITION = re.compile(r"([0-9]{1,7})x([0-9]{1,7})(?:\+([0-9]{1,7}))?", re.ASC
 
 
 class Composition(NamedTuple):
-    """Requests of one step, or of a burst: prompts of one length, and requests that decode beside them."""
+    """Requests of one step, or of a burst: prompts of one length, and requests that decode with them."""
 
     prompts: int
     length: int
@@ -47,7 +47,7 @@ class Composition(NamedTuple):
 
     @staticmethod
     def parse(text: str, option: str) -> Composition:
-        """Parse `20x26` (20 prompts of 26 tokens), `1x27+63` (beside 63 that decode) or `0x0+256`."""
+        """Parse `20x26` (20 prompts of 26 tokens), `1x27+63` (with 63 that decode) or `0x0+256`."""
         found = COMPOSITION.fullmatch(text)
         if found is None:
             raise InvalidRequestError(f"{option} is {text!r}: write PROMPTSxTOKENS or PROMPTSxTOKENS+DECODING", option)
@@ -102,12 +102,12 @@ class Case:
 
 
 def batch_suffix(batch: int) -> str:
-    """Return what the name of a result has for a batch size."""
+    """Return the suffix of a result's name for a batch size."""
     return f"@b{batch}" if batch != 1 else ""
 
 
 def _is_read(name: str, config: ModelConfig) -> bool:
-    """Return whether a step reads a tensor: not those of layers for multi-token prediction."""
+    """Return whether a step reads a tensor: layers for multi-token prediction are not read."""
     layer = LAYER_NUMBER.match(name)
     return not name.startswith("mtp.") and (layer is None or int(layer[1]) < config.n_layers)
 
@@ -330,7 +330,7 @@ def itl_context_length(config: ModelConfig) -> int:
 
 
 class SpeculativeDecoding:
-    """Speculative decoding beside plain decoding, on real text: random ids never repeat themselves.
+    """Speculative decoding against plain decoding, on real text: random ids never repeat themselves.
 
     A sample is a run over the bundled prompts in groups of `batch`: tokens from when all of a group have begun to when
     the first ends, over that time. One engine runs both, its drafter set or not: CUDA graphs belong to one KV cache.

@@ -3,7 +3,7 @@
 Arrivals are fixed before the run: a slow server cannot delay them, and the time that a request waits here for a free
 connection is part of its latency from arrival (`queue_delay`, `*_from_arrival`). Latencies without that suffix begin
 when a request is sent, connecting included. Intervals are bootstrapped over requests: a request drawn twice counts with
-all its inter-token latencies twice, since those of one answer are alike.
+all its inter-token latencies twice, since the latencies of one answer are alike.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .workload import Job, Workload
 
 MAX_IN_FLIGHT = 4096
 REFRESH_S = 0.2
-OTHER_OPEN_FILES = 64  # beside connections
+OTHER_OPEN_FILES = 64  # other than connections
 HINTS = {
     "connect": ": is the server running there?",
     "http 401": ": give its key with --api-key",
@@ -84,7 +84,7 @@ class LoadStatistics:
     deltas: Counter[int] = field(default_factory=Counter)  # with text, by the number of their bin of BIN_S
 
     def add_answer(self, job: Job, answer: Answer, start: float, sent: float) -> None:
-        """Add a complete answer; times are clock readings, `start` that of the run."""
+        """Add a complete answer; times are clock readings, `start` is when the run began."""
         first = answer.arrivals[0] if answer.arrivals else answer.ended
         tokens = len(answer.arrivals) if answer.output_tokens is None else answer.output_tokens
         latencies = {"ttft": first - sent, "e2e": answer.ended - sent}
@@ -137,7 +137,7 @@ def make_results(totals: LoadStatistics, seconds: float) -> list[Result]:
 
 
 def make_details(totals: LoadStatistics, seconds: float) -> dict[str, Any]:
-    """Return what a saved run keeps beside results: totals, some thousand latencies, error messages."""
+    """Return the details of a saved run: totals, some thousand latencies, error messages."""
     kept = {**totals.latencies, "itl": totals.itls.values}
     return {
         "duration_s": round(seconds, 6), "prompt_tokens": totals.prompt_tokens, "output_tokens": totals.output_tokens,

@@ -24,7 +24,7 @@ CONFIDENCE = 0.95  # of an estimate's interval
 CHANGE_CONFIDENCE = 0.99  # of a change's interval: a verdict should seldom be wrong
 NOISE = 0.03  # smaller changes are never reported as changes: memory placement alone makes as much
 MAX_CACHED_SAMPLES = 250  # up to which the weights of resamples are cached: 4 MB each
-LOWER_HALF_SD = 0.6  # standard deviation of the lower half of a normal distribution over that of the whole
+LOWER_HALF_SD = 0.6  # standard deviation of the lower half of a normal distribution divided by the whole's
 MIN_SAMPLES = 3  # for an interval
 
 

@@ -217,12 +217,12 @@ def _gemma4_keys(s: Shape, layers: int) -> dict[str, Any]:
 
 
 class Architecture(NamedTuple):
-    """What an architecture has in its layers, and beside them."""
+    """The tensors and keys of an architecture."""
 
     layer: Callable[[Shape, int], Tensors] = _usual_layer
     keys: Callable[[Shape, int], dict[str, Any]] = lambda s, layers: {}  # of so many layers
     output_norm: str = "output_norm"
-    more: Callable[[Shape], Tensors] = lambda s: {}  # float32 tensors beside the layers
+    more: Callable[[Shape], Tensors] = lambda s: {}  # float32 tensors outside the layers
 
 
 ARCHITECTURES = {
@@ -235,7 +235,7 @@ ARCHITECTURES = {
 
 
 def architecture(shape: Shape) -> Architecture:
-    """Return what the architecture of a shape has."""
+    """Return the tensors and keys of a shape's architecture."""
     return ARCHITECTURES.get(shape.architecture, Architecture())
 
 

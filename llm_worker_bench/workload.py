@@ -171,7 +171,7 @@ class Workload:
         return sum(1 for _ in islice(due, self.requests))
 
     def warm_up(self, count: int) -> list[Job]:
-        """Return requests like those of the run but different, so that none of their prefixes is cached."""
+        """Return requests like the measured ones with other prompts, so that no prefix of the run is cached."""
         return [self.job(MAX_REQUESTS + i) for i in range(count)]
 
     def _make_prompt(self, index: int, rng: np.random.Generator, length: int) -> Prompt:

@@ -97,7 +97,7 @@ def peak_device_memory(ops: Any) -> dict[str, int]:
 
 
 def on_gpu(ops: Any) -> bool:
-    """Return whether a backend computes on a GPU; that of CUDA may be interpreted on the host."""
+    """Return whether a backend computes on a GPU; the CUDA backend may be interpreted on the host."""
     return bool(ops.name == "cuda" and ops.torch_device.type == "cuda")
 
 

@@ -38,7 +38,7 @@ KV_BLOCK = 16  # positions
 SCORE: Any = None  # set for each variant
 SCORE_ROWS: Any = None
 
-# COS is the entry of cos, that of sin follows. MASK and the others are entries too, but for COUNT: values of a head.
+# COS is the entry of cos, the next one is sin. MASK and the others are entries too, but for COUNT: values of a head.
 RotateArg = IntEnum("RotateArg", "COS PAIRS HEADS DIM SOURCE OUT", start=0)
 MaskArg = IntEnum("MaskArg", "MASK SCORES OUT COUNT", start=0)
 

@@ -32,7 +32,7 @@ from llm_worker_rbee.backends.cpu.simd import (
     u8x64,
 )
 
-# Vectors of 16 lanes that are summed side by side: what fits into the registers beside the operands.
+# Independent sums, vectors of 16 lanes: as many as fit into the registers together with the operands.
 NUM_SUMS = 12 if ISA.startswith("avx512") else 4
 LINES = 16  # of 64 bytes: operands in the first-level cache
 TILE_OPERATIONS = 4  # of AMX, one for each sum

@@ -1,4 +1,4 @@
-"""`llm-worker-rbee bench embed`: texts a second beside sentence-transformers and llama.cpp; accuracy of embeddings."""
+"""`llm-worker-rbee bench embed`: texts a second against sentence-transformers and llama.cpp; accuracy of embeddings."""
 
 import tempfile
 from contextlib import ExitStack
@@ -35,7 +35,7 @@ TITLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedBenchOptions:
-    """Which model and texts, beside which peers."""
+    """The model and texts to measure, and the peers to compare with."""
 
     model: ModelArgument = None
     synthetic: SyntheticOption = None

@@ -1,4 +1,4 @@
-"""`llm-worker-rbee bench micro`: ops and parts one by one, each beside the limit of this machine."""
+"""`llm-worker-rbee bench micro`: ops and parts one by one, each against the limit of this machine."""
 
 import subprocess
 import sys
@@ -151,7 +151,7 @@ def _show_micro(run: Run, *, original: bool = False) -> None:
 
 
 def _note_left_out(left_out: Mapping[str, str]) -> None:
-    """Print each benchmark that was not measured with the reason; those of one family and reason as one line."""
+    """Print why benchmarks were not measured: one line for each family and reason."""
     families = Counter((name.split("/")[0], reason) for name, reason in left_out.items())
     for name, reason in left_out.items():
         family = name.split("/")[0]

@@ -1,4 +1,4 @@
-"""`llm-worker-rbee bench peers`: this worker beside llama.cpp, mistral.rs, vLLM and transformers."""
+"""`llm-worker-rbee bench peers`: this worker against llama.cpp, mistral.rs, vLLM and transformers."""
 
 import tempfile
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ BUSY_CORES = 0.3  # from which on a machine is not quiet
 
 @dataclass(frozen=True, kw_only=True)
 class PeerOptions:
-    """Which files and lengths, beside which peers."""
+    """The files and lengths to measure, and the peers to compare with."""
 
     model: ModelArguments = None
     synthetic: list[str] | None = option(None, "SHAPE:TYPES", f"{common.SYNTHETIC_HELP} Repeatable.")

@@ -45,7 +45,7 @@ class ProfileOptions:
     out: Path | None = option(None, "FOLDER", "Folder of the report.", "-o", show_default="profile-MODEL-DATE")
 
     def settings(self) -> Settings:
-        """Return what to run; raise on options that exclude each other."""
+        """Return the settings of the run; raise on options that exclude each other."""
         if self.native and not self.py_spy:
             raise typer.BadParameter("--native goes with --py-spy: the built-in sampler sees Python only")
         if not (self.pp or self.tg):

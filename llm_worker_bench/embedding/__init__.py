@@ -1,1 +1,1 @@
-"""Embedding models measured: speed beside peers, cosine to float32, retrieval of a labelled set."""
+"""Benchmarks of embedding models: speed against peers, cosine to float32, retrieval on a labelled set."""

@@ -43,12 +43,12 @@ def pieces() -> list[str]:
 
 
 def embed_with(embedder: Embedder) -> Embed:
-    """Return what embeds with this worker."""
+    """Return a function that embeds texts with this worker."""
     return lambda texts: sides.normalized(embedder.embed(list(texts), truncate=True, progress=False))
 
 
 def embed_with_library(recorder: Recorder, folder: Path, python: str, threads: int) -> Embed:
-    """Return what embeds with sentence-transformers, which is started for that."""
+    """Return a function that starts sentence-transformers and embeds texts with it."""
     if not folder.is_dir():
         raise PeerError(f"{sides.SENTENCE_TRANSFORMERS} reads folders only, and {folder.name} is a file")
     side = sides.sentence_transformers_side(find_python([python]), folder, threads, TIMEOUT_S)

@@ -75,7 +75,7 @@ class EmbedSide:
         raise NotImplementedError
 
     def names(self, task: EmbedTask) -> list[str]:
-        """Return what is measured of a task, under which names."""
+        """Return the names of the measurements of a task; none if this side needs texts and the task has ids."""
         return [] if self.needs_texts and task.is_tokenized else [self.name]
 
     def warm_up(self, tasks: Sequence[EmbedTask], *, whole: bool) -> None:

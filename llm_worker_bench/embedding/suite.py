@@ -1,7 +1,7 @@
 """Texts per second of embedding models, in turn with sentence-transformers and llama.cpp on the same texts.
 
-A rate counts the tokens of all inputs, special ones included, from texts to rows: tokenizing is part of it. Of this
-worker it is measured without that, too. Ratios are those of single repetitions.
+A rate counts the tokens of all inputs, special ones included, from texts to rows: tokenizing is part of it. This worker
+is also measured without tokenizing. Ratios are computed for each repetition.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Rates = dict[str, tuple[str, list[float]]]  # of each program, by name: its vers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedPlan:
-    """What to embed, how often, and beside which peers."""
+    """What to embed, how often, and which peers to compare with."""
 
     lengths: Sequence[int] = ()
     batches: Sequence[int] = (1, 32)

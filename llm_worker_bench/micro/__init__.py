@@ -1,4 +1,4 @@
-"""Micro-benchmarks: ops, the scheduler, the default model's file; on one backend, or on two in turn, beside the limit.
+"""Micro-benchmarks: ops, the scheduler, the default model's file; on one backend, or on two in turn, against the limit.
 
 `suite` are the benchmarks of the Rust worker. A case that needs a function beyond the op table and `op_parts` runs on
 the reference. `Work` is the least that an ideal implementation would read, write and compute. On a GPU a sample is the

@@ -1,4 +1,4 @@
-"""Selecting benchmarks, measuring them on one backend or on two in turn, and their results beside the limit."""
+"""Selecting benchmarks, measuring them on one backend or on two in turn, and comparing results with the limit."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def context_of(task: Task) -> int:
 
 
 def _split(tasks: Sequence[Task]) -> tuple[list[Task], list[Task]]:
-    """Return the tasks of one sequence, and those of many prompts at once."""
+    """Return the tasks of one sequence, and the tasks of many prompts at once."""
     return [task for task in tasks if not task.prompts], [task for task in tasks if task.prompts]
 
 

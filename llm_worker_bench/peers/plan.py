@@ -186,7 +186,7 @@ class Size(NamedTuple):
 
 
 def size_of(row: Row) -> Size:
-    """Return the size of a row's model, which need not be made yet; that of the model which it is converted from."""
+    """Return the size of a row's model before any conversion; a synthetic model need not be written yet."""
     path = row.model
     if row.real:
         with suppress(ModelFileError):  # its row will be left out: any size serves

@@ -1,7 +1,7 @@
 """What a peer is, libraries in a child process, and llama-bench; as a program, the child that runs this worker.
 
-llama-bench loads the model for each run, times without loading and does not sample; all others sample greedily. The
-protocol of a child is that of library_child.py.
+llama-bench loads the model for each run, times without loading and does not sample; all others sample greedily. A child
+speaks the protocol of library_child.py.
 """
 
 from __future__ import annotations

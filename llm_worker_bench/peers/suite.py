@@ -1,7 +1,7 @@
-"""Measuring rows beside peers in turn by repetition, and the table of what was measured.
+"""Measuring rows and peers in turn by repetition, and the table of the results.
 
 A peer that is not installed is left out with the reason; one that fails is named and the others go on, and so do the
-other rows. Ratios are those of single repetitions, since a machine that changes its speed changes both sides.
+other rows. Ratios are computed for each repetition, since a machine that changes its speed changes both sides.
 """
 
 from __future__ import annotations

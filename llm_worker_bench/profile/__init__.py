@@ -213,7 +213,7 @@ class _Profiler:
 
 
 def _is_padding(component: str, present: Iterable[str]) -> bool:
-    """Return whether decode attention ran beside that of prompts: for padding alone, so nothing is counted for it."""
+    """Return whether a component is decode attention in a step that prefills: it ran for padding and is not counted."""
     return component == "rope_kv_attention" and "attention" in present
 
 

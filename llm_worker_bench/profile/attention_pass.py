@@ -1,4 +1,4 @@
-"""The attention pass that the Rust worker's report showed: its shares at width 4096 and 128 tokens, beside ours.
+"""The attention pass that the Rust worker's report showed: its shares at width 4096 and 128 tokens, compared with ours.
 
 One layer of Llama 2 7B in float32 stands for it: 32 heads of 128, a prompt of 128 tokens. Where a kernel computes
 scores, mask, softmax and output together, they are one share.
@@ -49,7 +49,7 @@ def seconds_by_part(run: Run) -> dict[str, float]:
 
 
 def rows(run: Run) -> Iterator[list[str]]:
-    """Yield the table: the original's shares, and those of each backend."""
+    """Yield the rows of the table: the original's shares, and the shares of each backend."""
     names = backends(run)
     taken = {name: seconds_by_part(of_backend(run, name)) for name in names}
     whole = {name: sum(parts.get(one, 0.0) for one in ("QKV", "RoPE", ALL)) for name, parts in taken.items()}

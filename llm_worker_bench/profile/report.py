@@ -150,7 +150,7 @@ def step_line(run: Run, phase: str) -> str:
 
 
 def run_facts(run: Run) -> dict[str, str]:
-    """Return what was measured, and where."""
+    """Return the model, settings, machine, versions and limits of a run, by label."""
     machine, commit = run.machine, run.commit
     found = {
         "Model": str((run.model or {}).get("name", "-")),

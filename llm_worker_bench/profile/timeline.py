@@ -71,7 +71,7 @@ def _is_sampling(name: str) -> bool:
 def busy_times(spans: Iterable[Labelled]) -> dict[TaskLabel, Spent]:
     """Return the time from the end of the kernel before to the end of each: where two overlap, the first one has it.
 
-    Time in which nothing runs is that of `IDLE`, so the sum is the length of the timeline.
+    Time in which nothing runs counts as `IDLE`, so the sum is the length of the timeline.
     """
     found: dict[TaskLabel, Spent] = {}
     now: float | None = None

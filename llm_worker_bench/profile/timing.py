@@ -1,8 +1,8 @@
 """Timing the parts of a step while an engine runs it.
 
-A `Timer` has the time of wrapped functions, each without that of wrapped functions inside it, and of the tasks that a
-fused forward pass reports. `attach` puts it into an engine: the scheduler, the batch, the forward pass and the sampler
-are parts, and what remains of `Engine.step` is the host's.
+A `Timer` has the time of wrapped functions, without the wrapped functions that they call, and of the tasks that a fused
+forward pass reports. `attach` puts it into an engine: the scheduler, the batch, the forward pass and the sampler are
+parts, and the rest of `Engine.step` is the host's.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Spent:
 
 @dataclass(slots=True)
 class Timer:
-    """Time by task; `batches` are those of the steps."""
+    """Time by task; `batches` holds the batch of each step."""
 
     batches: list[Batch] = field(default_factory=list)
     _tasks: dict[TaskLabel, Spent] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class Timer:
             spent.seconds, spent.calls = 0.0, 0
 
     def tasks(self) -> dict[TaskLabel, Spent]:
-        """Return what was timed since the last reset."""
+        """Return the time and calls of each task since the last reset."""
         return {label: replace(spent) for label, spent in self._tasks.items() if spent.calls} | self.program_tasks()
 
     def program_tasks(self) -> dict[TaskLabel, Spent]:

@@ -319,7 +319,7 @@ def _pick_evenly(places: Sequence[Any], max_count: int = 7) -> list[Any]:
 
 
 def _is_outlier(values: Floats) -> NDArray[np.bool_]:
-    """Return what is beyond Tukey's inner fences, as statistics.outliers counts."""
+    """Return which values are beyond Tukey's inner fences, as statistics.outliers counts."""
     first, third = np.percentile(values, [25, 75])
     step = 1.5 * (third - first)
     return np.asarray((values < first - step) | (values > third + step))

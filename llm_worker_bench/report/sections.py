@@ -191,7 +191,7 @@ def group_by_test(run: Run) -> dict[str, dict[str, Result]]:
 
 
 def peer_table(run: Run, _: ChartRenderer) -> Html:
-    """Show this worker beside its peers, test by test."""
+    """Compare this worker with its peers, test by test."""
     rows: list[list[object]] = []
     starts = []
     for test, by_peer in group_by_test(run).items():
