@@ -146,7 +146,7 @@ def close(schema: Any) -> Any:
 
 
 def ask(url: str, prompt: str, schema: dict[str, Any], max_tokens: int, seed: int = 0) -> Outcome:
-    """Return what a server answers to a prompt, sampled with a seed but for seed 0."""
+    """Ask a server for an answer to a schema; return the outcome. Seed 0 is greedy, other seeds sample."""
     response_format = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     messages = [{"role": "user", "content": f"{prompt} Answer in JSON."}]
     sampling = {"seed": seed, "temperature": 0.7} if seed else {"temperature": 0}

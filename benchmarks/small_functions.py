@@ -155,7 +155,7 @@ def ask_server(url: str, prompt: str) -> str:
 
 
 def make_transformers(path: Path) -> Callable[[str], str]:
-    """Return what asks transformers, with the weights of a GGUF file in float32."""
+    """Return a function that asks transformers, with the weights of a GGUF file in float32."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

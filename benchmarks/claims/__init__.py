@@ -1,6 +1,6 @@
 """The claims about the worker that this one descends from, as experiments that anyone can repeat.
 
-Each ends in a verdict, by a rule that is written beside the claim, and in a decision (decisions.py). A new experiment
+Each ends in a verdict, by a rule that is written next to the claim, and in a decision (decisions.py). A new experiment
 is a function from a `Harness` to a `Finding` and a row of the table below. page.py writes docs/claims.md.
 """
 

@@ -41,7 +41,7 @@ from .numpy_model import (
 from .targets import Target, Timed
 
 SIDES = ("modules", "integrated")
-TYPES = "Q4_1"  # of the block's weights on the kernels: those of the default model
+TYPES = "Q4_1"  # of the block's weights on the kernels, as in the default model
 BLOCK_VOCABULARY, NO_WORK_WIDTH = 512, 32
 DECODE_STEPS = 2  # tokens of one timed call
 LOGITS_TOLERANCE, DEVICE_TOLERANCE = 1e-3, 0.05  # absolute; of the largest logit, where keys and values are bfloat16

@@ -305,7 +305,7 @@ def rope_sides(shape: Shape, step: Step) -> dict[str, Callable[[], Floats]]:
 
 
 def kv_sides(shape: Shape, step: Step) -> dict[str, Callable[[], Sequence[Floats]]]:
-    """Return three caches that take the keys and values of a step and give those of all tokens."""
+    """Return three caches that take a step's keys and values and return the keys and values of all tokens."""
     rng, start, end = np.random.default_rng(step.length), step.start, step.context
     before, new = (
         [harness.random_array(rng, n, shape.n_heads, shape.head_dim) for _ in range(2)] for n in (start, step.tokens)

@@ -95,7 +95,7 @@ def _show_experiments(run: Run) -> None:
 
 
 def _show_table(rows: Sequence[Sequence[str]], right: Sequence[int] | None = None) -> None:
-    """Print a table; all columns but those of words to the right."""
+    """Print a table; columns of words are aligned left, all others right."""
     shown = [[cell(c) for c in row] for row in rows]
     if right is None:
         words = ("backend", "step", "part", "sides", "forward", "folder", "library", "the same block", "claim")

@@ -1,8 +1,8 @@
 """What the experiments share: sides timed in turn, votes, verdicts per backend and over all, number formats.
 
 A comparison votes by the rule of its claim. The majority of the lengths decides for decode and for prefill, and without
-one the longest length does: that is where the work is. Decode and prefill together are the verdict of a backend, the
-backends together that of the claim; where they differ it is `mixed`.
+one the longest length does: that is where the work is. Decode and prefill together decide the verdict of a backend, the
+backends together decide the verdict of the claim; where they differ it is `mixed`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Finding(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """The layers under test: those of the suite in CLAIMS, and the MLP that goes with them."""
+    """The layers under test: the layers of the suite in CLAIMS, and the MLP that goes with them."""
 
     d_model: int = HIDDEN
     n_heads: int = HEADS
@@ -168,7 +168,7 @@ class Harness:
         self.recorder.add_result(Result.exact(name, unit, value, **fields))
 
     def once(self, key: str, make: Callable[[], Any]) -> Any:
-        """Return what was measured or loaded for an earlier claim, or make it."""
+        """Return the value that `make` returned for an earlier claim, or call it now."""
         if key not in self.measured:
             self.measured[key] = make()
         return self.measured[key]
@@ -235,7 +235,7 @@ def find_drift(speeds: Sequence[tuple[str, float]]) -> dict[str, Any]:
 
 
 def drift_line(drift: Mapping[str, Any]) -> str:
-    """Return what a reader must know of the machine's speed during the run."""
+    """Return a line that says how much the machine's speed changed during the run."""
     said = f"by {drift['change']:.1%} during the run (a fixed matrix product, timed between the claims)"
     if not drift["drifted"]:
         return f"the machine's speed changed {said}: no drift over {drift['threshold']:.0%}"
@@ -276,7 +276,7 @@ def speedup(change: Change) -> tuple[float, float, float]:
 
 
 def majority(votes: Sequence[VerdictName]) -> VerdictName:
-    """Return what most lengths say, or what the longest says if there is no majority."""
+    """Return the verdict of most lengths, or of the longest if there is no majority."""
     name, count = Counter(votes).most_common(1)[0]
     return name if 2 * count > len(votes) else votes[-1]
 
@@ -287,7 +287,7 @@ def unanimous(votes: Sequence[VerdictName]) -> VerdictName:
 
 
 def agreed(votes: Sequence[VerdictName]) -> VerdictName:
-    """Return what all say, or mixed."""
+    """Return the verdict that all votes share, or mixed; not judged without votes."""
     return votes[0] if len(set(votes)) == 1 else "mixed" if votes else "not judged"
 
 

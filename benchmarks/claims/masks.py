@@ -1,9 +1,9 @@
 """Claims 3a, 6, 7, 8 and 13: causal masks made each time, kept by length, or not needed at all.
 
 Scores are (heads, T, S), as in the old suite's `causal_mask`. On the reference the pass is what that suite measured:
-the mask added to the scores, made or looked up; beside it a softmax with a kept mask, and one that ends each row where
-causality ends it. The kernels are causal by the bound of a loop: there the pass is the attention kernel, with what a
-mask would add to it, the addition to the scores by the backend's array library.
+the mask added to the scores, made or looked up; also a softmax with a kept mask, and one that ends each row where
+causality ends it. The kernels are causal by the bound of a loop: there the pass is the attention kernel, plus the work
+that a mask would add: the addition to the scores by the backend's array library.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def bounded_softmax(scores: Floats, start: int = 0) -> Floats:
 
 
 def kernel_sides(target: Target, runner: Harness, step: Step) -> dict[str, Callable[[], Any]]:
-    """Return the attention kernel alone, and with a mask beside it that is kept or made."""
+    """Return the attention kernel alone, the kernel and a mask that is kept or made, and the mask alone."""
     shape, rng = runner.shape, np.random.default_rng(step.length)
     scores = target.array(harness.random_array(rng, shape.n_heads, step.tokens, step.context))
     attend = make_attention(target, shape, step)
@@ -287,7 +287,7 @@ def run_gain_over_length(runner: Harness) -> Finding:
 
 
 def run_mask_memory(runner: Harness) -> Finding:
-    """Claim 13: bytes of the masks of all lengths beside those of the KV cache."""
+    """Claim 13: bytes of the masks of all lengths against bytes of the KV cache."""
     config = read_model_config(open_checkpoint(runner.model))
     context, kv_type = config.context_length, "float16"
     table = [["context", "mask of this length", "masks of all lengths", "KV cache, float16", "times the KV cache"]]

@@ -61,7 +61,7 @@ def run_optimised_ops(runner: Harness) -> Finding:
 
 
 def _backend_verdict(parts: Mapping[str, Sequence[VerdictName]]) -> dict[str, Any]:
-    """Return the verdict of a backend, and that of each part."""
+    """Return the verdict of a backend, and the verdict of each part."""
     found = {part: harness.majority(votes) for part, votes in parts.items()}
     summary = ", ".join(f"{part} {verdict}" for part, verdict in found.items())
     return {"verdict": harness.agreed(list(found.values())), "phases": found, "summary": summary}

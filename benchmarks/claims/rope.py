@@ -135,7 +135,7 @@ class InPlaceRope:
 
 
 def cpu_sides(target: Target, q: Floats, k: Floats, step: Step) -> dict[str, Rotation]:
-    """Return the CPU's kernel as a program, with the task that makes the angles and with those of a table."""
+    """Return the CPU's kernel as a program, with the task that makes the angles and with angles from a table."""
     cpu: Any = import_cpu_backend()
     ops, (tokens, heads, dim), table = target.ops, q.shape, rope_table(q.shape[-1])
     batch, pairs = consecutive_batch(tokens, step.context, BLOCK_SIZE), len(table.inv_freq)
@@ -164,7 +164,7 @@ def cpu_sides(target: Target, q: Floats, k: Floats, step: Step) -> dict[str, Rot
 
 
 def device_sides(target: Target, q: Floats, k: Floats, step: Step) -> dict[str, Rotation]:
-    """Return the formula in PyTorch, and the Triton kernel with angles made in each call and with those of a table."""
+    """Return the formula in PyTorch, and the Triton kernel with angles made in each call or taken from a table."""
     package = type(target.ops).__module__
     rope, device = (importlib.import_module(f"{package}.{name}") for name in ("rope", "device"))
     ops: Any = target.ops

@@ -1,7 +1,7 @@
 """Claim 12: what the source tree can say about "90% reuse", "~200 lines removed" and "simpler architecture".
 
-The words do not say what is counted, so nothing is judged: lines, imports and tests of each folder stand beside the
-lines of the libraries that are used, and the one-file block beside the same block in modules.
+The words do not say what is counted, so nothing is judged: the tables compare lines, imports and tests of each folder
+with the lines of the libraries that are used, and the one-file block with the same block in modules.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def count_folders() -> dict[str, tuple[int, int, int, int]]:
 
 
 def _imports(file: Path) -> list[tuple[str, bool]]:
-    """Return (top-level name, whether it is ours) of a module's imports, those of the standard library left out."""
+    """Return (top-level name, whether it is ours) of a module's imports, without the standard library."""
     depth, found = len(file.relative_to(PACKAGE).parts), []
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

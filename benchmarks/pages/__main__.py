@@ -53,7 +53,7 @@ KIND_AREAS = {
 
 
 def load_runs(patterns: Sequence[str], results: Path = RESULTS) -> dict[str, Run]:
-    """Return the runs whose file matches, those of `history` left out."""
+    """Return the runs whose file matches a pattern, without runs in `history`."""
     files = sorted({file for pattern in patterns for file in results.glob(pattern)})
     return {name: Run.load(f) for f in files if not (name := f.relative_to(results).as_posix()).startswith("history/")}
 
@@ -80,7 +80,7 @@ def areas(run: Run) -> list[str]:
 
 
 def stale_line(runs: Runs, now: Mapping[str, str]) -> str:
-    """Return what changed since the runs were made, or nothing."""
+    """Return a line that names the areas of code that changed since the runs, or an empty string."""
     changes = [(commit_id(run), provenance.changed_areas(run.sources, now, areas(run))) for run in runs.values()]
     return provenance.stale_line(changes)
 
@@ -111,7 +111,7 @@ def provenance_section(runs: Runs) -> list[str]:
 
 
 def render(page: Page, now: Mapping[str, str], results: Path = RESULTS) -> str:
-    """Return what a file must hold."""
+    """Return the text of a page, with its title, provenance and the line about changed code."""
     runs = load_runs(page.patterns, results)
     text, stale = page.render(runs).strip(), stale_line(runs, now)
     if page.path.endswith(".svg"):

@@ -134,7 +134,7 @@ def micro_table(runs: Sequence[Run]) -> list[str]:
 
 
 def micro_notes(runs: Sequence[Run]) -> list[str]:
-    """Return what differs from a step of the product, by family and backend."""
+    """Return lines with the notes of results, by family and backend: how they differ from a step of the product."""
     results = (result for run in runs for result in run.results if result.fields.get("note"))
     notes = {(result.name.split("/")[0], result.fields["backend"]): result.fields["note"] for result in results}
     return [f"- `{family}` on {backend}: {note}" for (family, backend), note in notes.items()]

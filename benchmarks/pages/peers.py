@@ -115,7 +115,7 @@ def quotient(above: Result | None, below: Result | None) -> str:
 
 
 def overview(figures: Figures) -> list[str]:
-    """Return the table of files and lengths, all peers beside each other."""
+    """Return the table of files and lengths, with a column for each peer."""
     step, peers = "peers-mistralrs", (OURS, LLAMA, MISTRAL)
     rows = [
         [
@@ -133,7 +133,7 @@ def overview(figures: Figures) -> list[str]:
 
 
 def ratios(figures: Figures, test: str) -> list[str]:
-    """Return this worker's rate over that of each peer, from single repetitions."""
+    """Return the ratios of this worker's rate to each peer's rate, from single repetitions."""
     found = [figures.find("peers-mistralrs", f"{test}/{peer}") for peer in (LLAMA, MISTRAL)]
     return ["-" if one is None else ratio(one) for one in found]
 

@@ -1,4 +1,4 @@
-"""docs/quality.md: how near answers are to float32, beside llama.cpp; every figure comes from a saved run."""
+"""docs/quality.md: how near answers are to float32, compared with llama.cpp; every figure comes from a saved run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """docs/pictures/speed.svg: tokens per second of this worker and of llama.cpp, from the saved runs of `bench peers`.
 
-A bar is as long as the ratio of both, the grey bar below it is llama.cpp at 1; the figures stand beside them. The data
+A bar is as long as the ratio of both, the grey bar below it is llama.cpp at 1; the figures stand next to them. The data
 is inside the picture, under `metadata`, as JSON.
 """
 
