@@ -58,7 +58,7 @@ class Transformer:
         return logits, self.norm.add_and_norm(ops, x, residual, self.output_scale)[0] if self.keeps_hidden else None
 
     def program(self, kv_type: str) -> list[tuple[int, list[ProgramLine]]]:
-        """Return what a step runs, in runs of lines with how often each repeats."""
+        """Return the program of a step: groups of lines, each with the number of times it repeats."""
         if self.fused is not None:
             return collapse_repeats(self.fused.program(kv_type))
         return collapse_repeats([ProgramLine(node.op, node.op, "a single op") for node in self.graph().nodes])

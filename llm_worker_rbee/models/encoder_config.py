@@ -9,7 +9,7 @@ from ..config import MAX_LAYERS, Family
 from ..errors import UnsupportedModelError
 from .metadata_reader import MetadataReader
 
-# As in the configuration beside nomic-ai's weights.
+# As in the configuration file of nomic-ai's weights.
 NOMIC_KEYS = {
     "n_embd": "hidden_size",
     "n_head": "num_attention_heads",

@@ -16,7 +16,7 @@ from .metadata_reader import MetadataReader
 
 
 def gguf_layer_shapes(keys: MetadataReader, windows: Sequence[int]) -> tuple[MetadataReader, dict[str, Any]]:
-    """Read the keys of a GGUF; those of layers with a window end with `_swa`."""
+    """Read the keys of a GGUF; keys for layers with a window end with `_swa`."""
     n_layers = len(windows)
     kv_heads, d_ff = (keys.per_layer(key, n_layers) for key in ("attention.head_count_kv", "feed_forward_length"))
     head_dim = keys.integer("attention.key_length", minimum=1, maximum=MAX_WIDTH)

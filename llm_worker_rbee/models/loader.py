@@ -131,7 +131,7 @@ class ModelLoader:
         return replace(model, fused=self.ops.fuse(model.graph))
 
     def mtp_head(self, model: Transformer) -> MtpHead:
-        """Build the first block after those of the model; what the file has twice is packed once."""
+        """Build the first block after the model's own; a matrix that the file has twice is packed once."""
         c, i = self.config, self.config.n_layers
         prefix = f"blk.{i}.nextn."
         kinds = (*c.layer_kinds, "attention") if c.layer_kinds else ()
@@ -156,7 +156,7 @@ class ModelLoader:
         return replace(head, fused=self.ops.fuse(head.graph))
 
     def own_matrix(self, name: str, shared_name: str, shared: PackedWeight) -> PackedWeight:
-        """Return a matrix of the vocabulary, or that of the model where the file has none or the same."""
+        """Return the head's own matrix of the vocabulary, or the model's where the file has none or the same."""
         tensors = self.checkpoint.tensors
         if name not in tensors:
             return shared
@@ -201,7 +201,7 @@ class ModelLoader:
         return width * c.embedding_scale / c.residual_scale
 
     def layer_scale(self, i: int) -> float:
-        """Return what multiplies the residual stream after a layer."""
+        """Return the factor of the residual stream after layer `i`, 1 where the file has none."""
         scale = self.optional_vector(f"blk.{i}.layer_output_scale.weight", 1)
         return 1.0 if scale is None else float(scale[0])
 
@@ -280,7 +280,7 @@ class ModelLoader:
         return self.config.family.gguf_mlp_norm if self.checkpoint.format == "gguf" else "ffn_norm"
 
     def mixer(self, i: int, prefix: str, rope: RopeTable) -> Attention | ShortConv | GatedDelta:
-        """Return what mixes the tokens of layer `i`."""
+        """Return the token mixer of layer `i`: attention, a short convolution or a gated delta rule."""
         c = self.config
         if c.layer_kind(i) == "short_conv":
             return self.short_conv(prefix + "shortconv.")
@@ -364,7 +364,7 @@ class ModelLoader:
         return tensor.take_rows(np.concatenate(split_groups(sizes, groups)))
 
     def gated_qkv(self, prefix: str) -> tuple[Linear, Linear]:
-        """Return the projections to q, k and v, and to the gate, whose rows stand with those of q."""
+        """Return the projections to q, k and v, and to the gate; the file has the rows of q and gate in one matrix."""
         c = self.config
         rows, kv_rows = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
         both = self.matrix_of_groups(prefix + "attn_q.weight", [c.head_dim, c.head_dim], c.n_heads)
@@ -561,7 +561,7 @@ class ModelLoader:
         )
 
     def is_of_shared_keys(self, name: str) -> bool:
-        """Return whether a tensor makes the keys or values of a layer that reads those of another."""
+        """Return whether a tensor projects keys or values of a layer that reads another layer's cache."""
         layer = LAYER_NUMBER.match(name)
         return (
             layer is not None

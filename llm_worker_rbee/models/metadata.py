@@ -350,7 +350,7 @@ def _hf_nextn_layers(keys: MetadataReader, family: Family) -> int:
 
 
 def _hf_d_ff(keys: MetadataReader) -> int:
-    """Return the width of the MLP; LFM2 states that of an MLP without a gate, from which it is computed."""
+    """Return the width of the MLP; LFM2 states the width without a gate, from which it is computed."""
     key = "block_ff_dim" if keys.has("block_ff_dim") else "intermediate_size"
     size = keys.integer(key, minimum=1, maximum=MAX_WIDTH)
     if not keys.get("block_auto_adjust_ff_dim", bool, False):
@@ -516,6 +516,6 @@ def sampling_from_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sampling_from_hf(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of a generation_config.json; `do_sample: false` is greedy sampling, temperature 0."""
+    """Return the sampling parameters of a generation_config.json; `do_sample: false` is temperature 0: greedy."""
     stated = {name: generation_config[name] for name in HF_SAMPLING if generation_config.get(name) is not None}
     return {**stated, "temperature": 0.0} if generation_config.get("do_sample") is False else stated

@@ -1,7 +1,7 @@
 """Multi-token prediction: one more decoder block, which predicts the token after the next one.
 
 It reads token p with the hidden state of the model at p - 1, after its final norm; after a token of its own, with the
-hidden state that it returned itself. Embedding and output head are those of the model unless the file has others.
+hidden state that it returned itself. It shares the model's embedding and output head unless the file has others.
 """
 
 from __future__ import annotations

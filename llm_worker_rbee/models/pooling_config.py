@@ -227,7 +227,7 @@ def _dense(number: int, module: Mapping[str, Any]) -> DenseConfig:
 
 
 def _text_fields(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what concerns texts: prompts, similarity, length."""
+    """Return the fields about texts: prompts, similarity, length, lower case."""
     settings = MetadataReader(found["settings"], source="config_sentence_transformers.json: ")
     transformer = MetadataReader(found["transformer"], source="sentence_bert_config.json: ")
     prompts = settings.get("prompts", dict, {})

@@ -61,7 +61,7 @@ class PoolingLoader(ModelLoader):
         return replace(model, fused=self.ops.fuse(model.graph))
 
     def embeddings(self, tokens: PackedWeight) -> Embeddings:
-        """Return the tables with that of tokens, and the norm of their sum."""
+        """Return the embedding tables (tokens, positions, token types) and the norm of their sum."""
         c = self.config
         tables = {"position_embd": c.context_length * c.family.learned_positions, "token_types": c.token_types}
         positions, types = (

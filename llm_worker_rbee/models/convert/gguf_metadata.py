@@ -55,7 +55,7 @@ COMPARED_BY_EFFECT = ("family", "rope_scaling", "token_types")  # compared by th
 def gguf_metadata(
     checkpoint: Checkpoint, config: ModelConfig, file_type: int, pooling: PoolingConfig | None = None
 ) -> dict[str, Any]:
-    """Return every key of the file to write; `pooling` is that of a pooling model."""
+    """Return every key of the file to write; `pooling` is the configuration of a pooling model."""
     own = {
         "general.file_type": Typed("uint32", file_type),
         "general.quantization_version": Typed("uint32", QUANTIZATION_VERSION),

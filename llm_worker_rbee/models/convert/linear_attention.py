@@ -26,7 +26,7 @@ HEADS_ALONE, HEADS_AFTER_KEYS = ("attn_gate", "ssm_beta", "ssm_alpha"), ("attn_q
 
 
 def gguf_linear_attention(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors checkpoint with those of linear attention as a GGUF has them."""
+    """Return the tensors of a safetensors checkpoint, with linear attention in the layout of a GGUF."""
     if config.linear is None:
         return dict(tensors)
     out: dict[str, Tensor] = {}
@@ -37,7 +37,7 @@ def gguf_linear_attention(tensors: Mapping[str, Tensor], config: ModelConfig) ->
 
 
 def _split_projection(tensor: Tensor, n: LinearAttentionConfig) -> list[Tensor]:
-    """Return the matrix of q, k and v, and that of the gate."""
+    """Split the projection into the matrix of q, k and v and the matrix of the gate."""
     values = n.v_heads // n.k_heads * n.v_dim
     rows = np.concatenate(split_groups([n.k_dim, n.k_dim, values, values], n.k_heads))
     parts = {"attn_qkv": rows[: n.channels], "attn_gate": rows[n.channels :]}

@@ -1,7 +1,7 @@
-"""Keys of pooling models in a GGUF: those of encoders, and how the hidden states of a sequence become one row.
+"""Keys of pooling models in a GGUF: keys of encoders, and how the hidden states of a sequence become one row.
 
-What a sentence-transformers folder says beside that (prompts, the length of a text, no normalization) has no keys: it
-is named in a warning. A pooling that readers would do differently is an error.
+A GGUF has no keys for other settings of a sentence-transformers folder (prompts, the length of a text, no
+normalization): a warning names them. A pooling that readers would do differently is an error.
 """
 
 from __future__ import annotations

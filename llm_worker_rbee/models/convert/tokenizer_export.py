@@ -91,7 +91,7 @@ def _vocabulary_kind(source: Mapping[str, Any]) -> str:
 
 
 def _steps(source: Mapping[str, Any], *parts: str) -> Iterator[Mapping[str, Any]]:
-    """Yield all steps of these parts, including those of sequences."""
+    """Yield all steps of these parts, including the steps inside sequences."""
     waiting = [source.get(part) for part in parts]
     while waiting:
         step = waiting.pop()
