@@ -30,7 +30,7 @@ BERT_NAMES = {
 }
 BERT_CLASSIFIER = {"pooler.dense": "cls", "classifier": "cls.output"}
 ROBERTA_CLASSIFIER = {"classifier.dense": "cls", "classifier.out_proj": "cls.output"}
-# As transformers names them, and as the code beside nomic-ai's weights does.
+# As transformers names them, and as nomic-ai's own code does.
 NOMIC_NAMES = {
     "embeddings.word_embeddings": "token_embd",
     "embeddings.token_type_embeddings": "token_types",
@@ -104,7 +104,7 @@ def rename_encoder(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
 
 
 def position_offset(config: Mapping[str, Any]) -> int:
-    """Return the row of the first token's position in the table of a RoBERTa: after that of padding."""
+    """Return the row of the first token's position in the table of a RoBERTa: the row after padding's."""
     padding = config.get("pad_token_id", 1)
     if type(padding) is not int or not 0 <= padding <= 1 << 20:
         raise ModelFileError(f"config.json: 'pad_token_id' is {padding!r}, not the number of a token")

@@ -97,7 +97,7 @@ def write_quantized_gguf(
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file beside `path` that takes its place once it is complete."""
+    """Open a temporary file next to `path` that replaces `path` once it is complete."""
     part = path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:

@@ -40,7 +40,7 @@ class _Stack(NamedTuple):
 
 
 def rearrange_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a checkpoint's tensors with those of gpt-oss's experts rearranged; no others have biases."""
+    """Return a checkpoint's tensors with gpt-oss's experts rearranged: only these experts have biases."""
     out = dict(tensors)
     for name in [name for name in tensors if name.endswith("ffn_gate_up_exps.bias")]:
         prefix = name.removesuffix("gate_up_exps.bias")

@@ -73,7 +73,7 @@ class Quantization:
 
 
 def read_quantization(settings: object) -> Quantization | None:
-    """Return what `quantization_config` says, or None without one."""
+    """Parse `quantization_config`; return None without one."""
     if settings is None:
         return None
     if not isinstance(settings, dict):
@@ -120,7 +120,7 @@ def _find_problem(method: str, chosen: str, settings: Mapping[str, Any]) -> str:
 def merge_quantized(
     tensors: Mapping[str, Tensor], quantization: Quantization
 ) -> tuple[dict[str, Tensor], Quantization]:
-    """Return the tensors with those of a quantized module as one, `<module>.weight`; and what was found on the way."""
+    """Merge the tensors of each quantized module into `<module>.weight`; return all tensors and the updated record."""
     modules: dict[str, dict[str, Tensor]] = defaultdict(dict)  # by the name of what they become, and the part
     out: dict[str, Tensor] = {}
     kv_scales, problem = 0, quantization.problem
@@ -169,7 +169,7 @@ class ScaleGrid(NamedTuple):
     columns: int
 
     def take(self, start: int, stop: int, columns: int, step: int) -> Floats:
-        """Return those of some rows, one for every `step` columns."""
+        """Return the scales of rows `start` to `stop`, one for every `step` columns."""
         rows, groups = np.arange(start, stop) // self.rows, np.arange(0, columns, step) // self.columns
         return self.values[rows][:, groups]
 

@@ -1,6 +1,6 @@
 """Quantization mixes (Q4_K_M, Q3_K_L, ...): the block type of each tensor, as a table of rules. No quantizing here.
 
-The rules are those of llama.cpp's llama-quant.cpp (2026-08) without an importance matrix, for models of fewer than 80
+The rules follow llama.cpp's llama-quant.cpp (2026-08) without an importance matrix, for models of fewer than 80
 layers; checked against files that its quantizer wrote. Routers, weights of convolutions and the projection of
 per-layer embeddings stay float32. `attn_v` counts all layers, where llama.cpp counts those that have one.
 """
@@ -16,13 +16,13 @@ from .checkpoint import Checkpoint
 from .quants import BLOCK_TYPES
 
 OUTPUT, EMBEDDING, LAYER_EMBEDDING = "output", "token_embd", "per_layer_token_embd"
-# A fused matrix gets the type of its most sensitive part, experts that of a dense MLP.
+# A fused matrix gets the type of its most sensitive part; experts get the type of a dense MLP.
 SAME_ROLES = {"attn_qkv": "attn_v", "ffn_down_exps": "ffn_down", "ffn_down_shexp": "ffn_down"}
 FLOAT_ROLES = ("ffn_gate_inp", "ssm_conv1d", "shortconv.conv", "per_layer_model_proj")  # never quantized
 EXPERT_ROLES = ("ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps", "ffn_down_exps")
 FLOAT_TYPES = ("F32", "F16", "BF16")
 MIN_GROUPED_HEADS = 4  # query heads per KV head from which on `attn_v` is small enough for more bits
-EIGHT_EXPERTS = 8  # as Mixtral has them: its attention is small beside them and gets more bits
+EIGHT_EXPERTS = 8  # as Mixtral has them: its attention is small in comparison and gets more bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ _BASIC: dict[str, Mix] = {
     "IQ4_NL": Mix("IQ4_NL", 25, _IQ4),
     "IQ4_XS": Mix("IQ4_XS", 30, _IQ4),
 }  # fmt: skip
-# Of these mixes, the output projection of attention gets more bits beside eight experts, too.
+# In these mixes, the output projection of attention, too, gets more bits in models with eight experts.
 _EIGHT_EXPERTS_OUTPUT = ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S", "Q4_K_M", "IQ4_NL", "IQ4_XS")
 
 

@@ -205,7 +205,7 @@ def _quantization_config(folder: Path, config: Mapping[str, Any]) -> object:
 
 
 def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of the text model of one with several parts; what it leaves out is that of the whole."""
+    """Return the text model's configuration in a model of several parts; missing keys come from the whole's."""
     whole = {key: value for key, value in config.items() if key != "model_type" and not key.endswith("_config")}
     return {"tie_word_embeddings": True, **whole, **config["text_config"]}
 

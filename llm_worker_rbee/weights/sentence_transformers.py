@@ -18,7 +18,7 @@ from .checkpoint import PICKLE_SUFFIXES, Tensor
 
 MODULES, SETTINGS, TOKENIZER = "modules.json", "config_sentence_transformers.json", "tokenizer_config.json"
 UNLIMITED = 1 << 40  # tokens
-FIRST_DENSE = 2  # of the names of dense layers: those of EmbeddingGemma's GGUF
+FIRST_DENSE = 2  # of the names of dense layers, as in EmbeddingGemma's GGUF
 MAX_MODULES = 64
 
 
@@ -28,7 +28,7 @@ def module_kind(module: Mapping[str, Any]) -> str:
 
 
 def read_sentence_transformers(folder: Path, read_json: Callable[[Path], Any]) -> dict[str, Any]:
-    """Return modules (with the config of each), settings and those of the transformer; empty if there are none."""
+    """Return modules (with the config of each), settings and the transformer's settings; empty without modules."""
     if not (folder / MODULES).exists():
         return {}
     modules = read_json(folder / MODULES)

@@ -102,7 +102,7 @@ def model_lock(name: str, progress: Progress) -> Iterator[Path]:
 
 @contextmanager
 def work_folder(folder: Path, name: str) -> Iterator[Path]:
-    """Yield an empty folder beside the model `name` and remove it at the end. The lock of `name` must be held."""
+    """Yield an empty folder next to the model `name` and remove it at the end. The lock of `name` must be held."""
     for stale in folder.glob(f".pull-{name}-*"):
         shutil.rmtree(stale, ignore_errors=True)
     with _exit_on_termination():

@@ -182,7 +182,7 @@ def _matches(model: PipModel, file: WheelFile, report: Callable[[int], None]) ->
 
 
 def _report_all(what: str, total: int, progress: Progress) -> Callable[[int], None]:
-    """Return what adds up the bytes of all files of a model, and reports them."""
+    """Return a function that adds up the bytes of all files of a model and reports the sum."""
     done = 0
     progress(what, 0, total)
 

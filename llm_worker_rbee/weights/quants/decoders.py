@@ -115,7 +115,7 @@ def bf16(blocks: Bytes) -> Floats:
 
 
 def q4_0(blocks: Bytes) -> Floats:
-    """d 2 | 16 bytes of nibbles, value i beside value i+16. x = d * (q - 8)."""
+    """d 2 | 16 bytes of nibbles, values i and i+16 in byte i. x = d * (q - 8)."""
     return apply_scale(to_signed(unpack_bits(field(blocks, 2, 16), 16, 4), 8), read_f16(blocks, 0))
 
 
@@ -203,7 +203,7 @@ def mxfp4(blocks: Bytes) -> Floats:
 
 
 def nvfp4(blocks: Bytes) -> Floats:
-    """4 E4M3 scales 4 | for each of the 4 groups of 16: 8 bytes of nibbles, value i beside value i+8, E2M1."""
+    """4 E4M3 scales 4 | for each of the 4 groups of 16: 8 bytes of nibbles, values i and i+8 in byte i, E2M1."""
     values = value_table(FP4_VALUES).take(unpack_bits(field(blocks, 4, 32), 8, 4))
     return apply_scale(values, e4m3_halves().take(blocks[:, :4]))
 
