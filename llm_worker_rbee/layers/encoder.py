@@ -45,7 +45,7 @@ class EncoderBlock:
     mlp_norm: LayerNorm
 
     def __call__(self, ops: Backend, x: Array, residual: None, kv: LayerCache, batch: Batch) -> tuple[Array, None]:
-        """Map (T, width) to (T, width); no residual stream is kept beside it."""
+        """Map (T, width) to (T, width); there is no separate residual stream."""
         x, _ = self.attention_norm.add_and_norm(ops, self.attention(ops, x, kv, batch), x)
         x, _ = self.mlp_norm.add_and_norm(ops, self.mlp(ops, x), x)
         return x, None

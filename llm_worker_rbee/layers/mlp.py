@@ -76,7 +76,7 @@ class MoE:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParallelExperts:
-    """Experts beside a dense MLP: both read the residual stream, each through its own norm, and add up."""
+    """Experts in parallel with a dense MLP: both read the residual stream, each through its own norm, and add up."""
 
     router_norm: RMSNorm
     norm: RMSNorm
