@@ -39,15 +39,15 @@ GAPS_PER_DRAFT_STEP = 2
 def forced_drafts_pay(num_drafts: int, num_requests: int, step_s: float | None) -> bool:
     """Return whether a step with `num_drafts` drafts that are certain saves more time than its gaps take.
 
-    It gives each of `num_requests` requests its next token as any step does, and the drafts beside them: the time of
-    num_drafts / num_requests steps of `step_s` seconds, None if that is not known yet.
+    It gives each of `num_requests` requests its next token as any step does, and also the drafts, which saves the time
+    of num_drafts / num_requests steps of `step_s` seconds; None: not known yet.
     """
     gaps_s = GAPS_PER_DRAFT_STEP * (GAP_S + GAP_S_PER_REQUEST * num_requests)
     return step_s is not None and num_drafts * step_s > num_requests * gaps_s
 
 
 def still_running(scheduled: Sequence[ScheduledTokens]) -> list[ScheduledTokens]:
-    """Return what was scheduled, without requests that have finished."""
+    """Return the scheduled tokens of requests that have not finished."""
     return [one for one in scheduled if not one.request.is_finished]
 
 

@@ -76,7 +76,7 @@ class BlockPool:
         return block_hash in self._cached
 
     def can_acquire(self, shared: Sequence[int], fresh: int) -> bool:
-        """Return whether `fresh` blocks are free beside those shared ones that no request holds now."""
+        """Return whether `fresh` blocks are free, not counting the shared blocks that no request holds now."""
         return fresh <= len(self._free) - sum(self._references[block] == 0 for block in shared)
 
     def acquire(self, shared: Sequence[int], fresh: int) -> list[int] | None:

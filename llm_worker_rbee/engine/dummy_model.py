@@ -1,6 +1,6 @@
 """A stand-in for the model: the tokens of a given text, one a step, at a given rate.
 
-Requests, blocks, steps and deadlines are the real ones, so that the cost of a server beside its model can be measured.
+Requests, blocks, steps and deadlines are the real ones, so that the cost of a server without its model can be measured.
 """
 
 from __future__ import annotations

@@ -285,7 +285,7 @@ class Engine:
         return self.scheduler.fail(scheduled, _to_worker_error(error))
 
     def _draft(self) -> None:
-        """Set draft tokens for the next step: those of the drafter, and those that grammars force."""
+        """Set draft tokens for the next step: the drafter's tokens, and tokens that grammars force."""
         self._waits_for_drafts = False
         if self.drafter is not None and self.is_drafting:
             self._run_drafter(self.drafter)
@@ -327,7 +327,7 @@ class Engine:
             warnings.warn(f"speculative decoding is off: the drafter failed: {error}", RuntimeWarning, stacklevel=2)
 
     def _max_prefill_tokens(self, decodes: Sequence[ScheduledTokens], start: int) -> int:
-        """Return how many tokens of prompts a step may have: decodes beside them get their token in time."""
+        """Return how many prompt tokens a step may have so that its decodes get their token in time."""
         limit = self.config.max_step_tokens
         if not any(one.stop > one.request.num_prompt_tokens for one in decodes):
             return limit - len(decodes)  # no request waits for its next token
@@ -335,7 +335,7 @@ class Engine:
         return self.step_time.max_prefill_tokens(self.config.target_itl_ms / 1000, size, start, limit - size.tokens)
 
     def seconds_per_prefill_token(self) -> float:
-        """Return the predicted seconds of a prompt token beside the requests that decode now; 0: not known yet."""
+        """Return the predicted seconds of a prompt token in a step with the current decodes; 0: not known yet."""
         running = [one for one in self.scheduler.running[:] if len(one.ids) > one.num_prompt_tokens]
         decodes = [ScheduledTokens(one, len(one.ids) - 1, len(one.ids), 0) for one in running]
         count = max(MIN_PREFILL_TOKENS, self._max_prefill_tokens(decodes, 0))

@@ -1,7 +1,7 @@
 """The engine of a pooling model: packs sequences of many requests into steps, and returns one row for each.
 
 A sequence is never split over steps, and nothing is kept between them. Requests take turns: each adds one sequence to a
-step at a time, the longest that still fits, so a request of one text is finished at once beside one of thousands, and
+step at a time, the longest that still fits, so a request of one text finishes at once while one of thousands runs, and
 the sequences of a step have similar lengths. The bits of a row do not depend on the other rows.
 """
 

@@ -190,7 +190,7 @@ def _add_logprobs(ops: Backend, requests: Sequence[Request], logits: Array, samp
 def token_logprobs(
     ops: Backend, logits: Array, tokens: Sequence[int], k: int, masks: Sequence[TokenMask | None] | None = None
 ) -> list[TokenLogprob]:
-    """Return the log-probabilities of tokens under their rows of raw logits, with the k most probable beside each.
+    """Return the log-probabilities of tokens under their rows of raw logits, each with its row's k most probable ones.
 
     With masks they are of the tokens that these allow.
     """

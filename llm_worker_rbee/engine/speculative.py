@@ -94,7 +94,7 @@ class _NgramIndex:
         self._last = LastDraft(max_length)
 
     def propose(self, ids: list[int], room: int) -> list[int]:
-        """Return what followed the longest n-gram that occurred before."""
+        """Return the tokens that followed the longest n-gram that occurred before, where it occurred last."""
         self._last.adapt(ids)
         for at in range(self._num_indexed, len(ids)):
             for n in range(MIN_NGRAM, min(MAX_NGRAM, at) + 1):

@@ -1,4 +1,4 @@
-"""The states of sequences, for models whose layers have one beside the KV cache: who holds which slot, and snapshots.
+"""The states of sequences, for models with layers that keep a state: which request holds which slot, and snapshots.
 
 A slot holds the state after some number of tokens, in all layers. A step reads one slot of a request and writes others:
 it never changes the state that it starts from, so that it can be computed again, and a state is kept by not giving its
@@ -77,13 +77,13 @@ class StatePool:
         return last if last - start >= least else stop
 
     def draft_room(self, request: Request, running: Sequence[Request]) -> int:
-        """Return for how many drafts of a request there are slots beside those that others hold or may need."""
+        """Return for how many drafts of a request there are slots that no other request holds or may need."""
         others = sum(max(len(one.states), SLOTS_PER_REQUEST) for one in running if one is not request)
         others += (self.max_running - len(running)) * SLOTS_PER_REQUEST
         return max(0, self.n_slots - others - 2)  # its own: the state that it starts from, that of the next token
 
     def prepare(self, scheduled: ScheduledTokens) -> None:
-        """Allocate slots for the states that a step writes: of its last token, with drafts that of each token."""
+        """Allocate slots for the states that a step writes: after its last token, with drafts after each token."""
         request, start, stop, _ = scheduled
         known = len(request.ids) + (request.pending_row >= 0)
         wanted = range(start + 1, stop + 1) if stop > known else range(stop, stop + 1)

@@ -169,7 +169,7 @@ class StepTimeModel:
             self._fit()
 
     def max_prefill_tokens(self, target_s: float, decodes: StepSize, start: int, max_tokens: int) -> int:
-        """Return how many tokens of a prompt, after `start` others, fit beside `decodes` into a step of `target_s`.
+        """Return how many tokens of a prompt, after `start` others, fit with `decodes` into a step of `target_s`.
 
         Where the decodes alone take longer, prefill may add a quarter.
         """
