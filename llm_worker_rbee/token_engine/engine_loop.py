@@ -194,7 +194,7 @@ class EngineLoop:
         del self._requests[self._ids.pop(request)]
 
     def _collect_events(self) -> None:
-        """Turn the scheduler's events into those of the protocol."""
+        """Turn the scheduler's events into events of the protocol."""
         scheduled = self.engine.scheduler.events
         for request, kind in scheduled or ():
             if request in self._ids:

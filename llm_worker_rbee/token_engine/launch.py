@@ -27,7 +27,7 @@ def load_engine(
 
 
 def model_info(loaded: LoadedModel, engine: Engine, phases: LoadPhases) -> ModelInfo:
-    """Return what a front has to know; its `phases` are those of the load itself, which may still grow."""
+    """Return the facts that a front needs; `phases` is the dict of the load itself, which may still grow."""
     checkpoint = loaded.checkpoint
     notes = list(loaded.notes)
     if loaded.capacity.is_context_reduced:

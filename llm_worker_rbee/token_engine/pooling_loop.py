@@ -84,7 +84,7 @@ def load_pooling_loop(
 
 
 def pooling_info(loaded: LoadedPooling, phases: LoadPhases) -> PoolingInfo:
-    """Return what a front has to know."""
+    """Return the facts that a front needs."""
     checkpoint, ops = loaded.checkpoint, loaded.model.ops
     return PoolingInfo(
         path=str(loaded.path), architecture=loaded.config.family.name, quant=loaded.quant,

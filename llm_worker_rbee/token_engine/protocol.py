@@ -149,7 +149,7 @@ SUMMED_GAUGES = (
 
 
 def add_stats(stats: Sequence[EngineStats], ended: Sequence[EngineStats] = ()) -> EngineStats:
-    """Return what engines did and have together; of those that have ended only the counters are left."""
+    """Add up the counters and gauges of engines; engines that have ended add only their counters."""
     rates = [1 / one.seconds_per_prefill_token for one in stats if one.seconds_per_prefill_token]
     sizes = [one.process_bytes for one in stats if one.process_bytes is not None]
     models = [one.step_time_model for one in stats if one.step_time_model is not None]

@@ -29,7 +29,7 @@ class ReplicaSet(TokenEngine):
         self, loads: Sequence[Load], *, progress: TransferProgress = lambda what, done, total: None,
         on_located: Callable[[str], None] = lambda path: None, **options: Any,
     ) -> None:  # fmt: skip
-        """Start the process of the first engine at once; the options are those of each `SupervisedEngine`."""
+        """Start the process of the first engine at once; each `SupervisedEngine` gets the options."""
         self._loads = [msgspec.structs.replace(load, records_blocks=True) for load in loads]
         self._options = options | {"move": self._move}
         self._last_prompt: list[int] | None = None
@@ -114,8 +114,8 @@ class ReplicaSet(TokenEngine):
 
 
 def _like_first(load: Load, first: Load, info: ModelInfo) -> Load:
-    """Return what another engine loads: the files and the context that the first one has; on a device of the same kind
-    also a KV cache of its size."""
+    """Return the load of another engine: the first engine's files and context; on a device of the same kind also the
+    size of its KV cache."""
     found = {"model": info.path, "max_context": info.max_context}
     if _kind(load) == _kind(first):
         found["kv_memory"] = info.kv_cache_bytes
@@ -127,7 +127,7 @@ def _kind(load: Load) -> str:
 
 
 def _describe(infos: Sequence[ModelInfo]) -> ModelInfo:
-    """Return what the engines serve together. `max_context` and `n_blocks` are what any of them has for one request."""
+    """Describe the engines as one model. Every engine has at least `max_context` and `n_blocks` for one request."""
     first = infos[0]
     engine = replace(
         first.engine, max_context=min(info.max_context for info in infos),

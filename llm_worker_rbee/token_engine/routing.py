@@ -1,7 +1,7 @@
 """Which of several engines gets a request: the longest cached prefix first, then the least load.
 
-An engine's prefix cache is known by the chained hashes of its blocks: a hash stands for a whole prefix. Those of open
-requests count before they are computed, so that requests with one prefix that arrive together meet in one engine.
+An engine's prefix cache is known by the chained hashes of its blocks: a hash stands for a whole prefix. The blocks of
+open requests count before they are computed, so that requests with one prefix that arrive together meet in one engine.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class PrefixIndex:
         self._stored.update(dict.fromkeys(stored))
 
     def hashes(self) -> Iterator[bytes]:
-        """Yield all hashes, each after those of the blocks before it."""
+        """Yield all hashes, each after the hashes of the blocks before it."""
         return chain(self._pending, self._stored)
 
     def clear(self) -> None:

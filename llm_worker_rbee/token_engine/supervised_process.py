@@ -43,7 +43,7 @@ class SupervisedProcess(ABC, Generic[Info]):
         progress: TransferProgress = lambda what, done, total: None,
         on_located: Callable[[str], None] = lambda path: None,
     ) -> None:  # fmt: skip
-        """Start the process at once. `max_restarts` are those of a minute. A process that has work and sends nothing
+        """Start the process at once. `max_restarts` is the limit per minute. A process that has work and sends nothing
         for `stall_timeout_s` is stalled; with `restart_on_stall`, after ten times its slowest step, it is killed."""
         self._load = load
         self._max_restarts = max_restarts

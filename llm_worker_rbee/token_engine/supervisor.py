@@ -78,8 +78,8 @@ class SupervisedEngine(SupervisedProcess[ModelInfo], TokenEngine):
         self, load: Load, *, move: Callable[[SupervisedRequest, bool], bool] = lambda supervised, is_final: False,
         **options: Any,
     ) -> None:  # fmt: skip
-        """Start the process at once; the options are those of `SupervisedProcess`. `move` may give a request of a dead
-        process to another engine, by its `adopt`; with True if there will be no other process here."""
+        """Start the process at once; `SupervisedProcess` gets the options. `move` may give a request of a dead process
+        to another engine, by its `adopt`; with True if there will be no other process here."""
         super().__init__(load, **options)
         self._move = move
         self.prefix_index = PrefixIndex()
@@ -138,7 +138,7 @@ class SupervisedEngine(SupervisedProcess[ModelInfo], TokenEngine):
         return self.accepts_requests and self.status() == "healthy"
 
     def candidate(self, hashes: Sequence[bytes]) -> Candidate:
-        """Return what routing has to know for a request with these hashes."""
+        """Return this engine as routing sees it, for a request with these hashes."""
         load = sum(supervised.load for supervised in self._requests.values())
         return Candidate(self._match(hashes), load, len(self.prefix_index))
 
