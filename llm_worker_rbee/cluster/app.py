@@ -1,7 +1,7 @@
 """The application of a cluster: two deployments of Ray Serve and their options.
 
 `app` takes one flat table of arguments, from `serve run llm_worker_rbee.cluster:app NAME=VALUE ...` or the `args` of a
-YAML file: the fields of `ClusterOptions`, those of `ServerSettings`, and the arguments of `LLM`.
+YAML file: the fields of `ClusterOptions` and `ServerSettings`, and the arguments of `LLM`.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Engine:
         self, arguments: dict[str, Any], *, target_waiting_tokens: int, dummy_step_s: float | None = None,
         **supervision: Any,
     ) -> None:  # fmt: skip
-        """Load the model; `arguments` are those of `LLM`, `supervision` those of `SupervisedEngine`."""
+        """Load the model; `arguments` are the arguments of `LLM`, `supervision` the options of `SupervisedEngine`."""
         self._target_waiting_tokens = target_waiting_tokens
         self._open: set[_Request] = set()
         self._ids = count(1)
@@ -50,7 +50,7 @@ class Engine:
     async def generate(self, version: int, submitted: bytes, hashes: bytes, num_tokens: int) -> AsyncIterator[bytes]:
         """Yield the results of a `Submit` until its end; a stream that ends before was lost with its engine.
 
-        `hashes` are those of the prompt's full blocks. The router reads them, and `num_tokens`, of the prompt.
+        The router reads `hashes`, of the prompt's full blocks, and `num_tokens`, of the prompt.
         """
         if version != VERSION:
             raise InferenceError(f"the engine speaks version {VERSION} of the protocol, the front {version}")
@@ -83,7 +83,7 @@ class Engine:
             raise InferenceError("the engine has failed")
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """Return what fronts know of this replica."""
+        """Return the report of this replica that fronts read."""
         engine = self._engine
         report = EngineReport(
             last_step_age_s=engine.last_step_age_s, status=engine.status(),  # in this order: the status is no older
@@ -121,7 +121,7 @@ class _Request(RequestState):
         self.changed.set()
 
     def take(self) -> StepResult:
-        """Return what was collected."""
+        """Return the collected outputs and events, and clear them."""
         result = StepResult(outputs=self._outputs, events=self._events)
         self._outputs, self._events = [], []
         self.changed.clear()
