@@ -164,7 +164,7 @@ class _Writer:
         return f"{lazy} {self.literal(rest)}".strip()
 
     def reasoning(self, prompt_tail: str, budget: int | None) -> str:
-        """Return what comes before the answer: reasoning that is open, or may be begun; nothing where it is over."""
+        """Return the rule of the reasoning before the answer: open already, or optional; empty where it is over."""
         reasoning = self._format.reasoning
         if not reasoning.end or prompt_tail.rstrip().endswith(reasoning.end.strip()):
             return ""

@@ -29,7 +29,7 @@ CLOSING_WINDOW, RESERVE = 256, 16
 MAX_SEARCHED_STATES, MAX_BRANCHES, RANK_COST = 250, 8, 16
 
 # Processor time of a step of one grammar: to consume a token, look for forced ones and fill a mask. Beyond SLOW_STEP_S
-# the next step is computed beside those of other requests; a median of BUDGET_STEPS above MAX_STEP_S ends the request.
+# the next step is computed while other requests go on; a median of BUDGET_STEPS above MAX_STEP_S ends the request.
 SLOW_STEP_S, MAX_STEP_S, BUDGET_STEPS = 0.01, 0.1, 8
 WATCHED_S = 0.003  # of wall time, which costs less to read: processor time is read once a call took longer
 BACKGROUND_NICE = 5
@@ -46,7 +46,7 @@ class Constraint:
         self, matcher: Any, table_eos_ids: Sequence[int], eos_ids: Sequence[int], vocab_size: int, max_tokens: int,
         match_alone: Callable[[], Any] | None = None, ending_tokens: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
-        """`table_eos_ids`: the ids that end a text for the matcher; `eos_ids`: those of the request.
+        """`table_eos_ids`: the ids that end a text for the matcher; `eos_ids`: the request's ids.
 
         `match_alone` returns a matcher that shares no lexer. `ending_tokens`: to end within `max_tokens`.
         """

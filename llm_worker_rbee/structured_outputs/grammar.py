@@ -55,7 +55,7 @@ POSITION = re.compile(r"^(?:at )?\d+\(\d+\): ")
 ADDED_SCHEMA = re.compile(r"(?:json-schema:///)?#/\$defs/(?:closed|number)-\d+")
 EXPRESSION = re.compile(r":?\s+\((?:And|Or|Not|Concat|Repeat|Literal|Regex|SearchRegex)\b.*")
 NUM_THREADS = 2  # that compile
-ANCHOR = "\x02"  # a character that no token of a SentencePiece vocabulary has beside others
+ANCHOR = "\x02"  # a character that no token of a SentencePiece vocabulary has together with others
 MAX_GREEDY_BYTES = 32  # of a token
 # Tokens that end a document soon, in the order in which a search for its end tries them.
 ENDING_TEXTS = (
@@ -77,7 +77,7 @@ def _limits() -> Any:
 
 
 def to_grammar(params: StructuredOutputsParams) -> str:
-    """Return what a request asks for as a grammar of llguidance, without its help; raise for what it cannot hold."""
+    """Return a request's constraint as a grammar of llguidance, without calling it; raise for a bad schema."""
     if params.kind in ("json", "json_object"):
         try:
             schema = json.loads(str(params.json)) if params.kind == "json" else ANY_OBJECT
@@ -210,7 +210,7 @@ class GrammarCompiler:
         return constraint
 
     def make_executor(self) -> Any:
-        """Return what fills the masks of several matchers at once."""
+        """Return an executor that fills the masks of several matchers at once."""
         return _library().LLExecutor(num_threads=min(8, max(1, (os.cpu_count() or 1) // 2)))
 
     def _matcher_of(self, params: StructuredOutputsParams) -> tuple[Any, Callable[[], Any] | None]:
@@ -250,7 +250,7 @@ class GrammarCompiler:
         return matcher
 
     def _match_alone(self, params: StructuredOutputsParams, used_up: CompiledGrammar) -> Any:
-        """Return a matcher that shares nothing: its limits are then those of one request."""
+        """Return a matcher that shares nothing: its limits then count for one request alone."""
         with self._lock:
             if self._cache.get(params) is used_up:
                 del self._cache[params]

@@ -81,7 +81,7 @@ class GrammarChecker:
         return process
 
     def recall(self, params: StructuredOutputsParams) -> StructuredOutputsParams | None:
-        """Return what `check` returned before, or raise what it raised; None for what was not checked yet."""
+        """Return the parameters that an earlier `check` returned, or raise its error; None if it was not called yet."""
         with self._lock:
             verdict = self._verdicts.get(_digest(params))
         return None if verdict is None else _apply(params, verdict)

@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-MAX_CPU_S, MAX_MEMORY = 2, 128 << 20  # of a child; the memory beside what it has from this process
+MAX_CPU_S, MAX_MEMORY = 2, 128 << 20  # of a child; the memory on top of what it has from this process
 # Half of the smallest stack on which a grammar runs later: threads of llguidance's executor have 2 MiB, others as much
 # as the system allows a process.
 MAX_STACK = 1 << 20

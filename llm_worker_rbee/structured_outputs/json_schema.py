@@ -200,7 +200,7 @@ class _Closer:
         return {**closed, "properties": properties, "additionalProperties": False}
 
     def _close_inside(self, schema: Schema, is_part: bool) -> Schema:
-        """Close the schemas in a schema, those of the same value as parts or each alone."""
+        """Close the schemas inside a schema; schemas of the same value are parts if `is_part`, others stand alone."""
         closed = dict(schema)
         for key, value in schema.items():
             if key == "$ref":
