@@ -391,7 +391,7 @@ def _reasoning_field_of_calls(probe: _Probe, calls: _Calls | None) -> str:
 
 
 def _takes_content(probe: _Probe, calls: _Calls | None, reasoning_field: str) -> bool:
-    """Return whether a message with calls may have content beside its reasoning."""
+    """Return whether a message with calls may have both content and reasoning."""
     if calls is None or not reasoning_field:
         return True
     made = [_call(0, {KEYS[0]: VALUES[0]}, as_text=calls.as_text)]
@@ -442,7 +442,7 @@ def _reasoning_start(before: str, prompt: str, end: str) -> str:
 
 
 def _with_tokens(found: ChatFormat, tokenizer: Tokenizer) -> ChatFormat:
-    """Add the ids of the markers that are single tokens, and those of the control tokens."""
+    """Add the ids of the markers that are single tokens, and the ids of the control tokens."""
     strings = [value for record in (found.tools, found.reasoning) for value in asdict(record).values()
                if isinstance(value, str)]  # fmt: skip
     strings += [found.content_start, found.content_end, *found.tools.other_starts]

@@ -1,4 +1,4 @@
-"""The records of a chat beside its messages: the tools that a model may call, and the events of its answer.
+"""The records of a chat other than its messages: the tools that a model may call, and the events of its answer.
 
 Every dialect of the server and the offline API have the same ones.
 """
@@ -25,7 +25,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """What a chat has beside its messages and sampling parameters."""
+    """The options of a chat other than its messages and sampling parameters."""
 
     tools: list[Tool] = field(default_factory=list)
     tool_choice: ToolChoice = "auto"

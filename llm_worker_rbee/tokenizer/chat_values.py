@@ -50,7 +50,7 @@ def resolve_reference(schema: Any, root: Any) -> Any:
 
 
 def look_up(reference: str, root: Any) -> Any:
-    """Return what a reference into the root schema stands for; None where it cannot be found."""
+    """Return the schema that a reference into the root schema names; None where it cannot be found."""
     target = root if f"{reference}/".startswith("#/") else None
     for key in reference.removeprefix("#").split("/")[1:]:
         key = unquote(key).replace("~1", "/").replace("~0", "~")
@@ -211,11 +211,11 @@ class JsonStream:
         return given, position
 
     def close(self) -> str:
-        """Return what makes the given text valid JSON; what is held back is left out."""
+        """Return the characters that complete the given text to valid JSON; text that is held back is left out."""
         return ('"' if self._string == "value" else "") + self._closers
 
     def rest(self) -> str:
-        """Return what is held back, for an answer that ends here."""
+        """Return the text that is held back, for an answer that ends here."""
         return self._held + self._scalar
 
     def _give(self, text: str) -> None:

@@ -72,7 +72,7 @@ class Detokenizer:
         return self._release(text)
 
     def finish(self) -> str:
-        """End the text; return what was held back."""
+        """End the text; return the part that was held back."""
         if self.stop_matched is not None:
             return ""
         text = self._release(self._utf8.decode(b"", final=True))
@@ -81,7 +81,7 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """Return what was held back; the text goes on after a token that has none. No stop string spans that token."""
+        """Return the text held back; more follows after a token that has no text. No stop string spans that token."""
         text = self.finish()
         self._utf8.reset()
         for stop in self._stops:

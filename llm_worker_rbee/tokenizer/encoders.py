@@ -271,7 +271,7 @@ class SpmEncoder:
 
 
 class ScoreMerger:
-    """Merges without a table of merges: of all neighbours that form a token, those of the best score first."""
+    """Merges without a table of merges: of all neighbours that form a token, the pair with the best score first."""
 
     def __init__(self, vocab: Mapping[str, int], scores: Sequence[float], byte_ids: tuple[int, ...]) -> None:
         self._ids, self._scores, self._byte_ids = vocab, scores, byte_ids

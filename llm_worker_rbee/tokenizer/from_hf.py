@@ -1,4 +1,4 @@
-"""`Tokenizer` from a folder in the Hugging Face layout: tokenizer.json and the small JSON files beside it.
+"""`Tokenizer` from a folder in the Hugging Face layout: tokenizer.json and the small JSON files next to it.
 
 The library reads tokenizer.json and encodes; decoding joins the bytes of tokens here, so that it can stream. The other
 files give BOS and EOS. A broken file is an error; a missing one is not, except tokenizer.json.
@@ -201,7 +201,7 @@ def _listed_ids(name: str, config: Mapping[str, Any], vocabulary: Vocabulary) ->
 
 
 def _template_tokens(library: Library) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return what the post-processor adds before and after a text, by encoding a letter."""
+    """Return the tokens that the post-processor adds before and after a text, by encoding a letter."""
     with tokenizer_errors("tokenizer.json"):
         bare: list[int] = library.encode("a", add_special_tokens=False).ids
         full: list[int] = library.encode("a", add_special_tokens=True).ids
@@ -214,7 +214,7 @@ def _template_tokens(library: Library) -> tuple[tuple[int, ...], tuple[int, ...]
 
 
 def _pair_template(library: Library) -> PairTemplate | None:
-    """Return what the post-processor puts around two texts, by encoding two letters; None: nothing between them."""
+    """Return the post-processor's tokens around two texts, by encoding two letters; None: none between them."""
     with tokenizer_errors("tokenizer.json"):
         bare = [library.encode(text, add_special_tokens=False).ids for text in ("a", "b")]
         full = library.encode("a", "b", add_special_tokens=True)

@@ -48,7 +48,7 @@ class PoolingText:
                 raise UnsupportedModelError(f"the template of the reranker has {name}, which is no token of the model")
 
     def _label_tokens(self, pooling: PoolingConfig) -> tuple[int, ...]:
-        """Return the tokens whose logits are those of labels; each must be one token."""
+        """Return the ids of the label words, whose logits are read; each word must be one token."""
         tokens = [self.tokenizer.encode(word, add_special=False) for word in pooling.label_words]
         for word, ids in zip(pooling.label_words, tokens, strict=True):
             if len(ids) != 1:

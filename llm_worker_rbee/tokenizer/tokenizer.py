@@ -426,7 +426,7 @@ def _validate_text(text: object) -> None:
 
 
 def _room(max_tokens: int, num_special: int) -> int:
-    """Return the tokens of text that are left beside the special tokens."""
+    """Return how many tokens of text fit in addition to the special tokens."""
     if max_tokens < num_special:
         raise InvalidRequestError(
             f"max_tokens {max_tokens} has no room for the {num_special} special tokens", field="max_tokens"
