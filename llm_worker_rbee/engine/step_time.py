@@ -142,7 +142,7 @@ class StepTimeModel:
         return fixed + per_token * size.tokens + per_context * size.context
 
     def observe(self, size: StepSize, seconds: float) -> None:
-        """Take in the time of a step. The first of a size is not learnt from, unless the engine was warmed up."""
+        """Take in the time of a step. The first of a size is not learnt from, except on a GPU after its warm-up."""
         predicted, interval = self.predict(size), FIT_INTERVAL
         if predicted is None or self._num_samples < EAGER_SAMPLES:
             interval = 1
