@@ -23,7 +23,7 @@ STRING, INTEGER, NUMBER, BOOLEAN = ({"type": kind} for kind in ("string", "integ
 
 
 def obj(*optional: str, **properties: Any) -> dict[str, Any]:
-    """Return the schema of an object, all of whose properties are required but for those named."""
+    """Return the schema of an object whose properties are all required, except the optional ones."""
     return {
         "type": "object",
         "properties": properties,
@@ -127,7 +127,7 @@ SCHEMAS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Outcome(NamedTuple):
-    """Of one answer: complete and valid, its properties all named by the schema, and its tokens."""
+    """One answer: whether it is complete and valid, whether the schema names all its properties, and its tokens."""
 
     is_complete: bool
     is_closed: bool

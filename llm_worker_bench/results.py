@@ -190,7 +190,7 @@ class Recorder:
     _pending: dict[tuple[str, str | None], Pending] = field(default_factory=dict)
 
     def add_result(self, result: Result) -> None:
-        """Add a finished result, or replace the one of the same name and backend."""
+        """Add a finished result, or replace the result of the same name and backend."""
         self._results[result.key] = result
 
     def add_sample(self, name: str, unit: str, sample: float, better: Better = "lower", **fields: Any) -> None:
@@ -366,7 +366,7 @@ def scale(value: float, unit: str) -> tuple[float, str]:
 
 
 def digits(value: float) -> str:
-    """Format about three significant digits, and all of those before the point."""
+    """Format about three significant digits, and all digits before the point."""
     size = abs(value)
     if size >= 999.5 or not value:
         return f"{value:,.0f}"

@@ -139,7 +139,7 @@ def time_forward(
 
 
 def _with_numpy_threads(targets: Sequence[Target]) -> list[Target]:
-    """Return the targets, and those with more threads than NumPy also with as many: like is compared with like."""
+    """Return the targets, and targets of several threads also with NumPy's number of threads: like with like."""
     if not any(target.is_reference for target in targets):
         return list(targets)
     limited = [target.with_threads(library_threads()) for target in targets if (target.ops.threads or 0) > 1]

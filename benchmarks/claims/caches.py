@@ -293,7 +293,7 @@ def vote_no_benefit(change: statistics.Change) -> VerdictName:
 
 
 def rope_sides(shape: Shape, step: Step) -> dict[str, Callable[[], Floats]]:
-    """Return the rotation of q through an object of its own, and through the one that holds all."""
+    """Return the rotation of q through an object of its own, and through the object that holds all caches."""
     x = harness.random_array(np.random.default_rng(step.length), step.tokens, shape.n_heads, shape.head_dim)
     tables = rope_tables(rope_table(shape.head_dim), 0, step.context)
     empty = np.empty((0, 1, 1), np.float32)

@@ -31,7 +31,7 @@ ON_REFERENCE = ("7", "8", "11")  # claims about the old way, which only plain Nu
 
 
 def markdown(runs: Run | Sequence[Run]) -> str:
-    """Return the page of claims; of later runs, what they measured on backends that earlier ones lack."""
+    """Return the page of claims; later runs add only the backends that earlier runs lack."""
     runs = [runs] if isinstance(runs, Run) else list(runs)
     first, backends = runs[0], list(dict.fromkeys(name for run in runs for name in run.details.get("backends") or ()))
     lines = [TITLE, "", *INTRODUCTION, "", *(line for run in runs for line in _facts(run, backends)), ""]

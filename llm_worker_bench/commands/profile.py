@@ -113,7 +113,7 @@ def _profile(recorder: Recorder, subject: Subject, settings: Settings, flames: d
 
 
 def _backends(computing: LoadOptions) -> list[LoadOptions]:
-    """Return the options of every backend that is there, or of the one that is given."""
+    """Return the options of every available backend, or of the given backend."""
     if computing.backend != "auto" or computing.device != "auto":
         return [computing]
     names = ["reference", "cpu", *(["cuda"] if has_driver() and not missing_packages() else [])]

@@ -1,7 +1,7 @@
 """How far embeddings are from the truth: cosine to float32, and retrieval of the labelled set with both.
 
-The truth is the reference backend on the file's own weights, or sentence-transformers in float32. The texts are those
-of the labelled set and pieces of the built-in text of many lengths; all sides get the same ones.
+The truth is the reference backend on the file's own weights, or sentence-transformers in float32. The texts come from
+the labelled set, with pieces of the built-in text of many lengths; all sides get the same texts.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ class WorkCounter:
         return Work(known.bytes * experts.share(tokens), operations, self._resident, known.arithmetic)
 
     def _state_work(self, batch: Batch, values: int, operations: float) -> Work:
-        """Count the states of `values` each that requests start from, and those that are written."""
+        """Count the states of `values` each that requests start from, and the states that are written."""
         moved = int((batch.state_in >= 0).sum() + (batch.state_out >= 0).sum())
         return Work(float(FLOAT * values * moved), operations, self._resident, self._float_arithmetic)
 
@@ -211,7 +211,7 @@ class WorkCounter:
 
 
 def linear_components(graph: Graph) -> dict[Node, str]:
-    """Return the component of each product, from what it reads and what reads it."""
+    """Return the component of each product, from the op that it reads and the op that reads it."""
     readers = {value: node.op for node in graph.nodes for value in node.inputs}
     producers = {value: node.op for node in graph.nodes for value in node.outputs}
     found = {}

@@ -85,7 +85,7 @@ def busy_times(spans: Iterable[Labelled]) -> dict[TaskLabel, Spent]:
 
 
 def durations(labelled: Sequence[Labelled | None], *, whole_steps: bool) -> dict[str, float]:
-    """Return the time of each component's kernels from start to end, which overlap those before them."""
+    """Return the time of each component's kernels from start to end; they overlap the kernels before them."""
     marks = [i for i, one in enumerate(labelled) if one is None]
     inside = labelled[marks[0] : marks[-1]] if whole_steps else labelled
     found: dict[str, float] = {}

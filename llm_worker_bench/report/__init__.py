@@ -1,6 +1,6 @@
 """One HTML page from saved runs: what was measured, where, how it compares, how it changed over time.
 
-Runs are grouped by kind, model and machine. Of each group the latest is shown in full, the earlier ones as its history.
+Runs are grouped by kind, model and machine. The latest run of each group is shown in full, earlier runs as its history.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The sections of a run on the page: functions from a run to HTML, and the table of those that each kind of run gets.
+"""The sections of a run on the page: functions from a run to HTML, and the table of the sections of each kind of run.
 
 Result names are parsed here into families, lengths and categories: `family/kind/length` or `pp512@d2048@b8`. A section
 is empty if a run has nothing for it: an unknown kind of run is shown as far as possible.
