@@ -117,7 +117,7 @@ class AsyncScheduler:
         return LaunchedForward(scheduled, sampled, forward(self._model, batch, self._runner.cache))
 
     def sample(self, step: LaunchedForward, previous: InFlightStep | None = None) -> InFlightStep:
-        """Launch the sampling of a step. A guided one has no `previous`: what it follows is collected."""
+        """Launch the sampling of a step. A guided step has no `previous`: the step before it was collected."""
         rows = self._masked_rows(step.sampled) if step.is_guided else [next_row(request) for request in step.sampled]
         pending = self._model.ops.sample_async(step.logits, rows, _tokens_of(previous))
         return InFlightStep(step.scheduled, step.sampled, pending)

@@ -1,8 +1,8 @@
 """The KV blocks: reference counts, and the prefix cache that finds full blocks by their contents.
 
 A block is a number. A full, computed block is known by the hash of its tokens chained to the hash of the block before,
-so a hash stands for a whole prefix. Free blocks keep their contents until they are needed: those that the prefix
-cache cannot find go first, then the least recently used. No arrays here.
+so a hash stands for a whole prefix. Free blocks keep their contents until they are needed: blocks that the prefix cache
+cannot find go first, then the least recently used. No arrays here.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class BlockPool:
                 self.changes[block_hash] = True
 
     def unpublish(self, blocks: Sequence[int]) -> None:
-        """Remove blocks from the prefix cache; those that no request holds are allocated next."""
+        """Remove blocks from the prefix cache; the blocks that no request holds are allocated next."""
         for block in blocks:
             if self._hashes[block] is not None:
                 self._evict(block)

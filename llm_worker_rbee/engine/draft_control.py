@@ -68,7 +68,7 @@ class DraftControl:
         self._interval = min(2 * self._interval, MAX_INTERVAL)
 
     def _forget(self, num_requests: int) -> None:
-        """Measure both modes anew, first the one that was kept."""
+        """Measure both modes anew, the kept mode first."""
         self._num_requests, self._interval = num_requests, MIN_INTERVAL
         if self._kept_rate is None:
             self._restart(WINDOW_STEPS)

@@ -295,7 +295,7 @@ class Engine:
                 request.drafts = drafts
 
     def _grammar_drafts(self) -> list[tuple[Request, list[int]]]:
-        """Return the next tokens of guided requests that decode: those that are forced, or drafts that are allowed."""
+        """Return the next tokens of guided requests that decode: tokens that are forced, or drafts that are allowed."""
         found, left = [], self.scheduler.max_scored_tokens
         for request in self.scheduler.running:
             if request.constraint is not None:

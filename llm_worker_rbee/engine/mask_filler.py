@@ -27,7 +27,7 @@ HELD_WAIT_S = 0.005  # of a step in which all requests wait for their grammars
 class MaskFiller:
     """Fills the masks of a step's guided requests: `start` before the forward pass, `wait` before sampling.
 
-    `advance` computes the next step of a slow grammar in the background; `collect` returns what it gave.
+    `advance` computes the next step of a slow grammar in the background; `collect` returns its outputs.
     """
 
     def __init__(self, make_executor: Callable[[], Any]) -> None:
@@ -41,7 +41,7 @@ class MaskFiller:
         self._is_suspicious = False  # the last masks took long, and it is not known which of them
 
     def start(self, requests: Sequence[Request]) -> None:
-        """Begin to fill the masks of the guided ones among these: of the next token, and after each draft."""
+        """Begin to fill the masks of guided requests: for the next token, and after each draft."""
         guided = [request for request in requests if request.constraint is not None]
         if not guided:
             return

@@ -49,7 +49,7 @@ class MtpDrafter:
         self._step = _Step(scheduled, hidden)
 
     def draft(self, running: Sequence[Request], reserve: Reserve, batch: MakeBatch) -> None:
-        """Follow the last step with every request, and draft for those that decode, one token of each at a time."""
+        """Follow the last step with every request, and draft for requests that decode, one token of each at a time."""
         step, self._step = self._step, None
         if step is None:
             return

@@ -1,7 +1,7 @@
 """Logits -> tokens for all requests of a step: the sample row of each, penalties, log-probabilities, failures.
 
 A draft is verified by sampling the token that follows it as if it had been accepted: draws are keyed by position, so
-the tokens up to the first wrong draft are those that plain decoding samples. A step that follows one in flight is
+the tokens up to the first wrong draft are the tokens that plain decoding samples. A step that follows one in flight is
 sampled before the host knows the token in between: a `pending_id` stands for it among the tokens that penalties cover.
 """
 
@@ -61,7 +61,7 @@ def masked_rows(request: Request) -> list[SampleRow]:
 
 
 def sample_rows(request: Request) -> list[SampleRow]:
-    """Return how the next token is sampled, and the one after each draft."""
+    """Return the sample rows of the next token and of the token after each draft."""
     row = next_row(request)
     if not request.drafts:
         return [row]
@@ -75,7 +75,7 @@ def sample_rows(request: Request) -> list[SampleRow]:
 
 
 def next_row(request: Request) -> SampleRow:
-    """Return how the next token is sampled, after the one in flight if there is one. The next call changes the row."""
+    """Return the sample row of the next token, after the token in flight if there is one; the next call changes it."""
     row = request.sample_row = request.sample_row or _new_row(request)
     _update_row(row, request, () if request.pending_row < 0 else (pending_id(request.pending_row),))
     return row

@@ -1,7 +1,7 @@
 """Decides which tokens the next step computes, and applies what a step computed.
 
-There are no phases: a request has `num_tokens` and `num_computed_tokens`, and every step lets the one catch up with the
-other. Decodes go first, then running prefills, then waiting requests: by priority, then by arrival. A request gets
+There are no phases: a request has `num_tokens` and `num_computed_tokens`, and every step lets the second catch up with
+the first. Decodes go first, then running prefills, then waiting requests: by priority, then by arrival. A request gets
 the blocks of all its tokens when it is admitted; one that grows and finds no free block preempts the last in the order,
 which then waits and is recomputed. No arrays here.
 """
@@ -427,7 +427,7 @@ def next_chunk(request: Request, count: int) -> ScheduledTokens:
 def accept_tokens(
     request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None, stats: SchedulerStats
 ) -> list[StepOutput]:
-    """Append sampled tokens up to the first that differs from its draft: that one is right, those after it are not."""
+    """Append sampled tokens up to and including the first that differs from its draft; later tokens are wrong."""
     drafts, ids = request.drafts, request.ids
     finish: FinishReason | None = None
     outputs: list[StepOutput] = []

@@ -130,7 +130,7 @@ class DraftModel:
         self._computed: dict[int, bytes] = {}  # block -> the hash of what this model computed there
 
     def draft(self, running: Sequence[Request], reserve: Reserve, batch: MakeBatch) -> None:
-        """Catch up with every request, then draft for those that decode, one token of each at a time.
+        """Catch up with every request, then draft for requests that decode, one token of each at a time.
 
         What is missing after a pause, or of a prefix that only the model has computed, may take several steps.
         """

@@ -5,7 +5,7 @@ it never changes the state that it starts from, so that it can be computed again
 slot back. A snapshot is a slot that was published under the hash of the blocks before it; what starts from there reads
 it and writes elsewhere. Slots are counted, found and evicted as KV blocks are. No arrays here.
 
-    request.states: {tokens: slot}  the state that the next step starts from, and those that steps in flight write
+    request.states: {tokens: slot}  the state that the next step starts from, and the states that steps in flight write
 """
 
 from __future__ import annotations

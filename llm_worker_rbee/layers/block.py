@@ -50,7 +50,7 @@ Norm = RMSNorm | LayerNorm
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """Attention, or what stands in its place, and MLP, each with a norm before, one after, or both, by family."""
+    """Attention, short convolution or gated delta rule, then MLP; each with a norm before, after or both, by family."""
 
     attention_norm: Norm | None
     attention: Attention | ShortConv | GatedDelta

@@ -1,7 +1,7 @@
 """Shapes that differ from layer to layer: KV heads, sizes of heads, MLPs, layers that share keys and values.
 
-Both readers return the metadata with one number in the place of each list, and fields of `ModelConfig`. Fields are left
-out where all layers are alike, so that both formats give the same configuration.
+Both readers return the metadata with one number instead of each list, and fields of `ModelConfig`. Fields are left out
+where all layers are alike, so that both formats give the same configuration.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def gguf_layer_shapes(keys: MetadataReader, windows: Sequence[int]) -> tuple[Met
 def hf_layer_shapes(
     keys: MetadataReader, windows: Sequence[int], local_rotary_fraction: float
 ) -> tuple[MetadataReader, dict[str, Any]]:
-    """Read a config.json; older ones have keys for the layers without a window in the place of `per_layer_config`."""
+    """Read a config.json; older files have keys for the layers without a window instead of `per_layer_config`."""
     n_layers = len(windows)
     window_dim = keys.integer("head_dim", minimum=1, maximum=MAX_WIDTH)
     usual = keys.integer("num_key_value_heads", minimum=1, maximum=MAX_WIDTH)

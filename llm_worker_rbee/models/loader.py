@@ -228,8 +228,8 @@ class ModelLoader:
         )
 
     def ropes(self) -> list[RopeTable]:
-        """Return the RoPE table of each layer: layers with full attention share one, those with a window where theirs
-        differs, and those without RoPE."""
+        """Return the RoPE table of each layer. Layers with full attention share a table, layers without RoPE another,
+        and layers with a window a third where it differs."""
         config = replace(self.config, rope_scaling=self.rope_scaling())
         factors = self.optional_vector("rope_freqs.weight", config.rope_dim // 2)
         table = partial(rope_table, config, max_context=self.max_context, freq_factors=factors)
@@ -503,8 +503,8 @@ class ModelLoader:
         return RMSNorm(self.ops.prepare_vector(self.norm_weight(name, width)), self.config.norm_eps)
 
     def stream_norm(self, name: str, divisor: float = 1.0) -> RMSNorm:
-        """Return a norm of the residual stream, which is kept divided by its scale: RMS norm is scale invariant but for
-        eps."""
+        """Return a norm of the residual stream, which is kept divided by its scale: only eps of RMS norm depends on the
+        scale."""
         c = self.config
         weight = self.norm_weight(f"{name}.weight", c.d_model)
         scaled = weight if divisor == 1.0 else weight / np.float32(divisor)

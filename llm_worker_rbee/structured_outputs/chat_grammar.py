@@ -89,7 +89,7 @@ def quote(text: str) -> str:
 
 
 def _regex(text: str) -> str:
-    """Return an expression for a text, to stand between slashes."""
+    """Return an expression that matches a text, for use between slashes."""
     escaped = {"\n": r"\n", "\t": r"\t", "\r": r"\r"}
     return "".join(escaped.get(char) or (f"\\{char}" if char in r".+*?()|[]{}^$/\-&~#" else char) for char in text)
 
@@ -140,7 +140,7 @@ class _Writer:
         return [self._ids.get(part, part) for part in parts if part]
 
     def _tokens(self, *but: int) -> str:
-        """Return the tokens of free text: all but control tokens and those given."""
+        """Return the tokens of free text: all tokens except control tokens and `but`."""
         ranges = [f"{first}-{last}" if first < last else str(first) for first, last in self._format.control_ids]
         ranges += [str(token) for token in but if not self._is_control(token)]
         return f"<[^{','.join(ranges)}]>" if ranges else "<[*]>"
@@ -265,7 +265,7 @@ class _Writer:
         ]
 
     def _sequence(self, items: Sequence[tuple[str, bool]], separator: str) -> str:
-        """Return items in order, those that are not required may be missing, with separators between them."""
+        """Return the rule of items in order with separators between them; only required items must be there."""
         following, leading = "", ""
         joint = self.literal(separator)
         for body, is_required in reversed(items):
@@ -452,7 +452,7 @@ def parameters_schema(tool: Tool) -> dict[str, Any]:
 
 
 def escape_slashes(expression: str) -> str:
-    """Return an expression to stand between slashes, on one line."""
+    """Return an expression escaped for use between slashes, on one line."""
     parts: Iterable[str] = re.findall(r"\\.|.|\n", expression, re.DOTALL)
     escaped = {"/": r"\/", "\n": r"\n", "\r": r"\r", "\\\n": r"\n"}
     return "".join(escaped.get(part, part) for part in parts)

@@ -159,7 +159,7 @@ class Constraint:
         return list(drafts[:valid])
 
     def fill(self, drafts: Sequence[int]) -> None:
-        """Fill the masks of the next token and of the one after each draft."""
+        """Fill the masks of the next token and of the token after each draft."""
         start = self._clock()
         if self.prepare():
             self._fill(drafts)
@@ -302,6 +302,6 @@ def _bits_of(tokens: Iterable[int], num_words: int) -> TokenMask:
 
 
 def lower_thread_priority() -> None:
-    """Let the calling thread yield to those that compute steps."""
+    """Let the calling thread yield to threads that compute steps."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, BACKGROUND_NICE)  # of the thread, on Linux

@@ -153,7 +153,7 @@ class TokenTable:
 
     @cached_property
     def _ids(self) -> dict[bytes, int]:
-        """The ids of the tokens that are no special ones, by their bytes."""
+        """The ids of tokens that are not special, by their bytes."""
         return {text: i for i, text in reversed(list(enumerate(self.tokens))) if text and i not in self._special}
 
     @cached_property

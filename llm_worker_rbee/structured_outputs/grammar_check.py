@@ -1,7 +1,7 @@
 """Checks of grammars: nothing that a client sends reaches llguidance in a process that others share before it was
 compiled and followed in a child of grammar_process.py, which may crash.
 
-`GrammarChecker.check` returns what a request asks for as engines compile it, or raises an error that names the reason.
+`GrammarChecker.check` returns a request's constraint as engines compile it, or raises an error that names the reason.
 A grammar that was checked before is not checked again.
 """
 

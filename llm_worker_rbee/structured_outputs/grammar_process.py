@@ -3,7 +3,7 @@
 llguidance bounds most work by its limits, but not all: intersections of expressions and `multipleOf` take minutes and
 gigabytes, a chain of rules overflows the stack, and a thread can be neither stopped nor survived. So a grammar is
 compiled and followed for a few tokens here first. This process has llguidance imported; it forks a child for each
-grammar, whose time, memory and stack the system limits, and tells what the child ended with.
+grammar, whose time, memory and stack the system limits, and reports how the child ended.
 
 JSON lines on standard input and output: {"limits", "slices", "vocab_size", "special"} first, then {"grammar",
 "may_be_gbnf"} for each grammar, which gets {"grammar", "reason"}, or {"status", "cpu_s"} of a child that died.

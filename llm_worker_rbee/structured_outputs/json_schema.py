@@ -45,7 +45,7 @@ MAX_VISITS = 50_000  # of schemas, to find out which describe the same value
 
 
 def prepare_schema(schema: Any, *, is_open: bool = False) -> Any:
-    """Return a schema as llguidance holds to it; raise a `ValueError` that names what it cannot hold."""
+    """Return a schema that llguidance enforces as it is; raise a `ValueError` that names a part it cannot enforce."""
     try:
         held = map_schemas(schema, _hold)
         if not isinstance(held, dict):
@@ -183,7 +183,7 @@ class _Closer:
         return {**closed, "$defs": definitions} if definitions else closed
 
     def close(self, schema: Any, *, is_part: bool = False) -> Any:
-        """Close the objects of a schema; of a part, with which others describe the same value, only those inside."""
+        """Close the objects of a schema; in a part, which shares its value with other schemas, only inner objects."""
         if not isinstance(schema, dict) or schema.keys().isdisjoint(STRUCTURE):
             return schema
         if is_part or self._is_choice(schema):

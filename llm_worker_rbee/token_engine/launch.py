@@ -1,4 +1,4 @@
-"""An engine from load options, what it tells about its model, and what precedes its first request."""
+"""An engine from load options, the facts about its model, and the warm-up before its first request."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class ReplicaSet(TokenEngine):
         return self._route(self._last_hashes).submit(request, self._last_hashes)
 
     def _route(self, hashes: Sequence[bytes]) -> SupervisedEngine:
-        """Return the engine for a request: of those that serve, or else of those that may serve later."""
+        """Return the engine for a request: one that serves, or else one that may serve later."""
         usable = [engine for engine in self._engines if engine.status() != "failed"]
         if not usable:
             raise InferenceError("all engines have failed")

@@ -40,7 +40,7 @@ class Candidate(NamedTuple):
 
 
 def choose(candidates: Sequence[Candidate]) -> int:
-    """Return the index of the engine for a request; of equals the one with the emptier prefix cache, then the first."""
+    """Return the index of the engine for a request; ties go to the emptier prefix cache, then to the first engine."""
     least = min(candidate.load for candidate in candidates)
 
     def rank(i: int) -> tuple[int, int, int, int]:
@@ -52,7 +52,7 @@ def choose(candidates: Sequence[Candidate]) -> int:
 
 
 class PrefixIndex:
-    """The hashes of blocks that one engine has in its prefix cache, and of those that its open requests will add."""
+    """The hashes of blocks that one engine has in its prefix cache, and of blocks that its open requests will add."""
 
     def __init__(self) -> None:
         self._stored: dict[bytes, None] = {}  # in the order in which they were stored

@@ -73,7 +73,7 @@ class QueuedStream(RequestStream):
 
 
 def take_result(result: StepResult, streams: dict[int, QueuedStream]) -> None:
-    """Pass events and outputs to the streams of their requests; those that are finished leave `streams`."""
+    """Pass events and outputs to the streams of their requests; finished streams leave `streams`."""
     for event in result.events:
         if (stream := streams.get(event.id)) is not None:
             stream.request.apply(event)

@@ -1,7 +1,7 @@
 """An engine in a child process that is restarted when it dies; its requests go on, there or in another engine.
 
 Every open request is submitted again with the tokens that were delivered, as after a preemption: draws are keyed by
-position, so the output is the one that would have come. Which request is to blame is decided by experiment only. The
+position, so the output is the same as without the death. Only an experiment decides which request is to blame. The
 requests that ran when an engine died are suspects. From their second death on suspects are replayed one at a time, and
 a request that ends an engine twice while it runs alone is refused; one that gets past the point of its last death is
 no suspect any more.
@@ -67,7 +67,7 @@ class SupervisedRequest:
 
     @property
     def load(self) -> int:
-        """Tokens that the engine computes for it: of the prompt those that were not cached, and its output."""
+        """Tokens that the engine computes for it: prompt tokens that were not cached, and its output."""
         return self.request.num_prompt_tokens - self.num_matched_tokens + len(self.request.tokens)
 
 
@@ -241,7 +241,7 @@ class SupervisedEngine(SupervisedProcess[ModelInfo], TokenEngine):
         self._streams.clear()
 
     def _move_requests(self, *, is_final: bool = False) -> None:
-        """Give the requests to other engines, if there are any; those that must run alone stay while they can."""
+        """Give the requests to other engines, if there are any; requests that must run alone stay while they can."""
         for supervised in list(self._requests.values()):
             if (is_final or not supervised.is_isolated) and self._move(supervised, is_final):
                 self._remove(supervised.request)

@@ -63,7 +63,7 @@ def detect_chat_format(template: ChatTemplate, tokenizer: Tokenizer) -> ChatForm
 
 
 class _Probe:
-    """Renders conversations; None for those that the template refuses."""
+    """Renders conversations; None for a conversation that the template refuses."""
 
     def __init__(self, template: ChatTemplate, end_names: list[str]) -> None:
         self.source, self.end_names = template.source, end_names  # names: of the tokens that end an answer

@@ -1,6 +1,6 @@
 """The records of a chat other than its messages: the tools that a model may call, and the events of its answer.
 
-Every dialect of the server and the offline API have the same ones.
+Every dialect of the server and the offline API use the same records.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ToolCall(NamedTuple):
 
 
 def thinking_variables(template_kwargs: Mapping[str, Any] | None, effort: str | None) -> dict[str, Any]:
-    """Return variables of a template, with those that an effort of reasoning sets; "none" turns it off."""
+    """Return variables of a template, and the variables that an effort of reasoning sets; "none" turns it off."""
     variables = dict(template_kwargs or {})
     if effort is not None:
         variables.setdefault("enable_thinking", effort != "none")

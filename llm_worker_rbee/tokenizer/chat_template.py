@@ -58,7 +58,7 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt",
 
 
 def validate_template_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the template's variables of a request; raise for those that it may not set, and for what is too large."""
+    """Return a request's variables for the template; raise if names are reserved, or values too large or not JSON."""
     field = "chat_template_kwargs"
     if kwargs is None:
         return {}
@@ -166,7 +166,7 @@ class ChatTemplate:
                 return self._request(self._ensure_worker(), request)
 
     def encode(self, tokenizer: Tokenizer, messages: Sequence[Message], **fields: Any) -> list[int]:
-        """Return the ids of the prompt. The template's control tokens are parsed; those in a message are text."""
+        """Return the ids of the prompt. Control tokens of the template are parsed; in a message they are text."""
         prompt = self.render(validate_messages(messages), protected=tokenizer, **fields)
         return tokenizer.encode(prompt, parse_special=True, protected=True)
 

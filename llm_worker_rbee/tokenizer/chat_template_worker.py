@@ -245,7 +245,7 @@ def print_calls(calls: list[dict[str, Any]], form: dict[str, Any]) -> str:
 
 
 def move_system(messages: list[Any], rules: dict[str, Any]) -> list[Any]:
-    """Make system messages that the template would refuse or drop text of the user, where they stand.
+    """Turn system messages that the template would refuse or drop into text of the user, in place.
 
     They go before the text of a user's message that follows at once, or are a message of their own: later ones change
     nothing of the prompt before them.

@@ -33,12 +33,12 @@ def _reject_constant(name: str) -> None:
 
 
 def escape(text: str) -> str:
-    """Return a text as it stands between the quotes of JSON."""
+    """Return a text escaped for use between the quotes of JSON."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def resolve_reference(schema: Any, root: Any) -> Any:
-    """Return a schema with what its `$ref` into the root schema stands for; what cannot be found says nothing."""
+    """Return a schema with its `$ref` into the root schema replaced; a `$ref` that cannot be found stays."""
     for _ in range(MAX_REFERENCES):
         if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
             return schema
@@ -108,7 +108,7 @@ def fits(value: Any, schema: Any, root: Any) -> bool:
 
 
 def without_nulls(arguments: Any, schema: Any) -> Any:
-    """Return arguments without the optional ones that are null where their schema has no null: models mean none."""
+    """Drop optional arguments that are null where their schema has no null: models mean that they are missing."""
     tool = resolve_reference(schema, schema)
     properties, required = (tool.get("properties"), tool.get("required")) if isinstance(tool, dict) else (None, None)
     if not (isinstance(arguments, dict) and isinstance(properties, dict)):

@@ -285,7 +285,7 @@ class ScoreMerger:
         return ids
 
     def _merge(self, text: str) -> list[str]:
-        """Of equal scores the shortest left part is first, then the lower id, then the leftmost place."""
+        """Merge pairs by score; ties go to the shortest left part, then to the lower id, then to the leftmost place."""
         parts = list(text)
         before, after = list(range(-1, len(parts) - 1)), list(range(1, len(parts) + 1))
         heap: list[tuple[float, int, int, int, int]] = []

@@ -118,7 +118,7 @@ class PoolingText:
         return sequences
 
     def check_ids(self, sequences: Sequence[Sequence[int] | Ints], *, truncate: bool = False) -> list[Ints]:
-        """Return sequences of ids that a caller has tokenized; raise on ids outside the vocabulary and empty ones."""
+        """Return sequences of ids from a caller as arrays; raise on empty sequences and ids outside the vocabulary."""
         checked = []
         for i, sequence in enumerate(sequences):
             ids = np.asarray(sequence, np.int64)

@@ -2,7 +2,7 @@
 
 `Vocabulary` gives text, type and raw bytes of every id. The bytes depend on its style: "byte" tokens are written in the
 byte alphabet of GPT-2, "spm" tokens are UTF-8 with U+2581 for a space and `<0xNN>` for a single byte, "wordpiece"
-tokens are UTF-8 with "##" before those that continue a word. Special and user-defined tokens are verbatim. Decoding
+tokens are UTF-8 with "##" before tokens that continue a word. Special and user-defined tokens are verbatim. Decoding
 joins the bytes of the tokens; invalid UTF-8 becomes U+FFFD. Encoders are in
 `encoders`.
 """
@@ -127,7 +127,7 @@ class Vocabulary:
         return self.ids_by_text(SPECIAL_TYPES)
 
     def ids_by_text(self, types: Collection[int]) -> dict[str, int]:
-        """Return texts and ids of the tokens of these types, without those whose text an earlier token has."""
+        """Return texts and ids of the tokens of these types; of tokens with the same text only the first counts."""
         texts = self.texts
         return {texts[i]: i for i in ids_of_types(self.token_types, types) if self.ids.get(texts[i]) == i}
 
@@ -310,7 +310,7 @@ class Tokenizer:
 
     @property
     def verbatim_ids(self) -> dict[str, int]:
-        """Names and ids of the control and user-defined tokens: those that stand for exactly their text."""
+        """Names and ids of the control and user-defined tokens, which stand for exactly their text."""
         return self._vocabulary.ids_by_text(VERBATIM_TYPES)
 
     @property

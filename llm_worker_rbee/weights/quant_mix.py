@@ -2,7 +2,7 @@
 
 The rules follow llama.cpp's llama-quant.cpp (2026-08) without an importance matrix, for models of fewer than 80
 layers; checked against files that its quantizer wrote. Routers, weights of convolutions and the projection of
-per-layer embeddings stay float32. `attn_v` counts all layers, where llama.cpp counts those that have one.
+per-layer embeddings stay float32. `attn_v` counts all layers, where llama.cpp counts the layers that have one.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ def _bpe_keys(source: Mapping[str, Any], texts: list[str], token_types: list[int
 
 
 def _find_pre_tokenizer(library: Library, *, ignore_merges: bool) -> tuple[str, Sequence[str]]:
-    """Return the GGUF pre-tokenizer that splits all samples (or at least ASCII) like this one, and those samples."""
+    """Return the GGUF pre-tokenizer that splits all samples (or at least ASCII) like this one, and the samples."""
     names = [*_PREFERRED, *(name for name in PRE_TOKENIZERS if name not in _PREFERRED)]
     names = [name for name in names if PRE_TOKENIZERS[name].ignore_merges == ignore_merges]
     for texts in ((*ASCII_SAMPLES, *UNICODE_SAMPLES), ASCII_SAMPLES):

@@ -25,7 +25,7 @@ FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 class Grid:
     """A codebook: each row holds `width` values, all taken from `levels`.
 
-    A row is the number whose base-len(levels) digits, least significant first, index the row's values. The rows stand
+    A row is the number whose base-len(levels) digits, least significant first, index the row's values. The rows are
     in ascending order of that number, so only the gaps are kept: uint16 little endian, zlib, base 85.
     """
 
