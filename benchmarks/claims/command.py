@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks import claims as claims_benchmark
 from llm_worker_bench.commands import common
-from llm_worker_bench.commands.common import ResultOptions, option
+from llm_worker_bench.commands.common import ResultFlags, option
 from llm_worker_bench.results import Run, write_atomically
 from llm_worker_rbee.cli.options import MODEL_HELP, gather, use_threads
 from llm_worker_rbee.cli.terminal import cell, columns, note, style
@@ -36,8 +36,8 @@ class ClaimOptions:
     claims: Path | None = option(None, "FILE", "Write the claims with their verdicts as Markdown.")
 
 
-@gather(options=ClaimOptions, results=ResultOptions)
-def experiments(options: ClaimOptions, results: ResultOptions) -> None:
+@gather(options=ClaimOptions, results=ResultFlags)
+def experiments(options: ClaimOptions, results: ResultFlags) -> None:
     """Judge the claims about optimisations on this machine.
 
     Each is tested on every backend that is there, decode and prefill apart, and ends in a line: confirmed, refuted,

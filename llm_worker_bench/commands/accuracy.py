@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from llm_worker_rbee.backends import resolve_kv_type, select_backend
-from llm_worker_rbee.cli.options import LoadOptions, gather
+from llm_worker_rbee.cli.options import LoadFlags, gather
 from llm_worker_rbee.cli.terminal import style
 from llm_worker_rbee.llm import LLM
 from llm_worker_rbee.progress import StepProgress, step_progress
@@ -19,7 +19,7 @@ from ..accuracy import LibrarySide, MeasuredPath, Side, WorkerSide
 from ..results import Result, Run, describe_model
 from ..synthetic import parse as parse_synthetic
 from ..workload import PROMPTS, TEXT, read_prompts, read_text
-from .common import ModelArgument, ResultOptions, SyntheticOption, measuring, parse_counts, print_table, recording
+from .common import ModelArgument, ResultFlags, SyntheticOption, measuring, parse_counts, print_table, recording
 from .embed import check_embeddings
 
 LLAMA_CPP = "llama.cpp"
@@ -39,10 +39,10 @@ TITLES = {
 }
 
 
-@gather(results=ResultOptions, computing=LoadOptions)
+@gather(results=ResultFlags, computing=LoadFlags)
 def accuracy(
-    results: ResultOptions,
-    computing: LoadOptions,
+    results: ResultFlags,
+    computing: LoadFlags,
     model: ModelArgument = None,
     synthetic: SyntheticOption = None,
     batch: Annotated[
@@ -134,7 +134,7 @@ def accuracy(
 
 
 def _check_synthetic(
-    name: str, model: str | None, batches: list[int], results: ResultOptions, computing: LoadOptions
+    name: str, model: str | None, batches: list[int], results: ResultFlags, computing: LoadFlags
 ) -> None:
     if model is not None:
         raise typer.BadParameter("both a MODEL and --synthetic are given: choose one")
@@ -148,7 +148,7 @@ def _check_synthetic(
         benchmark.measure_logit_errors(recorder, progress, ours, truth, kv_type, batches)
 
 
-def _load(model: str | None, computing: LoadOptions, progress: StepProgress) -> LLM:
+def _load(model: str | None, computing: LoadFlags, progress: StepProgress) -> LLM:
     """Load a model; the progress is shown in words, and the bar of the measuring stays at its beginning."""
     return LLM(
         model, device=computing.device, backend=computing.backend, threads=computing.kernel_threads,
@@ -157,10 +157,10 @@ def _load(model: str | None, computing: LoadOptions, progress: StepProgress) -> 
     )  # fmt: skip
 
 
-def _reference(llm: LLM, computing: LoadOptions, progress: StepProgress) -> LLM:
+def _reference(llm: LLM, computing: LoadFlags, progress: StepProgress) -> LLM:
     """Return the file's weights on the reference backend; the path itself if it is just that."""
     same = llm.model.ops.name == "reference" and llm.kv_type == "float32" and computing.quantize is None
-    return llm if same else _load(str(llm.checkpoint.path), LoadOptions(backend="reference"), progress)
+    return llm if same else _load(str(llm.checkpoint.path), LoadFlags(backend="reference"), progress)
 
 
 def _paths(

@@ -46,7 +46,7 @@ Repetitions = Annotated[int, measuring("--repetitions", "-r", metavar="N", min=1
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResultOptions:
+class ResultFlags:
     """What happens to a run."""
 
     as_json: AsJson = False
@@ -58,7 +58,7 @@ class ResultOptions:
 
 
 @contextmanager
-def recording(kind: str, options: ResultOptions, show: Callable[[Run], None], **settings: Any) -> Iterator[Recorder]:
+def recording(kind: str, options: ResultFlags, show: Callable[[Run], None], **settings: Any) -> Iterator[Recorder]:
     """Give the block a recorder; afterwards save, `show` (or print as JSON) and compare the run, also on Ctrl-C."""
     for path in _places(options):
         require_place(path)
@@ -96,7 +96,7 @@ def _file_name(word: str) -> str:
     return Path(word).name if os.path.isabs(word) else word
 
 
-def _places(options: ResultOptions) -> list[Path]:
+def _places(options: ResultFlags) -> list[Path]:
     """Return the files that the run is saved to."""
     kept = None if options.save_baseline is None else baseline.path_for(options.save_baseline)
     return [path for path in (options.save, kept) if path is not None]
@@ -113,7 +113,7 @@ def require_place(path: Path, *, folder: bool = False) -> None:
         raise InvalidRequestError(f"cannot write {path}: {above} may not be written to", "save")
 
 
-def _finish(run: Run, before: Run | None, options: ResultOptions, show: Callable[[Run], None]) -> bool:
+def _finish(run: Run, before: Run | None, options: ResultFlags, show: Callable[[Run], None]) -> bool:
     """Save, show and compare; return whether something regressed. A run that cannot be compared is saved and shown."""
     changes, problem = [], None
     try:

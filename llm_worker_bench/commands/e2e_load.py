@@ -6,7 +6,7 @@ import typer
 
 from llm_worker_rbee.backends import is_automatic
 from llm_worker_rbee.backends.select import has_driver
-from llm_worker_rbee.cli.options import ComputeOptions, LoadOptions, gather
+from llm_worker_rbee.cli.options import ComputeFlags, LoadFlags, gather
 from llm_worker_rbee.cli.terminal import columns, note
 from llm_worker_rbee.errors import InvalidRequestError, counted
 from llm_worker_rbee.progress import step_progress
@@ -16,7 +16,7 @@ from .. import load as load_benchmark
 from ..results import Result, Run
 from ..synthetic import parse
 from . import common
-from .common import ModelArgument, OutputLengths, PromptLengths, Repetitions, ResultOptions, SyntheticOption, option
+from .common import ModelArgument, OutputLengths, PromptLengths, Repetitions, ResultFlags, SyntheticOption, option
 
 COMPARISONS = {
     "percent_of_products": "{:.0f}% of the products alone", "times_one": "{:.2f} x one sequence",
@@ -28,7 +28,7 @@ MEASURED_DRAFTERS = ("off", "ngram")  # of SPECULATIVE
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelBenchOptions:
+class ModelBenchFlags:
     """Which model, and the scenarios to measure."""
 
     model: ModelArgument = None
@@ -50,7 +50,7 @@ class ModelBenchOptions:
     deterministic: bool = option(False, None, "Batch-invariant kernels, as `serve --deterministic` uses them.")
     repetitions: Repetitions = 5
 
-    def plan(self, computing: LoadOptions, threads: int) -> e2e_benchmark.Plan:
+    def plan(self, computing: LoadFlags, threads: int) -> e2e_benchmark.Plan:
         """Return the plan; raise on options that are invalid or exclude each other."""
         if self.speculative not in MEASURED_DRAFTERS:
             known = ", ".join(MEASURED_DRAFTERS)
@@ -77,8 +77,8 @@ class ModelBenchOptions:
             raise typer.BadParameter(str(error)) from None
 
 
-@gather(options=ModelBenchOptions, results=ResultOptions, computing=LoadOptions)
-def e2e(options: ModelBenchOptions, results: ResultOptions, computing: LoadOptions) -> None:
+@gather(options=ModelBenchFlags, results=ResultFlags, computing=LoadFlags)
+def e2e(options: ModelBenchFlags, results: ResultFlags, computing: LoadFlags) -> None:
     """Measure a whole model: prefill, decode, time to first token, memory.
 
     ppN and tgN are what llama-bench measures: N prompt tokens at once, and N
@@ -152,7 +152,7 @@ def _value_cells(result: Result | None) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartOptions:
+class StartFlags:
     """Which model, and how often it is started."""
 
     model: ModelArgument = None
@@ -164,8 +164,8 @@ class StartOptions:
     repetitions: int = option(3, "N", "Number of cold and of warm starts.", "-r", min=1)
 
 
-@gather(options=StartOptions, results=ResultOptions, computing=ComputeOptions)
-def load(options: StartOptions, results: ResultOptions, computing: ComputeOptions) -> None:
+@gather(options=StartFlags, results=ResultFlags, computing=ComputeFlags)
+def load(options: StartFlags, results: ResultFlags, computing: ComputeFlags) -> None:
     """Measure a start: import, open, kernels, weights, warm-up, first token.
 
     Every start is a process of its own. COLD: the model's file was dropped from
@@ -200,7 +200,7 @@ def load(options: StartOptions, results: ResultOptions, computing: ComputeOption
             )  # fmt: skip
 
 
-def _uses_gpu(computing: ComputeOptions) -> bool:
+def _uses_gpu(computing: ComputeFlags) -> bool:
     """Return whether a model goes to a GPU if it fits there."""
     if computing.device.startswith("cuda") or computing.backend == "cuda":
         return True

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from llm_worker_rbee.cli.options import ComputeOptions, LoadOptions, gather, option_fields
+from llm_worker_rbee.cli.options import ComputeFlags, LoadFlags, gather, option_fields
 from llm_worker_rbee.cli.terminal import cell, note, style
 from llm_worker_rbee.embedder import Embedder
 from llm_worker_rbee.errors import counted
@@ -21,7 +21,7 @@ from ..embedding.suite import PEERS, EmbedPlan
 from ..peers.programs import OURS
 from ..results import Result, Run, describe_model
 from . import common
-from .common import ModelArgument, Repetitions, ResultOptions, SyntheticOption, option
+from .common import ModelArgument, Repetitions, ResultFlags, SyntheticOption, option
 
 _peer = option_fields("Peers")
 AGAINST = ("reference", SENTENCE_TRANSFORMERS)
@@ -34,7 +34,7 @@ TITLES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmbedBenchOptions:
+class EmbedBenchFlags:
     """The model and texts to measure, and the peers to compare with."""
 
     model: ModelArgument = None
@@ -57,7 +57,7 @@ class EmbedBenchOptions:
     )
     timeout: float = _peer(900.0, "S", "Timeout of one answer, in seconds.", min=0.1)
 
-    def plan(self, computing: ComputeOptions) -> EmbedPlan:
+    def plan(self, computing: ComputeFlags) -> EmbedPlan:
         lengths = [length for length in common.parse_counts(self.lengths, "--lengths") if length]
         return EmbedPlan(
             lengths=lengths, batches=common.parse_counts(self.batch, "--batch", 1), mixed=self.texts,
@@ -69,8 +69,8 @@ class EmbedBenchOptions:
         )  # fmt: skip
 
 
-@gather(options=EmbedBenchOptions, results=ResultOptions, computing=ComputeOptions)
-def embed(options: EmbedBenchOptions, results: ResultOptions, computing: ComputeOptions) -> None:
+@gather(options=EmbedBenchFlags, results=ResultFlags, computing=ComputeFlags)
+def embed(options: EmbedBenchFlags, results: ResultFlags, computing: ComputeFlags) -> None:
     """Measure embeddings: texts and tokens a second, by length and batch, beside peers.
 
     This worker, sentence-transformers (float32) and llama-server embed the same
@@ -126,7 +126,7 @@ def _row(result: Result) -> list[str]:
 
 
 def check_embeddings(
-    model: str | None, against: str, python: str, results: ResultOptions, computing: LoadOptions, threads: int
+    model: str | None, against: str, python: str, results: ResultFlags, computing: LoadFlags, threads: int
 ) -> None:
     """Measure the cosine to the truth and the retrieval of the labelled set: `bench accuracy --embedding`."""
     if against not in AGAINST:

@@ -12,7 +12,7 @@ from pathlib import Path
 import typer
 
 from llm_worker_rbee.backends import cpu_info
-from llm_worker_rbee.cli.options import ComputeOptions, gather
+from llm_worker_rbee.cli.options import ComputeFlags, gather
 from llm_worker_rbee.cli.terminal import note
 from llm_worker_rbee.errors import WorkerError
 from llm_worker_rbee.progress import step_progress
@@ -21,11 +21,11 @@ from .. import micro as benchmark
 from ..processes import describe_exit, package_environment
 from ..results import Recorder, Result, Run
 from . import common
-from .common import ResultOptions, option
+from .common import ResultFlags, option
 
 
 @dataclass(frozen=True, kw_only=True)
-class MicroOptions:
+class MicroFlags:
     """Which benchmarks, on which backends, for how long."""
 
     filter: str | None = option(None, "RE", "Only benchmarks whose name matches this expression.")
@@ -37,8 +37,8 @@ class MicroOptions:
     names: bool = option(False, None, "List the benchmarks and exit.", "--list")
 
 
-@gather(options=MicroOptions, results=ResultOptions, computing=ComputeOptions)
-def micro(options: MicroOptions, results: ResultOptions, computing: ComputeOptions) -> None:
+@gather(options=MicroFlags, results=ResultFlags, computing=ComputeFlags)
+def micro(options: MicroFlags, results: ResultFlags, computing: ComputeFlags) -> None:
     """Measure the ops and parts one by one, each beside the limit of this machine.
 
     TIME is that of one call: the mean of the middle half of the samples. OF LIMIT is the least time that the memory
@@ -103,7 +103,7 @@ def _parse_isas(text: str | None) -> list[str]:
     return names
 
 
-def _measure_isa(recorder: Recorder, isa: str, options: MicroOptions, threads: int) -> None:
+def _measure_isa(recorder: Recorder, isa: str, options: MicroFlags, threads: int) -> None:
     """Measure one instruction set in a process of its own, which shows its progress, and take its results over."""
     note(f"instruction set {isa}")
     with tempfile.TemporaryDirectory(prefix="llm-worker-rbee-") as folder:

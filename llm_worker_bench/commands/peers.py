@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from llm_worker_rbee.cli.options import MODEL_HELP, ComputeOptions, gather, option_fields
+from llm_worker_rbee.cli.options import MODEL_HELP, ComputeFlags, gather, option_fields
 from llm_worker_rbee.cli.terminal import cell, note
 from llm_worker_rbee.errors import WorkerError, counted
 from llm_worker_rbee.progress import step_progress, transfer_progress
@@ -23,7 +23,7 @@ from ..peers.programs import OURS
 from ..results import Recorder, Result, Run, write_atomically
 from ..roofline import measure_limits
 from . import common
-from .common import Repetitions, ResultOptions, option
+from .common import Repetitions, ResultFlags, option
 
 _peer, _result = option_fields("Peers"), option_fields("Results")
 SEVERAL_HELP = f"{MODEL_HELP} Several: a row each."
@@ -32,7 +32,7 @@ BUSY_CORES = 0.3  # from which on a machine is not quiet
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeerOptions:
+class PeerFlags:
     """The files and lengths to measure, and the peers to compare with."""
 
     model: ModelArguments = None
@@ -72,7 +72,7 @@ class PeerOptions:
     )
     timeout: float = _peer(900.0, "S", "Timeout of one answer, in seconds.", min=0.1)
 
-    def plan(self, computing: ComputeOptions) -> Plan:
+    def plan(self, computing: ComputeFlags) -> Plan:
         benches = dict(text.split("=", 1) for text in self.peer or () if "=" in text)
         return Plan(
             threads=computing.set_up(), repetitions=self.repetitions, benches=benches,
@@ -119,8 +119,8 @@ class PeerOptions:
         return Row(path.name, model=path)
 
 
-@gather(options=PeerOptions, results=ResultOptions, computing=ComputeOptions)
-def peers(options: PeerOptions, results: ResultOptions, computing: ComputeOptions) -> None:
+@gather(options=PeerFlags, results=ResultFlags, computing=ComputeFlags)
+def peers(options: PeerFlags, results: ResultFlags, computing: ComputeFlags) -> None:
     """Measure this worker beside llama.cpp, mistral.rs, vLLM and transformers.
 
     The same file, the same lengths, the same number of threads, in turn;

@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from llm_worker_rbee.backends.select import has_driver, missing_packages
-from llm_worker_rbee.cli.options import LoadOptions, ModelOptions, gather, load_model
+from llm_worker_rbee.cli.options import LoadFlags, ModelFlags, gather, load_model
 from llm_worker_rbee.cli.terminal import Status, columns, note, program_lines, style
 from llm_worker_rbee.progress import step_progress
 
@@ -18,13 +18,13 @@ from ..profile import attention_pass, report
 from ..profile.workload import Loading, Settings, Subject, load_synthetic
 from ..results import Recorder, Run, describe_model
 from ..synthetic import Spec, parse
-from .common import ModelArgument, Repetitions, ResultOptions, SyntheticOption, option, recording, require_place
+from .common import ModelArgument, Repetitions, ResultFlags, SyntheticOption, option, recording, require_place
 
 COLOURS = {"critical": "red", "moderate": "yellow", "minor": "dim"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileOptions:
+class ProfileFlags:
     """Which model, how much to run, and where the report goes."""
 
     model: ModelArgument = None
@@ -62,8 +62,8 @@ class ProfileOptions:
         return Settings(*lengths, self.repetitions, self.flame, spy, self.batch, self.depth, self.prompt)
 
 
-@gather(options=ProfileOptions, results=ResultOptions, computing=LoadOptions)
-def profile(options: ProfileOptions, results: ResultOptions, computing: LoadOptions) -> None:
+@gather(options=ProfileFlags, results=ResultFlags, computing=LoadFlags)
+def profile(options: ProfileFlags, results: ResultFlags, computing: LoadFlags) -> None:
     """Show where the time goes, by component, for prefill and decode.
 
     Steps go through the engine as a server's do. On the CPU every task of a
@@ -112,7 +112,7 @@ def _profile(recorder: Recorder, subject: Subject, settings: Settings, flames: d
         benchmark.run(recorder, progress, subject, settings, flames)
 
 
-def _backends(computing: LoadOptions) -> list[LoadOptions]:
+def _backends(computing: LoadFlags) -> list[LoadFlags]:
     """Return the options of every available backend, or of the given backend."""
     if computing.backend != "auto" or computing.device != "auto":
         return [computing]
@@ -120,13 +120,13 @@ def _backends(computing: LoadOptions) -> list[LoadOptions]:
     return [replace(computing, backend=name) for name in names]
 
 
-def _load(recorder: Recorder, options: ProfileOptions, computing: LoadOptions, spec: Spec | None) -> Subject:
+def _load(recorder: Recorder, options: ProfileFlags, computing: LoadFlags, spec: Spec | None) -> Subject:
     if spec is not None:
         where = computing.device, computing.backend, computing.kernel_threads
         loading = Loading(*where, computing.kv_type, computing.quantize)
         with step_progress() as progress:
             return load_synthetic(recorder, progress, spec, loading)
-    llm = load_model(ModelOptions(model=options.model), computing, Status())
+    llm = load_model(ModelFlags(model=options.model), computing, Status())
     with step_progress() as progress:
         recorder.model = describe_model(llm.checkpoint.path, progress)
     return Subject(llm.model, llm.checkpoint, llm.kv_type, llm)

@@ -24,7 +24,7 @@ from ..server_process import ServerMonitor, ServerProcess, worker_server
 from ..serving import MAX_IN_FLIGHT, Limits, Load
 from ..synthetic import Spec, parse
 from ..workload import MAX_REQUESTS, Lengths, Workload, read_prompts
-from .common import SYNTHETIC_HELP, ResultOptions, model_file, print_table, quantity, recording
+from .common import SYNTHETIC_HELP, ResultFlags, model_file, print_table, quantity, recording
 
 DEFAULT_REQUESTS = 100
 ENOUGH_FOR_P99 = 300  # so many hold a value above the true one, in 19 cases of 20
@@ -51,7 +51,7 @@ _server, _own, _load, _prompts = map(option_fields, ("Server", "Server to start"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerOptions:
+class ServerFlags:
     """The server and the fields of its requests."""
 
     endpoint: str | None = _server(
@@ -87,7 +87,7 @@ class ServerOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnOptions:
+class OwnFlags:
     """A server started for the length of the load."""
 
     spawn: bool = _own(False, None, "Start `serve` with the model of -m and measure it; give no URL.", "--spawn")
@@ -113,7 +113,7 @@ class OwnOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadOptions:
+class TrafficFlags:
     """How many requests, when, and with which prompts."""
 
     requests: int | None = _load(
@@ -161,12 +161,12 @@ class LoadOptions:
         return Limits(self.concurrency or MAX_IN_FLIGHT, timeout, duration, self.warm_up)
 
 
-@gather(server=ServerOptions, own=OwnOptions, load=LoadOptions, results=ResultOptions)
+@gather(server=ServerFlags, own=OwnFlags, load=TrafficFlags, results=ResultFlags)
 def serving(
-    server: ServerOptions,
-    own: OwnOptions,
-    load: LoadOptions,
-    results: ResultOptions,
+    server: ServerFlags,
+    own: OwnFlags,
+    load: TrafficFlags,
+    results: ResultFlags,
     url: Annotated[
         str | None,
         typer.Argument(metavar="[URL]", help="The server: http://host:port, with its path if not /v1. Or --spawn."),
@@ -223,7 +223,7 @@ def serving(
 
 @contextmanager
 def _run_server(
-    own: OwnOptions, made: Spec | None, args: list[str], server: ServerOptions
+    own: OwnFlags, made: Spec | None, args: list[str], server: ServerFlags
 ) -> Iterator[ServerProcess | None]:
     """Run a server of our own for the length of the block, with `--spawn`; a synthetic model is written first."""
     with ExitStack() as opened:
@@ -238,7 +238,7 @@ def _run_server(
         yield opened.enter_context(worker_server(args, server.api_key, server.timeout))
 
 
-def _settings(server: ServerOptions, own: OwnOptions, load: LoadOptions) -> dict[str, Any]:
+def _settings(server: ServerFlags, own: OwnFlags, load: TrafficFlags) -> dict[str, Any]:
     """Return the settings of a saved run, without keys and values of headers."""
     known = asdict(server) | asdict(own) | asdict(load)
     known.pop("api_key")

@@ -19,7 +19,7 @@ from ..llm import LLM, Stream
 from ..sampling_params import SamplingParams
 from ..text_model import EncodedPrompt
 from ..tokenizer.chat_template import start_ahead
-from .options import EngineOptions, LoadOptions, ModelOptions, SamplingOptions, gather, load_model, start_stream
+from .options import EngineFlags, LoadFlags, ModelFlags, SamplingFlags, gather, load_model, start_stream
 from .run import DraftStats, ReasoningNotes, draft_stats, figures_line
 from .terminal import Status, argument_text, decode, note, one_line, stdin_lines, style, visible
 
@@ -32,7 +32,7 @@ HELP = """\
 Ctrl-C stops an answer. A line that begins with // is sent with one slash."""
 
 
-@gather(model=ModelOptions, computing=LoadOptions, engine=EngineOptions, sampling=SamplingOptions)
+@gather(model=ModelFlags, computing=LoadFlags, engine=EngineFlags, sampling=SamplingFlags)
 def chat(
     system: Annotated[
         str | None,
@@ -40,10 +40,10 @@ def chat(
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print neither greeting nor statistics.")] = False,
     *,
-    model: ModelOptions,
-    computing: LoadOptions,
-    engine: EngineOptions,
-    sampling: SamplingOptions,
+    model: ModelFlags,
+    computing: LoadFlags,
+    engine: EngineFlags,
+    sampling: SamplingFlags,
 ) -> None:
     """Talk with a model.
 

@@ -22,7 +22,7 @@ from ..embedder import Embedder
 from ..errors import InvalidRequestError, counted
 from ..progress import Advance, request_progress
 from ..weights.hub import DEFAULT_EMBEDDING_MODEL
-from .options import PoolingOptions, gather, option_fields, option_names_in_errors, shown_loading
+from .options import PoolingFlags, gather, option_fields, option_names_in_errors, shown_loading
 from .terminal import Status, argument_text, decode, note, numbered_lines, require_writable
 
 JSON_SUFFIXES = {".jsonl", ".ndjson"}
@@ -42,7 +42,7 @@ class TextLine(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextFileOptions:
+class TextFileFlags:
     """A file with a text on each line."""
 
     file: Annotated[
@@ -109,7 +109,7 @@ class TextFileOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmbedOptions:
+class EmbedFlags:
     """What goes before a text, and what becomes of its embedding."""
 
     output: Path = _output(..., "OUT", "The file to write: .npy or .jsonl; - prints JSON Lines.", "-o")
@@ -144,8 +144,8 @@ class EmbedOptions:
         return self.output.suffix == ".npy"
 
 
-@gather(texts=TextFileOptions, computing=PoolingOptions, options=EmbedOptions)
-def embed(texts: TextFileOptions, computing: PoolingOptions, options: EmbedOptions) -> None:
+@gather(texts=TextFileFlags, computing=PoolingFlags, options=EmbedFlags)
+def embed(texts: TextFileFlags, computing: PoolingFlags, options: EmbedFlags) -> None:
     """Write the embeddings of the texts of a file.
 
     Row n of a .npy file is the embedding of text n; a line of JSON Lines has index, id (if the text has one) and
@@ -183,7 +183,7 @@ def embed(texts: TextFileOptions, computing: PoolingOptions, options: EmbedOptio
 
 
 def _embed_chunk(
-    embedder: Embedder, chunk: list[TextLine], texts: TextFileOptions, options: EmbedOptions, advance: Advance
+    embedder: Embedder, chunk: list[TextLine], texts: TextFileFlags, options: EmbedFlags, advance: Advance
 ) -> NDArray[np.float32]:
     done = num_tokens = 0
 
@@ -281,7 +281,7 @@ class _LineWriter:
 
 
 @contextmanager
-def _written(options: EmbedOptions, width: int) -> Iterator[_Writer]:
+def _written(options: EmbedFlags, width: int) -> Iterator[_Writer]:
     """Yield what writes the output; it has its name at the end of the block only."""
     if options.output == STREAM:
         yield _LineWriter(sys.stdout.buffer)

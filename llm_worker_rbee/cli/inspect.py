@@ -25,7 +25,7 @@ from ..models.sampling_defaults import read_sampling_defaults
 from ..progress import transfer_progress
 from ..sampling_params import BUILT_IN, NEUTRAL_SAMPLING
 from ..weights import Checkpoint, hub, open_checkpoint
-from .options import MODEL_HELP, CapacityOptions, LoadOptions, ModelOptions, gather, load_model, option_names_in_errors
+from .options import MODEL_HELP, CapacityFlags, LoadFlags, ModelFlags, gather, load_model, option_names_in_errors
 from .terminal import Status, cell, columns, one_line, print_json, program_lines, style
 
 MAX_VALUE_CHARS = 60
@@ -38,7 +38,7 @@ CONTEXT_OPTION = typer.Option(
 )  # fmt: skip
 
 
-@gather(capacity=CapacityOptions)
+@gather(capacity=CapacityFlags)
 def inspect(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
     context: Annotated[int | None, CONTEXT_OPTION] = None,
@@ -57,7 +57,7 @@ def inspect(
         bool, typer.Option("--json", help="Print one JSON object, tensors and metadata included.")
     ] = False,
     *,
-    capacity: CapacityOptions,
+    capacity: CapacityFlags,
 ) -> None:
     """Show what is in a model file: architecture, shape, quantization types, tokenizer, sampling defaults, memory.
 
@@ -77,7 +77,7 @@ def inspect(
     report = describe_file(checkpoint, located.bytes, context, planned, device)
     step: list[Any] = []
     if program:
-        llm = load_model(ModelOptions(model=str(located.path)), LoadOptions(device=device), Status())
+        llm = load_model(ModelFlags(model=str(located.path)), LoadFlags(device=device), Status())
         step = llm.model.program(llm.kv_type)
         report["program"] = [{"repeats": n, "ops": [line._asdict() for line in lines]} for n, lines in step]
     if as_json:

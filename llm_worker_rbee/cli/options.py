@@ -120,7 +120,7 @@ def _check(function: Callable[..., Any], *args: Any, option: str | None = None, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
+class ModelFlags:
     """Which model."""
 
     model: str | None = _model(None, "MODEL", MODEL_HELP, "-m")
@@ -131,7 +131,7 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
+class SamplingFlags:
     """How tokens are sampled: fields of `SamplingParams`; those that are not given have the model's defaults."""
 
     max_tokens: int | None = _sampling(
@@ -169,7 +169,7 @@ def _parse_logit_bias(text: str) -> tuple[int, float]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComputeOptions:
+class ComputeFlags:
     """Device, backend, threads, instruction set."""
 
     device: str = _device("auto", "NAME", "The hardware: auto, cpu, cuda or cuda:N.")
@@ -198,7 +198,7 @@ class ComputeOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadOptions(ComputeOptions):
+class LoadFlags(ComputeFlags):
     """The same, and the types of KV cache and weights."""
 
     kv_type: str = _device(
@@ -222,7 +222,7 @@ def _check_quantize(quantize: str | None) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolingOptions(ComputeOptions):
+class PoolingFlags(ComputeFlags):
     """Which embedding model or reranker, and how it computes."""
 
     model: str | None = _model(None, "MODEL", MODEL_HELP, "-m")
@@ -273,7 +273,7 @@ def with_option_names(text: str, **others: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CapacityOptions:
+class CapacityFlags:
     """Size of the KV cache and of a batch."""
 
     kv_memory: str | None = _engine(
@@ -301,7 +301,7 @@ class CapacityOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions(CapacityOptions):
+class EngineFlags(CapacityFlags):
     """The same, and how steps are divided."""
 
     target_itl_ms: float = _engine(
@@ -341,7 +341,7 @@ class EngineOptions(CapacityOptions):
 
 
 def load_model(
-    options: ModelOptions, computing: LoadOptions, status: Status, engine: EngineOptions | None = None,
+    options: ModelFlags, computing: LoadFlags, status: Status, engine: EngineFlags | None = None,
     on_stage: OnStage | None = None, prepare: Callable[[LLM], object] = lambda llm: None,
 ) -> LLM:  # fmt: skip
     """Load the model and `prepare` it, with a status line or bars; `on_stage` is called for each stage."""
@@ -372,9 +372,7 @@ def shown_loading(model: str, status: Status, **others: str) -> Iterator[Progres
         status.clear()
 
 
-def load_arguments(
-    options: ModelOptions, computing: LoadOptions, engine: EngineOptions | None = None
-) -> dict[str, Any]:
+def load_arguments(options: ModelFlags, computing: LoadFlags, engine: EngineFlags | None = None) -> dict[str, Any]:
     """Return the arguments of `LLM` that these options say."""
     return {
         "model": options.model, "device": computing.device, "backend": computing.backend,

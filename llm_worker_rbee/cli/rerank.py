@@ -6,18 +6,18 @@ import typer
 
 from ..embedder import RankResult, Reranker
 from ..errors import InvalidRequestError, counted
-from .embed import TextFileOptions, TextLine, lines_in_errors
-from .options import PoolingOptions, gather, shown_loading
+from .embed import TextFileFlags, TextLine, lines_in_errors
+from .options import PoolingFlags, gather, shown_loading
 from .terminal import Status, argument_text, cell, columns, note, print_json
 
 MAX_TEXT_CHARS = 100  # of a document in the table
 MAX_DOCUMENTS = 100_000
 
 
-@gather(texts=TextFileOptions, computing=PoolingOptions)
+@gather(texts=TextFileFlags, computing=PoolingFlags)
 def rerank(
-    texts: TextFileOptions,
-    computing: PoolingOptions,
+    texts: TextFileFlags,
+    computing: PoolingFlags,
     query: Annotated[str, typer.Option("--query", metavar="TEXT", help="What the texts should answer.")],
     top_n: Annotated[
         int | None, typer.Option("--top-n", metavar="N", min=1, help="Show the best N only.", show_default="all")
@@ -56,7 +56,7 @@ def rerank(
     print("\n".join(columns([("SCORE", "LINE", "TEXT"), *rows], right=[0, 1])))
 
 
-def _read(texts: TextFileOptions) -> list[TextLine]:
+def _read(texts: TextFileFlags) -> list[TextLine]:
     """Return the texts without empty lines."""
     lines: list[TextLine] = []
     for line in texts.read():

@@ -29,10 +29,10 @@ from ..tokenizer.chat_events import ReasoningDelta
 from ..tokenizer.chat_template import start_ahead, validate_messages
 from ..weights.hub import DEFAULT_MODEL
 from .options import (
-    EngineOptions,
-    LoadOptions,
-    ModelOptions,
-    SamplingOptions,
+    EngineFlags,
+    LoadFlags,
+    ModelFlags,
+    SamplingFlags,
     gather,
     limit_tokens,
     load_model,
@@ -91,7 +91,7 @@ class PromptRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptOptions:
+class PromptFlags:
     """The prompt, and how it is encoded."""
 
     prompt: Annotated[
@@ -149,7 +149,7 @@ class PromptOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GuidedOptions:
+class GuidedFlags:
     """What the answer must conform to."""
 
     json_schema: str | None = _guided(None, "FILE|JSON", "Answer with JSON of this schema; {} is any JSON.")
@@ -189,7 +189,7 @@ class GuidedOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutputOptions:
+class OutputFlags:
     """What is printed of the answer."""
 
     echo: bool = _output(False, None, "Show the prompt too; with --json, score its tokens.")
@@ -210,12 +210,12 @@ class OutputOptions:
 
 
 @gather(
-    prompt_options=PromptOptions, model=ModelOptions, computing=LoadOptions, engine=EngineOptions,
-    sampling=SamplingOptions, guided=GuidedOptions, output=OutputOptions,
+    prompt_options=PromptFlags, model=ModelFlags, computing=LoadFlags, engine=EngineFlags,
+    sampling=SamplingFlags, guided=GuidedFlags, output=OutputFlags,
 )  # fmt: skip
 def run(
-    prompt_options: PromptOptions, model: ModelOptions, computing: LoadOptions, engine: EngineOptions,
-    sampling: SamplingOptions, guided: GuidedOptions, output: OutputOptions,
+    prompt_options: PromptFlags, model: ModelFlags, computing: LoadFlags, engine: EngineFlags,
+    sampling: SamplingFlags, guided: GuidedFlags, output: OutputFlags,
 ) -> None:  # fmt: skip
     """Answer one prompt, or all prompts of a file.
 
@@ -259,7 +259,7 @@ def run(
     _print_end(llm, completion, model.model, output)
 
 
-def _print_end(llm: LLM, completion: Completion, reference: str | None, output: OutputOptions) -> None:
+def _print_end(llm: LLM, completion: Completion, reference: str | None, output: OutputFlags) -> None:
     """Print the JSON object, or the log-probabilities and the figures."""
     drafts = draft_stats(llm)
     if output.as_json:
@@ -316,7 +316,7 @@ def _print_stream(stream: Stream, status: Status, prefix: str, *, shows_reasonin
 
 
 def run_batch(
-    llm: LLM, requests: Sequence[PromptRequest], prompt_options: PromptOptions, output: OutputOptions, model: str | None
+    llm: LLM, requests: Sequence[PromptRequest], prompt_options: PromptFlags, output: OutputFlags, model: str | None
 ) -> None:
     """Compute all answers in one batch and print them in order."""
     streams = [stream for request in requests for stream in _start_streams(llm, request, prompt_options, output)]
@@ -342,7 +342,7 @@ def run_batch(
 
 
 def _note_before_batch(
-    llm: LLM, requests: Sequence[PromptRequest], prompt_options: PromptOptions, output: OutputOptions
+    llm: LLM, requests: Sequence[PromptRequest], prompt_options: PromptFlags, output: OutputFlags
 ) -> None:
     if prompt_options.prompts is not None and not llm.capacity.is_context_reduced:  # else it was printed
         note(str(llm.capacity))
@@ -351,9 +351,7 @@ def _note_before_batch(
         note("at temperature 0 all answers to a prompt are the same: --choices 1 gives each once")
 
 
-def _start_streams(
-    llm: LLM, request: PromptRequest, prompt_options: PromptOptions, output: OutputOptions
-) -> list[Stream]:
+def _start_streams(llm: LLM, request: PromptRequest, prompt_options: PromptFlags, output: OutputFlags) -> list[Stream]:
     """Return the streams of one prompt; a prompt that cannot be answered fails before anything is computed."""
     try:
         encoded = prompt_options.encode(llm, request)
@@ -373,8 +371,8 @@ class _BatchPrinter:
     llm: LLM
     requests: Sequence[PromptRequest]
     streams: Sequence[Stream]  # those of the first prompt, those of the second, ...
-    prompt_options: PromptOptions
-    output: OutputOptions
+    prompt_options: PromptFlags
+    output: OutputFlags
     model: str | None
     next: int = 0  # all before it are printed
     printed: int = 0

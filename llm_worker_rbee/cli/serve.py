@@ -43,9 +43,9 @@ from ..token_engine.threaded import ThreadedEngine
 from ..weights import open_checkpoint
 from ..weights.hub import DEFAULT_MODEL
 from .options import (
-    EngineOptions,
-    LoadOptions,
-    ModelOptions,
+    EngineFlags,
+    LoadFlags,
+    ModelFlags,
     gather,
     load_arguments,
     load_model,
@@ -53,7 +53,7 @@ from .options import (
     option_names_in_errors,
     with_option_names,
 )
-from .serve_pooling import PoolingServeOptions
+from .serve_pooling import PoolingServeFlags
 from .terminal import OutputThread, Status, discard_output, note, read_template, style, visible
 
 ENGINES = ("model", "null")
@@ -70,7 +70,7 @@ _wire, _limit, _process, _measuring = map(
 
 
 @dataclass(frozen=True, kw_only=True)
-class WireOptions:
+class WireFlags:
     """Address, keys, names, orchestrator, TLS."""
 
     host: str = _wire("127.0.0.1", "ADDRESS", "Address to listen on; any other than loopback needs a key.")
@@ -132,7 +132,7 @@ def _check_tls_files(certificate: Path, key: Path | None) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LimitOptions:
+class LimitFlags:
     """Sizes and times: fields of `ServerSettings`, with its defaults."""
 
     max_queue: int | None = _limit(
@@ -162,7 +162,7 @@ class LimitOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProcessOptions:
+class ProcessFlags:
     """Where the engine runs, and what happens when it dies."""
 
     engine_process: str = _process(
@@ -191,7 +191,7 @@ class ProcessOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuringOptions:
+class MeasuringFlags:
     """The cost of the server without the model."""
 
     engine: str = _measuring(
@@ -211,12 +211,12 @@ class MeasuringOptions:
 
 
 @gather(
-    wire=WireOptions, limits=LimitOptions, model=ModelOptions, pooling=PoolingServeOptions, computing=LoadOptions,
-    sharing=EngineOptions, process=ProcessOptions, measuring=MeasuringOptions,
+    wire=WireFlags, limits=LimitFlags, model=ModelFlags, pooling=PoolingServeFlags, computing=LoadFlags,
+    sharing=EngineFlags, process=ProcessFlags, measuring=MeasuringFlags,
 )  # fmt: skip
 def serve(
-    wire: WireOptions, limits: LimitOptions, model: ModelOptions, pooling: PoolingServeOptions, computing: LoadOptions,
-    sharing: EngineOptions, process: ProcessOptions, measuring: MeasuringOptions,
+    wire: WireFlags, limits: LimitFlags, model: ModelFlags, pooling: PoolingServeFlags, computing: LoadFlags,
+    sharing: EngineFlags, process: ProcessFlags, measuring: MeasuringFlags,
 ) -> None:  # fmt: skip
     """Serve a model over HTTP: the OpenAI API, and jobs for an orchestrator; beside it embeddings and reranking.
 
@@ -283,7 +283,7 @@ def _shown_until_ready() -> Iterator[tuple[ExitStack, OutputThread]]:
 
 
 def _one_process(
-    settings: ServerSettings, model: ModelOptions, computing: LoadOptions, sharing: EngineOptions,
+    settings: ServerSettings, model: ModelFlags, computing: LoadFlags, sharing: EngineFlags,
     dummy_step_s: float | None,
 ) -> Worker:  # fmt: skip
     """Return a worker whose engine runs in a thread."""
@@ -309,7 +309,7 @@ def _load_message(
 
 
 def _with_children(
-    settings: ServerSettings, model: ModelOptions, process: ProcessOptions, loads: list[Load], shown: ExitStack,
+    settings: ServerSettings, model: ModelFlags, process: ProcessFlags, loads: list[Load], shown: ExitStack,
     output: OutputThread,
 ) -> Worker:  # fmt: skip
     """Return a worker whose engines run in child processes; progress is shown until `shown` is closed."""
@@ -368,7 +368,7 @@ def _check_template(model: TextModel, path: Path | None) -> TextModel:
 
 
 def _settings(
-    wire: WireOptions, limits: LimitOptions, model: ModelOptions, pooling: PoolingServeOptions, key: Key | None
+    wire: WireFlags, limits: LimitFlags, model: ModelFlags, pooling: PoolingServeFlags, key: Key | None
 ) -> ServerSettings:
     for origin in wire.cors_origin or ():
         if not ORIGIN.fullmatch(origin):

@@ -32,7 +32,7 @@ _pooling = option_fields("Embeddings and reranking")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolingServeOptions:
+class PoolingServeFlags:
     """Models beside the chat model."""
 
     embedding_model: str | None = _pooling(None, "MODEL", f"Serve the embeddings of this model too. {HELP}")

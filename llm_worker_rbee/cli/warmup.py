@@ -13,7 +13,7 @@ from ..backends import cpu_info, kernel_folder, select_backend
 from ..backends.ops import CAPTURING, COMPILING, Backend
 from ..config import KV_DEFAULT
 from ..errors import InvalidRequestError, counted
-from ..load import LoadOptions as ModelLoadOptions
+from ..load import LoadFlags as ModelLoadOptions
 from ..load import LoadPhases, split_settings
 from ..load_pooling import WORKSPACE_TYPES
 from ..models import read_model_config
@@ -22,9 +22,9 @@ from ..progress import TransferProgress, transfer_progress
 from ..token_engine.launch import load_engine, warm_up
 from ..weights import hub, open_checkpoint
 from .options import (
-    EngineOptions,
-    LoadOptions,
-    ModelOptions,
+    EngineFlags,
+    LoadFlags,
+    ModelFlags,
     gather,
     load_arguments,
     option_fields,
@@ -36,7 +36,7 @@ _device = option_fields("Computing")
 
 
 @dataclass(frozen=True, kw_only=True)
-class WarmupOptions(LoadOptions):
+class WarmupFlags(LoadFlags):
     """Whose kernels: by default those of the CPU."""
 
     device: str = _device("cpu", "NAME", "The hardware: cpu, cuda, cuda:N or auto.")
@@ -51,10 +51,10 @@ class Warmed(NamedTuple):
     target: dict[str, str]  # what they were compiled for, by the name of its field
 
 
-@gather(computing=WarmupOptions, sharing=EngineOptions)
+@gather(computing=WarmupFlags, sharing=EngineFlags)
 def warmup(
-    computing: WarmupOptions,
-    sharing: EngineOptions,
+    computing: WarmupFlags,
+    sharing: EngineFlags,
     model: Annotated[
         str | None,
         typer.Argument(metavar="MODEL", help="Compile the kernels of this model. Default: the built-in model."),
@@ -116,11 +116,11 @@ def _print(done: Warmed, seconds: float, as_json: bool) -> None:
 
 
 def _warm_up_gpu(
-    backend: Backend, model: str | None, computing: LoadOptions, sharing: EngineOptions, progress: TransferProgress
+    backend: Backend, model: str | None, computing: LoadFlags, sharing: EngineFlags, progress: TransferProgress
 ) -> Warmed:
     """Load the model as `serve` does, and compile what it launches."""
     folder = _require_kept(backend.kernel_dir)
-    arguments = load_arguments(ModelOptions(model=model), computing, sharing)
+    arguments = load_arguments(ModelFlags(model=model), computing, sharing)
     phases = LoadPhases(progress=progress)
     with option_names_in_errors():
         engine, _ = load_engine(ModelLoadOptions(**split_settings(arguments)), phases)
@@ -129,11 +129,11 @@ def _warm_up_gpu(
 
 
 def _warm_up_cpu(
-    model: str | None, all_: bool, computing: LoadOptions, sharing: EngineOptions, progress: TransferProgress
+    model: str | None, all_: bool, computing: LoadFlags, sharing: EngineFlags, progress: TransferProgress
 ) -> Warmed:
     """Compile the kernels of a model, or all."""
-    usual = WarmupOptions(device=computing.device, backend=computing.backend, cpu_isa=computing.cpu_isa)
-    if replace(computing, threads=None) != usual or sharing != EngineOptions():
+    usual = WarmupFlags(device=computing.device, backend=computing.backend, cpu_isa=computing.cpu_isa)
+    if replace(computing, threads=None) != usual or sharing != EngineFlags():
         raise typer.BadParameter("options of memory, batches and types are for a GPU: on a CPU use --all")
     select_backend("cpu", "cpu")
     kernels, folder = _select_kernels(model, all_, progress)

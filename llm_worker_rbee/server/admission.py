@@ -23,7 +23,7 @@ MIN_QUEUE, QUEUED_BATCHES = 256, 4  # requests that wait by default: so many, an
 MIN_QUEUED_TOKENS, QUEUED_STEPS = 262_144, 64  # likewise prompt tokens, in full steps
 
 
-class Load(NamedTuple):
+class QueueLoad(NamedTuple):
     """Requests inside, and prompt tokens without prefill."""
 
     running: int
@@ -58,7 +58,7 @@ class Admission:
         self._output_tokens = self._max_tokens = 0.0  # of finished requests, decayed: most end before max_tokens
 
     @property
-    def load(self) -> Load:
+    def load(self) -> QueueLoad:
         running = waiting = unprefilled = 0
         for reservation in self._reservations:
             waiting += reservation.num_requests
@@ -69,7 +69,7 @@ class Admission:
             running += request.is_running
             waiting += not request.is_running
             unprefilled += request.num_unprefilled_tokens
-        return Load(running, waiting, unprefilled)
+        return QueueLoad(running, waiting, unprefilled)
 
     def require_capacity(self, engine: TokenEngine, num_requests: int) -> None:
         """Raise if one body asks for more requests than could ever be inside."""
@@ -130,7 +130,7 @@ class Admission:
         full_steps = info.num_replicas * info.engine.max_step_tokens
         return max(MIN_QUEUED_TOKENS, QUEUED_STEPS * full_steps) if given is None else given
 
-    def _retry_after(self, load: Load, excess_requests: int, excess_tokens: int) -> int:
+    def _retry_after(self, load: QueueLoad, excess_requests: int, excess_tokens: int) -> int:
         """Estimate when so many requests have ended; for tokens, when prefill is done, which needs a free slot."""
         seconds = 0.0
         if excess_tokens > 0:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from llm_worker_bench.commands.common import ResultOptions, recording
+from llm_worker_bench.commands.common import ResultFlags, recording
 from llm_worker_bench.results import Run
 from llm_worker_rbee.backends import cpu_info
 
@@ -174,7 +174,7 @@ def test_recording_saves_the_run_if_printing_fails(tmp_path: Path) -> None:
 
     with (
         pytest.raises(BrokenPipeError),
-        recording("micro", ResultOptions(save=tmp_path / "run.json"), show) as recorder,
+        recording("micro", ResultFlags(save=tmp_path / "run.json"), show) as recorder,
     ):
         recorder.add_sample("rms_norm/1", "s", 1e-5)
     assert [result.name for result in Run.load(tmp_path / "run.json").results] == ["rms_norm/1"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from llm_worker_rbee.backends import cpu_info
-from llm_worker_rbee.cli.options import EngineOptions
+from llm_worker_rbee.cli.options import EngineFlags
 from llm_worker_rbee.config import EngineConfig
 
 from .conftest import Run
@@ -91,12 +91,12 @@ def test_engine_option_defaults_are_those_of_engine_config() -> None:
         "draft_model": None, "deterministic": False,
     }  # fmt: skip
     chosen = {"max_batch": None, "max_step_tokens": None}  # by the device
-    assert EngineOptions().arguments() == defaults | chosen
+    assert EngineFlags().arguments() == defaults | chosen
     of_config = {field.name: field.default for field in fields(EngineConfig)}
     assert {name: of_config[name] for name in defaults if name in of_config} == {
         name: value for name, value in defaults.items() if name in of_config
     }
-    changed = EngineOptions(
+    changed = EngineFlags(
         kv_memory="2GiB", max_batch=3, max_step_tokens=99, target_itl_ms=7.5, no_prefix_cache=True,
         speculative="ngram", draft_tokens=2,
     )  # fmt: skip

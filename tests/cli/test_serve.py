@@ -21,7 +21,7 @@ import httpx
 import pytest
 
 from llm_worker_rbee import __version__
-from llm_worker_rbee.cli.serve import LimitOptions
+from llm_worker_rbee.cli.serve import LimitFlags
 from llm_worker_rbee.config import ServerSettings
 from tests.conftest import with_kernels
 from tests.helpers.process import spawn as spawn_process
@@ -397,6 +397,6 @@ def test_limit_defaults_are_as_documented() -> None:
         "shutdown_timeout_s": 30.0, "stall_timeout_s": 30.0, "ignore_unknown_fields": False,
         "open_objects": False,
     }  # fmt: skip
-    assert vars(LimitOptions()) == documented
+    assert vars(LimitFlags()) == documented
     settings = ServerSettings(model_ref="x")
     assert {name: getattr(settings, name) for name in documented} == documented
