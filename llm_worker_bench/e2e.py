@@ -22,7 +22,7 @@ from llm_worker_rbee import machine
 from llm_worker_rbee.backends import resolve_kv_type, select_backend
 from llm_worker_rbee.backends.ops import Backend
 from llm_worker_rbee.config import KV_AUTO, ModelConfig
-from llm_worker_rbee.engine.step_limits import Workspace, choose_step_tokens
+from llm_worker_rbee.engine.memory_plan import Workspace, choose_step_tokens
 from llm_worker_rbee.errors import ContextLengthError, InsufficientMemoryError, InvalidRequestError, human_bytes
 from llm_worker_rbee.models import Transformer, load_model, read_model_config
 from llm_worker_rbee.models.convert import is_fp8, quantize_checkpoint

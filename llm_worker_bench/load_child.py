@@ -22,10 +22,10 @@ from typing import Any  # noqa: E402
 
 from llm_worker_bench import processes  # noqa: E402
 from llm_worker_bench.backends import peak_device_memory  # noqa: E402
-from llm_worker_rbee.config import KV_AUTO  # noqa: E402
+from llm_worker_rbee.config import LoadOptions  # noqa: E402
 from llm_worker_rbee.engine.engine import Engine  # noqa: E402
 from llm_worker_rbee.engine.request import Request  # noqa: E402
-from llm_worker_rbee.load import LoadOptions, LoadPhases, split_settings  # noqa: E402
+from llm_worker_rbee.load import LoadPhases  # noqa: E402
 from llm_worker_rbee.sampling_params import SamplingParams  # noqa: E402
 from llm_worker_rbee.token_engine.launch import load_engine, warm_up  # noqa: E402
 from llm_worker_rbee.token_engine.protocol import ModelInfo  # noqa: E402
@@ -75,8 +75,8 @@ def start_engine(
         reports[what] = reports.get(what, (now, now))[0], now
 
     phases = LoadPhases(progress=progress)
-    options = {"device": "auto", "backend": "auto", "kv_type": KV_AUTO, **given["options"], "model": given["model"]}
-    engine, info = load_engine(LoadOptions(**split_settings(options)), phases)
+    options = LoadOptions.from_arguments({**given["options"], "model": given["model"]})
+    engine, info = load_engine(options, phases)
     reports.clear()
     done = warm_up(engine, phases)
     seconds |= phases.seconds

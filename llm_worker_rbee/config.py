@@ -1,4 +1,4 @@
-"""The numbers of a model, of an engine and of a server, as frozen records; and the types of keys and values.
+"""The numbers of a model, of an engine and of a server and the options of a load, as frozen records.
 
 `Family` is what models of one architecture have in common (models/families.py has the table); `ModelConfig` is one
 model, read from a checkpoint's metadata; `EngineConfig` is how requests share it, `ServerSettings` how clients do.
@@ -10,8 +10,9 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 from uuid import uuid4
 
 from .errors import InvalidRequestError, ModelFileError, UnsupportedModelError
@@ -38,6 +39,7 @@ MAX_SHAPE = {
 POOLING_KINDS = ("mean", "cls", "last")
 SPECULATIVE = ("off", "ngram", "mtp")
 MAX_BATCH, MAX_DRAFT_TOKENS = 1024, 16
+FP8 = "fp8"  # of `quantize`: e4m3 with a scale for each row
 DEVICE_SPARE_BYTES = 1 << 30  # of a GPU beside weights, KV cache and the arrays of a step: context, kernels, graphs
 
 
@@ -351,37 +353,18 @@ class PoolingConfig:
         return bool(self.score)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """How much an engine holds and how it divides its steps.
+@dataclass(frozen=True, kw_only=True)
+class SchedulingOptions:
+    """How an engine divides its steps. These are the only defaults."""
 
-    These are the only defaults, but for `max_batch` and `max_step_tokens` on a GPU (engine/step_limits.py).
-    """
-
-    max_context: int  # tokens of one request, prompt and output together
-    n_blocks: int  # of the KV cache, for all requests together
-    block_size: int = 16  # tokens in a block
-    max_batch: int = 64  # requests that are computed in one step
-    max_step_tokens: int = 512  # token budget of a step with prefills, decodes included
     target_itl_ms: float = 100.0  # decodes beside a prefill get a token within this time
     prefix_cache: bool = True  # computed blocks are kept for requests with the same prefix
     speculative: str = "off"  # "ngram": draft from earlier tokens of the same sequence; "mtp": with the file's own head
     draft_tokens: int = 4  # drafts of one request that a step verifies, at most
-    n_slots: int = 0  # of states, for a model that has them; 0: what max_batch requests need, and a few snapshots
     debug: bool = False  # check the scheduler's invariants after every step
 
     def __post_init__(self) -> None:
-        maxima = {
-            "max_context": None, "n_blocks": None, "block_size": None, "max_batch": MAX_BATCH, "max_step_tokens": None,
-            "draft_tokens": MAX_DRAFT_TOKENS,
-        }  # fmt: skip
-        for name, maximum in maxima.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1 or (maximum and value > maximum):
-                limit = f", at most {maximum}" if maximum else ""
-                raise InvalidRequestError(f"{name} is {value!r}: it must be a whole number, 1 or more{limit}", name)
-        if isinstance(self.n_slots, bool) or not isinstance(self.n_slots, int) or self.n_slots < 0:
-            raise InvalidRequestError(f"n_slots is {self.n_slots!r}: it must be a whole number, 0 or more", "n_slots")
+        _require_whole("draft_tokens", self.draft_tokens, MAX_DRAFT_TOKENS)
         if not (isinstance(self.target_itl_ms, (int, float)) and 0 < self.target_itl_ms < math.inf):
             raise InvalidRequestError(
                 f"target_itl_ms is {self.target_itl_ms!r}: it must be a number of milliseconds above 0", "target_itl_ms"
@@ -390,6 +373,116 @@ class EngineConfig:
             raise InvalidRequestError(
                 f"unknown speculative {self.speculative!r}: use one of {', '.join(SPECULATIVE)}", "speculative"
             )
+
+
+def _require_whole(name: str, value: object, maximum: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1 or (maximum and value > maximum):
+        limit = f", at most {maximum}" if maximum else ""
+        raise InvalidRequestError(f"{name} is {value!r}: it must be a whole number, 1 or more{limit}", name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(SchedulingOptions):
+    """How much an engine holds; on a GPU `max_batch` and `max_step_tokens` follow from its memory."""
+
+    max_context: int  # tokens of one request, prompt and output together
+    n_blocks: int  # of the KV cache, for all requests together
+    block_size: int = 16  # tokens in a block
+    max_batch: int = 64  # requests that are computed in one step
+    max_step_tokens: int = 512  # token budget of a step with prefills, decodes included
+    n_slots: int = 0  # of states, for a model that has them; 0: what max_batch requests need, and a few snapshots
+
+    def __post_init__(self) -> None:
+        for name in ("max_context", "n_blocks", "block_size", "max_batch", "max_step_tokens"):
+            _require_whole(name, getattr(self, name), MAX_BATCH if name == "max_batch" else None)
+        if isinstance(self.n_slots, bool) or not isinstance(self.n_slots, int) or self.n_slots < 0:
+            raise InvalidRequestError(f"n_slots is {self.n_slots!r}: it must be a whole number, 0 or more", "n_slots")
+        super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeOptions:
+    """Which model, and what it computes on; `LLM` and `Embedder` document the options."""
+
+    model: str | None = None
+    device: str = "auto"
+    backend: str = "auto"
+    threads: int | None = None
+    quantize: str | None = None
+    deterministic: bool = False
+
+    @classmethod
+    def from_arguments(cls, arguments: Mapping[str, Any]) -> Self:
+        """Return the options that a caller named; raise on an unknown name. A path is kept as text."""
+        names = [field.name for field in fields(cls)]
+        for name in arguments:
+            if name not in names:
+                raise InvalidRequestError(f"unknown option {name!r}: use one of {', '.join(names)}", name)
+        plain: Any = {name: str(value) if isinstance(value, Path) else value for name, value in arguments.items()}
+        return cls(**plain)
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether a GPU is used where there is one: nothing else was requested, and threads are the CPU's."""
+        return self.device == "auto" and self.backend == "auto" and self.threads is None
+
+    @property
+    def may_leave_gpu(self) -> bool:
+        """Whether the CPU may take a model that does not fit on a GPU."""
+        return self.is_automatic and not self.is_fp8
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the weights become FP8, in upper or lower case: only a GPU computes with them."""
+        return self.quantize is not None and self.quantize.lower() == FP8
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions(ComputeOptions, SchedulingOptions):
+    """Everything that may be said about a model and its engine, from the command line to the engine's process."""
+
+    kv_type: str = KV_AUTO
+    kv_memory: int | None = None
+    max_context: int | None = None
+    max_batch: int | None = None  # None: `EngineConfig` says it on a CPU, the memory on a GPU
+    max_step_tokens: int | None = None  # likewise
+    draft_model: str | None = None
+    num_sharing: int = 1  # engines that share the cores and the memory of the device, this one included
+    reserved_memory: int = 0  # bytes that engines of other models will take
+
+    def __post_init__(self) -> None:
+        for name, maximum in (("max_batch", MAX_BATCH), ("max_step_tokens", None)):
+            if getattr(self, name) is not None:
+                _require_whole(name, getattr(self, name), maximum)
+        super().__post_init__()
+        if self.draft_model is not None and self.speculative != "off":
+            raise InvalidRequestError(
+                "speculative and draft_model are two ways to draft: give one of them", "speculative"
+            )
+
+    @property
+    def scheduling(self) -> dict[str, Any]:
+        """The fields of `SchedulingOptions`, for an `EngineConfig`."""
+        return {field.name: getattr(self, field.name) for field in fields(SchedulingOptions)}
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether the head of the model's own file drafts."""
+        return self.speculative == "mtp"
+
+    @property
+    def drafts_per_step(self) -> int:
+        """The drafts of a request in a step."""
+        return self.draft_tokens if self.draft_model is not None or self.speculative != "off" else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolingOptions(ComputeOptions):
+    """The same for an embedding model or a reranker."""
+
+    max_length: int | None = None  # tokens of a sequence; None: what the model's own files say
+    task: str = ""  # "embed" or "rank"; "": as its files say
+    refuses_chat_models: bool = False  # instead of embedding by the last token, which they were not trained for
 
 
 def model_name(reference: str) -> str:

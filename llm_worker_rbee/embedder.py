@@ -23,10 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .backends.ops import Ints
+from .config import PoolingOptions
 from .engine.pooling_engine import PoolingEngine, Score, finish_embeddings, finish_scores
 from .errors import InvalidRequestError
 from .load import LoadPhases
-from .load_pooling import PoolingOptions, load_pooling
+from .load_pooling import load_pooling
 from .progress import Advance, OnStage, request_progress
 from .token_engine.pooling_loop import DEVICE_STEP_TOKENS, HOST_STEP_TOKENS
 from .tokenizer.pooling_text import EncodedPairs
@@ -71,7 +72,7 @@ class _PoolingRunner:
         self.loading = LoadPhases(on_stage, progress)
         self.phases = self.loading.seconds
         options = PoolingOptions(
-            model=model, device=device, backend=backend, threads=threads, quantize=quantize, max_length=max_length,
+            model=str(model), device=device, backend=backend, threads=threads, quantize=quantize, max_length=max_length,
             deterministic=deterministic, task=self._task,
         )  # fmt: skip
         loaded = load_pooling(options, self.loading)

@@ -21,11 +21,11 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, overload
 
-from .config import KV_AUTO
+from .config import LoadOptions
 from .engine.engine import Engine
 from .errors import InvalidRequestError, RequestCancelledError, WorkerError
 from .generation import Chunk, Completion, Generation, Timings, make_generations
-from .load import LoadOptions, LoadPhases, load, make_engine
+from .load import LoadPhases, load, make_engine
 from .progress import OnStage, request_progress
 from .sampling_params import SamplingParams, StructuredOutputsParams, TokenLogprob
 from .text_model import TextModel, open_tokenizer
@@ -52,48 +52,39 @@ class LLM(TextModel):
 
     def __init__(
         self,
-        model: str | Path | None = None,
+        model: str | Path | LoadOptions | None = None,
         *,
-        device: str = "auto",
-        backend: str = "auto",
-        threads: int | None = None,
-        kv_type: str = KV_AUTO,
-        kv_memory: int | None = None,
-        quantize: str | None = None,
-        max_context: int | None = None,
         chat_template: str | None = None,
-        draft_model: str | Path | None = None,
-        deterministic: bool = False,
         open_objects: bool = False,
         progress: Progress | None = None,
         on_stage: OnStage | None = None,
-        **settings: Any,
+        **options: Any,
     ) -> None:
         """Load a model: a path, a short name, `hf:owner/repo[:quant]`, or None for the built-in one.
 
-        `threads` is the number of CPU threads of the kernels (default: physical cores); `kv_type` the type of keys and
-        values and `kv_memory` their bytes (default: a part of the free memory); `quantize` a type to quantize the
-        weights to. `max_context` bounds prompt and output together (default: the model's own, or what fits: see
-        `capacity`); `chat_template` is Jinja source that replaces the file's own; `draft_model` a smaller model with
-        the same tokenizer for speculative decoding; `deterministic` makes results batch-invariant, as they always are
-        on the CPU, and costs speed on a GPU; `open_objects` lets objects have properties that their JSON schemas do
-        not name. `progress` is called during downloads, compiling and quantizing, `on_stage` during every phase of
-        loading; `phases` has their seconds afterwards. `settings` are those of `EngineConfig`: target_itl_ms,
-        prefix_cache, speculative, draft_tokens, ...; of these `max_batch` and `max_step_tokens` are 64 and 512 on a CPU
+        `options` are the fields of `LoadOptions`, which may also be the only argument. `device` is auto, cpu, cuda or
+        cuda:N, `backend` auto, reference, cpu or cuda; `threads` is the number of CPU threads of the kernels (default:
+        physical cores); `kv_type` the type of keys and values and `kv_memory` their bytes (default: a part of the free
+        memory); `quantize` a type to quantize the weights to. `max_context` bounds prompt and output together (default:
+        the model's own, or what fits: see `capacity`); `draft_model` is a smaller model with the same tokenizer for
+        speculative decoding, `speculative` another way to draft, `draft_tokens` the drafts of a step; `deterministic`
+        makes results batch-invariant, as they always are on the CPU, and costs speed on a GPU. `target_itl_ms` and
+        `prefix_cache` are explained in `SchedulingOptions`; `max_batch` and `max_step_tokens` are 64 and 512 on a CPU
         and chosen from model and memory on a GPU, unless they are given.
+
+        `chat_template` is Jinja source that replaces the file's own; `open_objects` lets objects have properties that
+        their JSON schemas do not name. `progress` is called during downloads, compiling and quantizing, `on_stage`
+        during every phase of loading; `phases` has their seconds afterwards.
         """
+        if not isinstance(model, LoadOptions):
+            model = LoadOptions.from_arguments({"model": model, **options})
         self.loading = LoadPhases(on_stage, progress)
         self.phases = self.loading.seconds
-        options = LoadOptions(
-            model=model, device=device, backend=backend, threads=threads, kv_type=kv_type, kv_memory=kv_memory,
-            quantize=quantize, max_context=max_context, draft_model=draft_model, deterministic=deterministic,
-            settings=settings,
-        )  # fmt: skip
-        loaded = load(options, self.loading)
+        loaded = load(model, self.loading)
         self.checkpoint, self.config, self.model = loaded.checkpoint, loaded.config, loaded.model
         self.quant, self.kv_type = loaded.quant, loaded.kv_type
         self.capacity, self.notes = loaded.capacity, loaded.notes
-        self.engine = make_engine(loaded, settings)
+        self.engine = make_engine(loaded, model)
         self.info = model_info(loaded, self.engine, self.loading)
         assert loaded.tokenizer is not None
         name, sizes = self.checkpoint.path.name, (self.config.vocab_size, self.capacity.max_context)

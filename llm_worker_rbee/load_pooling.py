@@ -6,15 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .backends import fallback_to_cpu, is_automatic, select_backend
-from .backends.ops import Backend
-from .config import ModelConfig, PoolingConfig
-from .engine.kv_cache_budget import available_memory
-from .errors import InsufficientMemoryError, InvalidRequestError, human_bytes
-from .load import LoadPhases, device_weight_bytes
+from .backends import select_backend
+from .config import ModelConfig, PoolingConfig, PoolingOptions
+from .engine.memory_plan import place_weights, require_weights_fit
+from .errors import InvalidRequestError
+from .load import LoadPhases
 from .machine import without_collection
 from .models import read_model_config
-from .models.convert import is_fp8, quantize_checkpoint
+from .models.convert import quantize_checkpoint
 from .models.pooling import PoolingModel
 from .models.pooling_config import is_pooling_model, read_pooling_config
 from .models.pooling_loader import load_pooling_model
@@ -26,21 +25,6 @@ from .weights.quant_mix import quant_name
 
 # The type of keys and values within a step: nothing is kept, so that memory is no reason for a narrow one.
 WORKSPACE_TYPES = {"cuda": "float16"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolingOptions:
-    """Which model, where, and how; `Embedder.__init__` documents each option."""
-
-    model: str | Path | None = None
-    device: str = "auto"
-    backend: str = "auto"
-    threads: int | None = None
-    quantize: str | None = None
-    max_length: int | None = None  # tokens of a sequence; None: what the model's own files say
-    deterministic: bool = False
-    task: str = ""  # "embed" or "rank"; "": as its files say
-    refuses_chat_models: bool = False  # instead of embedding by the last token, which they were not trained for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,14 +46,14 @@ def load_pooling(
     options: PoolingOptions, phases: LoadPhases | None = None, *,
     on_located: Callable[[Path], None] = lambda path: None,
 ) -> LoadedPooling:  # fmt: skip
-    """Load a pooling model, in the phases of `load.load`; raise if it is none."""
+    """Load a pooling model, in the phases of `load.load`. Raise if the file is not a pooling model."""
     phases = phases or LoadPhases()
     with phases.timed("backend"):
         backend = select_backend(options.device, options.backend, options.threads, deterministic=options.deterministic)
-        if is_fp8(options.quantize):
+        if options.is_fp8:
             backend.require_fp8()
     with phases.timed("locate"):
-        path = locate_model(None if options.model is None else str(options.model), progress=phases.progress)
+        path = locate_model(options.model, progress=phases.progress)
     with phases.timed("open"):
         checkpoint = open_checkpoint(path)
         config = read_model_config(checkpoint)
@@ -81,7 +65,8 @@ def load_pooling(
                 "model",
             )
         pooling = _with_max_length(pooling, config, options.max_length)
-        backend, notes = _place(backend, checkpoint, options)
+        backend, notes = place_weights(backend, [checkpoint], options)
+        require_weights_fit(backend, [checkpoint], options)
     on_located(path)
     with phases.timed("tokenizer"):
         text = open_pooling_text(checkpoint, config, pooling)
@@ -115,18 +100,3 @@ def _with_max_length(pooling: PoolingConfig, config: ModelConfig, max_length: in
             f"max_length is {max_length}: the model has positions for 1 to {config.context_length} tokens", "max_length"
         )
     return replace(pooling, max_length=max_length)
-
-
-def _place(backend: Backend, checkpoint: Checkpoint, options: PoolingOptions) -> tuple[Backend, list[str]]:
-    """Return the backend, or the CPU's where a GPU that `auto` chose is too small; raise if the weights do not fit."""
-    needed, notes = device_weight_bytes([checkpoint], options.quantize), list[str]()
-    if is_automatic(options.device, options.backend, options.threads) and not is_fp8(options.quantize):
-        backend, note = fallback_to_cpu(backend, needed)
-        notes = [] if note is None else [note]
-    free = available_memory(0, backend if backend.has_device_memory else None)
-    if free is not None and needed > free:
-        raise InsufficientMemoryError(
-            f"the weights take {human_bytes(needed)}, and {human_bytes(free)} of memory are free: use a smaller model, "
-            "or quantize it"
-        )
-    return backend, notes

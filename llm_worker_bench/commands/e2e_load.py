@@ -4,7 +4,6 @@ from dataclasses import asdict, dataclass
 
 import typer
 
-from llm_worker_rbee.backends import is_automatic
 from llm_worker_rbee.backends.select import has_driver
 from llm_worker_rbee.cli.options import ComputeFlags, LoadFlags, gather
 from llm_worker_rbee.cli.terminal import columns, note
@@ -204,7 +203,7 @@ def _uses_gpu(computing: ComputeFlags) -> bool:
     """Return whether a model goes to a GPU if it fits there."""
     if computing.device.startswith("cuda") or computing.backend == "cuda":
         return True
-    return is_automatic(computing.device, computing.backend, computing.kernel_threads) and has_driver()
+    return computing.options().is_automatic and has_driver()
 
 
 def _show_load(run: Run) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..config import DEVICE_SPARE_BYTES, KV_AUTO, KV_ON_CPU, KV_ON_CUDA
+from ..config import DEVICE_SPARE_BYTES, KV_AUTO, KV_ON_CPU, KV_ON_CUDA, ComputeOptions
 from ..errors import InvalidRequestError, MissingDependencyError, human_bytes
 from ..weights import Checkpoint
 from . import cpu_info
@@ -73,17 +73,13 @@ def select_backend(
             raise InvalidRequestError("threads sets the threads of CPU kernels: a GPU has its own", "threads")
         wanted = f"device {device!r}" if is_cuda else "backend 'cuda'"
         return load_cuda_backend(_parse_gpu_index(device), wanted, deterministic=deterministic)
-    if is_automatic(device, backend, threads) and has_driver() and not missing_packages():
+    is_automatic = ComputeOptions(device=device, backend=backend, threads=threads).is_automatic
+    if is_automatic and has_driver() and not missing_packages():
         try:
             return load_cuda_backend(None, deterministic=deterministic)
         except MissingDependencyError:  # no usable GPU: `doctor` reports why
             pass
     return _cpu_backend(backend, threads)
-
-
-def is_automatic(device: str, backend: str, threads: int | None = None) -> bool:
-    """Return whether a GPU is used where there is one: nothing else was requested, and threads are the CPU's."""
-    return device == "auto" and backend == "auto" and threads is None
 
 
 def fallback_to_cpu(backend: Backend, needed: int) -> tuple[Backend, str | None]:

@@ -10,12 +10,17 @@ from typing import Annotated, Any
 
 import typer
 
-from .. import load
 from ..backends import fallback_to_cpu, select, select_backend
 from ..backends.ops import Backend
-from ..config import KV_AUTO, KV_DEFAULT, KV_ON_CPU, ExpertConfig, ModelConfig
-from ..engine.kv_cache_budget import DEVICE_MEMORY_FRACTION, HOST_MEMORY_FRACTION
-from ..engine.step_limits import SchedulerLimits
+from ..config import KV_DEFAULT, KV_ON_CPU, ExpertConfig, LoadOptions, ModelConfig
+from ..engine.memory_plan import (
+    DEVICE_MEMORY_FRACTION,
+    HOST_MEMORY_FRACTION,
+    SchedulerLimits,
+    device_weight_bytes,
+    plan_cache,
+    plan_memory,
+)
 from ..errors import InsufficientMemoryError, WorkerError, human_bytes
 from ..llm import open_tokenizer
 from ..models import read_model_config
@@ -70,11 +75,11 @@ def inspect(
       llm-worker-rbee inspect model.gguf --tensors --metadata
       llm-worker-rbee inspect model.gguf --program
     """
-    planned = capacity.arguments()
+    options = capacity.apply(LoadOptions(max_context=context, device=device))
     with transfer_progress() as progress:
         located = hub.find_model(model, progress=progress)
     checkpoint = open_checkpoint(located.path, weights=False)
-    report = describe_file(checkpoint, located.bytes, context, planned, device)
+    report = describe_file(checkpoint, located.bytes, options)
     step: list[Any] = []
     if program:
         llm = load_model(ModelFlags(model=str(located.path)), LoadFlags(device=device), Status())
@@ -294,10 +299,8 @@ COMMON_KEYS = {
 }  # fmt: skip
 
 
-def describe_file(
-    checkpoint: Checkpoint, file_bytes: int, context: int | None, capacity: Mapping[str, Any], device: str = "cpu"
-) -> dict[str, Any]:
-    """Return everything but the lists of tensors and metadata; `capacity` holds the settings of the KV cache."""
+def describe_file(checkpoint: Checkpoint, file_bytes: int, options: LoadOptions) -> dict[str, Any]:
+    """Return everything but the lists of tensors and metadata; `options` say what should fit."""
     config: ModelConfig | None = None
     reason = None
     try:
@@ -308,7 +311,7 @@ def describe_file(
         reason = str(error)
     shape = _shape_of(config) if config else _shape_from_keys(checkpoint)
     sampling = read_sampling_defaults(checkpoint)
-    name = checkpoint.metadata.get("general.name")
+    name, context = checkpoint.metadata.get("general.name"), options.max_context or shape.get("context")
     is_pooling = config is not None and is_pooling_model(checkpoint, config)
     return {
         "path": str(checkpoint.path), "format": checkpoint.format, "file_bytes": file_bytes,
@@ -321,8 +324,8 @@ def describe_file(
         "quantization": _quantization(checkpoint), "quantization_method": checkpoint.metadata.get("quantization"),
         "tokenizer": _tokenizer(checkpoint),
         "sampling_defaults": sampling.report(), "warnings": sampling.warnings,
-        "memory": _memory(checkpoint, config if checkpoint.tensors else None, context or shape.get("context")),
-        "fits": None if config is None or reason or is_pooling else _fits(checkpoint, context, capacity, device),
+        "memory": _memory(checkpoint, config if checkpoint.tensors else None, context),
+        "fits": None if config is None or reason or is_pooling else _fits(checkpoint, options),
     }  # fmt: skip
 
 
@@ -424,23 +427,22 @@ def _memory(checkpoint: Checkpoint, config: ModelConfig | None, context: int | N
     }  # fmt: skip
 
 
-def _fits(checkpoint: Checkpoint, context: int | None, capacity: Mapping[str, Any], device: str) -> dict[str, Any]:
+def _fits(checkpoint: Checkpoint, options: LoadOptions) -> dict[str, Any]:
     """Return the steps, and the KV cache of each type, that an engine would have on this machine now."""
-    models, backend = [checkpoint], _gpu_backend(checkpoint, device)
-    options = load.LoadOptions(**load.split_settings({"kv_type": KV_AUTO, "max_context": context, **capacity}))
+    models, backend = [checkpoint], _gpu_backend(checkpoint, options.device)
     caches: dict[str, Any] = {}
     for kv_type in KV_ON_CPU if backend is None else backend.kv_types:
         try:
             with option_names_in_errors(max_context="--context"):
-                made = load.plan_cache(models, kv_type, options, load.plan_limits(backend, models, kv_type, options))
+                cache = plan_cache(plan_memory(backend, models, kv_type, options), models, kv_type, options)
         except InsufficientMemoryError as error:
             caches[kv_type] = {"error": str(error)}
             continue
-        caches[kv_type] = {name: getattr(made, name) for name in CAPACITY_FIELDS}
-    plan = load.plan_limits(backend, models, KV_DEFAULT if backend is None else backend.default_kv_type, options)
+        caches[kv_type] = {name: getattr(cache, name) for name in CAPACITY_FIELDS}
+    plan = plan_memory(backend, models, KV_DEFAULT if backend is None else backend.default_kv_type, options)
     return {
-        "device": "cpu" if backend is None else backend.device, "available_bytes": plan.available, **capacity,
-        **plan.limits._asdict(), "kv_types": caches,
+        "device": "cpu" if backend is None else backend.device, "available_bytes": plan.available,
+        "kv_memory": options.kv_memory, **plan.limits._asdict(), "kv_types": caches,
     }  # fmt: skip
 
 
@@ -450,7 +452,7 @@ def _gpu_backend(checkpoint: Checkpoint, device: str) -> Backend | None:
         return None
     backend = select_backend(device)
     if device == "auto":
-        backend, _ = fallback_to_cpu(backend, load.device_weight_bytes([checkpoint], None))
+        backend, _ = fallback_to_cpu(backend, device_weight_bytes([checkpoint], LoadOptions()))
     return backend if backend.has_device_memory else None
 
 

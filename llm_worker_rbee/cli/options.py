@@ -19,12 +19,10 @@ import typer
 
 from ..backends import cpu_info
 from ..backends.ops import CAPTURING, COMPILING
-from ..config import KV_AUTO, KV_VALUE_BYTES, MAX_BATCH, SPECULATIVE, EngineConfig
-from ..engine.kv_cache_budget import parse_size
-from ..engine.step_limits import STEP_TOKENS
+from ..config import KV_AUTO, KV_VALUE_BYTES, MAX_BATCH, SPECULATIVE, EngineConfig, LoadOptions
+from ..engine.memory_plan import STEP_TOKENS, parse_size
 from ..errors import InsufficientMemoryError, InvalidRequestError, WorkerError
 from ..llm import LLM, Stream
-from ..load import given_settings
 from ..models.convert import TYPES
 from ..progress import OnStage, transfer_progress
 from ..sampling_params import BUILT_IN_SAMPLING, SamplingParams
@@ -196,6 +194,10 @@ class ComputeFlags:
         """The threads of a backend with kernels; the reference takes its number from the environment."""
         return None if self.backend == "reference" else self.threads
 
+    def options(self, model: str | None = None) -> LoadOptions:
+        """Return the options of a load."""
+        return LoadOptions(model=model, device=self.device, backend=self.backend, threads=self.kernel_threads)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoadFlags(ComputeFlags):
@@ -214,6 +216,9 @@ class LoadFlags(ComputeFlags):
             raise typer.BadParameter(f"--kv-type {self.kv_type}: use one of {', '.join(KV_TYPES)}")
         _check_quantize(self.quantize)
         return super().set_up()
+
+    def options(self, model: str | None = None) -> LoadOptions:
+        return replace(super().options(model), kv_type=self.kv_type, quantize=self.quantize)
 
 
 def _check_quantize(quantize: str | None) -> None:
@@ -288,16 +293,11 @@ class CapacityFlags:
         show_default=f"{ENGINE_DEFAULTS['max_step_tokens']}, on a GPU by model and memory, at most {STEP_TOKENS[0]}",
     )  # fmt: skip
 
-    def arguments(self) -> dict[str, Any]:
-        """Return the validated arguments of `LLM`."""
+    def apply(self, options: LoadOptions) -> LoadOptions:
+        """Return the options of a load with these; a value that is out of range is wrong usage."""
         kv_memory = None if self.kv_memory is None else _check(parse_size, self.kv_memory)
-        limits = {"max_batch": self.max_batch, "max_step_tokens": self.max_step_tokens}
-        return {"kv_memory": kv_memory, **self._check_engine(**limits)}
-
-    @staticmethod
-    def _check_engine(**values: Any) -> dict[str, Any]:
-        _check(EngineConfig, max_context=1, n_blocks=1, **given_settings(values))
-        return values
+        limits: Any = {"max_batch": self.max_batch, "max_step_tokens": self.max_step_tokens}
+        return _check(replace, options, kv_memory=kv_memory, **limits)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,32 +324,30 @@ class EngineFlags(CapacityFlags):
         False, None, "The same answer alone and in a batch: a CPU always gives it, a GPU in a slower mode."
     )
 
-    def arguments(self) -> dict[str, Any]:
+    def apply(self, options: LoadOptions) -> LoadOptions:
         off = self.speculative in (None, "off")
         if self.draft_model is not None and not off:
             raise typer.BadParameter(f"--draft-model and --speculative {self.speculative} both draft: choose one")
         if self.draft_tokens is not None and off and self.draft_model is None:
             raise typer.BadParameter("--draft-tokens goes with --speculative ngram or mtp, or with --draft-model")
-        values = {
-            "target_itl_ms": self.target_itl_ms,
-            "prefix_cache": not self.no_prefix_cache,
-            "speculative": ENGINE_DEFAULTS["speculative"] if self.speculative is None else self.speculative,
-            "draft_tokens": ENGINE_DEFAULTS["draft_tokens"] if self.draft_tokens is None else self.draft_tokens,
-        }
-        more = {"draft_model": self.draft_model, "deterministic": self.deterministic}
-        return {**super().arguments(), **self._check_engine(**values), **more}
+        given: Any = {"speculative": self.speculative, "draft_tokens": self.draft_tokens}
+        return _check(  # type: ignore[no-any-return]
+            replace, super().apply(options), target_itl_ms=self.target_itl_ms, prefix_cache=not self.no_prefix_cache,
+            draft_model=self.draft_model, deterministic=self.deterministic,
+            **{name: value for name, value in given.items() if value is not None},
+        )  # fmt: skip
 
 
 def load_model(
-    options: ModelFlags, computing: LoadFlags, status: Status, engine: EngineFlags | None = None,
+    model: ModelFlags, computing: LoadFlags, status: Status, engine: EngineFlags | None = None,
     on_stage: OnStage | None = None, prepare: Callable[[LLM], object] = lambda llm: None,
 ) -> LLM:  # fmt: skip
     """Load the model and `prepare` it, with a status line or bars; `on_stage` is called for each stage."""
-    arguments = load_arguments(options, computing, engine)
+    options = load_options(model, computing, engine)
     computing.set_up()
-    with shown_loading(options.model or "the built-in model", status) as progress:
-        template = None if options.chat_template is None else read_template(options.chat_template)
-        llm = LLM(chat_template=template, progress=progress, on_stage=on_stage, **arguments)
+    with shown_loading(model.model or "the built-in model", status) as progress:
+        template = None if model.chat_template is None else read_template(model.chat_template)
+        llm = LLM(options, chat_template=template, progress=progress, on_stage=on_stage)
         prepare(llm)
     for text in llm.notes if engine is None else llm.info.notes:
         note(with_option_names(text))
@@ -372,13 +370,10 @@ def shown_loading(model: str, status: Status, **others: str) -> Iterator[Progres
         status.clear()
 
 
-def load_arguments(options: ModelFlags, computing: LoadFlags, engine: EngineFlags | None = None) -> dict[str, Any]:
-    """Return the arguments of `LLM` that these options say."""
-    return {
-        "model": options.model, "device": computing.device, "backend": computing.backend,
-        "threads": computing.kernel_threads, "kv_type": computing.kv_type, "quantize": computing.quantize,
-        "max_context": options.max_context, **({} if engine is None else engine.arguments()),
-    }  # fmt: skip
+def load_options(model: ModelFlags, computing: LoadFlags, engine: EngineFlags | None = None) -> LoadOptions:
+    """Return the options of a load that these flags say."""
+    options = replace(computing.options(model.model), max_context=model.max_context)
+    return options if engine is None else engine.apply(options)
 
 
 def limit_tokens(llm: LLM, prompt: list[int], params: SamplingParams, *, is_reduced: bool = False) -> SamplingParams:

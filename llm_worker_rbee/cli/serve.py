@@ -20,10 +20,9 @@ import typer
 from ..backends.ops import CAPTURING, COMPILING
 from ..config import ServerSettings
 from ..engine.engine import Engine
-from ..engine.step_limits import SchedulerLimits
+from ..engine.memory_plan import SchedulerLimits
 from ..errors import InvalidRequestError
 from ..llm import LLM
-from ..load import split_settings
 from ..models import read_model_config
 from ..models.sampling_defaults import read_sampling_defaults
 from ..progress import OnStage, transfer_progress
@@ -47,8 +46,8 @@ from .options import (
     LoadFlags,
     ModelFlags,
     gather,
-    load_arguments,
     load_model,
+    load_options,
     option_fields,
     option_names_in_errors,
     with_option_names,
@@ -232,7 +231,7 @@ def serve(
       llm-worker-rbee serve -m model.gguf --device cuda:0,cuda:1
       llm-worker-rbee serve --embedding-model all-minilm-l6-v2
     """
-    sharing.arguments()
+    options = load_options(model, computing, sharing)
     devices = process.devices(computing.device)
     pooling.require_processes(process.engine_process)
     is_null = measuring.is_null_engine()
@@ -257,15 +256,20 @@ def serve(
 
     dummy_step_s = (measuring.null_step_ms or 0.0) / 1000 if is_null else None
     with _shown_until_ready() as (shown, output), option_names_in_errors():
-        arguments = load_arguments(model, computing, sharing)
         if process.engine_process == "off":
             worker = _one_process(settings, model, computing, sharing, dummy_step_s)
         else:
             reserved = pooling.reserved_bytes()
-            loads = [_load_message(arguments, name, devices.count(name), reserved, dummy_step_s) for name in devices]
+            loads = [
+                Load(
+                    options=replace(options, device=name, num_sharing=devices.count(name), reserved_memory=reserved),
+                    dummy_step_s=dummy_step_s,
+                )
+                for name in devices
+            ]
             worker = _with_children(settings, model, process, loads, shown, output)
         supervision = {"max_restarts": process.engine_restarts, "stall_timeout_s": settings.stall_timeout_s}
-        worker.pooling = PoolingModels(pooling.services(arguments, supervision))
+        worker.pooling = PoolingModels(pooling.services(replace(options, device=devices[0]), supervision))
         ready = partial(output.call, partial(_print_ready, worker, url, key, shown))
         run_server(worker, sock, settings.advertise_url or url, ready, signals, **tls)
 
@@ -297,15 +301,6 @@ def _one_process(
         return llm.engine, llm.info
 
     return Worker(settings, ThreadedEngine(load), lambda info: _check_template(loaded[0], model.chat_template))
-
-
-def _load_message(
-    arguments: dict[str, Any], device: str, num_sharing: int, reserved: int, dummy_step_s: float | None
-) -> Load:
-    """Return what an engine in another process loads; `arguments` are those of `LLM`."""
-    named = {**arguments, "device": device, "num_sharing": num_sharing, "reserved_memory": reserved}
-    plain = {name: str(value) if isinstance(value, Path) else value for name, value in named.items()}
-    return Load(options=split_settings(plain), dummy_step_s=dummy_step_s)
 
 
 def _with_children(

@@ -11,6 +11,7 @@ from typing import Any
 
 import typer
 
+from ..config import LoadOptions, PoolingOptions
 from ..errors import WorkerError
 from ..load_pooling import open_pooling_text
 from ..models import read_model_config
@@ -59,14 +60,12 @@ class PoolingServeFlags:
                 total += find_model(reference, pull=False).bytes
         return total
 
-    def services(self, arguments: Mapping[str, Any], supervision: Mapping[str, Any]) -> list[PoolingService]:
-        """Start a process for each model; `arguments` are those of the chat model."""
-        shared = {name: arguments[name] for name in ("device", "backend", "threads", "deterministic")}
-        shared["device"] = shared["device"].split(",")[0]
-        return [_start(kind, name, shared, supervision) for kind, name in self.references().items()]
+    def services(self, options: LoadOptions, supervision: Mapping[str, Any]) -> list[PoolingService]:
+        """Start a process for each model; `options` are the chat model's."""
+        return [_start(kind, name, options, supervision) for kind, name in self.references().items()]
 
 
-def _start(kind: Kind, name: str, shared: Mapping[str, Any], supervision: Mapping[str, Any]) -> PoolingService:
+def _start(kind: Kind, name: str, chat: LoadOptions, supervision: Mapping[str, Any]) -> PoolingService:
     opening: Future[PoolingText] = Future()
 
     def on_located(path: str) -> None:
@@ -76,8 +75,11 @@ def _start(kind: Kind, name: str, shared: Mapping[str, Any], supervision: Mappin
     def open_text(info: PoolingInfo) -> PoolingText:
         return opening.result()
 
-    options = {**shared, "model": name, "task": TASKS[kind], "refuses_chat_models": True}
-    load = Load(options=options, is_pooling=True, nice=NICE)
+    options = PoolingOptions(
+        model=name, device=chat.device, backend=chat.backend, threads=chat.threads, deterministic=chat.deterministic,
+        task=TASKS[kind], refuses_chat_models=True,
+    )  # fmt: skip
+    load = Load(pooling=options, nice=NICE)
     engine = SupervisedPooling(load, on_located=on_located, **supervision)
     engine.label = f"the engine of {name}"
     return PoolingService(name, kind, engine, open_text)

@@ -13,8 +13,7 @@ from ..backends import cpu_info, kernel_folder, select_backend
 from ..backends.ops import CAPTURING, COMPILING, Backend
 from ..config import KV_DEFAULT
 from ..errors import InvalidRequestError, counted
-from ..load import LoadFlags as ModelLoadOptions
-from ..load import LoadPhases, split_settings
+from ..load import LoadPhases
 from ..load_pooling import WORKSPACE_TYPES
 from ..models import read_model_config
 from ..models.pooling_config import is_pooling_model
@@ -26,7 +25,7 @@ from .options import (
     LoadFlags,
     ModelFlags,
     gather,
-    load_arguments,
+    load_options,
     option_fields,
     option_names_in_errors,
 )
@@ -120,10 +119,10 @@ def _warm_up_gpu(
 ) -> Warmed:
     """Load the model as `serve` does, and compile what it launches."""
     folder = _require_kept(backend.kernel_dir)
-    arguments = load_arguments(ModelFlags(model=model), computing, sharing)
+    options = load_options(ModelFlags(model=model), computing, sharing)
     phases = LoadPhases(progress=progress)
     with option_names_in_errors():
-        engine, _ = load_engine(ModelLoadOptions(**split_settings(arguments)), phases)
+        engine, _ = load_engine(options, phases)
         done = warm_up(engine, phases)
     return Warmed(*done, folder, {"device": engine.model.ops.device})
 

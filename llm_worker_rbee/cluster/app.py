@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,9 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
-from ..config import KV_AUTO, ServerSettings
-from ..engine.kv_cache_budget import parse_size
+from ..config import LoadOptions, ServerSettings
+from ..engine.memory_plan import parse_size
 from ..errors import InvalidRequestError
-from ..load import check_settings, split_settings
 from ..models.sampling_defaults import read_sampling_defaults
 from ..server import log
 from ..server.app import application
@@ -42,7 +41,6 @@ from .router import PrefixRouter
 
 MAX_ONGOING_REQUESTS = 10_000  # of a replica: fronts refuse requests by the rules of `serve`, engines queue them
 TARGET_CPU = 0.7  # of a core that a front uses
-DEFAULTS = {"device": "auto", "backend": "auto", "kv_type": KV_AUTO}
 SERVER_SETTINGS = {field.name for field in fields(ServerSettings)} - {"api_key", "model_ref"}
 
 
@@ -69,8 +67,8 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
 def app(arguments: dict[str, Any]) -> Application:
     """Return the application for arguments whose values may be text."""
     own, server, model = split_arguments(arguments)
-    model["device"], resources = choose_resources(model, own.gpus)
-    settings = ServerSettings(model_ref=model["model"] or DEFAULT_MODEL, **server)
+    device, resources = choose_resources(model, own.gpus)
+    settings = ServerSettings(model_ref=model.model or DEFAULT_MODEL, **server)
     common = {
         "max_ongoing_requests": MAX_ONGOING_REQUESTS, "graceful_shutdown_timeout_s": own.drain_timeout_s,
         "logging_config": LoggingConfig(enable_access_log=False),  # the front logs requests itself
@@ -87,10 +85,11 @@ def app(arguments: dict[str, Any]) -> Application:
     )  # it reserves nothing: engines may take all cores of a machine
     dummy_step_s = None if own.null_step_ms is None else own.null_step_ms / 1000
     engines = engine.bind(
-        model, target_waiting_tokens=own.target_waiting_tokens, restart_on_stall=own.restart_on_stall,
+        replace(model, device=device), target_waiting_tokens=own.target_waiting_tokens,
+        restart_on_stall=own.restart_on_stall,
         max_restarts=own.engine_restarts, stall_timeout_s=settings.stall_timeout_s, dummy_step_s=dummy_step_s,
     )  # fmt: skip
-    return front.bind(engines, model["model"], server, own)
+    return front.bind(engines, model.model, server, own)
 
 
 @serve.ingress()
@@ -147,12 +146,12 @@ def open_text_model(model: str | None, template_path: str | None, info: ModelInf
     return opened
 
 
-def choose_resources(model: Mapping[str, Any], gpus: float | None) -> tuple[str, dict[str, float]]:
+def choose_resources(model: LoadOptions, gpus: float | None) -> tuple[str, dict[str, float]]:
     """Return the device of an engine and what Ray reserves for it: a GPU, or as many CPUs as it has threads.
 
     The arguments must say which: this runs before Ray is started, and on a machine that may differ from the engines'.
     """
-    threads, device, backend = model.get("threads"), str(model["device"]), model["backend"]
+    threads, device, backend = model.threads, model.device, model.backend
     if device == "auto":
         device = "cuda" if gpus or backend == "cuda" else "cpu"
     is_gpu = device.startswith("cuda")
@@ -163,7 +162,7 @@ def choose_resources(model: Mapping[str, Any], gpus: float | None) -> tuple[str,
     return device, {"num_cpus": threads or 1, "num_gpus": float(is_gpu) if gpus is None else gpus}
 
 
-def split_arguments(arguments: Mapping[str, Any]) -> tuple[ClusterOptions, dict[str, Any], dict[str, Any]]:
+def split_arguments(arguments: Mapping[str, Any]) -> tuple[ClusterOptions, dict[str, Any], LoadOptions]:
     """Return the options of the cluster, of the server and of the model; raise on what is none of them."""
     plain = {name: _read_value(value) for name, value in arguments.items()}
     server = {name: plain.pop(name) for name in SERVER_SETTINGS & plain.keys()}
@@ -177,9 +176,7 @@ def split_arguments(arguments: Mapping[str, Any]) -> tuple[ClusterOptions, dict[
         raise InvalidRequestError(f"arguments of the cluster: {error}") from None
     if isinstance(size := plain.get("kv_memory"), str):
         plain["kv_memory"] = parse_size(size)
-    model = {"model": None, **DEFAULTS, **plain}
-    check_settings(split_settings(model)["settings"], model.get("draft_model"))
-    return options, server, model
+    return options, server, LoadOptions.from_arguments(plain)
 
 
 def _read_value(value: Any) -> Any:

@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
+from ..config import LoadOptions
 from ..errors import InferenceError, WorkerError
-from ..load import split_settings
 from ..token_engine.protocol import VERSION, Load, RequestEvent, RequestState, StepResult, Submit, TokenOutput
 from ..token_engine.supervisor import SupervisedEngine
 from ..token_engine.wire import FrameReader, ToEngine, encode
@@ -32,14 +32,14 @@ class Engine:
     """An engine for the fronts of a cluster. Messages travel as the frames of `wire`."""
 
     async def __init__(  # type: ignore[misc]
-        self, arguments: dict[str, Any], *, target_waiting_tokens: int, dummy_step_s: float | None = None,
+        self, options: LoadOptions, *, target_waiting_tokens: int, dummy_step_s: float | None = None,
         **supervision: Any,
     ) -> None:  # fmt: skip
-        """Load the model; `arguments` are the arguments of `LLM`, `supervision` the options of `SupervisedEngine`."""
+        """Load the model; `supervision` are arguments of `SupervisedEngine`."""
         self._target_waiting_tokens = target_waiting_tokens
         self._open: set[_Request] = set()
         self._ids = count(1)
-        load = Load(options=split_settings(arguments), dummy_step_s=dummy_step_s, records_blocks=True)
+        load = Load(options=options, dummy_step_s=dummy_step_s, records_blocks=True)
         self._engine = SupervisedEngine(load, **supervision)
         await self._engine.start(lambda stage: None)
 

@@ -23,10 +23,9 @@ from .model_runner import ModelRunner, forward
 from .mtp import MtpDrafter
 from .request import Request, SamplerOutput, ScheduledTokens, StepOutput
 from .sampler import sample
-from .scheduler import MIN_PREFILL_TOKENS, Scheduler
+from .scheduler import MIN_PREFILL_TOKENS, Scheduler, max_scored_tokens
 from .speculative import Drafter, DraftModel, NgramDrafter, max_drafts
 from .state_pool import default_slots
-from .step_limits import max_scored_tokens
 from .step_time import StepSize, StepTimeModel, chunk_context, step_size
 
 Compute = Callable[[list[ScheduledTokens]], SamplerOutput]

@@ -20,11 +20,17 @@ from ..sampling_params import FinishReason, TokenLogprob
 from .block_pool import BlockPool, InFlightBlocks, extend_hashes
 from .request import Request, SamplerOutput, ScheduledTokens, SchedulerStats, SchedulingEvent, StepOutput, error_output
 from .state_pool import MIN_SNAPSHOT_BLOCKS, StatePool
-from .step_limits import max_scored_tokens
 
 # Tokens of prompts beside these decodes, the deepest of them after so many computed tokens.
 PrefillBudget = Callable[[Sequence[ScheduledTokens], int], int]
 MIN_PREFILL_TOKENS = 16  # in a step, however slow it is and however many requests decode: prefills must progress
+MAX_SCORED_TOKENS = 512  # in a step, of prompts whose log-probabilities are requested: each needs a row of logits
+MIN_SCORED_TOKENS = 64
+
+
+def max_scored_tokens(max_step_tokens: int) -> int:
+    """Return how many prompt tokens with log-probabilities a step may have."""
+    return min(MAX_SCORED_TOKENS, max(MIN_SCORED_TOKENS, max_step_tokens // 8))
 
 
 class Scheduler:

@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from ..backends.select import has_driver, import_cpu_backend
 from ..errors import InferenceError, WorkerError, describe_failure
-from ..load import LoadOptions, LoadPhases
+from ..load import LoadPhases
 from ..progress import Stage
 from ..text_model import open_tokenizer
 from ..weights import open_checkpoint
@@ -146,11 +146,11 @@ def _load(message: Load, connection: Connection) -> EngineLoop | PoolingLoop:
         connection.send(Located(str(path)))
 
     phases = LoadPhases(on_stage, progress)
-    if message.is_pooling:
+    if message.options is None:
         pooling, pooling_info = load_pooling_loop(message, phases, on_located)
         connection.send(pooling_info)
         return pooling
-    engine, info = load_engine(LoadOptions(**message.options), phases, on_located=on_located)
+    engine, info = load_engine(message.options, phases, on_located=on_located)
     warm_up(engine, phases)
     if message.dummy_step_s is not None:
         replace_with_dummy(engine, open_tokenizer(open_checkpoint(Path(info.path))), message.dummy_step_s)

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..backends.ops import WarmUp
+from ..config import LoadOptions
 from ..engine.dummy_model import DummyModel
 from ..engine.engine import Engine
 from ..engine.request import Request, SchedulerStats
-from ..load import LoadedModel, LoadOptions, LoadPhases, load, make_engine
+from ..load import LoadedModel, LoadPhases, load, make_engine
 from ..sampling_params import SamplingParams
 from ..tokenizer import Tokenizer
 from .protocol import ModelInfo
@@ -22,7 +23,7 @@ def load_engine(
 ) -> tuple[Engine, ModelInfo]:
     """Load a model without its tokenizer; `on_located` gets the path of its files before the weights are loaded."""
     loaded = load(options, phases, needs_tokenizer=False, on_located=on_located, starts_compiler=True)
-    engine = make_engine(loaded, options.settings)
+    engine = make_engine(loaded, options)
     return engine, model_info(loaded, engine, phases)
 
 

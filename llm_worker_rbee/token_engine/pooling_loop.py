@@ -17,7 +17,7 @@ from ..backends.ops import Ints
 from ..engine.pooling_engine import PoolingEngine, PoolingOutput
 from ..errors import InferenceError
 from ..load import LoadPhases
-from ..load_pooling import LoadedPooling, PoolingOptions, load_pooling
+from ..load_pooling import LoadedPooling, load_pooling
 from .protocol import Abort, Load, Pool, PooledRows, PoolingInfo, PoolingStep
 from .wire import FromEngine, ToEngine
 
@@ -75,7 +75,8 @@ def load_pooling_loop(
     """Load a pooling model, do all one-time work of its backend, and compute a sequence."""
     if message.nice:
         machine.lower_priority(message.nice)
-    loaded = load_pooling(PoolingOptions(**message.options), phases, on_located=on_located)
+    assert message.pooling is not None
+    loaded = load_pooling(message.pooling, phases, on_located=on_located)
     info = pooling_info(loaded, phases)
     with phases.timed("warm-up"):
         loaded.model.warm_up(info.max_step_tokens, phases.progress)

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from statistics import fmean
 from typing import Any, Literal
 
 import msgspec
 
-from ..config import EngineConfig
+from ..config import EngineConfig, LoadOptions, PoolingOptions
 from ..engine.step_time import StepTimeCoefficients, StepTimes
 from ..errors import WorkerError
 from ..progress import OnStage, Stage
@@ -52,12 +52,23 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The first message to an engine in another process: what to load."""
 
-    options: dict[str, Any]  # fields of `LoadOptions`, or of `PoolingOptions`
+    options: LoadOptions | None = None
+    pooling: PoolingOptions | None = None  # of a pooling model, instead
     dummy_step_s: float | None = None  # replace the model by a `DummyModel` whose steps take so long
     records_blocks: bool = False  # report the hashes of cached blocks
-    is_pooling: bool = False  # a pooling model
     nice: int = 0  # of the process: lower priority than others up to 19
     version: int = VERSION
+
+    @property
+    def compute(self) -> LoadOptions | PoolingOptions:
+        options = self.options or self.pooling
+        assert options is not None
+        return options
+
+    def with_options(self, **changes: Any) -> Load:
+        """Return the message with some options changed."""
+        name = "pooling" if self.options is None else "options"
+        return msgspec.structs.replace(self, **{name: replace(self.compute, **changes)})
 
 
 class Pool(msgspec.Struct, frozen=True, tag=True):

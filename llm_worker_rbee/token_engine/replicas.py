@@ -116,14 +116,12 @@ class ReplicaSet(TokenEngine):
 def _like_first(load: Load, first: Load, info: ModelInfo) -> Load:
     """Return the load of another engine: the first engine's files and context; on a device of the same kind also the
     size of its KV cache."""
-    found = {"model": info.path, "max_context": info.max_context}
-    if _kind(load) == _kind(first):
-        found["kv_memory"] = info.kv_cache_bytes
-    return msgspec.structs.replace(load, options=load.options | found)
+    size = {"kv_memory": info.kv_cache_bytes} if _kind(load) == _kind(first) else {}
+    return load.with_options(model=info.path, max_context=info.max_context, **size)
 
 
 def _kind(load: Load) -> str:
-    return str(load.options["device"]).partition(":")[0]
+    return load.compute.device.partition(":")[0]
 
 
 def _describe(infos: Sequence[ModelInfo]) -> ModelInfo:

@@ -63,7 +63,7 @@ class SupervisedProcess(ABC, Generic[Info]):
         """Load the model; from its return on requests may be submitted."""
         self._on_stage = on_stage
         self.info = await self._attach()
-        self._load = msgspec.structs.replace(self._load, options=self._load.options | self._planned_options())
+        self._load = self._load.with_options(**self._planned_options())
         if self._restart_on_stall:
             self._tasks.append(asyncio.ensure_future(self._watch_stalls(self._stall_timeout_s)))
         return self.info

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from llm_worker_rbee.backends import cpu_info
 from llm_worker_rbee.cli.options import EngineFlags
-from llm_worker_rbee.config import EngineConfig
+from llm_worker_rbee.config import LoadOptions
 
 from .conftest import Run
 
@@ -85,25 +84,16 @@ def test_invalid_thread_count_in_environment_is_an_error(cli: Run, tiny: Path, m
     assert b"error: LLM_WORKER_THREADS is 'none': give a whole number of 1 or more" in done.stderr
 
 
-def test_engine_option_defaults_are_those_of_engine_config() -> None:
-    defaults = {
-        "kv_memory": None, "target_itl_ms": 100.0, "prefix_cache": True, "speculative": "off", "draft_tokens": 4,
-        "draft_model": None, "deterministic": False,
-    }  # fmt: skip
-    chosen = {"max_batch": None, "max_step_tokens": None}  # by the device
-    assert EngineFlags().arguments() == defaults | chosen
-    of_config = {field.name: field.default for field in fields(EngineConfig)}
-    assert {name: of_config[name] for name in defaults if name in of_config} == {
-        name: value for name, value in defaults.items() if name in of_config
-    }
+def test_flags_become_load_options() -> None:
+    assert EngineFlags().apply(LoadOptions()) == LoadOptions(), "a flag has the default of its option"
     changed = EngineFlags(
         kv_memory="2GiB", max_batch=3, max_step_tokens=99, target_itl_ms=7.5, no_prefix_cache=True,
         speculative="ngram", draft_tokens=2,
     )  # fmt: skip
-    assert changed.arguments() == {
-        "kv_memory": 2 << 30, "max_batch": 3, "max_step_tokens": 99, "target_itl_ms": 7.5, "prefix_cache": False,
-        "speculative": "ngram", "draft_tokens": 2, "draft_model": None, "deterministic": False,
-    }  # fmt: skip
+    assert changed.apply(LoadOptions(model="tiny")) == LoadOptions(
+        model="tiny", kv_memory=2 << 30, max_batch=3, max_step_tokens=99, target_itl_ms=7.5, prefix_cache=False,
+        speculative="ngram", draft_tokens=2,
+    )  # fmt: skip
 
 
 def test_engine_options_give_same_answer(cli: Run, tiny: Path) -> None:

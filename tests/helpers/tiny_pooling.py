@@ -10,6 +10,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
+from llm_worker_rbee.config import PoolingOptions
 from llm_worker_rbee.load_pooling import open_pooling_text
 from llm_worker_rbee.models import read_model_config
 from llm_worker_rbee.models.pooling_config import read_pooling_config
@@ -92,8 +93,8 @@ def _write_tokenizer(folder: Path) -> None:
 
 def load_of(folder: Path, kind: Kind = "embedding") -> Load:
     """What an engine of the model loads; the reference backend needs no kernels."""
-    options = {"model": str(folder), "device": "cpu", "backend": "reference", "task": TASKS[kind]}
-    return Load(options=options, is_pooling=True)
+    options = PoolingOptions(model=str(folder), device="cpu", backend="reference", task=TASKS[kind])
+    return Load(pooling=options)
 
 
 def open_text(folder: Path, kind: Kind = "embedding") -> PoolingText:

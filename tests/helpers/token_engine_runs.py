@@ -6,7 +6,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from llm_worker_rbee.load import split_settings
+from llm_worker_rbee.config import LoadOptions
 from llm_worker_rbee.sampling_params import SamplingParams
 from llm_worker_rbee.token_engine.protocol import Load, RequestState, RequestStream, Submit, TokenOutput
 from tests.conftest import DEVICE
@@ -28,7 +28,7 @@ if any("token_engine.child" in word for word in sys.orig_argv):
 
 def load_of(path: Path, **more: Any) -> Load:
     arguments = {"model": str(path), "device": DEVICE, "backend": "auto", "kv_type": "auto", "kv_memory": 16 << 20}
-    return Load(options=split_settings({**arguments, "deterministic": True, **more}))
+    return Load(options=LoadOptions.from_arguments({**arguments, "deterministic": True, **more}))
 
 
 def request(

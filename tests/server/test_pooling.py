@@ -20,8 +20,9 @@ from langchain_openai import OpenAIEmbeddings
 from pydantic import SecretStr
 
 from llm_worker_rbee import LLM
+from llm_worker_rbee.config import PoolingOptions
 from llm_worker_rbee.engine.pooling_engine import Floats, finish_embeddings, finish_scores
-from llm_worker_rbee.load_pooling import LoadedPooling, PoolingOptions, load_pooling
+from llm_worker_rbee.load_pooling import LoadedPooling, load_pooling
 from llm_worker_rbee.server import pooling as service_module
 from llm_worker_rbee.server.pooling_reply import shorten
 from llm_worker_rbee.token_engine import pooling_supervisor
@@ -37,8 +38,9 @@ class Both:
 
     def __init__(self, server: Server, folder: Any) -> None:
         self.server = server
+        options = PoolingOptions(device="cpu", backend="reference")
         self.models: dict[str, LoadedPooling] = {
-            name: load_pooling(PoolingOptions(model=folder / name, device="cpu", backend="reference", task=TASKS[kind]))
+            name: load_pooling(replace(options, model=str(folder / name), task=TASKS[kind]))
             for kind, name in NAMES.items()
         }
 

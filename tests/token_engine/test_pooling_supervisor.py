@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from llm_worker_rbee.backends.ops import Ints
+from llm_worker_rbee.config import PoolingOptions
 from llm_worker_rbee.errors import InferenceError, InvalidRequestError, ModelFileError, ShuttingDownError
-from llm_worker_rbee.load_pooling import PoolingOptions, load_pooling
+from llm_worker_rbee.load_pooling import load_pooling
 from llm_worker_rbee.token_engine import pooling_supervisor
 from llm_worker_rbee.token_engine.pooling_supervisor import SupervisedPooling
 from llm_worker_rbee.token_engine.protocol import Load
@@ -62,7 +63,7 @@ def run(main: Callable[[SupervisedPooling], Coroutine[Any, Any, None]], load: Lo
 
 def test_rows_are_the_same_alone_in_a_batch_and_after_a_death(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pooling_supervisor, "INLINE_BYTES", 1000)
-    model = load_pooling(PoolingOptions(model=folder, device="cpu", backend="reference")).model
+    model = load_pooling(PoolingOptions(model=str(folder), device="cpu", backend="reference")).model
     nice = 5 + os.getpriority(os.PRIO_PROCESS, 0)
 
     async def main(engine: SupervisedPooling) -> None:

@@ -330,7 +330,7 @@ def test_restart_waits_for_an_engine_that_is_restarted_already(load: Load) -> No
 def test_restart_ends_with_the_first_engine_that_cannot_load_again(load: Load, tmp_path: Path) -> None:
     """The model file is gone: the other engine is left as it is, and has all requests."""
     model = tmp_path / "gone.gguf"
-    model.write_bytes(Path(load.options["model"]).read_bytes())
+    model.write_bytes(Path(load.compute.model or "").read_bytes())
 
     async def main(engine: ReplicaSet) -> None:
         expected = [summary(await outputs_of(engine.submit(request(i)))) for i in range(4)]
@@ -340,7 +340,7 @@ def test_restart_ends_with_the_first_engine_that_cannot_load_again(load: Load, t
             await engine.restart()
         assert [summary(await outputs_of(stream)) for stream in streams] == expected
         assert [one.status() for one in engine.replicas] == ["failed", "healthy"]
-        model.write_bytes(Path(load.options["model"]).read_bytes())
+        model.write_bytes(Path(load.compute.model or "").read_bytes())
         await engine.restart()  # brings it back
         assert engine.status() == "healthy"
 

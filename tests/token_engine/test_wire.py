@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.config import EngineConfig
+from llm_worker_rbee.config import EngineConfig, LoadOptions
 from llm_worker_rbee.errors import ContextLengthError, DeadlineError, QueueFullError, WorkerError
 from llm_worker_rbee.progress import Stage
 from llm_worker_rbee.sampling_params import SamplingParams, TokenLogprob
@@ -30,7 +30,7 @@ from llm_worker_rbee.token_engine.wire import HEADER, FrameReader, FromEngine, P
 PARAMS = SamplingParams(seed=2**64 - 1, stop=["a", "é"], logit_bias={7: -1.5}, logprobs=3, prompt_logprobs=True)
 SCORES = [TokenLogprob(5, -0.25, ((5, -0.25), (6, -2.0)))]
 TO_ENGINE = [
-    Load(options={"model": None, "settings": {"max_batch": 3}}),
+    Load(options=LoadOptions(max_batch=3)),
     Submit(id=1, prompt=[1, 2**31], params=PARAMS.resolve(), max_tokens=9, seed=2**53, eos_ids=[2], generated=[4, 5]),
     Abort(7),
 ]

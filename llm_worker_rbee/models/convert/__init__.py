@@ -18,7 +18,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from ...backends.ops import Backend
-from ...config import ModelConfig
+from ...config import FP8, ModelConfig
 from ...errors import InvalidRequestError, UnsupportedModelError
 from ...weights import Checkpoint, Tensor
 from ...weights.checkpoint import DeferredTensor
@@ -47,7 +47,6 @@ TYPES: dict[str, Mix] = {
 BLOCK = re.compile(r"^blk\.([0-9]+)\.((?:shortconv\.)?\w+)\.weight$")
 EMBEDDING, EMBEDDINGS = "token_embd.weight", ("token_embd.weight", "per_layer_token_embd.weight")  # tables of rows
 LAST_TENSORS = ("output_norm.weight", "token_embd_norm.weight", "output.weight")
-FP8 = "fp8"
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 FP8_ALIGNMENT = 16  # FP8 products need rows and columns in multiples of this; other matrices keep their type
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from llm_worker_rbee import backends, load
+from llm_worker_rbee import backends
 from llm_worker_rbee.backends import select
 from llm_worker_rbee.backends.cuda import CudaBackend, device, precompile, repack
-from llm_worker_rbee.config import DEVICE_SPARE_BYTES
+from llm_worker_rbee.config import DEVICE_SPARE_BYTES, LoadOptions
+from llm_worker_rbee.engine.memory_plan import device_weight_bytes, place_model
 from llm_worker_rbee.errors import InsufficientMemoryError, InvalidRequestError, MissingDependencyError
 from llm_worker_rbee.weights.quants import ALL_TYPES
 from tests.helpers import cuda_models
@@ -89,25 +90,23 @@ def test_bits_table_matches_packed_size(name: str) -> None:
 def test_auto_falls_back_to_cpu_if_kv_cache_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights fit, the KV cache does not; with `device cuda` it is an error instead."""
     models = [cuda_models.random_checkpoint(cuda_models.GROUPED, "F16")]
-    free = load.device_weight_bytes(models, None) + DEVICE_SPARE_BYTES + 100
+    free = device_weight_bytes(models, LoadOptions()) + DEVICE_SPARE_BYTES + 100
     monkeypatch.setattr(CudaBackend, "free_memory", lambda self: free)
-    automatic = load.LoadOptions(
-        model=None, device="auto", backend="auto", threads=None, kv_type="auto", kv_memory=None, quantize=None,
-        max_context=None, draft_model=None, deterministic=False, settings={"max_batch": 4},
-    )  # fmt: skip
-    ops, kv_type, capacity, limits, notes = load.place_model(cuda, models, automatic)
+    automatic = LoadOptions(max_batch=4)
+    ops, kv_type, capacity, limits, notes, rows = place_model(cuda, models, automatic)
+    assert {row.memory for row in rows} == {"host"}
     assert ops.name == "cpu"
     assert (kv_type, capacity.n_blocks > 0, limits) == ("float16", True, (4, 512))
     assert [note.startswith("the GPU is not used: ") for note in notes] == [True]
     with pytest.raises(InsufficientMemoryError):
-        load.place_model(cuda, models, replace(automatic, device="cuda"))
+        place_model(cuda, models, replace(automatic, device="cuda"))
     free += 1 << 30
-    assert load.place_model(cuda, models, automatic)[0] is cuda
+    assert place_model(cuda, models, automatic)[0] is cuda
 
 
 def test_device_bytes_uses_quantized_type() -> None:
     models = [cuda_models.random_checkpoint(cuda_models.GROUPED, "F16")]
-    as_they_are, quantized = (load.device_weight_bytes(models, kind) for kind in (None, "Q4_0"))
+    as_they_are, quantized = (device_weight_bytes(models, LoadOptions(quantize=kind)) for kind in (None, "Q4_0"))
     assert as_they_are == select.packed_bytes(models[0])
     # 4.5 bits of 16, and 8.5 for the head; rows of 128 columns have room for 256
     assert 0.25 < quantized / as_they_are < 0.6

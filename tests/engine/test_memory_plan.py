@@ -1,4 +1,4 @@
-"""What is planned before a model is loaded: limits of a step and memory, for the CPU and for made-up GPUs."""
+"""What is planned before a model is loaded: rows of memory and limits of a step, for the CPU and for made-up GPUs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee import load
-from llm_worker_rbee.config import DEVICE_SPARE_BYTES, KV_CUDA, KV_ON_CUDA, MAX_BATCH
-from llm_worker_rbee.engine.kv_cache_budget import DEVICE_MEMORY_FRACTION
-from llm_worker_rbee.engine.step_limits import SchedulerLimits, Workspace
+from llm_worker_rbee.config import DEVICE_SPARE_BYTES, KV_CUDA, KV_ON_CUDA, MAX_BATCH, LoadOptions
+from llm_worker_rbee.engine.memory_plan import (
+    DEVICE_MEMORY_FRACTION,
+    Placement,
+    SchedulerLimits,
+    Workspace,
+    device_weight_bytes,
+    place_model,
+    plan_memory,
+)
 from llm_worker_rbee.errors import InsufficientMemoryError, InvalidRequestError
 from llm_worker_rbee.models import read_model_config
 from llm_worker_rbee.weights import Checkpoint, open_checkpoint
@@ -34,20 +40,19 @@ def checkpoint(default_model: Path) -> Checkpoint:
     return open_checkpoint(default_model, weights=False)
 
 
-def options(**settings: Any) -> load.LoadOptions:
-    named = {"device": "cuda", "backend": "auto", "kv_type": "auto"}
-    return load.LoadOptions(**load.split_settings({**named, **settings}))
+def options(**settings: Any) -> LoadOptions:
+    return LoadOptions(device="cuda", **settings)
 
 
-def place(checkpoint: Checkpoint, free: int, **settings: Any) -> load.Placement:
+def place(checkpoint: Checkpoint, free: int, **settings: Any) -> Placement:
     device: Any = Device(free)
-    return load.place_model(device, [checkpoint], options(**settings))
+    return place_model(device, [checkpoint], options(**settings))
 
 
 def test_limits_on_cpu_are_those_of_engine_config(checkpoint: Checkpoint) -> None:
-    plan = load.plan_limits(None, [checkpoint], "float16", options(max_batch=None))
+    plan = plan_memory(None, [checkpoint], "float16", options(max_batch=None))
     assert plan.limits == (64, 512)
-    assert load.plan_limits(None, [checkpoint], "float16", options(max_batch=7, max_step_tokens=9)).limits == (7, 9)
+    assert plan_memory(None, [checkpoint], "float16", options(max_batch=7, max_step_tokens=9)).limits == (7, 9)
 
 
 def test_limits_on_gpu_fill_its_memory(checkpoint: Checkpoint) -> None:
@@ -57,7 +62,7 @@ def test_limits_on_gpu_fill_its_memory(checkpoint: Checkpoint) -> None:
     note = "up to 1,024 requests in a batch and 8,192 tokens in a step fit on cuda:0; max_batch and max_step_tokens set"
     assert [text.startswith(note) for text in placed.notes] == [True]
     workspace = Workspace(read_model_config(checkpoint)).bytes(placed.limits)
-    reserved = load.device_weight_bytes([checkpoint], None) + workspace + DEVICE_SPARE_BYTES
+    reserved = device_weight_bytes([checkpoint], LoadOptions()) + workspace + DEVICE_SPARE_BYTES
     assert placed.capacity.max_batch == MAX_BATCH
     assert placed.capacity.bytes <= DEVICE_MEMORY_FRACTION * (free - reserved)
     assert placed.capacity.tokens_each > 512
@@ -73,7 +78,7 @@ def test_given_limits_override_chosen_ones(checkpoint: Checkpoint) -> None:
 def test_arrays_of_largest_step_are_reserved(checkpoint: Checkpoint) -> None:
     """A GPU on which weights and a KV cache fit, but not such a step, is refused before anything is loaded."""
     limits = SchedulerLimits(MAX_BATCH, 65_536)
-    free = load.device_weight_bytes([checkpoint], None) + DEVICE_SPARE_BYTES + 10**9
+    free = device_weight_bytes([checkpoint], LoadOptions()) + DEVICE_SPARE_BYTES + 10**9
     assert Workspace(read_model_config(checkpoint)).bytes(limits) > 10**9
     with pytest.raises(InsufficientMemoryError):
         place(checkpoint, free, **limits._asdict())
@@ -82,10 +87,10 @@ def test_arrays_of_largest_step_are_reserved(checkpoint: Checkpoint) -> None:
 
 def test_engines_that_share_a_gpu_have_a_part_each(checkpoint: Checkpoint) -> None:
     device: Any = Device(24 * 10**9)
-    alone = load.place_model(device, [checkpoint], options(max_batch=64, max_step_tokens=512))
-    shared = load.place_model(device, [checkpoint], replace(options(max_batch=64, max_step_tokens=512), num_sharing=8))
+    alone = place_model(device, [checkpoint], options(max_batch=64, max_step_tokens=512))
+    shared = place_model(device, [checkpoint], replace(options(max_batch=64, max_step_tokens=512), num_sharing=8))
     workspace = Workspace(read_model_config(checkpoint)).bytes(SchedulerLimits())
-    each = shared.capacity.bytes + load.device_weight_bytes([checkpoint], None) + workspace + DEVICE_SPARE_BYTES
+    each = shared.capacity.bytes + device_weight_bytes([checkpoint], LoadOptions()) + workspace + DEVICE_SPARE_BYTES
     assert shared.capacity.bytes < alone.capacity.bytes
     assert 8 * each <= 24 * 10**9
 
@@ -93,5 +98,20 @@ def test_engines_that_share_a_gpu_have_a_part_each(checkpoint: Checkpoint) -> No
 @pytest.mark.parametrize(("name", "value"), [("max_batch", 0), ("max_batch", MAX_BATCH + 1), ("max_step_tokens", 0)])
 def test_limits_out_of_range_raise(name: str, value: int) -> None:
     with pytest.raises(InvalidRequestError, match=f"{name} is {value}: it must be a whole number, 1 or more"):
-        load.check_settings({name: value}, None)
-    load.check_settings({name: None}, None)
+        options(**{name: value})
+    assert getattr(options(**{name: None}), name) is None
+
+
+def test_rows_account_for_all_memory_that_is_planned(checkpoint: Checkpoint) -> None:
+    free = 24 * 10**9
+    device: Any = Device(free)
+    shared = replace(options(kv_memory=10**9), num_sharing=2, reserved_memory=3 * 10**9)
+    rows = {row.owner: row for row in place_model(device, [checkpoint], shared).rows}
+    assert list(rows) == ["weights", "runtime", "other models", "step", "KV cache"]
+    assert {row.memory for row in rows.values()} == {"device"}
+    assert rows["weights"].bytes == 2 * device_weight_bytes([checkpoint], LoadOptions())
+    assert rows["runtime"].bytes == 2 * DEVICE_SPARE_BYTES
+    assert rows["other models"].bytes == 3 * 10**9
+    assert rows["KV cache"].bytes <= 10**9
+    assert sum(row.bytes for row in rows.values()) < free
+    assert all(row.reason for row in rows.values())

@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 from llm_worker_rbee.backends import select_backend
 from llm_worker_rbee.backends.ops import KV_TYPES
 from llm_worker_rbee.config import DEVICE_SPARE_BYTES, Family, ModelConfig
-from llm_worker_rbee.engine.kv_cache_budget import (
+from llm_worker_rbee.engine.memory_plan import (
     DEVICE_MEMORY_FRACTION,
     HOST_MEMORY_FRACTION,
     MIN_CONTEXT,
-    available_memory,
+    MemoryPlan,
+    SchedulerLimits,
     block_bytes,
+    free_memory,
     parse_size,
     plan_kv_cache,
 )
@@ -161,9 +163,11 @@ def test_parse_size_invalid_text_raises(text: str) -> None:
 
 
 def test_available_memory_respects_cgroup_limit() -> None:
-    free = available_memory()
+    free = free_memory()
     assert free is None or free > 0
-    assert available_memory(reserved=1 << 60) in (0, None)
+    plan = MemoryPlan("host", free, HOST_MEMORY_FRACTION, SchedulerLimits())
+    plan.add("weights", 1 << 60, "more than there is")
+    assert plan.available in (0, None)
 
 
 LIMITED = """
@@ -171,10 +175,10 @@ import resource, sys
 limit = 2 << 30
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 from llm_worker_rbee import LLM, SamplingParams, machine
-from llm_worker_rbee.engine.kv_cache_budget import available_memory
+from llm_worker_rbee.engine.memory_plan import free_memory
 used = limit - machine.address_space_left()
 assert used > 10 << 20, used  # what is mapped counts
-assert available_memory() <= limit - used
+assert free_memory() <= limit - used
 llm = LLM(sys.argv[1], backend="reference", max_batch=1024)
 assert llm.info.kv_cache_bytes < limit
 print(llm.generate(">", SamplingParams(max_tokens=8, temperature=0)).text)
@@ -196,9 +200,13 @@ def test_available_memory_of_device_backend_is_device_memory() -> None:
         free_memory = staticmethod(lambda: 10 * 10**9)
 
     device: Any = Device()
-    left = available_memory(6 * 10**9, device)
+    plan = MemoryPlan("device", free_memory(device), DEVICE_MEMORY_FRACTION, SchedulerLimits())
+    plan.add("weights", 6 * 10**9, "packed")
+    plan.add("runtime", DEVICE_SPARE_BYTES, "kernels")
+    left = plan.available
     assert left == 4 * 10**9 - DEVICE_SPARE_BYTES
-    assert available_memory(9 * 10**9, device) == 0
+    plan.add("step", 3 * 10**9, "arrays")
+    assert plan.available == 0
     made = plan_kv_cache(
         replace(SMOL, context_length=1 << 20),
         "bfloat16",

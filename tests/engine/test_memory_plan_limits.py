@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from llm_worker_rbee.config import MAX_BATCH, ModelConfig
-from llm_worker_rbee.engine.kv_cache_budget import DEVICE_MEMORY_FRACTION, block_bytes
-from llm_worker_rbee.engine.step_limits import (
+from llm_worker_rbee.engine.memory_plan import (
     BATCH_STEP,
+    DEVICE_MEMORY_FRACTION,
     STEP_TOKENS,
     SchedulerLimits,
     Workspace,
+    block_bytes,
     choose_batch,
     choose_step_tokens,
     max_scored_tokens,
