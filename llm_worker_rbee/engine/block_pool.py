@@ -15,18 +15,24 @@ from hashlib import blake2b
 from .request import Request
 
 DIGEST_BYTES = 16
+ExtraKeys = Sequence[tuple[int, bytes]]  # position of a token, and what its keys and values depend on beside ids
 
 
-def chained_hash(before: bytes, ids: Sequence[int]) -> bytes:
-    """Return the hash of a full block that follows `before`; the first block follows b""."""
-    return blake2b(before + array("q", ids).tobytes(), digest_size=DIGEST_BYTES).digest()
+def chained_hash(before: bytes, ids: Sequence[int], extra_keys: Sequence[bytes] = ()) -> bytes:
+    """Return the hash of a full block that follows `before`; the first block follows b"". Blocks with the same tokens
+    and other `extra_keys` (an adapter, an image, a salt) are other blocks."""
+    keys = b"".join(len(key).to_bytes(8, "little") + key for key in extra_keys)
+    return blake2b(before + array("q", ids).tobytes() + keys, digest_size=DIGEST_BYTES).digest()
 
 
-def extend_hashes(hashes: list[bytes], ids: Sequence[int], blocks: int, block_size: int) -> None:
-    """Extend the chain to the first `blocks` blocks of `ids`."""
+def extend_hashes(
+    hashes: list[bytes], ids: Sequence[int], blocks: int, block_size: int, extra_keys: ExtraKeys = ()
+) -> None:
+    """Extend the chain to the first `blocks` blocks of `ids`; an extra key counts from the block of its token on."""
     for i in range(len(hashes), blocks):
-        before = hashes[i - 1] if i else b""
-        hashes.append(chained_hash(before, ids[i * block_size : (i + 1) * block_size]))
+        before, start, end = hashes[i - 1] if i else b"", i * block_size, (i + 1) * block_size
+        keys = [key for position, key in extra_keys if start <= position < end]
+        hashes.append(chained_hash(before, ids[start:end], keys))
 
 
 class BlockPool:

@@ -63,7 +63,7 @@ class Scheduler:
         request.is_finished = False
         if self.pool.caching:
             size = self.config.block_size
-            extend_hashes(request.hashes, request.ids, (len(request.ids) - 1) // size, size)
+            extend_hashes(request.hashes, request.ids, (len(request.ids) - 1) // size, size, request.extra_keys)
         insort(self.waiting, request, key=_reverse_schedule_order)
         self._deadlines.add(request, len(self.waiting) + len(self.running))
 
@@ -214,7 +214,7 @@ class Scheduler:
         request.num_hashed_blocks = full
         if not self.pool.caching:
             return
-        extend_hashes(request.hashes, request.ids, full, size)
+        extend_hashes(request.hashes, request.ids, full, size, request.extra_keys)
         for i in range(first, full):
             self.pool.publish(request.blocks[i], request.hashes[i])
         if self.states is not None:

@@ -23,6 +23,7 @@ from llm_worker_rbee.cluster.app import (
     scale_by_load,
     split_arguments,
 )
+from llm_worker_rbee.config import LoadOptions
 from llm_worker_rbee.errors import InvalidRequestError
 
 from .conftest import Cluster, until
@@ -37,8 +38,7 @@ def test_arguments_may_be_text() -> None:
     options, server, model = split_arguments(given)
     assert options == ClusterOptions(engines=2)
     assert server == {"max_queue": 8, "allowed_hosts": ("a.example",)}
-    assert model == {"model": "smollm2", "threads": 4, "kv_memory": 1 << 30, "prefix_cache": False, "device": "auto",
-                     "backend": "auto", "kv_type": "auto"}  # fmt: skip
+    assert model == LoadOptions(model="smollm2", threads=4, kv_memory=1 << 30, prefix_cache=False)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_example_file_is_valid() -> None:
     text = (Path(__file__).parents[2] / "examples" / "ray-serve.yaml").read_text()
     (application,) = ServeDeploySchema.model_validate(yaml.safe_load(text)).applications
     options, _, model = split_arguments(application.args)
-    assert (application.import_path, options.max_engines, model["device"]) == ("llm_worker_rbee.cluster:app", 8, "cuda")
+    assert (application.import_path, options.max_engines, model.device) == ("llm_worker_rbee.cluster:app", 8, "cuda")
 
 
 def test_error_without_ray_names_the_extra() -> None:

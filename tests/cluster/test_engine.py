@@ -16,6 +16,7 @@ import pytest
 from llm_worker_rbee.cluster import reports
 from llm_worker_rbee.cluster.engine import Engine
 from llm_worker_rbee.cluster.reports import EngineReport
+from llm_worker_rbee.config import LoadOptions
 from llm_worker_rbee.errors import RequestCancelledError
 from llm_worker_rbee.sampling_params import SamplingParams
 from llm_worker_rbee.token_engine.protocol import VERSION, StepResult, Submit, TokenOutput
@@ -29,10 +30,9 @@ NUM_STREAMS = 32
 @asynccontextmanager
 async def started(path: Path, **options: Any) -> AsyncIterator[Engine]:
     """An engine whose model computes nothing; a step takes 2 ms."""
-    arguments = {"model": str(path), "device": "cpu", "backend": "auto", "threads": 1, "kv_type": "auto",
-                 "kv_memory": 64 << 20}  # fmt: skip
+    load = LoadOptions(model=str(path), device="cpu", threads=1, kv_memory=64 << 20)
     engine = Engine.__new__(Engine)
-    await engine.__init__(arguments, target_waiting_tokens=100, dummy_step_s=0.002, **options)  # type: ignore[misc]
+    await engine.__init__(load, target_waiting_tokens=100, dummy_step_s=0.002, **options)  # type: ignore[misc]
     try:
         yield engine
     finally:

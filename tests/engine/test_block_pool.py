@@ -37,6 +37,20 @@ def test_chained_hash_depends_on_whole_prefix() -> None:
     assert hashes[:2] == known, "what is known is not computed again"
 
 
+def test_extra_keys_part_prefixes_from_their_token_on() -> None:
+    def chain(*extra_keys: tuple[int, bytes]) -> list[bytes]:
+        hashes: list[bytes] = []
+        extend_hashes(hashes, range(12), 3, 4, extra_keys)
+        return hashes
+
+    plain, salted, other = chain(), chain((0, b"salt")), chain((0, b"pepper"))
+    assert len({*plain, *salted, *other}) == 9, "a salt counts from the first block on"
+    image = chain((5, b"image"))
+    assert image[0] == plain[0]
+    assert {*image[1:]}.isdisjoint(plain)
+    assert chain((0, b"ab"), (0, b"c")) != chain((0, b"a"), (0, b"bc"))
+
+
 def test_match_returns_longest_cached_prefix() -> None:
     pool = BlockPool(8, 1)
     first = filled(pool, "a", "b", "c")
