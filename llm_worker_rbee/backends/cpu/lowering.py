@@ -24,8 +24,9 @@ same.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -255,8 +256,8 @@ class Lowering:
         given = {value for node in graph.nodes for value in node.inputs if value.name == "hidden"}
         self.hidden_in = next((self._new(value) for value in given), 0)
         for self.index, node in enumerate(graph.nodes):
-            lower = getattr(self, f"_{node.op}", None)
-            component, tasks = lower(node) if lower else ("host", self._host(node))
+            lower = self._BY_OP.get(node.op)
+            component, tasks = lower(self, node) if lower else ("host", self._host(node))
             self.parts.append(Lowered(component, node, tasks))
             inner = (value for part in node.fused for value in part.outputs)
             for value in dict.fromkeys((*node.inputs, *node.outputs, *inner)):
@@ -520,6 +521,16 @@ class Lowering:
     def _host(self, node: Node) -> HostCall:
         inputs = {name: self.entries[value] for name, value in node.args.items() if isinstance(value, Value)}
         return HostCall(node, inputs, tuple(self._new(value) for value in node.outputs))
+
+    _BY_OP: ClassVar[dict[str, Callable[[Lowering, Node], Any]]] = {
+        "rope_angles": _rope_angles, "split_work": _split_work, "embed": _embed, "norm": _norm,
+        "layer_norm": _layer_norm, "activate": _activate, "mean_rows": _mean_rows, "take": _take, "add": _add,
+        "rope_kv_write": _rope_kv_write, "attention": _attention, "quantize": _quantize,
+        "take_columns": _take_columns, "gated": _gated, "gated_delta": _gated_delta, "sigmoid_gate": _sigmoid_gate,
+        "per_layer_inputs": _per_layer_inputs, "per_layer_gate": _per_layer_gate, "causal_conv": _causal_conv,
+        "linear": _linear, "route": _route, "group": _group, "gather": _gather, "grouped_matmul": _grouped_matmul,
+        "combine": _combine,
+    }  # fmt: skip
 
 
 def _width(value: Value) -> int:
