@@ -10,21 +10,20 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ..backends.ops import Array, Forward, Progress, StepLimits, WarmUp
+from ..backends.ops import Array, Progress, StepLimits, WarmUp
 from ..config import EngineConfig
 from ..errors import InferenceError, InsufficientMemoryError, InvalidRequestError, WorkerError
-from ..models import MtpHead, Transformer
+from ..models import Transformer
 from ..models.kv_cache import KVCache
 from ..structured_outputs.grammar import GrammarCompiler
 from .async_scheduling import AsyncScheduler, InFlightStep, LaunchedForward, forced_drafts_pay, still_running
 from .draft_control import DraftControl
 from .mask_filler import MaskFiller, collect_held, consume_outputs
 from .model_runner import ModelRunner, forward
-from .mtp import MtpDrafter
 from .request import Request, SamplerOutput, ScheduledTokens, StepOutput
 from .sampler import sample
 from .scheduler import MIN_PREFILL_TOKENS, Scheduler, max_scored_tokens
-from .speculative import Drafter, DraftModel, NgramDrafter, max_drafts
+from .speculative import Drafter, NgramDrafter, max_drafts
 from .state_pool import default_slots
 from .step_time import StepSize, StepTimeModel, chunk_context, step_size
 
@@ -50,7 +49,7 @@ class Engine:
         self.scheduler = Scheduler(config, n_slots=slots)
         self.runner = ModelRunner(model, self.cache, config.max_batch, config.max_context)
         self.draft_control = DraftControl()
-        self.draft_control.can_pause = not isinstance(self.drafter, MtpDrafter)
+        self.draft_control.can_pause = self.drafter is None or self.drafter.can_pause
         self.step_time = StepTimeModel(model.ops.query_tile)
         self.grammar_compiler: GrammarCompiler | None = None  # where the model's tokenizer is known
         self.mask_filler = MaskFiller(lambda: self.grammar_compiler and self.grammar_compiler.make_executor())
@@ -106,17 +105,11 @@ class Engine:
             max_batch=config.max_batch, max_tokens=max(config.max_step_tokens, rows + MIN_PREFILL_TOKENS),
             max_logits=rows + max_scored_tokens(config.max_step_tokens), max_context=config.max_context,
         )  # fmt: skip
-        computing: list[tuple[Forward, Transformer | MtpHead, KVCache]] = [
-            (partial(forward, self.model, cache=self.cache), self.model, self.cache)
-        ]
-        if isinstance(self.drafter, DraftModel):
-            draft_model, cache = self.drafter.model, self.drafter.cache
-            computing.append((partial(forward, draft_model, cache=cache), draft_model, cache))
-        if isinstance(self.drafter, MtpDrafter):
-            computing.append((self.drafter.run_empty, self.drafter.head, self.drafter.cache))
-        done = [one.ops.warm_up(run, one.fused, cache.layers, limits, progress) for run, one, cache in computing]
+        run = partial(forward, self.model, cache=self.cache)
+        own = self.model.ops.warm_up(run, self.model.fused, self.cache.layers, limits, progress)
+        drafting = WarmUp(0, 0) if self.drafter is None else self.drafter.warm_up(limits, progress)
         self.step_time.ignores_first_runs = not self.model.ops.has_device_memory
-        return WarmUp(sum(each.kernels for each in done), sum(each.compiled for each in done))
+        return WarmUp(own.kernels + drafting.kernels, own.compiled + drafting.compiled)
 
     def step(self) -> list[StepOutput]:
         """Compute the next tokens of the running requests."""
@@ -265,7 +258,7 @@ class Engine:
         return sample(self.model.ops, scheduled, logits)
 
     def _run_model(self, scheduled: list[ScheduledTokens]) -> Array:
-        if not isinstance(self.drafter, MtpDrafter):
+        if self.drafter is None or not self.drafter.needs_hidden:
             return self.runner.run(scheduled)
         logits, hidden = self.runner.run_hidden(scheduled)
         self.drafter.observe(scheduled, hidden)

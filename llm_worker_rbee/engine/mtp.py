@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..backends.ops import Array, Batch
+from ..backends.ops import Array, Batch, Progress, StepLimits, WarmUp
 from ..config import EngineConfig
 from ..models import MtpHead
 from ..models.kv_cache import KVCache
 from .request import Request, ScheduledTokens
 from .sampler import sample_rows
-from .speculative import LastDraft, MakeBatch, Reserve, max_drafts
+from .speculative import Drafter, LastDraft, MakeBatch, Reserve, max_drafts
 
 MAX_TOKENS = 1024  # of a pass: bounds the memory of its arrays
 
@@ -35,8 +35,11 @@ class _Step(NamedTuple):
     hidden: Array  # of all its tokens
 
 
-class MtpDrafter:
+class MtpDrafter(Drafter):
     """Drafts up to `config.draft_tokens` tokens for each request with the head of its model."""
+
+    can_pause = False
+    needs_hidden = True
 
     def __init__(self, head: MtpHead, config: EngineConfig, kv_type: str = "float32") -> None:
         self.head = head
@@ -45,7 +48,6 @@ class MtpDrafter:
         self._step: _Step | None = None
 
     def observe(self, scheduled: Sequence[ScheduledTokens], hidden: Array) -> None:
-        """Take in the hidden states of a step, which are valid until the next one."""
         self._step = _Step(scheduled, hidden)
 
     def draft(self, running: Sequence[Request], reserve: Reserve, batch: MakeBatch) -> None:
@@ -72,8 +74,11 @@ class MtpDrafter:
                 last = [_last_draft(request) for request in drafting]
                 logits, hidden = self._forward(batch(last), hidden, index)
 
-    def run_empty(self, batch: Batch) -> Array:
-        """Run the head with hidden states of zeros, for a warm-up; return the logits."""
+    def warm_up(self, limits: StepLimits, progress: Progress) -> WarmUp:
+        return self.head.ops.warm_up(self._run_empty, self.head.fused, self.cache.layers, limits, progress)
+
+    def _run_empty(self, batch: Batch) -> Array:
+        """Run the head with hidden states of zeros; return the logits."""
         zeros = self.head.ops.prepare_vector(np.zeros((1, self.head.config.d_model), np.float32))
         return self._forward(batch, zeros, [-1] * len(batch.ids))[0]
 

@@ -11,9 +11,12 @@ Where that does not pay drafting is paused (draft_control.py); a drafter catches
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
+from ..backends.ops import Array, Progress, StepLimits, WarmUp
 from ..config import EngineConfig
 from ..errors import InvalidRequestError
 from ..models import Transformer
@@ -29,11 +32,23 @@ Reserve = Callable[[Request, int], int]  # `Scheduler.reserve`
 MakeBatch = Callable[[Sequence[ScheduledTokens]], Any]  # `ModelRunner.batch`
 
 
-class Drafter(Protocol):
+class Drafter(ABC):
     """Proposes draft tokens."""
 
+    can_pause = True  # False: it must follow every step, so drafting is kept on
+    needs_hidden = False  # True: it observes the hidden states of every step
+
+    @abstractmethod
     def draft(self, running: Sequence[Request], reserve: Reserve, batch: MakeBatch) -> None:
         """Set `drafts` of the requests that decode, after a step."""
+
+    def observe(self, scheduled: Sequence[ScheduledTokens], hidden: Array) -> None:
+        """Read the hidden states of a step, which are valid until the next one."""
+        raise NotImplementedError  # of a drafter that needs them
+
+    def warm_up(self, limits: StepLimits, progress: Progress) -> WarmUp:
+        """Do the one-time work of its own model."""
+        return WarmUp(0, 0)
 
 
 def max_drafts(request: Request) -> int:
@@ -70,7 +85,7 @@ class LastDraft:
         return list(tokens)
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Prompt lookup: proposes what followed the same tokens before."""
 
     def __init__(self, max_length: int) -> None:
@@ -107,7 +122,7 @@ class _NgramIndex:
         return self._last.record(ids, [])
 
 
-class DraftModel:
+class DraftModel(Drafter):
     """A model that drafts up to `config.draft_tokens` tokens for each request."""
 
     def __init__(self, model: Transformer, config: EngineConfig, vocab_size: int, kv_type: str = "float32") -> None:
@@ -155,6 +170,10 @@ class DraftModel:
             forward(self.model, batch(scheduled), self.cache)
         for request in running:
             self._record_blocks(request)
+
+    def warm_up(self, limits: StepLimits, progress: Progress) -> WarmUp:
+        run = partial(forward, self.model, cache=self.cache)
+        return self.model.ops.warm_up(run, self.model.fused, self.cache.layers, limits, progress)
 
     def _num_computed(self, request: Request) -> int:
         """Return how many tokens of a prefix hit this model has computed too: the request that computed them may have
