@@ -15,7 +15,7 @@ from benchmarks.pages import __main__ as pages
 from benchmarks.pages import speed_chart as chart
 from llm_worker_bench import provenance
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").exists(), reason="this is not a checkout: there is no docs/")
 
 
