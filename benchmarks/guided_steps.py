@@ -23,8 +23,8 @@ from benchmarks.structured_outputs import schema
 from llm_worker_bench import synthetic
 from llm_worker_rbee.backends import resolve_kv_type, select_backend
 from llm_worker_rbee.config import KV_AUTO, EngineConfig
-from llm_worker_rbee.engine import engine as serving
-from llm_worker_rbee.engine.async_scheduling import AsyncScheduler, forced_drafts_pay
+from llm_worker_rbee.engine import async_scheduling
+from llm_worker_rbee.engine.async_scheduling import StepPipeline, forced_drafts_pay
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.request import Request
 from llm_worker_rbee.models import load_model, read_model_config
@@ -67,15 +67,14 @@ class Bench:
         self.tokenizer = open_tokenizer(own)
         self.compiler = GrammarCompiler(lambda: self.tokenizer, self.config.vocab_size)
         self.engine.grammar_compiler = self.compiler
-        self._launcher = self.engine._async_scheduler
         self._options, self._masks_s = options, 0.0
         warm_up(self.engine)
 
     def run(self, way: str) -> Measured:
         """Answer a batch; count from the first token of the last request."""
         engine, is_guided = self.engine, way.startswith("guided")
-        engine._async_scheduler = None if "synchronous" in way else self._launcher
-        vars(serving)["forced_drafts_pay"] = forced_drafts_pay if way == "guided" else lambda *_: False
+        engine.pipeline.is_enabled = "synchronous" not in way
+        vars(async_scheduling)["forced_drafts_pay"] = forced_drafts_pay if way == "guided" else lambda *_: False
         requests = [self._request(i, is_guided=is_guided) for i in range(self._options.batch)]
         for request in requests:
             engine.add(request)
@@ -106,15 +105,15 @@ class Bench:
 
     def time_masks(self) -> None:
         """Measure what rows and masks of guided steps take."""
-        original = AsyncScheduler._masked_rows
+        original = StepPipeline._masked_rows
 
-        def timed(launcher: AsyncScheduler, requests: Any) -> Any:
+        def timed(launcher: StepPipeline, requests: Any) -> Any:
             start = time.perf_counter()
             rows = original(launcher, requests)
             self._masks_s += time.perf_counter() - start
             return rows
 
-        AsyncScheduler._masked_rows = timed  # type: ignore[method-assign, assignment]
+        StepPipeline._masked_rows = timed  # type: ignore[method-assign, assignment]
 
 
 def main() -> None:

@@ -186,7 +186,7 @@ def attach(engine: Engine, timer: Timer) -> Iterator[None]:
         for owner, name, value in (
             (engine, "model", model),
             (engine, "step", wrap(HOST, engine.step)),
-            (engine, "_async_scheduler", None),  # the times of overlapping steps cannot be separated
+            (engine.pipeline, "is_enabled", False),  # the times of overlapping steps cannot be separated
             (runner, "model", model),
             (runner, "batch", wrap(TaskLabel(SCHEDULING, "ModelRunner.batch"), runner.batch)),
             (scheduler, "schedule", wrap(TaskLabel(SCHEDULING, "Scheduler.schedule"), scheduler.schedule)),

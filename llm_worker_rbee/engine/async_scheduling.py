@@ -20,14 +20,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..backends.ops import Array, PendingTokens, SampleRow
-from ..models import Transformer
-from .mask_filler import MaskFiller
-from .model_runner import ModelRunner, forward
-from .request import Request, SamplerOutput, ScheduledTokens
+from .model_runner import forward
+from .request import Request, SamplerOutput, ScheduledTokens, StepOutput
 from .sampler import collect_logprobs, next_row
+from .step_time import StepSize
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 DISCARDED_ROW = SampleRow(temperature=0.0)  # of a request that has finished
 # Seconds between two steps in which the device waits for the host, if the second is not launched ahead. A step with
@@ -95,38 +97,124 @@ class InFlightStep(NamedTuple):
                 one.request.num_in_flight_tokens, one.request.pending_row = 0, -1
 
 
-class AsyncScheduler:
-    """Launches steps of a model whose backend samples asynchronously."""
+class StepPipeline:
+    """The step in flight of an engine, and the launching of the step after it, where the backend samples
+    asynchronously."""
 
-    def __init__(self, model: Transformer, runner: ModelRunner, mask_filler: MaskFiller) -> None:
-        self._model, self._runner, self._mask_filler = model, runner, mask_filler
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.is_enabled = engine.model.ops.has_async_sampling and engine.model.fused is not None
+        self.in_flight: InFlightStep | None = None
+        self._waits_for_drafts = False  # the step after the one in flight is to have drafts that grammars force
 
-    @staticmethod
-    def is_supported(model: Transformer) -> bool:
-        return model.ops.has_async_sampling and model.fused is not None
-
-    @staticmethod
-    def can_launch(scheduled: Sequence[ScheduledTokens]) -> bool:
+    def can_launch(self, scheduled: Sequence[ScheduledTokens]) -> bool:
         """Return whether a step has only prefills and decodes: prompts are scored and drafts verified synchronously."""
-        return not any(one.request.num_unscored_tokens or one.request.drafts for one in scheduled)
+        is_plain = not any(one.request.num_unscored_tokens or one.request.drafts for one in scheduled)
+        return self.is_enabled and not self._engine.is_drafting and is_plain
 
-    def launch_forward(self, scheduled: list[ScheduledTokens], previous: InFlightStep | None = None) -> LaunchedForward:
+    def waits_for(self, num_drafts: int) -> bool:
+        """Return whether a step with these drafts, which are certain, saves more than steps that are launched ahead."""
+        self._waits_for_drafts = False
+        return not self.is_enabled or self._drafts_pay(num_drafts)
+
+    def launch(self, scheduled: list[ScheduledTokens]) -> list[StepOutput]:
+        """Launch a step, and collect it."""
+        self._engine.begin_timing()
+        try:
+            with self._engine.computing():
+                self.in_flight = self._sample(self._launch_forward(scheduled))
+        except Exception as error:
+            return self._engine.fail_step(scheduled, error)
+        return self.collect()
+
+    def collect(self) -> list[StepOutput]:
+        """Return the outputs of the step in flight; the next one is launched before waiting for its tokens."""
+        engine, step, self.in_flight = self._engine, self.in_flight, None
+        assert step is not None
+        outputs, launched = self._launch_next(step)
+        try:
+            with engine.computing():
+                tokens = step.pending.result()
+        except Exception as error:
+            self.in_flight = None
+            return outputs + engine.fail_step(still_running(step.scheduled), error)
+        except BaseException:  # Ctrl-C: the tokens are lost, so the step that follows them is computed again
+            self.in_flight = None
+            raise
+        running = still_running(step.scheduled)
+        if tokens is None:  # undecided on the device (near tie): rerun through the reference sampler
+            self.in_flight = None
+            return outputs + (engine.run_step(running) if running else [])
+        engine.observe_launched(step.scheduled, len(running))
+        outputs += engine.update(running, step.collect(tokens))
+        if launched is not None:
+            outputs += self._sample_next(launched)
+        if self.in_flight is None:
+            engine.draft()
+        elif launched is not None:  # the step in flight samples the first of the tokens that a grammar forces
+            forced = [len(drafts) - 1 for _, drafts in engine.grammar_drafts() if drafts]
+            self._waits_for_drafts = self._drafts_pay(sum(forced))
+        return outputs
+
+    def _launch_next(self, step: InFlightStep) -> tuple[list[StepOutput], LaunchedForward | None]:
+        """Launch the step after one in flight, if it can be scheduled now, and sample it unless it is guided; return
+        the requests that fail by it, and what is to be sampled once the step before is collected."""
+        engine = self._engine
+        with step.assume_collected():
+            if engine.is_drafting or self._waits_for_drafts or not engine.scheduler.can_schedule_ahead():
+                return [], None
+            scheduled = engine.scheduler.schedule(engine.max_prefill_tokens)
+            if not (scheduled and self.can_launch(scheduled)):
+                return [], None
+            engine.on_schedule()
+            try:
+                with engine.computing():
+                    launched = self._launch_forward(scheduled, step)
+                    if not launched.is_guided:
+                        self.in_flight = self._sample(launched, step)
+            except Exception as error:
+                return engine.fail_step(scheduled, error), None
+        return [], launched if launched.is_guided else None
+
+    def _sample_next(self, launched: LaunchedForward) -> list[StepOutput]:
+        """Sample a step whose forward pass runs; return the requests that fail by it."""
+        running = still_running(launched.scheduled)
+        if not running:
+            return []
+        try:
+            with self._engine.computing():
+                self.in_flight = self._sample(launched)
+        except Exception as error:
+            return self._engine.fail_step(running, error)
+        return []
+
+    def _drafts_pay(self, num_drafts: int) -> bool:
+        running, predict = self._engine.scheduler.running, self._engine.step_time.predict
+        if num_drafts <= 0:
+            return False
+        size = StepSize("decode", True, len(running), sum(len(request.ids) for request in running))
+        return forced_drafts_pay(num_drafts, len(running), predict(size))
+
+    def _launch_forward(
+        self, scheduled: list[ScheduledTokens], previous: InFlightStep | None = None
+    ) -> LaunchedForward:
         """Launch the forward pass of a step; `previous` is in flight, and assumed to be collected."""
+        engine = self._engine
         sampled = [one.request for one in scheduled if one.logits_from < one.stop]
-        batch = self._runner.batch(scheduled, _tokens_of(previous))
-        return LaunchedForward(scheduled, sampled, forward(self._model, batch, self._runner.cache))
+        batch = engine.runner.batch(scheduled, _tokens_of(previous))
+        return LaunchedForward(scheduled, sampled, forward(engine.model, batch, engine.runner.cache))
 
-    def sample(self, step: LaunchedForward, previous: InFlightStep | None = None) -> InFlightStep:
-        """Launch the sampling of a step. A guided step has no `previous`: the step before it was collected."""
+    def _sample(self, step: LaunchedForward, previous: InFlightStep | None = None) -> InFlightStep:
+        """Launch the sampling of a step. A guided one has no `previous`: what it follows is collected."""
         rows = self._masked_rows(step.sampled) if step.is_guided else [next_row(request) for request in step.sampled]
-        pending = self._model.ops.sample_async(step.logits, rows, _tokens_of(previous))
+        pending = self._engine.model.ops.sample_async(step.logits, rows, _tokens_of(previous))
         return InFlightStep(step.scheduled, step.sampled, pending)
 
     def _masked_rows(self, requests: Sequence[Request]) -> list[SampleRow]:
         """Return the rows of requests with the masks of their grammars; some may have finished by now."""
-        self._mask_filler.start([request for request in requests if not request.is_finished])
+        self._engine.mask_filler.start([request for request in requests if not request.is_finished])
         rows = [DISCARDED_ROW if request.is_finished else next_row(request) for request in requests]
-        self._mask_filler.wait()
+        self._engine.mask_filler.wait()
         for row, request in zip(rows, requests, strict=True):
             if request.constraint is not None and not request.is_finished:
                 row.mask = request.constraint.masks[0]

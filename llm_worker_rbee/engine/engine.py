@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from ..backends.ops import Array, Progress, StepLimits, WarmUp
@@ -16,7 +17,7 @@ from ..errors import InferenceError, InsufficientMemoryError, InvalidRequestErro
 from ..models import Transformer
 from ..models.kv_cache import KVCache
 from ..structured_outputs.grammar import GrammarCompiler
-from .async_scheduling import AsyncScheduler, InFlightStep, LaunchedForward, forced_drafts_pay, still_running
+from .async_scheduling import StepPipeline
 from .draft_control import DraftControl
 from .mask_filler import MaskFiller, collect_held, consume_outputs
 from .model_runner import ModelRunner, forward
@@ -26,8 +27,6 @@ from .scheduler import MIN_PREFILL_TOKENS, Scheduler, max_scored_tokens
 from .speculative import Drafter, NgramDrafter, max_drafts
 from .state_pool import default_slots
 from .step_time import StepSize, StepTimeModel, chunk_context, step_size
-
-Compute = Callable[[list[ScheduledTokens]], SamplerOutput]
 
 
 class Engine:
@@ -57,18 +56,15 @@ class Engine:
         self.is_computing = False  # during a forward pass: the scheduler's state is then consistent
         self.device_failed = False  # every step will fail until the process is restarted
         self.on_schedule: Callable[[], None] = lambda: None  # called after scheduling, before the forward pass
-        self._compute: Compute = self._forward
-        is_async = AsyncScheduler.is_supported(model)
-        self._async_scheduler = AsyncScheduler(model, self.runner, self.mask_filler) if is_async else None
-        self._in_flight: InFlightStep | None = None
-        self._waits_for_drafts = False  # the step after the one in flight is to have drafts that grammars force
+        self.pipeline = StepPipeline(self)
         self._called_at = self._returned_at = 0.0  # of the last call of `step`
         self._began_at = 0.0  # of the present step: when it was launched, or when the result before it arrived
         self._arrivals = 0
 
-    def replace_model(self, compute: Compute) -> None:
+    def replace_model(self, compute: Callable[[list[ScheduledTokens]], SamplerOutput]) -> None:
         """Compute steps with another function, such as a `DummyModel`."""
-        self._compute, self._async_scheduler = compute, None
+        vars(self).update(_run=compute, _sample=lambda scheduled, sampled: sampled)
+        self.pipeline.is_enabled = False
 
     @property
     def has_work(self) -> bool:
@@ -113,109 +109,64 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """Compute the next tokens of the running requests."""
+        outputs = self._begin_step()
+        if self.pipeline.in_flight is not None:
+            outputs += self.pipeline.collect()
+        elif scheduled := self.schedule():
+            launch = self.pipeline.launch if self.pipeline.can_launch(scheduled) else self.run_step
+            outputs += launch(scheduled)
+        return self._end_step(outputs)
+
+    def _begin_step(self) -> list[StepOutput]:
+        """Return the outputs of requests that have expired, and of those whose slow grammars are done."""
         self.is_computing = False  # an interrupted step leaves it set
         self._called_at = time.perf_counter()
         outputs = self.scheduler.expire(time.monotonic())
-        in_flight, self._in_flight = self._in_flight, None
-        is_idle = in_flight is None and all(request.is_held for request in self.scheduler.running)
-        outputs += collect_held(self.mask_filler, self.scheduler.remove, is_idle=is_idle)
-        if in_flight is not None:
-            outputs += self._collect_in_flight(in_flight)
-        elif scheduled := self.scheduler.schedule(self._max_prefill_tokens):
-            self.on_schedule()
-            outputs += self._launch_or_run(scheduled)
+        is_idle = self.pipeline.in_flight is None and all(request.is_held for request in self.scheduler.running)
+        return outputs + collect_held(self.mask_filler, self.scheduler.remove, is_idle=is_idle)
+
+    def _end_step(self, outputs: list[StepOutput]) -> list[StepOutput]:
         if self.config.debug:
             self.scheduler.check()
         self._returned_at = time.perf_counter()
         return outputs
+
+    def schedule(self) -> list[ScheduledTokens]:
+        """Return the tokens of the next step."""
+        scheduled = self.scheduler.schedule(self.max_prefill_tokens)
+        if scheduled:
+            self.on_schedule()
+        return scheduled
 
     def reset(self) -> None:
         """Drop all requests and the prefix cache, after an interrupt while the scheduler's state was changing."""
         for request in (*self.scheduler.running, *self.scheduler.waiting):
             request.is_finished, request.batch_slot, request.blocks, request.states = True, -1, [], {}
         self.scheduler = Scheduler(self.config, self.scheduler.stats, self.cache.n_slots)
-        self._in_flight, self.is_computing = None, False
+        self.pipeline.in_flight, self.is_computing = None, False
 
-    def _launch_or_run(self, scheduled: list[ScheduledTokens]) -> list[StepOutput]:
-        launcher = self._async_scheduler
-        if launcher is None or self.is_drafting or not launcher.can_launch(scheduled):
-            return self._run_step(scheduled)
-        self._began_at = time.perf_counter()
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Say that the scheduler's state is consistent; an interrupt leaves it said, an error does not."""
+        self.is_computing = True
         try:
-            self.is_computing = True
-            step = launcher.sample(launcher.launch_forward(scheduled))
+            yield
+        except Exception:
             self.is_computing = False
-        except Exception as error:
-            return self._fail_step(scheduled, error)
-        return self._collect_in_flight(step)
-
-    def _launch_next(self, step: InFlightStep) -> tuple[list[StepOutput], LaunchedForward | None]:
-        """Launch the step after one in flight, if it can be scheduled now, and sample it unless it is guided; return
-        the requests that fail by it, and what is to be sampled once the step before is collected."""
-        launcher = self._async_scheduler
-        with step.assume_collected():
-            if launcher is None or self.is_drafting or self._waits_for_drafts:
-                return [], None
-            if not self.scheduler.can_schedule_ahead():
-                return [], None
-            scheduled = self.scheduler.schedule(self._max_prefill_tokens)
-            if not (scheduled and launcher.can_launch(scheduled)):
-                return [], None
-            self.on_schedule()
-            try:
-                self.is_computing = True
-                launched = launcher.launch_forward(scheduled, step)
-                if not launched.is_guided:
-                    self._in_flight = launcher.sample(launched, step)
-                self.is_computing = False
-            except Exception as error:
-                return self._fail_step(scheduled, error), None
-        return [], launched if launched.is_guided else None
-
-    def _sample_next(self, launched: LaunchedForward) -> list[StepOutput]:
-        """Sample a step whose forward pass runs; return the requests that fail by it."""
-        running = still_running(launched.scheduled)
-        if self._async_scheduler is None or not running:
-            return []
-        try:
-            self.is_computing = True
-            self._in_flight = self._async_scheduler.sample(launched)
-            self.is_computing = False
-        except Exception as error:
-            return self._fail_step(running, error)
-        return []
-
-    def _collect_in_flight(self, step: InFlightStep) -> list[StepOutput]:
-        """Return the outputs of a launched step; the next one is launched before waiting for its tokens."""
-        outputs, launched = self._launch_next(step)
-        try:
-            self.is_computing = True
-            tokens = step.pending.result()
-            self.is_computing = False
-        except Exception as error:
-            self._in_flight = None
-            return outputs + self._fail_step(still_running(step.scheduled), error)
-        except BaseException:  # Ctrl-C: the tokens are lost, so the step that follows them is computed again
-            self._in_flight = None
             raise
-        running = still_running(step.scheduled)
-        if tokens is None:  # undecided on the device (near tie): rerun through the reference sampler
-            self._in_flight = None
-            return outputs + (self._run_step(running) if running else [])
+        self.is_computing = False
+
+    def begin_timing(self) -> None:
+        """Count the time of the step from now on, unless it follows a step in flight."""
+        self._began_at = time.perf_counter()
+
+    def observe_launched(self, scheduled: list[ScheduledTokens], num_running: int) -> None:
+        """Learn from the arrival of the tokens of a step that was launched ahead."""
         self.num_steps += 1
-        size = step_size(step.scheduled, self.step_time.query_tile)
-        seconds = self._observe_result(size, len(step.scheduled), len(running))
+        size = step_size(scheduled, self.step_time.query_tile)
+        seconds = self._observe_result(size, len(scheduled), num_running)
         if seconds is not None:
             self.step_time.observe(size, seconds)
-        outputs += self._update(running, step.collect(tokens))
-        if launched is not None:
-            outputs += self._sample_next(launched)
-        if self._in_flight is None:
-            self._draft()
-        elif launched is not None:  # the step in flight samples the first of the tokens that a grammar forces
-            forced = [len(drafts) - 1 for _, drafts in self._grammar_drafts() if drafts]
-            self._waits_for_drafts = self._drafts_pay(sum(forced))
-        return outputs
 
     def _observe_result(self, size: StepSize, num_requests: int, num_tokens: int) -> float | None:
         """Return the seconds between the last two results, from which the draft control learns; None if most of them
@@ -228,25 +179,27 @@ class Engine:
             self.draft_control.observe(num_requests, num_tokens, seconds)
         return seconds
 
-    def _run_step(self, scheduled: list[ScheduledTokens]) -> list[StepOutput]:
+    def run_step(self, scheduled: list[ScheduledTokens]) -> list[StepOutput]:
+        """Compute a step and wait for its tokens."""
         start = time.perf_counter()
         size = step_size(scheduled, self.step_time.query_tile)
         try:
-            self.is_computing = True
-            sampled = self._compute(scheduled)
-            self.is_computing = False
+            with self.computing():
+                logits = self._run(scheduled)
+                sampled = self._sample(scheduled, logits)
         except Exception as error:
-            return self._fail_step(scheduled, error)
-        outputs = self._update(scheduled, sampled)
+            return self.fail_step(scheduled, error)
+        outputs = self.update(scheduled, sampled)
         self._observe_result(size, len(scheduled), len(outputs))  # with the time of its drafts, after the last result
-        self._draft()
+        self.draft()
         if size.kind != "decode":
-            self._began_at = time.perf_counter()  # the drafter's work on prompts is no part of the next step
+            self.begin_timing()  # the drafter's work on prompts is no part of the next step
         self.num_steps += 1
         self.step_time.observe(size, time.perf_counter() - start)
         return outputs
 
-    def _forward(self, scheduled: list[ScheduledTokens]) -> SamplerOutput:
+    def _run(self, scheduled: list[ScheduledTokens]) -> Array:
+        """Return the logits, while the masks of guided requests are filled."""
         sampled = [one.request for one in scheduled if one.stop >= len(one.request.ids)]
         if self.model.ops.has_device_memory:  # it computes while the host fills masks
             logits = self._run_model(scheduled)
@@ -254,6 +207,9 @@ class Engine:
         else:
             self.mask_filler.start(sampled)
             logits = self._run_model(scheduled)
+        return logits
+
+    def _sample(self, scheduled: list[ScheduledTokens], logits: Array) -> SamplerOutput:
         self.mask_filler.wait()
         return sample(self.model.ops, scheduled, logits)
 
@@ -264,30 +220,30 @@ class Engine:
         self.drafter.observe(scheduled, hidden)
         return logits
 
-    def _update(self, scheduled: list[ScheduledTokens], sampled: SamplerOutput) -> list[StepOutput]:
+    def update(self, scheduled: list[ScheduledTokens], sampled: SamplerOutput) -> list[StepOutput]:
         outputs = self.scheduler.update(scheduled, sampled)
         if any(output.request.constraint is not None for output in outputs):
             return consume_outputs(outputs, self.scheduler.remove, self.mask_filler)
         return outputs
 
-    def _fail_step(self, scheduled: list[ScheduledTokens], error: Exception) -> list[StepOutput]:
+    def fail_step(self, scheduled: list[ScheduledTokens], error: Exception) -> list[StepOutput]:
         """Finish the requests of a failed step with an error; the others go on."""
         self.is_computing = False
         self.device_failed = self.device_failed or (not isinstance(error, WorkerError) and self.model.ops.has_failed())
         return self.scheduler.fail(scheduled, _to_worker_error(error))
 
-    def _draft(self) -> None:
-        """Set draft tokens for the next step: the drafter's tokens, and tokens that grammars force."""
-        self._waits_for_drafts = False
+    def draft(self) -> None:
+        """Set draft tokens for the next step: those of the drafter, and those that grammars force."""
         if self.drafter is not None and self.is_drafting:
             self._run_drafter(self.drafter)
-        found = self._grammar_drafts()
-        if self._async_scheduler is None or self.is_drafting or self._drafts_pay(sum(len(one) for _, one in found)):
-            for request, drafts in found:
+        grammar_drafts = self.grammar_drafts()
+        num_drafts = sum(len(drafts) for _, drafts in grammar_drafts)
+        if self.pipeline.waits_for(num_drafts) or self.is_drafting:
+            for request, drafts in grammar_drafts:
                 request.drafts = drafts
 
-    def _grammar_drafts(self) -> list[tuple[Request, list[int]]]:
-        """Return the next tokens of guided requests that decode: tokens that are forced, or drafts that are allowed."""
+    def grammar_drafts(self) -> list[tuple[Request, list[int]]]:
+        """Return the next tokens of guided requests that decode: those that are forced, or drafts that are allowed."""
         found, left = [], self.scheduler.max_scored_tokens
         for request in self.scheduler.running:
             if request.constraint is not None:
@@ -296,14 +252,6 @@ class Engine:
                 found.append((request, drafts))
                 left -= len(drafts)
         return found
-
-    def _drafts_pay(self, num_drafts: int) -> bool:
-        """Return whether these drafts, which are certain, save more than steps that are launched ahead."""
-        running = self.scheduler.running
-        if num_drafts <= 0:
-            return False
-        size = StepSize("decode", True, len(running), sum(len(request.ids) for request in running))
-        return forced_drafts_pay(num_drafts, len(running), self.step_time.predict(size))
 
     def _run_drafter(self, drafter: Drafter) -> None:
         """Let a drafter set drafts. They are optional: a drafter that breaks is not used again."""
@@ -318,7 +266,7 @@ class Engine:
             self.drafter = None
             warnings.warn(f"speculative decoding is off: the drafter failed: {error}", RuntimeWarning, stacklevel=2)
 
-    def _max_prefill_tokens(self, decodes: Sequence[ScheduledTokens], start: int) -> int:
+    def max_prefill_tokens(self, decodes: Sequence[ScheduledTokens], start: int) -> int:
         """Return how many prompt tokens a step may have so that its decodes get their token in time."""
         limit = self.config.max_step_tokens
         if not any(one.stop > one.request.num_prompt_tokens for one in decodes):
@@ -330,7 +278,7 @@ class Engine:
         """Return the predicted seconds of a prompt token in a step with the current decodes; 0: not known yet."""
         running = [one for one in self.scheduler.running[:] if len(one.ids) > one.num_prompt_tokens]
         decodes = [ScheduledTokens(one, len(one.ids) - 1, len(one.ids), 0) for one in running]
-        count = max(MIN_PREFILL_TOKENS, self._max_prefill_tokens(decodes, 0))
+        count = max(MIN_PREFILL_TOKENS, self.max_prefill_tokens(decodes, 0))
         context = sum(one.stop for one in decodes) + chunk_context(0, count, self.step_time.query_tile)
         return (self.step_time.predict(StepSize("mixed", False, len(decodes) + count, context)) or 0.0) / count
 

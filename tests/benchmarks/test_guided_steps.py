@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.engine import engine as serving
-from llm_worker_rbee.engine.async_scheduling import AsyncScheduler, forced_drafts_pay
+from llm_worker_rbee.engine import async_scheduling
+from llm_worker_rbee.engine.async_scheduling import StepPipeline, forced_drafts_pay
 from tests.cli.conftest import ROOT
 from tests.conftest import DEVICE
 
@@ -22,8 +22,8 @@ def test_benchmark_of_guided_steps(
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import guided_steps
 
-    monkeypatch.setattr(serving, "forced_drafts_pay", forced_drafts_pay)  # both are replaced, and restored by this
-    monkeypatch.setattr(AsyncScheduler, "_masked_rows", AsyncScheduler._masked_rows)
+    monkeypatch.setattr(async_scheduling, "forced_drafts_pay", forced_drafts_pay)  # restored by this
+    monkeypatch.setattr(StepPipeline, "_masked_rows", StepPipeline._masked_rows)
     options = ["--batch", "3", "--tokens", "6", "--rounds", "1", "--device", DEVICE, "--max-loss", max_loss]
     monkeypatch.setattr(sys, "argv", ["guided_steps", str(tiny_file), *options])
     with pytest.raises(SystemExit) as ended:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee.config import EngineConfig
-from llm_worker_rbee.engine import engine as serving
-from llm_worker_rbee.engine.async_scheduling import GAP_S, AsyncScheduler, forced_drafts_pay
+from llm_worker_rbee.engine import async_scheduling
+from llm_worker_rbee.engine.async_scheduling import GAP_S, StepPipeline, forced_drafts_pay
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.mask_filler import MaskFiller
 from llm_worker_rbee.engine.request import Request, StepOutput
@@ -63,7 +63,7 @@ def compiler(tiny_file: Path) -> GrammarCompiler:
 @pytest.fixture(autouse=True)
 def _without_forced_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times of steps on this machine decide nothing."""
-    monkeypatch.setattr(serving, "forced_drafts_pay", lambda *_: False)
+    monkeypatch.setattr(async_scheduling, "forced_drafts_pay", lambda *_: False)
 
 
 def make_engine(model: Transformer, compiler: GrammarCompiler, **settings: Any) -> Engine:
@@ -190,7 +190,7 @@ def test_forced_drafts_between_steps_ahead_change_no_answer(
     model: Transformer, compiler: GrammarCompiler, pays: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps with forced tokens interrupt the pipeline where they pay, and it goes on behind them."""
-    monkeypatch.setattr(serving, "forced_drafts_pay", pays)
+    monkeypatch.setattr(async_scheduling, "forced_drafts_pay", pays)
     device = AsyncBackend(model.ops)
     ahead = make_engine(make_async(model, device), compiler)
     plain = make_engine(replace(model, ops=SyncBackend(model.ops)), compiler)  # type: ignore[arg-type]
@@ -232,7 +232,7 @@ def test_guided_step_is_sampled_behind_the_tokens_before_it(
 
     record(PendingTokens, "result", "result")
     record(AsyncBackend, "sample_async", "sample")
-    record(AsyncScheduler, "launch_forward", "forward")
+    record(StepPipeline, "_launch_forward", "forward")
     engine = make_engine(make_async(model, AsyncBackend(model.ops)), compiler)
     engine.add(guided(compiler, GRAMMARS[2], 10, temperature=0))
     engine.add(guided(compiler, None, 10, temperature=0))
@@ -331,7 +331,7 @@ def test_interrupt_while_masks_are_filled_loses_no_token(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(AsyncScheduler, "sample", interrupted)
+        patch.setattr(StepPipeline, "_sample", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     for one in (engine, plain):

@@ -294,8 +294,8 @@ def test_undecided_step_without_requests_is_no_failure(model: Transformer, monke
     engine.abort(first)
     engine.add(second)
     runs: list[int] = []
-    forward = engine._forward
-    monkeypatch.setattr(engine, "_compute", lambda scheduled: runs.append(len(scheduled)) or forward(scheduled))
+    run = engine._run
+    monkeypatch.setattr(engine, "_run", lambda scheduled: runs.append(len(scheduled)) or run(scheduled))
     with monkeypatch.context() as patch:
         patch.setattr(PendingTokens, "result", lambda _: None)
         assert engine.step() == []

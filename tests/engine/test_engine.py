@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from llm_worker_rbee.backends.ops import Batch, FusedForward
 from llm_worker_rbee.engine import engine as serving
 from llm_worker_rbee.engine import speculative
-from llm_worker_rbee.engine.request import Request, SamplerOutput, ScheduledTokens, resolve_max_tokens
-from llm_worker_rbee.engine.speculative import DraftModel
+from llm_worker_rbee.engine.request import Request, ScheduledTokens, resolve_max_tokens
+from llm_worker_rbee.engine.speculative import Drafter, DraftModel
 from llm_worker_rbee.engine.step_time import STEP_KINDS, StepSize, StepTimeModel, StepTimes
 from llm_worker_rbee.errors import ContextLengthError, DeadlineError, InferenceError, InsufficientMemoryError
 from llm_worker_rbee.models import Transformer
@@ -239,7 +239,7 @@ def test_nan_logits_finish_only_their_request(model: Transformer, options: dict[
 
 
 def test_failing_drafter_is_disabled(model: Transformer) -> None:
-    class Broken:
+    class Broken(Drafter):
         calls = 0
 
         def draft(self, running: Any, *_: Any) -> None:
@@ -546,13 +546,13 @@ def test_drafting_is_paused_where_it_takes_longer(
     now = [1.0]
     monkeypatch.setattr(serving, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: 0.0))
     served = engine(parrot, speculative="ngram", draft_tokens=1)
-    compute = served._compute
+    run = served._run
 
-    def spend(scheduled: list[ScheduledTokens]) -> SamplerOutput:
+    def spend(scheduled: list[ScheduledTokens]) -> Any:
         now[0] += 0.001 + (draft_s if any(one.request.drafts for one in scheduled) else 0.0)
-        return compute(scheduled)
+        return run(scheduled)
 
-    served._compute, served._async_scheduler = spend, None
+    served._run, served.pipeline.is_enabled = spend, False
     question = Question((*b"abcdefgab",), 120, GREEDY)
     modes: list[bool] = []
     for _ in range(3):

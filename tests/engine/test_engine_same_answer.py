@@ -14,7 +14,7 @@ import pytest
 from llm_worker_rbee.backends import resolve_kv_type, select_backend
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.request import Request
-from llm_worker_rbee.engine.speculative import DraftModel, MakeBatch, Reserve, max_drafts
+from llm_worker_rbee.engine.speculative import Drafter, DraftModel, MakeBatch, Reserve, max_drafts
 from llm_worker_rbee.models import Transformer
 from tests.conftest import DEVICE
 from tests.helpers.engine_runs import (
@@ -56,7 +56,7 @@ class Workload:
         return self._answers[which, kv_type]
 
 
-class AnswerDrafter:
+class AnswerDrafter(Drafter):
     """Drafts the tokens that are going to come; one in three drafts ends with a wrong one."""
 
     def __init__(self, rng: random.Random, answers: dict[Request, Answer], max_length: int) -> None:
@@ -109,7 +109,7 @@ def disturb(rng: random.Random, engine: Engine, mates: list[Request]) -> None:
     """What may happen between two steps."""
     if mates and rng.random() < 0.1:
         engine.abort(mates.pop())
-    if engine.scheduler.running and rng.random() < 0.05 and engine._in_flight is None:  # only `schedule` preempts
+    if engine.scheduler.running and rng.random() < 0.05 and engine.pipeline.in_flight is None:
         engine.scheduler._preempt(rng.choice(engine.scheduler.running))
     if rng.random() < 0.05:
         clear_prefix_cache(engine.scheduler.pool)

@@ -149,7 +149,7 @@ class Server:
 
 def step_through(run: Callable[[Any], Any], engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pass every step through `run`; async scheduling is turned off."""
-    monkeypatch.setattr(engine, "_async_scheduler", None)
+    monkeypatch.setattr(engine.pipeline, "is_enabled", False)
     monkeypatch.setattr(engine.runner, "run", run)
 
 

@@ -138,7 +138,7 @@ def test_scheduler_failure_finishes_all_requests_and_engine_recovers(
 ) -> None:
     async def main() -> None:
         engine = engine_of(model)
-        monkeypatch.setattr(engine, "_async_scheduler", None)  # on a GPU a launched step calls no scheduler
+        monkeypatch.setattr(engine.pipeline, "is_enabled", False)  # on a GPU a launched step calls no scheduler
         async with served(engine) as token_engine:
             stream = token_engine.submit(request([1, 2], 400))
             await stream.next_outputs()

@@ -16,7 +16,7 @@ from llm_worker_bench.synthetic import Shape  # noqa: E402
 from llm_worker_rbee.backends.cuda import CudaBackend  # noqa: E402
 from llm_worker_rbee.backends.reference import ReferenceBackend  # noqa: E402
 from llm_worker_rbee.config import EngineConfig  # noqa: E402
-from llm_worker_rbee.engine import engine as serving  # noqa: E402
+from llm_worker_rbee.engine import async_scheduling  # noqa: E402
 from llm_worker_rbee.engine.engine import Engine  # noqa: E402
 from llm_worker_rbee.engine.request import Request  # noqa: E402
 from llm_worker_rbee.models import Transformer, load_model, read_model_config  # noqa: E402
@@ -62,7 +62,7 @@ def make_requests(compiler: GrammarCompiler) -> list[Request]:
 def test_guided_answers_are_those_of_sync_steps_and_of_the_reference(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "forced_drafts_pay", lambda *_: False)
+    monkeypatch.setattr(async_scheduling, "forced_drafts_pay", lambda *_: False)
     model, found = load(ops), []
     for made in (model, replace(model, ops=SyncBackend(ops)), load(ReferenceBackend())):  # type: ignore[arg-type]
         requests = make_requests(compiler)
