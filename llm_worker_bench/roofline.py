@@ -223,7 +223,8 @@ def product_program(weights: Sequence[Any], rows: int, threads: int) -> Callable
 
     The step table points at one input and one output, large enough for all. The caller keeps the weights alive.
     """
-    from llm_worker_rbee.backends.cpu import elementwise, linear, quantize_activations  # they need Numba
+    from llm_worker_rbee.backends.cpu import linear
+    from llm_worker_rbee.backends.cpu.kernels import elementwise, quantize_activations  # they need Numba
     from llm_worker_rbee.backends.cpu.program import Step
 
     widest = max(w.columns for w in weights)
@@ -241,7 +242,7 @@ def product_program(weights: Sequence[Any], rows: int, threads: int) -> Callable
 
 def quantize_program(columns: int, rows: int, threads: int) -> Callable[[], object]:
     """Return a function that quantizes random activations, as the CPU does before a matrix product."""
-    from llm_worker_rbee.backends.cpu import elementwise, quantize_activations  # they need Numba
+    from llm_worker_rbee.backends.cpu.kernels import elementwise, quantize_activations  # they need Numba
     from llm_worker_rbee.backends.cpu.program import Step
 
     unused = np.empty(1, np.float32)  # entries of a step are those of `product_program`

@@ -31,7 +31,7 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "llm_worker_rbee": (Budget(3_543, 3_543), Budget(14, 14)),
     "llm_worker_rbee/backends": (Budget(1_907, 1_907), Budget(8, 8)),
     "llm_worker_rbee/backends/cpu": (Budget(7_711, 7_711), Budget(27, 27)),
-    "llm_worker_rbee/backends/cpu/matmul": (Budget(1_004, 1_004), Budget(7, 7)),
+    "llm_worker_rbee/backends/cpu/kernels/matmul": (Budget(1_004, 1_004), Budget(7, 7)),
     "llm_worker_rbee/backends/cuda": (Budget(8_700, 8_700), Budget(29, 29)),
     "llm_worker_rbee/cli": (Budget(3_837, 3_837), Budget(15, 15)),
     "llm_worker_rbee/cluster": (Budget(699, 699), Budget(6, 6)),

@@ -82,10 +82,10 @@ LONG_FILES: set[str] = set()
 MAX_FUNCTION_LINES = 60
 # Kernels, and commands whose signature is the list of their options.
 LONG_FUNCTIONS = {
-    "backends/cuda/attention_decode.py:decode_attention",
-    "backends/cuda/attention_decode.py:decode_attention_gqa",
-    "backends/cuda/gemv.py:gemv_dense",
-    "backends/cuda/gemv.py:gemv_packed",
+    "backends/cuda/kernels/attention_decode.py:decode_attention",
+    "backends/cuda/kernels/attention_decode.py:decode_attention_gqa",
+    "backends/cuda/kernels/gemv.py:gemv_dense",
+    "backends/cuda/kernels/gemv.py:gemv_packed",
     "llm_worker_bench/commands/accuracy.py:accuracy",
 }
 MIN_MODULE_LINES = 80  # a shorter module with a single client is part of that client, unless there is a reason
@@ -112,7 +112,7 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in FILES}
 
 
-CUDA_FILES = {*(PACKAGE / "backends" / "cuda").glob("*.py"), BENCH / "backends" / "cuda_parts.py"}
+CUDA_FILES = {*(PACKAGE / "backends" / "cuda").rglob("*.py"), BENCH / "backends" / "cuda_parts.py"}
 
 
 @cache

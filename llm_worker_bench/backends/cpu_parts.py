@@ -14,21 +14,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_worker_rbee.backends.cpu import simd as f
-from llm_worker_rbee.backends.cpu.attention import (
+from llm_worker_rbee.backends.cpu.jit import TaskKernel
+from llm_worker_rbee.backends.cpu.kernels import simd as f
+from llm_worker_rbee.backends.cpu.kernels.attention import (
     MIN_PREFILL_TOKENS,
     AttentionArg,
     score_kernel,
     score_rows_kernel,
     view_of,
 )
-from llm_worker_rbee.backends.cpu.attention_kernels import KEY_BLOCK, SPAN, TILE_ROWS, Rows
-from llm_worker_rbee.backends.cpu.jit import TaskKernel
-from llm_worker_rbee.backends.cpu.kv_layout import empty_layer, layer_addresses, padded_dim
-from llm_worker_rbee.backends.cpu.pointers import aligned, f32, f64, i64, scratch
+from llm_worker_rbee.backends.cpu.kernels.attention_key_blocks import KEY_BLOCK, SPAN, TILE_ROWS, Rows
+from llm_worker_rbee.backends.cpu.kernels.kv_layout import empty_layer, layer_addresses, padded_dim
+from llm_worker_rbee.backends.cpu.kernels.pointers import aligned, f32, f64, i64, scratch
+from llm_worker_rbee.backends.cpu.kernels.rope import TOKENS_PER_PIECE, angles_task, rope_store_task, rotate_head
+from llm_worker_rbee.backends.cpu.kernels.simd import LANES
 from llm_worker_rbee.backends.cpu.program import Program, Step, Task, pack_args, pack_floats, prepare_step, run_step
-from llm_worker_rbee.backends.cpu.rope import TOKENS_PER_PIECE, angles_task, rope_store_task, rotate_head
-from llm_worker_rbee.backends.cpu.simd import LANES
 from llm_worker_rbee.backends.ops import Ints, KVLayer, RopeTable
 
 Floats = NDArray[np.float32]

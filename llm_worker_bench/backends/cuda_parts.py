@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 
 from llm_worker_rbee.backends.cuda import cuda_graphs, device
-from llm_worker_rbee.backends.cuda.attention_prefill import SMALL_QUERY_TILE, prefill_tile
 from llm_worker_rbee.backends.cuda.device import shared_memory_bytes, upload
+from llm_worker_rbee.backends.cuda.kernels.attention_prefill import SMALL_QUERY_TILE, prefill_tile
+from llm_worker_rbee.backends.cuda.kernels.rope import load_first, padded_dim, rope_store_qkv, rope_tables
 from llm_worker_rbee.backends.cuda.profile import CudaTrace as CudaTrace
-from llm_worker_rbee.backends.cuda.rope import load_first, padded_dim, rope_store_qkv, rope_tables
 from llm_worker_rbee.backends.ops import Ints, RopeTable
 
 BLOCK = 16  # positions of a KV block

@@ -11,7 +11,8 @@ import pytest
 from llm_worker_bench import roofline
 from llm_worker_bench.roofline import Limits, Work
 from llm_worker_bench.synthetic import Shape, Spec, checkpoint
-from llm_worker_rbee.backends.cpu import CpuBackend, program, quantize_activations
+from llm_worker_rbee.backends.cpu import CpuBackend, program
+from llm_worker_rbee.backends.cpu.kernels import quantize_activations
 from llm_worker_rbee.backends.cpu.linear import linear_tasks
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.models import Transformer, load_model, read_model_config

@@ -19,20 +19,20 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from llm_worker_bench.backends import cuda_parts as op_parts
-from llm_worker_rbee.backends.cuda import (
+from llm_worker_rbee.backends.cuda.kernels import (
     attention_prefill,
     causal_conv,
     elementwise,
-    encoder_kernels,
     gated_delta,
     gated_delta_chunks,
     gemm,
     gemv,
     rope,
-    sampling_kernels,
 )
-from llm_worker_rbee.backends.cuda.attention_decode import decode_attention, decode_attention_gqa
-from llm_worker_rbee.backends.cuda.compact_kinds import CODEBOOKS, COMPACT_KINDS
+from llm_worker_rbee.backends.cuda.kernels import encoder as encoder_kernels
+from llm_worker_rbee.backends.cuda.kernels import sampling as sampling_kernels
+from llm_worker_rbee.backends.cuda.kernels.attention_decode import decode_attention, decode_attention_gqa
+from llm_worker_rbee.backends.cuda.kernels.compact_kinds import CODEBOOKS, COMPACT_KINDS
 from llm_worker_rbee.backends.cuda.linear import E4M3_TILES
 from llm_worker_rbee.backends.cuda.packed_weight import PAIRED_SCALES
 

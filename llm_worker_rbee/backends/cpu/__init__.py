@@ -33,16 +33,17 @@ from ..ops import (
     StateLayer,
     TokenMask,
 )
-from . import elementwise, encoder, forward, gated_delta, kv_layout, per_layer_inputs, precompile, sampling
-from .attention import NUMBERS_PER_TILE, attention_tasks, partial_bytes, split_work_task
-from .causal_conv import causal_conv_task
-from .experts import PackedExperts, combine_rows, grouped_linear, pack_experts, route_tokens
-from .kv_layout import kv_type_of, layer_addresses, padded_dim
+from . import forward, precompile, sampling
+from .kernels import elementwise, encoder, gated_delta, kv_layout, per_layer_inputs
+from .kernels.attention import NUMBERS_PER_TILE, attention_tasks, partial_bytes, split_work_task
+from .kernels.causal_conv import causal_conv_task
+from .kernels.experts import PackedExperts, combine_rows, grouped_linear, pack_experts, route_tokens
+from .kernels.kv_layout import kv_type_of, layer_addresses, padded_dim
+from .kernels.per_layer_inputs import gate_task, inputs_task
+from .kernels.pointers import aligned
+from .kernels.rope import angles_task, rope_store_task, temperature_of
 from .linear import PackedWeight, pack_weight
-from .per_layer_inputs import gate_task, inputs_task
-from .pointers import aligned
 from .program import Program, Step, Task, choose_threads, prepare_step, run_step
-from .rope import angles_task, rope_store_task, temperature_of
 
 Floats = NDArray[np.float32]
 

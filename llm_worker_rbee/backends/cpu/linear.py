@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 
 from ...weights import Tensor
 from ...weights.checkpoint import release_pages, shared_order
-from . import quantize_activations
-from .elementwise import quantize_task
 from .jit import TaskKernel
-from .matmul.packed import TOKENS_PER_PIECE, LinearArg, packed_kernel
-from .matmul.unpacked import TOKENS_PER_PIECE as UNPACKED_TOKENS_PER_PIECE
-from .matmul.unpacked import UNPACK_MIN_TOKENS, unpacked_kernel
+from .kernels import quantize_activations
+from .kernels.elementwise import quantize_task
+from .kernels.matmul.linear import TOKENS_PER_PIECE as UNPACKED_TOKENS_PER_PIECE
+from .kernels.matmul.linear import UNPACK_MIN_TOKENS, unpacked_kernel
+from .kernels.matmul.packed import TOKENS_PER_PIECE, LinearArg, packed_kernel
+from .kernels.pointers import i64
 from .packed_weight import GROUP_ROWS, Layout, PackedMatrices, layout_of_tensor
-from .pointers import i64
 from .program import Program, Step, Task, new_step, pack_args, pack_floats
 from .repack import repack
 

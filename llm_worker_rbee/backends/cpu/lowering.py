@@ -31,8 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..graph import LOGITS, REQUESTS, TOKENS, Graph, Node, Rewrite, Shape, Value, apply_rewrites, have_one_eps
-from . import elementwise, encoder, experts, gated_delta, per_layer_inputs, quantize_activations
-from .attention import (
+from .kernels import elementwise, encoder, experts, gated_delta, per_layer_inputs, quantize_activations
+from .kernels.attention import (
     NUMBERS_PER_TILE,
     WorkEntry,
     attention_tasks,
@@ -40,14 +40,14 @@ from .attention import (
     partial_bytes,
     split_work_task,
 )
-from .causal_conv import causal_conv_task
-from .elementwise import ACTIVATIONS, embed_task, head_norms_task
-from .experts import GroupEntry
-from .kv_layout import padded_dim
+from .kernels.causal_conv import causal_conv_task
+from .kernels.elementwise import ACTIVATIONS, embed_task, head_norms_task
+from .kernels.experts import GroupEntry
+from .kernels.kv_layout import padded_dim
+from .kernels.per_layer_inputs import gate_task, inputs_task
+from .kernels.rope import angles_task, rope_store_task, temperature_of
 from .linear import linear_tasks
-from .per_layer_inputs import gate_task, inputs_task
 from .program import Step, Task
-from .rope import angles_task, rope_store_task, temperature_of
 
 WORK_NUMBERS = ((0, np.int64),) * (len(WorkEntry) - 1)  # entries for numbers, without an array
 COUNTS: dict[Any, Step] = {TOKENS: Step.TOKENS, LOGITS: Step.NUM_LOGITS, REQUESTS: Step.REQUESTS}

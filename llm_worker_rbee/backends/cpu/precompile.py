@@ -28,16 +28,23 @@ from .. import cpu_info
 from ..kernel_folder import CACHE_VARIABLE
 from ..ops import COMPILING, KV_TYPES, Progress
 from . import program, repack
-from .attention import attention_kernels, split_work_kernel
 from .jit import PythonKernel, TaskKernel
 from .kernel_cache import cache_dir
+from .kernels.attention import attention_kernels, split_work_kernel
+from .kernels.rope import rope_store_kernel
 from .linear import linear_kernel
 from .packed_weight import LAYOUT_BY_TYPE
-from .rope import rope_store_kernel
 
 # Modules whose kernels every model needs that generates, and every encoder: kept under names of their own, in a tuple
 # or in a table.
-COMMON_MODULES, ENCODER_MODULES = ("elementwise", "rope", "sampling"), ("elementwise", "rope", "encoder")
+COMMON_MODULES, ENCODER_MODULES = (
+    ("kernels.elementwise", "kernels.rope", "sampling"),
+    (
+        "kernels.elementwise",
+        "kernels.rope",
+        "kernels.encoder",
+    ),
+)
 HEADS_PER_KV_HEAD = (1, 2, 3, 4, 5, 6, 7, 8)  # of known models
 MATRICES_OF_ONE_ROW = "ffn_gate_inp_shexp.weight"  # vectors in files
 KERNELS_PER_HELPER = 4  # fewer are compiled before a helper has started
@@ -51,7 +58,7 @@ Kernel = TaskKernel | PythonKernel
 def all_kernels() -> list[Kernel]:
     """Return every kernel of any known model."""
     found = _kernels_for(LAYOUT_BY_TYPE, HEADS_PER_KV_HEAD, KV_TYPES)
-    modules = "encoder", "experts", "per_layer_inputs", "causal_conv", "gated_delta"
+    modules = [f"kernels.{name}" for name in ("encoder", "experts", "per_layer_inputs", "causal_conv", "gated_delta")]
     return found + [kernel for name in modules for kernel in _kernels_of(name)]
 
 
@@ -64,10 +71,10 @@ def model_kernels(checkpoint: Checkpoint, config: ModelConfig, kv_type: str = KV
     # a causal model may pool too: kernels of means and activations are then compiled when first used
     generates = config.causal and not config.family.is_encoder
     found = _kernels_for(known, groups, [kv_type], COMMON_MODULES if generates else ENCODER_MODULES)
-    modules = ["experts"] if config.experts is not None else []
-    modules += ["per_layer_inputs"] if config.layer_input_dim else []
-    modules += ["causal_conv"] if config.state_bytes else []
-    modules += ["gated_delta"] if config.linear is not None else []
+    modules = ["kernels.experts"] if config.experts is not None else []
+    modules += ["kernels.per_layer_inputs"] if config.layer_input_dim else []
+    modules += ["kernels.causal_conv"] if config.state_bytes else []
+    modules += ["kernels.gated_delta"] if config.linear is not None else []
     return found + [kernel for name in modules for kernel in _kernels_of(name)]
 
 

@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 from ...errors import InferenceError, MissingDependencyError
 from .. import cpu_info
 from .jit import TaskKernel, kernel, parallel, simple_kernel, variant
-from .pointers import (
+from .kernels.pointers import (
     aligned,
     atomic_load,
     atomic_store,

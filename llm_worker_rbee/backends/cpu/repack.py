@@ -27,11 +27,11 @@ from ...weights.checkpoint import release_pages
 from ...weights.quants import ALL_TYPES
 from ...weights.quants.codebooks import GRIDS, grid
 from ...weights.quants.decoders import read_f32
-from . import gguf_blocks as gguf
-from .dot_int8 import WEIGHT_BIAS
 from .jit import inline, kernel, variant
+from .kernels import repack as gguf
+from .kernels.dot_int8 import WEIGHT_BIAS
+from .kernels.pointers import aligned, load_f32, load_u8, load_u16, load_u32, store_f16, store_u8, store_u16, store_u32
 from .packed_weight import BLOCK_COLUMNS, GROUP_ROWS, Layout, PackedMatrix, layout_of_tensor
-from .pointers import aligned, load_f32, load_u8, load_u16, load_u32, store_f16, store_u8, store_u16, store_u32
 
 FLOAT_DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.uint16, "BF16": np.uint16}
 MIN_UNIT_EXPONENT = -126  # the unit's inverse is still a float32

@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 from .. import reference_sampling
 from ..ops import Ints, Logprobs, SampleRow, TokenMask
 from ..reference_sampling import MAX_LOGIT
-from . import sampling_kernels as kernels
-from . import simd as f
 from .jit import PythonKernel, TaskKernel
 from .jit import simple_kernel as kernel
-from .pointers import f32, f64, i32, i64
+from .kernels import sampling as kernels
+from .kernels import simd as f
+from .kernels.pointers import f32, f64, i32, i64
 from .program import Program, Step, Task, new_step, pack_args, threads_in_use
 
 Floats = NDArray[np.float32]

@@ -19,9 +19,10 @@ import torch
 from ..graph import Graph, ProgramLine
 from ..ops import CAPTURING, Batch, Ints, LayerCache, Profiler, Progress, StepLimits, first_kv
 from . import profile
-from .attention_prefill import QUERY_TILE, SMALL_QUERY_TILE
 from .cuda_graphs import CudaGraphs
 from .device import activate, as_memory_error
+from .kernels.attention_prefill import QUERY_TILE, SMALL_QUERY_TILE
+from .kernels.rope import CosSin, rope_tables
 from .launch import Launcher, StepInputs
 from .lowering import (
     Attention,
@@ -37,7 +38,6 @@ from .lowering import (
     fuse_graph,
     without_hidden,
 )
-from .rope import CosSin, rope_tables
 from .step_inputs import (
     ARRAYS_PER_TOKEN,
     NO_BATCH,

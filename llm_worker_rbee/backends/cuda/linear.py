@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from triton import cdiv, next_power_of_2
 
-from .compact_kinds import CODEBOOKS, COMPACT_KINDS
 from .device import HOPPER_SHARED_BYTES, is_interpreted, num_multiprocessors, pdl_options, shared_memory_bytes
-from .elementwise import launch_convert
-from .gemm import gemm_dense, gemm_packed
-from .gemv import STORE, gemv_dense, gemv_packed
+from .kernels.compact_kinds import CODEBOOKS, COMPACT_KINDS
+from .kernels.elementwise import launch_convert
+from .kernels.gemm import gemm_dense, gemm_packed
+from .kernels.gemv import STORE, gemv_dense, gemv_packed
 from .packed_weight import (
     E4M3,
     FP8,

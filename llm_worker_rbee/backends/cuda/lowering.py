@@ -13,8 +13,8 @@ import torch
 
 from ..graph import Graph, Node, ProgramLine, Rewrite, apply_rewrites, have_one_eps, op_names
 from ..ops import AttentionParams, GatedDeltaParams, GatedDeltaWeights, RopeTable, RouteParams
-from .elementwise import ACTIVATIONS
-from .gated_delta import has_kernels
+from .kernels.elementwise import ACTIVATIONS
+from .kernels.gated_delta import has_kernels
 from .packed_weight import DENSE, PackedExperts, PackedWeight
 
 

@@ -27,11 +27,11 @@ from triton import cdiv
 
 from ...weights.quants import codebooks
 from ..ops import StackedWeight
-from . import gemm
-from .compact_kinds import CODEBOOKS, COMPACT_KINDS
 from .device import is_interpreted
-from .gemm import FLOAT4
-from .gemv import PLANE_BLOCKS
+from .kernels import gemm
+from .kernels.compact_kinds import CODEBOOKS, COMPACT_KINDS
+from .kernels.gemm import FLOAT4
+from .kernels.gemv import PLANE_BLOCKS
 
 PAIRED_SCALES = ("q4m", "q5m", "q6", "nvfp4")  # two float16 per block in `scales`
 LOW_WORDS = {"q8": 8, "e4m3": 8}  # words of the first plane per block; 4 for all others

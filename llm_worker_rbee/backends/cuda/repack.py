@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from ...weights import Tensor
 from ...weights.checkpoint import release_pages, shared_order
 from . import packed_weight
-from .compact_kinds import COMPACT_KINDS, MAX_SMALL_SCALE
-from .gemm import FLOAT4
+from .kernels.compact_kinds import COMPACT_KINDS, MAX_SMALL_SCALE
+from .kernels.gemm import FLOAT4
 from .packed_weight import DENSE, E4M3, FP8, HIGH_WORDS, LOW_WORDS, PAIRED_SCALES, PackedWeight, WeightPart
 from .unpack_blocks import REPACK_RULES, CompactBlocks, UnpackedBlocks
 

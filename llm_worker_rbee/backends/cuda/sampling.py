@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from .. import reference_sampling
 from ..ops import NO_TOKENS, Ints, Logprobs, SampleRow, TokenMask, pending_id
 from .device import num_multiprocessors, upload
-from .sampling_kernels import NUM_INTS, argmax_rows, logprob_rows, sample_rows
+from .kernels.sampling import NUM_INTS, argmax_rows, logprob_rows, sample_rows
 
 MAX_SCANNED = 32  # likeliest tokens that are found one by one; more of them are sorted
 LIST_TILE = 256  # tokens of a bias or penalty list per iteration

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from ..ops import Batch, StepLimits
-from .attention_prefill import query_tiles
 from .device import is_interpreted
-from .elementwise import launch_fill_pending
+from .kernels.attention_prefill import query_tiles
+from .kernels.elementwise import launch_fill_pending
 
 DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 STEP_SIZES: tuple[int, ...] = (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)

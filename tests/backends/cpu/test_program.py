@@ -15,7 +15,7 @@ import pytest
 
 from llm_worker_rbee import machine
 from llm_worker_rbee.backends.cpu import program
-from llm_worker_rbee.backends.cpu.elementwise import copy_task
+from llm_worker_rbee.backends.cpu.kernels.elementwise import copy_task
 from tests.cli.conftest import write_model
 from tests.conftest import with_kernels
 
@@ -111,7 +111,7 @@ PIECES = """
 import sys
 import numpy as np
 from llm_worker_rbee.backends.cpu.jit import TaskKernel
-from llm_worker_rbee.backends.cpu.pointers import atomic_add, i64
+from llm_worker_rbee.backends.cpu.kernels.pointers import atomic_add, i64
 from llm_worker_rbee.backends.cpu.program import Program, Step, Task, new_step, pack_args
 
 def count_runs(args, step, piece):
@@ -140,7 +140,7 @@ print(int(early[0]))
 LATE = """
 import numpy as np
 from llm_worker_rbee.backends.cpu.jit import TaskKernel
-from llm_worker_rbee.backends.cpu.pointers import atomic_add, i64
+from llm_worker_rbee.backends.cpu.kernels.pointers import atomic_add, i64
 from llm_worker_rbee.backends.cpu.program import Program, Step, Task, _zero_counters, new_step, pack_args, worker_loop
 
 def count_runs(args, step, piece):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from llm_worker_rbee.backends.cpu import quantize_activations
-from llm_worker_rbee.backends.cpu.elementwise import quantize_task
+from llm_worker_rbee.backends.cpu.kernels import quantize_activations
+from llm_worker_rbee.backends.cpu.kernels.elementwise import quantize_task
 from llm_worker_rbee.backends.cpu.program import Program, Step, new_step
 
 

@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from llm_worker_rbee.backends.cuda import CudaBackend  # noqa: E402
-from llm_worker_rbee.backends.cuda import experts as cuda_experts  # noqa: E402
 from llm_worker_rbee.backends.cuda.device import HOPPER_SHARED_BYTES  # noqa: E402
-from llm_worker_rbee.backends.cuda.experts import expert_tile, launch_group  # noqa: E402
+from llm_worker_rbee.backends.cuda.kernels import experts as cuda_experts  # noqa: E402
+from llm_worker_rbee.backends.cuda.kernels.experts import expert_tile, launch_group  # noqa: E402
 from llm_worker_rbee.backends.cuda.linear import GemmTile  # noqa: E402
 from llm_worker_rbee.backends.cuda.packed_weight import PackedExperts  # noqa: E402
 from llm_worker_rbee.backends.ops import RouteParams  # noqa: E402
