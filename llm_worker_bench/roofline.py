@@ -225,7 +225,7 @@ def product_program(weights: Sequence[Any], rows: int, threads: int) -> Callable
     """
     from llm_worker_rbee.backends.cpu import linear
     from llm_worker_rbee.backends.cpu.kernels import elementwise, quantize_activations  # they need Numba
-    from llm_worker_rbee.backends.cpu.program import Step
+    from llm_worker_rbee.backends.cpu.kernels.program import Step
 
     widest = max(w.columns for w in weights)
     out = np.empty((rows, max(w.rows for w in weights)), np.float32)
@@ -243,7 +243,7 @@ def product_program(weights: Sequence[Any], rows: int, threads: int) -> Callable
 def quantize_program(columns: int, rows: int, threads: int) -> Callable[[], object]:
     """Return a function that quantizes random activations, as the CPU does before a matrix product."""
     from llm_worker_rbee.backends.cpu.kernels import elementwise, quantize_activations  # they need Numba
-    from llm_worker_rbee.backends.cpu.program import Step
+    from llm_worker_rbee.backends.cpu.kernels.program import Step
 
     unused = np.empty(1, np.float32)  # entries of a step are those of `product_program`
     arrays = _random(rows, columns), unused, *quantize_activations.allocate(rows, columns)
@@ -253,7 +253,8 @@ def quantize_program(columns: int, rows: int, threads: int) -> Callable[[], obje
 
 def _run_tasks(tasks: list[Any], arrays: Sequence[NDArray[Any]], rows: int, threads: int) -> Callable[[], object]:
     """Return a function that runs the tasks on these arrays, the entries of the step table behind its own."""
-    from llm_worker_rbee.backends.cpu.program import Program, Step, new_step  # it needs Numba
+    from llm_worker_rbee.backends.cpu.kernels.program import Step, new_step  # it needs Numba
+    from llm_worker_rbee.backends.cpu.program import Program  # it needs Numba
 
     program, step = Program(tasks), new_step(Step.END + len(arrays))
     step[Step.TOKENS] = rows

@@ -26,9 +26,10 @@ from llm_worker_rbee.backends.cpu.kernels.attention import (
 from llm_worker_rbee.backends.cpu.kernels.attention_key_blocks import KEY_BLOCK, SPAN, TILE_ROWS, Rows
 from llm_worker_rbee.backends.cpu.kernels.kv_layout import empty_layer, layer_addresses, padded_dim
 from llm_worker_rbee.backends.cpu.kernels.pointers import aligned, f32, f64, i64, scratch
+from llm_worker_rbee.backends.cpu.kernels.program import Step, Task, pack_args, pack_floats
 from llm_worker_rbee.backends.cpu.kernels.rope import TOKENS_PER_PIECE, angles_task, rope_store_task, rotate_head
 from llm_worker_rbee.backends.cpu.kernels.simd import LANES
-from llm_worker_rbee.backends.cpu.program import Program, Step, Task, pack_args, pack_floats, prepare_step, run_step
+from llm_worker_rbee.backends.cpu.program import Program, prepare_step, run_step
 from llm_worker_rbee.backends.ops import Ints, KVLayer, RopeTable
 
 Floats = NDArray[np.float32]

@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..graph import LOGITS, REQUESTS, TOKENS, Graph, Node, Rewrite, Shape, Value, apply_rewrites, have_one_eps
+from .experts import grouped_tasks
 from .kernels import elementwise, encoder, experts, gated_delta, per_layer_inputs, quantize_activations
 from .kernels.attention import (
     NUMBERS_PER_TILE,
@@ -45,9 +46,9 @@ from .kernels.elementwise import ACTIVATIONS, embed_task, head_norms_task
 from .kernels.experts import GroupEntry
 from .kernels.kv_layout import padded_dim
 from .kernels.per_layer_inputs import gate_task, inputs_task
+from .kernels.program import Step, Task
 from .kernels.rope import angles_task, rope_store_task, temperature_of
 from .linear import linear_tasks
-from .program import Step, Task
 
 WORK_NUMBERS = ((0, np.int64),) * (len(WorkEntry) - 1)  # entries for numbers, without an array
 COUNTS: dict[Any, Step] = {TOKENS: Step.TOKENS, LOGITS: Step.NUM_LOGITS, REQUESTS: Step.REQUESTS}
@@ -503,7 +504,7 @@ class Lowering:
         names = ("floats", "floats_out"), ("quantized", "quantized_out")
         floats, quantized = ((self._entry(node[of_tokens]), self._entry(node[of_rows])) for of_tokens, of_rows in names)
         bias, out = 0 if node["bias"] is None else node["bias"], self._new(node.output)
-        tasks = experts.grouped_tasks(
+        tasks = grouped_tasks(
             node["w"], self.entries[node["groups"]], node["k"], floats, quantized, out, bias, self.threads
         )
         return "experts_gate_up" if node["floats"] or node["quantized"] else "experts_down", tasks

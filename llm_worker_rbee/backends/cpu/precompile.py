@@ -27,24 +27,19 @@ from ...weights import Checkpoint
 from .. import cpu_info
 from ..kernel_folder import CACHE_VARIABLE
 from ..ops import COMPILING, KV_TYPES, Progress
-from . import program, repack
+from . import repack
 from .jit import PythonKernel, TaskKernel
 from .kernel_cache import cache_dir
 from .kernels.attention import attention_kernels, split_work_kernel
+from .kernels.matmul.linear import linear_kernel
+from .kernels.program import run_parallel, worker_loop
+from .kernels.repack import interleave_floats, interleave_fp8
 from .kernels.rope import rope_store_kernel
-from .linear import linear_kernel
 from .packed_weight import LAYOUT_BY_TYPE
 
 # Modules whose kernels every model needs that generates, and every encoder: kept under names of their own, in a tuple
 # or in a table.
-COMMON_MODULES, ENCODER_MODULES = (
-    ("kernels.elementwise", "kernels.rope", "sampling"),
-    (
-        "kernels.elementwise",
-        "kernels.rope",
-        "kernels.encoder",
-    ),
-)
+COMMON_MODULES, ENCODER_MODULES = ("elementwise", "rope", "sampling"), ("elementwise", "rope", "encoder")
 HEADS_PER_KV_HEAD = (1, 2, 3, 4, 5, 6, 7, 8)  # of known models
 MATRICES_OF_ONE_ROW = "ffn_gate_inp_shexp.weight"  # vectors in files
 KERNELS_PER_HELPER = 4  # fewer are compiled before a helper has started
@@ -58,7 +53,7 @@ Kernel = TaskKernel | PythonKernel
 def all_kernels() -> list[Kernel]:
     """Return every kernel of any known model."""
     found = _kernels_for(LAYOUT_BY_TYPE, HEADS_PER_KV_HEAD, KV_TYPES)
-    modules = [f"kernels.{name}" for name in ("encoder", "experts", "per_layer_inputs", "causal_conv", "gated_delta")]
+    modules = "encoder", "experts", "per_layer_inputs", "causal_conv", "gated_delta"
     return found + [kernel for name in modules for kernel in _kernels_of(name)]
 
 
@@ -71,10 +66,10 @@ def model_kernels(checkpoint: Checkpoint, config: ModelConfig, kv_type: str = KV
     # a causal model may pool too: kernels of means and activations are then compiled when first used
     generates = config.causal and not config.family.is_encoder
     found = _kernels_for(known, groups, [kv_type], COMMON_MODULES if generates else ENCODER_MODULES)
-    modules = ["kernels.experts"] if config.experts is not None else []
-    modules += ["kernels.per_layer_inputs"] if config.layer_input_dim else []
-    modules += ["kernels.causal_conv"] if config.state_bytes else []
-    modules += ["kernels.gated_delta"] if config.linear is not None else []
+    modules = ["experts"] if config.experts is not None else []
+    modules += ["per_layer_inputs"] if config.layer_input_dim else []
+    modules += ["causal_conv"] if config.state_bytes else []
+    modules += ["gated_delta"] if config.linear is not None else []
     return found + [kernel for name in modules for kernel in _kernels_of(name)]
 
 
@@ -85,7 +80,7 @@ def _kernels_for(
     typeof: Any = nb.typeof
     source, target = repack.describe_source("Q4_0"), repack.scan_target(LAYOUT_BY_TYPE["Q4_0"])
     fp8 = [nb.int64] * 4 + [nb.float32] + [nb.int64] * 4
-    signatures: dict[Any, list[Any]] = {repack.interleave_floats: [nb.int64] * 8, repack.interleave_fp8: fp8}
+    signatures: dict[Any, list[Any]] = {interleave_floats: [nb.int64] * 8, interleave_fp8: fp8}
     usual = [typeof(source), *[nb.int64] * 5, typeof(target), nb.int64]
     found = _common_kernels(modules)
     found += [PythonKernel(one, *signatures.get(one, usual)) for one in map(repack.kernel_for, types)]
@@ -97,14 +92,14 @@ def _kernels_for(
 
 def _common_kernels(modules: Sequence[str]) -> list[Kernel]:
     return [
-        PythonKernel(program.worker_loop, *[nb.int64] * 6),
-        PythonKernel(program.run_parallel, *[nb.int64] * 5),
+        PythonKernel(worker_loop, *[nb.int64] * 6),
+        PythonKernel(run_parallel, *[nb.int64] * 5),
         *(kernel for name in modules for kernel in _kernels_of(name)),
     ]
 
 
 def _kernels_of(name: str) -> list[Kernel]:
-    module = importlib.import_module(f"{__package__}.{name}")
+    module = importlib.import_module(f"{__package__}.kernels.{name}")
     return [kernel for value in list(vars(module).values()) for kernel in _kernels_in(value)]
 
 
@@ -138,7 +133,7 @@ def _work_orders(missing: Sequence[Kernel], processes: int) -> list[list[Kernel]
     """Return the order in which each process goes through the kernels, so that two seldom meet at one."""
     groups: dict[str, list[Kernel]] = {}
     for kernel in missing:
-        module = kernel.name.partition(".")[0].removesuffix("_kernels")
+        module = kernel.name.partition(".")[0]
         groups.setdefault(kernel.name if module == "linear" else module, []).append(kernel)
     seconds = {name: len(group) * SECONDS_PER_KERNEL.get(name.partition(".")[0], 1) for name, group in groups.items()}
     shares: list[list[Kernel]] = [[] for _ in range(processes)]

@@ -25,6 +25,7 @@ from ..graph import Graph
 from ..ops import Ints, KVLayer, LayerCache, StateLayer, first_kv
 from . import device, pooling, precompile, sampling
 from .device import upload
+from .experts import combine, grouped_linear, pack_experts
 from .forward import CudaForward, make_forward
 from .kernels.attention_prefill import (
     QUERY_TILE,
@@ -37,7 +38,7 @@ from .kernels.attention_prefill import (
 from .kernels.causal_conv import StateInputs, launch_conv
 from .kernels.elementwise import ACTIVATIONS, launch_add_norm, launch_embedding, launch_gated, launch_head_norm
 from .kernels.encoder import Product, Results, launch_activation, launch_mean, launch_norm
-from .kernels.experts import combine, grouped_linear, launch_route, pack_experts
+from .kernels.experts import launch_route
 from .kernels.gated_delta import has_kernels, launch_delta, launch_gate
 from .kernels.rope import launch_rope_store, rope_tables
 from .linear import BatchedLinear

@@ -30,6 +30,7 @@ from .kernels.attention_prefill import (
     launch_prefill_attention,
     query_dtype,
     query_tiles,
+    tile_programs,
 )
 from .kernels.elementwise import ACTIVATIONS
 from .kernels.encoder import Product, Results, launch_activation, launch_norm
@@ -37,7 +38,7 @@ from .kernels.rope import CosSin, launch_rope_store, rope_tables
 from .linear import BatchedLinear, sum_splits
 from .lowering import ATTENTION, Attention, attention_op, has_attention_kernels
 from .packed_weight import Activations, PackedWeight
-from .step_inputs import STEP_SIZES, InputStaging, padded, tile_programs, total_size
+from .step_inputs import STEP_SIZES, InputStaging, padded, total_size
 
 NORMS = ("layer_norm", "rms_norm")
 MIN_POSITIONS = 512  # of the first cos and sin tables

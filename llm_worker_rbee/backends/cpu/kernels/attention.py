@@ -19,12 +19,12 @@ import numpy as np
 
 from ...ops import AttentionParams
 from ..jit import TaskKernel, kernel, variant
-from ..program import Step, Task, pack_args, pack_floats
 from . import attention_key_blocks as blockwise
 from . import kv_layout as kv
 from . import simd as f
 from .attention_key_blocks import KEY_BLOCK, SPAN, TILE_ROWS, TILE_VECTORS, KVView, Partial, Rows
 from .pointers import atomic_add, f32, f64, i64, int64_pointer, scratch
+from .program import Step, Task, pack_args, pack_floats
 from .quantize_activations import quantize_blocks
 from .simd import LANES
 

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..jit import TaskKernel, kernel
-from ..program import Step, Task, pack_args
 from . import simd as f
 from .kv_layout import ADDRESSES_PER_LAYER
 from .pointers import f32, i64, scratch
+from .program import Step, Task, pack_args
 from .quantize_activations import quantize_blocks
 
 Floats = NDArray[np.float32]

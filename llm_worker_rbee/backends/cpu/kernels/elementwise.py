@@ -15,12 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....config import SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT
-from ...ops import Ints
 from ..jit import TaskKernel, kernel
 from ..packed_weight import LAYOUTS, PackedMatrix
-from ..program import Program, Step, Task, pack_args, pack_floats, run_step
 from . import simd as f
 from .pointers import f16_from_bits, f32, f64, i8, i64, scratch, u8, u16
+from .program import Step, Task, pack_args, pack_floats
 from .quantize_activations import quantize_blocks, quantize_two_term
 
 Floats = NDArray[np.float32]
@@ -437,14 +436,3 @@ def embed_task(w: PackedMatrix, factor: float, out: int, index: int = Step.TOKEN
     arrays, planes = (w.packed, w.scales, minima, nibbles), (first, second, layout.columns_per_scale, layout.offset)
     args = pack_args(w.columns, *arrays, *planes, w.bias, table, float_type, 0, 0, out, index)
     return Task(EMBED, pack_floats(args, EmbedArg.UNIT, [w.unit, factor]), 1, Step.TOKENS, 1)
-
-
-def dequantize_rows(w: PackedMatrix, index: Ints | None = None, factor: float = 1.0, threads: int = 1) -> Floats:
-    """Return some rows of a matrix, or all of them, as floats times a factor: (n, columns)."""
-    rows = np.arange(w.rows) if index is None else np.ascontiguousarray(index, np.int64)
-    if rows.size and not 0 <= rows.min() <= rows.max() < w.rows:
-        raise IndexError(f"a row is outside of the matrix, which has {w.rows}")
-    out = np.empty((len(rows), w.columns), np.float32)
-    entries: dict[int, Any] = {Step.TOKEN_IDS: rows, Step.END: out}
-    run_step(Program([embed_task(w, factor, Step.END)]), entries, {Step.TOKENS: len(rows)}, threads)
-    return out

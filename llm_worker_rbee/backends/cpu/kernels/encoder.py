@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from ..jit import TaskKernel, kernel
-from ..program import Step, Task, pack_args, pack_floats
 from . import simd as f
 from .elementwise import (
     GATE_COLUMNS,
@@ -25,6 +24,7 @@ from .elementwise import (
     quantize_row,
 )
 from .pointers import f32, f64, i64, scratch
+from .program import Step, Task, pack_args, pack_floats
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "tanh")
 GELU, GELU_TANH, RELU, TANH = (ACTIVATIONS.index(name) for name in ("gelu", "gelu_tanh", "relu", "tanh"))

@@ -18,12 +18,12 @@ from numba import types
 
 from ...ops import GatedDeltaParams, GatedDeltaWeights
 from ..jit import TaskKernel, kernel
-from ..program import Step, Task, pack_args, pack_floats
 from . import simd as f
 from .dot_int8 import ISA
 from .elementwise import norm_row
 from .kv_layout import ADDRESSES_PER_LAYER, zero_tile
 from .pointers import f32, f64, i64, scratch
+from .program import Step, Task, pack_args, pack_floats
 from .quantize_activations import quantize_blocks
 from .simd import LANES, emit_fma, emit_load, emit_splat, emit_store, emits, f32x16, map_tile, offset_index
 

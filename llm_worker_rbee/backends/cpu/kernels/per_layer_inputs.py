@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..jit import TaskKernel
-from ..program import Step, Task, pack_args, pack_floats
 from . import simd as f
 from .elementwise import TOKENS_PER_PIECE, gate_row, norm_row, quantize_row
 from .pointers import f32, f64, i64, scratch
+from .program import Step, Task, pack_args, pack_floats
 from .simd import LANES
 
 Floats = NDArray[np.float32]

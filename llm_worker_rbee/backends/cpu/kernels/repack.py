@@ -10,9 +10,24 @@ from __future__ import annotations
 import numpy as np
 
 from ....weights.quants.codebooks import e4m3_halves, e8m0_halves
-from ..jit import inline
-from .pointers import f16_from_bits, load_f16, load_f32, load_i64, load_u8, load_u16, load_u32, store_f32, store_u32
+from ..jit import inline, kernel, variant
+from .pointers import (
+    f16_from_bits,
+    load_f16,
+    load_f32,
+    load_i64,
+    load_u8,
+    load_u16,
+    load_u32,
+    store_f16,
+    store_f32,
+    store_u8,
+    store_u16,
+    store_u32,
+)
 
+CODES_AT, D_AT, M_AT, SCRATCH = 0, 256, 320, 384  # byte offsets in a kernel's scratch memory, and its size
+PLANES = SCALES = None  # set for each variant
 ONES = 0x01010101  # ONES * mask has the mask in each byte of a word
 
 # Type -> (first byte in the block, words per run, bits) of the field that becomes each plane. A run of words holds
@@ -404,3 +419,84 @@ def read_codebook_scales(source, at, n_blocks, d, m):
         for i in range(8):
             scale = np.float32(load_u32(at + first + stride * i) >> 28) + np.float32(0.5)
             store_f32(d + 4 * i, factor * scale)
+
+
+@inline
+def _max_magnitude(values, count, top):
+    """Return the bits of the largest magnitude: bits of positive floats are in order, infinity and NaN on top."""
+    for i in range(count):
+        top = max(top, load_u32(values + 4 * i) & 0x7FFFFFFF)
+    return top
+
+
+@inline
+def _store_rounded(values, count, inverse, out):
+    """Write scales or minima of one row as float16."""
+    for i in range(count):
+        store_f16(out + 32 * i, load_f32(values + 4 * i) * inverse)
+
+
+def repack_groups(source, data, first, rows, start, stop, target, scratch):
+    """Pack the rows of a tensor that lie in groups start .. stop - 1, or find their largest scale."""
+    codes, d, m = scratch + CODES_AT, scratch + D_AT, scratch + M_AT
+    top, n, columns, lines = 0, source.blocks, target.columns_per_scale, target.first + target.second
+    for group in range(start, stop):
+        low, high = max(first, 16 * group), min(first + rows, 16 * group + 16)
+        for chunk in range(0, n, 8):
+            blocks = min(8, n - chunk)
+            count, n_blocks, begin = blocks * 32 // columns, blocks * 8 // source.quads, chunk * 8 // source.quads
+            scale = (group * (n * 32 // columns) + chunk * 32 // columns) * 32
+            line = 64 * lines * (group * n + chunk)
+            for row in range(low, high):
+                at, lane = data + (row - first) * source.row_bytes + begin * source.size, row & 15
+                SCALES(source, at, n_blocks, d, m)
+                if target.packed == 0:
+                    top = _max_magnitude(d, count, top)
+                    if target.has_minimum:
+                        top = _max_magnitude(m, count, top)
+                    continue
+                PLANES(source, target.flip, at, n_blocks, codes, target.packed + line + 4 * lane, 64 * lines)
+                _store_rounded(d, count, target.inverse, target.scales + scale + 2 * lane)
+                if target.has_minimum:
+                    _store_rounded(m, count, target.inverse, target.minima + scale + 2 * lane)
+                if target.nibble_scales:
+                    for i in range(16):
+                        store_u8(target.nibble_scales + ((group * n + chunk) * 2 + i) * 16 + lane, load_u8(at + i))
+    return top
+
+
+repack_basic = kernel(variant(repack_groups, "basic", PLANES=write_planes, SCALES=read_scales))
+repack_codebook = kernel(variant(repack_groups, "book", PLANES=write_codebook_planes, SCALES=read_codebook_scales))
+
+
+@kernel
+def interleave_floats(data, size, first, rows, columns, out, start, stop):
+    """Write floats of 2 or 4 bytes: 16 rows side by side, column after column."""
+    for group in range(start, stop):
+        low, high = max(first, 16 * group), min(first + rows, 16 * group + 16)
+        for chunk in range(0, columns, 64):
+            for row in range(low, high):
+                at, to = data + (row - first) * columns * size, out + (group * columns * 16 + (row & 15)) * size
+                if size == 4:
+                    for column in range(chunk, min(chunk + 64, columns)):
+                        store_u32(to + 64 * column, load_u32(at + 4 * column))
+                else:
+                    for column in range(chunk, min(chunk + 64, columns)):
+                        store_u16(to + 32 * column, load_u16(at + 2 * column))
+    return 0
+
+
+@kernel
+def interleave_fp8(data, first, rows, columns, inverse, out, scales, start, stop):
+    """Write numbers of a byte, 16 rows side by side, and the scale of each block of 32 columns as float16."""
+    blocks = columns // 32
+    for group in range(start, stop):
+        low, high = max(first, 16 * group), min(first + rows, 16 * group + 16)
+        for block in range(blocks):
+            to = group * blocks + block
+            for row in range(low, high):
+                at, lane = data + ((row - first) * blocks + block) * 36, row & 15
+                store_f16(scales + (to * 16 + lane) * 2, load_f32(at) * inverse)
+                for column in range(32):
+                    store_u8(out + (to * 32 + column) * 16 + lane, load_u8(at + 4 + column))
+    return 0

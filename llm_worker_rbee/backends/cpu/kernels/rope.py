@@ -15,10 +15,10 @@ import numpy as np
 
 from ...ops import RopeTable
 from ..jit import TaskKernel, kernel
-from ..program import Step, Task, pack_args, pack_floats
 from . import simd as f
 from .kv_layout import ADDRESSES_PER_LAYER, ARRAY_OF_TYPE, is_int8, padded_dim, store_one
 from .pointers import f32, f64, i64, scratch
+from .program import Step, Task, pack_args, pack_floats
 from .simd import LANES
 
 INT8_MAX = np.float32(127)

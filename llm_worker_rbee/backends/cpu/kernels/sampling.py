@@ -11,11 +11,17 @@ A mask says which tokens are allowed (see simd.py); None is a type of its own, f
 from __future__ import annotations
 
 import math
+from enum import IntEnum
 
+import numba as nb
 import numpy as np
 
+from ...reference_sampling import MAX_LOGIT
+from ..jit import PythonKernel, TaskKernel
 from ..jit import simple_kernel as kernel
 from . import simd as f
+from .pointers import f32, f64, i32, i64
+from .program import Step
 from .simd import LANES
 from .simd import MIN_EXPONENT_F64 as MIN_EXPONENT
 
@@ -23,6 +29,14 @@ BLOCK, WIDE_BLOCK = 64, 1024  # logits whose largest is known; the second where 
 MIN_BUCKETED_KEYS, BUCKETS, BUCKETS_PER_UNIT = 256, 512, 16  # more keys are worth buckets; a unit of distance
 TIE_TOLERANCE = 1e-10  # two sums or keys nearer than this are left to the reference
 UNDECIDED, NOT_FINITE = -1, -2
+# Integers and floats of a row; MASK, WINDOW, OUTPUT_IDS, BIAS_IDS and BIAS_VALUES are addresses.
+RowInt = IntEnum(
+    "RowInt",
+    "MASK HAS_PENALTIES TOP_K SEED SAMPLE_INDEX POSITION WINDOW WINDOW_SIZE OUTPUT_IDS OUTPUT_SIZE "
+    "BIAS_IDS BIAS_VALUES BIAS_SIZE COUNT",
+    start=0,
+)
+RowFloat = IntEnum("RowFloat", "TEMPERATURE TOP_P MIN_P TYPICAL_P REPETITION PRESENCE FREQUENCY COUNT", start=0)
 
 
 @kernel
@@ -445,3 +459,100 @@ def log_softmax(x, chosen, k, top_ids, top, mask):
         top_ids[rank], top[rank] = ids[first], x[ids[first]] - best - less
         ids[first] = -1
     return np.float32(x[chosen] - best - less if f.is_allowed(mask, chosen) else -np.inf)
+
+
+@kernel
+def penalize_repetition(y, ints, floats):
+    """Penalize each token of the window once: a positive logit is divided by the penalty, another multiplied."""
+    seen, window, penalty = np.zeros(y.shape[0], np.uint8), i64(ints[RowInt.WINDOW]), floats[RowFloat.REPETITION]
+    for i in range(ints[RowInt.WINDOW_SIZE]):
+        token = window[i]
+        if not seen[token]:
+            seen[token] = 1
+            value = y[token] / penalty if y[token] > 0 else y[token] * penalty
+            y[token] = min(max(value, -MAX_LOGIT), MAX_LOGIT)
+
+
+@kernel
+def penalize_output(y, ints, floats):
+    """Subtract the presence penalty and the frequency penalty times the count, once for each output token."""
+    counts, output_ids = np.zeros(y.shape[0], np.int32), i64(ints[RowInt.OUTPUT_IDS])
+    for i in range(ints[RowInt.OUTPUT_SIZE]):
+        counts[output_ids[i]] += 1
+    for i in range(ints[RowInt.OUTPUT_SIZE]):
+        token = output_ids[i]
+        if counts[token]:
+            y[token] -= floats[RowFloat.PRESENCE] + floats[RowFloat.FREQUENCY] * np.float64(counts[token])
+            counts[token] = 0
+
+
+@kernel
+def apply_penalties(x, ints, floats):
+    """Return the logits as float64 with bias and penalties, and -inf for what the mask does not allow."""
+    y = np.empty(x.shape[0], np.float64)
+    for i in range(x.shape[0]):
+        y[i] = x[i]
+    ids, biases = i64(ints[RowInt.BIAS_IDS]), f64(ints[RowInt.BIAS_VALUES])
+    for i in range(ints[RowInt.BIAS_SIZE]):
+        y[ids[i]] += biases[i]
+    if ints[RowInt.WINDOW_SIZE]:
+        penalize_repetition(y, ints, floats)
+    if ints[RowInt.OUTPUT_SIZE]:
+        penalize_output(y, ints, floats)
+    mask = i32(ints[RowInt.MASK])
+    for i in range(x.shape[0] if ints[RowInt.MASK] else 0):
+        y[i] = y[i] if f.is_allowed(mask, i) else -np.inf
+    return y
+
+
+@kernel
+def draw_row(x, ints, floats, mask):
+    """Draw a token by its probability."""
+    point = uniform(np.uint64(ints[RowInt.SEED]), ints[RowInt.SAMPLE_INDEX], ints[RowInt.POSITION])
+    top_p, min_p, typical_p = floats[RowFloat.TOP_P], floats[RowFloat.MIN_P], floats[RowFloat.TYPICAL_P]
+    temperature, top_k = floats[RowFloat.TEMPERATURE], ints[RowInt.TOP_K]
+    return draw_token(x, temperature, top_k, top_p, min_p, typical_p, point, mask)
+
+
+@kernel
+def sample_penalized(x, ints, floats):
+    """Return the token of a row with bias or penalties."""
+    largest = block_max(x, i32(ints[RowInt.MASK]))[1] if ints[RowInt.MASK] else block_max(x, None)[1]
+    if not math.isfinite(largest):
+        return NOT_FINITE
+    y = apply_penalties(x, ints, floats)
+    return greedy(y, None) if floats[RowFloat.TEMPERATURE] == 0 else draw_row(y, ints, floats, None)
+
+
+@kernel
+def sample_row(x, ints, floats, mask):
+    """Return the token of a row without penalties."""
+    return greedy(x, mask) if floats[RowFloat.TEMPERATURE] == 0 else draw_row(x, ints, floats, mask)
+
+
+def sample_task(args, step, piece):
+    """Sample one row."""
+    s = i64(step)
+    width = s[Step.VOCABULARY]
+    x = f32(s[Step.LOGITS] + piece * width * 4)[:width]
+    ints = i64(s[Step.SAMPLE_INTS] + piece * RowInt.COUNT * 8)
+    floats, tokens = f64(s[Step.SAMPLE_FLOATS] + piece * RowFloat.COUNT * 8), i64(s[Step.TOKEN_IDS])
+    if ints[RowInt.HAS_PENALTIES]:
+        tokens[piece] = sample_penalized(x, ints, floats)
+    elif ints[RowInt.MASK]:
+        tokens[piece] = sample_row(x, ints, floats, i32(ints[RowInt.MASK]))
+    else:
+        tokens[piece] = sample_row(x, ints, floats, None)
+
+
+SAMPLE = TaskKernel(sample_task)
+
+
+_F32S, _IDS, _FLOAT, _INT = nb.float32[::1], nb.int64[::1], nb.float64, nb.int64
+_MASKS = nb.none, nb.int32[::1]
+PYTHON_KERNELS = (
+    PythonKernel(uniform, nb.uint64, _INT, _INT),
+    *(PythonKernel(greedy, _F32S, mask) for mask in _MASKS),
+    *(PythonKernel(draw_token, _F32S, _FLOAT, _INT, *[_FLOAT] * 4, mask) for mask in _MASKS),
+    *(PythonKernel(log_softmax, _F32S, _INT, _INT, _IDS, _F32S, mask) for mask in _MASKS),
+)

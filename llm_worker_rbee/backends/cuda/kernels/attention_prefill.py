@@ -21,6 +21,7 @@ from .attention_decode import WIDE_HEAD_BYTES, cap_scores
 from .rope import padded_dim
 
 SMALL_QUERY_TILE, QUERY_TILE = 16, 64  # queries of a program
+MIN_TILE_PROGRAMS = 32  # beside one for each full tile of queries: they go on with further tiles
 
 
 def query_tiles(query_start: Ints, queries: int, decoding: int = 0) -> tuple[Ints, Ints]:
@@ -30,6 +31,11 @@ def query_tiles(query_start: Ints, queries: int, decoding: int = 0) -> tuple[Int
     requests = np.repeat(np.arange(len(counts)), each)
     before = np.cumsum(each) - each
     return requests + decoding, (np.arange(len(requests)) - before[requests]) * queries
+
+
+def tile_programs(tokens: int, tile_queries: int) -> int:
+    """Return the programs for each head among which the tiles of a step are divided."""
+    return min(tokens, tokens // tile_queries + MIN_TILE_PROGRAMS)
 
 
 def prefill_tile(shared_bytes: int, dim: int, item: int) -> tuple[int, int]:

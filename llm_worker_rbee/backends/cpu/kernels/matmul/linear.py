@@ -7,18 +7,19 @@ few groups are kept beside them until the last run.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from ....cpu_info import INSTRUCTION_SETS
-from ...jit import kernel, variant
+from ...jit import TaskKernel, kernel, variant
 from ...packed_weight import LAYOUTS, Layout
 from .. import simd
 from ..dot_int8 import ISA, TILE_KERNELS, WEIGHT_BIAS, unpack_block
 from ..pointers import f32, f64, i64, stack_floats, u8, u16
 from ..quantize_activations import PANELS
-from .packed import LinearArg
+from .packed import LinearArg, packed_kernel
 
 UNPACK_MIN_TOKENS = INSTRUCTION_SETS[ISA].unpack_min_tokens
 TILES: Any = TILE_KERNELS.get(ISA) if UNPACK_MIN_TOKENS else None
@@ -33,7 +34,7 @@ TOTALS_AT = MINIMA_AT + RUN_BLOCKS * 32
 BUFFER_FLOATS = TOTALS_AT + MAX_TOTALS * 16
 # set for each variant
 LAYOUT = BLOCK_BYTES = SCALES_PER_BLOCK = SCALE_SHIFT = HAS_MINIMUM = NIBBLE_SCALES = IN_PLACE = None
-UNPACK = MULTIPLY = BEGIN = END = None
+UNPACK = MULTIPLY = BEGIN = END = MIN_TOKENS = PACKED = UNPACKED = None
 
 
 def unpack_run(a, group, n, first, blocks, weights, scales, minima):
@@ -136,3 +137,26 @@ def unpacked_kernel(layout: Layout) -> Any:
     return kernel(
         variant(unpacked_matmul, name, UNPACK=unpack, MULTIPLY=multiply, BEGIN=TILES.begin, END=TILES.end, **values)
     )
+
+
+def matmul(args, step, piece):
+    """Compute some rows for some tokens: of MIN_TOKENS and more from unpacked weights."""
+    if MIN_TOKENS and i64(step)[i64(args)[LinearArg.COUNT]] >= MIN_TOKENS:
+        UNPACKED(args, step, piece)
+    else:
+        PACKED(args, step, piece)
+
+
+def can_unpack(layout: Layout) -> bool:
+    """Return whether products of many tokens unpack the weights first."""
+    return UNPACK_MIN_TOKENS > 0 and not layout.float_type
+
+
+@cache
+def linear_kernel(layout: Layout) -> TaskKernel:
+    """Return the product of a layout."""
+    packed = packed_kernel(layout)
+    if not can_unpack(layout):
+        return TaskKernel(matmul, layout.name, MIN_TOKENS=0, PACKED=packed, UNPACKED=packed)
+    unpacked = unpacked_kernel(layout)
+    return TaskKernel(matmul, layout.name, MIN_TOKENS=UNPACK_MIN_TOKENS, PACKED=packed, UNPACKED=unpacked)
