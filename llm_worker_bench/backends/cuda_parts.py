@@ -124,7 +124,7 @@ def measure_limits(
 def _min_seconds(work: Callable[[], object], count: int = 20) -> float:
     seconds = []
     for _ in range(count + 1):  # the first one warms up
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         work()
         end.record()

@@ -8,6 +8,9 @@ ends.
 `decode_attention` computes each head of a group by itself, `decode_attention_gqa` all of them on tensor cores.
 """
 
+# Kernels add to tuples that are empty at first.
+# mypy: disable-error-code="assignment, misc"
+
 from __future__ import annotations
 
 from math import gcd

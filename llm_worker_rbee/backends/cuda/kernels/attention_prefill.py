@@ -185,7 +185,7 @@ class QueryTiles(NamedTuple):
     table_width: torch.Tensor
     query_start: torch.Tensor
     context_len: torch.Tensor
-    count: torch.Tensor  # of tiles, (1,)
+    num_tiles: torch.Tensor  # (1,)
     request: torch.Tensor  # of each tile
     first: torch.Tensor  # the first query of each tile
 

@@ -12,6 +12,9 @@ Of columns 4 q + k, fields of w bits are at bit 8 k + w (q mod 8/w) of word q di
 the codes, a byte per column, as activations have them. A weight is (code - offset) * scale, or code * scale + minimum.
 """
 
+# Kernels add to tuples that are empty at first.
+# mypy: disable-error-code="assignment, misc"
+
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -268,7 +268,7 @@ def targets(out: Activations | GemvActivations) -> tuple[Any, Any, Any, Any, boo
 
 def num_blocks(width: int) -> int:
     """Return the blocks of 32 of a row as kernels hold them: a power of two."""
-    return max(16, triton.next_power_of_2(triton.cdiv(width, 32)))
+    return max(16, int(triton.next_power_of_2(triton.cdiv(width, 32))))
 
 
 class WeightedExperts(NamedTuple):

@@ -130,7 +130,7 @@ class SlotTiles(NamedTuple):
 
 def router_is_fused(tokens: int, router: WeightPart) -> bool:
     """Return whether `launch_router` is faster than a norm and a product by cuBLAS."""
-    return tokens * cdiv(router.rows, ROUTER_ROWS) <= MAX_ROUTER_PROGRAMS
+    return bool(tokens * cdiv(router.rows, ROUTER_ROWS) <= MAX_ROUTER_PROGRAMS)
 
 
 def launch_router(

@@ -11,6 +11,9 @@ A word is dequantized by PTX made from a few lines of text for each kind; the in
 kinds (compact_kinds.py) become signed bytes first, a whole block at a time.
 """
 
+# Kernels add to tuples that are empty at first.
+# mypy: disable-error-code="assignment, misc"
+
 from __future__ import annotations
 
 import struct
