@@ -14,18 +14,10 @@ from ...errors import UnsupportedModelError
 from ...weights import Tensor
 from ...weights.checkpoint import refuse_order, release_pages
 from ..ops import Ints, RouteParams
+from .kernels import experts as kernels
 from .kernels import quantize_activations
 from .kernels.elementwise import quantize_task
-from .kernels.experts import (
-    GROUPED,
-    UNIT_NUMBERS,
-    GroupEntry,
-    combine_task,
-    gather_task,
-    group_task,
-    route_task,
-    rows_per_token,
-)
+from .kernels.experts import GroupEntry
 from .kernels.matmul.linear import TOKENS_PER_PIECE as UNPACKED_TOKENS_PER_PIECE
 from .kernels.matmul.linear import can_unpack, linear_kernel
 from .kernels.matmul.packed import TOKENS_PER_PIECE as PACKED_TOKENS_PER_PIECE
@@ -89,7 +81,7 @@ def grouped_tasks(
         per_call = UNPACKED_TOKENS_PER_PIECE if can_unpack(layout) else PACKED_TOKENS_PER_PIECE
         places = *(floats if is_float else quantized), output, pieces, k, per_call, is_float, bias
         args = np.concatenate([pack_args(0, groups, *places, *strides), linear])
-        tasks.append(Task(GROUPED, args, pieces, groups + GroupEntry.NUM_UNITS, 1, linear_kernel(layout)))
+        tasks.append(Task(kernels.GROUPED, args, pieces, groups + GroupEntry.NUM_UNITS, 1, linear_kernel(layout)))
         first += rows
     return tasks
 
@@ -102,7 +94,7 @@ def route_tokens(
     experts, weights = np.empty((tokens, params.k), np.int64), np.empty((tokens, params.k), np.float32)
     entries: dict[int, Any] = {Step.END: np.ascontiguousarray(logits, np.float32), Step.END + 1: experts}
     entries[Step.END + 2] = weights
-    task = route_task(Step.END, Step.END + 1, Step.END + 2, count, params, bias, scales)
+    task = kernels.route_task(Step.END, Step.END + 1, Step.END + 2, count, params, bias, scales)
     run_step(Program([task]), entries, {Step.TOKENS: tokens}, threads)
     return experts, weights
 
@@ -111,10 +103,10 @@ def grouped_linear(x: Floats, w: PackedExperts, experts: Ints, bias: Floats | No
     """Multiply each token by the matrices of its experts: (T, columns) or (T, k, columns) -> (T, k, rows)."""
     chosen = np.ascontiguousarray(experts if x.ndim == 2 else experts.reshape(-1, 1), np.int64)
     tokens, k = chosen.shape
-    rows = quantize_activations.pad_to_panels(tokens) * rows_per_token(k)
+    rows = quantize_activations.pad_to_panels(tokens) * kernels.rows_per_token(k)
     places, out = np.empty(tokens * k, np.int64), np.empty((rows, w.rows), np.float32)
     whole = np.ascontiguousarray(x.reshape(tokens, -1), np.float32)
-    lists = np.empty(rows, np.int64), places, np.empty(tokens * k * UNIT_NUMBERS, np.int64)
+    lists = np.empty(rows, np.int64), places, np.empty(tokens * k * kernels.UNIT_NUMBERS, np.int64)
     entries: dict[int, Any] = dict(enumerate((chosen, *lists), Step.END))
     experts_at, groups = Step.END, Step.END + 1
     floats, floats_out, output, source = range(groups + len(GroupEntry), groups + len(GroupEntry) + 4)
@@ -122,12 +114,12 @@ def grouped_linear(x: Floats, w: PackedExperts, experts: Ints, bias: Floats | No
     entries |= {floats: whole, floats_out: np.empty((rows, w.columns), np.float32), output: out}
     entries |= dict(enumerate(quantize_activations.allocate(tokens, w.columns), source))
     entries |= dict(enumerate(quantize_activations.allocate(rows, w.columns), target))
-    tasks = [group_task(experts_at, groups, w.count, k)]
+    tasks = [kernels.group_task(experts_at, groups, w.count, k)]
     both, pairs = (floats, floats_out), (source, target)
     if w.needs_int8:
         tasks.append(quantize_task(Step.TOKENS, floats, source, w.columns, two_term=False))
     copies = both if w.needs_floats else (0, 0), pairs if w.needs_int8 else (0, 0)
-    tasks.append(gather_task(groups, k, w.columns, *copies))
+    tasks.append(kernels.gather_task(groups, k, w.columns, *copies))
     tasks += grouped_tasks(w, groups, k, both, pairs, output, 0 if bias is None else bias, threads)
     run_step(Program(tasks), entries, {Step.TOKENS: tokens}, threads)
     return out[places].reshape(*experts.shape, w.rows)
@@ -140,6 +132,6 @@ def combine_rows(x: Floats, weights: Floats, shared: Floats | None, gate: Floats
     given = x, weights, out, shared, gate
     entries = {Step.END + i: np.ascontiguousarray(array) for i, array in enumerate(given) if array is not None}
     more = 0 if shared is None else Step.END + 3, 0 if gate is None else Step.END + 4
-    task = combine_task(Step.END, Step.END + 1, 0, more, Step.END + 2, width, k)
+    task = kernels.combine_task(Step.END, Step.END + 1, 0, more, Step.END + 2, width, k)
     run_step(Program([task]), entries, {Step.TOKENS: tokens}, threads)
     return out

@@ -41,20 +41,9 @@ from numpy.typing import NDArray
 
 from ...errors import InferenceError, MissingDependencyError
 from .. import cpu_info
+from .kernels import program as kernels
 from .kernels.pointers import aligned
-from .kernels.program import (
-    CACHE_LINE_BYTES,
-    TASK_FIELDS,
-    Step,
-    Table,
-    Task,
-    new_step,
-    run_parallel,
-    ticks_now,
-    timed_run_parallel,
-    timed_worker_loop,
-    worker_loop,
-)
+from .kernels.program import Step, Table, Task, new_step
 
 LAYERS = ["omp", "tbb", "workqueue"]  # best first
 CALIBRATION_S = 0.02
@@ -80,10 +69,10 @@ _forked = False
 @cache
 def ticks_per_second() -> float:
     """Return the rate of that counter, measured."""
-    ticks_now()
-    ticks, start = ticks_now(), time.perf_counter()
+    kernels.ticks_now()
+    ticks, start = kernels.ticks_now(), time.perf_counter()
     time.sleep(CALIBRATION_S)
-    return float(ticks_now() - ticks) / (time.perf_counter() - start)
+    return float(kernels.ticks_now() - ticks) / (time.perf_counter() - start)
 
 
 def choose_threads(requested: int | None = None) -> int:
@@ -132,7 +121,7 @@ def _zero_counters(threads: int) -> int:
 
 
 def _counters_bytes(threads: int) -> int:
-    return (2 + threads) * CACHE_LINE_BYTES
+    return (2 + threads) * kernels.CACHE_LINE_BYTES
 
 
 def threads_in_use(limit: int) -> int:
@@ -168,7 +157,7 @@ class Program:
             (t.kernel.address, t.args.ctypes.data, t.pieces_per_unit, t.unit_slot, t.units_per_piece)
             for t in self.tasks
         ]
-        self._table: Table = np.array(rows, np.int64).reshape(-1, TASK_FIELDS)
+        self._table: Table = np.array(rows, np.int64).reshape(-1, kernels.TASK_FIELDS)
         self._address = self._table.ctypes.data
 
     def run(self, step: Table, threads: int, address: int = 0) -> None:
@@ -179,9 +168,9 @@ class Program:
         program = self._address, len(self.tasks), address or step.ctypes.data, _zero_counters(threads)
         with launch(threads):
             if threads == 1:
-                worker_loop(*program, 0, 1)
+                kernels.worker_loop(*program, 0, 1)
             else:
-                run_parallel(*program, threads)
+                kernels.run_parallel(*program, threads)
 
     def run_timed(self, step: Table, threads: int, address: int = 0) -> NDArray[np.float64]:
         """Do the same, and return the seconds of each task: from the end of the one before it to its own.
@@ -193,9 +182,9 @@ class Program:
         program = self._address, len(self.tasks), address or step.ctypes.data, counters.ctypes.data
         with launch(threads):
             if threads == 1:
-                timed_worker_loop(*program, 0, 1)
+                kernels.timed_worker_loop(*program, 0, 1)
             else:
-                timed_run_parallel(*program, threads)
+                kernels.timed_run_parallel(*program, threads)
         ends: Table = np.maximum.accumulate(counters[before:].view(np.int64))  # a task without pieces has no end
         return np.diff(ends) / ticks_per_second()
 

@@ -10,7 +10,6 @@ ends.
 
 # Kernels add to tuples that are empty at first.
 # mypy: disable-error-code="assignment, misc"
-
 from __future__ import annotations
 
 from math import gcd

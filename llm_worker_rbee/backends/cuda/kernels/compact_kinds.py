@@ -14,7 +14,6 @@ the codes, a byte per column, as activations have them. A weight is (code - offs
 
 # Kernels add to tuples that are empty at first.
 # mypy: disable-error-code="assignment, misc"
-
 from __future__ import annotations
 
 from typing import NamedTuple

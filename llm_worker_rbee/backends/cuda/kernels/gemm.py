@@ -13,7 +13,6 @@ kinds (compact_kinds.py) become signed bytes first, a whole block at a time.
 
 # Kernels add to tuples that are empty at first.
 # mypy: disable-error-code="assignment, misc"
-
 from __future__ import annotations
 
 import struct

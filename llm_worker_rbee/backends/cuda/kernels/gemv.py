@@ -20,7 +20,6 @@ by 1/rms in its epilogue. A program that stores activations owns 32 results, one
 
 # Kernels add to tuples that are empty at first.
 # mypy: disable-error-code="assignment, misc"
-
 from __future__ import annotations
 
 import triton

@@ -22,24 +22,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
+from .. import simd as f
 from ..pointers import stack_floats, u8
-from ..simd import (
-    F32,
-    I8,
-    I32,
-    I32X16,
-    Tile,
-    element_pointer,
-    emit_fma,
-    emit_load,
-    emit_splat,
-    emit_store,
-    emits,
-    f32x16,
-    map_tile,
-    offset_index,
-    strided_index,
-)
 from .tile_kernel import TileKernel, block_signature
 
 TOKENS = 16
@@ -50,26 +34,26 @@ SUMS_FLOATS = BLOCKS_AHEAD * 2 * SUMS_BYTES // 4  # of the buffer, with two scal
 FIRST_PANEL, FIRST_WEIGHTS = 4, 6  # of two tile registers each; those before hold sums
 SCALES_PER_BLOCK = HAS_MINIMUM = None  # set for each variant
 I64 = ir.IntType(64)
-totals16 = Tile(f32x16, TOKENS)
+totals16 = f.Tile(f.f32x16, TOKENS)
 
 
 def _emit_tile(b: Any, name: str, *args: Any) -> None:
     """Emit an instruction on tile registers, which are numbers here."""
-    values = [ir.Constant(I8, arg) if isinstance(arg, int) else arg for arg in args]
+    values = [ir.Constant(f.I8, arg) if isinstance(arg, int) else arg for arg in args]
     kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
     b.call(b.module.declare_intrinsic(f"llvm.x86.{name}", (), kind), values)
 
 
 def _store_token(b: Any, panel: Any, at: Any, token: Any, values: Any, scale: Any, total: Any, totals: Any) -> None:
     def put(first: int, size: int, value: Any) -> None:
-        where = b.add(offset_index(b, at, first), b.mul(token, ir.Constant(token.type, size)))
-        emit_store(b, panel, where, value)
+        where = b.add(f.offset_index(b, at, first), b.mul(token, ir.Constant(token.type, size)))
+        f.emit_store(b, panel, where, value)
 
     put(0, 32, values)
     put(SCALE, 4, scale)
     put(SUM, 4, total)
     for half in range(2):
-        put(SUM16 + 64 * half, 4, b.extract_element(totals, ir.Constant(I32, half)))
+        put(SUM16 + 64 * half, 4, b.extract_element(totals, ir.Constant(f.I32, half)))
 
 
 def _tile_shapes(scales_per_block: int) -> bytes:
@@ -80,45 +64,47 @@ def _tile_shapes(scales_per_block: int) -> bytes:
     return bytes([1, *[0] * 15]) + widths.ljust(32, b"\0") + bytes(rows for _, rows in shapes).ljust(16, b"\0")
 
 
-@emits(lambda scales_per_block: types.void(scales_per_block), prefer_literal=True)
+@f.emits(lambda scales_per_block: types.void(scales_per_block), prefer_literal=True)
 def begin(b: Any, scales_per_block: int) -> None:
     """Set the shapes of the tile registers."""
-    shapes = ir.Constant(ir.ArrayType(I8, 64), bytearray(_tile_shapes(scales_per_block)))
+    shapes = ir.Constant(ir.ArrayType(f.I8, 64), bytearray(_tile_shapes(scales_per_block)))
     place = cgutils.global_constant(b.module, f"tile_shapes{scales_per_block}", shapes)
-    _emit_tile(b, "ldtilecfg", b.bitcast(place, I8.as_pointer()))
+    _emit_tile(b, "ldtilecfg", b.bitcast(place, f.I8.as_pointer()))
 
 
-@emits(types.void())
+@f.emits(types.void())
 def end(b: Any) -> None:
     """Release the tile registers."""
     _emit_tile(b, "tilerelease")
 
 
-@emits(lambda totals, at, stride: totals16(totals, types.intp, types.intp))
+@f.emits(lambda totals, at, stride: totals16(totals, types.intp, types.intp))
 def load_totals(b: Any, totals: Any, at: Any, stride: Any) -> Any:
     """Return the totals of 16 rows x 16 tokens."""
-    return map_tile(b, TOKENS, lambda token: emit_load(b, totals, strided_index(b, at, stride, token), f32x16.ir))
+    return f.map_tile(
+        b, TOKENS, lambda token: f.emit_load(b, totals, f.strided_index(b, at, stride, token), f.f32x16.ir)
+    )
 
 
-@emits(lambda totals, at, stride, tile: types.void(totals, types.intp, types.intp, tile))
+@f.emits(lambda totals, at, stride, tile: types.void(totals, types.intp, types.intp, tile))
 def store_totals(b: Any, totals: Any, at: Any, stride: Any, tile: Any) -> None:
     """Write them back."""
     for token in range(TOKENS):
-        emit_store(b, totals, strided_index(b, at, stride, token), b.extract_value(tile, token))
+        f.emit_store(b, totals, f.strided_index(b, at, stride, token), b.extract_value(tile, token))
 
 
 def _dot_signature(scales_per_block: Any, blocks: Any, sums: Any, weights: Any, _: Any, panel: Any, __: Any) -> Any:
     return types.void(scales_per_block, blocks, sums, weights, types.intp, panel, types.intp)
 
 
-@emits(_dot_signature, prefer_literal=True)
+@f.emits(_dot_signature, prefer_literal=True)
 def dot_tiles(
     b: Any, scales_per_block: int, blocks: int, sums: Any, weights: Any, line: Any, panel: Any, at: Any
 ) -> None:
     """Write the integer sums of some blocks, one tile of tokens x rows for each scale."""
 
     def place(array: Any, index: Any, more: int) -> Any:
-        return element_pointer(b, array, offset_index(b, index, more), I8)
+        return f.element_pointer(b, array, f.offset_index(b, index, more), f.I8)
 
     for i in range(blocks * scales_per_block):
         block, half = divmod(i, scales_per_block)
@@ -130,7 +116,7 @@ def dot_tiles(
         _emit_tile(b, "tilestored64", tile, place(sums, ir.Constant(I64, 0), SUMS_BYTES * i), ir.Constant(I64, 64))
 
 
-@emits(block_signature, prefer_literal=True)
+@f.emits(block_signature, prefer_literal=True)
 def add_block(
     b: Any, total: Any, scales_per_block: int, has_minimum: bool, sums: Any, first: Any, scales: Any, minima: Any,
     scale: Any, panel: Any, at: Any,
@@ -138,25 +124,25 @@ def add_block(
     """Return total + the integer sums of a block times the scales of tokens and rows, and the minima."""
 
     def of_token(field: int, token: int) -> Any:
-        return emit_splat(b, emit_load(b, panel, offset_index(b, at, field + 4 * token), F32), f32x16.ir)
+        return f.emit_splat(b, f.emit_load(b, panel, f.offset_index(b, at, field + 4 * token), f.F32), f.f32x16.ir)
 
     for half in range(scales_per_block):
-        factors = emit_load(b, scales, offset_index(b, scale, 16 * half), f32x16.ir)
+        factors = f.emit_load(b, scales, f.offset_index(b, scale, 16 * half), f.f32x16.ir)
 
         def scaled(token: int, half: int = half, factors: Any = factors, old: Any = total) -> Any:
-            dot = emit_load(b, sums, offset_index(b, first, SUMS_BYTES * half + 64 * token), I32X16)
-            value = b.fmul(b.sitofp(dot, f32x16.ir), of_token(SCALE, token))
-            return emit_fma(b, value, factors, b.extract_value(old, token))
+            dot = f.emit_load(b, sums, f.offset_index(b, first, SUMS_BYTES * half + 64 * token), f.I32X16)
+            value = b.fmul(b.sitofp(dot, f.f32x16.ir), of_token(SCALE, token))
+            return f.emit_fma(b, value, factors, b.extract_value(old, token))
 
-        total = map_tile(b, TOKENS, scaled)
+        total = f.map_tile(b, TOKENS, scaled)
         if has_minimum:
-            low = emit_load(b, minima, offset_index(b, scale, 16 * half), f32x16.ir)
+            low = f.emit_load(b, minima, f.offset_index(b, scale, 16 * half), f.f32x16.ir)
             field = SUM if scales_per_block == 1 else SUM16 + 64 * half
 
             def shifted(token: int, low: Any = low, field: int = field, old: Any = total) -> Any:
-                return emit_fma(b, of_token(field, token), low, b.extract_value(old, token))
+                return f.emit_fma(b, of_token(field, token), low, b.extract_value(old, token))
 
-            total = map_tile(b, TOKENS, shifted)
+            total = f.map_tile(b, TOKENS, shifted)
     return total
 
 

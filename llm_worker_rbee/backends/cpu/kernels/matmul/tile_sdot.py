@@ -28,22 +28,7 @@ from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 
-from ..simd import (
-    F32,
-    I8,
-    I32,
-    MAGIC,
-    MAGIC_BITS,
-    Tile,
-    Vector,
-    element_pointer,
-    emit_load,
-    emit_splat,
-    emit_store,
-    emits,
-    map_tile,
-    offset_index,
-)
+from .. import simd as f
 from .tile_kernel import TileKernel, block_signature
 
 binding.initialize_native_asmparser()
@@ -51,8 +36,8 @@ TOKENS, ROW_VECTORS = 4, 2  # of a tile
 PREFETCH_BYTES = 512  # of a panel ahead, from the second-level cache
 PANEL_BYTES, MINUS_MAGIC, SCALE, SUM, SUM16 = 256, 128, 192, 208, 224
 SCALES_PER_BLOCK = HAS_MINIMUM = None  # set for each variant
-I64, I32X4, F32X4 = ir.IntType(64), ir.VectorType(I32, 4), ir.VectorType(F32, 4)
-totals8 = Tile(Vector("f32x4", F32, 4), ROW_VECTORS * TOKENS)  # row vector after row vector
+I64, I32X4, F32X4 = ir.IntType(64), ir.VectorType(f.I32, 4), ir.VectorType(f.F32, 4)
+totals8 = f.Tile(f.Vector("f32x4", f.F32, 4), ROW_VECTORS * TOKENS)  # row vector after row vector
 CELLS = [(row, token) for row in range(ROW_VECTORS) for token in range(TOKENS)]
 # Operands of the assembly: eight totals, pointers that move on, the blocks that are left; then the address of MAGIC.
 WEIGHTS, PANEL, SCALES, MINIMA, BLOCKS, START = (f"${{{number}}}" for number in (8, 9, 10, 11, 12, 26))
@@ -66,35 +51,35 @@ X_SCALE, X_SUM, W_SCALE, W_MINIMUM = "16", "17", ("18", "19"), ("20", "21")
 
 def _store_token(b: Any, panel: Any, at: Any, token: Any, values: Any, scale: Any, total: Any, totals: Any) -> None:
     def put(first: int, size: int, value: Any) -> None:
-        where = b.add(offset_index(b, at, first), b.mul(token, ir.Constant(token.type, size)))
-        emit_store(b, panel, where, value)
+        where = b.add(f.offset_index(b, at, first), b.mul(token, ir.Constant(token.type, size)))
+        f.emit_store(b, panel, where, value)
 
     put(0, 32, values)
-    put(MINUS_MAGIC, 16, emit_splat(b, b.fmul(scale, ir.Constant(F32, -MAGIC)), F32X4))
+    put(MINUS_MAGIC, 16, f.emit_splat(b, b.fmul(scale, ir.Constant(f.F32, -f.MAGIC)), F32X4))
     put(SCALE, 4, scale)
     put(SUM, 4, total)
     for half in range(2):
-        put(SUM16 + 16 * half, 4, b.extract_element(totals, ir.Constant(I32, half)))
+        put(SUM16 + 16 * half, 4, b.extract_element(totals, ir.Constant(f.I32, half)))
 
 
-@emits(lambda totals, at, stride: totals8(totals, types.intp, types.intp))
+@f.emits(lambda totals, at, stride: totals8(totals, types.intp, types.intp))
 def load_totals(b: Any, totals: Any, at: Any, stride: Any) -> Any:
     """Return the totals of 8 rows x 4 tokens."""
 
     def one(cell: int) -> Any:
         row, token = CELLS[cell]
-        where = b.add(offset_index(b, at, 4 * row), b.mul(stride, ir.Constant(stride.type, token)))
-        return emit_load(b, totals, where, F32X4)
+        where = b.add(f.offset_index(b, at, 4 * row), b.mul(stride, ir.Constant(stride.type, token)))
+        return f.emit_load(b, totals, where, F32X4)
 
-    return map_tile(b, len(CELLS), one)
+    return f.map_tile(b, len(CELLS), one)
 
 
-@emits(lambda totals, at, stride, tile: types.void(totals, types.intp, types.intp, tile))
+@f.emits(lambda totals, at, stride, tile: types.void(totals, types.intp, types.intp, tile))
 def store_totals(b: Any, totals: Any, at: Any, stride: Any, tile: Any) -> None:
     """Write them back."""
     for cell, (row, token) in enumerate(CELLS):
-        where = b.add(offset_index(b, at, 4 * row), b.mul(stride, ir.Constant(stride.type, token)))
-        emit_store(b, totals, where, b.extract_value(tile, cell))
+        where = b.add(f.offset_index(b, at, 4 * row), b.mul(stride, ir.Constant(stride.type, token)))
+        f.emit_store(b, totals, where, b.extract_value(tile, cell))
 
 
 def _load(register: str, pointer: str, offset: int = 0) -> str:
@@ -151,16 +136,16 @@ def loop_code(scales_per_block: int, has_minimum: bool) -> str:
     return "\\0A".join([*lines, f"subs {BLOCKS}, {BLOCKS}, #1", "b.ne 1b"])
 
 
-@emits(block_signature, prefer_literal=True)
+@f.emits(block_signature, prefer_literal=True)
 def add_blocks(
     b: Any, total: Any, scales_per_block: int, has_minimum: bool, weights: Any, line: Any, scales: Any, minima: Any,
     scale: Any, panel: Any, at: Any, blocks: Any,
 ) -> Any:  # fmt: skip
     """Return total + 8 rows of one or more blocks . the activations of 4 tokens."""
-    start = cgutils.global_constant(b.module, "magic", ir.Constant(I32X4, [MAGIC_BITS] * 4))
+    start = cgutils.global_constant(b.module, "magic", ir.Constant(I32X4, [f.MAGIC_BITS] * 4))
     places = (weights, line), (panel, at), (scales, scale), (minima, scale)
     operands = [b.extract_value(total, cell) for cell in range(len(CELLS))]
-    operands += [b.ptrtoint(element_pointer(b, array, index, I8), I64) for array, index in places]
+    operands += [b.ptrtoint(f.element_pointer(b, array, index, f.I8), I64) for array, index in places]
     operands.append(blocks)
     results, ties = ["=&w"] * len(CELLS) + ["=&r"] * 5, [str(number) for number in range(13)]
     clobbers = [f"~{{v{number}}}" for number in range(8, 32)] + ["~{cc}", "~{memory}"]
@@ -169,7 +154,7 @@ def add_blocks(
     function = ir.FunctionType(kind, [operand.type for operand in operands])
     constraints = ",".join([*results, *ties, "r", *clobbers])
     made = b.asm(function, loop_code(scales_per_block, has_minimum), constraints, operands, True)
-    return map_tile(b, len(CELLS), lambda cell: b.extract_value(made, cell))
+    return f.map_tile(b, len(CELLS), lambda cell: b.extract_value(made, cell))
 
 
 def multiply(weights, line, scales, minima, panels, at, blocks, totals, to, stride):
