@@ -223,8 +223,8 @@ def product_program(weights: Sequence[Any], rows: int, threads: int) -> Callable
 
     The step table points at one input and one output, large enough for all. The caller keeps the weights alive.
     """
-    from llm_worker_rbee.backends.cpu import linear
-    from llm_worker_rbee.backends.cpu.kernels import elementwise, quantize_activations  # they need Numba
+    from llm_worker_rbee.backends.cpu import linear  # these modules need Numba
+    from llm_worker_rbee.backends.cpu.kernels import elementwise, quantize_activations
     from llm_worker_rbee.backends.cpu.kernels.program import Step
 
     widest = max(w.columns for w in weights)
@@ -253,8 +253,8 @@ def quantize_program(columns: int, rows: int, threads: int) -> Callable[[], obje
 
 def _run_tasks(tasks: list[Any], arrays: Sequence[NDArray[Any]], rows: int, threads: int) -> Callable[[], object]:
     """Return a function that runs the tasks on these arrays, the entries of the step table behind its own."""
-    from llm_worker_rbee.backends.cpu.kernels.program import Step, new_step  # it needs Numba
-    from llm_worker_rbee.backends.cpu.program import Program  # it needs Numba
+    from llm_worker_rbee.backends.cpu.kernels.program import Step  # it needs Numba
+    from llm_worker_rbee.backends.cpu.program import Program, new_step
 
     program, step = Program(tasks), new_step(Step.END + len(arrays))
     step[Step.TOKENS] = rows

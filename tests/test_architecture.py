@@ -57,6 +57,8 @@ IMPORTS: dict[str, set[str]] = {
     "llm_worker_bench": OFFLINE | {"cli"},  # it never imports the server, and the worker never imports it
 }
 
+KERNELS_IMPORT = {"cpu": ("jit", "packed_weight"), "cuda": ("device", "packed_weight")}  # of the folder above kernels/
+
 # Optional or heavy packages may be imported inside a function, and each in one place only.
 HEAVY = {"torch", "triton", "numba", "matplotlib", "scipy", "psutil", "huggingface_hub", "readline", "llguidance"}
 LAZY = HEAVY | {"rich", "llvmlite"}
@@ -178,6 +180,15 @@ def test_dialects_import_only_their_own_family() -> None:
             if name.startswith(folder):
                 other = name.removeprefix(folder)
                 assert other.split("_")[0] == path.stem.split("_")[0], f"{relative(path)} must not import {other}"
+
+
+@pytest.mark.parametrize("backend", KERNELS_IMPORT)
+def test_kernels_import_little_of_the_folder_above(backend: str) -> None:
+    """Host code imports kernels: what these import of it is how they are compiled, and layouts."""
+    folder = f"llm_worker_rbee.backends.{backend}"
+    for path in (PACKAGE / "backends" / backend / "kernels").rglob("*.py"):
+        above = {name for name in imported_modules(path) if name.rpartition(".")[0] == folder}
+        assert above <= {f"{folder}.{name}" for name in KERNELS_IMPORT[backend]}, f"{relative(path)} imports {above}"
 
 
 def test_import_table_has_no_cycle() -> None:

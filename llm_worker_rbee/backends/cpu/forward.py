@@ -21,10 +21,10 @@ from ..graph import LOGITS, TOKENS, Graph, ProgramLine, Value, op_names
 from ..ops import Array, Batch, LayerCache, Profiler, TaskLabel, first_kv
 from .kernels.kv_layout import kv_type_of, layer_addresses
 from .kernels.pointers import aligned
-from .kernels.program import Step, Table, Task, new_step
+from .kernels.program import Step, Table, Task
 from .kernels.quantize_activations import pad_to_panels
 from .lowering import HostCall, Lowering, fuse
-from .program import Program, require_not_forked
+from .program import Program, new_step, require_not_forked
 
 Floats = NDArray[np.float32]
 Part = tuple[tuple[TaskLabel, ...], Program | HostCall]

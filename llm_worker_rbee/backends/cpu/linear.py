@@ -1,4 +1,4 @@
-"""Linear layers: a packed weight, and the tasks of its products (kernels/matmul/).
+"""Linear layers: a packed weight, the tasks of its products (kernels/matmul/), and its rows as floats.
 
 Tensors that share a layout are packed into one matrix; a stack of several layouts (a Q4_K_M file has q and k in Q4_K, v
 in Q6_K) is several matrices, each of which writes its own columns of the result.
@@ -23,9 +23,9 @@ from .kernels.elementwise import embed_task, quantize_task
 from .kernels.matmul.linear import TOKENS_PER_PIECE as UNPACKED_TOKENS_PER_PIECE
 from .kernels.matmul.linear import can_unpack, linear_kernel
 from .kernels.matmul.packed import TOKENS_PER_PIECE, LinearArg
-from .kernels.program import Step, Task, new_step, pack_args, pack_floats
+from .kernels.program import Step, Task, pack_args, pack_floats
 from .packed_weight import GROUP_ROWS, PackedMatrices, PackedMatrix, layout_of_tensor
-from .program import Program, run_step
+from .program import Program, new_step, run_step
 from .repack import repack
 
 Floats = NDArray[np.float32]

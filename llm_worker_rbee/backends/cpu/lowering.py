@@ -17,9 +17,9 @@
     grouped_linear   group, gather (once for each choice of experts), quantize, grouped_matmul
     combine                                    combine
 
-What lies between grouped products is kept by rows that are grouped by expert (experts.py). An op without tasks here
-runs as the reference computes it, between two programs. Fused and single ops share their kernels, so the bits are the
-same.
+What lies between grouped products is kept by rows that are grouped by expert (kernels/experts.py). An op without tasks
+here runs as the reference computes it, between two programs. Fused and single ops share their kernels, so the bits are
+the same.
 """
 
 from __future__ import annotations

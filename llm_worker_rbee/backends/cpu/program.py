@@ -43,7 +43,7 @@ from ...errors import InferenceError, MissingDependencyError
 from .. import cpu_info
 from .kernels import program as kernels
 from .kernels.pointers import aligned
-from .kernels.program import Step, Table, Task, new_step
+from .kernels.program import Step, Table, Task
 
 LAYERS = ["omp", "tbb", "workqueue"]  # best first
 CALIBRATION_S = 0.02
@@ -64,6 +64,11 @@ _local = threading.local()  # of a Python thread: `threads`, Numba's mask; `coun
 _launch_lock = threading.Lock()
 _guard: AbstractContextManager[object] | None = None  # what a launch holds; None: the layer is not known yet
 _forked = False
+
+
+def new_step(num_entries: int = Step.END) -> Table:
+    """Return a step of zeros."""
+    return np.zeros(num_entries, np.int64)
 
 
 @cache

@@ -5,7 +5,7 @@ type, as if its small integer were the largest possible). A scale that is a floa
 (a K type's float16 times its small integer) is rounded once, by at most 2**-11 of itself. Below 2**-14 units a scale
 becomes a multiple of 2**-24 units: where scales span a wide range (MXFP4, Q8_K), negligible ones become 0.
 
-The kernels work on 16 rows and 256 columns of a row at a time: gguf_blocks.py reads a block into codes, scales and
+The kernels work on 16 rows and 256 columns of a row at a time: kernels/repack.py reads a block into codes, scales and
 minima and writes the codes into bit planes. They are serial over a range of row groups, and Python threads share out
 the groups: a prange would double the compile time.
 """

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from .. import reference_sampling
 from ..ops import Ints, Logprobs, SampleRow, TokenMask
 from .kernels import sampling as kernels
-from .kernels.program import Step, Task, new_step, pack_args
+from .kernels.program import Step, Task, pack_args
 from .kernels.sampling import RowFloat, RowInt
-from .program import Program, threads_in_use
+from .program import Program, new_step, threads_in_use
 
 Floats = NDArray[np.float32]
 MAX_GREEDY_ROWS = 4  # without a program

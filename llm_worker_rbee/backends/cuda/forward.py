@@ -1,5 +1,5 @@
 """The fused forward of a model: it pads a step to one of few sizes (step_inputs.py), copies its inputs to the device
-(step_inputs.py), and runs it, from a CUDA graph where there is one. forward.py launches the kernels.
+(step_inputs.py), and runs it, from a CUDA graph where there is one. launch.py launches the kernels.
 
 `launch_all` and `capture_all` leave nothing to compile, load or capture for later steps. Without them that happens when
 a size occurs.

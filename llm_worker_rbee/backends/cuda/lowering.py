@@ -1,4 +1,4 @@
-"""The fused ops of a step, which forward.py launches in the order of the model's graph.
+"""The fused ops of a step, which launch.py launches in the order of the model's graph.
 
 Each op knows the matrix that reads its result (`following`), so that it stores activations in the form which that
 product takes. REWRITES fuse the recorded ops; a model in which an op is left over runs unfused.

@@ -1,7 +1,7 @@
 """Sampling on the device: the same tokens as `../reference_sampling.py`.
 
 Logits stay on the device: only ids and log-probabilities (where requested) come to the host, in one copy. An undecided
-row (sampling_kernels.py) is copied to the host and sampled by the reference. `sample_async` waits for nothing: the
+row (kernels/sampling.py) is copied to the host and sampled by the reference. `sample_async` waits for nothing: the
 token that penalties and log-probabilities need may be on the device only. The fields of a row that never change are
 packed once, when it is first sampled. Masks of allowed tokens are copied to the device as they are, one bit per token.
 """

@@ -148,7 +148,7 @@ def test_jit_cache_is_reused_and_never_stale(tmp_path: Path) -> None:
     shutil.copytree(PACKAGE, root / "llm_worker_rbee", ignore=shutil.ignore_patterns("__pycache__"))
     assert end(start(cache, root)) == (RIGHT, False)
     assert end(start(cache, root)) == (RIGHT, True)
-    edited = root / "llm_worker_rbee" / "backends" / "cpu" / "simd.py"  # not the kernel's own file
+    edited = root / "llm_worker_rbee" / "backends" / "cpu" / "kernels" / "simd.py"  # not the kernel's own file
     text = edited.read_text()
     assert "lambda b, x, y: b.fdiv(x, y)" in text
     edited.write_text(text.replace("lambda b, x, y: b.fdiv(x, y)", "lambda b, x, y: b.fadd(x, y)"))

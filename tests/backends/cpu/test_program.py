@@ -16,7 +16,7 @@ import pytest
 from llm_worker_rbee import machine
 from llm_worker_rbee.backends.cpu import program
 from llm_worker_rbee.backends.cpu.kernels.elementwise import copy_task
-from llm_worker_rbee.backends.cpu.kernels.program import Step, new_step
+from llm_worker_rbee.backends.cpu.kernels.program import Step
 from tests.cli.conftest import write_model
 from tests.conftest import with_kernels
 
@@ -59,7 +59,7 @@ def test_run_timed_computes_the_same_and_times_each_task(threads: int, rng: np.r
         copy_task(step.REQUESTS, end, end + 1, 1, width, width),
         copy_task(step.TOKENS, end + 1, end + 2, 1, width, width),
     ]
-    table = new_step(end + len(arrays))
+    table = program.new_step(end + len(arrays))
     table[step.TOKENS] = rows
     table[end:] = [array.ctypes.data for array in arrays]
     start = time.perf_counter()
@@ -113,8 +113,8 @@ import sys
 import numpy as np
 from llm_worker_rbee.backends.cpu.jit import TaskKernel
 from llm_worker_rbee.backends.cpu.kernels.pointers import atomic_add, i64
-from llm_worker_rbee.backends.cpu.program import Program
-from llm_worker_rbee.backends.cpu.kernels.program import Step, Task, new_step, pack_args
+from llm_worker_rbee.backends.cpu.kernels.program import Step, Task, pack_args
+from llm_worker_rbee.backends.cpu.program import Program, new_step
 
 def count_runs(args, step, piece):
     before, length, own, early = i64(args)[0], i64(args)[1], i64(args)[2], i64(args)[3]
@@ -143,8 +143,8 @@ LATE = """
 import numpy as np
 from llm_worker_rbee.backends.cpu.jit import TaskKernel
 from llm_worker_rbee.backends.cpu.kernels.pointers import atomic_add, i64
-from llm_worker_rbee.backends.cpu.program import Program, _zero_counters
-from llm_worker_rbee.backends.cpu.kernels.program import Step, Task, new_step, pack_args, worker_loop
+from llm_worker_rbee.backends.cpu.kernels.program import Step, Task, pack_args, worker_loop
+from llm_worker_rbee.backends.cpu.program import Program, _zero_counters, new_step
 
 def count_runs(args, step, piece):
     atomic_add(i64(args)[0], 1)

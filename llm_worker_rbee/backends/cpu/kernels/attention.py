@@ -1,6 +1,6 @@
 """Attention over the paged KV cache: each query over its own request's keys, causal or not by the bounds of a loop.
 
-kv_layout.py has the places of keys and values, attention_kernels.py what happens in a block of keys. Kinds of pieces:
+kv_layout.py has the places of keys and values, attention_key_blocks.py the work in a block of keys. Kinds of pieces:
 
 prefill   adjacent tokens of a request, all heads that share a KV head (or one, if there are few pieces): keys and
           values are converted to floats once for all rows

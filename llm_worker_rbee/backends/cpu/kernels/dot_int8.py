@@ -25,7 +25,7 @@ ISA = cpu_info.current_isa()
 WEIGHT_BIAS = cpu_info.INSTRUCTION_SETS[ISA].weight_bias
 LANE_ACTIVATIONS = cpu_info.INSTRUCTION_SETS[ISA].lane_activations
 SHIFT_INSERT = cpu_info.INSTRUCTION_SETS[ISA].shift_insert
-# for products of many tokens (matmul/unpacked.py)
+# for products of many tokens (matmul/linear.py)
 TILE_KERNELS: dict[str, TileKernel] = {"avx512_amx": AMX, "neon_i8mm": SMMLA, "neon_dotprod": SDOT}
 EmitDot = Callable[[Any, Any, Any, Any], Any]  # (builder, accumulator, weights, activations) -> accumulator
 
@@ -190,7 +190,7 @@ def _insert_quad(b: Any, low: Any, high: Any, width: int, quad: int) -> Any:
 
 
 def _unpack_quad(b: Any, lines: Callable[[int], Any], planes: tuple[int, ...], quad: int) -> Any:
-    """Emit the codes of one quad of columns, one byte each, from the lines of the bit planes (packed_weight.py)."""
+    """Emit the codes of one quad of columns, one byte each, from the lines of the bit planes (../packed_weight.py)."""
     if SHIFT_INSERT and len(planes) == 2 and planes[0] == 4:
         return _insert_quad(b, lines(quad % 4), lines(4 + quad % planes[1]), planes[1], quad)
     code, first, place = None, 0, 0

@@ -1,8 +1,8 @@
 """Memory by address, inside kernels: arrays without an owner, scalars of any alignment, atomics, calls, prefetch.
 
-A task of a program (program.py) gets addresses in a table of integers, and the repacking kernels get addresses because
-Numba counts references to arrays even in an inner loop, which took half of the time. The caller keeps the memory alive;
-nothing here checks a bound. Integers are int64.
+A task of a program (../program.py) gets addresses in a table of integers, and the repacking kernels get addresses
+because Numba counts references to arrays even in an inner loop, which took half of the time. The caller keeps the
+memory alive; nothing here checks a bound. Integers are int64.
 """
 
 from __future__ import annotations

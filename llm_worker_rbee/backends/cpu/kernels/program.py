@@ -54,11 +54,6 @@ class Step(IntEnum):
     END = auto()  # places of buffers follow
 
 
-def new_step(num_entries: int = Step.END) -> Table:
-    """Return a step of zeros."""
-    return np.zeros(num_entries, np.int64)
-
-
 class Task(NamedTuple):
     """A kernel with its arguments, and how its work is split into pieces."""
 

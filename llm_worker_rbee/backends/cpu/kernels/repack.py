@@ -1,4 +1,4 @@
-"""GGUF blocks -> codes in bit planes (packed_weight.py), float32 scales and minima: the inner functions of repack.py.
+"""The kernels of ../repack.py: GGUF blocks -> codes in bit planes, scales and minima; floats -> 16 rows side by side.
 
 Up to 256 columns of one row at a time; addresses, not arrays. Four codes of adjacent columns make a 32-bit word, and
 all steps are on words. Where types without a codebook keep their bits is data, one row per type. IQ1 to IQ3 have a

@@ -1,8 +1,8 @@
-"""Sampling kernels for one row: candidates by top-k, top-p, min-p and typical-p, the draw, and log-softmax.
+"""Sampling kernels for one row: penalties, candidates by top-k, top-p, min-p and typical-p, the draw, log-softmax.
 
 Finding candidates reads all logits as few times as possible: the maximum of each block of 64 logits tells which blocks
 to look at; nothing is sorted. Filters then keep the fewest candidates, best first, whose probabilities add up to some
-mass: the last of them is found by partitioning, as the k-th largest of a list is. `../reference_sampling.py` defines
+mass: the last of them is found by partitioning, as the k-th largest of a list is. `../../reference_sampling.py` defines
 the result; UNDECIDED leaves a near tie to it.
 
 A mask says which tokens are allowed (see simd.py); None is a type of its own, for which nothing is compiled.

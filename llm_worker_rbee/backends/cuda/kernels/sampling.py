@@ -1,4 +1,4 @@
-"""Sampling kernels in the order of `../reference_sampling.py`; a program samples one row of logits at a time.
+"""Sampling kernels in the order of `../../reference_sampling.py`; a program samples one row of logits at a time.
 
 Weights are float64. Nothing is sorted: a filter finds its threshold by bisection. Sums have another order than the
 reference's, so a decision closer than TIE_TOLERANCE is UNDECIDED and left to it. Scratch of a row: scaled logits s and

@@ -1,8 +1,9 @@
-"""Products of many tokens: weights are unpacked into a buffer, then multiplied with panels of activations.
+"""The product of a linear layer: of few tokens straight from packed codes (packed.py), of many from unpacked ones.
 
-tile_kernel.py tells why, and how an instruction set takes part. A piece is some groups of 16 rows x some panels. Its
-columns are cut into runs: the weights of a run stay in the first-level cache while all panels pass by, and totals of a
-few groups are kept beside them until the last run.
+Unpacked weights lie in a buffer and are multiplied with panels of activations: tile_kernel.py tells why, and how an
+instruction set takes part. A piece is some groups of 16 rows x some panels. Its columns are cut into runs: the weights
+of a run stay in the first-level cache while all panels pass by, and totals of a few groups are kept beside them until
+the last run.
 """
 
 from __future__ import annotations

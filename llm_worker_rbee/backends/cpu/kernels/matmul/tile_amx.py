@@ -1,7 +1,7 @@
 """Products of unpacked weights with AMX, the tile registers of x86-64: tiles of 16 rows x 16 tokens.
 
 `tdpbssd` multiplies a tile of 16 tokens x 32 bytes by one of 32 columns x 16 rows, whose lines of 64 bytes (a quad of
-columns of all 16 rows) are those of packed_weight.py. The integer sums of a block go through memory to the vector
+columns of all 16 rows) are those of ../../packed_weight.py. The integer sums of a block go through memory to the vector
 registers, which hold the totals. A few blocks are multiplied before the sums of the first one are read, so that both
 units work at once. A block of a panel of 16 tokens has 768 bytes:
 

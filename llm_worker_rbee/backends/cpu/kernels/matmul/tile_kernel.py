@@ -1,4 +1,4 @@
-"""What an instruction set brings to products of many tokens (unpacked.py): its layouts, and the multiplication.
+"""What an instruction set brings to products of many tokens (linear.py): its layouts, and the multiplication.
 
 A product of few tokens unpacks packed weights in registers, once for each tile of tokens. From
 `InstructionSet.unpack_min_tokens` on, 16 rows x some blocks of 32 columns are unpacked into a buffer, once for all
