@@ -27,6 +27,7 @@ class Raise(NamedTuple):
 
 LOG: tuple[Raise, ...] = (
     Raise(0, "files of the worker", 4, "cpu/kernels and cuda/kernels: two __init__.py, and experts in two parts"),
+    Raise(0, "files of a streamed chat", 1, "the loop of a program is compiled: cpu/kernels/program.py"),
 )
 
 FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the folders that have a row of their own
@@ -56,7 +57,7 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
 COUNTS = {
     "lines of the worker": Budget(57_243, 57_243),
     "files of the worker": Budget(252, 256),
-    "files of a streamed chat": Budget(62, 62),
+    "files of a streamed chat": Budget(62, 63),
     "largest number of imported modules": Budget(27, 27),
     "modules exempt from strict types": Budget(43, 5),
     "fmt: skip": Budget(609, 609),
