@@ -223,8 +223,9 @@ def product_program(weights: Sequence[Any], rows: int, threads: int) -> Callable
 
     The step table points at one input and one output, large enough for all. The caller keeps the weights alive.
     """
-    from llm_worker_rbee.backends.cpu import elementwise, linear, quantize_activations  # they need Numba
-    from llm_worker_rbee.backends.cpu.program import Step
+    from llm_worker_rbee.backends.cpu import linear  # these modules need Numba
+    from llm_worker_rbee.backends.cpu.kernels import elementwise, quantize_activations
+    from llm_worker_rbee.backends.cpu.kernels.program import Step
 
     widest = max(w.columns for w in weights)
     out = np.empty((rows, max(w.rows for w in weights)), np.float32)
@@ -241,8 +242,8 @@ def product_program(weights: Sequence[Any], rows: int, threads: int) -> Callable
 
 def quantize_program(columns: int, rows: int, threads: int) -> Callable[[], object]:
     """Return a function that quantizes random activations, as the CPU does before a matrix product."""
-    from llm_worker_rbee.backends.cpu import elementwise, quantize_activations  # they need Numba
-    from llm_worker_rbee.backends.cpu.program import Step
+    from llm_worker_rbee.backends.cpu.kernels import elementwise, quantize_activations  # they need Numba
+    from llm_worker_rbee.backends.cpu.kernels.program import Step
 
     unused = np.empty(1, np.float32)  # entries of a step, as in `product_program`
     arrays = _random(rows, columns), unused, *quantize_activations.allocate(rows, columns)
@@ -252,7 +253,8 @@ def quantize_program(columns: int, rows: int, threads: int) -> Callable[[], obje
 
 def _run_tasks(tasks: list[Any], arrays: Sequence[NDArray[Any]], rows: int, threads: int) -> Callable[[], object]:
     """Return a function that runs the tasks on these arrays, the entries of the step table behind its own."""
-    from llm_worker_rbee.backends.cpu.program import Program, Step, new_step  # it needs Numba
+    from llm_worker_rbee.backends.cpu.kernels.program import Step  # it needs Numba
+    from llm_worker_rbee.backends.cpu.program import Program, new_step
 
     program, step = Program(tasks), new_step(Step.END + len(arrays))
     step[Step.TOKENS] = rows

@@ -25,14 +25,19 @@ class Raise(NamedTuple):
     reason: str
 
 
-LOG: tuple[Raise, ...] = ()
+LOG: tuple[Raise, ...] = (
+    Raise(0, "files of the worker", 4, "cpu/kernels and cuda/kernels: two __init__.py, and experts in two parts"),
+    Raise(0, "files of a streamed chat", 1, "the loop of a program is compiled: cpu/kernels/program.py"),
+)
 
 FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the folders that have a row of their own
     "llm_worker_rbee": (Budget(3_543, 3_543), Budget(14, 14)),
     "llm_worker_rbee/backends": (Budget(1_907, 1_907), Budget(8, 8)),
-    "llm_worker_rbee/backends/cpu": (Budget(7_711, 7_711), Budget(27, 27)),
-    "llm_worker_rbee/backends/cpu/matmul": (Budget(1_004, 1_004), Budget(7, 7)),
-    "llm_worker_rbee/backends/cuda": (Budget(8_700, 8_700), Budget(29, 29)),
+    "llm_worker_rbee/backends/cpu": (Budget(2_766, 2_766), Budget(12, 12)),
+    "llm_worker_rbee/backends/cpu/kernels": (Budget(4_958, 4_958), Budget(18, 18)),
+    "llm_worker_rbee/backends/cpu/kernels/matmul": (Budget(1_004, 986), Budget(7, 7)),
+    "llm_worker_rbee/backends/cuda": (Budget(4_656, 4_656), Budget(16, 16)),
+    "llm_worker_rbee/backends/cuda/kernels": (Budget(4_049, 4_049), Budget(14, 14)),
     "llm_worker_rbee/cli": (Budget(3_837, 3_837), Budget(15, 15)),
     "llm_worker_rbee/cluster": (Budget(699, 699), Budget(6, 6)),
     "llm_worker_rbee/engine": (Budget(3_307, 3_307), Budget(18, 18)),
@@ -51,9 +56,9 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
 }
 COUNTS = {
     "lines of the worker": Budget(57_243, 57_243),
-    "files of the worker": Budget(252, 252),
-    "files of a streamed chat": Budget(62, 62),
+    "files of the worker": Budget(252, 256),
+    "files of a streamed chat": Budget(62, 63),
     "largest number of imported modules": Budget(27, 27),
-    "modules exempt from strict types": Budget(43, 43),
+    "modules exempt from strict types": Budget(43, 5),
     "fmt: skip": Budget(609, 609),
 }

@@ -57,6 +57,8 @@ IMPORTS: dict[str, set[str]] = {
     "llm_worker_bench": OFFLINE | {"cli"},  # it never imports the server, and the worker never imports it
 }
 
+KERNELS_IMPORT = {"cpu": ("jit", "packed_weight"), "cuda": ("device", "packed_weight")}  # of the folder above kernels/
+
 # Optional or heavy packages may be imported inside a function, and each in one place only.
 HEAVY = {"torch", "triton", "numba", "matplotlib", "scipy", "psutil", "huggingface_hub", "readline", "llguidance"}
 LAZY = HEAVY | {"rich", "llvmlite"}
@@ -82,10 +84,10 @@ LONG_FILES: set[str] = set()
 MAX_FUNCTION_LINES = 60
 # Kernels, and commands whose signature is the list of their options.
 LONG_FUNCTIONS = {
-    "backends/cuda/attention_decode.py:decode_attention",
-    "backends/cuda/attention_decode.py:decode_attention_gqa",
-    "backends/cuda/gemv.py:gemv_dense",
-    "backends/cuda/gemv.py:gemv_packed",
+    "backends/cuda/kernels/attention_decode.py:decode_attention",
+    "backends/cuda/kernels/attention_decode.py:decode_attention_gqa",
+    "backends/cuda/kernels/gemv.py:gemv_dense",
+    "backends/cuda/kernels/gemv.py:gemv_packed",
     "llm_worker_bench/commands/accuracy.py:accuracy",
 }
 MIN_MODULE_LINES = 80  # a shorter module with a single client is part of that client, unless there is a reason
@@ -112,7 +114,7 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in FILES}
 
 
-CUDA_FILES = {*(PACKAGE / "backends" / "cuda").glob("*.py"), BENCH / "backends" / "cuda_parts.py"}
+CUDA_FILES = {*(PACKAGE / "backends" / "cuda").rglob("*.py"), BENCH / "backends" / "cuda_parts.py"}
 
 
 @cache
@@ -178,6 +180,15 @@ def test_dialects_import_only_their_own_family() -> None:
             if name.startswith(folder):
                 other = name.removeprefix(folder)
                 assert other.split("_")[0] == path.stem.split("_")[0], f"{relative(path)} must not import {other}"
+
+
+@pytest.mark.parametrize("backend", KERNELS_IMPORT)
+def test_kernels_import_little_of_the_folder_above(backend: str) -> None:
+    """Host code imports kernels: what these import of it is how they are compiled, and layouts."""
+    folder = f"llm_worker_rbee.backends.{backend}"
+    for path in (PACKAGE / "backends" / backend / "kernels").rglob("*.py"):
+        above = {name for name in imported_modules(path) if name.rpartition(".")[0] == folder}
+        assert above <= {f"{folder}.{name}" for name in KERNELS_IMPORT[backend]}, f"{relative(path)} imports {above}"
 
 
 def test_import_table_has_no_cycle() -> None:

@@ -14,26 +14,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_worker_rbee.backends.cpu import simd as f
-from llm_worker_rbee.backends.cpu.attention import (
-    MIN_PREFILL_TOKENS,
-    AttentionArg,
-    score_kernel,
-    score_rows_kernel,
-    view_of,
-)
-from llm_worker_rbee.backends.cpu.attention_kernels import KEY_BLOCK, SPAN, TILE_ROWS, Rows
 from llm_worker_rbee.backends.cpu.jit import TaskKernel
-from llm_worker_rbee.backends.cpu.kv_layout import empty_layer, layer_addresses, padded_dim
-from llm_worker_rbee.backends.cpu.pointers import aligned, f32, f64, i64, scratch
-from llm_worker_rbee.backends.cpu.program import Program, Step, Task, pack_args, pack_floats, prepare_step, run_step
-from llm_worker_rbee.backends.cpu.rope import TOKENS_PER_PIECE, angles_task, rope_store_task, rotate_head
-from llm_worker_rbee.backends.cpu.simd import LANES
+from llm_worker_rbee.backends.cpu.kernels import attention
+from llm_worker_rbee.backends.cpu.kernels import simd as f
+from llm_worker_rbee.backends.cpu.kernels.attention import AttentionArg
+from llm_worker_rbee.backends.cpu.kernels.attention_key_blocks import KEY_BLOCK, SPAN, TILE_ROWS, Rows
+from llm_worker_rbee.backends.cpu.kernels.kv_layout import empty_layer, layer_addresses, padded_dim
+from llm_worker_rbee.backends.cpu.kernels.pointers import aligned, f32, f64, i64, scratch
+from llm_worker_rbee.backends.cpu.kernels.program import Step, Task, pack_args, pack_floats
+from llm_worker_rbee.backends.cpu.kernels.rope import TOKENS_PER_PIECE, angles_task, rope_store_task, rotate_head
+from llm_worker_rbee.backends.cpu.program import Program, prepare_step, run_step
 from llm_worker_rbee.backends.ops import Ints, KVLayer, RopeTable
 
 Floats = NDArray[np.float32]
 SCORE_TOKENS = 64  # of a piece, as in prefill
-SCORE_ROWS_PADDED = -(-(SCORE_TOKENS + TILE_ROWS) // LANES) * LANES  # room for whole tiles
+SCORE_ROWS_PADDED = -(-(SCORE_TOKENS + TILE_ROWS) // f.LANES) * f.LANES  # room for whole tiles
 KV_BLOCK = 16  # positions
 SCORE: Any = None  # set for each variant
 SCORE_ROWS: Any = None
@@ -59,11 +54,11 @@ def score_heads(args, step, piece):
     a, s = i64(args), i64(step)
     heads, tokens = a[AttentionArg.HEADS], s[Step.TOKENS]
     first, layer = piece // heads * SCORE_TOKENS, i64(s[Step.KV])
-    view = view_of(a, s, f32(layer[0]), f32(layer[1]), 0, piece % heads)
+    view = attention.view_of(a, s, f32(layer[0]), f32(layer[1]), 0, piece % heads)
     count, at = min(SCORE_TOKENS, tokens - first), piece * SCORE_ROWS_PADDED
     q, scores = s[a[AttentionArg.QUERIES]] + 4 * at * view.dim, s[a[AttentionArg.OUT]] + 4 * at * KEY_BLOCK
     scale = np.float32(f64(args)[AttentionArg.SCALE])
-    if tokens < MIN_PREFILL_TOKENS:
+    if tokens < attention.MIN_PREFILL_TOKENS:
         for r in range(count):
             SCORE(view, f32(q), r * view.dim, scale, 0, tokens, f32(scores + 4 * r * KEY_BLOCK))
     else:
@@ -84,8 +79,8 @@ def add_mask(args, step, piece):
     a, s = i64(args), i64(step)
     count, mask = a[MaskArg.COUNT], f32(s[a[MaskArg.MASK]])
     scores, out, first = f32(s[a[MaskArg.SCORES]]), f32(s[a[MaskArg.OUT]]), piece * a[MaskArg.COUNT]
-    whole = count - count % LANES
-    for i in range(0, whole, LANES):
+    whole = count - count % f.LANES
+    for i in range(0, whole, f.LANES):
         f.store(out, first + i, f.add(f.load(scores, first + i), f.load(mask, i)))
     for i in range(whole, count):
         out[first + i] = scores[first + i] + mask[i]
@@ -97,7 +92,7 @@ ROTATE_HEADS, MAKE_MASK, ADD_MASK = map(TaskKernel, (rotate_heads, make_mask, ad
 @cache
 def score_heads_kernel() -> TaskKernel:
     """Return the kernel of the scores of heads that have a KV head each."""
-    return TaskKernel(score_heads, SCORE=score_kernel(1), SCORE_ROWS=score_rows_kernel())
+    return TaskKernel(score_heads, SCORE=attention.score_kernel(1), SCORE_ROWS=attention.score_rows_kernel())
 
 
 class CpuParts:

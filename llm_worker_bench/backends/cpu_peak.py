@@ -13,12 +13,12 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from llm_worker_rbee.backends.cpu import simd
-from llm_worker_rbee.backends.cpu.dot_int8 import DOT_PRODUCTS, ISA, EmitDot, _by_registers, _instruction
 from llm_worker_rbee.backends.cpu.jit import kernel
-from llm_worker_rbee.backends.cpu.matmul import tile_amx
-from llm_worker_rbee.backends.cpu.pointers import aligned, f32, u8
-from llm_worker_rbee.backends.cpu.simd import (
+from llm_worker_rbee.backends.cpu.kernels import simd
+from llm_worker_rbee.backends.cpu.kernels.dot_int8 import DOT_PRODUCTS, ISA, EmitDot, _by_registers, _instruction
+from llm_worker_rbee.backends.cpu.kernels.matmul import tile_amx
+from llm_worker_rbee.backends.cpu.kernels.pointers import aligned, f32, u8
+from llm_worker_rbee.backends.cpu.kernels.simd import (
     I32X16,
     LANES,
     Tile,

@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 
 from llm_worker_rbee.backends.cuda import cuda_graphs, device
-from llm_worker_rbee.backends.cuda.attention_prefill import SMALL_QUERY_TILE, prefill_tile
 from llm_worker_rbee.backends.cuda.device import shared_memory_bytes, upload
+from llm_worker_rbee.backends.cuda.kernels.attention_prefill import SMALL_QUERY_TILE, prefill_tile
+from llm_worker_rbee.backends.cuda.kernels.rope import load_first, padded_dim, rope_store_qkv, rope_tables
 from llm_worker_rbee.backends.cuda.profile import CudaTrace as CudaTrace
-from llm_worker_rbee.backends.cuda.rope import load_first, padded_dim, rope_store_qkv, rope_tables
 from llm_worker_rbee.backends.ops import Ints, RopeTable
 
 BLOCK = 16  # positions of a KV block
@@ -124,7 +124,7 @@ def measure_limits(
 def _min_seconds(work: Callable[[], object], count: int = 20) -> float:
     seconds = []
     for _ in range(count + 1):  # the first one warms up
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         work()
         end.record()

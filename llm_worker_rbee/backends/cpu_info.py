@@ -51,7 +51,7 @@ class InstructionSet(NamedTuple):
     features: frozenset[str]
     weight_bias: int  # added to int8 weights: 128 for unsigned bytes, 0 for signed ones
     tile_tokens: int  # tokens of a tile of the matrix product: what the registers hold
-    unpack_min_tokens: int = 0  # from how many tokens on weights are unpacked first (matmul/unpacked.py); 0: never
+    unpack_min_tokens: int = 0  # from how many tokens on weights are unpacked first (matmul/linear.py); 0: never
     # how far ahead weights are prefetched, of layouts without and with a minimum; 0: not at all
     prefetch_bytes: tuple[int, int] = (4096, 4096)
     attention_tile: tuple[int, int] = (2, 1)  # rows x vectors of 16 floats of prefill attention: what registers hold

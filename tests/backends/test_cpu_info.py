@@ -19,9 +19,10 @@ ROOT = Path(__file__).parents[2]
 DOT = """
 import numba, numpy as np
 from llm_worker_rbee.backends import cpu_info
-from llm_worker_rbee.backends.cpu.dot_int8 import ISA, WEIGHT_BIAS, dot_block
+from llm_worker_rbee.backends.cpu.kernels.dot_int8 import ISA, WEIGHT_BIAS, dot_block
 from llm_worker_rbee.backends.cpu.packed_weight import LAYOUT_BY_TYPE, LAYOUTS
-from llm_worker_rbee.backends.cpu.simd import add_scaled_dot, finish_dot, init_dot, load, store_tile, zero_floats
+from llm_worker_rbee.backends.cpu.kernels.simd import add_scaled_dot, finish_dot, init_dot, load
+from llm_worker_rbee.backends.cpu.kernels.simd import store_tile, zero_floats
 
 Q8_0 = LAYOUTS.index(LAYOUT_BY_TYPE["Q8_0"])
 MAGIC_SUMS = cpu_info.INSTRUCTION_SETS[ISA].magic_sums
@@ -119,7 +120,7 @@ machine.cpu_features = lambda: ["asimd", "asimddp", "i8mm"]
 from numba import float32, int64, njit, uint8
 from llm_worker_rbee.backends import cpu_info
 from llm_worker_rbee.backends.cpu.jit import variant
-from llm_worker_rbee.backends.cpu.dot_int8 import ISA, TILE_KERNELS
+from llm_worker_rbee.backends.cpu.kernels.dot_int8 import ISA, TILE_KERNELS
 multiply = njit(variant(TILE_KERNELS[ISA].multiply, "test", SCALES_PER_BLOCK=1, HAS_MINIMUM=False))
 weights, floats = uint8[::1], float32[::1]
 multiply.compile((weights, int64, floats, floats, weights, int64, int64, floats, int64, int64))

@@ -65,7 +65,7 @@ def test_a_touched_kernel_changes_its_area_alone(tmp_path: Path) -> None:
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
     before = {area: hash_area(area, package) for area in AREAS}
     assert before == {area: hash_area(area) for area in AREAS}
-    kernel = package / "backends" / "cpu" / "elementwise.py"
+    kernel = package / "backends" / "cpu" / "kernels" / "elementwise.py"
     source = kernel.read_text(encoding="utf-8")
     kernel.write_text("# a comment\n\n" + source, encoding="utf-8")
     assert hash_area("cpu", package) == before["cpu"]

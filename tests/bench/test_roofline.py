@@ -11,7 +11,9 @@ import pytest
 from llm_worker_bench import roofline
 from llm_worker_bench.roofline import Limits, Work
 from llm_worker_bench.synthetic import Shape, Spec, checkpoint
-from llm_worker_rbee.backends.cpu import CpuBackend, program, quantize_activations
+from llm_worker_rbee.backends.cpu import CpuBackend, program
+from llm_worker_rbee.backends.cpu.kernels import quantize_activations
+from llm_worker_rbee.backends.cpu.kernels.program import Step
 from llm_worker_rbee.backends.cpu.linear import linear_tasks
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.models import Transformer, load_model, read_model_config
@@ -92,8 +94,8 @@ def test_matmul_ceiling_program_has_every_product(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(program, "Program", lambda some: run.extend(some) or original(some))
     roofline.matmul_ceiling(made, 2)()
     weights = [*made.matrices()[:-1], made.head.two_term()]
-    x, out, activations = range(program.Step.END, program.Step.END + 3)
-    single = [linear_tasks(w, program.Step.TOKENS, x, activations, out, cpu.threads) for w in weights]
+    x, out, activations = range(Step.END, Step.END + 3)
+    single = [linear_tasks(w, Step.TOKENS, x, activations, out, cpu.threads) for w in weights]
     wanted = [task.args.tolist() for some in single for task in some]
     found = [task.args.tolist() for task in run]
     assert [args for args in found if args in wanted] == wanted

@@ -42,7 +42,7 @@ def test_a_touched_kernel_makes_pages_differ(tmp_path: Path) -> None:
     """On a copy of the package and of the runs: pages that measure the kernels are others, and say so at once."""
     package, results = tmp_path / "llm_worker_rbee", tmp_path / "results"
     shutil.copytree(provenance.PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
-    kernel = package / "backends" / "cpu" / "elementwise.py"
+    kernel = package / "backends" / "cpu" / "kernels" / "elementwise.py"
     before = {area: provenance.hash_area(area, package) for area in provenance.AREAS}
     kernel.write_text(kernel.read_text(encoding="utf-8") + "\nTOUCHED = True\n", encoding="utf-8")
     after = {area: provenance.hash_area(area, package) for area in provenance.AREAS}

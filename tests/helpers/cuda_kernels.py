@@ -19,20 +19,19 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from llm_worker_bench.backends import cuda_parts as op_parts
-from llm_worker_rbee.backends.cuda import (
+from llm_worker_rbee.backends.cuda.kernels import (
     attention_prefill,
     causal_conv,
     elementwise,
-    encoder_kernels,
+    encoder,
     gated_delta,
-    gated_delta_chunks,
     gemm,
     gemv,
     rope,
-    sampling_kernels,
+    sampling,
 )
-from llm_worker_rbee.backends.cuda.attention_decode import decode_attention, decode_attention_gqa
-from llm_worker_rbee.backends.cuda.compact_kinds import CODEBOOKS, COMPACT_KINDS
+from llm_worker_rbee.backends.cuda.kernels.attention_decode import decode_attention, decode_attention_gqa
+from llm_worker_rbee.backends.cuda.kernels.compact_kinds import CODEBOOKS, COMPACT_KINDS
 from llm_worker_rbee.backends.cuda.linear import E4M3_TILES
 from llm_worker_rbee.backends.cuda.packed_weight import PAIRED_SCALES
 
@@ -253,20 +252,20 @@ def other_cases() -> dict[str, Case]:
             {"width": 2816, "SIZE": 128, "SPLITS": 1, "INTERLEAVED": False, "K": 8, "PDL": True},
         ),
         "add_norm_rows": (
-            encoder_kernels.add_norm_rows, {"out": H, "total": None, "rows": F, "post": None}, {"num_warps": 4},
+            encoder.add_norm_rows, {"out": H, "total": None, "rows": F, "post": None}, {"num_warps": 4},
             {"width": 1024, "SIZE": 32, "SPLITS": 1, "INTERLEAVED": False, "CENTERED": True},
         ),
         "add_norm_rows all": (
-            encoder_kernels.add_norm_rows, {"out": H, "rows": None, "post": F, "stream_scale": "fp32"},
+            encoder.add_norm_rows, {"out": H, "rows": None, "post": F, "stream_scale": "fp32"},
             {"num_warps": 8},
             {"width": 768, "SIZE": 32, "SPLITS": 4, "INTERLEAVED": True, "CENTERED": True, "EXACT": True},
         ),
         "activate_rows": (
-            encoder_kernels.activate_rows, {"out": H, "rows": None}, {"num_warps": 8},
+            encoder.activate_rows, {"out": H, "rows": None}, {"num_warps": 8},
             {"width": 4096, "SIZE": 128, "SPLITS": 1, "INTERLEAVED": False, "ACTIVATION": "gelu", "GATED": False},
         ),
         "mean_of_rows": (
-            encoder_kernels.mean_of_rows, {"x": F}, {"num_warps": 4}, {"ROWS": 16, "COLUMNS": 128},
+            encoder.mean_of_rows, {"x": F}, {"num_warps": 4}, {"ROWS": 16, "COLUMNS": 128},
         ),
         "swiglu_rows": (
             elementwise.swiglu_rows, {"out": H}, {"num_warps": 16},
@@ -289,22 +288,22 @@ def other_cases() -> dict[str, Case]:
             {**DELTA_HEADS, "K_SIZE": 128, "COLUMNS": gated_delta.COLUMNS, "PDL": True},
         ),
         "prepare_chunks": (
-            gated_delta_chunks.prepare_chunks, {"w": F}, {"num_warps": 8, "num_stages": 1},
+            gated_delta.prepare_chunks, {"w": F}, {"num_warps": 8, "num_stages": 1},
             {**DELTA_HEADS, "CHUNK": 64, "SHORT": 32},
         ),
         "delta_chunks": (
-            gated_delta_chunks.delta_chunks, {"w": F}, {"num_warps": 4, "num_stages": 1},
-            {**DELTA_HEADS, "CHUNK": 64, "COLUMNS": gated_delta_chunks.COLUMNS, "SHORT": 32},
+            gated_delta.delta_chunks, {"w": F}, {"num_warps": 4, "num_stages": 1},
+            {**DELTA_HEADS, "CHUNK": 64, "COLUMNS": gated_delta.CHUNK_COLUMNS, "SHORT": 32},
         ),
         "gate_rows": (
             gated_delta.gate_rows, {"x": F, "out": H, "norm": F}, {"num_warps": 8},
             {"width": 4096, "SIZE": 128, "INTERLEAVED": True, "DIM": 128},
         ),
         "fill_pending_ids": (elementwise.fill_pending_ids, {}, {"num_warps": 2}, {"BLOCK": 256}),
-        "argmax_rows": (sampling_kernels.argmax_rows, {"out": I4}, {"num_warps": 16}, {"BLOCK": 4096}),
-        "logprob_rows": (sampling_kernels.logprob_rows, {"k": "i32"}, {"num_warps": 16}, {"BLOCK": 4096}),
+        "argmax_rows": (sampling.argmax_rows, {"out": I4}, {"num_warps": 16}, {"BLOCK": 4096}),
+        "logprob_rows": (sampling.logprob_rows, {"k": "i32"}, {"num_warps": 16}, {"BLOCK": 4096}),
         "sample_rows": (
-            sampling_kernels.sample_rows, {"floats": D, "biases": D, "scratch": D, "candidate_scratch": D, "out": I4},
+            sampling.sample_rows, {"floats": D, "biases": D, "scratch": D, "candidate_scratch": D, "out": I4},
             {"num_warps": 32},
             {"BLOCK": 4096, "LIST_TILE": 256},
         ),

@@ -23,9 +23,9 @@ from triton.backends.compiler import GPUTarget
 
 from llm_worker_bench.synthetic import Shape
 from llm_worker_rbee.backends.cuda import CudaBackend, device, linear, precompile
-from llm_worker_rbee.backends.cuda.elementwise import launch_convert
+from llm_worker_rbee.backends.cuda.kernels.elementwise import launch_convert
+from llm_worker_rbee.backends.cuda.kernels.sampling import argmax_rows
 from llm_worker_rbee.backends.cuda.packed_weight import Activations
-from llm_worker_rbee.backends.cuda.sampling_kernels import argmax_rows
 from llm_worker_rbee.backends.ops import SampleRow, StepLimits
 from llm_worker_rbee.models import Transformer, load_model, read_model_config
 from llm_worker_rbee.models.kv_cache import KVCache

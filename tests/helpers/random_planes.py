@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from llm_worker_rbee.backends.cuda.compact_kinds import COMPACT_KINDS
+from llm_worker_rbee.backends.cuda.kernels.compact_kinds import COMPACT_KINDS
 from llm_worker_rbee.backends.cuda.packed_weight import PAIRED_SCALES, WeightPart, dequantize_rows, empty_planes
 
 SPREAD = {

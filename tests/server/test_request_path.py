@@ -86,6 +86,6 @@ def test_streamed_chat_crosses_a_bounded_number_of_files(trace: PathTrace, start
     trace.enabled = False
     trace.add_kernel_files()
     assert len(chunks) > 2
-    assert {"server/app.py", "generation.py", "engine/scheduler.py", "backends/cpu/attention.py"} <= trace.files
+    assert {"server/app.py", "generation.py", "engine/scheduler.py", "backends/cpu/kernels/attention.py"} <= trace.files
     path = sorted(trace.files | IN_CHILD)
     assert MAX_FILES - 2 <= len(path) <= MAX_FILES, "\n".join(path)

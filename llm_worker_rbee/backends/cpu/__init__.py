@@ -33,16 +33,18 @@ from ..ops import (
     StateLayer,
     TokenMask,
 )
-from . import elementwise, encoder, forward, gated_delta, kv_layout, per_layer_inputs, precompile, sampling
-from .attention import NUMBERS_PER_TILE, attention_tasks, partial_bytes, split_work_task
-from .causal_conv import causal_conv_task
+from . import forward, precompile, sampling
 from .experts import PackedExperts, combine_rows, grouped_linear, pack_experts, route_tokens
-from .kv_layout import kv_type_of, layer_addresses, padded_dim
-from .linear import PackedWeight, pack_weight
-from .per_layer_inputs import gate_task, inputs_task
-from .pointers import aligned
-from .program import Program, Step, Task, choose_threads, prepare_step, run_step
-from .rope import angles_task, rope_store_task, temperature_of
+from .kernels import elementwise, encoder, gated_delta, kv_layout, per_layer_inputs
+from .kernels.attention import NUMBERS_PER_TILE, attention_tasks, partial_bytes, split_work_task
+from .kernels.causal_conv import causal_conv_task
+from .kernels.kv_layout import kv_type_of, layer_addresses, padded_dim
+from .kernels.per_layer_inputs import gate_task, inputs_task
+from .kernels.pointers import aligned
+from .kernels.program import Step, Task
+from .kernels.rope import angles_task, rope_store_task, temperature_of
+from .linear import PackedWeight, dequantize_rows, pack_weight
+from .program import Program, choose_threads, prepare_step, run_step
 
 Floats = NDArray[np.float32]
 
@@ -101,7 +103,7 @@ class CpuBackend(Backend):
 
     def embed(self, table: PackedWeight, ids: Ints, scale: float = 1.0) -> Floats:
         (part,) = table.parts
-        return elementwise.dequantize_rows(part, ids, scale, min(self.threads, max(1, len(ids))))
+        return dequantize_rows(part, ids, scale, min(self.threads, max(1, len(ids))))
 
     def rms_norm(self, x: Floats, weight: Floats, eps: float) -> Floats:
         rows = np.ascontiguousarray(x, np.float32)

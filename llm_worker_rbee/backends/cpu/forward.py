@@ -19,11 +19,12 @@ from ...errors import InferenceError
 from .. import reference
 from ..graph import LOGITS, TOKENS, Graph, ProgramLine, Value, op_names
 from ..ops import Array, Batch, LayerCache, Profiler, TaskLabel, first_kv
-from .kv_layout import kv_type_of, layer_addresses
+from .kernels.kv_layout import kv_type_of, layer_addresses
+from .kernels.pointers import aligned
+from .kernels.program import Step, Table, Task
+from .kernels.quantize_activations import pad_to_panels
 from .lowering import HostCall, Lowering, fuse
-from .pointers import aligned
-from .program import Program, Step, Table, Task, new_step, require_not_forked
-from .quantize_activations import pad_to_panels
+from .program import Program, new_step, require_not_forked
 
 Floats = NDArray[np.float32]
 Part = tuple[tuple[TaskLabel, ...], Program | HostCall]

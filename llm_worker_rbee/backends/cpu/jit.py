@@ -103,10 +103,10 @@ class PartLibrary(codegen.JITCodeLibrary):
 
     def _optimize_final_module(self) -> None:
         if self.optimized:
-            super()._optimize_final_module()
+            super()._optimize_final_module()  # type: ignore[no-untyped-call]
 
     def _finalize_final_module(self) -> None:
-        self._finalize_dynamic_globals()
+        self._finalize_dynamic_globals()  # type: ignore[no-untyped-call]
         self._finalized = True
 
     def get_pointer_to_function(self, name: str) -> int:
@@ -122,9 +122,10 @@ class _PartLowering(typed_passes.NativeLowering):
 
     def run_pass(self, state: Any) -> bool:
         name = state.func_id.func_qualname
-        state.library, state.flags.no_compile = PartLibrary(state.targetctx.codegen(), name), True
+        state.flags.no_compile = True
+        state.library = PartLibrary(state.targetctx.codegen(), name)  # type: ignore[no-untyped-call]
         state.library.optimized = self.optimized
-        super().run_pass(state)
+        super().run_pass(state)  # type: ignore[no-untyped-call]
         lowered = state["cr"]
         entry = _dynfunc.make_function(lowered.fndesc.lookup_module(), name, "", 0, lowered.env, (state.library,))
         state.targetctx.insert_user_function(entry, lowered.fndesc, [state.library])

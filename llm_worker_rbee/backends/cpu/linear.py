@@ -1,4 +1,4 @@
-"""Linear layers: a packed weight, and the tasks of its products (matmul/packed.py, matmul/unpacked.py).
+"""Linear layers: a packed weight, the tasks of its products (kernels/matmul/), and its rows as floats.
 
 Tensors that share a layout are packed into one matrix; a stack of several layouts (a Q4_K_M file has q and k in Q4_K, v
 in Q6_K) is several matrices, each of which writes its own columns of the result.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import groupby
 from math import ceil
 from typing import Any
@@ -18,15 +17,15 @@ from numpy.typing import NDArray
 
 from ...weights import Tensor
 from ...weights.checkpoint import release_pages, shared_order
-from . import quantize_activations
-from .elementwise import quantize_task
-from .jit import TaskKernel
-from .matmul.packed import TOKENS_PER_PIECE, LinearArg, packed_kernel
-from .matmul.unpacked import TOKENS_PER_PIECE as UNPACKED_TOKENS_PER_PIECE
-from .matmul.unpacked import UNPACK_MIN_TOKENS, unpacked_kernel
-from .packed_weight import GROUP_ROWS, Layout, PackedMatrices, layout_of_tensor
-from .pointers import i64
-from .program import Program, Step, Task, new_step, pack_args, pack_floats
+from ..ops import Ints
+from .kernels import quantize_activations
+from .kernels.elementwise import embed_task, quantize_task
+from .kernels.matmul.linear import TOKENS_PER_PIECE as UNPACKED_TOKENS_PER_PIECE
+from .kernels.matmul.linear import can_unpack, linear_kernel
+from .kernels.matmul.packed import TOKENS_PER_PIECE, LinearArg
+from .kernels.program import Step, Task, pack_args, pack_floats
+from .packed_weight import GROUP_ROWS, PackedMatrices, PackedMatrix, layout_of_tensor
+from .program import Program, new_step, run_step
 from .repack import repack
 
 Floats = NDArray[np.float32]
@@ -34,31 +33,6 @@ PIECES_PER_THREAD = 8  # of a matrix
 # The values of attention are the most sensitive: half of the error of a model's log-probabilities came from there, with
 # 3% of the arithmetic where heads share them (docs/decisions/cpu.md#d036). The output head uses two terms too.
 HIGH_PRECISION_TENSORS = ("attn_v.weight",)
-
-MIN_TOKENS = PACKED = UNPACKED = None  # set for each variant
-
-
-def matmul(args, step, piece):
-    """Compute some rows for some tokens: of MIN_TOKENS and more from unpacked weights."""
-    if MIN_TOKENS and i64(step)[i64(args)[LinearArg.COUNT]] >= MIN_TOKENS:
-        UNPACKED(args, step, piece)
-    else:
-        PACKED(args, step, piece)
-
-
-def can_unpack(layout: Layout) -> bool:
-    """Return whether products of many tokens unpack the weights first."""
-    return UNPACK_MIN_TOKENS > 0 and not layout.float_type
-
-
-@cache
-def linear_kernel(layout: Layout) -> TaskKernel:
-    """Return the product of a layout."""
-    packed = packed_kernel(layout)
-    if not can_unpack(layout):
-        return TaskKernel(matmul, layout.name, MIN_TOKENS=0, PACKED=packed, UNPACKED=packed)
-    unpacked = unpacked_kernel(layout)
-    return TaskKernel(matmul, layout.name, MIN_TOKENS=UNPACK_MIN_TOKENS, PACKED=packed, UNPACKED=unpacked)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,3 +107,14 @@ def linear_tasks(
         tasks.append(Task(linear_kernel(part.layout), args, ceil(groups / groups_per_piece), count, tokens_per_piece))
         first += part.rows
     return tasks
+
+
+def dequantize_rows(w: PackedMatrix, index: Ints | None = None, factor: float = 1.0, threads: int = 1) -> Floats:
+    """Return some rows of a matrix, or all of them, as floats times a factor: (n, columns)."""
+    rows = np.arange(w.rows) if index is None else np.ascontiguousarray(index, np.int64)
+    if rows.size and not 0 <= rows.min() <= rows.max() < w.rows:
+        raise IndexError(f"a row is outside of the matrix, which has {w.rows}")
+    out = np.empty((len(rows), w.columns), np.float32)
+    entries: dict[int, Any] = {Step.TOKEN_IDS: rows, Step.END: out}
+    run_step(Program([embed_task(w, factor, Step.END)]), entries, {Step.TOKENS: len(rows)}, threads)
+    return out

@@ -17,9 +17,9 @@
     grouped_linear   group, gather (once for each choice of experts), quantize, grouped_matmul
     combine                                    combine
 
-What lies between grouped products is kept by rows that are grouped by expert (experts.py). An op without tasks here
-runs as the reference computes it, between two programs. Fused and single ops share their kernels, so the bits are the
-same.
+What lies between grouped products is kept by rows that are grouped by expert (kernels/experts.py). An op without tasks
+here runs as the reference computes it, between two programs. Fused and single ops share their kernels, so the bits are
+the same.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..graph import LOGITS, REQUESTS, TOKENS, Graph, Node, Rewrite, Shape, Value, apply_rewrites, have_one_eps
-from . import elementwise, encoder, experts, gated_delta, per_layer_inputs, quantize_activations
-from .attention import (
+from .experts import grouped_tasks
+from .kernels import elementwise, encoder, experts, gated_delta, per_layer_inputs, quantize_activations
+from .kernels.attention import (
     NUMBERS_PER_TILE,
     WorkEntry,
     attention_tasks,
@@ -41,14 +42,14 @@ from .attention import (
     partial_bytes,
     split_work_task,
 )
-from .causal_conv import causal_conv_task
-from .elementwise import ACTIVATIONS, embed_task, head_norms_task
-from .experts import GroupEntry
-from .kv_layout import padded_dim
+from .kernels.causal_conv import causal_conv_task
+from .kernels.elementwise import ACTIVATIONS, embed_task, head_norms_task
+from .kernels.experts import GroupEntry
+from .kernels.kv_layout import padded_dim
+from .kernels.per_layer_inputs import gate_task, inputs_task
+from .kernels.program import Step, Task
+from .kernels.rope import angles_task, rope_store_task, temperature_of
 from .linear import linear_tasks
-from .per_layer_inputs import gate_task, inputs_task
-from .program import Step, Task
-from .rope import angles_task, rope_store_task, temperature_of
 
 WORK_NUMBERS = ((0, np.int64),) * (len(WorkEntry) - 1)  # entries for numbers, without an array
 COUNTS: dict[Any, Step] = {TOKENS: Step.TOKENS, LOGITS: Step.NUM_LOGITS, REQUESTS: Step.REQUESTS}
@@ -504,7 +505,7 @@ class Lowering:
         names = ("floats", "floats_out"), ("quantized", "quantized_out")
         floats, quantized = ((self._entry(node[of_tokens]), self._entry(node[of_rows])) for of_tokens, of_rows in names)
         bias, out = 0 if node["bias"] is None else node["bias"], self._new(node.output)
-        tasks = experts.grouped_tasks(
+        tasks = grouped_tasks(
             node["w"], self.entries[node["groups"]], node["k"], floats, quantized, out, bias, self.threads
         )
         return "experts_gate_up" if node["floats"] or node["quantized"] else "experts_down", tasks

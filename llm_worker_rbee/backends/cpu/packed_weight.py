@@ -1,6 +1,6 @@
 """Packed weights on the CPU: the layout of each block type as data.
 
-repack.py packs matrices, matmul/ multiplies them, elementwise.py dequantizes rows.
+repack.py packs matrices, kernels/matmul/ multiplies them, kernels/elementwise.py dequantizes rows.
 
 Rows come in groups of 16, columns in blocks of 32; w = scale * (value - offset) + minimum, where the value is the code
 itself or its entry in the table. A block is its bit planes, one after the other. A plane of p bits is p lines of 64

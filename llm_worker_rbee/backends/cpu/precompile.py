@@ -27,13 +27,15 @@ from ...weights import Checkpoint
 from .. import cpu_info
 from ..kernel_folder import CACHE_VARIABLE
 from ..ops import COMPILING, KV_TYPES, Progress
-from . import program, repack
-from .attention import attention_kernels, split_work_kernel
+from . import repack
 from .jit import PythonKernel, TaskKernel
 from .kernel_cache import cache_dir
-from .linear import linear_kernel
+from .kernels.attention import attention_kernels, split_work_kernel
+from .kernels.matmul.linear import linear_kernel
+from .kernels.program import run_parallel, worker_loop
+from .kernels.repack import interleave_floats, interleave_fp8
+from .kernels.rope import rope_store_kernel
 from .packed_weight import LAYOUT_BY_TYPE
-from .rope import rope_store_kernel
 
 # Modules whose kernels every model needs that generates, and every encoder: kept under names of their own, in a tuple
 # or in a table.
@@ -78,7 +80,7 @@ def _kernels_for(
     typeof: Any = nb.typeof
     source, target = repack.describe_source("Q4_0"), repack.scan_target(LAYOUT_BY_TYPE["Q4_0"])
     fp8 = [nb.int64] * 4 + [nb.float32] + [nb.int64] * 4
-    signatures: dict[Any, list[Any]] = {repack.interleave_floats: [nb.int64] * 8, repack.interleave_fp8: fp8}
+    signatures: dict[Any, list[Any]] = {interleave_floats: [nb.int64] * 8, interleave_fp8: fp8}
     usual = [typeof(source), *[nb.int64] * 5, typeof(target), nb.int64]
     found = _common_kernels(modules)
     found += [PythonKernel(one, *signatures.get(one, usual)) for one in map(repack.kernel_for, types)]
@@ -90,14 +92,14 @@ def _kernels_for(
 
 def _common_kernels(modules: Sequence[str]) -> list[Kernel]:
     return [
-        PythonKernel(program.worker_loop, *[nb.int64] * 6),
-        PythonKernel(program.run_parallel, *[nb.int64] * 5),
+        PythonKernel(worker_loop, *[nb.int64] * 6),
+        PythonKernel(run_parallel, *[nb.int64] * 5),
         *(kernel for name in modules for kernel in _kernels_of(name)),
     ]
 
 
 def _kernels_of(name: str) -> list[Kernel]:
-    module = importlib.import_module(f"{__package__}.{name}")
+    module = importlib.import_module(f"{__package__}.kernels.{name}")
     return [kernel for value in list(vars(module).values()) for kernel in _kernels_in(value)]
 
 
@@ -131,7 +133,7 @@ def _work_orders(missing: Sequence[Kernel], processes: int) -> list[list[Kernel]
     """Return the order in which each process goes through the kernels, so that two seldom meet at one."""
     groups: dict[str, list[Kernel]] = {}
     for kernel in missing:
-        module = kernel.name.partition(".")[0].removesuffix("_kernels")
+        module = kernel.name.partition(".")[0]
         groups.setdefault(kernel.name if module == "linear" else module, []).append(kernel)
     seconds = {name: len(group) * SECONDS_PER_KERNEL.get(name.partition(".")[0], 1) for name, group in groups.items()}
     shares: list[list[Kernel]] = [[] for _ in range(processes)]

@@ -29,11 +29,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from enum import IntEnum, auto
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numba as nb
 import numpy as np
@@ -42,28 +41,11 @@ from numpy.typing import NDArray
 
 from ...errors import InferenceError, MissingDependencyError
 from .. import cpu_info
-from .jit import TaskKernel, kernel, parallel, simple_kernel, variant
-from .pointers import (
-    aligned,
-    atomic_load,
-    atomic_store,
-    call_task,
-    compare_and_swap,
-    cpu_pause,
-    i64,
-    read_ticks,
-    sched_yield,
-)
+from .kernels import program as kernels
+from .kernels.pointers import aligned
+from .kernels.program import Step, Table, Task
 
-Table = NDArray[np.int64]
-TASK_FIELDS = 5
-CACHE_LINE_BYTES = 64  # every counter has a cache line for itself
-PIECE_BITS = 32
-PIECE_MASK = (1 << PIECE_BITS) - 1
-SPINS_BEFORE_STEAL = 1000  # of a thread without a range: there are fewer pieces than threads
-SPINS_BEFORE_YIELD = 2000
 LAYERS = ["omp", "tbb", "workqueue"]  # best first
-TIMED = False  # set for the variant of the loop that profiles
 CALIBRATION_S = 0.02
 FORKED = (
     "the kernels cannot run in a process that was forked after they had been used: "
@@ -84,155 +66,18 @@ _guard: AbstractContextManager[object] | None = None  # what a launch holds; Non
 _forked = False
 
 
-class Step(IntEnum):
-    """Entries of a step."""
-
-    TOKENS = 0
-    NUM_LOGITS = auto()
-    BLOCK_SIZE = auto()
-    TABLE_WIDTH = auto()  # blocks in a row of the block table
-    REQUESTS = auto()
-    VOCABULARY = auto()  # logits per row, for sampling
-    # addresses: the batch
-    TOKEN_IDS = auto()
-    POSITIONS = auto()
-    SLOT_MAPPING = auto()
-    QUERY_START = auto()
-    BLOCK_TABLE = auto()
-    LOGITS_INDEX = auto()
-    STATE_IN = auto()
-    STATE_OUT = auto()
-    TOKEN_TYPES = auto()
-    KV = auto()  # for each layer: keys, values, their scales; or the parts of its states
-    LOGITS = auto()  # (N, vocabulary)
-    PARTIALS = auto()  # results of blocks of keys, if decode attention may be split (attention.py); or 0
-    # addresses: sampling settings of each row (sampling.py)
-    SAMPLE_INTS = auto()
-    SAMPLE_FLOATS = auto()
-    END = auto()  # places of buffers follow
-
-
 def new_step(num_entries: int = Step.END) -> Table:
     """Return a step of zeros."""
     return np.zeros(num_entries, np.int64)
 
 
-class Task(NamedTuple):
-    """A kernel with its arguments, and how its work is split into pieces."""
-
-    kernel: TaskKernel
-    args: Table
-    pieces_per_unit: int = 1
-    unit_slot: int = 0  # entry of the step that holds the number of units
-    units_per_piece: int = 1
-    callee: TaskKernel | None = None  # a kernel that it calls: its address is the first argument
-
-
-@kernel
-def take_piece(word, number, count):
-    """Return the next free piece of a range in task `number`, or -1.
-
-    The word of a range holds the task that last took a piece of it, and how many pieces are taken: it needs no reset.
-    """
-    seen = atomic_load(word)
-    while True:
-        last = seen >> PIECE_BITS
-        taken = seen & PIECE_MASK if last == number else 0
-        if last > number or taken >= count:  # a late thread may find the word of a later task
-            return -1
-        found = compare_and_swap(word, seen, number << PIECE_BITS | taken + 1)
-        if found == seen:
-            return taken
-        seen = found
-
-
-@kernel
-def run_pieces(task, args, step, pieces, number, words, released, thread, ranges):
-    """Do the pieces of the thread's own range, then what is left of the others'; return how many."""
-    done = 0
-    for turn in range(ranges):
-        own = (thread + turn) % ranges
-        first = own * pieces // ranges
-        count = (own + 1) * pieces // ranges - first
-        if turn and atomic_load(released) >= number:
-            break
-        piece = take_piece(words + own * CACHE_LINE_BYTES, number, count)
-        while piece >= 0:
-            call_task(task, args, step, first + piece)
-            done += 1
-            piece = take_piece(words + own * CACHE_LINE_BYTES, number, count)
-    return done
-
-
-@kernel
-def add_finished(word, number, done):
-    """Add finished pieces of task `number`, and return how many there are; the word needs no reset either."""
-    seen = atomic_load(word)
-    while True:
-        count = done + (seen & PIECE_MASK if seen >> PIECE_BITS == number else 0)
-        found = compare_and_swap(word, seen, number << PIECE_BITS | count)
-        if found == seen:
-            return count
-        seen = found
-
-
-@kernel
-def worker_loop(program, length, step, counters, thread, threads):
-    """Work through all tasks as one of `threads` threads."""
-    table = i64(program)
-    finished, released, words = counters, counters + CACHE_LINE_BYTES, counters + 2 * CACHE_LINE_BYTES
-    if TIMED:  # the first thread that comes begins
-        compare_and_swap(words + threads * CACHE_LINE_BYTES, 0, read_ticks())
-    for i in range(length):
-        units_per_piece = table[i * TASK_FIELDS + 4]
-        units = atomic_load(step + 8 * table[i * TASK_FIELDS + 3])
-        if atomic_load(released) > i:  # a later task may have written another number of units before it was read
-            continue
-        pieces = table[i * TASK_FIELDS + 2] * ((units + units_per_piece - 1) // units_per_piece)
-        if pieces == 0:
-            continue
-        ranges, spins = min(threads, pieces), 0
-        task, args = table[i * TASK_FIELDS], table[i * TASK_FIELDS + 1]
-        if thread >= ranges:  # leave the pieces to their threads, unless one of these comes late
-            while atomic_load(released) <= i and spins < SPINS_BEFORE_STEAL:
-                spins += 1
-                cpu_pause()
-        done = run_pieces(task, args, step, pieces, i + 1, words, released, thread, ranges)
-        if done and add_finished(finished, i + 1, done) == pieces:
-            if TIMED:
-                i64(words + threads * CACHE_LINE_BYTES)[i + 1] = read_ticks()
-            atomic_store(released, i + 1)
-        while atomic_load(released) <= i:
-            spins += 1
-            cpu_pause()
-            if spins > SPINS_BEFORE_YIELD:
-                sched_yield()
-
-
-@parallel
-def run_parallel(program, length, step, counters, threads):
-    """Run one program on all threads of a parallel region."""
-    for i in nb.prange(threads):
-        worker_loop(program, length, step, counters, i, threads)
-
-
-@simple_kernel
-def ticks_now():
-    """Return the counter that `timed_worker_loop` reads."""
-    return read_ticks()
-
-
 @cache
 def ticks_per_second() -> float:
     """Return the rate of that counter, measured."""
-    ticks_now()
-    ticks, start = ticks_now(), time.perf_counter()
+    kernels.ticks_now()
+    ticks, start = kernels.ticks_now(), time.perf_counter()
     time.sleep(CALIBRATION_S)
-    return float(ticks_now() - ticks) / (time.perf_counter() - start)
-
-
-timed_worker_loop = kernel(variant(worker_loop.py_func, "timed", TIMED=True))
-timed_run_parallel = parallel(variant(run_parallel.py_func, "timed", worker_loop=timed_worker_loop))
+    return float(kernels.ticks_now() - ticks) / (time.perf_counter() - start)
 
 
 def choose_threads(requested: int | None = None) -> int:
@@ -281,7 +126,7 @@ def _zero_counters(threads: int) -> int:
 
 
 def _counters_bytes(threads: int) -> int:
-    return (2 + threads) * CACHE_LINE_BYTES
+    return (2 + threads) * kernels.CACHE_LINE_BYTES
 
 
 def threads_in_use(limit: int) -> int:
@@ -317,7 +162,7 @@ class Program:
             (t.kernel.address, t.args.ctypes.data, t.pieces_per_unit, t.unit_slot, t.units_per_piece)
             for t in self.tasks
         ]
-        self._table: Table = np.array(rows, np.int64).reshape(-1, TASK_FIELDS)
+        self._table: Table = np.array(rows, np.int64).reshape(-1, kernels.TASK_FIELDS)
         self._address = self._table.ctypes.data
 
     def run(self, step: Table, threads: int, address: int = 0) -> None:
@@ -328,9 +173,9 @@ class Program:
         program = self._address, len(self.tasks), address or step.ctypes.data, _zero_counters(threads)
         with launch(threads):
             if threads == 1:
-                worker_loop(*program, 0, 1)
+                kernels.worker_loop(*program, 0, 1)
             else:
-                run_parallel(*program, threads)
+                kernels.run_parallel(*program, threads)
 
     def run_timed(self, step: Table, threads: int, address: int = 0) -> NDArray[np.float64]:
         """Do the same, and return the seconds of each task: from the end of the one before it to its own.
@@ -342,22 +187,11 @@ class Program:
         program = self._address, len(self.tasks), address or step.ctypes.data, counters.ctypes.data
         with launch(threads):
             if threads == 1:
-                timed_worker_loop(*program, 0, 1)
+                kernels.timed_worker_loop(*program, 0, 1)
             else:
-                timed_run_parallel(*program, threads)
+                kernels.timed_run_parallel(*program, threads)
         ends: Table = np.maximum.accumulate(counters[before:].view(np.int64))  # a task without pieces has no end
         return np.diff(ends) / ticks_per_second()
-
-
-def pack_args(*values: Any) -> Table:
-    """Return the arguments of a task: integers, and addresses of arrays that the caller keeps alive."""
-    return np.array([v.ctypes.data if isinstance(v, np.ndarray) else int(v) for v in values], np.int64)
-
-
-def pack_floats(table: Table, at: int, values: Sequence[float]) -> Table:
-    """Put float64 values into a table of arguments."""
-    table[at : at + len(values)] = np.array(values, np.float64).view(np.int64)
-    return table
 
 
 def prepare_step(

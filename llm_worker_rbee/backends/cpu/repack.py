@@ -5,7 +5,7 @@ type, as if its small integer were the largest possible). A scale that is a floa
 (a K type's float16 times its small integer) is rounded once, by at most 2**-11 of itself. Below 2**-14 units a scale
 becomes a multiple of 2**-24 units: where scales span a wide range (MXFP4, Q8_K), negligible ones become 0.
 
-The kernels work on 16 rows and 256 columns of a row at a time: gguf_blocks.py reads a block into codes, scales and
+The kernels work on 16 rows and 256 columns of a row at a time: kernels/repack.py reads a block into codes, scales and
 minima and writes the codes into bit planes. They are serial over a range of row groups, and Python threads share out
 the groups: a prange would double the compile time.
 """
@@ -27,11 +27,10 @@ from ...weights.checkpoint import release_pages
 from ...weights.quants import ALL_TYPES
 from ...weights.quants.codebooks import GRIDS, grid
 from ...weights.quants.decoders import read_f32
-from . import gguf_blocks as gguf
-from .dot_int8 import WEIGHT_BIAS
-from .jit import inline, kernel, variant
+from .kernels import repack as kernels
+from .kernels.dot_int8 import WEIGHT_BIAS
+from .kernels.pointers import aligned
 from .packed_weight import BLOCK_COLUMNS, GROUP_ROWS, Layout, PackedMatrix, layout_of_tensor
-from .pointers import aligned, load_f32, load_u8, load_u16, load_u32, store_f16, store_u8, store_u16, store_u32
 
 FLOAT_DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.uint16, "BF16": np.uint16}
 MIN_UNIT_EXPONENT = -126  # the unit's inverse is still a float32
@@ -46,7 +45,7 @@ class Source(NamedTuple):
     rule: int
     quads: int  # groups of four columns in a block of the file
     size: int  # bytes of that block
-    fields: int  # rows of gguf.BIT_FIELDS, with their number of runs
+    fields: int  # rows of kernels.BIT_FIELDS, with their number of runs
     n_fields: int
     d_at: int
     d_factor: np.float32
@@ -138,7 +137,7 @@ def scan_target(layout: Layout) -> Target:
 
 def _write_target(out: PackedMatrix) -> Target:
     return scan_target(out.layout)._replace(
-        flip=out.bias * gguf.ONES if out.layout.planes == (8,) else 0, inverse=np.float32(1 / out.unit),
+        flip=out.bias * kernels.ONES if out.layout.planes == (8,) else 0, inverse=np.float32(1 / out.unit),
         packed=_address(out.packed), scales=_address(out.scales), minima=_address(out.minima),
         nibble_scales=0 if out.nibble_scales is None else _address(out.nibble_scales),
     )  # fmt: skip
@@ -159,7 +158,7 @@ def _run_kernel(tensor: Tensor, first: int, target: Target, threads: int) -> flo
     run_kernel = kernel_for(name)
 
     def run(start: int, stop: int) -> int:
-        scratch = np.zeros(SCRATCH, np.uint8)
+        scratch = np.zeros(kernels.SCRATCH, np.uint8)
         return int(run_kernel(source, _address(data), first, rows, start, stop, target, _address(scratch)))
 
     top = float(np.uint32(max(_run_in_slices(run, data, first, rows, threads))).view(np.float32))
@@ -197,8 +196,12 @@ def _run_in_threads(run: Callable[[int, int], int], start: int, stop: int, size:
 def _tables(name: str) -> tuple[NDArray[np.int64], NDArray[Any]]:
     """Return the bit fields, each with its number of runs, and the scale or codebook table."""
     values = ALL_TYPES[name].block_size
-    fields = [(*field, values // 4 * field[2] // (8 * field[1] or 1)) for field in gguf.BIT_FIELDS.get(name, ())]
-    table = gguf.BYTE_SCALES[name][1]() if name in gguf.BYTE_SCALES else _codebook("IQ1_S" if name == "IQ1_M" else name)
+    fields = [(*field, values // 4 * field[2] // (8 * field[1] or 1)) for field in kernels.BIT_FIELDS.get(name, ())]
+    table = (
+        kernels.BYTE_SCALES[name][1]()
+        if name in kernels.BYTE_SCALES
+        else _codebook("IQ1_S" if name == "IQ1_M" else name)
+    )
     return np.array(fields, np.int64), table
 
 
@@ -206,13 +209,17 @@ def _tables(name: str) -> tuple[NDArray[np.int64], NDArray[Any]]:
 def describe_source(name: str) -> Source:
     """Describe a block type to the kernels."""
     kind, (fields, table) = ALL_TYPES[name], _tables(name)
-    d_at, d_factor, m_at, m_factor = gguf.F16_SCALES.get(name, (0, 1, 0, 0))
-    if name in gguf.F32_SCALES:
-        d_at, m_at = gguf.F32_SCALES[name]
-    rule = gguf.CODEBOOK_RULES[name] if name in gguf.CODEBOOK_RULES else gguf.SCALE_RULES.get(name, gguf.RULE_F16)
+    d_at, d_factor, m_at, m_factor = kernels.F16_SCALES.get(name, (0, 1, 0, 0))
+    if name in kernels.F32_SCALES:
+        d_at, m_at = kernels.F32_SCALES[name]
+    rule = (
+        kernels.CODEBOOK_RULES[name]
+        if name in kernels.CODEBOOK_RULES
+        else kernels.SCALE_RULES.get(name, kernels.RULE_F16)
+    )
     return Source(
         rule, kind.block_size // 4, kind.block_bytes, _address(fields), len(fields),
-        d_at=gguf.BYTE_SCALES[name][0] if name in gguf.BYTE_SCALES else d_at, d_factor=np.float32(d_factor),
+        d_at=kernels.BYTE_SCALES[name][0] if name in kernels.BYTE_SCALES else d_at, d_factor=np.float32(d_factor),
         m_at=m_at, m_factor=np.float32(m_factor), table=_address(table),
     )  # fmt: skip
 
@@ -220,10 +227,10 @@ def describe_source(name: str) -> Source:
 @cache
 def _describe_scales(name: str) -> Source:
     """Describe the source for a scan that reads float16 factors only and bounds the small integers."""
-    if name not in gguf.SCALE_BOUNDS:
+    if name not in kernels.SCALE_BOUNDS:
         return describe_source(name)
-    d_at, max_d, m_at, max_m = gguf.SCALE_BOUNDS[name]
-    source = describe_source(name)._replace(rule=gguf.RULE_F16, d_at=d_at, m_at=m_at)
+    d_at, max_d, m_at, max_m = kernels.SCALE_BOUNDS[name]
+    source = describe_source(name)._replace(rule=kernels.RULE_F16, d_at=d_at, m_at=m_at)
     return source._replace(d_factor=np.float32(max_d), m_factor=np.float32(max_m))
 
 
@@ -241,7 +248,7 @@ def _repack_floats(tensors: Sequence[Tensor], layout: Layout, threads: int, stac
     _clear_padding(out, rows)
     for tensor, first in placed:
         data, count = np.ascontiguousarray(tensor.data), tensor.size // columns
-        run = partial(interleave_floats, _address(data), out.itemsize, first, count, columns, _address(out))
+        run = partial(kernels.interleave_floats, _address(data), out.itemsize, first, count, columns, _address(out))
         _run_in_slices(run, data, first, count, threads)
     none = np.zeros(0, np.uint16)
     return PackedMatrix(out, none, none, None, rows, columns, layout, 1.0, 0)
@@ -256,101 +263,14 @@ def _repack_fp8(tensors: Sequence[Tensor], layout: Layout, threads: int, stack: 
     for tensor, first in placed:
         data, count = np.ascontiguousarray(tensor.data), tensor.size // columns
         place = first, count, columns, np.float32(1 / unit), _address(out.packed), _address(out.scales)
-        _run_in_slices(partial(interleave_fp8, _address(data), *place), data, first, count, threads)
+        _run_in_slices(partial(kernels.interleave_fp8, _address(data), *place), data, first, count, threads)
     return out
-
-
-CODES_AT, D_AT, M_AT, SCRATCH = 0, 256, 320, 384  # byte offsets in a kernel's scratch memory, and its size
-PLANES = SCALES = None  # set for each variant
-
-
-@inline
-def _max_magnitude(values, count, top):
-    """Return the bits of the largest magnitude: bits of positive floats are in order, infinity and NaN on top."""
-    for i in range(count):
-        top = max(top, load_u32(values + 4 * i) & 0x7FFFFFFF)
-    return top
-
-
-@inline
-def _store_rounded(values, count, inverse, out):
-    """Write scales or minima of one row as float16."""
-    for i in range(count):
-        store_f16(out + 32 * i, load_f32(values + 4 * i) * inverse)
-
-
-def repack_groups(source, data, first, rows, start, stop, target, scratch):
-    """Pack the rows of a tensor that lie in groups start .. stop - 1, or find their largest scale."""
-    codes, d, m = scratch + CODES_AT, scratch + D_AT, scratch + M_AT
-    top, n, columns, lines = 0, source.blocks, target.columns_per_scale, target.first + target.second
-    for group in range(start, stop):
-        low, high = max(first, 16 * group), min(first + rows, 16 * group + 16)
-        for chunk in range(0, n, 8):
-            blocks = min(8, n - chunk)
-            count, n_blocks, begin = blocks * 32 // columns, blocks * 8 // source.quads, chunk * 8 // source.quads
-            scale = (group * (n * 32 // columns) + chunk * 32 // columns) * 32
-            line = 64 * lines * (group * n + chunk)
-            for row in range(low, high):
-                at, lane = data + (row - first) * source.row_bytes + begin * source.size, row & 15
-                SCALES(source, at, n_blocks, d, m)
-                if target.packed == 0:
-                    top = _max_magnitude(d, count, top)
-                    if target.has_minimum:
-                        top = _max_magnitude(m, count, top)
-                    continue
-                PLANES(source, target.flip, at, n_blocks, codes, target.packed + line + 4 * lane, 64 * lines)
-                _store_rounded(d, count, target.inverse, target.scales + scale + 2 * lane)
-                if target.has_minimum:
-                    _store_rounded(m, count, target.inverse, target.minima + scale + 2 * lane)
-                if target.nibble_scales:
-                    for i in range(16):
-                        store_u8(target.nibble_scales + ((group * n + chunk) * 2 + i) * 16 + lane, load_u8(at + i))
-    return top
-
-
-repack_basic = kernel(variant(repack_groups, "basic", PLANES=gguf.write_planes, SCALES=gguf.read_scales))
-repack_codebook = kernel(
-    variant(repack_groups, "book", PLANES=gguf.write_codebook_planes, SCALES=gguf.read_codebook_scales)
-)
-
-
-@kernel
-def interleave_floats(data, size, first, rows, columns, out, start, stop):
-    """Write floats of 2 or 4 bytes: 16 rows side by side, column after column."""
-    for group in range(start, stop):
-        low, high = max(first, 16 * group), min(first + rows, 16 * group + 16)
-        for chunk in range(0, columns, 64):
-            for row in range(low, high):
-                at, to = data + (row - first) * columns * size, out + (group * columns * 16 + (row & 15)) * size
-                if size == 4:
-                    for column in range(chunk, min(chunk + 64, columns)):
-                        store_u32(to + 64 * column, load_u32(at + 4 * column))
-                else:
-                    for column in range(chunk, min(chunk + 64, columns)):
-                        store_u16(to + 32 * column, load_u16(at + 2 * column))
-    return 0
-
-
-@kernel
-def interleave_fp8(data, first, rows, columns, inverse, out, scales, start, stop):
-    """Write numbers of a byte, 16 rows side by side, and the scale of each block of 32 columns as float16."""
-    blocks = columns // 32
-    for group in range(start, stop):
-        low, high = max(first, 16 * group), min(first + rows, 16 * group + 16)
-        for block in range(blocks):
-            to = group * blocks + block
-            for row in range(low, high):
-                at, lane = data + ((row - first) * blocks + block) * 36, row & 15
-                store_f16(scales + (to * 16 + lane) * 2, load_f32(at) * inverse)
-                for column in range(32):
-                    store_u8(out + (to * 32 + column) * 16 + lane, load_u8(at + 4 + column))
-    return 0
 
 
 def kernel_for(name: str) -> Any:
     """Return the kernel that packs a block type."""
     if name == "FP8":
-        return interleave_fp8
+        return kernels.interleave_fp8
     if name in FLOAT_DTYPES:
-        return interleave_floats
-    return repack_codebook if name in gguf.CODEBOOK_RULES else repack_basic
+        return kernels.interleave_floats
+    return kernels.repack_codebook if name in kernels.CODEBOOK_RULES else kernels.repack_basic

@@ -1,6 +1,6 @@
 """Fast sampling: the same tokens as `../reference_sampling.py`, which defines them and the order of the filters.
 
-The kernels (sampling_kernels.py) add up probabilities in another order than the reference, so the last digits differ:
+The kernels (kernels/sampling.py) add up probabilities in another order than the reference, so the last digits differ:
 where a decision is so close that it might come out otherwise they return UNDECIDED, and the reference sampler decides.
 
 A row of a batch has integers (`RowInt`) and floats (`RowFloat`), in two tables that the step points at; the tokens that
@@ -9,125 +9,22 @@ penalties look at are given by address. A program samples all rows at once, one 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from enum import IntEnum
 from functools import cache
 from typing import Any
 
-import numba as nb
 import numpy as np
 from numpy.typing import NDArray
 
 from .. import reference_sampling
 from ..ops import Ints, Logprobs, SampleRow, TokenMask
-from ..reference_sampling import MAX_LOGIT
-from . import sampling_kernels as kernels
-from . import simd as f
-from .jit import PythonKernel, TaskKernel
-from .jit import simple_kernel as kernel
-from .pointers import f32, f64, i32, i64
-from .program import Program, Step, Task, new_step, pack_args, threads_in_use
+from .kernels import sampling as kernels
+from .kernels.program import Step, Task, pack_args
+from .kernels.sampling import RowFloat, RowInt
+from .program import Program, new_step, threads_in_use
 
 Floats = NDArray[np.float32]
 MAX_GREEDY_ROWS = 4  # without a program
-
-
-# Integers and floats of a row; MASK, WINDOW, OUTPUT_IDS, BIAS_IDS and BIAS_VALUES are addresses.
-RowInt = IntEnum(
-    "RowInt",
-    "MASK HAS_PENALTIES TOP_K SEED SAMPLE_INDEX POSITION WINDOW WINDOW_SIZE OUTPUT_IDS OUTPUT_SIZE "
-    "BIAS_IDS BIAS_VALUES BIAS_SIZE COUNT",
-    start=0,
-)
-RowFloat = IntEnum("RowFloat", "TEMPERATURE TOP_P MIN_P TYPICAL_P REPETITION PRESENCE FREQUENCY COUNT", start=0)
-
-
-@kernel
-def penalize_repetition(y, ints, floats):
-    """Penalize each token of the window once: a positive logit is divided by the penalty, another multiplied."""
-    seen, window, penalty = np.zeros(y.shape[0], np.uint8), i64(ints[RowInt.WINDOW]), floats[RowFloat.REPETITION]
-    for i in range(ints[RowInt.WINDOW_SIZE]):
-        token = window[i]
-        if not seen[token]:
-            seen[token] = 1
-            value = y[token] / penalty if y[token] > 0 else y[token] * penalty
-            y[token] = min(max(value, -MAX_LOGIT), MAX_LOGIT)
-
-
-@kernel
-def penalize_output(y, ints, floats):
-    """Subtract the presence penalty and the frequency penalty times the count, once for each output token."""
-    counts, output_ids = np.zeros(y.shape[0], np.int32), i64(ints[RowInt.OUTPUT_IDS])
-    for i in range(ints[RowInt.OUTPUT_SIZE]):
-        counts[output_ids[i]] += 1
-    for i in range(ints[RowInt.OUTPUT_SIZE]):
-        token = output_ids[i]
-        if counts[token]:
-            y[token] -= floats[RowFloat.PRESENCE] + floats[RowFloat.FREQUENCY] * np.float64(counts[token])
-            counts[token] = 0
-
-
-@kernel
-def apply_penalties(x, ints, floats):
-    """Return the logits as float64 with bias and penalties, and -inf for what the mask does not allow."""
-    y = np.empty(x.shape[0], np.float64)
-    for i in range(x.shape[0]):
-        y[i] = x[i]
-    ids, biases = i64(ints[RowInt.BIAS_IDS]), f64(ints[RowInt.BIAS_VALUES])
-    for i in range(ints[RowInt.BIAS_SIZE]):
-        y[ids[i]] += biases[i]
-    if ints[RowInt.WINDOW_SIZE]:
-        penalize_repetition(y, ints, floats)
-    if ints[RowInt.OUTPUT_SIZE]:
-        penalize_output(y, ints, floats)
-    mask = i32(ints[RowInt.MASK])
-    for i in range(x.shape[0] if ints[RowInt.MASK] else 0):
-        y[i] = y[i] if f.is_allowed(mask, i) else -np.inf
-    return y
-
-
-@kernel
-def draw_row(x, ints, floats, mask):
-    """Draw a token by its probability."""
-    point = kernels.uniform(np.uint64(ints[RowInt.SEED]), ints[RowInt.SAMPLE_INDEX], ints[RowInt.POSITION])
-    top_p, min_p, typical_p = floats[RowFloat.TOP_P], floats[RowFloat.MIN_P], floats[RowFloat.TYPICAL_P]
-    temperature, top_k = floats[RowFloat.TEMPERATURE], ints[RowInt.TOP_K]
-    return kernels.draw_token(x, temperature, top_k, top_p, min_p, typical_p, point, mask)
-
-
-@kernel
-def sample_penalized(x, ints, floats):
-    """Return the token of a row with bias or penalties."""
-    largest = kernels.block_max(x, i32(ints[RowInt.MASK]))[1] if ints[RowInt.MASK] else kernels.block_max(x, None)[1]
-    if not math.isfinite(largest):
-        return kernels.NOT_FINITE
-    y = apply_penalties(x, ints, floats)
-    return kernels.greedy(y, None) if floats[RowFloat.TEMPERATURE] == 0 else draw_row(y, ints, floats, None)
-
-
-@kernel
-def sample_row(x, ints, floats, mask):
-    """Return the token of a row without penalties."""
-    return kernels.greedy(x, mask) if floats[RowFloat.TEMPERATURE] == 0 else draw_row(x, ints, floats, mask)
-
-
-def sample_task(args, step, piece):
-    """Sample one row."""
-    s = i64(step)
-    width = s[Step.VOCABULARY]
-    x = f32(s[Step.LOGITS] + piece * width * 4)[:width]
-    ints = i64(s[Step.SAMPLE_INTS] + piece * RowInt.COUNT * 8)
-    floats, tokens = f64(s[Step.SAMPLE_FLOATS] + piece * RowFloat.COUNT * 8), i64(s[Step.TOKEN_IDS])
-    if ints[RowInt.HAS_PENALTIES]:
-        tokens[piece] = sample_penalized(x, ints, floats)
-    elif ints[RowInt.MASK]:
-        tokens[piece] = sample_row(x, ints, floats, i32(ints[RowInt.MASK]))
-    else:
-        tokens[piece] = sample_row(x, ints, floats, None)
-
-
-SAMPLE = TaskKernel(sample_task)
 
 
 def sample(logits: Floats, rows: Sequence[SampleRow], threads: int) -> Ints:
@@ -200,7 +97,7 @@ def _pack_ints(row: SampleRow, held: list[NDArray[Any]]) -> tuple[int, ...]:
 
 @cache
 def _sample_program() -> Program:
-    return Program([Task(SAMPLE, pack_args(0), 1, Step.TOKENS, 1)])
+    return Program([Task(kernels.SAMPLE, pack_args(0), 1, Step.TOKENS, 1)])
 
 
 def draw(x: NDArray[Any], row: SampleRow) -> int:
@@ -225,13 +122,3 @@ def logprobs(logits: Floats, chosen: Ints, k: int, masks: Sequence[TokenMask | N
         if found[i] != found[i]:
             reference_sampling.require_finite(reference_sampling.apply_mask(logits[i], mask))
     return Logprobs(found, top_ids, top)
-
-
-_F32S, _IDS, _FLOAT, _INT = nb.float32[::1], nb.int64[::1], nb.float64, nb.int64
-_MASKS = nb.none, nb.int32[::1]
-PYTHON_KERNELS = (
-    PythonKernel(kernels.uniform, nb.uint64, _INT, _INT),
-    *(PythonKernel(kernels.greedy, _F32S, mask) for mask in _MASKS),
-    *(PythonKernel(kernels.draw_token, _F32S, _FLOAT, _INT, *[_FLOAT] * 4, mask) for mask in _MASKS),
-    *(PythonKernel(kernels.log_softmax, _F32S, _INT, _INT, _IDS, _F32S, mask) for mask in _MASKS),
-)

@@ -24,7 +24,10 @@ from .. import ops, reference, select
 from ..graph import Graph
 from ..ops import Ints, KVLayer, LayerCache, StateLayer, first_kv
 from . import device, pooling, precompile, sampling
-from .attention_prefill import (
+from .device import upload
+from .experts import combine, grouped_linear, pack_experts
+from .forward import CudaForward, make_forward
+from .kernels.attention_prefill import (
     QUERY_TILE,
     SMALL_QUERY_TILE,
     QueryTiles,
@@ -32,17 +35,15 @@ from .attention_prefill import (
     query_dtype,
     query_tiles,
 )
-from .causal_conv import StateInputs, launch_conv
-from .device import upload
-from .elementwise import ACTIVATIONS, launch_add_norm, launch_embedding, launch_gated, launch_head_norm
-from .encoder_kernels import Product, Results, launch_activation, launch_mean, launch_norm
-from .experts import combine, grouped_linear, launch_route, pack_experts
-from .forward import CudaForward, make_forward
-from .gated_delta import has_kernels, launch_delta, launch_gate
+from .kernels.causal_conv import StateInputs, launch_conv
+from .kernels.elementwise import ACTIVATIONS, launch_add_norm, launch_embedding, launch_gated, launch_head_norm
+from .kernels.encoder import Product, Results, launch_activation, launch_mean, launch_norm
+from .kernels.experts import launch_route
+from .kernels.gated_delta import has_kernels, launch_delta, launch_gate
+from .kernels.rope import launch_rope_store, rope_tables
 from .linear import BatchedLinear
 from .packed_weight import E4M3, Activations, PackedExperts, PackedWeight, merge_parts
 from .repack import pack_weight
-from .rope import launch_rope_store, rope_tables
 from .step_inputs import STEP_SIZES
 
 KV_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float8": E4M3}

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ...errors import InvalidRequestError, MissingDependencyError
 
-MIN_CAPABILITY = (8, 0)  # compute capability: bfloat16 products, and the instructions of intrinsics.py
+MIN_CAPABILITY = (8, 0)  # compute capability: bfloat16 products, and the instructions of kernels/intrinsics.py
 MIN_FP8_CAPABILITY = (8, 9)  # e4m3: conversions and tensor cores
 MIN_PDL_CAPABILITY = (9, 0)  # programmatic dependent launch
 SHARED_KB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}  # by compute capability

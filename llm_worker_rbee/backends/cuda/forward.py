@@ -1,5 +1,5 @@
 """The fused forward of a model: it pads a step to one of few sizes (step_inputs.py), copies its inputs to the device
-(step_inputs.py), and runs it, from a CUDA graph where there is one. forward.py launches the kernels.
+(step_inputs.py), and runs it, from a CUDA graph where there is one. launch.py launches the kernels.
 
 `launch_all` and `capture_all` leave nothing to compile, load or capture for later steps. Without them that happens when
 a size occurs.
@@ -19,9 +19,10 @@ import torch
 from ..graph import Graph, ProgramLine
 from ..ops import CAPTURING, Batch, Ints, LayerCache, Profiler, Progress, StepLimits, first_kv
 from . import profile
-from .attention_prefill import QUERY_TILE, SMALL_QUERY_TILE
 from .cuda_graphs import CudaGraphs
 from .device import activate, as_memory_error
+from .kernels.attention_prefill import QUERY_TILE, SMALL_QUERY_TILE
+from .kernels.rope import CosSin, rope_tables
 from .launch import Launcher, StepInputs
 from .lowering import (
     Attention,
@@ -37,7 +38,6 @@ from .lowering import (
     fuse_graph,
     without_hidden,
 )
-from .rope import CosSin, rope_tables
 from .step_inputs import (
     ARRAYS_PER_TOKEN,
     NO_BATCH,

@@ -15,24 +15,16 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 
 from ..ops import LayerCache
-from .attention_decode import launch_decode_attention, split_kv_config, split_kv_scratch
-from .attention_prefill import QueryTiles, launch_prefill_attention, query_dtype
-from .causal_conv import StateInputs, launch_conv
 from .device import has_pdl, is_interpreted
-from .elementwise import WeightedExperts, launch_add_norm, launch_embedding, launch_gated, launch_head_norm
-from .experts import (
-    empty_expert_activations,
-    expert_tile,
-    grouped_gemm,
-    grouped_gemv,
-    launch_group,
-    launch_route,
-    launch_router,
-    router_is_fused,
-)
-from .gated_delta import launch_delta, launch_gate
-from .gated_delta_chunks import has_chunks, launch_delta_chunks
-from .gemv import GATED, RESIDUAL
+from .experts import empty_expert_activations, expert_tile, grouped_gemm, grouped_gemv
+from .kernels.attention_decode import launch_decode_attention, split_kv_config, split_kv_scratch
+from .kernels.attention_prefill import QueryTiles, launch_prefill_attention, query_dtype, tile_programs
+from .kernels.causal_conv import StateInputs, launch_conv
+from .kernels.elementwise import WeightedExperts, launch_add_norm, launch_embedding, launch_gated, launch_head_norm
+from .kernels.experts import launch_group, launch_route, launch_router, router_is_fused
+from .kernels.gated_delta import has_chunks, launch_delta, launch_delta_chunks, launch_gate
+from .kernels.gemv import GATED, RESIDUAL
+from .kernels.rope import CosSin, launch_rope_store
 from .linear import (
     MAX_SPLITS,
     BatchedLinear,
@@ -59,8 +51,7 @@ from .lowering import (
     StreamNorm,
 )
 from .packed_weight import Activations, GemvActivations, Int8Activations, PackedExperts, PackedWeight
-from .rope import CosSin, launch_rope_store
-from .step_inputs import DECODE_SIZES, tile_programs
+from .step_inputs import DECODE_SIZES
 
 MAX_COUNTERS = DECODE_SIZES[-1]  # decoding requests in a graph
 QKV_SPLITS = 4

@@ -1,8 +1,8 @@
 """x @ w.T of any number of tokens on tensor cores: which kernel, with which tile and how many splits, is a table.
 
-Some tokens are multiplied by packed weights as they are (gemm.py), many after the matrix was dequantized for cuBLAS;
-dense weights are cuBLAS's. Batch-invariant products have a fixed number of splits: then the order of a token's sums
-depends on no other token.
+Some tokens are multiplied by packed weights as they are (kernels/gemm.py), many after the matrix was dequantized for
+cuBLAS; dense weights are cuBLAS's. Batch-invariant products have a fixed number of splits: then the order of a token's
+sums depends on no other token.
 
 e4m3 weights (`--quantize fp8`) have a float32 scale per row. Activations are quantized too, with a scale per token:
 then the tensor cores multiply e4m3 by e4m3, twice as fast as bfloat16. Where `torch._scaled_mm` does not take a shape,
@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from triton import cdiv, next_power_of_2
 
-from .compact_kinds import CODEBOOKS, COMPACT_KINDS
 from .device import HOPPER_SHARED_BYTES, is_interpreted, num_multiprocessors, pdl_options, shared_memory_bytes
-from .elementwise import launch_convert
-from .gemm import gemm_dense, gemm_packed
-from .gemv import STORE, gemv_dense, gemv_packed
+from .kernels.compact_kinds import CODEBOOKS, COMPACT_KINDS
+from .kernels.elementwise import launch_convert
+from .kernels.gemm import gemm_dense, gemm_packed
+from .kernels.gemv import STORE, gemv_dense, gemv_packed
 from .packed_weight import (
     E4M3,
     FP8,
@@ -43,7 +43,7 @@ MAX_SPLITS = 8
 MAX_LARGE_SPLITS = 2  # of more tokens than LARGE_TILE has: partial sums grow with them
 INVARIANT_SPLITS = 4  # at most, of every batch-invariant product: the same for one token and for many
 SPLIT_COST = 200.0  # of writing and reading partial sums, in columns
-GROUP_COLUMNS = 512  # 16 blocks are interleaved: gemm.py
+GROUP_COLUMNS = 512  # 16 blocks are interleaved: kernels/gemm.py
 
 
 class GemmTile(NamedTuple):

@@ -1,4 +1,4 @@
-"""The fused ops of a step, which forward.py launches in the order of the model's graph.
+"""The fused ops of a step, which launch.py launches in the order of the model's graph.
 
 Each op knows the matrix that reads its result (`following`), so that it stores activations in the form which that
 product takes. REWRITES fuse the recorded ops; a model in which an op is left over runs unfused.
@@ -13,8 +13,8 @@ import torch
 
 from ..graph import Graph, Node, ProgramLine, Rewrite, apply_rewrites, have_one_eps, op_names
 from ..ops import AttentionParams, GatedDeltaParams, GatedDeltaWeights, RopeTable, RouteParams
-from .elementwise import ACTIVATIONS
-from .gated_delta import has_kernels
+from .kernels.elementwise import ACTIVATIONS
+from .kernels.gated_delta import has_kernels
 from .packed_weight import DENSE, PackedExperts, PackedWeight
 
 

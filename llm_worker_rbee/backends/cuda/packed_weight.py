@@ -1,7 +1,7 @@
 """Packed weights and int8 activations as torch tensors, and their dequantization: the slow twin of the kernels, except
 of compact kinds.
 
-gemv.py draws the planes. What a kind holds, and how many columns share a scale:
+kernels/gemv.py draws the planes. What a kind holds, and how many columns share a scale:
 
     q4, q5      codes less 8, 16; a float16                                32
     q4m, q5m    codes; a float16 scale and a float16 minimum               32
@@ -9,7 +9,7 @@ gemv.py draws the planes. What a kind holds, and how many columns share a scale:
     q6          codes less 32; two float16                                 16
     mxfp4       floats of four bits (E2M1), doubled; a float16             32
     nvfp4       likewise; two float16                                      16
-    q2_k, ..    compact_kinds.py                                           16 or more
+    q2_k, ..    kernels/compact_kinds.py                                   16 or more
     e4m3        bytes, read as 2**-8 times the number; a float16           32
     dense       float16, bfloat16 or float32
     fp8         e4m3 (`--quantize fp8`); a float32                         a row
@@ -27,11 +27,11 @@ from triton import cdiv
 
 from ...weights.quants import codebooks
 from ..ops import StackedWeight
-from . import gemm
-from .compact_kinds import CODEBOOKS, COMPACT_KINDS
 from .device import is_interpreted
-from .gemm import FLOAT4
-from .gemv import PLANE_BLOCKS
+from .kernels import gemm
+from .kernels.compact_kinds import CODEBOOKS, COMPACT_KINDS
+from .kernels.gemm import FLOAT4
+from .kernels.gemv import PLANE_BLOCKS
 
 PAIRED_SCALES = ("q4m", "q5m", "q6", "nvfp4")  # two float16 per block in `scales`
 LOW_WORDS = {"q8": 8, "e4m3": 8}  # words of the first plane per block; 4 for all others
@@ -259,7 +259,7 @@ class Int8Activations:
 
 
 class Activations(NamedTuple):
-    """Rows for the tensor cores, or interleaved float16 (gemm.py); float16 and e4m3 are multiplied by factors."""
+    """Rows for the tensor cores, or interleaved float16 (kernels/gemm.py); float16 and e4m3 are scaled by factors."""
 
     values: torch.Tensor
     factors: torch.Tensor | None = None  # (tokens,)

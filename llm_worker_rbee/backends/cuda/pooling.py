@@ -19,24 +19,26 @@ import torch
 
 from ..graph import Graph, Node, ProgramLine, Rewrite, Value, apply_rewrites, op_names
 from ..ops import CAPTURING, Backend, Batch, LayerCache, Profiler, Progress, RopeTable, first_kv
-from . import encoder_kernels, profile
-from .attention_prefill import (
+from . import profile
+from .cuda_graphs import CudaGraphs
+from .device import activate, as_memory_error, is_interpreted
+from .kernels import encoder as encoder_kernels
+from .kernels.attention_prefill import (
     QUERY_TILE,
     SMALL_QUERY_TILE,
     QueryTiles,
     launch_prefill_attention,
     query_dtype,
     query_tiles,
+    tile_programs,
 )
-from .cuda_graphs import CudaGraphs
-from .device import activate, as_memory_error, is_interpreted
-from .elementwise import ACTIVATIONS
-from .encoder_kernels import Product, Results, launch_activation, launch_norm
+from .kernels.elementwise import ACTIVATIONS
+from .kernels.encoder import Product, Results, launch_activation, launch_norm
+from .kernels.rope import CosSin, launch_rope_store, rope_tables
 from .linear import BatchedLinear, sum_splits
 from .lowering import ATTENTION, Attention, attention_op, has_attention_kernels
 from .packed_weight import Activations, PackedWeight
-from .rope import CosSin, launch_rope_store, rope_tables
-from .step_inputs import STEP_SIZES, InputStaging, padded, tile_programs, total_size
+from .step_inputs import STEP_SIZES, InputStaging, padded, total_size
 
 NORMS = ("layer_norm", "rms_norm")
 MIN_POSITIONS = 512  # of the first cos and sin tables

@@ -41,7 +41,7 @@ from .. import kernel_folder
 from ..ops import COMPILING, Progress
 from .device import is_interpreted
 
-SOURCES = Path(__file__).parent
+SOURCES = Path(__file__).parent / "kernels"
 TRITON_CACHE_VARIABLE = "TRITON_CACHE_DIR"
 BYTES_PER_PROCESS = 512 << 20  # of memory that compiling a variant may take
 MAX_IDLE_S = 600.0  # that a compiler process which was started early waits for work
@@ -382,7 +382,7 @@ def hash_kernels() -> None:
     """Let Triton hash all functions of kernels in one order. Up to version 3.6 a hash depends on which ones it calls
     were hashed before, and processes that hash in another order would not find each other's machine code."""
     for path in _kernel_sources():
-        module = importlib.import_module(f"{__package__}.{path.stem}")
+        module = importlib.import_module(f"{__package__}.kernels.{path.stem}")
         for _, function in sorted(vars(module).items()):
             if isinstance(function, triton.JITFunction):
                 function.cache_key  # noqa: B018

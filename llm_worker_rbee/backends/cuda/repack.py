@@ -1,4 +1,4 @@
-"""Repacking: tensors of a file -> planes on a device (gemv.py draws them). Raw bytes are uploaded, torch unpacks them.
+"""Repacking: tensors of a file -> planes on a device (kernels/gemv.py draws them). Torch unpacks uploaded bytes.
 
 A slab of rows at a time: its codes (a byte each), then the planes; nothing is dequantized. Scales and minima are
 float16 times one power of two for the whole matrix, the unit: the largest scale is 2**7 to 2**8 of it, so that a
@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from ...weights import Tensor
 from ...weights.checkpoint import release_pages, shared_order
 from . import packed_weight
-from .compact_kinds import COMPACT_KINDS, MAX_SMALL_SCALE
-from .gemm import FLOAT4
+from .kernels.compact_kinds import COMPACT_KINDS, MAX_SMALL_SCALE
+from .kernels.gemm import FLOAT4
 from .packed_weight import DENSE, E4M3, FP8, HIGH_WORDS, LOW_WORDS, PAIRED_SCALES, PackedWeight, WeightPart
 from .unpack_blocks import REPACK_RULES, CompactBlocks, UnpackedBlocks
 
@@ -195,7 +195,7 @@ def _low_plane(kind: str, codes: torch.Tensor) -> torch.Tensor:
 
 
 def _high_plane(kind: str, codes: torch.Tensor) -> torch.Tensor:
-    """Pack the bits above the fourth as gemv.py draws them."""
+    """Pack the bits above the fourth as kernels/gemv.py draws them."""
     shift, half, _ = packed_weight.high_bit_layout(kind, codes.device)
     shifted = (codes >> 4).int() << shift.int()  # (rows, blocks, 32)
     plane = torch.zeros(*codes.shape[:2], HIGH_WORDS[kind], dtype=torch.int32, device=codes.device)

@@ -1,7 +1,7 @@
 """Sampling on the device: the same tokens as `../reference_sampling.py`.
 
 Logits stay on the device: only ids and log-probabilities (where requested) come to the host, in one copy. An undecided
-row (sampling_kernels.py) is copied to the host and sampled by the reference. `sample_async` waits for nothing: the
+row (kernels/sampling.py) is copied to the host and sampled by the reference. `sample_async` waits for nothing: the
 token that penalties and log-probabilities need may be on the device only. The fields of a row that never change are
 packed once, when it is first sampled. Masks of allowed tokens are copied to the device as they are, one bit per token.
 """
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from .. import reference_sampling
 from ..ops import NO_TOKENS, Ints, Logprobs, SampleRow, TokenMask, pending_id
 from .device import num_multiprocessors, upload
-from .sampling_kernels import NUM_INTS, argmax_rows, logprob_rows, sample_rows
+from .kernels.sampling import NUM_INTS, argmax_rows, logprob_rows, sample_rows
 
 MAX_SCANNED = 32  # likeliest tokens that are found one by one; more of them are sorted
 LIST_TILE = 256  # tokens of a bias or penalty list per iteration

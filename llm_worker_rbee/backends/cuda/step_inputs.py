@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from ..ops import Batch, StepLimits
-from .attention_prefill import query_tiles
 from .device import is_interpreted
-from .elementwise import launch_fill_pending
+from .kernels.attention_prefill import query_tiles
+from .kernels.elementwise import launch_fill_pending
 
 DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 STEP_SIZES: tuple[int, ...] = (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
@@ -22,7 +22,6 @@ STEP_MULTIPLE = 128
 DECODE_SLOTS = (16, 64, 256)  # decoding tokens of a step with prefill; more of them: as many as it has tokens
 LOGITS_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 MAX_SIZE_WITH_HEAD = 256  # decoding tokens of a graph that ends with the logits: larger results are not kept
-MIN_TILE_PROGRAMS = 32  # beside one for each full tile of queries: they go on with further tiles
 
 
 class StepSizes(NamedTuple):
@@ -66,11 +65,6 @@ def prefill_sizes(tokens: int, decoding: int, num_logits: int, *, is_tiled: bool
 def padded_logits(count: int) -> int:
     """Return how many logits are computed where a step needs `count` of them."""
     return padded(count, LOGITS_SIZES, LOGITS_SIZES[-1]) if count else 0
-
-
-def tile_programs(tokens: int, tile_queries: int) -> int:
-    """Return the programs for each head among which the tiles of a step are divided."""
-    return min(tokens, tokens // tile_queries + MIN_TILE_PROGRAMS)
 
 
 def all_sizes(limits: StepLimits, *, is_tiled: bool) -> Iterator[StepSizes]:

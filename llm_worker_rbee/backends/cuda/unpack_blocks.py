@@ -25,8 +25,8 @@ class UnpackedBlocks(NamedTuple):
 
 
 class CompactBlocks(NamedTuple):
-    """The planes of a kind of compact_kinds.py: (rows, blocks, bytes of its words) uint8 of `low`; float32 (rows,
-    groups, 1 or 2) scales, and minima; `high` and `small` (rows, blocks) of their own dtype."""
+    """The planes of a compact kind (kernels/compact_kinds.py): (rows, blocks, bytes of its words) uint8 of `low`;
+    float32 (rows, groups, 1 or 2) scales, and minima; `high` and `small` (rows, blocks) of their own dtype."""
 
     low: torch.Tensor
     scales: torch.Tensor
@@ -85,7 +85,7 @@ def per_block(x: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def pack_fields(codes: torch.Tensor, width: int) -> torch.Tensor:
-    """Pack codes of `width` bits as compact_kinds.py draws fields: (rows, blocks, 4 * width) bytes."""
+    """Pack codes of `width` bits as kernels/compact_kinds.py draws fields: (rows, blocks, 4 * width) bytes."""
     fields = torch.unflatten(per_block(codes, 32), -1, (-1, 8 // width, 4))
     shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=codes.device)[:, None]
     return (fields << shifts).sum(-2, dtype=torch.uint8).flatten(-2)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from llm_worker_rbee.backends import cpu_info, reference
 from llm_worker_rbee.backends.cpu import CpuBackend
-from llm_worker_rbee.backends.cpu.attention_kernels import KEY_BLOCK
+from llm_worker_rbee.backends.cpu.kernels.attention_key_blocks import KEY_BLOCK
 from llm_worker_rbee.backends.ops import KV_TYPES, AttentionParams, Batch, KVLayer, RopeTable
 
 cpu = CpuBackend()

@@ -176,7 +176,7 @@ FORCED = """
 import numpy as np
 from llm_worker_rbee.backends.cpu import CpuBackend
 cpu = CpuBackend()
-from llm_worker_rbee.backends.cpu.dot_int8 import ISA
+from llm_worker_rbee.backends.cpu.kernels.dot_int8 import ISA
 from llm_worker_bench.synthetic import random_tensor
 from llm_worker_rbee.weights.quants import ALL_TYPES
 x = np.random.default_rng(1).standard_normal((11, 256), np.float32)

@@ -34,7 +34,7 @@ if sys.argv[1] == "compile":  # for the processor with these features; nothing c
     machine.cpu_features = lambda: sys.argv[2].split(",")
 import numpy as np
 from llm_worker_rbee.backends.cpu import CpuBackend, precompile
-from llm_worker_rbee.backends.cpu.dot_int8 import ISA
+from llm_worker_rbee.backends.cpu.kernels.dot_int8 import ISA
 from llm_worker_bench import synthetic
 from llm_worker_rbee.engine.model_runner import SingleSequence
 from llm_worker_rbee.engine.request import Request

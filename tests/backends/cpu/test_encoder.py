@@ -12,8 +12,9 @@ import pytest
 from numpy.typing import NDArray
 
 from llm_worker_rbee.backends import reference
-from llm_worker_rbee.backends.cpu import CpuBackend, encoder
+from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.backends.cpu.forward import CpuForward
+from llm_worker_rbee.backends.cpu.kernels import encoder
 from llm_worker_rbee.backends.cpu.lowering import REWRITES
 from llm_worker_rbee.backends.graph import op_names, record
 from llm_worker_rbee.backends.ops import AttentionParams, Batch, RopeTable

@@ -15,13 +15,15 @@ from numpy.typing import NDArray
 
 from llm_worker_bench.synthetic import random_tensor
 from llm_worker_rbee.backends.cpu import CpuBackend
-from llm_worker_rbee.backends.cpu.elementwise import dequantize_rows, embed_task
 from llm_worker_rbee.backends.cpu.forward import CpuForward, useful_threads
 from llm_worker_rbee.backends.cpu.jit import TaskKernel
+from llm_worker_rbee.backends.cpu.kernels.elementwise import embed_task
+from llm_worker_rbee.backends.cpu.kernels.pointers import i64
+from llm_worker_rbee.backends.cpu.kernels.program import Step, Task, pack_args
+from llm_worker_rbee.backends.cpu.linear import dequantize_rows
 from llm_worker_rbee.backends.cpu.lowering import REWRITES
 from llm_worker_rbee.backends.cpu.packed_weight import LAYOUT_BY_TYPE
-from llm_worker_rbee.backends.cpu.pointers import i64
-from llm_worker_rbee.backends.cpu.program import Program, Step, Task, new_step, pack_args
+from llm_worker_rbee.backends.cpu.program import Program, new_step
 from llm_worker_rbee.backends.graph import op_names
 from llm_worker_rbee.engine.model_runner import SingleSequence
 from llm_worker_rbee.errors import InferenceError

@@ -18,7 +18,7 @@ import pytest
 from llm_worker_rbee import machine
 from llm_worker_rbee.backends import cpu_info
 from llm_worker_rbee.backends.cpu import jit, kernel_cache
-from llm_worker_rbee.backends.cpu.pointers import f64, i64
+from llm_worker_rbee.backends.cpu.kernels.pointers import f64, i64
 from llm_worker_rbee.backends.kernel_folder import CACHE_VARIABLE
 from tests.backends.test_cpu_info import run
 
@@ -26,9 +26,9 @@ PACKAGE = Path(__file__).parents[3] / "llm_worker_rbee"
 RUN = """
 import ctypes, os, resource
 import numpy as np
-from llm_worker_rbee.backends.cpu import simd as f
+from llm_worker_rbee.backends.cpu.kernels import simd as f
 from llm_worker_rbee.backends.cpu.jit import TaskKernel
-from llm_worker_rbee.backends.cpu.pointers import f32
+from llm_worker_rbee.backends.cpu.kernels.pointers import f32
 
 def ratio(args, step, piece):
     x = f32(args)
@@ -45,7 +45,8 @@ print(x[0], all(kept) if any(kept) in (False, all(kept)) else "some")
 F16_CONVERSIONS = """
 import numba, numpy as np
 from llm_worker_rbee.backends import cpu_info
-from llm_worker_rbee.backends.cpu import jit, simd as f
+from llm_worker_rbee.backends.cpu import jit
+from llm_worker_rbee.backends.cpu.kernels import simd as f
 
 @numba.njit
 def copy(x, y):
@@ -147,7 +148,7 @@ def test_jit_cache_is_reused_and_never_stale(tmp_path: Path) -> None:
     shutil.copytree(PACKAGE, root / "llm_worker_rbee", ignore=shutil.ignore_patterns("__pycache__"))
     assert end(start(cache, root)) == (RIGHT, False)
     assert end(start(cache, root)) == (RIGHT, True)
-    edited = root / "llm_worker_rbee" / "backends" / "cpu" / "simd.py"  # not the kernel's own file
+    edited = root / "llm_worker_rbee" / "backends" / "cpu" / "kernels" / "simd.py"  # not the kernel's own file
     text = edited.read_text()
     assert "lambda b, x, y: b.fdiv(x, y)" in text
     edited.write_text(text.replace("lambda b, x, y: b.fdiv(x, y)", "lambda b, x, y: b.fadd(x, y)"))

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from llm_worker_bench.synthetic import random_tensor
-from llm_worker_rbee.backends.cpu.elementwise import dequantize_rows
-from llm_worker_rbee.backends.cpu.linear import TOKENS_PER_PIECE, pack_weight
+from llm_worker_rbee.backends.cpu.linear import TOKENS_PER_PIECE, dequantize_rows, pack_weight
 from llm_worker_rbee.weights.quants import ALL_TYPES
 
 COLUMNS = 288

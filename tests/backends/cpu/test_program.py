@@ -15,7 +15,8 @@ import pytest
 
 from llm_worker_rbee import machine
 from llm_worker_rbee.backends.cpu import program
-from llm_worker_rbee.backends.cpu.elementwise import copy_task
+from llm_worker_rbee.backends.cpu.kernels.elementwise import copy_task
+from llm_worker_rbee.backends.cpu.kernels.program import Step
 from tests.cli.conftest import write_model
 from tests.conftest import with_kernels
 
@@ -50,7 +51,7 @@ def test_threads_in_use_are_those_of_the_last_launch() -> None:
 @pytest.mark.parametrize("threads", [1, SEVERAL])
 def test_run_timed_computes_the_same_and_times_each_task(threads: int, rng: np.random.Generator) -> None:
     """Copies of a matrix, one after the other; the second has no rows."""
-    step, end, rows, width = program.Step, program.Step.END, 500, 64
+    step, end, rows, width = Step, Step.END, 500, 64
     arrays = [rng.standard_normal((rows, width)).astype(np.float32), *(np.zeros((rows, width), np.float32),) * 2]
     arrays[2] = arrays[1].copy()
     tasks = [
@@ -111,8 +112,9 @@ PIECES = """
 import sys
 import numpy as np
 from llm_worker_rbee.backends.cpu.jit import TaskKernel
-from llm_worker_rbee.backends.cpu.pointers import atomic_add, i64
-from llm_worker_rbee.backends.cpu.program import Program, Step, Task, new_step, pack_args
+from llm_worker_rbee.backends.cpu.kernels.pointers import atomic_add, i64
+from llm_worker_rbee.backends.cpu.kernels.program import Step, Task, pack_args
+from llm_worker_rbee.backends.cpu.program import Program, new_step
 
 def count_runs(args, step, piece):
     before, length, own, early = i64(args)[0], i64(args)[1], i64(args)[2], i64(args)[3]
@@ -140,8 +142,9 @@ print(int(early[0]))
 LATE = """
 import numpy as np
 from llm_worker_rbee.backends.cpu.jit import TaskKernel
-from llm_worker_rbee.backends.cpu.pointers import atomic_add, i64
-from llm_worker_rbee.backends.cpu.program import Program, Step, Task, _zero_counters, new_step, pack_args, worker_loop
+from llm_worker_rbee.backends.cpu.kernels.pointers import atomic_add, i64
+from llm_worker_rbee.backends.cpu.kernels.program import Step, Task, pack_args, worker_loop
+from llm_worker_rbee.backends.cpu.program import Program, _zero_counters, new_step
 
 def count_runs(args, step, piece):
     atomic_add(i64(args)[0], 1)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from llm_worker_rbee.backends.cpu import quantize_activations
-from llm_worker_rbee.backends.cpu.elementwise import quantize_task
-from llm_worker_rbee.backends.cpu.program import Program, Step, new_step
+from llm_worker_rbee.backends.cpu.kernels import quantize_activations
+from llm_worker_rbee.backends.cpu.kernels.elementwise import quantize_task
+from llm_worker_rbee.backends.cpu.kernels.program import Step
+from llm_worker_rbee.backends.cpu.program import Program, new_step
 
 
 def test_values_scales_and_sums_of_both_terms() -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from llm_worker_bench.synthetic import random_tensor
 from llm_worker_rbee.backends.cpu import repack as repack_module
-from llm_worker_rbee.backends.cpu.elementwise import dequantize_rows
+from llm_worker_rbee.backends.cpu.linear import dequantize_rows
 from llm_worker_rbee.backends.cpu.packed_weight import LAYOUT_BY_TYPE, LAYOUTS
 from llm_worker_rbee.backends.cpu.repack import MIN_BYTES_PER_THREAD, PackedMatrix, repack
 from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError

@@ -9,8 +9,9 @@ import pytest
 from numpy.typing import NDArray
 
 from llm_worker_rbee.backends import reference_sampling
-from llm_worker_rbee.backends.cpu import CpuBackend, sampling_kernels
+from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.backends.cpu import sampling as fast
+from llm_worker_rbee.backends.cpu.kernels import sampling as sampling_kernels
 from llm_worker_rbee.backends.ops import SampleRow
 from llm_worker_rbee.errors import InferenceError
 

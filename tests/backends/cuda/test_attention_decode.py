@@ -10,15 +10,16 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from llm_worker_rbee.backends.cuda import CudaBackend, attention_decode, device  # noqa: E402
-from llm_worker_rbee.backends.cuda.attention_decode import (  # noqa: E402
+from llm_worker_rbee.backends.cuda import CudaBackend, device  # noqa: E402
+from llm_worker_rbee.backends.cuda.kernels import attention_decode  # noqa: E402
+from llm_worker_rbee.backends.cuda.kernels.attention_decode import (  # noqa: E402
     SplitKVConfig,
     launch_decode_attention,
     split_kv_scratch,
 )
+from llm_worker_rbee.backends.cuda.kernels.rope import rope_tables  # noqa: E402
 from llm_worker_rbee.backends.cuda.lowering import Attention  # noqa: E402
 from llm_worker_rbee.backends.cuda.packed_weight import Int8Activations, kernel_outputs  # noqa: E402
-from llm_worker_rbee.backends.cuda.rope import rope_tables  # noqa: E402
 from llm_worker_rbee.backends.ops import AttentionParams, KVLayer, RopeTable  # noqa: E402
 from llm_worker_rbee.layers.rope import inverse_frequencies  # noqa: E402
 from tests.helpers import int8_activations, torch_attention  # noqa: E402

@@ -10,7 +10,7 @@ import torch
 
 from llm_worker_rbee.backends import OPS, reference
 from llm_worker_rbee.backends.cuda import CudaBackend, device, linear, packed_weight
-from llm_worker_rbee.backends.cuda.compact_kinds import COMPACT_KINDS
+from llm_worker_rbee.backends.cuda.kernels.compact_kinds import COMPACT_KINDS
 from llm_worker_rbee.backends.cuda.linear import launch_gemv
 from llm_worker_rbee.backends.ops import AttentionParams, RopeTable
 from llm_worker_rbee.backends.reference import ReferenceBackend

@@ -10,7 +10,7 @@ import torch
 
 from llm_worker_rbee.backends import reference
 from llm_worker_rbee.backends.cuda import CudaBackend
-from llm_worker_rbee.backends.cuda.encoder_kernels import ACTIVATIONS, MEAN_ROWS
+from llm_worker_rbee.backends.cuda.kernels.encoder import ACTIVATIONS, MEAN_ROWS
 from llm_worker_rbee.backends.ops import AttentionParams, RopeTable
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from tests.helpers.layer_inputs import BlockTables, Floats, normal

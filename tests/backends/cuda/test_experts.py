@@ -13,7 +13,8 @@ pytest.importorskip("triton")
 from llm_worker_rbee.backends.cuda import CudaBackend  # noqa: E402
 from llm_worker_rbee.backends.cuda import experts as cuda_experts  # noqa: E402
 from llm_worker_rbee.backends.cuda.device import HOPPER_SHARED_BYTES  # noqa: E402
-from llm_worker_rbee.backends.cuda.experts import expert_tile, launch_group  # noqa: E402
+from llm_worker_rbee.backends.cuda.experts import expert_tile  # noqa: E402
+from llm_worker_rbee.backends.cuda.kernels.experts import launch_group, launch_router  # noqa: E402
 from llm_worker_rbee.backends.cuda.linear import GemmTile  # noqa: E402
 from llm_worker_rbee.backends.cuda.packed_weight import PackedExperts  # noqa: E402
 from llm_worker_rbee.backends.ops import RouteParams  # noqa: E402
@@ -108,7 +109,7 @@ def test_router_equals_norm_and_product(rng: np.random.Generator) -> None:
     w = random_tensor("F32", 5, 96, rng, 0.1)
     wanted = reference.linear(reference.rms_norm(residual, norm, 1e-5), reference.prepare([w])) + bias
     (router,) = cuda.prepare([w]).parts
-    found = cuda_experts.launch_router(upload(residual), upload(norm), 1e-5, router, upload(bias), pdl=False)
+    found = launch_router(upload(residual), upload(norm), 1e-5, router, upload(bias), pdl=False)
     assert relative_error(found, wanted) < 1e-5
 
 

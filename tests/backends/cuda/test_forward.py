@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 
 from llm_worker_bench.synthetic import random_tensor  # noqa: E402
 from llm_worker_rbee.backends.cuda import CudaBackend, forward, packed_weight, step_inputs  # noqa: E402
-from llm_worker_rbee.backends.cuda.elementwise import launch_embedding  # noqa: E402
+from llm_worker_rbee.backends.cuda.kernels.elementwise import launch_embedding  # noqa: E402
 from llm_worker_rbee.backends.cuda.packed_weight import PackedWeight  # noqa: E402
 from llm_worker_rbee.backends.ops import CAPTURING, StepLimits, pending_id  # noqa: E402
 from llm_worker_rbee.models import Transformer  # noqa: E402

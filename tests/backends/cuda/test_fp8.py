@@ -16,7 +16,8 @@ import torch
 
 from llm_worker_bench.synthetic import Spec, write
 from llm_worker_rbee.backends import select
-from llm_worker_rbee.backends.cuda import CudaBackend, device, elementwise, packed_weight, repack
+from llm_worker_rbee.backends.cuda import CudaBackend, device, packed_weight, repack
+from llm_worker_rbee.backends.cuda.kernels import elementwise
 from llm_worker_rbee.backends.cuda.linear import launch_gemv
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.errors import InvalidRequestError

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from llm_worker_rbee.backends.cuda import compact_kinds, gemm, intrinsics, packed_weight  # noqa: E402
+from llm_worker_rbee.backends.cuda import packed_weight  # noqa: E402
+from llm_worker_rbee.backends.cuda.kernels import compact_kinds, gemm, intrinsics  # noqa: E402
 from llm_worker_rbee.weights.quants import codebooks  # noqa: E402
 from tests.helpers.random_planes import random_planes  # noqa: E402
 

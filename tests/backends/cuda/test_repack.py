@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from llm_worker_rbee.backends.cuda import device, packed_weight, repack
-from llm_worker_rbee.backends.cuda.compact_kinds import COMPACT_KINDS
+from llm_worker_rbee.backends.cuda.kernels.compact_kinds import COMPACT_KINDS
 from llm_worker_rbee.backends.cuda.unpack_blocks import REPACK_RULES
 from llm_worker_rbee.weights import Tensor
 from llm_worker_rbee.weights.quants import ALL_TYPES, BLOCK_TYPES

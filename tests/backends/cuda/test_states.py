@@ -13,9 +13,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from llm_worker_rbee.backends.cuda import CudaBackend  # noqa: E402
-from llm_worker_rbee.backends.cuda.attention_prefill import query_tiles  # noqa: E402
-from llm_worker_rbee.backends.cuda.gated_delta import SHORT_REQUEST, launch_gate  # noqa: E402
-from llm_worker_rbee.backends.cuda.gated_delta_chunks import CHUNK, launch_delta_chunks  # noqa: E402
+from llm_worker_rbee.backends.cuda.kernels.attention_prefill import query_tiles  # noqa: E402
+from llm_worker_rbee.backends.cuda.kernels.gated_delta import CHUNK, SHORT_REQUEST, launch_delta_chunks, launch_gate  # noqa: E402  # noqa: E402
 from llm_worker_rbee.backends.cuda.packed_weight import Activations  # noqa: E402
 from llm_worker_rbee.backends.ops import GatedDeltaParams, GatedDeltaWeights, StateLayer  # noqa: E402
 from llm_worker_rbee.backends.reference import ReferenceBackend  # noqa: E402

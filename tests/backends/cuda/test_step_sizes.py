@@ -9,13 +9,13 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from llm_worker_rbee.backends.cuda.kernels.attention_prefill import tile_programs
 from llm_worker_rbee.backends.cuda.step_inputs import (
     StepSizes,
     all_logits_sizes,
     all_sizes,
     decode_sizes,
     prefill_sizes,
-    tile_programs,
     uncaptured_sizes,
 )
 from llm_worker_rbee.backends.ops import StepLimits

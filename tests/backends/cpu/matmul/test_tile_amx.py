@@ -12,7 +12,7 @@ from llvmlite import ir
 from numpy.typing import NDArray
 
 from llm_worker_rbee.backends.cpu.jit import variant
-from llm_worker_rbee.backends.cpu.matmul import tile_amx
+from llm_worker_rbee.backends.cpu.kernels.matmul import tile_amx
 
 ROWS, TOKENS = 16, tile_amx.TOKENS
 

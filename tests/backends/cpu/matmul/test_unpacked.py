@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from llm_worker_bench.synthetic import random_tensor
-from llm_worker_rbee.backends.cpu.elementwise import dequantize_rows
-from llm_worker_rbee.backends.cpu.linear import pack_weight
-from llm_worker_rbee.backends.cpu.matmul.unpacked import RUN_BLOCKS, TOKENS_PER_PIECE
+from llm_worker_rbee.backends.cpu.kernels.matmul.linear import RUN_BLOCKS, TOKENS_PER_PIECE
+from llm_worker_rbee.backends.cpu.linear import dequantize_rows, pack_weight
 from llm_worker_rbee.backends.cpu.packed_weight import LAYOUT_BY_TYPE
 from llm_worker_rbee.weights.quants import ALL_TYPES
 

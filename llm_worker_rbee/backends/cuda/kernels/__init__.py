@@ -1,0 +1,1 @@
+"""Compiled code: Triton kernels and the functions that launch them."""
