@@ -16,7 +16,7 @@ import msgspec
 
 from ..errors import InvalidRequestError, PayloadTooLargeError
 from ..sampling_params import MAX_COUNT, SamplingParams, StructuredOutputsParams
-from ..tokenizer.chat_events import ChatOptions
+from ..tokenizer.chat.events import ChatOptions
 from .messages import APPLY_TEMPLATE, normalize_messages
 from .schema import (
     CHUNK_ITEMS,

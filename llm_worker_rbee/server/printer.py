@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..sampling_params import FinishReason, TokenLogprob
-from ..tokenizer.chat_events import ChatEvent, ContentDelta, EventFold
+from ..tokenizer.chat.events import ChatEvent, ContentDelta, EventFold
 from .sse import PING
 
 if TYPE_CHECKING:  # the process that parses large bodies imports this module too

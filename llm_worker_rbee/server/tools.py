@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..tokenizer.chat_events import ChatOptions, Tool, thinking_variables
+from ..tokenizer.chat.events import ChatOptions, Tool, thinking_variables
 from .bodies import require
 from .schema import BoundedObject, FieldType, Schema, ValidationIssue, array_schema, object_schema, type_name
 

@@ -28,7 +28,7 @@ from ..progress import Stage
 from ..sampling_params import SamplingParams
 from ..text_model import TextModel
 from ..token_engine.protocol import ModelInfo, TokenEngine
-from ..tokenizer.chat_parser import ChatParser
+from ..tokenizer.chat.parser import ChatParser
 from .admission import Admission, Reservation
 from .bodies import ModelLimits, ParseOptions
 from .metrics import LatencyHistograms

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...config import ServerSettings
 from ...sampling_params import MAX_STOPS, Bounds, SamplingParams, StructuredOutputsParams
-from ...tokenizer.chat_events import Tool
+from ...tokenizer.chat.events import Tool
 from ..bodies import Conversation, GenerateRequest, ParseOptions, require, sampling_params, validate_known
 from ..messages import function_call
 from ..object_fields import ListOf, NestedType, ObjectOf, Tagged, TextOr, find_unknown

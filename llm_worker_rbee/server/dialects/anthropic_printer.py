@@ -9,7 +9,7 @@ from uuid import uuid4
 import msgspec
 
 from ...errors import ContextLengthError, ModelNotFoundError, WorkerError
-from ...tokenizer.chat_events import (
+from ...tokenizer.chat.events import (
     ChatEvent,
     ContentDelta,
     ReasoningDelta,

@@ -25,7 +25,7 @@ from ...errors import (
     WorkerError,
 )
 from ...sampling_params import StructuredOutputsParams
-from ...tokenizer.chat_events import EventFold
+from ...tokenizer.chat.events import EventFold
 from .. import log
 from ..bodies import Conversation, GenerateRequest, ParseOptions, estimate_tokens, sampling_params
 from ..messages import Messages

@@ -23,7 +23,7 @@ from ...sampling_params import (
     StructuredOutputsParams,
     TokenLogprob,
 )
-from ...tokenizer.chat_events import (
+from ...tokenizer.chat.events import (
     ChatEvent,
     ChatOptions,
     ContentDelta,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...config import ServerSettings
 from ...sampling_params import MAX_LOGPROBS
-from ...tokenizer.chat_events import (
+from ...tokenizer.chat.events import (
     ChatEvent,
     ContentDelta,
     EventFold,

@@ -14,7 +14,7 @@ import msgspec
 from ...config import ServerSettings
 from ...errors import NotFoundError
 from ...sampling_params import MAX_LOGPROBS
-from ...tokenizer.chat_events import Tool
+from ...tokenizer.chat.events import Tool
 from ..bodies import Conversation, GenerateRequest, ParseOptions, sampling_params, validate_known
 from ..lark_regex import lark_to_regex
 from ..schema import (

@@ -15,7 +15,7 @@ import msgspec
 
 from ...errors import ContextLengthError, WorkerError
 from ...sampling_params import SamplingParams, TokenLogprob
-from ...tokenizer.chat_events import (
+from ...tokenizer.chat.events import (
     ChatEvent,
     ContentDelta,
     ReasoningDelta,
