@@ -18,7 +18,6 @@ from typing import Any
 import typer
 
 from ..backends.ops import CAPTURING, COMPILING
-from ..config import ServerSettings
 from ..engine.engine import Engine
 from ..engine.step_limits import SchedulerLimits
 from ..errors import InvalidRequestError
@@ -28,11 +27,12 @@ from ..models import read_model_config
 from ..models.sampling_defaults import read_sampling_defaults
 from ..progress import OnStage, transfer_progress
 from ..server import log
-from ..server.auth import Key, find_key, host_name, require_key
+from ..server.middleware import host_name, require_key
 from ..server.orchestrator import require_url
 from ..server.pooling import PoolingModels
 from ..server.serve import Signals, base_url, bind
 from ..server.serve import serve as run_server
+from ..server.settings import Key, ServerSettings, find_key
 from ..server.worker import Worker
 from ..text_model import TextModel, check_chat_template, open_tokenizer
 from ..token_engine.launch import replace_with_dummy, warm_up

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from .. import __version__
-from ..config import ServerSettings
 from ..engine.step_time import StepTimeCoefficients
 from ..sampling_params import NEUTRAL_SAMPLING
 from .dialects import Operation, all_dialects, dialect_of
@@ -32,6 +31,7 @@ from .schema import (
     reply_schema,
     table_schema,
 )
+from .settings import ServerSettings
 
 # Routes that belong to no dialect: method, path, what they are.
 ROUTES: tuple[tuple[str, str, Operation], ...] = (

@@ -19,7 +19,6 @@ import numpy as np
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from ..backends.ops import Ints
-from ..config import model_name
 from ..engine.pooling_engine import Floats, Score, finish_embeddings, finish_scores
 from ..errors import (
     ContextLengthError,
@@ -39,6 +38,7 @@ from .offload import OffloadPool
 from .pooling_bodies import EmbedRequest, Inputs, RankRequest
 from .pooling_reply import list_response, ranking, rows_response
 from .schema import is_name_of
+from .settings import model_name
 
 Kind = Literal["embedding", "rerank"]
 OPTIONS: dict[Kind, str] = {"embedding": "--embedding-model", "rerank": "--rerank-model"}

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
-from ..config import ServerSettings
 from ..errors import (
     InferenceError,
     InvalidRequestError,
@@ -35,6 +34,7 @@ from .metrics import LatencyHistograms
 from .offload import OffloadPool, PromptEncoder
 from .pooling import Kind, PoolingModels, PoolingService
 from .schema import is_name_of
+from .settings import ServerSettings
 
 State = Literal["loading", "ready", "stopping", "failed"]
 LOADING_RETRY_S = 2

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.config import ServerSettings
 from llm_worker_rbee.server import bodies, call, log
+from llm_worker_rbee.server.settings import ServerSettings
 from tests.helpers import tiny_models
 from tests.helpers.server import CHAT, LIMIT_S, Server, connected, ids, read_body, until
 from tests.server.conftest import KEY, Start

@@ -25,10 +25,10 @@ from ..bodies import (
 from ..schema import Schema
 
 if TYPE_CHECKING:  # the process that parses large bodies imports this module too
-    from ...config import ServerSettings
     from ...errors import WorkerError
     from ..call import Call
     from ..printer import Printer, ReplyState
+    from ..settings import ServerSettings
     from ..worker import Worker
 
 Parse = Callable[[bytes, ParseOptions], Any]

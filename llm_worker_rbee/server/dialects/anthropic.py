@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ...config import ServerSettings
 from ...sampling_params import MAX_STOPS, Bounds, SamplingParams, StructuredOutputsParams
 from ...tokenizer.chat.events import Tool
 from ..bodies import Conversation, GenerateRequest, ParseOptions, require, sampling_params, validate_known
@@ -41,6 +40,7 @@ from ..schema import (
     type_name,
     unsupported,
 )
+from ..settings import ServerSettings
 from ..tools import BOUNDED_OBJECT, EFFORTS, MAX_TOOL_NAME, MAX_TOOLS, chat_options, check_function
 from . import Dialect, GenerateRoute, Handler, Operation, Route
 from .anthropic_printer import MessagePrinter, error_body

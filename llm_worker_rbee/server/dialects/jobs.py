@@ -14,7 +14,6 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from ...config import ServerSettings
 from ...engine.request import resolve_max_tokens
 from ...errors import (
     ConflictError,
@@ -57,6 +56,7 @@ from ..schema import (
     validate_body,
     with_field,
 )
+from ..settings import ServerSettings
 from ..sse import DONE, EventStream, encode_event
 from . import Dialect, Handler, Operation, Route
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from ...config import ServerSettings
 from ...errors import WorkerError
 from ...sampling_params import (
     MAX_COUNT,
@@ -66,6 +65,7 @@ from ..schema import (
     with_field,
     with_values,
 )
+from ..settings import ServerSettings
 from ..sse import encode_json
 from ..tools import Tools, chat_options, function_places, to_tool
 from . import Dialect, GenerateRoute, Operation

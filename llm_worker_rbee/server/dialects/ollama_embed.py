@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ...config import ServerSettings
 from ..bodies import ParseOptions, validate_known
 from ..pooling_bodies import DIMENSIONS, MAX_INPUTS, EmbedRequest, Inputs
 from ..schema import (
@@ -26,6 +25,7 @@ from ..schema import (
     table_schema,
     type_name,
 )
+from ..settings import ServerSettings
 from . import Dialect, Operation, Route
 from .ollama import ANY_NUMBER, SECOND, Either, error_body
 

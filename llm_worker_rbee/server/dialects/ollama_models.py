@@ -6,11 +6,11 @@ import hashlib
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...config import ServerSettings
 from ...errors import NotFoundError
 from ...token_engine.protocol import ModelInfo, PoolingInfo
 from ..bodies import ParseOptions, validate_known
 from ..schema import COUNT, TEXT, Boolean, Field, Schema, Text, array_schema, reply_schema, table_schema, tagged_name
+from ..settings import ServerSettings
 from . import Dialect, Handler, Operation, Route
 from .ollama import TIME, error_body, timestamp
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...config import ServerSettings
 from ...sampling_params import MAX_LOGPROBS
 from ...tokenizer.chat.events import (
     ChatEvent,
@@ -34,6 +33,7 @@ from ..schema import (
     with_field,
     with_values,
 )
+from ..settings import ServerSettings
 from ..sse import encode_json
 from ..tools import Tools, chat_options, function_places, to_tool
 from . import Dialect, GenerateRoute, Operation

@@ -6,7 +6,6 @@ import codecs
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...config import ServerSettings
 from ...engine.request import check_prompt_fits
 from ...sampling_params import MAX_LOGPROBS, TokenLogprob
 from ..bodies import GenerateRequest, PackedIds, ParseOptions, Prompt, require, sampling_params, validate_known
@@ -28,6 +27,7 @@ from ..schema import (
     with_field,
     with_values,
 )
+from ..settings import ServerSettings
 from ..sse import encode_json
 from . import Dialect, GenerateRoute, Operation
 from .openai import (

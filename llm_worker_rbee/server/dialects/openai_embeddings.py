@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ...config import ServerSettings
 from ..bodies import ParseOptions, require, validate_known
 from ..pooling_bodies import DIMENSIONS, TRUNCATE, EmbeddingInput, EmbedRequest, Inputs, truncates
 from ..schema import COUNT, TEXT, Enum, Field, Schema, Text, array_schema, reply_schema, table_schema, with_values
+from ..settings import ServerSettings
 from . import Dialect, Operation, Route
 from .openai import SCHEMAS, error_body
 

@@ -9,7 +9,6 @@ from uuid import uuid4
 
 import msgspec
 
-from ...config import ServerSettings
 from ..bodies import ParseOptions, require, validate_known
 from ..pooling_bodies import TRUNCATE, Documents, RankRequest, Texts, parse_pairs, truncates
 from ..schema import (
@@ -27,6 +26,7 @@ from ..schema import (
     with_field,
     with_values,
 )
+from ..settings import ServerSettings
 from . import Dialect, Operation, Route
 from .openai import SCHEMAS, error_body
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import msgspec
 
-from ...config import ServerSettings
 from ...errors import NotFoundError
 from ...sampling_params import MAX_LOGPROBS
 from ...tokenizer.chat.events import Tool
@@ -38,6 +37,7 @@ from ..schema import (
     type_name,
     unsupported,
 )
+from ..settings import ServerSettings
 from ..tools import EFFORTS, MAX_TOOL_NAME, MAX_TOOLS, chat_options, check_function, to_tool
 from . import Dialect, GenerateRoute, Handler, Operation, Route
 from .openai import COMMON, GUIDED, REASONING, error_body, guiding_field, structured_outputs
