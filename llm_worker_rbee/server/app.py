@@ -38,7 +38,8 @@ from ..tokenizer.tokenizer import MARK
 from . import metrics, openapi
 from .bodies import Conversation, GenerateRequest, PackedIds
 from .call import JSON_TYPE, Call, CancelOnDisconnect, read_body
-from .dialects import GenerateRoute, Handler, all_dialects, body_parsers, dialect_of, generate_routes
+from .dialect import GenerateRoute, Handler
+from .dialects import all_dialects, body_parsers, dialect_of, generate_routes
 from .middleware import RequestMiddleware, error_response
 from .pooling import PoolingService, pooling_metrics
 from .reply import start_reply

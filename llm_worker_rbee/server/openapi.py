@@ -13,24 +13,11 @@ from typing import Any
 from .. import __version__
 from ..engine.step_time import StepTimeCoefficients
 from ..sampling_params import NEUTRAL_SAMPLING
-from .dialects import Operation, all_dialects, dialect_of
-from .messages import APPLY_TEMPLATE
+from .dialect import Operation
+from .dialects import APPLY_TEMPLATE, DETOKENIZE, TOKENIZE, all_dialects, dialect_of
+from .json_schema import COUNT, FLAG, NUMBER, TEXT, Schema, array_schema, object_schema, or_null, ref, reply_schema
 from .middleware import PUBLIC_PATHS
-from .schema import (
-    COUNT,
-    DETOKENIZE,
-    FLAG,
-    NUMBER,
-    TEXT,
-    TOKENIZE,
-    Schema,
-    array_schema,
-    object_schema,
-    or_null,
-    ref,
-    reply_schema,
-    table_schema,
-)
+from .schema import table_schema
 from .settings import ServerSettings
 
 # Routes that belong to no dialect: method, path, what they are.

@@ -10,20 +10,20 @@ from typing import Any
 
 import msgspec
 
-from .bodies import header_lists, num_bytes, require
+from .bodies import header_lists, num_bytes
+from .json_schema import Schema, array_schema
 from .object_fields import ListOf, ObjectOf
 from .schema import (
     Boolean,
     Enum,
     Field,
     FieldType,
-    Schema,
     Text,
     TokenIds,
     ValidationIssue,
     are_token_ids,
-    array_schema,
     integer,
+    require,
     type_name,
 )
 

@@ -29,11 +29,10 @@ from ..text_model import TextModel
 from ..token_engine.protocol import ModelInfo, TokenEngine
 from ..tokenizer.chat.parser import ChatParser
 from .admission import Admission, Reservation
-from .bodies import ModelLimits, ParseOptions
 from .metrics import LatencyHistograms
 from .offload import OffloadPool, PromptEncoder
 from .pooling import Kind, PoolingModels, PoolingService
-from .schema import is_name_of
+from .schema import ModelLimits, ParseOptions, is_name_of
 from .settings import ServerSettings
 
 State = Literal["loading", "ready", "stopping", "failed"]

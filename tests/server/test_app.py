@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.server import bodies, call, log
+from llm_worker_rbee.server import call, dialects, log
 from llm_worker_rbee.server.settings import ServerSettings
 from tests.helpers import tiny_models
 from tests.helpers.server import CHAT, LIMIT_S, Server, connected, ids, read_body, until
@@ -118,7 +118,7 @@ def test_tokenize_and_detokenize_round_trip(server: Server) -> None:
 @pytest.mark.parametrize("letter", ["x", "é"])
 def test_text_over_limit_is_not_tokenized(server: Server, monkeypatch: pytest.MonkeyPatch, letter: str) -> None:
     """The bound is on the work, in UTF-8 bytes; the limit itself is accepted."""
-    longest = bodies.MAX_TEXT_BYTES // len(letter.encode())
+    longest = dialects.MAX_TEXT_BYTES // len(letter.encode())
     for path, body in (
         ("/tokenize", lambda text: {"text": text}),
         ("/apply-template", lambda text: {"messages": [{"role": "user", "content": text}]}),
@@ -127,7 +127,7 @@ def test_text_over_limit_is_not_tokenized(server: Server, monkeypatch: pytest.Mo
             patch.setattr(server.llm.tokenizer, "encode", lambda *_, **__: pytest.fail("the text was tokenized"))
             reply = server.post(path, body(letter * longest + "x" * 10))
         assert (reply.status_code, reply.json()["code"]) == (413, "PAYLOAD_TOO_LARGE")
-        assert all(word in reply.json()["message"] for word in (str(bodies.MAX_TEXT_BYTES), "in parts"))
+        assert all(word in reply.json()["message"] for word in (str(dialects.MAX_TEXT_BYTES), "in parts"))
     assert len(server.post("/tokenize", {"text": letter * longest}).json()["tokens"]) >= longest
 
 

@@ -31,44 +31,40 @@ from ...tokenizer.chat.events import (
     ToolCallStart,
 )
 from ..bodies import (
+    ROLES,
     Conversation,
     GenerateRequest,
-    ParseOptions,
     Prompt,
-    require,
-    sampling_params,
-    validate_known,
+    Tools,
+    chat_options,
+    function_call,
+    function_places,
+    to_tool,
 )
-from ..messages import ROLES, function_call
-from ..printer import Answer, Printer, ReplyState, chat_events, chat_logprobs
+from ..dialect import Answer, Dialect, GenerateRoute, Operation, Printer, ReplyState, chat_events, chat_logprobs
+from ..json_schema import FLAG, TEXT, Schema, array_schema, object_schema, reply_schema, with_field, with_values
 from ..schema import (
-    FLAG,
     SAMPLING,
-    TEXT,
     AnyObject,
     Boolean,
     Enum,
     Field,
     FieldType,
     Number,
-    Schema,
+    ParseOptions,
     StopStrings,
     Text,
     ValidationIssue,
-    array_schema,
     integer,
-    object_schema,
-    reply_schema,
+    require,
+    sampling_params,
     table_schema,
     type_name,
     unsupported,
-    with_field,
-    with_values,
+    validate_known,
 )
 from ..settings import ServerSettings
 from ..sse import encode_json
-from ..tools import Tools, chat_options, function_places, to_tool
-from . import Dialect, GenerateRoute, Operation
 
 if TYPE_CHECKING:
     from ...generation import TextDelta

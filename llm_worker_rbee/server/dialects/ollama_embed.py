@@ -7,26 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..bodies import ParseOptions, validate_known
+from ..dialect import Dialect, Operation, Route
+from ..json_schema import COUNT, NUMBER, TEXT, Schema, array_schema, reply_schema
 from ..pooling_bodies import DIMENSIONS, MAX_INPUTS, EmbedRequest, Inputs
 from ..schema import (
-    COUNT,
-    NUMBER,
-    TEXT,
     AnyObject,
     Boolean,
     Field,
     FieldType,
-    Schema,
+    ParseOptions,
     Text,
     ValidationIssue,
-    array_schema,
-    reply_schema,
     table_schema,
     type_name,
+    validate_known,
 )
 from ..settings import ServerSettings
-from . import Dialect, Operation, Route
 from .ollama import ANY_NUMBER, SECOND, Either, error_body
 
 if TYPE_CHECKING:

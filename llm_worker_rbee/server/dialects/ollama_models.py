@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import NotFoundError
 from ...token_engine.protocol import ModelInfo, PoolingInfo
-from ..bodies import ParseOptions, validate_known
-from ..schema import COUNT, TEXT, Boolean, Field, Schema, Text, array_schema, reply_schema, table_schema, tagged_name
+from ..dialect import Dialect, Handler, Operation, Route
+from ..json_schema import COUNT, TEXT, Schema, array_schema, reply_schema
+from ..schema import Boolean, Field, ParseOptions, Text, table_schema, tagged_name, validate_known
 from ..settings import ServerSettings
-from . import Dialect, Handler, Operation, Route
 from .ollama import TIME, error_body, timestamp
 
 if TYPE_CHECKING:

@@ -9,14 +9,23 @@ from uuid import uuid4
 
 from ...errors import ContextLengthError, ModelNotFoundError, WorkerError
 from ...sampling_params import MAX_STOPS, StructuredOutputsParams
-from ..bodies import require
-from ..printer import Printer, ReplyState, Usage
-from ..schema import (
+from ..bodies import EFFORTS, named_tool
+from ..dialect import Printer, ReplyState, Usage
+from ..json_schema import (
     COUNT,
+    TEXT,
+    Schema,
+    array_schema,
+    object_schema,
+    or_null,
+    reply_schema,
+    with_field,
+    with_values,
+)
+from ..schema import (
     MAX_CHOICES,
     PRIORITY,
     SAMPLING,
-    TEXT,
     TIMEOUT_MS,
     AnyObject,
     Boolean,
@@ -24,24 +33,15 @@ from ..schema import (
     Enum,
     Field,
     FieldType,
-    LogitBias,
-    Schema,
     StopStrings,
-    StreamOptions,
     StructuredOutputs,
     Text,
     ValidationIssue,
-    array_schema,
     integer,
-    object_schema,
-    or_null,
-    reply_schema,
+    require,
     unsupported,
-    with_field,
-    with_values,
 )
 from ..sse import DONE, encode_event
-from ..tools import EFFORTS, named_tool
 
 
 def error_body(error: WorkerError) -> dict[str, Any]:
@@ -71,6 +71,43 @@ class ToolChoice(FieldType):
         function = object_schema({"name": {"type": "string"}}, "name", is_open=True)
         named = object_schema({"type": {"const": "function"}, "function": function}, "type", "function", is_open=True)
         return {"anyOf": [{"enum": ["auto", "none", "required"]}, named]}
+
+
+class LogitBias(FieldType):
+    """Token ids, as strings, and what is added to their logits."""
+
+    def validate(self, name: str, value: Any) -> ValidationIssue | None:
+        if not isinstance(value, dict):
+            return ValidationIssue(name, "type", f"{name} must map token ids to numbers")
+        for token, bias in value.items():
+            if not (token.isascii() and token.isdigit() and len(token) < 10):
+                return ValidationIssue(name, "format", f"{name}: {token[:20]!r} is not a token id")
+            if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
+                return ValidationIssue(name, "range", f"{name} of token {token} must be a number, -100 to 100")
+        return None
+
+    def json_schema(self) -> Schema:
+        bias: Schema = {"type": "number", "minimum": -100, "maximum": 100}
+        return {"type": "object", "propertyNames": {"pattern": "^[0-9]{1,9}$"}, "additionalProperties": bias}
+
+
+class StreamOptions(FieldType):
+    """Whether the last chunk of a stream has the token counts (`include_usage`), and every chunk those so far."""
+
+    def validate(self, name: str, value: Any) -> ValidationIssue | None:
+        known = ("include_usage", "continuous_usage_stats")
+        if not isinstance(value, dict) or not all(k in known and isinstance(v, bool) for k, v in value.items()):
+            message = f"{name} may hold {' and '.join(known)}, true or false, and nothing else"
+            return ValidationIssue(name, "type", message)
+        if value.get("continuous_usage_stats") and not value.get("include_usage", True):
+            return ValidationIssue(name, "conflict", f"{name}.continuous_usage_stats needs include_usage: true")
+        return None
+
+    def json_schema(self) -> Schema:
+        flag: Schema = {"type": "boolean"}
+        last = object_schema({"include_usage": flag, "continuous_usage_stats": {**flag, "const": False}})
+        each = object_schema({"include_usage": {**flag, "const": True}, "continuous_usage_stats": flag})
+        return {"anyOf": [last, each]}
 
 
 class ResponseFormat(FieldType):

@@ -14,29 +14,32 @@ from ...tokenizer.chat.events import (
     ToolCallDelta,
     ToolCallStart,
 )
-from ..bodies import Conversation, GenerateRequest, ParseOptions, require, sampling_params, validate_known
-from ..messages import Messages, function_call
-from ..printer import Answer, ReplyState, chat_logprobs
+from ..bodies import (
+    Conversation,
+    GenerateRequest,
+    Messages,
+    Tools,
+    chat_options,
+    function_call,
+    function_places,
+    to_tool,
+)
+from ..dialect import Answer, Dialect, GenerateRoute, Operation, ReplyState, chat_logprobs
+from ..json_schema import COUNT, TEXT, Schema, or_null, ref, reply_schema, with_field, with_values
 from ..schema import (
-    COUNT,
-    TEXT,
     Boolean,
     Field,
     MaxTokens,
-    Schema,
+    ParseOptions,
     integer,
-    or_null,
-    ref,
-    reply_schema,
+    require,
+    sampling_params,
     table_schema,
     unsupported,
-    with_field,
-    with_values,
+    validate_known,
 )
 from ..settings import ServerSettings
 from ..sse import encode_json
-from ..tools import Tools, chat_options, function_places, to_tool
-from . import Dialect, GenerateRoute, Operation
 from .openai import (
     COMMON,
     FINISH,

@@ -8,28 +8,30 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine.request import check_prompt_fits
 from ...sampling_params import MAX_LOGPROBS, TokenLogprob
-from ..bodies import GenerateRequest, PackedIds, ParseOptions, Prompt, require, sampling_params, validate_known
-from ..printer import Answer, ReplyState
+from ..bodies import GenerateRequest, PackedIds, Prompt
+from ..dialect import Answer, Dialect, GenerateRoute, Operation, ReplyState
+from ..json_schema import COUNT, TEXT, Schema, array_schema, reply_schema, with_field, with_values
 from ..schema import (
-    COUNT,
     MAX_CHOICES,
-    TEXT,
     Boolean,
     Field,
+    FieldType,
     MaxTokens,
-    Prompts,
-    Schema,
+    ParseOptions,
+    Text,
+    TokenIds,
+    ValidationIssue,
+    are_token_ids,
     decode_object,
     integer,
-    reply_schema,
+    require,
+    sampling_params,
     table_schema,
     unsupported,
-    with_field,
-    with_values,
+    validate_known,
 )
 from ..settings import ServerSettings
 from ..sse import encode_json
-from . import Dialect, GenerateRoute, Operation
 from .openai import (
     COMMON,
     FINISH,
@@ -51,6 +53,33 @@ from .openai import (
 if TYPE_CHECKING:
     from ...generation import TextDelta
     from ...tokenizer import Tokenizer
+
+
+class Prompts(FieldType):
+    """A string, strings, token ids, or lists of token ids."""
+
+    def validate(self, name: str, value: Any) -> ValidationIssue | None:
+        if isinstance(value, str):
+            return Text(1).validate(name, value)
+        if isinstance(value, list) and value:
+            if all(isinstance(prompt, str) for prompt in value):
+                return next((issue for prompt in value if (issue := Text(1).validate(name, prompt))), None)
+            lists = value if all(isinstance(prompt, list) for prompt in value) else [value]
+            if all(ids and are_token_ids(ids) for ids in lists):
+                return None
+        message = f"{name} must be a string, strings, token ids, or lists of token ids, not empty and not mixed"
+        return ValidationIssue(name, "type", message)
+
+    def json_schema(self) -> Schema:
+        ids: Schema = {**TokenIds().json_schema(), "minItems": 1}
+        text = Text(1).json_schema()
+        return {"anyOf": [text, array_schema(text, 1), ids, array_schema(ids, 1)]}
+
+    def coerce(self, value: Any) -> Any:
+        if isinstance(value, str) or isinstance(value[0], str):
+            return value
+        return [self.coerce(ids) for ids in value] if isinstance(value[0], list) else [int(token) for token in value]
+
 
 COMPLETION: dict[str, Field] = {
     **COMMON,

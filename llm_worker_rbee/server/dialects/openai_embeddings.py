@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..bodies import ParseOptions, require, validate_known
+from ..dialect import Dialect, Operation, Route
+from ..json_schema import COUNT, TEXT, Schema, array_schema, reply_schema, with_values
 from ..pooling_bodies import DIMENSIONS, TRUNCATE, EmbeddingInput, EmbedRequest, Inputs, truncates
-from ..schema import COUNT, TEXT, Enum, Field, Schema, Text, array_schema, reply_schema, table_schema, with_values
+from ..schema import Enum, Field, ParseOptions, Text, require, table_schema, validate_known
 from ..settings import ServerSettings
-from . import Dialect, Operation, Route
 from .openai import SCHEMAS, error_body
 
 if TYPE_CHECKING:

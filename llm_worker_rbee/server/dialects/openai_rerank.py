@@ -9,25 +9,11 @@ from uuid import uuid4
 
 import msgspec
 
-from ..bodies import ParseOptions, require, validate_known
+from ..dialect import Dialect, Operation, Route
+from ..json_schema import COUNT, NUMBER, TEXT, Schema, array_schema, reply_schema, with_field, with_values
 from ..pooling_bodies import TRUNCATE, Documents, RankRequest, Texts, parse_pairs, truncates
-from ..schema import (
-    COUNT,
-    NUMBER,
-    TEXT,
-    Boolean,
-    Field,
-    Schema,
-    Text,
-    array_schema,
-    integer,
-    reply_schema,
-    table_schema,
-    with_field,
-    with_values,
-)
+from ..schema import Boolean, Field, ParseOptions, Text, integer, require, table_schema, validate_known
 from ..settings import ServerSettings
-from . import Dialect, Operation, Route
 from .openai import SCHEMAS, error_body
 
 if TYPE_CHECKING:

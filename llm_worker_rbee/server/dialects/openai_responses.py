@@ -14,32 +14,37 @@ import msgspec
 from ...errors import NotFoundError
 from ...sampling_params import MAX_LOGPROBS
 from ...tokenizer.chat.events import Tool
-from ..bodies import Conversation, GenerateRequest, ParseOptions, sampling_params, validate_known
+from ..bodies import (
+    EFFORTS,
+    MAX_TOOL_NAME,
+    MAX_TOOLS,
+    Conversation,
+    GenerateRequest,
+    chat_options,
+    check_function,
+    to_tool,
+)
+from ..dialect import Dialect, GenerateRoute, Handler, Operation, Route
+from ..json_schema import COUNT, TEXT, Schema, array_schema, object_schema, or_null, reply_schema
 from ..lark_regex import lark_to_regex
 from ..schema import (
-    COUNT,
-    TEXT,
     AnyObject,
     Boolean,
     Enum,
     Field,
     FieldType,
-    Schema,
+    ParseOptions,
     Text,
     ValidationIssue,
-    array_schema,
     field_schema,
     integer,
-    object_schema,
-    or_null,
-    reply_schema,
+    sampling_params,
     table_schema,
     type_name,
     unsupported,
+    validate_known,
 )
 from ..settings import ServerSettings
-from ..tools import EFFORTS, MAX_TOOL_NAME, MAX_TOOLS, chat_options, check_function, to_tool
-from . import Dialect, GenerateRoute, Handler, Operation, Route
 from .openai import COMMON, GUIDED, REASONING, error_body, guiding_field, structured_outputs
 from .openai_responses_input import NO_STATE, Input, full_name
 from .openai_responses_printer import ResponsesPrinter, print_overflow

@@ -9,20 +9,9 @@ import base64
 import binascii
 from typing import Any
 
-from ..bodies import require
-from ..messages import function_call, input_arguments
-from ..schema import (
-    TEXT,
-    FieldType,
-    Schema,
-    ValidationError,
-    ValidationIssue,
-    array_schema,
-    object_schema,
-    or_null,
-    type_name,
-    unsupported_part,
-)
+from ..bodies import function_call, input_arguments
+from ..json_schema import TEXT, Schema, array_schema, object_schema, or_null
+from ..schema import FieldType, ValidationError, ValidationIssue, require, type_name, unsupported_part
 
 NO_STATE = "this worker keeps no responses: send the whole conversation as input"
 REASONING_PREFIX = "rbee1."  # of `encrypted_content`: the reasoning itself, as base64

@@ -23,7 +23,7 @@ from ...tokenizer.chat.events import (
     ToolCallEnd,
     ToolCallStart,
 )
-from ..printer import Answer, Printer, ReplyState, Usage, chat_events, chat_logprobs
+from ..dialect import Answer, Printer, ReplyState, Usage, chat_events, chat_logprobs
 from ..sse import encode_json
 from .openai import error_message
 from .openai_responses_input import REASONING_PREFIX
