@@ -29,6 +29,7 @@ from ..token_engine.protocol import (
     VERSION,
     EngineStats,
     ModelInfo,
+    QueuedStream,
     RequestState,
     StepResult,
     Submit,
@@ -36,7 +37,6 @@ from ..token_engine.protocol import (
     add_stats,
 )
 from ..token_engine.routing import prompt_hashes
-from ..token_engine.stream import QueuedStream
 from ..token_engine.supervisor import DEADLINE_GRACE_S
 from ..token_engine.wire import FrameReader, FromEngine, encode
 from . import reports

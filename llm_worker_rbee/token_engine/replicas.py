@@ -16,9 +16,8 @@ import msgspec
 
 from ..errors import InferenceError, WorkerError, copy_error
 from ..progress import OnStage, Stage, TransferProgress
-from .protocol import EngineStats, Load, ModelInfo, RequestState, TokenEngine, add_stats
+from .protocol import EngineStats, Load, ModelInfo, QueuedStream, RequestState, TokenEngine, add_stats
 from .routing import choose, prompt_hashes
-from .stream import QueuedStream
 from .supervisor import SupervisedEngine, SupervisedRequest
 
 

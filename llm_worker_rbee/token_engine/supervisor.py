@@ -27,14 +27,15 @@ from .protocol import (
     Load,
     LogLine,
     ModelInfo,
+    QueuedStream,
     RequestEvent,
     RequestState,
     StepResult,
     TokenEngine,
     add_stats,
+    take_result,
 )
 from .routing import Candidate, PrefixIndex
-from .stream import QueuedStream, take_result
 from .supervised_process import SupervisedProcess
 from .wire import FromEngine, ProtocolError
 

@@ -10,7 +10,7 @@ from llm_worker_rbee.errors import ContextLengthError, InvalidRequestError
 from llm_worker_rbee.sampling_params import MAX_COUNT
 from llm_worker_rbee.server.bodies import PackedIds
 from llm_worker_rbee.server.dialects.jobs import parse_job
-from llm_worker_rbee.server.dialects.openai_chat import parse_chat
+from llm_worker_rbee.server.dialects.openai import parse_chat
 from llm_worker_rbee.server.dialects.openai_completions import parse_completion
 from llm_worker_rbee.server.schema import ModelLimits, ParseOptions
 

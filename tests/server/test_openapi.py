@@ -12,7 +12,7 @@ from llm_worker_rbee.server.dialects import (
     anthropic,
     jobs,
     ollama_embed,
-    openai_chat,
+    openai,
     openai_completions,
     openai_embeddings,
     openai_rerank,
@@ -23,7 +23,7 @@ from tests.helpers.json_schema import fits
 from tests.helpers.server import Server, events
 
 TABLES = {
-    "job": jobs.JOB, "chat": openai_chat.CHAT, "completion": openai_completions.COMPLETION,
+    "job": jobs.JOB, "chat": openai.CHAT, "completion": openai_completions.COMPLETION,
     "responses": openai_responses.RESPONSES,
     "tokenize": dialects.TOKENIZE, "detokenize": dialects.DETOKENIZE, "cancel": jobs.CANCEL,
     "anthropic": anthropic.create_fields(is_open=False), "embeddings": openai_embeddings.EMBEDDINGS,
