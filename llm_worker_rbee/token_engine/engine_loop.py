@@ -41,9 +41,9 @@ from .protocol import (
     Abort,
     EngineStats,
     ModelInfo,
-    QueuedStream,
     RequestEvent,
     RequestState,
+    RequestStream,
     StepResult,
     Submit,
     TokenEngine,
@@ -265,7 +265,7 @@ class ThreadedEngine(TokenEngine):
         self._last_step_at = time.monotonic()  # when a step last ended, or there was no work
         self._max_buffered_outputs = max_buffered_outputs
         self._inbox: deque[Submit | Abort] = deque()
-        self._streams: dict[int, QueuedStream] = {}  # the event loop's own
+        self._streams: dict[int, RequestStream] = {}  # the event loop's own
         self._wake = threading.Event()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
@@ -296,10 +296,10 @@ class ThreadedEngine(TokenEngine):
             stream.finish_with(error)
         self._drain_inbox()  # the thread is gone
 
-    def submit(self, request: RequestState) -> QueuedStream:
+    def submit(self, request: RequestState) -> RequestStream:
         if self._is_stopping:
             raise RequestCancelledError("the engine was stopped")
-        stream = QueuedStream(request, self._abort, self._max_buffered_outputs)
+        stream = RequestStream(request, self._abort, self._max_buffered_outputs)
         self._streams[request.id] = stream
         self._send(request.submitted)
         return stream
