@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -20,15 +21,18 @@ from .schema import ParseOptions
 from .settings import ServerSettings
 from .sse import PING
 
-if TYPE_CHECKING:  # the process that parses large bodies imports this module too
-    from ..generation import Generation, TextDelta
-    from .call import Call
-    from .worker import Worker
+# Types that dialects name and never make. Importing them takes 20 MB and half a second (docs/decisions/server.md), and
+# the process that parses large bodies imports the dialects for their parsers.
+if TYPE_CHECKING:
+    from ..generation import Generation as Generation
+    from ..generation import TextDelta as TextDelta
+    from ..text_model import TextModel as TextModel
+    from .pooling import PoolingService as PoolingService
+    from .worker import Worker as Worker
+else:
+    Generation = TextDelta = TextModel = PoolingService = Worker = Any
 
 Parse = Callable[[bytes, ParseOptions], Any]
-Handler = Callable[
-    ["Call"], Awaitable[Any]
-]  # returns a response, or what becomes one: an object or (object, status, headers)
 
 
 class Usage(NamedTuple):
@@ -130,6 +134,21 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> dict
     return {"content": [
         {**encode(entry.token, entry.logprob), "top_logprobs": [encode(*top) for top in entry.top]} for entry in entries
     ], "refusal": None}  # fmt: skip
+
+
+class Call(Protocol):
+    """A request as a handler gets it."""
+
+    @property
+    def method(self) -> str: ...
+    @property
+    def path_params(self) -> dict[str, Any]: ...
+    async def body(self) -> bytes: ...  # raises unless it is JSON and arrives in time
+    def until_disconnect(self) -> AbstractAsyncContextManager[None]: ...  # its task is cancelled then
+
+
+# Returns a response, or what becomes one: an object or (object, status, headers).
+Handler = Callable[[Call], Awaitable[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from .. import __version__
 from ..engine.step_time import StepTimeCoefficients
 from ..sampling_params import NEUTRAL_SAMPLING
 from .dialect import Operation
-from .dialects import APPLY_TEMPLATE, DETOKENIZE, TOKENIZE, all_dialects, dialect_of
+from .dialects import APPLY_TEMPLATE, DETOKENIZE, DIALECTS, TOKENIZE, dialect_of
 from .json_schema import COUNT, FLAG, NUMBER, TEXT, Schema, array_schema, object_schema, or_null, ref, reply_schema
 from .middleware import PUBLIC_PATHS
 from .schema import table_schema
@@ -50,7 +50,7 @@ STATUSES = {
 def all_operations() -> Iterator[tuple[str, str, Operation]]:
     """Yield method, path and operation of every route."""
     yield from ROUTES
-    for dialect in all_dialects():
+    for dialect in DIALECTS:
         yield from (("post", route.path, route.operation) for route in dialect.generate)
         yield from ((route.method.lower(), route.path, route.operation) for route in dialect.routes)
 
@@ -64,7 +64,7 @@ def description(settings: ServerSettings) -> dict[str, Any]:
         "TokenizeRequest": table_schema(TOKENIZE), "DetokenizeRequest": table_schema(DETOKENIZE),
         "TemplateRequest": table_schema(APPLY_TEMPLATE), **REPLIES,
     }  # fmt: skip
-    for dialect in all_dialects():
+    for dialect in DIALECTS:
         schemas |= dialect.schemas(settings)
     return {
         "openapi": "3.2.0",

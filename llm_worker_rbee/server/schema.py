@@ -27,6 +27,7 @@ from ..sampling_params import (
 )
 from .json_schema import Schema, array_schema, object_schema
 
+JSON_TYPE = "application/json"  # required of bodies: a page of another origin cannot send it without a CORS preflight
 MISSING: Any = object()
 MAX_ECHOED_CHARS = 100  # of a value in an error
 MAX_REPORTED_UNKNOWN = 32  # unknown fields reported by name

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.server import call, dialects, log
+from llm_worker_rbee.server import app as app_module
+from llm_worker_rbee.server import dialects, log
 from llm_worker_rbee.server.settings import ServerSettings
 from tests.helpers import tiny_models
 from tests.helpers.server import CHAT, LIMIT_S, Server, connected, ids, read_body, until
@@ -165,7 +166,7 @@ def test_a_path_is_served_by_its_stem_and_by_itself(reference: str, name: str) -
 
 
 def test_body_missing_is_504_after_timeout(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call, "BODY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(app_module, "BODY_TIMEOUT_S", 0.2)
     server = start()
     with socket.create_connection(("127.0.0.1", server.port), LIMIT_S) as client:
         head = f"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\n{JSON}content-length: 100\r\n\r\n"

@@ -1,15 +1,13 @@
 """The dialects: each module here parses the bodies of one API into a `GenerateRequest` and prints its replies.
 
-A module has `DIALECT`. Routes, error bodies, the description in `/openapi.json` and the parsers of the process for
-large bodies follow from it: a new dialect is a new module, and nothing else changes.
+A module has `DIALECT`, and a place in the tuple here. Routes, error bodies, the description in `/openapi.json` and the
+parsers of the process for large bodies follow from it. The parsers of bodies that belong to no dialect are here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache, lru_cache, partial
-from importlib import import_module
-from pkgutil import iter_modules
 from typing import Any
 
 from ...errors import PayloadTooLargeError
@@ -17,7 +15,23 @@ from ...tokenizer.chat.events import ChatOptions
 from ..bodies import Conversation, GenerateRequest, Messages, PackedIds, num_bytes
 from ..dialect import Dialect, GenerateRoute, Parse
 from ..schema import Boolean, BoundedObject, Field, ParseOptions, Text, TokenIds, decode_object, validate_body
+from . import (
+    anthropic,
+    jobs,
+    ollama,
+    ollama_embed,
+    ollama_models,
+    openai,
+    openai_completions,
+    openai_embeddings,
+    openai_rerank,
+    openai_responses,
+)
 
+DIALECTS: tuple[Dialect, ...] = (
+    anthropic.DIALECT, jobs.DIALECT, ollama.DIALECT, ollama_embed.DIALECT, ollama_models.DIALECT, openai.DIALECT,
+    openai_completions.DIALECT, openai_embeddings.DIALECT, openai_rerank.DIALECT, openai_responses.DIALECT,
+)  # fmt: skip
 TOKENIZE = {
     "text": Field(Text(), required=True, is_secret=True),
     "add_special": Field(Boolean(), True),
@@ -31,18 +45,10 @@ APPLY_TEMPLATE = {
 MAX_TEXT_BYTES = 512 << 10  # of /tokenize and /apply-template: a text of this length takes about 0.5 s of a core
 
 
-@cache
-def all_dialects() -> tuple[Dialect, ...]:
-    """Return the dialects of the modules in this folder."""
-    names = sorted(module.name for module in iter_modules(__path__))
-    modules = [import_module(f"{__name__}.{name}") for name in names]
-    return tuple(module.DIALECT for module in modules if hasattr(module, "DIALECT"))
-
-
 @lru_cache(256)
 def dialect_of(path: str) -> Dialect:
     """Return the dialect of a path, whose form its errors have: the one that claims most of it."""
-    return max(all_dialects(), key=lambda dialect: max(map(partial(_claimed_length, path), dialect.prefixes)))
+    return max(DIALECTS, key=lambda dialect: max(map(partial(_claimed_length, path), dialect.prefixes)))
 
 
 def _claimed_length(path: str, prefix: str) -> int:
@@ -53,7 +59,7 @@ def _claimed_length(path: str, prefix: str) -> int:
 
 def generate_routes() -> Iterator[GenerateRoute]:
     """Yield the routes that the model answers."""
-    for dialect in all_dialects():
+    for dialect in DIALECTS:
         yield from dialect.generate
 
 
@@ -61,7 +67,7 @@ def generate_routes() -> Iterator[GenerateRoute]:
 def dialect_parsers() -> dict[str, tuple[Parse, Any]]:
     """Return the parsers of all dialects by name, a path or what the dialect calls it."""
     parsers: dict[str, tuple[Parse, Any]] = {}
-    for dialect in all_dialects():
+    for dialect in DIALECTS:
         parsers |= {route.path: (route.parse, GenerateRequest) for route in dialect.generate} | dialect.parsers
     return parsers
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 import msgspec
@@ -37,7 +37,21 @@ from ..bodies import (
     check_function,
     function_call,
 )
-from ..dialect import Answer, Dialect, GenerateRoute, Handler, Operation, Printer, ReplyState, Route, Usage, chat_events
+from ..dialect import (
+    Answer,
+    Call,
+    Dialect,
+    GenerateRoute,
+    Handler,
+    Operation,
+    Printer,
+    ReplyState,
+    Route,
+    TextDelta,
+    Usage,
+    Worker,
+    chat_events,
+)
 from ..json_schema import COUNT, TEXT, Schema, array_schema, or_null, ref, reply_schema
 from ..object_fields import ListOf, NestedType, ObjectOf, Tagged, TextOr, find_unknown
 from ..schema import (
@@ -63,11 +77,6 @@ from ..schema import (
 )
 from ..settings import ServerSettings
 from ..sse import encode_json
-
-if TYPE_CHECKING:
-    from ...generation import TextDelta
-    from ..call import Call
-    from ..worker import Worker
 
 SIGNATURE = "unsigned"  # of reasoning; what a client sends back is not verified
 ERROR_TYPES = {

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 from ...engine.request import resolve_max_tokens
@@ -25,10 +25,11 @@ from ...errors import (
     WorkerError,
 )
 from ...sampling_params import StructuredOutputsParams
+from ...token_engine.protocol import RequestState
 from ...tokenizer.chat.events import EventFold
 from .. import log
 from ..bodies import Conversation, GenerateRequest, Messages, estimate_tokens
-from ..dialect import Dialect, Handler, Operation, Route
+from ..dialect import Call, Dialect, Generation, Handler, Operation, Route, Worker
 from ..json_schema import COUNT, FLAG, NUMBER, TEXT, Schema, array_schema, ref, reply_schema, with_field
 from ..schema import (
     MISSING,
@@ -53,12 +54,6 @@ from ..schema import (
 )
 from ..settings import ServerSettings
 from ..sse import DONE, EventStream, encode_event
-
-if TYPE_CHECKING:  # the process that parses large bodies imports this module too
-    from ...generation import Generation
-    from ...token_engine.protocol import RequestState
-    from ..call import Call
-    from ..worker import Worker
 
 JOB_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 

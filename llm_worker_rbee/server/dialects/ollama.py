@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -41,7 +41,17 @@ from ..bodies import (
     function_places,
     to_tool,
 )
-from ..dialect import Answer, Dialect, GenerateRoute, Operation, Printer, ReplyState, chat_events, chat_logprobs
+from ..dialect import (
+    Answer,
+    Dialect,
+    GenerateRoute,
+    Operation,
+    Printer,
+    ReplyState,
+    TextDelta,
+    chat_events,
+    chat_logprobs,
+)
 from ..json_schema import FLAG, TEXT, Schema, array_schema, object_schema, reply_schema, with_field, with_values
 from ..schema import (
     SAMPLING,
@@ -65,9 +75,6 @@ from ..schema import (
 )
 from ..settings import ServerSettings
 from ..sse import encode_json
-
-if TYPE_CHECKING:
-    from ...generation import TextDelta
 
 SECOND = 1_000_000_000  # durations are in nanoseconds
 TIME: Schema = {"type": "string", "format": "date-time"}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-from ..dialect import Dialect, Operation, Route
+from ..dialect import Call, Dialect, Operation, Route, Worker
 from ..json_schema import COUNT, NUMBER, TEXT, Schema, array_schema, reply_schema
 from ..pooling_bodies import DIMENSIONS, MAX_INPUTS, EmbedRequest, Inputs
 from ..schema import (
@@ -24,10 +24,6 @@ from ..schema import (
 )
 from ..settings import ServerSettings
 from .ollama import ANY_NUMBER, SECOND, Either, error_body
-
-if TYPE_CHECKING:
-    from ..call import Call
-    from ..worker import Worker
 
 EMBED_PATH, LEGACY_PATH = "/api/embed", "/api/embeddings"
 

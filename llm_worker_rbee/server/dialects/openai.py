@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 from ...errors import ContextLengthError, ModelNotFoundError, WorkerError
@@ -23,7 +23,7 @@ from ..bodies import (
     named_tool,
     to_tool,
 )
-from ..dialect import Answer, Dialect, GenerateRoute, Operation, Printer, ReplyState, Usage, chat_logprobs
+from ..dialect import Answer, Dialect, GenerateRoute, Operation, Printer, ReplyState, TextDelta, Usage, chat_logprobs
 from ..json_schema import (
     COUNT,
     TEXT,
@@ -48,6 +48,7 @@ from ..schema import (
     Field,
     FieldType,
     MaxTokens,
+    ModelLimits,
     ParseOptions,
     StopStrings,
     StructuredOutputs,
@@ -62,9 +63,6 @@ from ..schema import (
 )
 from ..settings import ServerSettings
 from ..sse import DONE, encode_event, encode_json
-
-if TYPE_CHECKING:
-    from ...generation import TextDelta
 
 
 def error_body(error: WorkerError) -> dict[str, Any]:
@@ -205,19 +203,24 @@ REASONING: dict[str, Field] = {
     "chat_template_kwargs": Field(BoundedObject(), {}),
 }
 GUIDED = ("close_on_length", "logprobs_mode")  # fields of both a body and SamplingParams
+STREAM_CONFLICT = ("stream_options", "conflict", "stream_options needs stream: true")  # for `require`
 
 
-def require_stream(values: Mapping[str, Any]) -> None:
-    """Raise for options of a stream without one."""
-    require(values["stream"] or not values["stream_options"], "stream_options", "conflict",
-            "stream_options needs stream: true")  # fmt: skip
-
-
-def usage_values(values: Mapping[str, Any]) -> dict[str, bool]:
-    """Return what the options of a stream say of usage, for the printer."""
+def shared_fields(
+    values: Mapping[str, Any], limits: ModelLimits | None, max_tokens: int | None, **more: Any
+) -> dict[str, Any]:
+    """Return the fields of a request that chats and texts have alike; `more` are sampling parameters."""
     is_continuous = values["stream_options"].get("continuous_usage_stats", False)
-    includes = values["stream_options"].get("include_usage", is_continuous)
-    return {"includes_usage": includes, "has_continuous_usage": is_continuous}
+    includes_usage = values["stream_options"].get("include_usage", is_continuous)
+    field, guided = guiding_field(values), structured_outputs(values)
+    params = sampling_params(
+        values, limits, max_tokens, structured_outputs=guided, **{name: values[name] for name in GUIDED}, **more
+    )
+    return {
+        **{name: values[name] for name in ("model", "n", "stream", "priority", "timeout_ms")}, "params": params,
+        "structured_outputs_field": field,
+        "values": {"includes_usage": includes_usage, "has_continuous_usage": is_continuous},
+    }  # fmt: skip
 
 
 def head(reply: ReplyState, kind: str, prefix: str) -> dict[str, Any]:
@@ -310,21 +313,17 @@ def parse_chat(body: bytes, options: ParseOptions) -> GenerateRequest:
             "max_tokens and max_completion_tokens differ: give one of them")  # fmt: skip
     require(values["top_logprobs"] is None or values["logprobs"], "top_logprobs", "conflict",
             "top_logprobs needs logprobs: true")  # fmt: skip
-    require_stream(values)
-    params = sampling_params(
-        values, options.limits, max_tokens, logprobs=(values["top_logprobs"] or 0) if values["logprobs"] else None,
-        structured_outputs=structured_outputs(values), **{name: values[name] for name in GUIDED},
-    )  # fmt: skip
+    require(values["stream"] or not values["stream_options"], *STREAM_CONFLICT)
+    logprobs = (values["top_logprobs"] or 0) if values["logprobs"] else None
+    shared = shared_fields(values, options.limits, max_tokens, logprobs=logprobs)
     chat = chat_options(
         [to_tool(tool["function"]) for tool in values["tools"]], values["tool_choice"],
         parallel=values["parallel_tool_calls"], effort=values["reasoning_effort"],
         template_kwargs=values["chat_template_kwargs"], thinking_budget=values["thinking_budget_tokens"],
     )  # fmt: skip
-    same = {name: values[name] for name in ("model", "n", "stream", "priority", "timeout_ms")}
     return GenerateRequest(
-        **same, structured_outputs_field=guiding_field(values), prompts=[Conversation.encode(values["messages"], chat)],
-        params=params, ignored=ignored, tool_places=function_places(values["tools"]),
-        values=usage_values(values),
+        **shared, prompts=[Conversation.encode(values["messages"], chat)], ignored=ignored,
+        tool_places=function_places(values["tools"]),
     )  # fmt: skip
 
 

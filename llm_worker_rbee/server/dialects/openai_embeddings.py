@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-from ..dialect import Dialect, Operation, Route
+from ..dialect import Call, Dialect, Operation, Route, Worker
 from ..json_schema import COUNT, TEXT, Schema, array_schema, reply_schema, with_values
 from ..pooling_bodies import DIMENSIONS, TRUNCATE, EmbeddingInput, EmbedRequest, Inputs, truncates
 from ..schema import Enum, Field, ParseOptions, Text, require, table_schema, validate_known
 from ..settings import ServerSettings
 from .openai import SCHEMAS, error_body
-
-if TYPE_CHECKING:
-    from ..call import Call
-    from ..worker import Worker
 
 PATH = "/v1/embeddings"
 INPUT_TYPES = {

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 import msgspec
 
-from ..dialect import Dialect, Operation, Route
+from ..dialect import Call, Dialect, Operation, Route, Worker
 from ..json_schema import COUNT, NUMBER, TEXT, Schema, array_schema, reply_schema, with_field, with_values
 from ..pooling_bodies import TRUNCATE, Documents, RankRequest, Texts, parse_pairs, truncates
 from ..schema import Boolean, Field, ParseOptions, Text, integer, require, table_schema, validate_known
 from ..settings import ServerSettings
 from .openai import SCHEMAS, error_body
-
-if TYPE_CHECKING:
-    from ..call import Call
-    from ..worker import Worker
 
 RERANK_PATHS, SCORE_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank"), ("/v1/score", "/score")
 RERANK: dict[str, Field] = {

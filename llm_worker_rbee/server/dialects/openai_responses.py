@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 
@@ -24,7 +24,7 @@ from ..bodies import (
     check_function,
     to_tool,
 )
-from ..dialect import Dialect, GenerateRoute, Handler, Operation, Route
+from ..dialect import Call, Dialect, GenerateRoute, Handler, Operation, Route, Worker
 from ..json_schema import COUNT, TEXT, Schema, array_schema, object_schema, or_null, reply_schema
 from ..lark_regex import lark_to_regex
 from ..schema import (
@@ -48,10 +48,6 @@ from ..settings import ServerSettings
 from .openai import COMMON, GUIDED, REASONING, error_body, guiding_field, structured_outputs
 from .openai_responses_input import NO_STATE, Input, full_name
 from .openai_responses_printer import ResponsesPrinter, print_overflow
-
-if TYPE_CHECKING:
-    from ..call import Call
-    from ..worker import Worker
 
 TOOL_TYPES = ("function", "custom", "namespace")
 MAX_DEFINITION = 20_000  # characters of a custom tool's grammar

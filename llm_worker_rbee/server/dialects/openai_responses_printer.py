@@ -8,13 +8,14 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import msgspec
 
 from ...errors import ContextLengthError, WorkerError
 from ...sampling_params import SamplingParams, TokenLogprob
+from ...tokenizer import Tokenizer
 from ...tokenizer.chat.events import (
     ChatEvent,
     ContentDelta,
@@ -23,15 +24,11 @@ from ...tokenizer.chat.events import (
     ToolCallEnd,
     ToolCallStart,
 )
-from ..dialect import Answer, Printer, ReplyState, Usage, chat_events, chat_logprobs
+from ..bodies import GenerateRequest
+from ..dialect import Answer, Printer, ReplyState, TextDelta, Usage, chat_events, chat_logprobs
 from ..sse import encode_json
 from .openai import error_message
 from .openai_responses_input import REASONING_PREFIX
-
-if TYPE_CHECKING:
-    from ...generation import TextDelta
-    from ...tokenizer import Tokenizer
-    from ..bodies import GenerateRequest
 
 INPUT_START = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 INPUT_PIECES = re.compile(r'(?:[^"\\]|\\u[dD][89abAB]..\\u....|\\u(?![dD][89abAB])....|\\[^u])+', re.DOTALL)

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:  # only its interface is used
-    from ..tokenizer import Tokenizer
+from ..tokenizer import Tokenizer
 
 ToolKind = Literal["none", "json", "tag_json", "tag_arguments", "pythonic", "gemma", "harmony"]
 ID = "\0"  # the place of a call's id in `call_start` and `name_suffix`
