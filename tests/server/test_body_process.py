@@ -245,6 +245,12 @@ def test_body_over_memory_limit_is_refused(process: BodyProcess, monkeypatch: py
     assert process.parse("detokenize", b'{"tokens": [1]}', OPTIONS[0], PackedIds).view().tolist() == [1]
 
 
+def test_process_imports_neither_arrays_nor_the_framework() -> None:
+    """They would take 20 MB and half a second before the first body (docs/decisions/server.md)."""
+    code = "import sys, llm_worker_rbee.server.body_child; print({'numpy', 'starlette', 'uvicorn'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
+
+
 def test_process_ends_with_its_parent() -> None:
     """Also if the parent is killed."""
     script = (
