@@ -28,7 +28,7 @@ class Raise(NamedTuple):
 LOG: tuple[Raise, ...] = ()
 
 FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the folders that have a row of their own
-    "llm_worker_rbee": (Budget(3_543, 3_543), Budget(14, 14)),
+    "llm_worker_rbee": (Budget(3_543, 3_486), Budget(14, 14)),
     "llm_worker_rbee/backends": (Budget(1_907, 1_907), Budget(8, 8)),
     "llm_worker_rbee/backends/cpu": (Budget(7_711, 7_711), Budget(27, 27)),
     "llm_worker_rbee/backends/cpu/matmul": (Budget(1_004, 1_004), Budget(7, 7)),
@@ -38,10 +38,10 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "llm_worker_rbee/engine": (Budget(3_307, 3_307), Budget(18, 18)),
     "llm_worker_rbee/layers": (Budget(527, 527), Budget(8, 8)),
     "llm_worker_rbee/models": (Budget(3_580, 3_580), Budget(20, 20)),
-    "llm_worker_rbee/server": (Budget(9_136, 9_136), Budget(42, 42)),
+    "llm_worker_rbee/server": (Budget(9_136, 8_972), Budget(42, 34)),
     "llm_worker_rbee/structured_outputs": (Budget(1_658, 1_658), Budget(7, 7)),
-    "llm_worker_rbee/token_engine": (Budget(2_499, 2_499), Budget(16, 16)),
-    "llm_worker_rbee/tokenizer": (Budget(4_633, 4_633), Budget(17, 17)),
+    "llm_worker_rbee/token_engine": (Budget(2_499, 2_481), Budget(16, 14)),
+    "llm_worker_rbee/tokenizer": (Budget(4_633, 4_622), Budget(17, 17)),
     "llm_worker_rbee/weights": (Budget(4_502, 4_502), Budget(18, 18)),
     "llm_worker_bench": (Budget(11_209, 11_209), Budget(55, 55)),
     "llm_worker_bench/commands": (Budget(1_806, 1_806), Budget(10, 10)),
@@ -50,10 +50,10 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "benchmarks/pages": (Budget(1_045, 1_045), Budget(8, 8)),
 }
 COUNTS = {
-    "lines of the worker": Budget(57_243, 57_243),
-    "files of the worker": Budget(252, 252),
-    "files of a streamed chat": Budget(62, 62),
+    "lines of the worker": Budget(57_243, 56_993),
+    "files of the worker": Budget(252, 242),
+    "files of a streamed chat": Budget(62, 54),
     "largest number of imported modules": Budget(27, 27),
     "modules exempt from strict types": Budget(43, 43),
-    "fmt: skip": Budget(609, 609),
+    "fmt: skip": Budget(609, 607),
 }

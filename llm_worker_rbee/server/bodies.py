@@ -1,4 +1,5 @@
-"""The records that request bodies become: token ids, conversations with their tools, and the request of every dialect.
+"""The records that request bodies become: token ids, conversations with their tools, the request that every dialect
+makes, and those for pooling models.
 
 Messages are those of chat completions, jobs and `/apply-template`. Answers come back as clients keep them: without
 content, with a refusal, with calls of custom tools. A record passes between processes: a large body is parsed in
@@ -20,9 +21,22 @@ from ..errors import InvalidRequestError
 from ..sampling_params import MAX_COUNT, SamplingParams, StructuredOutputsParams
 from ..tokenizer.chat.events import ChatOptions, Tool, thinking_variables
 from .json_schema import TEXT, Schema, array_schema, object_schema, or_null
-from .schema import CHUNK_ITEMS, BoundedObject, FieldType, ValidationIssue, require, type_name, unsupported_part
+from .schema import (
+    CHUNK_ITEMS,
+    BoundedObject,
+    Field,
+    FieldType,
+    ValidationIssue,
+    integer,
+    require,
+    type_name,
+    unsupported_part,
+)
 
 BYTES_PER_TOKEN = 4  # an estimate
+MAX_INPUTS = 2048  # of a request to a pooling model
+MAX_TOKEN_ID = (1 << 31) - 1
+DIMENSIONS = Field(integer(1, 1 << 20))
 NOT_IN_HEADERS = re.compile(r"[^!-~]")
 MAX_TOOLS = 512
 MAX_TOOL_NAME = 256
@@ -104,6 +118,70 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     def notice_headers(self) -> dict[str, str]:
         """Return headers of the reply that name what was ignored or skipped."""
         return header_lists({"x-ignored-fields": self.ignored, "x-skipped-tools": self.skipped})
+
+
+class Inputs(msgspec.Struct, frozen=True):
+    """Texts, or sequences of token ids one after another."""
+
+    texts: list[str] = []
+    lengths: list[int] = []  # of the sequences
+    ids: bytes = b""  # 32-bit integers
+
+    @classmethod
+    def of(cls, value: Any) -> Inputs:
+        """Return the inputs of a valid `input`; an id past any vocabulary stays past it."""
+        if isinstance(value, str):
+            return cls([value])
+        if not value or isinstance(value[0], str):
+            return cls(value)
+        sequences = value if isinstance(value[0], list) else [value]
+        packed = array("i", (min(int(token), MAX_TOKEN_ID) for ids in sequences for token in ids))
+        return cls(lengths=list(map(len, sequences)), ids=packed.tobytes())
+
+    def __len__(self) -> int:
+        return len(self.texts) or len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens, estimated for texts."""
+        return len(self.texts) + num_bytes(self.texts) // BYTES_PER_TOKEN if self.texts else sum(self.lengths)
+
+
+class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Inputs, and what their embeddings are to be."""
+
+    inputs: Inputs
+    model: str | None = None
+    dimensions: int | None = None
+    prompt_name: str | None = None
+    input_type: str | None = None  # "query" or "document", instead of it
+    truncate: bool = False
+    is_base64: bool = False
+    ignored: list[str] = []  # names of unknown fields
+
+    def notice_headers(self) -> dict[str, str]:
+        return header_lists({"x-ignored-fields": self.ignored})
+
+
+class RankRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Pairs of texts to score: each document with the query, or with its own where there are several."""
+
+    queries: list[str]
+    documents: list[str]
+    model: str | None = None
+    top_n: int | None = None
+    returns_documents: bool = False
+    truncate: bool = False
+    ignored: list[str] = []  # names of unknown fields
+
+    def notice_headers(self) -> dict[str, str]:
+        return header_lists({"x-ignored-fields": self.ignored})
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens, estimated."""
+        repeats = 1 if len(self.queries) > 1 else len(self.documents)
+        return (repeats * num_bytes(self.queries) + num_bytes(self.documents)) // BYTES_PER_TOKEN + len(self.documents)
 
 
 def header_lists(named: Mapping[str, list[str]]) -> dict[str, str]:

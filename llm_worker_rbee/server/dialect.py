@@ -192,9 +192,8 @@ class Dialect:
     generate: tuple[GenerateRoute, ...] = ()
     routes: tuple[Route, ...] = ()
     make_handlers: Callable[[Worker], Mapping[str, Handler]] = lambda _: {}  # of `routes`, by their paths
-    parsers: dict[str, tuple[Parse, Any]] = field(
-        default_factory=dict
-    )  # besides those of `generate`: by name, with the type of the record
+    # Besides the parsers of `generate`: by name, with the type of the record.
+    parsers: dict[str, tuple[Parse, Any]] = field(default_factory=dict)
     schemas: Callable[[ServerSettings], dict[str, Schema]]  # of bodies and replies, by name
     takes_any_content_type: bool = False  # of a body, unless a page sends it, as its clients and documents expect
     has_large_bodies: bool = False  # the limit is that of pooling models

@@ -35,11 +35,8 @@ PUBLIC_PATHS = {"/health", "/"}
 MAX_HEADER_BYTES = 64 * 1024  # checked here once complete, and in `serve.Connection` while they arrive
 HEADERS_TOO_LONG = f"the headers are longer than the limit of {MAX_HEADER_BYTES} bytes"
 UUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
-ID_HEADERS = (
-    b"x-correlation-id",
-    b"x-request-id",
-    b"request-id",
-)  # ours, and what OpenAI's and Anthropic's clients read
+# Ours, and what OpenAI's and Anthropic's clients read.
+ID_HEADERS = (b"x-correlation-id", b"x-request-id", b"request-id")
 CLIENT_CLOSED = 499  # logged where the client disconnected before a status was sent
 
 

@@ -152,9 +152,7 @@ class PromptEncoder:
         return [EncodedPrompt(prompt_ids, None, structured_outputs) for prompt_ids in ids]
 
     async def _check_grammar(
-        self,
-        params: StructuredOutputsParams | None,
-        check: Callable[[StructuredOutputsParams], StructuredOutputsParams],
+        self, params: StructuredOutputsParams | None, check: CheckGrammar
     ) -> StructuredOutputsParams | None:
         """Return a grammar as engines compile it; requests that have the same one wait for one check."""
         if params is None:

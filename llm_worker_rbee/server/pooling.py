@@ -37,9 +37,9 @@ from ..errors import (
 from ..token_engine.pooling_supervisor import SupervisedPooling
 from ..token_engine.protocol import PoolingInfo
 from ..tokenizer.pooling_text import PoolingText
+from .bodies import EmbedRequest, Inputs, RankRequest
 from .metrics import PREFIX, REQUEST_BOUNDS, Histogram
 from .offload import OffloadPool
-from .pooling_bodies import EmbedRequest, Inputs, RankRequest
 from .schema import JSON_TYPE, is_name_of
 from .settings import model_name
 

@@ -14,8 +14,7 @@ from llm_worker_rbee.server.dialects import (
     ollama_embed,
     openai,
     openai_completions,
-    openai_embeddings,
-    openai_rerank,
+    openai_pooling,
     openai_responses,
 )
 from llm_worker_rbee.server.schema import Field, field_schema
@@ -26,8 +25,8 @@ TABLES = {
     "job": jobs.JOB, "chat": openai.CHAT, "completion": openai_completions.COMPLETION,
     "responses": openai_responses.RESPONSES,
     "tokenize": dialects.TOKENIZE, "detokenize": dialects.DETOKENIZE, "cancel": jobs.CANCEL,
-    "anthropic": anthropic.create_fields(is_open=False), "embeddings": openai_embeddings.EMBEDDINGS,
-    "rerank": openai_rerank.RERANK, "score": openai_rerank.SCORE, "ollama_embed": ollama_embed.EMBED,
+    "anthropic": anthropic.create_fields(is_open=False), "embeddings": openai_pooling.EMBEDDINGS,
+    "rerank": openai_pooling.RERANK, "score": openai_pooling.SCORE, "ollama_embed": ollama_embed.EMBED,
 }  # fmt: skip
 FIELDS = [(table, name) for table, fields in TABLES.items() for name in fields]
 # one of every kind, and the edges of everything that has edges

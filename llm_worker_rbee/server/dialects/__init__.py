@@ -23,14 +23,13 @@ from . import (
     ollama_models,
     openai,
     openai_completions,
-    openai_embeddings,
-    openai_rerank,
+    openai_pooling,
     openai_responses,
 )
 
 DIALECTS: tuple[Dialect, ...] = (
     anthropic.DIALECT, jobs.DIALECT, ollama.DIALECT, ollama_embed.DIALECT, ollama_models.DIALECT, openai.DIALECT,
-    openai_completions.DIALECT, openai_embeddings.DIALECT, openai_rerank.DIALECT, openai_responses.DIALECT,
+    openai_completions.DIALECT, openai_pooling.DIALECT, openai_responses.DIALECT,
 )  # fmt: skip
 TOKENIZE = {
     "text": Field(Text(), required=True, is_secret=True),
@@ -61,15 +60,6 @@ def generate_routes() -> Iterator[GenerateRoute]:
     """Yield the routes that the model answers."""
     for dialect in DIALECTS:
         yield from dialect.generate
-
-
-@cache
-def dialect_parsers() -> dict[str, tuple[Parse, Any]]:
-    """Return the parsers of all dialects by name, a path or what the dialect calls it."""
-    parsers: dict[str, tuple[Parse, Any]] = {}
-    for dialect in DIALECTS:
-        parsers |= {route.path: (route.parse, GenerateRequest) for route in dialect.generate} | dialect.parsers
-    return parsers
 
 
 def parse_tokenize(body: bytes, _: ParseOptions) -> dict[str, Any]:
@@ -104,10 +94,11 @@ def _require_short(size: int) -> None:
 
 @cache
 def body_parsers() -> dict[str, tuple[Parse, Any]]:
-    """Return the parsers of all bodies by name, with the type of the record that each returns."""
-    return {
-        **dialect_parsers(),
-        "tokenize": (parse_tokenize, dict[str, Any]),
-        "detokenize": (parse_detokenize, PackedIds),
+    """Return the parsers of all bodies with the type of the record of each, by name: a path, or a word."""
+    parsers: dict[str, tuple[Parse, Any]] = {
+        "tokenize": (parse_tokenize, dict[str, Any]), "detokenize": (parse_detokenize, PackedIds),
         "apply_template": (parse_apply_template, Conversation),
-    }
+    }  # fmt: skip
+    for dialect in DIALECTS:
+        parsers |= {route.path: (route.parse, GenerateRequest) for route in dialect.generate} | dialect.parsers
+    return parsers

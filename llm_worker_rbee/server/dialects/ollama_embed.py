@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
+from ..bodies import DIMENSIONS, MAX_INPUTS, EmbedRequest, Inputs
 from ..dialect import Call, Dialect, Operation, Route, Worker
 from ..json_schema import COUNT, NUMBER, TEXT, Schema, array_schema, reply_schema
-from ..pooling_bodies import DIMENSIONS, MAX_INPUTS, EmbedRequest, Inputs
 from ..schema import (
     AnyObject,
     Boolean,

@@ -28,8 +28,8 @@ from ..bodies import GenerateRequest
 from ..dialect import Answer, Printer, ReplyState, TextDelta, Usage, chat_events, chat_logprobs
 from ..sse import encode_json
 from .openai import error_message
-from .openai_responses_input import REASONING_PREFIX
 
+REASONING_PREFIX = "rbee1."  # of `encrypted_content`: the reasoning itself, as base64
 INPUT_START = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 INPUT_PIECES = re.compile(r'(?:[^"\\]|\\u[dD][89abAB]..\\u....|\\u(?![dD][89abAB])....|\\[^u])+', re.DOTALL)
 
