@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .generation import Chunk, Completion, Timings
     from .llm import LLM, Stream
     from .sampling_params import SamplingParams, StructuredOutputsParams
-    from .tokenizer.chat_events import Tool, ToolCall
+    from .tokenizer.chat.events import Tool, ToolCall
 
 
 def __getattr__(name: str) -> Any:

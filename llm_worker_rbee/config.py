@@ -1,19 +1,16 @@
-"""The numbers of a model, of an engine and of a server and the options of a load, as frozen records.
+"""The numbers of a model and of an engine and the options of a load, as frozen records; and types of keys and values.
 
 `Family` is what models of one architecture have in common (models/families.py has the table); `ModelConfig` is one
-model, read from a checkpoint's metadata; `EngineConfig` is how requests share it, `ServerSettings` how clients do.
+model, read from a checkpoint's metadata; `EngineConfig` is how requests share it.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, Self
-from uuid import uuid4
 
 from .errors import InvalidRequestError, ModelFileError, UnsupportedModelError
 
@@ -483,57 +480,3 @@ class PoolingOptions(ComputeOptions):
     max_length: int | None = None  # tokens of a sequence; None: what the model's own files say
     task: str = ""  # "embed" or "rank"; "": as its files say
     refuses_chat_models: bool = False  # instead of embedding by the last token, which they were not trained for
-
-
-def model_name(reference: str) -> str:
-    """Return the name of a model for clients; of a path, the file's name without its ending, or the folder's."""
-    if reference.startswith("hf:") or not (os.sep in reference or reference.endswith(".gguf")):
-        return reference
-    name = os.path.basename(os.path.abspath(os.path.expanduser(reference)))
-    return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", name) or reference
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerSettings:
-    """Settings of one server. These are the only defaults."""
-
-    model_ref: str  # as given by the user
-    served_name: str | None = None  # another name that clients may use
-    embedding_model: str | None = None  # a model of embeddings beside it, as given by the user
-    rerank_model: str | None = None  # likewise one that ranks
-    worker_id: str = field(default_factory=lambda: f"worker-{uuid4().hex[:12]}")
-    api_key: str | None = None
-    max_queue: int | None = None  # waiting requests, beside those of a full batch; None: 4 batches, at least 256
-    max_queued_tokens: int | None = None  # prompt tokens that wait for prefill; None: 64 steps, at least 262,144
-    max_body: int = 4 << 20
-    max_pooling_body: int = 64 << 20  # of requests to pooling models: 2,048 long texts
-    job_ttl_s: float = 300.0  # how long a finished job is kept
-    ping_s: float = 15.0  # after which an idle stream gets a ping
-    shutdown_timeout_s: float = 30.0
-    stall_timeout_s: float = 30.0  # without a step while there is work; of a reader, without reading
-    ignore_unknown_fields: bool = False
-    open_objects: bool = False  # objects may have properties that their schemas do not name
-    cors_origins: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()  # names in `Host` of a worker without a key, beside loopback; "*": any
-    callback_url: str | None = None
-    heartbeat_url: str | None = None
-    advertise_url: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.api_key is not None and not self.api_key.strip():
-            raise InvalidRequestError("the API key is empty: give one, or none at all", "api_key")
-
-    @property
-    def listed_names(self) -> tuple[str, ...]:
-        """The names of the model as lists have them: no path is among them unless it was given as the name."""
-        return tuple(dict.fromkeys(name for name in (self.served_name, model_name(self.model_ref)) if name))
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the model that requests may use; replies use the first."""
-        return tuple(dict.fromkeys((*self.listed_names, self.model_ref)))
-
-    @property
-    def pooling_names(self) -> tuple[str, ...]:
-        """The names of the pooling models."""
-        return tuple(model_name(name) for name in (self.embedding_model, self.rerank_model) if name)

@@ -24,8 +24,8 @@ from .errors import InvalidRequestError
 from .sampling_params import FinishReason, SamplingParams, TokenLogprob
 from .token_engine.protocol import RequestState, RequestStream, Submit, TokenEngine, TokenOutput
 from .tokenizer import Detokenizer, Tokenizer
-from .tokenizer.chat_events import ChatEvent, ToolCall, ToolCallEnd
-from .tokenizer.chat_parser import ChatParser
+from .tokenizer.chat.events import ChatEvent, ToolCall, ToolCallEnd
+from .tokenizer.chat.parser import ChatParser
 
 _request_ids = count(1)
 

@@ -32,9 +32,9 @@ from .text_model import TextModel, open_tokenizer
 from .token_engine.engine_loop import EngineLoop
 from .token_engine.launch import model_info
 from .token_engine.protocol import RequestState, StepResult, TokenOutput
-from .tokenizer.chat_events import ChatOptions, EventFold, Tool, ToolCall, thinking_variables
-from .tokenizer.chat_parser import ChatParser
-from .tokenizer.chat_template import Message
+from .tokenizer.chat.events import ChatOptions, EventFold, Tool, ToolCall, thinking_variables
+from .tokenizer.chat.parser import ChatParser
+from .tokenizer.chat.template import Message
 from .weights.hub import Progress
 
 __all__ = [

@@ -17,11 +17,11 @@ from .structured_outputs.chat_grammar import ToolSchemaError, answer_grammar, pa
 from .structured_outputs.grammar import POSITION
 from .structured_outputs.grammar_check import GrammarChecker
 from .tokenizer import ChatTemplate, Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
-from .tokenizer.chat_detection import detect_chat_format
-from .tokenizer.chat_events import ChatOptions
-from .tokenizer.chat_format import ChatFormat
-from .tokenizer.chat_parser import ChatParser
-from .tokenizer.chat_template import Message, validate_messages
+from .tokenizer.chat.detection import detect_chat_format
+from .tokenizer.chat.events import ChatOptions
+from .tokenizer.chat.format import ChatFormat
+from .tokenizer.chat.parser import ChatParser
+from .tokenizer.chat.template import Message, validate_messages
 from .weights import Checkpoint
 
 logger = logging.getLogger("llm_worker_rbee.server")

@@ -10,7 +10,7 @@ import pytest
 
 from llm_worker_rbee import LLM, StructuredOutputsParams, Tool
 from llm_worker_rbee.errors import GrammarDeadEndError, InvalidRequestError
-from llm_worker_rbee.tokenizer.chat_events import ReasoningDelta, ToolCallStart
+from llm_worker_rbee.tokenizer.chat.events import ReasoningDelta, ToolCallStart
 from tests.helpers.scripted_engine import ScriptedModel, call, think, write_chat_model
 
 USER = {"role": "user", "content": "What is the weather in Paris?"}

@@ -33,8 +33,8 @@ API_NAMES = (
     "generation.Completion",
     "generation.Chunk",
     "sampling_params.StructuredOutputsParams",
-    "tokenizer.chat_events.Tool",
-    "tokenizer.chat_events.ToolCall",
+    "tokenizer.chat.events.Tool",
+    "tokenizer.chat.events.ToolCall",
 )
 API_NAMES += ("embedder.Embedder", "embedder.Reranker", "embedder.RankResult", "generation.Timings", "errors")
 STYLE = """.md-grid { max-width: 74rem; }

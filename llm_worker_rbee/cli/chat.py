@@ -18,7 +18,7 @@ from ..generation import Completion
 from ..llm import LLM, Stream
 from ..sampling_params import SamplingParams
 from ..text_model import EncodedPrompt
-from ..tokenizer.chat_template import start_ahead
+from ..tokenizer.chat.template import start_ahead
 from .options import EngineFlags, LoadFlags, ModelFlags, SamplingFlags, gather, load_model, start_stream
 from .run import DraftStats, ReasoningNotes, draft_stats, figures_line
 from .terminal import Status, argument_text, decode, note, one_line, stdin_lines, style, visible

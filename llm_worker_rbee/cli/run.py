@@ -25,8 +25,8 @@ from ..sampling_params import NEUTRAL_SAMPLING, OBJECT_MODES, SamplingParams, St
 from ..structured_outputs.grammar_check import GrammarChecker
 from ..text_model import EncodedPrompt
 from ..tokenizer import Tokenizer
-from ..tokenizer.chat_events import ReasoningDelta
-from ..tokenizer.chat_template import start_ahead, validate_messages
+from ..tokenizer.chat.events import ReasoningDelta
+from ..tokenizer.chat.template import start_ahead, validate_messages
 from ..weights.hub import DEFAULT_MODEL
 from .options import (
     EngineFlags,

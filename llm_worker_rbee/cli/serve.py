@@ -18,7 +18,6 @@ from typing import Any
 import typer
 
 from ..backends.ops import CAPTURING, COMPILING
-from ..config import ServerSettings
 from ..engine.engine import Engine
 from ..engine.memory_plan import SchedulerLimits
 from ..errors import InvalidRequestError
@@ -27,18 +26,19 @@ from ..models import read_model_config
 from ..models.sampling_defaults import read_sampling_defaults
 from ..progress import OnStage, transfer_progress
 from ..server import log
-from ..server.auth import Key, find_key, host_name, require_key
+from ..server.middleware import host_name, require_key
 from ..server.orchestrator import require_url
 from ..server.pooling import PoolingModels
 from ..server.serve import Signals, base_url, bind
 from ..server.serve import serve as run_server
+from ..server.settings import Key, ServerSettings, find_key
 from ..server.worker import Worker
 from ..text_model import TextModel, check_chat_template, open_tokenizer
+from ..token_engine.engine_loop import ThreadedEngine
 from ..token_engine.launch import replace_with_dummy, warm_up
 from ..token_engine.protocol import Load, ModelInfo
 from ..token_engine.replicas import ReplicaSet
 from ..token_engine.supervisor import SupervisedEngine
-from ..token_engine.threaded import ThreadedEngine
 from ..weights import open_checkpoint
 from ..weights.hub import DEFAULT_MODEL
 from .options import (

@@ -22,13 +22,13 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
-from ..config import LoadOptions, ServerSettings
+from ..config import LoadOptions
 from ..engine.memory_plan import parse_size
 from ..errors import InvalidRequestError
 from ..models.sampling_defaults import read_sampling_defaults
 from ..server import log
 from ..server.app import application
-from ..server.auth import VARIABLES, Key, find_key
+from ..server.settings import VARIABLES, Key, ServerSettings, find_key
 from ..server.worker import Worker
 from ..text_model import TextModel, check_chat_template, open_tokenizer
 from ..token_engine.protocol import ModelInfo

@@ -30,13 +30,13 @@ from ..token_engine.protocol import (
     EngineStats,
     ModelInfo,
     RequestState,
+    RequestStream,
     StepResult,
     Submit,
     TokenEngine,
     add_stats,
 )
 from ..token_engine.routing import prompt_hashes
-from ..token_engine.stream import QueuedStream
 from ..token_engine.supervisor import DEADLINE_GRACE_S
 from ..token_engine.wire import FrameReader, FromEngine, encode
 from . import reports
@@ -55,7 +55,7 @@ class RayEngine(TokenEngine):
     def __init__(self, engines: DeploymentHandle) -> None:
         self._engines = engines
         self._generate = engines.options(method_name="generate", stream=True)
-        self._open: dict[int, tuple[QueuedStream, asyncio.Task[None]]] = {}  # by the ids of requests
+        self._open: dict[int, tuple[RequestStream, asyncio.Task[None]]] = {}  # by the ids of requests
         self._watching: asyncio.Task[None] | None = None
         self._reports: dict[str, EngineReport] = {}  # by replica
         self._ended: dict[str, EngineReport] = {}  # last reports of replicas that are gone: their counters still count
@@ -70,8 +70,8 @@ class RayEngine(TokenEngine):
         self._watching = asyncio.ensure_future(self._watch())
         return self.info
 
-    def submit(self, request: RequestState) -> QueuedStream:
-        stream = QueuedStream(request, self._abort)
+    def submit(self, request: RequestState) -> RequestStream:
+        stream = RequestStream(request, self._abort)
         # without the context of the HTTP request, which a job outlives
         self._open[request.id] = stream, asyncio.create_task(self._run(stream), context=Context())
         return stream
@@ -136,7 +136,7 @@ class RayEngine(TokenEngine):
         self._reports = latest
         self.info = msgspec.structs.replace(self.info, num_replicas=max(1, len(latest)))
 
-    async def _run(self, stream: QueuedStream) -> None:
+    async def _run(self, stream: RequestStream) -> None:
         """Submit a request until it is finished, or its deadline has passed."""
         request, timeout_s = stream.request, stream.request.submitted.timeout_s
         try:
@@ -153,7 +153,7 @@ class RayEngine(TokenEngine):
         finally:
             self._open.pop(request.id, None)
 
-    async def _replay(self, stream: QueuedStream, deadline: float | None) -> None:
+    async def _replay(self, stream: RequestStream, deadline: float | None) -> None:
         """Submit a request; again, after a pause, whenever its replica is lost."""
         request, num_deaths, num_losses, num_tokens = stream.request, 0, 0, -1
         while True:
@@ -172,7 +172,7 @@ class RayEngine(TokenEngine):
             logger.warning("an engine was lost (%s): its request goes on in %.1f s", how, pause)
             await asyncio.sleep(pause)
 
-    async def _generate_once(self, stream: QueuedStream, deadline: float | None) -> str:
+    async def _generate_once(self, stream: RequestStream, deadline: float | None) -> str:
         """Pass the results of one submission to the stream; return how the replica was lost, if it is not finished."""
         request, how = stream.request, "it failed"
         message, hashes = (

@@ -1,1 +1,1 @@
-"""The HTTP server: two dialects over one engine, with admission, health, metrics and limits."""
+"""The HTTP server: the dialects of six APIs over one engine, with admission, health, metrics and limits."""

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from ..config import ServerSettings
 from ..errors import InvalidRequestError, QueueFullError
 from ..token_engine.protocol import RequestState, TokenEngine
+from .settings import ServerSettings
 
 MAX_RETRY_S = 60
 EMA_WEIGHT = 0.1

@@ -20,32 +20,36 @@ from typing import Any
 import msgspec
 from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from .. import __version__
 from ..errors import (
     ContextLengthError,
+    DeadlineError,
     InferenceError,
     InvalidRequestError,
     MethodNotAllowedError,
     NotFoundError,
+    RequestCancelledError,
+    UnsupportedMediaTypeError,
     WorkerError,
 )
 from ..text_model import TextModel
 from ..tokenizer.tokenizer import MARK
 from . import metrics, openapi
 from .bodies import Conversation, GenerateRequest, PackedIds
-from .call import JSON_TYPE, Call, CancelOnDisconnect, read_body
-from .dialects import GenerateRoute, Handler, all_dialects, body_parsers, dialect_of, generate_routes
+from .dialect import GenerateRoute, Handler
+from .dialects import DIALECTS, body_parsers, dialect_of, generate_routes
 from .middleware import RequestMiddleware, error_response
 from .pooling import PoolingService, pooling_metrics
 from .reply import start_reply
-from .schema import CHUNK_ITEMS
-from .sse import DONE, HEADERS, EventStream, PushStream, encode_event
+from .schema import CHUNK_ITEMS, JSON_TYPE
+from .sse import DONE, HEADERS, EventStream, PushStream, encode_event, watch_disconnect
 from .worker import Worker
 
+BODY_TIMEOUT_S = 60.0
 CORS_METHODS = ("GET", "POST", "DELETE")
 CORS_HEADERS = ("retry-after", "x-correlation-id", "x-effective-max-tokens", "x-ignored-fields", "x-skipped-tools")
 INLINE_BLOCK = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
@@ -56,6 +60,76 @@ PACKAGES, CUDA_PACKAGES = ("numpy", "numba"), ("torch", "triton")  # whose versi
 def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Return a reply with the data as JSON."""
     return Response(msgspec.json.encode(data), status, headers, JSON_TYPE)
+
+
+class RequestCall:
+    """One request, as a `Call`."""
+
+    def __init__(self, request: Request, takes_any: bool = False) -> None:
+        self._request, self._takes_any = request, takes_any
+
+    @property
+    def method(self) -> str:
+        return self._request.method
+
+    @property
+    def path_params(self) -> dict[str, Any]:
+        return self._request.path_params
+
+    async def body(self) -> bytes:
+        """Return the body; raise unless it is JSON and arrives in time."""
+        return await read_body(self._request, self._takes_any)
+
+    def until_disconnect(self) -> CancelOnDisconnect:
+        """Return a context whose task is cancelled, as by `asyncio.timeout`, if the client disconnects."""
+        return CancelOnDisconnect(self._request)
+
+
+async def read_body(request: Request, takes_any: bool = False) -> bytes:
+    """Return the body of a request; raise unless it is JSON and arrives in time.
+
+    `takes_any`: its content type may say otherwise, unless a page sent it.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    is_from_page = any(name in request.headers for name in ("origin", "sec-fetch-site"))
+    if kind != JSON_TYPE and (is_from_page or not takes_any):
+        raise InvalidRequestError(f"the content type is {kind[:100]!r}: it must be application/json", "content-type")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise UnsupportedMediaTypeError(f"the content encoding is {encoding[:100]!r}: send the body uncompressed")
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await request.body()
+    except ClientDisconnect:
+        raise RequestCancelledError("the client disconnected") from None
+    except TimeoutError:
+        raise DeadlineError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+
+
+class CancelOnDisconnect:
+    """A context whose task is cancelled, as by `asyncio.timeout`, if the client disconnects: that raises an error."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._has_disconnected = False
+
+    async def __aenter__(self) -> None:
+        self._task = asyncio.current_task()
+        self._stop_watching = watch_disconnect(self._request.scope, self._request.receive, self._on_disconnect)
+
+    def _on_disconnect(self) -> None:
+        if self._task is not None and not self._has_disconnected:
+            self._has_disconnected = True
+            self._task.cancel()
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        task, self._task = self._task, None
+        self._stop_watching()
+        del self._stop_watching, self._request  # they refer back to this, and hold the body
+        if self._has_disconnected and task is not None:
+            task.uncancel()
+            if kind is asyncio.CancelledError:
+                raise RequestCancelledError("the client disconnected") from None
 
 
 class Routes:
@@ -167,7 +241,7 @@ class Routes:
 
     async def _handle(self, handler: Handler, request: Request) -> Any:
         """Call a dialect's handler; what it returns is a response, or becomes one."""
-        found = await handler(Call(request, dialect_of(request.url.path).takes_any_content_type))
+        found = await handler(RequestCall(request, dialect_of(request.url.path).takes_any_content_type))
         if isinstance(found, tuple):
             return json_response(*found)
         return json_response(found) if isinstance(found, dict) else found
@@ -194,7 +268,7 @@ class Routes:
             ("/apply-template", partial(self._offload, "apply_template", apply_template), "POST"),
         ]  # fmt: skip
         routes += [(route.path, partial(self._generate, route), "POST") for route in generate_routes()]
-        for dialect in all_dialects():
+        for dialect in DIALECTS:
             handlers, methods = dialect.make_handlers(self.worker), defaultdict[str, list[str]](list)
             for route in dialect.routes:
                 methods[route.path].append(route.method)

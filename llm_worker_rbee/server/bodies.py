@@ -1,38 +1,49 @@
-"""The records that request bodies become, and what the parsers of all dialects share.
+"""The records that request bodies become: token ids, conversations with their tools, the request that every dialect
+makes, and those for pooling models.
 
-A record passes between processes: a large body is parsed in another one (`body_process`). So what takes long to copy is
-one piece of bytes or text: token ids are packed, messages are JSON for the chat template. That process imports this
-module and the dialects only, so they import little.
+Messages are those of chat completions, jobs and `/apply-template`. Answers come back as clients keep them: without
+content, with a refusal, with calls of custom tools. A record passes between processes: a large body is parsed in
+another one (`body_process`). So what takes long to copy is one piece of bytes or text: token ids are packed, messages
+are JSON for the chat template. That process imports this module and the dialects, so they import little.
 """
 
 from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from ..errors import InvalidRequestError, PayloadTooLargeError
+from ..errors import InvalidRequestError
 from ..sampling_params import MAX_COUNT, SamplingParams, StructuredOutputsParams
-from ..tokenizer.chat_events import ChatOptions
-from .messages import APPLY_TEMPLATE, normalize_messages
+from ..tokenizer.chat.events import ChatOptions, Tool, thinking_variables
+from .json_schema import TEXT, Schema, array_schema, object_schema, or_null
 from .schema import (
     CHUNK_ITEMS,
-    DETOKENIZE,
-    SAMPLING,
-    TOKENIZE,
+    BoundedObject,
     Field,
-    ValidationError,
+    FieldType,
     ValidationIssue,
-    decode_object,
-    validate_body,
+    integer,
+    require,
+    type_name,
+    unsupported_part,
 )
 
 BYTES_PER_TOKEN = 4  # an estimate
+MAX_INPUTS = 2048  # of a request to a pooling model
+MAX_TOKEN_ID = (1 << 31) - 1
+DIMENSIONS = Field(integer(1, 1 << 20))
 NOT_IN_HEADERS = re.compile(r"[^!-~]")
-MAX_TEXT_BYTES = 512 << 10  # of /tokenize and /apply-template: a text of this length takes about 0.5 s of a core
+MAX_TOOLS = 512
+MAX_TOOL_NAME = 256
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+BOUNDED_OBJECT = BoundedObject(max_values=100_000, max_depth=100)
+ROLES = ("system", "developer", "user", "assistant", "tool")
+CUSTOM = ("name", "input")  # of a call of a custom tool
 
 
 class PackedIds(msgspec.Struct, frozen=True, tag=True):
@@ -80,21 +91,6 @@ class Conversation(msgspec.Struct, frozen=True, tag=True):
 Prompt = str | PackedIds | Conversation
 
 
-class ModelLimits(msgspec.Struct, frozen=True):
-    """What a body is checked against besides its schema."""
-
-    max_context: int
-    vocab_size: int
-
-
-class ParseOptions(msgspec.Struct, frozen=True):
-    """How a body is parsed."""
-
-    limits: ModelLimits | None = None  # None while the model is loading
-    ignores_unknown: bool = False  # unknown fields are listed in the record instead of refused
-    is_stream: bool = False  # of a job: the reply is its stream
-
-
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What every dialect's body becomes: prompts, or one conversation, and how they are answered."""
 
@@ -122,6 +118,70 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     def notice_headers(self) -> dict[str, str]:
         """Return headers of the reply that name what was ignored or skipped."""
         return header_lists({"x-ignored-fields": self.ignored, "x-skipped-tools": self.skipped})
+
+
+class Inputs(msgspec.Struct, frozen=True):
+    """Texts, or sequences of token ids one after another."""
+
+    texts: list[str] = []
+    lengths: list[int] = []  # of the sequences
+    ids: bytes = b""  # 32-bit integers
+
+    @classmethod
+    def of(cls, value: Any) -> Inputs:
+        """Return the inputs of a valid `input`; an id past any vocabulary stays past it."""
+        if isinstance(value, str):
+            return cls([value])
+        if not value or isinstance(value[0], str):
+            return cls(value)
+        sequences = value if isinstance(value[0], list) else [value]
+        packed = array("i", (min(int(token), MAX_TOKEN_ID) for ids in sequences for token in ids))
+        return cls(lengths=list(map(len, sequences)), ids=packed.tobytes())
+
+    def __len__(self) -> int:
+        return len(self.texts) or len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens, estimated for texts."""
+        return len(self.texts) + num_bytes(self.texts) // BYTES_PER_TOKEN if self.texts else sum(self.lengths)
+
+
+class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Inputs, and what their embeddings are to be."""
+
+    inputs: Inputs
+    model: str | None = None
+    dimensions: int | None = None
+    prompt_name: str | None = None
+    input_type: str | None = None  # "query" or "document", instead of it
+    truncate: bool = False
+    is_base64: bool = False
+    ignored: list[str] = []  # names of unknown fields
+
+    def notice_headers(self) -> dict[str, str]:
+        return header_lists({"x-ignored-fields": self.ignored})
+
+
+class RankRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Pairs of texts to score: each document with the query, or with its own where there are several."""
+
+    queries: list[str]
+    documents: list[str]
+    model: str | None = None
+    top_n: int | None = None
+    returns_documents: bool = False
+    truncate: bool = False
+    ignored: list[str] = []  # names of unknown fields
+
+    def notice_headers(self) -> dict[str, str]:
+        return header_lists({"x-ignored-fields": self.ignored})
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens, estimated."""
+        repeats = 1 if len(self.queries) > 1 else len(self.documents)
+        return (repeats * num_bytes(self.queries) + num_bytes(self.documents)) // BYTES_PER_TOKEN + len(self.documents)
 
 
 def header_lists(named: Mapping[str, list[str]]) -> dict[str, str]:
@@ -157,58 +217,188 @@ def grammar_size(params: StructuredOutputsParams | None) -> int:
     return sum(map(len, params.choice)) if params.choice is not None else len(getattr(params, params.kind))
 
 
-def validate_known(
-    body: bytes | dict[str, Any], table: Mapping[str, Field], options: ParseOptions
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of a body, and the names of unknown fields where they are ignored."""
-    ignored: list[str] = []
-    fields = decode_object(body) if isinstance(body, bytes) else body
-    return validate_body(fields, table, ignored=ignored if options.ignores_unknown else None), ignored
+class Messages(FieldType):
+    """A conversation: known roles, each with text or text parts. Other keys are left to the template.
+
+    The assistant's may have no content, refusals and tool calls.
+    """
+
+    def validate(self, name: str, value: Any) -> ValidationIssue | None:
+        if not isinstance(value, list) or not value:
+            return ValidationIssue(name, "type", f"{name} must be a list of at least one message")
+        checks = (_check_message(f"{name}[{i}]", message) for i, message in enumerate(value))
+        issue = next((issue for issue in checks if issue is not None), None)
+        return None if issue is None else issue._replace(field=name)
+
+    def json_schema(self) -> Schema:
+        text = object_schema({"type": {"const": "text"}, "text": TEXT}, "text", is_open=True)
+        refusal = object_schema({"type": {"const": "refusal"}, "refusal": TEXT}, "type", "refusal", is_open=True)
+        roles = [role for role in ROLES if role != "assistant"]
+        content: Schema = {"anyOf": [TEXT, array_schema(text)]}
+        custom = object_schema({"name": {**TEXT, "minLength": 1}, "input": TEXT}, "name", "input", is_open=True)
+        calls = [
+            object_schema({"type": {"not": {"const": "custom"}}}, is_open=True),
+            object_schema({"type": {"const": "custom"}, "custom": custom}, "type", "custom", is_open=True),
+        ]
+        answer: dict[str, Schema] = {
+            "role": {"const": "assistant"}, "refusal": or_null(TEXT),
+            "content": {"anyOf": [TEXT, array_schema({"anyOf": [text, refusal]}), {"type": "null"}]},
+            "tool_calls": or_null(array_schema({"anyOf": calls})),
+        }  # fmt: skip
+        other = object_schema({"role": {"enum": roles}, "content": content}, "role", "content", is_open=True)
+        return array_schema({"anyOf": [other, object_schema(answer, "role", is_open=True)]}, 1)
 
 
-def parse_tokenize(body: bytes, _: ParseOptions) -> dict[str, Any]:
-    """Validate the body of `/tokenize`."""
-    values = validate_body(decode_object(body), TOKENIZE)
-    _require_short(num_bytes(values["text"]))
-    return values
+def _check_message(name: str, message: Any) -> ValidationIssue | None:
+    if not isinstance(message, dict):
+        found = type_name(message)
+        return ValidationIssue(name, "type", f"{name} must be an object with role and content, not {found}")
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        return ValidationIssue(name, "choice", f"{name}.role must be one of {', '.join(ROLES)}")
+    is_answer = role == "assistant"
+    is_text = isinstance(content, str) or (content is None and is_answer)
+    if not is_text:
+        parts: list[Any] = content if isinstance(content, list) else [None]
+        bad = next((i for i, part in enumerate(parts) if not _is_part(part, is_answer)), None)
+        if bad is not None:
+            kind = parts[bad].get("type") if isinstance(parts[bad], dict) else None
+            usual = ValidationIssue(name, "type", f"{name}.content must be text, or a list of text parts")
+            return unsupported_part(f"{name}.content[{bad}].type", kind) or usual
+    return _check_answer(name, message) if is_answer else None
 
 
-def parse_detokenize(body: bytes, _: ParseOptions) -> PackedIds:
-    """Validate the body of `/detokenize`."""
-    return PackedIds.pack(validate_body(decode_object(body), DETOKENIZE)["tokens"])
+def _is_part(part: Any, is_answer: bool) -> bool:
+    kind = part.get("type", "text") if isinstance(part, dict) else None
+    return kind in (("text", "refusal") if is_answer else ("text",)) and isinstance(part.get(kind), str)
 
 
-def parse_apply_template(body: bytes, _: ParseOptions) -> Conversation:
-    """Validate the body of `/apply-template`."""
-    values = validate_body(decode_object(body), APPLY_TEMPLATE)
-    options = ChatOptions(template_kwargs=values["chat_template_kwargs"])
-    conversation = Conversation.encode(values["messages"], options)
-    _require_short(conversation.num_bytes)
-    return conversation
+def _check_answer(name: str, message: dict[str, Any]) -> ValidationIssue | None:
+    refusal, calls = message.get("refusal"), message.get("tool_calls")
+    if not isinstance(refusal, (str, type(None))):
+        return ValidationIssue(name, "type", f"{name}.refusal must be a string, not {type_name(refusal)}")
+    if not isinstance(calls, (list, type(None))):
+        return ValidationIssue(name, "type", f"{name}.tool_calls must be a list, not {type_name(calls)}")
+    for i, call in enumerate(calls or ()):
+        place = f"{name}.tool_calls[{i}]"
+        if not isinstance(call, dict):
+            return ValidationIssue(name, "type", f"{place} must be an object, not {type_name(call)}")
+        if call.get("type") == "custom" and not _is_custom(call.get("custom")):
+            return ValidationIssue(name, "type", f"{place}.custom must be an object with name and input")
+    return None
 
 
-def sampling_params(
-    values: Mapping[str, Any], limits: ModelLimits | None, max_tokens: int | None, **more: Any
-) -> SamplingParams:
-    """Return the sampling parameters of a validated body; raise for a bias of a token past the vocabulary."""
-    same = {name: values[name] for name in (*SAMPLING, "stop", "ignore_eos") if name in values}
-    bias = {int(token): float(amount) for token, amount in values.get("logit_bias", {}).items()}
-    if limits is not None and (token := max(bias, default=0)) >= limits.vocab_size:
-        message = f"logit_bias names token {token}, past the vocabulary of {limits.vocab_size}"
-        raise InvalidRequestError(message, "logit_bias")
-    return SamplingParams(**same, logit_bias=bias, max_tokens=max_tokens, **more)
+def _is_custom(call: Any) -> bool:
+    return isinstance(call, dict) and bool(call.get("name")) and all(isinstance(call.get(k), str) for k in CUSTOM)
 
 
-def require(holds: bool, field: str, constraint: str, message: str) -> None:
-    """Raise unless a condition holds."""
-    if not holds:
-        raise ValidationError([ValidationIssue(field, constraint, message)])
+def normalize_messages(messages: list[Any]) -> list[Any]:
+    """Return validated messages as chat templates expect them.
+
+    Parts are joined, `developer` is `system`, a refusal is text of the answer, the call of a custom tool is that of a
+    function with one argument, `input`.
+    """
+    normalized = []
+    for message in messages:
+        if message["role"] == "developer":
+            message = {**message, "role": "system"}
+        if isinstance(parts := message.get("content"), list):
+            message = {**message, "content": "".join([part[part.get("type", "text")] for part in parts])}
+        normalized.append(_normalize_answer(message) if message["role"] == "assistant" else message)
+    return normalized
 
 
-def _require_short(size: int) -> None:
-    """Raise for a text or messages whose tokenizing would keep the worker busy for long."""
-    if size > MAX_TEXT_BYTES:
-        raise PayloadTooLargeError(
-            f"the text has {size} bytes: at most {MAX_TEXT_BYTES} are tokenized at a time; send it in parts, or use "
-            "`llm-worker-rbee tokenize`"
-        )
+def _normalize_answer(message: dict[str, Any]) -> dict[str, Any]:
+    calls, refusal = message.get("tool_calls"), message.get("refusal")
+    made = {key: value for key, value in message.items() if key != "refusal"}
+    if refusal or not (made.get("content") or calls):
+        made["content"] = (made.get("content") or "") + (refusal or "")
+    if calls:
+        made["tool_calls"] = [custom_call(call) if call.get("type") == "custom" else call for call in calls]
+    return made
+
+
+def custom_call(call: dict[str, Any]) -> dict[str, Any]:
+    """Return the call of a custom tool as that of a function."""
+    return function_call(call.get("id"), call["custom"]["name"], input_arguments(call["custom"]["input"]))
+
+
+def input_arguments(text: str) -> str:
+    """Return the arguments of the function that a custom tool is."""
+    return msgspec.json.encode({"input": text}).decode()
+
+
+def function_call(call_id: Any, name: str, arguments: str) -> dict[str, Any]:
+    """Return a call in the form of chat completions, which templates have."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+@dataclass(frozen=True, slots=True)
+class Tools(FieldType):
+    """Functions that the model may call, as chat completions describe them."""
+
+    def validate(self, name: str, value: Any) -> ValidationIssue | None:
+        if not isinstance(value, list) or len(value) > MAX_TOOLS:
+            return ValidationIssue(name, "type", f"{name} must be a list of at most {MAX_TOOLS} tools")
+        for i, tool in enumerate(value):
+            if not isinstance(tool, dict) or tool.get("type") != "function":
+                return ValidationIssue(name, "unsupported", f"{name}[{i}].type must be function")
+            if (issue := check_function(f"{name}[{i}].function", tool.get("function"))) is not None:
+                return issue._replace(field=name)
+        return None
+
+    def json_schema(self) -> Schema:
+        properties: dict[str, Schema] = {
+            "name": {"type": "string", "minLength": 1, "maxLength": MAX_TOOL_NAME},
+            "description": {"type": ["string", "null"]}, "parameters": {"type": ["object", "null"]},
+            "strict": {"type": ["boolean", "null"]},
+        }  # fmt: skip
+        function = object_schema(properties, "name", is_open=True)
+        tool = object_schema({"type": {"const": "function"}, "function": function}, "type", "function", is_open=True)
+        return {**array_schema(tool), "maxItems": MAX_TOOLS}
+
+
+def check_function(name: str, function: Any) -> ValidationIssue | None:
+    """Return what is wrong with the description of a function."""
+    if not isinstance(function, dict):
+        return ValidationIssue(name, "type", f"{name} must be an object, not {type_name(function)}")
+    called = function.get("name")
+    if not isinstance(called, str) or not 1 <= len(called) <= MAX_TOOL_NAME:
+        return ValidationIssue(name, "length", f"{name}.name must have 1 to {MAX_TOOL_NAME} characters")
+    for key, kind, article in (("description", str, "a string"), ("strict", bool, "true or false")):
+        if function.get(key) is not None and not isinstance(function[key], kind):
+            return ValidationIssue(name, "type", f"{name}.{key} must be {article}, not {type_name(function[key])}")
+    parameters = function.get("parameters")
+    return None if parameters is None else BOUNDED_OBJECT.validate(f"{name}.parameters", parameters)
+
+
+def to_tool(function: Mapping[str, Any]) -> Tool:
+    """Return the tool that a validated description of a function is."""
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    return Tool(function["name"], function.get("description") or "", parameters, bool(function.get("strict")))
+
+
+def function_places(tools: Sequence[Any]) -> list[str]:
+    """Return where the schemas of validated tools are, for errors."""
+    return [f"tools[{i}].function.parameters" for i in range(len(tools))]
+
+
+def named_tool(choice: Any) -> str | None:
+    """Return the name in a choice of one function."""
+    function = choice.get("function", choice) if isinstance(choice, dict) and choice.get("type") == "function" else None
+    called = function.get("name") if isinstance(function, dict) else None
+    return called if isinstance(called, str) else None
+
+
+def chat_options(
+    tools: list[Tool], choice: Any, *, parallel: bool | None, effort: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None, thinking_budget: int | None = None,
+) -> ChatOptions:  # fmt: skip
+    """Return the options of a chat; raise for a choice without its tool."""
+    name = named_tool(choice)
+    mode: Any = "required" if name is not None else choice or "auto"
+    require(mode != "required" or bool(tools), "tool_choice", "conflict", f"tool_choice {mode} needs tools")
+    require(name is None or name in [tool.name for tool in tools], "tool_choice", "choice",
+            f"tool_choice names {name!r:.100}, which is not among the tools")  # fmt: skip
+    variables = thinking_variables(template_kwargs, effort)
+    return ChatOptions(tools, mode, name, parallel is not False, variables, thinking_budget)

@@ -24,8 +24,7 @@ from ..errors import (
 )
 from ..machine import describe_exit
 from ..pipe_process import PipeProcess
-from .bodies import ParseOptions
-from .schema import MISSING, ValidationError, ValidationIssue
+from .schema import MISSING, ParseOptions, ValidationError, ValidationIssue
 
 MAX_WAIT_S, MAX_WAIT_S_PER_BYTE = 20.0, 5e-6  # wall time: the machine may be busy
 CLOSE_POLL_S = 0.01

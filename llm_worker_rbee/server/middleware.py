@@ -1,33 +1,104 @@
 """What every request passes before its route: host, API key, header and body limits, correlation id, log line; and the
-error bodies of all dialects. Plain ASGI."""
+error bodies of all dialects. Plain ASGI. A worker without a key checks `Host`."""
 
 from __future__ import annotations
 
+import hmac
+import ipaddress
 import re
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import msgspec
 
-from ..config import ServerSettings
-from ..errors import HeadersTooLargeError, PayloadTooLargeError, QueueFullError, WorkerError
+from ..errors import (
+    AuthenticationError,
+    HeadersTooLargeError,
+    HostNotAllowedError,
+    InvalidRequestError,
+    MissingKeyError,
+    PayloadTooLargeError,
+    QueueFullError,
+    WorkerError,
+)
 from . import log
-from .auth import allowed_hosts, check_authorization, check_host
 from .dialects import dialect_of
+from .settings import VARIABLES, Key, ServerSettings
 from .sse import ON_DISCONNECT, WRITE
 
+HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+?)\.?)(?::[0-9]*)?")
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 PUBLIC_PATHS = {"/health", "/"}
 MAX_HEADER_BYTES = 64 * 1024  # checked here once complete, and in `serve.Connection` while they arrive
 HEADERS_TOO_LONG = f"the headers are longer than the limit of {MAX_HEADER_BYTES} bytes"
 UUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
-ID_HEADERS = (
-    b"x-correlation-id",
-    b"x-request-id",
-    b"request-id",
-)  # ours, and what OpenAI's and Anthropic's clients read
+# Ours, and what OpenAI's and Anthropic's clients read.
+ID_HEADERS = (b"x-correlation-id", b"x-request-id", b"request-id")
 CLIENT_CLOSED = 499  # logged where the client disconnected before a status was sent
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches the host; of names, only localhost counts."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def require_key(key: Key | None, host: str) -> None:
+    """Raise if a worker without a key would listen on anything but loopback."""
+    if key is None and not is_loopback(host):
+        raise InvalidRequestError(
+            f"--host {host} can be reached from outside and there is no key: give one with --api-key-file or "
+            f"{VARIABLES[0]}, or use --host 127.0.0.1",
+            "host",
+        )
+
+
+def check_authorization(header: bytes, given: bytes, key: bytes) -> None:
+    """Raise unless an Authorization header has the key, or what was `given` as X-API-Key is the key."""
+    if not header and not given:
+        raise MissingKeyError("no API key: send Authorization: Bearer KEY, or X-API-Key: KEY")
+    scheme, _, value = header.partition(b" ")
+    is_bearer = scheme.lower() == b"bearer" and hmac.compare_digest(value.strip(), key)
+    if not is_bearer and not hmac.compare_digest(given.strip(), key):
+        raise AuthenticationError("the API key is wrong")
+
+
+def host_name(host: str) -> str | None:
+    """Return the name in `name:port` or `[address]:port`, in lower case; None if it is neither."""
+    found = HOST.fullmatch(host)
+    return None if found is None else (found[1] or found[2]).lower()
+
+
+def allowed_hosts(settings: ServerSettings) -> frozenset[str] | None:
+    """Return the names that `Host` may have beside other loopback addresses; None: any.
+
+    A page of another site reaches a worker on loopback once its own name resolves to 127.0.0.1 (DNS rebinding); `Host`
+    still has that name. With a key there is no check: such a page does not know the key.
+    """
+    if settings.api_key is not None or "*" in settings.allowed_hosts:
+        return None
+    advertised = urlsplit(settings.advertise_url or "").hostname
+    names = {host_name(host) for host in settings.allowed_hosts}
+    return frozenset(name for name in (*LOOPBACK, advertised, *names) if name)
+
+
+def check_host(values: list[bytes], http_version: str, allowed: frozenset[str] | None) -> None:
+    """Raise unless the `Host` headers of a request are one, which HTTP/1.0 may leave out, with an allowed name."""
+    if len(values) > 1 or (not values and http_version != "1.0"):
+        raise InvalidRequestError(f"the request has {len(values)} Host headers: HTTP/1.1 requires one", "host")
+    if allowed is None or not values:
+        return
+    name = host_name(value := values[0].decode("latin-1"))
+    if name is None or not (name in allowed or is_loopback(name)):
+        raise HostNotAllowedError(
+            f"the host {value[:100]!r} is not a name of this worker, which has no API key: use 127.0.0.1 or localhost, "
+            "or start it with --allowed-host NAME or with a key"
+        )
 
 
 class RequestMiddleware:

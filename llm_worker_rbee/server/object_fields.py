@@ -12,18 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from .schema import (
-    MAX_ECHOED_CHARS,
-    Field,
-    FieldType,
-    Schema,
-    Text,
-    ValidationIssue,
-    array_schema,
-    table_schema,
-    type_name,
-    unsupported_part,
-)
+from .json_schema import Schema, array_schema
+from .schema import MAX_ECHOED_CHARS, Field, FieldType, Text, ValidationIssue, table_schema, type_name, unsupported_part
 
 Table = Mapping[str, Field]
 

@@ -24,8 +24,9 @@ from ..errors import ContextLengthError, InvalidRequestError, QueueFullError, Sh
 from ..sampling_params import StructuredOutputsParams
 from ..text_model import EncodedPrompt, TextModel
 from ..tokenizer.tokenizer import MARK
-from .bodies import Conversation, ParseOptions, Prompt, grammar_size, num_bytes, prompt_size
+from .bodies import Conversation, Prompt, grammar_size, num_bytes, prompt_size
 from .body_process import BodyProcess
+from .schema import ParseOptions
 
 T = TypeVar("T")
 Parse = Callable[[bytes, ParseOptions], Any]
@@ -151,9 +152,7 @@ class PromptEncoder:
         return [EncodedPrompt(prompt_ids, None, structured_outputs) for prompt_ids in ids]
 
     async def _check_grammar(
-        self,
-        params: StructuredOutputsParams | None,
-        check: Callable[[StructuredOutputsParams], StructuredOutputsParams],
+        self, params: StructuredOutputsParams | None, check: CheckGrammar
     ) -> StructuredOutputsParams | None:
         """Return a grammar as engines compile it; requests that have the same one wait for one check."""
         if params is None:

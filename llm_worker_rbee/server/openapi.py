@@ -11,27 +11,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from .. import __version__
-from ..config import ServerSettings
 from ..engine.step_time import StepTimeCoefficients
 from ..sampling_params import NEUTRAL_SAMPLING
-from .dialects import Operation, all_dialects, dialect_of
-from .messages import APPLY_TEMPLATE
+from .dialect import Operation
+from .dialects import APPLY_TEMPLATE, DETOKENIZE, DIALECTS, TOKENIZE, dialect_of
+from .json_schema import COUNT, FLAG, NUMBER, TEXT, Schema, array_schema, object_schema, or_null, ref, reply_schema
 from .middleware import PUBLIC_PATHS
-from .schema import (
-    COUNT,
-    DETOKENIZE,
-    FLAG,
-    NUMBER,
-    TEXT,
-    TOKENIZE,
-    Schema,
-    array_schema,
-    object_schema,
-    or_null,
-    ref,
-    reply_schema,
-    table_schema,
-)
+from .schema import table_schema
+from .settings import ServerSettings
 
 # Routes that belong to no dialect: method, path, what they are.
 ROUTES: tuple[tuple[str, str, Operation], ...] = (
@@ -63,7 +50,7 @@ STATUSES = {
 def all_operations() -> Iterator[tuple[str, str, Operation]]:
     """Yield method, path and operation of every route."""
     yield from ROUTES
-    for dialect in all_dialects():
+    for dialect in DIALECTS:
         yield from (("post", route.path, route.operation) for route in dialect.generate)
         yield from ((route.method.lower(), route.path, route.operation) for route in dialect.routes)
 
@@ -77,7 +64,7 @@ def description(settings: ServerSettings) -> dict[str, Any]:
         "TokenizeRequest": table_schema(TOKENIZE), "DetokenizeRequest": table_schema(DETOKENIZE),
         "TemplateRequest": table_schema(APPLY_TEMPLATE), **REPLIES,
     }  # fmt: skip
-    for dialect in all_dialects():
+    for dialect in DIALECTS:
         schemas |= dialect.schemas(settings)
     return {
         "openapi": "3.2.0",

@@ -1,25 +1,28 @@
 """Pooling models on the wire: embeddings and scores of texts, beside the chat model and behind the same port.
 
 Each model has an engine and an admission of its own. Texts are tokenized in threads, a few at a time, so that other
-requests get their turn. Everything else runs in the event loop.
+requests get their turn. Everything else runs in the event loop. Replies are rows of numbers as JSON or base64, encoded
+in pieces where there are many; a number has the fewest digits, nine at most, that give the same float32 again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+import msgspec
 import numpy as np
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from starlette.responses import Response, StreamingResponse
 
 from ..backends.ops import Ints
-from ..config import model_name
 from ..engine.pooling_engine import Floats, Score, finish_embeddings, finish_scores
 from ..errors import (
     ContextLengthError,
@@ -34,11 +37,11 @@ from ..errors import (
 from ..token_engine.pooling_supervisor import SupervisedPooling
 from ..token_engine.protocol import PoolingInfo
 from ..tokenizer.pooling_text import PoolingText
+from .bodies import EmbedRequest, Inputs, RankRequest
 from .metrics import PREFIX, REQUEST_BOUNDS, Histogram
 from .offload import OffloadPool
-from .pooling_bodies import EmbedRequest, Inputs, RankRequest
-from .pooling_reply import list_response, ranking, rows_response
-from .schema import is_name_of
+from .schema import JSON_TYPE, is_name_of
+from .settings import model_name
 
 Kind = Literal["embedding", "rerank"]
 OPTIONS: dict[Kind, str] = {"embedding": "--embedding-model", "rerank": "--rerank-model"}
@@ -54,6 +57,9 @@ PROMPTS_OF_TYPE = {  # the names that models give the prompts of a type of input
 }
 TEXTS_AT_ONCE = 32  # that a thread tokenizes before others get their turn
 CHARS_PER_TOKEN = 256  # of a text: what follows so many for each token of the limit is past it
+DIGITS = 9  # give every float32
+INLINE_VALUES = 8192  # of a reply that is encoded in the event loop
+PIECE_VALUES = 32_768  # that a thread encodes before others get the interpreter
 logger = logging.getLogger("llm_worker_rbee.server")
 
 
@@ -261,6 +267,72 @@ def _cosines(rows: Floats, count: int) -> Floats:
 def _check_ids(text: PoolingText, inputs: Inputs, truncate: bool) -> list[Ints]:
     values = np.frombuffer(inputs.ids, np.int32).astype(np.int64)
     return text.check_ids(np.split(values, np.cumsum(inputs.lengths)[:-1]), truncate=truncate)
+
+
+def encode_rows(rows: Floats) -> list[bytes]:
+    """Return each row as a JSON list."""
+    return [msgspec.json.encode(row) for row in shorten(rows).tolist()]
+
+
+def shorten(rows: Floats) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    """Return float64 whose shortest decimals have nine digits at most, and are the float32 again when rounded."""
+    values = rows.astype(np.float64)
+    with np.errstate(divide="ignore"):
+        exponent = np.floor(np.log10(np.abs(values)))
+    places = np.clip(DIGITS - 1 - np.where(np.isfinite(exponent), exponent, 0), 0, 22)
+    scale = np.power(10.0, places)  # exact up to 10**22, and so is the quotient rounded once
+    shortened: np.ndarray[tuple[int, ...], np.dtype[np.float64]] = np.round(values * scale) / scale
+    return np.where(shortened.astype(np.float32) == rows, shortened, values)
+
+
+def encode_base64(rows: Floats) -> list[bytes]:
+    """Return the little-endian float32 of each row as a JSON string of base64."""
+    return [b'"' + base64.b64encode(row.tobytes()) + b'"' for row in rows.astype("<f4", copy=False)]
+
+
+def rows_response(
+    rows: Floats, head: bytes, item: Callable[[int, bytes], bytes], tail: bytes, *, is_base64: bool = False,
+    headers: dict[str, str] | None = None,
+) -> Response:  # fmt: skip
+    """Return a reply of `head`, what `item` makes of the index and the text of each row, and `tail`."""
+    encode = encode_base64 if is_base64 else encode_rows
+    step = max(1, PIECE_VALUES // max(1, rows.shape[1]))
+
+    def piece(at: int) -> bytes:
+        encoded = encode(rows[at : at + step])
+        return b","[: at > 0] + b",".join(item(at + i, one) for i, one in enumerate(encoded))
+
+    if rows.size <= INLINE_VALUES:
+        body = b"".join((head, *map(piece, range(0, len(rows), step)), tail))
+        return Response(body, 200, headers, JSON_TYPE)
+    return StreamingResponse(_pieces(head, piece, range(0, len(rows), step), tail), 200, headers, JSON_TYPE)
+
+
+async def _pieces(head: bytes, piece: Callable[[int], bytes], places: range, tail: bytes) -> AsyncIterator[bytes]:
+    yield head
+    for at in places:
+        yield await asyncio.to_thread(piece, at)
+    yield tail
+
+
+def list_response(head: bytes, items: Iterable[Any], tail: bytes, headers: dict[str, str] | None = None) -> Response:
+    """Return a reply of `head`, the items, and `tail`; each item is encoded when the one before it is sent."""
+    return StreamingResponse(_list_pieces(head, items, tail), 200, headers, JSON_TYPE)
+
+
+async def _list_pieces(head: bytes, items: Iterable[Any], tail: bytes) -> AsyncIterator[bytes]:
+    yield head
+    for i, item in enumerate(items):
+        yield b","[: i > 0] + msgspec.json.encode(item)
+        await asyncio.sleep(0)
+    yield tail
+
+
+def ranking(scores: Floats, top_n: int | None) -> Iterator[tuple[int, float]]:
+    """Yield index and score of the best, the best first; equal ones in the order in which they came."""
+    values = scores[:, 0]
+    for i in np.argsort(-values, kind="stable")[:top_n]:
+        yield int(i), float(f"{values[i]:.9g}")
 
 
 class PoolingModels:

@@ -22,7 +22,7 @@ from ..text_model import EncodedPrompt
 from ..tokenizer import Tokenizer
 from . import log
 from .bodies import GenerateRequest, estimate_tokens
-from .printer import Answer, Printer, ReplyState, Usage
+from .dialect import Answer, Printer, ReplyState, Usage
 from .sse import EventSource
 from .worker import Worker
 

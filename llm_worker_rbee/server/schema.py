@@ -25,13 +25,13 @@ from ..sampling_params import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from .json_schema import Schema, array_schema, object_schema
 
-Schema = dict[str, Any]
+JSON_TYPE = "application/json"  # required of bodies: a page of another origin cannot send it without a CORS preflight
 MISSING: Any = object()
 MAX_ECHOED_CHARS = 100  # of a value in an error
 MAX_REPORTED_UNKNOWN = 32  # unknown fields reported by name
 MAX_LISTED_IGNORED = 256  # ignored fields listed in the header
-JOB_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 CHUNK_ITEMS = 1 << 15  # items of a long list that are handled at a time, so that other threads get the interpreter
 MAX_CHOICES = 16
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
@@ -64,6 +64,27 @@ class ValidationError(InvalidRequestError):
     def __init__(self, issues: list[ValidationIssue]) -> None:
         super().__init__("; ".join(issue.message for issue in issues), issues[0].field)
         self.issues = issues
+
+
+def require(holds: bool, field: str, constraint: str, message: str) -> None:
+    """Raise unless a condition holds."""
+    if not holds:
+        raise ValidationError([ValidationIssue(field, constraint, message)])
+
+
+class ModelLimits(msgspec.Struct, frozen=True):
+    """What a body is checked against besides its schema."""
+
+    max_context: int
+    vocab_size: int
+
+
+class ParseOptions(msgspec.Struct, frozen=True):
+    """How a body is parsed."""
+
+    limits: ModelLimits | None = None  # None while the model is loading
+    ignores_unknown: bool = False  # unknown fields are listed in the record instead of refused
+    is_stream: bool = False  # of a job: the reply is its stream
 
 
 class FieldType(ABC):
@@ -179,6 +200,15 @@ def validate_body(
     return values
 
 
+def validate_known(
+    body: bytes | dict[str, Any], table: Mapping[str, Field], options: ParseOptions
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of a body, and the names of unknown fields where they are ignored."""
+    ignored: list[str] = []
+    fields = decode_object(body) if isinstance(body, bytes) else body
+    return validate_body(fields, table, ignored=ignored if options.ignores_unknown else None), ignored
+
+
 def _unknown_fields(names: list[str]) -> list[ValidationIssue]:
     shown = [name[:MAX_ECHOED_CHARS] for name in names[:MAX_REPORTED_UNKNOWN]]
     issues = [ValidationIssue(name, "unknown", f"unknown field {name!r}") for name in shown]
@@ -199,17 +229,6 @@ def _echo(value: Any) -> Any:
 def type_name(value: Any) -> str:
     """Return the JSON type of a value, with its article."""
     return "null" if value is None else TYPE_NAMES.get(type(value), type(value).__name__)
-
-
-def array_schema(items: Schema, min_items: int = 0) -> Schema:
-    """Return the JSON Schema of a list."""
-    return {"type": "array", "items": items, **({"minItems": min_items} if min_items else {})}
-
-
-def object_schema(properties: Mapping[str, Schema], *required: str, is_open: bool = False) -> Schema:
-    """Return the JSON Schema of an object; an open one may have other properties too."""
-    schema: Schema = {"type": "object", "properties": dict(properties), "additionalProperties": is_open}
-    return {**schema, "required": [*required]} if required else schema
 
 
 def _is_token_id(value: Any) -> bool:
@@ -364,18 +383,6 @@ class Text(FieldType):
         return {"type": "string", **({"minLength": self.min_length} if self.min_length else {})}
 
 
-class JobId(FieldType):
-    """A job's id, chosen by the client."""
-
-    def validate(self, name: str, value: Any) -> ValidationIssue | None:
-        if isinstance(value, str) and JOB_ID.fullmatch(value):
-            return None
-        return ValidationIssue(name, "format", f"{name} must have 1 to 64 of the characters A-Z a-z 0-9 _ -")
-
-    def json_schema(self) -> Schema:
-        return {"type": "string", "pattern": f"^{JOB_ID.pattern}$"}
-
-
 @dataclass(frozen=True, slots=True)
 class Enum(FieldType):
     """One of a few values. Not supported: a known field that is accepted only with values that change nothing."""
@@ -431,69 +438,6 @@ class TokenIds(FieldType):
         return [int(token) for token in value]
 
 
-class LogitBias(FieldType):
-    """Token ids, as strings, and what is added to their logits."""
-
-    def validate(self, name: str, value: Any) -> ValidationIssue | None:
-        if not isinstance(value, dict):
-            return ValidationIssue(name, "type", f"{name} must map token ids to numbers")
-        for token, bias in value.items():
-            if not (token.isascii() and token.isdigit() and len(token) < 10):
-                return ValidationIssue(name, "format", f"{name}: {token[:20]!r} is not a token id")
-            if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
-                return ValidationIssue(name, "range", f"{name} of token {token} must be a number, -100 to 100")
-        return None
-
-    def json_schema(self) -> Schema:
-        bias: Schema = {"type": "number", "minimum": -100, "maximum": 100}
-        return {"type": "object", "propertyNames": {"pattern": "^[0-9]{1,9}$"}, "additionalProperties": bias}
-
-
-class StreamOptions(FieldType):
-    """Whether the last chunk of a stream has the token counts (`include_usage`), and every chunk those so far."""
-
-    def validate(self, name: str, value: Any) -> ValidationIssue | None:
-        known = ("include_usage", "continuous_usage_stats")
-        if not isinstance(value, dict) or not all(k in known and isinstance(v, bool) for k, v in value.items()):
-            message = f"{name} may hold {' and '.join(known)}, true or false, and nothing else"
-            return ValidationIssue(name, "type", message)
-        if value.get("continuous_usage_stats") and not value.get("include_usage", True):
-            return ValidationIssue(name, "conflict", f"{name}.continuous_usage_stats needs include_usage: true")
-        return None
-
-    def json_schema(self) -> Schema:
-        flag: Schema = {"type": "boolean"}
-        last = object_schema({"include_usage": flag, "continuous_usage_stats": {**flag, "const": False}})
-        each = object_schema({"include_usage": {**flag, "const": True}, "continuous_usage_stats": flag})
-        return {"anyOf": [last, each]}
-
-
-class Prompts(FieldType):
-    """A string, strings, token ids, or lists of token ids."""
-
-    def validate(self, name: str, value: Any) -> ValidationIssue | None:
-        if isinstance(value, str):
-            return Text(1).validate(name, value)
-        if isinstance(value, list) and value:
-            if all(isinstance(prompt, str) for prompt in value):
-                return next((issue for prompt in value if (issue := Text(1).validate(name, prompt))), None)
-            lists = value if all(isinstance(prompt, list) for prompt in value) else [value]
-            if all(ids and are_token_ids(ids) for ids in lists):
-                return None
-        message = f"{name} must be a string, strings, token ids, or lists of token ids, not empty and not mixed"
-        return ValidationIssue(name, "type", message)
-
-    def json_schema(self) -> Schema:
-        ids: Schema = {**TokenIds().json_schema(), "minItems": 1}
-        text = Text(1).json_schema()
-        return {"anyOf": [text, array_schema(text, 1), ids, array_schema(ids, 1)]}
-
-    def coerce(self, value: Any) -> Any:
-        if isinstance(value, str) or isinstance(value[0], str):
-            return value
-        return [self.coerce(ids) for ids in value] if isinstance(value[0], list) else [int(token) for token in value]
-
-
 DEFAULTS = SamplingParams()
 # Bounds and defaults are those of SamplingParams: None where the model has the default. Each dialect has its own
 # max_tokens and logprobs.
@@ -505,39 +449,22 @@ SAMPLING = {
 PRIORITY = Field(integer(-(1 << 31), (1 << 31) - 1), 0)
 TIMEOUT_MS = Field(integer(1, MAX_TIMEOUT_MS))
 
-TOKENIZE = {
-    "text": Field(Text(), required=True, is_secret=True),
-    "add_special": Field(Boolean(), True),
-    "parse_special": Field(Boolean(), False),
-}
-DETOKENIZE = {"tokens": Field(TokenIds(), required=True, is_secret=True)}
+
+def sampling_params(
+    values: Mapping[str, Any], limits: ModelLimits | None, max_tokens: int | None, **more: Any
+) -> SamplingParams:
+    """Return the sampling parameters of a validated body; raise for a bias of a token past the vocabulary."""
+    same = {name: values[name] for name in (*SAMPLING, "stop", "ignore_eos") if name in values}
+    bias = {int(token): float(amount) for token, amount in values.get("logit_bias", {}).items()}
+    if limits is not None and (token := max(bias, default=0)) >= limits.vocab_size:
+        message = f"logit_bias names token {token}, past the vocabulary of {limits.vocab_size}"
+        raise InvalidRequestError(message, "logit_bias")
+    return SamplingParams(**same, logit_bias=bias, max_tokens=max_tokens, **more)
 
 
 def unsupported(*allowed: Any) -> Field:
     """Return a known field that is not honoured: only these values, which change nothing, are accepted."""
     return Field(Enum(allowed, is_supported=False))
-
-
-# Schemas of replies, for /openapi.json.
-TEXT: Schema = {"type": "string"}
-COUNT: Schema = {"type": "integer", "minimum": 0}
-NUMBER: Schema = {"type": "number"}
-FLAG: Schema = {"type": "boolean"}
-
-
-def ref(name: str) -> Schema:
-    """Return a reference to a schema."""
-    return {"$ref": f"#/components/schemas/{name}"}
-
-
-def reply_schema(**properties: Schema) -> Schema:
-    """Return the schema of a reply that has all of these, and possibly more in later versions."""
-    return object_schema(properties, *properties, is_open=True)
-
-
-def or_null(schema: Schema) -> Schema:
-    """Return a schema that accepts null too."""
-    return {"anyOf": [schema, {"type": "null"}]}
 
 
 def field_schema(field: Field) -> Schema:
@@ -565,13 +492,3 @@ def table_schema(table: Mapping[str, Field], names: Sequence[str] = (), *, is_op
         both = dict.fromkeys([*names, *map(tagged_name, names)])
         properties["model"] = {"enum": [*both, *([] if table["model"].required else [None])]}
     return object_schema(properties, *(name for name, field in table.items() if field.required), is_open=is_open)
-
-
-def with_field(name: str, **value: Any) -> Schema:
-    """Return the condition that a body has the field, with that value where one is given."""
-    return {**with_values(**{name: value or {"not": {"type": "null"}}}), "required": [name]}
-
-
-def with_values(**properties: Schema) -> Schema:
-    """Return the condition that fields, where a body has them, have these values."""
-    return {"properties": properties}

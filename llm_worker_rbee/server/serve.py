@@ -29,8 +29,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from .. import machine
 from ..errors import HeadersTooLargeError, InvalidRequestError, WorkerError
 from . import log
-from .app import application
-from .call import BODY_TIMEOUT_S
+from .app import BODY_TIMEOUT_S, application
 from .middleware import HEADERS_TOO_LONG, MAX_HEADER_BYTES, error_response
 from .orchestrator import announce
 from .sse import ON_DISCONNECT, PING, WRITE

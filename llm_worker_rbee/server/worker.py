@@ -14,7 +14,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
-from ..config import ServerSettings
 from ..errors import (
     InferenceError,
     InvalidRequestError,
@@ -28,13 +27,13 @@ from ..progress import Stage
 from ..sampling_params import SamplingParams
 from ..text_model import TextModel
 from ..token_engine.protocol import ModelInfo, TokenEngine
-from ..tokenizer.chat_parser import ChatParser
+from ..tokenizer.chat.parser import ChatParser
 from .admission import Admission, Reservation
-from .bodies import ModelLimits, ParseOptions
 from .metrics import LatencyHistograms
 from .offload import OffloadPool, PromptEncoder
 from .pooling import Kind, PoolingModels, PoolingService
-from .schema import is_name_of
+from .schema import ModelLimits, ParseOptions, is_name_of
+from .settings import ServerSettings
 
 State = Literal["loading", "ready", "stopping", "failed"]
 LOADING_RETRY_S = 2

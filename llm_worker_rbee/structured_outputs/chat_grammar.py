@@ -15,9 +15,9 @@ from typing import Any
 
 from ..errors import InvalidRequestError
 from ..sampling_params import STRUCTURED
-from ..tokenizer.chat_events import ChatOptions, Tool
-from ..tokenizer.chat_format import GEMMA_QUOTE, ID, KEY, ChatFormat, ToolFormat
-from ..tokenizer.chat_values import resolve_reference, schema_types
+from ..tokenizer.chat.events import ChatOptions, Tool
+from ..tokenizer.chat.format import GEMMA_QUOTE, ID, KEY, ChatFormat, ToolFormat
+from ..tokenizer.chat.values import resolve_reference, schema_types
 from .json_schema import prepare_schema, without_annotations
 
 MAX_DEPTH = 8  # of a schema in a notation other than JSON

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import GrammarDeadEndError, InvalidRequestError, WorkerError
 from ..sampling_params import STRUCTURED, StructuredOutputsParams
-from ..tokenizer.chat_format import marker_ids
+from ..tokenizer.chat.format import marker_ids
 from .chat_grammar import escape_slashes, quote
 from .constraint import Constraint, lower_thread_priority
 from .json_schema import prepare_schema

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ..tokenizer.chat_values import look_up
+from ..tokenizer.chat.values import look_up
 
 Schema = dict[str, Any]
 # Whitespace between the parts of a JSON document: a space, or a new line with its indentation. Small models that may

@@ -16,9 +16,8 @@ import msgspec
 
 from ..errors import InferenceError, WorkerError, copy_error
 from ..progress import OnStage, Stage, TransferProgress
-from .protocol import EngineStats, Load, ModelInfo, RequestState, TokenEngine, add_stats
+from .protocol import EngineStats, Load, ModelInfo, RequestState, RequestStream, TokenEngine, add_stats
 from .routing import choose, prompt_hashes
-from .stream import QueuedStream
 from .supervisor import SupervisedEngine, SupervisedRequest
 
 
@@ -56,7 +55,7 @@ class ReplicaSet(TokenEngine):
         self.info = _describe([engine.info for engine in self._engines])
         return self.info
 
-    def submit(self, request: RequestState) -> QueuedStream:
+    def submit(self, request: RequestState) -> RequestStream:
         if request.prompt is not self._last_prompt:  # the choices of one prompt come one after another
             self._last_prompt, self._last_hashes = request.prompt, prompt_hashes(request.prompt, self.info.engine)
         return self._route(self._last_hashes).submit(request, self._last_hashes)

@@ -29,12 +29,13 @@ from .protocol import (
     ModelInfo,
     RequestEvent,
     RequestState,
+    RequestStream,
     StepResult,
     TokenEngine,
     add_stats,
+    take_result,
 )
 from .routing import Candidate, PrefixIndex
-from .stream import QueuedStream, take_result
 from .supervised_process import SupervisedProcess
 from .wire import FromEngine, ProtocolError
 
@@ -46,7 +47,7 @@ DEADLINE_GRACE_S = 0.05  # for the engine to end a request at its deadline itsel
 class SupervisedRequest:
     """A request as the supervisor knows it: its stream, its deadline, and the deaths that it is suspected of."""
 
-    stream: QueuedStream
+    stream: RequestStream
     deadline: float | None  # on the monotonic clock
     hashes: Sequence[bytes] = ()  # of the prompt's full blocks, where requests are routed by them
     num_matched_tokens: int = 0  # of the prompt, in the engine's prefix cache when it was routed there
@@ -84,7 +85,7 @@ class SupervisedEngine(SupervisedProcess[ModelInfo], TokenEngine):
         self._move = move
         self.prefix_index = PrefixIndex()
         self._requests: dict[int, SupervisedRequest] = {}  # all open requests, by their ids
-        self._streams: dict[int, QueuedStream] = {}  # those that the engine has, by their submissions
+        self._streams: dict[int, RequestStream] = {}  # those that the engine has, by their submissions
         self._submissions = count(1)
         self._isolated: deque[SupervisedRequest] = (
             deque()
@@ -96,11 +97,11 @@ class SupervisedEngine(SupervisedProcess[ModelInfo], TokenEngine):
         return {"model": self.info.path, "device": self.info.device, "kv_memory": self.info.kv_cache_bytes,
                 "max_context": self.info.max_context}  # fmt: skip
 
-    def submit(self, request: RequestState, hashes: Sequence[bytes] = ()) -> QueuedStream:
+    def submit(self, request: RequestState, hashes: Sequence[bytes] = ()) -> RequestStream:
         self._require_alive()
         timeout_s = request.submitted.timeout_s
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        supervised = SupervisedRequest(QueuedStream(request, self._abort), deadline, hashes)
+        supervised = SupervisedRequest(RequestStream(request, self._abort), deadline, hashes)
         if timeout_s is not None:  # the engine's own clock is not there during a restart
             supervised.timer = asyncio.get_running_loop().call_later(timeout_s + DEADLINE_GRACE_S, _expire, supervised)
         self.adopt(supervised)

@@ -3,7 +3,7 @@
 Nothing here knows models or arrays.
 """
 
-from .chat_template import ChatTemplate
+from .chat.template import ChatTemplate
 from .detokenizer import Detokenizer
 from .from_gguf import tokenizer_from_gguf
 from .from_hf import tokenizer_from_hf

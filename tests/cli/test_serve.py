@@ -22,7 +22,7 @@ import pytest
 
 from llm_worker_rbee import __version__
 from llm_worker_rbee.cli.serve import LimitFlags
-from llm_worker_rbee.config import ServerSettings
+from llm_worker_rbee.server.settings import ServerSettings
 from tests.conftest import with_kernels
 from tests.helpers.process import spawn as spawn_process
 from tests.helpers.server import write_model

@@ -29,8 +29,8 @@ from llm_worker_rbee.structured_outputs.grammar import LIMITS, MAX_CACHED_GRAMMA
 from llm_worker_rbee.structured_outputs.grammar_check import GrammarChecker
 from llm_worker_rbee.text_model import open_tokenizer
 from llm_worker_rbee.tokenizer import Tokenizer
-from llm_worker_rbee.tokenizer.chat_events import ChatOptions
-from llm_worker_rbee.tokenizer.chat_format import ChatFormat
+from llm_worker_rbee.tokenizer.chat.events import ChatOptions
+from llm_worker_rbee.tokenizer.chat.format import ChatFormat
 from llm_worker_rbee.weights import open_checkpoint
 from tests.helpers import engine_runs, tiny_models
 from tests.helpers.tiny_models import END, EOT, VOCAB

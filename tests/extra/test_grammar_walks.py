@@ -19,9 +19,9 @@ import pytest
 
 from llm_worker_rbee.structured_outputs.chat_grammar import answer_grammar
 from llm_worker_rbee.tokenizer import ChatTemplate, Tokenizer, tokenizer_from_gguf
-from llm_worker_rbee.tokenizer.chat_detection import detect_chat_format
-from llm_worker_rbee.tokenizer.chat_events import ChatOptions
-from llm_worker_rbee.tokenizer.chat_format import ChatFormat
+from llm_worker_rbee.tokenizer.chat.detection import detect_chat_format
+from llm_worker_rbee.tokenizer.chat.events import ChatOptions
+from llm_worker_rbee.tokenizer.chat.format import ChatFormat
 from llm_worker_rbee.weights.gguf import open_gguf
 from llm_worker_rbee.weights.hub import locate_model
 from tests.helpers.chat_formats import ANSWERS, template_of, with_markers

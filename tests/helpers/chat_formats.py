@@ -12,7 +12,7 @@ import llguidance.numpy as masks
 
 from llm_worker_rbee.structured_outputs.grammar import TokenTable
 from llm_worker_rbee.tokenizer import ChatTemplate, Tokenizer, tokenizer_from_gguf
-from llm_worker_rbee.tokenizer.chat_events import (
+from llm_worker_rbee.tokenizer.chat.events import (
     ChatEvent,
     ContentDelta,
     ReasoningDelta,

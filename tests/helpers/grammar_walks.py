@@ -17,9 +17,9 @@ from llm_worker_rbee.structured_outputs.chat_grammar import answer_grammar
 from llm_worker_rbee.structured_outputs.constraint import Constraint
 from llm_worker_rbee.structured_outputs.grammar import GrammarCompiler
 from llm_worker_rbee.tokenizer import Detokenizer, Tokenizer
-from llm_worker_rbee.tokenizer.chat_events import ChatOptions, Tool
-from llm_worker_rbee.tokenizer.chat_format import ChatFormat
-from llm_worker_rbee.tokenizer.chat_parser import ChatParser
+from llm_worker_rbee.tokenizer.chat.events import ChatOptions, Tool
+from llm_worker_rbee.tokenizer.chat.format import ChatFormat
+from llm_worker_rbee.tokenizer.chat.parser import ChatParser
 from tests.helpers.chat_formats import fold
 
 Drafting = Literal["none", "forced", "drafts"]

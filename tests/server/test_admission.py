@@ -10,11 +10,11 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from llm_worker_rbee.config import ServerSettings
 from llm_worker_rbee.errors import QueueFullError
 from llm_worker_rbee.sampling_params import SamplingParams
 from llm_worker_rbee.server import offload
 from llm_worker_rbee.server.admission import Admission
+from llm_worker_rbee.server.settings import ServerSettings
 from llm_worker_rbee.token_engine.protocol import RequestState, Submit
 from tests.helpers.server import CHAT, Server, ids, step_through, until
 from tests.server.conftest import Start

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.config import ServerSettings
-from llm_worker_rbee.server import bodies, call, log
+from llm_worker_rbee.server import app as app_module
+from llm_worker_rbee.server import dialects, log
+from llm_worker_rbee.server.settings import ServerSettings
 from tests.helpers import tiny_models
 from tests.helpers.server import CHAT, LIMIT_S, Server, connected, ids, read_body, until
 from tests.server.conftest import KEY, Start
@@ -118,7 +119,7 @@ def test_tokenize_and_detokenize_round_trip(server: Server) -> None:
 @pytest.mark.parametrize("letter", ["x", "é"])
 def test_text_over_limit_is_not_tokenized(server: Server, monkeypatch: pytest.MonkeyPatch, letter: str) -> None:
     """The bound is on the work, in UTF-8 bytes; the limit itself is accepted."""
-    longest = bodies.MAX_TEXT_BYTES // len(letter.encode())
+    longest = dialects.MAX_TEXT_BYTES // len(letter.encode())
     for path, body in (
         ("/tokenize", lambda text: {"text": text}),
         ("/apply-template", lambda text: {"messages": [{"role": "user", "content": text}]}),
@@ -127,7 +128,7 @@ def test_text_over_limit_is_not_tokenized(server: Server, monkeypatch: pytest.Mo
             patch.setattr(server.llm.tokenizer, "encode", lambda *_, **__: pytest.fail("the text was tokenized"))
             reply = server.post(path, body(letter * longest + "x" * 10))
         assert (reply.status_code, reply.json()["code"]) == (413, "PAYLOAD_TOO_LARGE")
-        assert all(word in reply.json()["message"] for word in (str(bodies.MAX_TEXT_BYTES), "in parts"))
+        assert all(word in reply.json()["message"] for word in (str(dialects.MAX_TEXT_BYTES), "in parts"))
     assert len(server.post("/tokenize", {"text": letter * longest}).json()["tokens"]) >= longest
 
 
@@ -165,7 +166,7 @@ def test_a_path_is_served_by_its_stem_and_by_itself(reference: str, name: str) -
 
 
 def test_body_missing_is_504_after_timeout(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call, "BODY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(app_module, "BODY_TIMEOUT_S", 0.2)
     server = start()
     with socket.create_connection(("127.0.0.1", server.port), LIMIT_S) as client:
         head = f"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\n{JSON}content-length: 100\r\n\r\n"

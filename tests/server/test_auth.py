@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.config import ServerSettings
 from llm_worker_rbee.errors import InvalidRequestError
-from llm_worker_rbee.server.auth import find_key
+from llm_worker_rbee.server.settings import ServerSettings, find_key
 from tests.helpers.server import Server, connected, read_body
 from tests.server.conftest import KEY, Start
 

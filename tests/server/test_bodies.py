@@ -8,10 +8,11 @@ import pytest
 
 from llm_worker_rbee.errors import ContextLengthError, InvalidRequestError
 from llm_worker_rbee.sampling_params import MAX_COUNT
-from llm_worker_rbee.server.bodies import ModelLimits, PackedIds, ParseOptions
+from llm_worker_rbee.server.bodies import PackedIds
 from llm_worker_rbee.server.dialects.jobs import parse_job
-from llm_worker_rbee.server.dialects.openai_chat import parse_chat
+from llm_worker_rbee.server.dialects.openai import parse_chat
 from llm_worker_rbee.server.dialects.openai_completions import parse_completion
+from llm_worker_rbee.server.schema import ModelLimits, ParseOptions
 
 LIMITS = ParseOptions(ModelLimits(max_context=8, vocab_size=100))
 

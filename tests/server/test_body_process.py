@@ -26,11 +26,11 @@ from llm_worker_rbee.errors import (
     WorkerError,
 )
 from llm_worker_rbee.server import body_process, offload
-from llm_worker_rbee.server.bodies import ModelLimits, PackedIds, ParseOptions
+from llm_worker_rbee.server.bodies import PackedIds
 from llm_worker_rbee.server.body_process import BodyProcess
 from llm_worker_rbee.server.dialects import body_parsers
 from llm_worker_rbee.server.offload import OffloadPool
-from llm_worker_rbee.server.schema import ValidationError
+from llm_worker_rbee.server.schema import ModelLimits, ParseOptions, ValidationError
 from tests.helpers.server import Server, until
 
 OPTIONS = [
@@ -245,10 +245,17 @@ def test_body_over_memory_limit_is_refused(process: BodyProcess, monkeypatch: py
     assert process.parse("detokenize", b'{"tokens": [1]}', OPTIONS[0], PackedIds).view().tolist() == [1]
 
 
+def test_process_imports_neither_arrays_nor_the_framework() -> None:
+    """They would take 20 MB and half a second before the first body (docs/decisions/server.md)."""
+    code = "import sys, llm_worker_rbee.server.body_child; print({'numpy', 'starlette', 'uvicorn'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
+
+
 def test_process_ends_with_its_parent() -> None:
     """Also if the parent is killed."""
     script = (
-        "import time\nfrom llm_worker_rbee.server.bodies import PackedIds, ParseOptions\n"
+        "import time\nfrom llm_worker_rbee.server.bodies import PackedIds\n"
+        "from llm_worker_rbee.server.schema import ParseOptions\n"
         "from llm_worker_rbee.server.body_process import BodyProcess\n"
         "p = BodyProcess(); p.parse('detokenize', b'{\"tokens\": []}', ParseOptions(), PackedIds)\n"
         "print(p.pid, flush=True)\n"

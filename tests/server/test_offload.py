@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee.errors import QueueFullError, ShuttingDownError
-from llm_worker_rbee.server import bodies, offload
+from llm_worker_rbee.server import offload, schema
 from llm_worker_rbee.server.dialects.openai_completions import CompletionPrinter
 from llm_worker_rbee.server.offload import BoundedExecutor
 from tests.helpers.server import CONTEXT, Server, until
@@ -96,7 +96,7 @@ def test_large_bodies_and_replies_run_off_the_event_loop(server: Server, monkeyp
         monkeypatch.setattr(owner, name, watcher)
 
     tokenizer = server.llm.tokenizer
-    owners = [(tokenizer, "piece"), (tokenizer, "decode"), (CompletionPrinter, "whole"), (bodies, "decode_object")]
+    owners = [(tokenizer, "piece"), (tokenizer, "decode"), (CompletionPrinter, "whole"), (schema, "decode_object")]
     for owner, name in owners:
         watched(owner, name)
     text = "a" * (offload.LARGE_BYTES + 1)

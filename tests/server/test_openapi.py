@@ -6,28 +6,27 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.server import schema as schemas
+from llm_worker_rbee.server import dialects
 from llm_worker_rbee.server.app import Routes
 from llm_worker_rbee.server.dialects import (
     anthropic,
     jobs,
     ollama_embed,
-    openai_chat,
+    openai,
     openai_completions,
-    openai_embeddings,
-    openai_rerank,
+    openai_pooling,
     openai_responses,
 )
-from llm_worker_rbee.server.schema import Field
+from llm_worker_rbee.server.schema import Field, field_schema
 from tests.helpers.json_schema import fits
 from tests.helpers.server import Server, events
 
 TABLES = {
-    "job": jobs.JOB, "chat": openai_chat.CHAT, "completion": openai_completions.COMPLETION,
+    "job": jobs.JOB, "chat": openai.CHAT, "completion": openai_completions.COMPLETION,
     "responses": openai_responses.RESPONSES,
-    "tokenize": schemas.TOKENIZE, "detokenize": schemas.DETOKENIZE, "cancel": jobs.CANCEL,
-    "anthropic": anthropic.create_fields(is_open=False), "embeddings": openai_embeddings.EMBEDDINGS,
-    "rerank": openai_rerank.RERANK, "score": openai_rerank.SCORE, "ollama_embed": ollama_embed.EMBED,
+    "tokenize": dialects.TOKENIZE, "detokenize": dialects.DETOKENIZE, "cancel": jobs.CANCEL,
+    "anthropic": anthropic.create_fields(is_open=False), "embeddings": openai_pooling.EMBEDDINGS,
+    "rerank": openai_pooling.RERANK, "score": openai_pooling.SCORE, "ollama_embed": ollama_embed.EMBED,
 }  # fmt: skip
 FIELDS = [(table, name) for table, fields in TABLES.items() for name in fields]
 # one of every kind, and the edges of everything that has edges
@@ -85,7 +84,7 @@ def test_description_lists_served_routes(server: Server, described: dict[str, An
 @pytest.mark.parametrize(("table", "name"), FIELDS)
 def test_field_schema_accepts_what_validate_accepts(table: str, name: str) -> None:
     field: Field = TABLES[table][name]
-    schema = schemas.field_schema(field)
+    schema = field_schema(field)
     for value in SOME:
         assert fits(schema, value, {}) == (field.type.validate(name, value) is None), f"{name}: {value!r}"
     assert fits(schema, None, {}) == (not field.required)

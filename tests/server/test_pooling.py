@@ -24,7 +24,7 @@ from llm_worker_rbee.config import PoolingOptions
 from llm_worker_rbee.engine.pooling_engine import Floats, finish_embeddings, finish_scores
 from llm_worker_rbee.load_pooling import LoadedPooling, load_pooling
 from llm_worker_rbee.server import pooling as service_module
-from llm_worker_rbee.server.pooling_reply import shorten
+from llm_worker_rbee.server.pooling import shorten
 from llm_worker_rbee.token_engine import pooling_supervisor
 from tests.helpers.server import Server, until
 from tests.helpers.tiny_pooling import MAX_LENGTH, NAMES, TASKS, WIDTH, WORDS, pooling_models, require_same

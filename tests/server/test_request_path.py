@@ -21,7 +21,7 @@ from tests.server.conftest import Start
 
 PACKAGE = Path(llm_worker_rbee.__file__).parent
 MAX_FILES = COUNTS["files of a streamed chat"].now
-IN_CHILD = {"tokenizer/chat_template_worker.py"}  # its process is not traced
+IN_CHILD = {"tokenizer/chat/template_worker.py"}  # its process is not traced
 
 
 class PathTrace:

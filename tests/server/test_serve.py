@@ -12,8 +12,7 @@ import pytest
 from llm_worker_rbee.errors import InvalidRequestError
 from llm_worker_rbee.machine import resident_bytes
 from llm_worker_rbee.server import orchestrator, serve
-from llm_worker_rbee.server.auth import is_loopback
-from llm_worker_rbee.server.middleware import MAX_HEADER_BYTES
+from llm_worker_rbee.server.middleware import MAX_HEADER_BYTES, is_loopback
 from llm_worker_rbee.server.middleware import UUID as UUID_FORM
 from llm_worker_rbee.server.serve import base_url, bind
 from tests.helpers.server import LIMIT_S, Server, connected, is_decoding, read_body, until

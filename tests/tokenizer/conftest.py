@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from llm_worker_rbee.tokenizer import Tokenizer, tokenizer_from_gguf
-from llm_worker_rbee.tokenizer.chat_detection import detect_chat_format
-from llm_worker_rbee.tokenizer.chat_format import ChatFormat
+from llm_worker_rbee.tokenizer.chat.detection import detect_chat_format
+from llm_worker_rbee.tokenizer.chat.format import ChatFormat
 from llm_worker_rbee.weights.gguf import open_gguf
 from tests.helpers.chat_formats import GrammarChecker, template_of, with_markers
 

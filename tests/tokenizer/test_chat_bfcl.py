@@ -13,9 +13,9 @@ import pytest
 
 from llm_worker_rbee.structured_outputs.chat_grammar import answer_grammar
 from llm_worker_rbee.tokenizer import ChatTemplate, Detokenizer
-from llm_worker_rbee.tokenizer.chat_detection import detect_chat_format
-from llm_worker_rbee.tokenizer.chat_events import ChatOptions, Tool
-from llm_worker_rbee.tokenizer.chat_parser import ChatParser
+from llm_worker_rbee.tokenizer.chat.detection import detect_chat_format
+from llm_worker_rbee.tokenizer.chat.events import ChatOptions, Tool
+from llm_worker_rbee.tokenizer.chat.parser import ChatParser
 from tests.helpers.chat_formats import ANSWERS, USER, GrammarChecker, fold, template_of
 from tests.helpers.pypi_files import download
 

@@ -12,12 +12,12 @@ import pytest
 from llm_worker_rbee.errors import ChatTemplateError, InvalidRequestError
 from llm_worker_rbee.structured_outputs.grammar import TokenTable
 from llm_worker_rbee.tokenizer import ChatTemplate, Tokenizer, tokenizer_from_gguf
-from llm_worker_rbee.tokenizer.chat_detection import detect_chat_format
-from llm_worker_rbee.tokenizer.chat_events import Tool
-from llm_worker_rbee.tokenizer.chat_format import ChatFormat, marker_ids
-from llm_worker_rbee.tokenizer.chat_parser import ChatParser
-from llm_worker_rbee.tokenizer.chat_template import validate_template_kwargs
-from llm_worker_rbee.tokenizer.chat_template_worker import adapt_call, print_calls
+from llm_worker_rbee.tokenizer.chat.detection import detect_chat_format
+from llm_worker_rbee.tokenizer.chat.events import Tool
+from llm_worker_rbee.tokenizer.chat.format import ChatFormat, marker_ids
+from llm_worker_rbee.tokenizer.chat.parser import ChatParser
+from llm_worker_rbee.tokenizer.chat.template import validate_template_kwargs
+from llm_worker_rbee.tokenizer.chat.template_worker import adapt_call, print_calls
 from llm_worker_rbee.tokenizer.tokenizer import find_end_ids
 from tests.helpers.chat_formats import ANSWERS, TOOLS, USER, fold, template_of
 from tests.helpers.tokenizer_metadata import bpe_metadata

@@ -11,8 +11,8 @@ import pytest
 
 from llm_worker_rbee.errors import InvalidRequestError
 from llm_worker_rbee.structured_outputs.chat_grammar import answer_grammar
-from llm_worker_rbee.tokenizer.chat_events import ChatOptions, Tool
-from llm_worker_rbee.tokenizer.chat_format import GENERIC_TOOLS, ChatFormat, ReasoningFormat
+from llm_worker_rbee.tokenizer.chat.events import ChatOptions, Tool
+from llm_worker_rbee.tokenizer.chat.format import GENERIC_TOOLS, ChatFormat, ReasoningFormat
 from tests.helpers.chat_formats import ANSWERS, TOOLS, WEATHER, GrammarChecker
 
 Formats = Callable[[str, str], ChatFormat]

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm_worker_rbee.tokenizer import Detokenizer, Tokenizer
-from llm_worker_rbee.tokenizer.chat_events import Tool, ToolCallStart
-from llm_worker_rbee.tokenizer.chat_format import GENERIC_TOOLS, ChatFormat, ReasoningFormat, ToolFormat
-from llm_worker_rbee.tokenizer.chat_parser import ChatParser
-from llm_worker_rbee.tokenizer.chat_values import without_nulls
+from llm_worker_rbee.tokenizer.chat.events import Tool, ToolCallStart
+from llm_worker_rbee.tokenizer.chat.format import GENERIC_TOOLS, ChatFormat, ReasoningFormat, ToolFormat
+from llm_worker_rbee.tokenizer.chat.parser import ChatParser
+from llm_worker_rbee.tokenizer.chat.values import without_nulls
 from tests.helpers.chat_formats import ANSWERS, TOOLS, Answer, fold
 
 Formats = Callable[[str, str], ChatFormat]

@@ -15,7 +15,8 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from llm_worker_rbee.errors import ChatTemplateError, UnavailableError
-from llm_worker_rbee.tokenizer import ChatTemplate, chat_template, tokenizer_from_gguf
+from llm_worker_rbee.tokenizer import ChatTemplate, tokenizer_from_gguf
+from llm_worker_rbee.tokenizer.chat import template as chat_template
 from llm_worker_rbee.weights.gguf import open_gguf
 
 TEMPLATES = {

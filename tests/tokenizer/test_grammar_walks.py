@@ -10,7 +10,7 @@ import pytest
 
 from llm_worker_rbee.structured_outputs.grammar import TokenTable
 from llm_worker_rbee.tokenizer import Tokenizer, tokenizer_from_gguf
-from llm_worker_rbee.tokenizer.chat_detection import detect_chat_format
+from llm_worker_rbee.tokenizer.chat.detection import detect_chat_format
 from tests.helpers.chat_formats import ANSWERS, template_of, with_markers
 from tests.helpers.grammar_walks import Walker, check_walks
 from tests.helpers.tokenizer_metadata import bpe_metadata, data, spm_metadata

@@ -1,105 +1,53 @@
 """The dialects: each module here parses the bodies of one API into a `GenerateRequest` and prints its replies.
 
-A module has `DIALECT`. Routes, error bodies, the description in `/openapi.json` and the parsers of the process for
-large bodies follow from it: a new dialect is a new module, and nothing else changes.
+A module has `DIALECT`, and a place in the tuple here. Routes, error bodies, the description in `/openapi.json` and the
+parsers of the process for large bodies follow from it. The parsers of bodies that belong to no dialect are here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from functools import cache, lru_cache, partial
-from importlib import import_module
-from pkgutil import iter_modules
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..bodies import (
-    Conversation,
-    GenerateRequest,
-    PackedIds,
-    ParseOptions,
-    parse_apply_template,
-    parse_detokenize,
-    parse_tokenize,
+from ...errors import PayloadTooLargeError
+from ...tokenizer.chat.events import ChatOptions
+from ..bodies import Conversation, GenerateRequest, Messages, PackedIds, num_bytes
+from ..dialect import Dialect, GenerateRoute, Parse
+from ..schema import Boolean, BoundedObject, Field, ParseOptions, Text, TokenIds, decode_object, validate_body
+from . import (
+    anthropic,
+    jobs,
+    ollama,
+    ollama_embed,
+    ollama_models,
+    openai,
+    openai_completions,
+    openai_pooling,
+    openai_responses,
 )
-from ..schema import Schema
 
-if TYPE_CHECKING:  # the process that parses large bodies imports this module too
-    from ...config import ServerSettings
-    from ...errors import WorkerError
-    from ..call import Call
-    from ..printer import Printer, ReplyState
-    from ..worker import Worker
-
-Parse = Callable[[bytes, ParseOptions], Any]
-Handler = Callable[
-    ["Call"], Awaitable[Any]
-]  # returns a response, or what becomes one: an object or (object, status, headers)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
-    """What `/openapi.json` says of a route; schemas are given by their names."""
-
-    summary: str
-    request: str | None = None
-    reply: str = "Any"  # or a media type
-    event: str | None = None  # of a stream
-    status: int = 200
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateRoute:
-    """A POST route whose body is answered by the model, streamed or whole."""
-
-    path: str
-    parse: Callable[[bytes, ParseOptions], GenerateRequest]
-    printer: Callable[[ReplyState], Printer]
-    operation: Operation
-    # The events of a stream whose prompt does not fit, where the API has them; elsewhere it is an error with a status.
-    print_overflow: Callable[[GenerateRequest, WorkerError], bytes] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """Any other route."""
-
-    method: str
-    path: str
-    operation: Operation
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dialect:
-    """One API."""
-
-    prefixes: tuple[str, ...]  # of paths whose errors have its form, routes that do not exist included
-    error_body: Callable[[WorkerError], dict[str, Any]]
-    generate: tuple[GenerateRoute, ...] = ()
-    routes: tuple[Route, ...] = ()
-    make_handlers: Callable[[Worker], Mapping[str, Handler]] = lambda _: {}  # of `routes`, by their paths
-    parsers: dict[str, tuple[Parse, Any]] = field(
-        default_factory=dict
-    )  # besides those of `generate`: by name, with the type of the record
-    schemas: Callable[[ServerSettings], dict[str, Schema]]  # of bodies and replies, by name
-    takes_any_content_type: bool = False  # of a body, unless a page sends it, as its clients and documents expect
-    has_large_bodies: bool = False  # the limit is that of pooling models
-    error_schema: str = "Error"
-    invalid_schema: str | None = None  # of status 400, where it differs
-
-
-@cache
-def all_dialects() -> tuple[Dialect, ...]:
-    """Return the dialects of the modules in this folder."""
-    names = sorted(module.name for module in iter_modules(__path__))
-    modules = [import_module(f"{__name__}.{name}") for name in names]
-    return tuple(module.DIALECT for module in modules if hasattr(module, "DIALECT"))
+DIALECTS: tuple[Dialect, ...] = (
+    anthropic.DIALECT, jobs.DIALECT, ollama.DIALECT, ollama_embed.DIALECT, ollama_models.DIALECT, openai.DIALECT,
+    openai_completions.DIALECT, openai_pooling.DIALECT, openai_responses.DIALECT,
+)  # fmt: skip
+TOKENIZE = {
+    "text": Field(Text(), required=True, is_secret=True),
+    "add_special": Field(Boolean(), True),
+    "parse_special": Field(Boolean(), False),
+}
+DETOKENIZE = {"tokens": Field(TokenIds(), required=True, is_secret=True)}
+APPLY_TEMPLATE = {
+    "messages": Field(Messages(), required=True, is_secret=True),
+    "chat_template_kwargs": Field(BoundedObject(), {}),
+}
+MAX_TEXT_BYTES = 512 << 10  # of /tokenize and /apply-template: a text of this length takes about 0.5 s of a core
 
 
 @lru_cache(256)
 def dialect_of(path: str) -> Dialect:
     """Return the dialect of a path, whose form its errors have: the one that claims most of it."""
-    return max(all_dialects(), key=lambda dialect: max(map(partial(_claimed_length, path), dialect.prefixes)))
+    return max(DIALECTS, key=lambda dialect: max(map(partial(_claimed_length, path), dialect.prefixes)))
 
 
 def _claimed_length(path: str, prefix: str) -> int:
@@ -110,25 +58,47 @@ def _claimed_length(path: str, prefix: str) -> int:
 
 def generate_routes() -> Iterator[GenerateRoute]:
     """Yield the routes that the model answers."""
-    for dialect in all_dialects():
+    for dialect in DIALECTS:
         yield from dialect.generate
 
 
-@cache
-def dialect_parsers() -> dict[str, tuple[Parse, Any]]:
-    """Return the parsers of all dialects by name, a path or what the dialect calls it."""
-    parsers: dict[str, tuple[Parse, Any]] = {}
-    for dialect in all_dialects():
-        parsers |= {route.path: (route.parse, GenerateRequest) for route in dialect.generate} | dialect.parsers
-    return parsers
+def parse_tokenize(body: bytes, _: ParseOptions) -> dict[str, Any]:
+    """Validate the body of `/tokenize`."""
+    values = validate_body(decode_object(body), TOKENIZE)
+    _require_short(num_bytes(values["text"]))
+    return values
+
+
+def parse_detokenize(body: bytes, _: ParseOptions) -> PackedIds:
+    """Validate the body of `/detokenize`."""
+    return PackedIds.pack(validate_body(decode_object(body), DETOKENIZE)["tokens"])
+
+
+def parse_apply_template(body: bytes, _: ParseOptions) -> Conversation:
+    """Validate the body of `/apply-template`."""
+    values = validate_body(decode_object(body), APPLY_TEMPLATE)
+    options = ChatOptions(template_kwargs=values["chat_template_kwargs"])
+    conversation = Conversation.encode(values["messages"], options)
+    _require_short(conversation.num_bytes)
+    return conversation
+
+
+def _require_short(size: int) -> None:
+    """Raise for a text or messages whose tokenizing would keep the worker busy for long."""
+    if size > MAX_TEXT_BYTES:
+        raise PayloadTooLargeError(
+            f"the text has {size} bytes: at most {MAX_TEXT_BYTES} are tokenized at a time; send it in parts, or use "
+            "`llm-worker-rbee tokenize`"
+        )
 
 
 @cache
 def body_parsers() -> dict[str, tuple[Parse, Any]]:
-    """Return the parsers of all bodies by name, with the type of the record that each returns."""
-    return {
-        **dialect_parsers(),
-        "tokenize": (parse_tokenize, dict[str, Any]),
-        "detokenize": (parse_detokenize, PackedIds),
+    """Return the parsers of all bodies with the type of the record of each, by name: a path, or a word."""
+    parsers: dict[str, tuple[Parse, Any]] = {
+        "tokenize": (parse_tokenize, dict[str, Any]), "detokenize": (parse_detokenize, PackedIds),
         "apply_template": (parse_apply_template, Conversation),
-    }
+    }  # fmt: skip
+    for dialect in DIALECTS:
+        parsers |= {route.path: (route.parse, GenerateRequest) for route in dialect.generate} | dialect.parsers
+    return parsers

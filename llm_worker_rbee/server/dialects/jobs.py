@@ -6,15 +6,15 @@ Order: started, then token, metrics and narration in any number, then exactly on
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
-from ...config import ServerSettings
 from ...engine.request import resolve_max_tokens
 from ...errors import (
     ConflictError,
@@ -25,46 +25,50 @@ from ...errors import (
     WorkerError,
 )
 from ...sampling_params import StructuredOutputsParams
-from ...tokenizer.chat_events import EventFold
+from ...token_engine.protocol import RequestState
+from ...tokenizer.chat.events import EventFold
 from .. import log
-from ..bodies import Conversation, GenerateRequest, ParseOptions, estimate_tokens, sampling_params
-from ..messages import Messages
+from ..bodies import Conversation, GenerateRequest, Messages, estimate_tokens
+from ..dialect import Call, Dialect, Generation, Handler, Operation, Route, Worker
+from ..json_schema import COUNT, FLAG, NUMBER, TEXT, Schema, array_schema, ref, reply_schema, with_field
 from ..schema import (
-    COUNT,
-    FLAG,
     MISSING,
-    NUMBER,
     PRIORITY,
     SAMPLING,
-    TEXT,
     TIMEOUT_MS,
     Boolean,
     Enum,
     Field,
-    JobId,
-    Schema,
+    FieldType,
+    ParseOptions,
     StopStrings,
     StructuredOutputs,
     Text,
     ValidationError,
     ValidationIssue,
-    array_schema,
     decode_object,
     integer,
-    ref,
-    reply_schema,
+    sampling_params,
     table_schema,
     validate_body,
-    with_field,
 )
+from ..settings import ServerSettings
 from ..sse import DONE, EventStream, encode_event
-from . import Dialect, Handler, Operation, Route
 
-if TYPE_CHECKING:  # the process that parses large bodies imports this module too
-    from ...generation import Generation
-    from ...token_engine.protocol import RequestState
-    from ..call import Call
-    from ..worker import Worker
+JOB_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class JobId(FieldType):
+    """A job's id, chosen by the client."""
+
+    def validate(self, name: str, value: Any) -> ValidationIssue | None:
+        if isinstance(value, str) and JOB_ID.fullmatch(value):
+            return None
+        return ValidationIssue(name, "format", f"{name} must have 1 to 64 of the characters A-Z a-z 0-9 _ -")
+
+    def json_schema(self) -> Schema:
+        return {"type": "string", "pattern": f"^{JOB_ID.pattern}$"}
+
 
 MAX_STOPS = 4
 NOT_IN_JOBS = ("presence_penalty", "frequency_penalty")

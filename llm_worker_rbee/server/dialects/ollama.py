@@ -7,11 +7,10 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
-from ...config import ServerSettings
 from ...errors import WorkerError
 from ...sampling_params import (
     MAX_COUNT,
@@ -23,7 +22,7 @@ from ...sampling_params import (
     StructuredOutputsParams,
     TokenLogprob,
 )
-from ...tokenizer.chat_events import (
+from ...tokenizer.chat.events import (
     ChatEvent,
     ChatOptions,
     ContentDelta,
@@ -32,46 +31,50 @@ from ...tokenizer.chat_events import (
     ToolCallStart,
 )
 from ..bodies import (
+    ROLES,
     Conversation,
     GenerateRequest,
-    ParseOptions,
     Prompt,
-    require,
-    sampling_params,
-    validate_known,
+    Tools,
+    chat_options,
+    function_call,
+    function_places,
+    to_tool,
 )
-from ..messages import ROLES, function_call
-from ..printer import Answer, Printer, ReplyState, chat_events, chat_logprobs
+from ..dialect import (
+    Answer,
+    Dialect,
+    GenerateRoute,
+    Operation,
+    Printer,
+    ReplyState,
+    TextDelta,
+    chat_events,
+    chat_logprobs,
+)
+from ..json_schema import FLAG, TEXT, Schema, array_schema, object_schema, reply_schema, with_field, with_values
 from ..schema import (
-    FLAG,
     SAMPLING,
-    TEXT,
     AnyObject,
     Boolean,
     Enum,
     Field,
     FieldType,
     Number,
-    Schema,
+    ParseOptions,
     StopStrings,
     Text,
     ValidationIssue,
-    array_schema,
     integer,
-    object_schema,
-    reply_schema,
+    require,
+    sampling_params,
     table_schema,
     type_name,
     unsupported,
-    with_field,
-    with_values,
+    validate_known,
 )
+from ..settings import ServerSettings
 from ..sse import encode_json
-from ..tools import Tools, chat_options, function_places, to_tool
-from . import Dialect, GenerateRoute, Operation
-
-if TYPE_CHECKING:
-    from ...generation import TextDelta
 
 SECOND = 1_000_000_000  # durations are in nanoseconds
 TIME: Schema = {"type": "string", "format": "date-time"}

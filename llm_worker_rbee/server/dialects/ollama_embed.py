@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-from ...config import ServerSettings
-from ..bodies import ParseOptions, validate_known
-from ..pooling_bodies import DIMENSIONS, MAX_INPUTS, EmbedRequest, Inputs
+from ..bodies import DIMENSIONS, MAX_INPUTS, EmbedRequest, Inputs
+from ..dialect import Call, Dialect, Operation, Route, Worker
+from ..json_schema import COUNT, NUMBER, TEXT, Schema, array_schema, reply_schema
 from ..schema import (
-    COUNT,
-    NUMBER,
-    TEXT,
     AnyObject,
     Boolean,
     Field,
     FieldType,
-    Schema,
+    ParseOptions,
     Text,
     ValidationIssue,
-    array_schema,
-    reply_schema,
     table_schema,
     type_name,
+    validate_known,
 )
-from . import Dialect, Operation, Route
+from ..settings import ServerSettings
 from .ollama import ANY_NUMBER, SECOND, Either, error_body
-
-if TYPE_CHECKING:
-    from ..call import Call
-    from ..worker import Worker
 
 EMBED_PATH, LEGACY_PATH = "/api/embed", "/api/embeddings"
 

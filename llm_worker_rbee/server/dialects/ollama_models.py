@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ...config import ServerSettings
 from ...errors import NotFoundError
 from ...token_engine.protocol import ModelInfo, PoolingInfo
-from ..bodies import ParseOptions, validate_known
-from ..schema import COUNT, TEXT, Boolean, Field, Schema, Text, array_schema, reply_schema, table_schema, tagged_name
-from . import Dialect, Handler, Operation, Route
+from ..dialect import Call, Dialect, Handler, Operation, PoolingService, Route, TextModel, Worker
+from ..json_schema import COUNT, TEXT, Schema, array_schema, reply_schema
+from ..schema import Boolean, Field, ParseOptions, Text, table_schema, tagged_name, validate_known
+from ..settings import ServerSettings
 from .ollama import TIME, error_body, timestamp
-
-if TYPE_CHECKING:
-    from ...text_model import TextModel
-    from ..call import Call
-    from ..pooling import PoolingService
-    from ..worker import Worker
 
 VERSION = "0.14.0"  # of Ollama, whose API this is: clients compare it with the one that they need
 FOREVER = "9999-12-31T23:59:59Z"

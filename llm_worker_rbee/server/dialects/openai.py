@@ -1,22 +1,45 @@
-"""What the routes of the OpenAI API share: fields, errors, the choice of tools, chunks, the usage of a reply."""
+"""OpenAI's chat completions, `/v1/chat/completions`, and what the other routes of this API share with them: fields,
+errors, chunks, the usage of a reply."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
 from ...errors import ContextLengthError, ModelNotFoundError, WorkerError
-from ...sampling_params import MAX_STOPS, StructuredOutputsParams
-from ..bodies import require
-from ..printer import Printer, ReplyState, Usage
-from ..schema import (
+from ...sampling_params import MAX_LOGPROBS, MAX_STOPS, StructuredOutputsParams
+from ...tokenizer.chat.events import ChatEvent, ContentDelta, EventFold, ReasoningDelta, ToolCallDelta, ToolCallStart
+from ..bodies import (
+    EFFORTS,
+    Conversation,
+    GenerateRequest,
+    Messages,
+    Tools,
+    chat_options,
+    function_call,
+    function_places,
+    named_tool,
+    to_tool,
+)
+from ..dialect import Answer, Dialect, GenerateRoute, Operation, Printer, ReplyState, TextDelta, Usage, chat_logprobs
+from ..json_schema import (
     COUNT,
+    TEXT,
+    Schema,
+    array_schema,
+    object_schema,
+    or_null,
+    ref,
+    reply_schema,
+    with_field,
+    with_values,
+)
+from ..schema import (
     MAX_CHOICES,
     PRIORITY,
     SAMPLING,
-    TEXT,
     TIMEOUT_MS,
     AnyObject,
     Boolean,
@@ -24,24 +47,22 @@ from ..schema import (
     Enum,
     Field,
     FieldType,
-    LogitBias,
-    Schema,
+    MaxTokens,
+    ModelLimits,
+    ParseOptions,
     StopStrings,
-    StreamOptions,
     StructuredOutputs,
     Text,
     ValidationIssue,
-    array_schema,
     integer,
-    object_schema,
-    or_null,
-    reply_schema,
+    require,
+    sampling_params,
+    table_schema,
     unsupported,
-    with_field,
-    with_values,
+    validate_known,
 )
-from ..sse import DONE, encode_event
-from ..tools import EFFORTS, named_tool
+from ..settings import ServerSettings
+from ..sse import DONE, encode_event, encode_json
 
 
 def error_body(error: WorkerError) -> dict[str, Any]:
@@ -71,6 +92,43 @@ class ToolChoice(FieldType):
         function = object_schema({"name": {"type": "string"}}, "name", is_open=True)
         named = object_schema({"type": {"const": "function"}, "function": function}, "type", "function", is_open=True)
         return {"anyOf": [{"enum": ["auto", "none", "required"]}, named]}
+
+
+class LogitBias(FieldType):
+    """Token ids, as strings, and what is added to their logits."""
+
+    def validate(self, name: str, value: Any) -> ValidationIssue | None:
+        if not isinstance(value, dict):
+            return ValidationIssue(name, "type", f"{name} must map token ids to numbers")
+        for token, bias in value.items():
+            if not (token.isascii() and token.isdigit() and len(token) < 10):
+                return ValidationIssue(name, "format", f"{name}: {token[:20]!r} is not a token id")
+            if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
+                return ValidationIssue(name, "range", f"{name} of token {token} must be a number, -100 to 100")
+        return None
+
+    def json_schema(self) -> Schema:
+        bias: Schema = {"type": "number", "minimum": -100, "maximum": 100}
+        return {"type": "object", "propertyNames": {"pattern": "^[0-9]{1,9}$"}, "additionalProperties": bias}
+
+
+class StreamOptions(FieldType):
+    """Whether the last chunk of a stream has the token counts (`include_usage`), and every chunk those so far."""
+
+    def validate(self, name: str, value: Any) -> ValidationIssue | None:
+        known = ("include_usage", "continuous_usage_stats")
+        if not isinstance(value, dict) or not all(k in known and isinstance(v, bool) for k, v in value.items()):
+            message = f"{name} may hold {' and '.join(known)}, true or false, and nothing else"
+            return ValidationIssue(name, "type", message)
+        if value.get("continuous_usage_stats") and not value.get("include_usage", True):
+            return ValidationIssue(name, "conflict", f"{name}.continuous_usage_stats needs include_usage: true")
+        return None
+
+    def json_schema(self) -> Schema:
+        flag: Schema = {"type": "boolean"}
+        last = object_schema({"include_usage": flag, "continuous_usage_stats": {**flag, "const": False}})
+        each = object_schema({"include_usage": {**flag, "const": True}, "continuous_usage_stats": flag})
+        return {"anyOf": [last, each]}
 
 
 class ResponseFormat(FieldType):
@@ -145,19 +203,24 @@ REASONING: dict[str, Field] = {
     "chat_template_kwargs": Field(BoundedObject(), {}),
 }
 GUIDED = ("close_on_length", "logprobs_mode")  # fields of both a body and SamplingParams
+STREAM_CONFLICT = ("stream_options", "conflict", "stream_options needs stream: true")  # for `require`
 
 
-def require_stream(values: Mapping[str, Any]) -> None:
-    """Raise for options of a stream without one."""
-    require(values["stream"] or not values["stream_options"], "stream_options", "conflict",
-            "stream_options needs stream: true")  # fmt: skip
-
-
-def usage_values(values: Mapping[str, Any]) -> dict[str, bool]:
-    """Return what the options of a stream say of usage, for the printer."""
+def shared_fields(
+    values: Mapping[str, Any], limits: ModelLimits | None, max_tokens: int | None, **more: Any
+) -> dict[str, Any]:
+    """Return the fields of a request that chats and texts have alike; `more` are sampling parameters."""
     is_continuous = values["stream_options"].get("continuous_usage_stats", False)
-    includes = values["stream_options"].get("include_usage", is_continuous)
-    return {"includes_usage": includes, "has_continuous_usage": is_continuous}
+    includes_usage = values["stream_options"].get("include_usage", is_continuous)
+    field, guided = guiding_field(values), structured_outputs(values)
+    params = sampling_params(
+        values, limits, max_tokens, structured_outputs=guided, **{name: values[name] for name in GUIDED}, **more
+    )
+    return {
+        **{name: values[name] for name in ("model", "n", "stream", "priority", "timeout_ms")}, "params": params,
+        "structured_outputs_field": field,
+        "values": {"includes_usage": includes_usage, "has_continuous_usage": is_continuous},
+    }  # fmt: skip
 
 
 def head(reply: ReplyState, kind: str, prefix: str) -> dict[str, Any]:
@@ -221,3 +284,168 @@ SCHEMAS: dict[str, Schema] = {
 def completion_schema(choice: Schema, **more: Schema) -> Schema:
     """Return the schema of a reply with choices."""
     return reply_schema(**HEAD, choices=array_schema(choice), **more)
+
+
+NOT_HONOURED: dict[str, tuple[Any, ...]] = {  # known fields, with the values that change nothing
+    "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (), "prediction": (),
+    "verbosity": ("medium",), "web_search_options": (),
+}  # fmt: skip
+CHAT: dict[str, Field] = {
+    **COMMON,
+    "messages": Field(Messages(), required=True, is_secret=True),
+    "max_tokens": Field(MaxTokens()),
+    "max_completion_tokens": Field(MaxTokens()),
+    "logprobs": Field(Boolean(), False),
+    "top_logprobs": Field(integer(0, MAX_LOGPROBS)),
+    "tools": Field(Tools(), []),
+    "tool_choice": Field(ToolChoice()),
+    "parallel_tool_calls": Field(Boolean(), True),
+    **REASONING,
+    **{name: unsupported(*allowed) for name, allowed in NOT_HONOURED.items()},
+}
+
+
+def parse_chat(body: bytes, options: ParseOptions) -> GenerateRequest:
+    """Validate the body of `/v1/chat/completions`."""
+    values, ignored = validate_known(body, CHAT, options)
+    max_tokens = values["max_completion_tokens"] or values["max_tokens"]
+    require(values["max_tokens"] in (None, max_tokens), "max_tokens", "conflict",
+            "max_tokens and max_completion_tokens differ: give one of them")  # fmt: skip
+    require(values["top_logprobs"] is None or values["logprobs"], "top_logprobs", "conflict",
+            "top_logprobs needs logprobs: true")  # fmt: skip
+    require(values["stream"] or not values["stream_options"], *STREAM_CONFLICT)
+    logprobs = (values["top_logprobs"] or 0) if values["logprobs"] else None
+    shared = shared_fields(values, options.limits, max_tokens, logprobs=logprobs)
+    chat = chat_options(
+        [to_tool(tool["function"]) for tool in values["tools"]], values["tool_choice"],
+        parallel=values["parallel_tool_calls"], effort=values["reasoning_effort"],
+        template_kwargs=values["chat_template_kwargs"], thinking_budget=values["thinking_budget_tokens"],
+    )  # fmt: skip
+    return GenerateRequest(
+        **shared, prompts=[Conversation.encode(values["messages"], chat)], ignored=ignored,
+        tool_places=function_places(values["tools"]),
+    )  # fmt: skip
+
+
+class ChatPrinter(ChunkPrinter):
+    """Chunks of chat completions, or one object. Most chunks differ from each other by their text alone."""
+
+    def __init__(self, reply: ReplyState) -> None:
+        super().__init__(reply, head(reply, "chat.completion.chunk", "chatcmpl"))
+        self._has_logprobs = reply.request.params.logprobs is not None
+        self._folds = [EventFold() for _ in reply.generations]
+        self._templates: list[tuple[bytes, bytes]] = []
+
+    def begin(self) -> bytes:
+        first = {"role": "assistant", "content": ""}
+        for i in range(len(self.reply.generations)):
+            event = self._delta_chunk(i, {"content": "-"})
+            before, _, after = event.rpartition(b'"content":"-"')  # no string holds it: quotes are escaped
+            self._templates.append((before + b'"content":', after))
+        return b"".join([self._delta_chunk(i, first) for i in range(len(self.reply.generations))])
+
+    def print_delta(self, index: int, delta: TextDelta) -> bytes:
+        chunks = b""
+        if self._has_logprobs:
+            chunks = self._print_with_logprobs(index, delta)
+        elif delta.events is None:
+            chunks = self._content(index, delta.text) if delta.text else b""
+        else:
+            chunks = b"".join([self._print_event(index, event) for event in delta.events])
+        self._folds[index].add(delta.events or ())
+        if delta.finish_reason is not None:
+            reason = finish_reason(delta.finish_reason, self._folds[index].ends_with_calls)
+            chunks += self._delta_chunk(index, {}, finish_reason=reason)
+        return chunks
+
+    def _print_with_logprobs(self, index: int, delta: TextDelta) -> bytes:
+        """Return the chunks of a delta; its log-probabilities are in the first, which may have no text."""
+        events = [ContentDelta(delta.text)] if delta.events is None else delta.events
+        if not (delta.logprobs or events):
+            return b""
+        logprobs = chat_logprobs(self.reply.tokenizer, delta.logprobs)
+        deltas = [self._delta(index, event) for event in events] or [{"content": ""}]
+        chunks = [self._delta_chunk(index, deltas[0], logprobs=logprobs)]
+        return b"".join(chunks + [self._delta_chunk(index, one) for one in deltas[1:] if one])
+
+    def _print_event(self, index: int, event: ChatEvent) -> bytes:
+        if isinstance(event, ContentDelta):
+            return self._content(index, event.text)
+        delta = self._delta(index, event)
+        return self._delta_chunk(index, delta) if delta else b""
+
+    def _delta(self, index: int, event: ChatEvent) -> dict[str, Any]:
+        if isinstance(event, ContentDelta):
+            return {"content": event.text}
+        if isinstance(event, ReasoningDelta):
+            return {"reasoning_content": event.text, "reasoning": event.text}
+        if isinstance(event, ToolCallStart):
+            function = {"name": event.name, "arguments": ""}
+            return {"tool_calls": [{"index": event.index, "id": event.id, "type": "function", "function": function}]}
+        if isinstance(event, ToolCallDelta):
+            return {"tool_calls": [{"index": event.index, "function": {"arguments": event.arguments}}]}
+        return {}
+
+    def _content(self, index: int, text: str) -> bytes:
+        if self._has_continuous_usage:
+            return self._delta_chunk(index, {"content": text})
+        before, after = self._templates[index]
+        return before + encode_json(text) + after
+
+    def _delta_chunk(
+        self, index: int, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
+    ) -> bytes:  # fmt: skip
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return self._chunk(choice)
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        choices = [self._choice(i, answer) for i, answer in enumerate(answers)]
+        usage = encode_usage(self.reply.usage())
+        return {
+            **head(self.reply, "chat.completion", "chatcmpl"), "choices": choices, "usage": usage,
+            "seed": self.reply.seed,
+        }  # fmt: skip
+
+    def _choice(self, i: int, answer: Answer) -> dict[str, Any]:
+        text, calls = answer.fold.content, answer.fold.calls
+        content = None if calls and not text else text
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if reasoning := answer.fold.reasoning:
+            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        if calls:
+            message["tool_calls"] = [function_call(*call) for call in calls]
+        assert answer.finish_reason is not None
+        logprobs = chat_logprobs(self.reply.tokenizer, answer.logprobs) if self._has_logprobs else None
+        reason = finish_reason(answer.finish_reason, answer.fold.ends_with_calls)
+        return {"index": i, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+
+def finish_reason(reason: str, ends_with_calls: bool) -> str:
+    """Return the reason of the end as this API has it: a call that a stop string cut is none."""
+    return "tool_calls" if reason == "stop" and ends_with_calls else reason
+
+
+def _schemas(settings: ServerSettings) -> dict[str, Schema]:
+    message = reply_schema(role={"const": "assistant"}, content=or_null(TEXT))
+    choice = reply_schema(index=COUNT, message=message, logprobs=LOGPROBS, finish_reason=FINISH)
+    chunk = reply_schema(index=COUNT, delta={"type": "object"}, logprobs=LOGPROBS, finish_reason=FINISH)
+    return {
+        **SCHEMAS,
+        "ChatRequest": {
+            **table_schema(CHAT, settings.names, is_open=settings.ignore_unknown_fields),
+            "anyOf": [with_values(top_logprobs={"type": "null"}), with_field("logprobs", const=True)],
+            "allOf": [STREAM_OPTIONS],
+        },
+        "ChatCompletion": completion_schema(choice, usage=ref("Usage")),
+        "ChatChunk": completion_schema(chunk),
+    }
+
+
+OPERATION = Operation(
+    summary="Complete a conversation", request="ChatRequest", reply="ChatCompletion", event="ChatChunk"
+)
+DIALECT = Dialect(
+    prefixes=("/v1",), error_body=error_body, schemas=_schemas, error_schema="OpenAIError",
+    generate=(GenerateRoute("/v1/chat/completions", parse_chat, ChatPrinter, OPERATION),),
+)  # fmt: skip

@@ -4,53 +4,75 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ...config import ServerSettings
 from ...engine.request import check_prompt_fits
 from ...sampling_params import MAX_LOGPROBS, TokenLogprob
-from ..bodies import GenerateRequest, PackedIds, ParseOptions, Prompt, require, sampling_params, validate_known
-from ..printer import Answer, ReplyState
+from ...tokenizer import Tokenizer
+from ..bodies import GenerateRequest, PackedIds, Prompt
+from ..dialect import Answer, Dialect, GenerateRoute, Operation, ReplyState, TextDelta
+from ..json_schema import COUNT, TEXT, Schema, array_schema, reply_schema, with_field, with_values
 from ..schema import (
-    COUNT,
     MAX_CHOICES,
-    TEXT,
     Boolean,
     Field,
+    FieldType,
     MaxTokens,
-    Prompts,
-    Schema,
+    ParseOptions,
+    Text,
+    TokenIds,
+    ValidationIssue,
+    are_token_ids,
     decode_object,
     integer,
-    reply_schema,
+    require,
     table_schema,
     unsupported,
-    with_field,
-    with_values,
+    validate_known,
 )
+from ..settings import ServerSettings
 from ..sse import encode_json
-from . import Dialect, GenerateRoute, Operation
 from .openai import (
     COMMON,
     FINISH,
-    GUIDED,
     LOGPROBS,
     SCHEMAS,
+    STREAM_CONFLICT,
     STREAM_OPTIONS,
     ChunkPrinter,
     completion_schema,
     encode_usage,
     error_body,
-    guiding_field,
     head,
-    require_stream,
-    structured_outputs,
-    usage_values,
+    shared_fields,
 )
 
-if TYPE_CHECKING:
-    from ...generation import TextDelta
-    from ...tokenizer import Tokenizer
+
+class Prompts(FieldType):
+    """A string, strings, token ids, or lists of token ids."""
+
+    def validate(self, name: str, value: Any) -> ValidationIssue | None:
+        if isinstance(value, str):
+            return Text(1).validate(name, value)
+        if isinstance(value, list) and value:
+            if all(isinstance(prompt, str) for prompt in value):
+                return next((issue for prompt in value if (issue := Text(1).validate(name, prompt))), None)
+            lists = value if all(isinstance(prompt, list) for prompt in value) else [value]
+            if all(ids and are_token_ids(ids) for ids in lists):
+                return None
+        message = f"{name} must be a string, strings, token ids, or lists of token ids, not empty and not mixed"
+        return ValidationIssue(name, "type", message)
+
+    def json_schema(self) -> Schema:
+        ids: Schema = {**TokenIds().json_schema(), "minItems": 1}
+        text = Text(1).json_schema()
+        return {"anyOf": [text, array_schema(text, 1), ids, array_schema(ids, 1)]}
+
+    def coerce(self, value: Any) -> Any:
+        if isinstance(value, str) or isinstance(value[0], str):
+            return value
+        return [self.coerce(ids) for ids in value] if isinstance(value[0], list) else [int(token) for token in value]
+
 
 COMPLETION: dict[str, Field] = {
     **COMMON,
@@ -74,22 +96,17 @@ def parse_completion(body: bytes, options: ParseOptions) -> GenerateRequest:
             "best_of other than n is not supported by this worker")  # fmt: skip
     require(values["max_tokens"] != 0 or values["echo"], "max_tokens", "range",
             "max_tokens is 0: only with echo, to score the prompt")  # fmt: skip
-    require_stream(values)
+    require(values["stream"] or not values["stream_options"], *STREAM_CONFLICT)
     prompt = values["prompt"]
     prompts = prompt if isinstance(prompt, list) and isinstance(prompt[0], (str, list)) else [prompt]
     is_scored_only = values["max_tokens"] == 0
-    params = sampling_params(
+    shared = shared_fields(
         values, options.limits, 1 if is_scored_only else values["max_tokens"], logprobs=values["logprobs"],
         prompt_logprobs=values["echo"] and values["logprobs"] is not None,
-        structured_outputs=structured_outputs(values), **{name: values[name] for name in GUIDED},
     )  # fmt: skip
+    shared["values"] = {"echo": values["echo"], **shared["values"]}
     packed: list[Prompt] = [prompt if isinstance(prompt, str) else PackedIds.pack(prompt) for prompt in prompts]
-    same = {name: values[name] for name in ("model", "n", "stream", "priority", "timeout_ms")}
-    return GenerateRequest(
-        **same, structured_outputs_field=guiding_field(values), prompts=packed, params=params,
-        is_scored_only=is_scored_only, ignored=ignored,
-        values={"echo": values["echo"], **usage_values(values)},
-    )  # fmt: skip
+    return GenerateRequest(**shared, prompts=packed, is_scored_only=is_scored_only, ignored=ignored)
 
 
 def _require_ids_fit(prompt: Any, context: int) -> None:

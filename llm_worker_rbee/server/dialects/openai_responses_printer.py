@@ -8,14 +8,15 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import msgspec
 
 from ...errors import ContextLengthError, WorkerError
 from ...sampling_params import SamplingParams, TokenLogprob
-from ...tokenizer.chat_events import (
+from ...tokenizer import Tokenizer
+from ...tokenizer.chat.events import (
     ChatEvent,
     ContentDelta,
     ReasoningDelta,
@@ -23,16 +24,12 @@ from ...tokenizer.chat_events import (
     ToolCallEnd,
     ToolCallStart,
 )
-from ..printer import Answer, Printer, ReplyState, Usage, chat_events, chat_logprobs
+from ..bodies import GenerateRequest
+from ..dialect import Answer, Printer, ReplyState, TextDelta, Usage, chat_events, chat_logprobs
 from ..sse import encode_json
 from .openai import error_message
-from .openai_responses_input import REASONING_PREFIX
 
-if TYPE_CHECKING:
-    from ...generation import TextDelta
-    from ...tokenizer import Tokenizer
-    from ..bodies import GenerateRequest
-
+REASONING_PREFIX = "rbee1."  # of `encrypted_content`: the reasoning itself, as base64
 INPUT_START = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 INPUT_PIECES = re.compile(r'(?:[^"\\]|\\u[dD][89abAB]..\\u....|\\u(?![dD][89abAB])....|\\[^u])+', re.DOTALL)
 

@@ -18,10 +18,9 @@ from llm_worker_rbee.errors import (
     WorkerError,
 )
 from llm_worker_rbee.sampling_params import StructuredOutputsParams
-from llm_worker_rbee.server.bodies import Conversation, GenerateRequest, ParseOptions
-from llm_worker_rbee.server.dialects.anthropic import parse_messages, to_messages
-from llm_worker_rbee.server.dialects.anthropic_printer import MessagePrinter, error_body
-from llm_worker_rbee.server.schema import ValidationError
+from llm_worker_rbee.server.bodies import Conversation, GenerateRequest
+from llm_worker_rbee.server.dialects.anthropic import MessagePrinter, error_body, parse_messages, to_messages
+from llm_worker_rbee.server.schema import ParseOptions, ValidationError
 from tests.helpers.scripted_engine import ScriptedServer, call, think
 from tests.helpers.server import CONTEXT, Server
 from tests.server.conftest import KEY, Start

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee.sampling_params import MAX_COUNT
-from llm_worker_rbee.server.bodies import Conversation, ModelLimits, ParseOptions
+from llm_worker_rbee.server.bodies import Conversation
 from llm_worker_rbee.server.dialects import ollama, ollama_models
-from llm_worker_rbee.server.schema import ValidationError
+from llm_worker_rbee.server.schema import ModelLimits, ParseOptions, ValidationError
 from tests.helpers.server import CHAT, CONTEXT, Server
 from tests.server.conftest import Start
 

@@ -9,7 +9,7 @@ import pytest
 
 from llm_worker_rbee import LLM
 from llm_worker_rbee.generation import TextDelta
-from llm_worker_rbee.server.dialects import openai_chat, openai_completions
+from llm_worker_rbee.server.dialects import openai, openai_completions
 from llm_worker_rbee.server.schema import Enum
 from tests.conftest import DEVICE
 from tests.helpers import tiny_models
@@ -19,7 +19,7 @@ from tests.server.conftest import Start
 JOBS, CHATS, COMPLETIONS = "/v1/jobs", "/v1/chat/completions", "/v1/completions"
 UNHONOURED = [
     (path, name)
-    for path, table in ((CHATS, openai_chat.CHAT), (COMPLETIONS, openai_completions.COMPLETION))
+    for path, table in ((CHATS, openai.CHAT), (COMPLETIONS, openai_completions.COMPLETION))
     for name, field in table.items()
     if isinstance(field.type, Enum)
 ]
@@ -116,7 +116,7 @@ def test_fields_without_effect_are_accepted(server: Server, path: str) -> None:
 @pytest.mark.parametrize(("path", "name"), UNHONOURED)
 def test_unsupported_field_is_refused_unless_default(server: Server, path: str, name: str) -> None:
     """Refused by name, unless its value changes nothing."""
-    kind = (openai_chat.CHAT if path == CHATS else openai_completions.COMPLETION)[name].type
+    kind = (openai.CHAT if path == CHATS else openai_completions.COMPLETION)[name].type
     assert isinstance(kind, Enum)
     for value in (*kind.allowed, None):
         assert server.post(path, {**BODIES[path], "max_tokens": 1, name: value}).status_code == 200, value
@@ -192,7 +192,7 @@ def test_chunks_from_template_have_the_bytes_of_encoding_each(
     server: Server, monkeypatch: pytest.MonkeyPatch, path: str, more: dict[str, Any]
 ) -> None:
     is_chat, pairs = path == CHATS, list[tuple[bytes, bytes]]()
-    printer = openai_chat.ChatPrinter if is_chat else openai_completions.CompletionPrinter
+    printer = openai.ChatPrinter if is_chat else openai_completions.CompletionPrinter
     printed = printer.print_delta
 
     def watched(self: Any, i: int, delta: TextDelta) -> bytes:

@@ -14,9 +14,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from ..errors import WorkerError
-from .chat_events import Tool, ToolCallDelta, ToolCallStart
-from .chat_format import (
+from ...errors import WorkerError
+from ..tokenizer import Tokenizer
+from .events import Tool, ToolCallDelta, ToolCallStart
+from .format import (
     CONTENT_PAIRS,
     GEMMA_QUOTE,
     GENERIC_TOOLS,
@@ -31,10 +32,9 @@ from .chat_format import (
     ToolFormat,
     marker_ids,
 )
-from .chat_parser import ChatParser
-from .chat_template import ChatTemplate
-from .chat_values import load_json
-from .tokenizer import Tokenizer
+from .parser import ChatParser
+from .template import ChatTemplate
+from .values import load_json
 
 # Unique words; names and values that a template might treat as something else are avoided.
 USER, CONTENT, REASONING, RESULT, SYSTEM = "Uzq1question", "Czq2content", "Rzq3thought", "Tzq4result", "Szq5system"

@@ -1,6 +1,6 @@
 """Chat templates: messages to the prompt format that a model was trained on.
 
-A template comes with a model file and is not trusted. chat_template_worker.py renders it in a small process (20 MB,
+A template comes with a model file and is not trusted. template_worker.py renders it in a small process (20 MB,
 80 ms to start, then kept) whose time and memory the operating system limits; every failure is a `ChatTemplateError`,
 except that the process was killed from outside (by the system when memory is short) or did not answer: then it renders
 once more. Its processor time alone says that a template is slow: one that did not answer was stopped, or the machine is
@@ -23,11 +23,11 @@ from typing import Any
 
 import msgspec
 
-from ..errors import ChatTemplateError, InvalidRequestError, UnavailableError, WorkerError
-from ..pipe_process import PipeProcess
-from .chat_events import Tool
-from .chat_reader import SURROGATES
-from .tokenizer import MARK, Tokenizer
+from ...errors import ChatTemplateError, InvalidRequestError, UnavailableError, WorkerError
+from ...pipe_process import PipeProcess
+from ..tokenizer import MARK, Tokenizer
+from .events import Tool
+from .reader import SURROGATES
 
 Message = Mapping[str, Any]
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ MAX_CPU_S = 1  # CPU time
 MAX_WAIT_S = 20.0  # wall time: the machine may be busy
 MAX_REPLY_BYTES = 256 << 20
 KILL_SIGNALS = (-signal.SIGKILL, -signal.SIGTERM)  # as exit status: of others, not of the limits of a template
-WORKER_SCRIPT = Path(__file__).with_name("chat_template_worker.py")
+WORKER_SCRIPT = Path(__file__).with_name("template_worker.py")
 
 
 CONTENT_IS_NULL = (

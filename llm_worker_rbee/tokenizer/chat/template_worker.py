@@ -1,10 +1,10 @@
-"""Renderer of chat templates: a program that chat_template.py runs as a child. It imports no module of the package.
+"""Renderer of chat templates: a program that template.py runs as a child. It imports no module of the package.
 
 A template may do anything that Jinja's immutable sandbox allows, without bound; the operating system bounds this
 process. JSON lines on standard input and output: {"source", "seconds"} first, then {"values", "messages", "rules",
 "protect"} for each rendering; each gets {"text"}, or {"error"} with the index of a message without content where the
 template failed. Each rendering has its own CPU time limit. `adapt` changes messages to what the template accepts, by
-the rules that chat_detection.py found; it is done here because a long conversation takes long.
+the rules that detection.py found; it is done here because a long conversation takes long.
 """
 
 import hashlib

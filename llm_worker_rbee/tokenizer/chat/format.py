@@ -1,16 +1,15 @@
 """How a model writes reasoning and tool calls: one record, and a table of formats that templates do not show.
 
-chat_detection.py finds the record of a model; the parser and the grammar of answers are made from it.
+detection.py finds the record of a model; the parser and the grammar of answers are made from it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:  # only its interface is used
-    from .tokenizer import Tokenizer
+from ..tokenizer import Tokenizer
 
 ToolKind = Literal["none", "json", "tag_json", "tag_arguments", "pythonic", "gemma", "harmony"]
 ID = "\0"  # the place of a call's id in `call_start` and `name_suffix`
@@ -59,7 +58,7 @@ class ToolFormat:
 
 @dataclass(frozen=True, slots=True)
 class MessageRules:
-    """How messages are adapted to a template; chat_template_worker.py does it."""
+    """How messages are adapted to a template; template_worker.py does it."""
 
     tools: Literal["template", "xml_tools", "system"] = "system"  # where definitions go; "system": into that message
     calls: Literal["object", "string", "content"] = "content"  # arguments of calls; "content": as text of the message

@@ -1,21 +1,38 @@
-"""What a dialect makes of a reply: the interface of its printer, and the records that it prints."""
+"""The interface of a dialect: the routes of one API with the parsers of their bodies, and the printers of its replies.
+
+A reply passes each delta to a printer, with the records here.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from ..errors import WorkerError
 from ..sampling_params import FinishReason, TokenLogprob
-from ..tokenizer.chat_events import ChatEvent, ContentDelta, EventFold
+from ..tokenizer import Tokenizer
+from ..tokenizer.chat.events import ChatEvent, ContentDelta, EventFold
+from .bodies import GenerateRequest
+from .json_schema import Schema
+from .schema import ParseOptions
+from .settings import ServerSettings
 from .sse import PING
 
-if TYPE_CHECKING:  # the process that parses large bodies imports this module too
-    from ..errors import WorkerError
-    from ..generation import Generation, TextDelta
-    from ..tokenizer import Tokenizer
-    from .bodies import GenerateRequest
+# Types that dialects name and never make. Importing them takes 20 MB and half a second (docs/decisions/server.md), and
+# the process that parses large bodies imports the dialects for their parsers.
+if TYPE_CHECKING:
+    from ..generation import Generation as Generation
+    from ..generation import TextDelta as TextDelta
+    from ..text_model import TextModel as TextModel
+    from .pooling import PoolingService as PoolingService
+    from .worker import Worker as Worker
+else:
+    Generation = TextDelta = TextModel = PoolingService = Worker = Any
+
+Parse = Callable[[bytes, ParseOptions], Any]
 
 
 class Usage(NamedTuple):
@@ -117,3 +134,68 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> dict
     return {"content": [
         {**encode(entry.token, entry.logprob), "top_logprobs": [encode(*top) for top in entry.top]} for entry in entries
     ], "refusal": None}  # fmt: skip
+
+
+class Call(Protocol):
+    """A request as a handler gets it."""
+
+    @property
+    def method(self) -> str: ...
+    @property
+    def path_params(self) -> dict[str, Any]: ...
+    async def body(self) -> bytes: ...  # raises unless it is JSON and arrives in time
+    def until_disconnect(self) -> AbstractAsyncContextManager[None]: ...  # its task is cancelled then
+
+
+# Returns a response, or what becomes one: an object or (object, status, headers).
+Handler = Callable[[Call], Awaitable[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """What `/openapi.json` says of a route; schemas are given by their names."""
+
+    summary: str
+    request: str | None = None
+    reply: str = "Any"  # or a media type
+    event: str | None = None  # of a stream
+    status: int = 200
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRoute:
+    """A POST route whose body is answered by the model, streamed or whole."""
+
+    path: str
+    parse: Callable[[bytes, ParseOptions], GenerateRequest]
+    printer: Callable[[ReplyState], Printer]
+    operation: Operation
+    # The events of a stream whose prompt does not fit, where the API has them; elsewhere it is an error with a status.
+    print_overflow: Callable[[GenerateRequest, WorkerError], bytes] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Any other route."""
+
+    method: str
+    path: str
+    operation: Operation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """One API."""
+
+    prefixes: tuple[str, ...]  # of paths whose errors have its form, routes that do not exist included
+    error_body: Callable[[WorkerError], dict[str, Any]]
+    generate: tuple[GenerateRoute, ...] = ()
+    routes: tuple[Route, ...] = ()
+    make_handlers: Callable[[Worker], Mapping[str, Handler]] = lambda _: {}  # of `routes`, by their paths
+    # Besides the parsers of `generate`: by name, with the type of the record.
+    parsers: dict[str, tuple[Parse, Any]] = field(default_factory=dict)
+    schemas: Callable[[ServerSettings], dict[str, Schema]]  # of bodies and replies, by name
+    takes_any_content_type: bool = False  # of a body, unless a page sends it, as its clients and documents expect
+    has_large_bodies: bool = False  # the limit is that of pooling models
+    error_schema: str = "Error"
+    invalid_schema: str | None = None  # of status 400, where it differs

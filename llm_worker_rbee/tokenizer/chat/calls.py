@@ -12,10 +12,10 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from typing import Literal
 
-from .chat_events import ChatEvent, Tool, ToolCallDelta, ToolCallEnd, ToolCallStart, new_call_id
-from .chat_format import GEMMA_QUOTE, ID, KEY, ChatFormat
-from .chat_reader import SURROGATES, CutError, MarkerReader, MismatchError, Task, encode_markers
-from .chat_values import (
+from .events import ChatEvent, Tool, ToolCallDelta, ToolCallEnd, ToolCallStart, new_call_id
+from .format import GEMMA_QUOTE, ID, KEY, ChatFormat
+from .reader import SURROGATES, CutError, MarkerReader, MismatchError, Task, encode_markers
+from .values import (
     JsonStream,
     escape,
     fits,

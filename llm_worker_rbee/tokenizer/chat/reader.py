@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from .chat_format import ChatFormat
+from .format import ChatFormat
 
 FIRST_MARKER = 0xD800
 MAX_DONE_CHARS = 4096

@@ -11,10 +11,10 @@ import re
 from collections.abc import Generator, Sequence
 from contextlib import suppress
 
-from .chat_calls import MAX_NAME_CHARS, CallReader
-from .chat_events import ChatEvent, ContentDelta, ReasoningDelta, Tool, ToolCallDelta
-from .chat_format import ChatFormat
-from .chat_reader import FIRST_MARKER, SURROGATES, CutError, MismatchError, Task, encode_markers
+from .calls import MAX_NAME_CHARS, CallReader
+from .events import ChatEvent, ContentDelta, ReasoningDelta, Tool, ToolCallDelta
+from .format import ChatFormat
+from .reader import FIRST_MARKER, SURROGATES, CutError, MismatchError, Task, encode_markers
 
 
 class ChatParser(CallReader):

@@ -1,0 +1,111 @@
+"""The settings of one server: names of its models, limits, its API key and where that comes from.
+
+A key is never shown; an empty one is an error, not "no key".
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+from uuid import uuid4
+
+from ..errors import InvalidRequestError
+
+VARIABLES = ("LLM_WORKER_API_KEY", "LLORCH_API_TOKEN")  # the second is the Rust worker's
+MAX_FILE_BYTES = 4096
+
+
+class Key(NamedTuple):
+    """A key, and the shell expression that gives it."""
+
+    value: str
+    shell: str
+
+
+def find_key(file: Path | None, environment: Mapping[str, str]) -> Key | None:
+    """Return the key of the file or else of the first variable; raise if two of them differ."""
+    found: list[tuple[str, Key]] = []
+    if file is not None:
+        quoted = "'" + str(file.absolute()).replace("'", "'\\''") + "'"
+        found.append((f"--api-key-file {file}", Key(_read_key_file(file), f"$(cat {quoted})")))
+    found += [(name, Key(environment[name].strip(), f"${name}")) for name in VARIABLES if name in environment]
+    for origin, key in found:
+        if not key.value:
+            raise InvalidRequestError(f"{origin} is empty: give a key, or leave it out to serve without one", "api_key")
+        if not (key.value.isascii() and key.value.isprintable() and " " not in key.value):
+            raise InvalidRequestError(f"{origin} cannot be a key: it must be one word of printable ASCII", "api_key")
+    for origin, key in found[1:]:
+        if key.value != found[0][1].value:
+            message = f"{found[0][0]} and {origin} hold different keys: leave one of them out"
+            raise InvalidRequestError(message, "api_key")
+    return found[0][1] if found else None
+
+
+def _read_key_file(file: Path) -> str:
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        why = getattr(error, "strerror", None) or error
+        raise InvalidRequestError(f"cannot read {file}: {why}", "api_key") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise InvalidRequestError(f"{file} is too long for a key: at most {MAX_FILE_BYTES} bytes", "api_key")
+    return data.decode("utf-8", "replace").strip()
+
+
+def model_name(reference: str) -> str:
+    """Return the name of a model for clients; of a path, the file's name without its ending, or the folder's."""
+    if reference.startswith("hf:") or not (os.sep in reference or reference.endswith(".gguf")):
+        return reference
+    name = os.path.basename(os.path.abspath(os.path.expanduser(reference)))
+    return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", name) or reference
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """Settings of one server. These are the only defaults."""
+
+    model_ref: str  # as given by the user
+    served_name: str | None = None  # another name that clients may use
+    embedding_model: str | None = None  # a model of embeddings beside it, as given by the user
+    rerank_model: str | None = None  # likewise one that ranks
+    worker_id: str = field(default_factory=lambda: f"worker-{uuid4().hex[:12]}")
+    api_key: str | None = None
+    max_queue: int | None = None  # waiting requests, beside those of a full batch; None: 4 batches, at least 256
+    max_queued_tokens: int | None = None  # prompt tokens that wait for prefill; None: 64 steps, at least 262,144
+    max_body: int = 4 << 20
+    max_pooling_body: int = 64 << 20  # of requests to pooling models: 2,048 long texts
+    job_ttl_s: float = 300.0  # how long a finished job is kept
+    ping_s: float = 15.0  # after which an idle stream gets a ping
+    shutdown_timeout_s: float = 30.0
+    stall_timeout_s: float = 30.0  # without a step while there is work; of a reader, without reading
+    ignore_unknown_fields: bool = False
+    open_objects: bool = False  # objects may have properties that their schemas do not name
+    cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()  # names in `Host` of a worker without a key, beside loopback; "*": any
+    callback_url: str | None = None
+    heartbeat_url: str | None = None
+    advertise_url: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.api_key is not None and not self.api_key.strip():
+            raise InvalidRequestError("the API key is empty: give one, or none at all", "api_key")
+
+    @property
+    def listed_names(self) -> tuple[str, ...]:
+        """The names of the model as lists have them: no path is among them unless it was given as the name."""
+        return tuple(dict.fromkeys(name for name in (self.served_name, model_name(self.model_ref)) if name))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the model that requests may use; replies use the first."""
+        return tuple(dict.fromkeys((*self.listed_names, self.model_ref)))
+
+    @property
+    def pooling_names(self) -> tuple[str, ...]:
+        """The names of the pooling models."""
+        return tuple(model_name(name) for name in (self.embedding_model, self.rerank_model) if name)
