@@ -133,11 +133,12 @@ class TextModel:
     def encode_chat(
         self, prompt: str, options: ChatOptions, structured_outputs: StructuredOutputsParams | None
     ) -> EncodedPrompt:
-        """Return the rendered prompt of a chat encoded, with what parses its answer, and the grammar that it has."""
+        """Encode a rendered chat prompt; return its ids, a parser factory and the answer's grammar."""
         ids = self.tokenizer.encode(prompt, parse_special=True, protected=True)
         tail, found = prompt[-TAIL_CHARS:], self.chat_format
         wanted = structured_outputs
-        if wanted is None or options.tools or found.has_reasoning or found.content_start:
+        is_free = wanted is None and not options.tools and options.thinking_budget is None
+        if not is_free and (wanted is None or options.tools or found.has_reasoning or found.content_start):
             structured = None if wanted is None else (wanted.kind, getattr(wanted, wanted.kind))
             objects = wanted.additional_properties if wanted is not None else None
             is_open = self.open_objects if objects is None else objects == "open"

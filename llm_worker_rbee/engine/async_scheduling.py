@@ -110,12 +110,12 @@ class StepPipeline:
     def can_launch(self, scheduled: Sequence[ScheduledTokens]) -> bool:
         """Return whether a step has only prefills and decodes: prompts are scored and drafts verified synchronously."""
         is_plain = not any(one.request.num_unscored_tokens or one.request.drafts for one in scheduled)
-        return self.is_enabled and not self._engine.is_drafting and is_plain
+        return is_plain and not self._engine.is_drafting
 
     def waits_for(self, num_drafts: int) -> bool:
         """Return whether a step with these drafts, which are certain, saves more than steps that are launched ahead."""
         self._waits_for_drafts = False
-        return not self.is_enabled or self._drafts_pay(num_drafts)
+        return self._drafts_pay(num_drafts)
 
     def launch(self, scheduled: list[ScheduledTokens]) -> list[StepOutput]:
         """Launch a step, and collect it."""

@@ -113,8 +113,8 @@ class Engine:
         if self.pipeline.in_flight is not None:
             outputs += self.pipeline.collect()
         elif scheduled := self.schedule():
-            launch = self.pipeline.launch if self.pipeline.can_launch(scheduled) else self.run_step
-            outputs += launch(scheduled)
+            is_ahead = self.pipeline.is_enabled and self.pipeline.can_launch(scheduled)
+            outputs += self.pipeline.launch(scheduled) if is_ahead else self.run_step(scheduled)
         return self._end_step(outputs)
 
     def _begin_step(self) -> list[StepOutput]:
@@ -122,8 +122,10 @@ class Engine:
         self.is_computing = False  # an interrupted step leaves it set
         self._called_at = time.perf_counter()
         outputs = self.scheduler.expire(time.monotonic())
-        is_idle = self.pipeline.in_flight is None and all(request.is_held for request in self.scheduler.running)
-        return outputs + collect_held(self.mask_filler, self.scheduler.remove, is_idle=is_idle)
+        if self.mask_filler.held:
+            is_idle = self.pipeline.in_flight is None and all(request.is_held for request in self.scheduler.running)
+            outputs += collect_held(self.mask_filler, self.scheduler.remove, is_idle=is_idle)
+        return outputs
 
     def _end_step(self, outputs: list[StepOutput]) -> list[StepOutput]:
         if self.config.debug:
@@ -200,17 +202,19 @@ class Engine:
 
     def _run(self, scheduled: list[ScheduledTokens]) -> Array:
         """Return the logits, while the masks of guided requests are filled."""
-        sampled = [one.request for one in scheduled if one.stop >= len(one.request.ids)]
-        if self.model.ops.has_device_memory:  # it computes while the host fills masks
-            logits = self._run_model(scheduled)
-            self.mask_filler.start(sampled)
-        else:
-            self.mask_filler.start(sampled)
-            logits = self._run_model(scheduled)
+        requests = [one.request for one in scheduled if one.stop >= len(one.request.ids)]
+        if not any(request.constraint is not None for request in requests):
+            return self._run_model(scheduled)
+        if not self.model.ops.has_device_memory:
+            self.mask_filler.start(requests)
+            return self._run_model(scheduled)
+        logits = self._run_model(scheduled)  # the device computes while the host fills masks
+        self.mask_filler.start(requests)
         return logits
 
     def _sample(self, scheduled: list[ScheduledTokens], logits: Array) -> SamplerOutput:
-        self.mask_filler.wait()
+        if self.mask_filler.pending is not None:
+            self.mask_filler.wait()
         return sample(self.model.ops, scheduled, logits)
 
     def _run_model(self, scheduled: list[ScheduledTokens]) -> Array:
@@ -238,7 +242,7 @@ class Engine:
             self._run_drafter(self.drafter)
         grammar_drafts = self.grammar_drafts()
         num_drafts = sum(len(drafts) for _, drafts in grammar_drafts)
-        if self.pipeline.waits_for(num_drafts) or self.is_drafting:
+        if not self.pipeline.is_enabled or self.pipeline.waits_for(num_drafts) or self.is_drafting:
             for request, drafts in grammar_drafts:
                 request.drafts = drafts
 

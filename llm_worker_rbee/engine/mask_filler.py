@@ -36,8 +36,8 @@ class MaskFiller:
         self._thread: ThreadPoolExecutor | None = None
         self._background: ThreadPoolExecutor | None = None
         self._buffer: TokenMask = np.zeros((0, 0), np.int32)
-        self._pending: Future[None] | None = None
-        self._held: dict[Request, tuple[list[StepOutput], Future[int]]] = {}
+        self.pending: Future[None] | None = None  # masks that are being filled
+        self.held: dict[Request, tuple[list[StepOutput], Future[int]]] = {}  # requests whose slow grammars advance
         self._is_suspicious = False  # the last masks took long, and it is not known which of them
 
     def start(self, requests: Sequence[Request]) -> None:
@@ -53,11 +53,11 @@ class MaskFiller:
         elif rows:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
-            self._pending = self._thread.submit(self._fill, rows)
+            self.pending = self._thread.submit(self._fill, rows)
 
     def wait(self) -> None:
         """Wait until `masks` of all constraints are filled."""
-        pending, self._pending = self._pending, None
+        pending, self.pending = self.pending, None
         if pending is not None:
             pending.result()
 
@@ -67,19 +67,19 @@ class MaskFiller:
             self._background = ThreadPoolExecutor(1, "slow-masks", initializer=lower_thread_priority)
         tokens = [output.token for output in outputs]
         request.is_held = True
-        self._held[request] = outputs, self._background.submit(request.constraint.advance, tokens)
+        self.held[request] = outputs, self._background.submit(request.constraint.advance, tokens)
 
     def collect(self, *, is_idle: bool) -> list[tuple[list[StepOutput], int]]:
         """Return the outputs of requests whose next masks are there, and how many of them were consumed.
 
         An idle engine waits a moment for one of them.
         """
-        if is_idle and self._held:
-            wait([future for _, future in self._held.values()], HELD_WAIT_S, FIRST_COMPLETED)
-        done = [request for request, (_, future) in self._held.items() if future.done() or request.is_finished]
+        if is_idle and self.held:
+            wait([future for _, future in self.held.values()], HELD_WAIT_S, FIRST_COMPLETED)
+        done = [request for request, (_, future) in self.held.items() if future.done() or request.is_finished]
         collected = []
         for request in done:
-            outputs, future = self._held.pop(request)
+            outputs, future = self.held.pop(request)
             request.is_held = False
             if not request.is_finished:
                 collected.append((outputs, future.result()))

@@ -160,7 +160,7 @@ def test_slow_grammars_are_computed_beside_steps_and_change_no_answer(
         assert answers(engine, seed) == expected[seed], seed
         assert engine.scheduler.pool.num_free == engine.config.n_blocks
     assert len(held) > 20
-    assert not engine.mask_filler._held
+    assert not engine.mask_filler.held
 
 
 def test_grammar_that_is_too_slow_ends_alone(
