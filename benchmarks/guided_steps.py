@@ -67,13 +67,14 @@ class Bench:
         self.tokenizer = open_tokenizer(own)
         self.compiler = GrammarCompiler(lambda: self.tokenizer, self.config.vocab_size)
         self.engine.grammar_compiler = self.compiler
+        self._can_launch = self.engine.pipeline.is_enabled
         self._options, self._masks_s = options, 0.0
         warm_up(self.engine)
 
     def run(self, way: str) -> Measured:
         """Answer a batch; count from the first token of the last request."""
         engine, is_guided = self.engine, way.startswith("guided")
-        engine.pipeline.is_enabled = "synchronous" not in way
+        engine.pipeline.is_enabled = self._can_launch and "synchronous" not in way
         vars(async_scheduling)["forced_drafts_pay"] = forced_drafts_pay if way == "guided" else lambda *_: False
         requests = [self._request(i, is_guided=is_guided) for i in range(self._options.batch)]
         for request in requests:
