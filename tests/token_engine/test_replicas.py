@@ -10,7 +10,6 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from llm_worker_rbee.backends import cpu_info
@@ -229,7 +228,7 @@ def test_stalled_engine_gets_no_more_requests(load: Load) -> None:
 
 def test_engine_that_cannot_load_fails_the_start(load: Load) -> None:
     async def main() -> None:
-        broken = msgspec.structs.replace(load, options=load.options | {"device": "cuda:99"})
+        broken = load.with_options(device="cuda:99")
         engine = ReplicaSet([load, broken])
         with pytest.raises(WorkerError, match="cuda"):
             await engine.start(lambda stage: None)
@@ -344,7 +343,7 @@ def test_restart_ends_with_the_first_engine_that_cannot_load_again(load: Load, t
         await engine.restart()  # brings it back
         assert engine.status() == "healthy"
 
-    run(main, msgspec.structs.replace(load, options=load.options | {"model": str(model)}), max_restarts=1)
+    run(main, load.with_options(model=str(model)), max_restarts=1)
 
 
 def test_choices_of_one_prompt_are_hashed_once_and_stay_together(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:

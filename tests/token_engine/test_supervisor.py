@@ -129,8 +129,7 @@ def test_engine_killed_in_any_state_of_a_request(load: Load, faults: EngineFault
         assert summary(await outputs_of(engine.submit(made[0]()))) == expected[0]
 
     settings = {"max_batch": 4, "max_step_tokens": 32, "prefix_cache": False}
-    options = load.options | {"model": str(random_model), "settings": settings}
-    run(main, msgspec.structs.replace(load, options=options))
+    run(main, load.with_options(model=str(random_model), **settings))
 
 
 def test_requests_that_are_submitted_during_a_restart_wait(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,9 +257,9 @@ def test_stalled_engine_is_restarted(load: Load) -> None:
 def test_first_load_that_fails_is_raised_and_not_repeated(load: Load, tmp_path: Path) -> None:
     async def main() -> None:
         for options, message in (
-            ({"model": str(tmp_path / "none.gguf")}, "none.gguf"), ({"settings": {"max_batch": 0}}, "max_batch"),
+            ({"model": str(tmp_path / "none.gguf")}, "none.gguf"), ({"max_context": 1 << 20}, "max_context"),
         ):  # fmt: skip
-            engine = SupervisedEngine(msgspec.structs.replace(load, options=load.options | options))
+            engine = SupervisedEngine(load.with_options(**options))
             with pytest.raises(WorkerError, match=message):
                 await engine.start(lambda stage: None)
             await engine.stop(RequestCancelledError("stopped"))
