@@ -26,7 +26,7 @@ class Raise(NamedTuple):
 
 
 LOG: tuple[Raise, ...] = (
-    Raise(38, "lines of llm_worker_rbee/engine", 213, "the plan of memory moved here from load.py, drafters say more"),
+    Raise(38, "lines of llm_worker_rbee/engine", 233, "the plan of memory moved here from load.py, drafters say more"),
     Raise(38, "files of llm_worker_rbee/tokenizer", 1, "tokenizer/chat is a package"),
 )
 
@@ -40,7 +40,7 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "llm_worker_rbee/backends/cuda/kernels": (Budget(4_049, 4_049), Budget(14, 14)),
     "llm_worker_rbee/cli": (Budget(3_837, 3_826), Budget(15, 15)),
     "llm_worker_rbee/cluster": (Budget(699, 696), Budget(6, 6)),
-    "llm_worker_rbee/engine": (Budget(3_307, 3_520), Budget(18, 17)),
+    "llm_worker_rbee/engine": (Budget(3_307, 3_540), Budget(18, 17)),
     "llm_worker_rbee/layers": (Budget(527, 527), Budget(8, 8)),
     "llm_worker_rbee/models": (Budget(3_580, 3_579), Budget(20, 20)),
     "llm_worker_rbee/server": (Budget(9_136, 8_972), Budget(42, 34)),
@@ -55,7 +55,7 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "benchmarks/pages": (Budget(1_045, 1_045), Budget(8, 8)),
 }
 COUNTS = {
-    "lines of the worker": Budget(57_243, 57_093),
+    "lines of the worker": Budget(57_243, 57_113),
     "files of the worker": Budget(252, 246),
     "files of a streamed chat": Budget(62, 54),
     "largest number of imported modules": Budget(27, 26),

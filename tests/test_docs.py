@@ -108,3 +108,12 @@ def test_page_of_embeddings_shows_commands_and_python_that_work(tmp_path: Path) 
     exec(code.replace("top_n=2", "top_n=2, truncate=True"), names)
     assert names["rows"].shape == (3, names["embedder"].dimension)
     assert 0 <= names["best"] < 3
+
+
+def test_page_of_the_engine_shows_its_code() -> None:
+    text = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
+    code = [line.strip() for line in (PACKAGE / "engine" / "engine.py").read_text(encoding="utf-8").splitlines()]
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[:2]
+    lines = [line.strip() for block in blocks for line in block.splitlines()]
+    assert len(lines) == 13
+    assert [line for line in lines if line not in code] == []

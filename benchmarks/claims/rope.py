@@ -166,7 +166,7 @@ def cpu_sides(target: Target, q: Floats, k: Floats, step: Step) -> dict[str, Rot
 def device_sides(target: Target, q: Floats, k: Floats, step: Step) -> dict[str, Rotation]:
     """Return the formula in PyTorch, and the Triton kernel with angles made in each call or taken from a table."""
     package = type(target.ops).__module__
-    rope, device = (importlib.import_module(f"{package}.{name}") for name in ("rope", "device"))
+    rope, device = (importlib.import_module(f"{package}.{name}") for name in ("kernels.rope", "device"))
     ops: Any = target.ops
     (tokens, heads, dim), table, where = q.shape, rope_table(q.shape[-1]), ops.torch_device
     batch = consecutive_batch(tokens, step.context, BLOCK_SIZE)

@@ -18,18 +18,15 @@ forces are drafts only where they save more than that (`forced_drafts_pay`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, Protocol
 
 from ..backends.ops import Array, PendingTokens, SampleRow
 from .model_runner import forward
 from .request import Request, SamplerOutput, ScheduledTokens, StepOutput
 from .sampler import collect_logprobs, next_row
 from .step_time import StepSize
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 DISCARDED_ROW = SampleRow(temperature=0.0)  # of a request that has finished
 # Seconds between two steps in which the device waits for the host, if the second is not launched ahead. A step with
@@ -97,11 +94,34 @@ class InFlightStep(NamedTuple):
                 one.request.num_in_flight_tokens, one.request.pending_row = 0, -1
 
 
+class StepEngine(Protocol):
+    """The engine as its pipeline sees it."""
+
+    model: Any
+    runner: Any
+    scheduler: Any
+    mask_filler: Any
+    step_time: Any
+    on_schedule: Callable[[], None]
+
+    @property
+    def is_drafting(self) -> bool: ...
+    def computing(self) -> AbstractContextManager[None]: ...
+    def begin_timing(self) -> None: ...
+    def observe_launched(self, scheduled: list[ScheduledTokens], num_running: int) -> None: ...
+    def run_step(self, scheduled: list[ScheduledTokens]) -> list[StepOutput]: ...
+    def update(self, scheduled: list[ScheduledTokens], sampled: SamplerOutput) -> list[StepOutput]: ...
+    def fail_step(self, scheduled: list[ScheduledTokens], error: Exception) -> list[StepOutput]: ...
+    def max_prefill_tokens(self, decodes: Sequence[ScheduledTokens], start: int) -> int: ...
+    def grammar_drafts(self) -> list[tuple[Request, list[int]]]: ...
+    def draft(self) -> None: ...
+
+
 class StepPipeline:
     """The step in flight of an engine, and the launching of the step after it, where the backend samples
     asynchronously."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: StepEngine) -> None:
         self._engine = engine
         self.is_enabled = engine.model.ops.has_async_sampling and engine.model.fused is not None
         self.in_flight: InFlightStep | None = None

@@ -98,9 +98,8 @@ def test_drafting_that_is_measured_is_not_paused(llm: LLM, monkeypatch: pytest.M
     ticks, calls = count(), list[int]()
     clock = SimpleNamespace(perf_counter=lambda: 1e-4 * next(ticks) + 5e-3 * len(calls), monotonic=lambda: 0.0)
     monkeypatch.setattr(serving, "time", clock)
-    monkeypatch.setattr(
-        harness.engine, "drafter", SimpleNamespace(draft=lambda running, *_: calls.append(len(running)))
-    )
+    drafter = SimpleNamespace(draft=lambda running, *_: calls.append(len(running)), needs_hidden=False)
+    monkeypatch.setattr(harness.engine, "drafter", drafter)
     run = harness.decode_prompts([harness.ids[0, :9].tolist()], 150)
     assert len(calls) >= run.steps >= 148
 

@@ -19,6 +19,7 @@ from llm_worker_rbee.engine.request import Request, StepOutput
 from llm_worker_rbee.errors import GrammarDeadEndError, GrammarTooSlowError, InsufficientMemoryError
 from llm_worker_rbee.models import Transformer
 from llm_worker_rbee.sampling_params import SamplingParams, StructuredOutputsParams
+from llm_worker_rbee.structured_outputs import constraint
 from llm_worker_rbee.structured_outputs.constraint import BUDGET_STEPS, MAX_STEP_S, SLOW_STEP_S, Constraint
 from llm_worker_rbee.structured_outputs.grammar import GrammarCompiler
 from llm_worker_rbee.text_model import open_tokenizer
@@ -104,9 +105,11 @@ def make_mixed(compiler: GrammarCompiler, seed: int) -> list[Request]:
 @pytest.mark.parametrize("unsure", [0.0, 0.2])
 @pytest.mark.parametrize("settings", [{}, {"max_batch": 3}, {"n_blocks": 7}])
 def test_guided_steps_ahead_give_the_tokens_of_sync_steps(
-    model: Transformer, compiler: GrammarCompiler, settings: dict[str, Any], unsure: float
-) -> None:
+    model: Transformer, compiler: GrammarCompiler, settings: dict[str, Any], unsure: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """With requests that are not guided, aborts, preemption and undecided steps; forced tokens are no drafts."""
+    monkeypatch.setattr(constraint, "SLOW_STEP_S", 1e9)  # a busy machine holds no request back
     device = AsyncBackend(model.ops, unsure)
     ahead = make_engine(make_async(model, device), compiler, **settings)
     plain = make_engine(replace(model, ops=SyncBackend(model.ops)), compiler, **settings)  # type: ignore[arg-type]
