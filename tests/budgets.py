@@ -27,7 +27,6 @@ class Raise(NamedTuple):
 
 LOG: tuple[Raise, ...] = (
     Raise(38, "lines of llm_worker_rbee/engine", 233, "the plan of memory moved here from load.py, drafters say more"),
-    Raise(38, "files of llm_worker_rbee/tokenizer", 1, "tokenizer/chat is a package"),
 )
 
 FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the folders that have a row of their own
@@ -45,8 +44,8 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "llm_worker_rbee/models": (Budget(3_580, 3_579), Budget(20, 20)),
     "llm_worker_rbee/server": (Budget(9_136, 8_972), Budget(42, 34)),
     "llm_worker_rbee/structured_outputs": (Budget(1_658, 1_658), Budget(7, 7)),
-    "llm_worker_rbee/token_engine": (Budget(2_499, 2_492), Budget(16, 14)),
-    "llm_worker_rbee/tokenizer": (Budget(4_633, 4_633), Budget(17, 18)),
+    "llm_worker_rbee/token_engine": (Budget(2_499, 2_496), Budget(16, 15)),
+    "llm_worker_rbee/tokenizer": (Budget(4_633, 4_620), Budget(17, 17)),
     "llm_worker_rbee/weights": (Budget(4_502, 4_502), Budget(18, 18)),
     "llm_worker_bench": (Budget(11_209, 11_206), Budget(55, 55)),
     "llm_worker_bench/commands": (Budget(1_806, 1_805), Budget(10, 10)),
@@ -55,7 +54,7 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "benchmarks/pages": (Budget(1_045, 1_045), Budget(8, 8)),
 }
 COUNTS = {
-    "lines of the worker": Budget(57_243, 57_113),
+    "lines of the worker": Budget(57_243, 57_104),
     "files of the worker": Budget(252, 246),
     "files of a streamed chat": Budget(62, 54),
     "largest number of imported modules": Budget(27, 26),

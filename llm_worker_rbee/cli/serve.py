@@ -34,11 +34,11 @@ from ..server.serve import serve as run_server
 from ..server.settings import Key, ServerSettings, find_key
 from ..server.worker import Worker
 from ..text_model import TextModel, check_chat_template, open_tokenizer
-from ..token_engine.engine_loop import ThreadedEngine
 from ..token_engine.launch import replace_with_dummy, warm_up
 from ..token_engine.protocol import Load, ModelInfo
 from ..token_engine.replicas import ReplicaSet
 from ..token_engine.supervisor import SupervisedEngine
+from ..token_engine.threaded import ThreadedEngine
 from ..weights import open_checkpoint
 from ..weights.hub import DEFAULT_MODEL
 from .options import (

@@ -71,7 +71,7 @@ class RayEngine(TokenEngine):
         return self.info
 
     def submit(self, request: RequestState) -> RequestStream:
-        stream = RequestStream(request, self._abort)
+        stream = RequestStream(request, self._abort, asyncio.Event())
         # without the context of the HTTP request, which a job outlives
         self._open[request.id] = stream, asyncio.create_task(self._run(stream), context=Context())
         return stream

@@ -1,58 +1,25 @@
 """The engine's end of the protocol: submissions become requests of an `Engine`, its steps become results.
 
 Whoever owns the engine (a thread, a child process, a caller of the offline API) passes messages in and calls `step`.
-`ThreadedEngine` does it in a thread of this process, the one place where threads meet: an event loop submits requests
-and awaits their outputs; the thread takes in what was submitted and aborted, steps, and posts the results to the loop.
-Without work it sleeps.
-
-    async with ThreadedEngine(load) as token_engine:
-        stream = token_engine.submit(RequestState(...))
-        while outputs := await stream.next_outputs(): ...
 """
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
-from typing import Any
 
 from .. import machine
 from ..engine.engine import Engine
 from ..engine.request import Request, StepOutput
-from ..errors import (
-    ContextLengthError,
-    InferenceError,
-    InvalidRequestError,
-    RequestCancelledError,
-    WorkerError,
-    copy_error,
-)
-from ..progress import OnStage
+from ..errors import ContextLengthError, InferenceError, InvalidRequestError, WorkerError, copy_error
 from ..structured_outputs.constraint import Constraint
-from .protocol import (
-    MAX_BUFFERED_OUTPUTS,
-    Abort,
-    EngineStats,
-    ModelInfo,
-    RequestEvent,
-    RequestState,
-    RequestStream,
-    StepResult,
-    Submit,
-    TokenEngine,
-    TokenOutput,
-    take_result,
-)
+from .protocol import Abort, EngineStats, RequestEvent, StepResult, Submit, TokenOutput
 
 OnEvents = Callable[[list[RequestEvent]], None]
-Load = Callable[[OnStage], tuple[Engine, ModelInfo]]
 COMPILE_WAIT_S = 0.005  # of a step without other work than grammars that are compiled
 
 
@@ -251,119 +218,3 @@ class EngineLoop:
         scheduler = self.engine.scheduler
         scheduler.events = []
         scheduler.pool.changes = {} if self._records_blocks else None
-
-
-class ThreadedEngine(TokenEngine):
-    """Serves an engine to the event loop that starts it."""
-
-    def __init__(self, load: Load, max_buffered_outputs: int = MAX_BUFFERED_OUTPUTS) -> None:
-        """`load` makes the engine, in a thread."""
-        self.engine: Engine  # once it is started, as these
-        self._loop: EngineLoop
-        self._event_loop: asyncio.AbstractEventLoop
-        self._load = load
-        self._last_step_at = time.monotonic()  # when a step last ended, or there was no work
-        self._max_buffered_outputs = max_buffered_outputs
-        self._inbox: deque[Submit | Abort] = deque()
-        self._streams: dict[int, RequestStream] = {}  # the event loop's own
-        self._wake = threading.Event()
-        self._is_stopping = False
-        self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
-
-    async def start(self, on_stage: OnStage) -> ModelInfo:
-        self._event_loop = asyncio.get_running_loop()
-        self.engine, self.info = await asyncio.to_thread(self._load, on_stage)
-        self._loop = EngineLoop(self.engine, self._post_events)
-        self._thread.start()
-        return self.info
-
-    async def __aenter__(self) -> ThreadedEngine:
-        await self.start(lambda stage: None)
-        return self
-
-    async def __aexit__(self, *_: Any) -> None:
-        await self.stop(RequestCancelledError("the engine was stopped"))
-
-    async def restart(self) -> None:
-        raise InferenceError("an engine in the worker's own process cannot be restarted")
-
-    async def stop(self, error: WorkerError) -> None:
-        self._is_stopping = True
-        self._wake.set()
-        if self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join)
-        for stream in list(self._streams.values()):
-            stream.finish_with(error)
-        self._drain_inbox()  # the thread is gone
-
-    def submit(self, request: RequestState) -> RequestStream:
-        if self._is_stopping:
-            raise RequestCancelledError("the engine was stopped")
-        stream = RequestStream(request, self._abort, self._max_buffered_outputs)
-        self._streams[request.id] = stream
-        self._send(request.submitted)
-        return stream
-
-    @property
-    def num_requests(self) -> int:
-        return len(self._streams)
-
-    def stats(self) -> EngineStats:
-        return self._loop.stats()
-
-    @property
-    def last_step_age_s(self) -> float:
-        return time.monotonic() - self._last_step_at if self._loop.has_work else 0.0
-
-    def status(self) -> str:
-        if self.engine.device_failed:
-            return "failed"
-        return "healthy" if self._thread.is_alive() else "stalled"
-
-    def _abort(self, request: RequestState) -> None:
-        self._streams.pop(request.id, None)
-        self._send(Abort(request.id))
-
-    def _send(self, message: Submit | Abort) -> None:
-        self._inbox.append(message)
-        self._wake.set()
-
-    def _serve(self) -> None:
-        """Step while there is work. An unexpected error finishes every request, and the engine starts anew."""
-        while not self._is_stopping:
-            try:
-                self._drain_inbox()
-                if self._loop.has_work:
-                    self._post(self._loop.step())
-                else:
-                    self._sleep()
-            except Exception as error:
-                failure = InferenceError(f"the engine failed ({type(error).__name__})")
-                failure.__cause__ = error
-                self._post(self._loop.fail_all(failure))  # if even that fails the thread ends: status() shows it
-            self._last_step_at = time.monotonic()
-
-    def _sleep(self) -> None:
-        """Wait for the inbox; in debug runs the idle scheduler is checked first."""
-        if self.engine.config.debug:
-            self.engine.scheduler.check()
-        self._wake.wait()
-        self._wake.clear()
-
-    def _drain_inbox(self) -> None:
-        """Add and abort requests in the order of submission."""
-        while self._inbox:
-            self._loop.receive(self._inbox.popleft())
-
-    def _post_events(self, events: list[RequestEvent]) -> None:
-        self._post(StepResult(events=events))
-
-    def _post(self, result: StepResult) -> None:
-        try:
-            self._event_loop.call_soon_threadsafe(self._take, result)
-        except RuntimeError:  # the loop is closed: no reader is left
-            self._loop.fail_all(RequestCancelledError("the event loop was closed"))
-
-    def _take(self, result: StepResult) -> None:
-        """Pass a result to its streams, in the event loop."""
-        take_result(result, self._streams)

@@ -12,7 +12,6 @@ change raises `VERSION`.
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, replace
@@ -349,14 +348,15 @@ class RequestStream:
     """
 
     def __init__(
-        self, request: RequestState, on_abort: Callable[[RequestState], None],
+        self, request: RequestState, on_abort: Callable[[RequestState], None], changed: Any,
         max_buffered_outputs: int = MAX_BUFFERED_OUTPUTS,
     ) -> None:  # fmt: skip
+        """`changed` is an event of the reader's loop; the offline API has none, and imports no event loop."""
         self.request = request
         self.on_abort = on_abort
         self._max_buffered_outputs = max_buffered_outputs
         self._outputs: list[TokenOutput] = []
-        self._changed = asyncio.Event()
+        self._changed = changed
         self._on_outputs: Callable[[], None] = self._changed.set
 
     async def next_outputs(self) -> list[TokenOutput]:

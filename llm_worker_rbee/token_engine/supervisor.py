@@ -101,7 +101,7 @@ class SupervisedEngine(SupervisedProcess[ModelInfo], TokenEngine):
         self._require_alive()
         timeout_s = request.submitted.timeout_s
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        supervised = SupervisedRequest(RequestStream(request, self._abort), deadline, hashes)
+        supervised = SupervisedRequest(RequestStream(request, self._abort, asyncio.Event()), deadline, hashes)
         if timeout_s is not None:  # the engine's own clock is not there during a restart
             supervised.timer = asyncio.get_running_loop().call_later(timeout_s + DEADLINE_GRACE_S, _expire, supervised)
         self.adopt(supervised)

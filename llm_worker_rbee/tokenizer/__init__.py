@@ -4,9 +4,8 @@ Nothing here knows models or arrays.
 """
 
 from .chat.template import ChatTemplate
-from .detokenizer import Detokenizer
 from .from_gguf import tokenizer_from_gguf
 from .from_hf import tokenizer_from_hf
-from .tokenizer import Tokenizer
+from .tokenizer import Detokenizer, Tokenizer
 
 __all__ = ["ChatTemplate", "Detokenizer", "Tokenizer", "tokenizer_from_gguf", "tokenizer_from_hf"]

@@ -17,8 +17,8 @@ from llm_worker_rbee.engine.request import Request, SamplerOutput, ScheduledToke
 from llm_worker_rbee.errors import InvalidRequestError, RequestCancelledError
 from llm_worker_rbee.models import Transformer
 from llm_worker_rbee.sampling_params import SamplingParams
-from llm_worker_rbee.token_engine.engine_loop import ThreadedEngine
 from llm_worker_rbee.token_engine.protocol import RequestState, Submit
+from llm_worker_rbee.token_engine.threaded import ThreadedEngine
 from tests.helpers import engine_runs
 from tests.helpers.engine_runs import all_of
 

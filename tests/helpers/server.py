@@ -29,8 +29,8 @@ from llm_worker_rbee.server.pooling import PoolingModels
 from llm_worker_rbee.server.serve import connection_class
 from llm_worker_rbee.server.settings import ServerSettings
 from llm_worker_rbee.server.worker import Worker
-from llm_worker_rbee.token_engine.engine_loop import ThreadedEngine
 from llm_worker_rbee.token_engine.protocol import ModelInfo
+from llm_worker_rbee.token_engine.threaded import ThreadedEngine
 from tests.helpers import tiny_models
 
 CONTEXT = 65_536

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from llm_worker_rbee.token_engine.engine_loop import ThreadedEngine
 from llm_worker_rbee.token_engine.protocol import Abort
+from llm_worker_rbee.token_engine.threaded import ThreadedEngine
 from tests.helpers.server import CHAT, Server, ids, is_decoding, step_through, until
 from tests.server.conftest import Start
 
