@@ -183,7 +183,9 @@ def test_same_output_under_random_schedules_of_gemma_4(small: dict[str, Workload
 
 def require_same_output(workloads: dict[str, Workload], kinds: Sequence[str], rng: random.Random, count: int) -> None:
     seen = dict.fromkeys(("preempted", "hit", "accepted", "rejected"), 0)
-    for drafter in islice(cycle(DRAFTERS), count):
+    for i, drafter in enumerate(islice(cycle(DRAFTERS), 3 * count)):
+        if i >= count and all(seen.values()):  # schedules follow the clock: a busy machine may need more of them
+            break
         kind, kv_type = rng.choice(kinds), rng.choice(("float32", *KV_TYPES))
         draft_model = workloads[KINDS[0]].model if drafter == "model" else None
         scheduler = play(rng, workloads[kind], kv_type, 12, 25, drafter, draft_model).scheduler
