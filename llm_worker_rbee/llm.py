@@ -78,6 +78,8 @@ class LLM(TextModel):
         """
         if not isinstance(model, LoadOptions):
             model = LoadOptions.from_arguments({"model": model, **options})
+        elif options:
+            raise InvalidRequestError(f"{min(options)} is given beside LoadOptions: set it there", min(options))
         self.loading = LoadPhases(on_stage, progress)
         self.phases = self.loading.seconds
         loaded = load(model, self.loading)

@@ -30,7 +30,7 @@ LOG: tuple[Raise, ...] = (
 )
 
 FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the folders that have a row of their own
-    "llm_worker_rbee": (Budget(3_543, 3_359), Budget(14, 14)),
+    "llm_worker_rbee": (Budget(3_543, 3_361), Budget(14, 14)),
     "llm_worker_rbee/backends": (Budget(1_907, 1_903), Budget(8, 8)),
     "llm_worker_rbee/backends/cpu": (Budget(2_777, 2_777), Budget(12, 12)),
     "llm_worker_rbee/backends/cpu/kernels": (Budget(4_958, 4_958), Budget(18, 18)),
@@ -54,7 +54,7 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "benchmarks/pages": (Budget(1_045, 1_045), Budget(8, 8)),
 }
 COUNTS = {
-    "lines of the worker": Budget(57_243, 57_104),
+    "lines of the worker": Budget(57_243, 57_106),
     "files of the worker": Budget(252, 246),
     "files of a streamed chat": Budget(62, 54),
     "largest number of imported modules": Budget(27, 26),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee import LLM, SamplingParams
+from llm_worker_rbee.config import LoadOptions
 from llm_worker_rbee.errors import (
     ContextLengthError,
     DeadlineError,
@@ -266,3 +267,9 @@ def test_bad_engine_settings_raise_with_name(settings: dict[str, Any], message: 
     with pytest.raises(InvalidRequestError, match=message) as caught:
         LLM(tiny_file, **settings)
     assert caught.value.field == next(iter(settings))
+
+
+def test_options_beside_a_record_of_options_are_refused(tiny_file: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="max_batch is given beside LoadOptions: set it there"):
+        LLM(LoadOptions(model=str(tiny_file)), max_batch=3)
+    assert LLM(LoadOptions(model=str(tiny_file), max_batch=3)).engine.config.max_batch == 3
