@@ -17,7 +17,7 @@ collect compare compile complete compute convert copy correct count cut declare 
 document draw drop encode end exclude explain extend extract fetch fill find finish fit fix fold follow free fuse
 generate give group guard handle hash hide hold ignore import include increase infer inline join keep launch leave let
 limit link list load log look lower make map mark match measure mend merge mix move multiply name normalize note open
-order pack page parse pass pick pin place plan point prefer prefetch prefill prepare print profile prove publish put
+order pack page parse pass pick pin place plan play point prefer prefetch prefill prepare print profile prove publish put
 quantize quote raise read record redraw reduce refuse register release remove rename render repack repair repeat
 replace report require requantize reserve reset resolve restart restore return reuse revert rewrite rotate round route
 run sample save say scale schedule score select send separate serve set share shorten show simplify size skip sort

@@ -234,7 +234,7 @@ class SpmEncoder:
 
     def encode(self, text: str, parse_special: bool, mark: str = "") -> list[int]:
         if self._squeeze_spaces:
-            text = _SPACES.sub(" ", text.strip(" "))
+            text = _SPACES.sub(" ", text.lstrip(" ").rstrip(" " + SPACE))  # SentencePiece trims both at the end
         ids: list[int] = []
         starts = True
         for token_id, part in self._splitters[parse_special].split(text):
@@ -415,7 +415,7 @@ def unigram_encoder(
     with tokenizer_errors("tokenizer.ggml.precompiled_charsmap"):
         steps += [normalizers.Precompiled(characters)] if characters else []
     if squeeze_spaces:
-        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+        steps += [normalizers.Replace(Regex(rf"\A +|[ {SPACE}]+\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     steps.append(normalizers.Replace(" ", SPACE))
     steps += [normalizers.Prepend(SPACE)] if add_space_prefix else []
     with tokenizer_errors("tokenizer.ggml.tokens"):

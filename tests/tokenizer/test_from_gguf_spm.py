@@ -72,7 +72,7 @@ def test_encode_equals_sentencepiece(variant: str, tmp_path: Path) -> None:
     processor = train(**training)
     write_gguf(tmp_path / "spm.gguf", metadata_of(processor, **keys))
     tokenizer = tokenizer_from_gguf(open_gguf(tmp_path / "spm.gguf").metadata)
-    extra = ["<user>", "a<user>b", "<user1><user>x <user", " <user> ", "x  y   z "]
+    extra = ["<user>", "a<user>b", "<user1><user>x <user", " <user> ", "x  y   z ", "▁", " ▁ ", "▁x ▁ ▁ "]
 
     def check(text: str) -> None:
         text = text.replace("\x00", "")  # sentencepiece reserves it
