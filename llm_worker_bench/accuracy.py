@@ -329,9 +329,13 @@ def load_synthetic_pair(
 
 
 def measure_logit_errors(
-    recorder: Recorder, progress: StepProgress, model: Transformer, truth: Transformer, kv_type: str,
+    recorder: Recorder,
+    progress: StepProgress,
+    model: Transformer,
+    truth: Transformer,
+    kv_type: str,
     batches: Sequence[int],
-) -> None:  # fmt: skip
+) -> None:
     """Record the error of the logits, as a part of their standard deviation: of prompts, and of decode at batch sizes.
 
     Both models have the same random weights; every sequence of a batch has keys and values of its own.
@@ -369,10 +373,14 @@ def _forward(
     state_out = np.full(n * copies, -1)
     state_out[query_start[1:] - 1] = states
     batch = Batch(
-        ids=np.tile(ids, copies), positions=np.tile(positions, copies), query_start=query_start,
+        ids=np.tile(ids, copies),
+        positions=np.tile(positions, copies),
+        query_start=query_start,
         slot_mapping=np.concatenate([cache.slots(table, positions) for table in tables]),
-        context_len=np.full(copies, start + n), block_table=tables,
+        context_len=np.full(copies, start + n),
+        block_table=tables,
         logits_index=np.arange(n * copies) if all_logits else query_start[1:] - 1,
-        state_in=states if start else np.full(copies, -1), state_out=state_out,
-    )  # fmt: skip
+        state_in=states if start else np.full(copies, -1),
+        state_out=state_out,
+    )
     return to_numpy(model.forward(batch, cache))

@@ -48,9 +48,15 @@ class EngineHarness:
     """Drive an engine with room for `batch` sequences of `capacity` tokens; `options` are fields of `EngineConfig`."""
 
     def __init__(
-        self, model: Transformer, capacity: int, batch: int = 1, seed: int = 0, kv_type: str = "float32",
-        draft_model: Transformer | None = None, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        model: Transformer,
+        capacity: int,
+        batch: int = 1,
+        seed: int = 0,
+        kv_type: str = "float32",
+        draft_model: Transformer | None = None,
+        **options: Any,
+    ) -> None:
         self._rng = np.random.default_rng(seed)
         self.ids: Ints = self._rng.integers(0, model.config.vocab_size, (batch, capacity))
         # tokens of the first sequence when the last begins, and those at both ends
@@ -86,9 +92,14 @@ class EngineHarness:
         return TimedRun(seconds, read, self.engine.num_steps - before, [request.tokens for request in requests])
 
     def decode(
-        self, depth: int, tokens: int, batch: int, between: Callable[[], object] | None = None,
-        time_device: Callable[[], float | None] | None = None, on_start: Callable[[], object] | None = None,
-    ) -> TimedRun:  # fmt: skip
+        self,
+        depth: int,
+        tokens: int,
+        batch: int,
+        between: Callable[[], object] | None = None,
+        time_device: Callable[[], float | None] | None = None,
+        on_start: Callable[[], object] | None = None,
+    ) -> TimedRun:
         """Run `tokens` decode steps of each sequence behind `depth` tokens (at 0 one stands for the BOS token).
 
         `between` is called after each step and timed apart, so that it and the step meet the machine in the same state.

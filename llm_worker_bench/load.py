@@ -33,9 +33,15 @@ KERNEL_CACHE_VARIABLES = ("TRITON_CACHE_DIR", "LLM_WORKER_KERNEL_CACHE")  # of t
 
 
 def run(
-    recorder: Recorder, progress: StepProgress, model: Path, repetitions: int, options: dict[str, Any] | None = None, *,
-    compile_kernels: bool = False, warms_up: bool = False,
-) -> None:  # fmt: skip
+    recorder: Recorder,
+    progress: StepProgress,
+    model: Path,
+    repetitions: int,
+    options: dict[str, Any] | None = None,
+    *,
+    compile_kernels: bool = False,
+    warms_up: bool = False,
+) -> None:
     """Start the worker repeatedly, cold and warm in turn; `options` are arguments of LLM.
 
     A first start, kept apart, compiles kernels that are not cached yet.

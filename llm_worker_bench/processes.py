@@ -33,8 +33,12 @@ from llm_worker_rbee.errors import WorkerError
 PACKAGE_ROOT = Path(__file__).parents[1]
 BUSY_WINDOW_S = 0.5
 THREAD_VARIABLES = (
-    "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "RAYON_NUM_THREADS",
-)  # fmt: skip
+    "OPENBLAS_NUM_THREADS",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "NUMBA_NUM_THREADS",
+    "RAYON_NUM_THREADS",
+)
 
 
 class ChildFailedError(WorkerError):
@@ -60,9 +64,14 @@ class ChildProcess:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             self._process = subprocess.Popen(
-                self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, env=self.env,
-                cwd=self.cwd, start_new_session=True,  # Ctrl-C is for the benchmark, which ends its children
-            )  # fmt: skip
+                self.command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                env=self.env,
+                cwd=self.cwd,
+                start_new_session=True,  # Ctrl-C is for the benchmark, which ends its children
+            )
         except OSError as error:
             self._errors.close()
             raise ChildFailedError(f"{self.name} cannot be started: {error.strerror}: {self.command[0]}") from error

@@ -125,8 +125,19 @@ class Run:
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `--json` prints and files hold."""
-        names = ("kind", "created", "complete", "elapsed_s", "command", "commit", "sources", "machine", "versions",
-                 "model", "settings")  # fmt: skip
+        names = (
+            "kind",
+            "created",
+            "complete",
+            "elapsed_s",
+            "command",
+            "commit",
+            "sources",
+            "machine",
+            "versions",
+            "model",
+            "settings",
+        )
         head = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, **{name: getattr(self, name) for name in names}}
         return {**head, "details": dict(self.details), "results": [result.as_json() for result in self.results]}
 
@@ -209,9 +220,20 @@ class Recorder:
     def to_run(self, *, complete: bool = True) -> Run:
         created, elapsed_s = datetime.now(UTC).isoformat(timespec="seconds"), round(time.monotonic() - self._started, 3)
         return Run(
-            self.kind, self.results(), created, describe_machine(), package_versions(), describe_commit(), self.model,
-            self.settings, self.details, complete, elapsed_s, self.command, source_hashes(),
-        )  # fmt: skip
+            self.kind,
+            self.results(),
+            created,
+            describe_machine(),
+            package_versions(),
+            describe_commit(),
+            self.model,
+            self.settings,
+            self.details,
+            complete,
+            elapsed_s,
+            self.command,
+            source_hashes(),
+        )
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -278,10 +300,14 @@ def describe_machine() -> dict[str, Any]:
     """Return processor, memory, GPU and system, and the fingerprint."""
     total, _ = machine.memory()
     hardware: dict[str, Any] = {
-        "cpu": machine.cpu_name(), "features": machine.cpu_features(), "cores": machine.usable_cores(),
-        "quota": machine.cpu_quota(), "memory_gib": None if total is None else round(total / (1 << 30)),
-        "gpus": machine.gpus(), "architecture": platform.machine(),
-    }  # fmt: skip
+        "cpu": machine.cpu_name(),
+        "features": machine.cpu_features(),
+        "cores": machine.usable_cores(),
+        "quota": machine.cpu_quota(),
+        "memory_gib": None if total is None else round(total / (1 << 30)),
+        "gpus": machine.gpus(),
+        "architecture": platform.machine(),
+    }
     fingerprint = hashlib.sha256(repr(sorted(hardware.items())).encode()).hexdigest()[:12]
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     threads = {name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ}

@@ -148,10 +148,12 @@ def _measure_limits(threads: int) -> Limits:
         # what fits into a smaller cache is never read slower; a thread's part may be too short to show it
         bandwidth = tuple(zip(sizes, np.maximum.accumulate(read)[::-1].tolist(), strict=True))
         rates = {
-            name: threads * loop.operations * ROUNDS
+            name: threads
+            * loop.operations
+            * ROUNDS
             / _min_seconds(pool, [partial(loop.run, one.ctypes.data, ROUNDS) for one in operands])
             for name, loop in peak.peaks().items()
-        }  # fmt: skip
+        }
     return Limits(threads, bandwidth, rates.pop("float32"), tuple(rates.items()))
 
 

@@ -318,9 +318,14 @@ class ItlUnderPrefill:
         suffix = f"@t{self.target_ms}" if self.target_ms else "@none"
         for name, quantile in QUANTILES.items():
             self.bench.add(
-                f"itl_{name}{suffix}", "s", float(np.quantile(seconds, quantile)), target_ms=self.target_ms or None,
-                answering=DECODING_REQUESTS, prompt=self.prompt, steps=len(seconds),
-            )  # fmt: skip
+                f"itl_{name}{suffix}",
+                "s",
+                float(np.quantile(seconds, quantile)),
+                target_ms=self.target_ms or None,
+                answering=DECODING_REQUESTS,
+                prompt=self.prompt,
+                steps=len(seconds),
+            )
         self.bench.add(f"ttft{self.prompt}{suffix}", "s", sum(seconds), prompt=self.prompt)
 
 
@@ -339,9 +344,15 @@ class SpeculativeDecoding:
     """
 
     def __init__(
-        self, bench: ModelBench, tokens: int, batch: int, checkpoint: Checkpoint, kv_type: str,
-        draft_model: Transformer | None, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        bench: ModelBench,
+        tokens: int,
+        batch: int,
+        checkpoint: Checkpoint,
+        kv_type: str,
+        draft_model: Transformer | None,
+        **options: Any,
+    ) -> None:
         self.bench, self.tokens, self.batch = bench, tokens, batch
         self.is_exact = bench.model.ops.deterministic
         drafter = options["speculative"] if draft_model is None else "draft"
@@ -385,9 +396,14 @@ class SpeculativeDecoding:
         self.bench.add(self.plain_name, "tok/s", plain.tokens / plain.seconds, "higher", batch=self.batch)
         self.bench.samples.setdefault(self.name, []).append(drafting.tokens / drafting.seconds)
         self.bench.put(
-            self.name, "tok/s", "higher", batch=self.batch, drafted=drafted, accepted=accepted,
+            self.name,
+            "tok/s",
+            "higher",
+            batch=self.batch,
+            drafted=drafted,
+            accepted=accepted,
             acceptance=accepted / drafted if drafted else 0.0,
             tokens_per_step=drafting.tokens / drafting.steps / self.batch,
             times_plain=self.bench.ratio(self.name, self.plain_name),
             **({} if self.is_exact else {"same_answers": same}),
-        )  # fmt: skip
+        )

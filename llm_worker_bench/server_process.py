@@ -78,9 +78,13 @@ class ServerProcess:
         stdout = self._output if self.url else subprocess.PIPE
         try:
             self._process = subprocess.Popen(
-                self.command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=self._output, env=self.env,
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=self._output,
+                env=self.env,
                 start_new_session=True,  # Ctrl-C ends the benchmark; SIGTERM ends the server
-            )  # fmt: skip
+            )
         except OSError as error:
             self._output.close()
             raise self.error(f"{self.name} cannot be started: {error.strerror}") from None

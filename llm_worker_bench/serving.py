@@ -140,10 +140,13 @@ def make_details(totals: LoadStatistics, seconds: float) -> dict[str, Any]:
     """Return the details of a saved run: totals, some thousand latencies, error messages."""
     kept = {**totals.latencies, "itl": totals.itls.values}
     return {
-        "duration_s": round(seconds, 6), "prompt_tokens": totals.prompt_tokens, "output_tokens": totals.output_tokens,
-        "counted_by": totals.counted_by, "errors": dict(totals.examples),
+        "duration_s": round(seconds, 6),
+        "prompt_tokens": totals.prompt_tokens,
+        "output_tokens": totals.output_tokens,
+        "counted_by": totals.counted_by,
+        "errors": dict(totals.examples),
         "latencies": {name: _evenly_chosen(values) for name, values in kept.items()},
-    }  # fmt: skip
+    }
 
 
 def summarize(values: Floats, owners: NDArray[np.int64]) -> dict[str, statistics.Estimate]:

@@ -92,9 +92,14 @@ def outliers(samples: Sequence[float]) -> Outliers:
 
 
 def compare(
-    before: Samples, after: Samples, *, lower_is_better: bool = True, noise: float = NOISE,
-    rounds: tuple[Sequence[int], Sequence[int]] = ((), ()), paired: bool = False,
-) -> Change:  # fmt: skip
+    before: Samples,
+    after: Samples,
+    *,
+    lower_is_better: bool = True,
+    noise: float = NOISE,
+    rounds: tuple[Sequence[int], Sequence[int]] = ((), ()),
+    paired: bool = False,
+) -> Change:
     """Compare two sides: a change counts if its interval excludes zero and it exceeds the noise.
 
     `paired` rounds were taken in turn: only how they move against each other is drift.

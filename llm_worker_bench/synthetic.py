@@ -189,9 +189,11 @@ def metadata(spec: Spec) -> dict[str, Any]:
     """Return the GGUF metadata of the shape."""
     s = spec.shape
     general = {
-        "architecture": s.architecture, "name": f"synthetic {spec}", "file_type": spec.mix.file_type,
+        "architecture": s.architecture,
+        "name": f"synthetic {spec}",
+        "file_type": spec.mix.file_type,
         "quantization_version": 2,
-    }  # fmt: skip
+    }
     keys = architecture_keys(s, spec.layers)
     sections = (("general", general), (s.architecture, keys))
     return {f"{section}.{key}": value for section, pairs in sections for key, value in pairs.items()}
@@ -214,9 +216,12 @@ def _vocabulary(shape: Shape) -> dict[str, Any]:
     tokens = [*head, *(word.format(number) for number in range(size - len(head)))][:size]
     scores = Typed("float32", [-float(number) for number in range(size)])
     keys = {
-        "model": "bert" if is_encoder else "llama", "tokens": tokens, "scores": scores,
-        "token_type": Typed("int32", (kinds + [1] * size)[:size]), **special,
-    }  # fmt: skip
+        "model": "bert" if is_encoder else "llama",
+        "tokens": tokens,
+        "scores": scores,
+        "token_type": Typed("int32", (kinds + [1] * size)[:size]),
+        **special,
+    }
     return {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
 
 

@@ -42,23 +42,35 @@ class Shape(NamedTuple):
 
 
 MINISTRAL_ROPE = {
-    "rope.scaling.type": "yarn", "rope.scaling.factor": 16.0, "rope.scaling.original_context_length": 16384,
-    "rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.1,
-}  # fmt: skip
-GPT_OSS_ROPE = {
-    "rope.scaling.type": "yarn", "rope.scaling.factor": 32.0, "rope.scaling.original_context_length": 4096
-}  # fmt: skip
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 16.0,
+    "rope.scaling.original_context_length": 16384,
+    "rope.scaling.yarn_log_multiplier": 1.0,
+    "attention.temperature_scale": 0.1,
+}
+GPT_OSS_ROPE = {"rope.scaling.type": "yarn", "rope.scaling.factor": 32.0, "rope.scaling.original_context_length": 4096}
 DELTA_NET = {
-    "ssm.conv_kernel": 4, "ssm.state_size": 128, "ssm.group_count": 16, "ssm.time_step_rank": 32,
-    "ssm.inner_size": 4096, "full_attention_interval": 4, "rope.dimension_count": 64,
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 128,
+    "ssm.group_count": 16,
+    "ssm.time_step_rank": 32,
+    "ssm.inner_size": 4096,
+    "full_attention_interval": 4,
+    "rope.dimension_count": 64,
     "rope.dimension_sections": [11, 11, 10, 0],
-}  # fmt: skip
+}
 GEMMA4 = {
-    "attention.key_length": 512, "attention.value_length": 512, "attention.key_length_swa": 256,
-    "attention.value_length_swa": 256, "rope.dimension_count": 512, "rope.dimension_count_swa": 256,
-    "rope.freq_base_swa": 10000.0, "attention.shared_kv_layers": 0, "embedding_length_per_layer_input": 0,
+    "attention.key_length": 512,
+    "attention.value_length": 512,
+    "attention.key_length_swa": 256,
+    "attention.value_length_swa": 256,
+    "rope.dimension_count": 512,
+    "rope.dimension_count_swa": 256,
+    "rope.freq_base_swa": 10000.0,
+    "attention.shared_kv_layers": 0,
+    "embedding_length_per_layer_input": 0,
     "final_logit_softcapping": 30.0,
-}  # fmt: skip
+}
 
 
 def _encoder(layers: int, width: int, heads: int, vocabulary: int, context: int, pooling: int, eps: float) -> Shape:
@@ -161,9 +173,10 @@ def _lfm2_layer(s: Shape, layer: int) -> Tensors:
         mixer = _attention(s.width, s.width, s.kv_heads * s.head_size)
     else:
         mixer = {
-            "shortconv.conv": (s.width, SHORT_CONVOLUTION), "shortconv.in_proj": (3 * s.width, s.width),
+            "shortconv.conv": (s.width, SHORT_CONVOLUTION),
+            "shortconv.in_proj": (3 * s.width, s.width),
             "shortconv.out_proj": (s.width, s.width),
-        }  # fmt: skip
+        }
     return _layer(norms, mixer | _mlp(s))
 
 
@@ -175,9 +188,13 @@ def _qwen35_layer(s: Shape, layer: int) -> Tensors:
     heads, size, values = keys["ssm.time_step_rank"], keys["ssm.state_size"], keys["ssm.inner_size"]
     channels = 2 * keys["ssm.group_count"] * size + values
     mixer = {
-        "attn_qkv": (channels, s.width), "attn_gate": (values, s.width), "ssm_beta": (heads, s.width),
-        "ssm_alpha": (heads, s.width), "ssm_out": (s.width, values), "ssm_conv1d": (channels, keys["ssm.conv_kernel"]),
-    }  # fmt: skip
+        "attn_qkv": (channels, s.width),
+        "attn_gate": (values, s.width),
+        "ssm_beta": (heads, s.width),
+        "ssm_alpha": (heads, s.width),
+        "ssm_out": (s.width, values),
+        "ssm_conv1d": (channels, keys["ssm.conv_kernel"]),
+    }
     return {"ssm_dt.bias": (heads,), "ssm_a": (heads,), **_layer(norms | {"ssm_norm": size}, mixer | _mlp(s))}
 
 
@@ -244,14 +261,24 @@ def architecture_keys(s: Shape, layers: int) -> dict[str, Any]:
     head, experts = s.head_size, {}
     if s.experts:
         experts = {
-            "expert_count": s.experts, "expert_used_count": s.used_experts, "expert_feed_forward_length": s.expert_ff
-        }  # fmt: skip
+            "expert_count": s.experts,
+            "expert_used_count": s.used_experts,
+            "expert_feed_forward_length": s.expert_ff,
+        }
     return {
-        "context_length": s.context, "embedding_length": s.width, "block_count": layers,
-        "feed_forward_length": s.d_ff, "attention.head_count": s.heads, "attention.head_count_kv": s.kv_heads,
-        "attention.layer_norm_rms_epsilon": s.eps, "rope.dimension_count": head, "rope.freq_base": s.rope_base,
+        "context_length": s.context,
+        "embedding_length": s.width,
+        "block_count": layers,
+        "feed_forward_length": s.d_ff,
+        "attention.head_count": s.heads,
+        "attention.head_count_kv": s.kv_heads,
+        "attention.layer_norm_rms_epsilon": s.eps,
+        "rope.dimension_count": head,
+        "rope.freq_base": s.rope_base,
         "vocab_size": s.vocabulary,
         **({"attention.key_length": head, "attention.value_length": head} if s.head_dim else {}),
         **({"attention.sliding_window": s.window} if s.window else {}),
-        **experts, **s.keys, **architecture(s).keys(s, layers),
-    }  # fmt: skip
+        **experts,
+        **s.keys,
+        **architecture(s).keys(s, layers),
+    }

@@ -30,9 +30,15 @@ LAYER_KINDS = ("attention", "short_conv", "gated_delta")
 MIN_ROPE_FACTOR = 1e-6  # of rope scaling
 SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT = 1.702, 7.0  # of the activation "swiglu_oai"
 MAX_SHAPE = {
-    "n_layers": MAX_LAYERS, "d_model": MAX_WIDTH, "n_heads": MAX_WIDTH, "n_kv_heads": MAX_WIDTH,
-    "head_dim": MAX_WIDTH, "d_ff": MAX_WIDTH, "vocab_size": MAX_VOCABULARY, "context_length": MAX_CONTEXT,
-}  # fmt: skip
+    "n_layers": MAX_LAYERS,
+    "d_model": MAX_WIDTH,
+    "n_heads": MAX_WIDTH,
+    "n_kv_heads": MAX_WIDTH,
+    "head_dim": MAX_WIDTH,
+    "d_ff": MAX_WIDTH,
+    "vocab_size": MAX_VOCABULARY,
+    "context_length": MAX_CONTEXT,
+}
 POOLING_KINDS = ("mean", "cls", "last")
 SPECULATIVE = ("off", "ngram", "mtp")
 MAX_BATCH, MAX_DRAFT_TOKENS = 1024, 16

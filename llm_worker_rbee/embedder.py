@@ -72,9 +72,15 @@ class _PoolingRunner:
         self.loading = LoadPhases(on_stage, progress)
         self.phases = self.loading.seconds
         options = PoolingOptions(
-            model=str(model), device=device, backend=backend, threads=threads, quantize=quantize, max_length=max_length,
-            deterministic=deterministic, task=self._task,
-        )  # fmt: skip
+            model=str(model),
+            device=device,
+            backend=backend,
+            threads=threads,
+            quantize=quantize,
+            max_length=max_length,
+            deterministic=deterministic,
+            task=self._task,
+        )
         loaded = load_pooling(options, self.loading)
         self.checkpoint, self.config, self.pooling = loaded.checkpoint, loaded.config, loaded.pooling
         self.model, self.text, self.quant = loaded.model, loaded.text, loaded.quant
@@ -195,9 +201,13 @@ class Embedder(_PoolingRunner):
         return similarity(a, b, self.pooling.similarity)
 
     def encode(
-        self, inputs: Sequence[Any], *, prompt: str | None = None, prompt_name: str | None = None,
+        self,
+        inputs: Sequence[Any],
+        *,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
         truncate: bool = False,
-    ) -> list[Ints]:  # fmt: skip
+    ) -> list[Ints]:
         """Return the ids of texts, or check ids: what `embed` computes."""
         if prompt is not None and prompt_name is not None:
             raise InvalidRequestError("prompt and prompt_name exclude each other: give one of them", "prompt")
@@ -221,9 +231,14 @@ class Reranker(_PoolingRunner):
         super().__init__(model, **options)
 
     def rank(
-        self, query: str, documents: Sequence[str], *, top_n: int | None = None, truncate: bool = False,
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        truncate: bool = False,
         progress: ShowProgress = None,
-    ) -> list[RankResult]:  # fmt: skip
+    ) -> list[RankResult]:
         """Return the documents with their scores, the best first; with `top_n` only so many.
 
         A pair over `max_length` raises, or its document is cut at its end with `truncate`.

@@ -99,9 +99,12 @@ class Generation:
     """A request and the text of its output. It neither steps nor waits: `push` takes what a step gave."""
 
     def __init__(
-        self, request: RequestState, tokenizer: Tokenizer, listener: GenerationListener | None = None,
+        self,
+        request: RequestState,
+        tokenizer: Tokenizer,
+        listener: GenerationListener | None = None,
         parser: ChatParser | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`parser` tells reasoning, content and tool calls apart."""
         self.request = request
         self.num_tokens = 0  # sampled, the end-of-text id included
@@ -262,10 +265,19 @@ def num_call_ends(events: Sequence[ChatEvent]) -> int:
 
 
 def make_generations(
-    tokenizer: Tokenizer, config: EngineConfig, vocab_size: int, prompt: list[int], params: SamplingParams, *,
-    n: int = 1, priority: int = 0, timeout_s: float | None = None, is_scored_only: bool = False,
-    listener: GenerationListener | None = None, make_parser: Callable[[], ChatParser] | None = None,
-) -> list[Generation]:  # fmt: skip
+    tokenizer: Tokenizer,
+    config: EngineConfig,
+    vocab_size: int,
+    prompt: list[int],
+    params: SamplingParams,
+    *,
+    n: int = 1,
+    priority: int = 0,
+    timeout_s: float | None = None,
+    is_scored_only: bool = False,
+    listener: GenerationListener | None = None,
+    make_parser: Callable[[], ChatParser] | None = None,
+) -> list[Generation]:
     """Return `n` generations of one prompt; they share the seed, which is drawn where `params` has none.
 
     Raise if the prompt and max_tokens do not fit. With `is_scored_only` the prompt's log-probabilities are all that
@@ -277,10 +289,19 @@ def make_generations(
     seed = draw_seed() if params.seed is None else params.seed
     eos_ids = sorted(tokenizer.eos_ids)
     submissions = [
-        Submit(id=next(_request_ids), prompt=prompt, params=params, max_tokens=max_tokens, seed=seed, eos_ids=eos_ids,
-               sample_index=i, priority=priority, timeout_s=timeout_s)
+        Submit(
+            id=next(_request_ids),
+            prompt=prompt,
+            params=params,
+            max_tokens=max_tokens,
+            seed=seed,
+            eos_ids=eos_ids,
+            sample_index=i,
+            priority=priority,
+            timeout_s=timeout_s,
+        )
         for i in range(n)
-    ]  # fmt: skip
+    ]
     return [
         Generation(RequestState(submitted), tokenizer, listener, None if make_parser is None else make_parser())
         for submitted in submissions

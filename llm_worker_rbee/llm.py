@@ -38,9 +38,18 @@ from .tokenizer.chat.template import Message
 from .weights.hub import Progress
 
 __all__ = [
-    "LLM", "Chunk", "Completion", "SamplingParams", "Stream", "StructuredOutputsParams", "Timings", "Tool", "ToolCall",
-    "open_tokenizer", "together",
-]  # fmt: skip
+    "LLM",
+    "Chunk",
+    "Completion",
+    "SamplingParams",
+    "Stream",
+    "StructuredOutputsParams",
+    "Timings",
+    "Tool",
+    "ToolCall",
+    "open_tokenizer",
+    "together",
+]
 
 Prompt = str | Sequence[int]
 ParamsOfEach = SamplingParams | Sequence[SamplingParams] | None
@@ -148,14 +157,24 @@ class LLM(TextModel):
     ) -> list[Completion]: ...
     @overload
     def generate(
-        self, prompt: Sequence[Prompt], params: ParamsOfEach = None, *, n: None = None, progress: bool | None = None,
+        self,
+        prompt: Sequence[Prompt],
+        params: ParamsOfEach = None,
+        *,
+        n: None = None,
+        progress: bool | None = None,
         **options: Any,
-    ) -> list[Completion]: ...  # fmt: skip
+    ) -> list[Completion]: ...
     @overload
     def generate(
-        self, prompt: Sequence[Prompt], params: ParamsOfEach = None, *, n: int, progress: bool | None = None,
+        self,
+        prompt: Sequence[Prompt],
+        params: ParamsOfEach = None,
+        *,
+        n: int,
+        progress: bool | None = None,
         **options: Any,
-    ) -> list[list[Completion]]: ...  # fmt: skip
+    ) -> list[list[Completion]]: ...
     def generate(
         self, prompt: Any, params: Any = None, *, n: int | None = None, progress: bool | None = None, **options: Any
     ) -> Any:
@@ -182,9 +201,14 @@ class LLM(TextModel):
         return self.stream_chat(messages, params, **options).completion()
 
     def streams(
-        self, prompt: Prompt, params: SamplingParams | None = None, n: int | None = None, *,
-        make_parser: Callable[[], ChatParser] | None = None, **options: Any,
-    ) -> list[Stream]:  # fmt: skip
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        n: int | None = None,
+        *,
+        make_parser: Callable[[], ChatParser] | None = None,
+        **options: Any,
+    ) -> list[Stream]:
         """Return `n` completions of one prompt, a stream each; they share prompt and seed, not draws."""
         if n is not None:
             _check_num_completions(n)
@@ -193,9 +217,16 @@ class LLM(TextModel):
         params = params.with_structured_outputs(self.check_grammar(params.structured_outputs))
         ids = self.tokenize(prompt) if isinstance(prompt, str) else self._check_ids(prompt)
         generations = make_generations(
-            self.tokenizer, self.engine.config, self.config.vocab_size, ids, params, n=n or 1, priority=priority,
-            timeout_s=timeout, make_parser=make_parser,
-        )  # fmt: skip
+            self.tokenizer,
+            self.engine.config,
+            self.config.vocab_size,
+            ids,
+            params,
+            n=n or 1,
+            priority=priority,
+            timeout_s=timeout,
+            make_parser=make_parser,
+        )
         return [Stream(self._sync_engine, generation) for generation in generations]
 
     def _run_streams(self, streams: Sequence[Stream], progress: bool | None) -> list[Completion]:
@@ -364,14 +395,19 @@ class Stream:
         first = generation.first_token_at - started if generation.first_token_at else 0.0
         total = generation.last_token_at - started if generation.last_token_at else 0.0
         return Completion(
-            prompt_tokens=self.prompt_tokens, tokens=request.tokens[: generation.num_tokens],
-            text="".join(self._texts), finish_reason=generation.finish_reason, stop_sequence=generation.stop_sequence,
-            seed=self.seed, timings=Timings(first, total, generation.num_tokens),
+            prompt_tokens=self.prompt_tokens,
+            tokens=request.tokens[: generation.num_tokens],
+            text="".join(self._texts),
+            finish_reason=generation.finish_reason,
+            stop_sequence=generation.stop_sequence,
+            seed=self.seed,
+            timings=Timings(first, total, generation.num_tokens),
             logprobs=list(self._logprobs) if self.params.logprobs is not None else None,
             prompt_logprobs=request.prompt_logprobs,
             cached_tokens=max(0, request.num_cached_tokens),
-            reasoning=self._events.reasoning, tool_calls=self._events.calls,
-        )  # fmt: skip
+            reasoning=self._events.reasoning,
+            tool_calls=self._events.calls,
+        )
 
     def _take(self, at: float, output: TokenOutput) -> Chunk:
         try:
@@ -418,10 +454,13 @@ def _pop_chat_options(options: dict[str, Any]) -> ChatOptions:
     if choice == "required" and not tools:
         raise InvalidRequestError("tool_choice required needs tools", "tool_choice")
     return ChatOptions(
-        tools, "required" if name is not None else choice, name, options.pop("parallel_tool_calls", True),
+        tools,
+        "required" if name is not None else choice,
+        name,
+        options.pop("parallel_tool_calls", True),
         thinking_variables(options.pop("chat_template_kwargs", None), options.pop("reasoning_effort", None)),
         options.pop("thinking_budget_tokens", None),
-    )  # fmt: skip
+    )
 
 
 def _to_tool(i: int, tool: Any) -> Tool:

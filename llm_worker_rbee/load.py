@@ -99,9 +99,13 @@ class LoadedModel:
 
 @without_collection()
 def load(
-    options: LoadOptions, phases: LoadPhases, *, needs_tokenizer: bool = True,
-    on_located: Callable[[Path], None] = lambda path: None, starts_compiler: bool = False,
-) -> LoadedModel:  # fmt: skip
+    options: LoadOptions,
+    phases: LoadPhases,
+    *,
+    needs_tokenizer: bool = True,
+    on_located: Callable[[Path], None] = lambda path: None,
+    starts_compiler: bool = False,
+) -> LoadedModel:
     """Load a model and its draft model, with the phases of `LLM.phases`; `on_located` gets the path of its files.
     `starts_compiler`: a warm-up will follow, which may compile many kernels."""
     with phases.timed("backend"):
@@ -131,12 +135,19 @@ def load(
     is_inexact = placed.kv_type == "int8" and model.config.family.qkv_bias
     kv_notes = ["keys of this model have a bias, which int8 rounds coarsely: float16 is nearer"] * is_inexact
     return LoadedModel(
-        checkpoint=checkpoint, config=model.config, model=model, tokenizer=tokenizer,
+        checkpoint=checkpoint,
+        config=model.config,
+        model=model,
+        tokenizer=tokenizer,
         quant=quant_name(checkpoint) if options.quantize is None else options.quantize.upper(),
-        kv_type=placed.kv_type, capacity=placed.capacity, limits=placed.limits,
-        sampling_defaults=sampling_defaults, notes=[*placed.notes, *kv_notes, *sampling_defaults.warnings],
-        draft_model=None if draft is None else _load_weights(draft, placed, None, phases)[0], mtp_head=head,
-    )  # fmt: skip
+        kv_type=placed.kv_type,
+        capacity=placed.capacity,
+        limits=placed.limits,
+        sampling_defaults=sampling_defaults,
+        notes=[*placed.notes, *kv_notes, *sampling_defaults.warnings],
+        draft_model=None if draft is None else _load_weights(draft, placed, None, phases)[0],
+        mtp_head=head,
+    )
 
 
 def make_engine(loaded: LoadedModel, options: LoadOptions) -> Engine:
@@ -146,9 +157,12 @@ def make_engine(loaded: LoadedModel, options: LoadOptions) -> Engine:
     if capacity.n_slots:
         limits = limits._replace(max_batch=min(limits.max_batch, capacity.n_slots // SLOTS_PER_REQUEST))
     config = EngineConfig(
-        max_context=capacity.max_context, n_blocks=capacity.n_blocks, n_slots=capacity.n_slots,
-        **limits._asdict(), **options.scheduling,
-    )  # fmt: skip
+        max_context=capacity.max_context,
+        n_blocks=capacity.n_blocks,
+        n_slots=capacity.n_slots,
+        **limits._asdict(),
+        **options.scheduling,
+    )
     drafter: Drafter | None = None
     if loaded.mtp_head is not None:
         drafter = MtpDrafter(loaded.mtp_head, config, loaded.kv_type)

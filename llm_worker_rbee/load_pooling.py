@@ -43,9 +43,11 @@ class LoadedPooling:
 
 @without_collection()
 def load_pooling(
-    options: PoolingOptions, phases: LoadPhases | None = None, *,
+    options: PoolingOptions,
+    phases: LoadPhases | None = None,
+    *,
     on_located: Callable[[Path], None] = lambda path: None,
-) -> LoadedPooling:  # fmt: skip
+) -> LoadedPooling:
     """Load a pooling model, in the phases of `load.load`. Raise if the file is not a pooling model."""
     phases = phases or LoadPhases()
     with phases.timed("backend"):
@@ -81,9 +83,15 @@ def load_pooling(
     with phases.timed("weights", checkpoint.nbytes):
         model = load_pooling_model(checkpoint, backend, config, pooling, kv_type, phases.advance)
     return LoadedPooling(
-        path=path, checkpoint=checkpoint, config=config, pooling=pooling, model=model, text=text, quant=quant,
+        path=path,
+        checkpoint=checkpoint,
+        config=config,
+        pooling=pooling,
+        model=model,
+        text=text,
+        quant=quant,
         notes=[*pooling.notes, *notes],
-    )  # fmt: skip
+    )
 
 
 def open_pooling_text(checkpoint: Checkpoint, config: ModelConfig, pooling: PoolingConfig) -> PoolingText:

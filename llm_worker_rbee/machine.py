@@ -21,21 +21,45 @@ from pathlib import Path
 
 # instruction sets that matter to the kernels, as /proc/cpuinfo writes them
 X86_FEATURES = (
-"avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_tile",
-    "amx_int8", "amx_bf16",
-)  # fmt: skip
+    "avx2",
+    "fma",
+    "f16c",
+    "avx_vnni",
+    "avx512f",
+    "avx512bw",
+    "avx512vl",
+    "avx512_vnni",
+    "avx512_bf16",
+    "amx_tile",
+    "amx_int8",
+    "amx_bf16",
+)
 # name -> (entry of the auxiliary vector: AT_HWCAP or AT_HWCAP2, bit), of Linux
 ARM_FEATURES = {
-    "asimd": (16, 1), "asimddp": (16, 20), "i8mm": (26, 13), "bf16": (26, 14), "sve": (16, 22), "sve2": (26, 1),
-    "svei8mm": (26, 9), "svebf16": (26, 12),
-}  # fmt: skip
+    "asimd": (16, 1),
+    "asimddp": (16, 20),
+    "i8mm": (26, 13),
+    "bf16": (26, 14),
+    "sve": (16, 22),
+    "sve2": (26, 1),
+    "svei8mm": (26, 9),
+    "svebf16": (26, 12),
+}
 # (implementer, part) -> name, of /proc/cpuinfo; Linux tells no other name
 ARM_PROCESSORS = {
-    ("0x41", "0xd03"): "Arm Cortex-A53", ("0x41", "0xd05"): "Arm Cortex-A55", ("0x41", "0xd08"): "Arm Cortex-A72",
-    ("0x41", "0xd0b"): "Arm Cortex-A76", ("0x41", "0xd0c"): "Arm Neoverse-N1", ("0x41", "0xd40"): "Arm Neoverse-V1",
-    ("0x41", "0xd49"): "Arm Neoverse-N2", ("0x41", "0xd4f"): "Arm Neoverse-V2", ("0x41", "0xd83"): "Arm Neoverse-V3",
-    ("0x41", "0xd8e"): "Arm Neoverse-N3", ("0xc0", "0xac3"): "Ampere-1", ("0xc0", "0xac4"): "Ampere-1A",
-}  # fmt: skip
+    ("0x41", "0xd03"): "Arm Cortex-A53",
+    ("0x41", "0xd05"): "Arm Cortex-A55",
+    ("0x41", "0xd08"): "Arm Cortex-A72",
+    ("0x41", "0xd0b"): "Arm Cortex-A76",
+    ("0x41", "0xd0c"): "Arm Neoverse-N1",
+    ("0x41", "0xd40"): "Arm Neoverse-V1",
+    ("0x41", "0xd49"): "Arm Neoverse-N2",
+    ("0x41", "0xd4f"): "Arm Neoverse-V2",
+    ("0x41", "0xd83"): "Arm Neoverse-V3",
+    ("0x41", "0xd8e"): "Arm Neoverse-N3",
+    ("0xc0", "0xac3"): "Ampere-1",
+    ("0xc0", "0xac4"): "Ampere-1A",
+}
 M_MMAP_THRESHOLD = -3  # of malloc.h
 PR_SET_PDEATHSIG = 1  # of prctl
 SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18  # of x86-64 Linux
@@ -77,8 +101,13 @@ def cpu_features() -> list[str]:
             words = set(line.partition(":")[2].split())
             break
     if platform.system() == "Darwin":
-        names = {"avx2": "hw.optional.avx2_0", "asimd": "hw.optional.neon", "asimddp": "hw.optional.arm.FEAT_DotProd",
-                 "i8mm": "hw.optional.arm.FEAT_I8MM", "bf16": "hw.optional.arm.FEAT_BF16"}  # fmt: skip
+        names = {
+            "avx2": "hw.optional.avx2_0",
+            "asimd": "hw.optional.neon",
+            "asimddp": "hw.optional.arm.FEAT_DotProd",
+            "i8mm": "hw.optional.arm.FEAT_I8MM",
+            "bf16": "hw.optional.arm.FEAT_BF16",
+        }
         words = {name for name, key in names.items() if _output("sysctl", "-n", key) == "1"}
     known = X86_FEATURES if is_x86() else ARM_FEATURES
     return [name for name in known if name in words]

@@ -163,9 +163,14 @@ def _new_bars(unit: str, transient: bool, auto_refresh: bool) -> Progress:
         "requests": (rich.MofNCompleteColumn(), rich.TextColumn("{task.fields[rate]}"), rich.TimeElapsedColumn()),
     }
     return rich.Progress(
-        rich.TextColumn("{task.description}"), rich.BarColumn(), *columns[unit], console=Console(stderr=True),
-        transient=transient, auto_refresh=auto_refresh, redirect_stdout=False,
-    )  # fmt: skip
+        rich.TextColumn("{task.description}"),
+        rich.BarColumn(),
+        *columns[unit],
+        console=Console(stderr=True),
+        transient=transient,
+        auto_refresh=auto_refresh,
+        redirect_stdout=False,
+    )
 
 
 def _plain_transfer(counted: Collection[str]) -> TransferProgress:

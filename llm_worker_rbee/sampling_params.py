@@ -167,9 +167,14 @@ SAMPLING_BOUNDS: dict[str, Bounds] = {
 LOGIT_BIAS_BOUNDS = Bounds(-100.0, 100.0)
 # The fields that a model has defaults for, and the values that leave its distribution as it is.
 NEUTRAL_SAMPLING: dict[str, float] = {
-    "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "repetition_penalty": 1.0,
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "repetition_penalty": 1.0,
     "repeat_last_n": 128,
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,9 +43,14 @@ class TextModel:
     """Text to token ids and back, for a model with a vocabulary of `vocab_size` and a context of `max_context`."""
 
     def __init__(
-        self, tokenizer: Tokenizer, name: str, vocab_size: int, max_context: int, sampling_defaults: SamplingDefaults,
+        self,
+        tokenizer: Tokenizer,
+        name: str,
+        vocab_size: int,
+        max_context: int,
+        sampling_defaults: SamplingDefaults,
         chat_template: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`chat_template` is Jinja source that replaces the file's own."""
         tokenizer.pad_to(vocab_size)
         Thread(target=tokenizer.prepare, name="prepare-tokenizer", daemon=True).start()
@@ -147,14 +152,22 @@ class TextModel:
         has_calls = bool(options.tools) and options.tool_choice != "none"
         if not (has_calls or found.has_reasoning):
             return EncodedPrompt(ids, None, wanted)
-        parser = partial(ChatParser, found, tools=options.tools, prompt_tail=tail, parse_tools=has_calls,
-                         parse_json_calls=structured_outputs is None)  # fmt: skip
+        parser = partial(
+            ChatParser,
+            found,
+            tools=options.tools,
+            prompt_tail=tail,
+            parse_tools=has_calls,
+            parse_json_calls=structured_outputs is None,
+        )
         return EncodedPrompt(ids, parser, wanted)
 
     def prepare_chat(
-        self, messages: Sequence[Message], options: ChatOptions | None = None,
+        self,
+        messages: Sequence[Message],
+        options: ChatOptions | None = None,
         structured_outputs: StructuredOutputsParams | None = None,
-    ) -> EncodedPrompt:  # fmt: skip
+    ) -> EncodedPrompt:
         """Return the prompt of messages encoded, with what parses its answer, and the grammar that it has."""
         try:
             encoded = json.dumps(validate_messages(messages)).encode()

@@ -133,12 +133,18 @@ class CpuParts:
         args = pack_args(0, heads, heads, padded, 0, 0, 0, Step.END, Step.END + 1, 0, 0)
         pack_floats(args, AttentionArg.SCALE, [scale, 0.0])
         entries = {
-            Step.POSITIONS: np.full(tokens, tokens - 1), Step.BLOCK_TABLE: np.arange(kv.v.shape[0]),
-            Step.KV: layer_addresses([kv]), Step.END: queries, Step.END + 1: out,
-        }  # fmt: skip
+            Step.POSITIONS: np.full(tokens, tokens - 1),
+            Step.BLOCK_TABLE: np.arange(kv.v.shape[0]),
+            Step.KV: layer_addresses([kv]),
+            Step.END: queries,
+            Step.END + 1: out,
+        }
         counts: dict[int, int] = {
-            Step.TOKENS: tokens, Step.BLOCK_SIZE: KV_BLOCK, Step.TABLE_WIDTH: kv.v.shape[0], Step.REQUESTS: 1
-        }  # fmt: skip
+            Step.TOKENS: tokens,
+            Step.BLOCK_SIZE: KV_BLOCK,
+            Step.TABLE_WIDTH: kv.v.shape[0],
+            Step.REQUESTS: 1,
+        }
         program = Program([Task(score_heads_kernel(), args, heads, Step.TOKENS, SCORE_TOKENS)])
         run = prepare_step(program, entries, counts, self.threads)
 

@@ -26,9 +26,16 @@ BLOCK = 16  # positions of a KV block
 
 @triton.jit(do_not_specialize=["tokens"])
 def score_tile(
-    q, k, out, scale, tokens, HEADS: tl.constexpr, DIM: tl.constexpr, TILE_QUERIES: tl.constexpr,
+    q,
+    k,
+    out,
+    scale,
+    tokens,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE_QUERIES: tl.constexpr,
     TILE_KEYS: tl.constexpr,
-):  # fmt: skip
+):
     """Write scores (HEADS, tokens, tokens) of q and k (tokens, HEADS, DIM). Program (queries, keys, head)."""
     head, i = tl.program_id(2), tl.arange(0, padded_dim(DIM))
     queries = tl.program_id(0) * TILE_QUERIES + tl.arange(0, TILE_QUERIES)

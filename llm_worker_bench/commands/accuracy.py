@@ -65,10 +65,8 @@ def accuracy(
         Path | None, measuring(metavar="FILE", show_default="20 built-in", help="Prompts: one per line, or .jsonl.")
     ] = None,
     text: Annotated[Path | None, measuring(metavar="FILE", show_default="built-in", help="Text to score.")] = None,
-    tokens: Annotated[
-        int, measuring(metavar="N", min=2, max=1_000_000, help="Number of tokens of the text.")
-    ] = 512,
-) -> None:  # fmt: skip
+    tokens: Annotated[int, measuring(metavar="N", min=2, max=1_000_000, help="Number of tokens of the text.")] = 512,
+) -> None:
     """Measure how far a path is from float32 on the dequantized weights: the truth.
 
     Log-probabilities are those of the truth's five likeliest tokens at the end
@@ -104,10 +102,16 @@ def accuracy(
         return
     questions, body = read_prompts(prompts or PROMPTS), read_text(text or TEXT)
     settings = {
-        "against": against, "tokens": tokens, "window": benchmark.WINDOW, "prompts": len(questions), "threads": used,
-        "own_prompts": prompts is None, "own_text": text is None, "kv_type": computing.kv_type,
+        "against": against,
+        "tokens": tokens,
+        "window": benchmark.WINDOW,
+        "prompts": len(questions),
+        "threads": used,
+        "own_prompts": prompts is None,
+        "own_text": text is None,
+        "kv_type": computing.kv_type,
         "quantize": computing.quantize,
-    }  # fmt: skip
+    }
     with recording("accuracy", results, _show, **settings) as recorder, step_progress() as progress:
         progress("loading", 0, 1)
         llm = _load(model, computing, progress)
@@ -151,10 +155,14 @@ def _check_synthetic(
 def _load(model: str | None, computing: LoadFlags, progress: StepProgress) -> LLM:
     """Load a model; the progress is shown in words, and the bar of the measuring stays at its beginning."""
     return LLM(
-        model, device=computing.device, backend=computing.backend, threads=computing.kernel_threads,
-        kv_type=computing.kv_type, quantize=computing.quantize,
+        model,
+        device=computing.device,
+        backend=computing.backend,
+        threads=computing.kernel_threads,
+        kv_type=computing.kv_type,
+        quantize=computing.quantize,
         progress=lambda what, done, total: progress(f"{what} {done / total:.0%}" if total else what, 0, 1),
-    )  # fmt: skip
+    )
 
 
 def _reference(llm: LLM, computing: LoadFlags, progress: StepProgress) -> LLM:

@@ -18,11 +18,14 @@ from . import common
 from .common import ModelArgument, OutputLengths, PromptLengths, Repetitions, ResultFlags, SyntheticOption, option
 
 COMPARISONS = {
-    "percent_of_products": "{:.0f}% of the products alone", "times_one": "{:.2f} x one sequence",
-    "times_shorter": "{:.1f} x shorter", "times_plain": "{:.2f} x plain decoding",
-    "acceptance": "{:.0%} of drafts accepted", "tokens_per_step": "{:.2f} tokens a step",
+    "percent_of_products": "{:.0f}% of the products alone",
+    "times_one": "{:.2f} x one sequence",
+    "times_shorter": "{:.1f} x shorter",
+    "times_plain": "{:.2f} x plain decoding",
+    "acceptance": "{:.0%} of drafts accepted",
+    "tokens_per_step": "{:.2f} tokens a step",
     "same_answers": "{:.0%} of answers as without drafts",
-}  # fmt: skip
+}
 MEASURED_DRAFTERS = ("off", "ngram")  # of SPECULATIVE
 
 
@@ -194,9 +197,14 @@ def load(options: StartFlags, results: ResultFlags, computing: ComputeFlags) -> 
         arguments |= {name: value for name, value in limits.items() if value is not None}
         with common.model_file(source, progress) as path:
             load_benchmark.run(
-                recorder, progress, path, repetitions, arguments, compile_kernels=options.compile,
+                recorder,
+                progress,
+                path,
+                repetitions,
+                arguments,
+                compile_kernels=options.compile,
                 warms_up=_uses_gpu(computing) and not options.no_warm_up,
-            )  # fmt: skip
+            )
 
 
 def _uses_gpu(computing: ComputeFlags) -> bool:

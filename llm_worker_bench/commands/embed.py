@@ -26,11 +26,14 @@ from .common import ModelArgument, Repetitions, ResultFlags, SyntheticOption, op
 _peer = option_fields("Peers")
 AGAINST = ("reference", SENTENCE_TRANSFORMERS)
 TITLES = {
-    "cosine/mean": "cosine to the truth, mean", "cosine/p1": "cosine to the truth, 1st percentile",
-    "cosine/min": "cosine to the truth, smallest", "ndcg@10": "nDCG@10 of the labelled set",
-    "recall@1": "recall@1 of the labelled set", "recall@3": "recall@3 of the labelled set",
+    "cosine/mean": "cosine to the truth, mean",
+    "cosine/p1": "cosine to the truth, 1st percentile",
+    "cosine/min": "cosine to the truth, smallest",
+    "ndcg@10": "nDCG@10 of the labelled set",
+    "recall@1": "recall@1 of the labelled set",
+    "recall@3": "recall@3 of the labelled set",
     "mrr": "mean reciprocal rank of the labelled set",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +63,21 @@ class EmbedBenchFlags:
     def plan(self, computing: ComputeFlags) -> EmbedPlan:
         lengths = [length for length in common.parse_counts(self.lengths, "--lengths") if length]
         return EmbedPlan(
-            lengths=lengths, batches=common.parse_counts(self.batch, "--batch", 1), mixed=self.texts,
+            lengths=lengths,
+            batches=common.parse_counts(self.batch, "--batch", 1),
+            mixed=self.texts,
             types=[name.strip() for name in (self.types or "").split(",") if name.strip()],
-            tokenized=self.tokenized, repetitions=self.repetitions, threads=computing.set_up(),
-            device=computing.device, backend=computing.backend, peers=() if self.no_peers else self.peer or PEERS,
-            llama_server=self.llama_server, pythons=self.peer_python or (),
-            folder=None if self.folder is None else str(self.folder), timeout_s=self.timeout,
-        )  # fmt: skip
+            tokenized=self.tokenized,
+            repetitions=self.repetitions,
+            threads=computing.set_up(),
+            device=computing.device,
+            backend=computing.backend,
+            peers=() if self.no_peers else self.peer or PEERS,
+            llama_server=self.llama_server,
+            pythons=self.peer_python or (),
+            folder=None if self.folder is None else str(self.folder),
+            timeout_s=self.timeout,
+        )
 
 
 @gather(options=EmbedBenchFlags, results=ResultFlags, computing=ComputeFlags)
@@ -135,9 +146,12 @@ def check_embeddings(
     with common.recording("accuracy", results, _show_accuracy, **settings) as recorder, step_progress() as progress:
         progress("loading", 0, 3)
         embedder = Embedder(
-            model, device=computing.device, backend=computing.backend, threads=computing.kernel_threads,
+            model,
+            device=computing.device,
+            backend=computing.backend,
+            threads=computing.kernel_threads,
             quantize=computing.quantize,
-        )  # fmt: skip
+        )
         path = embedder.checkpoint.path
         recorder.model = describe_model(path)
         recorder.settings["backend"] = embedder.backend

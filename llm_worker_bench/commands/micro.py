@@ -75,9 +75,14 @@ def micro(options: MicroFlags, results: ResultFlags, computing: ComputeFlags) ->
         raise typer.BadParameter("--ab names both backends: leave --backend and several --cpu-isa out")
     backends = [computing.backend] if options.ab is None else _parse_ab(options.ab)
     settings = {
-        "filter": options.filter, "backends": backends, "seconds": options.seconds, "rounds": options.rounds,
-        "threads": used, "cpu_isa": computing.cpu_isa, "rename": options.rename,
-    }  # fmt: skip
+        "filter": options.filter,
+        "backends": backends,
+        "seconds": options.seconds,
+        "rounds": options.rounds,
+        "threads": used,
+        "cpu_isa": computing.cpu_isa,
+        "rename": options.rename,
+    }
     show = partial(_show_micro, original=options.original)
     with common.recording("micro", results, show, **settings) as recorder:
         if len(isas) > 1:
@@ -165,10 +170,15 @@ def _micro_row(result: Result) -> list[str]:
     fields = result.fields
     outliers = [f"{count} {name.replace('_', ' ')}" for name, count in fields["outliers"].items() if count]
     return [
-        result.name, str(fields["backend"]), common.quantity(result.estimate, result.unit), common.interval(result),
-        f"{fields['percent_of_limit']:.1f}%", str(fields["bound_by"]),
-        f"{len(result.samples)} x {fields['iterations']}", ", ".join(outliers),
-    ]  # fmt: skip
+        result.name,
+        str(fields["backend"]),
+        common.quantity(result.estimate, result.unit),
+        common.interval(result),
+        f"{fields['percent_of_limit']:.1f}%",
+        str(fields["bound_by"]),
+        f"{len(result.samples)} x {fields['iterations']}",
+        ", ".join(outliers),
+    ]
 
 
 def _original(result: Result) -> str:
@@ -180,6 +190,11 @@ def _kernel_row(result: Result) -> list[str]:
     fields, seconds = result.fields, result.estimate
     macs = f"{fields['operations'] / 2e9 / seconds:.1f}" if fields["operations"] else ""
     return [
-        result.name, str(fields["backend"]), common.quantity(seconds, result.unit), common.interval(result),
-        macs, f"{fields['bytes'] / 1e9 / seconds:.2f}", f"{len(result.samples)} x {fields['iterations']}",
-    ]  # fmt: skip
+        result.name,
+        str(fields["backend"]),
+        common.quantity(seconds, result.unit),
+        common.interval(result),
+        macs,
+        f"{fields['bytes'] / 1e9 / seconds:.2f}",
+        f"{len(result.samples)} x {fields['iterations']}",
+    ]

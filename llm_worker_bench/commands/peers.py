@@ -50,9 +50,11 @@ class PeerFlags:
     )
     tg: str | None = option(None, "N,...", "Tokens to generate; 0: no decode.", show_default="128, or the suite's")
     batch: str | None = option(
-        None, "N,...", "Batch sizes; above 1, decode only, with llama-server, mistral.rs and vllm.",
+        None,
+        "N,...",
+        "Batch sizes; above 1, decode only, with llama-server, mistral.rs and vllm.",
         show_default="1, or the suite's",
-    )  # fmt: skip
+    )
     repetitions: Repetitions = 3
     markdown: Path | None = _result(None, "FILE", "Write the comparison as a table in Markdown.")
     peer: list[str] | None = _peer(
@@ -64,9 +66,11 @@ class PeerFlags:
         None, "ARGS", "Measure llama-bench once more with these options, such as '-fa off'. Repeatable."
     )
     peer_python: list[str] | None = _peer(
-        None, "PATH", "Python with mistralrs, vllm, transformers or llama-cpp-python. Repeatable.",
+        None,
+        "PATH",
+        "Python with mistralrs, vllm, transformers or llama-cpp-python. Repeatable.",
         show_default="this one",
-    )  # fmt: skip
+    )
     install: list[str] | None = _peer(
         None, "NAME", "Install this peer first, into an environment of its own in the cache folder: mistral.rs."
     )
@@ -75,12 +79,18 @@ class PeerFlags:
     def plan(self, computing: ComputeFlags) -> Plan:
         benches = dict(text.split("=", 1) for text in self.peer or () if "=" in text)
         return Plan(
-            threads=computing.set_up(), repetitions=self.repetitions, benches=benches,
+            threads=computing.set_up(),
+            repetitions=self.repetitions,
+            benches=benches,
             peers=[name for name in self.peer or () if "=" not in name] if self.peer else planning.NAMES,
-            llama_bench=self.llama_bench, llama_server=self.llama_server,
-            llama_bench_args=self.llama_bench_args or (), pythons=self.peer_python or (),
-            timeout_s=self.timeout, device=computing.device, backend=computing.backend,
-        )  # fmt: skip
+            llama_bench=self.llama_bench,
+            llama_server=self.llama_server,
+            llama_bench_args=self.llama_bench_args or (),
+            pythons=self.peer_python or (),
+            timeout_s=self.timeout,
+            device=computing.device,
+            backend=computing.backend,
+        )
 
     def chosen_rows(self) -> list[Row]:
         """Return the rows with their models and lengths; raise on options that exclude each other."""

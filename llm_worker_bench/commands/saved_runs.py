@@ -44,11 +44,18 @@ def compare(
     if as_json:
         regressions = sum(one.is_past(threshold) for one in changes)
         head = {"schema": "llm-worker-rbee/comparison", "schema_version": 1, "kind": new.kind, "threshold": threshold}
-        print_json({
-            **head, "regressions": regressions, "before": _origin(old), "after": _origin(new),
-            "differs": [one._asdict() for one in differing], "only_before": left[0], "only_after": left[1],
-            "results": [{**one.as_json(), "estimate": one.change.change} for one in changes],
-        })  # fmt: skip
+        print_json(
+            {
+                **head,
+                "regressions": regressions,
+                "before": _origin(old),
+                "after": _origin(new),
+                "differs": [one._asdict() for one in differing],
+                "only_before": left[0],
+                "only_after": left[1],
+                "results": [{**one.as_json(), "estimate": one.change.change} for one in changes],
+            }
+        )
     else:
         show_changes(changes, threshold)
         _print_differences(differing)
@@ -79,13 +86,13 @@ def _truncate(text: str) -> str:
 
 def report(
     results: Annotated[list[str], typer.Argument(metavar="RESULTS", help="Files that --save wrote, or baselines.")],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="HTML file to write.")
-    ] = Path("report.html"),
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="HTML file to write.")] = Path(
+        "report.html"
+    ),
     title: Annotated[
         str | None, typer.Option(metavar="TEXT", show_default="what was measured", help="Title of the page.")
     ] = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write one HTML page with tables and plots of saved runs.
 
     The page needs no other file and no network: send it as it is.

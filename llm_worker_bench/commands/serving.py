@@ -29,23 +29,34 @@ from .common import SYNTHETIC_HELP, ResultFlags, model_file, print_table, quanti
 DEFAULT_REQUESTS = 100
 ENOUGH_FOR_P99 = 300  # so many hold a value above the true one, in 19 cases of 20
 THROUGHPUTS = {
-    "request_throughput": "requests", "output_throughput": "output tokens",
+    "request_throughput": "requests",
+    "output_throughput": "output tokens",
     "total_token_throughput": "tokens in and out",
-}  # fmt: skip
+}
 LATENCIES = {
-    "ttft": "time to first token", "tpot": "time per output token", "itl": "gap between pieces", "e2e": "whole answer",
-    "queue_delay": "wait before sending", "ttft_from_arrival": "first token, from arrival",
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "itl": "gap between pieces",
+    "e2e": "whole answer",
+    "queue_delay": "wait before sending",
+    "ttft_from_arrival": "first token, from arrival",
     "e2e_from_arrival": "whole answer, from arrival",
-}  # fmt: skip
+}
 OBSERVATIONS = {
-    "server_start": "server's start, to ready", "event_throughput": "events",
-    "server_processor": "server's processor time", "client_processor": "client's processor time",
+    "server_start": "server's start, to ready",
+    "event_throughput": "events",
+    "server_processor": "server's processor time",
+    "client_processor": "client's processor time",
     "server_peak_memory": "server's memory, at most",
-    "health/median": "/health, median", "health/p99": "/health, P99", "health/max": "/health, slowest",
-    "health/failed": "/health, not healthy", "server/requests": "requests, as it counts",
-    "server/preemptions": "preempted", "server/running": "still running",
+    "health/median": "/health, median",
+    "health/p99": "/health, P99",
+    "health/max": "/health, slowest",
+    "health/failed": "/health, not healthy",
+    "server/requests": "requests, as it counts",
+    "server/preemptions": "preempted",
+    "server/running": "still running",
     "server/kv_cache_in_use": "KV cache still in use",
-}  # fmt: skip
+}
 
 _server, _own, _load, _prompts = map(option_fields, ("Server", "Server to start", "Load", "Prompts"))
 
@@ -130,9 +141,13 @@ class TrafficFlags:
     output_len: str = _prompts("64", "LEN", "Maximum tokens per answer, in the same form.")
     prompts: Path | None = _prompts(None, "FILE.jsonl", 'Lines of {"prompt": ...} or {"messages": [...]}.')
     token_prompts: int = _prompts(
-        0, "VOCABULARY", "Send random token ids below VOCABULARY, not words; always with --synthetic.", min=0,
-        max=MAX_VOCABULARY, show_default="words",
-    )  # fmt: skip
+        0,
+        "VOCABULARY",
+        "Send random token ids below VOCABULARY, not words; always with --synthetic.",
+        min=0,
+        max=MAX_VOCABULARY,
+        show_default="words",
+    )
     shared_prefix: int = _prompts(0, "N", "Begin each prompt with the same N words or ids.", min=0, max=1_000_000)
     prefix_groups: int = _prompts(1, "K", "Number of different shared prefixes.", min=1, max=1_000_000)
     seed: int = _prompts(0, "N", "Seed of the prompts.", min=0)
@@ -150,10 +165,17 @@ class TrafficFlags:
             raise InvalidRequestError(f'{self.prompts} holds "messages": use --endpoint chat', "endpoint")
         fallback = MAX_REQUESTS if self.duration is not None else len(prompts) or DEFAULT_REQUESTS
         return Workload(
-            self.requests or min(fallback, MAX_REQUESTS), Lengths.parse(self.input_len, "--input-len"),
-            Lengths.parse(self.output_len, "--output-len"), self.rate, self.burstiness, self.seed, self.shared_prefix,
-            self.prefix_groups, prompts, vocab_size,
-        )  # fmt: skip
+            self.requests or min(fallback, MAX_REQUESTS),
+            Lengths.parse(self.input_len, "--input-len"),
+            Lengths.parse(self.output_len, "--output-len"),
+            self.rate,
+            self.burstiness,
+            self.seed,
+            self.shared_prefix,
+            self.prefix_groups,
+            prompts,
+            vocab_size,
+        )
 
     def limits(self, timeout: float) -> Limits:
         """Return concurrency, timeout and duration."""

@@ -204,9 +204,12 @@ def load_worker(settings: dict[str, Any]) -> library_child.Loaded:
     """Embed with `Embedder`, as a program that uses this package does."""
     on_cpu = settings["backend"] in ("auto", "cpu") and not settings["device"].startswith("cuda")
     embedder = Embedder(
-        settings["model"], device=settings["device"], backend=settings["backend"],
-        threads=settings["threads"] if on_cpu else None, quantize=settings.get("quantize"),
-    )  # fmt: skip
+        settings["model"],
+        device=settings["device"],
+        backend=settings["backend"],
+        threads=settings["threads"] if on_cpu else None,
+        quantize=settings.get("quantize"),
+    )
 
     def embed(inputs: list[Any], batch: int, tokenized: bool = False, file: str = "") -> library_child.Reply:
         given = embedder.encode(inputs, truncate=True) if tokenized else inputs

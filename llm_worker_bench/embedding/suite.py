@@ -247,9 +247,13 @@ class Measurement:
             pairs = [a / b for a, b in zip(ours, rates, strict=False)]
             ratio, low, high = statistics.estimate(pairs) if pairs else (None, None, None)
             fields: dict[str, Any] = {
-                "peer": name, "version": version, "ours_over_peer": ratio, "ratio_interval": [low, high],
-                "texts": len(task.inputs), "tokens": task.tokens,
-            }  # fmt: skip
+                "peer": name,
+                "version": version,
+                "ours_over_peer": ratio,
+                "ratio_interval": [low, high],
+                "texts": len(task.inputs),
+                "tokens": task.tokens,
+            }
             full = f"{row} {task.name}/{name}".strip()
             self.recorder.add_result(Result.from_samples(full, "tok/s", rates, "higher", **fields))
 

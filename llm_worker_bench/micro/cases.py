@@ -62,9 +62,12 @@ class Case:
 
 
 def family(
-    name: str, lengths: Sequence[int], make: Callable[[int, Any], Function], work: Callable[[int], Work],
+    name: str,
+    lengths: Sequence[int],
+    make: Callable[[int, Any], Function],
+    work: Callable[[int], Work],
     needs: str | None = None,
-) -> Iterator[Case]:  # fmt: skip
+) -> Iterator[Case]:
     """Yield a case for each length: `make(length, ops)`, `work(length)`."""
     return (Case(f"{name}/{n}", partial(make, n), work(n), needs) for n in lengths)
 
@@ -90,9 +93,14 @@ def consecutive_batch(tokens: int, context: int, block_size: int = 16) -> Batch:
     positions = token_positions(tokens, context - tokens)
     blocks = -(-context // block_size)
     return Batch(
-        ids=positions, positions=positions, slot_mapping=positions, query_start=np.array([0, tokens]),
-        context_len=np.array([context]), block_table=np.arange(blocks)[None, :], logits_index=np.array([tokens - 1]),
-    )  # fmt: skip
+        ids=positions,
+        positions=positions,
+        slot_mapping=positions,
+        query_start=np.array([0, tokens]),
+        context_len=np.array([context]),
+        block_table=np.arange(blocks)[None, :],
+        logits_index=np.array([tokens - 1]),
+    )
 
 
 def filled_kv(ops: Any, context: int, kv_heads: int, head_dim: int, kind: str = "float32") -> KVLayer:

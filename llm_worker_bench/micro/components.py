@@ -52,9 +52,12 @@ class DecodingScheduler:
         self.count = requests
         blocks = requests * (-(-RESTART_CONTEXT // BLOCK_SIZE) + 1)
         self._config = EngineConfig(
-            max_context=RESTART_CONTEXT, n_blocks=blocks, block_size=BLOCK_SIZE, max_batch=requests,
+            max_context=RESTART_CONTEXT,
+            n_blocks=blocks,
+            block_size=BLOCK_SIZE,
+            max_batch=requests,
             max_step_tokens=TOKEN_BUDGET,
-        )  # fmt: skip
+        )
         self.restart()
 
     def restart(self) -> None:

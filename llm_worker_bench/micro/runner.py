@@ -51,9 +51,15 @@ def rename(selected: Sequence[Case], family: str) -> list[Case]:
 
 
 def run(
-    recorder: Recorder, progress: StepProgress, selected: Sequence[Case], backends: Sequence[str], plan: TimingPlan,
-    threads: int | None = None, rounds: int = ROUNDS, isa: str | None = None,
-) -> None:  # fmt: skip
+    recorder: Recorder,
+    progress: StepProgress,
+    selected: Sequence[Case],
+    backends: Sequence[str],
+    plan: TimingPlan,
+    threads: int | None = None,
+    rounds: int = ROUNDS,
+    isa: str | None = None,
+) -> None:
     """Measure each case on each backend, in several rounds over all cases; in a round the backends take turns.
 
     `isa` is the instruction set that was forced: results of the CPU's kernels are named by it.
@@ -118,9 +124,13 @@ def _backend_labels(used: Sequence[Any], isa: str | None) -> list[str]:
 
 
 def make_result(
-    case: Case, backend: str, rounds: Sequence[Measurement], kept: Sequence[int], limits: Limits,
+    case: Case,
+    backend: str,
+    rounds: Sequence[Measurement],
+    kept: Sequence[int],
+    limits: Limits,
     remarks: Mapping[str, Any],
-) -> Result:  # fmt: skip
+) -> Result:
     """Return the samples of the rounds that are kept, with their statistics and the limit."""
     samples, work = [sample for i in kept for sample in rounds[i].samples], case.work
     if backend.startswith("reference"):
@@ -128,14 +138,24 @@ def make_result(
     limit_s = limits.min_seconds(work)
     set_aside = [sample for i, one in enumerate(rounds) if i not in kept for sample in one.samples]
     return Result.from_samples(
-        case.name, "s", samples, backend=backend, iterations=rounds[0].iterations * rounds[0].calls_each,
-        rounds=[len(rounds[i].samples) for i in kept], set_aside=round_samples(set_aside),
-        mean=fmean(samples), median=median(samples), sd=pstdev(samples),
-        outliers=statistics.outliers(samples)._asdict(), bytes=work.bytes, operations=work.operations,
-        limit_s=limit_s, bound_by=limits.bound_by(work),
+        case.name,
+        "s",
+        samples,
+        backend=backend,
+        iterations=rounds[0].iterations * rounds[0].calls_each,
+        rounds=[len(rounds[i].samples) for i in kept],
+        set_aside=round_samples(set_aside),
+        mean=fmean(samples),
+        median=median(samples),
+        sd=pstdev(samples),
+        outliers=statistics.outliers(samples)._asdict(),
+        bytes=work.bytes,
+        operations=work.operations,
+        limit_s=limit_s,
+        bound_by=limits.bound_by(work),
         percent_of_limit=100 * limit_s / statistics.estimate(samples).value,
         **{key: value for key, value in remarks.items() if value is not None},
-    )  # fmt: skip
+    )
 
 
 def compare_backends(results: Sequence[Result]) -> list[Comparison]:

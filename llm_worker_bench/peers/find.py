@@ -145,10 +145,12 @@ def install(name: str, progress: StepProgress) -> str:
     python = environment_python(name)
     if not (python.exists() and has_packages(str(python), PACKAGES[name])):
         folder = str(python.parents[1])
-        for number, (what, command) in enumerate((
-            (f"making {folder}", [sys.executable, "-m", "venv", "--clear", folder]),
-            (f"installing {INSTALLED[name]}", [str(python), "-m", "pip", "install", "-q", INSTALLED[name]]),
-        )):  # fmt: skip
+        for number, (what, command) in enumerate(
+            (
+                (f"making {folder}", [sys.executable, "-m", "venv", "--clear", folder]),
+                (f"installing {INSTALLED[name]}", [str(python), "-m", "pip", "install", "-q", INSTALLED[name]]),
+            )
+        ):
             progress(what, number, 2)
             try:
                 done = subprocess.run(command, capture_output=True, timeout=INSTALL_S, env=library_environment(1))

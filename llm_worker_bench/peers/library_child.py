@@ -64,9 +64,14 @@ def load_llama_cpp(settings: dict[str, Any]) -> Loaded:
     threads, context = settings["threads"], settings["context"]
     logits_options = {"n_batch": context, "logits_all": True, "seed": 0} if settings.get("logits") else {}
     llm = module.Llama(
-        settings["model"], n_ctx=context, n_threads=threads, n_threads_batch=threads, n_gpu_layers=0, verbose=False,
+        settings["model"],
+        n_ctx=context,
+        n_threads=threads,
+        n_threads_batch=threads,
+        n_gpu_layers=0,
+        verbose=False,
         **logits_options,
-    )  # fmt: skip
+    )
     rng = random.Random(0)
 
     def measure(kind: str, tokens: int) -> None:
@@ -166,9 +171,12 @@ def load_mistralrs(settings: dict[str, Any]) -> Loaded:
             with ThreadPoolExecutor(len(streams)) as pool:
                 return {"answers": list(pool.map(read, streams))}
         request = module.CompletionRequest(
-            make_text(tokens if kind == "pp" else 1), "default", max_tokens=1 if kind == "pp" else tokens,
-            temperature=0.0, ignore_eos=True,
-        )  # fmt: skip
+            make_text(tokens if kind == "pp" else 1),
+            "default",
+            max_tokens=1 if kind == "pp" else tokens,
+            temperature=0.0,
+            ignore_eos=True,
+        )
         start = time.perf_counter()
         usage = runner.send_completion_request(request).usage
         if kind == "pp":
@@ -177,9 +185,13 @@ def load_mistralrs(settings: dict[str, Any]) -> Loaded:
 
     def send(ids: list[int], tokens: int) -> tuple[float, Any]:
         request = module.ChatCompletionRequest(
-            runner.detokenize_text(ids, False), "default", max_tokens=tokens, temperature=0.0, ignore_eos=True,
+            runner.detokenize_text(ids, False),
+            "default",
+            max_tokens=tokens,
+            temperature=0.0,
+            ignore_eos=True,
             stream=True,
-        )  # fmt: skip
+        )
         chunks = iter(runner.send_chat_completion_request(request))
         next(chunks)
         return time.perf_counter(), chunks
@@ -198,9 +210,13 @@ def load_vllm(settings: dict[str, Any]) -> Loaded:
     module = importlib.import_module("vllm")
     batch, length = settings.get("batch", 1), settings["context"] + 1
     llm = module.LLM(
-        model=settings["model"], skip_tokenizer_init=True, max_model_len=length, max_num_seqs=batch,
-        enable_prefix_caching=False, seed=0,
-    )  # fmt: skip
+        model=settings["model"],
+        skip_tokenizer_init=True,
+        max_model_len=length,
+        max_num_seqs=batch,
+        enable_prefix_caching=False,
+        seed=0,
+    )
     engine, rng, numbers = llm.llm_engine, random.Random(0), itertools.count()
     config = engine.model_config
     vocabulary = config.get_vocab_size()
@@ -227,9 +243,12 @@ def load_vllm(settings: dict[str, Any]) -> Loaded:
 
 
 LOADERS: dict[str, Loader] = {
-    "llama-cpp-python": load_llama_cpp, "transformers": load_transformers, "mistral.rs": load_mistralrs,
-    "vllm": load_vllm, "sentence-transformers": load_sentence_transformers,
-}  # fmt: skip
+    "llama-cpp-python": load_llama_cpp,
+    "transformers": load_transformers,
+    "mistral.rs": load_mistralrs,
+    "vllm": load_vllm,
+    "sentence-transformers": load_sentence_transformers,
+}
 
 if __name__ == "__main__":
     serve(LOADERS[sys.argv[1]], json.loads(sys.argv[2]))

@@ -32,9 +32,11 @@ from .programs import LLAMA_BENCH, LLAMA_SERVER, Task
 
 # Packages that a peer needs; gguf only for a GGUF file.
 PACKAGES = {
-    "llama-cpp-python": ("llama_cpp",), "transformers": ("transformers", "torch", "gguf"), "mistral.rs": ("mistralrs",),
+    "llama-cpp-python": ("llama_cpp",),
+    "transformers": ("transformers", "torch", "gguf"),
+    "mistral.rs": ("mistralrs",),
     "vllm": ("vllm",),
-}  # fmt: skip
+}
 NAMES = (LLAMA_BENCH, *PACKAGES, LLAMA_SERVER)
 # For estimates of time: a run takes about so many times the least time, a process starts, files are written and read.
 DEFAULT_SHAPE = "smollm2-135m:Q4_1"  # of the default model, where its file is not needed yet
@@ -57,9 +59,13 @@ class Row(NamedTuple):
 MIXES_7B = ("Q4_K_M", "Q4_0", "Q8_0")
 FAMILY_MIXES = ("Q4_K_M", "Q8_0")
 FAMILY_SHAPES = {  # four layers, of Gemma 4 six, so that one has no window; at most 16 experts
-    "qwen3-moe": "qwen3-30b-a3b:{}:4:16", "gpt-oss": "gpt-oss-20b:{}:4:16", "lfm2": "lfm2-2.6b:{}:4",
-    "qwen3.5": "qwen3.5-9b:{}:4", "gemma4": "gemma4-12b:{}:6", "mistral3": "ministral3-8b:{}:4",
-}  # fmt: skip
+    "qwen3-moe": "qwen3-30b-a3b:{}:4:16",
+    "gpt-oss": "gpt-oss-20b:{}:4:16",
+    "lfm2": "lfm2-2.6b:{}:4",
+    "qwen3.5": "qwen3.5-9b:{}:4",
+    "gemma4": "gemma4-12b:{}:6",
+    "mistral3": "ministral3-8b:{}:4",
+}
 CODER = "qwen2.5-coder-{}-instruct-q4_k_m.gguf"
 SUITES: dict[str, tuple[Row, ...]] = {
     "cpu": (

@@ -108,9 +108,14 @@ class LibraryPeer(Peer):
     batch_warm_up_tokens = sys.maxsize  # a whole answer: some prefill one prompt after the other
 
     def __init__(
-        self, name: str, command: Sequence[str], env: Mapping[str, str], timeout_s: float,
-        batches: tuple[bool, ...] = (False,), warm_up_runs: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        timeout_s: float,
+        batches: tuple[bool, ...] = (False,),
+        warm_up_runs: int = 1,
+    ) -> None:
         self.name, self.batches, self.warm_up_runs = name, batches, warm_up_runs
         self._child = ChildProcess(name, command, env, timeout_s)
 
@@ -141,9 +146,16 @@ class LlamaBench(Peer):
     """
 
     def __init__(
-        self, program: str, model: str, threads: int, timeout_s: float, *, on_gpu: bool = False, options: str = "",
+        self,
+        program: str,
+        model: str,
+        threads: int,
+        timeout_s: float,
+        *,
+        on_gpu: bool = False,
+        options: str = "",
         name: str = LLAMA_BENCH,
-    ) -> None:  # fmt: skip
+    ) -> None:
         layers, repetitions = (ALL_LAYERS, str(GPU_REPETITIONS)) if on_gpu else ("0", "1")
         self._command = [program, "-m", model, "-t", str(threads), "-ngl", layers, "-r", repetitions, "-o", "json"]
         self._command += shlex.split(options)  # the last of an option counts

@@ -104,9 +104,14 @@ class LlamaServer(ServerPeer):
 
     def make_body(self, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
         return {
-            "prompt": list(prompt), "n_predict": tokens, "temperature": 0.0, "samplers": ["temperature"],
-            "ignore_eos": True, "cache_prompt": False, "stream": True,
-        }  # fmt: skip
+            "prompt": list(prompt),
+            "n_predict": tokens,
+            "temperature": 0.0,
+            "samplers": ["temperature"],
+            "ignore_eos": True,
+            "cache_prompt": False,
+            "stream": True,
+        }
 
     def count(self, stream: Stream) -> list[TokenCount]:
         return count_tokens(stream, "tokens_predicted")
@@ -117,9 +122,14 @@ def llama_server_process(command: Sequence[str], timeout_s: float) -> ServerProc
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     return ServerProcess(
-        LLAMA_SERVER, [*command, "--host", "127.0.0.1", "--port", str(port)], timeout_s, url=f"http://127.0.0.1:{port}",
-        shutdown_s=SHUTDOWN_S, max_error_lines=1, error=PeerError,
-    )  # fmt: skip
+        LLAMA_SERVER,
+        [*command, "--host", "127.0.0.1", "--port", str(port)],
+        timeout_s,
+        url=f"http://127.0.0.1:{port}",
+        shutdown_s=SHUTDOWN_S,
+        max_error_lines=1,
+        error=PeerError,
+    )
 
 
 def read_llama_build(authority: str) -> str:
@@ -152,9 +162,13 @@ class WorkerServer(ServerPeer):
 
     def make_body(self, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
         return {
-            "prompt": list(prompt), "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "stream": True,
+            "prompt": list(prompt),
+            "max_tokens": tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stream": True,
             "stream_options": {"include_usage": True},
-        }  # fmt: skip
+        }
 
     def count(self, stream: Stream) -> list[TokenCount]:
         return count_chunks(stream)

@@ -23,9 +23,13 @@ from .programs import OURS, Peer, PeerError, Task
 
 
 def run_rows(
-    recorder: Recorder, progress: StepProgress, rows: Sequence[Row], folder: Path, plan: Plan,
+    recorder: Recorder,
+    progress: StepProgress,
+    rows: Sequence[Row],
+    folder: Path,
+    plan: Plan,
     on_row: Callable[[Row], None] = lambda row: None,
-) -> None:  # fmt: skip
+) -> None:
     """Measure each row; with several, results are named `ROW TEST/PEER`, and a row that fails is named."""
     if len(rows) == 1:
         path = make_file(rows[0], folder, progress)

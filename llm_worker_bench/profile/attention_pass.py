@@ -20,10 +20,19 @@ ORIGINAL_SECONDS = ORIGINAL_S["qkv_projection/128"] / ORIGINAL["QKV"]
 TOGETHER = ("scores", "mask", "softmax and output")
 ALL = "scores to output together"
 PARTS = {
-    "qkv": "QKV", "rope": "RoPE", "rope_angles": "RoPE", "kv_write": "RoPE", "rope_kv_write": "RoPE",
-    "kv_read": "scores", "scores": "scores", "mask": "mask", "softmax": "softmax and output",
-    "values": "softmax and output", "attention": ALL, "attention_split": ALL,
-}  # fmt: skip
+    "qkv": "QKV",
+    "rope": "RoPE",
+    "rope_angles": "RoPE",
+    "kv_write": "RoPE",
+    "rope_kv_write": "RoPE",
+    "kv_read": "scores",
+    "scores": "scores",
+    "mask": "mask",
+    "softmax": "softmax and output",
+    "values": "softmax and output",
+    "attention": ALL,
+    "attention_split": ALL,
+}
 
 
 def backends(run: Run) -> list[str]:

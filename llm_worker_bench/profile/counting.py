@@ -34,13 +34,21 @@ FUSED = {
 }
 # Components of products, by the op that reads their result, or by the one that made what they read.
 BY_READER = {
-    "split_heads": "qkv", "route": "router", "causal_conv": "conv_input", "gated_delta": "delta_input",
-    "sigmoid_gate": "attention_gate", "per_layer_inputs": "per_layer_projection",
-}  # fmt: skip
+    "split_heads": "qkv",
+    "route": "router",
+    "causal_conv": "conv_input",
+    "gated_delta": "delta_input",
+    "sigmoid_gate": "attention_gate",
+    "per_layer_inputs": "per_layer_projection",
+}
 BY_PRODUCER = {
-    "attention": "output", "gated_delta": "output", "sigmoid_gate": "output", "gated": "down",
-    "causal_conv": "conv_output", "per_layer_gate": "down",
-}  # fmt: skip
+    "attention": "output",
+    "gated_delta": "output",
+    "sigmoid_gate": "output",
+    "gated": "down",
+    "causal_conv": "conv_output",
+    "per_layer_gate": "down",
+}
 # operations for each value of the result; an exponential counts as one
 NORM, ADD_NORM, GATED, ROPE, SOFTMAX = 4, 5, 4, 3, 4
 DELTA_RULE = 7  # for each value of a state and token: decay, S^T k, the outer product, S^T q

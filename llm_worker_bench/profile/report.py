@@ -35,8 +35,19 @@ LABELS = {
     "scheduling": "scheduling", "text": "text: tokenize + detokenize", "host": "host: Python + launches",
 }  # in the order of a step  # fmt: skip
 CLASSES = ("critical", "moderate", "minor")
-COLUMNS = ("component", "share", "time a step", "interval", "calls", "bytes", "operations", "roofline time",
-           "% of roofline", "bound by", "class")  # fmt: skip
+COLUMNS = (
+    "component",
+    "share",
+    "time a step",
+    "interval",
+    "calls",
+    "bytes",
+    "operations",
+    "roofline time",
+    "% of roofline",
+    "bound by",
+    "class",
+)
 TEXT_COLUMNS = 2  # the last ones
 HEAD_LINE = "| --- |" + " ---: |" * (len(COLUMNS) - 1 - TEXT_COLUMNS) + " --- |" * TEXT_COLUMNS
 NUM_TOP = 5
@@ -73,12 +84,18 @@ class Component(NamedTuple):
         if bound == "arithmetic":
             bound = str(self.result.fields.get("arithmetic", bound))
         return [
-            self.label, f"{self.share:.1%}", quantity(self.seconds, "s"),
-            spread((self.result.low, self.result.high), "s"), "-" if math.isnan(calls) else f"{calls:,.0f}",
-            quantity(self.number("bytes"), "B"), quantity(self.number("operations"), "B").replace("B", "op"),
-            quantity(limit_s, "s"), "-" if math.isnan(limit_s) else f"{self.percent:.1f}%",
-            bound or "-", self.rank,
-        ]  # fmt: skip
+            self.label,
+            f"{self.share:.1%}",
+            quantity(self.seconds, "s"),
+            spread((self.result.low, self.result.high), "s"),
+            "-" if math.isnan(calls) else f"{calls:,.0f}",
+            quantity(self.number("bytes"), "B"),
+            quantity(self.number("operations"), "B").replace("B", "op"),
+            quantity(limit_s, "s"),
+            "-" if math.isnan(limit_s) else f"{self.percent:.1f}%",
+            bound or "-",
+            self.rank,
+        ]
 
 
 def components(run: Run, phase: str) -> list[Component]:
@@ -288,7 +305,15 @@ def _phase_section(run: Run, phase: str) -> html.Html:
     table = html.table(caption, COLUMNS, rows, range(2, len(COLUMNS) - TEXT_COLUMNS))
     top, ranks, aims = _top_lines(run, phase), classes(run, phase), targets(run, phase)
     head = f"{step_line(run, phase)}. {sum_line(run, phase)}"
-    return html.joined([
-        html.soft(head), table, html.heading("Top five"), html.bullets(top, ordered=True), html.heading("Classes"),
-        html.bullets(ranks), html.heading("Targets"), html.bullets(aims),
-    ])  # fmt: skip
+    return html.joined(
+        [
+            html.soft(head),
+            table,
+            html.heading("Top five"),
+            html.bullets(top, ordered=True),
+            html.heading("Classes"),
+            html.bullets(ranks),
+            html.heading("Targets"),
+            html.bullets(aims),
+        ]
+    )

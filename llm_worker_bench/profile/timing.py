@@ -27,15 +27,25 @@ from .counting import linear_components
 Call = Callable[..., Any]
 # ops of a model that runs op by op -> component; an op that is not here gets a line of its own, by its name
 OP_COMPONENTS = {
-    "embed": "embedding", "rms_norm": "norm", "add_rms_norm": "norm", "rope_store": "rope_kv_write",
-    "attention": "attention", "gated": "activation", "take": "head", "logits": "head",
-}  # fmt: skip
+    "embed": "embedding",
+    "rms_norm": "norm",
+    "add_rms_norm": "norm",
+    "rope_store": "rope_kv_write",
+    "attention": "attention",
+    "gated": "activation",
+    "take": "head",
+    "logits": "head",
+}
 SAMPLING = ("sample", "logprobs")
 # functions of the reference that its ops call; what remains of its attention are the values
 REFERENCE_PARTS = {
-    "rope": "rope", "store": "kv_write", "gather": "kv_read", "attention_scores": "scores", "causal_mask": "mask",
+    "rope": "rope",
+    "store": "kv_write",
+    "gather": "kv_read",
+    "attention_scores": "scores",
+    "causal_mask": "mask",
     "softmax": "softmax",
-}  # fmt: skip
+}
 REFERENCE_OPS = {"attention": "values", "rope_store": "rope"}
 HOST, SCHEDULING = TaskLabel("host", "Engine.step"), "scheduling"
 

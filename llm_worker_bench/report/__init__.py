@@ -38,10 +38,16 @@ KEY_RESULTS: dict[str, Sequence[str]] = {
 }
 VERDICT_ORDER = {"regressed": 0, "improved": 1, "within noise": 2}
 TITLES = {
-    "micro": "Micro-benchmarks", "e2e": "End to end", "load": "Loading a model", "serving": "Serving",
-    "peers": "Beside its peers", "accuracy": "Accuracy", "profile": "Where the time goes", "experiments": "Experiments",
+    "micro": "Micro-benchmarks",
+    "e2e": "End to end",
+    "load": "Loading a model",
+    "serving": "Serving",
+    "peers": "Beside its peers",
+    "accuracy": "Accuracy",
+    "profile": "Where the time goes",
+    "experiments": "Experiments",
     "embed": "Embeddings",
-}  # fmt: skip
+}
 
 
 class RunFile(NamedTuple):
@@ -149,10 +155,14 @@ def _machine_facts(machine: Mapping[str, Any]) -> Html:
     listed = {key: machine.get(key) for key in ("features", "gpus")}
     features, gpus = (", ".join(map(str, found)) if isinstance(found, list) else "" for found in listed.values())
     known = {
-        "processor": machine.get("cpu"), "cores": machine.get("cores"), "cores' worth of time": machine.get("quota"),
+        "processor": machine.get("cpu"),
+        "cores": machine.get("cores"),
+        "cores' worth of time": machine.get("quota"),
         "memory": None if machine.get("memory_gib") is None else f"{machine['memory_gib']} GiB",
-        "instruction sets": features, "GPU": gpus, "system": machine.get("system"),
-    }  # fmt: skip
+        "instruction sets": features,
+        "GPU": gpus,
+        "system": machine.get("system"),
+    }
     return facts({key: value for key, value in known.items() if value not in (None, "")})
 
 

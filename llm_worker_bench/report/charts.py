@@ -271,9 +271,15 @@ def _draw_limits(axes: Axes, roof: float, slopes: Sequence[tuple[str, float]]) -
         axes.plot([left, roof / rate], [left * rate, roof], color=INK if i == 0 else MUTED, ls=style, lw=1.3)
         start = max(left, bottom / rate) ** 0.4 * (roof / rate) ** 0.6
         axes.text(
-            start, start * rate * 1.2, f"{name} {quantity(rate, 'B/s')}", rotation=angle, rotation_mode="anchor",
-            fontsize=8.5, ha="center", va="bottom",
-        )  # fmt: skip
+            start,
+            start * rate * 1.2,
+            f"{name} {quantity(rate, 'B/s')}",
+            rotation=angle,
+            rotation_mode="anchor",
+            fontsize=8.5,
+            ha="center",
+            va="bottom",
+        )
 
 
 def draw_history(renderer: ChartRenderer, title: str, names: Sequence[str], lines: Sequence[Line]) -> Html:

@@ -15,9 +15,15 @@ STYLE = Path(__file__).with_name("report.css")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 SCRIPT_POLICY = "; script-src 'unsafe-inline'"
 TONES = {
-    "improved": "good", "regressed": "bad", "within noise": "calm", "confirmed": "good", "refuted": "bad",
-    "critical": "bad", "moderate": "warn", "minor": "calm",
-}  # fmt: skip
+    "improved": "good",
+    "regressed": "bad",
+    "within noise": "calm",
+    "confirmed": "good",
+    "refuted": "bad",
+    "critical": "bad",
+    "moderate": "warn",
+    "minor": "calm",
+}
 REPLACED_CONTROLS = {i: 0xFFFD for i in range(32) if chr(i) not in "\t\n"}  # not allowed in HTML
 
 
@@ -38,9 +44,12 @@ def joined(parts: Iterable[object]) -> Html:
 
 
 def table(
-    caption: str, head: Sequence[str], rows: Sequence[Sequence[object]], numbers: Sequence[int] = (),
+    caption: str,
+    head: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    numbers: Sequence[int] = (),
     group_starts: Sequence[int] = (),
-) -> Html:  # fmt: skip
+) -> Html:
     """Return a table in a box that scrolls; a row's first cell is its header, `numbers` are right-aligned columns."""
     classes = [' class="num"' if i in numbers else "" for i in range(len(head))]
     heads = "".join(f'<th scope="col"{c}>{html(cell)}</th>' for c, cell in zip(classes, head, strict=True))

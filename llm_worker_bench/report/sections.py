@@ -382,7 +382,12 @@ def cumulative_points(ordered: Sequence[float]) -> list[tuple[float, float]]:
 
 SECTIONS: dict[str, Sequence[Section]] = {
     "micro": (
-        backend_comparison, results_table, roofline_chart, charts_by_length, charts_by_category, distribution_charts,
+        backend_comparison,
+        results_table,
+        roofline_chart,
+        charts_by_length,
+        charts_by_category,
+        distribution_charts,
     ),
     "e2e": (results_table, charts_by_length, distribution_charts),
     "load": (pivot_tables, distribution_charts),
@@ -392,7 +397,7 @@ SECTIONS: dict[str, Sequence[Section]] = {
     "accuracy": (results_table,),
     "profile": (component_shares, all_results, roofline_chart),
     "experiments": (verdict_list, claim_tables, all_results, charts_by_length, distribution_charts),
-}  # fmt: skip
+}
 DEFAULT_SECTIONS: Sequence[Section] = (results_table, charts_by_length, charts_by_category, distribution_charts)
 
 

@@ -9,5 +9,11 @@ from .ops import OPS, Backend
 from .select import BACKENDS, DEVICES, fallback_to_cpu, resolve_kv_type, select_backend
 
 __all__ = [
-    "BACKENDS", "DEVICES", "OPS", "Backend", "fallback_to_cpu", "resolve_kv_type", "select_backend",
-]  # fmt: skip
+    "BACKENDS",
+    "DEVICES",
+    "OPS",
+    "Backend",
+    "fallback_to_cpu",
+    "resolve_kv_type",
+    "select_backend",
+]

@@ -28,9 +28,12 @@ THREADS_VARIABLE = "LLM_WORKER_THREADS"
 NUMBA_THREADS_VARIABLE = "NUMBA_NUM_THREADS"
 # LLVM's names of features, where /proc/cpuinfo has others
 LLVM_NAMES = {
-    "avx512_vnni": "avx512vnni", "avx_vnni": "avxvnni", "amx_tile": "amx-tile", "amx_int8": "amx-int8",
+    "avx512_vnni": "avx512vnni",
+    "avx_vnni": "avxvnni",
+    "amx_tile": "amx-tile",
+    "amx_int8": "amx-int8",
     "asimddp": "dotprod",
-}  # fmt: skip
+}
 SET_FOR_LLVM = ("asimddp", "i8mm")  # LLVM knows them by the processor's name only
 # A sum of products of bytes: LLVM emits `sdot` if the feature is on.
 DOT_PRODUCT_IR = """
@@ -66,9 +69,12 @@ def _isa(weight_bias: int, tile_tokens: int, *features: str, **options: Any) -> 
 
 
 NEON: Any = {
-    "prefetch_bytes": (0, 1024), "attention_tile": (4, 1),
-    "fma_by_lane": True, "shift_insert": True, "magic_sums": True,
-}  # fmt: skip
+    "prefetch_bytes": (0, 1024),
+    "attention_tile": (4, 1),
+    "fma_by_lane": True,
+    "shift_insert": True,
+    "magic_sums": True,
+}
 NEON_DOTPROD = _isa(0, 4, "asimd", "asimddp", unpack_min_tokens=8, lane_activations=True, **NEON)
 AVX512 = "avx512f", "avx512bw", "avx512vl"
 AVX512_VNNI = *AVX512, "avx512_vnni"

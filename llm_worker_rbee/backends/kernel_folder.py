@@ -56,8 +56,11 @@ def open_cache_dir(name: str, *, must_grow: bool = False) -> Path | None:
     except OSError as error:
         logger.warning(
             "compiled kernels cannot be kept in %s (%s), so each start compiles them: set %s to a folder that can be "
-            "written to", root, error.strerror or error, CACHE_VARIABLE,
-        )  # fmt: skip
+            "written to",
+            root,
+            error.strerror or error,
+            CACHE_VARIABLE,
+        )
         return _temporary_dir(name)
 
 

@@ -347,9 +347,15 @@ class Backend(ABC):
     ) -> Array: ...
     @abstractmethod
     def gated_delta(
-        self, qkv: Array, z: Array, gates: Array, params: GatedDeltaParams, weights: GatedDeltaWeights,
-        state: StateLayer, batch: Batch,
-    ) -> Array: ...  # fmt: skip
+        self,
+        qkv: Array,
+        z: Array,
+        gates: Array,
+        params: GatedDeltaParams,
+        weights: GatedDeltaWeights,
+        state: StateLayer,
+        batch: Batch,
+    ) -> Array: ...
     @abstractmethod
     def sigmoid_gate(self, x: Array, gate: Array) -> Array: ...
     @abstractmethod
@@ -425,9 +431,13 @@ class Backend(ABC):
         """Prepare for compiling many kernels at once, while other parts of a model are loaded."""
 
     def warm_up(
-        self, forward: Forward, fused: FusedForward | None, kv: Sequence[LayerCache], limits: StepLimits,
+        self,
+        forward: Forward,
+        fused: FusedForward | None,
+        kv: Sequence[LayerCache],
+        limits: StepLimits,
         progress: Progress,
-    ) -> WarmUp:  # fmt: skip
+    ) -> WarmUp:
         """Do all one-time work of steps within the limits, so that none is left for a request. Nothing is in `kv`."""
         return WarmUp()
 

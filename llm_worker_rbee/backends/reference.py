@@ -290,9 +290,14 @@ def causal_conv(
 
 
 def gated_delta(
-    qkv: Floats, z: Floats, gates: Floats, params: GatedDeltaParams, weights: GatedDeltaWeights, state: StateLayer,
+    qkv: Floats,
+    z: Floats,
+    gates: Floats,
+    params: GatedDeltaParams,
+    weights: GatedDeltaWeights,
+    state: StateLayer,
     batch: Batch,
-) -> Floats:  # fmt: skip
+) -> Floats:
     """Apply the gated delta rule to each request's own tokens, then a norm of each head times silu(z): (T, v_heads *
     v_dim).
 
@@ -393,8 +398,13 @@ def swish_oai(x: Floats) -> Floats:
 
 
 ACTIVATIONS = {
-    "silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu": relu, "tanh": tanh, "swiglu_oai": swish_oai,
-}  # fmt: skip
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "relu": relu,
+    "tanh": tanh,
+    "swiglu_oai": swish_oai,
+}
 
 
 def per_layer_inputs(x: Floats, tokens: Floats, weight: Floats, eps: float) -> Floats:

@@ -119,9 +119,12 @@ def load_command(name: str) -> Any:
 
 
 app = typer.Typer(
-    cls=_LazyGroup, name=PROGRAM, add_completion=False, pretty_exceptions_enable=False,
+    cls=_LazyGroup,
+    name=PROGRAM,
+    add_completion=False,
+    pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"]},
-)  # fmt: skip
+)
 bench = typer.Typer(cls=_LazyGroup, name="bench", context_settings=app.info.context_settings)
 for _name, _listed in COMMANDS.items():
     _group = bench if _name.startswith("bench ") else app

@@ -50,9 +50,14 @@ def convert(
         made = convert_checkpoint(checkpoint, out, to, threads=threads, progress=progress)
     if as_json:
         print_json(
-            {"source": str(located.path), "path": str(out), "type": to.upper(), "bytes": made.bytes,
-             "tensors": made.tensors}
-        )  # fmt: skip
+            {
+                "source": str(located.path),
+                "path": str(out),
+                "type": to.upper(),
+                "bytes": made.bytes,
+                "tensors": made.tensors,
+            }
+        )
         return
     note(f"{human_bytes(located.bytes)} -> {human_bytes(made.bytes)}")
     print(out)

@@ -119,9 +119,12 @@ class EmbedFlags:
         None, "N", "Keep the first N values of each embedding (Matryoshka).", min=1, show_default="all"
     )
     normalize: bool | None = _output(
-        None, None, "Make the length of each embedding 1, or leave it.", "--normalize/--no-normalize",
+        None,
+        None,
+        "Make the length of each embedding 1, or leave it.",
+        "--normalize/--no-normalize",
         show_default="as the model says",
-    )  # fmt: skip
+    )
     dtype: str = _output("float32", "float32|float16", "The type of the values in a .npy file.")
     force: bool = _output(False, None, "Replace OUT if it exists.")
     quiet: bool = _output(False, None, "Print neither progress nor statistics.", "-q")

@@ -35,12 +35,21 @@ from .terminal import Status, cell, columns, one_line, print_json, program_lines
 
 MAX_VALUE_CHARS = 60
 SHAPE_LABELS = {
-    "layers": "layers", "width": "width", "feed_forward": "feed-forward", "heads": "heads", "kv_heads": "KV heads",
-}  # fmt: skip
+    "layers": "layers",
+    "width": "width",
+    "feed_forward": "feed-forward",
+    "heads": "heads",
+    "kv_heads": "KV heads",
+}
 CONTEXT_OPTION = typer.Option(
-    "--context", "--max-context", "-c", metavar="N", min=1, show_default="the model's",
+    "--context",
+    "--max-context",
+    "-c",
+    metavar="N",
+    min=1,
+    show_default="the model's",
     help="Show the memory for N tokens of context.",
-)  # fmt: skip
+)
 
 
 @gather(capacity=CapacityFlags)
@@ -294,9 +303,13 @@ CAPACITY_FIELDS = (
 MAX_LIST_ITEMS = 8  # longer lists are cut
 # keys of any architecture in a GGUF: name in the report -> key after `<architecture>.`
 COMMON_KEYS = {
-    "layers": "block_count", "width": "embedding_length", "feed_forward": "feed_forward_length",
-    "heads": "attention.head_count", "kv_heads": "attention.head_count_kv", "context": "context_length",
-}  # fmt: skip
+    "layers": "block_count",
+    "width": "embedding_length",
+    "feed_forward": "feed_forward_length",
+    "heads": "attention.head_count",
+    "kv_heads": "attention.head_count_kv",
+    "context": "context_length",
+}
 
 
 def describe_file(checkpoint: Checkpoint, file_bytes: int, options: LoadOptions) -> dict[str, Any]:
@@ -314,37 +327,53 @@ def describe_file(checkpoint: Checkpoint, file_bytes: int, options: LoadOptions)
     name, context = checkpoint.metadata.get("general.name"), options.max_context or shape.get("context")
     is_pooling = config is not None and is_pooling_model(checkpoint, config)
     return {
-        "path": str(checkpoint.path), "format": checkpoint.format, "file_bytes": file_bytes,
-        "name": name if isinstance(name, str) else None, "architecture": checkpoint.architecture,
-        "supported": reason is None, "reason": reason,
-        "parameters": sum(tensor.size for tensor in checkpoint.tensors.values()), "shape": shape,
+        "path": str(checkpoint.path),
+        "format": checkpoint.format,
+        "file_bytes": file_bytes,
+        "name": name if isinstance(name, str) else None,
+        "architecture": checkpoint.architecture,
+        "supported": reason is None,
+        "reason": reason,
+        "parameters": sum(tensor.size for tensor in checkpoint.tensors.values()),
+        "shape": shape,
         "experts": None if config is None or config.experts is None else _experts(checkpoint, config.experts),
         "mtp": None if config is None else _mtp(checkpoint, config),
         "pooling": _pooling(checkpoint, config) if config is not None and is_pooling else None,
-        "quantization": _quantization(checkpoint), "quantization_method": checkpoint.metadata.get("quantization"),
+        "quantization": _quantization(checkpoint),
+        "quantization_method": checkpoint.metadata.get("quantization"),
         "tokenizer": _tokenizer(checkpoint),
-        "sampling_defaults": sampling.report(), "warnings": sampling.warnings,
+        "sampling_defaults": sampling.report(),
+        "warnings": sampling.warnings,
         "memory": _memory(checkpoint, config if checkpoint.tensors else None, context),
         "fits": None if config is None or reason or is_pooling else _fits(checkpoint, options),
-    }  # fmt: skip
+    }
 
 
 def _shape_of(c: ModelConfig) -> dict[str, Any]:
     windows = sorted(set(c.windows) - {0})
     return {
-        "layers": c.n_layers, "width": c.d_model, "feed_forward": c.d_ff, "heads": c.n_heads,
-        "kv_heads": c.n_kv_heads, "head_dim": c.head_dim, "vocabulary": c.vocab_size, "context": c.context_length,
+        "layers": c.n_layers,
+        "width": c.d_model,
+        "feed_forward": c.d_ff,
+        "heads": c.n_heads,
+        "kv_heads": c.n_kv_heads,
+        "head_dim": c.head_dim,
+        "vocabulary": c.vocab_size,
+        "context": c.context_length,
         "sliding_window": windows[0] if windows else None,
         "layers_with_window": sum(window > 0 for window in c.windows),
         **({} if c.family.learned_positions else _rope(c)),
-    }  # fmt: skip
+    }
 
 
 def _rope(c: ModelConfig) -> dict[str, Any]:
     scaling = c.rope_scaling
     return {
-        "rope_base": c.rope_base, "rope_dim": c.rope_dim, "rope_scaling": scaling.kind, "rope_factor": scaling.factor,
-    }  # fmt: skip
+        "rope_base": c.rope_base,
+        "rope_dim": c.rope_dim,
+        "rope_scaling": scaling.kind,
+        "rope_factor": scaling.factor,
+    }
 
 
 def _experts(checkpoint: Checkpoint, e: ExpertConfig) -> dict[str, Any]:
@@ -357,9 +386,14 @@ def _experts(checkpoint: Checkpoint, e: ExpertConfig) -> dict[str, Any]:
         for name in ("size", "nbytes")
     )
     return {
-        "count": e.count, "used": e.used, "feed_forward": e.d_ff, "shared_feed_forward": e.shared_d_ff,
-        "scoring": e.scoring, "active_parameters": values, "bytes_per_token": size,
-    }  # fmt: skip
+        "count": e.count,
+        "used": e.used,
+        "feed_forward": e.d_ff,
+        "shared_feed_forward": e.shared_d_ff,
+        "scoring": e.scoring,
+        "active_parameters": values,
+        "bytes_per_token": size,
+    }
 
 
 def _mtp(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any] | None:
@@ -368,9 +402,11 @@ def _mtp(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any] | None:
         return None
     tensors = (t for name, t in checkpoint.tensors.items() if name.startswith(f"blk.{config.n_layers}."))
     return {
-        "layers": config.nextn_layers, "weights_bytes": sum(tensor.nbytes for tensor in tensors),
-        "kv_type": KV_DEFAULT, "kv_token_bytes": head_config(config).kv_bytes(1, KV_DEFAULT),
-    }  # fmt: skip
+        "layers": config.nextn_layers,
+        "weights_bytes": sum(tensor.nbytes for tensor in tensors),
+        "kv_type": KV_DEFAULT,
+        "kv_token_bytes": head_config(config).kv_bytes(1, KV_DEFAULT),
+    }
 
 
 def _pooling(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any]:
@@ -380,11 +416,16 @@ def _pooling(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any]:
     except WorkerError as error:
         return {"error": str(error)}
     return {
-        "kind": found.kind, "normalize": found.normalize, "score": found.score or None,
-        "dimension": found.dense[-1].rows if found.dense else config.d_model, "similarity": found.similarity,
+        "kind": found.kind,
+        "normalize": found.normalize,
+        "score": found.score or None,
+        "dimension": found.dense[-1].rows if found.dense else config.d_model,
+        "similarity": found.similarity,
         "max_length": min(found.max_length or config.context_length, config.context_length),
-        "prompts": dict(found.prompts), "default_prompt": found.default_prompt or None, "notes": list(found.notes),
-    }  # fmt: skip
+        "prompts": dict(found.prompts),
+        "default_prompt": found.default_prompt or None,
+        "notes": list(found.notes),
+    }
 
 
 def _shape_from_keys(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -408,12 +449,14 @@ def _tokenizer(checkpoint: Checkpoint) -> dict[str, Any]:
         return {"error": str(error)}
     bos = tokenizer.bos_id
     return {
-        "kind": tokenizer.kind, "vocabulary": tokenizer.vocab_size,
+        "kind": tokenizer.kind,
+        "vocabulary": tokenizer.vocab_size,
         "bos": None if bos is None else {"id": bos, "text": tokenizer.piece(bos)},
         "eos": [{"id": token, "text": tokenizer.piece(token)} for token in sorted(tokenizer.eos_ids)],
-        "add_bos": tokenizer.add_bos, "add_eos": tokenizer.add_eos,
+        "add_bos": tokenizer.add_bos,
+        "add_eos": tokenizer.add_eos,
         "chat_template": tokenizer.chat_template is not None,
-    }  # fmt: skip
+    }
 
 
 def _memory(checkpoint: Checkpoint, config: ModelConfig | None, context: int | None) -> dict[str, Any]:
@@ -422,9 +465,13 @@ def _memory(checkpoint: Checkpoint, config: ModelConfig | None, context: int | N
     kv = config.kv_bytes(context, KV_DEFAULT) if config is not None and context else None
     state = 0 if config is None else config.state_bytes  # of one sequence
     return {
-        "context": context, "weights_bytes": weights, "kv_type": None if kv is None else KV_DEFAULT, "kv_bytes": kv,
-        "state_bytes": state, "total_bytes": None if kv is None else weights + kv + state,
-    }  # fmt: skip
+        "context": context,
+        "weights_bytes": weights,
+        "kv_type": None if kv is None else KV_DEFAULT,
+        "kv_bytes": kv,
+        "state_bytes": state,
+        "total_bytes": None if kv is None else weights + kv + state,
+    }
 
 
 def _fits(checkpoint: Checkpoint, options: LoadOptions) -> dict[str, Any]:
@@ -441,9 +488,12 @@ def _fits(checkpoint: Checkpoint, options: LoadOptions) -> dict[str, Any]:
         caches[kv_type] = {name: getattr(cache, name) for name in CAPACITY_FIELDS}
     plan = plan_memory(backend, models, KV_DEFAULT if backend is None else backend.default_kv_type, options)
     return {
-        "device": "cpu" if backend is None else backend.device, "available_bytes": plan.available,
-        "kv_memory": options.kv_memory, **plan.limits._asdict(), "kv_types": caches,
-    }  # fmt: skip
+        "device": "cpu" if backend is None else backend.device,
+        "available_bytes": plan.available,
+        "kv_memory": options.kv_memory,
+        **plan.limits._asdict(),
+        "kv_types": caches,
+    }
 
 
 def _gpu_backend(checkpoint: Checkpoint, device: str) -> Backend | None:

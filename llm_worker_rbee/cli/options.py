@@ -207,9 +207,11 @@ class LoadFlags(ComputeFlags):
         KV_AUTO, "T", "Type of the KV cache: auto, float32, float16; on a CPU int8; on a GPU bfloat16, float8."
     )
     quantize: str | None = _device(
-        None, "T", "Quantize the weights while loading; T as convert --type takes it, on a GPU also fp8.",
+        None,
+        "T",
+        "Quantize the weights while loading; T as convert --type takes it, on a GPU also fp8.",
         show_default="as they are",
-    )  # fmt: skip
+    )
 
     def set_up(self) -> int:
         if self.kv_type not in KV_TYPES:
@@ -236,9 +238,14 @@ class PoolingFlags(ComputeFlags):
         None, "T", "Quantize the weights while loading; T as convert --type takes it.", show_default="as they are"
     )
     max_step_tokens: int | None = _device(
-        None, "N", "Maximum number of tokens in a step.", "--batch-tokens", "--max-step-tokens", min=1,
+        None,
+        "N",
+        "Maximum number of tokens in a step.",
+        "--batch-tokens",
+        "--max-step-tokens",
+        min=1,
         show_default="by device",
-    )  # fmt: skip
+    )
 
     def set_up(self) -> int:
         _check_quantize(self.quantize)
@@ -247,9 +254,13 @@ class PoolingFlags(ComputeFlags):
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `Embedder` and `Reranker`, but for the model."""
         return {
-            "device": self.device, "backend": self.backend, "threads": self.kernel_threads, "quantize": self.quantize,
-            "max_length": self.max_length, "max_step_tokens": self.max_step_tokens,
-        }  # fmt: skip
+            "device": self.device,
+            "backend": self.backend,
+            "threads": self.kernel_threads,
+            "quantize": self.quantize,
+            "max_length": self.max_length,
+            "max_step_tokens": self.max_step_tokens,
+        }
 
 
 def use_threads(threads: int | None, backend: str = "auto") -> int:
@@ -285,13 +296,17 @@ class CapacityFlags:
         None, "SIZE", "Memory for keys and values: 512M, 1.5GB, 2GiB.", show_default="from the free memory"
     )
     max_batch: int | None = _engine(
-        None, "N", "Maximum number of requests in a batch; others wait.",
+        None,
+        "N",
+        "Maximum number of requests in a batch; others wait.",
         show_default=f"{ENGINE_DEFAULTS['max_batch']}, on a GPU what fits, at most {MAX_BATCH}",
-    )  # fmt: skip
+    )
     max_step_tokens: int | None = _engine(
-        None, "N", "Maximum number of tokens in a step with prefill.",
+        None,
+        "N",
+        "Maximum number of tokens in a step with prefill.",
         show_default=f"{ENGINE_DEFAULTS['max_step_tokens']}, on a GPU by model and memory, at most {STEP_TOKENS[0]}",
-    )  # fmt: skip
+    )
 
     def apply(self, options: LoadOptions) -> LoadOptions:
         """Return the options of a load with these; a value that is out of range is wrong usage."""
@@ -305,17 +320,19 @@ class EngineFlags(CapacityFlags):
     """The same, and how steps are divided."""
 
     target_itl_ms: float = _engine(
-        ENGINE_DEFAULTS["target_itl_ms"], "X",
+        ENGINE_DEFAULTS["target_itl_ms"],
+        "X",
         "During prefill of other prompts, running requests get a token within X milliseconds.",
-    )  # fmt: skip
+    )
     no_prefix_cache: bool = _engine(
         not ENGINE_DEFAULTS["prefix_cache"], None, "Do not reuse the KV cache of prompts with the same prefix."
     )
     speculative: str | None = _engine(
-        None, "|".join(SPECULATIVE),
+        None,
+        "|".join(SPECULATIVE),
         "Draft tokens from earlier text (ngram) or by a head in the file (mtp). The answer stays the same.",
         show_default=ENGINE_DEFAULTS["speculative"],
-    )  # fmt: skip
+    )
     draft_tokens: int | None = _engine(
         None, "K", "Maximum number of draft tokens per step.", show_default=str(ENGINE_DEFAULTS["draft_tokens"])
     )
@@ -332,16 +349,24 @@ class EngineFlags(CapacityFlags):
             raise typer.BadParameter("--draft-tokens goes with --speculative ngram or mtp, or with --draft-model")
         given: Any = {"speculative": self.speculative, "draft_tokens": self.draft_tokens}
         return _check(  # type: ignore[no-any-return]
-            replace, super().apply(options), target_itl_ms=self.target_itl_ms, prefix_cache=not self.no_prefix_cache,
-            draft_model=self.draft_model, deterministic=self.deterministic,
+            replace,
+            super().apply(options),
+            target_itl_ms=self.target_itl_ms,
+            prefix_cache=not self.no_prefix_cache,
+            draft_model=self.draft_model,
+            deterministic=self.deterministic,
             **{name: value for name, value in given.items() if value is not None},
-        )  # fmt: skip
+        )
 
 
 def load_model(
-    model: ModelFlags, computing: LoadFlags, status: Status, engine: EngineFlags | None = None,
-    on_stage: OnStage | None = None, prepare: Callable[[LLM], object] = lambda llm: None,
-) -> LLM:  # fmt: skip
+    model: ModelFlags,
+    computing: LoadFlags,
+    status: Status,
+    engine: EngineFlags | None = None,
+    on_stage: OnStage | None = None,
+    prepare: Callable[[LLM], object] = lambda llm: None,
+) -> LLM:
     """Load the model and `prepare` it, with a status line or bars; `on_stage` is called for each stage."""
     options = load_options(model, computing, engine)
     computing.set_up()

@@ -99,9 +99,11 @@ class PromptFlags:
     ] = None
     file: Path | None = _prompt(None, "FILE", "Read the prompt from a file.", "-f")
     prompts: Path | None = _prompt(
-        None, "FILE", "Answer all prompts of a file in one batch: one per line, or JSON Lines "
+        None,
+        "FILE",
+        "Answer all prompts of a file in one batch: one per line, or JSON Lines "
         '{"prompt" or "messages", "max_tokens", "priority", ...}; - is standard input.',
-    )  # fmt: skip
+    )
     system: str | None = _prompt(None, "TEXT", "A system message before the prompt.", "-s")
     raw: bool = _prompt(False, None, "Use no chat template: continue the text of the prompt.")
     special: bool = _prompt(False, None, "With --raw: parse the names of special tokens in the prompt.")
@@ -210,13 +212,23 @@ class OutputFlags:
 
 
 @gather(
-    prompt_options=PromptFlags, model=ModelFlags, computing=LoadFlags, engine=EngineFlags,
-    sampling=SamplingFlags, guided=GuidedFlags, output=OutputFlags,
-)  # fmt: skip
+    prompt_options=PromptFlags,
+    model=ModelFlags,
+    computing=LoadFlags,
+    engine=EngineFlags,
+    sampling=SamplingFlags,
+    guided=GuidedFlags,
+    output=OutputFlags,
+)
 def run(
-    prompt_options: PromptFlags, model: ModelFlags, computing: LoadFlags, engine: EngineFlags,
-    sampling: SamplingFlags, guided: GuidedFlags, output: OutputFlags,
-) -> None:  # fmt: skip
+    prompt_options: PromptFlags,
+    model: ModelFlags,
+    computing: LoadFlags,
+    engine: EngineFlags,
+    sampling: SamplingFlags,
+    guided: GuidedFlags,
+    output: OutputFlags,
+) -> None:
     """Answer one prompt, or all prompts of a file.
 
     The answer is streamed to standard output; figures follow on standard error.
@@ -426,10 +438,13 @@ class _BatchPrinter:
         """Return `24 answers · 903 prompt tokens · 960 tokens · 2.61 s · 367.5 tokens/s`, with the drafts."""
         drafts = draft_stats(self.llm)
         parts = [
-            counted(self.printed, "answer"), counted(self.prompt_tokens, "prompt token"), counted(self.tokens, "token"),
-            f"{seconds:.2f} s", f"{self.tokens / seconds:,.1f} tokens/s",
+            counted(self.printed, "answer"),
+            counted(self.prompt_tokens, "prompt token"),
+            counted(self.tokens, "token"),
+            f"{seconds:.2f} s",
+            f"{self.tokens / seconds:,.1f} tokens/s",
             *([] if drafts is None else [drafts.describe(self.tokens)]),
-        ]  # fmt: skip
+        ]
         return " · ".join(parts)
 
 
@@ -500,15 +515,22 @@ def completion_json(llm: LLM, reference: str | None, completion: Completion) -> 
     """Return the object of `--json`; what was not requested is null, but `prompt_logprobs`, which is left out."""
     timings = completion.timings
     report: dict[str, Any] = {
-        "model": reference or DEFAULT_MODEL, "prompt_tokens": completion.prompt_tokens, "tokens": completion.tokens,
-        "text": completion.text, "finish_reason": completion.finish_reason,
-        "stop_sequence": completion.stop_sequence, "logprobs": None, "seed": completion.seed,
+        "model": reference or DEFAULT_MODEL,
+        "prompt_tokens": completion.prompt_tokens,
+        "tokens": completion.tokens,
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "stop_sequence": completion.stop_sequence,
+        "logprobs": None,
+        "seed": completion.seed,
         "cached_tokens": completion.cached_tokens,
         "timings": {
-            "load_s": sum(llm.phases.values()), "time_to_first_token_s": timings.time_to_first_token,
-            "total_s": timings.total, "tokens_per_second": timings.tokens_per_second,
+            "load_s": sum(llm.phases.values()),
+            "time_to_first_token_s": timings.time_to_first_token,
+            "total_s": timings.total,
+            "tokens_per_second": timings.tokens_per_second,
         },
-    }  # fmt: skip
+    }
     if completion.reasoning:
         report["reasoning"] = completion.reasoning
     if completion.logprobs is not None:

@@ -138,9 +138,12 @@ class LimitFlags:
         None, "N", "Maximum number of requests that wait.", min=0, show_default="4 batches, at least 256"
     )
     max_queued_tokens: int | None = _limit(
-        None, "N", "Maximum number of prompt tokens that wait for prefill.", min=1,
+        None,
+        "N",
+        "Maximum number of prompt tokens that wait for prefill.",
+        min=1,
         show_default="64 steps, at least 262144",
-    )  # fmt: skip
+    )
     max_body: int = _limit(DEFAULTS["max_body"], "BYTES", "Maximum size of a request body.", min=1)
     max_pooling_body: int = _limit(
         DEFAULTS["max_pooling_body"], "BYTES", "Maximum size of a request body for embeddings and reranking.", min=1
@@ -149,13 +152,19 @@ class LimitFlags:
         DEFAULTS["job_ttl_s"], "S", "Keep the events of a job S seconds after its end.", "--job-ttl", min=0
     )
     shutdown_timeout_s: float = _limit(
-        DEFAULTS["shutdown_timeout_s"], "S", "On SIGTERM, wait S seconds for running requests.", "--shutdown-timeout",
+        DEFAULTS["shutdown_timeout_s"],
+        "S",
+        "On SIGTERM, wait S seconds for running requests.",
+        "--shutdown-timeout",
         min=0,
-    )  # fmt: skip
+    )
     stall_timeout_s: float = _limit(
-        DEFAULTS["stall_timeout_s"], "S", "/health reports stalled after S seconds without a step.", "--stall-timeout",
+        DEFAULTS["stall_timeout_s"],
+        "S",
+        "/health reports stalled after S seconds without a step.",
+        "--stall-timeout",
         min=0.1,
-    )  # fmt: skip
+    )
     ignore_unknown_fields: bool = _limit(False, None, "Ignore unknown fields and list them in x-ignored-fields.")
     open_objects: bool = _limit(False, None, "Let objects have properties that their JSON schema does not name.")
 
@@ -172,9 +181,13 @@ class ProcessFlags:
         False, None, "Also restart a chat engine that makes no progress (--stall-timeout)."
     )
     replicas: int | None = _process(
-        None, "N", "Engines behind this port. On a CPU they share the cores.", min=1, max=MAX_REPLICAS,
+        None,
+        "N",
+        "Engines behind this port. On a CPU they share the cores.",
+        min=1,
+        max=MAX_REPLICAS,
         show_default="1, or one for each of --device cuda:0,cuda:1",
-    )  # fmt: skip
+    )
 
     def devices(self, device: str) -> list[str]:
         """Validate the options and return the device of each engine; `device` may list several."""
@@ -210,13 +223,25 @@ class MeasuringFlags:
 
 
 @gather(
-    wire=WireFlags, limits=LimitFlags, model=ModelFlags, pooling=PoolingServeFlags, computing=LoadFlags,
-    sharing=EngineFlags, process=ProcessFlags, measuring=MeasuringFlags,
-)  # fmt: skip
+    wire=WireFlags,
+    limits=LimitFlags,
+    model=ModelFlags,
+    pooling=PoolingServeFlags,
+    computing=LoadFlags,
+    sharing=EngineFlags,
+    process=ProcessFlags,
+    measuring=MeasuringFlags,
+)
 def serve(
-    wire: WireFlags, limits: LimitFlags, model: ModelFlags, pooling: PoolingServeFlags, computing: LoadFlags,
-    sharing: EngineFlags, process: ProcessFlags, measuring: MeasuringFlags,
-) -> None:  # fmt: skip
+    wire: WireFlags,
+    limits: LimitFlags,
+    model: ModelFlags,
+    pooling: PoolingServeFlags,
+    computing: LoadFlags,
+    sharing: EngineFlags,
+    process: ProcessFlags,
+    measuring: MeasuringFlags,
+) -> None:
     """Serve a model over HTTP: the OpenAI API, and jobs for an orchestrator; beside it embeddings and reranking.
 
     The key is that of --api-key-file, LLM_WORKER_API_KEY or LLORCH_API_TOKEN. The log goes to standard error, as JSON
@@ -247,10 +272,7 @@ def serve(
     url = base_url(wire.host, sock.getsockname()[1], "https" if tls else "http")
     _print_line(f"{style(settings.names[0], 'bold')} at {style(url, 'bold')}, loading")
     if key is None:
-        _print_line("no API key: anyone on this machine may use it")
-        if "*" in settings.cors_origins:
-            log.logger.warning("--cors-origin '*' without an API key: any web page that is opened on this machine may "
-                               "use the worker; name the origin, or give a key with --api-key-file")  # fmt: skip
+        _say_that_no_key_is_needed(settings)
     if is_null:
         _print_line("the null engine: replies are a fixed text")
 
@@ -259,19 +281,23 @@ def serve(
         if process.engine_process == "off":
             worker = _one_process(settings, model, computing, sharing, dummy_step_s)
         else:
-            reserved = pooling.reserved_bytes()
-            loads = [
-                Load(
-                    options=replace(options, device=name, num_sharing=devices.count(name), reserved_memory=reserved),
-                    dummy_step_s=dummy_step_s,
-                )
-                for name in devices
-            ]
+            chat = replace(options, reserved_memory=pooling.reserved_bytes())
+            engines = [replace(chat, device=name, num_sharing=devices.count(name)) for name in devices]
+            loads = [Load(options=engine, dummy_step_s=dummy_step_s) for engine in engines]
             worker = _with_children(settings, model, process, loads, shown, output)
         supervision = {"max_restarts": process.engine_restarts, "stall_timeout_s": settings.stall_timeout_s}
         worker.pooling = PoolingModels(pooling.services(replace(options, device=devices[0]), supervision))
         ready = partial(output.call, partial(_print_ready, worker, url, key, shown))
         run_server(worker, sock, settings.advertise_url or url, ready, signals, **tls)
+
+
+def _say_that_no_key_is_needed(settings: ServerSettings) -> None:
+    _print_line("no API key: anyone on this machine may use it")
+    if "*" in settings.cors_origins:
+        log.logger.warning(
+            "--cors-origin '*' without an API key: any web page that is opened on this machine may "
+            "use the worker; name the origin, or give a key with --api-key-file"
+        )
 
 
 @contextmanager
@@ -287,9 +313,12 @@ def _shown_until_ready() -> Iterator[tuple[ExitStack, OutputThread]]:
 
 
 def _one_process(
-    settings: ServerSettings, model: ModelFlags, computing: LoadFlags, sharing: EngineFlags,
+    settings: ServerSettings,
+    model: ModelFlags,
+    computing: LoadFlags,
+    sharing: EngineFlags,
     dummy_step_s: float | None,
-) -> Worker:  # fmt: skip
+) -> Worker:
     """Return a worker whose engine runs in a thread."""
     loaded: list[LLM] = []
 
@@ -304,9 +333,13 @@ def _one_process(
 
 
 def _with_children(
-    settings: ServerSettings, model: ModelFlags, process: ProcessFlags, loads: list[Load], shown: ExitStack,
+    settings: ServerSettings,
+    model: ModelFlags,
+    process: ProcessFlags,
+    loads: list[Load],
+    shown: ExitStack,
     output: OutputThread,
-) -> Worker:  # fmt: skip
+) -> Worker:
     """Return a worker whose engines run in child processes; progress is shown until `shown` is closed."""
     status = Status()
     output.call(partial(status.show, f"loading {model.model or 'the built-in model'} ..."))
@@ -336,9 +369,12 @@ def _with_children(
         return text_model
 
     options: dict[str, Any] = {
-        "max_restarts": process.engine_restarts, "restart_on_stall": process.restart_on_stall,
-        "stall_timeout_s": settings.stall_timeout_s, "progress": progress, "on_located": on_located,
-    }  # fmt: skip
+        "max_restarts": process.engine_restarts,
+        "restart_on_stall": process.restart_on_stall,
+        "stall_timeout_s": settings.stall_timeout_s,
+        "progress": progress,
+        "on_located": on_located,
+    }
     engine = SupervisedEngine(loads[0], **options) if len(loads) == 1 else ReplicaSet(loads, **options)
     return Worker(settings, engine, open_model)
 

@@ -76,9 +76,14 @@ def _start(kind: Kind, name: str, chat: LoadOptions, supervision: Mapping[str, A
         return opening.result()
 
     options = PoolingOptions(
-        model=name, device=chat.device, backend=chat.backend, threads=chat.threads, deterministic=chat.deterministic,
-        task=TASKS[kind], refuses_chat_models=True,
-    )  # fmt: skip
+        model=name,
+        device=chat.device,
+        backend=chat.backend,
+        threads=chat.threads,
+        deterministic=chat.deterministic,
+        task=TASKS[kind],
+        refuses_chat_models=True,
+    )
     load = Load(pooling=options, nice=NICE)
     engine = SupervisedPooling(load, on_located=on_located, **supervision)
     engine.label = f"the engine of {name}"

@@ -103,8 +103,15 @@ def warmup(
 
 def _print(done: Warmed, seconds: float, as_json: bool) -> None:
     if as_json:
-        print_json({"kernels": done.kernels, "compiled": done.compiled, "seconds": seconds, "folder": str(done.folder),
-                    **done.target})  # fmt: skip
+        print_json(
+            {
+                "kernels": done.kernels,
+                "compiled": done.compiled,
+                "seconds": seconds,
+                "folder": str(done.folder),
+                **done.target,
+            }
+        )
         return
     (target,) = done.target.values()
     if done.compiled:

@@ -70,25 +70,32 @@ def app(arguments: dict[str, Any]) -> Application:
     device, resources = choose_resources(model, own.gpus)
     settings = ServerSettings(model_ref=model.model or DEFAULT_MODEL, **server)
     common = {
-        "max_ongoing_requests": MAX_ONGOING_REQUESTS, "graceful_shutdown_timeout_s": own.drain_timeout_s,
+        "max_ongoing_requests": MAX_ONGOING_REQUESTS,
+        "graceful_shutdown_timeout_s": own.drain_timeout_s,
         "logging_config": LoggingConfig(enable_access_log=False),  # the front logs requests itself
-    }  # fmt: skip
+    }
     engine = serve.deployment(
-        Engine, ray_actor_options=resources, health_check_period_s=2,
+        Engine,
+        ray_actor_options=resources,
+        health_check_period_s=2,
         request_router_config=RequestRouterConfig(
             request_router_class=PrefixRouter, request_routing_stats_period_s=reports.INTERVAL_S
         ),
-        **_replicas(own.engines, own.max_engines, own), **common,
-    )  # fmt: skip
+        **_replicas(own.engines, own.max_engines, own),
+        **common,
+    )
     front = serve.deployment(
         Front, ray_actor_options={"num_cpus": 0}, **_replicas(own.fronts, own.max_fronts, own), **common
     )  # it reserves nothing: engines may take all cores of a machine
     dummy_step_s = None if own.null_step_ms is None else own.null_step_ms / 1000
     engines = engine.bind(
-        replace(model, device=device), target_waiting_tokens=own.target_waiting_tokens,
+        replace(model, device=device),
+        target_waiting_tokens=own.target_waiting_tokens,
         restart_on_stall=own.restart_on_stall,
-        max_restarts=own.engine_restarts, stall_timeout_s=settings.stall_timeout_s, dummy_step_s=dummy_step_s,
-    )  # fmt: skip
+        max_restarts=own.engine_restarts,
+        stall_timeout_s=settings.stall_timeout_s,
+        dummy_step_s=dummy_step_s,
+    )
     return front.bind(engines, model.model, server, own)
 
 
@@ -192,10 +199,13 @@ def _replicas(lowest: int, highest: int, options: ClusterOptions) -> dict[str, A
     if highest <= lowest:
         return {"num_replicas": lowest}
     config = AutoscalingConfig(
-        min_replicas=lowest, max_replicas=highest, upscale_delay_s=options.upscale_delay_s,
-        downscale_delay_s=options.downscale_delay_s, look_back_period_s=options.upscale_delay_s or 1.0,
+        min_replicas=lowest,
+        max_replicas=highest,
+        upscale_delay_s=options.upscale_delay_s,
+        downscale_delay_s=options.downscale_delay_s,
+        look_back_period_s=options.upscale_delay_s or 1.0,
         policy=AutoscalingPolicy(policy_function=scale_by_load),
-    )  # fmt: skip
+    )
     return {"autoscaling_config": config}
 
 

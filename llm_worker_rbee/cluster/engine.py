@@ -32,9 +32,13 @@ class Engine:
     """An engine for the fronts of a cluster. Messages travel as the frames of `wire`."""
 
     async def __init__(  # type: ignore[misc]
-        self, options: LoadOptions, *, target_waiting_tokens: int, dummy_step_s: float | None = None,
+        self,
+        options: LoadOptions,
+        *,
+        target_waiting_tokens: int,
+        dummy_step_s: float | None = None,
         **supervision: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Load the model; `supervision` are arguments of `SupervisedEngine`."""
         self._target_waiting_tokens = target_waiting_tokens
         self._open: set[_Request] = set()
@@ -86,11 +90,16 @@ class Engine:
         """Return the report of this replica that fronts read."""
         engine = self._engine
         report = EngineReport(
-            last_step_age_s=engine.last_step_age_s, status=engine.status(),  # in this order: the status is no older
-            device=engine.info.device, block_size=engine.info.engine.block_size, load=engine.candidate(()).load,
-            num_restarts=engine.num_restarts, num_requests=engine.num_requests, stats=engine.stats(),
+            last_step_age_s=engine.last_step_age_s,
+            status=engine.status(),  # in this order: the status is no older
+            device=engine.info.device,
+            block_size=engine.info.engine.block_size,
+            load=engine.candidate(()).load,
+            num_restarts=engine.num_restarts,
+            num_requests=engine.num_requests,
+            stats=engine.stats(),
             hashes=b"".join(map(shorten, islice(engine.prefix_index.hashes(), MAX_HASHES))),
-        )  # fmt: skip
+        )
         return {reports.KEY: msgspec.msgpack.encode(report)}
 
     def record_autoscaling_stats(self) -> dict[str, float]:

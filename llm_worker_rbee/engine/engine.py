@@ -98,9 +98,11 @@ class Engine:
         config, drafts = self.config, 0 if self.drafter is None else self.config.draft_tokens
         rows = config.max_batch * (1 + drafts)
         limits = StepLimits(
-            max_batch=config.max_batch, max_tokens=max(config.max_step_tokens, rows + MIN_PREFILL_TOKENS),
-            max_logits=rows + max_scored_tokens(config.max_step_tokens), max_context=config.max_context,
-        )  # fmt: skip
+            max_batch=config.max_batch,
+            max_tokens=max(config.max_step_tokens, rows + MIN_PREFILL_TOKENS),
+            max_logits=rows + max_scored_tokens(config.max_step_tokens),
+            max_context=config.max_context,
+        )
         run = partial(forward, self.model, cache=self.cache)
         own = self.model.ops.warm_up(run, self.model.fused, self.cache.layers, limits, progress)
         drafting = WarmUp(0, 0) if self.drafter is None else self.drafter.warm_up(limits, progress)

@@ -182,10 +182,16 @@ def plan_cache(plan: MemoryPlan, models: Sequence[Checkpoint], kv_type: str, opt
     """Return the KV cache of a model and its draft model, and add its row; raise if it does not fit."""
     config, *drafts = _configs(models, options)
     capacity = plan_kv_cache(
-        config, kv_type, kv_memory=options.kv_memory, max_context=options.max_context,
-        max_batch=plan.limits.max_batch, available=plan.available, draft_config=drafts[0] if drafts else None,
-        memory_fraction=plan.fraction, draft_tokens=options.drafts_per_step,
-    )  # fmt: skip
+        config,
+        kv_type,
+        kv_memory=options.kv_memory,
+        max_context=options.max_context,
+        max_batch=plan.limits.max_batch,
+        available=plan.available,
+        draft_config=drafts[0] if drafts else None,
+        memory_fraction=plan.fraction,
+        draft_tokens=options.drafts_per_step,
+    )
     plan.add("KV cache", capacity.bytes, str(capacity))
     return capacity
 
@@ -203,11 +209,15 @@ def _choose_limits(
     config = workspace.config
     max_step_tokens = options.max_step_tokens or choose_step_tokens(workspace, memory)
     max_batch = options.max_batch or choose_batch(
-        workspace, memory, max_step_tokens, kv_memory=options.kv_memory, memory_fraction=DEVICE_MEMORY_FRACTION,
+        workspace,
+        memory,
+        max_step_tokens,
+        kv_memory=options.kv_memory,
+        memory_fraction=DEVICE_MEMORY_FRACTION,
         kv_token_bytes=sum(block_bytes(shape, kv_type, 1) for shape in (config, *drafts)),
         context=options.max_context or config.context_length,
         state_bytes=(SLOTS_PER_REQUEST + options.drafts_per_step) * config.state_bytes,
-    )  # fmt: skip
+    )
     return SchedulerLimits(max_batch, max_step_tokens)
 
 
@@ -276,10 +286,18 @@ class KVCacheBudget:
 
 
 def plan_kv_cache(
-    config: ModelConfig, kv_type: str = "float32", *, kv_memory: int | None = None, max_context: int | None = None,
-    max_batch: int, available: int | None, block_size: int = BLOCK_SIZE, draft_config: ModelConfig | None = None,
-    memory_fraction: float = HOST_MEMORY_FRACTION, draft_tokens: int = 0,
-) -> KVCacheBudget:  # fmt: skip
+    config: ModelConfig,
+    kv_type: str = "float32",
+    *,
+    kv_memory: int | None = None,
+    max_context: int | None = None,
+    max_batch: int,
+    available: int | None,
+    block_size: int = BLOCK_SIZE,
+    draft_config: ModelConfig | None = None,
+    memory_fraction: float = HOST_MEMORY_FRACTION,
+    draft_tokens: int = 0,
+) -> KVCacheBudget:
     """Return the KV cache for `max_batch` requests of up to `max_context` tokens (default: the model's own).
 
     `kv_memory` is its size in bytes; by default what all requests could ever use, but at most `memory_fraction` of
@@ -315,10 +333,16 @@ def plan_kv_cache(
         smaller = "model or kv_type" if max_context is None else "max_context or kv_type"
         raise InsufficientMemoryError(f"{needed}, and {_shortage(smaller, kv_memory, available, memory_fraction)}")
     return KVCacheBudget(
-        kv_type=kv_type, n_blocks=n_blocks, block_size=block_size, bytes=n_blocks * block + n_slots * slot,
-        n_slots=n_slots, slot_bytes=slot, max_context=min(requested, n_blocks * block_size),
-        requested_context=requested, max_batch=max_batch,
-    )  # fmt: skip
+        kv_type=kv_type,
+        n_blocks=n_blocks,
+        block_size=block_size,
+        bytes=n_blocks * block + n_slots * slot,
+        n_slots=n_slots,
+        slot_bytes=slot,
+        max_context=min(requested, n_blocks * block_size),
+        requested_context=requested,
+        max_batch=max_batch,
+    )
 
 
 def _num_slots(slot: int, memory: int, max_batch: int, wanted: int) -> int:
@@ -408,9 +432,16 @@ def choose_step_tokens(workspace: Workspace, memory: int) -> int:
 
 
 def choose_batch(
-    workspace: Workspace, memory: int, max_step_tokens: int, *, kv_token_bytes: int, context: int,
-    kv_memory: int | None = None, memory_fraction: float = 1.0, state_bytes: int = 0,
-) -> int:  # fmt: skip
+    workspace: Workspace,
+    memory: int,
+    max_step_tokens: int,
+    *,
+    kv_token_bytes: int,
+    context: int,
+    kv_memory: int | None = None,
+    memory_fraction: float = 1.0,
+    state_bytes: int = 0,
+) -> int:
     """Return the default of `max_batch` on a GPU with `memory` bytes beside the weights.
 
     It is the number of requests, of a share of the context and `state_bytes` each, that fit into the KV cache:

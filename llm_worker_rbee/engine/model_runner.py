@@ -73,10 +73,15 @@ class ModelRunner:
         written = [one.blocks[at // size] * size + at % size for one, at in zip(requests, starts, strict=True)]
         positions = _array(starts)
         return Batch(
-            ids=_array(ids), positions=positions, slot_mapping=_array(written), query_start=self._arange[: count + 1],
-            context_len=positions + 1, block_table=self._tables[rows, : max(starts) // size + 1],
-            logits_index=self._arange[:count], pending=pending,
-        )  # fmt: skip
+            ids=_array(ids),
+            positions=positions,
+            slot_mapping=_array(written),
+            query_start=self._arange[: count + 1],
+            context_len=positions + 1,
+            block_table=self._tables[rows, : max(starts) // size + 1],
+            logits_index=self._arange[:count],
+            pending=pending,
+        )
 
     def _mixed_batch(
         self, ids: list[int], slots: list[int], pending: Array | None, starts: Ints, stops: Ints, logits_from: Ints
@@ -88,10 +93,15 @@ class ModelRunner:
         owners, positions = _token_positions(starts, stops, query_start)
         blocks, offsets = np.divmod(positions, size)
         return Batch(
-            ids=_array(ids), positions=positions, slot_mapping=tables[owners, blocks] * size + offsets,
-            query_start=query_start, context_len=stops, block_table=tables,
-            logits_index=_last_indices(query_start[1:], stops - logits_from), pending=pending,
-        )  # fmt: skip
+            ids=_array(ids),
+            positions=positions,
+            slot_mapping=tables[owners, blocks] * size + offsets,
+            query_start=query_start,
+            context_len=stops,
+            block_table=tables,
+            logits_index=_last_indices(query_start[1:], stops - logits_from),
+            pending=pending,
+        )
 
     def _write_table(self, request: Request) -> None:
         first, last = request.num_blocks_in_table, len(request.blocks)
@@ -161,11 +171,15 @@ class SingleSequence:
         if not self.cache.n_slots:
             states = {}
         return Batch(
-            ids=_array(ids), positions=positions, slot_mapping=self.cache.slots(self.block_table, positions),
-            query_start=_array([0, n]), context_len=_array([start + n]), block_table=self.block_table[None, :],
+            ids=_array(ids),
+            positions=positions,
+            slot_mapping=self.cache.slots(self.block_table, positions),
+            query_start=_array([0, n]),
+            context_len=_array([start + n]),
+            block_table=self.block_table[None, :],
             logits_index=np.arange(n, dtype=np.int64) if all_logits else _array([n - 1]),
             **states,
-        )  # fmt: skip
+        )
 
     def catch_up(self, request: Request, *, all_logits: bool = False) -> Iterator[tuple[int, Array]]:
         """Compute all that is not computed yet; yield the first position and the logits of each chunk, as `step`."""

@@ -22,9 +22,10 @@ from .request import Request, SamplerOutput, ScheduledTokens
 SEED_BITS = 53  # survives a JSON reader that keeps numbers as doubles
 # What a row copies from the parameters as it is: the fields that both have, by the same name and type.
 COPIED_PARAMS = tuple(
-    name for name in SampleRow.__dataclass_fields__
+    name
+    for name in SampleRow.__dataclass_fields__
     if name in SamplingParams.__dataclass_fields__ and name not in ("logit_bias", "seed")
-)  # fmt: skip
+)
 
 
 def draw_seed() -> int:

@@ -15,67 +15,128 @@ from .metadata import model_config_from_gguf, model_config_from_hf
 from .pooling_config import is_pooling_model
 
 QWEN_DEFAULTS = {
-    "num_key_value_heads": 32, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
-}  # fmt: skip
+    "num_key_value_heads": 32,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
 GEMMA_DEFAULTS = {
-    "head_dim": 256, "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh",
-    "sliding_window": 4096, "tie_word_embeddings": True,
-}  # fmt: skip
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
 MINISTRAL_DEFAULTS = {
-    "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
     "rope_parameters": {
-        "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
-        "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
     },
-}  # fmt: skip
+}
 OLMO: dict[str, Any] = {
-    "pre_norms": False, "post_norms": True, "qk_norm": True, "wide_qk_norm": True, "full_every": 4,
+    "pre_norms": False,
+    "post_norms": True,
+    "qk_norm": True,
+    "wide_qk_norm": True,
+    "full_every": 4,
     "unscaled_windows": True,
-}  # fmt: skip
+}
 LFM2_DEFAULTS = {
-    "num_key_value_heads": 8, "norm_eps": 1e-5, "rope_theta": 1e6, "conv_L_cache": 3, "tie_word_embeddings": True,
-    "block_auto_adjust_ff_dim": True, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0,
-}  # fmt: skip
+    "num_key_value_heads": 8,
+    "norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "conv_L_cache": 3,
+    "tie_word_embeddings": True,
+    "block_auto_adjust_ff_dim": True,
+    "block_multiple_of": 256,
+    "block_ffn_dim_multiplier": 1.0,
+}
 GPT_OSS_DEFAULTS = {
-    "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "num_local_experts": 128, "num_experts_per_tok": 4,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
     "sliding_window": 128,
     "rope_parameters": {
-        "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
     },
-}  # fmt: skip
+}
 GEMMA4: dict[str, Any] = {
-    "activation": "gelu_tanh", "qk_norm": True, "v_norm": True, "optional_v": True, "post_norms": True,
-    "scaled_embedding": True, "full_every": 6, "layer_shapes": True, "default_attention_scale": 1.0,
-    "default_local_base": 10000.0, "default_final_cap": 30.0, "moe": True, "parallel_experts": True,
-}  # fmt: skip
+    "activation": "gelu_tanh",
+    "qk_norm": True,
+    "v_norm": True,
+    "optional_v": True,
+    "post_norms": True,
+    "scaled_embedding": True,
+    "full_every": 6,
+    "layer_shapes": True,
+    "default_attention_scale": 1.0,
+    "default_local_base": 10000.0,
+    "default_final_cap": 30.0,
+    "moe": True,
+    "parallel_experts": True,
+}
 GEMMA4_DEFAULTS = {
     **{key: GEMMA_DEFAULTS[key] for key in ("head_dim", "num_key_value_heads", "hidden_activation")},
-    "tie_word_embeddings": True, "global_head_dim": 512, "enable_moe_block": False,
+    "tie_word_embeddings": True,
+    "global_head_dim": 512,
+    "enable_moe_block": False,
     "rope_parameters": {
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     },
-}  # fmt: skip
-GLM4_DEFAULTS = {
-    "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5
-}  # fmt: skip
+}
+GLM4_DEFAULTS = {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5}
 QWEN_LINEAR_DEFAULTS = {
-    "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4,
-    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
-}  # fmt: skip
+}
 QWEN_LINEAR: dict[str, Any] = {
-    "qk_norm": True, "gated_attention": True, "linear_attention": True, "norm_plus_one": True,
+    "qk_norm": True,
+    "gated_attention": True,
+    "linear_attention": True,
+    "norm_plus_one": True,
     "gguf_mlp_norm": "post_attention_norm",
-}  # fmt: skip
+}
 GEMMA3: dict[str, Any] = {
-    "activation": "gelu_tanh", "qk_norm": True, "post_norms": True, "scaled_embedding": True, "norm_plus_one": True,
-    "full_every": 6, "default_local_base": 10000.0,
-}  # fmt: skip
+    "activation": "gelu_tanh",
+    "qk_norm": True,
+    "post_norms": True,
+    "scaled_embedding": True,
+    "norm_plus_one": True,
+    "full_every": 6,
+    "default_local_base": 10000.0,
+}
 BERT: dict[str, Any] = {
-    "is_encoder": True, "layer_norm": True, "stream_norms": True, "learned_positions": True, "gated_mlp": False,
-    "pre_norms": False, "qkv_bias": True, "output_bias": True,
-}  # fmt: skip
+    "is_encoder": True,
+    "layer_norm": True,
+    "stream_norms": True,
+    "learned_positions": True,
+    "gated_mlp": False,
+    "pre_norms": False,
+    "qkv_bias": True,
+    "output_bias": True,
+}
 
 FAMILIES = (
     Family("llama", gguf=("llama",), hf=("llama",), rope_interleaved=True, moe=True),

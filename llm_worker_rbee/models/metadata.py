@@ -37,8 +37,13 @@ LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 HF_SCALINGS = ("default", "linear", "llama3", "yarn", "longrope", "su", "proportional")
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 ENCODER_ACTIVATIONS = {
-    **ACTIVATIONS, "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "relu": "relu", "tanh": "tanh",
-}  # fmt: skip
+    **ACTIVATIONS,
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+    "tanh": "tanh",
+}
 # By value of `expert_gating_func`; softmax over the chosen alone is softmax over all, with weights that sum up to 1.
 SOFTMAX_OF_CHOSEN = 3
 GGUF_SCORINGS = {0: "", 1: "softmax", 2: "sigmoid", SOFTMAX_OF_CHOSEN: "softmax"}

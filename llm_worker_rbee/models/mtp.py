@@ -62,9 +62,16 @@ class MtpHead:
 def head_config(config: ModelConfig) -> ModelConfig:
     """Return the shape of the head: of one layer with full attention."""
     return replace(
-        config, n_layers=1, windows=(0,), layer_kinds=(), layer_kv_heads=(), layer_d_ff=(), shared_kv_layers=0,
-        nope_layers=(), nextn_layers=0,
-    )  # fmt: skip
+        config,
+        n_layers=1,
+        windows=(0,),
+        layer_kinds=(),
+        layer_kv_heads=(),
+        layer_d_ff=(),
+        shared_kv_layers=0,
+        nope_layers=(),
+        nextn_layers=0,
+    )
 
 
 def has_head(checkpoint: Checkpoint, config: ModelConfig) -> bool:

@@ -94,10 +94,14 @@ def _gguf_ranker(checkpoint: Checkpoint, config: ModelConfig) -> PoolingConfig:
     if not config.family.is_encoder:
         template = checkpoint.metadata.get("tokenizer.chat_template.rerank")
         return _yes_no_ranker(checkpoint, (), template if isinstance(template, str) and template else YES_NO_TEMPLATE)
-    notes = () if "cls.weight" in checkpoint.tensors else (
-        f"{checkpoint.path.name} has no dense layer before its classifier, which llama.cpp's converter leaves out of "
-        "BERT: its scores are not those of the model; convert the folder instead",
-    )  # fmt: skip
+    notes = (
+        ()
+        if "cls.weight" in checkpoint.tensors
+        else (
+            f"{checkpoint.path.name} has no dense layer before its classifier, which llama.cpp's converter leaves "
+            "out of BERT: its scores are not those of the model; convert the folder instead",
+        )
+    )
     kind = config.family.classifier_pooling
     return PoolingConfig(kind=kind, normalize=False, score=_score_of_labels(checkpoint), notes=notes)
 

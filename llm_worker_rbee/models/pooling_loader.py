@@ -55,9 +55,16 @@ class PoolingLoader(ModelLoader):
             release_pages(tensor.data)
         output_dim = pooler.layers[-1].linear.weight.rows if pooler.layers else c.d_model
         model = PoolingModel(
-            config=c, pooling=pooling, ops=self.ops, embeddings=embeddings, blocks=blocks, norm=norm, pooler=pooler,
-            output_dim=output_dim, workspace=Workspace(self.ops, c, kv_type),
-        )  # fmt: skip
+            config=c,
+            pooling=pooling,
+            ops=self.ops,
+            embeddings=embeddings,
+            blocks=blocks,
+            norm=norm,
+            pooler=pooler,
+            output_dim=output_dim,
+            workspace=Workspace(self.ops, c, kv_type),
+        )
         return replace(model, fused=self.ops.fuse(model.graph))
 
     def embeddings(self, tokens: PackedWeight) -> Embeddings:

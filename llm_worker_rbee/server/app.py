@@ -142,9 +142,11 @@ class Routes:
     async def page(self, _: Request) -> Response:
         text, policy = load_page()
         headers = {
-            "content-security-policy": policy, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer",
+            "content-security-policy": policy,
+            "x-content-type-options": "nosniff",
+            "referrer-policy": "no-referrer",
             "cache-control": "no-cache",
-        }  # fmt: skip
+        }
         return Response(text, 200, headers, "text/html")
 
     async def openapi(self, _: Request) -> Response:
@@ -159,8 +161,9 @@ class Routes:
         if state is None and self.worker.engine.status() == "failed":
             state = "error"
         reply: dict[str, Any] = {
-            "ready": state is None, "state": state or ("busy" if self.worker.is_busy else "idle"),
-        }  # fmt: skip
+            "ready": state is None,
+            "state": state or ("busy" if self.worker.is_busy else "idle"),
+        }
         return json_response(reply if state != "loading" else {**reply, "progress_url": "/v1/loading/progress"})
 
     async def loading_progress(self, _: Request) -> EventStream:
@@ -202,19 +205,27 @@ class Routes:
 
     def _model(self) -> dict[str, Any]:
         return {
-            "id": self.worker.names[0], "object": "model", "created": int(self.worker.started_at),
-            "owned_by": "llm-worker-rbee", "context_length": self.worker.model.max_context, "kind": "chat",
-        }  # fmt: skip
+            "id": self.worker.names[0],
+            "object": "model",
+            "created": int(self.worker.started_at),
+            "owned_by": "llm-worker-rbee",
+            "context_length": self.worker.model.max_context,
+            "kind": "chat",
+        }
 
     def _pooling_model(self, service: PoolingService) -> dict[str, Any]:
         self.worker.require_ready()
         service.require_loaded()
         info = service.engine.info
         return {
-            "id": service.name, "object": "model", "created": int(self.worker.started_at),
-            "owned_by": "llm-worker-rbee", "context_length": info.max_length, "kind": service.kind,
+            "id": service.name,
+            "object": "model",
+            "created": int(self.worker.started_at),
+            "owned_by": "llm-worker-rbee",
+            "context_length": info.max_length,
+            "kind": service.kind,
             "dimensions": info.output_dim,
-        }  # fmt: skip
+        }
 
     async def info(self, _: Request) -> Response:
         return json_response(describe_worker(self.worker))
@@ -259,14 +270,19 @@ class Routes:
 
     def table(self) -> list[Route]:
         routes: list[tuple[str, Callable[[Request], Any], str]] = [
-            ("/health", self.health, "GET"), ("/openapi.json", self.openapi, "GET"), ("/", self.page, "GET"),
-            ("/v1/ready", self.ready, "GET"), ("/info", self.info, "GET"), ("/metrics", self.metrics, "GET"),
-            ("/v1/loading/progress", self.loading_progress, "GET"), ("/v1/models", self.models, "GET"),
+            ("/health", self.health, "GET"),
+            ("/openapi.json", self.openapi, "GET"),
+            ("/", self.page, "GET"),
+            ("/v1/ready", self.ready, "GET"),
+            ("/info", self.info, "GET"),
+            ("/metrics", self.metrics, "GET"),
+            ("/v1/loading/progress", self.loading_progress, "GET"),
+            ("/v1/models", self.models, "GET"),
             ("/v1/models/{name:path}", self.model, "GET"),
             ("/tokenize", partial(self._offload, "tokenize", tokenize), "POST"),
             ("/detokenize", partial(self._offload, "detokenize", detokenize), "POST"),
             ("/apply-template", partial(self._offload, "apply_template", apply_template), "POST"),
-        ]  # fmt: skip
+        ]
         routes += [(route.path, partial(self._generate, route), "POST") for route in generate_routes()]
         for dialect in DIALECTS:
             handlers, methods = dialect.make_handlers(self.worker), defaultdict[str, list[str]](list)
@@ -296,9 +312,10 @@ def application(worker: Worker) -> RequestMiddleware | CORSMiddleware:
     worker.offload.parsers = worker.pooling.offload.parsers = body_parsers()
     routes = Routes(worker)
     app = Starlette(
-        routes=routes.table(), lifespan=lifespan,
+        routes=routes.table(),
+        lifespan=lifespan,
         exception_handlers={404: _on_no_route, 405: _on_no_route, WorkerError: _on_error, Exception: _on_error},
-    )  # fmt: skip
+    )
     wrapped = RequestMiddleware(DirectRoutes(app, routes.direct_table()), worker.settings)
     origins = worker.settings.cors_origins
     return (
@@ -347,9 +364,15 @@ def load_page() -> tuple[bytes, str]:
     for kind, content in INLINE_BLOCK.findall(text):
         hashes[kind] = "'sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() + "'"
     policy = {
-        "default-src": "'none'", "script-src": hashes["script"], "style-src": hashes["style"], "img-src": "data:",
-        "connect-src": "'self'", "base-uri": "'none'", "form-action": "'none'", "frame-ancestors": "'none'",
-    }  # fmt: skip
+        "default-src": "'none'",
+        "script-src": hashes["script"],
+        "style-src": hashes["style"],
+        "img-src": "data:",
+        "connect-src": "'self'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
     return text.encode(), "; ".join(f"{name} {value}" for name, value in policy.items())
 
 

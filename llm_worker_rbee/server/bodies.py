@@ -241,10 +241,11 @@ class Messages(FieldType):
             object_schema({"type": {"const": "custom"}, "custom": custom}, "type", "custom", is_open=True),
         ]
         answer: dict[str, Schema] = {
-            "role": {"const": "assistant"}, "refusal": or_null(TEXT),
+            "role": {"const": "assistant"},
+            "refusal": or_null(TEXT),
             "content": {"anyOf": [TEXT, array_schema({"anyOf": [text, refusal]}), {"type": "null"}]},
             "tool_calls": or_null(array_schema({"anyOf": calls})),
-        }  # fmt: skip
+        }
         other = object_schema({"role": {"enum": roles}, "content": content}, "role", "content", is_open=True)
         return array_schema({"anyOf": [other, object_schema(answer, "role", is_open=True)]}, 1)
 
@@ -350,9 +351,10 @@ class Tools(FieldType):
     def json_schema(self) -> Schema:
         properties: dict[str, Schema] = {
             "name": {"type": "string", "minLength": 1, "maxLength": MAX_TOOL_NAME},
-            "description": {"type": ["string", "null"]}, "parameters": {"type": ["object", "null"]},
+            "description": {"type": ["string", "null"]},
+            "parameters": {"type": ["object", "null"]},
             "strict": {"type": ["boolean", "null"]},
-        }  # fmt: skip
+        }
         function = object_schema(properties, "name", is_open=True)
         tool = object_schema({"type": {"const": "function"}, "function": function}, "type", "function", is_open=True)
         return {**array_schema(tool), "maxItems": MAX_TOOLS}
@@ -391,14 +393,23 @@ def named_tool(choice: Any) -> str | None:
 
 
 def chat_options(
-    tools: list[Tool], choice: Any, *, parallel: bool | None, effort: str | None = None,
-    template_kwargs: Mapping[str, Any] | None = None, thinking_budget: int | None = None,
-) -> ChatOptions:  # fmt: skip
+    tools: list[Tool],
+    choice: Any,
+    *,
+    parallel: bool | None,
+    effort: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    thinking_budget: int | None = None,
+) -> ChatOptions:
     """Return the options of a chat; raise for a choice without its tool."""
     name = named_tool(choice)
     mode: Any = "required" if name is not None else choice or "auto"
     require(mode != "required" or bool(tools), "tool_choice", "conflict", f"tool_choice {mode} needs tools")
-    require(name is None or name in [tool.name for tool in tools], "tool_choice", "choice",
-            f"tool_choice names {name!r:.100}, which is not among the tools")  # fmt: skip
+    require(
+        name is None or name in [tool.name for tool in tools],
+        "tool_choice",
+        "choice",
+        f"tool_choice names {name!r:.100}, which is not among the tools",
+    )
     variables = thinking_variables(template_kwargs, effort)
     return ChatOptions(tools, mode, name, parallel is not False, variables, thinking_budget)

@@ -131,9 +131,13 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> dict
         raw = tokenizer.token_bytes(token)
         return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
 
-    return {"content": [
-        {**encode(entry.token, entry.logprob), "top_logprobs": [encode(*top) for top in entry.top]} for entry in entries
-    ], "refusal": None}  # fmt: skip
+    return {
+        "content": [
+            {**encode(entry.token, entry.logprob), "top_logprobs": [encode(*top) for top in entry.top]}
+            for entry in entries
+        ],
+        "refusal": None,
+    }
 
 
 class Call(Protocol):

@@ -108,8 +108,9 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(), "message": _one_line(record.getMessage()),
-        }  # fmt: skip
+            "level": record.levelname.lower(),
+            "message": _one_line(record.getMessage()),
+        }
         if (known := correlation_id.get()) is not None:
             line["correlation_id"] = known
         line |= getattr(record, "figures", {})
@@ -146,8 +147,12 @@ def request_done(scope: Mapping[str, Any], status: int, seconds: float, reason: 
     """Log a request that was answered, or whose client disconnected before (status 499); `reason` of a refusal."""
     is_expected = scope["path"] in POLLED_PATHS and status in EXPECTED_STATUSES
     if logger.isEnabledFor(logging.INFO) and not is_expected:
-        figures = {"method": scope["method"], "path": scope["path"][:200].encode("unicode_escape").decode(),
-                   "status": status, "ms": round(1000 * seconds, 1)}  # fmt: skip
+        figures = {
+            "method": scope["method"],
+            "path": scope["path"][:200].encode("unicode_escape").decode(),
+            "status": status,
+            "ms": round(1000 * seconds, 1),
+        }
         figures |= {} if reason is None else {"reason": reason}
         record = logging.LogRecord(logger.name, logging.INFO, __file__, 0, "request", None, None)
         record.figures = figures

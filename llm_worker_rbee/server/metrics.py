@@ -77,9 +77,12 @@ class LatencyHistograms:
 
 
 def exposition(
-    latencies: LatencyHistograms, num_running: int, num_waiting: int, engine: TokenEngine | None,
+    latencies: LatencyHistograms,
+    num_running: int,
+    num_waiting: int,
+    engine: TokenEngine | None,
     pooling: Iterable[Metric] = (),
-) -> bytes:  # fmt: skip
+) -> bytes:
     """Return the text that Prometheus scrapes; `engine` is None until the model is loaded."""
     families: list[Metric] = [
         _gauge("num_requests_running", "Requests in the running batch.", num_running),

@@ -48,9 +48,12 @@ class BoundedExecutor:
     """A thread pool whose queue is bounded by bytes; `full` is the error beyond that."""
 
     def __init__(
-        self, name: str, num_threads: int, max_bytes: int = MAX_QUEUED_BYTES,
+        self,
+        name: str,
+        num_threads: int,
+        max_bytes: int = MAX_QUEUED_BYTES,
         full: str = "{} bytes of other requests wait to be parsed or tokenized",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._max_bytes, self._full = max_bytes, full
         self._num_bytes = 0

@@ -25,26 +25,39 @@ ROUTES: tuple[tuple[str, str, Operation], ...] = (
     ("get", "/", Operation(summary="A chat page", reply="text/html")),
     ("get", "/health", Operation(summary="Forward progress; 503 unless healthy or degraded", reply="Health")),
     ("get", "/v1/ready", Operation(summary="Whether requests are accepted", reply="Ready")),
-    ("get", "/info", Operation(
-        summary="Model, device, memory, limits, sampling defaults, versions", reply="Info")),
+    ("get", "/info", Operation(summary="Model, device, memory, limits, sampling defaults, versions", reply="Info")),
     ("get", "/metrics", Operation(summary="Prometheus metrics", reply="text/plain")),
     ("get", "/openapi.json", Operation(summary="This description")),
-    ("get", "/v1/loading/progress", Operation(
-        summary="Progress of loading the model", reply="text/event-stream", event="LoadingEvent")),
+    (
+        "get",
+        "/v1/loading/progress",
+        Operation(summary="Progress of loading the model", reply="text/event-stream", event="LoadingEvent"),
+    ),
     ("get", "/v1/models", Operation(summary="The served model", reply="Models")),
     ("get", "/v1/models/{name}", Operation(summary="The served model, by name", reply="Model")),
     ("post", "/tokenize", Operation(summary="Text to token ids", request="TokenizeRequest", reply="Tokens")),
     ("post", "/detokenize", Operation(summary="Token ids to text", request="DetokenizeRequest", reply="Text")),
-    ("post", "/apply-template", Operation(
-        summary="Messages to the prompt of the chat template", request="TemplateRequest", reply="Prompt")),
-)  # fmt: skip
+    (
+        "post",
+        "/apply-template",
+        Operation(summary="Messages to the prompt of the chat template", request="TemplateRequest", reply="Prompt"),
+    ),
+)
 NDJSON_EVENTS = ("OllamaChatReply", "OllamaGenerateReply")  # events that are lines of JSON
 STATUSES = {
-    400: "invalid request", 401: "missing or wrong API key", 403: "host not allowed", 404: "not found",
-    409: "job_id in use", 413: "body too large", 415: "compressed body", 422: "a grammar with no way on, or too slow",
+    400: "invalid request",
+    401: "missing or wrong API key",
+    403: "host not allowed",
+    404: "not found",
+    409: "job_id in use",
+    413: "body too large",
+    415: "compressed body",
+    422: "a grammar with no way on, or too slow",
     429: "queue full",
-    500: "failure of the worker", 503: "loading or shutting down", 504: "timeout",
-}  # fmt: skip
+    500: "failure of the worker",
+    503: "loading or shutting down",
+    504: "timeout",
+}
 
 
 def all_operations() -> Iterator[tuple[str, str, Operation]]:
@@ -61,9 +74,11 @@ def description(settings: ServerSettings) -> dict[str, Any]:
     for method, path, operation in all_operations():
         paths.setdefault(path, {})[method] = _operation(method, path, operation)
     schemas = {
-        "TokenizeRequest": table_schema(TOKENIZE), "DetokenizeRequest": table_schema(DETOKENIZE),
-        "TemplateRequest": table_schema(APPLY_TEMPLATE), **REPLIES,
-    }  # fmt: skip
+        "TokenizeRequest": table_schema(TOKENIZE),
+        "DetokenizeRequest": table_schema(DETOKENIZE),
+        "TemplateRequest": table_schema(APPLY_TEMPLATE),
+        **REPLIES,
+    }
     for dialect in DIALECTS:
         schemas |= dialect.schemas(settings)
     return {
@@ -84,11 +99,13 @@ def description(settings: ServerSettings) -> dict[str, Any]:
 def _operation(method: str, path: str, operation: Operation) -> dict[str, Any]:
     content = _content(operation.reply, operation.event, dialect_of(path).error_schema)
     described: dict[str, Any] = {
-        "summary": operation.summary, "operationId": f"{method} {path}",
+        "summary": operation.summary,
+        "operationId": f"{method} {path}",
         "responses": {
-            str(operation.status): {"description": "done", "content": content}, **_errors(path, operation.request),
+            str(operation.status): {"description": "done", "content": content},
+            **_errors(path, operation.request),
         },
-    }  # fmt: skip
+    }
     if "{" in path:
         name = path.partition("{")[2].partition("}")[0]
         described["parameters"] = [
@@ -132,8 +149,9 @@ def _errors(path: str, request: str | None) -> dict[str, Any]:
     without_body = () if request is not None else (400, 409, 413, 415, 422, 429, 504)
     return {
         str(status): {"description": why, "content": _content(invalid if status == 400 else dialect.error_schema)}
-        for status, why in STATUSES.items() if status not in without_body
-    }  # fmt: skip
+        for status, why in STATUSES.items()
+        if status not in without_body
+    }
 
 
 REPLIES: dict[str, Schema] = {

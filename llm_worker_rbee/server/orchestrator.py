@@ -87,22 +87,30 @@ def ready_message(worker: Worker, url: str) -> dict[str, Any]:
     """Return the body of the callback."""
     info = worker.engine.info
     return {
-        "worker_id": worker.settings.worker_id, "url": url, "model_ref": worker.settings.model_ref,
-        "backend": info.backend, "device": info.device, "vram_bytes": worker.engine.stats().device_bytes,
+        "worker_id": worker.settings.worker_id,
+        "url": url,
+        "model_ref": worker.settings.model_ref,
+        "backend": info.backend,
+        "device": info.device,
+        "vram_bytes": worker.engine.stats().device_bytes,
         "phases": {phase: round(seconds, 6) for phase, seconds in info.phases.items() if math.isfinite(seconds)},
-    }  # fmt: skip
+    }
 
 
 def heartbeat_message(worker: Worker, port: int) -> dict[str, Any]:
     """Return the body of a heartbeat."""
     return {
         "worker": {
-            "id": worker.settings.worker_id, "model_id": worker.settings.served_name or worker.settings.model_ref,
-            "device": worker.engine.info.device, "port": port,
-            "status": worker.health()["status"], "implementation": "python", "version": __version__,
+            "id": worker.settings.worker_id,
+            "model_id": worker.settings.served_name or worker.settings.model_ref,
+            "device": worker.engine.info.device,
+            "port": port,
+            "status": worker.health()["status"],
+            "implementation": "python",
+            "version": __version__,
         },
         "timestamp": datetime.now(UTC).isoformat(timespec="milliseconds"),
-    }  # fmt: skip
+    }
 
 
 async def _post(url: str, body: Mapping[str, Any]) -> str | None:

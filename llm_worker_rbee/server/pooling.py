@@ -159,8 +159,9 @@ class PoolingService:
         text, inputs = self.text, request.inputs
         width = self.engine.info.output_dim
         if request.dimensions is not None and request.dimensions > width:
-            raise InvalidRequestError(f"dimensions is {request.dimensions}: {self.name} gives 1 to {width}",
-                                      "dimensions")  # fmt: skip
+            raise InvalidRequestError(
+                f"dimensions is {request.dimensions}: {self.name} gives 1 to {width}", "dimensions"
+            )
         prompt = self._prompt(request)
         with self._admit(len(inputs), min(inputs.num_tokens, len(inputs) * text.max_length)):
             if inputs.texts:
@@ -208,12 +209,21 @@ class PoolingService:
         """Return what `/info` tells of the model."""
         info, stats = self.engine.info, self.engine.stats
         return {
-            "model": self.name, "kind": self.kind, "architecture": info.architecture, "quant": info.quant,
-            "parameters": info.parameters, "context_length": info.max_length, "backend": info.backend,
-            "device": info.device, "dimensions": info.output_dim, "weights_bytes": info.weights_bytes,
-            "process_bytes": stats.process_bytes, "max_step_tokens": info.max_step_tokens,
-            "restarts": self.engine.num_restarts, "status": self.engine.status(),
-        }  # fmt: skip
+            "model": self.name,
+            "kind": self.kind,
+            "architecture": info.architecture,
+            "quant": info.quant,
+            "parameters": info.parameters,
+            "context_length": info.max_length,
+            "backend": info.backend,
+            "device": info.device,
+            "dimensions": info.output_dim,
+            "weights_bytes": info.weights_bytes,
+            "process_bytes": stats.process_bytes,
+            "max_step_tokens": info.max_step_tokens,
+            "restarts": self.engine.num_restarts,
+            "status": self.engine.status(),
+        }
 
 
 async def _encode_texts(
@@ -291,9 +301,14 @@ def encode_base64(rows: Floats) -> list[bytes]:
 
 
 def rows_response(
-    rows: Floats, head: bytes, item: Callable[[int, bytes], bytes], tail: bytes, *, is_base64: bool = False,
+    rows: Floats,
+    head: bytes,
+    item: Callable[[int, bytes], bytes],
+    tail: bytes,
+    *,
+    is_base64: bool = False,
     headers: dict[str, str] | None = None,
-) -> Response:  # fmt: skip
+) -> Response:
     """Return a reply of `head`, what `item` makes of the index and the text of each row, and `tail`."""
     encode = encode_base64 if is_base64 else encode_rows
     step = max(1, PIECE_VALUES // max(1, rows.shape[1]))
@@ -359,10 +374,15 @@ class PoolingModels:
     def health(self) -> list[dict[str, Any]]:
         """Return the state of each model."""
         return [
-            {"model": service.name, "kind": service.kind, "status": service.status(),
-             "inputs": service.num_queued_sequences, "restarts": service.engine.num_restarts}
+            {
+                "model": service.name,
+                "kind": service.kind,
+                "status": service.status(),
+                "inputs": service.num_queued_sequences,
+                "restarts": service.engine.num_restarts,
+            }
             for service in self.services
-        ]  # fmt: skip
+        ]
 
     @property
     def num_open(self) -> int:

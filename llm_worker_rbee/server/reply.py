@@ -55,9 +55,14 @@ async def start_reply(worker: Worker, request: GenerateRequest, make_printer: Ca
             reservation.set_actual(n * sum(len(prompt.ids) for prompt in prompts))
             for prompt in prompts:
                 generations += worker.start_generations(
-                    prompt.ids, fit_params(worker, request.params, prompt), n=n, priority=request.priority,
-                    timeout_s=timeout_s, is_scored_only=request.is_scored_only, make_parser=prompt.make_parser,
-                )  # fmt: skip
+                    prompt.ids,
+                    fit_params(worker, request.params, prompt),
+                    n=n,
+                    priority=request.priority,
+                    timeout_s=timeout_s,
+                    is_scored_only=request.is_scored_only,
+                    make_parser=prompt.make_parser,
+                )
         except WorkerError as error:
             for generation in generations:
                 generation.close()
@@ -90,9 +95,14 @@ class Reply(EventSource):
     """The generations of one request, and what the dialect's printer makes of them."""
 
     def __init__(
-        self, worker: Worker, request: GenerateRequest, prompts: list[list[int]], generations: list[Generation],
-        make_printer: Callable[[ReplyState], Printer], started_at: float,
-    ) -> None:  # fmt: skip
+        self,
+        worker: Worker,
+        request: GenerateRequest,
+        prompts: list[list[int]],
+        generations: list[Generation],
+        make_printer: Callable[[ReplyState], Printer],
+        started_at: float,
+    ) -> None:
         self.request, self.prompts, self.generations = request, prompts, generations
         self.created_at = time.time()
         self.started_at = started_at  # in the time of time.perf_counter

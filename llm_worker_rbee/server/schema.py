@@ -45,8 +45,13 @@ MEDIA = {
 }
 LATEST = ":latest"  # the tag that clients of Ollama add to the name of a model, or leave out
 TYPE_NAMES = {
-    bool: "a truth value", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object",
-}  # fmt: skip
+    bool: "a truth value",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+}
 
 
 class ValidationIssue(NamedTuple):
@@ -347,14 +352,19 @@ class StructuredOutputs(FieldType):
 
     def json_schema(self) -> Schema:
         kinds: dict[str, Schema] = {
-            "json": {"type": ["object", "boolean", "string"]}, "json_object": {"const": True},
-            "regex": {"type": "string"}, "choice": array_schema({"type": "string", "minLength": 1}, 1),
+            "json": {"type": ["object", "boolean", "string"]},
+            "json_object": {"const": True},
+            "regex": {"type": "string"},
+            "choice": array_schema({"type": "string", "minLength": 1}, 1),
             "grammar": {"type": "string"},
-        }  # fmt: skip
+        }
         objects: dict[str, Schema] = {"additional_properties": {"enum": [*OBJECT_MODES]}}
-        return {"anyOf": [
-            object_schema({kind: schema, **(objects if kind == "json" else {})}, kind) for kind, schema in kinds.items()
-        ]}  # fmt: skip
+        return {
+            "anyOf": [
+                object_schema({kind: schema, **(objects if kind == "json" else {})}, kind)
+                for kind, schema in kinds.items()
+            ]
+        }
 
 
 class Boolean(FieldType):

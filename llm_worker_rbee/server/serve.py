@@ -81,10 +81,20 @@ def serve(
     machine.return_large_blocks()
     machine.raise_open_files(MAX_OPEN_FILES)
     config = uvicorn.Config(
-        application(worker), loop="uvloop", http=connection_class(worker), ws="none", interface="asgi3", lifespan="on",
-        log_config=None, access_log=False, server_header=False, proxy_headers=False, backlog=BACKLOG,
-        timeout_graceful_shutdown=LAST_BYTES_S, **tls,
-    )  # fmt: skip
+        application(worker),
+        loop="uvloop",
+        http=connection_class(worker),
+        ws="none",
+        interface="asgi3",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=LAST_BYTES_S,
+        **tls,
+    )
     try:
         Server(config, worker, url, on_ready, signals).run(sockets=[sock])
     finally:

@@ -38,9 +38,13 @@ class EventStream:
     """A streamed response; `source` yields its bytes and is closed in any case."""
 
     def __init__(
-        self, source: AsyncGenerator[bytes, None], *, ping_s: float, headers: Mapping[str, str] = {},
+        self,
+        source: AsyncGenerator[bytes, None],
+        *,
+        ping_s: float,
+        headers: Mapping[str, str] = {},
         on_end: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._source = source
         self._on_end = on_end  # a generator that was never started cleans nothing up
         self._ping_s = ping_s

@@ -44,9 +44,12 @@ class Worker(GenerationListener):
     """One model on the wire."""
 
     def __init__(
-        self, settings: ServerSettings, engine: TokenEngine, open_model: Callable[[ModelInfo], TextModel],
+        self,
+        settings: ServerSettings,
+        engine: TokenEngine,
+        open_model: Callable[[ModelInfo], TextModel],
         pooling: PoolingModels | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`open_model` returns the text side of the model that the engine has loaded; it is called in a thread.
         `pooling` are models of embeddings and rankers beside it."""
         self.settings, self.names, self.engine = settings, settings.names, engine
@@ -222,16 +225,31 @@ class Worker(GenerationListener):
         self.admission.require_capacity(self.engine, num_requests)
 
     def start_generations(
-        self, ids: list[int], params: SamplingParams, *, n: int = 1, priority: int = 0, timeout_s: float | None = None,
-        is_scored_only: bool = False, make_parser: Callable[[], ChatParser] | None = None,
-    ) -> list[Generation]:  # fmt: skip
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        *,
+        n: int = 1,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        is_scored_only: bool = False,
+        make_parser: Callable[[], ChatParser] | None = None,
+    ) -> list[Generation]:
         """Start `n` generations of one prompt, within a reservation; they share one seed."""
         model = self.model
         generations = make_generations(
-            model.tokenizer, self.engine.info.engine, model.vocab_size, ids,
-            params.resolve(model.sampling_defaults.values), n=n, priority=priority, timeout_s=timeout_s,
-            is_scored_only=is_scored_only, listener=self, make_parser=make_parser,
-        )  # fmt: skip
+            model.tokenizer,
+            self.engine.info.engine,
+            model.vocab_size,
+            ids,
+            params.resolve(model.sampling_defaults.values),
+            n=n,
+            priority=priority,
+            timeout_s=timeout_s,
+            is_scored_only=is_scored_only,
+            listener=self,
+            make_parser=make_parser,
+        )
         for generation in generations:
             generation.submit(self.engine)
             self.admission.add(generation.request)
@@ -265,7 +283,11 @@ class Worker(GenerationListener):
         if status == "healthy" and any(one["status"] != "healthy" for one in pooling):
             status = "degraded"
         return {
-            "status": status, "model": self.names[0],
-            "uptime_s": round(time.monotonic() - self._start_clock, 3), "last_step_age_s": round(age, 3),
-            "running": load.running, "waiting": load.waiting, "pooling": pooling,
-        }  # fmt: skip
+            "status": status,
+            "model": self.names[0],
+            "uptime_s": round(time.monotonic() - self._start_clock, 3),
+            "last_step_age_s": round(age, 3),
+            "running": load.running,
+            "waiting": load.waiting,
+            "pooling": pooling,
+        }

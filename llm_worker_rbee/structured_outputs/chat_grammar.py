@@ -23,9 +23,11 @@ from .json_schema import prepare_schema, without_annotations
 MAX_DEPTH = 8  # of a schema in a notation other than JSON
 CHARS_PER_TOKEN = 4  # of a thinking budget where the end of the reasoning is not a token
 HARMONY_CALLS = ToolFormat(
-    kind="tag_json", call_start="<|channel|>commentary to=functions.", name_suffix=" <|constrain|>json<|message|>",
+    kind="tag_json",
+    call_start="<|channel|>commentary to=functions.",
+    name_suffix=" <|constrain|>json<|message|>",
     is_parallel=False,
-)  # fmt: skip
+)
 HARMONY_FINAL, HARMONY_NEXT = "<|channel|>final<|message|>", "<|end|><|start|>assistant"
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as templates print it
 _INTEGER = "-?(0|[1-9][0-9]{0,17})"
@@ -41,9 +43,13 @@ class ToolSchemaError(InvalidRequestError):
 
 
 def answer_grammar(
-    chat_format: ChatFormat, options: ChatOptions, structured: tuple[str, Any] | None = None, *, prompt_tail: str = "",
+    chat_format: ChatFormat,
+    options: ChatOptions,
+    structured: tuple[str, Any] | None = None,
+    *,
+    prompt_tail: str = "",
     open_objects: bool = False,
-) -> str | None:  # fmt: skip
+) -> str | None:
     """Return the grammar of an answer, or None where nothing is constrained.
 
     `structured` is the form of the content: ("json", schema as text), ("json_object", True), ("regex", expression),
@@ -297,8 +303,10 @@ class _Writer:
         self._root, self._references = without_annotations(tool.parameters), {}
         if self._tools.kind == "gemma":
             properties.sort(key=lambda item: item[0].lower())
-        items = [(self.rule(f"{self.literal(key + equals)} {self._value(self._root['properties'][key])}"), is_required)
-                 for key, _, is_required in properties]  # fmt: skip
+        items = [
+            (self.rule(f"{self.literal(key + equals)} {self._value(self._root['properties'][key])}"), is_required)
+            for key, _, is_required in properties
+        ]
         return self._sequence(items, separator)
 
     def _value(self, schema: Any, depth: int = 0) -> str:

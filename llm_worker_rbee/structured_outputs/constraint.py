@@ -43,9 +43,15 @@ class Constraint:
     """The grammar of one request, after the tokens that it has."""
 
     def __init__(
-        self, matcher: Any, table_eos_ids: Sequence[int], eos_ids: Sequence[int], vocab_size: int, max_tokens: int,
-        match_alone: Callable[[], Any] | None = None, ending_tokens: Sequence[int] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        matcher: Any,
+        table_eos_ids: Sequence[int],
+        eos_ids: Sequence[int],
+        vocab_size: int,
+        max_tokens: int,
+        match_alone: Callable[[], Any] | None = None,
+        ending_tokens: Sequence[int] | None = None,
+    ) -> None:
         """`table_eos_ids`: the ids that end a text for the matcher; `eos_ids`: the request's ids.
 
         `match_alone` returns a matcher that shares no lexer. `ending_tokens`: to end within `max_tokens`.

@@ -193,16 +193,26 @@ class GrammarCompiler:
         return self._threads.submit(self.compile, *args, **options)
 
     def compile(
-        self, params: StructuredOutputsParams, eos_ids: Sequence[int], max_tokens: int, *,
-        close_on_length: bool = False, generated: Sequence[int] = (),
-    ) -> Constraint:  # fmt: skip
+        self,
+        params: StructuredOutputsParams,
+        eos_ids: Sequence[int],
+        max_tokens: int,
+        *,
+        close_on_length: bool = False,
+        generated: Sequence[int] = (),
+    ) -> Constraint:
         """Return the constraint of a request; `generated` are output tokens that it has already."""
         matcher, match_alone = self._matcher_of(params)
         table, _ = self._tokenizer
         constraint = Constraint(
-            matcher, table.eos_ids or [table.eos_token_id], eos_ids, self.vocab_size, max_tokens, match_alone,
+            matcher,
+            table.eos_ids or [table.eos_token_id],
+            eos_ids,
+            self.vocab_size,
+            max_tokens,
+            match_alone,
             table.ending_tokens if close_on_length else None,
-        )  # fmt: skip
+        )
         for token in generated:
             if not constraint.replay(token):
                 raise GrammarDeadEndError(constraint.describe_error())

@@ -65,12 +65,16 @@ def map_schemas(schema: Any, change: Callable[[Schema], Schema]) -> Any:
         return [map_schemas(item, change) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    return change({
-        key: {name: map_schemas(item, change) for name, item in value.items()}
-        if key in NAMED_SCHEMAS and isinstance(value, dict)
-        else value if key in DATA else map_schemas(value, change)
-        for key, value in schema.items()
-    })  # fmt: skip
+    return change(
+        {
+            key: {name: map_schemas(item, change) for name, item in value.items()}
+            if key in NAMED_SCHEMAS and isinstance(value, dict)
+            else value
+            if key in DATA
+            else map_schemas(value, change)
+            for key, value in schema.items()
+        }
+    )
 
 
 def without_annotations(schema: Any) -> Any:
@@ -260,11 +264,12 @@ def _are_separate(parts: list[Schema]) -> bool:
     names, patterns = (
         [
             name
-            for part in parts for name, inner in part.get(key, {}).items()
+            for part in parts
+            for name, inner in part.get(key, {}).items()
             if isinstance(inner, dict) and (inner.keys() & ABOUT_NAMES or _is_open(inner))
         ]
         for key in ("properties", "patternProperties")
-    )  # fmt: skip
+    )
     num_arrays = sum(bool(part.keys() & OF_ITEMS) for part in parts)
     is_alone = len(parts) == 1 or (bool(parts) and not any(part.keys() & OPENERS for part in parts))
     return is_alone and num_arrays < 2 and len(set(names)) == len(names) and not (names and patterns)

@@ -179,9 +179,12 @@ def _serve(loop: EngineLoop, connection: Connection) -> NoReturn:
         if now - stats_at >= STATS_INTERVAL_S or not loop.has_work:
             stats_at = now
             result = StepResult(
-                outputs=result.outputs, events=result.events, stored=result.stored, removed=result.removed,
+                outputs=result.outputs,
+                events=result.events,
+                stored=result.stored,
+                removed=result.removed,
                 stats=loop.stats(),
-            )  # fmt: skip
+            )
         connection.send(result)
 
 

@@ -58,9 +58,15 @@ class EngineLoop:
     def submit(self, message: Submit) -> None:
         """Add a request; one that the engine refuses ends with the next step, without harm to the others."""
         request = Request(
-            message.prompt, message.params, message.max_tokens, message.seed, frozenset(message.eos_ids),
-            message.sample_index, message.priority, generated=message.generated,
-        )  # fmt: skip
+            message.prompt,
+            message.params,
+            message.max_tokens,
+            message.seed,
+            frozenset(message.eos_ids),
+            message.sample_index,
+            message.priority,
+            generated=message.generated,
+        )
         if message.timeout_s is not None:
             request.deadline = time.monotonic() + message.timeout_s
         self._requests[message.id], self._ids[request] = request, message.id  # first, so that any error reaches it
@@ -84,9 +90,12 @@ class EngineLoop:
             )
         assert params.structured_outputs is not None
         return compiler.submit(
-            params.structured_outputs, sorted(request.eos_ids), request.max_tokens,
-            close_on_length=params.close_on_length, generated=request.tokens,
-        )  # fmt: skip
+            params.structured_outputs,
+            sorted(request.eos_ids),
+            request.max_tokens,
+            close_on_length=params.close_on_length,
+            generated=request.tokens,
+        )
 
     def _add_compiled(self) -> None:
         """Add the requests whose grammars are compiled; without other work, wait a moment for one of them."""
@@ -147,19 +156,27 @@ class EngineLoop:
         engine, pool, stats = self.engine, self.engine.scheduler.pool, self.engine.scheduler.stats
         fused, states = engine.model.fused, self.engine.scheduler.states
         return EngineStats(
-            num_free_blocks=pool.num_free, num_blocks=pool.n_blocks, num_steps=engine.num_steps,
-            num_preemptions=stats.num_preemptions, num_queried_tokens=stats.num_queried_tokens,
-            num_hit_tokens=stats.num_hit_tokens, num_drafted_tokens=stats.num_drafted_tokens,
-            num_accepted_tokens=stats.num_accepted_tokens, num_snapshot_hits=stats.num_snapshot_hits,
-            num_state_slots=states.n_slots if states else 0, num_used_state_slots=states.num_used if states else 0,
+            num_free_blocks=pool.num_free,
+            num_blocks=pool.n_blocks,
+            num_steps=engine.num_steps,
+            num_preemptions=stats.num_preemptions,
+            num_queried_tokens=stats.num_queried_tokens,
+            num_hit_tokens=stats.num_hit_tokens,
+            num_drafted_tokens=stats.num_drafted_tokens,
+            num_accepted_tokens=stats.num_accepted_tokens,
+            num_snapshot_hits=stats.num_snapshot_hits,
+            num_state_slots=states.n_slots if states else 0,
+            num_used_state_slots=states.num_used if states else 0,
             num_snapshots=states.num_snapshots if states else 0,
             num_paused_drafters=int(engine.drafter is not None and not engine.is_drafting),
             seconds_per_prefill_token=engine.seconds_per_prefill_token(),
             step_times={kind: replace(times) for kind, times in engine.step_time.totals.items()},
             step_time_model=engine.step_time.coefficients,
-            device_bytes=engine.model.ops.allocated_memory(), graph_bytes=0 if fused is None else fused.graph_bytes,
-            process_bytes=machine.resident_bytes(), device_failed=engine.device_failed,
-        )  # fmt: skip
+            device_bytes=engine.model.ops.allocated_memory(),
+            graph_bytes=0 if fused is None else fused.graph_bytes,
+            process_bytes=machine.resident_bytes(),
+            device_failed=engine.device_failed,
+        )
 
     def _result(self, outputs: list[TokenOutput]) -> StepResult:
         early, self._early = self._early, []

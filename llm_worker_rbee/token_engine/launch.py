@@ -34,12 +34,20 @@ def model_info(loaded: LoadedModel, engine: Engine, phases: LoadPhases) -> Model
     if loaded.capacity.is_context_reduced:
         notes.append(f"{loaded.capacity}; kv_memory or a smaller kv_type gives longer contexts")
     return ModelInfo(
-        path=str(checkpoint.path), architecture=loaded.config.family.name, quant=loaded.quant,
-        parameters=sum(tensor.size for tensor in checkpoint.tensors.values()), vocab_size=loaded.config.vocab_size,
-        backend=loaded.model.ops.name, device=loaded.model.ops.device, kv_type=loaded.kv_type,
-        weights_bytes=checkpoint.nbytes, kv_cache_bytes=loaded.capacity.bytes, engine=engine.config,
-        phases=phases.seconds, notes=notes,
-    )  # fmt: skip
+        path=str(checkpoint.path),
+        architecture=loaded.config.family.name,
+        quant=loaded.quant,
+        parameters=sum(tensor.size for tensor in checkpoint.tensors.values()),
+        vocab_size=loaded.config.vocab_size,
+        backend=loaded.model.ops.name,
+        device=loaded.model.ops.device,
+        kv_type=loaded.kv_type,
+        weights_bytes=checkpoint.nbytes,
+        kv_cache_bytes=loaded.capacity.bytes,
+        engine=engine.config,
+        phases=phases.seconds,
+        notes=notes,
+    )
 
 
 def warm_up(engine: Engine, phases: LoadPhases | None = None) -> WarmUp:

@@ -45,10 +45,12 @@ class PoolingLoop:
         sequences, tokens = engine.num_sequences, engine.num_tokens
         outputs = engine.step()
         return PoolingStep(
-            outputs=list(map(_encode, outputs)), num_sequences=engine.num_sequences - sequences,
-            num_tokens=engine.num_tokens - tokens, seconds=time.perf_counter() - start,
+            outputs=list(map(_encode, outputs)),
+            num_sequences=engine.num_sequences - sequences,
+            num_tokens=engine.num_tokens - tokens,
+            seconds=time.perf_counter() - start,
             process_bytes=machine.resident_bytes(),
-        )  # fmt: skip
+        )
 
 
 def _encode(output: PoolingOutput) -> PooledRows:
@@ -88,12 +90,20 @@ def pooling_info(loaded: LoadedPooling, phases: LoadPhases) -> PoolingInfo:
     """Return the facts that a front needs."""
     checkpoint, ops = loaded.checkpoint, loaded.model.ops
     return PoolingInfo(
-        path=str(loaded.path), architecture=loaded.config.family.name, quant=loaded.quant,
-        parameters=sum(tensor.size for tensor in checkpoint.tensors.values()), vocab_size=loaded.config.vocab_size,
-        backend=ops.name, device=ops.device, weights_bytes=checkpoint.nbytes, output_dim=loaded.model.output_dim,
-        max_length=loaded.model.max_length, phases=phases.seconds, notes=list(loaded.notes),
+        path=str(loaded.path),
+        architecture=loaded.config.family.name,
+        quant=loaded.quant,
+        parameters=sum(tensor.size for tensor in checkpoint.tensors.values()),
+        vocab_size=loaded.config.vocab_size,
+        backend=ops.name,
+        device=ops.device,
+        weights_bytes=checkpoint.nbytes,
+        output_dim=loaded.model.output_dim,
+        max_length=loaded.model.max_length,
+        phases=phases.seconds,
+        notes=list(loaded.notes),
         max_step_tokens=DEVICE_STEP_TOKENS if ops.has_device_memory else HOST_STEP_TOKENS,
-    )  # fmt: skip
+    )
 
 
 def serve_pooling(

@@ -77,8 +77,11 @@ class SupervisedPooling(SupervisedProcess[PoolingInfo]):
         """Return a row for each sequence; cancelling the task drops the request."""
         num_bytes = TOKEN_BYTES * sum(map(len, sequences)) * (1 if token_types is None else 2)
         if num_bytes > MAX_MESSAGE_BYTES:
-            raise InvalidRequestError(f"the tokens of the request have {num_bytes} bytes: at most {MAX_MESSAGE_BYTES} "
-                                      "are accepted, send fewer inputs at a time", "input")  # fmt: skip
+            raise InvalidRequestError(
+                f"the tokens of the request have {num_bytes} bytes: at most {MAX_MESSAGE_BYTES} "
+                "are accepted, send fewer inputs at a time",
+                "input",
+            )
         packed = None
         if num_bytes > INLINE_BYTES:
             packed = await asyncio.to_thread(_pack, sequences, token_types)

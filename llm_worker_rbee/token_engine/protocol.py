@@ -151,13 +151,24 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 COUNTERS = (
-    "num_steps", "num_preemptions", "num_queried_tokens", "num_hit_tokens", "num_snapshot_hits", "num_drafted_tokens",
+    "num_steps",
+    "num_preemptions",
+    "num_queried_tokens",
+    "num_hit_tokens",
+    "num_snapshot_hits",
+    "num_drafted_tokens",
     "num_accepted_tokens",
-)  # fmt: skip
+)
 SUMMED_GAUGES = (
-    "num_free_blocks", "num_blocks", "num_state_slots", "num_used_state_slots", "num_snapshots", "num_paused_drafters",
-    "device_bytes", "graph_bytes",
-)  # fmt: skip
+    "num_free_blocks",
+    "num_blocks",
+    "num_state_slots",
+    "num_used_state_slots",
+    "num_snapshots",
+    "num_paused_drafters",
+    "device_bytes",
+    "graph_bytes",
+)
 
 
 def add_stats(stats: Sequence[EngineStats], ended: Sequence[EngineStats] = ()) -> EngineStats:
@@ -168,11 +179,12 @@ def add_stats(stats: Sequence[EngineStats], ended: Sequence[EngineStats] = ()) -
     return EngineStats(
         **{name: sum(getattr(one, name) for one in (*stats, *ended)) for name in COUNTERS},
         **{name: sum(getattr(one, name) for one in stats) for name in SUMMED_GAUGES},
-        seconds_per_prefill_token=1 / sum(rates) if rates else 0.0, process_bytes=sum(sizes) if sizes else None,
+        seconds_per_prefill_token=1 / sum(rates) if rates else 0.0,
+        process_bytes=sum(sizes) if sizes else None,
         device_failed=bool(stats) and all(one.device_failed for one in stats),
         step_times=add_step_times([one.step_times for one in (*stats, *ended)]),
         step_time_model=StepTimeCoefficients(*map(fmean, zip(*models, strict=True))) if models else None,
-    )  # fmt: skip
+    )
 
 
 def add_step_times(engines: Sequence[dict[str, StepTimes]]) -> dict[str, StepTimes]:
@@ -348,9 +360,12 @@ class RequestStream:
     """
 
     def __init__(
-        self, request: RequestState, on_abort: Callable[[RequestState], None], changed: Any,
+        self,
+        request: RequestState,
+        on_abort: Callable[[RequestState], None],
+        changed: Any,
         max_buffered_outputs: int = MAX_BUFFERED_OUTPUTS,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`changed` is an event of the reader's loop; the offline API has none, and imports no event loop."""
         self.request = request
         self.on_abort = on_abort

@@ -25,9 +25,13 @@ class ReplicaSet(TokenEngine):
     """A `TokenEngine` of several processes."""
 
     def __init__(
-        self, loads: Sequence[Load], *, progress: TransferProgress = lambda what, done, total: None,
-        on_located: Callable[[str], None] = lambda path: None, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        loads: Sequence[Load],
+        *,
+        progress: TransferProgress = lambda what, done, total: None,
+        on_located: Callable[[str], None] = lambda path: None,
+        **options: Any,
+    ) -> None:
         """Start the process of the first engine at once; each `SupervisedEngine` gets the options."""
         self._loads = [msgspec.structs.replace(load, records_blocks=True) for load in loads]
         self._options = options | {"move": self._move}
@@ -127,11 +131,15 @@ def _describe(infos: Sequence[ModelInfo]) -> ModelInfo:
     """Describe the engines as one model. Every engine has at least `max_context` and `n_blocks` for one request."""
     first = infos[0]
     engine = replace(
-        first.engine, max_context=min(info.max_context for info in infos),
+        first.engine,
+        max_context=min(info.max_context for info in infos),
         n_blocks=min(info.engine.n_blocks for info in infos),
-    )  # fmt: skip
+    )
     return msgspec.structs.replace(
-        first, engine=engine, num_replicas=len(infos), device=",".join(dict.fromkeys(info.device for info in infos)),
+        first,
+        engine=engine,
+        num_replicas=len(infos),
+        device=",".join(dict.fromkeys(info.device for info in infos)),
         weights_bytes=sum(info.weights_bytes for info in infos),
         kv_cache_bytes=sum(info.kv_cache_bytes for info in infos),
-    )  # fmt: skip
+    )

@@ -47,9 +47,13 @@ def spawn() -> SpawnedProcess:
             command = [sys.executable, "-P", "-c", PROGRAM, str(other.fileno()), str(os.getpid())]
             environment = _environment()
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[other.fileno()],
-                env=environment, start_new_session=True,
-            )  # fmt: skip
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[other.fileno()],
+                env=environment,
+                start_new_session=True,
+            )
         except BaseException:
             own.close()
             raise

@@ -39,10 +39,15 @@ class SupervisedProcess(ABC, Generic[Info]):
     label = "the engine"  # of log lines and errors
 
     def __init__(
-        self, load: Load, *, max_restarts: int = 5, stall_timeout_s: float = math.inf, restart_on_stall: bool = False,
+        self,
+        load: Load,
+        *,
+        max_restarts: int = 5,
+        stall_timeout_s: float = math.inf,
+        restart_on_stall: bool = False,
         progress: TransferProgress = lambda what, done, total: None,
         on_located: Callable[[str], None] = lambda path: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Start the process at once. `max_restarts` is the limit per minute. A process that has work and sends nothing
         for `stall_timeout_s` is stalled; with `restart_on_stall`, after ten times its slowest step, it is killed."""
         self._load = load
@@ -204,15 +209,20 @@ class SupervisedProcess(ABC, Generic[Info]):
             self._deaths.popleft()
         self._num_failed_loads += was_loading
         if max(len(self._deaths), self._num_failed_loads) > self._max_restarts:
-            logger.error("%s %s: more than %s, it is not restarted again", self.label, how,
-                         counted(self._max_restarts, "restart"))  # fmt: skip
+            logger.error(
+                "%s %s: more than %s, it is not restarted again",
+                self.label,
+                how,
+                counted(self._max_restarts, "restart"),
+            )
             self._state = "failed"
             self._give_up(InferenceError(f"{self.label} {how}, and was restarted too often"))
             return
         self.num_restarts += 1
         pause = min(FIRST_BACKOFF_S * 2 ** (len(self._deaths) - 1), MAX_BACKOFF_S)
-        logger.warning("%s %s: restart in %.2f s with %s", self.label, how, pause,
-                       counted(self.num_requests, "open request"))  # fmt: skip
+        logger.warning(
+            "%s %s: restart in %.2f s with %s", self.label, how, pause, counted(self.num_requests, "open request")
+        )
         self._tasks = [task for task in self._tasks if not task.done()]
         self._tasks.append(asyncio.ensure_future(self._restart(pause)))
 

@@ -76,9 +76,12 @@ class SupervisedEngine(SupervisedProcess[ModelInfo], TokenEngine):
     """A `TokenEngine` in a child process."""
 
     def __init__(
-        self, load: Load, *, move: Callable[[SupervisedRequest, bool], bool] = lambda supervised, is_final: False,
+        self,
+        load: Load,
+        *,
+        move: Callable[[SupervisedRequest, bool], bool] = lambda supervised, is_final: False,
         **options: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Start the process at once; `SupervisedProcess` gets the options. `move` may give a request of a dead process
         to another engine, by its `adopt`; with True if there will be no other process here."""
         super().__init__(load, **options)
@@ -94,8 +97,12 @@ class SupervisedEngine(SupervisedProcess[ModelInfo], TokenEngine):
         self._num_queried_tokens = self._num_hit_tokens = 0  # counted here: a request that is replayed counts once
 
     def _planned_options(self) -> dict[str, object]:
-        return {"model": self.info.path, "device": self.info.device, "kv_memory": self.info.kv_cache_bytes,
-                "max_context": self.info.max_context}  # fmt: skip
+        return {
+            "model": self.info.path,
+            "device": self.info.device,
+            "kv_memory": self.info.kv_cache_bytes,
+            "max_context": self.info.max_context,
+        }
 
     def submit(self, request: RequestState, hashes: Sequence[bytes] = ()) -> RequestStream:
         self._require_alive()

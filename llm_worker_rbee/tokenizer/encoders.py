@@ -318,9 +318,12 @@ def _is_byte_token(vocabulary: Vocabulary, text: str) -> bool:
 
 
 def _spm_library(
-    vocabulary: Vocabulary, vocab: Mapping[str, int], byte_ids: Mapping[str, int],
-    make_merges: Callable[[], Sequence[tuple[str, str]]], unknown_id: int | None,
-) -> tuple[Tokenizer, dict[int, tuple[int, ...]]]:  # fmt: skip
+    vocabulary: Vocabulary,
+    vocab: Mapping[str, int],
+    byte_ids: Mapping[str, int],
+    make_merges: Callable[[], Sequence[tuple[str, str]]],
+    unknown_id: int | None,
+) -> tuple[Tokenizer, dict[int, tuple[int, ...]]]:
     """Return the library's model, and the byte tokens of characters that occur only within longer tokens."""
     merges, vocab = make_merges(), dict(vocab)
     characters: dict[int, tuple[int, ...]] = {}
@@ -399,9 +402,14 @@ def word_piece_encoder(
 
 
 def unigram_encoder(
-    vocabulary: Vocabulary, scores: Sequence[float], unknown_id: int, *,
-    characters: bytes, squeeze_spaces: bool, add_space_prefix: bool,
-) -> PartsEncoder:  # fmt: skip
+    vocabulary: Vocabulary,
+    scores: Sequence[float],
+    unknown_id: int,
+    *,
+    characters: bytes,
+    squeeze_spaces: bool,
+    add_space_prefix: bool,
+) -> PartsEncoder:
     """Return the encoder of a unigram vocabulary: the tokens of a text with the best sum of scores.
 
     `characters` is SentencePiece's compiled map of characters, empty for none.

@@ -42,9 +42,12 @@ def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
     """Build the tokenizer that the `tokenizer.*` keys of a GGUF describe."""
     model = metadata.get(_PREFIX + "model")
     makers = {
-        "llama": _spm_tokenizer, "gpt2": _bpe_tokenizer, "gemma4": _gemma4_tokenizer,
-        "bert": _bert_tokenizer, "t5": _unigram_tokenizer,
-    }  # fmt: skip
+        "llama": _spm_tokenizer,
+        "gpt2": _bpe_tokenizer,
+        "gemma4": _gemma4_tokenizer,
+        "bert": _bert_tokenizer,
+        "t5": _unigram_tokenizer,
+    }
     if model is None:
         raise TokenizerError("tokenizer.ggml.model is missing: the file has no tokenizer")
     if not isinstance(model, str) or model not in makers:

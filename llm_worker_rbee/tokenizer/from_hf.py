@@ -32,8 +32,11 @@ from .tokenizer import (
 _MAX_JSON_BYTES = 256 << 20
 # Decoders that only join the bytes of tokens, with the style of their vocabulary.
 _DECODER_STYLES: dict[str, Style] = {
-    "ByteLevel": "byte", "ByteFallback": "spm", "Metaspace": "spm", "WordPiece": "wordpiece"
-}  # fmt: skip
+    "ByteLevel": "byte",
+    "ByteFallback": "spm",
+    "Metaspace": "spm",
+    "WordPiece": "wordpiece",
+}
 
 
 def tokenizer_from_hf(folder: Path) -> Tokenizer:

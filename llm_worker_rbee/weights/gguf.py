@@ -36,10 +36,18 @@ SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})(?P<su
 
 STRING, ARRAY = 8, 9
 SCALARS = {  # type id -> (name, struct format); NumPy understands the same formats
-    0: ("uint8", "<B"), 1: ("int8", "<b"), 2: ("uint16", "<H"), 3: ("int16", "<h"), 4: ("uint32", "<I"),
-    5: ("int32", "<i"), 6: ("float32", "<f"), 7: ("bool", "<?"),
-    10: ("uint64", "<Q"), 11: ("int64", "<q"), 12: ("float64", "<d"),
-}  # fmt: skip
+    0: ("uint8", "<B"),
+    1: ("int8", "<b"),
+    2: ("uint16", "<H"),
+    3: ("int16", "<h"),
+    4: ("uint32", "<I"),
+    5: ("int32", "<i"),
+    6: ("float32", "<f"),
+    7: ("bool", "<?"),
+    10: ("uint64", "<Q"),
+    11: ("int64", "<q"),
+    12: ("float64", "<d"),
+}
 TYPE_NAMES = {i: name for i, (name, _) in SCALARS.items()} | {STRING: "string", ARRAY: "array"}
 
 _u32 = struct.Struct("<I").unpack_from

@@ -38,17 +38,29 @@ SLAB_VALUES = 1 << 22
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each nibble of a word, lowest first
 
 GPTQ, AWQ, FP8, FBGEMM, COMPRESSED, MODELOPT, MXFP4 = METHODS = (
-    "gptq", "awq", "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "mxfp4",
-)  # fmt: skip
+    "gptq",
+    "awq",
+    "fp8",
+    "fbgemm_fp8",
+    "compressed-tensors",
+    "modelopt",
+    "mxfp4",
+)
 FORMATS = {
     GPTQ: ("gptq", "gptq_v2"),
     AWQ: ("gemm",),
     COMPRESSED: (
-        "dense", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
-        "mxfp4-pack-quantized", "mixed-precision",
+        "dense",
+        "pack-quantized",
+        "int-quantized",
+        "float-quantized",
+        "naive-quantized",
+        "nvfp4-pack-quantized",
+        "mxfp4-pack-quantized",
+        "mixed-precision",
     ),
     MODELOPT: ("FP8", "NVFP4"),
-}  # fmt: skip
+}
 FORMAT_KEYS = {GPTQ: "checkpoint_format", AWQ: "version", COMPRESSED: "format", MODELOPT: "quant_algo"}
 PART = re.compile(
     r"^(.+)\.(qweight|qzeros|scales|g_idx|weight|weight_packed|weight_scale|weight_scale_inv|weight_scale_2"
@@ -90,10 +102,13 @@ def read_quantization(settings: object) -> Quantization | None:
         raise ModelFileError("config.json: 'weight_block_size' must be two positive numbers")
     bits = {FP8: 8, FBGEMM: 8, MXFP4: 4}.get(method) or {"FP8": 8, "NVFP4": 4}.get(chosen, 0)
     return Quantization(
-        method, chosen, _number(first, "bits") or _number(first, "num_bits") or bits, _number(first, "group_size"),
+        method,
+        chosen,
+        _number(first, "bits") or _number(first, "num_bits") or bits,
+        _number(first, "group_size"),
         (block[0], block[1]) if isinstance(block, list) else None,
         problem=_find_problem(method, chosen, settings),
-    )  # fmt: skip
+    )
 
 
 def _number(settings: Mapping[str, Any], key: str) -> int:
@@ -407,9 +422,11 @@ class _Module(NamedTuple):
         if zeros is not None and zeros.data.any():
             self._require_symmetric(8, symmetric=False)
         return Groups(
-            GROUP_TYPES[kind], (rows, columns), lambda start, stop: weight.rows[start:stop],
+            GROUP_TYPES[kind],
+            (rows, columns),
+            lambda start, stop: weight.rows[start:stop],
             lambda: self._grid(read_numbers(self.parts[suffix]), rows, columns),
-        )  # fmt: skip
+        )
 
     def _float4(self, suffix: str) -> Groups:
         """E2M1 numbers, the first of two in the low bits; a scale of 16 (E4M3) or 32 (E8M0) columns."""

@@ -86,17 +86,25 @@ _BASIC: dict[str, Mix] = {
     "Q5_0": Mix("Q5_0", 8),
     "Q5_1": Mix("Q5_1", 9),
     "Q8_0": Mix("Q8_0", 7),
-    "Q2_K": Mix("Q2_K", 10, {
-        "attn_v": ((_has_grouped_heads, "Q4_K"), (_always, "Q3_K")),
-        "attn_output": ((_always, "Q3_K"),),
-        "ffn_down": ((_always, "Q3_K"),),
-    }),
+    "Q2_K": Mix(
+        "Q2_K",
+        10,
+        {
+            "attn_v": ((_has_grouped_heads, "Q4_K"), (_always, "Q3_K")),
+            "attn_output": ((_always, "Q3_K"),),
+            "ffn_down": ((_always, "Q3_K"),),
+        },
+    ),
     "Q3_K_S": Mix("Q3_K", 11),
-    "Q3_K_M": Mix("Q3_K", 12, {
-        "attn_v": ((_first_layers(2), "Q5_K"), (_always, "Q4_K")),
-        "attn_output": ((_always, "Q4_K"),),
-        "ffn_down": ((_first_fraction(16), "Q5_K"), (_always, "Q4_K")),
-    }),
+    "Q3_K_M": Mix(
+        "Q3_K",
+        12,
+        {
+            "attn_v": ((_first_layers(2), "Q5_K"), (_always, "Q4_K")),
+            "attn_output": ((_always, "Q4_K"),),
+            "ffn_down": ((_first_fraction(16), "Q5_K"), (_always, "Q4_K")),
+        },
+    ),
     "Q3_K_L": Mix("Q3_K", 13, dict.fromkeys(("attn_v", "attn_output", "ffn_down"), ((_always, "Q5_K"),))),
     "Q4_K_S": Mix("Q4_K", 14, {"attn_v": ((_first_layers(4), "Q5_K"),), "ffn_down": ((_first_fraction(8), "Q5_K"),)}),
     "Q4_K_M": Mix("Q4_K", 15, _MEDIUM),
@@ -105,7 +113,7 @@ _BASIC: dict[str, Mix] = {
     "Q6_K": Mix("Q6_K", 18),
     "IQ4_NL": Mix("IQ4_NL", 25, _IQ4),
     "IQ4_XS": Mix("IQ4_XS", 30, _IQ4),
-}  # fmt: skip
+}
 # In these mixes, the output projection of attention, too, gets more bits in models with eight experts.
 _EIGHT_EXPERTS_OUTPUT = ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S", "Q4_K_M", "IQ4_NL", "IQ4_XS")
 

@@ -363,11 +363,18 @@ def _first_linear(scale: Floats) -> Linear:
 
 
 ENCODERS: dict[str, Callable[[Floats], Bytes]] = {
-    "F32": f32, "F16": f16, "BF16": bf16,
-    "Q4_0": partial(symmetric, bits=4), "Q4_1": partial(from_minimum, bits=4),
-    "Q5_0": partial(symmetric, bits=5), "Q5_1": partial(from_minimum, bits=5),
-    "Q8_0": q8_0, "Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k,
-}  # fmt: skip
+    "F32": f32,
+    "F16": f16,
+    "BF16": bf16,
+    "Q4_0": partial(symmetric, bits=4),
+    "Q4_1": partial(from_minimum, bits=4),
+    "Q5_0": partial(symmetric, bits=5),
+    "Q5_1": partial(from_minimum, bits=5),
+    "Q8_0": q8_0,
+    "Q4_K": q4_k,
+    "Q5_K": q5_k,
+    "Q6_K": q6_k,
+}
 # The largest value that each type can hold; types that are not listed have float16 scales.
 MAX_VALUE = {"F32": 3.4028235e38, "BF16": 3.3895314e38}
 MAX_F16 = 65504.0

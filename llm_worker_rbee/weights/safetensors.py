@@ -73,7 +73,8 @@ LAYER_NAMES = {
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     **{
         f"mlp.{shared}.{role}_proj": f"ffn_{role}_shexp"
-        for shared in ("shared_expert", "shared_experts") for role in ("gate", "up", "down")
+        for shared in ("shared_expert", "shared_experts")
+        for role in ("gate", "up", "down")
     },
     "mlp.router": "ffn_gate_inp",
     "mlp.router.layer": "ffn_gate_inp",
@@ -105,7 +106,7 @@ LAYER_NAMES = {
     "embed_tokens": "nextn.embed_tokens",
     "shared_head.norm": "nextn.shared_head_norm",
     "shared_head.head": "nextn.shared_head_head",
-}  # fmt: skip
+}
 # Gemma and OLMo use `post_attention_layernorm` for another norm.
 SANDWICH_NAMES = LAYER_NAMES | {
     "post_attention_layernorm": "post_attention_norm",
@@ -125,7 +126,8 @@ PLAIN_NAMES = {
     "mlp.experts.down_proj": "ffn_down_exps.weight",
     **{
         f"mlp.experts.{role}_proj_{part}": f"ffn_{role}_exps.{part}"
-        for role in ("gate_up", "down") for part in ("bias", "blocks", "scales")
+        for role in ("gate_up", "down")
+        for part in ("bias", "blocks", "scales")
     },
     "self_attn.sinks": "attn_sinks.weight",
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
@@ -137,12 +139,15 @@ PLAIN_NAMES = {
     "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale",
     "layer_scalar": "layer_output_scale.weight",
-}  # fmt: skip
+}
 # Parts of a head for multi-token prediction that is stored apart from the layers.
 MTP_NAMES = {
-    "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm",
+    "fc": "eh_proj",
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "norm": "shared_head.norm",
     "embed_tokens": "embed_tokens",
-}  # fmt: skip
+}
 MTP_PATTERN = re.compile(r"^(?:model\.)?mtp\.(?:layers\.([0-9]{1,6})\.(.+)|(\w+)\.weight)$")
 MLP_NAME = re.compile(r"^(block_sparse_moe|feed_forward)\.")
 CONV_NAMES = (".shortconv.conv.weight", ".ssm_conv1d.weight")  # (channels, 1, kernel) here, (channels, kernel) in GGUF
@@ -152,9 +157,18 @@ LAYER_PATTERN = re.compile(r"^model\.layers\.([0-9]{1,6})\.(.+)$")
 SUFFIX_PATTERN = re.compile(r"^(.+)\.(weight|bias)$")
 # Parts of a model that also takes images or sound.
 OTHER_PARTS = (
-    "vision_tower", "vision_model", "visual", "vision_embed_tokens", "embed_vision", "multi_modal_projector",
-    "audio_tower", "audio_model", "embed_audio", "vision_embedder", "audio_embedder",
-)  # fmt: skip
+    "vision_tower",
+    "vision_model",
+    "visual",
+    "vision_embed_tokens",
+    "embed_vision",
+    "multi_modal_projector",
+    "audio_tower",
+    "audio_model",
+    "embed_audio",
+    "vision_embedder",
+    "audio_embedder",
+)
 TEXT_PREFIX = re.compile(r"^(model\.)?language_model\.")
 
 

@@ -54,9 +54,13 @@ def _norm_program(width: int, weight: int, eps: float, add_delta: bool, scale: f
     """Return one norm by the address of its weight: of a delta and a residual stream, to an output."""
     x, residual, out = range(Step.END, Step.END + 3)
     outputs, weights = (out, 0, 0), (weight, 0)
-    return Program([
-        elementwise.norm_task(Step.TOKENS, x, residual, outputs, weights, width, eps, add_delta=add_delta, scale=scale)
-    ])  # fmt: skip
+    return Program(
+        [
+            elementwise.norm_task(
+                Step.TOKENS, x, residual, outputs, weights, width, eps, add_delta=add_delta, scale=scale
+            )
+        ]
+    )
 
 
 @cache
@@ -177,9 +181,10 @@ class CpuBackend(Backend):
         buffers = dict(enumerate((*angles, np.concatenate((q, k, v), axis=1, dtype=np.float32), out), Step.END))
         cos, _, qkv, queries = buffers
         inputs: dict[int, NDArray[Any]] = {
-            Step.POSITIONS: positions.astype(np.int64), Step.SLOT_MAPPING: slot_mapping.astype(np.int64),
+            Step.POSITIONS: positions.astype(np.int64),
+            Step.SLOT_MAPPING: slot_mapping.astype(np.int64),
             Step.KV: layer_addresses([kv]),
-        }  # fmt: skip
+        }
         kind, temperature = kv_type_of(kv), temperature_of(table)
         store = rope_store_task(0, cos, pairs, heads, kv_heads, dim, kind, qkv, queries, temperature)
         counts: dict[int, int] = {Step.TOKENS: tokens, Step.BLOCK_SIZE: kv.v.shape[2]}
@@ -208,15 +213,20 @@ class CpuBackend(Backend):
             partial_bytes(heads, kv_heads, dim, self.threads, batch.block_table.shape[1] * size), np.uint8
         )
         entries = {
-            Step.POSITIONS: batch.positions, Step.QUERY_START: batch.query_start, Step.BLOCK_TABLE: batch.block_table,
-            Step.KV: layer_addresses([kv]), **buffers,
-        }  # fmt: skip
+            Step.POSITIONS: batch.positions,
+            Step.QUERY_START: batch.query_start,
+            Step.BLOCK_TABLE: batch.block_table,
+            Step.KV: layer_addresses([kv]),
+            **buffers,
+        }
         if partials.size:
             entries[Step.PARTIALS] = partials
         counts: dict[int, int] = {
-            Step.TOKENS: tokens, Step.BLOCK_SIZE: size, Step.TABLE_WIDTH: batch.block_table.shape[1],
+            Step.TOKENS: tokens,
+            Step.BLOCK_SIZE: size,
+            Step.TABLE_WIDTH: batch.block_table.shape[1],
             Step.REQUESTS: len(batch.context_len),
-        }  # fmt: skip
+        }
         run = prepare_step(Program(tasks), entries, counts, self.threads)
 
         def attend(held: tuple[Any, ...] = (kv, sinks)) -> Floats:  # which it keeps alive
@@ -235,9 +245,15 @@ class CpuBackend(Backend):
         return out
 
     def gated_delta(
-        self, qkv: Floats, z: Floats, gates: Floats, params: GatedDeltaParams, weights: GatedDeltaWeights,
-        state: StateLayer, batch: Batch,
-    ) -> Floats:  # fmt: skip
+        self,
+        qkv: Floats,
+        z: Floats,
+        gates: Floats,
+        params: GatedDeltaParams,
+        weights: GatedDeltaWeights,
+        state: StateLayer,
+        batch: Batch,
+    ) -> Floats:
         if not gated_delta.has_kernel(params):
             return reference.gated_delta(qkv, z, gates, params, weights, state, batch)
         out = np.empty((len(qkv), params.v_heads * params.v_dim), np.float32)
@@ -250,9 +266,12 @@ class CpuBackend(Backend):
 
     def _run_with_states(self, task: Task, buffers: dict[int, Floats], state: StateLayer, batch: Batch) -> None:
         entries = {
-            Step.QUERY_START: batch.query_start, Step.STATE_IN: batch.state_in, Step.STATE_OUT: batch.state_out,
-            Step.KV: layer_addresses([state]), **buffers,
-        }  # fmt: skip
+            Step.QUERY_START: batch.query_start,
+            Step.STATE_IN: batch.state_in,
+            Step.STATE_OUT: batch.state_out,
+            Step.KV: layer_addresses([state]),
+            **buffers,
+        }
         counts: dict[int, int] = {Step.TOKENS: len(batch.state_out), Step.REQUESTS: len(batch.state_in)}
         run_step(Program([task]), entries, counts, self.threads)
 

@@ -61,9 +61,15 @@ def pack_experts(experts: Sequence[Sequence[Tensor]], threads: int) -> PackedExp
 
 
 def grouped_tasks(
-    w: PackedExperts, groups: int, k: int, floats: tuple[int, int], quantized: tuple[int, int], output: int, bias: Any,
+    w: PackedExperts,
+    groups: int,
+    k: int,
+    floats: tuple[int, int],
+    quantized: tuple[int, int],
+    output: int,
+    bias: Any,
     threads: int,
-) -> list[Task]:  # fmt: skip
+) -> list[Task]:
     """Return the tasks of a grouped product: entries of the activations of tokens (or 0) and of rows, as floats and
     quantized, and of the output; an array of biases, or 0."""
     tasks, first = [], 0

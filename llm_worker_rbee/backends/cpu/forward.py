@@ -133,9 +133,17 @@ class CpuForward:
         with self._lock:
             step = self._step_for(kv_type, pad_to_panels(max(tokens, n_logits)))
             step[: Step.PARTIALS + 1] = [
-                tokens, n_logits, block_size, width, len(b.context_len), self._num_logits, *self._hold(b),
-                self._kv_address(kv), logits.ctypes.data, self._partials_for(kv_type, width * block_size),
-            ]  # fmt: skip
+                tokens,
+                n_logits,
+                block_size,
+                width,
+                len(b.context_len),
+                self._num_logits,
+                *self._hold(b),
+                self._kv_address(kv),
+                logits.ctypes.data,
+                self._partials_for(kv_type, width * block_size),
+            ]
             step[self._counts] = 0  # not counted in a step without tokens
             if (entry := self._lower(kv_type).hidden_in) and batch.hidden is not None:
                 self._buffers[entry][: batch.hidden.size] = batch.hidden.reshape(-1)
@@ -195,9 +203,16 @@ class CpuForward:
     def _hold(self, b: Batch) -> list[int]:
         """Copy the arrays of a batch to where tasks find them, and return the address of each."""
         arrays = (
-            b.ids, b.positions, b.slot_mapping, b.query_start, b.block_table, b.logits_index, b.state_in, b.state_out,
+            b.ids,
+            b.positions,
+            b.slot_mapping,
+            b.query_start,
+            b.block_table,
+            b.logits_index,
+            b.state_in,
+            b.state_out,
             b.token_types,
-        )  # fmt: skip
+        )
         sizes = [array.size for array in arrays]
         if sum(sizes) > self._inputs.size:
             self._inputs = np.empty(2 * sum(sizes), np.int64)

@@ -142,10 +142,16 @@ class _SimplePartLowering(_PartLowering):
 # Passes of Numba that change nothing in kernels: these have no closures, context managers, loops over tuples of several
 # types, arguments of exceptions or expressions of whole arrays to fuse, and their type annotations are not printed.
 _UNNEEDED_PASSES = (
-    untyped_passes.InlineClosureLikes, untyped_passes.MakeFunctionToJitFunction, untyped_passes.WithLifting,
-    untyped_passes.FindLiterallyCalls, untyped_passes.LiteralUnroll, untyped_passes.RewriteDynamicRaises,
-    typed_passes.NopythonRewrites, typed_passes.AnnotateTypes, typed_passes.DumpParforDiagnostics,
-)  # fmt: skip
+    untyped_passes.InlineClosureLikes,
+    untyped_passes.MakeFunctionToJitFunction,
+    untyped_passes.WithLifting,
+    untyped_passes.FindLiterallyCalls,
+    untyped_passes.LiteralUnroll,
+    untyped_passes.RewriteDynamicRaises,
+    typed_passes.NopythonRewrites,
+    typed_passes.AnnotateTypes,
+    typed_passes.DumpParforDiagnostics,
+)
 
 
 class _PartCompiler(compiler.Compiler):

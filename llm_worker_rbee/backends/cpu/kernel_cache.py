@@ -67,8 +67,11 @@ def cache_dir() -> Path | None:
 def _warn_once(folder: Path, reason: str) -> None:
     logger.warning(
         "compiled kernels cannot be kept in %s (%s), so the next start compiles them again: free some space, or set "
-        "%s to another folder", folder, reason, CACHE_VARIABLE,
-    )  # fmt: skip
+        "%s to another folder",
+        folder,
+        reason,
+        CACHE_VARIABLE,
+    )
 
 
 class KernelCache:
@@ -163,10 +166,18 @@ class CachedKernel(NamedTuple):
             library.codegen.set_env(environment.env_name, environment)
         compile_result: Any = compiler.compile_result
         made: Any = compile_result(
-            target_context=context, typing_context=context.typing_context, library=library, entry_point=entry_point,
-            environment=self.environment, fndesc=self.description, signature=self.signature, objectmode=False,
-            lifted=(), reload_init=self.on_load, referenced_envs=self.environments,
-        )  # fmt: skip
+            target_context=context,
+            typing_context=context.typing_context,
+            library=library,
+            entry_point=entry_point,
+            environment=self.environment,
+            fndesc=self.description,
+            signature=self.signature,
+            objectmode=False,
+            lifted=(),
+            reload_init=self.on_load,
+            referenced_envs=self.environments,
+        )
         return made
 
 

@@ -165,11 +165,24 @@ class _Expander:
         return self._once(self.nodes, "quantize", (x, two_term), x.shape, x=x, two_term=two_term, **more)
 
     def _linear(self, node: Node, args: dict[str, Any]) -> Value:
-        by_reader = {"split_heads": "qkv", "route": "router", "causal_conv": "conv_input", "gated_delta": "delta_input",
-                     "sigmoid_gate": "attention_gate", "per_layer_inputs": "per_layer_projection"}  # fmt: skip
+        by_reader = {
+            "split_heads": "qkv",
+            "route": "router",
+            "causal_conv": "conv_input",
+            "gated_delta": "delta_input",
+            "sigmoid_gate": "attention_gate",
+            "per_layer_inputs": "per_layer_projection",
+        }
         component = by_reader.get(self._readers.get(node.output, ""), "gate_up")
-        by_producer = {"attention": "output", "gated": "down", "causal_conv": "conv_output", "gated_delta": "output",
-                       "sigmoid_gate": "output", "per_layer_gate": "down", "activate": "down"}  # fmt: skip
+        by_producer = {
+            "attention": "output",
+            "gated": "down",
+            "causal_conv": "conv_output",
+            "gated_delta": "output",
+            "sigmoid_gate": "output",
+            "per_layer_gate": "down",
+            "activate": "down",
+        }
         component = by_producer.get(self._producers.get(node["x"], ""), component)
         out = self._product(args["x"], args["w"], component)
         return out if args["bias"] is None else self._emit(self.nodes, "add_bias", out.shape, x=out, bias=args["bias"])
@@ -332,9 +345,19 @@ class Lowering:
         outputs = floats, activations, Step.LOGITS_INDEX if takes else 0
         weights = main["weight"], 0 if post is None else post["weight"]
         two_term = quantize is not None and quantize["two_term"]
-        tasks.append(elementwise.norm_task(count, *inputs, outputs, weights, len(main["weight"]), main["eps"],
-                                           add_delta=add is not None, two_term=two_term,
-                                           scale=add["scale"] if add else 1.0))  # fmt: skip
+        tasks.append(
+            elementwise.norm_task(
+                count,
+                *inputs,
+                outputs,
+                weights,
+                len(main["weight"]),
+                main["eps"],
+                add_delta=add is not None,
+                two_term=two_term,
+                scale=add["scale"] if add else 1.0,
+            )
+        )
         return "norm", tasks
 
     def _layer_norm(self, node: Node) -> tuple[str, list[Task]]:
@@ -400,8 +423,17 @@ class Lowering:
         out = attention.outputs[0]
         whole = self._new(out) if padded == dim else self.buffers.allocate(((heads * padded, np.float32),))
         places = self.entries[attention["q"]], whole, self.entries[attention["work"]]
-        tasks = attention_tasks(attention["kv"], heads, attention["n_kv_heads"], dim, attention["params"], self.kv_type,
-                                *places, activations, attention["sinks"])  # fmt: skip
+        tasks = attention_tasks(
+            attention["kv"],
+            heads,
+            attention["n_kv_heads"],
+            dim,
+            attention["params"],
+            self.kv_type,
+            *places,
+            activations,
+            attention["sinks"],
+        )
         if padded != dim:
             tasks.append(elementwise.copy_task(Step.TOKENS, whole, self._new(out), heads, dim, padded))
             self.buffers.release(whole)

@@ -170,9 +170,13 @@ def _start_helper(names: list[str], folder: Path) -> subprocess.Popen[bytes]:
     run += f"from {__name__} import run_helper; run_helper()"
     paths = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
     process = subprocess.Popen(
-        [sys.executable, "-c", run], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": paths, CACHE_VARIABLE: str(folder.parent)}, start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, "-c", run],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": paths, CACHE_VARIABLE: str(folder.parent)},
+        start_new_session=True,
+    )
     assert process.stdin is not None
     try:
         with process.stdin as pipe:

@@ -137,10 +137,13 @@ def scan_target(layout: Layout) -> Target:
 
 def _write_target(out: PackedMatrix) -> Target:
     return scan_target(out.layout)._replace(
-        flip=out.bias * kernels.ONES if out.layout.planes == (8,) else 0, inverse=np.float32(1 / out.unit),
-        packed=_address(out.packed), scales=_address(out.scales), minima=_address(out.minima),
+        flip=out.bias * kernels.ONES if out.layout.planes == (8,) else 0,
+        inverse=np.float32(1 / out.unit),
+        packed=_address(out.packed),
+        scales=_address(out.scales),
+        minima=_address(out.minima),
         nibble_scales=0 if out.nibble_scales is None else _address(out.nibble_scales),
-    )  # fmt: skip
+    )
 
 
 def _address(array: NDArray[Any]) -> int:
@@ -218,10 +221,17 @@ def describe_source(name: str) -> Source:
         else kernels.SCALE_RULES.get(name, kernels.RULE_F16)
     )
     return Source(
-        rule, kind.block_size // 4, kind.block_bytes, _address(fields), len(fields),
-        d_at=kernels.BYTE_SCALES[name][0] if name in kernels.BYTE_SCALES else d_at, d_factor=np.float32(d_factor),
-        m_at=m_at, m_factor=np.float32(m_factor), table=_address(table),
-    )  # fmt: skip
+        rule,
+        kind.block_size // 4,
+        kind.block_bytes,
+        _address(fields),
+        len(fields),
+        d_at=kernels.BYTE_SCALES[name][0] if name in kernels.BYTE_SCALES else d_at,
+        d_factor=np.float32(d_factor),
+        m_at=m_at,
+        m_factor=np.float32(m_factor),
+        table=_address(table),
+    )
 
 
 @cache

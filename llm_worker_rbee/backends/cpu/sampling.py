@@ -62,9 +62,14 @@ def _sample_batch(logits: Floats, rows: Sequence[SampleRow], threads: int) -> In
     for row in rows:
         row_ints += _pack_ints(row, held)
         row_floats += (
-            row.temperature, row.top_p, row.min_p, row.typical_p, row.repetition_penalty, row.presence_penalty,
+            row.temperature,
+            row.top_p,
+            row.min_p,
+            row.typical_p,
+            row.repetition_penalty,
+            row.presence_penalty,
             row.frequency_penalty,
-        )  # fmt: skip
+        )
     tokens, step = np.empty(len(rows), np.int64), new_step()
     ints, floats = np.array(row_ints, np.uint64), np.array(row_floats, np.float64)
     assert ints.size == len(rows) * RowInt.COUNT

@@ -201,9 +201,15 @@ class CudaBackend(ops.Backend):
         return out if bias is None else out + bias
 
     def rope_store(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: Ints, table: ops.RopeTable, kv: KVLayer,
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: Ints,
+        table: ops.RopeTable,
+        kv: KVLayer,
         slot_mapping: Ints,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """Return q in the attention kernel's dtype."""
 
         def upload_tokens() -> tuple[Any, ...]:
@@ -218,9 +224,13 @@ class CudaBackend(ops.Backend):
         return out
 
     def attention(
-        self, q: torch.Tensor, kv: KVLayer, batch: ops.Batch, params: ops.AttentionParams,
+        self,
+        q: torch.Tensor,
+        kv: KVLayer,
+        batch: ops.Batch,
+        params: ops.AttentionParams,
         sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         # Batch-invariant: the tile has a fixed number of queries, so a query's sums depend on its keys alone.
         is_small = self.deterministic or np.diff(batch.query_start).max() <= SMALL_QUERY_TILE
         queries = SMALL_QUERY_TILE if is_small else QUERY_TILE
@@ -237,9 +247,15 @@ class CudaBackend(ops.Backend):
         return out
 
     def gated_delta(
-        self, qkv: torch.Tensor, z: torch.Tensor, gates: torch.Tensor, params: ops.GatedDeltaParams,
-        weights: ops.GatedDeltaWeights, state: StateLayer, batch: ops.Batch,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        qkv: torch.Tensor,
+        z: torch.Tensor,
+        gates: torch.Tensor,
+        params: ops.GatedDeltaParams,
+        weights: ops.GatedDeltaWeights,
+        state: StateLayer,
+        batch: ops.Batch,
+    ) -> torch.Tensor:
         slots = self._state_inputs(batch)
         mixed = launch_delta(qkv.contiguous(), gates.contiguous(), params, weights, state, slots)
         if not has_kernels(params):
@@ -256,9 +272,14 @@ class CudaBackend(ops.Backend):
         return out
 
     def causal_conv(
-        self, x: torch.Tensor, weight: torch.Tensor, state: StateLayer, batch: ops.Batch, activation: str = "",
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        state: StateLayer,
+        batch: ops.Batch,
+        activation: str = "",
         gated: bool = False,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         slots, one_token = self._state_inputs(batch), len(batch.state_in) == len(batch.state_out)
         return launch_conv(x.contiguous(), weight, state, slots, activation, gated=gated, one_token=one_token)
 
@@ -290,9 +311,12 @@ class CudaBackend(ops.Backend):
         return self.gated(torch.cat((x, inputs[:, layer * dim : (layer + 1) * dim]), 1), activation)
 
     def route(
-        self, logits: torch.Tensor, params: ops.RouteParams, bias: torch.Tensor | None = None,
+        self,
+        logits: torch.Tensor,
+        params: ops.RouteParams,
+        bias: torch.Tensor | None = None,
         scales: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return launch_route(logits.contiguous(), params, bias, scales)
 
     def grouped_linear(
@@ -301,9 +325,12 @@ class CudaBackend(ops.Backend):
         return grouped_linear(x, w, experts, bias)
 
     def combine(
-        self, x: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None,
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        shared: torch.Tensor | None = None,
         shared_gate: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         return combine(x, weights, shared, shared_gate)
 
     def take(self, x: torch.Tensor, index: Ints) -> torch.Tensor:
@@ -328,9 +355,13 @@ class CudaBackend(ops.Backend):
         return make_forward(graph, self.torch_device, batch_invariant=self.deterministic)
 
     def warm_up(
-        self, forward: ops.Forward, fused: ops.FusedForward | None, kv: Sequence[LayerCache], limits: ops.StepLimits,
+        self,
+        forward: ops.Forward,
+        fused: ops.FusedForward | None,
+        kv: Sequence[LayerCache],
+        limits: ops.StepLimits,
         progress: ops.Progress,
-    ) -> ops.WarmUp:  # fmt: skip
+    ) -> ops.WarmUp:
         def launch_all(*, every_size: bool) -> None:
             if isinstance(fused, pooling.PoolingForward):
                 for batch in batches:
@@ -382,10 +413,16 @@ def _warm_up_batches(kv: Sequence[LayerCache], limits: ops.StepLimits) -> list[o
     for count in sorted({min(tokens, most) for tokens in (1, *STEP_SIZES)}):
         positions = np.arange(count)
         batch = ops.Batch(
-            ids=np.zeros(count, np.int64), positions=positions, slot_mapping=positions,
-            query_start=np.array([0, count]), context_len=np.array([count]),
-            block_table=np.arange(-(-count // block_size))[None], logits_index=positions[-limits.max_logits :],
-            state_in=np.array([-1]), state_out=np.full(count, -1), token_types=np.zeros(count, np.int64),
-        )  # fmt: skip
+            ids=np.zeros(count, np.int64),
+            positions=positions,
+            slot_mapping=positions,
+            query_start=np.array([0, count]),
+            context_len=np.array([count]),
+            block_table=np.arange(-(-count // block_size))[None],
+            logits_index=positions[-limits.max_logits :],
+            state_in=np.array([-1]),
+            state_out=np.full(count, -1),
+            token_types=np.zeros(count, np.int64),
+        )
         batches.append(batch)
     return batches

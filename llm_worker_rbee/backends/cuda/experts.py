@@ -28,9 +28,11 @@ from .repack import pack_weight, part_key
 
 # By the slots of an expert: measured on an H200 with 128 experts in Q4_K and 32 in MXFP4.
 TILES_BY_SLOTS = {
-    8: GemmTile(64, 16, 4, 3), 24: GemmTile(64, 32, 4, 3), 64: GemmTile(128, 64, 4, 3),
+    8: GemmTile(64, 16, 4, 3),
+    24: GemmTile(64, 32, 4, 3),
+    64: GemmTile(128, 64, 4, 3),
     1 << 30: GemmTile(128, 128, 8, 3),
-}  # fmt: skip
+}
 
 
 def pack_experts(experts: Sequence[Sequence[Tensor]], device: torch.device) -> PackedExperts:
@@ -63,9 +65,16 @@ def expert_tile(slots: int, w: PackedExperts) -> GemmTile:
 
 
 def grouped_gemv(
-    x: GemvActivations, w: PackedExperts, experts: torch.Tensor, out: Int8Activations | torch.Tensor, per_row: int, *,
-    activation: str = "silu", bias: torch.Tensor | None = None, pdl: bool = False,
-) -> None:  # fmt: skip
+    x: GemvActivations,
+    w: PackedExperts,
+    experts: torch.Tensor,
+    out: Int8Activations | torch.Tensor,
+    per_row: int,
+    *,
+    activation: str = "silu",
+    bias: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> None:
     """Multiply few activations by their experts, a slot at a time: to floats (slots, rows), or, with gate and up rows,
     to activation(gate) * up as int8. Row r of `x` is that of `per_row` slots; `bias` is (experts, rows)."""
     values, first, is_gated = x.values, 0, isinstance(out, Int8Activations)

@@ -66,9 +66,14 @@ class CudaForward:
     """
 
     def __init__(
-        self, ops: Sequence[FusedOp], device: torch.device, *, batch_invariant: bool, lines: list[ProgramLine],
+        self,
+        ops: Sequence[FusedOp],
+        device: torch.device,
+        *,
+        batch_invariant: bool,
+        lines: list[ProgramLine],
         keeps_hidden: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.ops, self.device, self._lines = ops, device, lines
         self.graphs = CudaGraphs(device)
         self.staging = InputStaging(device)

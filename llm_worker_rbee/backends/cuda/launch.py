@@ -295,18 +295,35 @@ class Launcher:
         return made, None if shared.gate is None else gate
 
     def _norm(
-        self, delta: torch.Tensor | None, norm: torch.Tensor | None, eps: float, following: PackedWeight,
-        post: torch.Tensor | None = None, index: torch.Tensor | None = None,
-        experts: WeightedExperts | None = None, bias: torch.Tensor | None = None, scale: float = 1.0,
-    ) -> AnyActivations:  # fmt: skip
+        self,
+        delta: torch.Tensor | None,
+        norm: torch.Tensor | None,
+        eps: float,
+        following: PackedWeight,
+        post: torch.Tensor | None = None,
+        index: torch.Tensor | None = None,
+        experts: WeightedExperts | None = None,
+        bias: torch.Tensor | None = None,
+        scale: float = 1.0,
+    ) -> AnyActivations:
         """Add delta (splits, tokens, width) to the residual stream, and return its norm, or without one itself; with
         `index` of these tokens alone."""
         out = self._activations(following, len(self.residual if index is None else index))
         exact = self.linear.batch_invariant
         launch_add_norm(
-            delta, self.residual, norm, eps, out, post, index, self.pdl, exact=exact, experts=experts, bias=bias,
+            delta,
+            self.residual,
+            norm,
+            eps,
+            out,
+            post,
+            index,
+            self.pdl,
+            exact=exact,
+            experts=experts,
+            bias=bias,
             stream_scale=scale,
-        )  # fmt: skip
+        )
         self.mark("norm")
         return out
 
@@ -430,9 +447,19 @@ class Launcher:
         config = split_kv_config(step.decoding, op.n_heads, kv.k.shape[1])
         scratch = split_kv_scratch(step.decoding, op.n_heads, op.head_dim, config, self.device)
         launch_decode_attention(
-            qkv, op, kv, step.ropes[id(op.rope)], arrays["decode_positions"], arrays["tables"], arrays["width"],
-            step.decoding, config, (*scratch, self._counters_for(step.decoding, op.n_heads)), out, self.pdl,
-        )  # fmt: skip
+            qkv,
+            op,
+            kv,
+            step.ropes[id(op.rope)],
+            arrays["decode_positions"],
+            arrays["tables"],
+            arrays["width"],
+            step.decoding,
+            config,
+            (*scratch, self._counters_for(step.decoding, op.n_heads)),
+            out,
+            self.pdl,
+        )
         self.mark("rope_kv_attention")
 
     def _prefill(self, qkv: torch.Tensor, op: Attention, out: torch.Tensor) -> None:

@@ -280,22 +280,32 @@ def matmul_fp8(x: Activations, part: WeightPart) -> torch.Tensor:
 
 # Packed, one token: (rows of a program, warps, rows loaded ahead, registers of a thread; 0: the compiler's choice)
 ONE_TOKEN_TILES = {
-    "qkv": (8, 8, 1, 0), "o": (32, 8, 4, 0), "gate_up": (64, 4, 2, 168), "down": (32, 8, 6, 0), "head": (16, 8, 2, 0),
-}  # fmt: skip
+    "qkv": (8, 8, 1, 0),
+    "o": (32, 8, 4, 0),
+    "gate_up": (64, 4, 2, 168),
+    "down": (32, 8, 6, 0),
+    "head": (16, 8, 2, 0),
+}
 ONE_TOKEN_TILES_BY_KIND = {
-    ("down", "q6"): (32, 8, 3, 0), ("down", "q8"): (32, 8, 2, 0), ("gate_up", "q8"): (64, 4, 2, 0),
-    ("down", "e4m3"): (32, 8, 2, 0), ("gate_up", "e4m3"): (64, 8, 2, 0),
+    ("down", "q6"): (32, 8, 3, 0),
+    ("down", "q8"): (32, 8, 2, 0),
+    ("gate_up", "q8"): (64, 4, 2, 0),
+    ("down", "e4m3"): (32, 8, 2, 0),
+    ("gate_up", "e4m3"): (64, 8, 2, 0),
     # of compact kinds what fits the registers (by the compiler's report for sm_90)
     **{("gate_up", kind): (64, 8, 2, 0) for kind in COMPACT_KINDS},
     **{("down", kind): (32, 8, 1 if row.codes in CODEBOOKS else 3, 0) for kind, row in COMPACT_KINDS.items()},
     ("down", "q3_k"): (32, 8, 2, 0),
-}  # fmt: skip
+}
 MULTI_TOKEN_TILES = {"qkv": (8, 4), "o": (32, 8), "gate_up": (64, 8), "down": (32, 8), "head": (8, 4)}
 # Dense: (rows of a program, warps, columns of a warp's iteration, iterations loaded ahead)
 DENSE_TILES = {
-    "qkv": (16, 4, 256, 2), "o": (32, 16, 256, 4), "gate_up": (64, 16, 256, 2), "down": (32, 16, 256, 4),
+    "qkv": (16, 4, 256, 2),
+    "o": (32, 16, 256, 4),
+    "gate_up": (64, 16, 256, 2),
+    "down": (32, 16, 256, 4),
     "head": (16, 4, 256, 2),
-}  # fmt: skip
+}
 MULTI_TOKEN_DENSE_TILE = (8, 8, 256, 4)
 # e4m3, by tokens, as dense ones. For one token measured on an H200, for two and four what fits the registers (by the
 # compiler's report for sm_90).
@@ -344,9 +354,17 @@ def dense_tile(name: str, tokens: int, kind: str, epilogue: int) -> tuple[int, i
 
 
 def launch_gemv(
-    name: str, x: GemvActivations, w: PackedWeight, out: Any, epilogue: int = STORE, *, stream: Stream | None = None,
-    activation: str = "silu", bias: torch.Tensor | None = None, pdl: bool = False,
-) -> None:  # fmt: skip
+    name: str,
+    x: GemvActivations,
+    w: PackedWeight,
+    out: Any,
+    epilogue: int = STORE,
+    *,
+    stream: Stream | None = None,
+    activation: str = "silu",
+    bias: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> None:
     """Multiply 1, 2 or 4 tokens by a matrix with the tile `name`. STORE writes floats (tokens, rows), the other
     epilogues, for matrices of one part, activations: `stream` is for RESIDUAL, `activation` for GATED.
     A bias is for matrices of one part, too."""
@@ -365,9 +383,17 @@ def norm_parts(x: GemvActivations) -> tuple[int, int]:
 
 
 def _launch_packed(
-    name: str, x: GemvActivations, w: WeightPart, out: Any, epilogue: int, stream: Stream | None, stride: int,
-    activation: str, bias: torch.Tensor | None, pdl: bool,
-) -> None:  # fmt: skip
+    name: str,
+    x: GemvActivations,
+    w: WeightPart,
+    out: Any,
+    epilogue: int,
+    stream: Stream | None,
+    stride: int,
+    activation: str,
+    bias: torch.Tensor | None,
+    pdl: bool,
+) -> None:
     values = x.values
     assert isinstance(values, Int8Activations)
     tokens, unused = len(values.scales), values.scales
@@ -384,9 +410,17 @@ def _launch_packed(
 
 
 def _launch_dense(
-    name: str, x: GemvActivations, w: WeightPart, out: Any, epilogue: int, stream: Stream | None, stride: int,
-    activation: str, bias: torch.Tensor | None, pdl: bool,
-) -> None:  # fmt: skip
+    name: str,
+    x: GemvActivations,
+    w: WeightPart,
+    out: Any,
+    epilogue: int,
+    stream: Stream | None,
+    stride: int,
+    activation: str,
+    bias: torch.Tensor | None,
+    pdl: bool,
+) -> None:
     values: Any = x.values
     tokens, columns = values.shape
     rows, warps, tile_k, prefetch = dense_tile(name, tokens, w.kind, epilogue)

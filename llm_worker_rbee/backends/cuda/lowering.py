@@ -110,11 +110,18 @@ def _has_parallel_kernels(node: Node) -> bool:
     taken = {part.output: part["x"] for part in node.parts("take")}
     delta, stream = (taken.get(last[name], last[name]) for name in ("x", "residual"))
     links = [
-        (of_dense["x"], down.output), (of_router["x"], stream), (of_experts["x"], stream),
-        (_router(node)["x"], of_router.output), (node.parts("grouped_linear")[0]["x"], of_experts.output),
-        (combine["shared"], None), (of_sum["x"], combine.output), (total["x"], of_sum.output),
-        (total["residual"], of_dense.output), (of_total["x"], total.output), (delta, of_total.output),
-    ]  # fmt: skip
+        (of_dense["x"], down.output),
+        (of_router["x"], stream),
+        (of_experts["x"], stream),
+        (_router(node)["x"], of_router.output),
+        (node.parts("grouped_linear")[0]["x"], of_experts.output),
+        (combine["shared"], None),
+        (of_sum["x"], combine.output),
+        (total["x"], of_sum.output),
+        (total["residual"], of_dense.output),
+        (of_total["x"], total.output),
+        (delta, of_total.output),
+    ]
     return all(one is other for one, other in links) and _has_expert_kernels(node)
 
 
@@ -453,9 +460,16 @@ def _fused_op(node: Node, following: Any, norms: Mapping[Any, Node]) -> FusedOp:
         case "gated_delta":
             norm, conv = norms[first["x"]], between[1]
             return GatedDelta(
-                first["w"], between[0]["w"], conv["weight"], last["params"], last["weights"], last["state"],
-                norm["weight"], norm["eps"], following,
-            )  # fmt: skip
+                first["w"],
+                between[0]["w"],
+                conv["weight"],
+                last["params"],
+                last["weights"],
+                last["state"],
+                norm["weight"],
+                norm["eps"],
+                following,
+            )
         case "short_conv":
             return ShortConv(first["w"], last["weight"], last["activation"], last["state"], following)
         case "gated_linear":

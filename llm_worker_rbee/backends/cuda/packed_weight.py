@@ -220,9 +220,18 @@ def dequantize_rows(part: WeightPart, start: int, out: torch.Tensor) -> None:
     small = None if part.small is None else part.small[start:]
     rows, tile = (256, 32) if is_interpreted() else (8, 16) if part.kind in COMPACT_KINDS else (2, 128)
     gemm.dequantize[(cdiv(count, rows), cdiv(part.blocks, tile))](
-        part.low[start:], high, part.scales[start:], out, count, part.blocks,
-        KIND=part.kind, ROWS=rows, TILE_BLOCKS=tile, small=small, table=part.table,
-    )  # fmt: skip
+        part.low[start:],
+        high,
+        part.scales[start:],
+        out,
+        count,
+        part.blocks,
+        KIND=part.kind,
+        ROWS=rows,
+        TILE_BLOCKS=tile,
+        small=small,
+        table=part.table,
+    )
 
 
 def quantize_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

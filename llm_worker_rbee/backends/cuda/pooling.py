@@ -217,13 +217,19 @@ class PoolingForward:
         most = tokens if is_captured else len(first)  # tiles
         table = batch.block_table
         arrays = {
-            "ids": (tokens, batch.ids, 0), "token_types": (tokens, batch.token_types, 0),
+            "ids": (tokens, batch.ids, 0),
+            "token_types": (tokens, batch.token_types, 0),
             "logits_index": (requests, batch.logits_index, 0),
-            "positions": (tokens, batch.positions, 0), "slots": (tokens, batch.slot_mapping, -1),
-            "width": (1, np.array(table.shape[1]), 0), "query_start": (requests + 1, batch.query_start, len(batch.ids)),
-            "context_len": (requests, batch.context_len, 0), "count": (1, np.array(len(first)), 0),
-            "request": (most, of_tiles, 0), "first": (most, first, 0), "tables": (table.size, table, 0),
-        }  # fmt: skip
+            "positions": (tokens, batch.positions, 0),
+            "slots": (tokens, batch.slot_mapping, -1),
+            "width": (1, np.array(table.shape[1]), 0),
+            "query_start": (requests + 1, batch.query_start, len(batch.ids)),
+            "context_len": (requests, batch.context_len, 0),
+            "count": (1, np.array(len(first)), 0),
+            "request": (most, of_tiles, 0),
+            "first": (most, first, 0),
+            "tables": (table.size, table, 0),
+        }
         if is_captured and self._staging.reserve_static(total_size(arrays)):
             self.graphs.clear()
         found = self._staging.copy_to_device(batch, arrays, is_static=is_captured)
@@ -267,9 +273,12 @@ class _Step:
     def run(self) -> torch.Tensor:
         """Launch all ops; return the rows of the graph's output."""
         launches: Mapping[str, Callable[[Node], None]] = {
-            "attention": self._attend, "linear_activation": self._activate, "linear_add_norm": self._add_norm,
-            "norm": self._norm, "linear": self._linear,
-        }  # fmt: skip
+            "attention": self._attend,
+            "linear_activation": self._activate,
+            "linear_add_norm": self._add_norm,
+            "norm": self._norm,
+            "linear": self._linear,
+        }
         self.forward.mark("copies")
         for index, node in enumerate(self.forward.graph.nodes):
             launches.get(node.op if node.fused else "", self._single_op)(node)
@@ -325,10 +334,18 @@ class _Step:
             total = torch.empty_like(rows)
             self.held[norm.outputs[1]] = Held(total)
         launch_norm(
-            product, rows, norm["weight"], norm.args.get("bias"), norm["eps"], results, total,
-            centered=norm.op.endswith("layer_norm"), exact=self.exact, post=post,
+            product,
+            rows,
+            norm["weight"],
+            norm.args.get("bias"),
+            norm["eps"],
+            results,
+            total,
+            centered=norm.op.endswith("layer_norm"),
+            exact=self.exact,
+            post=post,
             stream_scale=norm.args.get("scale", 1.0),
-        )  # fmt: skip
+        )
         self.held[norm.outputs[0]] = Held(results.rows, results.activations)
 
     def _results(self, value: Value, tokens: int) -> Results:

@@ -49,9 +49,14 @@ MAX_NAME_CHARS = 150  # of a kernel in the cache: Triton cuts longer names
 MAX_ERROR_CHARS = 1000  # a report is shorter than what a pipe takes at once
 # These take longest to compile; they come first, so that no process is left with one of them at the end.
 SLOW_KERNELS = (
-    "gemv_dense", "gemv_packed", "sample_rows", "decode_attention_gqa", "prefill_attention", "decode_attention",
+    "gemv_dense",
+    "gemv_packed",
+    "sample_rows",
+    "decode_attention_gqa",
+    "prefill_attention",
+    "decode_attention",
     "gemm_packed",
-)  # fmt: skip
+)
 logger = logging.getLogger(__name__)
 _recording_lock = threading.Lock()
 
@@ -132,9 +137,14 @@ def _variant_of(fn: Any, compile: dict[str, Any]) -> KernelVariant:
     options = {name: _as_tuple(value) for name, value in json.loads(compile["specialization_data"])["options"].items()}
     target = fn.jit_function.device_caches[compile["device"]][2]
     return KernelVariant(
-        fn.module, fn.name, compile["signature"], compile["constants"], compile["configs"][0], options,
+        fn.module,
+        fn.name,
+        compile["signature"],
+        compile["constants"],
+        compile["configs"][0],
+        options,
         (target.backend, target.arch, target.warp_size),
-    )  # fmt: skip
+    )
 
 
 def _as_tuple(value: Any) -> Any:
@@ -194,14 +204,20 @@ class CompilerProcess:
         run += f"from {__name__} import run_compiler; run_compiler()"
         paths = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
         environment = {
-            **os.environ, "PYTHONPATH": paths, TRITON_CACHE_VARIABLE: triton.knobs.cache.dir,
+            **os.environ,
+            "PYTHONPATH": paths,
+            TRITON_CACHE_VARIABLE: triton.knobs.cache.dir,
             "CUDA_VISIBLE_DEVICES": "",
-        }  # fmt: skip
+        }
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, "-c", run], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
-            env=environment, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-c", run],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=environment,
+            start_new_session=True,
+        )
 
     @property
     def is_alive(self) -> bool:

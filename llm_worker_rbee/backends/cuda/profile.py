@@ -46,9 +46,10 @@ class CudaTrace:
         torch.cuda.synchronize()
         self._profiler.stop()
         events = [
-            event for event in self._profiler.profiler.kineto_results.events()
+            event
+            for event in self._profiler.profiler.kineto_results.events()
             if event.device_type() == torch._C._autograd.DeviceType.CUDA
-        ]  # fmt: skip
+        ]
         spans = [
             KernelSpan(event.name(), event.start_ns() / 1e9, (event.start_ns() + event.duration_ns()) / 1e9)
             for event in events

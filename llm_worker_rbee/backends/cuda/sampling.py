@@ -29,9 +29,17 @@ ALIGNMENT = 4  # int32: 16 bytes. Another alignment would compile another kernel
 Wanted = tuple[int, int, bool]  # log-probabilities: the row, how many of the likeliest, whether its mask applies
 PACKED_ROW = struct.Struct("<7d4Q")  # `_constant_fields`, then the number of biases
 _constant_fields = attrgetter(
-    "temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "top_k", "seed", "sample_index",
-)  # fmt: skip
+    "temperature",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "top_k",
+    "seed",
+    "sample_index",
+)
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Ints:
@@ -297,13 +305,26 @@ def logprobs(logits: torch.Tensor, chosen: Ints, k: int, masks: Sequence[TokenMa
 
 
 def _launch_logprobs(
-    logits: torch.Tensor, wanted: torch.Tensor, chosen: torch.Tensor, masks: DeviceMasks, out: torch.Tensor,
+    logits: torch.Tensor,
+    wanted: torch.Tensor,
+    chosen: torch.Tensor,
+    masks: DeviceMasks,
+    out: torch.Tensor,
     top_ids: torch.Tensor,
-) -> None:  # fmt: skip
+) -> None:
     logprob_rows[(len(out),)](
-        logits, logits.stride(0), wanted, chosen, *masks, out, top_ids, logits.shape[1], top_ids.shape[1],
-        BLOCK=_block_size(logits), num_warps=16,
-    )  # fmt: skip
+        logits,
+        logits.stride(0),
+        wanted,
+        chosen,
+        *masks,
+        out,
+        top_ids,
+        logits.shape[1],
+        top_ids.shape[1],
+        BLOCK=_block_size(logits),
+        num_warps=16,
+    )
 
 
 def _sorted_logprobs(

@@ -99,9 +99,14 @@ ALIGNMENT = 4  # int32: 16 bytes
 ARRAYS_PER_TOKEN = 14  # a bound on the values of a step beside its block tables
 NO_IDS = np.empty(0, np.int64)
 NO_BATCH = Batch(
-    ids=NO_IDS, positions=NO_IDS, slot_mapping=NO_IDS, query_start=np.zeros(1, np.int64), context_len=NO_IDS,
-    block_table=np.zeros((1, 1), np.int64), logits_index=NO_IDS,
-)  # fmt: skip
+    ids=NO_IDS,
+    positions=NO_IDS,
+    slot_mapping=NO_IDS,
+    query_start=np.zeros(1, np.int64),
+    context_len=NO_IDS,
+    block_table=np.zeros((1, 1), np.int64),
+    logits_index=NO_IDS,
+)
 
 Arrays = Mapping[str, tuple[int, NDArray[Any], int]]  # by name: (room, values, padding of the rest of the room)
 
@@ -118,27 +123,33 @@ def step_arrays(
     size, are its last, and behind them is what the output head reads outside of it."""
     table, size = batch.block_table, sizes.tokens
     arrays = {
-        "width": (1, np.array(table.shape[1]), 0), "ids": (size, batch.ids, 0),
+        "width": (1, np.array(table.shape[1]), 0),
+        "ids": (size, batch.ids, 0),
         "decode_positions": (sizes.decoding, batch.positions[:decoding], -1),
-    }  # fmt: skip
+    }
     if sizes.has_tiles:
         tiles = query_tiles(batch.query_start, tile_queries, decoding)
         slots = batch.slot_mapping
         if decoding:
             slots = np.concatenate((np.full(decoding, -1), slots[decoding:]))
         arrays |= {
-            "positions": (size, batch.positions, 0), "slots": (size, slots, -1),
-            "query_start": (size + 1, batch.query_start, 0), "context_len": (size, batch.context_len, 0),
-            "num_tiles": (1, np.array(len(tiles[0])), 0), "tile_request": (size, tiles[0], 0),
+            "positions": (size, batch.positions, 0),
+            "slots": (size, slots, -1),
+            "query_start": (size + 1, batch.query_start, 0),
+            "context_len": (size, batch.context_len, 0),
+            "num_tiles": (1, np.array(len(tiles[0])), 0),
+            "tile_request": (size, tiles[0], 0),
             "tile_first": (size, tiles[1], 0),
-        }  # fmt: skip
+        }
     if has_states:
         requests = np.repeat(np.arange(len(batch.state_in)), np.diff(batch.query_start))
         arrays |= {
-            "query_start": (size + 1, batch.query_start, 0), "state_in": (size, batch.state_in, -1),
-            "state_out": (size, batch.state_out, -1), "token_request": (size, requests, -1),
+            "query_start": (size + 1, batch.query_start, 0),
+            "state_in": (size, batch.state_in, -1),
+            "state_out": (size, batch.state_out, -1),
+            "token_request": (size, requests, -1),
             "num_requests": (1, np.array(len(batch.state_in)), 0),
-        }  # fmt: skip
+        }
     arrays["tables"] = table.size, table, 0
     if sizes.num_logits is not None:
         arrays["logits_index"] = sizes.num_logits, batch.logits_index, 0

@@ -76,9 +76,12 @@ def _halves(stack: Tensor) -> dict[str, Tensor]:
 
 
 def _gate_and_up(
-    name: str, kind: BlockType, shape: tuple[int, int, int], sources: Sequence[Tensor],
+    name: str,
+    kind: BlockType,
+    shape: tuple[int, int, int],
+    sources: Sequence[Tensor],
     matrices: Callable[[], list[Tensor]],
-) -> dict[str, Tensor]:  # fmt: skip
+) -> dict[str, Tensor]:
     """Return two stacks of matrices with rows of gate, then of up."""
     half = shape[1]
     parts = {"gate": slice(0, half), "up": slice(half, 2 * half)}

@@ -96,8 +96,9 @@ def _sampling_keys(checkpoint: Checkpoint) -> dict[str, Any]:
     numbers = {name: value for name, value in stated.items() if type(value) in (int, float) and abs(value) < MAX_INT32}
     return {
         key: Typed("int32", int(numbers[name])) if name == "top_k" else Typed("float32", float(numbers[name]))
-        for name, key in GGUF_SAMPLING.items() if name in numbers
-    }  # fmt: skip
+        for name, key in GGUF_SAMPLING.items()
+        if name in numbers
+    }
 
 
 def _architecture_keys(c: ModelConfig) -> dict[str, Any]:
@@ -147,9 +148,7 @@ def _expert_keys(c: ModelConfig) -> dict[str, Any]:
     e = c.experts
     if e is None:
         return {}
-    keys: dict[str, Any] = {
-        "expert_count": e.count, "expert_used_count": e.used, "expert_feed_forward_length": e.d_ff
-    }  # fmt: skip
+    keys: dict[str, Any] = {"expert_count": e.count, "expert_used_count": e.used, "expert_feed_forward_length": e.d_ff}
     if e.shared_d_ff and e.shared_d_ff % e.d_ff == 0 and not c.family.shared_expert_gate:
         keys["expert_shared_count"] = e.shared_d_ff // e.d_ff
     elif e.shared_d_ff:
@@ -166,9 +165,12 @@ def _expert_keys(c: ModelConfig) -> dict[str, Any]:
 def _linear_keys(c: ModelConfig, n: LinearAttentionConfig) -> dict[str, Any]:
     """Return the keys of linear attention; its layers are all but every n-th, or listed."""
     keys: dict[str, Any] = {
-        "ssm.conv_kernel": n.kernel, "ssm.state_size": n.k_dim, "ssm.group_count": n.k_heads,
-        "ssm.time_step_rank": n.v_heads, "ssm.inner_size": n.v_heads * n.v_dim,
-    }  # fmt: skip
+        "ssm.conv_kernel": n.kernel,
+        "ssm.state_size": n.k_dim,
+        "ssm.group_count": n.k_heads,
+        "ssm.time_step_rank": n.v_heads,
+        "ssm.inner_size": n.v_heads * n.v_dim,
+    }
     interval = (*c.layer_kinds, "attention").index("attention") + 1
     if c.layer_kinds == linear_kinds(interval, c.n_layers):
         return keys | {"full_attention_interval": interval}

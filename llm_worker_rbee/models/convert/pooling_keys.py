@@ -40,9 +40,11 @@ def _packed(tensors: list[Tensor]) -> SimpleNamespace:
 
 # Packs nothing, so that the loader only checks every tensor.
 CHECK_ONLY_BACKEND = SimpleNamespace(
-    has_device_memory=False, threads=1, prepare=_packed,
+    has_device_memory=False,
+    threads=1,
+    prepare=_packed,
     **dict.fromkeys(("prepare_experts", "prepare_vector", "fuse"), lambda _: None),
-)  # fmt: skip
+)
 
 
 def encoder_keys(c: ModelConfig) -> dict[str, Any]:

@@ -28,9 +28,16 @@ from . import (
 )
 
 DIALECTS: tuple[Dialect, ...] = (
-    anthropic.DIALECT, jobs.DIALECT, ollama.DIALECT, ollama_embed.DIALECT, ollama_models.DIALECT, openai.DIALECT,
-    openai_completions.DIALECT, openai_pooling.DIALECT, openai_responses.DIALECT,
-)  # fmt: skip
+    anthropic.DIALECT,
+    jobs.DIALECT,
+    ollama.DIALECT,
+    ollama_embed.DIALECT,
+    ollama_models.DIALECT,
+    openai.DIALECT,
+    openai_completions.DIALECT,
+    openai_pooling.DIALECT,
+    openai_responses.DIALECT,
+)
 TOKENIZE = {
     "text": Field(Text(), required=True, is_secret=True),
     "add_special": Field(Boolean(), True),
@@ -96,9 +103,10 @@ def _require_short(size: int) -> None:
 def body_parsers() -> dict[str, tuple[Parse, Any]]:
     """Return the parsers of all bodies with the type of the record of each, by name: a path, or a word."""
     parsers: dict[str, tuple[Parse, Any]] = {
-        "tokenize": (parse_tokenize, dict[str, Any]), "detokenize": (parse_detokenize, PackedIds),
+        "tokenize": (parse_tokenize, dict[str, Any]),
+        "detokenize": (parse_detokenize, PackedIds),
         "apply_template": (parse_apply_template, Conversation),
-    }  # fmt: skip
+    }
     for dialect in DIALECTS:
         parsers |= {route.path: (route.parse, GenerateRequest) for route in dialect.generate} | dialect.parsers
     return parsers

@@ -80,9 +80,15 @@ from ..sse import encode_json
 
 SIGNATURE = "unsigned"  # of reasoning; what a client sends back is not verified
 ERROR_TYPES = {
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
-    429: "rate_limit_error", 500: "api_error", 503: "overloaded_error", 504: "timeout_error",
-}  # fmt: skip
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 MESSAGES_PATH, COUNT_PATH = "/v1/messages", "/v1/messages/count_tokens"
 BILLING = "x-anthropic-billing-header:"  # begins a block of the system prompt that differs in every request
 # Reasoning of earlier turns stays in the prompt where the template lets it: otherwise the next turn changes the prefix.
@@ -146,10 +152,19 @@ def message_fields(is_open: bool) -> dict[str, Field]:
     def blocks(**tables: Mapping[str, Field]) -> Field:
         return Field(TextOr(ListOf(Tagged("type", {"text": TEXT_BLOCK, **tables}, is_open))), required=True)
 
-    call = {"id": Field(Text(1), required=True), "name": Field(Text(1), required=True),
-            "input": Field(BOUNDED_OBJECT, required=True), "caller": Field(AnyObject()), **CACHE_CONTROL}  # fmt: skip
-    result = {"tool_use_id": Field(Text(), required=True), "content": Field(blocks().type, ""),
-              "is_error": Field(Boolean(), False), **CACHE_CONTROL}  # fmt: skip
+    call = {
+        "id": Field(Text(1), required=True),
+        "name": Field(Text(1), required=True),
+        "input": Field(BOUNDED_OBJECT, required=True),
+        "caller": Field(AnyObject()),
+        **CACHE_CONTROL,
+    }
+    result = {
+        "tool_use_id": Field(Text(), required=True),
+        "content": Field(blocks().type, ""),
+        "is_error": Field(Boolean(), False),
+        **CACHE_CONTROL,
+    }
     thinking = {"thinking": Field(Text(), required=True), "signature": Field(Text()), **CACHE_CONTROL}
     redacted = {"data": Field(Text(), ""), **CACHE_CONTROL}
     roles = {
@@ -204,7 +219,7 @@ def create_fields(is_open: bool) -> dict[str, Field]:
         "diagnostics": Field(AnyObject()),
         "inference_geo": Field(Text()),
         "service_tier": unsupported("auto", "standard_only"),
-    }  # fmt: skip
+    }
 
 
 def parse_messages(body: bytes, options: ParseOptions) -> GenerateRequest:
@@ -212,24 +227,34 @@ def parse_messages(body: bytes, options: ParseOptions) -> GenerateRequest:
     values, ignored = _validate(body, create_fields(options.ignores_unknown), options)
     last = len(values["messages"]) - 1
     require(
-        values["messages"][last]["role"] != "assistant", f"messages[{last}].role", "unsupported",
+        values["messages"][last]["role"] != "assistant",
+        f"messages[{last}].role",
+        "unsupported",
         f"messages[{last}] is the assistant's, which this worker does not continue: end with a message of the user",
-    )  # fmt: skip
+    )
     conversation, skipped = _to_conversation(values)
     wanted = values["output_config"].get("format") or values["output_format"]
     params = sampling_params(
-        values, options.limits, values["max_tokens"], stop=values["stop_sequences"],
+        values,
+        options.limits,
+        values["max_tokens"],
+        stop=values["stop_sequences"],
         structured_outputs=None if wanted is None else StructuredOutputsParams(json=wanted["schema"]),
-    )  # fmt: skip
+    )
     return GenerateRequest(
-        prompts=[conversation], params=params, model=values["model"], stream=values["stream"], ignored=ignored,
-        skipped=skipped, structured_outputs_field="output_config.format", tool_places=[
-            f"tools[{i}].input_schema" for i, tool in enumerate(values["tools"]) if not is_skipped(tool)
-        ], values={
+        prompts=[conversation],
+        params=params,
+        model=values["model"],
+        stream=values["stream"],
+        ignored=ignored,
+        skipped=skipped,
+        structured_outputs_field="output_config.format",
+        tool_places=[f"tools[{i}].input_schema" for i, tool in enumerate(values["tools"]) if not is_skipped(tool)],
+        values={
             "omits_thinking": values["thinking"].get("display") == "omitted",
             "has_edits": values["context_management"] is not None,
         },
-    )  # fmt: skip
+    )
 
 
 def parse_count(body: bytes, options: ParseOptions) -> GenerateRequest:
@@ -254,15 +279,22 @@ def _to_conversation(values: Mapping[str, Any]) -> tuple[Conversation, list[str]
     """Return the conversation of a body, and the types of tools that were skipped."""
     tools = [_to_tool(tool) for tool in values["tools"] if not is_skipped(tool)]
     chosen, thinking = values["tool_choice"], values["thinking"]
-    require(bool(tools) or chosen["type"] in ("auto", "none"), "tool_choice", "conflict",
-            f"tool_choice {chosen['type']} needs tools with an input_schema")  # fmt: skip
+    require(
+        bool(tools) or chosen["type"] in ("auto", "none"),
+        "tool_choice",
+        "conflict",
+        f"tool_choice {chosen['type']} needs tools with an input_schema",
+    )
     choice = {"any": "required", "tool": {"type": "function", "name": chosen.get("name")}}
     variables = {"enable_thinking": thinking["type"] != "disabled", **KEEP_REASONING}
     options = chat_options(
-        tools, choice.get(chosen["type"], chosen["type"]), parallel=not chosen.get("disable_parallel_tool_use"),
-        effort=values["output_config"].get("effort"), template_kwargs=variables,
+        tools,
+        choice.get(chosen["type"], chosen["type"]),
+        parallel=not chosen.get("disable_parallel_tool_use"),
+        effort=values["output_config"].get("effort"),
+        template_kwargs=variables,
         thinking_budget=thinking.get("budget_tokens"),
-    )  # fmt: skip
+    )
     messages = list(to_messages(values["system"], values["messages"]))
     return Conversation.encode(messages, options), [tool["type"] for tool in values["tools"] if is_skipped(tool)]
 
@@ -326,8 +358,11 @@ def _to_user(blocks: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> I
         text, call = _join(block["content"]), block["tool_use_id"]
         named = {"name": names[call]} if call in names else {}
         yield {
-            "role": "tool", "tool_call_id": call, **named, "content": f"Error: {text}" if block["is_error"] else text,
-        }  # fmt: skip
+            "role": "tool",
+            "tool_call_id": call,
+            **named,
+            "content": f"Error: {text}" if block["is_error"] else text,
+        }
     if texts or not blocks:
         yield {"role": "user", "content": _join(texts)}
 
@@ -436,10 +471,15 @@ class MessagePrinter(Printer):
 
     def _message(self, content: list[dict[str, Any]], reason: str | None, stop_sequence: str | None) -> dict[str, Any]:
         return {
-            "id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant",
-            "model": self.reply.request.model or self.reply.model, "content": content, "stop_reason": reason,
-            "stop_sequence": stop_sequence, "usage": encode_usage(self.reply.usage()),
-        }  # fmt: skip
+            "id": f"msg_{uuid4().hex}",
+            "type": "message",
+            "role": "assistant",
+            "model": self.reply.request.model or self.reply.model,
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": stop_sequence,
+            "usage": encode_usage(self.reply.usage()),
+        }
 
     def _stop_reason(self, finish_reason: str, stop_sequence: str | None) -> str:
         if finish_reason == "length":
@@ -471,10 +511,13 @@ def encode_call(call: ToolCall) -> dict[str, Any]:
 def encode_usage(usage: Usage) -> dict[str, Any]:
     """Return the usage of a reply; `input_tokens` are those that were not cached."""
     return {
-        "input_tokens": usage.prompt - usage.cached, "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.cached, "output_tokens": usage.output,
-        "output_tokens_details": {"thinking_tokens": usage.reasoning}, "service_tier": "standard",
-    }  # fmt: skip
+        "input_tokens": usage.prompt - usage.cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached,
+        "output_tokens": usage.output,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning},
+        "service_tier": "standard",
+    }
 
 
 def make_handlers(worker: Worker) -> Mapping[str, Handler]:
@@ -528,8 +571,12 @@ CREATE = Operation(
 )
 COUNTING = Operation(summary="Count the tokens of messages", request="AnthropicCountRequest", reply="AnthropicCount")
 DIALECT = Dialect(
-    prefixes=(MESSAGES_PATH,), error_body=error_body, schemas=_schemas, error_schema="AnthropicError",
+    prefixes=(MESSAGES_PATH,),
+    error_body=error_body,
+    schemas=_schemas,
+    error_schema="AnthropicError",
     generate=(GenerateRoute(MESSAGES_PATH, parse_messages, MessagePrinter, CREATE),),
-    routes=(Route("POST", COUNT_PATH, COUNTING),), make_handlers=make_handlers,
+    routes=(Route("POST", COUNT_PATH, COUNTING),),
+    make_handlers=make_handlers,
     parsers={COUNT_PATH: (parse_count, GenerateRequest)},
-)  # fmt: skip
+)

@@ -130,9 +130,12 @@ def parse_job(body: bytes, options: ParseOptions) -> GenerateRequest:
         raise ValidationError(issues)
     guided = values["structured_outputs"]
     params = sampling_params(
-        values, options.limits, values["max_tokens"], close_on_length=values["close_on_length"],
+        values,
+        options.limits,
+        values["max_tokens"],
+        close_on_length=values["close_on_length"],
         structured_outputs=None if guided is None else StructuredOutputsParams(**guided),
-    )  # fmt: skip
+    )
     prompt = Conversation.encode(values["messages"]) if values["prompt"] is None else values["prompt"]
     same = {name: values[name] for name in ("model", "stream", "priority", "timeout_ms")}
     return GenerateRequest(**same, prompts=[prompt], params=params, values={"job_id": values["job_id"]})
@@ -269,9 +272,11 @@ class Job:
 
     def _end_event(self) -> dict[str, Any]:
         event: dict[str, Any] = {
-            "type": "end", "tokens_out": self.num_tokens, "decode_time_ms": round(self.decode_ms, 3),
+            "type": "end",
+            "tokens_out": self.num_tokens,
+            "decode_time_ms": round(self.decode_ms, 3),
             "stop_reason": self._stop_reason,
-        }  # fmt: skip
+        }
         return event if self._stop_sequence is None else {**event, "stop_sequence_matched": self._stop_sequence}
 
     def _fail(self, error: WorkerError) -> None:
@@ -287,10 +292,15 @@ class Job:
         rate = (self.num_tokens - 1) / seconds if seconds > 0 else 0.0
         first = generation.first_token_at
         ttft = round(1000 * (first - generation.started_at), 3) if first else None
-        self._emit({
-            "type": "metrics", "tokens_per_sec": round(rate, 2), "ttft_ms": ttft,
-            "kv_cache_usage": round(stats.kv_cache_usage, 4), "vram_bytes": stats.device_bytes,
-        })  # fmt: skip
+        self._emit(
+            {
+                "type": "metrics",
+                "tokens_per_sec": round(rate, 2),
+                "ttft_ms": ttft,
+                "kv_cache_usage": round(stats.kv_cache_usage, 4),
+                "vram_bytes": stats.device_bytes,
+            }
+        )
 
     async def read(self) -> AsyncGenerator[bytes, None]:
         """Yield all events from the first to the last; those that exist already come as one chunk."""
@@ -418,9 +428,13 @@ class Handlers:
 
     def table(self) -> dict[str, Handler]:
         return {
-            "/v1/jobs": self.post, "/v1/inference": self.post, "/execute": self.execute, "/cancel": self.cancel,
-            "/v1/jobs/{job_id}/stream": self.stream, "/v1/jobs/{job_id}": self.get_or_delete,
-        }  # fmt: skip
+            "/v1/jobs": self.post,
+            "/v1/inference": self.post,
+            "/execute": self.execute,
+            "/cancel": self.cancel,
+            "/v1/jobs/{job_id}/stream": self.stream,
+            "/v1/jobs/{job_id}": self.get_or_delete,
+        }
 
     async def post(self, call: Call) -> Any:
         """Start a job; reply with the URL of its events, or with the whole result."""
@@ -506,23 +520,32 @@ REPLIES: dict[str, Schema] = {
 }  # fmt: skip
 START = Operation(summary="Start a job", request="JobRequest", reply="JobReply")
 EXECUTE = Operation(
-    summary="Start a job; the reply is its events", request="NamedJobRequest", reply="text/event-stream",
+    summary="Start a job; the reply is its events",
+    request="NamedJobRequest",
+    reply="text/event-stream",
     event="JobEvent",
-)  # fmt: skip
+)
 DIALECT = Dialect(
-    prefixes=("/", "/v1/jobs", "/v1/inference", "/v1/ready", "/v1/loading"), error_body=error_body, schemas=_schemas,
-    error_schema="Error", invalid_schema="FieldErrors",
+    prefixes=("/", "/v1/jobs", "/v1/inference", "/v1/ready", "/v1/loading"),
+    error_body=error_body,
+    schemas=_schemas,
+    error_schema="Error",
+    invalid_schema="FieldErrors",
     parsers={"job": (parse_job, GenerateRequest), "cancel": (parse_cancel, dict[str, Any])},
     make_handlers=lambda worker: Handlers(worker).table(),
     routes=(
         Route("POST", "/v1/jobs", START),
         Route("POST", "/v1/inference", replace(START, summary="Start a job (alias)")),
         Route("GET", "/v1/jobs/{job_id}", Operation(summary="State and counts of a job", reply="JobState")),
-        Route("GET", "/v1/jobs/{job_id}/stream", Operation(
-            summary="The events of a job, from the first", reply="text/event-stream", event="JobEvent")),
+        Route(
+            "GET",
+            "/v1/jobs/{job_id}/stream",
+            Operation(summary="The events of a job, from the first", reply="text/event-stream", event="JobEvent"),
+        ),
         Route("DELETE", "/v1/jobs/{job_id}", Operation(summary="Cancel a job", reply="JobName", status=202)),
-        Route("POST", "/cancel", Operation(
-            summary="Cancel a job", request="CancelRequest", reply="JobName", status=202)),
+        Route(
+            "POST", "/cancel", Operation(summary="Cancel a job", request="CancelRequest", reply="JobName", status=202)
+        ),
         Route("POST", "/execute", EXECUTE),
     ),
-)  # fmt: skip
+)

@@ -141,9 +141,11 @@ class ChatMessages(FieldType):
         kinds: dict[str, Schema] = {"id": text, "type": {"enum": ["function", None]}, "index": {}, "function": function}
         call = object_schema(kinds, "function")
         properties: dict[str, Schema] = {
-            **dict.fromkeys(MESSAGE, text), "role": {"enum": [*ROLES]}, "images": {"enum": [[], None]},
+            **dict.fromkeys(MESSAGE, text),
+            "role": {"enum": [*ROLES]},
+            "images": {"enum": [[], None]},
             "tool_calls": {"type": ["array", "null"], "items": call},
-        }  # fmt: skip
+        }
         return array_schema(object_schema(properties, "role"))
 
 
@@ -189,8 +191,15 @@ def _unknown_keys(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 SAME_OPTIONS = (
-    "temperature", "top_k", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "seed",
-)  # fmt: skip
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+)
 # Options that change no answer here, with their types.
 WITHOUT_EFFECT: dict[str, FieldType] = {
     **dict.fromkeys(("num_gpu", "num_thread", "num_batch", "main_gpu", "num_keep"), integer(-MAX_COUNT, MAX_COUNT)),
@@ -198,18 +207,22 @@ WITHOUT_EFFECT: dict[str, FieldType] = {
     **dict.fromkeys(("mirostat_tau", "mirostat_eta"), ANY_NUMBER),  # mirostat itself is refused
 }
 OPTIONS: dict[str, Field] = {
-    f"options.{name}": field for name, field in {
+    f"options.{name}": field
+    for name, field in {
         **{name: SAMPLING[name] for name in SAME_OPTIONS},
         "repeat_penalty": SAMPLING["repetition_penalty"],
         "repeat_last_n": Field(integer(-1, MAX_COUNT)),
         "num_ctx": Field(integer(1)),
         "num_predict": Field(NumPredict()),
         "stop": Field(StopStrings(MAX_STOPS), (), is_secret=True),
-        "mirostat": unsupported(0), "tfs_z": unsupported(1, 1.0), "penalize_newline": unsupported(True),
-        "vocab_only": unsupported(False), "embedding_only": unsupported(False),
+        "mirostat": unsupported(0),
+        "tfs_z": unsupported(1, 1.0),
+        "penalize_newline": unsupported(True),
+        "vocab_only": unsupported(False),
+        "embedding_only": unsupported(False),
         **{name: Field(kind) for name, kind in WITHOUT_EFFECT.items()},
     }.items()
-}  # fmt: skip
+}
 COMMON: dict[str, Field] = {
     "model": Field(Text()),
     "stream": Field(Boolean(), True),
@@ -276,39 +289,60 @@ def _chat_options(values: Mapping[str, Any], tools: list[Any]) -> ChatOptions:
 
 
 def _request(
-    values: Mapping[str, Any], ignored: list[str], prompts: list[Prompt], options: ParseOptions,
+    values: Mapping[str, Any],
+    ignored: list[str],
+    prompts: list[Prompt],
+    options: ParseOptions,
     unknown: Iterable[str] = (),
-) -> GenerateRequest:  # fmt: skip
+) -> GenerateRequest:
     """Return the record of a body, whose options are validated here."""
     given = {f"options.{name}": value for name, value in values["options"].items()} | dict.fromkeys(unknown)
     found, more = validate_known(given, OPTIONS, options)
     ignored += more + [name for name in map("options.{}".format, WITHOUT_EFFECT) if found[name] is not None]
     ignored += ["keep_alive"] if values["keep_alive"] is not None else []
-    require(values["logprobs"] or not values["top_logprobs"], "top_logprobs", "conflict",
-            "top_logprobs needs logprobs: true")  # fmt: skip
+    require(
+        values["logprobs"] or not values["top_logprobs"],
+        "top_logprobs",
+        "conflict",
+        "top_logprobs needs logprobs: true",
+    )
     params = _sampling_params(values, {name.partition(".")[2]: value for name, value in found.items()}, options)
     return GenerateRequest(
-        prompts=prompts, params=params, model=values["model"], stream=values["stream"], ignored=ignored,
-        structured_outputs_field="format", tool_places=function_places(values.get("tools", ())),
-    )  # fmt: skip
+        prompts=prompts,
+        params=params,
+        model=values["model"],
+        stream=values["stream"],
+        ignored=ignored,
+        structured_outputs_field="format",
+        tool_places=function_places(values.get("tools", ())),
+    )
 
 
 def _sampling_params(values: Mapping[str, Any], found: dict[str, Any], options: ParseOptions) -> SamplingParams:
     limits, num_ctx, last_n = options.limits, found["num_ctx"], found["repeat_last_n"]
     if limits is not None and num_ctx is not None:
-        require(num_ctx <= limits.max_context, "options.num_ctx", "range",
-                f"options.num_ctx is {num_ctx} and the context of this worker {limits.max_context}: ask for less, or "
-                "start the worker with a longer one (--max-context)")  # fmt: skip
+        require(
+            num_ctx <= limits.max_context,
+            "options.num_ctx",
+            "range",
+            f"options.num_ctx is {num_ctx} and the context of this worker {limits.max_context}: ask for less, or "
+            "start the worker with a longer one (--max-context)",
+        )
     guided = None
     if (wanted := values["format"]) not in (None, ""):
         guided = StructuredOutputsParams(**({"json_object": True} if wanted == "json" else {"json": wanted}))
     same = {
-        **found, "repetition_penalty": found["repeat_penalty"], "repeat_last_n": MAX_COUNT if last_n == -1 else last_n
-    }  # fmt: skip
+        **found,
+        "repetition_penalty": found["repeat_penalty"],
+        "repeat_last_n": MAX_COUNT if last_n == -1 else last_n,
+    }
     return sampling_params(
-        same, limits, found["num_predict"], structured_outputs=guided,
+        same,
+        limits,
+        found["num_predict"],
+        structured_outputs=guided,
         logprobs=values["top_logprobs"] if values["logprobs"] else None,
-    )  # fmt: skip
+    )
 
 
 def to_openai(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -468,11 +502,14 @@ def statistics(reply: ReplyState) -> dict[str, int]:
     (generation,), usage = reply.generations, reply.usage()
     started_at = generation.started_at + generation.request.queue_s
     return {
-        "total_duration": int(SECOND * (time.perf_counter() - reply.started_at)), "load_duration": 0,
-        "prompt_eval_count": usage.prompt, "prompt_cached_count": usage.cached,
+        "total_duration": int(SECOND * (time.perf_counter() - reply.started_at)),
+        "load_duration": 0,
+        "prompt_eval_count": usage.prompt,
+        "prompt_cached_count": usage.cached,
         "prompt_eval_duration": int(SECOND * max(0.0, generation.first_token_at - started_at)),
-        "eval_count": usage.output, "eval_duration": int(SECOND * generation.decode_ms / 1000),
-    }  # fmt: skip
+        "eval_count": usage.output,
+        "eval_duration": int(SECOND * generation.decode_ms / 1000),
+    }
 
 
 def timestamp(seconds: float) -> str:
@@ -497,12 +534,14 @@ def _schemas(settings: ServerSettings) -> dict[str, Schema]:
     return {
         "OllamaChatRequest": table_schema(CHAT, names, is_open=is_open) | with_logprobs,
         "OllamaGenerateRequest": {
-            **table_schema(GENERATE, names, is_open=is_open), **with_logprobs, "allOf": [{"anyOf": [not_raw, whole]}],
+            **table_schema(GENERATE, names, is_open=is_open),
+            **with_logprobs,
+            "allOf": [{"anyOf": [not_raw, whole]}],
         },
         "OllamaChatReply": reply_schema(**line, message=message),
         "OllamaGenerateReply": reply_schema(**line, response=TEXT),
         "OllamaError": reply_schema(error=TEXT),
-    }  # fmt: skip
+    }
 
 
 DIALECT = Dialect(

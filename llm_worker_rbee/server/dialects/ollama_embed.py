@@ -67,9 +67,12 @@ def parse_embed(body: bytes, options: ParseOptions) -> EmbedRequest:
     values, ignored = validate_known(body, EMBED, options)
     ignored += [name for name in WITHOUT_EFFECT if values[name]]
     return EmbedRequest(
-        inputs=Inputs(list(values["input"])), model=values["model"], dimensions=values["dimensions"],
-        truncate=values["truncate"], ignored=ignored,
-    )  # fmt: skip
+        inputs=Inputs(list(values["input"])),
+        model=values["model"],
+        dimensions=values["dimensions"],
+        truncate=values["truncate"],
+        ignored=ignored,
+    )
 
 
 def parse_legacy(body: bytes, options: ParseOptions) -> EmbedRequest:
@@ -90,15 +93,19 @@ class Handlers:
         start = time.perf_counter()
         request, name, pooled = await self._embed(call, EMBED_PATH)
         last = {
-            "total_duration": int((time.perf_counter() - start) * SECOND), "load_duration": 0,
+            "total_duration": int((time.perf_counter() - start) * SECOND),
+            "load_duration": 0,
             "prompt_eval_count": 0 if pooled is None else pooled.num_tokens,
-        }  # fmt: skip
+        }
         if pooled is None:
             return {"model": name, "embeddings": [], **last}
         return self._worker.pooling.rows_response(
-            pooled.rows, b'{"model":' + msgspec.json.encode(name) + b',"embeddings":[', lambda index, row: row,
-            b"]," + msgspec.json.encode(last)[1:], headers=request.notice_headers(),
-        )  # fmt: skip
+            pooled.rows,
+            b'{"model":' + msgspec.json.encode(name) + b',"embeddings":[',
+            lambda index, row: row,
+            b"]," + msgspec.json.encode(last)[1:],
+            headers=request.notice_headers(),
+        )
 
     async def embed_one(self, call: Call) -> Any:
         request, _, pooled = await self._embed(call, LEGACY_PATH)
@@ -124,10 +131,14 @@ def _schemas(settings: ServerSettings) -> dict[str, Schema]:
         "OllamaEmbedRequest": table_schema(EMBED, names, is_open=is_open),
         "OllamaLegacyEmbedRequest": table_schema(LEGACY, names, is_open=is_open),
         "OllamaEmbeddings": reply_schema(
-            model=TEXT, embeddings=array_schema(array_schema(NUMBER)), total_duration=COUNT, load_duration=COUNT,
-            prompt_eval_count=COUNT),
+            model=TEXT,
+            embeddings=array_schema(array_schema(NUMBER)),
+            total_duration=COUNT,
+            load_duration=COUNT,
+            prompt_eval_count=COUNT,
+        ),
         "OllamaLegacyEmbedding": reply_schema(embedding=array_schema(NUMBER)),
-    }  # fmt: skip
+    }
 
 
 DIALECT = Dialect(

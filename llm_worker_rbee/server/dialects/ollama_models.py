@@ -23,9 +23,12 @@ SHOW: dict[str, Field] = {
 }
 NO_STORE = "the models of this worker are chosen when it starts (llm-worker-rbee serve --model)"
 REFUSED = {
-    "/api/pull": NO_STORE, "/api/push": NO_STORE, "/api/create": NO_STORE, "/api/copy": NO_STORE,
+    "/api/pull": NO_STORE,
+    "/api/push": NO_STORE,
+    "/api/create": NO_STORE,
+    "/api/copy": NO_STORE,
     "/api/delete": NO_STORE,
-}  # fmt: skip
+}
 
 
 class Handlers:
@@ -36,8 +39,11 @@ class Handlers:
 
     def table(self) -> dict[str, Handler]:
         handlers = {
-            "/api/version": self.version, "/api/tags": self.tags, "/api/ps": self.ps, "/api/show": self.show,
-        }  # fmt: skip
+            "/api/version": self.version,
+            "/api/tags": self.tags,
+            "/api/ps": self.ps,
+            "/api/show": self.show,
+        }
         return handlers | {path: partial(self.refuse, path) for path in REFUSED}
 
     async def version(self, _: Call) -> dict[str, Any]:
@@ -65,24 +71,32 @@ class Handlers:
         else:
             size += info.kv_cache_bytes
         return {
-            "expires_at": FOREVER, "size": size, "size_vram": size if info.backend == "cuda" else 0,
+            "expires_at": FOREVER,
+            "size": size,
+            "size_vram": size if info.backend == "cuda" else 0,
             "context_length": context,
-        }  # fmt: skip
+        }
 
     def _model(self, name: str, info: ModelInfo | PoolingInfo) -> dict[str, Any]:
         identity = f"{info.path} {info.architecture} {info.quant} {info.parameters} {info.weights_bytes}"
         return {
-            "name": name, "model": name, "modified_at": timestamp(self._worker.started_at),
-            "size": info.weights_bytes, "digest": hashlib.sha256(identity.encode()).hexdigest(),
+            "name": name,
+            "model": name,
+            "modified_at": timestamp(self._worker.started_at),
+            "size": info.weights_bytes,
+            "digest": hashlib.sha256(identity.encode()).hexdigest(),
             "details": self._details(info),
-        }  # fmt: skip
+        }
 
     def _details(self, info: ModelInfo | PoolingInfo) -> dict[str, Any]:
         return {
-            "parent_model": "", "format": "gguf" if info.path.endswith(".gguf") else "safetensors",
-            "family": info.architecture, "families": [info.architecture],
-            "parameter_size": human_parameters(info.parameters), "quantization_level": info.quant,
-        }  # fmt: skip
+            "parent_model": "",
+            "format": "gguf" if info.path.endswith(".gguf") else "safetensors",
+            "family": info.architecture,
+            "families": [info.architecture],
+            "parameter_size": human_parameters(info.parameters),
+            "quantization_level": info.quant,
+        }
 
     async def show(self, call: Call) -> dict[str, Any]:
         """Describe a model."""
@@ -111,13 +125,20 @@ class Handlers:
         self, info: ModelInfo | PoolingInfo, context: int, vocab_size: int, capabilities: list[str]
     ) -> dict[str, Any]:
         return {
-            "modelfile": "", "license": "", "modified_at": timestamp(self._worker.started_at), "parameters": "",
-            "template": "", "details": self._details(info), "capabilities": capabilities,
+            "modelfile": "",
+            "license": "",
+            "modified_at": timestamp(self._worker.started_at),
+            "parameters": "",
+            "template": "",
+            "details": self._details(info),
+            "capabilities": capabilities,
             "model_info": {
-                "general.architecture": info.architecture, "general.parameter_count": info.parameters,
-                f"{info.architecture}.context_length": context, f"{info.architecture}.vocab_size": vocab_size,
+                "general.architecture": info.architecture,
+                "general.parameter_count": info.parameters,
+                f"{info.architecture}.context_length": context,
+                f"{info.architecture}.vocab_size": vocab_size,
             },
-        }  # fmt: skip
+        }
 
     async def refuse(self, path: str, _: Call) -> dict[str, Any]:
         raise NotFoundError(f"{path} is not supported: {REFUSED[path]}")
@@ -149,8 +170,13 @@ DETAILS = reply_schema(
     format=TEXT, family=TEXT, families=array_schema(TEXT), parameter_size=TEXT, quantization_level=TEXT
 )
 LISTED: dict[str, Schema] = {
-    "name": TEXT, "model": TEXT, "modified_at": TIME, "size": COUNT, "digest": TEXT, "details": DETAILS,
-}  # fmt: skip
+    "name": TEXT,
+    "model": TEXT,
+    "modified_at": TIME,
+    "size": COUNT,
+    "digest": TEXT,
+    "details": DETAILS,
+}
 
 
 def _schemas(settings: ServerSettings) -> dict[str, Schema]:
@@ -161,14 +187,21 @@ def _schemas(settings: ServerSettings) -> dict[str, Schema]:
         "OllamaModels": reply_schema(models=array_schema(reply_schema(**LISTED))),
         "OllamaRunningModels": reply_schema(models=array_schema(running)),
         "OllamaModel": reply_schema(
-            template=TEXT, parameters=TEXT, details=DETAILS, model_info={"type": "object"},
-            capabilities=array_schema(TEXT)),
-    }  # fmt: skip
+            template=TEXT,
+            parameters=TEXT,
+            details=DETAILS,
+            model_info={"type": "object"},
+            capabilities=array_schema(TEXT),
+        ),
+    }
 
 
 REFUSAL = Operation(summary="Refused: models are not changed while they are served", reply="OllamaError", status=404)
 DIALECT = Dialect(
-    prefixes=("/api",), error_body=error_body, schemas=_schemas, error_schema="OllamaError",
+    prefixes=("/api",),
+    error_body=error_body,
+    schemas=_schemas,
+    error_schema="OllamaError",
     takes_any_content_type=True,
     parsers={"ollama_show": (parse_show, dict[str, Any])},
     make_handlers=lambda worker: Handlers(worker).table(),
@@ -176,8 +209,11 @@ DIALECT = Dialect(
         Route("GET", "/api/version", Operation(summary="The version of Ollama's API", reply="OllamaVersion")),
         Route("GET", "/api/tags", Operation(summary="The served models (Ollama)", reply="OllamaModels")),
         Route("GET", "/api/ps", Operation(summary="The loaded models (Ollama)", reply="OllamaRunningModels")),
-        Route("POST", "/api/show", Operation(
-            summary="A description of a model (Ollama)", request="OllamaShowRequest", reply="OllamaModel")),
+        Route(
+            "POST",
+            "/api/show",
+            Operation(summary="A description of a model (Ollama)", request="OllamaShowRequest", reply="OllamaModel"),
+        ),
         *(Route("DELETE" if path == "/api/delete" else "POST", path, REFUSAL) for path in REFUSED),
     ),
-)  # fmt: skip
+)

@@ -162,8 +162,12 @@ def structured_outputs(values: Mapping[str, Any]) -> StructuredOutputsParams | N
         found.append(
             StructuredOutputsParams(json_object=True) if schema is None else StructuredOutputsParams(json=schema)
         )
-    require(len(found) <= 1, "structured_outputs", "conflict",
-            "response_format, structured_outputs and grammar exclude each other: give one of them")  # fmt: skip
+    require(
+        len(found) <= 1,
+        "structured_outputs",
+        "conflict",
+        "response_format, structured_outputs and grammar exclude each other: give one of them",
+    )
     return found[0] if found else None
 
 
@@ -217,18 +221,22 @@ def shared_fields(
         values, limits, max_tokens, structured_outputs=guided, **{name: values[name] for name in GUIDED}, **more
     )
     return {
-        **{name: values[name] for name in ("model", "n", "stream", "priority", "timeout_ms")}, "params": params,
+        **{name: values[name] for name in ("model", "n", "stream", "priority", "timeout_ms")},
+        "params": params,
         "structured_outputs_field": field,
         "values": {"includes_usage": includes_usage, "has_continuous_usage": is_continuous},
-    }  # fmt: skip
+    }
 
 
 def head(reply: ReplyState, kind: str, prefix: str) -> dict[str, Any]:
     """Return what every reply and chunk begins with."""
     return {
-        "id": f"{prefix}-{uuid4().hex}", "object": kind, "created": int(time.time()),
-        "model": reply.model, "system_fingerprint": None,
-    }  # fmt: skip
+        "id": f"{prefix}-{uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": reply.model,
+        "system_fingerprint": None,
+    }
 
 
 class ChunkPrinter(Printer):
@@ -259,10 +267,12 @@ class ChunkPrinter(Printer):
 def encode_usage(usage: Usage) -> dict[str, Any]:
     """Return the usage of a reply."""
     return {
-        "prompt_tokens": usage.prompt, "completion_tokens": usage.output, "total_tokens": usage.prompt + usage.output,
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.output,
+        "total_tokens": usage.prompt + usage.output,
         "prompt_tokens_details": {"cached_tokens": usage.cached},
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
-    }  # fmt: skip
+    }
 
 
 FINISH: Schema = {"enum": ["stop", "length", "tool_calls", None]}
@@ -273,12 +283,14 @@ STREAM_OPTIONS: Schema = {
 }  # they need a stream
 SCHEMAS: dict[str, Schema] = {
     "Usage": reply_schema(
-        prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT,
+        prompt_tokens=COUNT,
+        completion_tokens=COUNT,
+        total_tokens=COUNT,
         prompt_tokens_details=reply_schema(cached_tokens=COUNT),
-        completion_tokens_details=reply_schema(reasoning_tokens=COUNT)),
-    "OpenAIError": reply_schema(
-        error=reply_schema(message=TEXT, type=TEXT, param=or_null(TEXT), code=or_null(TEXT))),
-}  # fmt: skip
+        completion_tokens_details=reply_schema(reasoning_tokens=COUNT),
+    ),
+    "OpenAIError": reply_schema(error=reply_schema(message=TEXT, type=TEXT, param=or_null(TEXT), code=or_null(TEXT))),
+}
 
 
 def completion_schema(choice: Schema, **more: Schema) -> Schema:
@@ -287,9 +299,14 @@ def completion_schema(choice: Schema, **more: Schema) -> Schema:
 
 
 NOT_HONOURED: dict[str, tuple[Any, ...]] = {  # known fields, with the values that change nothing
-    "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (), "prediction": (),
-    "verbosity": ("medium",), "web_search_options": (),
-}  # fmt: skip
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
 CHAT: dict[str, Field] = {
     **COMMON,
     "messages": Field(Messages(), required=True, is_secret=True),
@@ -309,22 +326,35 @@ def parse_chat(body: bytes, options: ParseOptions) -> GenerateRequest:
     """Validate the body of `/v1/chat/completions`."""
     values, ignored = validate_known(body, CHAT, options)
     max_tokens = values["max_completion_tokens"] or values["max_tokens"]
-    require(values["max_tokens"] in (None, max_tokens), "max_tokens", "conflict",
-            "max_tokens and max_completion_tokens differ: give one of them")  # fmt: skip
-    require(values["top_logprobs"] is None or values["logprobs"], "top_logprobs", "conflict",
-            "top_logprobs needs logprobs: true")  # fmt: skip
+    require(
+        values["max_tokens"] in (None, max_tokens),
+        "max_tokens",
+        "conflict",
+        "max_tokens and max_completion_tokens differ: give one of them",
+    )
+    require(
+        values["top_logprobs"] is None or values["logprobs"],
+        "top_logprobs",
+        "conflict",
+        "top_logprobs needs logprobs: true",
+    )
     require(values["stream"] or not values["stream_options"], *STREAM_CONFLICT)
     logprobs = (values["top_logprobs"] or 0) if values["logprobs"] else None
     shared = shared_fields(values, options.limits, max_tokens, logprobs=logprobs)
     chat = chat_options(
-        [to_tool(tool["function"]) for tool in values["tools"]], values["tool_choice"],
-        parallel=values["parallel_tool_calls"], effort=values["reasoning_effort"],
-        template_kwargs=values["chat_template_kwargs"], thinking_budget=values["thinking_budget_tokens"],
-    )  # fmt: skip
+        [to_tool(tool["function"]) for tool in values["tools"]],
+        values["tool_choice"],
+        parallel=values["parallel_tool_calls"],
+        effort=values["reasoning_effort"],
+        template_kwargs=values["chat_template_kwargs"],
+        thinking_budget=values["thinking_budget_tokens"],
+    )
     return GenerateRequest(
-        **shared, prompts=[Conversation.encode(values["messages"], chat)], ignored=ignored,
+        **shared,
+        prompts=[Conversation.encode(values["messages"], chat)],
+        ignored=ignored,
         tool_places=function_places(values["tools"]),
-    )  # fmt: skip
+    )
 
 
 class ChatPrinter(ChunkPrinter):
@@ -393,9 +423,13 @@ class ChatPrinter(ChunkPrinter):
         return before + encode_json(text) + after
 
     def _delta_chunk(
-        self, index: int, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None,
+        self,
+        index: int,
+        delta: dict[str, Any],
+        *,
+        logprobs: dict[str, Any] | None = None,
         finish_reason: str | None = None,
-    ) -> bytes:  # fmt: skip
+    ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         return self._chunk(choice)
 
@@ -403,9 +437,11 @@ class ChatPrinter(ChunkPrinter):
         choices = [self._choice(i, answer) for i, answer in enumerate(answers)]
         usage = encode_usage(self.reply.usage())
         return {
-            **head(self.reply, "chat.completion", "chatcmpl"), "choices": choices, "usage": usage,
+            **head(self.reply, "chat.completion", "chatcmpl"),
+            "choices": choices,
+            "usage": usage,
             "seed": self.reply.seed,
-        }  # fmt: skip
+        }
 
     def _choice(self, i: int, answer: Answer) -> dict[str, Any]:
         text, calls = answer.fold.content, answer.fold.calls
@@ -446,6 +482,9 @@ OPERATION = Operation(
     summary="Complete a conversation", request="ChatRequest", reply="ChatCompletion", event="ChatChunk"
 )
 DIALECT = Dialect(
-    prefixes=("/v1",), error_body=error_body, schemas=_schemas, error_schema="OpenAIError",
+    prefixes=("/v1",),
+    error_body=error_body,
+    schemas=_schemas,
+    error_schema="OpenAIError",
     generate=(GenerateRoute("/v1/chat/completions", parse_chat, ChatPrinter, OPERATION),),
-)  # fmt: skip
+)

@@ -92,18 +92,29 @@ def parse_completion(body: bytes, options: ParseOptions) -> GenerateRequest:
     if options.limits is not None:
         _require_ids_fit(fields.get("prompt"), options.limits.max_context)
     values, ignored = validate_known(fields, COMPLETION, options)
-    require(values["best_of"] in (None, values["n"]), "best_of", "unsupported",
-            "best_of other than n is not supported by this worker")  # fmt: skip
-    require(values["max_tokens"] != 0 or values["echo"], "max_tokens", "range",
-            "max_tokens is 0: only with echo, to score the prompt")  # fmt: skip
+    require(
+        values["best_of"] in (None, values["n"]),
+        "best_of",
+        "unsupported",
+        "best_of other than n is not supported by this worker",
+    )
+    require(
+        values["max_tokens"] != 0 or values["echo"],
+        "max_tokens",
+        "range",
+        "max_tokens is 0: only with echo, to score the prompt",
+    )
     require(values["stream"] or not values["stream_options"], *STREAM_CONFLICT)
     prompt = values["prompt"]
     prompts = prompt if isinstance(prompt, list) and isinstance(prompt[0], (str, list)) else [prompt]
     is_scored_only = values["max_tokens"] == 0
     shared = shared_fields(
-        values, options.limits, 1 if is_scored_only else values["max_tokens"], logprobs=values["logprobs"],
+        values,
+        options.limits,
+        1 if is_scored_only else values["max_tokens"],
+        logprobs=values["logprobs"],
         prompt_logprobs=values["echo"] and values["logprobs"] is not None,
-    )  # fmt: skip
+    )
     shared["values"] = {"echo": values["echo"], **shared["values"]}
     packed: list[Prompt] = [prompt if isinstance(prompt, str) else PackedIds.pack(prompt) for prompt in prompts]
     return GenerateRequest(**shared, prompts=packed, is_scored_only=is_scored_only, ignored=ignored)
@@ -173,8 +184,11 @@ class CompletionPrinter(ChunkPrinter):
             choices.append(self._choice(i, text, logprobs, reason))
         usage = encode_usage(self.reply.usage())
         return {
-            **head(self.reply, "text_completion", "cmpl"), "choices": choices, "usage": usage, "seed": self.reply.seed
-        }  # fmt: skip
+            **head(self.reply, "text_completion", "cmpl"),
+            "choices": choices,
+            "usage": usage,
+            "seed": self.reply.seed,
+        }
 
 
 class TextLogprobs:
@@ -225,6 +239,9 @@ def _schemas(settings: ServerSettings) -> dict[str, Schema]:
 
 OPERATION = Operation(summary="Complete prompts", request="CompletionRequest", reply="Completion", event="Completion")
 DIALECT = Dialect(
-    prefixes=("/v1/completions",), error_body=error_body, schemas=_schemas, error_schema="OpenAIError",
+    prefixes=("/v1/completions",),
+    error_body=error_body,
+    schemas=_schemas,
+    error_schema="OpenAIError",
     generate=(GenerateRoute("/v1/completions", parse_completion, CompletionPrinter, OPERATION),),
-)  # fmt: skip
+)

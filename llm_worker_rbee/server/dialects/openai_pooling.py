@@ -36,9 +36,12 @@ from .openai import SCHEMAS, error_body
 PATH = "/v1/embeddings"
 RERANK_PATHS, SCORE_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank"), ("/v1/score", "/score")
 INPUT_TYPES = {
-    "query": "query", "search_query": "query", "document": "document", "passage": "document",
+    "query": "query",
+    "search_query": "query",
+    "document": "document",
+    "passage": "document",
     "search_document": "document",
-}  # fmt: skip
+}
 TRUNCATE: dict[str, Field] = {
     "truncate": Field(Boolean(), False),
     "truncate_prompt_tokens": Field(Enum((-1,), is_supported=False)),  # of vLLM; -1 is the model's maximum
@@ -157,13 +160,22 @@ def truncates(values: dict[str, Any]) -> bool:
 def parse_embeddings(body: bytes, options: ParseOptions) -> EmbedRequest:
     """Validate the body of `/v1/embeddings`."""
     values, ignored = validate_known(body, EMBEDDINGS, options)
-    require(values["prompt_name"] is None or values["input_type"] is None, "input_type", "conflict",
-            "prompt_name and input_type exclude each other: give one of them")  # fmt: skip
+    require(
+        values["prompt_name"] is None or values["input_type"] is None,
+        "input_type",
+        "conflict",
+        "prompt_name and input_type exclude each other: give one of them",
+    )
     return EmbedRequest(
-        inputs=Inputs.of(values["input"]), model=values["model"], dimensions=values["dimensions"],
-        prompt_name=values["prompt_name"], input_type=INPUT_TYPES.get(values["input_type"]),
-        truncate=truncates(values), is_base64=values["encoding_format"] == "base64", ignored=ignored,
-    )  # fmt: skip
+        inputs=Inputs.of(values["input"]),
+        model=values["model"],
+        dimensions=values["dimensions"],
+        prompt_name=values["prompt_name"],
+        input_type=INPUT_TYPES.get(values["input_type"]),
+        truncate=truncates(values),
+        is_base64=values["encoding_format"] == "base64",
+        ignored=ignored,
+    )
 
 
 def _item(index: int, row: bytes) -> bytes:
@@ -174,9 +186,14 @@ def parse_rerank(body: bytes, options: ParseOptions) -> RankRequest:
     """Validate the body of `/v1/rerank`."""
     values, ignored = validate_known(body, RERANK, options)
     return RankRequest(
-        queries=[values["query"]], documents=values["documents"], model=values["model"], top_n=values["top_n"],
-        returns_documents=values["return_documents"], truncate=truncates(values), ignored=ignored,
-    )  # fmt: skip
+        queries=[values["query"]],
+        documents=values["documents"],
+        model=values["model"],
+        top_n=values["top_n"],
+        returns_documents=values["return_documents"],
+        truncate=truncates(values),
+        ignored=ignored,
+    )
 
 
 def parse_score(body: bytes, options: ParseOptions) -> RankRequest:
@@ -184,12 +201,19 @@ def parse_score(body: bytes, options: ParseOptions) -> RankRequest:
     values, ignored = validate_known(body, SCORE, options)
     names = ("text_1", "text_2") if values["text_1"] is not None else ("queries", "documents")
     others = ("queries", "documents") if names[0] == "text_1" else ("text_1", "text_2")
-    require(all(values[name] is not None for name in names) and all(values[name] is None for name in others),
-            names[0], "required", "give text_1 and text_2, or queries and documents")  # fmt: skip
+    require(
+        all(values[name] is not None for name in names) and all(values[name] is None for name in others),
+        names[0],
+        "required",
+        "give text_1 and text_2, or queries and documents",
+    )
     first, second = (values[name] for name in names)
-    require(len(first) in (1, len(second)), names[1], "length",
-            f"{names[0]} has {len(first)} items and {names[1]} {len(second)}: "
-            f"give as many, or one of {names[0]}")  # fmt: skip
+    require(
+        len(first) in (1, len(second)),
+        names[1],
+        "length",
+        f"{names[0]} has {len(first)} items and {names[1]} {len(second)}: give as many, or one of {names[0]}",
+    )
     return RankRequest(
         queries=first, documents=second, model=values["model"], truncate=truncates(values), ignored=ignored
     )
@@ -210,9 +234,13 @@ class Handlers:
         usage = msgspec.json.encode({"prompt_tokens": pooled.num_tokens, "total_tokens": pooled.num_tokens})
         name = msgspec.json.encode(service.name)
         return self._worker.pooling.rows_response(
-            pooled.rows, b'{"object":"list","data":[', _item, b'],"model":' + name + b',"usage":' + usage + b"}",
-            is_base64=request.is_base64, headers=request.notice_headers(),
-        )  # fmt: skip
+            pooled.rows,
+            b'{"object":"list","data":[',
+            _item,
+            b'],"model":' + name + b',"usage":' + usage + b"}",
+            is_base64=request.is_base64,
+            headers=request.notice_headers(),
+        )
 
     async def rerank(self, call: Call) -> Any:
         request, name, scores, usage = await self._score(call, RERANK_PATHS[0], "rerank")
@@ -225,8 +253,9 @@ class Handlers:
         return self._worker.pooling.list_response(
             msgspec.json.encode(head)[:-1] + b',"results":[',
             (one | {"document": {"text": documents[one["index"]]}} for one in results),
-            b"]," + msgspec.json.encode(last)[1:], request.notice_headers(),
-        )  # fmt: skip
+            b"]," + msgspec.json.encode(last)[1:],
+            request.notice_headers(),
+        )
 
     async def score(self, call: Call) -> Any:
         request, name, scores, usage = await self._score(call, SCORE_PATHS[0], "rerank", "embedding")
@@ -272,18 +301,23 @@ def _schemas(settings: ServerSettings) -> dict[str, Schema]:
         "Ranking": reply_schema(id=TEXT, model=TEXT, results=array_schema(result), usage=usage),
         "ScoreRequest": {**table_schema(SCORE, names, is_open=is_open), "oneOf": pairs},
         "Scores": reply_schema(
-            id=TEXT, object={"const": "list"}, created=COUNT, model=TEXT, data=array_schema(score), usage=usage),
-    }  # fmt: skip
+            id=TEXT, object={"const": "list"}, created=COUNT, model=TEXT, data=array_schema(score), usage=usage
+        ),
+    }
 
 
 EMBEDDING = Operation(summary="Embeddings of texts or token ids", request="EmbeddingsRequest", reply="Embeddings")
 RERANKING = Operation(summary="Documents by their relevance to a query", request="RerankRequest", reply="Ranking")
 SCORING = Operation(summary="Scores of pairs of texts", request="ScoreRequest", reply="Scores")
 DIALECT = Dialect(
-    prefixes=(PATH, *RERANK_PATHS, *SCORE_PATHS), error_body=error_body, schemas=_schemas, error_schema="OpenAIError",
+    prefixes=(PATH, *RERANK_PATHS, *SCORE_PATHS),
+    error_body=error_body,
+    schemas=_schemas,
+    error_schema="OpenAIError",
     has_large_bodies=True,
     parsers={
-        PATH: (parse_embeddings, EmbedRequest), RERANK_PATHS[0]: (parse_rerank, RankRequest),
+        PATH: (parse_embeddings, EmbedRequest),
+        RERANK_PATHS[0]: (parse_rerank, RankRequest),
         SCORE_PATHS[0]: (parse_score, RankRequest),
     },
     make_handlers=lambda worker: Handlers(worker).table(),
@@ -292,4 +326,4 @@ DIALECT = Dialect(
         *(Route("POST", path, RERANKING) for path in RERANK_PATHS),
         *(Route("POST", path, SCORING) for path in SCORE_PATHS),
     ),
-)  # fmt: skip
+)

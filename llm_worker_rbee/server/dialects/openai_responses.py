@@ -89,14 +89,20 @@ class Input(FieldType):
             "custom_tool_call_output": {"call_id": TEXT, "output": content},
         }
         reasoning: dict[str, Schema] = {
-            "type": {"const": "reasoning"}, "summary": pieces, "content": pieces, "encrypted_content": or_null(TEXT),
-        }  # fmt: skip
+            "type": {"const": "reasoning"},
+            "summary": pieces,
+            "content": pieces,
+            "encrypted_content": or_null(TEXT),
+        }
         message: dict[str, Schema] = {
-            "type": {"enum": ["message", None]}, "role": {"enum": [*ROLES]}, "content": content,
-        }  # fmt: skip
+            "type": {"enum": ["message", None]},
+            "role": {"enum": [*ROLES]},
+            "content": content,
+        }
         items = [
-            object_schema(message, "role", "content", is_open=True), object_schema(reasoning, "type", is_open=True),
-        ]  # fmt: skip
+            object_schema(message, "role", "content", is_open=True),
+            object_schema(reasoning, "type", is_open=True),
+        ]
         for kind, fields in kinds.items():
             properties = {"type": {"const": kind}, **fields}
             more = {"namespace": or_null(TEXT)} if "name" in fields else {}
@@ -227,10 +233,15 @@ TOOL_TYPES = ("function", "custom", "namespace")
 MAX_DEFINITION = 20_000  # characters of a custom tool's grammar
 MAX_GRAMMARS = 16
 INCLUDABLE = (  # the others are of tools that this worker does not have
-    "message.output_text.logprobs", "reasoning.encrypted_content", "web_search_call.action.sources",
-    "web_search_call.results", "file_search_call.results", "code_interpreter_call.outputs",
-    "computer_call_output.output.image_url", "message.input_image.image_url",
-)  # fmt: skip
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+)
 
 
 class ResponseTools(FieldType):
@@ -245,22 +256,34 @@ class ResponseTools(FieldType):
     def json_schema(self) -> Schema:
         named: dict[str, Schema] = {
             "name": {"type": "string", "minLength": 1, "maxLength": MAX_TOOL_NAME},
-            "description": or_null(TEXT), "strict": or_null({"type": "boolean"}),
-        }  # fmt: skip
+            "description": or_null(TEXT),
+            "strict": or_null({"type": "boolean"}),
+        }
         text = object_schema({"type": {"const": "text"}}, "type", is_open=True)
         grammar = object_schema(
             {"type": {"const": "grammar"}, "syntax": {"enum": ["lark", "regex"]}, "definition": TEXT},
-            "type", "syntax", "definition", is_open=True,
-        )  # fmt: skip
+            "type",
+            "syntax",
+            "definition",
+            is_open=True,
+        )
         parameters = or_null({"type": "object"})
         forms: list[Schema] = [
             object_schema(
                 {"type": {"const": "function"}, **named, "parameters": parameters}, "type", "name", is_open=True
             ),
             object_schema(
-                {"type": {"const": "custom"}, **named, "parameters": parameters,
-                 "format": {"anyOf": [text, grammar, {"type": "null"}]}}, "type", "name", is_open=True),
-        ]  # fmt: skip
+                {
+                    "type": {"const": "custom"},
+                    **named,
+                    "parameters": parameters,
+                    "format": {"anyOf": [text, grammar, {"type": "null"}]},
+                },
+                "type",
+                "name",
+                is_open=True,
+            ),
+        ]
         skipped = object_schema({"type": {"type": "string", "not": {"enum": [*TOOL_TYPES]}}}, "type", is_open=True)
         inner: Schema = {**array_schema({"anyOf": [*forms, skipped]}), "maxItems": MAX_TOOLS}
         space = {"type": {"const": "namespace"}, **named, "tools": or_null(inner)}
@@ -348,8 +371,10 @@ class ResponseToolChoice(FieldType):
     def json_schema(self) -> Schema:
         named = object_schema({"type": {"enum": ["function", "custom"]}, "name": TEXT}, "type", "name", is_open=True)
         allowed: dict[str, Schema] = {
-            "type": {"const": "allowed_tools"}, "mode": {"enum": [*ALLOWED_MODES]}, "tools": array_schema(named, 1),
-        }  # fmt: skip
+            "type": {"const": "allowed_tools"},
+            "mode": {"enum": [*ALLOWED_MODES]},
+            "tools": array_schema(named, 1),
+        }
         return {
             "anyOf": [{"enum": ["auto", "none", "required"]}, named, object_schema(allowed, *allowed, is_open=True)]
         }
@@ -438,10 +463,17 @@ RESPONSES: dict[str, Field] = {
     "tools": Field(ResponseTools(), []),
     "tool_choice": Field(ResponseToolChoice()),
     "parallel_tool_calls": Field(Boolean(), True),
-    "reasoning": Field(Settings({
-        "effort": Enum(EFFORTS), "summary": SUMMARIES, "generate_summary": SUMMARIES,
-        "context": Enum(("auto", "current_turn", "all_turns")),
-    }), {}),
+    "reasoning": Field(
+        Settings(
+            {
+                "effort": Enum(EFFORTS),
+                "summary": SUMMARIES,
+                "generate_summary": SUMMARIES,
+                "context": Enum(("auto", "current_turn", "all_turns")),
+            }
+        ),
+        {},
+    ),
     "include": Field(Include(), []),
     "top_logprobs": Field(integer(0, MAX_LOGPROBS)),
     **{name: field for name, field in REASONING.items() if name != "reasoning_effort"},
@@ -459,9 +491,18 @@ RESPONSES: dict[str, Field] = {
     "prompt_cache_retention": Field(Text()),
     "prompt_cache_options": Field(AnyObject()),
     "max_tool_calls": Field(integer(1)),
-}  # fmt: skip
-ECHOED = ("instructions", "metadata", "max_output_tokens", "tools", "parallel_tool_calls", "user", "prompt_cache_key",
-          "safety_identifier", "max_tool_calls")  # fmt: skip
+}
+ECHOED = (
+    "instructions",
+    "metadata",
+    "max_output_tokens",
+    "tools",
+    "parallel_tool_calls",
+    "user",
+    "prompt_cache_key",
+    "safety_identifier",
+    "max_tool_calls",
+)
 
 
 def parse_responses(body: bytes, options: ParseOptions) -> GenerateRequest:
@@ -479,32 +520,47 @@ def parse_responses(body: bytes, options: ParseOptions) -> GenerateRequest:
     has_logprobs = values["top_logprobs"] is not None or "message.output_text.logprobs" in values["include"]
     guided = structured_outputs({**values, "response_format": _response_format(text.get("format"))})
     params = sampling_params(
-        values, options.limits, values["max_output_tokens"],
-        logprobs=(values["top_logprobs"] or 0) if has_logprobs else None, structured_outputs=guided,
+        values,
+        options.limits,
+        values["max_output_tokens"],
+        logprobs=(values["top_logprobs"] or 0) if has_logprobs else None,
+        structured_outputs=guided,
         **{name: values[name] for name in GUIDED},
-    )  # fmt: skip
+    )
     chat = chat_options(
-        tools, choice, parallel=values["parallel_tool_calls"], effort=reasoning.get("effort"),
-        template_kwargs=values["chat_template_kwargs"], thinking_budget=values["thinking_budget_tokens"],
-    )  # fmt: skip
+        tools,
+        choice,
+        parallel=values["parallel_tool_calls"],
+        effort=reasoning.get("effort"),
+        template_kwargs=values["chat_template_kwargs"],
+        thinking_budget=values["thinking_budget_tokens"],
+    )
     ignored += ["text.verbosity"] if text.get("verbosity") not in (None, "medium") else []
     ignored += ["reasoning.context"] if reasoning.get("context") not in (None, "auto") else []
     summary = reasoning.get("summary") or reasoning.get("generate_summary")
     echo = {name: values[name] for name in ECHOED} | {
-        "metadata": values["metadata"] or {}, "tool_choice": values["tool_choice"] or "auto",
+        "metadata": values["metadata"] or {},
+        "tool_choice": values["tool_choice"] or "auto",
         "text": {"format": {"type": "text"}, **text},
         "reasoning": {"effort": reasoning.get("effort"), "summary": summary},
-    }  # fmt: skip
+    }
     system = [{"role": "system", "content": values["instructions"]}] if values["instructions"] else []
     return GenerateRequest(
         **{name: values[name] for name in ("model", "stream", "priority", "timeout_ms")},
-        prompts=[Conversation.encode(system + values["input"], chat)], params=params, ignored=ignored,
-        skipped=read.skipped, messages_field="input",
+        prompts=[Conversation.encode(system + values["input"], chat)],
+        params=params,
+        ignored=ignored,
+        skipped=read.skipped,
+        messages_field="input",
         structured_outputs_field=guiding_field(values, "text.format"),
         tool_places=[place for place, tool in zip(read.places, read.known, strict=True) if tool in tools],
-        values={"echo": msgspec.json.encode(echo), "has_summary": summary is not None, "custom": read.custom,
-                "namespaces": read.namespaces},
-    )  # fmt: skip
+        values={
+            "echo": msgspec.json.encode(echo),
+            "has_summary": summary is not None,
+            "custom": read.custom,
+            "namespaces": read.namespaces,
+        },
+    )
 
 
 class _Tools(NamedTuple):
@@ -553,20 +609,28 @@ def _make_handlers(_: Worker) -> dict[str, Handler]:
 
 def _schemas(settings: ServerSettings) -> dict[str, Schema]:
     usage = reply_schema(
-        input_tokens=COUNT, output_tokens=COUNT, total_tokens=COUNT,
+        input_tokens=COUNT,
+        output_tokens=COUNT,
+        total_tokens=COUNT,
         input_tokens_details=reply_schema(cached_tokens=COUNT),
         output_tokens_details=reply_schema(reasoning_tokens=COUNT),
-    )  # fmt: skip
+    )
     item = reply_schema(id=TEXT, type=TEXT)
     status: Schema = {"enum": ["completed", "incomplete", "in_progress", "failed"]}
     return {
         "ResponseRequest": table_schema(RESPONSES, settings.names, is_open=settings.ignore_unknown_fields),
         "Response": reply_schema(
-            id=TEXT, object={"const": "response"}, created_at=COUNT, status=status, model=TEXT,
-            output=array_schema(item), usage=or_null(usage), store={"const": False},
+            id=TEXT,
+            object={"const": "response"},
+            created_at=COUNT,
+            status=status,
+            model=TEXT,
+            output=array_schema(item),
+            usage=or_null(usage),
+            store={"const": False},
         ),
         "ResponseEvent": reply_schema(type=TEXT, sequence_number=COUNT),
-    }  # fmt: skip
+    }
 
 
 STORED = Operation(summary="A stored response: there are none", reply="Response")

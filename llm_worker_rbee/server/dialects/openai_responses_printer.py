@@ -124,17 +124,32 @@ class ItemKind(NamedTuple):
 
 
 MESSAGE = ItemKind(
-    "message", "msg", "response.output_text", part={"type": "output_text", "annotations": []},
-    part_event="response.content_part", index_key="content_index", list_key="content",
-)  # fmt: skip
+    "message",
+    "msg",
+    "response.output_text",
+    part={"type": "output_text", "annotations": []},
+    part_event="response.content_part",
+    index_key="content_index",
+    list_key="content",
+)
 REASONING = ItemKind(
-    "reasoning", "rs", "response.reasoning_text", part={"type": "reasoning_text"},
-    part_event="response.content_part", index_key="content_index", list_key="content",
-)  # fmt: skip
+    "reasoning",
+    "rs",
+    "response.reasoning_text",
+    part={"type": "reasoning_text"},
+    part_event="response.content_part",
+    index_key="content_index",
+    list_key="content",
+)
 SUMMARY = ItemKind(
-    "reasoning", "rs", "response.reasoning_summary_text", part={"type": "summary_text"},
-    part_event="response.reasoning_summary_part", index_key="summary_index", list_key="summary",
-)  # fmt: skip
+    "reasoning",
+    "rs",
+    "response.reasoning_summary_text",
+    part={"type": "summary_text"},
+    part_event="response.reasoning_summary_part",
+    index_key="summary_index",
+    list_key="summary",
+)
 FUNCTION = ItemKind("function_call", "fc", "response.function_call_arguments", "arguments")
 CUSTOM = ItemKind("custom_tool_call", "ctc", "response.custom_tool_call_input", "input")
 
@@ -350,6 +365,7 @@ def encode_usage(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt,
         "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
-        "output_tokens": usage.output, "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+        "output_tokens": usage.output,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
         "total_tokens": usage.prompt + usage.output,
-    }  # fmt: skip
+    }

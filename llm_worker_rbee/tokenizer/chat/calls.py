@@ -95,8 +95,13 @@ class CallReader(MarkerReader):
                 yield from self._skip()
         has_section = bool(section) and (yield from self._try(section))
         yield from self._skip(" \n\t\r" + ("[" if "[" in tools.section_start else ""))
-        parse = {"json": self._json_call, "tag_json": self._tag_call, "tag_arguments": self._tagged_call,
-                 "pythonic": self._pythonic_call, "gemma": self._gemma_call}[self._style]  # fmt: skip
+        parse = {
+            "json": self._json_call,
+            "tag_json": self._tag_call,
+            "tag_arguments": self._tagged_call,
+            "pythonic": self._pythonic_call,
+            "gemma": self._gemma_call,
+        }[self._style]
         is_list = has_section or "[" in tools.section_start
         while True:
             yield from parse()
@@ -372,8 +377,10 @@ class CallReader(MarkerReader):
     def _tagged_argument(self, name: str, *, is_first: bool) -> Task:
         tools = self._format.tools
         yield from self._expect(self._mark_text(tools.argument_start))
-        suffixes = [encode_markers(self._format, text).rstrip() for text in
-                    (tools.argument_name_suffix, tools.argument_name_suffix_json)]  # fmt: skip
+        suffixes = [
+            encode_markers(self._format, text).rstrip()
+            for text in (tools.argument_name_suffix, tools.argument_name_suffix_json)
+        ]
         key, stop = yield from self._until(suffixes, MAX_NAME_CHARS)
         key = key.strip()
         kind: Literal["string", "json", "any"] = self._argument_kind(name, key)

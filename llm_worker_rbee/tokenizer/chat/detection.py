@@ -132,8 +132,12 @@ def _detect_calls(probe: _Probe) -> _Calls | None:
         for content in (CONTENT, "", None):
             for has_results in (False, True):
 
-                def render(arguments: list[dict[str, Any]], content: str | None = content,
-                           as_text: bool = as_text, has_results: bool = has_results) -> str | None:  # fmt: skip
+                def render(
+                    arguments: list[dict[str, Any]],
+                    content: str | None = content,
+                    as_text: bool = as_text,
+                    has_results: bool = has_results,
+                ) -> str | None:
                     calls = [_call(i, one, as_text=as_text) for i, one in enumerate(arguments)]
                     results = _results(len(calls)) if has_results else []
                     messages = [_user(), _assistant(content, tool_calls=calls), *results]
@@ -262,8 +266,14 @@ def _frame(calls: _Calls, starts: list[int], stops: list[int], texts: list[str])
 
 def _analyse_json(calls: _Calls, start: int, stop: int, value: dict[str, Any]) -> ToolFormat | None:
     name_key = next((key for key, item in value.items() if item == NAMES[0]), "")
-    arguments_key = next((key for key, item in value.items() if isinstance(item, (dict, str)) and key != name_key
-                          and VALUES[0] in json.dumps(item)), None)  # fmt: skip
+    arguments_key = next(
+        (
+            key
+            for key, item in value.items()
+            if isinstance(item, (dict, str)) and key != name_key and VALUES[0] in json.dumps(item)
+        ),
+        None,
+    )
     id_key = next((key for key, item in value.items() if item == IDS[0]), "")
     if arguments_key is None or (not name_key and NAMES[0] not in value):
         return None
@@ -288,8 +298,9 @@ def _analyse_json(calls: _Calls, start: int, stop: int, value: dict[str, Any]) -
     frame["call_end"] = tail.replace(IDS[0], ID) + frame["call_end"]
     suffix = suffix.replace(IDS[0], ID)
     arguments_key = arguments_key if name_key else ""
-    return ToolFormat(kind="json", name_suffix=suffix, name_key=name_key, arguments_key=arguments_key, id_key=id_key,
-                      **frame)  # fmt: skip
+    return ToolFormat(
+        kind="json", name_suffix=suffix, name_key=name_key, arguments_key=arguments_key, id_key=id_key, **frame
+    )
 
 
 def _analyse_tag(calls: _Calls) -> ToolFormat | None:
@@ -308,8 +319,10 @@ def _analyse_tag(calls: _Calls) -> ToolFormat | None:
             stops.append(stop)
             suffix = suffix or text[position + len(name) : brace]
     texts = [text.replace(IDS[0], ID * 9).replace(IDS[1], ID * 9) for text in (calls.one, calls.two) if text]
-    frame: dict[str, Any] = {key: value.replace(ID * 9, ID) if isinstance(value, str) else value
-             for key, value in _frame(calls, starts, stops, texts).items()}  # fmt: skip
+    frame: dict[str, Any] = {
+        key: value.replace(ID * 9, ID) if isinstance(value, str) else value
+        for key, value in _frame(calls, starts, stops, texts).items()
+    }
     return ToolFormat(kind="tag_json", name_suffix=suffix.replace(ID * 9, ID), **frame)
 
 
@@ -340,10 +353,15 @@ def _analyse_tagged(calls: _Calls) -> ToolFormat | None:
         first += len(argument_end.replace(KEY, KEYS[0]))
         frame = _frame(calls, starts, [len(one) - len(tail), first], [one, calls.two])
     return ToolFormat(
-        kind="tag_arguments", name_suffix=head[: len(head) - len(argument_start)], argument_start=argument_start,
-        argument_name_suffix=suffix, argument_name_suffix_json=json_suffix, argument_end=argument_end,
-        argument_separator=separator, **frame,
-    )  # fmt: skip
+        kind="tag_arguments",
+        name_suffix=head[: len(head) - len(argument_start)],
+        argument_start=argument_start,
+        argument_name_suffix=suffix,
+        argument_name_suffix_json=json_suffix,
+        argument_end=argument_end,
+        argument_separator=separator,
+        **frame,
+    )
 
 
 def _detect_rules(probe: _Probe, calls: _Calls | None) -> MessageRules:
@@ -443,8 +461,12 @@ def _reasoning_start(before: str, prompt: str, end: str) -> str:
 
 def _with_tokens(found: ChatFormat, tokenizer: Tokenizer) -> ChatFormat:
     """Add the ids of the markers that are single tokens, and the ids of the control tokens."""
-    strings = [value for record in (found.tools, found.reasoning) for value in asdict(record).values()
-               if isinstance(value, str)]  # fmt: skip
+    strings = [
+        value
+        for record in (found.tools, found.reasoning)
+        for value in asdict(record).values()
+        if isinstance(value, str)
+    ]
     strings += [found.content_start, found.content_end, *found.tools.other_starts]
     if found.tools.kind == "harmony":
         strings += HARMONY_NAMES

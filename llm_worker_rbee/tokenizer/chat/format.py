@@ -123,35 +123,59 @@ class ChatFormat:
 
 
 GENERIC_TOOLS = ToolFormat(
-    kind="json", call_start='<tool_call>\n{"name": "', name_suffix='", "arguments": ', call_end="}\n</tool_call>",
+    kind="json",
+    call_start='<tool_call>\n{"name": "',
+    name_suffix='", "arguments": ',
+    call_end="}\n</tool_call>",
     separator="\n",
-)  # fmt: skip
+)
 _LFM2 = ToolFormat(
     kind="pythonic", section_start="<|tool_call_start|>[", section_end="]<|tool_call_end|>", separator=", "
 )
 _KIMI = ToolFormat(
-    kind="tag_json", section_start="<|tool_calls_section_begin|>", call_start="<|tool_call_begin|>",
-    name_suffix="<|tool_call_argument_begin|>", call_end="<|tool_call_end|>",
-    section_end="<|tool_calls_section_end|>", name_is_id=True,
-)  # fmt: skip
+    kind="tag_json",
+    section_start="<|tool_calls_section_begin|>",
+    call_start="<|tool_call_begin|>",
+    name_suffix="<|tool_call_argument_begin|>",
+    call_end="<|tool_call_end|>",
+    section_end="<|tool_calls_section_end|>",
+    name_is_id=True,
+)
 _DEEPSEEK = ToolFormat(
-    kind="tag_json", section_start="<｜tool▁calls▁begin｜>", call_start="<｜tool▁call▁begin｜>",
-    name_suffix="<｜tool▁sep｜>", call_end="<｜tool▁call▁end｜>", section_end="<｜tool▁calls▁end｜>",
-)  # fmt: skip
+    kind="tag_json",
+    section_start="<｜tool▁calls▁begin｜>",
+    call_start="<｜tool▁call▁begin｜>",
+    name_suffix="<｜tool▁sep｜>",
+    call_end="<｜tool▁call▁end｜>",
+    section_end="<｜tool▁calls▁end｜>",
+)
 _DEEPSEEK_R1 = replace(
-    _DEEPSEEK, call_start="<｜tool▁call▁begin｜>function<｜tool▁sep｜>", name_suffix="\n```json\n",
-    call_end="\n```<｜tool▁call▁end｜>", separator="\n",
-)  # fmt: skip
+    _DEEPSEEK,
+    call_start="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+    name_suffix="\n```json\n",
+    call_end="\n```<｜tool▁call▁end｜>",
+    separator="\n",
+)
 _GEMMA = ToolFormat(kind="gemma", call_start="<|tool_call>call:", name_suffix="{", call_end="}<tool_call|>")
 _MISTRAL_ARGS = ToolFormat(kind="tag_json", call_start="[TOOL_CALLS]", name_suffix="[ARGS]")
 _MISTRAL = ToolFormat(
-    kind="json", section_start="[TOOL_CALLS][", call_start='{"name": "', name_suffix='", "arguments": ',
-    call_end="}", separator=", ", section_end="]", id_key="id",
-)  # fmt: skip
+    kind="json",
+    section_start="[TOOL_CALLS][",
+    call_start='{"name": "',
+    name_suffix='", "arguments": ',
+    call_end="}",
+    separator=", ",
+    section_end="]",
+    id_key="id",
+)
 _LLAMA = ToolFormat(
-    kind="json", call_start='{"name": "', name_suffix='", "parameters": ', call_end="}", arguments_key="parameters",
+    kind="json",
+    call_start='{"name": "',
+    name_suffix='", "parameters": ',
+    call_end="}",
+    arguments_key="parameters",
     is_parallel=False,
-)  # fmt: skip
+)
 # Features of a template's source, all of which must be there, and its format; the first row that fits counts. Rows
 # marked True replace what rendering finds: it shows these formats incompletely.
 TABLE: tuple[tuple[tuple[str, ...], bool, ToolFormat], ...] = (
@@ -167,13 +191,23 @@ TABLE: tuple[tuple[tuple[str, ...], bool, ToolFormat], ...] = (
     (("<|python_tag|>", '"parameters": '), False, _LLAMA),
 )
 REASONING_PAIRS = (
-    ("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|START_THINKING|>", "<|END_THINKING|>"),
-    ("<|channel>thought", "<channel|>"), ("<seed:think>", "</seed:think>"), ("<thinking>", "</thinking>"),
-)  # fmt: skip
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel>thought", "<channel|>"),
+    ("<seed:think>", "</seed:think>"),
+    ("<thinking>", "</thinking>"),
+)
 CONTENT_PAIRS = (("<|START_RESPONSE|>", "<|END_RESPONSE|>"), ("<|START_TEXT|>", "<|END_TEXT|>"))
 HARMONY_NAMES = (
-    "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>",
-)  # fmt: skip
+    "<|start|>",
+    "<|end|>",
+    "<|message|>",
+    "<|channel|>",
+    "<|constrain|>",
+    "<|return|>",
+    "<|call|>",
+)
 GEMMA_QUOTE = '<|"|>'
 _KNOWN = repr((GENERIC_TOOLS, TABLE, REASONING_PAIRS, CONTENT_PAIRS, HARMONY_NAMES, GEMMA_QUOTE))
 

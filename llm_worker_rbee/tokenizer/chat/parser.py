@@ -24,9 +24,14 @@ class ChatParser(CallReader):
     """
 
     def __init__(
-        self, chat_format: ChatFormat, *, tools: Sequence[Tool] = (), prompt_tail: str = "", parse_tools: bool = True,
+        self,
+        chat_format: ChatFormat,
+        *,
+        tools: Sequence[Tool] = (),
+        prompt_tail: str = "",
+        parse_tools: bool = True,
         parse_json_calls: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(chat_format, tools)
         self._chars = {token: chr(FIRST_MARKER + i) for i, (_, token) in enumerate(chat_format.token_ids)}
         self.marker_ids = frozenset(self._chars)
@@ -216,8 +221,10 @@ class ChatParser(CallReader):
 
     def _run_harmony(self, prompt_tail: str) -> Task:
         """Channels: a header up to <|message|>, a body up to <|end|>, <|call|> or <|return|>."""
-        mark = {name: encode_markers(self._format, f"<|{name}|>") for name in
-                ("start", "end", "message", "channel", "constrain", "return", "call")}  # fmt: skip
+        mark = {
+            name: encode_markers(self._format, f"<|{name}|>")
+            for name in ("start", "end", "message", "channel", "constrain", "return", "call")
+        }
         ends = [mark["end"], mark["call"], mark["return"], mark["start"]]
         tail = prompt_tail.rstrip()
         header = tail.rpartition("<|start|>")[2] if tail.endswith("<|message|>") else None

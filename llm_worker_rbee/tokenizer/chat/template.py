@@ -123,10 +123,15 @@ class ChatTemplate:
             self._ensure_worker()
 
     def render(
-        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True,
-        protected: Tokenizer | None = None, tools: Sequence[Tool | Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None, **fields: object,
-    ) -> str:  # fmt: skip
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        protected: Tokenizer | None = None,
+        tools: Sequence[Tool | Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        **fields: object,
+    ) -> str:
         """Render the prompt of these messages.
 
         `template_kwargs` are further variables of the template from a request, and checked; `fields` are not. With
@@ -138,15 +143,24 @@ class ChatTemplate:
         except (TypeError, ValueError, RecursionError) as error:
             raise _not_json(error) from None
         return self.render_json(
-            encoded, add_generation_prompt=add_generation_prompt, protected=protected, tools=tools,
-            template_kwargs=template_kwargs, **fields,
-        )  # fmt: skip
+            encoded,
+            add_generation_prompt=add_generation_prompt,
+            protected=protected,
+            tools=tools,
+            template_kwargs=template_kwargs,
+            **fields,
+        )
 
     def render_json(
-        self, messages: bytes, *, add_generation_prompt: bool = True, protected: Tokenizer | None = None,
-        tools: Sequence[Tool | Mapping[str, Any]] | None = None, template_kwargs: Mapping[str, Any] | None = None,
+        self,
+        messages: bytes,
+        *,
+        add_generation_prompt: bool = True,
+        protected: Tokenizer | None = None,
+        tools: Sequence[Tool | Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
         **fields: object,
-    ) -> str:  # fmt: skip
+    ) -> str:
         """Render messages that are encoded as JSON, in one line."""
         values = {"documents": None, **self._tokens, "add_generation_prompt": add_generation_prompt}
         given = {**fields, **validate_template_kwargs(template_kwargs), "tools": tool_definitions(tools)}

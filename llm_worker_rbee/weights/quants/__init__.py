@@ -98,9 +98,15 @@ BY_ID: dict[int, BlockType] = {kind.id: kind for kind in BLOCK_TYPES.values()}
 
 # Ids of old files that ggml itself no longer reads.
 REMOVED_TYPES = {
-    4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8",
-    36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8",
-}  # fmt: skip
+    4: "Q4_2",
+    5: "Q4_3",
+    31: "Q4_0_4_4",
+    32: "Q4_0_4_8",
+    33: "Q4_0_8_8",
+    36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
+}
 
 
 def dequantize(kind: BlockType, data: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.float32]:
@@ -131,13 +137,17 @@ SCALE_BITS: dict[str, tuple[Bits, ...]] = {
     **dict.fromkeys(("F16", "Q1_0", "Q2_0", "Q4_0", "Q5_0", "Q8_0", "Q8_1", "IQ4_NL", "IQ4_XS"), _halves(0)),
     **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), _halves(0)),
     **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), _halves(0, 2)),
-    "Q2_K": _halves(80, 82), "Q3_K": _halves(108), "Q6_K": _halves(208), "TQ1_0": _halves(52), "TQ2_0": _halves(64),
+    "Q2_K": _halves(80, 82),
+    "Q3_K": _halves(108),
+    "Q6_K": _halves(208),
+    "TQ1_0": _halves(52),
+    "TQ2_0": _halves(64),
     **dict.fromkeys(("F32", "Q8_K"), (((3, 0x7F), (2, 0x80)),)),
     "BF16": (((1, 0x7F), (0, 0x80)),),
     "F64": (((7, 0x7F), (6, 0xF0)),),
     "IQ1_M": (((55, 0x70), (53, 0xC0)),),  # its float16 lies in the top nibbles of four words
     "MXFP4": (((0, 0xFF),),),  # E8M0: 255 is NaN
-}  # fmt: skip
+}
 
 
 def find_nonfinite_block(kind: BlockType, data: NDArray[np.uint8]) -> int | None:

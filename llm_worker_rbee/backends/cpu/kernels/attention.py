@@ -162,9 +162,16 @@ def view_of(a, s, keys, values, request, head):
     kv_heads = a[AttentionArg.KV_HEADS]
     kv_head = head // (a[AttentionArg.HEADS] // kv_heads)
     return KVView(
-        keys, values, f32(layer[2]), f32(layer[3]), blocks, s[Step.BLOCK_SIZE], kv_head, kv_heads,
+        keys,
+        values,
+        f32(layer[2]),
+        f32(layer[3]),
+        blocks,
+        s[Step.BLOCK_SIZE],
+        kv_head,
+        kv_heads,
         a[AttentionArg.PADDED],
-    )  # fmt: skip
+    )
 
 
 @kernel
@@ -356,9 +363,18 @@ def split_work_task(heads: int, kv_heads: int, threads: int, work: int) -> Task:
 
 
 def attention_tasks(
-    layer: int, heads: int, kv_heads: int, dim: int, params: AttentionParams, kv_type: str, queries: int, out: int,
-    work: int, activations: int = 0, sinks: Any = None,
-) -> list[Task]:  # fmt: skip
+    layer: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    params: AttentionParams,
+    kv_type: str,
+    queries: int,
+    out: int,
+    work: int,
+    activations: int = 0,
+    sinks: Any = None,
+) -> list[Task]:
     """Return the attention of all tokens of a layer; entries are before `sinks` (0: no quantized results)."""
     padded, entries = kv.padded_dim(dim), (queries, out, work, activations)
     more = 0 if sinks is None else sinks, params.causal

@@ -368,9 +368,18 @@ CODE_VALUES = {layout: np.array(layout.table, np.int8) for layout in LAYOUTS if 
 
 
 def norm_task(
-    count: int, delta: int, residual: int, outputs: tuple[int, int, int], weights: tuple[Any, Any], width: int,
-    eps: float, *, add_delta: bool, two_term: bool = False, scale: float = 1.0,
-) -> Task:  # fmt: skip
+    count: int,
+    delta: int,
+    residual: int,
+    outputs: tuple[int, int, int],
+    weights: tuple[Any, Any],
+    width: int,
+    eps: float,
+    *,
+    add_delta: bool,
+    two_term: bool = False,
+    scale: float = 1.0,
+) -> Task:
     """Return the norm: entries of its inputs and of OUT, ACTIVATIONS and INDEX; its weight and that of the delta."""
     args = pack_args(count, delta, residual, *outputs, width, *weights, add_delta, 0, two_term, 0)
     pack_floats(args, NormArg.SCALE, [scale])
@@ -395,9 +404,14 @@ def head_norms_task(qkv: int, heads: tuple[int, int], dim: int, weights: Sequenc
 
 
 def gated_task(
-    gate_up: int, out: int, activations: int, width: int, activation: str, count: int = Step.TOKENS,
+    gate_up: int,
+    out: int,
+    activations: int,
+    width: int,
+    activation: str,
+    count: int = Step.TOKENS,
     panel_rows: int = Step.TOKENS,
-) -> Task:  # fmt: skip
+) -> Task:
     """Return the gated activation of all rows; the arguments are entries, but for the width and the activation."""
     args = pack_args(count, panel_rows, gate_up, out, activations, width, ACTIVATIONS.index(activation), 0)
     return Task(GATED, args, -(-width // GATE_COLUMNS), count, TOKENS_PER_PIECE)

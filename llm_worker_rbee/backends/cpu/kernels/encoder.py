@@ -145,9 +145,15 @@ LAYER_NORM, ACTIVATE, MEAN_ROWS, TAKE_ROWS = map(TaskKernel, (layer_norm, activa
 
 
 def layer_norm_task(
-    count: int, delta: int, residual: int, outputs: tuple[int, int], weights: tuple[Any, Any], eps: float,
-    *, two_term: bool = False,
-) -> Task:  # fmt: skip
+    count: int,
+    delta: int,
+    residual: int,
+    outputs: tuple[int, int],
+    weights: tuple[Any, Any],
+    eps: float,
+    *,
+    two_term: bool = False,
+) -> Task:
     """Return the norm: entries of its inputs (the first may be 0) and of OUT and ACTIVATIONS; its weight and bias."""
     weight, bias = weights
     args = pack_args(count, delta, residual, *outputs, len(weight), weight, 0 if bias is None else bias, 0, two_term)

@@ -222,8 +222,10 @@ def grouped_matmul(args, step, piece):
         blocks = row * (columns // 32)
         table[2], table[3], table[4] = s[source] + 32 * blocks, s[source + 1] + 4 * blocks, s[source + 2] + 4 * blocks
         table[5], table[6], table[7] = (
-            s[source + 3] + 8 * blocks, s[source + 4] + 4 * blocks, s[source + 5] + 8 * blocks,
-        )  # fmt: skip
+            s[source + 3] + 8 * blocks,
+            s[source + 4] + 4 * blocks,
+            s[source + 5] + 8 * blocks,
+        )
         table[8] = s[source + PANELS] + row // PANEL_TOKENS * (columns // 32) * PANEL_BYTES
     calls = (rows + a[GroupedArg.TOKENS_PER_CALL] - 1) // a[GroupedArg.TOKENS_PER_CALL]
     for i in range(part * calls, (part + 1) * calls):

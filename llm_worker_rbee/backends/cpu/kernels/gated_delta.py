@@ -224,9 +224,13 @@ def can_quantize(params: GatedDeltaParams) -> bool:
 
 
 def gated_delta_task(
-    layer: int, entries: Sequence[int], z_width: int, outputs: tuple[int, int], params: GatedDeltaParams,
+    layer: int,
+    entries: Sequence[int],
+    z_width: int,
+    outputs: tuple[int, int],
+    params: GatedDeltaParams,
     weights: GatedDeltaWeights,
-) -> Task:  # fmt: skip
+) -> Task:
     """Return the task of a layer: entries of qkv, z and gates, and of the result and its activations, or 0."""
     p: Any = params
     shape = p.k_heads, p.v_heads, p.k_dim, p.v_dim, p.is_tiled

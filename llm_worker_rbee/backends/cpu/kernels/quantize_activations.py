@@ -30,9 +30,14 @@ TILES = TILE_KERNELS[ISA] if UNPACK_MIN_TOKENS else None
 PANEL_TOKENS, PANEL_BYTES = (TILES.panel_tokens, TILES.panel_bytes) if TILES else (1, 0)
 # (elements per block, type) of q, scale, sums, sums16, scaled, scaled16, panels
 BUFFERS: Any = (
-    (32, np.int8), (1, np.float32), (1, np.int32), (2, np.int32), (1, np.float32), (2, np.float32),
+    (32, np.int8),
+    (1, np.float32),
+    (1, np.int32),
+    (2, np.int32),
+    (1, np.float32),
+    (2, np.float32),
     (PANEL_BYTES // PANEL_TOKENS, np.uint8),
-)  # fmt: skip
+)
 PANELS = len(BUFFERS) - 1
 
 

@@ -61,9 +61,15 @@ def _unpack_runs(at, runs, words, bits, flip, to, stride):
     for _ in range(runs):
         for b in range(far):
             w0, w1, w2, w3, w4, w5, w6, w7 = (
-                load_u32(at), load_u32(at + 4), load_u32(at + 8), load_u32(at + 12),
-                load_u32(at + 16), load_u32(at + 20), load_u32(at + 24), load_u32(at + 28),
-            )  # fmt: skip
+                load_u32(at),
+                load_u32(at + 4),
+                load_u32(at + 8),
+                load_u32(at + 12),
+                load_u32(at + 16),
+                load_u32(at + 20),
+                load_u32(at + 24),
+                load_u32(at + 28),
+            )
             if bits < 8:
                 w0, w4 = _swap_fields(w0, w4, 4, 15)
                 w1, w5 = _swap_fields(w1, w5, 4, 15)
@@ -155,21 +161,37 @@ def write_planes(source, flip, at, n_blocks, codes, to, stride):
 LOW_4_BITS, LOW_6_BITS = 0x0F0F0F0F, 0x3F3F3F3F
 RULE_F16, RULE_F32, RULE_BYTES, RULE_K3, RULE_K4, RULE_K6, RULE_IQ4_XS = range(7)
 SCALE_RULES = {
-    "Q3_K": RULE_K3, "Q4_K": RULE_K4, "Q5_K": RULE_K4, "Q6_K": RULE_K6, "Q8_K": RULE_F32, "IQ4_XS": RULE_IQ4_XS,
-    "MXFP4": RULE_BYTES, "NVFP4": RULE_BYTES, "INT4": RULE_F32, "INT4_ZP": RULE_F32, "INT8": RULE_F32,
+    "Q3_K": RULE_K3,
+    "Q4_K": RULE_K4,
+    "Q5_K": RULE_K4,
+    "Q6_K": RULE_K6,
+    "Q8_K": RULE_F32,
+    "IQ4_XS": RULE_IQ4_XS,
+    "MXFP4": RULE_BYTES,
+    "NVFP4": RULE_BYTES,
+    "INT4": RULE_F32,
+    "INT4_ZP": RULE_F32,
+    "INT8": RULE_F32,
     "NVFP4_F32": RULE_F32,
-}  # fmt: skip
+}
 
 # Type -> (byte of the scale, factor, byte of the minimum, factor), both float16; other types: (0, 1, 0, 0).
 F16_SCALES = {
-    "Q4_1": (0, 1, 2, 1), "Q5_1": (0, 1, 2, 1), "Q2_K": (80, 1, 82, -1), "TQ1_0": (52, 1, 0, 0),
-    "TQ2_0": (64, 1, 0, 0), "Q1_0": (0, 2, 0, -1),
-}  # fmt: skip
+    "Q4_1": (0, 1, 2, 1),
+    "Q5_1": (0, 1, 2, 1),
+    "Q2_K": (80, 1, 82, -1),
+    "TQ1_0": (52, 1, 0, 0),
+    "TQ2_0": (64, 1, 0, 0),
+    "Q1_0": (0, 2, 0, -1),
+}
 # The same with small integers at their largest: the bound that the scan for the largest scale reads.
 SCALE_BOUNDS = {
-    "Q3_K": (108, 32, 0, 0), "Q4_K": (0, 63, 2, 63), "Q5_K": (0, 63, 2, 63), "Q6_K": (208, 128, 0, 0),
+    "Q3_K": (108, 32, 0, 0),
+    "Q4_K": (0, 63, 2, 63),
+    "Q5_K": (0, 63, 2, 63),
+    "Q6_K": (208, 128, 0, 0),
     "IQ4_XS": (0, 32, 0, 0),
-}  # fmt: skip
+}
 
 # Type -> (scales per block, byte of the zero point), float32: the scales lead the block.
 F32_SCALES = {"Q8_K": (1, 0), "INT4": (1, 0), "INT4_ZP": (1, 4), "INT8": (1, 0), "NVFP4_F32": (2, 0)}
@@ -274,9 +296,15 @@ def read_scales(source, at, n_blocks, d, m):
 
 IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ1_S, IQ1_M, TQ1_0 = range(8)
 CODEBOOK_RULES = {
-    "IQ2_XXS": IQ2_XXS, "IQ2_XS": IQ2_XS, "IQ2_S": IQ2_S, "IQ3_XXS": IQ3_XXS, "IQ3_S": IQ3_S, "IQ1_S": IQ1_S,
-    "IQ1_M": IQ1_M, "TQ1_0": TQ1_0,
-}  # fmt: skip
+    "IQ2_XXS": IQ2_XXS,
+    "IQ2_XS": IQ2_XS,
+    "IQ2_S": IQ2_S,
+    "IQ3_XXS": IQ3_XXS,
+    "IQ3_S": IQ3_S,
+    "IQ1_S": IQ1_S,
+    "IQ1_M": IQ1_M,
+    "TQ1_0": TQ1_0,
+}
 
 
 @inline

@@ -161,9 +161,17 @@ def angles_task(rope: RopeTable, cos: int) -> Task:
 
 
 def rope_store_task(
-    layer: int, cos: int, pairs: int, heads: int, kv_heads: int, dim: int, kv_type: str, qkv: int, queries: int,
+    layer: int,
+    cos: int,
+    pairs: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    kv_type: str,
+    qkv: int,
+    queries: int,
     temperature: tuple[float, int] = (0.0, 1),
-) -> Task:  # fmt: skip
+) -> Task:
     """Return the task that rotates and stores all tokens of a layer; `cos`, `qkv` and `queries` are entries."""
     beta, length = temperature
     args = pack_args(layer, cos, pairs, heads, kv_heads, dim, padded_dim(dim), qkv, queries, length, 0)

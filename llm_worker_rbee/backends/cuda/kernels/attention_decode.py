@@ -248,10 +248,17 @@ def load_block_ids(table, start, end, RUN_KEYS: tl.constexpr, RUNS: tl.constexpr
 
 @triton.jit
 def word_offsets(
-    blocks, start, end, kv_head,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, P: tl.constexpr, RUN_KEYS: tl.constexpr, RUNS: tl.constexpr,
+    blocks,
+    start,
+    end,
+    kv_head,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    P: tl.constexpr,
+    RUN_KEYS: tl.constexpr,
+    RUNS: tl.constexpr,
     PER_WORD: tl.constexpr,
-):  # fmt: skip
+):
     """Return the offsets of the words of a tile, (RUNS, RUN_KEYS, words), and a mask of those before `end`."""
     WORDS: tl.constexpr = DIM // PER_WORD  # of a key
     keys = start + tl.arange(0, RUNS) * RUN_KEYS
@@ -431,9 +438,18 @@ def decode_attention(
 
 @triton.jit
 def load_tile(
-    k_cache, v_cache, table, start, end, kv_head,
-    KV_HEADS: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
+    k_cache,
+    v_cache,
+    table,
+    start,
+    end,
+    kv_head,
+    KV_HEADS: tl.constexpr,
+    P: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+):
     """Load a tile of keys and one of values of WIDTH values or words, (TILE, SIZE); zeros from `end` on."""
     row = tl.arange(0, TILE)
     mask = row < end - start
@@ -559,9 +575,19 @@ def split_kv_scratch(tokens: int, heads: int, dim: int, config: SplitKVConfig, d
 
 
 def launch_decode_attention(
-    qkv: Any, op: Any, kv: KVLayer, rope: CosSin, positions: Any, block_tables: Any, table_width: Any,
-    tokens: int, config: SplitKVConfig, scratch: tuple[Any, Any, Any], out: Any, pdl: bool,
-) -> None:  # fmt: skip
+    qkv: Any,
+    op: Any,
+    kv: KVLayer,
+    rope: CosSin,
+    positions: Any,
+    block_tables: Any,
+    table_width: Any,
+    tokens: int,
+    config: SplitKVConfig,
+    scratch: tuple[Any, Any, Any],
+    out: Any,
+    pdl: bool,
+) -> None:
     """Attend with decoding tokens by the fused op; qkv (parts, tokens, rows), scratch (partial, stats, counters)."""
     scale, window, cap, _ = op.params
     (kv_heads, block_size), item, is_shared = kv.k.shape[1:3], kv.k.element_size(), op.n_kv_heads == 0

@@ -191,9 +191,13 @@ class QueryTiles(NamedTuple):
 
 
 def launch_prefill_attention(
-    q: torch.Tensor, kv: KVLayer, tiles: QueryTiles, params: AttentionParams, out: torch.Tensor,
+    q: torch.Tensor,
+    kv: KVLayer,
+    tiles: QueryTiles,
+    params: AttentionParams,
+    out: torch.Tensor,
     sinks: torch.Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Attend with queries (tokens, heads, dim); out (tokens, heads * dim)."""
     (_, heads, dim), (kv_heads, block_size) = q.shape, kv.k.shape[1:3]
     keys, stages = prefill_tile(shared_memory_bytes(q.device), dim, q.element_size())

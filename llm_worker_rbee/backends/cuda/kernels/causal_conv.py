@@ -79,10 +79,20 @@ def conv_tokens(
 
 @triton.jit
 def conv_states(
-    x, state, query_start, state_in, state_out, num_requests, width,
-    CHANNELS: tl.constexpr, KERNEL: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr,
+    x,
+    state,
+    query_start,
+    state_in,
+    state_out,
+    num_requests,
+    width,
+    CHANNELS: tl.constexpr,
+    KERNEL: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
     TAIL: tl.constexpr,
-):  # fmt: skip
+):
     """Store the states of some requests: program (channels, requests). TAIL: KERNEL - 1, rounded up to a power of 2."""
     c, j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, TAIL)[:, None]
     place, in_channels = j * CHANNELS + c[None, :], (c < CHANNELS)[None, :]
@@ -110,9 +120,16 @@ def conv_states(
 
 
 def launch_conv(
-    x: torch.Tensor, weight: torch.Tensor, state: StateLayer, slots: StateInputs, activation: str, *, gated: bool,
-    one_token: bool, pdl: bool = False,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    state: StateLayer,
+    slots: StateInputs,
+    activation: str,
+    *,
+    gated: bool,
+    one_token: bool,
+    pdl: bool = False,
+) -> torch.Tensor:
     """Return the convolution (tokens, channels) of rows (tokens, width), and store the states.
 
     `one_token`: of each request."""
@@ -126,7 +143,17 @@ def launch_conv(
     )  # fmt: skip
     if not one_token:
         conv_states[(grid, min(len(slots.state_in), MAX_REQUESTS))](
-            x, state.conv, *slots[:3], slots.num_requests, x.shape[1], channels, kernel, gated, block, RUN,
-            triton.next_power_of_2(kernel - 1), num_warps=4,
-        )  # fmt: skip
+            x,
+            state.conv,
+            *slots[:3],
+            slots.num_requests,
+            x.shape[1],
+            channels,
+            kernel,
+            gated,
+            block,
+            RUN,
+            triton.next_power_of_2(kernel - 1),
+            num_warps=4,
+        )
     return out

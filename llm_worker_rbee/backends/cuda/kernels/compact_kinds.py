@@ -158,9 +158,12 @@ def apply_signs(word, signs, q: tl.constexpr):
 def nibble_values(word, TABLE: tl.constexpr):
     """Look up eight nibbles in a table of int8: the bytes of the low nibbles, those of the high ones."""
     return lookup_nibbles(
-        word, nibble_table(NIBBLE_TABLES, TABLE, 0), nibble_table(NIBBLE_TABLES, TABLE, 1),
-        nibble_table(NIBBLE_TABLES, TABLE, 2), nibble_table(NIBBLE_TABLES, TABLE, 3),
-    )  # fmt: skip
+        word,
+        nibble_table(NIBBLE_TABLES, TABLE, 0),
+        nibble_table(NIBBLE_TABLES, TABLE, 1),
+        nibble_table(NIBBLE_TABLES, TABLE, 2),
+        nibble_table(NIBBLE_TABLES, TABLE, 3),
+    )
 
 
 @triton.jit

@@ -176,9 +176,18 @@ def store_row(
 
 @triton.jit
 def rms_norm_rows(
-    x, weight, out, eps, heads, token_stride, row_stride,
-    width: tl.constexpr, SIZE: tl.constexpr, EXACT: tl.constexpr = False, added=None,
-):  # fmt: skip
+    x,
+    weight,
+    out,
+    eps,
+    heads,
+    token_stride,
+    row_stride,
+    width: tl.constexpr,
+    SIZE: tl.constexpr,
+    EXACT: tl.constexpr = False,
+    added=None,
+):
     """Norm a head per program. x (tokens, heads, width) may be a strided view. `added` is added to the norm."""
     r = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, SIZE)
@@ -229,9 +238,15 @@ def embed_rows(
 
 
 def launch_embedding(
-    table: PackedWeight, scale: float, ids: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor | None = None,
-    out: Int8Activations | torch.Tensor | None = None, squares: torch.Tensor | None = None, pdl: bool = False,
-) -> None:  # fmt: skip
+    table: PackedWeight,
+    scale: float,
+    ids: torch.Tensor,
+    residual: torch.Tensor,
+    norm: torch.Tensor | None = None,
+    out: Int8Activations | torch.Tensor | None = None,
+    squares: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> None:
     """Start the residual stream (tokens, width) with rows of a table of one part; store the first norm to `out`."""
     (part,), (tokens, width) = table.parts, residual.shape
     to = (residual, residual, residual) if out is None else kernel_outputs(out)
@@ -283,11 +298,20 @@ class WeightedExperts(NamedTuple):
 
 
 def launch_add_norm(
-    parts: torch.Tensor | None, residual: torch.Tensor, norm: torch.Tensor | None, eps: float,
-    out: Activations | GemvActivations, post: torch.Tensor | None = None, index: torch.Tensor | None = None,
-    pdl: bool = False, *, exact: bool = False, experts: WeightedExperts | None = None, bias: torch.Tensor | None = None,
+    parts: torch.Tensor | None,
+    residual: torch.Tensor,
+    norm: torch.Tensor | None,
+    eps: float,
+    out: Activations | GemvActivations,
+    post: torch.Tensor | None = None,
+    index: torch.Tensor | None = None,
+    pdl: bool = False,
+    *,
+    exact: bool = False,
+    experts: WeightedExperts | None = None,
+    bias: torch.Tensor | None = None,
     stream_scale: float = 1.0,
-) -> None:  # fmt: skip
+) -> None:
     """Add parts (splits, tokens, width) and `bias`, or those of `experts`, by their own norm if `post`, to the stream;
     store its norm, or itself. With `index`, of these tokens alone, and the stream stays as it is. `exact`: sums of
     squares depend on no order. `stream_scale` multiplies the sum."""
@@ -305,9 +329,13 @@ def launch_add_norm(
 
 
 def launch_gated(
-    parts: torch.Tensor, out: Activations | GemvActivations, activation: str, pdl: bool = False,
-    inputs: torch.Tensor | None = None, layer: int = 0,
-) -> None:  # fmt: skip
+    parts: torch.Tensor,
+    out: Activations | GemvActivations,
+    activation: str,
+    pdl: bool = False,
+    inputs: torch.Tensor | None = None,
+    layer: int = 0,
+) -> None:
     """Store act(gate) * up of parts (splits, tokens, 2 * width) as activations; with the `inputs` of all layers,
     act(parts) times those of a layer, parts (splits, tokens, width)."""
     splits, tokens, rows = parts.shape

@@ -99,10 +99,20 @@ def add_norm_rows(
 
 @triton.jit(do_not_specialize=["tokens"])
 def activate_rows(
-    parts, part_factors, part_bias, out, factors, rows, tokens,
-    width: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr,
-):  # fmt: skip
+    parts,
+    part_factors,
+    part_bias,
+    out,
+    factors,
+    rows,
+    tokens,
+    width: tl.constexpr,
+    SIZE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+):
     """Store act(x) of a product (tokens, width), or with GATED act(gate) * up of one with twice the columns."""
     t = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, SIZE)[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -142,10 +152,19 @@ def mean_of_rows(x, query_start, out, width, ROWS: tl.constexpr, COLUMNS: tl.con
 
 
 def launch_norm(
-    product: Product | None, stream: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float,
-    results: Results, total: torch.Tensor | None = None, *, centered: bool, exact: bool,
-    post: tuple[torch.Tensor, float] | None = None, stream_scale: float = 1.0,
-) -> None:  # fmt: skip
+    product: Product | None,
+    stream: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    results: Results,
+    total: torch.Tensor | None = None,
+    *,
+    centered: bool,
+    exact: bool,
+    post: tuple[torch.Tensor, float] | None = None,
+    stream_scale: float = 1.0,
+) -> None:
     """Norm the stream (tokens, width), once a product is added to it; store the sum in `total`. `post`: weight and eps
     of a norm of the product. `exact`: sums depend on no order."""
     tokens, width = stream.shape

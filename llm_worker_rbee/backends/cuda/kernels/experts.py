@@ -25,9 +25,18 @@ IS_SIGMOID = {"softmax": False, "sigmoid": True}
 
 @triton.jit
 def router_rows(
-    residual, norm, eps, weights, bias, out, experts, width: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    residual,
+    norm,
+    eps,
+    weights,
+    bias,
+    out,
+    experts,
+    width: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Multiply the norm of the residual stream by the router's weights: program (ROWS experts, token)."""
     t = tl.program_id(1)
     e = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -51,10 +60,20 @@ def router_rows(
 
 @triton.jit
 def route_rows(
-    logits, bias, experts, weights, num_experts, scale,
-    K: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,
-    PDL: tl.constexpr = False, expert_scales=None,
-):  # fmt: skip
+    logits,
+    bias,
+    experts,
+    weights,
+    num_experts,
+    scale,
+    K: tl.constexpr,
+    SIZE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    PDL: tl.constexpr = False,
+    expert_scales=None,
+):
     """Choose the K experts of a token, best first, the lower number first where scores are equal.
 
     `expert_scales` (experts) multiply the weights of their experts in the end."""
@@ -147,9 +166,13 @@ def launch_router(
 
 
 def launch_route(
-    logits: torch.Tensor, params: RouteParams, bias: torch.Tensor | None = None, scales: torch.Tensor | None = None, *,
+    logits: torch.Tensor,
+    params: RouteParams,
+    bias: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+    *,
     pdl: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the experts and the weights of each token: (tokens, k)."""
     tokens, count = logits.shape
     experts = torch.empty(tokens, params.k, dtype=torch.int32, device=logits.device)
@@ -168,10 +191,18 @@ def launch_group(experts: torch.Tensor, num_experts: int, size: int) -> SlotTile
     max_tiles = min(slots, slots // size + num_experts)
     tiles = SlotTiles(
         torch.empty(max_tiles, dtype=torch.int32, device=experts.device),
-        torch.empty(max_tiles * size, dtype=torch.int32, device=experts.device), size,
-    )  # fmt: skip
+        torch.empty(max_tiles * size, dtype=torch.int32, device=experts.device),
+        size,
+    )
     group_slots[(num_experts + 1,)](
-        experts, tiles.experts, tiles.slots, slots, max_tiles, num_experts, next_power_of_2(num_experts + 1), size,
+        experts,
+        tiles.experts,
+        tiles.slots,
+        slots,
+        max_tiles,
+        num_experts,
+        next_power_of_2(num_experts + 1),
+        size,
         num_warps=4,
-    )  # fmt: skip
+    )
     return tiles

@@ -129,9 +129,16 @@ def has_kernels(params: GatedDeltaParams) -> bool:
 
 
 def launch_delta(
-    qkv: torch.Tensor, gates: torch.Tensor, params: GatedDeltaParams, weights: GatedDeltaWeights, state: StateLayer,
-    slots: StateInputs, pdl: bool = False, *, only_short: bool = False,
-) -> torch.Tensor:  # fmt: skip
+    qkv: torch.Tensor,
+    gates: torch.Tensor,
+    params: GatedDeltaParams,
+    weights: GatedDeltaWeights,
+    state: StateLayer,
+    slots: StateInputs,
+    pdl: bool = False,
+    *,
+    only_short: bool = False,
+) -> torch.Tensor:
     """Return the result of the rule before its norm: (tokens, v_heads * v_dim); writes the states."""
     p = params
     out = torch.empty(len(qkv), p.v_heads * p.v_dim, device=qkv.device)
@@ -145,9 +152,13 @@ def launch_delta(
 
 
 def launch_gate(
-    x: torch.Tensor, gate: torch.Tensor | None, out: Activations | GemvActivations, norm: torch.Tensor | None = None,
-    eps: float = 0.0, pdl: bool = False,
-) -> None:  # fmt: skip
+    x: torch.Tensor,
+    gate: torch.Tensor | None,
+    out: Activations | GemvActivations,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    pdl: bool = False,
+) -> None:
     """Store x (tokens, width) times sigmoid(gate), with `norm` the norm of its heads times silu(gate), as activations.
 
     The gates of a token are the last `width` values of its row; without a gate x is stored as it is."""
@@ -269,9 +280,14 @@ def has_chunks(params: GatedDeltaParams) -> bool:
 
 
 def launch_delta_chunks(
-    qkv: torch.Tensor, gates: torch.Tensor, params: GatedDeltaParams, weights: GatedDeltaWeights, state: StateLayer,
-    slots: StateInputs, tiles: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-) -> torch.Tensor:  # fmt: skip
+    qkv: torch.Tensor,
+    gates: torch.Tensor,
+    params: GatedDeltaParams,
+    weights: GatedDeltaWeights,
+    state: StateLayer,
+    slots: StateInputs,
+    tiles: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
     """Return the result of the rule before its norm; short requests go token by token.
 
     `tiles`: the request of each chunk, its first token, and the number of chunks."""

@@ -268,9 +268,18 @@ def dequantize_columns(low, high, s, n, b, c, mask, blocks, KIND: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def dequantize(
-    low, high, scales, out, rows, blocks,
-    KIND: tl.constexpr, ROWS: tl.constexpr, TILE_BLOCKS: tl.constexpr, small=None, table=None,
-):  # fmt: skip
+    low,
+    high,
+    scales,
+    out,
+    rows,
+    blocks,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr,
+    small=None,
+    table=None,
+):
     """Write the matrix before the unit as (rows, columns): ROWS rows and TILE_BLOCKS blocks of each per program."""
     n = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     b = (tl.program_id(1) * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS))[None, :]
@@ -320,10 +329,18 @@ SCALE_PTX = {  # $10: scales; $11: minima. s, z (scales), m, y (minima): of the 
 }
 # Of kinds; "bytes" are the codes of compact kinds, with minima in operand $11 or without.
 SCALE_LAYOUT = {
-    "q4": "one", "q5": "one", "q8": "one", "q4m": "minimum", "q5m": "minimum", "q6": "two", "bytes": "two",
-    "mxfp4": "one", "nvfp4": "two", "e4m3": "one",
+    "q4": "one",
+    "q5": "one",
+    "q8": "one",
+    "q4m": "minimum",
+    "q5m": "minimum",
+    "q6": "two",
+    "bytes": "two",
+    "mxfp4": "one",
+    "nvfp4": "two",
+    "e4m3": "one",
     "bytes and minima": "two and minima",
-}  # fmt: skip
+}
 SIGNED_BYTES = ("q8", "bytes", "bytes and minima")
 FLOAT4 = ("mxfp4", "nvfp4")  # E2M1
 
@@ -358,15 +375,21 @@ def shift_ptx(to, left):
 def pair_ptx(kind, odd, last):
     """Return the lines that leave columns odd and odd + 2 of the first or the last sixteen in t."""
     if kind in SIGNED_BYTES:  # with the sign flipped: 1024 + 128 + value
-        lines = [f"shr.u32 a, {'$9' if last else '$8'}, {8 * odd};",
-                 "lop3.b32 t, a, 0x00FF00FF, 0x64806480, 0x6A; add.rn.f16x2 t, t, k;"]  # fmt: skip
+        lines = [
+            f"shr.u32 a, {'$9' if last else '$8'}, {8 * odd};",
+            "lop3.b32 t, a, 0x00FF00FF, 0x64806480, 0x6A; add.rn.f16x2 t, t, k;",
+        ]
     elif kind in FLOAT4:  # exponent and mantissa are those of a float16 of 2**-14 times the value, its sign is the top
         place = 8 * odd + 4 * last
-        lines = [f"{shift_ptx('b', 9 - place)} and.b32 b, b, 0x0E000E00;",
-                 f"{shift_ptx('t', 12 - place)} lop3.b32 t, t, 0x80008000, b, 0xEA;"]  # fmt: skip
+        lines = [
+            f"{shift_ptx('b', 9 - place)} and.b32 b, b, 0x0E000E00;",
+            f"{shift_ptx('t', 12 - place)} lop3.b32 t, t, 0x80008000, b, 0xEA;",
+        ]
     elif kind == "e4m3":  # likewise, of 2**-8 times the value
-        lines = [f"shr.u32 a, {'$9' if last else '$8'}, {8 * odd}; shl.b32 b, a, 7; and.b32 b, b, 0x3F803F80;",
-                 "shl.b32 t, a, 8; lop3.b32 t, t, 0x80008000, b, 0xEA;"]  # fmt: skip
+        lines = [
+            f"shr.u32 a, {'$9' if last else '$8'}, {8 * odd}; shl.b32 b, a, 7; and.b32 b, b, 0x3F803F80;",
+            "shl.b32 t, a, 8; lop3.b32 t, t, 0x80008000, b, 0xEA;",
+        ]
     else:
         nibbles = 0x00F000F0 if last else 0x000F000F
         lines = [f"shr.u32 a, $8, {8 * odd}; lop3.b32 t, a, {nibbles}, 0x64006400, 0xEA;"]
@@ -413,11 +436,13 @@ def dequantize_bytes(first, last, s, minima, HAS_MINIMA: tl.constexpr):
         return out
     KIND: tl.constexpr = "bytes and minima" if HAS_MINIMA else "bytes"
     return tl.inline_asm_elementwise(
-        lookup(WORD_PTX, KIND), lookup(WORD_OPERANDS, KIND),
+        lookup(WORD_PTX, KIND),
+        lookup(WORD_OPERANDS, KIND),
         [first, last, s, minima] if HAS_MINIMA else [first, last, s],
         dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
-        is_pure=True, pack=1,
-    )  # fmt: skip
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -429,10 +454,13 @@ def dequantize_word(word, extra, s, j: tl.constexpr, KIND: tl.constexpr):
         return e + dequantize_pair(word, extra, s, 1, 0, j, KIND) + dequantize_pair(word, extra, s, 1, 1, j, KIND)
     TEXT: tl.constexpr = lookup(SECOND_WORD_PTX, KIND) if j else lookup(WORD_PTX, KIND)
     return tl.inline_asm_elementwise(
-        TEXT, lookup(WORD_OPERANDS, KIND), [word, extra, s],
+        TEXT,
+        lookup(WORD_OPERANDS, KIND),
+        [word, extra, s],
         dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
-        is_pure=True, pack=1,
-    )  # fmt: skip
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit

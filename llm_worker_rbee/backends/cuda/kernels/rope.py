@@ -107,9 +107,17 @@ def load_rotated(
 
 @triton.jit
 def load_value(
-    row, head, bias, eps, part_stride,
-    DIM: tl.constexpr, PARTS: tl.constexpr, V_NORM: tl.constexpr, EXACT: tl.constexpr = False, factor=None,
-):  # fmt: skip
+    row,
+    head,
+    bias,
+    eps,
+    part_stride,
+    DIM: tl.constexpr,
+    PARTS: tl.constexpr,
+    V_NORM: tl.constexpr,
+    EXACT: tl.constexpr = False,
+    factor=None,
+):
     """Load a head of values (or a column of heads), with V_NORM by its norm without a weight."""
     x = load_head(row, head, tl.arange(0, padded_dim(DIM)), bias, part_stride, DIM, PARTS, DIM, factor)
     if V_NORM:

@@ -127,9 +127,7 @@ def load_tokens(ids, pending, i, mask):
 
 
 @triton.jit
-def apply_penalties(
-    s, e, ids, pending, biases, ints, floats, vocabulary, BLOCK: tl.constexpr, LIST_TILE: tl.constexpr
-):  # fmt: skip
+def apply_penalties(s, e, ids, pending, biases, ints, floats, vocabulary, BLOCK: tl.constexpr, LIST_TILE: tl.constexpr):
     """Apply logit bias, then the repetition penalty, then presence and frequency; e counts the uses of a token."""
     first, second, third, last = tl.load(ints + 8), tl.load(ints + 9), tl.load(ints + 10), tl.load(ints + 11)
     for start in range(first, second, LIST_TILE):
@@ -427,7 +425,7 @@ def next_largest(x, masks, mask, value, token, vocabulary, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["k", "mask_words"])
 def logprob_rows(
     logits, stride, wanted, chosen, mask_index, masks, mask_words, out, top_ids, vocabulary, k, BLOCK: tl.constexpr
-):  # fmt: skip
+):
     """Compute log-softmax in float64 at the chosen token and at the largest (lowest id first among equals).
 
     wanted (programs, 3): a row of `logits` and `chosen`, how many of its largest, at most k, and whether its mask

@@ -118,9 +118,18 @@ def dot_tiles(
 
 @f.emits(block_signature, prefer_literal=True)
 def add_block(
-    b: Any, total: Any, scales_per_block: int, has_minimum: bool, sums: Any, first: Any, scales: Any, minima: Any,
-    scale: Any, panel: Any, at: Any,
-) -> Any:  # fmt: skip
+    b: Any,
+    total: Any,
+    scales_per_block: int,
+    has_minimum: bool,
+    sums: Any,
+    first: Any,
+    scales: Any,
+    minima: Any,
+    scale: Any,
+    panel: Any,
+    at: Any,
+) -> Any:
     """Return total + the integer sums of a block times the scales of tokens and rows, and the minima."""
 
     def of_token(field: int, token: int) -> Any:

@@ -138,9 +138,19 @@ def loop_code(scales_per_block: int, has_minimum: bool) -> str:
 
 @f.emits(block_signature, prefer_literal=True)
 def add_blocks(
-    b: Any, total: Any, scales_per_block: int, has_minimum: bool, weights: Any, line: Any, scales: Any, minima: Any,
-    scale: Any, panel: Any, at: Any, blocks: Any,
-) -> Any:  # fmt: skip
+    b: Any,
+    total: Any,
+    scales_per_block: int,
+    has_minimum: bool,
+    weights: Any,
+    line: Any,
+    scales: Any,
+    minima: Any,
+    scale: Any,
+    panel: Any,
+    at: Any,
+    blocks: Any,
+) -> Any:
     """Return total + 8 rows of one or more blocks . the activations of 4 tokens."""
     start = cgutils.global_constant(b.module, "magic", ir.Constant(I32X4, [f.MAGIC_BITS] * 4))
     places = (weights, line), (panel, at), (scales, scale), (minima, scale)

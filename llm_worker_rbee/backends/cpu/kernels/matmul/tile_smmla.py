@@ -107,9 +107,18 @@ def _emit_dots(b: Any, weights: Any, at: Any, panel: Any, first: Any, columns: r
 
 @f.emits(block_signature, prefer_literal=True)
 def add_block(
-    b: Any, total: Any, scales_per_block: int, has_minimum: bool, weights: Any, line: Any, scales: Any, minima: Any,
-    scale: Any, panel: Any, at: Any,
-) -> Any:  # fmt: skip
+    b: Any,
+    total: Any,
+    scales_per_block: int,
+    has_minimum: bool,
+    weights: Any,
+    line: Any,
+    scales: Any,
+    minima: Any,
+    scale: Any,
+    panel: Any,
+    at: Any,
+) -> Any:
     """Return total + 8 rows of a block . the activations of 4 tokens."""
     value = [b.extract_value(total, cell) for cell in range(len(CELLS))]
 
