@@ -46,22 +46,24 @@ FORMATTED_LINES = {
     "llm_worker_bench/commands": 83,
 }
 LOG: tuple[Raise, ...] = (
-    Raise(38, "lines of llm_worker_rbee/engine", 233, "the plan of memory moved here from load.py, drafters say more"),
+    Raise(
+        38, "lines of llm_worker_rbee/engine", 246, "memory planning moved from load.py and select.py; drafters"
+    ),
     *(Raise(38, f"lines of {folder}", lines, FORMATTED) for folder, lines in FORMATTED_LINES.items()),
     Raise(38, "lines of the worker", 1_761, FORMATTED),
 )
 
 FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the folders that have a row of their own
     "llm_worker_rbee": (Budget(3_543, 3_520), Budget(14, 14)),
-    "llm_worker_rbee/backends": (Budget(1_907, 1_938), Budget(8, 8)),
+    "llm_worker_rbee/backends": (Budget(1_907, 1_925), Budget(8, 8)),
     "llm_worker_rbee/backends/cpu": (Budget(2_777, 2_885), Budget(12, 12)),
     "llm_worker_rbee/backends/cpu/kernels": (Budget(4_958, 5_050), Budget(18, 18)),
     "llm_worker_rbee/backends/cpu/kernels/matmul": (Budget(1_004, 1_014), Budget(7, 7)),
     "llm_worker_rbee/backends/cuda": (Budget(4_656, 4_859), Budget(16, 16)),
     "llm_worker_rbee/backends/cuda/kernels": (Budget(4_049, 4_237), Budget(14, 14)),
-    "llm_worker_rbee/cli": (Budget(3_837, 3_986), Budget(15, 15)),
+    "llm_worker_rbee/cli": (Budget(3_837, 3_987), Budget(15, 15)),
     "llm_worker_rbee/cluster": (Budget(699, 715), Budget(6, 6)),
-    "llm_worker_rbee/engine": (Budget(3_307, 3_588), Budget(18, 17)),
+    "llm_worker_rbee/engine": (Budget(3_307, 3_601), Budget(18, 17)),
     "llm_worker_rbee/layers": (Budget(527, 527), Budget(8, 8)),
     "llm_worker_rbee/models": (Budget(3_580, 3_670), Budget(20, 20)),
     "llm_worker_rbee/server": (Budget(9_136, 9_457), Budget(42, 34)),
@@ -76,7 +78,7 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "benchmarks/pages": (Budget(1_045, 1_045), Budget(8, 8)),
 }
 COUNTS = {
-    "lines of the worker": Budget(57_243, 59_003),
+    "lines of the worker": Budget(57_243, 59_004),
     "files of the worker": Budget(252, 246),
     "files of a streamed chat": Budget(62, 54),
     "largest number of imported modules": Budget(27, 26),

@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 from .ops import OPS, Backend
-from .select import BACKENDS, DEVICES, fallback_to_cpu, resolve_kv_type, select_backend
+from .select import BACKENDS, DEVICES, resolve_kv_type, select_backend
 
 __all__ = [
     "BACKENDS",
     "DEVICES",
     "OPS",
     "Backend",
-    "fallback_to_cpu",
     "resolve_kv_type",
     "select_backend",
 ]

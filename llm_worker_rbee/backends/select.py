@@ -1,7 +1,7 @@
 """Choosing a backend: `--device` picks the hardware, `--backend` the implementation, `auto` the fastest that works.
 
-Numba and PyTorch are imported only for the backend that is chosen: PyTorch takes seconds, so what can be known of a GPU
-without it (driver files, missing packages, the size of packed weights) is found here. load.py places a model.
+Numba and PyTorch are imported only for the backend that is chosen. PyTorch takes seconds, so this module finds what can
+be known of a GPU without it: driver files, missing packages, the size of packed weights. memory_plan.py places a model.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..config import DEVICE_SPARE_BYTES, KV_AUTO, KV_ON_CPU, KV_ON_CUDA, ComputeOptions
-from ..errors import InvalidRequestError, MissingDependencyError, human_bytes
+from ..config import KV_AUTO, KV_ON_CPU, KV_ON_CUDA, ComputeOptions
+from ..errors import InvalidRequestError, MissingDependencyError
 from ..weights import Checkpoint
 from . import cpu_info
 from .ops import Backend
@@ -80,18 +80,6 @@ def select_backend(
         except MissingDependencyError:  # no usable GPU: `doctor` reports why
             pass
     return _cpu_backend(backend, threads)
-
-
-def fallback_to_cpu(backend: Backend, needed: int) -> tuple[Backend, str | None]:
-    """Return the backend that `auto` chose, or the CPU's if `needed` bytes do not fit on the GPU; and a note on it."""
-    if not backend.has_device_memory:
-        is_unused = has_driver() and missing_packages()
-        return backend, f"there is an NVIDIA GPU; to compute on it: {INSTALL_COMMAND}" if is_unused else None
-    free, total = backend.free_memory() or 0, needed + DEVICE_SPARE_BYTES
-    if free >= total:
-        return backend, None
-    sizes = f"the GPU has {human_bytes(free)} of memory free, and the model takes {human_bytes(total)}"
-    return _cpu_backend("auto", None), f"{sizes}: computing on the CPU"
 
 
 def load_cuda_backend(index: int | None, wanted: str = "device 'cuda'", *, deterministic: bool = False) -> Backend:

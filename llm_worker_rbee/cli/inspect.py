@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..backends import fallback_to_cpu, select, select_backend
+from ..backends import select, select_backend
 from ..backends.ops import Backend
 from ..config import KV_DEFAULT, KV_ON_CPU, ExpertConfig, LoadOptions, ModelConfig
 from ..engine.memory_plan import (
@@ -18,6 +18,7 @@ from ..engine.memory_plan import (
     HOST_MEMORY_FRACTION,
     SchedulerLimits,
     device_weight_bytes,
+    fallback_to_cpu,
     plan_cache,
     plan_memory,
 )

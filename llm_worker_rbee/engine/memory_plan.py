@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .. import machine
-from ..backends import Backend, fallback_to_cpu, resolve_kv_type, select, select_backend
+from ..backends import Backend, resolve_kv_type, select, select_backend
 from ..config import DEVICE_SPARE_BYTES, MAX_BATCH, ComputeOptions, EngineConfig, LoadOptions, ModelConfig
 from ..errors import InsufficientMemoryError, InvalidRequestError, counted, human_bytes
 from ..models import read_model_config
@@ -129,8 +129,21 @@ def place_weights(backend: Backend, models: Sequence[Checkpoint], options: Compu
     """Return the backend, or the CPU's where a GPU that `auto` chose is too small for the weights; and notes on it."""
     if not options.may_leave_gpu:
         return backend, []
-    backend, note = fallback_to_cpu(backend, device_weight_bytes(models, options))
+    needed = device_weight_bytes(models, options)
+    backend, note = fallback_to_cpu(backend, needed)
     return backend, [] if note is None else [note]
+
+
+def fallback_to_cpu(backend: Backend, needed: int) -> tuple[Backend, str | None]:
+    """Return the backend that `auto` chose, or the CPU's if `needed` bytes do not fit on the GPU; and a note on it."""
+    if not backend.has_device_memory:
+        is_unused = select.has_driver() and select.missing_packages()
+        return backend, f"there is an NVIDIA GPU; to compute on it: {select.INSTALL_COMMAND}" if is_unused else None
+    free, total = backend.free_memory() or 0, needed + DEVICE_SPARE_BYTES
+    if free >= total:
+        return backend, None
+    sizes = f"the GPU has {human_bytes(free)} of memory free, and the model takes {human_bytes(total)}"
+    return select_backend("cpu"), f"{sizes}: computing on the CPU"
 
 
 def require_weights_fit(backend: Backend, models: Sequence[Checkpoint], options: ComputeOptions) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.backends import fallback_to_cpu, resolve_kv_type, select, select_backend
+from llm_worker_rbee.backends import resolve_kv_type, select, select_backend
 from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.config import KV_CUDA, KV_ON_CUDA
+from llm_worker_rbee.engine.memory_plan import fallback_to_cpu
 from llm_worker_rbee.errors import InvalidRequestError, MissingDependencyError
 from llm_worker_rbee.weights import open_checkpoint
 
