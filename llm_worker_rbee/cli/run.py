@@ -176,7 +176,8 @@ class GuidedFlags:
         try:
             params = GrammarChecker().check(self._params())
         except InvalidRequestError as error:
-            raise typer.BadParameter(f"{options[0]}: {error}") from None
+            reason = re.sub(r"^structured_outputs\.\w+", options[0], str(error))
+            raise typer.BadParameter(reason if reason.startswith("--") else f"{options[0]}: {reason}") from None
         return {"structured_outputs": params, "close_on_length": self.close_on_length}
 
     def _params(self) -> StructuredOutputsParams:
