@@ -32,8 +32,8 @@ def rerank(
 
     \b
     Examples:
-      llm-worker-rbee rerank passages.txt --query "Who wrote it?" -m bge-reranker-v2-m3.gguf
-      llm-worker-rbee rerank found.jsonl --query "Who wrote it?" -m folder --top-n 3 --json
+      llm-worker-rbee rerank passages.txt --query "Who wrote it?" -m reranker.gguf
+      llm-worker-rbee rerank found.jsonl --query "Who?" -m folder --top-n 3 --json
     """
     argument_text(query, "--query")
     if computing.model is None:

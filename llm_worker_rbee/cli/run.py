@@ -245,7 +245,7 @@ def run(
       llm-worker-rbee run "Say yes or no." -t 0 --json --logprobs 5
       llm-worker-rbee run "Hello" -m folder --quantize Q4_K_M --threads 4
       llm-worker-rbee run --prompts questions.txt --json > answers.jsonl
-      llm-worker-rbee run "Invent a person." --json-schema person.json -q | jq .name
+      llm-worker-rbee run "Invent a person." --json-schema person.json -q | jq
     """
     scored = {"logprobs": output.logprobs, "prompt_logprobs": output.echo and output.as_json}
     params = sampling.params(**scored, **guided.fields())

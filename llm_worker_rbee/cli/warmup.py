@@ -56,7 +56,7 @@ def warmup(
     sharing: EngineFlags,
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="Compile the kernels of this model. Default: the built-in model."),
+        typer.Argument(metavar="MODEL", help="Compile the kernels of this model. Default: the default model of run."),
     ] = None,
     all_: Annotated[bool, typer.Option("--all", help="Compile all kernels of the CPU, for any model.")] = False,
     as_json: Annotated[
@@ -69,7 +69,7 @@ def warmup(
 ) -> None:
     """Compile the kernels ahead of time, so that no answer waits for it.
 
-    This happens once for each version, machine and instruction set, otherwise with the first answer. The built-in model
+    This happens once for each version, machine and instruction set, otherwise with the first answer. The default model
     is not fetched for this: where it is missing, every kernel is compiled.
 
     For other types of KV cache (--kv-type) and weights (--quantize) than the model's own: --all.
