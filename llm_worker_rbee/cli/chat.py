@@ -36,8 +36,7 @@ A message goes on after a line that ends with \\; pasted lines are one message."
 @gather(model=ModelFlags, computing=LoadFlags, engine=EngineFlags, sampling=SamplingFlags)
 def chat(
     system: Annotated[
-        str | None,
-        typer.Option("--system", "-s", metavar="TEXT", help="The system message.", rich_help_panel="Prompt"),
+        str | None, typer.Option("--system", "-s", metavar="TEXT", help="The system message.", rich_help_panel="Prompt")
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print neither greeting nor statistics.")] = False,
     *,

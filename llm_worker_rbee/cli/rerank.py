@@ -71,13 +71,7 @@ def _read(texts: TextFileFlags) -> list[TextLine]:
 
 def _result_json(result: RankResult, line: TextLine) -> dict[str, object]:
     named = {} if line.id is None else {"id": line.id}
-    return {
-        "index": result.index,
-        **named,
-        "line": line.number,
-        "score": result.score,
-        "document": result.document,
-    }
+    return {"index": result.index, **named, "line": line.number, "score": result.score, "document": result.document}
 
 
 def _shorten(text: str) -> str:

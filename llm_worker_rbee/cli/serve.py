@@ -313,11 +313,7 @@ def _shown_until_ready() -> Iterator[tuple[ExitStack, OutputThread]]:
 
 
 def _one_process(
-    settings: ServerSettings,
-    model: ModelFlags,
-    computing: LoadFlags,
-    sharing: EngineFlags,
-    dummy_step_s: float | None,
+    settings: ServerSettings, model: ModelFlags, computing: LoadFlags, sharing: EngineFlags, dummy_step_s: float | None
 ) -> Worker:
     """Return a worker whose engine runs in a thread."""
     loaded: list[LLM] = []

@@ -20,15 +20,7 @@ from ..models.pooling_config import is_pooling_model
 from ..progress import TransferProgress, transfer_progress
 from ..token_engine.launch import load_engine, warm_up
 from ..weights import hub, open_checkpoint
-from .options import (
-    EngineFlags,
-    LoadFlags,
-    ModelFlags,
-    gather,
-    load_options,
-    option_fields,
-    option_names_in_errors,
-)
+from .options import EngineFlags, LoadFlags, ModelFlags, gather, load_options, option_fields, option_names_in_errors
 from .terminal import note, print_json
 
 _device = option_fields("Computing")
