@@ -133,7 +133,7 @@ def load(
     sampling_defaults = read_sampling_defaults(checkpoint)
     model, head = _load_weights(checkpoint, placed, options.quantize, phases, with_head=options.has_mtp)
     is_inexact = placed.kv_type == "int8" and model.config.family.qkv_bias
-    kv_notes = ["keys of this model have a bias, which int8 rounds coarsely: float16 is nearer"] * is_inexact
+    kv_notes = ["the model's keys have biases, which kv_type int8 stores coarsely: float16 is more exact"] * is_inexact
     return LoadedModel(
         checkpoint=checkpoint,
         config=model.config,

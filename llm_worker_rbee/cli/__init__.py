@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from inspect import cleandoc
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -40,7 +41,7 @@ COMMANDS = {
     "run": Command("Use a model", ".run", "Answer one prompt, or all prompts of a file."),
     "chat": Command("Use a model", ".chat", "Talk with a model."),
     "serve": Command("Use a model", ".serve",
-        "Serve a model over HTTP: the OpenAI API, and jobs for an orchestrator; beside it embeddings and reranking."),
+        "Serve a model over HTTP: the APIs of OpenAI, Anthropic and Ollama, embeddings, reranking, jobs, a chat page."),
     "embed": Command("Use a model", ".embed", "Write the embeddings of the texts of a file."),
     "rerank": Command("Use a model", ".rerank", "Order the texts of a file by how well they answer a query."),
     "inspect": Command("Look at a model", ".inspect",
@@ -114,7 +115,10 @@ def load_command(name: str) -> Any:
     if not gc.isenabled():  # the entry point disabled it
         resume_collection()
     single = typer.Typer(add_completion=False, context_settings=app.info.context_settings)
-    single.command(cls=_Command)(getattr(module, name.split()[-1]))
+    function = getattr(module, name.split()[-1])
+    paragraphs = cleandoc(function.__doc__).split("\n\n")  # typer would keep the ends of their lines
+    help = "\n\n".join(text if text.startswith("\b") else " ".join(text.split()) for text in paragraphs)
+    single.command(cls=_Command, help=help)(function)
     return typer.main.get_command(single)
 
 
@@ -161,7 +165,7 @@ def root(
 ) -> None:
     """Run language models on this machine: a model file in, text out.
 
-    With no --model, commands use a small built-in one, fetched once.
+    With no --model, commands use a small default model (SmolLM2-135M, 93 MB), fetched once.
 
     \b
     Examples:

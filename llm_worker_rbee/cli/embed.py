@@ -157,9 +157,9 @@ def embed(texts: TextFileFlags, computing: PoolingFlags, options: EmbedFlags) ->
     \b
     Examples:
       llm-worker-rbee embed sentences.txt --output vectors.npy
-      llm-worker-rbee embed articles.jsonl --field body --truncate -o vectors.jsonl
-      cat queries.txt | llm-worker-rbee embed - -o - -m model.gguf --prompt-name query
-      llm-worker-rbee embed sentences.txt -o small.npy --dimensions 128 --dtype float16
+      llm-worker-rbee embed talks.jsonl --field body --truncate -o vectors.jsonl
+      llm-worker-rbee embed - -o - -m model.gguf --prompt-name query < queries.txt
+      llm-worker-rbee embed notes.txt -o a.npy --dimensions 128 --dtype float16
     """
     texts.validate()
     options.validate()

@@ -31,7 +31,7 @@ from ..weights.hub import Progress
 from . import NUMPY_THREAD_VARIABLES
 from .terminal import Status, argument_text, note, read_template
 
-MODEL_HELP = "A GGUF file, a folder with safetensors, hf:owner/repo:quant, or a name. The built-in model if left out."
+MODEL_HELP = "A GGUF file, a folder with safetensors, hf:owner/repo:quant, or a name. The default model if left out."
 DEFAULT_MAX_TOKENS = 512
 KV_TYPES = (KV_AUTO, *KV_VALUE_BYTES)
 # Nine digits are more than any vocabulary needs. Python's int and float would take 1_0 and other scripts' digits too.
@@ -370,7 +370,7 @@ def load_model(
     """Load the model and `prepare` it, with a status line or bars; `on_stage` is called for each stage."""
     options = load_options(model, computing, engine)
     computing.set_up()
-    with shown_loading(model.model or "the built-in model", status) as progress:
+    with shown_loading(model.model or "the default model", status) as progress:
         template = None if model.chat_template is None else read_template(model.chat_template)
         llm = LLM(options, chat_template=template, progress=progress, on_stage=on_stage)
         prepare(llm)

@@ -32,8 +32,8 @@ def rerank(
 
     \b
     Examples:
-      llm-worker-rbee rerank passages.txt --query "Who wrote it?" -m bge-reranker-v2-m3.gguf
-      llm-worker-rbee rerank found.jsonl --query "Who wrote it?" -m folder --top-n 3 --json
+      llm-worker-rbee rerank passages.txt --query "Who wrote it?" -m reranker.gguf
+      llm-worker-rbee rerank found.jsonl --query "Who?" -m folder --top-n 3 --json
     """
     argument_text(query, "--query")
     if computing.model is None:
@@ -71,13 +71,7 @@ def _read(texts: TextFileFlags) -> list[TextLine]:
 
 def _result_json(result: RankResult, line: TextLine) -> dict[str, object]:
     named = {} if line.id is None else {"id": line.id}
-    return {
-        "index": result.index,
-        **named,
-        "line": line.number,
-        "score": result.score,
-        "document": result.document,
-    }
+    return {"index": result.index, **named, "line": line.number, "score": result.score, "document": result.document}
 
 
 def _shorten(text: str) -> str:

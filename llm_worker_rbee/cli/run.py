@@ -176,7 +176,8 @@ class GuidedFlags:
         try:
             params = GrammarChecker().check(self._params())
         except InvalidRequestError as error:
-            raise typer.BadParameter(f"{options[0]}: {error}") from None
+            reason = re.sub(r"^structured_outputs\.\w+", options[0], str(error))
+            raise typer.BadParameter(reason if reason.startswith("--") else f"{options[0]}: {reason}") from None
         return {"structured_outputs": params, "close_on_length": self.close_on_length}
 
     def _params(self) -> StructuredOutputsParams:
@@ -244,7 +245,7 @@ def run(
       llm-worker-rbee run "Say yes or no." -t 0 --json --logprobs 5
       llm-worker-rbee run "Hello" -m folder --quantize Q4_K_M --threads 4
       llm-worker-rbee run --prompts questions.txt --json > answers.jsonl
-      llm-worker-rbee run "Invent a person." --json-schema person.json -q | jq .name
+      llm-worker-rbee run "Invent a person." --json-schema person.json -q | jq
     """
     scored = {"logprobs": output.logprobs, "prompt_logprobs": output.echo and output.as_json}
     params = sampling.params(**scored, **guided.fields())

@@ -242,9 +242,9 @@ def serve(
     process: ProcessFlags,
     measuring: MeasuringFlags,
 ) -> None:
-    """Serve a model over HTTP: the OpenAI API, and jobs for an orchestrator; beside it embeddings and reranking.
+    """Serve a model over HTTP: the APIs of OpenAI, Anthropic and Ollama, embeddings, reranking, jobs, a chat page.
 
-    The key is that of --api-key-file, LLM_WORKER_API_KEY or LLORCH_API_TOKEN. The log goes to standard error, as JSON
+    The key comes from --api-key-file, LLM_WORKER_API_KEY or LLORCH_API_TOKEN. The log goes to standard error, as JSON
     with LLORCH_LOG_FORMAT=json. Ctrl-C or SIGTERM lets running requests finish. SIGUSR2 restarts the engines one after
     another; no request is lost.
 
@@ -313,11 +313,7 @@ def _shown_until_ready() -> Iterator[tuple[ExitStack, OutputThread]]:
 
 
 def _one_process(
-    settings: ServerSettings,
-    model: ModelFlags,
-    computing: LoadFlags,
-    sharing: EngineFlags,
-    dummy_step_s: float | None,
+    settings: ServerSettings, model: ModelFlags, computing: LoadFlags, sharing: EngineFlags, dummy_step_s: float | None
 ) -> Worker:
     """Return a worker whose engine runs in a thread."""
     loaded: list[LLM] = []
@@ -342,7 +338,7 @@ def _with_children(
 ) -> Worker:
     """Return a worker whose engines run in child processes; progress is shown until `shown` is closed."""
     status = Status()
-    output.call(partial(status.show, f"loading {model.model or 'the built-in model'} ..."))
+    output.call(partial(status.show, f"loading {model.model or 'the default model'} ..."))
     shown.callback(status.clear)
     bar = shown.enter_context(transfer_progress(COMPILING, CAPTURING))
     last_report: deque[tuple[str, int, int | None]] = deque(maxlen=1)
@@ -368,13 +364,8 @@ def _with_children(
         text_model.max_context = info.max_context
         return text_model
 
-    options: dict[str, Any] = {
-        "max_restarts": process.engine_restarts,
-        "restart_on_stall": process.restart_on_stall,
-        "stall_timeout_s": settings.stall_timeout_s,
-        "progress": progress,
-        "on_located": on_located,
-    }
+    options: Any = {"max_restarts": process.engine_restarts, "restart_on_stall": process.restart_on_stall}
+    options |= {"stall_timeout_s": settings.stall_timeout_s, "progress": progress, "on_located": on_located}
     engine = SupervisedEngine(loads[0], **options) if len(loads) == 1 else ReplicaSet(loads, **options)
     return Worker(settings, engine, open_model)
 
@@ -443,7 +434,7 @@ def _print_ready(worker: Worker, url: str, key: Key | None, shown: ExitStack) ->
     info = worker.engine.info
     limits = SchedulerLimits(info.engine.max_batch, info.engine.max_step_tokens)
     each = f" in each of {info.num_replicas} engines" if info.num_replicas > 1 else ""
-    _print_line(f"ready after {sum(info.phases.values()):.1f} s, {limits}{each}; try:")
+    _print_line(f"ready after {sum(info.phases.values()):.1f} s, {limits}{each}; open {url} in a browser, or try:")
     _print_line("  " + _curl(worker, url, key))
 
 

@@ -20,15 +20,7 @@ from ..models.pooling_config import is_pooling_model
 from ..progress import TransferProgress, transfer_progress
 from ..token_engine.launch import load_engine, warm_up
 from ..weights import hub, open_checkpoint
-from .options import (
-    EngineFlags,
-    LoadFlags,
-    ModelFlags,
-    gather,
-    load_options,
-    option_fields,
-    option_names_in_errors,
-)
+from .options import EngineFlags, LoadFlags, ModelFlags, gather, load_options, option_fields, option_names_in_errors
 from .terminal import note, print_json
 
 _device = option_fields("Computing")
@@ -56,7 +48,7 @@ def warmup(
     sharing: EngineFlags,
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="Compile the kernels of this model. Default: the built-in model."),
+        typer.Argument(metavar="MODEL", help="Compile the kernels of this model. Default: the default model of run."),
     ] = None,
     all_: Annotated[bool, typer.Option("--all", help="Compile all kernels of the CPU, for any model.")] = False,
     as_json: Annotated[
@@ -69,7 +61,7 @@ def warmup(
 ) -> None:
     """Compile the kernels ahead of time, so that no answer waits for it.
 
-    This happens once for each version, machine and instruction set, otherwise with the first answer. The built-in model
+    This happens once for each version, machine and instruction set, otherwise with the first answer. The default model
     is not fetched for this: where it is missing, every kernel is compiled.
 
     For other types of KV cache (--kv-type) and weights (--quantize) than the model's own: --all.
