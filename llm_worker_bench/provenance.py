@@ -1,4 +1,4 @@
-"""Which code a saved run measured: a hash for each area of the source, and what changed since.
+"""The code that a saved run measured: a hash for each area of the source, and the areas changed since.
 
 A hash covers the lines that can change behaviour: comment lines, docstrings and blank lines do not count, so editing
 them does not make a measurement stale. A package without its source files has no hashes.
@@ -61,11 +61,11 @@ def hash_area(area: str, package: Path = PACKAGE) -> str:
 @cache
 def source_hashes(package: Path = PACKAGE) -> dict[str, str]:
     """Return the hash of each area, none where the source files are not there."""
-    return {area: hash_area(area, package) for area in AREAS if all((package / one).exists() for one in AREAS[area])}
+    return {area: hash_area(area, package) for area in AREAS if all((package / file).exists() for file in AREAS[area])}
 
 
 def changed_areas(measured: Mapping[str, str], now: Mapping[str, str], areas: Iterable[str]) -> list[str]:
-    """Return the areas whose code is not what was measured; an area without a recorded hash counts as changed."""
+    """Return the areas whose code has changed since; an area without a recorded hash counts as changed."""
     return [area for area in areas if measured.get(area) != now.get(area)]
 
 
@@ -73,6 +73,6 @@ def stale_line(changes: Sequence[tuple[str, Sequence[str]]]) -> str:
     """Return `Measured at 04ac773; cpu, engine changed since.` for each commit with changes, in one line."""
     merged: dict[str, list[str]] = {}
     for commit, areas in changes:
-        known = merged.setdefault(commit, [])
-        known += [area for area in areas if area not in known]
+        listed = merged.setdefault(commit, [])
+        listed += [area for area in areas if area not in listed]
     return " ".join(f"Measured at {at}; {', '.join(areas)} changed since." for at, areas in merged.items() if areas)

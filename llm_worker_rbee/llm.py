@@ -110,7 +110,7 @@ class LLM(TextModel):
 
     @property
     def device(self) -> str:
-        """What it computes on: cpu, cuda:0, ..."""
+        """The device: cpu, cuda:0, ..."""
         return self.model.ops.device
 
     @property
@@ -126,26 +126,26 @@ class LLM(TextModel):
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Stream:
         """Return the completion of a prompt (text, or ids) as a stream of chunks.
 
-        Keyword options are those of `SamplingParams`, and `priority` (lower goes first) and `timeout` in seconds. What
-        neither they nor `params` set is that of `sampling_defaults`: the model's own, or temperature 0.7, top-p 0.95
-        and min-p 0.05.
+        Keyword options are the fields of `SamplingParams`, `priority` (lower goes first) and `timeout` in seconds.
+        Parameters that neither they nor `params` set come from `sampling_defaults`: the model's own, or temperature
+        0.7, top-p 0.95 and min-p 0.05.
         """
         return self.streams(prompt, params, **options)[0]
 
     def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **options: Any) -> Stream:
         """Return the reply to a conversation as a stream of chunks.
 
-        Options beside those of `stream`: `tools` that the model may call (`Tool`, or as OpenAI describes functions),
+        Options in addition to `stream`'s: `tools` that the model may call (`Tool`, or as OpenAI describes functions),
         `tool_choice` (auto, none, required, or the name of the tool that must be called), `parallel_tool_calls`,
         `chat_template_kwargs` (variables of the template, such as `enable_thinking`), `reasoning_effort` ("none" turns
         reasoning off) and `thinking_budget_tokens`.
         """
         chat = _pop_chat_options(options)
         guided = {name: options.pop(name) for name in ("structured_outputs",) if name in options}
-        wanted = _merge_params(params, guided)
-        prompt = self.prepare_chat(messages, chat, wanted.structured_outputs)
-        wanted = wanted.with_structured_outputs(prompt.structured_outputs)
-        return self.streams(prompt.ids, wanted, make_parser=prompt.make_parser, **options)[0]
+        merged = _merge_params(params, guided)
+        prompt = self.prepare_chat(messages, chat, merged.structured_outputs)
+        merged = merged.with_structured_outputs(prompt.structured_outputs)
+        return self.streams(prompt.ids, merged, make_parser=prompt.make_parser, **options)[0]
 
     @overload
     def generate(
@@ -183,15 +183,15 @@ class LLM(TextModel):
         `params` may be a list too, one for each prompt. With `n` each prompt has a list of `n` completions.
         """
         if not _is_batch(prompt):
-            found = self._run_streams(self.streams(prompt, params, n, **options), bool(progress))
-            return found[0] if n is None else found
+            streams = self._run_streams(self.streams(prompt, params, n, **options), bool(progress))
+            return streams[0] if n is None else streams
         each = params if isinstance(params, (list, tuple)) else [params] * len(prompt)
         if len(each) != len(prompt):
             raise InvalidRequestError(f"there are {len(prompt)} prompts and {len(each)} params", "params")
         groups = []
-        for i, (one, its) in enumerate(zip(prompt, each, strict=True)):
+        for i, (item, its) in enumerate(zip(prompt, each, strict=True)):
             with _naming_prompt(i):
-                groups.append(self.streams(one, its, n, **options))
+                groups.append(self.streams(item, its, n, **options))
         completions = iter(self._run_streams([stream for group in groups for stream in group], progress))
         grouped = [[next(completions) for _ in group] for group in groups]
         return [group[0] for group in grouped] if n is None else grouped
@@ -302,7 +302,7 @@ class SyncEngine:
         for output in result.outputs:
             request, queue = self._requests[output.id]
             request.add(output)
-            queue.extend((now, one) for one in output.split())
+            queue.extend((now, part) for part in output.split())
             if output.finish_reason is not None:
                 del self._requests[output.id]
 
@@ -389,7 +389,7 @@ class Stream:
         return self.so_far()
 
     def so_far(self) -> Completion:
-        """Return what has been generated until now as a completion."""
+        """Return the text generated so far as a completion."""
         generation, request = self._generation, self._generation.request
         started = generation.started_at
         first = generation.first_token_at - started if generation.first_token_at else 0.0
@@ -427,15 +427,15 @@ class Stream:
 
 def together(streams: Sequence[Stream], on_tokens: Callable[[int], None] = lambda _: None) -> Iterator[Stream]:
     """Compute streams of one model in one batch; yield each as it ends, also one that ended with an error."""
-    left = list(streams)
+    waiting = list(streams)
     try:
         for stream in streams:
             stream.start()
-        while left:
-            left[0].wait()
-            on_tokens(sum(stream.take_ready() for stream in left))
-            ended = [stream for stream in left if stream.has_ended]
-            left = [stream for stream in left if not stream.has_ended]
+        while waiting:
+            waiting[0].wait()
+            on_tokens(sum(stream.take_ready() for stream in waiting))
+            ended = [stream for stream in waiting if stream.has_ended]
+            waiting = [stream for stream in waiting if not stream.has_ended]
             yield from ended
     finally:
         for stream in streams:
@@ -483,12 +483,12 @@ def _merge_params(params: SamplingParams | None, options: Mapping[str, Any]) -> 
 def _is_batch(prompt: Any) -> bool:
     """Return whether it is a list of texts or of lists of ids; a list of ids is one prompt."""
     is_list = isinstance(prompt, (list, tuple)) and bool(prompt)
-    return is_list and all(isinstance(one, (str, list, tuple)) or hasattr(one, "tolist") for one in prompt)
+    return is_list and all(isinstance(item, (str, list, tuple)) or hasattr(item, "tolist") for item in prompt)
 
 
 @contextmanager
 def _naming_prompt(i: int) -> Iterator[None]:
-    """Let an error of one of many prompts say which."""
+    """Add the prompt's index to the error."""
     try:
         yield
     except InvalidRequestError as error:

@@ -41,12 +41,12 @@ class StructuredOutputsParams:
     additional_properties: str | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in GRAMMAR_KINDS if getattr(self, name) not in (None, False)]
-        given += ["json"] if self.json is False else []
-        if len(given) != 1:
-            found = " and ".join(given) or "none"
-            raise _unusable(f" must have one of {', '.join(GRAMMAR_KINDS)}: it has {found}")
-        (name,) = given
+        kinds = [name for name in GRAMMAR_KINDS if getattr(self, name) not in (None, False)]
+        kinds += ["json"] if self.json is False else []
+        if len(kinds) != 1:
+            options = " and ".join(kinds) or "none"
+            raise _unusable(f" must have one of {', '.join(GRAMMAR_KINDS)}: it has {options}")
+        (name,) = kinds
         if self.additional_properties is not None and (
             name != "json" or self.additional_properties not in OBJECT_MODES
         ):
@@ -199,7 +199,7 @@ class SamplingParams:
     seed: int | None = None
     stop: Sequence[str] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # how many of the most probable tokens to report beside the sampled one
+    logprobs: int | None = None  # how many of the most probable tokens to report with the sampled one
     prompt_logprobs: bool = False
     structured_outputs: StructuredOutputsParams | None = None
     close_on_length: bool = False  # end a document within max_tokens, by the shortest way that the grammar allows

@@ -39,7 +39,7 @@ class MicroFlags:
 
 @gather(options=MicroFlags, results=ResultFlags, computing=ComputeFlags)
 def micro(options: MicroFlags, results: ResultFlags, computing: ComputeFlags) -> None:
-    """Measure the ops and parts one by one, each beside the limit of this machine.
+    """Measure the ops and parts one by one, each with the limit of this machine.
 
     TIME is that of one call: the mean of the middle half of the samples. OF LIMIT is the least time that the memory
     or the arithmetic of this machine, measured just before, allows for the task's bytes and operations, over that.
@@ -142,7 +142,7 @@ def _show_micro(run: Run, *, original: bool = False) -> None:
     others = [result for result in run.results if not result.name.startswith(benchmark.KERNEL)]
     kernels = [result for result in run.results if result.name.startswith(benchmark.KERNEL)]
     if others or not kernels:
-        rows = [_micro_row(one) + ([_original(one)] if original else []) for one in others]
+        rows = [_micro_row(item) + ([_original(item)] if original else []) for item in others]
         common.print_table([head, *rows], right=[2, 4, 6, 8])
     if kernels:
         print("\n" if others else "", end="")

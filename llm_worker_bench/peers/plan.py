@@ -1,4 +1,4 @@
-"""What is compared: rows, each a model file with its lengths, suites of rows, and about how long they take.
+"""The compared rows, each a model file with its lengths, suites of rows, and estimates of their time.
 
 Files of rows are made here: the default model in other types, and synthetic models. Files of real models are taken from
 the folder LLM_WORKER_REAL_MODELS, or from `real-models` in the cache folder; a row without its file fails by name.
@@ -90,18 +90,18 @@ def select_rows(suite: str, pattern: str | None) -> list[Row]:
     if suite not in SUITES:
         raise InvalidRequestError(f"unknown suite {suite!r}: use one of {', '.join(SUITES)}", "suite")
     try:
-        found = [row for row in SUITES[suite] if re.search(pattern or "", row.name)]
+        rows = [row for row in SUITES[suite] if re.search(pattern or "", row.name)]
     except re.error as error:
         raise InvalidRequestError(f"--rows {pattern!r} is not a regular expression: {error}", "rows") from None
-    if not found:
+    if not rows:
         names = ", ".join(row.name for row in SUITES[suite])
         raise InvalidRequestError(f"--rows {pattern!r} matches no row (there are {names})", "rows")
-    return found
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to compare, and with which peers."""
+    """The rows to compare, and the peers."""
 
     pp: Sequence[int] = (512,)
     tg: Sequence[int] = (128,)
@@ -184,7 +184,7 @@ def find_real_file(name: str) -> Path:
 
 
 class Size(NamedTuple):
-    """What the time of a run follows from."""
+    """The quantities that determine the time of a run."""
 
     values: int  # of all matrices
     bytes: int
@@ -211,8 +211,8 @@ def estimate_seconds(row: Row, plan: Plan, limits: Limits) -> float:
     size, rounds, tests = size_of(row), plan.repetitions + 1, list(planned_tests(row))
     seconds = sum(_least_seconds(size, *test, limits) for test in tests)
     read = len(tests) * (START_S / 3 + size.bytes / READ_RATE)  # llama-bench loads the model for each of them
-    made = size.bytes / WRITE_RATE if row.synthetic or row.converted else 0.0
-    return made + 2 * START_S + rounds * (2 * TIMES_LIMIT * seconds + read)
+    writing = size.bytes / WRITE_RATE if row.synthetic or row.converted else 0.0
+    return writing + 2 * START_S + rounds * (2 * TIMES_LIMIT * seconds + read)
 
 
 def planned_tests(row: Row) -> Iterator[tuple[str, int, int]]:

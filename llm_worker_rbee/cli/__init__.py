@@ -58,19 +58,19 @@ COMMANDS = {
     "profile": Command("Measure", "llm_worker_bench.commands.profile",
         "Show where the time goes, by component, for prefill and decode."),
     "bench micro": Command("Measure", "llm_worker_bench.commands.micro",
-        "Measure the ops and parts one by one, each beside the limit of this machine."),
+        "Measure the ops and parts one by one, each with the limit of this machine."),
     "bench e2e": Command("Measure", "llm_worker_bench.commands.e2e_load",
         "Measure a whole model: prefill, decode, time to first token, memory."),
     "bench load": Command("Measure", "llm_worker_bench.commands.e2e_load",
         "Measure a start: import, open, kernels, weights, warm-up, first token."),
     "bench embed": Command("Measure", "llm_worker_bench.commands.embed",
-        "Measure embeddings: texts and tokens a second, by length and batch, beside peers."),
+        "Measure embeddings: texts and tokens a second, by length and batch, against peers."),
     "bench serving": Command("Measure", "llm_worker_bench.commands.serving",
         "Put load on any OpenAI-compatible server; measure what its users would see."),
     "bench accuracy": Command("Judge", "llm_worker_bench.commands.accuracy",
         "Measure how far a path is from float32 on the dequantized weights: the truth."),
     "bench peers": Command("Judge", "llm_worker_bench.commands.peers",
-        "Measure this worker beside llama.cpp, mistral.rs, vLLM and transformers."),
+        "Measure this worker against llama.cpp, mistral.rs, vLLM and transformers."),
     "bench experiments": Command("Judge", "benchmarks.claims.command",
         "Judge the claims about optimisations on this machine."),
     "bench compare": Command("Compare and show", "llm_worker_bench.commands.saved_runs", "Compare two saved runs."),
@@ -248,7 +248,7 @@ def _command_words(args: Sequence[str]) -> list[str]:
 
 
 def _error_message(error: Exception, args: Sequence[str]) -> str:
-    """Return what the user reads about an error, with the remedy where one is known."""
+    """Return the text of an error for the user, with the remedy if one is known."""
     if isinstance(error, UsageError):
         command = " ".join([PROGRAM, *_command_words(args)])
         message = str(getattr(error, "format_message", lambda: error)()).removeprefix("Invalid value: ")

@@ -157,7 +157,7 @@ def _architecture(report: dict[str, Any]) -> str:
 
 
 def _method_line(method: dict[str, Any]) -> str:
-    """Return what config.json says of quantized weights."""
+    """Return the quantization settings of config.json."""
     bits = f"{method['bits']} bits" if method["bits"] else ""
     groups = {0: "", -1: "a scale per row"}.get(method["group_size"], f"groups of {method['group_size']}")
     block = f"blocks of {method['block'][0]} x {method['block'][1]}" if method["block"] else ""
@@ -220,7 +220,7 @@ def _token(token: dict[str, Any]) -> str:
 
 
 def _pooling_lines(pooling: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return what a pooling model gives, and what it takes."""
+    """Return the outputs and inputs of a pooling model."""
     if "error" in pooling:
         return [("pooling", f"not usable: {pooling['error']}")]
     normalized = ", normalized" if pooling["normalize"] else ""
@@ -413,25 +413,25 @@ def _mtp(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any] | None:
 def _pooling(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any]:
     """Return how an embedding model or a reranker pools."""
     try:
-        found = read_pooling_config(checkpoint, config)
+        pooling = read_pooling_config(checkpoint, config)
     except WorkerError as error:
         return {"error": str(error)}
     return {
-        "kind": found.kind,
-        "normalize": found.normalize,
-        "score": found.score or None,
-        "dimension": found.dense[-1].rows if found.dense else config.d_model,
-        "similarity": found.similarity,
-        "max_length": min(found.max_length or config.context_length, config.context_length),
-        "prompts": dict(found.prompts),
-        "default_prompt": found.default_prompt or None,
-        "notes": list(found.notes),
+        "kind": pooling.kind,
+        "normalize": pooling.normalize,
+        "score": pooling.score or None,
+        "dimension": pooling.dense[-1].rows if pooling.dense else config.d_model,
+        "similarity": pooling.similarity,
+        "max_length": min(pooling.max_length or config.context_length, config.context_length),
+        "prompts": dict(pooling.prompts),
+        "default_prompt": pooling.default_prompt or None,
+        "notes": list(pooling.notes),
     }
 
 
 def _shape_from_keys(checkpoint: Checkpoint) -> dict[str, Any]:
-    found = {name: checkpoint.metadata.get(f"{checkpoint.architecture}.{key}") for name, key in COMMON_KEYS.items()}
-    return {name: value for name, value in found.items() if isinstance(value, int) and not isinstance(value, bool)}
+    values = {name: checkpoint.metadata.get(f"{checkpoint.architecture}.{key}") for name, key in COMMON_KEYS.items()}
+    return {name: value for name, value in values.items() if isinstance(value, int) and not isinstance(value, bool)}
 
 
 def _quantization(checkpoint: Checkpoint) -> list[dict[str, Any]]:
@@ -516,7 +516,7 @@ def tensor_rows(checkpoint: Checkpoint) -> list[dict[str, Any]]:
 
 
 def metadata_values(checkpoint: Checkpoint, *, whole: bool) -> dict[str, Any]:
-    """Return type and value of each key; without `whole`, a long list is cut, with its length beside it."""
+    """Return type and value of each key; without `whole`, a long list is cut and its length added."""
     return {
         key: {"type": checkpoint.value_types.get(key, type(value).__name__), **_value(value, whole=whole)}
         for key, value in _keys(checkpoint.metadata)
@@ -524,7 +524,7 @@ def metadata_values(checkpoint: Checkpoint, *, whole: bool) -> dict[str, Any]:
 
 
 def _keys(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of a GGUF; of a folder, those of each JSON file after the name of the file."""
+    """Yield the keys of a GGUF, or of each JSON file of a folder, after the file's name."""
     for key, value in metadata.items():
         if isinstance(value, dict):
             yield from ((f"{key}.{inner}", deep) for inner, deep in value.items())

@@ -152,7 +152,7 @@ class PromptFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class GuidedFlags:
-    """What the answer must conform to."""
+    """The grammar or schema of the answer."""
 
     json_schema: str | None = _guided(None, "FILE|JSON", "Answer with JSON of this schema; {} is any JSON.")
     regex: str | None = _guided(None, "PATTERN", "Answer with a text that matches a regular expression.")
@@ -163,13 +163,13 @@ class GuidedFlags:
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of `SamplingParams`; a grammar that is wrong fails before the model is loaded."""
-        given = {name: value for name, value in vars(self).items() if value and not isinstance(value, bool)}
-        options = [f"--{name.replace('_', '-')}" for name in given]
-        if len(given) > 1:
+        values = {name: value for name, value in vars(self).items() if value and not isinstance(value, bool)}
+        options = [f"--{name.replace('_', '-')}" for name in values]
+        if len(values) > 1:
             raise typer.BadParameter(f"{options[0]} and {options[1]} exclude each other: give one of them")
         if self.open_objects and not self.json_schema:
             raise typer.BadParameter("--open-objects needs --json-schema")
-        if not given:
+        if not values:
             if self.close_on_length:
                 raise typer.BadParameter("--close-on-length needs --json-schema, --regex, --choice or --grammar")
             return {}
@@ -193,7 +193,7 @@ class GuidedFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputFlags:
-    """What is printed of the answer."""
+    """The form of the output."""
 
     echo: bool = _output(False, None, "Show the prompt too; with --json, score its tokens.")
     logprobs: int | None = _output(None, "K", "Log-probabilities, also of the K most likely tokens.")
@@ -292,7 +292,7 @@ class ReasoningNotes:
         self._is_open = False
 
     def show(self, chunk: Chunk, status: Status) -> None:
-        """Print what is reasoning in a chunk."""
+        """Print the reasoning of a chunk."""
         text = "".join(event.text for event in chunk.events if isinstance(event, ReasoningDelta))
         if text:
             status.clear()
@@ -383,7 +383,7 @@ class _BatchPrinter:
 
     llm: LLM
     requests: Sequence[PromptRequest]
-    streams: Sequence[Stream]  # those of the first prompt, those of the second, ...
+    streams: Sequence[Stream]  # the first prompt's streams, the second's, ...
     prompt_options: PromptFlags
     output: OutputFlags
     model: str | None
@@ -477,11 +477,11 @@ def _parse_json_line(origin: str, line: str, params: SamplingParams) -> PromptRe
         raise InvalidRequestError(f'{origin} must have either a "prompt" (text) or "messages" (a list)', "prompt")
     if isinstance(fields.get("logit_bias"), dict):  # keys of JSON objects are strings
         fields["logit_bias"] = {_token_id(key): value for key, value in fields["logit_bias"].items()}
-    given = {name: value for name, value in fields.items() if value is not None or name not in NEUTRAL_SAMPLING}
+    values = {name: value for name, value in fields.items() if value is not None or name not in NEUTRAL_SAMPLING}
     try:
-        if given.get("structured_outputs") is not None:
-            given["structured_outputs"] = StructuredOutputsParams.from_fields(given["structured_outputs"])
-        return PromptRequest(origin, prompts[0], replace(params, **given), scheduling)
+        if values.get("structured_outputs") is not None:
+            values["structured_outputs"] = StructuredOutputsParams.from_fields(values["structured_outputs"])
+        return PromptRequest(origin, prompts[0], replace(params, **values), scheduling)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{origin}: {error}", error.field) from None
 
@@ -497,7 +497,7 @@ class DraftStats(NamedTuple):
     accepted: int
 
     def describe(self, tokens: int) -> str:
-        """Return `drafts 68% accepted (35 of 51), 1.34 tokens a step`: a step gives one token beside the accepted."""
+        """Return `drafts 68% accepted (35 of 51), 1.34 tokens a step`: a step gives one token more than it accepts."""
         if not self.drafted:
             return "no drafts"
         share = f"{self.accepted / self.drafted:.0%} accepted ({self.accepted:,} of {self.drafted:,})"

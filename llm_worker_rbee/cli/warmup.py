@@ -28,13 +28,13 @@ _device = option_fields("Computing")
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupFlags(LoadFlags):
-    """Whose kernels: by default those of the CPU."""
+    """The device of the kernels; by default the CPU."""
 
     device: str = _device("cpu", "NAME", "The hardware: cpu, cuda, cuda:N or auto.")
 
 
 class Warmed(NamedTuple):
-    """What a warm-up found and did."""
+    """The result of a warm-up."""
 
     kernels: int
     compiled: int
@@ -116,7 +116,7 @@ def _print(done: Warmed, seconds: float, as_json: bool) -> None:
 def _warm_up_gpu(
     backend: Backend, model: str | None, computing: LoadFlags, sharing: EngineFlags, progress: TransferProgress
 ) -> Warmed:
-    """Load the model as `serve` does, and compile what it launches."""
+    """Load the model as `serve` does, and compile its kernels."""
     folder = _require_kept(backend.kernel_dir)
     options = load_options(ModelFlags(model=model), computing, sharing)
     phases = LoadPhases(progress=progress)

@@ -95,7 +95,7 @@ class RayEngine(TokenEngine):
         raise InferenceError("Ray restarts its replicas: deploy the application again, or scale it")
 
     def stats(self) -> EngineStats:
-        return add_stats([one.stats for one in self._reports.values()], [one.stats for one in self._ended.values()])
+        return add_stats([r.stats for r in self._reports.values()], [r.stats for r in self._ended.values()])
 
     def status(self) -> str:
         statuses = {report.status for report in self._reports.values()}
@@ -214,7 +214,7 @@ def _submission(request: RequestState, deadline: float | None) -> Submit:
 
 
 class ReportedEngine:
-    """What `/info` and metrics show of one replica."""
+    """The data of one replica for `/info` and metrics."""
 
     def __init__(self, info: ModelInfo, report: EngineReport) -> None:
         self.info = msgspec.structs.replace(info, device=report.device)

@@ -1,6 +1,6 @@
 """Many requests, one model: `add` and `abort` between steps, `step` until there is no work.
 
-The engine knows token ids only. It belongs to one thread at a time; token_engine/ is how others reach it.
+The engine knows token ids only. It belongs to one thread at a time; token_engine/ connects others.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Engine:
         return self._end_step(outputs)
 
     def _begin_step(self) -> list[StepOutput]:
-        """Return the outputs of requests that have expired, and of those whose slow grammars are done."""
+        """Return the outputs of expired requests, and of requests whose slow grammars are done."""
         self.is_computing = False  # an interrupted step leaves it set
         self._called_at = time.perf_counter()
         outputs = self.scheduler.expire(time.monotonic())
@@ -151,7 +151,7 @@ class Engine:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Say that the scheduler's state is consistent; an interrupt leaves it said, an error does not."""
+        """Mark the scheduler's state as consistent; an interrupt keeps the mark, an error removes it."""
         self.is_computing = True
         try:
             yield
@@ -204,7 +204,7 @@ class Engine:
 
     def _run(self, scheduled: list[ScheduledTokens]) -> Array:
         """Return the logits, while the masks of guided requests are filled."""
-        requests = [one.request for one in scheduled if one.stop >= len(one.request.ids)]
+        requests = [item.request for item in scheduled if item.stop >= len(item.request.ids)]
         if not any(request.constraint is not None for request in requests):
             return self._run_model(scheduled)
         if not self.model.ops.has_device_memory:
@@ -239,7 +239,7 @@ class Engine:
         return self.scheduler.fail(scheduled, _to_worker_error(error))
 
     def draft(self) -> None:
-        """Set draft tokens for the next step: those of the drafter, and those that grammars force."""
+        """Set draft tokens for the next step: the drafter's, and tokens that grammars force."""
         if self.drafter is not None and self.is_drafting:
             self._run_drafter(self.drafter)
         grammar_drafts = self.grammar_drafts()
@@ -249,18 +249,18 @@ class Engine:
                 request.drafts = drafts
 
     def grammar_drafts(self) -> list[tuple[Request, list[int]]]:
-        """Return the next tokens of guided requests that decode: those that are forced, or drafts that are allowed."""
-        found, left = [], self.scheduler.max_scored_tokens
+        """Return the next tokens of decoding guided requests: forced tokens, or allowed drafts."""
+        pairs, budget = [], self.scheduler.max_scored_tokens
         for request in self.scheduler.running:
             if request.constraint is not None:
-                room = min(left, max_drafts(request))
+                room = min(budget, max_drafts(request))
                 drafts = request.constraint.next_drafts(request.drafts, room) if room else []
-                found.append((request, drafts))
-                left -= len(drafts)
-        return found
+                pairs.append((request, drafts))
+                budget -= len(drafts)
+        return pairs
 
     def _run_drafter(self, drafter: Drafter) -> None:
-        """Let a drafter set drafts. They are optional: a drafter that breaks is not used again."""
+        """Let a drafter set drafts. They are optional: a failing drafter is not used again."""
         try:
             batch = partial(self.runner.batch, has_states=False)
             drafter.draft(self.scheduler.running, self.scheduler.reserve, batch)
@@ -273,27 +273,27 @@ class Engine:
             warnings.warn(f"speculative decoding is off: the drafter failed: {error}", RuntimeWarning, stacklevel=2)
 
     def max_prefill_tokens(self, decodes: Sequence[ScheduledTokens], start: int) -> int:
-        """Return how many prompt tokens a step may have so that its decodes get their token in time."""
+        """Return the prompt tokens that a step may have so that its decodes get their tokens in time."""
         limit = self.config.max_step_tokens
-        if not any(one.stop > one.request.num_prompt_tokens for one in decodes):
+        if not any(item.stop > item.request.num_prompt_tokens for item in decodes):
             return limit - len(decodes)  # no request waits for its next token
         size = step_size(decodes, self.step_time.query_tile)
         return self.step_time.max_prefill_tokens(self.config.target_itl_ms / 1000, size, start, limit - size.tokens)
 
     def seconds_per_prefill_token(self) -> float:
         """Return the predicted seconds of a prompt token in a step with the current decodes; 0: not known yet."""
-        running = [one for one in self.scheduler.running[:] if len(one.ids) > one.num_prompt_tokens]
-        decodes = [ScheduledTokens(one, len(one.ids) - 1, len(one.ids), 0) for one in running]
+        running = [item for item in self.scheduler.running[:] if len(item.ids) > item.num_prompt_tokens]
+        decodes = [ScheduledTokens(item, len(item.ids) - 1, len(item.ids), 0) for item in running]
         count = max(MIN_PREFILL_TOKENS, self.max_prefill_tokens(decodes, 0))
-        context = sum(one.stop for one in decodes) + chunk_context(0, count, self.step_time.query_tile)
+        context = sum(item.stop for item in decodes) + chunk_context(0, count, self.step_time.query_tile)
         return (self.step_time.predict(StepSize("mixed", False, len(decodes) + count, context)) or 0.0) / count
 
 
 def _to_worker_error(error: Exception) -> WorkerError:
     if isinstance(error, WorkerError):
         return error
-    made: WorkerError = InferenceError(f"the step failed ({type(error).__name__})")  # its text may hold internals
+    shown: WorkerError = InferenceError(f"the step failed ({type(error).__name__})")  # its text may hold internals
     if isinstance(error, MemoryError):
-        made = InsufficientMemoryError("a step did not fit into memory: use a smaller kv_memory, max_batch or prompt")
-    made.__cause__ = error
-    return made
+        shown = InsufficientMemoryError("a step did not fit into memory: use a smaller kv_memory, max_batch or prompt")
+    shown.__cause__ = error
+    return shown

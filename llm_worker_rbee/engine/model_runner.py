@@ -42,23 +42,23 @@ class ModelRunner:
         self, scheduled: Sequence[ScheduledTokens], pending: Array | None = None, *, has_states: bool = True
     ) -> Batch:
         """Return the arrays of a step; `pending`: the tokens of the step in flight, if it follows one."""
-        made = self._token_batch(scheduled, pending)
-        return _with_states(made, scheduled) if has_states and self.cache.n_slots else made
+        tokens = self._token_batch(scheduled, pending)
+        return _with_states(tokens, scheduled) if has_states and self.cache.n_slots else tokens
 
     def _token_batch(self, scheduled: Sequence[ScheduledTokens], pending: Array | None) -> Batch:
         ids: list[int] = []
         requests, starts, stops, logits_from = zip(*scheduled, strict=True)
         for request, start, stop in zip(requests, starts, stops, strict=True):
-            known = len(request.ids)
+            length = len(request.ids)
             if request.num_blocks_in_table < len(request.blocks):
                 self._write_table(request)
             if request.pending_row >= 0:
                 ids.append(pending_id(request.pending_row))
-            elif start + 1 == stop == known:
+            elif start + 1 == stop == length:
                 ids.append(request.ids[start])
             else:
                 ids += request.ids[start:stop]
-                ids += request.drafts[max(0, start - known) : max(0, stop - known)]
+                ids += request.drafts[max(0, start - length) : max(0, stop - length)]
         if len(ids) == len(requests) and logits_from == starts:
             return self._decode_batch(ids, requests, starts, pending)
         slots = [request.batch_slot for request in requests]
@@ -67,10 +67,10 @@ class ModelRunner:
     def _decode_batch(
         self, ids: list[int], requests: Sequence[Request], starts: Sequence[int], pending: Array | None
     ) -> Batch:
-        """What `_mixed_batch` gives where each request computes one token and its logits, faster."""
+        """Return the same as `_mixed_batch`, faster, if each request computes one token and its logits."""
         count, size, slots = len(ids), self.cache.block_size, [request.batch_slot for request in requests]
         rows = slots if count > 1 else slice(slots[0], slots[0] + 1)  # of one request without a copy
-        written = [one.blocks[at // size] * size + at % size for one, at in zip(requests, starts, strict=True)]
+        written = [row.blocks[at // size] * size + at % size for row, at in zip(requests, starts, strict=True)]
         positions = _array(starts)
         return Batch(
             ids=_array(ids),
@@ -123,7 +123,7 @@ def _with_states(batch: Batch, scheduled: Sequence[ScheduledTokens]) -> Batch:
 
 
 def forward(model: Transformer, batch: Batch, cache: KVCache) -> Array:
-    """Run the model; an overflow is no warning here, it becomes an error where logits are sampled."""
+    """Run the model; an overflow gives no warning here, but an error where logits are sampled."""
     with np.errstate(all="ignore"):
         return model.forward(batch, cache)
 
@@ -157,7 +157,7 @@ class SingleSequence:
         self.block_table: Ints = np.arange(n_blocks, dtype=np.int64)
 
     def step(self, request: Request, limit: int, *, all_logits: bool = False) -> Array:
-        """Compute up to `limit` tokens that are not computed yet; return the logits of the last of them, or of all."""
+        """Compute up to `limit` of the remaining tokens; return the logits of the last one, or of all."""
         start = request.num_computed_tokens
         ids = request.ids[start : start + limit]
         logits = forward(self.model, self.batch(ids, start, all_logits=all_logits), self.cache)
@@ -182,7 +182,7 @@ class SingleSequence:
         )
 
     def catch_up(self, request: Request, *, all_logits: bool = False) -> Iterator[tuple[int, Array]]:
-        """Compute all that is not computed yet; yield the first position and the logits of each chunk, as `step`."""
+        """Compute all remaining tokens; yield the first position and the logits of each chunk, as `step`."""
         limit = CHUNK_TOKENS_WITH_LOGITS if all_logits else CHUNK_TOKENS
         while request.num_computed_tokens < request.num_tokens:
             start = request.num_computed_tokens

@@ -1,5 +1,5 @@
-"""The routes and the ASGI application; replies of the dialects are made in `dialects`, those about the worker itself
-(page, info, tokens) here. What precedes every route is in `middleware`."""
+"""The routes and the ASGI application; `dialects` has the replies of the APIs, this module those about the worker
+itself (page, info, tokens). `middleware` runs before every route."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ async def read_body(request: Request, takes_any: bool = False) -> bytes:
 
 
 class CancelOnDisconnect:
-    """A context whose task is cancelled, as by `asyncio.timeout`, if the client disconnects: that raises an error."""
+    """A context whose task is cancelled, as by `asyncio.timeout`, if the client disconnects."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -231,7 +231,7 @@ class Routes:
         return json_response(describe_worker(self.worker))
 
     async def _generate(self, route: GenerateRoute, request: Request) -> Response | PushStream:
-        """Parse a body and reply with what the model answers, streamed or whole."""
+        """Parse a body and reply with the model's answer, streamed or whole."""
         body = await read_body(request, dialect_of(route.path).takes_any_content_type)
         async with CancelOnDisconnect(request):
             parsed: GenerateRequest = await self.worker.parse(route.path, body)
@@ -251,11 +251,11 @@ class Routes:
             return PushStream(reply, ping_s=self.worker.settings.ping_s, headers=headers, ping=printer.ping)
 
     async def _handle(self, handler: Handler, request: Request) -> Any:
-        """Call a dialect's handler; what it returns is a response, or becomes one."""
-        found = await handler(RequestCall(request, dialect_of(request.url.path).takes_any_content_type))
-        if isinstance(found, tuple):
-            return json_response(*found)
-        return json_response(found) if isinstance(found, dict) else found
+        """Call a dialect's handler; convert its result to a response if it is none."""
+        answer = await handler(RequestCall(request, dialect_of(request.url.path).takes_any_content_type))
+        if isinstance(answer, tuple):
+            return json_response(*answer)
+        return json_response(answer) if isinstance(answer, dict) else answer
 
     async def _offload(self, parser: str, reply: Callable[[TextModel, Any], bytes], request: Request) -> Response:
         """Parse a body and make the reply to it in a thread."""
@@ -292,7 +292,7 @@ class Routes:
         return [Route(path, handler, methods=methods.split()) for path, handler, methods in routes]
 
     def direct_table(self) -> dict[tuple[str, str], Callable[[Request], Any]]:
-        """Return the routes that are called most, by method and path."""
+        """Return the most frequent routes, by method and path."""
         table: dict[tuple[str, str], Callable[[Request], Any]] = {
             ("POST", route.path): partial(self._generate, route) for route in generate_routes()
         }
@@ -342,17 +342,17 @@ class DirectRoutes:
 
 
 async def _on_no_route(request: Request, error: Exception) -> Response:
-    path, more = request.url.path, getattr(error, "headers", None) or {}
-    found: WorkerError = NotFoundError(f"there is no route {request.method} {path[:100]!r}")
+    path, extra = request.url.path, getattr(error, "headers", None) or {}
+    refusal: WorkerError = NotFoundError(f"there is no route {request.method} {path[:100]!r}")
     if getattr(error, "status_code", 404) == 405:
-        found = MethodNotAllowedError(f"{request.method} is not a method of {path[:100]!r}: use {more.get('Allow')}")
-    status, headers, body = error_response(path, found)
-    return Response(body, status, {**headers, **more})
+        refusal = MethodNotAllowedError(f"{request.method} is not a method of {path[:100]!r}: use {extra.get('Allow')}")
+    status, headers, body = error_response(path, refusal)
+    return Response(body, status, {**headers, **extra})
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    known = error if isinstance(error, WorkerError) else InferenceError("internal error of the worker")
-    status, headers, body = error_response(request.url.path, known)
+    shown = error if isinstance(error, WorkerError) else InferenceError("internal error of the worker")
+    status, headers, body = error_response(request.url.path, shown)
     return Response(body, status, headers)
 
 
@@ -377,7 +377,7 @@ def load_page() -> tuple[bytes, str]:
 
 
 def describe_worker(worker: Worker) -> dict[str, Any]:
-    """Return what `/info` replies: model, device, memory, limits, sampling defaults, versions."""
+    """Return the reply of `/info`: model, device, memory, limits, sampling defaults, versions."""
     context_length = worker.model.max_context  # raises until the model is loaded
     info, stats = worker.engine.info, worker.engine.stats()
     return {
@@ -396,9 +396,9 @@ def describe_worker(worker: Worker) -> dict[str, Any]:
         },
         "step_time_model": None if stats.step_time_model is None else stats.step_time_model._asdict(),
         "replicas": [
-            {"device": one.info.device, "status": one.status(), "restarts": one.num_restarts,
-             "requests": one.num_requests, "kv_cache_usage": round(one.stats().kv_cache_usage, 6)}
-            for one in worker.engine.replicas
+            {"device": replica.info.device, "status": replica.status(), "restarts": replica.num_restarts,
+             "requests": replica.num_requests, "kv_cache_usage": round(replica.stats().kv_cache_usage, 6)}
+            for replica in worker.engine.replicas
         ],
         "pooling": [service.describe() for service in worker.pooling.loaded],
         "sampling_defaults": worker.model.sampling_defaults.report(),

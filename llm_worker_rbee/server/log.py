@@ -1,8 +1,8 @@
 """Log lines on standard error: pretty for people, JSON for machines.
 
 Every line of a request carries its correlation id, a context variable that the task of a job inherits. Prompts and
-answers are never logged: messages of unexpected errors, which may quote them, are left out; type and place are logged.
-A thread writes the lines, so that an unread standard error blocks nothing; what does not fit is dropped and counted.
+answers are never logged: unexpected errors, whose messages may quote them, are logged with type and place only. A
+thread writes the lines, so that an unread standard error blocks nothing; lines that do not fit are dropped and counted.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "message": _one_line(record.getMessage()),
         }
-        if (known := correlation_id.get()) is not None:
-            line["correlation_id"] = known
+        if (correlation := correlation_id.get()) is not None:
+            line["correlation_id"] = correlation
         line |= getattr(record, "figures", {})
         if record.exc_info and (error := record.exc_info[1]) is not None:
             line |= {"error": type(error).__name__, "where": _stack_places(error)}
@@ -127,8 +127,8 @@ class PrettyFormatter(logging.Formatter):
         parts += [f"{name}={value}" for name, value in getattr(record, "figures", {}).items()]
         if record.exc_info and (error := record.exc_info[1]) is not None:
             parts += [type(error).__name__, "at", " < ".join(reversed(_stack_places(error)))]
-        if (known := correlation_id.get()) is not None:
-            parts.append(f"[{known}]")
+        if (correlation := correlation_id.get()) is not None:
+            parts.append(f"[{correlation}]")
         return " ".join(parts)
 
 

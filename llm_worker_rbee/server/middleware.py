@@ -1,4 +1,4 @@
-"""What every request passes before its route: host, API key, header and body limits, correlation id, log line; and the
+"""Checks before every route: host, API key, header and body limits, correlation id, log line; and the
 error bodies of all dialects. Plain ASGI. A worker without a key checks `Host`."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CLIENT_CLOSED = 499  # logged where the client disconnected before a status was 
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches the host; of names, only localhost counts."""
+    """Return whether only this machine can reach the host; the only such name is localhost."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -58,24 +58,24 @@ def require_key(key: Key | None, host: str) -> None:
         )
 
 
-def check_authorization(header: bytes, given: bytes, key: bytes) -> None:
-    """Raise unless an Authorization header has the key, or what was `given` as X-API-Key is the key."""
-    if not header and not given:
+def check_authorization(header: bytes, api_key: bytes, key: bytes) -> None:
+    """Raise unless an Authorization header has the key, or X-API-Key (`api_key`) is the key."""
+    if not header and not api_key:
         raise MissingKeyError("no API key: send Authorization: Bearer KEY, or X-API-Key: KEY")
     scheme, _, value = header.partition(b" ")
     is_bearer = scheme.lower() == b"bearer" and hmac.compare_digest(value.strip(), key)
-    if not is_bearer and not hmac.compare_digest(given.strip(), key):
+    if not is_bearer and not hmac.compare_digest(api_key.strip(), key):
         raise AuthenticationError("the API key is wrong")
 
 
 def host_name(host: str) -> str | None:
     """Return the name in `name:port` or `[address]:port`, in lower case; None if it is neither."""
-    found = HOST.fullmatch(host)
-    return None if found is None else (found[1] or found[2]).lower()
+    match = HOST.fullmatch(host)
+    return None if match is None else (match[1] or match[2]).lower()
 
 
 def allowed_hosts(settings: ServerSettings) -> frozenset[str] | None:
-    """Return the names that `Host` may have beside other loopback addresses; None: any.
+    """Return the names that `Host` may have in addition to loopback addresses; None: any.
 
     A page of another site reaches a worker on loopback once its own name resolves to 127.0.0.1 (DNS rebinding); `Host`
     still has that name. With a key there is no check: such a page does not know the key.
@@ -116,8 +116,8 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
-        given = headers.get(b"x-correlation-id", b"").decode("latin-1")
-        scope["correlation_id"] = correlation_id = given if UUID.fullmatch(given) else str(uuid4())
+        sent = headers.get(b"x-correlation-id", b"").decode("latin-1")
+        scope["correlation_id"] = correlation_id = sent if UUID.fullmatch(sent) else str(uuid4())
         log.correlation_id.set(correlation_id)
         start, reply, reason = time.perf_counter(), _ReplyWatcher(send, correlation_id), None
         is_checked = False
@@ -131,7 +131,7 @@ class RequestMiddleware:
             is_checked = True
             await self._app(scope, _limit_body(receive, max_body), reply.send)
         except WorkerError as error:
-            reason = None if is_checked else str(error)  # those of routes may quote what a client wrote
+            reason = None if is_checked else str(error)  # errors of routes may quote the client
             if not reply.has_started:
                 await send_error(reply.send, scope["path"], error)
         except Exception as error:

@@ -55,7 +55,7 @@ TYPE_NAMES = {
 
 
 class ValidationIssue(NamedTuple):
-    """One thing that is wrong with a body."""
+    """One fault of a body."""
 
     field: str
     constraint: str  # type, range, length, required, unknown, unsupported, choice, format, conflict, json, invalid
@@ -78,7 +78,7 @@ def require(holds: bool, field: str, constraint: str, message: str) -> None:
 
 
 class ModelLimits(msgspec.Struct, frozen=True):
-    """What a body is checked against besides its schema."""
+    """The limits and settings for checking a body, in addition to its schema."""
 
     max_context: int
     vocab_size: int
@@ -93,11 +93,11 @@ class ParseOptions(msgspec.Struct, frozen=True):
 
 
 class FieldType(ABC):
-    """What a field may hold: validation and JSON Schema side by side, so that they agree."""
+    """The type of a field: validation and JSON Schema side by side, so that they agree."""
 
     @abstractmethod
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
-        """Return what is wrong with a value that is not null."""
+        """Check a value that is not null."""
 
     @abstractmethod
     def json_schema(self) -> Schema:
@@ -135,7 +135,7 @@ def decode_object(body: bytes) -> dict[str, Any]:
 
 
 def _find_surrogate(body: bytes) -> ValidationIssue | None:
-    """Return the place of a text that is not Unicode, in a body that is JSON otherwise."""
+    """Return the place of a non-Unicode text in a body that is otherwise JSON."""
     text = body.decode(errors="surrogateescape")
     try:
         values = [("", json.loads(text))]
@@ -144,9 +144,9 @@ def _find_surrogate(body: bytes) -> ValidationIssue | None:
     while values:
         place, value = values.pop()
         texts = value if isinstance(value, dict) else [value] if isinstance(value, str) else ()
-        if (found := next(filter(None, map(SURROGATE.search, texts)), None)) is not None:
+        if (match := next(filter(None, map(SURROGATE.search, texts)), None)) is not None:
             place = f"a name in {place or 'the body'}" if isinstance(value, dict) else place or "body"
-            is_byte, code = found[0] >= "\udc80" and SURROGATE.search(text) is not None, ord(found[0])
+            is_byte, code = match[0] >= "\udc80" and SURROGATE.search(text) is not None, ord(match[0])
             holds = f"UTF-8: it holds the byte 0x{code & 255:02X}"
             holds = holds if is_byte else f"Unicode: it holds the lone surrogate U+{code:04X}"
             return ValidationIssue(place, "format", f"{place} is not valid {holds}")
@@ -158,19 +158,19 @@ def _find_surrogate(body: bytes) -> ValidationIssue | None:
 
 
 def unsupported_part(place: str, kind: Any) -> ValidationIssue | None:
-    """Return the issue of a part of a message that is not text, by its type; None: of no known kind."""
+    """Return the issue of a non-text part of a message, by its type; None for an unknown type."""
     media = next((media for word, media in MEDIA.items() if isinstance(kind, str) and word in kind), None)
     message = f"{place} is {str(kind)[:MAX_ECHOED_CHARS]!r}: {media} not supported by this worker, send text"
     return None if media is None else ValidationIssue(place, "unsupported", message)
 
 
 def tagged_name(name: str) -> str:
-    """Return the name of a model as Ollama has it: with a tag."""
+    """Return the name of a model with a tag, as in Ollama."""
     return name if ":" in name.rpartition("/")[2] else name + LATEST
 
 
 def is_name_of(name: str, served: str) -> bool:
-    """Return whether a request means a served model: by its name, with or without the tag `:latest`."""
+    """Return whether a request names a served model, with or without the tag `:latest`."""
     return bool({name, name.removesuffix(LATEST)} & {served, served.removesuffix(LATEST)})
 
 
@@ -179,7 +179,7 @@ def validate_body(
 ) -> dict[str, Any]:
     """Return the values of all fields of the table, with defaults; raise with all issues.
 
-    Unknown fields are issues, or are appended to `ignored` where it is given.
+    Unknown fields are issues, or are appended to `ignored` if it is given.
     """
     issues: list[ValidationIssue] = []
     if unknown := [name for name in body if name not in table]:
@@ -217,13 +217,13 @@ def validate_known(
 def _unknown_fields(names: list[str]) -> list[ValidationIssue]:
     shown = [name[:MAX_ECHOED_CHARS] for name in names[:MAX_REPORTED_UNKNOWN]]
     issues = [ValidationIssue(name, "unknown", f"unknown field {name!r}") for name in shown]
-    if (more := len(names) - len(shown)) > 0:
-        issues.append(ValidationIssue("body", "unknown", f"and {more} more unknown fields"))
+    if (num_hidden := len(names) - len(shown)) > 0:
+        issues.append(ValidationIssue("body", "unknown", f"and {num_hidden} more unknown fields"))
     return issues
 
 
 def _echo(value: Any) -> Any:
-    """Return the part of a value that an error repeats: nothing of lists and objects."""
+    """Return the part of a value that an error echoes; none of lists and objects."""
     if isinstance(value, str):
         return value[:MAX_ECHOED_CHARS]
     if isinstance(value, (list, dict)):
@@ -280,7 +280,7 @@ def integer(minimum: int, maximum: int | None = None) -> Number:
 
 @dataclass(frozen=True, slots=True)
 class MaxTokens(FieldType):
-    """How many tokens to generate; -1 is what is left of the context, None in the validated body."""
+    """How many tokens to generate; -1 means the rest of the context, None in the validated body."""
 
     minimum: int = 1
 
@@ -295,7 +295,7 @@ class MaxTokens(FieldType):
 
 
 class AnyObject(FieldType):
-    """An object that is not looked at."""
+    """An object with any content."""
 
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
         message = f"{name} must be an object, not {type_name(value)}"
@@ -326,24 +326,24 @@ class BoundedObject(FieldType):
 
 
 def measure(value: Any) -> tuple[int, int]:
-    """Return how many values a JSON value holds, and how deep they are nested; without recursion."""
+    """Return the number of values in a JSON value and their depth, without recursion."""
     count, depth, level = 0, 0, [value]
     while level:
         count, depth = count + len(level), depth + 1
-        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list))]
-        level = [one for values in inner for one in values]
+        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))]
+        level = [item for values in inner for item in values]
     return count, depth
 
 
 class StructuredOutputs(FieldType):
-    """One of json, json_object, regex, choice, grammar, as vLLM has it; additional_properties may stand beside json."""
+    """One of json, json_object, regex, choice, grammar, as in vLLM; additional_properties may accompany json."""
 
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
         if not isinstance(value, dict):
             return ValidationIssue(name, "type", f"{name} must be an object, not {type_name(value)}")
-        known = StructuredOutputsParams.__dataclass_fields__
-        if unknown := [key for key in value if key not in known]:
-            return ValidationIssue(name, "unknown", f"{name} has no {unknown[0][:100]!r}: use {', '.join(known)}")
+        fields = StructuredOutputsParams.__dataclass_fields__
+        if unknown := [key for key in value if key not in fields]:
+            return ValidationIssue(name, "unknown", f"{name} has no {unknown[0][:100]!r}: use {', '.join(fields)}")
         try:
             StructuredOutputsParams(**value)
         except InvalidRequestError as error:
@@ -401,7 +401,7 @@ class Enum(FieldType):
     is_supported: bool = True
 
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
-        if any(type(one) is type(value) and one == value for one in self.allowed):  # 0 is not false
+        if any(type(allowed) is type(value) and allowed == value for allowed in self.allowed):  # 0 is not false
             return None
         if not self.is_supported:
             return ValidationIssue(name, "unsupported", f"{name} is not supported by this worker")
@@ -449,7 +449,7 @@ class TokenIds(FieldType):
 
 
 DEFAULTS = SamplingParams()
-# Bounds and defaults are those of SamplingParams: None where the model has the default. Each dialect has its own
+# Bounds and defaults come from SamplingParams: None where the model has the default. Each dialect has its own
 # max_tokens and logprobs.
 SAMPLING = {
     name: Field(Number(bounds), getattr(DEFAULTS, name))
@@ -461,7 +461,7 @@ TIMEOUT_MS = Field(integer(1, MAX_TIMEOUT_MS))
 
 
 def sampling_params(
-    values: Mapping[str, Any], limits: ModelLimits | None, max_tokens: int | None, **more: Any
+    values: Mapping[str, Any], limits: ModelLimits | None, max_tokens: int | None, **extra: Any
 ) -> SamplingParams:
     """Return the sampling parameters of a validated body; raise for a bias of a token past the vocabulary."""
     same = {name: values[name] for name in (*SAMPLING, "stop", "ignore_eos") if name in values}
@@ -469,11 +469,11 @@ def sampling_params(
     if limits is not None and (token := max(bias, default=0)) >= limits.vocab_size:
         message = f"logit_bias names token {token}, past the vocabulary of {limits.vocab_size}"
         raise InvalidRequestError(message, "logit_bias")
-    return SamplingParams(**same, logit_bias=bias, max_tokens=max_tokens, **more)
+    return SamplingParams(**same, logit_bias=bias, max_tokens=max_tokens, **extra)
 
 
 def unsupported(*allowed: Any) -> Field:
-    """Return a known field that is not honoured: only these values, which change nothing, are accepted."""
+    """Return an unsupported field: only these values, which have no effect, are accepted."""
     return Field(Enum(allowed, is_supported=False))
 
 
@@ -496,7 +496,7 @@ def _nullable(schema: Schema) -> Schema:
 
 
 def table_schema(table: Mapping[str, Field], names: Sequence[str] = (), *, is_open: bool = False) -> Schema:
-    """Return the JSON Schema of a body; `names` are those that the field `model` may have."""
+    """Return the JSON Schema of a body; `names` are the values of the field `model`."""
     properties = {name: field_schema(field) for name, field in table.items()}
     if "model" in properties and names:
         both = dict.fromkeys([*names, *map(tagged_name, names)])

@@ -51,7 +51,7 @@ class Worker(GenerationListener):
         pooling: PoolingModels | None = None,
     ) -> None:
         """`open_model` returns the text side of the model that the engine has loaded; it is called in a thread.
-        `pooling` are models of embeddings and rankers beside it."""
+        `pooling` are the embedding models and rerankers."""
         self.settings, self.names, self.engine = settings, settings.names, engine
         self.pooling = pooling or PoolingModels()
         self.state: State = "loading"
@@ -71,7 +71,7 @@ class Worker(GenerationListener):
 
     async def start(self) -> None:
         """Load the models; chat is served while pooling models still load. A failure is kept and raised."""
-        loading = [asyncio.ensure_future(one) for one in (self._load_chat(), self.pooling.start())]
+        loading = [asyncio.ensure_future(work) for work in (self._load_chat(), self.pooling.start())]
         try:
             await asyncio.gather(*loading)
         except Exception as error:
@@ -188,29 +188,29 @@ class Worker(GenerationListener):
         return self.num_open > 0 or self.admission.load.waiting > 0 or self.pooling.num_open > 0
 
     async def parse(self, parser: str, body: bytes, *, is_stream: bool = False) -> Any:
-        """Return the record that one of `body_parsers` makes of a body; a large one is parsed in another process."""
+        """Parse a body with one of `body_parsers`; a large one is parsed in another process."""
         model = self._model
         limits = None if model is None else ModelLimits(model.max_context, model.vocab_size)
         options = ParseOptions(limits, self.settings.ignore_unknown_fields, is_stream)
         return await self.offload.parse(parser, body, options)
 
     async def parse_pooling(self, parser: str, body: bytes) -> Any:
-        """Return the record of a body for a pooling model; parsing it holds nothing of the chat model up."""
+        """Return the record of a body for a pooling model, without delaying the chat model."""
         options = ParseOptions(None, self.settings.ignore_unknown_fields)
         return await self.pooling.offload.parse(parser, body, options)
 
     def find_pooling(self, name: str | None, *kinds: Kind) -> PoolingService:
-        """Return the pooling model of a request, one of these kinds; raise if there is none, also while one loads."""
-        found = self.pooling.find(name, kinds, self.names)
+        """Return a request's pooling model of one of these kinds; raise if there is none, or it still loads."""
+        service = self.pooling.find(name, kinds, self.names)
         self.require_ready()
-        found.require_loaded()
-        return found
+        service.require_loaded()
+        return service
 
     def require_model(self, name: str | None) -> None:
         """Raise unless this is the chat model's name, or none."""
         if name is not None and not any(is_name_of(name, served) for served in self.names):
-            if (found := self.pooling.named(name)) is not None:
-                message = f"the model {name[:100]!r} is of kind {found.kind!r}, not a chat model: use {self.names[0]!r}"
+            if (other := self.pooling.named(name)) is not None:
+                message = f"the model {name[:100]!r} is of kind {other.kind!r}, not a chat model: use {self.names[0]!r}"
                 raise InvalidRequestError(message, "model")
             raise ModelNotFoundError(f"the model {name[:100]!r} is not served here: use {self.names[0]!r}, or no model")
 
@@ -280,7 +280,7 @@ class Worker(GenerationListener):
                 status = "stalled"
         load = self.admission.load
         pooling = self.pooling.health()
-        if status == "healthy" and any(one["status"] != "healthy" for one in pooling):
+        if status == "healthy" and any(model["status"] != "healthy" for model in pooling):
             status = "degraded"
         return {
             "status": status,

@@ -1,8 +1,8 @@
-"""JSON schemas as people mean them, in keywords that llguidance holds to. Plain values: no grammar, no tokens.
+"""JSON schemas with their intended meaning, in keywords that llguidance enforces. Plain values: no grammar, no tokens.
 
 `prepare_schema` drops formats that say nothing, bounds numbers by what doubles and 64-bit integers hold, with which
 llguidance counts, and closes objects: one that lists its properties has no others unless the schema says so, as with
-`unevaluatedProperties: false`. What cannot be held is refused by name; what cannot safely be closed stays open.
+`unevaluatedProperties: false`. Unsupported keywords are refused by name; objects that are not safe to close stay open.
 """
 
 from __future__ import annotations
@@ -134,9 +134,9 @@ def _with_bounds(schema: Schema) -> Schema:
     low, high = (min(ends.get(key, MAX_BOUND) for key in side) for side in (LOWER, UPPER))
     is_exclusive = low == ends.get(LOWER[1]) or high == ends.get(UPPER[1])
     if -low > high or (-low == high and is_exclusive):
-        given = " and ".join(f"{key} {schema[key]}" for key in LOWER + UPPER if key in schema)
+        bounds = " and ".join(f"{key} {schema[key]}" for key in LOWER + UPPER if key in schema)
         kind = "integer" if is_integer else "number"
-        raise ValueError(f"{given} leave no {kind} (of those that a double holds, up to {MAX_BOUND:.1e})")
+        raise ValueError(f"{bounds} leave no {kind} (of those that a double holds, up to {MAX_BOUND:.1e})")
     for key, exclusive in (LOWER, UPPER):  # between two integers llguidance takes one that is excluded for included
         if exclusive in ends and ends[exclusive] == int(ends[exclusive]) and math.trunc(-low) == math.trunc(high):
             ends[key] = min(math.nextafter(ends.pop(exclusive) or -MIN_BOUND, -math.inf), ends.get(key, MAX_BOUND))
@@ -218,7 +218,7 @@ class _Closer:
         return closed
 
     def _is_choice(self, schema: Schema) -> bool:
-        """Whether a schema only refers to another or offers options, so that each is all that is said of a value."""
+        """Whether a schema only refers to another or offers options, so that each describes the value alone."""
         structure = schema.keys() & (STRUCTURE | {"minProperties"})
         if len(structure) != 1 or not structure <= SAME_VALUE or len(schema.get("allOf", ())) > 1 or _is_open(schema):
             return False
@@ -237,15 +237,15 @@ class _Closer:
 
     def _parts(self, schema: Any, keys: tuple[str, ...] = ("allOf", "anyOf", "oneOf")) -> list[Schema]:
         """Return all schemas that describe the same value as one, that one first; none where that is not known."""
-        parts, known = [schema], {id(schema)}
+        parts, seen = [schema], {id(schema)}
         for part in parts:  # which grows
             self._num_visits += 1
             if not isinstance(part, dict) or self._num_visits > MAX_VISITS:
                 return []
             inner = [item for key in keys for item in part.get(key, ())]
             inner += [look_up(part["$ref"], self._root)] if "$ref" in part else []
-            parts += [item for item in inner if id(item) not in known]
-            known.update(map(id, inner))
+            parts += [item for item in inner if id(item) not in seen]
+            seen.update(map(id, inner))
         return parts
 
 
@@ -254,7 +254,7 @@ def _names(parts: list[Schema], *keys: str) -> list[str]:
 
 
 def _is_open(schema: Schema) -> bool:
-    """Whether a schema says more of the names in an object than `properties`."""
+    """Whether a schema restricts names in an object beyond `properties`."""
     values = (schema.get("const"), *schema.get("enum", ()))
     return bool(schema.keys() & OPENERS) or any(isinstance(value, dict) for value in values)
 

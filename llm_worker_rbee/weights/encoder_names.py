@@ -83,7 +83,7 @@ POSITION_IDS = "embeddings.position_ids"
 
 
 def is_training_head(name: str) -> bool:
-    """Return whether a tensor is of an objective of training, or a table of numbers: no part of an encoder."""
+    """Return whether a tensor belongs to a training objective, or is a table of numbers: no part of an encoder."""
     return name.startswith(TRAINING_HEADS) or name == POSITION_IDS
 
 
@@ -112,18 +112,18 @@ def position_offset(config: Mapping[str, Any]) -> int:
 
 
 def has_classifier(names: Iterable[str]) -> bool:
-    """Return whether a folder has the head of a classifier, of which a reranker is one."""
+    """Return whether a folder has a classifier's head; rerankers have one."""
     return any(name.startswith("classifier.") for name in names)
 
 
 def encoder_name(name: str, model_type: str, *, is_classifier: bool) -> str:
     """Return the GGUF name of one tensor; an unknown name is returned without its prefix."""
-    known, classifier = ENCODER_NAMES[model_type]
+    common, classifier = ENCODER_NAMES[model_type]
     bare = ENCODER_PREFIX.sub("", name)
     layer = ENCODER_LAYER.match(bare)
     part, _, suffix = (layer[2] if layer else bare).rpartition(".")
     suffix = OLD_SUFFIXES.get(suffix, suffix)
-    names = {**known, **classifier} if is_classifier else known
+    names = {**common, **classifier} if is_classifier else common
     if part not in names or suffix not in ("weight", "bias"):
         return bare
     return f"blk.{int(layer[1])}.{names[part]}.{suffix}" if layer else f"{names[part]}.{suffix}"

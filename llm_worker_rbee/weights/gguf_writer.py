@@ -133,10 +133,10 @@ def _explain_os_errors(path: Path, total: int) -> Iterator[None]:
 
 
 def _no_space_error(path: Path, total: int) -> WorkerError:
-    left = ""
+    free = ""
     with suppress(OSError):
-        left = f" and {human_bytes(shutil.disk_usage(path.parent).free)} are free"
-    return WorkerError(f"no room in {path.parent}: {path.name} takes {human_bytes(total)}{left}: free some space first")
+        free = f" and {human_bytes(shutil.disk_usage(path.parent).free)} are free"
+    return WorkerError(f"no room in {path.parent}: {path.name} takes {human_bytes(total)}{free}: free some space first")
 
 
 def _raw(tensor: TensorLike) -> Raw:
@@ -149,7 +149,7 @@ def _raw(tensor: TensorLike) -> Raw:
 def _write_header(
     file: BinaryIO, metadata: Mapping[str, Any], entries: Sequence[Entry], version: int, alignment: int
 ) -> None:
-    """Write all that precedes the tensors; their offsets follow from their sizes."""
+    """Write everything before the tensors; their offsets follow from their sizes."""
     file.write(MAGIC + struct.pack("<IQQ", version, len(entries), len(metadata)))
     for key, value in metadata.items():
         file.write(_string(key) + _value(value))

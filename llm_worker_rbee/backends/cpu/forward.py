@@ -35,7 +35,7 @@ WEIGHT_NAMES = {"linear": "w", "grouped_linear": "w", "logits": "head"}  # argum
 
 
 def useful_threads(work_bytes: int, num_tasks: int) -> int:
-    """Return how many threads compute a step of so many bytes soonest: a power of two, at least MIN_USEFUL_THREADS.
+    """Return the fastest number of threads for a step of so many bytes: a power of two, at least MIN_USEFUL_THREADS.
 
     A task of n bytes on p threads takes as long as n / p + p * BYTES_PER_EXTRA_THREAD bytes on one: least at the square
     root of the quotient. Powers of two, so that adjacent steps use the same number: OpenMP ends the threads that a
@@ -106,16 +106,16 @@ class CpuForward:
     def _programs(self, kv_type: str) -> list[Part]:
         """Return adjacent tasks as one program, with a label for each; calls of the host stand alone."""
         if kv_type not in self._parts:
-            made: list[Part] = []
+            steps: list[Part] = []
             for is_host, group in groupby(self._lower(kv_type).parts, lambda part: isinstance(part.work, HostCall)):
                 parts = list(group)
                 if is_host:
-                    made += [((), cast(HostCall, part.work)) for part in parts]
+                    steps += [((), cast(HostCall, part.work)) for part in parts]
                     continue
                 tasks = [(part.component, task) for part in parts for task in cast(list[Task], part.work)]
                 labels = tuple(TaskLabel(component, task.kernel.name) for component, task in tasks)
-                made.append((labels, Program(task for _, task in tasks)))
-            self._parts[kv_type] = made
+                steps.append((labels, Program(task for _, task in tasks)))
+            self._parts[kv_type] = steps
         return self._parts[kv_type]
 
     def _run(
@@ -172,11 +172,11 @@ class CpuForward:
             return None
         count, width = tokens if self._hidden.shape[0] == TOKENS else n_logits, cast(int, self._hidden.shape[1])
         entry = self._lower(kv_type).hidden_out
-        made: Floats = self._buffers[entry][: count * width].reshape(count, width).copy()
-        return made
+        hidden: Floats = self._buffers[entry][: count * width].reshape(count, width).copy()
+        return hidden
 
     def _threads_for(self, batch: Batch, kv: Sequence[LayerCache], parts: Sequence[Part]) -> int:
-        """Return how many threads a step uses: small models are not faster with more."""
+        """Return the number of threads of a step: small models are not faster with more."""
         if self.threads <= MIN_USEFUL_THREADS:
             return self.threads
         values = first_kv(kv).v
@@ -201,7 +201,7 @@ class CpuForward:
             array(value, entry)[...] = result
 
     def _hold(self, b: Batch) -> list[int]:
-        """Copy the arrays of a batch to where tasks find them, and return the address of each."""
+        """Copy the arrays of a batch into the tasks' buffers, and return their addresses."""
         arrays = (
             b.ids,
             b.positions,

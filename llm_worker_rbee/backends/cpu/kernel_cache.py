@@ -4,7 +4,7 @@ Numba's disk cache sees neither an edit in another file nor a changed global. So
 the machine code depends on: all files of this folder, the instruction set, the processor, and the versions of Numba,
 LLVM and Python.
 
-One file per kernel: a SHA-256 and the pickled code, written beside its name and moved there, so processes that compile
+One file per kernel: a SHA-256 and the pickled code, written elsewhere and moved there, so processes that compile
 at once never see half a file, and a damaged one is compiled anew. (Numba's own cache has an index that two processes
 can spoil for each other, and trusts what it reads.) A folder that cannot be written, or a full disk, costs time only.
 """
@@ -131,7 +131,7 @@ class KernelCache:
 
 
 class CachedKernel(NamedTuple):
-    """What is kept of a compiled kernel: Numba's own description without LLVM code, which only its callers need."""
+    """The stored form of a compiled kernel: Numba's own description without LLVM code, which only its callers need."""
 
     name: str  # of its library
     symbols: frozenset[str]  # the functions that its machine code defines
@@ -149,7 +149,7 @@ class CachedKernel(NamedTuple):
         name, _, (machine_code, _) = library
         named = description.llvm_func_name, description.llvm_cpython_wrapper_name, description.llvm_cfunc_wrapper_name
         symbols = frozenset(filter(compiled.codegen._engine.is_symbol_defined, named))
-        used = tuple(one for one in environments if one.consts)  # to restore one imports the module of its function
+        used = tuple(item for item in environments if item.consts)  # to restore one imports the module of its function
         return cls(name, symbols, machine_code, description, environment, signature, on_load, used)
 
     def load(self, context: Any) -> Any:
@@ -165,7 +165,7 @@ class CachedKernel(NamedTuple):
         for environment in self.environments:
             library.codegen.set_env(environment.env_name, environment)
         compile_result: Any = compiler.compile_result
-        made: Any = compile_result(
+        result: Any = compile_result(
             target_context=context,
             typing_context=context.typing_context,
             library=library,
@@ -178,7 +178,7 @@ class CachedKernel(NamedTuple):
             reload_init=self.on_load,
             referenced_envs=self.environments,
         )
-        return made
+        return result
 
 
 def _write(file: Path, data: bytes) -> None:

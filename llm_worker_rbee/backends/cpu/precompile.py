@@ -1,4 +1,4 @@
-"""All kernels, those of one model, and loading them before use: from disk, or compiled by several processes.
+"""All kernels, one model's kernels, and loading them before use: from disk, or compiled by several processes.
 
 Numba compiles one kernel at a time in a process, so helper processes share the work: each starts with its share, then
 walks backwards through the shares of the others, and skips what is cached by then. Kernels with parts in common are in
@@ -52,9 +52,9 @@ Kernel = TaskKernel | PythonKernel
 
 def all_kernels() -> list[Kernel]:
     """Return every kernel of any known model."""
-    found = _kernels_for(LAYOUT_BY_TYPE, HEADS_PER_KV_HEAD, KV_TYPES)
+    kernels = _kernels_for(LAYOUT_BY_TYPE, HEADS_PER_KV_HEAD, KV_TYPES)
     modules = "encoder", "experts", "per_layer_inputs", "causal_conv", "gated_delta"
-    return found + [kernel for name in modules for kernel in _kernels_of(name)]
+    return kernels + [kernel for name in modules for kernel in _kernels_of(name)]
 
 
 def model_kernels(checkpoint: Checkpoint, config: ModelConfig, kv_type: str = KV_DEFAULT) -> list[Kernel]:
@@ -62,15 +62,15 @@ def model_kernels(checkpoint: Checkpoint, config: ModelConfig, kv_type: str = KV
     tensors = checkpoint.tensors.values()
     types = {t.kind.name for t in tensors if len(t.shape) >= 2 or t.name.endswith(MATRICES_OF_ONE_ROW)}
     groups = sorted({config.n_heads // config.kv_shape(i)[0] for i in range(config.n_layers)})
-    known = sorted(types & LAYOUT_BY_TYPE.keys())
+    layouts = sorted(types & LAYOUT_BY_TYPE.keys())
     # a causal model may pool too: kernels of means and activations are then compiled when first used
     generates = config.causal and not config.family.is_encoder
-    found = _kernels_for(known, groups, [kv_type], COMMON_MODULES if generates else ENCODER_MODULES)
+    kernels = _kernels_for(layouts, groups, [kv_type], COMMON_MODULES if generates else ENCODER_MODULES)
     modules = ["experts"] if config.experts is not None else []
     modules += ["per_layer_inputs"] if config.layer_input_dim else []
     modules += ["causal_conv"] if config.state_bytes else []
     modules += ["gated_delta"] if config.linear is not None else []
-    return found + [kernel for name in modules for kernel in _kernels_of(name)]
+    return kernels + [kernel for name in modules for kernel in _kernels_of(name)]
 
 
 def _kernels_for(
@@ -82,12 +82,12 @@ def _kernels_for(
     fp8 = [nb.int64] * 4 + [nb.float32] + [nb.int64] * 4
     signatures: dict[Any, list[Any]] = {interleave_floats: [nb.int64] * 8, interleave_fp8: fp8}
     usual = [typeof(source), *[nb.int64] * 5, typeof(target), nb.int64]
-    found = _common_kernels(modules)
-    found += [PythonKernel(one, *signatures.get(one, usual)) for one in map(repack.kernel_for, types)]
-    found += [linear_kernel(LAYOUT_BY_TYPE[name]) for name in types]
+    kernels = _common_kernels(modules)
+    kernels += [PythonKernel(function, *signatures.get(function, usual)) for function in map(repack.kernel_for, types)]
+    kernels += [linear_kernel(LAYOUT_BY_TYPE[name]) for name in types]
     for kv_type, group in product(kv_types, groups):
-        found += split_work_kernel(group), rope_store_kernel(kv_type), *attention_kernels(group, kv_type)
-    return list({kernel.name: kernel for kernel in found}.values())
+        kernels += split_work_kernel(group), rope_store_kernel(kv_type), *attention_kernels(group, kv_type)
+    return list({kernel.name: kernel for kernel in kernels}.values())
 
 
 def _common_kernels(modules: Sequence[str]) -> list[Kernel]:
@@ -107,18 +107,18 @@ def _kernels_in(value: Any) -> Iterable[Kernel]:
     if isinstance(value, Kernel):
         return [value]
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple) else ()
-    return [one for one in inner if isinstance(one, Kernel)]
+    return [item for item in inner if isinstance(item, Kernel)]
 
 
 def load_kernels(kernels: Sequence[Kernel], progress: Progress | None = None) -> int:
-    """Load all of these, compiling what is not cached; return how many were compiled."""
+    """Load all of these, compiling missing ones; return the number compiled."""
     missing = [kernel for kernel in kernels if not kernel.is_cached]
     report = progress or (lambda what, done, total: None)
     helpers = min(cpu_info.choose_thread_count() - 1, MAX_HELPERS, len(missing) // KERNELS_PER_HELPER)
     own, *others = _work_orders(missing, 1 + helpers)
     with _helper_processes(others, cache_dir()), machine.without_collection():
         for kernel in own:
-            report(COMPILING, sum(one.is_cached for one in missing), len(missing))
+            report(COMPILING, sum(item.is_cached for item in missing), len(missing))
             if not kernel.is_cached:
                 kernel.load()
     if missing:
@@ -189,7 +189,7 @@ def _start_helper(names: list[str], folder: Path) -> subprocess.Popen[bytes]:
 def run_helper() -> None:
     """Compile the kernels that standard input names, except those cached by then."""
     gc.disable()
-    known = {kernel.name: kernel for kernel in all_kernels()}
+    kernels = {kernel.name: kernel for kernel in all_kernels()}
     for name in json.load(sys.stdin):
-        if name in known and not known[name].is_cached:
-            known[name].load()
+        if name in kernels and not kernels[name].is_cached:
+            kernels[name].load()

@@ -32,9 +32,9 @@ def sample(logits: Floats, rows: Sequence[SampleRow], threads: int) -> Ints:
     assert len(logits) == len(rows), "each row of logits has its settings"
     logits = np.ascontiguousarray(logits, np.float32)
     if _is_faster_alone(rows):
-        found = [_sample_alone(line, row) for line, row in zip(logits, rows, strict=True)]
-        tokens = np.array(found, np.int64)
-        if min(found, default=0) >= 0:
+        ids = [_sample_alone(line, row) for line, row in zip(logits, rows, strict=True)]
+        tokens = np.array(ids, np.int64)
+        if min(ids, default=0) >= 0:
             return tokens
     else:
         tokens = _sample_batch(logits, rows, threads)
@@ -118,12 +118,12 @@ def logprobs(logits: Floats, chosen: Ints, k: int, masks: Sequence[TokenMask | N
     With masks it is over the tokens that they allow.
     """
     rows, k = len(logits), min(k, logits.shape[-1])
-    found = np.empty(rows, np.float32)
+    values = np.empty(rows, np.float32)
     top_ids, top = np.empty((rows, k), np.int64), np.empty((rows, k), np.float32)
     logits = np.ascontiguousarray(logits)
     for i, token in enumerate(chosen.tolist()):
         mask = None if masks is None else masks[i]
-        found[i] = kernels.log_softmax(logits[i], token, k, top_ids[i], top[i], mask)
-        if found[i] != found[i]:
+        values[i] = kernels.log_softmax(logits[i], token, k, top_ids[i], top[i], mask)
+        if values[i] != values[i]:
             reference_sampling.require_finite(reference_sampling.apply_mask(logits[i], mask))
-    return Logprobs(found, top_ids, top)
+    return Logprobs(values, top_ids, top)

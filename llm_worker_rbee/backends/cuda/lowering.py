@@ -38,7 +38,7 @@ def _has_layer_gate_kernel(node: Node) -> bool:
 
 
 def has_attention_kernels(node: Node) -> bool:
-    """The KV cache is read in words of 32 bits; it is the one written, and norms are those of q, then k, or none, and
+    """The KV cache is read in words of 32 bits; it is the one written, and norms are q's, then k's, or none, and
     one of v without a weight. A layer without KV heads may have a norm of q."""
     _, split, *norms, store, attention = node.fused[:-2] if node.op == "gated_attention" else node.fused
     q, k, v = split.outputs
@@ -50,7 +50,7 @@ def has_attention_kernels(node: Node) -> bool:
 
 
 def _has_gated_words(node: Node) -> bool:
-    """The gate has no bias and is that of attention, both from the same rows."""
+    """The gate has no bias and belongs to this attention; both read the same rows."""
     first, *_, attention, linear, gate = node.fused
     is_gate = gate["x"] is attention.output and linear["x"] is first["x"] and linear["bias"] is None
     return is_gate and has_attention_kernels(node)
@@ -87,8 +87,8 @@ def _has_add_kernel(node: Node) -> bool:
 
 
 def _has_expert_kernels(node: Node) -> bool:
-    """The router is dense, gate and up have one type, and no product of a shared expert or beside the experts has a
-    bias."""
+    """The router is dense, gate and up have one type, and no product of a shared or parallel expert has
+    a bias."""
     router, gated, w = _router(node), node.parts("gated")[0], node.parts("grouped_linear")[0]["w"]
     is_dense = len(router["w"].parts) == 1 and router["w"].parts[0].kind == DENSE
     has_bias = any(part["bias"] is not None for part in node.parts("linear") if part is not router)
@@ -122,7 +122,7 @@ def _has_parallel_kernels(node: Node) -> bool:
         (of_total["x"], total.output),
         (delta, of_total.output),
     ]
-    return all(one is other for one, other in links) and _has_expert_kernels(node)
+    return all(value is other for value, other in links) and _has_expert_kernels(node)
 
 
 ATTENTION = "linear split_heads rms_norm? rms_norm? rms_norm? rope_store attention"
@@ -293,7 +293,7 @@ class SharedExpert(NamedTuple):
 
 
 class ParallelMLP(NamedTuple):
-    """The last product of an MLP beside the experts, its norm, and that of the experts' sum; both are added."""
+    """The last product of an MLP parallel to the experts, its norm, and the norm of the experts' sum, both added."""
 
     down: PackedWeight
     norm: torch.Tensor
@@ -365,10 +365,10 @@ def _needs_order(node: Node) -> bool:
 
 def _is_chain(nodes: Sequence[Node]) -> bool:
     """Return whether each op reads the result of the one before it, and the residual stream, if any: launches do."""
-    made: set[Any] = set(nodes[0].inputs)
+    outputs: set[Any] = set(nodes[0].inputs)
     stream = None
     for node in nodes:
-        if not made & set(node.inputs) or (node.op == "stream_norm" and node.fused[0]["x"] is not stream):
+        if not outputs & set(node.inputs) or (node.op == "stream_norm" and node.fused[0]["x"] is not stream):
             return False
         add = node.fused[-1]
         if add.op in ("add_rms_norm", "add"):
@@ -379,7 +379,7 @@ def _is_chain(nodes: Sequence[Node]) -> bool:
         if node.op in ("embed_norm", "embed_inputs"):
             stream = node.fused[0].output
         stores_stream = node.op in ("embed_inputs", "linear_add")
-        made = {stream} if stores_stream else set(node.outputs) - {stream}
+        outputs = {stream} if stores_stream else set(node.outputs) - {stream}
     return True
 
 
@@ -401,7 +401,7 @@ def distinct_layers(ops: Sequence[FusedOp]) -> list[FusedOp]:
 
 
 def _kernel_signature(value: Any) -> Any:
-    """Return what kernels are compiled for: shapes, types and flags, not values."""
+    """Return the properties that kernels are compiled for: shapes, types and flags, not values."""
     if isinstance(value, PackedWeight):
         return tuple((part.kind, part.rows, part.columns, _kernel_signature(part.values)) for part in value.parts)
     if isinstance(value, torch.Tensor):
@@ -420,7 +420,7 @@ def _kernel_signature(value: Any) -> Any:
 
 
 def describe(graph: Graph) -> list[ProgramLine]:
-    """Return what a step launches, for few tokens and for more."""
+    """Return the launches of a step, for few tokens and for more."""
     lines = []
     for node in apply_rewrites(graph, REWRITES).nodes:
         has_post = node.op == "linear_add_norm" and node.part("rms_norm") is not None
@@ -455,8 +455,8 @@ def _fused_op(node: Node, following: Any, norms: Mapping[Any, Node]) -> FusedOp:
             return attention_op(node.fused, following)
         case "gated_attention":
             norm, gate = norms[first["x"]], node.fused[-2]["w"]
-            made = attention_op(node.fused[:-2], following)
-            return made._replace(gate=gate, input_norm=norm["weight"], input_eps=norm["eps"])
+            op = attention_op(node.fused[:-2], following)
+            return op._replace(gate=gate, input_norm=norm["weight"], input_eps=norm["eps"])
         case "gated_delta":
             norm, conv = norms[first["x"]], between[1]
             return GatedDelta(
@@ -509,10 +509,10 @@ def _experts(node: Node, following: Any, norm: Node) -> ExpertsAddNorm:
     (route,), (gate_up, down), last = node.parts("route"), node.parts("grouped_linear"), node.fused[-1]
     router, post = _router(node), node.part("rms_norm")
     shared = [part["w"] for part in node.parts("linear") if part is not router]
-    more = SharedExpert(shared[0], shared[1], shared[2] if shared[2:] else None) if shared else None
+    expert = SharedExpert(shared[0], shared[1], shared[2] if shared[2:] else None) if shared else None
     return ExpertsAddNorm(
         router["w"], router["bias"], route["params"], route["bias"], route["scales"], gate_up["w"], gate_up["bias"],
-        node.parts("gated")[0]["activation"], down["w"], down["bias"], more, None, norm["weight"], norm["weight"],
+        node.parts("gated")[0]["activation"], down["w"], down["bias"], expert, None, norm["weight"], norm["weight"],
         norm["eps"], None if post is None else post["weight"], last["weight"], last["eps"], following, last["scale"],
     )  # fmt: skip
 
@@ -520,6 +520,6 @@ def _experts(node: Node, following: Any, norm: Node) -> ExpertsAddNorm:
 def _parallel_experts(node: Node, following: Any) -> ExpertsAddNorm:
     down, of_dense, of_router, of_experts, *parts = node.fused
     *_, of_sum, of_total = node.parts("rms_norm")
-    made = _experts(Node(node.op, {}, node.outputs, tuple(parts)), following, of_experts)
+    op = _experts(Node(node.op, {}, node.outputs, tuple(parts)), following, of_experts)
     mlp = ParallelMLP(down["w"], of_dense["weight"], of_sum["weight"])
-    return made._replace(parallel=mlp, router_norm=of_router["weight"], post=of_total["weight"])
+    return op._replace(parallel=mlp, router_norm=of_router["weight"], post=of_total["weight"])

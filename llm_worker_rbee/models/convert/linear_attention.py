@@ -1,4 +1,4 @@
-"""Layers with linear attention as GGUF files have them.
+"""Linear-attention layers in the layout of GGUF files.
 
 safetensors hold the logarithm of the decay rate, and the value heads of a key head are neighbours; Qwen3-Next has the
 rows of q, k, v and of the gate in one matrix, key head by key head. A GGUF has the rate itself, one matrix for q, k and
@@ -31,8 +31,8 @@ def gguf_linear_attention(tensors: Mapping[str, Tensor], config: ModelConfig) ->
         return dict(tensors)
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        made = _split_projection(tensor, config.linear) if name.endswith(".ssm_in.weight") else [tensor]
-        out |= {part.name: _adapt(part, config, config.linear) for part in made}
+        parts = _split_projection(tensor, config.linear) if name.endswith(".ssm_in.weight") else [tensor]
+        out |= {part.name: _adapt(part, config, config.linear) for part in parts}
     return out
 
 

@@ -35,7 +35,7 @@ INPUT_PIECES = re.compile(r'(?:[^"\\]|\\u[dD][89abAB]..\\u....|\\u(?![dD][89abAB
 
 
 def error_code(error: WorkerError) -> str:
-    """Return the code of an error as clients of this API know it."""
+    """Return this API's code of an error."""
     if isinstance(error, ContextLengthError):
         return "context_length_exceeded"
     if error.status == 429:
@@ -52,7 +52,7 @@ class InputDecoder:
         self.text = ""
 
     def push(self, arguments: str) -> str:
-        """Return the text that became known."""
+        """Return the newly decoded text."""
         self._held += arguments
         if not self._has_begun:
             if (begin := INPUT_START.match(self._held)) is None:
@@ -70,7 +70,7 @@ class InputDecoder:
         return text
 
     def finish(self) -> str:
-        """Return what is left: arguments of another form are the input as they are."""
+        """Return the rest; arguments in another form are the input unchanged."""
         if self._has_begun:
             return ""
         self.text, self._held = self._held, ""
@@ -78,40 +78,40 @@ class InputDecoder:
 
 
 class LogprobQueue:
-    """Log-probabilities of tokens that wait for the text which they belong to."""
+    """Log-probabilities of tokens that wait for their text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._entries: list[TokenLogprob] = []
 
     def add(self, entries: Sequence[TokenLogprob]) -> None:
-        """Add those of the tokens that come next."""
+        """Add the log-probabilities of the next tokens."""
         self._entries += entries
 
     def clear(self) -> None:
-        """Drop those of a call."""
+        """Drop the log-probabilities of a call."""
         self._entries.clear()
 
     def take(self, text: str) -> list[dict[str, Any]]:
-        """Return those of the text that comes next; those of markers before it are dropped."""
-        wanted = text.encode(errors="replace")
+        """Return the log-probabilities of the next text, and drop those of markers before it."""
+        target = text.encode(errors="replace")
         pieces = [self._tokenizer.token_bytes(entry.token) for entry in self._entries]
         joined, starts = b"".join(pieces), accumulate(map(len, pieces), initial=0)
-        begin = next((start for start in starts if joined.startswith(wanted, start)), joined.find(wanted))
-        if begin < 0 or not wanted:
+        begin = next((start for start in starts if joined.startswith(target, start)), joined.find(target))
+        if begin < 0 or not target:
             return []
         first = last = position = 0
-        while position < begin + len(wanted):
+        while position < begin + len(target):
             position += len(pieces[last])
             first += position <= begin
             last += 1
-        found, self._entries = self._entries[first:last], self._entries[last:]
-        content: list[dict[str, Any]] = chat_logprobs(self._tokenizer, found)["content"]
+        entries, self._entries = self._entries[first:last], self._entries[last:]
+        content: list[dict[str, Any]] = chat_logprobs(self._tokenizer, entries)["content"]
         return content
 
 
 class ItemKind(NamedTuple):
-    """A kind of item: the event of its deltas, the key of the text in the last of them, and the part that it is."""
+    """A kind of item: the event of its deltas, the key of the text in the last delta, and its part."""
 
     type: str
     id_prefix: str
@@ -172,11 +172,11 @@ class OpenItem:
 
     def part(self, text: str) -> dict[str, Any]:
         """Return the part that holds a text."""
-        more = {"logprobs": self.logprobs} if self.kind is MESSAGE else {}
-        return {**self.kind.part, "text": text, **more}
+        logprobs = {"logprobs": self.logprobs} if self.kind is MESSAGE else {}
+        return {**self.kind.part, "text": text, **logprobs}
 
     def item(self, status: str, text: str) -> dict[str, Any]:
-        """Return the item with its text so far; none is in one that was only begun."""
+        """Return the item with its text so far; an item that has just begun has none."""
         kind = self.kind
         if not kind.list_key:
             return {**self.fields, "status": status, kind.key: text}
@@ -188,7 +188,7 @@ class OpenItem:
 
 
 class ResponsesPrinter(Printer):
-    """Events of a response, or the whole of it; both are made of the same items."""
+    """Events of a response, or the whole response, both from the same items."""
 
     def __init__(self, reply: ReplyState) -> None:
         super().__init__(reply)
@@ -214,7 +214,7 @@ class ResponsesPrinter(Printer):
     def _print_events(
         self, events: Sequence[ChatEvent], logprobs: Sequence[TokenLogprob], call_ends: Sequence[int]
     ) -> bytes:
-        """Return what events print; the log-probabilities of a call are dropped at its end."""
+        """Print events; drop the log-probabilities of a call at its end."""
         if (queue := self._logprobs) is None:
             return b"".join(map(self._print_event, events))
         parts = iter([logprobs[begin:end] for begin, end in pairwise([0, *call_ends, len(logprobs)])])
@@ -228,7 +228,7 @@ class ResponsesPrinter(Printer):
         return printed
 
     def _finish(self, is_cut: bool) -> bytes:
-        """Complete what is open; an answer without anything is an empty message."""
+        """Complete the open item; an empty answer is an empty message."""
         self._is_cut = is_cut
         has_output = bool(self._output) or self._item is not None
         printed = b"" if has_output else self._open(MESSAGE, role="assistant")
@@ -262,8 +262,8 @@ class ResponsesPrinter(Printer):
         if isinstance(event, ToolCallStart):
             kind = CUSTOM if event.name in self._values["custom"] else FUNCTION
             names = {"name": event.name}
-            if (found := self._values["namespaces"].get(event.name)) is not None:
-                names = dict(zip(("namespace", "name"), found, strict=True))
+            if (namespace := self._values["namespaces"].get(event.name)) is not None:
+                names = dict(zip(("namespace", "name"), namespace, strict=True))
             return self._close() + self._open(kind, call_id=event.id, **names)
         if isinstance(event, ToolCallDelta):
             return self._delta(event.arguments)
@@ -293,16 +293,16 @@ class ResponsesPrinter(Printer):
         if not text:
             return b""
         item.texts.append(text)
-        more = b""
+        suffix = b""
         if self._logprobs is not None and item.kind.list_key:
-            found = self._logprobs.take(text)
+            logprobs = self._logprobs.take(text)
             if item.kind is MESSAGE:
-                item.logprobs += found
-                more = b',"logprobs":' + encode_json(found)
+                item.logprobs += logprobs
+                suffix = b',"logprobs":' + encode_json(logprobs)
         elif item.kind is MESSAGE:
-            more = b',"logprobs":[]'
+            suffix = b',"logprobs":[]'
         number, self._sequence = self._sequence, self._sequence + 1
-        return b'%b,"sequence_number":%d%b,"delta":%b}\n\n' % (item.delta_head, number, more, encode_json(text))
+        return b'%b,"sequence_number":%d%b,"delta":%b}\n\n' % (item.delta_head, number, suffix, encode_json(text))
 
     def _close(self, is_complete: bool = True) -> bytes:
         """Complete the item that is open."""
@@ -312,8 +312,8 @@ class ResponsesPrinter(Printer):
         if item.decoder is not None:
             item.texts.append(item.decoder.finish())
         kind, text = item.kind, "".join(item.texts)
-        more = {"logprobs": item.logprobs} if kind is MESSAGE else {}
-        printed = self._event(f"{kind.delta}.done", **item.place, **{kind.key: text}, **more)
+        extra = {"logprobs": item.logprobs} if kind is MESSAGE else {}
+        printed = self._event(f"{kind.delta}.done", **item.place, **{kind.key: text}, **extra)
         if kind.part_event:
             printed += self._event(f"{kind.part_event}.done", **item.place, part=item.part(text))
         done = item.item("completed" if is_complete else "incomplete", text)
@@ -322,7 +322,7 @@ class ResponsesPrinter(Printer):
         return printed
 
     def _response(self, status: str) -> dict[str, Any]:
-        """Return the response as far as it is."""
+        """Return the response so far."""
         reply = self.reply
         usage = encode_usage(reply.usage()) if status in ("completed", "incomplete") else None
         params = reply.generations[0].request.submitted.params

@@ -1,4 +1,4 @@
-"""Reading an answer while it arrives: a buffer, and generators that yield where they need more of it.
+"""Incremental reading of an answer: a buffer, and generators that yield where they need more of it.
 
 A marker that is a token of its own stands in the buffer as a lone surrogate, which text never has, so text cannot be
 taken for it.
@@ -20,7 +20,7 @@ Task = Generator[None, None, Any]
 
 
 class MismatchError(Exception):
-    """The text is not of the form of a call."""
+    """The text is not a well-formed call."""
 
 
 class CutError(Exception):
@@ -48,7 +48,7 @@ def overlap(text: str, start: int, marks: Sequence[str]) -> int:
 
 
 class MarkerReader:
-    """The buffer and what reads it."""
+    """The buffer and its readers."""
 
     def __init__(self, chat_format: ChatFormat) -> None:
         self._format = chat_format
@@ -64,7 +64,7 @@ class MarkerReader:
         return SURROGATES.sub(lambda match: self._names.get(match[0], ""), text) if not text.isascii() else text
 
     def _trim(self) -> None:
-        """Drop the part of the buffer that is done."""
+        """Drop the consumed part of the buffer."""
         if self._position > MAX_DONE_CHARS:
             self._buffer, self._position = self._buffer[self._position :], 0
 
@@ -121,31 +121,31 @@ class MarkerReader:
         """Return the text before the first of some stops, and the stop."""
         pattern = re.compile("|".join(map(re.escape, sorted(stops, key=len, reverse=True))))
         scanned = self._position
-        while (found := pattern.search(self._buffer, max(self._position, scanned))) is None:
+        while (match := pattern.search(self._buffer, max(self._position, scanned))) is None:
             if len(self._buffer) - self._position > limit:
                 raise MismatchError
             scanned = len(self._buffer) - max(map(len, stops))
             yield from self._wait()
-        text = self._buffer[self._position : found.start()]
+        text = self._buffer[self._position : match.start()]
         if len(text) > limit:
             raise MismatchError
-        self._position = found.end()
-        return text, found[0]
+        self._position = match.end()
+        return text, match[0]
 
     def _stream(self, stops: Sequence[str], emit: Callable[[str], None], held: str = "") -> Generator[None, None, str]:
         """Emit text up to one of some stops, and return that. Characters of `held` before it are left out."""
         pattern = re.compile("|".join(map(re.escape, stops)))
-        while (found := pattern.search(self._buffer, self._position)) is None:
+        while (match := pattern.search(self._buffer, self._position)) is None:
             text = self._buffer[self._position : len(self._buffer) - self._num_held(stops)]
             text = text.rstrip(held) if held and not self._is_final else text
             emit(text)
             self._position += len(text)
             self._trim()
             yield from self._wait()
-        text = self._buffer[self._position : found.start()]
+        text = self._buffer[self._position : match.start()]
         emit(text.rstrip(held) if held else text)
-        self._position = found.end()
-        return found[0]
+        self._position = match.end()
+        return match[0]
 
     def _num_held(self, marks: Sequence[str]) -> int:
         """Return the length of the beginning of a marker at the end of the buffer, while it may become one."""

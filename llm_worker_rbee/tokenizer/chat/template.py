@@ -82,7 +82,7 @@ def _depth(value: Any) -> int:
 
 
 def tool_definitions(tools: Sequence[Tool | Mapping[str, Any]] | None) -> list[Any] | None:
-    """Return tools as templates take them: objects of the type "function"."""
+    """Return tools in the form of templates: objects of type "function"."""
     return [_definition(tool) if isinstance(tool, Tool) else tool for tool in tools] if tools else None
 
 
@@ -163,10 +163,10 @@ class ChatTemplate:
     ) -> str:
         """Render messages that are encoded as JSON, in one line."""
         values = {"documents": None, **self._tokens, "add_generation_prompt": add_generation_prompt}
-        given = {**fields, **validate_template_kwargs(template_kwargs), "tools": tool_definitions(tools)}
+        variables = {**fields, **validate_template_kwargs(template_kwargs), "tools": tool_definitions(tools)}
         markers = "|".join(map(re.escape, self.rules["markers"])) if self.rules is not None else ""
         protection = None if protected is None else [protected.special_pattern, markers, MARK]
-        head_values = {"values": values, "given": given, "protect": protection, "rules": self.rules}
+        head_values = {"values": values, "given": variables, "protect": protection, "rules": self.rules}
         try:
             head = json.dumps(head_values).encode()
         except (TypeError, ValueError, RecursionError) as error:
@@ -199,7 +199,7 @@ class ChatTemplate:
             line = child.read_line(deadline, MAX_REPLY_BYTES)
         except OSError as error:
             raise _stop(child, error) from None
-        except BaseException:  # Ctrl-C: this reply must not be taken for that of the next request
+        except BaseException:  # Ctrl-C: the next request must not read this reply
             child.stop()
             raise
         try:

@@ -92,7 +92,7 @@ TOOLS_PROMPT = (
 
 
 def adapt(messages: list[Any], values: dict[str, Any], rules: dict[str, Any]) -> list[Any]:
-    """Return the messages as the template accepts them; `values` gets its variables of tools."""
+    """Adapt messages to the template; `values` gets its variables of tools."""
     adapted = [adapt_message(message, rules) for message in messages]
     if not rules["has_parallel_calls"]:
         adapted = split_calls(adapted)
@@ -113,7 +113,7 @@ def adapt(messages: list[Any], values: dict[str, Any], rules: dict[str, Any]) ->
 
 
 def adapt_message(message: dict[str, Any], rules: dict[str, Any]) -> dict[str, Any]:
-    """Return one message: text for content, its role, calls and reasoning as the template has them."""
+    """Adapt one message: its content to text, its role, calls and reasoning to the template's."""
     role, content = message.get("role"), message.get("content")
     if isinstance(content, list):
         content = "".join(part.get("text") or "" for part in content if isinstance(part, dict))
@@ -153,9 +153,9 @@ def split_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for message in messages:
         if message["role"] == "tool" and unanswered:
             call_id = str(message.get("tool_call_id"))
-            found = next((one for one in unanswered if one[0] == call_id), unanswered[0])
-            unanswered.remove(found)
-            found[1].append(message)
+            entry = next((item for item in unanswered if item[0] == call_id), unanswered[0])
+            unanswered.remove(entry)
+            entry[1].append(message)
             continue
         calls = message.get("tool_calls") or []
         added = [[{**message, "tool_calls": calls[:1]} if calls else message]]
@@ -184,8 +184,8 @@ def adapt_call(call: dict[str, Any], rules: dict[str, Any]) -> dict[str, Any]:
         arguments = tojson(arguments) if rules["calls"] == "string" else arguments
     call_id = call.get("id")
     call_id = short_id(call_id) if rules["has_short_ids"] else call_id
-    made = {"name": function.get("name"), "arguments": arguments}
-    return {"id": call_id, "type": "function", "function": made}
+    adapted = {"name": function.get("name"), "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": adapted}
 
 
 def close_object(text: str) -> dict[str, Any]:
@@ -206,13 +206,13 @@ def close_object(text: str) -> dict[str, Any]:
 
 
 def name_ids(messages: list[dict[str, Any]]) -> None:
-    """Give calls and their results ids that have the name of the function, which is all that the template prints."""
+    """Give calls and their results ids with the function's name, since the template prints only the id."""
     ids: dict[Any, str] = {}
     for message in messages:
         for call in message.get("tool_calls") or ():
             if not str(call["id"]).startswith("functions."):
-                given, call["id"] = call["id"], f"functions.{call['function']['name']}:{len(ids)}"
-                ids[given] = call["id"]
+                old_id, call["id"] = call["id"], f"functions.{call['function']['name']}:{len(ids)}"
+                ids[old_id] = call["id"]
         if message.get("tool_call_id") in ids:
             message["tool_call_id"] = ids[message["tool_call_id"]]
 
@@ -226,7 +226,7 @@ def short_id(call_id: Any) -> str:
 
 
 def print_calls(calls: list[dict[str, Any]], form: dict[str, Any]) -> str:
-    """Return calls as the model writes them, for a template that leaves them out."""
+    """Return calls in the model's own format, for a template that omits them."""
     texts = []
     for call in calls:
         name, arguments = str(call["function"]["name"]), call["function"]["arguments"]
@@ -329,15 +329,15 @@ def compile_template(source: str) -> tuple[Any, dict[str, str]]:
 
 def prepare(request: dict[str, Any]) -> dict[str, Any]:
     """Return the variables of a rendering: messages and tools adapted, and texts of a request protected."""
-    given, messages = request["given"], request["messages"]
+    variables, messages = request["given"], request["messages"]
     if request["rules"] is not None:
-        messages = adapt(messages, given, request["rules"])
+        messages = adapt(messages, variables, request["rules"])
     if request["protect"] is not None:
         control, markers, mark = request["protect"]
         names, all_names = re.compile(control), re.compile(f"{markers}|{control}" if markers else control)
         messages = [protect(message, names if is_assistant(message) else all_names, mark) for message in messages]
-        given = protect(given, all_names, mark)
-    return {**given, **request["values"], "messages": messages}
+        variables = protect(variables, all_names, mark)
+    return {**variables, **request["values"], "messages": messages}
 
 
 def is_assistant(message: Any) -> bool:

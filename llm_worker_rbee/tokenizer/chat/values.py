@@ -1,4 +1,4 @@
-"""Values of arguments: JSON that is not quite valid, and other notations, by the schema of the tool or as literals."""
+"""Values of arguments: nearly valid JSON, and other notations, by the tool's schema or as literals."""
 
 from __future__ import annotations
 
@@ -60,29 +60,29 @@ def look_up(reference: str, root: Any) -> Any:
 
 def schema_types(schema: Any, root: Any = None) -> set[str]:
     """Return the types that a schema allows; empty where it does not say."""
-    found: set[str] = set()
+    types: set[str] = set()
     seen: set[int] = set()  # lists of options, which may refer to themselves: each is read once
     waiting = [(schema, 0)]
-    for given, depth in waiting:
-        schema = resolve_reference(given, root)
+    for part, depth in waiting:
+        schema = resolve_reference(part, root)
         if not isinstance(schema, dict):
             continue
         declared = schema.get("type")
         if isinstance(declared, str):
-            found.add(declared)
+            types.add(declared)
         elif isinstance(declared, list):
-            found.update(item for item in declared if isinstance(item, str))
+            types.update(item for item in declared if isinstance(item, str))
         elif isinstance(values := schema.get("enum"), list):
-            found.update(map(_type_of, values))
+            types.update(map(_type_of, values))
         elif "const" in schema:
-            found.add(_type_of(schema["const"]))
+            types.add(_type_of(schema["const"]))
         elif depth < MAX_OPTIONS_DEPTH:
             for key in ("anyOf", "oneOf", "allOf"):
                 options = schema.get(key)
                 if isinstance(options, list) and id(options) not in seen:
                     seen.add(id(options))
                     waiting += [(option, depth + 1) for option in options]
-    return found
+    return types
 
 
 def fits(value: Any, schema: Any, root: Any) -> bool:
@@ -108,7 +108,7 @@ def fits(value: Any, schema: Any, root: Any) -> bool:
 
 
 def without_nulls(arguments: Any, schema: Any) -> Any:
-    """Drop optional arguments that are null where their schema has no null: models mean that they are missing."""
+    """Drop optional arguments that are null where their schema has no null: models mean a missing argument."""
     tool = resolve_reference(schema, schema)
     properties, required = (tool.get("properties"), tool.get("required")) if isinstance(tool, dict) else (None, None)
     if not (isinstance(arguments, dict) and isinstance(properties, dict)):
@@ -174,7 +174,7 @@ def gemma_to_json(text: str, quote: str) -> str:
 
 
 class JsonStream:
-    """A JSON object read while it arrives, up to what cannot be JSON; names and scalars wait for a valid value."""
+    """Incremental reader of a JSON object, up to text that cannot be JSON; names and scalars wait for a valid value."""
 
     def __init__(self) -> None:
         self.is_done = self.is_bad = False
@@ -207,8 +207,8 @@ class JsonStream:
                 position += self._read_mark(text[position])
             is_held = bool(self._held or self._escape or self._scalar)
             self.num_held = self.num_held + position - before if is_held else 0
-        given, self._given = "".join(self._given), []
-        return given, position
+        pieces, self._given = "".join(self._given), []
+        return pieces, position
 
     def close(self) -> str:
         """Return the characters that complete the given text to valid JSON; text that is held back is left out."""
@@ -256,10 +256,10 @@ class JsonStream:
         return position + is_valid  # what follows a backslash that begins no escape is text
 
     def _read_scalar(self, text: str, position: int, stop: int) -> int:
-        found = _SCALAR.match(text, position, stop)
-        if found is not None:
-            self._scalar += found[0]
-            return found.end()
+        match = _SCALAR.match(text, position, stop)
+        if match is not None:
+            self._scalar += match[0]
+            return match.end()
         value = self._scalar if _NUMBER.fullmatch(self._scalar) else _WORDS.get(self._scalar)
         if value is None:
             self.is_bad = True
@@ -300,7 +300,7 @@ class JsonStream:
 
 
 def read_object(text: str) -> str:
-    """Return an object as JSON, repaired; "" where it cannot be."""
+    """Return an object as repaired JSON; "" if it cannot be repaired."""
     stream = JsonStream()
-    given, _ = stream.read(text)
-    return given if stream.is_done else ""
+    value, _ = stream.read(text)
+    return value if stream.is_done else ""

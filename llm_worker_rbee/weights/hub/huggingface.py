@@ -69,9 +69,9 @@ def choose_files(model: HubModel, listing: list[str]) -> list[str]:
     if len(sets) == 1:
         return _require_complete(model, next(iter(sets.values())))
     for quant in PREFERRED_QUANTS:
-        found = _matching(quant, sets)
-        if len(found) == 1:
-            return _require_complete(model, sets[found[0]])
+        names = _matching(quant, sets)
+        if len(names) == 1:
+            return _require_complete(model, sets[names[0]])
     raise ModelNotFoundError(f"{model.reference} holds several models, choose one: {_list_choices(model, sets)}")
 
 
@@ -98,12 +98,12 @@ def _matching(quant: str, sets: Mapping[str, list[str]]) -> list[str]:
 
 
 def _by_quant(model: HubModel, quant: str, sets: dict[str, list[str]]) -> list[str]:
-    found = [name for name in sets if quant in (name, PurePosixPath(name).name)] or _matching(quant, sets)
-    if len(found) == 1:
-        return _require_complete(model, sets[found[0]])
-    if found:
+    names = [name for name in sets if quant in (name, PurePosixPath(name).name)] or _matching(quant, sets)
+    if len(names) == 1:
+        return _require_complete(model, sets[names[0]])
+    if names:
         raise ModelNotFoundError(
-            f"{model.reference} matches several files, give the whole file name after the colon: {', '.join(found)}"
+            f"{model.reference} matches several files, give the whole file name after the colon: {', '.join(names)}"
         )
     if not sets:
         raise ModelNotFoundError(f"{model.repo} holds no GGUF file, so no {quant}: try hf:{model.repo}")
@@ -119,7 +119,7 @@ def _require_complete(model: HubModel, files: list[str]) -> list[str]:
 
 
 def _list_choices(model: HubModel, sets: Mapping[str, list[str]]) -> str:
-    """List what may follow the colon: quantizations, or file names where these are ambiguous."""
+    """List the choices after the colon: quantizations, or file names where these are ambiguous."""
     words = [(QUANT_PATTERN.findall(PurePosixPath(name).name) or [""])[-1] for name in sets]
     unambiguous = all(words) and len(set(words)) == len(words)
     return ", ".join(words if unambiguous else (PurePosixPath(name).name for name in sets))
@@ -159,7 +159,7 @@ def endpoint() -> str:
 
 
 def pull_model(model: HubModel, progress: Progress) -> Path:
-    """Fetch what is not cached yet; return the GGUF file (the first of a split set) or the folder."""
+    """Fetch the missing files; return the GGUF file (the first of a split set) or the folder."""
     if is_offline():
         return find_cached(model)
     try:
