@@ -9,12 +9,12 @@ the residual stream, norm, and lay the activations out for the next product.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
-from ..ops import LayerCache
+from ..ops import Batch, LayerCache
 from .device import has_pdl, is_interpreted
 from .experts import empty_expert_activations, expert_tile, grouped_gemm, grouped_gemv
 from .kernels.attention_decode import launch_decode_attention, split_kv_config, split_kv_scratch
@@ -67,6 +67,7 @@ def _no_mark(component: str) -> None:
 class StepInputs(NamedTuple):
     """The sizes of a step, its arrays on the device (step_inputs.py), and what it reads beside them."""
 
+    batch: Batch
     tokens: int
     decoding: int  # tokens at the front that decode, those with a position >= 0
     takes_gemv: bool
@@ -74,6 +75,13 @@ class StepInputs(NamedTuple):
     arrays: Mapping[str, torch.Tensor]
     kv: Sequence[LayerCache]
     ropes: Mapping[int, CosSin]  # by id of the RoPE table
+
+    @property
+    def tiles(self) -> QueryTiles:
+        """The tiles of queries, and the arrays of their requests."""
+        names = ("tables", "width", "query_start", "context_len", "num_tiles", "tile_request", "tile_first")
+        programs = tile_programs(self.tokens, self.tile_queries)
+        return QueryTiles(self.tile_queries, programs, *(self.arrays[name] for name in names))
 
 
 class Launcher:
@@ -106,11 +114,11 @@ class Launcher:
         self._streams = torch.empty(tokens, self._streams.shape[1], device=self.device)
         return True
 
-    def run(self, step: StepInputs) -> torch.Tensor:
+    def run(self, step: StepInputs, ops: Iterable[FusedOp] | None = None) -> torch.Tensor:
         """Return the logits of all tokens."""
-        return self.compute_logits(self.head, self.run_layers(step))
+        return self.compute_logits(self.head, self.run_layers(step, ops))
 
-    def run_layers(self, step: StepInputs, ops: Sequence[FusedOp] | None = None) -> AnyActivations:
+    def run_layers(self, step: StepInputs, ops: Iterable[FusedOp] | None = None) -> AnyActivations:
         """Run all layers, or `ops`; return the activations of the output head. The residual stream stays as it is."""
         self.step = step
         self.mark("copies")
@@ -470,10 +478,7 @@ class Launcher:
         exact = self.linear.batch_invariant
         launch_rope_store(qkv, kv, rope, arrays["positions"], arrays["slots"], q, *norms, exact=exact, v_norm=op.v_norm)
         self.mark("rope_kv_write")
-        names = ("tables", "width", "query_start", "context_len", "num_tiles", "tile_request", "tile_first")
-        queries = self.step.tile_queries
-        tiles = QueryTiles(queries, tile_programs(len(out), queries), *(arrays[name] for name in names))
-        launch_prefill_attention(q, kv, tiles, op.params, out, op.sinks)
+        launch_prefill_attention(q, kv, self.step.tiles, op.params, out, op.sinks)
         self.mark("attention")
 
     def _counters_for(self, decoding: int, heads: int) -> torch.Tensor:

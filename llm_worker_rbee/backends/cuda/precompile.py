@@ -21,14 +21,16 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import triton
+from torch.overrides import TorchFunctionMode
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia_driver
@@ -57,6 +59,7 @@ SLOW_KERNELS = (
     "decode_attention",
     "gemm_packed",
 )
+CUBLAS_PRODUCTS = {"mm", "addmm", "matmul", "__matmul__", "linear", "_scaled_mm"}  # names of PyTorch's functions
 logger = logging.getLogger(__name__)
 _recording_lock = threading.Lock()
 
@@ -104,7 +107,6 @@ def recording() -> Iterator[list[KernelVariant]]:
         yield found
         return
     thread, known = threading.get_ident(), set[tuple[str, str]]()
-    interface: Any = KernelInterface
 
     def record(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         if threading.get_ident() != thread:
@@ -117,19 +119,45 @@ def recording() -> Iterator[list[KernelVariant]]:
             found.append(variant)
         return True  # neither compiled nor launched
 
-    def bind_grid(kernel: Any, grid: Any) -> Any:
-        is_warmup = threading.get_ident() == thread
-        return lambda *args, **options: kernel.run(*args, grid=grid, warmup=is_warmup, **options)
-
-    with _recording_lock:
-        hook, usual = triton.knobs.runtime.jit_cache_hook, interface.__getitem__
+    with _replaced_launches(lambda kernel, grid: partial(kernel.run, grid=grid, warmup=True)):
+        hook = triton.knobs.runtime.jit_cache_hook
         triton.knobs.runtime.jit_cache_hook = record
-        interface.__getitem__ = bind_grid
         try:
             yield found
         finally:
             triton.knobs.runtime.jit_cache_hook = hook
+
+
+@contextmanager
+def _replaced_launches(bind: Callable[[Any, Any], Callable[..., Any]]) -> Iterator[None]:
+    """Let this thread call `bind(kernel, grid)` in the place of every `kernel[grid]`."""
+    thread, interface = threading.get_ident(), cast(Any, KernelInterface)
+    with _recording_lock:
+        usual = interface.__getitem__
+        interface.__getitem__ = lambda *launch: (bind if threading.get_ident() == thread else usual)(*launch)
+        try:
+            yield
+        finally:
             interface.__getitem__ = usual
+
+
+class _NotingProducts(TorchFunctionMode):
+    def __init__(self, note: Callable[[str], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.__name__ in CUBLAS_PRODUCTS:
+            self._note("cublas")
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def noting_launches(note: Callable[[str], None]) -> Iterator[None]:
+    """Launch nothing in this thread, and call `note` with the name of each kernel, "cublas" for a product of PyTorch,
+    which does run."""
+    with _replaced_launches(lambda kernel, grid: lambda *_, **__: note(kernel.__name__)), _NotingProducts(note):
+        yield
 
 
 def _variant_of(fn: Any, compile: dict[str, Any]) -> KernelVariant:
