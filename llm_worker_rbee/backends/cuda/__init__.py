@@ -100,8 +100,12 @@ class CudaBackend(ops.Backend):
             return True
         return False
 
-    def start_compiler(self) -> None:
-        precompile.start_compiler()
+    start_compiler = staticmethod(precompile.start_compiler)
+    grouped_linear = staticmethod(grouped_linear)
+    combine = staticmethod(combine)
+    sample_async = staticmethod(sampling.sample_async)
+    sample = staticmethod(sampling.sample)
+    logprobs = staticmethod(sampling.logprobs)
 
     def weight_bytes(self, checkpoint: Checkpoint, types: Mapping[str, str] | None = None) -> int:
         return select.packed_bytes(checkpoint, types)
@@ -320,20 +324,6 @@ class CudaBackend(ops.Backend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return launch_route(logits.contiguous(), params, bias, scales)
 
-    def grouped_linear(
-        self, x: torch.Tensor, w: PackedExperts, experts: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return grouped_linear(x, w, experts, bias)
-
-    def combine(
-        self,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        shared: torch.Tensor | None = None,
-        shared_gate: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return combine(x, weights, shared, shared_gate)
-
     def take(self, x: torch.Tensor, index: Ints) -> torch.Tensor:
         return x[upload(index, self.torch_device, torch.int64)]
 
@@ -382,16 +372,3 @@ class CudaBackend(ops.Backend):
             if isinstance(fused, CapturedForward):
                 fused.capture_all(kv, limits, progress)
         return ops.WarmUp(len(found.loaded), compiled)
-
-    def sample_async(
-        self, raw_logits: torch.Tensor, rows: Sequence[ops.SampleRow], pending: torch.Tensor | None = None
-    ) -> sampling.PendingSample:
-        return sampling.sample_async(raw_logits, rows, pending)
-
-    def sample(self, raw_logits: torch.Tensor, rows: Sequence[ops.SampleRow]) -> Ints:
-        return sampling.sample(raw_logits, rows)
-
-    def logprobs(
-        self, raw_logits: torch.Tensor, chosen: Ints, k: int, masks: Sequence[ops.TokenMask | None] | None = None
-    ) -> ops.Logprobs:
-        return sampling.logprobs(raw_logits, chosen, k, masks)

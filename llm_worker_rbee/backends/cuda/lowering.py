@@ -430,17 +430,8 @@ def _fused_op(node: Node, following: Any, norms: Mapping[Any, Node]) -> FusedOp:
             return made._replace(gate=gate, input_norm=norm["weight"], input_eps=norm["eps"])
         case "gated_delta":
             norm, conv = norms[first["x"]], between[1]
-            return GatedDelta(
-                first["w"],
-                between[0]["w"],
-                conv["weight"],
-                last["params"],
-                last["weights"],
-                last["state"],
-                norm["weight"],
-                norm["eps"],
-                following,
-            )
+            rule = last["params"], last["weights"], last["state"], norm["weight"], norm["eps"]
+            return GatedDelta(first["w"], between[0]["w"], conv["weight"], *rule, following)
         case "short_conv":
             return ShortConv(first["w"], last["weight"], last["activation"], last["state"], following)
         case "gated_linear":

@@ -211,19 +211,9 @@ class PoolingLauncher:
         if product is not None and self._readers[norm.outputs[1]].needs_rows:
             total = torch.empty_like(rows)
             self.held[norm.outputs[1]] = Held(total)
-        launch_norm(
-            product,
-            rows,
-            norm["weight"],
-            norm.args.get("bias"),
-            norm["eps"],
-            results,
-            total,
-            centered=norm.op.endswith("layer_norm"),
-            exact=self.exact,
-            post=post,
-            stream_scale=norm.args.get("scale", 1.0),
-        )
+        weights = norm["weight"], norm.args.get("bias"), norm["eps"]
+        options: Any = {"centered": norm.op.endswith("layer_norm"), "stream_scale": norm.args.get("scale", 1.0)}
+        launch_norm(product, rows, *weights, results, total, exact=self.exact, post=post, **options)
         self.held[norm.outputs[0]] = Held(results.rows, results.activations)
 
     def _results(self, value: Value, tokens: int) -> Results:

@@ -50,15 +50,7 @@ MAX_IDLE_S = 600.0  # that a compiler process which was started early waits for 
 MAX_NAME_CHARS = 150  # of a kernel in the cache: Triton cuts longer names
 MAX_ERROR_CHARS = 1000  # a report is shorter than what a pipe takes at once
 # These take longest to compile; they come first, so that no process is left with one of them at the end.
-SLOW_KERNELS = (
-    "gemv_dense",
-    "gemv_packed",
-    "sample_rows",
-    "decode_attention_gqa",
-    "prefill_attention",
-    "decode_attention",
-    "gemm_packed",
-)
+SLOW_KERNELS = "gemv_dense gemv_packed sample_rows decode_attention_gqa prefill_attention decode_attention gemm_packed"
 CUBLAS_PRODUCTS = {"mm", "addmm", "matmul", "__matmul__", "linear", "_scaled_mm"}  # names of PyTorch's functions
 logger = logging.getLogger(__name__)
 _recording_lock = threading.Lock()
@@ -164,15 +156,8 @@ def _variant_of(fn: Any, compile: dict[str, Any]) -> KernelVariant:
     """Return the variant that Triton's hook describes: its options are written as JSON only."""
     options = {name: _as_tuple(value) for name, value in json.loads(compile["specialization_data"])["options"].items()}
     target = fn.jit_function.device_caches[compile["device"]][2]
-    return KernelVariant(
-        fn.module,
-        fn.name,
-        compile["signature"],
-        compile["constants"],
-        compile["configs"][0],
-        options,
-        (target.backend, target.arch, target.warp_size),
-    )
+    code = compile["signature"], compile["constants"], compile["configs"][0], options
+    return KernelVariant(fn.module, fn.name, *code, (target.backend, target.arch, target.warp_size))
 
 
 def _as_tuple(value: Any) -> Any:
@@ -208,7 +193,8 @@ def compile_variants(variants: Sequence[KernelVariant], progress: Progress | Non
 
 
 def _cost_rank(name: str) -> int:
-    return SLOW_KERNELS.index(name) if name in SLOW_KERNELS else len(SLOW_KERNELS)
+    names = SLOW_KERNELS.split()
+    return names.index(name) if name in names else len(names)
 
 
 def _num_processes(count: int) -> int:
@@ -231,12 +217,8 @@ class CompilerProcess:
         run = f"from {machine.__name__} import exit_with_parent; exit_with_parent({os.getpid()}); "  # before imports
         run += f"from {__name__} import run_compiler; run_compiler()"
         paths = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
-        environment = {
-            **os.environ,
-            "PYTHONPATH": paths,
-            TRITON_CACHE_VARIABLE: triton.knobs.cache.dir,
-            "CUDA_VISIBLE_DEVICES": "",
-        }
+        environment = os.environ | {"PYTHONPATH": paths, TRITON_CACHE_VARIABLE: triton.knobs.cache.dir}
+        environment["CUDA_VISIBLE_DEVICES"] = ""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-c", run],
