@@ -196,6 +196,7 @@ class CapturedForward(ABC):
 
     def _reserve_all(self, tokens: int, kv: Sequence[LayerCache], limits: StepLimits) -> None:
         """Make room for all steps within the limits, of so many tokens at most."""
+        activate(self.device)
         blocks = -(-limits.max_context // first_kv(kv).k.shape[2])
         self._reserve(tokens, limits.max_context, kv)
         if self.staging.reserve_static(min(limits.max_batch * blocks, MAX_TABLE_ENTRIES) + ARRAYS_PER_TOKEN * tokens):
@@ -268,7 +269,6 @@ class CudaForward(CapturedForward):
         return [(NO_BATCH, size) for size in sizes]
 
     def launch_all(self, kv: Sequence[LayerCache], limits: StepLimits, *, every_size: bool = False) -> int:
-        activate(self.device)
         sizes = [size for _, size in self._warm_up_steps(kv, limits)]
         layers = distinct_layers(self.fused)
         for size in (*sizes, *(uncaptured_sizes(limits, is_tiled=self._is_tiled) if every_size else ())):

@@ -17,7 +17,7 @@ import torch
 
 from ..graph import Graph, Node, Rewrite, Value, apply_rewrites
 from ..ops import Backend, Batch, LayerCache, StepLimits
-from .device import activate, is_interpreted
+from .device import is_interpreted
 from .forward import CapturedForward
 from .kernels import encoder as encoder_kernels
 from .kernels.attention_prefill import launch_prefill_attention, query_dtype
@@ -101,7 +101,6 @@ class PoolingForward(CapturedForward):
         return 0
 
     def _warm_up_steps(self, kv: Sequence[LayerCache], limits: StepLimits) -> list[tuple[Batch, StepSizes]]:
-        activate(self.device)
         self._reserve_all(limits.max_tokens, kv, limits)  # a longer text would move the tables that graphs read
         batches = reversed(warm_up_batches(kv, limits))
         return [(batch, self._sizes(batch, is_captured=True)) for batch in batches]
@@ -160,6 +159,7 @@ class PoolingLauncher:
             self.mark(node.op)
             for value in self._last_reads[index]:
                 self.held.pop(value, None)
+        self.step = self.batch = None  # not held: the cache of a larger step is another one
         rows: torch.Tensor = self.held.pop(self.output).rows
         return rows
 
