@@ -22,11 +22,11 @@ from ...errors import InvalidRequestError
 from ...weights import Checkpoint, Tensor
 from .. import ops, reference, select
 from ..graph import Graph
-from ..ops import Ints, KVLayer, LayerCache, StateLayer, first_kv
-from . import device, pooling, precompile, sampling
+from ..ops import Ints, KVLayer, LayerCache, StateLayer
+from . import device, precompile, sampling
 from .device import upload
 from .experts import combine, grouped_linear, pack_experts
-from .forward import CudaForward, make_forward
+from .forward import CapturedForward, make_forward
 from .kernels.attention_prefill import (
     QUERY_TILE,
     SMALL_QUERY_TILE,
@@ -43,8 +43,9 @@ from .kernels.gated_delta import has_kernels, launch_delta, launch_gate
 from .kernels.rope import launch_rope_store, rope_tables
 from .linear import BatchedLinear
 from .packed_weight import E4M3, Activations, PackedExperts, PackedWeight, merge_parts
+from .pooling import PoolingForward
 from .repack import pack_weight
-from .step_inputs import STEP_SIZES
+from .step_inputs import warm_up_batches
 
 KV_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float8": E4M3}
 MAX_HELD = 4  # arrays of a step on the device: of its tiles, and of three RoPE tables at most
@@ -99,8 +100,12 @@ class CudaBackend(ops.Backend):
             return True
         return False
 
-    def start_compiler(self) -> None:
-        precompile.start_compiler()
+    start_compiler = staticmethod(precompile.start_compiler)
+    grouped_linear = staticmethod(grouped_linear)
+    combine = staticmethod(combine)
+    sample_async = staticmethod(sampling.sample_async)
+    sample = staticmethod(sampling.sample)
+    logprobs = staticmethod(sampling.logprobs)
 
     def weight_bytes(self, checkpoint: Checkpoint, types: Mapping[str, str] | None = None) -> int:
         return select.packed_bytes(checkpoint, types)
@@ -319,20 +324,6 @@ class CudaBackend(ops.Backend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return launch_route(logits.contiguous(), params, bias, scales)
 
-    def grouped_linear(
-        self, x: torch.Tensor, w: PackedExperts, experts: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return grouped_linear(x, w, experts, bias)
-
-    def combine(
-        self,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        shared: torch.Tensor | None = None,
-        shared_gate: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return combine(x, weights, shared, shared_gate)
-
     def take(self, x: torch.Tensor, index: Ints) -> torch.Tensor:
         return x[upload(index, self.torch_device, torch.int64)]
 
@@ -351,8 +342,8 @@ class CudaBackend(ops.Backend):
             torch.cuda.empty_cache()  # what packing needed: the KV cache takes the rest
         graph = record()
         if all(node.op != "logits" for node in graph.nodes):
-            return pooling.PoolingForward(graph, self, self.torch_device, batch_invariant=self.deterministic)
-        return make_forward(graph, self.torch_device, batch_invariant=self.deterministic)
+            return PoolingForward(graph, self, self.torch_device, batch_invariant=self.deterministic)
+        return make_forward(graph, self, self.torch_device, batch_invariant=self.deterministic)
 
     def warm_up(
         self,
@@ -363,66 +354,21 @@ class CudaBackend(ops.Backend):
         progress: ops.Progress,
     ) -> ops.WarmUp:
         def launch_all(*, every_size: bool) -> None:
-            if isinstance(fused, pooling.PoolingForward):
-                for batch in batches:
-                    fused.launch(batch, kv)
-                return
-            if isinstance(fused, CudaForward):
+            if isinstance(fused, CapturedForward):
                 vocab_size = fused.launch_all(kv, limits, every_size=every_size)
             else:
-                for batch in batches:
+                for batch in warm_up_batches(kv, limits):
                     vocab_size = int(forward(batch).shape[1])
-            sampling.warm_up(vocab_size, limits.max_logits, self.torch_device)
-
-        batches = _warm_up_batches(kv, limits)
+            if vocab_size:
+                sampling.warm_up(vocab_size, limits.max_logits, self.torch_device)
 
         with device.as_memory_error():
-            if isinstance(fused, pooling.PoolingForward):
-                fused.reserve(limits.max_context, kv)  # a longer text would move the tables that graphs read
             with precompile.recording() as variants:
                 launch_all(every_size=False)
             compiled = precompile.compile_variants(variants, progress)
             with precompile.count_compilations() as compilations:
                 if not device.is_interpreted():
                     launch_all(every_size=True)
-            if isinstance(fused, CudaForward):
+            if isinstance(fused, CapturedForward):
                 fused.capture_all(kv, limits, progress)
-            elif isinstance(fused, pooling.PoolingForward):
-                fused.capture_all(batches, kv, progress)
         return ops.WarmUp(len(compilations.loaded), compiled)
-
-    def sample_async(
-        self, raw_logits: torch.Tensor, rows: Sequence[ops.SampleRow], pending: torch.Tensor | None = None
-    ) -> sampling.PendingSample:
-        return sampling.sample_async(raw_logits, rows, pending)
-
-    def sample(self, raw_logits: torch.Tensor, rows: Sequence[ops.SampleRow]) -> Ints:
-        return sampling.sample(raw_logits, rows)
-
-    def logprobs(
-        self, raw_logits: torch.Tensor, chosen: Ints, k: int, masks: Sequence[ops.TokenMask | None] | None = None
-    ) -> ops.Logprobs:
-        return sampling.logprobs(raw_logits, chosen, k, masks)
-
-
-def _warm_up_batches(kv: Sequence[LayerCache], limits: ops.StepLimits) -> list[ops.Batch]:
-    """Return steps of one request that need every kernel of a model which runs op by op, or pools."""
-    blocks, _, block_size, _ = first_kv(kv).k.shape
-    most = min(limits.max_tokens, limits.max_context, blocks * block_size)
-    batches = []
-    for count in sorted({min(tokens, most) for tokens in (1, *STEP_SIZES)}):
-        positions = np.arange(count)
-        batch = ops.Batch(
-            ids=np.zeros(count, np.int64),
-            positions=positions,
-            slot_mapping=positions,
-            query_start=np.array([0, count]),
-            context_len=np.array([count]),
-            block_table=np.arange(-(-count // block_size))[None],
-            logits_index=positions[-limits.max_logits :],
-            state_in=np.array([-1]),
-            state_out=np.full(count, -1),
-            token_types=np.zeros(count, np.int64),
-        )
-        batches.append(batch)
-    return batches

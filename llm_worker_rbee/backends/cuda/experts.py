@@ -153,13 +153,13 @@ def grouped_linear(
 
 
 def combine(
-    x: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None, gate: torch.Tensor | None = None
+    x: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None, shared_gate: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the weighted sum over the experts of each token, in their order, and the shared expert's part, by the
     kernel of fused steps, with zeros as the residual stream."""
     tokens, k, width = x.shape
     total, unused = torch.zeros(tokens, width, device=x.device), torch.empty(tokens, width, device=x.device)
-    parts = WeightedExperts(weights.contiguous(), k, shared, gate)
+    parts = WeightedExperts(weights.contiguous(), k, shared, shared_gate)
     ones = torch.ones(width, device=x.device)
     launch_add_norm(x.reshape(1, tokens * k, width), total, ones, 1e-6, Activations(unused), experts=parts)
     return total

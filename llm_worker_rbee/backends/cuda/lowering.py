@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..graph import Graph, Node, ProgramLine, Rewrite, apply_rewrites, have_one_eps, op_names
+from ..graph import Graph, Node, Rewrite, apply_rewrites, have_one_eps
 from ..ops import AttentionParams, GatedDeltaParams, GatedDeltaWeights, RopeTable, RouteParams
 from .kernels.elementwise import ACTIVATIONS
 from .kernels.gated_delta import has_kernels
@@ -144,26 +144,6 @@ REWRITES = (
     Rewrite("linear_add", "linear rms_norm? add", _has_add_kernel),
     Rewrite("logits", "logits"),
 )
-LAUNCHES = {
-    "embed_norm": "embed_rows",
-    "embed_inputs": "embed_rows twice, add_rms_norm_rows, gemv or gemm, rms_norm_rows",
-    "stream_norm": "add_rms_norm_rows",
-    "per_layer_gate": "gemv or gemm, swiglu_rows",
-    "attention": "1 to 4 tokens: gemv, decode_attention; more: gemm, decode_attention or rope_store, prefill_attention",
-    "gated_attention": "those of attention, with gemv or gemm of the gate, gate_rows",
-    "gated_delta": "gemv or gemm twice, conv_tokens, [conv_states,] delta_tokens, "
-    "[prepare_chunks, delta_chunks,] gate_rows",
-    "short_conv": "gemv or gemm, conv_tokens, [conv_states,] gate_rows",
-    "gated_linear": "1 to 4 tokens: gemv with its activation; more: gemm, swiglu_rows",
-    "linear_add_norm": "1 to 4 tokens: gemv with residual add and norm; more: gemm, add_rms_norm_rows",
-    "experts_add_norm": "1 to 4 tokens: router_rows, route_rows, gemv twice, add_rms_norm_rows; "
-    "more: router_rows (many: add_rms_norm_rows, a dense product), route_rows, group_slots, gemm, swiglu_rows, gemm, "
-    "add_rms_norm_rows",
-    "parallel_experts": "gemv or gemm, add_rms_norm_rows, those of experts_add_norm",
-    "linear_add": "1 to 4 tokens: gemv, add_rms_norm_rows; more: gemm, add_rms_norm_rows",
-    "post_norm": "1 to 4 tokens: gemv, add_rms_norm_rows; more: gemm, add_rms_norm_rows",
-    "logits": "1 to 4 tokens: gemv; more: gemm",
-}
 
 
 class EmbedNorm(NamedTuple):
@@ -337,15 +317,15 @@ Start = EmbedNorm | EmbedInputs | StreamNorm  # before the first layer
 FusedOp = Start | Mixer | GatedLinear | PerLayerGate | LinearAdd | LinearAddNorm | ExpertsAddNorm | Logits
 
 
-def fuse_graph(graph: Graph) -> tuple[FusedOp, ...] | None:
-    """Return the fused ops of a step; None if an op is left that none of them covers."""
+def fuse_graph(graph: Graph) -> tuple[Sequence[Node], tuple[FusedOp, ...]] | None:
+    """Return the fused nodes and ops of a step; None if an op is left that none of them covers."""
     fused = apply_rewrites(graph, REWRITES)
     if not all(node.fused for node in fused.nodes) or any(map(_needs_order, graph.nodes)):
         return None
     readers = {value: node for node in reversed(fused.nodes) for value in node.inputs}  # the first of each
     norms = {node.outputs[0]: node for node in graph.nodes if node.op in ("rms_norm", "add_rms_norm")}
     ops = tuple(_fused_op(node, _following(node, readers), norms) for node in fused.nodes)
-    return ops if _is_chain(fused.nodes) else None
+    return (fused.nodes, ops) if _is_chain(fused.nodes) else None
 
 
 def without_hidden(graph: Graph) -> Graph | None:
@@ -419,15 +399,6 @@ def _kernel_signature(value: Any) -> Any:
     return None if isinstance(value, int) else value
 
 
-def describe(graph: Graph) -> list[ProgramLine]:
-    """Return the launches of a step, for few tokens and for more."""
-    lines = []
-    for node in apply_rewrites(graph, REWRITES).nodes:
-        has_post = node.op == "linear_add_norm" and node.part("rms_norm") is not None
-        lines.append(ProgramLine(node.op, op_names(node), LAUNCHES["post_norm" if has_post else node.op]))
-    return lines
-
-
 def _following(node: Node, readers: dict[Any, Node]) -> Any:
     """Return the matrix of the op that reads the activations of this one: its first result that a product reads."""
     for value in (value for part in node.fused for value in part.outputs):
@@ -459,17 +430,8 @@ def _fused_op(node: Node, following: Any, norms: Mapping[Any, Node]) -> FusedOp:
             return op._replace(gate=gate, input_norm=norm["weight"], input_eps=norm["eps"])
         case "gated_delta":
             norm, conv = norms[first["x"]], between[1]
-            return GatedDelta(
-                first["w"],
-                between[0]["w"],
-                conv["weight"],
-                last["params"],
-                last["weights"],
-                last["state"],
-                norm["weight"],
-                norm["eps"],
-                following,
-            )
+            rule = last["params"], last["weights"], last["state"], norm["weight"], norm["eps"]
+            return GatedDelta(first["w"], between[0]["w"], conv["weight"], *rule, following)
         case "short_conv":
             return ShortConv(first["w"], last["weight"], last["activation"], last["state"], following)
         case "gated_linear":

@@ -21,14 +21,16 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import triton
+from torch.overrides import TorchFunctionMode
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia_driver
@@ -48,15 +50,8 @@ MAX_IDLE_S = 600.0  # that a compiler process which was started early waits for 
 MAX_NAME_CHARS = 150  # of a kernel in the cache: Triton cuts longer names
 MAX_ERROR_CHARS = 1000  # a report is shorter than what a pipe takes at once
 # These take longest to compile; they come first, so that no process is left with one of them at the end.
-SLOW_KERNELS = (
-    "gemv_dense",
-    "gemv_packed",
-    "sample_rows",
-    "decode_attention_gqa",
-    "prefill_attention",
-    "decode_attention",
-    "gemm_packed",
-)
+SLOW_KERNELS = "gemv_dense gemv_packed sample_rows decode_attention_gqa prefill_attention decode_attention gemm_packed"
+CUBLAS_PRODUCTS = {"mm", "addmm", "matmul", "__matmul__", "linear", "_scaled_mm"}  # names of PyTorch's functions
 logger = logging.getLogger(__name__)
 _recording_lock = threading.Lock()
 
@@ -104,7 +99,6 @@ def recording() -> Iterator[list[KernelVariant]]:
         yield variants
         return
     thread, keys = threading.get_ident(), set[tuple[str, str]]()
-    interface: Any = KernelInterface
 
     def record(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         if threading.get_ident() != thread:
@@ -117,34 +111,53 @@ def recording() -> Iterator[list[KernelVariant]]:
             variants.append(variant)
         return True  # neither compiled nor launched
 
-    def bind_grid(kernel: Any, grid: Any) -> Any:
-        is_warmup = threading.get_ident() == thread
-        return lambda *args, **options: kernel.run(*args, grid=grid, warmup=is_warmup, **options)
-
-    with _recording_lock:
-        hook, usual = triton.knobs.runtime.jit_cache_hook, interface.__getitem__
+    with _replaced_launches(lambda kernel, grid: partial(kernel.run, grid=grid, warmup=True)):
+        hook = triton.knobs.runtime.jit_cache_hook
         triton.knobs.runtime.jit_cache_hook = record
-        interface.__getitem__ = bind_grid
         try:
             yield variants
         finally:
             triton.knobs.runtime.jit_cache_hook = hook
+
+
+@contextmanager
+def _replaced_launches(bind: Callable[[Any, Any], Callable[..., Any]]) -> Iterator[None]:
+    """Let this thread call `bind(kernel, grid)` in the place of every `kernel[grid]`."""
+    thread, interface = threading.get_ident(), cast(Any, KernelInterface)
+    with _recording_lock:
+        usual = interface.__getitem__
+        interface.__getitem__ = lambda *launch: (bind if threading.get_ident() == thread else usual)(*launch)
+        try:
+            yield
+        finally:
             interface.__getitem__ = usual
+
+
+class _NotingProducts(TorchFunctionMode):
+    def __init__(self, note: Callable[[str], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.__name__ in CUBLAS_PRODUCTS:
+            self._note("cublas")
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def noting_launches(note: Callable[[str], None]) -> Iterator[None]:
+    """Launch nothing in this thread, and call `note` with the name of each kernel, "cublas" for a product of PyTorch,
+    which does run."""
+    with _replaced_launches(lambda kernel, grid: lambda *_, **__: note(kernel.__name__)), _NotingProducts(note):
+        yield
 
 
 def _variant_of(fn: Any, compile: dict[str, Any]) -> KernelVariant:
     """Return the variant that Triton's hook describes: its options are written as JSON only."""
     options = {name: _as_tuple(value) for name, value in json.loads(compile["specialization_data"])["options"].items()}
     target = fn.jit_function.device_caches[compile["device"]][2]
-    return KernelVariant(
-        fn.module,
-        fn.name,
-        compile["signature"],
-        compile["constants"],
-        compile["configs"][0],
-        options,
-        (target.backend, target.arch, target.warp_size),
-    )
+    code = compile["signature"], compile["constants"], compile["configs"][0], options
+    return KernelVariant(fn.module, fn.name, *code, (target.backend, target.arch, target.warp_size))
 
 
 def _as_tuple(value: Any) -> Any:
@@ -180,7 +193,8 @@ def compile_variants(variants: Sequence[KernelVariant], progress: Progress | Non
 
 
 def _cost_rank(name: str) -> int:
-    return SLOW_KERNELS.index(name) if name in SLOW_KERNELS else len(SLOW_KERNELS)
+    names = SLOW_KERNELS.split()
+    return names.index(name) if name in names else len(names)
 
 
 def _num_processes(count: int) -> int:
@@ -203,12 +217,8 @@ class CompilerProcess:
         run = f"from {machine.__name__} import exit_with_parent; exit_with_parent({os.getpid()}); "  # before imports
         run += f"from {__name__} import run_compiler; run_compiler()"
         paths = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
-        environment = {
-            **os.environ,
-            "PYTHONPATH": paths,
-            TRITON_CACHE_VARIABLE: triton.knobs.cache.dir,
-            "CUDA_VISIBLE_DEVICES": "",
-        }
+        environment = os.environ | {"PYTHONPATH": paths, TRITON_CACHE_VARIABLE: triton.knobs.cache.dir}
+        environment["CUDA_VISIBLE_DEVICES"] = ""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-c", run],

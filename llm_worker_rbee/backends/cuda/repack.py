@@ -94,12 +94,8 @@ def _upload_bytes(rows: NDArray[np.uint8], device: torch.device) -> torch.Tensor
 
 def _pack_dense(tensors: Sequence[Tensor], device: torch.device) -> WeightPart:
     """Copy dense tensors; types that the device does not multiply become float32 on the host."""
-    out = torch.empty(
-        sum(t.shape[0] for t in tensors),
-        tensors[0].shape[1],
-        dtype=DENSE_DTYPES.get(tensors[0].kind.name, torch.float32),
-        device=device,
-    )
+    shape = sum(t.shape[0] for t in tensors), tensors[0].shape[1]
+    out = torch.empty(shape, dtype=DENSE_DTYPES.get(tensors[0].kind.name, torch.float32), device=device)
     for first, slab in _dense_slabs(tensors, device):
         out[first : first + len(slab)] = slab
     return WeightPart.from_values(DENSE, out)
