@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from .errors import InvalidRequestError, ModelFileError, UnsupportedModelError
 
@@ -46,63 +46,86 @@ FP8 = "fp8"  # of `quantize`: e4m3 with a scale for each row
 DEVICE_SPARE_BYTES = 1 << 30  # of a GPU beside weights, KV cache and the arrays of a step: context, kernels, graphs
 
 
+class AttentionSpec(NamedTuple):
+    """The attention of a family. Window, scale and cap are those of a GGUF without their keys."""
+
+    qkv_bias: bool = False  # bias tensors are expected beside q, k and v
+    output_bias: bool = False  # and beside the output projection
+    qk_norm: Literal["", "head", "optional", "wide"] = ""  # of each head, in some models alone, or of all together
+    v_norm: bool = False  # a norm of v without a weight
+    keys_as_values: bool = False  # a layer without v has its keys, before their norm, as values
+    gated: bool = False  # rows of q hold those of a gate, head by head: attention times its sigmoid
+    sinks: bool = False  # a logit of each head joins the denominator of the softmax
+    window: int = 0
+    full_every: int = 0  # with a window: every n-th layer has none (0: all have it)
+    full_first: bool = False  # the first of every n layers, not the last
+    scale: float = 0.0  # 0: head_dim ** -0.5
+    cap: float = 0.0
+
+
+class RopeSpec(NamedTuple):
+    """The RoPE of a family."""
+
+    interleaved: tuple[str, ...] = ()  # formats whose rows of q and k are for rope over neighbouring pairs
+    nope_every: int = 0  # every n-th layer has no rope
+    local_base: float = 0.0  # of layers with a window, where it differs and a GGUF lacks its key
+    unscaled_windows: bool = False  # scaling is of the layers without a window alone
+    yarn_truncate: bool = True  # YaRN's ramp is between whole pairs, unless a key says
+
+
+class NormSpec(NamedTuple):
+    """The norms of a block."""
+
+    pre: bool = True  # before attention and before the MLP
+    post: bool = False  # after attention and after the MLP, before the residual
+    stream: bool = False  # of the residual stream itself, after attention and after the MLP
+    layer: bool = False  # they subtract the mean, and may have biases
+
+
+class ExpertSpec(NamedTuple):
+    """The experts of a family, or of a model."""
+
+    scoring: str = "softmax"  # or "sigmoid", unless a key says
+    renormalize: bool = True  # the weights of a token's experts sum up to 1, unless a key says
+    shared_gate: bool = False  # the shared expert times a sigmoid of the token
+    bias: bool = False  # bias tensors are expected beside the router and the experts
+    parallel: bool = False  # beside the MLP of a layer, with norms of their own
+
+
+class TensorLayout(NamedTuple):
+    """How files hold the tensors of a family."""
+
+    fused_qkv: bool = False  # q, k, v in one tensor
+    fused_gate_up: bool = False  # gate and up in one tensor
+    norm_plus_one: bool = False  # safetensors hold weight - 1 (GGUF holds the weight)
+    gguf_mlp_norm: str = "ffn_norm"  # name of the norm before the MLP in a GGUF
+    output_norm: str = "output_norm"  # name of the norm before the output head
+    gguf_tiled_heads: bool = False  # in a GGUF, value head h of linear attention has key head h % key heads
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What differs between families of decoders, as data."""
+    """What differs between families of models, as data."""
 
     name: str
     gguf: tuple[str, ...]  # values of general.architecture
     hf: tuple[str, ...]  # values of model_type
     activation: str = "silu"
-    rope_interleaved: bool = False  # GGUF stores q/k rows for rope over neighbouring pairs
-    hf_rope_interleaved: bool = False  # safetensors do, too
-    nope_every: int = 0  # every n-th layer has no rope
-    qkv_bias: bool = False  # bias tensors are expected beside q, k and v
-    output_bias: bool = False  # and beside the output projection of attention
-    qk_norm: bool = False
-    optional_qk_norm: bool = False  # some of its models have none
-    wide_qk_norm: bool = False  # q/k norms over all heads together
-    v_norm: bool = False  # a norm of v without a weight
-    optional_v: bool = False  # a layer without v has its keys, before their norm, as values
-    fused_qkv: bool = False  # q, k, v in one tensor
-    fused_gate_up: bool = False  # gate and up in one tensor
-    pre_norms: bool = True  # a norm before attention and before the MLP
-    post_norms: bool = False  # a norm after attention and after the MLP, before the residual
+    attention: AttentionSpec = field(default_factory=AttentionSpec)
+    rope: RopeSpec = field(default_factory=RopeSpec)
+    norms: NormSpec = field(default_factory=NormSpec)
+    experts: ExpertSpec | None = None  # None: no file may have experts
+    mixer: str = "attention"  # of the layers without attention, of LAYER_KINDS
+    layer_shapes: bool = False  # heads, MLPs and KV sharing differ from layer to layer (models/layer_shapes.py)
     scaled_embedding: bool = False  # embeddings times sqrt(width)
     multipliers: bool = False  # GGUF has keys for the scales of embedding, residual, attention and logits
-    norm_plus_one: bool = False  # safetensors hold weight - 1 (GGUF holds the weight)
-    full_every: int = 0  # with a window: every n-th layer has none (0: all have it)
-    full_first: bool = False  # the first of every n layers, not the last
-    unscaled_windows: bool = False  # rope scaling is of the layers without a window alone
-    layer_shapes: bool = False  # heads, MLPs and KV sharing differ from layer to layer (models/layer_shapes.py)
-    gguf_mlp_norm: str = "ffn_norm"  # name of the norm before the MLP in a GGUF
-    output_norm: str = "output_norm"  # name of the norm before the output head
-    short_conv: bool = False  # layers without KV heads have a short convolution instead of attention
-    moe: bool = False  # files may have experts
-    expert_scoring: str = "softmax"  # or "sigmoid", unless a key says
-    expert_norm: bool = True  # the weights of the chosen experts sum up to 1, unless a key says
-    shared_expert_gate: bool = False  # the shared expert times a sigmoid of the token
-    expert_bias: bool = False  # bias tensors are expected beside the router and the experts
-    attention_sinks: bool = False  # a logit of each head joins the denominator of the softmax
-    yarn_truncate: bool = True  # YaRN's ramp is between whole pairs, unless a key says
-    gated_attention: bool = False  # rows of q hold those of a gate, head by head: attention times its sigmoid
-    linear_attention: bool = False  # all layers but every n-th have the gated delta rule
-    gguf_tiled_heads: bool = False  # in a GGUF, value head h of linear attention has key head h % key heads
-    parallel_experts: bool = False  # experts beside the MLP of a layer, with norms of their own
-    # of encoders
+    final_cap: float = 0.0  # of a GGUF without its key
     is_encoder: bool = False  # tokens see those after them, and there is no output head: a pooling model
-    layer_norm: bool = False  # norms subtract the mean, and may have biases
-    stream_norms: bool = False  # the residual stream itself is normalized, after attention and after the MLP
     learned_positions: bool = False  # a table of positions instead of rope
     gated_mlp: bool = True
     classifier_pooling: str = "cls"  # of rerankers in GGUF files
     classifier_activation: str = "tanh"  # after the dense layer of a classifier
-    # defaults of keys that a GGUF lacks
-    default_window: int = 0
-    default_attention_scale: float = 0.0  # 0: head_dim ** -0.5
-    default_local_base: float = 0.0  # rope base of the layers with a window, where it differs
-    default_attention_cap: float = 0.0
-    default_final_cap: float = 0.0
+    tensors: TensorLayout = field(default_factory=TensorLayout)
     # defaults of keys that are absent in a config.json, not of those that are null
     hf_defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -134,10 +157,9 @@ class ExpertConfig:
     count: int
     used: int  # by a token
     d_ff: int  # of an expert
+    spec: ExpertSpec
     shared_d_ff: int = 0  # of the expert that all tokens use; 0: none
-    scoring: str = "softmax"  # or "sigmoid"
-    renormalize: bool = True  # the weights of a token's experts sum up to 1, before `scale`
-    scale: float = 1.0  # of these weights
+    scale: float = 1.0  # of the weights of a token's experts
     dense_layers: frozenset[int] = frozenset()
 
     def share(self, tokens: int = 1) -> float:
