@@ -20,28 +20,15 @@ KV_ON_CPU, KV_ON_CUDA = ("float32", "float16", "int8"), ("bfloat16", "float16", 
 KV_AUTO = "auto"
 KV_CUDA = "bfloat16"  # what `auto` is on a GPU
 KV_DEFAULT = "float16"  # what `auto` is for kernels: half the memory traffic; the reference rounds nothing
-MAX_LAYERS = 4096
-MAX_WIDTH = 1 << 20
-MAX_VOCABULARY = 1 << 24
-MAX_CONTEXT = 1 << 40
-MAX_EXPERTS = 1 << 14
-MAX_CONV_KERNEL = 64
+MAX_LAYERS, MAX_WIDTH, MAX_EXPERTS, MAX_CONV_KERNEL = 4096, 1 << 20, 1 << 14, 64
+MAX_VOCABULARY, MAX_CONTEXT, MAX_BATCH, MAX_DRAFT_TOKENS = 1 << 24, 1 << 40, 1024, 16
 LAYER_KINDS = ("attention", "short_conv", "gated_delta")
 MIN_ROPE_FACTOR = 1e-6  # of rope scaling
 SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT = 1.702, 7.0  # of the activation "swiglu_oai"
-MAX_SHAPE = {
-    "n_layers": MAX_LAYERS,
-    "d_model": MAX_WIDTH,
-    "n_heads": MAX_WIDTH,
-    "n_kv_heads": MAX_WIDTH,
-    "head_dim": MAX_WIDTH,
-    "d_ff": MAX_WIDTH,
-    "vocab_size": MAX_VOCABULARY,
-    "context_length": MAX_CONTEXT,
-}
-POOLING_KINDS = ("mean", "cls", "last")
-SPECULATIVE = ("off", "ngram", "mtp")
-MAX_BATCH, MAX_DRAFT_TOKENS = 1024, 16
+WIDTHS = ("d_model", "n_heads", "n_kv_heads", "head_dim", "d_ff")
+MAX_SHAPE = {"n_layers": MAX_LAYERS, **dict.fromkeys(WIDTHS, MAX_WIDTH)}
+MAX_SHAPE |= {"vocab_size": MAX_VOCABULARY, "context_length": MAX_CONTEXT}
+POOLING_KINDS, SPECULATIVE = ("mean", "cls", "last"), ("off", "ngram", "mtp")
 FP8 = "fp8"  # of `quantize`: e4m3 with a scale for each row
 DEVICE_SPARE_BYTES = 1 << 30  # of a GPU beside weights, KV cache and the arrays of a step: context, kernels, graphs
 
@@ -126,8 +113,7 @@ class Family:
     classifier_pooling: str = "cls"  # of rerankers in GGUF files
     classifier_activation: str = "tanh"  # after the dense layer of a classifier
     tensors: TensorLayout = field(default_factory=TensorLayout)
-    # defaults of keys that are absent in a config.json, not of those that are null
-    hf_defaults: Mapping[str, Any] = field(default_factory=dict)
+    hf_defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that a config.json lacks, not of null ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,15 +170,12 @@ class LinearAttentionConfig:
 
     def __post_init__(self) -> None:
         for name in ("kernel", "k_heads", "v_heads", "k_dim", "v_dim"):
-            minimum = 2 if name == "kernel" else 1
-            if not minimum <= getattr(self, name) <= MAX_WIDTH:
-                raise ModelFileError(
-                    f"linear attention: {name} is {getattr(self, name)}, outside {minimum}..{MAX_WIDTH}"
-                )
-        if self.v_heads % self.k_heads:
-            raise ModelFileError(
-                f"linear attention: {self.v_heads} value heads cannot share {self.k_heads} keys evenly"
-            )
+            minimum, value = 2 if name == "kernel" else 1, getattr(self, name)
+            if not minimum <= value <= MAX_WIDTH:
+                raise ModelFileError(f"linear attention: {name} is {value}, outside {minimum}..{MAX_WIDTH}")
+        values, keys = self.v_heads, self.k_heads
+        if values % keys:
+            raise ModelFileError(f"linear attention: {values} value heads cannot share {keys} keys evenly")
 
     @property
     def channels(self) -> int:
@@ -306,8 +289,7 @@ class ModelConfig:
     @property
     def kv_owners(self) -> tuple[int, ...]:
         """The layers with keys and values of their own."""
-        layers = range(self.n_layers - self.shared_kv_layers)
-        return tuple(i for i in layers if self.layer_kind(i) == "attention")
+        return tuple(i for i in range(self.n_layers - self.shared_kv_layers) if self.layer_kind(i) == "attention")
 
     def d_ff_of(self, layer: int) -> int:
         """Return the width of a layer's MLP."""
@@ -316,9 +298,8 @@ class ModelConfig:
     def kv_bytes(self, tokens: int, kv_type: str = "float32", head_step: int = 1) -> int:
         """Return the bytes of the keys and values of `tokens` tokens; heads are padded to a multiple of `head_step`."""
         scale = 4 if kv_type == "int8" else 0  # a float32 for each position and head
-        shapes = [self.kv_shape(i) for i in self.kv_owners]
-        heads = [(heads, -(-dim // head_step) * head_step) for heads, dim in shapes]
-        return 2 * tokens * sum(heads * (dim * KV_VALUE_BYTES[kv_type] + scale) for heads, dim in heads)
+        shapes = [(heads, -(-dim // head_step) * head_step) for heads, dim in map(self.kv_shape, self.kv_owners)]
+        return 2 * tokens * sum(heads * (dim * KV_VALUE_BYTES[kv_type] + scale) for heads, dim in shapes)
 
     def state_shapes(self, i: int) -> tuple[tuple[int, int], tuple[int, int, int] | None] | None:
         """Return the shapes of layer i's state of a sequence, float32; None: it has keys and values.
@@ -391,13 +372,11 @@ class SchedulingOptions:
     def __post_init__(self) -> None:
         _require_whole("draft_tokens", self.draft_tokens, MAX_DRAFT_TOKENS)
         if not (isinstance(self.target_itl_ms, (int, float)) and 0 < self.target_itl_ms < math.inf):
-            raise InvalidRequestError(
-                f"target_itl_ms is {self.target_itl_ms!r}: it must be a number of milliseconds above 0", "target_itl_ms"
-            )
+            problem = f"target_itl_ms is {self.target_itl_ms!r}: it must be a number of milliseconds above 0"
+            raise InvalidRequestError(problem, "target_itl_ms")
         if self.speculative not in SPECULATIVE:
-            raise InvalidRequestError(
-                f"unknown speculative {self.speculative!r}: use one of {', '.join(SPECULATIVE)}", "speculative"
-            )
+            problem = f"unknown speculative {self.speculative!r}: use one of {', '.join(SPECULATIVE)}"
+            raise InvalidRequestError(problem, "speculative")
 
 
 def _require_whole(name: str, value: object, maximum: int | None = None) -> None:
@@ -481,9 +460,8 @@ class LoadOptions(ComputeOptions, SchedulingOptions):
                 _require_whole(name, getattr(self, name), maximum)
         super().__post_init__()
         if self.draft_model is not None and self.speculative != "off":
-            raise InvalidRequestError(
-                "speculative and draft_model are two ways to draft: give one of them", "speculative"
-            )
+            problem = "speculative and draft_model are two ways to draft: give one of them"
+            raise InvalidRequestError(problem, "speculative")
 
     @property
     def scheduling(self) -> dict[str, Any]:
