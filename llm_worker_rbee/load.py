@@ -132,7 +132,7 @@ def load(
                 _check_same_vocabulary(tokenizer, open_tokenizer(draft))
     sampling_defaults = read_sampling_defaults(checkpoint)
     model, head = _load_weights(checkpoint, placed, options.quantize, phases, with_head=options.has_mtp)
-    is_inexact = placed.kv_type == "int8" and model.config.family.qkv_bias
+    is_inexact = placed.kv_type == "int8" and model.config.family.attention.qkv_bias
     kv_notes = ["the model's keys have biases, which kv_type int8 stores coarsely: float16 is more exact"] * is_inexact
     return LoadedModel(
         checkpoint=checkpoint,

@@ -96,6 +96,7 @@ LONG_FUNCTIONS = {
 MIN_MODULE_LINES = 80  # a shorter module with a single client is part of that client, unless there is a reason
 SMALL_MODULES = {
     "llm_worker_bench/provenance.py": "what the pages of the repository are tested against",
+    "backends/cpu/kernels/per_layer_inputs.py": "compiled for models with per-layer embeddings alone",
     "cluster/router.py": "Ray copies its module into each process",
     "engine/dummy_model.py": "replaces the model for `serve --engine null`",
 }

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
-from llm_worker_rbee.backends.graph import LOGITS, Graph, Node
-from llm_worker_rbee.backends.ops import AttentionParams, Batch
+from llm_worker_rbee.backends.graph import Graph, Node
+from llm_worker_rbee.backends.ops import LOGITS, AttentionParams, Batch
 from llm_worker_rbee.models import Transformer
 from llm_worker_rbee.models.kv_cache import KVCache
 from llm_worker_rbee.weights import Checkpoint

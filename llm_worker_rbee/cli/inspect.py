@@ -391,7 +391,7 @@ def _experts(checkpoint: Checkpoint, e: ExpertConfig) -> dict[str, Any]:
         "used": e.used,
         "feed_forward": e.d_ff,
         "shared_feed_forward": e.shared_d_ff,
-        "scoring": e.scoring,
+        "scoring": e.spec.scoring,
         "active_parameters": values,
         "bytes_per_token": size,
     }

@@ -403,7 +403,7 @@ class Workspace:
         width, layers = config.d_model, range(config.n_layers)
         heads, kv_heads = max((config.n_heads * dim, n * dim) for n, dim in map(config.kv_shape, layers))
         attention = copies * 4 * (heads + 2 * kv_heads) + (2 + 4 + 2) * heads  # product; queries, output, activations
-        if config.family.gated_attention:
+        if config.family.attention.gated:
             attention += copies * 4 * heads
         if (linear := config.linear) is not None:  # product; convolution; w, u and scores of chunks; result
             values = linear.v_heads * linear.v_dim
@@ -414,7 +414,7 @@ class Workspace:
         mlp = copies * 4 * 2 * d_ff + 2 * d_ff  # gate and up; their combination
         if (experts := config.experts) is not None:  # products of all experts of a token, without splits
             routed = experts.used * (10 * experts.d_ff + 4 * width) + copies * 8 * experts.shared_d_ff
-            mlp = max(mlp, routed + (4 * width if config.family.parallel_experts else 0))  # the MLP's result is kept
+            mlp = max(mlp, routed + (4 * width if experts.spec.parallel else 0))  # the MLP's result is kept
         inputs = 4 * config.n_layers * config.layer_input_dim  # per-layer embeddings, kept until the last layer
         first = (1 + copies) * inputs  # rows of their table, and the product
         hidden = 4 * width if self.keeps_hidden else 0
@@ -434,7 +434,7 @@ def choose_step_tokens(workspace: Workspace, memory: int) -> int:
     config = workspace.config
     experts, d_ff = config.experts, config.d_ff
     if experts is not None:
-        d_ff = experts.used * experts.d_ff + experts.shared_d_ff + (d_ff if config.family.parallel_experts else 0)
+        d_ff = experts.used * experts.d_ff + experts.shared_d_ff + (d_ff if experts.spec.parallel else 0)
     matrix_rows = 2 * (config.n_heads + config.n_kv_heads) * config.head_dim + 3 * d_ff  # of d_model values each
     flops = 2 * config.n_layers * config.d_model * matrix_rows  # of a token
     for tokens in STEP_TOKENS:

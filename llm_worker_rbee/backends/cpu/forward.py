@@ -17,14 +17,27 @@ from numpy.typing import NDArray
 
 from ...errors import InferenceError
 from .. import reference
-from ..graph import LOGITS, TOKENS, Graph, ProgramLine, Value, op_names
-from ..ops import Array, Batch, LayerCache, Profiler, TaskLabel, first_kv
+from ..graph import Graph, Node, ProgramLine, Value, op_names
+from ..ops import (
+    ARRAYS,
+    LOGITS,
+    REQUESTS,
+    SHAPES,
+    TOKENS,
+    Array,
+    Batch,
+    LayerCache,
+    Profiler,
+    StateLayer,
+    TaskLabel,
+    first_kv,
+)
 from .kernels.kv_layout import kv_type_of, layer_addresses
 from .kernels.pointers import aligned
 from .kernels.program import Step, Table, Task
 from .kernels.quantize_activations import pad_to_panels
 from .lowering import HostCall, Lowering, fuse
-from .program import Program, new_step, require_not_forked
+from .program import Program, new_step, require_not_forked, run_step
 
 Floats = NDArray[np.float32]
 Part = tuple[tuple[TaskLabel, ...], Program | HostCall]
@@ -53,6 +66,34 @@ def _weight_bytes(graph: Graph) -> int:
             packed = sum(part.packed.nbytes for part in node[WEIGHT_NAMES[node.op]].parts)
             size += packed * node["experts"].shape[1] // node["w"].count if node.op == "grouped_linear" else packed
     return size
+
+
+def run_alone(op: str, args: dict[str, Any], threads: int) -> Any:
+    """Compute one op by the tasks of a step, or as the reference does if it has none."""
+    values = {name: Value((TOKENS, *args[name].shape[1:])) for name in ARRAYS[op] if args[name] is not None}
+    symbols = {name: 0 if isinstance(arg, StateLayer) else arg for name, arg in args.items()} | values  # 0: its layer
+    outputs = tuple(Value(shape) for shape in SHAPES[op](**symbols))
+    graph = Graph((Node(op, symbols, outputs),), outputs[0], (*outputs, None)[1])
+    lowering = Lowering(fuse(graph), "float32", threads, values.values())
+    (part,) = lowering.parts
+    if isinstance(part.work, HostCall):
+        return getattr(reference, op)(**args)
+    arrays: dict[int, Any] = {}
+    sizes: dict[Any, int] = {TOKENS: len(args[ARRAYS[op][0]])}
+    for arg in args.values():
+        if isinstance(arg, Batch):
+            sizes[REQUESTS] = len(arg.query_start) - 1
+            arrays |= {Step.QUERY_START: arg.query_start, Step.STATE_IN: arg.state_in, Step.STATE_OUT: arg.state_out}
+        elif isinstance(arg, StateLayer):
+            arrays[Step.KV] = layer_addresses([arg])
+    arrays |= dict(enumerate((np.array(args[name], np.float32) for name in values), Step.END))  # tasks may change them
+    for value in outputs:
+        shape = sizes[value.shape[0]], *cast(tuple[int, ...], value.shape[1:])
+        arrays.setdefault(lowering.entries[value], np.empty(shape, np.float32))
+    counts: dict[int, int] = {Step.TOKENS: sizes[TOKENS], Step.REQUESTS: sizes.get(REQUESTS, 0)}
+    run_step(Program(part.work), arrays, counts, threads)
+    results = tuple(arrays[lowering.entries[value]] for value in outputs)
+    return results if len(results) > 1 else results[0]
 
 
 class CpuForward:

@@ -10,7 +10,7 @@ tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -48,6 +48,7 @@ from .repack import pack_weight
 from .step_inputs import warm_up_batches
 
 KV_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float8": E4M3}
+MODULES = (experts,)  # whose functions compute the ops that have no method
 MAX_HELD = 4  # arrays of a step on the device: of its tiles, and of three RoPE tables at most
 
 
@@ -152,6 +153,18 @@ class CudaBackend(ops.Backend):
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(*shape, device=self.torch_device)
 
+    def compute(self, op: str, args: dict[str, Any]) -> Any:
+        """Call the function of that name beside its kernels; an op without one is computed as the reference does."""
+        function = next((vars(module)[op] for module in MODULES if op in vars(module)), None)
+        return self._compute_on_host(op, args) if function is None else function(*args.values())
+
+    def _compute_on_host(self, op: str, args: dict[str, Any]) -> Any:
+        on_host = {k: arg.cpu().numpy() if isinstance(arg, torch.Tensor) else arg for k, arg in args.items()}
+        result = getattr(reference, op)(**on_host)
+        if isinstance(result, tuple):
+            return tuple(torch.as_tensor(part, device=self.torch_device) for part in result)
+        return torch.as_tensor(result, device=self.torch_device)
+
     def embed(self, table: PackedWeight, ids: Ints, scale: float = 1.0) -> torch.Tensor:
         device.activate(self.torch_device)  # the first op of a step
         out = self._empty(len(ids), table.columns)
@@ -204,6 +217,8 @@ class CudaBackend(ops.Backend):
     def linear(self, x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
         out = self._linear(x, w)
         return out if bias is None else out + bias
+
+    split_heads = staticmethod(reference.split_heads)
 
     def rope_store(
         self,
@@ -300,8 +315,7 @@ class CudaBackend(ops.Backend):
 
     def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         if activation not in ACTIVATIONS:  # no kernel has it
-            computed = reference.gated(gate_up.cpu().numpy(), activation)
-            return torch.as_tensor(computed, device=self.torch_device)
+            return cast(torch.Tensor, self._compute_on_host("gated", {"gate_up": gate_up, "activation": activation}))
         out = self._empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
         rows = gate_up.reshape(1, -1, gate_up.shape[-1])
         launch_gated(rows.contiguous(), Activations(out.view(rows.shape[1], -1)), activation)

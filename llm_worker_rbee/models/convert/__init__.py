@@ -167,13 +167,14 @@ def _is_left_out(job: TensorJob, config: ModelConfig) -> bool:
 
 def _adapt_to_gguf(job: TensorJob, config: ModelConfig) -> TensorJob:
     role = job.name.split(".")[-2]
-    is_permuted = BY_GGUF[gguf_architecture(config)].rope_interleaved and not config.family.hf_rope_interleaved
+    interleaved = BY_GGUF[gguf_architecture(config)].rope.interleaved
+    is_permuted = "gguf" in interleaved and "safetensors" not in config.family.rope.interleaved
     if role in ("attn_q", "attn_k") and is_permuted:
         inverse = np.argsort(rope_row_order(job.source.shape[0], config.head_dim, config.rope_dim))
         return job._replace(order=inverse)
     if role == "ffn_norm":
-        job = job._replace(name=job.name.replace(role, config.family.gguf_mlp_norm))
-    if role.endswith("norm") and role != "ssm_norm" and config.family.norm_plus_one:
+        job = job._replace(name=job.name.replace(role, config.family.tensors.gguf_mlp_norm))
+    if role.endswith("norm") and role != "ssm_norm" and config.family.tensors.norm_plus_one:
         return job._replace(offset=1.0)
     return job
 
