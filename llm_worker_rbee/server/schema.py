@@ -280,18 +280,20 @@ def integer(minimum: int, maximum: int | None = None) -> Number:
 
 @dataclass(frozen=True, slots=True)
 class MaxTokens(FieldType):
-    """How many tokens to generate; -1 means the rest of the context, None in the validated body."""
+    """How many tokens to generate; `unlimited` are what is left of the context, None in the validated body."""
 
     minimum: int = 1
+    unlimited: tuple[int, ...] = (-1,)
 
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
-        return None if value == -1 else integer(self.minimum).validate(name, value)
+        return None if value in self.unlimited else integer(self.minimum).validate(name, value)
 
     def json_schema(self) -> Schema:
-        return {"anyOf": [{"const": -1}, integer(self.minimum).json_schema()]}
+        unlimited: Schema = {"const": -1} if len(self.unlimited) == 1 else {"enum": [*self.unlimited]}
+        return {"anyOf": [unlimited, integer(self.minimum).json_schema()]}
 
     def coerce(self, value: Any) -> int | None:
-        return None if value == -1 else integer(self.minimum).coerce(value)
+        return None if value in self.unlimited else integer(self.minimum).coerce(value)
 
 
 class AnyObject(FieldType):
@@ -306,23 +308,20 @@ class AnyObject(FieldType):
 
 
 @dataclass(frozen=True, slots=True)
-class BoundedObject(FieldType):
+class BoundedObject(AnyObject):
     """A JSON object of bounded size and depth."""
 
     max_values: int = 1_000
     max_depth: int = 16
 
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
-        if not isinstance(value, dict):
-            return ValidationIssue(name, "type", f"{name} must be an object, not {type_name(value)}")
+        if (issue := AnyObject.validate(self, name, value)) is not None:
+            return issue
         count, depth = measure(value)
         if count > self.max_values or depth > self.max_depth:
             message = f"{name} holds {count} values, {depth} deep: at most {self.max_values}, {self.max_depth} deep"
             return ValidationIssue(name, "length", message)
         return None
-
-    def json_schema(self) -> Schema:
-        return {"type": "object"}
 
 
 def measure(value: Any) -> tuple[int, int]:

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llm_worker_bench.synthetic import Shape, Spec, checkpoint
 from llm_worker_rbee.backends import reference
 from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.backends.graph import op_names
@@ -26,6 +25,7 @@ from llm_worker_rbee.models import Transformer, families, load_model, read_model
 from llm_worker_rbee.weights import Checkpoint, Tensor, open_checkpoint
 from llm_worker_rbee.weights.gguf_writer import Raw, write_gguf
 from tests.helpers.model_runs import step_logits
+from tests.helpers.synthetic import Shape, Spec, checkpoint
 
 FAMILY = Family(
     "madeup",

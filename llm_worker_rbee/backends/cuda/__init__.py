@@ -23,9 +23,9 @@ from ...weights import Checkpoint, Tensor
 from .. import ops, reference, select
 from ..graph import Graph
 from ..ops import Ints, KVLayer, LayerCache, StateLayer
-from . import device, precompile, sampling
+from . import device, experts, precompile, sampling
 from .device import upload
-from .experts import combine, grouped_linear, pack_experts
+from .experts import pack_experts
 from .forward import CapturedForward, make_forward
 from .kernels.attention_prefill import (
     QUERY_TILE,
@@ -102,8 +102,6 @@ class CudaBackend(ops.Backend):
         return False
 
     start_compiler = staticmethod(precompile.start_compiler)
-    grouped_linear = staticmethod(grouped_linear)
-    combine = staticmethod(combine)
     sample_async = staticmethod(sampling.sample_async)
     sample = staticmethod(sampling.sample)
     logprobs = staticmethod(sampling.logprobs)

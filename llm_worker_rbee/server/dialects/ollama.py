@@ -60,6 +60,7 @@ from ..schema import (
     Enum,
     Field,
     FieldType,
+    MaxTokens,
     Number,
     ParseOptions,
     StopStrings,
@@ -98,24 +99,8 @@ class Either(FieldType):
         return {"anyOf": [kind.json_schema() for kind in self.types]}
 
 
-class NumPredict(FieldType):
-    """How many tokens to generate; -1 and -2 mean the rest of the context, None in the validated body."""
-
-    def validate(self, name: str, value: Any) -> ValidationIssue | None:
-        return None if value in (-1, -2) else integer(1).validate(name, value)
-
-    def json_schema(self) -> Schema:
-        return {"anyOf": [{"enum": [-1, -2]}, integer(1).json_schema()]}
-
-    def coerce(self, value: Any) -> int | None:
-        return None if value in (-1, -2) else integer(1).coerce(value)
-
-
-class Options(FieldType):
-    """The object `options`; the table OPTIONS validates its fields."""
-
-    def validate(self, name: str, value: Any) -> ValidationIssue | None:
-        return AnyObject().validate(name, value)
+class Options(AnyObject):
+    """The object `options`; what it holds is validated by the table OPTIONS."""
 
     def json_schema(self) -> Schema:
         return table_schema({name.partition(".")[2]: field for name, field in OPTIONS.items()})
@@ -213,7 +198,7 @@ OPTIONS: dict[str, Field] = {
         "repeat_penalty": SAMPLING["repetition_penalty"],
         "repeat_last_n": Field(integer(-1, MAX_COUNT)),
         "num_ctx": Field(integer(1)),
-        "num_predict": Field(NumPredict()),
+        "num_predict": Field(MaxTokens(unlimited=(-1, -2))),
         "stop": Field(StopStrings(MAX_STOPS), (), is_secret=True),
         "mirostat": unsupported(0),
         "tfs_z": unsupported(1, 1.0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
@@ -131,23 +132,28 @@ class StreamOptions(FieldType):
         return {"anyOf": [last, each]}
 
 
+@dataclass(frozen=True, slots=True)
 class ResponseFormat(FieldType):
-    """Text, any JSON object, or JSON of a schema."""
+    """Text, any JSON object, or JSON of a schema, which lies in an object `json_schema` unless the format is flat."""
+
+    is_flat: bool = False
 
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
         kind = value.get("type") if isinstance(value, dict) else None
         if kind not in ("text", "json_object", "json_schema"):
             return ValidationIssue(name, "choice", f"{name}.type must be text, json_object or json_schema")
-        schema = value.get("json_schema")
-        if kind == "json_schema" and not (isinstance(schema, dict) and isinstance(schema.get("schema"), (dict, bool))):
-            return ValidationIssue(name, "type", f"{name}.json_schema.schema must be a JSON schema")
+        holder, place = (value, name) if self.is_flat else (value.get("json_schema"), f"{name}.json_schema")
+        if kind == "json_schema" and not (isinstance(holder, dict) and isinstance(holder.get("schema"), (dict, bool))):
+            return ValidationIssue(name, "type", f"{place}.schema must be a JSON schema")
         return None
 
     def json_schema(self) -> Schema:
-        schema = object_schema({"schema": {"type": ["object", "boolean"]}}, "schema", is_open=True)
-        with_schema: dict[str, Schema] = {"type": {"const": "json_schema"}, "json_schema": schema}
         simple = object_schema({"type": {"enum": ["text", "json_object"]}}, "type", is_open=True)
-        return {"anyOf": [simple, object_schema(with_schema, "type", "json_schema", is_open=True)]}
+        fields: dict[str, Schema] = {"schema": {"type": ["object", "boolean"]}}
+        if not self.is_flat:
+            fields = {"json_schema": object_schema(fields, "schema", is_open=True)}
+        fields = {"type": {"const": "json_schema"}, **fields}
+        return {"anyOf": [simple, object_schema(fields, *fields, is_open=True)]}
 
 
 def structured_outputs(values: Mapping[str, Any]) -> StructuredOutputsParams | None:
@@ -237,6 +243,11 @@ def head(reply: ReplyState, kind: str, prefix: str) -> dict[str, Any]:
         "model": reply.model,
         "system_fingerprint": None,
     }
+
+
+def completion(reply: ReplyState, kind: str, prefix: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a whole reply."""
+    return {**head(reply, kind, prefix), "choices": choices, "usage": encode_usage(reply.usage()), "seed": reply.seed}
 
 
 class ChunkPrinter(Printer):
@@ -435,13 +446,7 @@ class ChatPrinter(ChunkPrinter):
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = [self._choice(i, answer) for i, answer in enumerate(answers)]
-        usage = encode_usage(self.reply.usage())
-        return {
-            **head(self.reply, "chat.completion", "chatcmpl"),
-            "choices": choices,
-            "usage": usage,
-            "seed": self.reply.seed,
-        }
+        return completion(self.reply, "chat.completion", "chatcmpl", choices)
 
     def _choice(self, i: int, answer: Answer) -> dict[str, Any]:
         text, calls = answer.fold.content, answer.fold.calls

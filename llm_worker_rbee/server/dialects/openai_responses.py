@@ -53,7 +53,7 @@ from ..schema import (
     validate_known,
 )
 from ..settings import ServerSettings
-from .openai import COMMON, GUIDED, REASONING, error_body, guiding_field, structured_outputs
+from .openai import COMMON, GUIDED, REASONING, ResponseFormat, error_body, guiding_field, structured_outputs
 from .openai_responses_printer import REASONING_PREFIX, ResponsesPrinter, print_overflow
 
 NO_STATE = "this worker keeps no responses: send the whole conversation as input"
@@ -406,23 +406,6 @@ class Settings(FieldType):
         return object_schema({key: field_schema(Field(kind)) for key, kind in self.fields.items()})
 
 
-class TextFormat(FieldType):
-    """Text, any JSON object, or JSON of a schema."""
-
-    def validate(self, name: str, value: Any) -> ValidationIssue | None:
-        kind = value.get("type") if isinstance(value, dict) else None
-        if kind not in ("text", "json_object", "json_schema"):
-            return ValidationIssue(name, "choice", f"{name}.type must be text, json_object or json_schema")
-        if kind == "json_schema" and not isinstance(value.get("schema"), (dict, bool)):
-            return ValidationIssue(name, "type", f"{name}.schema must be a JSON schema")
-        return None
-
-    def json_schema(self) -> Schema:
-        simple = object_schema({"type": {"enum": ["text", "json_object"]}}, "type", is_open=True)
-        schema: dict[str, Schema] = {"type": {"const": "json_schema"}, "schema": {"type": ["object", "boolean"]}}
-        return {"anyOf": [simple, object_schema(schema, *schema, is_open=True)]}
-
-
 class Include(FieldType):
     """Additional parts of a reply."""
 
@@ -459,7 +442,7 @@ RESPONSES: dict[str, Field] = {
     "input": Field(Input(), required=True, is_secret=True),
     "instructions": Field(Text(), is_secret=True),
     "max_output_tokens": Field(integer(1)),
-    "text": Field(Settings({"format": TextFormat(), "verbosity": Enum(("low", "medium", "high"))}), {}),
+    "text": Field(Settings({"format": ResponseFormat(is_flat=True), "verbosity": Enum(("low", "medium", "high"))}), {}),
     "tools": Field(ResponseTools(), []),
     "tool_choice": Field(ResponseToolChoice()),
     "parallel_tool_calls": Field(Boolean(), True),

@@ -35,7 +35,7 @@ if sys.argv[1] == "compile":  # for the processor with these features; nothing c
 import numpy as np
 from llm_worker_rbee.backends.cpu import CpuBackend, precompile
 from llm_worker_rbee.backends.cpu.kernels.dot_int8 import ISA
-from llm_worker_bench import synthetic
+from tests.helpers import synthetic
 from llm_worker_rbee.engine.model_runner import SingleSequence
 from llm_worker_rbee.engine.request import Request
 from llm_worker_rbee.sampling_params import SamplingParams

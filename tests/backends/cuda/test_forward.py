@@ -19,7 +19,6 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from llm_worker_bench.synthetic import random_tensor  # noqa: E402
 from llm_worker_rbee.backends.cuda import CudaBackend, forward, packed_weight, precompile, step_inputs  # noqa: E402
 from llm_worker_rbee.backends.cuda.kernels.elementwise import launch_embedding  # noqa: E402
 from llm_worker_rbee.backends.cuda.packed_weight import PackedWeight  # noqa: E402
@@ -29,6 +28,7 @@ from llm_worker_rbee.weights import Tensor, open_checkpoint  # noqa: E402
 from llm_worker_rbee.weights.quants import BLOCK_TYPES  # noqa: E402
 from tests.helpers import cuda_models, model_zoo  # noqa: E402
 from tests.helpers.random_planes import random_planes  # noqa: E402
+from tests.helpers.synthetic import random_tensor  # noqa: E402
 
 ops = CudaBackend()
 

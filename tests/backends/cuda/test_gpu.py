@@ -22,7 +22,6 @@ pytest.importorskip("triton")
 from llm_worker_bench import profile  # noqa: E402
 from llm_worker_bench.profile.workload import Settings, Subject  # noqa: E402
 from llm_worker_bench.results import Recorder  # noqa: E402
-from llm_worker_bench.synthetic import Shape  # noqa: E402
 from llm_worker_rbee.backends.cuda import CudaBackend  # noqa: E402
 from llm_worker_rbee.config import EngineConfig  # noqa: E402
 from llm_worker_rbee.engine.engine import Engine  # noqa: E402
@@ -35,6 +34,7 @@ from llm_worker_rbee.weights import open_checkpoint  # noqa: E402
 from tests.engine.test_async_guided import make_mixed  # noqa: E402
 from tests.engine.test_async_scheduling import SyncBackend, run  # noqa: E402
 from tests.helpers import cuda_models  # noqa: E402
+from tests.helpers.synthetic import Shape  # noqa: E402
 
 ops, deterministic_ops = CudaBackend(), CudaBackend(deterministic=True)
 

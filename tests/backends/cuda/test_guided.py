@@ -12,7 +12,6 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from llm_worker_bench.synthetic import Shape  # noqa: E402
 from llm_worker_rbee.backends.cuda import CudaBackend  # noqa: E402
 from llm_worker_rbee.backends.reference import ReferenceBackend  # noqa: E402
 from llm_worker_rbee.config import EngineConfig  # noqa: E402
@@ -27,6 +26,7 @@ from llm_worker_rbee.weights import open_checkpoint  # noqa: E402
 from tests.engine.test_async_guided import guided  # noqa: E402
 from tests.engine.test_async_scheduling import SyncBackend  # noqa: E402
 from tests.helpers import cuda_models, engine_runs, tiny_models  # noqa: E402
+from tests.helpers.synthetic import Shape  # noqa: E402
 
 ops = CudaBackend(deterministic=True)
 SHAPE = Shape(1, 64, 2, 1, 64, tiny_models.VOCAB, 64, head_dim=32)
