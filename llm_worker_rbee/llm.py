@@ -389,7 +389,7 @@ class Stream:
         return self.so_far()
 
     def so_far(self) -> Completion:
-        """Return what has been generated until now as a completion."""
+        """Return the text generated so far as a completion."""
         generation, request = self._generation, self._generation.request
         started = generation.started_at
         first = generation.first_token_at - started if generation.first_token_at else 0.0

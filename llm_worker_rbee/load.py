@@ -61,7 +61,7 @@ class LoadPhases:
         self._report(Stage(name, end, end, seconds))
 
     def advance(self, done: int, detail: str | None = None, total: int | None = None) -> None:
-        """Report progress of the present phase; `total` is that of the part that `detail` names."""
+        """Report progress of the present phase; `total` belongs to the part that `detail` names."""
         last, now = self._last, time.perf_counter()
         total = last.total if total is None else total
         is_due = total is not None and (done - last.done) * REPORTS_PER_PHASE >= total

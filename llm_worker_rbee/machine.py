@@ -114,7 +114,7 @@ def cpu_features() -> list[str]:
 
 
 def _arm_features() -> list[str]:
-    """Return what Linux grants this process; /proc/cpuinfo tells an emulated one what the real processor has."""
+    """Return the features that Linux grants this process; under emulation /proc/cpuinfo shows the real processor's."""
     try:
         getauxval = ctypes.CDLL(None).getauxval
     except (OSError, AttributeError):  # not Linux

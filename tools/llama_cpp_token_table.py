@@ -1,6 +1,6 @@
 """Makes tests/tokenizer/data: a small vocabulary of our own, nasty texts, and the ids that llama.cpp gives for them.
 
-llama-cpp-python is no dependency of this project: install it beside the [dev] extra, in an environment of its own, and
+llama-cpp-python is no dependency of this project: install it next to the [dev] extra, in an environment of its own, and
     python tools/llama_cpp_token_table.py train                       # parts.json -> vocabulary.json, *texts.json
     python tools/llama_cpp_token_table.py table --model MODEL.gguf    # -> llama_cpp_ids.json
     python tools/llama_cpp_token_table.py encoders                    # -> encoder_vocabularies.json, with ids

@@ -99,7 +99,7 @@ def e2e(options: ModelBenchFlags, results: ResultFlags, computing: LoadFlags) ->
     into device_step and host_step, which the device does not hide.
 
     --step times one step of an exact composition: 20x26 is 20 prompts of 26
-    tokens, 1x27+63 one prompt of 27 beside 63 requests that decode at DEPTH,
+    tokens, 1x27+63 one prompt of 27 and 63 requests that decode at DEPTH,
     0x0+256 decode alone. --burst submits prompts to an idle engine at once.
 
     \b

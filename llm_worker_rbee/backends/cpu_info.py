@@ -123,7 +123,7 @@ def _validate_isa(name: str) -> str:
 
 @cache
 def llvm_features() -> frozenset[str]:
-    """Return those of `machine.cpu_features()` that LLVM compiles for; must run before Numba makes its compiler."""
+    """Return the `machine.cpu_features()` for which LLVM compiles; must run before Numba makes its compiler."""
     have = machine.cpu_features()
     if "amx_int8" in have and not machine.request_amx():  # its instructions would end the process
         have = [name for name in have if not name.startswith("amx_")]
@@ -159,7 +159,7 @@ class ThreadLimit(NamedTuple):
 
 
 def _default_limits() -> list[ThreadLimit]:
-    """Return what bounds the default beside the limits of a requested number."""
+    """Return the limits of the default, which a requested number does not have."""
     usable = machine.usable_cores()
     physical, fast = machine.usable_physical_cores() or usable, machine.usable_performance_cores()
     limits = [ThreadLimit(physical, _count(physical, "physical core") + _of(physical, usable, "logical one"))]

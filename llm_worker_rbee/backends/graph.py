@@ -66,7 +66,7 @@ class Graph(NamedTuple):
 
     nodes: tuple[Node, ...]
     output: Value
-    hidden: Value | None = None  # what the step returns beside the logits
+    hidden: Value | None = None  # a second result of the step, after the logits
 
     def last_uses(self) -> dict[Value, int]:
         """Return for each value the index of the last node that reads it."""
@@ -155,7 +155,7 @@ def record(
 class Rewrite:
     """A run of neighbouring ops that becomes one fused op.
 
-    `?` marks ops that may be missing, `*` ops whose values others may read too, as they may those of the last one.
+    `?` marks optional ops, `*` ops whose values other ops may read too; the last op's values are always readable.
     """
 
     into: str

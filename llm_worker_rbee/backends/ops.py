@@ -41,7 +41,7 @@ class Batch:
     block_table: Ints  # (R, blocks) the blocks of each request, in order
     logits_index: Ints  # (N,) the tokens whose logits are computed
     pending: Array | None = None  # tokens of the step in flight, on the device
-    hidden: Array | None = None  # (T, width) hidden states beside the tokens, for multi-token prediction
+    hidden: Array | None = None  # (T, width) hidden states of the tokens, for multi-token prediction
     # Slots of states, empty for a model without: a slot is read and written in one step by the same request alone.
     state_in: Ints = field(default_factory=lambda: NO_TOKENS)  # (R,) the state a request goes on from; -1: it begins
     state_out: Ints = field(default_factory=lambda: NO_TOKENS)  # (T,) where the state after a token goes; -1: nowhere
@@ -209,7 +209,7 @@ class FusedForward(Protocol):
         """Run the same step of a graph that has `hidden`; return the logits and the hidden states."""
 
     def program(self, kv_type: str) -> list[Any]:
-        """Return what a step runs, a `graph.ProgramLine` for each fused op."""
+        """Return the program of a step, a `graph.ProgramLine` for each fused op."""
 
     def run_profiled(self, batch: Batch, kv: Sequence[LayerCache], profiler: Profiler) -> Array:
         """Run the same step and tell the profiler how long each of its tasks took."""

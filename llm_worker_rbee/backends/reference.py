@@ -268,7 +268,7 @@ def causal_conv(
     """Convolve each channel over its request's own tokens: (T, channels), (channels, kernel) -> (T, channels).
 
     Token t gets act(sum over j of weight[:, j] * x[t - kernel + 1 + j]), in the order of j. Before the tokens of a step
-    come those of the state. `gated`: x is (T, 3 * channels), parts b, c and v: c * conv(b * v).
+    come the columns of the state. `gated`: x is (T, 3 * channels), parts b, c and v: c * conv(b * v).
     """
     kernel, out = weight.shape[1], np.empty((len(x), len(weight)), np.float32)
     before, after, inputs = None, None, x[:, : len(weight)]

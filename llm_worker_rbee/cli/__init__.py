@@ -244,7 +244,7 @@ def _command_words(args: Sequence[str]) -> list[str]:
 
 
 def _error_message(error: Exception, args: Sequence[str]) -> str:
-    """Return what the user reads about an error, with the remedy where one is known."""
+    """Return the text of an error for the user, with the remedy if one is known."""
     if isinstance(error, UsageError):
         command = " ".join([PROGRAM, *_command_words(args)])
         message = str(getattr(error, "format_message", lambda: error)()).removeprefix("Invalid value: ")

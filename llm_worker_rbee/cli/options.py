@@ -1,7 +1,7 @@
 """Options that several commands share, each declared once, and what they start: loading a model, a stream.
 
 A group is a dataclass whose fields are options; `gather` adds its options to a command and passes the filled group.
-Defaults are those of `SamplingParams` and `EngineConfig`. `set_up` of the device options comes first in a command:
+Defaults come from `SamplingParams` and `EngineConfig`. `set_up` of the device options comes first in a command:
 threads and instruction set must be known before kernels are loaded.
 """
 
@@ -264,7 +264,7 @@ class PoolingFlags(ComputeFlags):
 
 
 def use_threads(threads: int | None, backend: str = "auto") -> int:
-    """Return how many threads will compute; those of the reference are NumPy's, 1 by default."""
+    """Return the number of computing threads; the reference uses NumPy's, 1 by default."""
     if backend != "reference":  # without --threads the number comes from the environment, which is no usage error
         choose = cpu_info.choose_thread_count
         return choose() if threads is None else _check(choose, threads, option="--threads")

@@ -382,7 +382,7 @@ class _BatchPrinter:
 
     llm: LLM
     requests: Sequence[PromptRequest]
-    streams: Sequence[Stream]  # those of the first prompt, those of the second, ...
+    streams: Sequence[Stream]  # the first prompt's streams, the second's, ...
     prompt_options: PromptFlags
     output: OutputFlags
     model: str | None
@@ -496,7 +496,7 @@ class DraftStats(NamedTuple):
     accepted: int
 
     def describe(self, tokens: int) -> str:
-        """Return `drafts 68% accepted (35 of 51), 1.34 tokens a step`: a step gives one token beside the accepted."""
+        """Return `drafts 68% accepted (35 of 51), 1.34 tokens a step`: a step gives one token more than it accepts."""
         if not self.drafted:
             return "no drafts"
         share = f"{self.accepted / self.drafted:.0%} accepted ({self.accepted:,} of {self.drafted:,})"

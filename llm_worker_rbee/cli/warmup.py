@@ -36,7 +36,7 @@ _device = option_fields("Computing")
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupFlags(LoadFlags):
-    """Whose kernels: by default those of the CPU."""
+    """The device of the kernels; by default the CPU."""
 
     device: str = _device("cpu", "NAME", "The hardware: cpu, cuda, cuda:N or auto.")
 

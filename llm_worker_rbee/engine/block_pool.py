@@ -15,7 +15,7 @@ from hashlib import blake2b
 from .request import Request
 
 DIGEST_BYTES = 16
-ExtraKeys = Sequence[tuple[int, bytes]]  # position of a token, and what its keys and values depend on beside ids
+ExtraKeys = Sequence[tuple[int, bytes]]  # position of a token; what else its keys and values depend on
 
 
 def chained_hash(before: bytes, ids: Sequence[int], extra_keys: Sequence[bytes] = ()) -> bytes:

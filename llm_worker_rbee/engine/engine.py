@@ -239,7 +239,7 @@ class Engine:
         return self.scheduler.fail(scheduled, _to_worker_error(error))
 
     def draft(self) -> None:
-        """Set draft tokens for the next step: those of the drafter, and those that grammars force."""
+        """Set draft tokens for the next step: the drafter's, and tokens that grammars force."""
         if self.drafter is not None and self.is_drafting:
             self._run_drafter(self.drafter)
         grammar_drafts = self.grammar_drafts()

@@ -5,7 +5,7 @@ and engines will take, the arrays of a step; the KV cache gets a share of what t
 weights are loaded, so that an impossible size is refused early. A further use adds a row. No arrays here.
 
 On a CPU the limits of a step are constants: step time grows linearly with the batch. A GPU computes a hundred requests
-in little more than the time of one, so there they follow from the memory beside the weights: as many requests as the
+in little more than the time of one, so there they follow from the memory without the weights: as many requests as the
 KV cache has room for, as many tokens as a step computes in a fraction of a second.
 
 All requests share one block pool. So what fits is reported in two ways: whole contexts, or tokens for each of
@@ -30,10 +30,10 @@ from ..weights import Checkpoint
 from .scheduler import max_scored_tokens
 from .state_pool import SLOTS_PER_REQUEST, default_slots
 
-# Of the host memory that is free beside the weights. The prefix cache fills the KV cache in time; the rest is for the
+# Of the host memory that the weights leave free. The prefix cache fills the KV cache in time; the rest is for the
 # arrays of a step, the page cache and other programs: two workers that start together on one machine still fit.
 HOST_MEMORY_FRACTION = 0.4
-DEVICE_MEMORY_FRACTION = 0.95  # of a GPU's, beside the weights and DEVICE_SPARE_BYTES: no other program computes there
+DEVICE_MEMORY_FRACTION = 0.95  # of a GPU's, after weights and DEVICE_SPARE_BYTES: no other program computes there
 ADDRESS_SPARE_BYTES = 256 << 20  # of a limited address space: stacks and arenas of threads, libraries loaded later
 STATE_FRACTION = 0.5  # of the cache, that the states of running requests may take: fewer requests run if it is less
 SNAPSHOT_FRACTION = 0.25  # of the rest, that snapshots may take
@@ -51,7 +51,7 @@ CONTEXT_SHARE, MIN_REQUEST_TOKENS, MAX_REQUEST_TOKENS = 8, 512, 1024
 STEP_TOKENS = (8192, 4096, 2048, 1024, 512)
 MIN_STEP_TOKENS_BY_TIME = 2048  # however large the model: fewer would leave tensor cores idle
 MAX_STEP_FLOPS = 1.5e14  # of the matrix products of a step: 8,192 tokens of 8B parameters, 0.2 to 0.4 s on an H200
-WORKSPACE_SHARE = 0.1  # of the memory beside the weights, that the arrays of a step may take by default
+WORKSPACE_SHARE = 0.1  # of the memory after the weights: the default share for the arrays of a step
 GRAPH_TOKENS = 1024  # of the largest captured step: graphs keep their arrays in a memory pool of their own
 LOGIT_COPIES = 3  # as computed, in the buffer that graphs share, capped or gathered for sampling
 SAMPLED_ROWS = 192  # at a time, at most: one on each multiprocessor, two numbers of 8 bytes a token of the vocabulary
@@ -157,7 +157,7 @@ def _place_cache(backend: Backend, models: Sequence[Checkpoint], options: LoadOp
 def plan_memory(
     backend: Backend | None, models: Sequence[Checkpoint], kv_type: str, options: LoadOptions
 ) -> MemoryPlan:
-    """Return the rows beside the KV cache, of a model and the draft model that may follow it, and the limits of a
+    """Return the rows other than the KV cache, of a model and an optional draft model, and the limits of a
     step; backend None: on the CPU."""
     sharing, plural = options.num_sharing, f" of {options.num_sharing} engines" if options.num_sharing > 1 else ""
     if backend is None or not backend.has_device_memory:
@@ -205,7 +205,7 @@ def _configs(models: Sequence[Checkpoint], options: LoadOptions) -> list[ModelCo
 def _choose_limits(
     workspace: Workspace, memory: int, drafts: list[ModelConfig], kv_type: str, options: LoadOptions
 ) -> SchedulerLimits:
-    """Return the limits of a step on a GPU with `memory` bytes beside the weights."""
+    """Return the limits of a step on a GPU with `memory` bytes after the weights."""
     config = workspace.config
     max_step_tokens = options.max_step_tokens or choose_step_tokens(workspace, memory)
     max_batch = options.max_batch or choose_batch(
@@ -240,7 +240,7 @@ class KVCacheBudget:
     kv_type: str
     n_blocks: int
     block_size: int
-    bytes: int  # of keys and values, those of a draft model included, and of states
+    bytes: int  # of keys and values, a draft model's included, and of states
     max_context: int  # tokens of one request: what was set, or what fits
     requested_context: int  # what was set, or the model's own
     max_batch: int
@@ -301,7 +301,7 @@ def plan_kv_cache(
     """Return the KV cache for `max_batch` requests of up to `max_context` tokens (default: the model's own).
 
     `kv_memory` is its size in bytes; by default what all requests could ever use, but at most `memory_fraction` of
-    `available`, the bytes that are free beside the weights (None: unknown; then it is one whole context). A draft
+    `available`, the bytes that the weights leave free (None: unknown; then it is one whole context). A draft
     model's cache has as many blocks and shares the memory. Only the default context is reduced to what fits: one that
     was set raises. States take part of the same memory, at most five eighths: half for those of running
     requests, with `draft_tokens` more for each, and a quarter of the rest for snapshots.
@@ -376,7 +376,7 @@ def free_memory(backend: Backend | None = None) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """The arrays of a step on a GPU, beside weights and KV cache."""
+    """The arrays of a step on a GPU, without weights and KV cache."""
 
     config: ModelConfig
     draft_tokens: int = 0  # of each decoding request
@@ -417,7 +417,7 @@ class Workspace:
 
 
 def choose_step_tokens(workspace: Workspace, memory: int) -> int:
-    """Return the default of `max_step_tokens` on a GPU with `memory` bytes beside the weights."""
+    """Return the default of `max_step_tokens` on a GPU with `memory` bytes after the weights."""
     config = workspace.config
     experts, d_ff = config.experts, config.d_ff
     if experts is not None:
@@ -442,7 +442,7 @@ def choose_batch(
     memory_fraction: float = 1.0,
     state_bytes: int = 0,
 ) -> int:
-    """Return the default of `max_batch` on a GPU with `memory` bytes beside the weights.
+    """Return the default of `max_batch` on a GPU with `memory` bytes after the weights.
 
     It is the number of requests, of a share of the context and `state_bytes` each, that fit into the KV cache:
     `kv_memory` bytes, or `memory_fraction` of what the arrays of a step leave.

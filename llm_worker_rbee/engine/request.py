@@ -32,7 +32,7 @@ class Request:
     sample_index: int = 0  # of several completions of one prompt
     priority: int = 0  # lower goes first
     deadline: float | None = None  # in the time of time.monotonic
-    generated: Sequence[int] = ()  # output tokens from before: those of an engine that died, say
+    generated: Sequence[int] = ()  # earlier output tokens, for example of an engine that died
     extra_keys: Sequence[tuple[int, bytes]] = ()  # of the block hash: position of a token, key
 
     # State of the scheduler. There are no phases: each step brings num_computed_tokens nearer to num_tokens.

@@ -21,7 +21,7 @@ from .block_pool import BlockPool, InFlightBlocks, extend_hashes
 from .request import Request, SamplerOutput, ScheduledTokens, SchedulerStats, SchedulingEvent, StepOutput, error_output
 from .state_pool import MIN_SNAPSHOT_BLOCKS, StatePool
 
-# Tokens of prompts beside these decodes, the deepest of them after so many computed tokens.
+# Prompt tokens next to these decodes, the deepest of them after so many computed tokens.
 PrefillBudget = Callable[[Sequence[ScheduledTokens], int], int]
 MIN_PREFILL_TOKENS = 16  # in a step, however slow it is and however many requests decode: prefills must progress
 MAX_SCORED_TOKENS = 512  # in a step, of prompts whose log-probabilities are requested: each needs a row of logits
@@ -118,7 +118,7 @@ class Scheduler:
             if length - start > 1:
                 prefills.append(request)
             elif request.pending_row >= 0 and (length >= request.max_total_tokens or request.has_slow_grammar):
-                continue  # the token in flight is its last, or will be consumed beside the steps
+                continue  # the token in flight is its last, or will be consumed outside the steps
             elif length <= len(request.blocks) * size or self._ensure_block(request):
                 if request.drafts:
                     drafted.append(request)

@@ -16,11 +16,11 @@ from ..errors import InvalidRequestError
 from .block_pool import BlockPool
 from .request import Request, ScheduledTokens
 
-# Of a running request without drafts: the state that is collected, that of the step in flight, that of the step ahead.
+# A running request without drafts has three states: collected, of the step in flight, of the step ahead.
 SLOTS_PER_REQUEST = 3
 # A prompt's last chunk is split at its last full block only if the snapshot there saves so many blocks.
 MIN_SNAPSHOT_BLOCKS = 2
-DEFAULT_SNAPSHOTS = 64  # slots beside those of running requests, where nothing else is said
+DEFAULT_SNAPSHOTS = 64  # slots in addition to running requests' slots, by default
 
 
 def default_slots(max_batch: int, draft_tokens: int = 0) -> int:
@@ -80,7 +80,7 @@ class StatePool:
         """Return for how many drafts of a request there are slots that no other request holds or may need."""
         others = sum(max(len(other.states), SLOTS_PER_REQUEST) for other in running if other is not request)
         others += (self.max_running - len(running)) * SLOTS_PER_REQUEST
-        return max(0, self.n_slots - others - 2)  # its own: the state that it starts from, that of the next token
+        return max(0, self.n_slots - others - 2)  # its own: the state at its start, and after the next token
 
     def prepare(self, scheduled: ScheduledTokens) -> None:
         """Allocate slots for the states that a step writes: after its last token, with drafts after each token."""

@@ -58,7 +58,7 @@ class Block:
     mlp: SwiGLU | MoE
     post_attention_norm: RMSNorm | None = None
     post_mlp_norm: RMSNorm | None = None
-    experts: ParallelExperts | None = None  # beside the MLP
+    experts: ParallelExperts | None = None  # in parallel with the MLP
     per_layer_gate: PerLayerGate | None = None
     input_scale: float = 1.0  # of the residual stream once the delta of the previous block is added
 

@@ -377,7 +377,7 @@ def load_page() -> tuple[bytes, str]:
 
 
 def describe_worker(worker: Worker) -> dict[str, Any]:
-    """Return what `/info` replies: model, device, memory, limits, sampling defaults, versions."""
+    """Return the reply of `/info`: model, device, memory, limits, sampling defaults, versions."""
     context_length = worker.model.max_context  # raises until the model is loaded
     info, stats = worker.engine.info, worker.engine.stats()
     return {

@@ -1,7 +1,7 @@
 """The records that request bodies become: token ids, conversations with their tools, the request that every dialect
 makes, and those for pooling models.
 
-Messages are those of chat completions, jobs and `/apply-template`. Answers come back as clients keep them: without
+Messages come from chat completions, jobs and `/apply-template`. Answers come back as clients keep them: without
 content, with a refusal, with calls of custom tools. A record passes between processes: a large body is parsed in
 another one (`body_process`). So what takes long to copy is one piece of bytes or text: token ids are packed, messages
 are JSON for the chat template. That process imports this module and the dialects, so they import little.
@@ -320,7 +320,7 @@ def _normalize_answer(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def custom_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Return the call of a custom tool as that of a function."""
+    """Convert the call of a custom tool to a function call."""
     return function_call(call.get("id"), call["custom"]["name"], input_arguments(call["custom"]["input"]))
 
 
@@ -361,7 +361,7 @@ class Tools(FieldType):
 
 
 def check_function(name: str, function: Any) -> ValidationIssue | None:
-    """Return what is wrong with the description of a function."""
+    """Check the description of a function."""
     if not isinstance(function, dict):
         return ValidationIssue(name, "type", f"{name} must be an object, not {type_name(function)}")
     called = function.get("name")

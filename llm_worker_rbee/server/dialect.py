@@ -65,7 +65,7 @@ class Answer:
 
 
 def chat_events(delta: TextDelta) -> Sequence[ChatEvent]:
-    """Return what a delta is made of; text without events is content."""
+    """Return the events of a delta; text without events is content."""
     if delta.events is not None:
         return delta.events
     return (ContentDelta(delta.text),) if delta.text else ()
@@ -104,7 +104,7 @@ class Printer(ABC):
         self.reply = reply
 
     def begin(self) -> bytes:
-        """Return what precedes the first delta."""
+        """Return the text before the first delta."""
         return b""
 
     @abstractmethod
@@ -112,7 +112,7 @@ class Printer(ABC):
         """Return the events of a delta of one generation."""
 
     def end(self) -> bytes:
-        """Return what follows the last delta of all generations."""
+        """Return the text after the last delta of all generations."""
         return b""
 
     @abstractmethod
@@ -200,6 +200,6 @@ class Dialect:
     parsers: dict[str, tuple[Parse, Any]] = field(default_factory=dict)
     schemas: Callable[[ServerSettings], dict[str, Schema]]  # of bodies and replies, by name
     takes_any_content_type: bool = False  # of a body, unless a page sends it, as its clients and documents expect
-    has_large_bodies: bool = False  # the limit is that of pooling models
+    has_large_bodies: bool = False  # the limit of pooling models applies
     error_schema: str = "Error"
     invalid_schema: str | None = None  # of status 400, where it differs

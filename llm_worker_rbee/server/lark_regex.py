@@ -133,7 +133,7 @@ class _Grammar:
         return self._found[name]
 
     def _gap(self, name: str) -> str:
-        """Return what may stand between the parts of a rule; nothing inside a terminal."""
+        """Return the text allowed between the parts of a rule; none inside a terminal."""
         return "" if name.isupper() or not self._ignored else self._ignored_text
 
     @cached_property

@@ -75,7 +75,7 @@ def host_name(host: str) -> str | None:
 
 
 def allowed_hosts(settings: ServerSettings) -> frozenset[str] | None:
-    """Return the names that `Host` may have beside other loopback addresses; None: any.
+    """Return the names that `Host` may have in addition to loopback addresses; None: any.
 
     A page of another site reaches a worker on loopback once its own name resolves to 127.0.0.1 (DNS rebinding); `Host`
     still has that name. With a key there is no check: such a page does not know the key.
@@ -131,7 +131,7 @@ class RequestMiddleware:
             is_checked = True
             await self._app(scope, _limit_body(receive, max_body), reply.send)
         except WorkerError as error:
-            reason = None if is_checked else str(error)  # those of routes may quote what a client wrote
+            reason = None if is_checked else str(error)  # errors of routes may quote the client
             if not reply.has_started:
                 await send_error(reply.send, scope["path"], error)
         except Exception as error:

@@ -91,7 +91,7 @@ class OffloadPool:
         self.parsers: dict[str, tuple[Parse, Any]] = {}  # `body_parsers`, set by the application
 
     async def run(self, size: int, work: Callable[[], T], *, is_admitted: bool = False) -> T:
-        """Return the result of work on `size` bytes; that of a request with a place in a queue is never refused."""
+        """Return the result of work on `size` bytes; never refuse work for a request with a place in a queue."""
         return await (self._large if size > LARGE_BYTES else self._small).run(size, work, is_admitted=is_admitted)
 
     async def check_grammar(self, work: Callable[[], T]) -> T:

@@ -78,7 +78,7 @@ def require(holds: bool, field: str, constraint: str, message: str) -> None:
 
 
 class ModelLimits(msgspec.Struct, frozen=True):
-    """What a body is checked against besides its schema."""
+    """The limits and settings for checking a body, in addition to its schema."""
 
     max_context: int
     vocab_size: int
@@ -97,7 +97,7 @@ class FieldType(ABC):
 
     @abstractmethod
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
-        """Return what is wrong with a value that is not null."""
+        """Check a value that is not null."""
 
     @abstractmethod
     def json_schema(self) -> Schema:
@@ -336,7 +336,7 @@ def measure(value: Any) -> tuple[int, int]:
 
 
 class StructuredOutputs(FieldType):
-    """One of json, json_object, regex, choice, grammar, as vLLM has it; additional_properties may stand beside json."""
+    """One of json, json_object, regex, choice, grammar, as vLLM has it; additional_properties may accompany json."""
 
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
         if not isinstance(value, dict):

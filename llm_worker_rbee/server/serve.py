@@ -359,7 +359,7 @@ class Server(uvicorn.Server):
         self._watchers = [asyncio.ensure_future(watcher) for watcher in watchers]
 
     async def _exit_on_failure(self) -> None:
-        """Exit once a model could not be loaded, be it a pooling model beside a chat model that is served."""
+        """Exit once a model could not be loaded, even if only a pooling model."""
         while self._worker.failure is None:
             await self._worker.loading_changed.wait()
         self.should_exit = True

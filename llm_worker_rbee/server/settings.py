@@ -71,11 +71,11 @@ class ServerSettings:
 
     model_ref: str  # as given by the user
     served_name: str | None = None  # another name that clients may use
-    embedding_model: str | None = None  # a model of embeddings beside it, as given by the user
+    embedding_model: str | None = None  # an additional embedding model, as the user wrote it
     rerank_model: str | None = None  # likewise one that ranks
     worker_id: str = field(default_factory=lambda: f"worker-{uuid4().hex[:12]}")
     api_key: str | None = None
-    max_queue: int | None = None  # waiting requests, beside those of a full batch; None: 4 batches, at least 256
+    max_queue: int | None = None  # waiting requests beyond a full batch; None: 4 batches, at least 256
     max_queued_tokens: int | None = None  # prompt tokens that wait for prefill; None: 64 steps, at least 262,144
     max_body: int = 4 << 20
     max_pooling_body: int = 64 << 20  # of requests to pooling models: 2,048 long texts
@@ -86,7 +86,7 @@ class ServerSettings:
     ignore_unknown_fields: bool = False
     open_objects: bool = False  # objects may have properties that their schemas do not name
     cors_origins: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()  # names in `Host` of a worker without a key, beside loopback; "*": any
+    allowed_hosts: tuple[str, ...] = ()  # names in `Host` of a worker without a key; loopback always; "*": any
     callback_url: str | None = None
     heartbeat_url: str | None = None
     advertise_url: str | None = None

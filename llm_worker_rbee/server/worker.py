@@ -51,7 +51,7 @@ class Worker(GenerationListener):
         pooling: PoolingModels | None = None,
     ) -> None:
         """`open_model` returns the text side of the model that the engine has loaded; it is called in a thread.
-        `pooling` are models of embeddings and rankers beside it."""
+        `pooling` are the embedding models and rerankers."""
         self.settings, self.names, self.engine = settings, settings.names, engine
         self.pooling = pooling or PoolingModels()
         self.state: State = "loading"

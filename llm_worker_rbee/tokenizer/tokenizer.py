@@ -59,7 +59,7 @@ def _byte_alphabet() -> dict[int, str]:
 
 BYTE_TO_CHAR = _byte_alphabet()
 CHAR_TO_BYTE = {char: byte for byte, char in BYTE_TO_CHAR.items()}
-# For `str.translate`: characters to those of their byte's number, and those below 256 that stand for no byte to none.
+# For `str.translate`: each character to chr(its byte), and characters below 256 that stand for no byte to none.
 _TO_LATIN_1 = dict.fromkeys(range(256), "\uffff") | {ord(char): byte for char, byte in CHAR_TO_BYTE.items()}
 
 

@@ -88,7 +88,7 @@ REWRITES = (
 
 
 class _Expander:
-    """Splits recorded ops into those of this backend: a product quantizes what it reads, once for each input."""
+    """Splits recorded ops into this backend's ops: a product quantizes its input, once for each input."""
 
     def __init__(self, graph: Graph) -> None:
         self.first: list[Node] = []  # what runs once, before the layers
@@ -205,7 +205,7 @@ class _Expander:
 
 
 def fuse(graph: Graph) -> Graph:
-    """Return what this backend runs for a recorded graph."""
+    """Return this backend's program for a recorded graph."""
     return apply_rewrites(_Expander(graph).graph, REWRITES)
 
 

@@ -1,4 +1,4 @@
-"""All kernels, those of one model, and loading them before use: from disk, or compiled by several processes.
+"""All kernels, one model's kernels, and loading them before use: from disk, or compiled by several processes.
 
 Numba compiles one kernel at a time in a process, so helper processes share the work: each starts with its share, then
 walks backwards through the shares of the others, and skips what is cached by then. Kernels with parts in common are in

@@ -3,7 +3,7 @@
 Weights are repacked when they are prepared (repack.py), activations are float32 on the device, keys and values
 bfloat16, float16, float32 or float8 in (blocks, kv_heads, P, dim). Whole steps go through forward.py; unfused ops serve
 comparison, and models that it does not take: in deterministic mode they have its bits. Their arrays of a step are
-uploaded once and serve all layers: those of a Batch never change. Under Triton's interpreter all of it runs on CPU
+uploaded once and serve all layers: the arrays of a Batch never change. Under Triton's interpreter all of it runs on CPU
 tensors.
 """
 
@@ -135,7 +135,7 @@ class CudaBackend(ops.Backend):
             return StateLayer(*(torch.zeros(slots, *shape, device=self.torch_device) for shape in shapes))
 
     def _once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-        """Return what `make` returned for these host arrays: layers of a step share it."""
+        """Return the result of `make` for these host arrays: layers of a step share it."""
         held = self._held  # other threads have steps of their own
         for source, value in held:
             if len(source) == len(key) and all(a is b for a, b in zip(source, key, strict=True)):

@@ -1,4 +1,4 @@
-"""The launches of one step, in the order of the fused ops: decoding tokens first, then those of prompts (prefill).
+"""The launches of one step, in the order of the fused ops: decoding tokens first, then prompt tokens (prefill).
 
 Up to 4 decoding tokens take GEMV: five kernels per layer, whose epilogues do the rest, each launched before the
 previous one has ended (PDL). More tokens take tensor cores; small kernels between sum the splits of a product, add to
@@ -65,7 +65,7 @@ def _no_mark(component: str) -> None:
 
 
 class StepInputs(NamedTuple):
-    """The sizes of a step, its arrays on the device (step_inputs.py), and what it reads beside them."""
+    """The sizes of a step, its arrays on the device (step_inputs.py), and its other inputs."""
 
     tokens: int
     decoding: int  # tokens at the front that decode, those with a position >= 0

@@ -38,7 +38,7 @@ def _has_layer_gate_kernel(node: Node) -> bool:
 
 
 def has_attention_kernels(node: Node) -> bool:
-    """The KV cache is read in words of 32 bits; it is the one written, and norms are those of q, then k, or none, and
+    """The KV cache is read in words of 32 bits; it is the one written, and norms are q's, then k's, or none, and
     one of v without a weight. A layer without KV heads may have a norm of q."""
     _, split, *norms, store, attention = node.fused[:-2] if node.op == "gated_attention" else node.fused
     q, k, v = split.outputs
@@ -50,7 +50,7 @@ def has_attention_kernels(node: Node) -> bool:
 
 
 def _has_gated_words(node: Node) -> bool:
-    """The gate has no bias and is that of attention, both from the same rows."""
+    """The gate has no bias and belongs to this attention; both read the same rows."""
     first, *_, attention, linear, gate = node.fused
     is_gate = gate["x"] is attention.output and linear["x"] is first["x"] and linear["bias"] is None
     return is_gate and has_attention_kernels(node)
@@ -87,8 +87,8 @@ def _has_add_kernel(node: Node) -> bool:
 
 
 def _has_expert_kernels(node: Node) -> bool:
-    """The router is dense, gate and up have one type, and no product of a shared expert or beside the experts has a
-    bias."""
+    """The router is dense, gate and up have one type, and no product of a shared or parallel expert has
+    a bias."""
     router, gated, w = _router(node), node.parts("gated")[0], node.parts("grouped_linear")[0]["w"]
     is_dense = len(router["w"].parts) == 1 and router["w"].parts[0].kind == DENSE
     has_bias = any(part["bias"] is not None for part in node.parts("linear") if part is not router)
@@ -293,7 +293,7 @@ class SharedExpert(NamedTuple):
 
 
 class ParallelMLP(NamedTuple):
-    """The last product of an MLP beside the experts, its norm, and that of the experts' sum; both are added."""
+    """The last product of an MLP parallel to the experts, its norm, and the norm of the experts' sum, both added."""
 
     down: PackedWeight
     norm: torch.Tensor
@@ -401,7 +401,7 @@ def distinct_layers(ops: Sequence[FusedOp]) -> list[FusedOp]:
 
 
 def _kernel_signature(value: Any) -> Any:
-    """Return what kernels are compiled for: shapes, types and flags, not values."""
+    """Return the properties that kernels are compiled for: shapes, types and flags, not values."""
     if isinstance(value, PackedWeight):
         return tuple((part.kind, part.rows, part.columns, _kernel_signature(part.values)) for part in value.parts)
     if isinstance(value, torch.Tensor):
@@ -420,7 +420,7 @@ def _kernel_signature(value: Any) -> Any:
 
 
 def describe(graph: Graph) -> list[ProgramLine]:
-    """Return what a step launches, for few tokens and for more."""
+    """Return the launches of a step, for few tokens and for more."""
     lines = []
     for node in apply_rewrites(graph, REWRITES).nodes:
         has_post = node.op == "linear_add_norm" and node.part("rms_norm") is not None

@@ -148,7 +148,7 @@ def _variant_of(fn: Any, compile: dict[str, Any]) -> KernelVariant:
 
 
 def _as_tuple(value: Any) -> Any:
-    """Return what JSON wrote as a list as the tuple that it was."""
+    """Convert lists from JSON back to tuples."""
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 

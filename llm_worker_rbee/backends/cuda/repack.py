@@ -33,7 +33,7 @@ DENSE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}  # other dense typ
 
 
 def part_key(tensor: Tensor) -> str:
-    """Return what neighbouring tensors must share to be one part."""
+    """Return the properties that neighbouring tensors must share to be one part."""
     if tensor.pack_as:
         return tensor.pack_as
     rule = REPACK_RULES.get(tensor.kind.name)

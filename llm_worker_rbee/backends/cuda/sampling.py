@@ -62,7 +62,7 @@ def sample_on_device(
 ) -> torch.Tensor:
     """Return the tokens on the device, without waiting for them; negative where a row is undecided or not finite.
 
-    A negative id in the lists of a row, -1 - r, is `pending[r]`. `masks`: those of the rows, if they are uploaded. The
+    A negative id in the lists of a row, -1 - r, is `pending[r]`. `masks`: the rows' masks, if they are uploaded. The
     scratch is 16 bytes per token of the vocabulary for each multiprocessor, or row if there are fewer: 280 MB for 132
     of them and a vocabulary of 128k.
     """

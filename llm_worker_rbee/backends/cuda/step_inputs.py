@@ -96,7 +96,7 @@ def all_logits_sizes(limits: StepLimits) -> list[int]:
 
 STAGING_INTS = 1 << 20
 ALIGNMENT = 4  # int32: 16 bytes
-ARRAYS_PER_TOKEN = 14  # a bound on the values of a step beside its block tables
+ARRAYS_PER_TOKEN = 14  # a bound on the values of a step without its block tables
 NO_IDS = np.empty(0, np.int64)
 NO_BATCH = Batch(
     ids=NO_IDS,

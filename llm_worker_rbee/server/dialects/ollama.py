@@ -150,7 +150,7 @@ class ChatMessages(FieldType):
 
 
 def _check_message(name: str, message: Any) -> ValidationIssue | None:
-    """Return what is wrong with a message; keys that are not known are found by `_unknown_keys`."""
+    """Check a message; `_unknown_keys` finds unknown keys."""
     if not isinstance(message, dict):
         return ValidationIssue(name, "type", f"{name} must be an object with role and content")
     if message.get("role") not in ROLES:

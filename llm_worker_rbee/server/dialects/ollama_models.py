@@ -1,4 +1,4 @@
-"""What Ollama's clients ask a server beside answers: its version, its models. Routes that change models are refused."""
+"""Ollama's routes for the version and the models. Routes that change models are refused."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def human_parameters(count: int) -> str:
 
 
 def describe_chat(model: TextModel) -> tuple[list[str], str]:
-    """Return what a model is capable of, and its chat template."""
+    """Return the capabilities of a model, and its chat template."""
     if not model.has_chat_template:
         return ["completion"], ""
     chat = model.chat_format

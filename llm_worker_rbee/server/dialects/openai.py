@@ -151,7 +151,7 @@ class ResponseFormat(FieldType):
 
 
 def structured_outputs(values: Mapping[str, Any]) -> StructuredOutputsParams | None:
-    """Return what the fields `response_format`, `structured_outputs` and `grammar` ask for; raise if two do."""
+    """Read `response_format`, `structured_outputs` and `grammar`; raise if two of them are set."""
     requested = []
     if (grammar := values.get("grammar")) is not None:
         requested.append(StructuredOutputsParams(grammar=grammar))
@@ -229,7 +229,7 @@ def shared_fields(
 
 
 def head(reply: ReplyState, kind: str, prefix: str) -> dict[str, Any]:
-    """Return what every reply and chunk begins with."""
+    """Return the beginning of every reply and chunk."""
     return {
         "id": f"{prefix}-{uuid4().hex}",
         "object": kind,

@@ -245,7 +245,7 @@ INCLUDABLE = (  # the others are of tools that this worker does not have
 
 
 class ResponseTools(FieldType):
-    """Functions and custom tools, also those of a namespace; tools of other types are skipped."""
+    """Functions and custom tools, in namespaces too; tools of other types are skipped."""
 
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
         if _count_grammars(value) > MAX_GRAMMARS:
@@ -298,7 +298,7 @@ def _count_grammars(tools: Any) -> int:
 
 
 def _check_tools(name: str, tools: Any, types: Sequence[str]) -> ValidationIssue | None:
-    """Return what is wrong with tools; those of other types are not looked at."""
+    """Check tools; ignore tools of other types."""
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
         return ValidationIssue(name, "type", f"{name} must be a list of at most {MAX_TOOLS} tools")
     for i, tool in enumerate(tools):
@@ -320,7 +320,7 @@ def _check_tools(name: str, tools: Any, types: Sequence[str]) -> ValidationIssue
 
 
 def _check_format(name: str, value: Any) -> ValidationIssue | None:
-    """Return what is wrong with the format of a custom tool's input."""
+    """Check the format of a custom tool's input."""
     if value is None or (isinstance(value, dict) and value.get("type") == "text"):
         return None
     if not isinstance(value, dict) or value.get("type") != "grammar":

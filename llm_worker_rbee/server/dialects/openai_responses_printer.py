@@ -70,7 +70,7 @@ class InputDecoder:
         return text
 
     def finish(self) -> str:
-        """Return what is left: arguments of another form are the input as they are."""
+        """Return the rest; arguments in another form are the input unchanged."""
         if self._has_begun:
             return ""
         self.text, self._held = self._held, ""
@@ -85,15 +85,15 @@ class LogprobQueue:
         self._entries: list[TokenLogprob] = []
 
     def add(self, entries: Sequence[TokenLogprob]) -> None:
-        """Add those of the tokens that come next."""
+        """Add the log-probabilities of the next tokens."""
         self._entries += entries
 
     def clear(self) -> None:
-        """Drop those of a call."""
+        """Drop the log-probabilities of a call."""
         self._entries.clear()
 
     def take(self, text: str) -> list[dict[str, Any]]:
-        """Return those of the text that comes next; those of markers before it are dropped."""
+        """Return the log-probabilities of the next text, and drop those of markers before it."""
         target = text.encode(errors="replace")
         pieces = [self._tokenizer.token_bytes(entry.token) for entry in self._entries]
         joined, starts = b"".join(pieces), accumulate(map(len, pieces), initial=0)
@@ -214,7 +214,7 @@ class ResponsesPrinter(Printer):
     def _print_events(
         self, events: Sequence[ChatEvent], logprobs: Sequence[TokenLogprob], call_ends: Sequence[int]
     ) -> bytes:
-        """Return what events print; the log-probabilities of a call are dropped at its end."""
+        """Print events; drop the log-probabilities of a call at its end."""
         if (queue := self._logprobs) is None:
             return b"".join(map(self._print_event, events))
         parts = iter([logprobs[begin:end] for begin, end in pairwise([0, *call_ends, len(logprobs)])])

@@ -284,7 +284,7 @@ class ChatParser(CallReader):
         return (yield from self._harmony_end(ends))
 
     def _harmony_end(self, ends: list[str]) -> Generator[None, None, bool]:
-        """Skip the end of a message, if it comes next; the start of another one ends it as well."""
+        """Skip the end of a message, if it comes next; the start of another message ends it too."""
         for end in ends:
             start = self._position
             if (yield from self._try(end)):

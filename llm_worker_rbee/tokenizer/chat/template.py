@@ -199,7 +199,7 @@ class ChatTemplate:
             line = child.read_line(deadline, MAX_REPLY_BYTES)
         except OSError as error:
             raise _stop(child, error) from None
-        except BaseException:  # Ctrl-C: this reply must not be taken for that of the next request
+        except BaseException:  # Ctrl-C: the next request must not read this reply
             child.stop()
             raise
         try:
