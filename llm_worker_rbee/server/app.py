@@ -1,5 +1,5 @@
-"""The routes and the ASGI application; replies of the dialects are made in `dialects`, those about the worker itself
-(page, info, tokens) here. What precedes every route is in `middleware`."""
+"""The routes and the ASGI application; `dialects` has the replies of the APIs, this module those about the worker
+itself (page, info, tokens). `middleware` runs before every route."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ async def read_body(request: Request, takes_any: bool = False) -> bytes:
 
 
 class CancelOnDisconnect:
-    """A context whose task is cancelled, as by `asyncio.timeout`, if the client disconnects: that raises an error."""
+    """A context whose task is cancelled, as by `asyncio.timeout`, if the client disconnects."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -231,7 +231,7 @@ class Routes:
         return json_response(describe_worker(self.worker))
 
     async def _generate(self, route: GenerateRoute, request: Request) -> Response | PushStream:
-        """Parse a body and reply with what the model answers, streamed or whole."""
+        """Parse a body and reply with the model's answer, streamed or whole."""
         body = await read_body(request, dialect_of(route.path).takes_any_content_type)
         async with CancelOnDisconnect(request):
             parsed: GenerateRequest = await self.worker.parse(route.path, body)
@@ -251,7 +251,7 @@ class Routes:
             return PushStream(reply, ping_s=self.worker.settings.ping_s, headers=headers, ping=printer.ping)
 
     async def _handle(self, handler: Handler, request: Request) -> Any:
-        """Call a dialect's handler; what it returns is a response, or becomes one."""
+        """Call a dialect's handler; convert its result to a response if it is none."""
         answer = await handler(RequestCall(request, dialect_of(request.url.path).takes_any_content_type))
         if isinstance(answer, tuple):
             return json_response(*answer)
@@ -292,7 +292,7 @@ class Routes:
         return [Route(path, handler, methods=methods.split()) for path, handler, methods in routes]
 
     def direct_table(self) -> dict[tuple[str, str], Callable[[Request], Any]]:
-        """Return the routes that are called most, by method and path."""
+        """Return the most frequent routes, by method and path."""
         table: dict[tuple[str, str], Callable[[Request], Any]] = {
             ("POST", route.path): partial(self._generate, route) for route in generate_routes()
         }

@@ -36,7 +36,7 @@ REFUSALS = {kind.__name__: kind for kind in (InvalidRequestError, ContextLengthE
 
 
 class ParseRequest(msgspec.Struct, frozen=True):
-    """What is to be done with the `size` bytes that follow."""
+    """A request to parse the `size` bytes that follow."""
 
     parser: str  # of `body_parsers`
     size: int
@@ -115,7 +115,7 @@ class BodyProcess:
         return is_record, self._process.read(size, deadline)
 
     def _stop(self, error: OSError) -> str:
-        """End the process; return how it failed."""
+        """End the process; return its failure."""
         if self._process is None:
             return f"could not be started ({error.strerror})"
         process, self._process = self._process, None
@@ -125,7 +125,7 @@ class BodyProcess:
         return describe_exit(status)
 
     def close(self) -> None:
-        """End the process, in whatever it is doing."""
+        """End the process at once."""
         self._is_closed = True
         while not self._lock.acquire(timeout=CLOSE_POLL_S):  # a thread starts the process, or waits for its reply
             if (process := self._process) is not None:

@@ -36,7 +36,7 @@ Parse = Callable[[bytes, ParseOptions], Any]
 
 
 class Usage(NamedTuple):
-    """Tokens of a reply."""
+    """Token counts of a reply."""
 
     prompt: int
     output: int
@@ -72,7 +72,7 @@ def chat_events(delta: TextDelta) -> Sequence[ChatEvent]:
 
 
 class ReplyState(Protocol):
-    """What a printer knows of a reply."""
+    """The state of a reply, for its printer."""
 
     request: GenerateRequest
     prompts: list[list[int]]  # token ids
@@ -94,7 +94,7 @@ class ReplyState(Protocol):
 class Printer(ABC):
     """Prints a reply in the form of one dialect: `begin`, then `print_delta` for each delta, then `end`; or `whole`.
 
-    An error after `begin` is the last that a stream has.
+    An error after `begin` ends the stream.
     """
 
     media_type = "text/event-stream; charset=utf-8"  # of a stream
@@ -141,7 +141,7 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> dict
 
 
 class Call(Protocol):
-    """A request as a handler gets it."""
+    """A request, as passed to a handler."""
 
     @property
     def method(self) -> str: ...
@@ -157,7 +157,7 @@ Handler = Callable[[Call], Awaitable[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """What `/openapi.json` says of a route; schemas are given by their names."""
+    """A route's description in `/openapi.json`; schemas are given by name."""
 
     summary: str
     request: str | None = None
@@ -168,7 +168,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRoute:
-    """A POST route whose body is answered by the model, streamed or whole."""
+    """A POST route that the model answers, streamed or whole."""
 
     path: str
     parse: Callable[[bytes, ParseOptions], GenerateRequest]

@@ -1,5 +1,5 @@
 """Lark grammars without recursion, as regular expressions: the input of a custom tool is a string inside JSON, and a
-pattern is what a JSON schema can say of it."""
+JSON schema can only give it a pattern."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Token(NamedTuple):
 
 
 def lark_to_regex(text: str) -> str:
-    """Return the expression that accepts what a grammar does; raise a ValueError that says why there is none."""
+    """Return the regular expression of a grammar; raise a ValueError with the reason if there is none."""
     expression = _Grammar(text).expand("start")
     if len(expression) > 2 * MAX_CHARS:
         raise ValueError(TOO_LONG)
@@ -64,7 +64,7 @@ def _scan(text: str) -> Iterator[Token]:
 
 
 class _Grammar:
-    """The rules of a grammar, and their expressions as far as they were needed."""
+    """The rules of a grammar, and their expressions, made on demand."""
 
     def __init__(self, text: str) -> None:
         self._tokens = list(_scan(text))
@@ -156,7 +156,7 @@ class _Expression:
         return pattern
 
     def _next(self, *texts: str) -> str | None:
-        """Return the next token if it is one of these, and go on."""
+        """Consume and return the next token if it is one of these."""
         if not self._next_is(*texts):
             return None
         self._at += 1

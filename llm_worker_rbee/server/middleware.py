@@ -1,4 +1,4 @@
-"""What every request passes before its route: host, API key, header and body limits, correlation id, log line; and the
+"""Checks before every route: host, API key, header and body limits, correlation id, log line; and the
 error bodies of all dialects. Plain ASGI. A worker without a key checks `Host`."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CLIENT_CLOSED = 499  # logged where the client disconnected before a status was 
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches the host; of names, only localhost counts."""
+    """Return whether only this machine can reach the host; the only such name is localhost."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

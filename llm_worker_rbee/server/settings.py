@@ -1,4 +1,4 @@
-"""The settings of one server: names of its models, limits, its API key and where that comes from.
+"""The settings of one server: names of its models, limits, its API key and the key's origin.
 
 A key is never shown; an empty one is an error, not "no key".
 """
@@ -27,7 +27,7 @@ class Key(NamedTuple):
 
 
 def find_key(file: Path | None, environment: Mapping[str, str]) -> Key | None:
-    """Return the key of the file or else of the first variable; raise if two of them differ."""
+    """Return the key from the file or the first variable; raise if two differ."""
     sources: list[tuple[str, Key]] = []
     if file is not None:
         quoted = "'" + str(file.absolute()).replace("'", "'\\''") + "'"
@@ -58,7 +58,7 @@ def _read_key_file(file: Path) -> str:
 
 
 def model_name(reference: str) -> str:
-    """Return the name of a model for clients; of a path, the file's name without its ending, or the folder's."""
+    """Return the name of a model for clients; for a path, the file's name without its suffix, or the folder's."""
     if reference.startswith("hf:") or not (os.sep in reference or reference.endswith(".gguf")):
         return reference
     name = os.path.basename(os.path.abspath(os.path.expanduser(reference)))
@@ -97,7 +97,7 @@ class ServerSettings:
 
     @property
     def listed_names(self) -> tuple[str, ...]:
-        """The names of the model as lists have them: no path is among them unless it was given as the name."""
+        """The model's names for lists: a path only if it was given as the name."""
         return tuple(dict.fromkeys(name for name in (self.served_name, model_name(self.model_ref)) if name))
 
     @property

@@ -188,19 +188,19 @@ class Worker(GenerationListener):
         return self.num_open > 0 or self.admission.load.waiting > 0 or self.pooling.num_open > 0
 
     async def parse(self, parser: str, body: bytes, *, is_stream: bool = False) -> Any:
-        """Return the record that one of `body_parsers` makes of a body; a large one is parsed in another process."""
+        """Parse a body with one of `body_parsers`; a large one is parsed in another process."""
         model = self._model
         limits = None if model is None else ModelLimits(model.max_context, model.vocab_size)
         options = ParseOptions(limits, self.settings.ignore_unknown_fields, is_stream)
         return await self.offload.parse(parser, body, options)
 
     async def parse_pooling(self, parser: str, body: bytes) -> Any:
-        """Return the record of a body for a pooling model; parsing it holds nothing of the chat model up."""
+        """Return the record of a body for a pooling model, without delaying the chat model."""
         options = ParseOptions(None, self.settings.ignore_unknown_fields)
         return await self.pooling.offload.parse(parser, body, options)
 
     def find_pooling(self, name: str | None, *kinds: Kind) -> PoolingService:
-        """Return the pooling model of a request, one of these kinds; raise if there is none, also while one loads."""
+        """Return a request's pooling model of one of these kinds; raise if there is none, or it still loads."""
         service = self.pooling.find(name, kinds, self.names)
         self.require_ready()
         service.require_loaded()

@@ -1,5 +1,5 @@
-"""OpenAI's chat completions, `/v1/chat/completions`, and what the other routes of this API share with them: fields,
-errors, chunks, the usage of a reply."""
+"""OpenAI's chat completions, `/v1/chat/completions`, and the fields, errors, chunks and usage that other routes of this
+API share with them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def error_body(error: WorkerError) -> dict[str, Any]:
 
 
 def error_message(error: WorkerError) -> str:
-    """Return the text of an error; of a prompt that does not fit, clients look for its first words."""
+    """Return the text of an error; for a prompt that does not fit, clients recognise its first words."""
     is_overflow = isinstance(error, ContextLengthError)
     return f"Input tokens exceed the configured limit: {error}" if is_overflow else str(error)
 
@@ -95,7 +95,7 @@ class ToolChoice(FieldType):
 
 
 class LogitBias(FieldType):
-    """Token ids, as strings, and what is added to their logits."""
+    """Token ids, as strings, and the values added to their logits."""
 
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
         if not isinstance(value, dict):
@@ -113,7 +113,7 @@ class LogitBias(FieldType):
 
 
 class StreamOptions(FieldType):
-    """Whether the last chunk of a stream has the token counts (`include_usage`), and every chunk those so far."""
+    """Whether the last chunk of a stream has the token counts (`include_usage`), or every chunk."""
 
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
         keys = ("include_usage", "continuous_usage_stats")
@@ -213,7 +213,7 @@ STREAM_CONFLICT = ("stream_options", "conflict", "stream_options needs stream: t
 def shared_fields(
     values: Mapping[str, Any], limits: ModelLimits | None, max_tokens: int | None, **extra: Any
 ) -> dict[str, Any]:
-    """Return the fields of a request that chats and texts have alike; `extra` are sampling parameters."""
+    """Return the request fields that chats and texts share; `extra` are sampling parameters."""
     is_continuous = values["stream_options"].get("continuous_usage_stats", False)
     includes_usage = values["stream_options"].get("include_usage", is_continuous)
     field, guided = guiding_field(values), structured_outputs(values)
@@ -458,7 +458,7 @@ class ChatPrinter(ChunkPrinter):
 
 
 def finish_reason(reason: str, ends_with_calls: bool) -> str:
-    """Return the reason of the end as this API has it: a call that a stop string cut is none."""
+    """Return this API's finish reason; a call cut by a stop string does not count as a call."""
     return "tool_calls" if reason == "stop" and ends_with_calls else reason
 
 

@@ -1,7 +1,7 @@
 """OpenAI's Responses: `/v1/responses`. The worker keeps no state: a request holds the whole conversation.
 
 A custom tool is a function with one string, `input`; the tools of a namespace have its name before theirs. Items of the
-input become messages: reasoning, text and calls that follow each other are one message of the assistant.
+input become messages: consecutive reasoning, text and calls are one assistant message.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class _ItemReader:
             self._messages.append({"role": role, "content": content})
 
     def _part(self, key: str, text: str) -> None:
-        """Add reasoning or content; a new message begins where the last one has what follows it."""
+        """Add reasoning or content; begin a new message if the last one already has a later part."""
         later = ("reasoning_content", "content", "tool_calls")
         answer = self._answer
         if answer is None or any(answer.get(part) for part in later[later.index(key) :]):
@@ -212,7 +212,7 @@ def _content(name: str, content: Any) -> str:
 
 
 def _reasoning(name: str, item: dict[str, Any]) -> str:
-    """Return the reasoning of an item: from this worker's own record of it, its content, or its summary."""
+    """Return the reasoning of an item: from this worker's own record, its content, or its summary."""
     pieces = {}
     for key in ("content", "summary"):
         parts = item.get(key) or []
@@ -353,7 +353,7 @@ def custom_tool(tool: Mapping[str, Any]) -> Tool:
 
 
 class ResponseToolChoice(FieldType):
-    """Auto, none, required, the one tool that must be called, or those that may be."""
+    """Auto, none, required, one required tool, or a set of allowed tools."""
 
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
         if value in ("auto", "none", "required") if isinstance(value, str) else _is_named(value):
@@ -388,7 +388,7 @@ def _is_named(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Settings(FieldType):
-    """An object of settings; each is one of a few values, or has a type of its own."""
+    """An object of settings; each is one of a few values, or has its own type."""
 
     fields: Mapping[str, FieldType]
 
@@ -424,7 +424,7 @@ class TextFormat(FieldType):
 
 
 class Include(FieldType):
-    """What a reply has in addition."""
+    """Additional parts of a reply."""
 
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
         if isinstance(value, list) and all(isinstance(item, str) and item in INCLUDABLE for item in value):
@@ -437,7 +437,7 @@ class Include(FieldType):
 
 @dataclass(frozen=True, slots=True)
 class Stored(FieldType):
-    """A field of stored responses: only values that ask for none are accepted."""
+    """A field for stored responses: only values that request no storage are accepted."""
 
     allowed: tuple[Any, ...] = ()
 
@@ -564,7 +564,7 @@ def parse_responses(body: bytes, options: ParseOptions) -> GenerateRequest:
 
 
 class _Tools(NamedTuple):
-    """The tools of a request; `custom` and `namespaces` are what their calls need for the reply."""
+    """The tools of a request; the reply prints calls with `custom` and `namespaces`."""
 
     known: list[Tool]
     custom: list[str]  # names in the prompt
@@ -594,7 +594,7 @@ def _read_tools(specs: list[dict[str, Any]]) -> _Tools:
 
 
 def _response_format(form: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return a format as chat completions have it."""
+    """Return a format in the form of chat completions."""
     if form is None or form["type"] != "json_schema":
         return None if form is None else {"type": form["type"]}
     return {"type": "json_schema", "json_schema": {"schema": form["schema"]}}

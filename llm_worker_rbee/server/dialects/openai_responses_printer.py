@@ -35,7 +35,7 @@ INPUT_PIECES = re.compile(r'(?:[^"\\]|\\u[dD][89abAB]..\\u....|\\u(?![dD][89abAB
 
 
 def error_code(error: WorkerError) -> str:
-    """Return the code of an error as clients of this API know it."""
+    """Return this API's code of an error."""
     if isinstance(error, ContextLengthError):
         return "context_length_exceeded"
     if error.status == 429:
@@ -52,7 +52,7 @@ class InputDecoder:
         self.text = ""
 
     def push(self, arguments: str) -> str:
-        """Return the text that became known."""
+        """Return the newly decoded text."""
         self._held += arguments
         if not self._has_begun:
             if (begin := INPUT_START.match(self._held)) is None:
@@ -78,7 +78,7 @@ class InputDecoder:
 
 
 class LogprobQueue:
-    """Log-probabilities of tokens that wait for the text which they belong to."""
+    """Log-probabilities of tokens that wait for their text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -111,7 +111,7 @@ class LogprobQueue:
 
 
 class ItemKind(NamedTuple):
-    """A kind of item: the event of its deltas, the key of the text in the last of them, and the part that it is."""
+    """A kind of item: the event of its deltas, the key of the text in the last delta, and its part."""
 
     type: str
     id_prefix: str
@@ -176,7 +176,7 @@ class OpenItem:
         return {**self.kind.part, "text": text, **logprobs}
 
     def item(self, status: str, text: str) -> dict[str, Any]:
-        """Return the item with its text so far; none is in one that was only begun."""
+        """Return the item with its text so far; an item that has just begun has none."""
         kind = self.kind
         if not kind.list_key:
             return {**self.fields, "status": status, kind.key: text}
@@ -188,7 +188,7 @@ class OpenItem:
 
 
 class ResponsesPrinter(Printer):
-    """Events of a response, or the whole of it; both are made of the same items."""
+    """Events of a response, or the whole response, both from the same items."""
 
     def __init__(self, reply: ReplyState) -> None:
         super().__init__(reply)
@@ -228,7 +228,7 @@ class ResponsesPrinter(Printer):
         return printed
 
     def _finish(self, is_cut: bool) -> bytes:
-        """Complete what is open; an answer without anything is an empty message."""
+        """Complete the open item; an empty answer is an empty message."""
         self._is_cut = is_cut
         has_output = bool(self._output) or self._item is not None
         printed = b"" if has_output else self._open(MESSAGE, role="assistant")
@@ -322,7 +322,7 @@ class ResponsesPrinter(Printer):
         return printed
 
     def _response(self, status: str) -> dict[str, Any]:
-        """Return the response as far as it is."""
+        """Return the response so far."""
         reply = self.reply
         usage = encode_usage(reply.usage()) if status in ("completed", "incomplete") else None
         params = reply.generations[0].request.submitted.params
