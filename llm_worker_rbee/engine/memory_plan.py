@@ -1,8 +1,8 @@
-"""The memory of a model: a table of who takes how much of it, the limits of a step, and the size of the KV cache.
+"""The memory plan of a model: a table of its uses, the limits of a step, and the size of the KV cache.
 
-`place_model` is the one entry. Every use of the memory is a row of the table (`MemoryRow`): weights, what other models
-and engines will take, the arrays of a step; the KV cache gets a share of what they leave. It is planned before the
-weights are loaded, so that an impossible size is refused early. A further use adds a row. No arrays here.
+`place_model` is the one entry. Every use of the memory is a row of the table (`MemoryRow`): weights, other models and
+engines, the arrays of a step; the KV cache gets a share of the rest. It is planned before the weights are loaded, so
+that an impossible size is refused early. A further use adds a row. No arrays here.
 
 On a CPU the limits of a step are constants: step time grows linearly with the batch. A GPU computes a hundred requests
 in little more than the time of one, so there they follow from the memory without the weights: as many requests as the
@@ -99,7 +99,7 @@ class MemoryPlan:
 
 
 class Placement(NamedTuple):
-    """Where a model goes, how large its steps and its KV cache are, and what takes the memory."""
+    """The backend of a model, the sizes of its steps and its KV cache, and its memory plan."""
 
     backend: Backend
     kv_type: str
@@ -126,7 +126,7 @@ def place_model(backend: Backend, models: Sequence[Checkpoint], options: LoadOpt
 
 
 def place_weights(backend: Backend, models: Sequence[Checkpoint], options: ComputeOptions) -> tuple[Backend, list[str]]:
-    """Return the backend, or the CPU's where a GPU that `auto` chose is too small for the weights; and notes on it."""
+    """Return the backend (the CPU's if the weights exceed a GPU that `auto` chose), and notes on it."""
     if not options.may_leave_gpu:
         return backend, []
     backend, note = fallback_to_cpu(backend, device_weight_bytes(models, options))
@@ -197,7 +197,7 @@ def plan_cache(plan: MemoryPlan, models: Sequence[Checkpoint], kv_type: str, opt
 
 
 def _configs(models: Sequence[Checkpoint], options: LoadOptions) -> list[ModelConfig]:
-    """Return the shape of a model, and of what drafts for it."""
+    """Return the shape of a model, and of its drafter."""
     configs = list(map(read_model_config, models))
     return [*configs, head_config(configs[0])] if options.has_mtp else configs
 
@@ -235,7 +235,7 @@ def device_weight_bytes(models: Sequence[Checkpoint], options: ComputeOptions) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheBudget:
-    """The size of a KV cache, and what fits into it."""
+    """The size of a KV cache, and its capacity."""
 
     kv_type: str
     n_blocks: int
@@ -258,7 +258,7 @@ class KVCacheBudget:
 
     @property
     def requests(self) -> int:
-        """Short requests that run at once."""
+        """Concurrent short requests."""
         return min(self.max_batch, self.n_blocks, *([self.n_slots // SLOTS_PER_REQUEST] if self.n_slots else []))
 
     @property
@@ -300,11 +300,11 @@ def plan_kv_cache(
 ) -> KVCacheBudget:
     """Return the KV cache for `max_batch` requests of up to `max_context` tokens (default: the model's own).
 
-    `kv_memory` is its size in bytes; by default what all requests could ever use, but at most `memory_fraction` of
-    `available`, the bytes that the weights leave free (None: unknown; then it is one whole context). A draft
-    model's cache has as many blocks and shares the memory. Only the default context is reduced to what fits: one that
-    was set raises. States take part of the same memory, at most five eighths: half for those of running
-    requests, with `draft_tokens` more for each, and a quarter of the rest for snapshots.
+    `kv_memory` is its size in bytes; the default is enough for all requests, but at most `memory_fraction` of
+    `available`, the bytes that the weights leave free (None: unknown; then it is one whole context). A draft model's
+    cache has as many blocks and shares the memory. Only the default context is reduced to what fits: one that was set
+    raises. States take part of the same memory, at most five eighths: half for running requests, with `draft_tokens`
+    more for each, and a quarter of the rest for snapshots.
     """
     EngineConfig(max_context=1, n_blocks=1, block_size=block_size, max_batch=max_batch)  # checks their ranges
     requested = _check_context(max_context, config.context_length)
@@ -385,7 +385,7 @@ class Workspace:
 
     @property
     def token_bytes(self) -> int:
-        """The bytes of one token at the layer that takes most; activations have 2 bytes a value."""
+        """The bytes of one token at the largest layer; activations have 2 bytes per value."""
         config, copies = self.config, BATCH_INVARIANT_COPIES if self.batch_invariant else PRODUCT_COPIES
         width, layers = config.d_model, range(config.n_layers)
         heads, kv_heads = max((config.n_heads * dim, n * dim) for n, dim in map(config.kv_shape, layers))
@@ -408,7 +408,7 @@ class Workspace:
         return 4 * width + 2 * width + hidden + inputs + max(attention, mlp, first)  # with the stream and its norm
 
     def bytes(self, limits: SchedulerLimits) -> int:
-        """Return the bytes of the largest step, with those that its graphs keep."""
+        """Return the bytes of the largest step, including its graphs."""
         decoding = limits.max_batch * (1 + self.draft_tokens)
         tokens = max(limits.max_step_tokens, decoding)
         rows = decoding + min(limits.max_step_tokens, max_scored_tokens(limits.max_step_tokens))
@@ -445,7 +445,7 @@ def choose_batch(
     """Return the default of `max_batch` on a GPU with `memory` bytes after the weights.
 
     It is the number of requests, of a share of the context and `state_bytes` each, that fit into the KV cache:
-    `kv_memory` bytes, or `memory_fraction` of what the arrays of a step leave.
+    `kv_memory` bytes, or `memory_fraction` of the memory after the arrays of a step.
     """
     tokens_each = min(context, max(MIN_REQUEST_TOKENS, min(MAX_REQUEST_TOKENS, context // CONTEXT_SHARE)))
     for batch in range(MAX_BATCH, BATCH_STEP, -BATCH_STEP):

@@ -40,7 +40,7 @@ class PerLayerGate:
     activation: str
 
     def __call__(self, ops: Backend, x: Array, inputs: Array) -> Array:
-        """Map the residual stream, (T, width), to what is added to it."""
+        """Map the residual stream, (T, width), to its increment."""
         gated = ops.per_layer_gate(self.gate(ops, x), inputs, self.layer, self.activation)
         return self.norm(ops, self.projection(ops, gated))
 
