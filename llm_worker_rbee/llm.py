@@ -110,7 +110,7 @@ class LLM(TextModel):
 
     @property
     def device(self) -> str:
-        """What it computes on: cpu, cuda:0, ..."""
+        """The device: cpu, cuda:0, ..."""
         return self.model.ops.device
 
     @property
@@ -488,7 +488,7 @@ def _is_batch(prompt: Any) -> bool:
 
 @contextmanager
 def _naming_prompt(i: int) -> Iterator[None]:
-    """Let an error of one of many prompts say which."""
+    """Add the prompt's index to the error."""
     try:
         yield
     except InvalidRequestError as error:

@@ -1,4 +1,4 @@
-"""What CPU kernels may use of this machine: its best instruction set, or the requested one; and how many threads.
+"""The instruction set of CPU kernels (this machine's best, or the requested one) and the number of threads.
 
 `LLM_WORKER_CPU_ISA` (set by `--cpu-isa`) forces another one, for tests; this machine must be able to run it. LLVM ends
 the process over an instruction that is not among the machine's features as it detected them, so those count. On x86 it
@@ -197,7 +197,7 @@ def _request_limits() -> list[ThreadLimit]:
 
 
 def choose_thread_count(requested: int | None = None) -> int:
-    """Return how many threads to use; raise with the reason if more are requested than can be used."""
+    """Return the number of threads; raise with the reason if more are requested than can be used."""
     return explain_thread_count(requested).threads
 
 

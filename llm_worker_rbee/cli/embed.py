@@ -110,7 +110,7 @@ class TextFileFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedFlags:
-    """What goes before a text, and what becomes of its embedding."""
+    """The prompt before a text, and the form of its embedding."""
 
     output: Path = _output(..., "OUT", "The file to write: .npy or .jsonl; - prints JSON Lines.", "-o")
     prompt: str | None = _input(None, "TEXT", "Text before each text.")
@@ -285,7 +285,7 @@ class _LineWriter:
 
 @contextmanager
 def _written(options: EmbedFlags, width: int) -> Iterator[_Writer]:
-    """Yield what writes the output; it has its name at the end of the block only."""
+    """Yield the writer of the output; the file gets its name at the end of the block."""
     if options.output == STREAM:
         yield _LineWriter(sys.stdout.buffer)
         return

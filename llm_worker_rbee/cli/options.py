@@ -1,4 +1,4 @@
-"""Options that several commands share, each declared once, and what they start: loading a model, a stream.
+"""Options that several commands share, each declared once, and their use: loading a model, starting a stream.
 
 A group is a dataclass whose fields are options; `gather` adds its options to a command and passes the filled group.
 Defaults come from `SamplingParams` and `EngineConfig`. `set_up` of the device options comes first in a command:
@@ -396,7 +396,7 @@ def shown_loading(model: str, status: Status, **others: str) -> Iterator[Progres
 
 
 def load_options(model: ModelFlags, computing: LoadFlags, engine: EngineFlags | None = None) -> LoadOptions:
-    """Return the options of a load that these flags say."""
+    """Return the load options of these flags."""
     options = replace(computing.options(model.model), max_context=model.max_context)
     return options if engine is None else engine.apply(options)
 

@@ -152,7 +152,7 @@ class PromptFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class GuidedFlags:
-    """What the answer must conform to."""
+    """The grammar or schema of the answer."""
 
     json_schema: str | None = _guided(None, "FILE|JSON", "Answer with JSON of this schema; {} is any JSON.")
     regex: str | None = _guided(None, "PATTERN", "Answer with a text that matches a regular expression.")
@@ -192,7 +192,7 @@ class GuidedFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputFlags:
-    """What is printed of the answer."""
+    """The form of the output."""
 
     echo: bool = _output(False, None, "Show the prompt too; with --json, score its tokens.")
     logprobs: int | None = _output(None, "K", "Log-probabilities, also of the K most likely tokens.")
@@ -291,7 +291,7 @@ class ReasoningNotes:
         self._is_open = False
 
     def show(self, chunk: Chunk, status: Status) -> None:
-        """Print what is reasoning in a chunk."""
+        """Print the reasoning of a chunk."""
         text = "".join(event.text for event in chunk.events if isinstance(event, ReasoningDelta))
         if text:
             status.clear()

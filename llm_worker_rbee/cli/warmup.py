@@ -42,7 +42,7 @@ class WarmupFlags(LoadFlags):
 
 
 class Warmed(NamedTuple):
-    """What a warm-up found and did."""
+    """The result of a warm-up."""
 
     kernels: int
     compiled: int
@@ -124,7 +124,7 @@ def _print(done: Warmed, seconds: float, as_json: bool) -> None:
 def _warm_up_gpu(
     backend: Backend, model: str | None, computing: LoadFlags, sharing: EngineFlags, progress: TransferProgress
 ) -> Warmed:
-    """Load the model as `serve` does, and compile what it launches."""
+    """Load the model as `serve` does, and compile its kernels."""
     folder = _require_kept(backend.kernel_dir)
     options = load_options(ModelFlags(model=model), computing, sharing)
     phases = LoadPhases(progress=progress)

@@ -48,7 +48,7 @@ LARK_IDS = re.compile(r"<\[\^?([\d,\-\s]+)\]>")
 
 
 class Verdict(NamedTuple):
-    """The result of a check: a grammar that replaces GBNF, and why it cannot be used, empty if it can."""
+    """The result of a check: a grammar that replaces GBNF, and the problem of an unusable one, else empty."""
 
     grammar: str
     reason: str
@@ -89,7 +89,7 @@ class GrammarChecker:
     def check(self, params: StructuredOutputsParams) -> StructuredOutputsParams:
         """Return the parameters with GBNF as Lark; raise if a grammar is wrong, not supported, too large or too slow.
 
-        It takes milliseconds for most grammars and up to seconds, so it is no call for an event loop.
+        It takes milliseconds for most grammars and up to seconds, so do not call it in an event loop.
         """
         if (problem := self.recall(params)) is not None:
             return problem

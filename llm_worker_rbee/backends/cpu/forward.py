@@ -35,7 +35,7 @@ WEIGHT_NAMES = {"linear": "w", "grouped_linear": "w", "logits": "head"}  # argum
 
 
 def useful_threads(work_bytes: int, num_tasks: int) -> int:
-    """Return how many threads compute a step of so many bytes soonest: a power of two, at least MIN_USEFUL_THREADS.
+    """Return the fastest number of threads for a step of so many bytes: a power of two, at least MIN_USEFUL_THREADS.
 
     A task of n bytes on p threads takes as long as n / p + p * BYTES_PER_EXTRA_THREAD bytes on one: least at the square
     root of the quotient. Powers of two, so that adjacent steps use the same number: OpenMP ends the threads that a
@@ -176,7 +176,7 @@ class CpuForward:
         return hidden
 
     def _threads_for(self, batch: Batch, kv: Sequence[LayerCache], parts: Sequence[Part]) -> int:
-        """Return how many threads a step uses: small models are not faster with more."""
+        """Return the number of threads of a step: small models are not faster with more."""
         if self.threads <= MIN_USEFUL_THREADS:
             return self.threads
         values = first_kv(kv).v
@@ -201,7 +201,7 @@ class CpuForward:
             array(value, entry)[...] = result
 
     def _hold(self, b: Batch) -> list[int]:
-        """Copy the arrays of a batch to where tasks find them, and return the address of each."""
+        """Copy the arrays of a batch into the tasks' buffers, and return their addresses."""
         arrays = (
             b.ids,
             b.positions,

@@ -184,7 +184,7 @@ class KernelFunction:
 
     @cached_property
     def part(self) -> Any:
-        """What kernels call; a constant argument is an argument as any other, or each would be compiled for itself."""
+        """The function for kernels; constant arguments are ordinary ones, or each would be compiled for itself."""
         jitted: Any = nb.njit(pipeline_class=self._part_compiler, **_PART_OPTIONS)(self.py_func)
         template_for = jitted.get_call_template
         jitted.get_call_template = lambda args, kws: template_for(tuple(map(nb.types.unliteral, args)), kws)
@@ -196,7 +196,7 @@ class KernelFunction:
 
     @cached_property
     def dispatcher(self) -> Any:
-        """What Python calls."""
+        """The function for Python."""
         jitted: Any = nb.njit(pipeline_class=_KernelCompiler, **_OPTIONS)(self.py_func)
         jitted._cache = KernelCache(self.py_func)
         return jitted
@@ -206,7 +206,7 @@ class KernelFunction:
 
 
 def inline(function: Callable[..., Any]) -> Any:
-    """Return a part of kernels: what is constant at the call is constant inside, and loops are unrolled."""
+    """Return a part of kernels: constant arguments stay constant inside, and loops are unrolled."""
     return nb.njit(pipeline_class=_PartCompiler, **_INLINE_OPTIONS)(function)
 
 
@@ -268,7 +268,7 @@ class TaskKernel:
 
 
 class PythonKernel:
-    """A kernel that Python calls with arguments of these types: what `TaskKernel` is for programs."""
+    """A kernel that Python calls with arguments of these types; the counterpart of `TaskKernel`."""
 
     def __init__(self, called: Any, *types: Any) -> None:
         function = called.py_func

@@ -131,7 +131,7 @@ class KernelCache:
 
 
 class CachedKernel(NamedTuple):
-    """What is kept of a compiled kernel: Numba's own description without LLVM code, which only its callers need."""
+    """The stored form of a compiled kernel: Numba's own description without LLVM code, which only its callers need."""
 
     name: str  # of its library
     symbols: frozenset[str]  # the functions that its machine code defines

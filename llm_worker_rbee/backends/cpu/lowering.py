@@ -213,7 +213,7 @@ Layout = tuple[tuple[int, Any], ...]  # (elements per row, type) of the arrays o
 
 
 class Buffers:
-    """Places of values in the step table; a place is used again once its value is not read any more."""
+    """Places of values in the step table; a place is reused after the last read of its value."""
 
     def __init__(self) -> None:
         self.layouts: dict[int, Layout] = {}  # by first entry
@@ -242,7 +242,7 @@ class HostCall(NamedTuple):
 
 
 class Lowered(NamedTuple):
-    """What one node runs."""
+    """The tasks or host call of one node."""
 
     component: str  # of the model, for profiles
     node: Node

@@ -111,7 +111,7 @@ def _kernels_in(value: Any) -> Iterable[Kernel]:
 
 
 def load_kernels(kernels: Sequence[Kernel], progress: Progress | None = None) -> int:
-    """Load all of these, compiling what is not cached; return how many were compiled."""
+    """Load all of these, compiling missing ones; return the number compiled."""
     missing = [kernel for kernel in kernels if not kernel.is_cached]
     report = progress or (lambda what, done, total: None)
     helpers = min(cpu_info.choose_thread_count() - 1, MAX_HELPERS, len(missing) // KERNELS_PER_HELPER)

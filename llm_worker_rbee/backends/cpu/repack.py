@@ -57,7 +57,7 @@ class Source(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where the kernels write, by address. Without addresses they only look for the largest scale."""
+    """The kernels' output, by address. Without addresses they only find the largest scale."""
 
     columns_per_scale: int
     first: int  # bits of the first plane

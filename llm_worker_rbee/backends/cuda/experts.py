@@ -103,7 +103,7 @@ def _gemv_tile(kind: str, *, is_gated: bool) -> tuple[int, int, int]:
 
 
 def empty_expert_activations(w: PackedExperts, count: int) -> Activations:
-    """Allocate what a grouped product reads: interleaved for packed weights, else rows."""
+    """Allocate the input of a grouped product: interleaved for packed weights, else rows."""
     device = w.parts[0].low.device
     if w.is_packed:
         columns = cdiv(w.columns, GROUP_COLUMNS) * GROUP_COLUMNS
@@ -155,8 +155,8 @@ def grouped_linear(
 def combine(
     x: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None, gate: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the weighted sum over the experts of each token, in their order, and the shared expert's part: what fused
-    steps add to the residual stream, here zeros, by the same kernel."""
+    """Return the weighted sum over the experts of each token, in their order, and the shared expert's part, by the
+    kernel of fused steps, with zeros as the residual stream."""
     tokens, k, width = x.shape
     total, unused = torch.zeros(tokens, width, device=x.device), torch.empty(tokens, width, device=x.device)
     parts = WeightedExperts(weights.contiguous(), k, shared, gate)

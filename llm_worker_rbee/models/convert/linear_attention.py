@@ -1,4 +1,4 @@
-"""Layers with linear attention as GGUF files have them.
+"""Linear-attention layers in the layout of GGUF files.
 
 safetensors hold the logarithm of the decay rate, and the value heads of a key head are neighbours; Qwen3-Next has the
 rows of q, k, v and of the gate in one matrix, key head by key head. A GGUF has the rate itself, one matrix for q, k and

@@ -82,7 +82,7 @@ def _depth(value: Any) -> int:
 
 
 def tool_definitions(tools: Sequence[Tool | Mapping[str, Any]] | None) -> list[Any] | None:
-    """Return tools as templates take them: objects of the type "function"."""
+    """Return tools in the form of templates: objects of type "function"."""
     return [_definition(tool) if isinstance(tool, Tool) else tool for tool in tools] if tools else None
 
 
