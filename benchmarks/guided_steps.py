@@ -105,7 +105,7 @@ class Bench:
         return request
 
     def time_masks(self) -> None:
-        """Measure what rows and masks of guided steps take."""
+        """Measure the time of rows and masks of guided steps."""
         original = StepPipeline._masked_rows
 
         def timed(launcher: StepPipeline, requests: Any) -> Any:

@@ -112,7 +112,7 @@ def bpe_metadata(vocabulary: dict[str, Any], pre: str) -> dict[str, Any]:
 
 
 def llama_cpp_ids(path: Path, texts: list[str]) -> list[list[int]]:
-    """What llama.cpp makes of the texts, without BOS and without special tokens."""
+    """Return llama.cpp's ids of the texts, without BOS and without special tokens."""
     import llama_cpp
 
     parameters = llama_cpp.llama_model_default_params()

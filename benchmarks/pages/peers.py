@@ -139,7 +139,7 @@ def ratios(figures: Figures, test: str) -> list[str]:
 
 
 def types(figures: Figures) -> list[str]:
-    """Say what a type without a kernel of its own costs."""
+    """Describe the cost of a type without its own kernel."""
     step = "peers-mistralrs"
     rows = [
         [NAMES[peer], *(figures.rate(step, f"{row} {test}/{peer}") for row in ("default", "q4_0")),
@@ -160,7 +160,7 @@ def types(figures: Figures) -> list[str]:
 
 
 def lengths(figures: Figures) -> list[str]:
-    """Say what products of a whole prompt gain, and when Candle has none."""
+    """Describe the gain of products over a whole prompt, and when Candle has none."""
     step = "peers-mistralrs"
     rows = [
         [NAMES[peer], kind, *(figures.rate(step, f"{row} {test}/{peer}") for test in ("pp128", "pp126", "tg32")),
@@ -175,7 +175,7 @@ def lengths(figures: Figures) -> list[str]:
 
 
 def waiting(figures: Figures) -> list[str]:
-    """Say what meeting after each operation costs."""
+    """Describe the cost of synchronizing after each operation."""
     steps, peers = ("peers-one-thread", "peers-mistralrs"), (OURS, LLAMA, MISTRAL)
     rows = [
         [f"{FILES[row]} {test}", NAMES[peer], *(figures.rate(step, f"{row} {test}/{peer}") for step in steps),
@@ -193,7 +193,7 @@ def waiting(figures: Figures) -> list[str]:
 
 
 def options(figures: Figures) -> list[str]:
-    """Say what llama.cpp's own options change."""
+    """Describe the effect of llama.cpp's own options."""
     step, tests = "peers-options", ("pp512", "tg128")
     rows = []
     for change in ("", " -fa off", " -ctk q8_0 -ctv q8_0", " -ub 64"):
@@ -208,7 +208,7 @@ def options(figures: Figures) -> list[str]:
 
 
 def long_prompt(figures: Figures) -> str:
-    """Say what is left of the rate of a prefill at 4,096 tokens."""
+    """Describe the rate of a prefill at 4,096 tokens."""
     pairs = [
         [figures.find("peers", f"{test}/{peer}") for test in ("long pp4096", "default pp512")] for peer in (OURS, LLAMA)
     ]
@@ -217,7 +217,7 @@ def long_prompt(figures: Figures) -> str:
 
 
 def requests(figures: Figures) -> list[str]:
-    """Say what many requests at once gain."""
+    """Describe the gain of concurrent requests."""
     step, rows = "peers-requests", []
     for peer, alone in ((OURS, OURS), (SERVER, LLAMA), (MISTRAL, MISTRAL)):
         many, one = f"requests tg64@b4/{peer}", f"default tg32/{alone}"
@@ -294,7 +294,7 @@ def settings(values: Mapping[str, object]) -> str:
 
 
 def notes(figures: Figures) -> list[str]:
-    """Return versions and settings, and what was left out or failed."""
+    """Return versions and settings, and omitted or failed peers."""
     run = figures.runs["peers-mistralrs"]
     models = run.details.get("models", {})
     files = [

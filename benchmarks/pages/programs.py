@@ -1,4 +1,4 @@
-"""Write docs/programs.md: what a step of three models runs, on the CPU and on CUDA.
+"""Write docs/programs.md: the program of a step of three models, on the CPU and on CUDA.
 
     python -m benchmarks.pages.programs > docs/programs.md
 
