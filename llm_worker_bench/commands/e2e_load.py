@@ -86,8 +86,8 @@ def e2e(options: ModelBenchFlags, results: ResultFlags, computing: LoadFlags) ->
     ppN and tgN are what llama-bench measures: N prompt tokens at once, and N
     tokens one after the other from DEPTH cached ones. This worker goes through
     the engine and samples greedily; llama-bench does not sample. With a batch,
-    the tokens of all sequences count, and decode stands beside what the matrix
-    products alone allow at so many rows, and beside one sequence.
+    the tokens of all sequences count, and decode is compared with the matrix
+    products alone at the same number of rows, and with one sequence.
 
     OF LIMIT: for decode, the bytes that a token needs times the rate, over the
     memory bandwidth measured just before; for prefill, the operations over the
