@@ -449,7 +449,7 @@ class TokenIds(FieldType):
 
 
 DEFAULTS = SamplingParams()
-# Bounds and defaults are those of SamplingParams: None where the model has the default. Each dialect has its own
+# Bounds and defaults come from SamplingParams: None where the model has the default. Each dialect has its own
 # max_tokens and logprobs.
 SAMPLING = {
     name: Field(Number(bounds), getattr(DEFAULTS, name))

@@ -530,7 +530,7 @@ def _finished(acc: Any, magic: Any, sums: Any, index: Any, stride: Any, offset: 
 
 @emits(_finished, prefer_literal=True)
 def finish_dot(b: Any, acc: Any, magic: bool, sums: Any, index: Any, stride: Any, offset: int) -> Any:
-    """Return what `init_dot` with the same arguments began: as it is, or with `magic` as floats, by a subtraction."""
+    """Return the sums that `init_dot` began: as they are, or with `magic` as floats, by a subtraction."""
     if not magic:
         return acc
 
