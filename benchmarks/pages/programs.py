@@ -13,10 +13,8 @@ import triton
 from llm_worker_bench.synthetic import checkpoint, parse
 from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.backends.cuda import CudaBackend
-from llm_worker_rbee.backends.graph import ProgramLine, collapse_repeats
-from llm_worker_rbee.backends.ops import Backend
+from llm_worker_rbee.backends.graph import ProgramLine
 from llm_worker_rbee.models import load_model, read_model_config
-from llm_worker_rbee.weights import Checkpoint
 
 MODELS = {
     "smollm2-135m:Q4_0:4": "A Llama: four of its layers.",
@@ -33,34 +31,22 @@ run the same are listed once."""
 
 def section(name: str) -> list[str]:
     """Return the section of one model."""
-    made = checkpoint(parse(name))
-    lines = [f"## {name}", "", MODELS[name], "", "On the CPU, keys and values float16:", ""]
-    lines += table(program(made, CpuBackend(1), "float16"))
+    made, lines = checkpoint(parse(name)), [f"## {name}", "", MODELS[name]]
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = True  # no kernel is launched: only the names are noted
-        return [*lines, "", "On CUDA, keys and values bfloat16:", "", *table(program(made, CudaBackend(), "bfloat16"))]
+        for where, backend, kv_type in (("the CPU", CpuBackend(1), "float16"), ("CUDA", CudaBackend(), "bfloat16")):
+            program = load_model(made, backend, read_model_config(made), 64).program(kv_type)
+            lines += ["", f"On {where}, keys and values {kv_type}:", "", *table(program)]
+    return lines
 
 
-def program(made: Checkpoint, backend: Backend, kv_type: str) -> list[ProgramLine]:
-    """Return the fused ops of a model on a backend."""
-    model = load_model(made, backend, read_model_config(made), 64)
-    assert model.fused is not None
-    return list(model.fused.program(kv_type))
-
-
-def table(lines_of_program: list[ProgramLine]) -> list[str]:
+def table(program: list[tuple[int, list[ProgramLine]]]) -> list[str]:
     """Return a program as a Markdown table."""
     rows = ["| times | part | ops | runs |", "| --- | --- | --- | --- |"]
-    for repeats, lines in collapse_repeats(lines_of_program):
-        for number, line in enumerate(lines):
-            rows.append(f"| {repeats if number == 0 else ''} | {' | '.join(line)} |")
+    for repeats, lines in program:
+        rows += [f"| {repeats if n == 0 else ''} | {' | '.join(line)} |" for n, line in enumerate(lines)]
     return rows
 
 
-def main() -> None:
-    """Print the page."""
-    print("\n".join([HEAD, *(line for name in MODELS for line in ("", *section(name)))]))
-
-
 if __name__ == "__main__":
-    main()
+    print("\n".join([HEAD, *(line for name in MODELS for line in ("", *section(name)))]))
