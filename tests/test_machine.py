@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -170,6 +171,15 @@ def test_without_collection_leaves_collector_as_it_was(is_enabled: bool) -> None
         gc.enable()
 
 
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    """Let the collector see the objects of tests/conftest.py too."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
 def test_resume_collection_still_finds_cycles_made_before() -> None:
     class Node:
         pass
