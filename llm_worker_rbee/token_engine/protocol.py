@@ -426,18 +426,6 @@ class RequestStream:
             self.on_abort(self.request)
 
 
-def take_result(result: StepResult, streams: dict[int, RequestStream]) -> None:
-    """Pass events and outputs to the streams of their requests; those that are finished leave `streams`."""
-    for event in result.events:
-        if (stream := streams.get(event.id)) is not None:
-            stream.request.apply(event)
-    for output in result.outputs:
-        if (stream := streams.get(output.id)) is not None:
-            if output.finish_reason is not None:
-                del streams[output.id]
-            stream.put(output)
-
-
 class TokenEngine(ABC):
     """An engine, wherever it runs. All methods belong to one event loop."""
 
