@@ -379,7 +379,7 @@ def load_page() -> tuple[bytes, str]:
 def describe_worker(worker: Worker) -> dict[str, Any]:
     """Return the reply of `/info`: model, device, memory, limits, sampling defaults, versions."""
     context_length = worker.model.max_context  # raises until the model is loaded
-    info, stats = worker.engine.info, worker.engine.stats()
+    info, stats, limits = worker.engine.info, worker.engine.stats(), worker.admission.limits()
     return {
         "model": worker.names[0], "architecture": info.architecture, "quant": info.quant,
         "parameters": info.parameters, "context_length": context_length, "backend": info.backend,
@@ -390,8 +390,7 @@ def describe_worker(worker: Worker) -> dict[str, Any]:
         },
         "limits": {
             "max_batch": info.engine.max_batch, "max_step_tokens": info.engine.max_step_tokens,
-            "max_queue": worker.admission.max_queue(worker.engine),
-            "max_queued_tokens": worker.admission.max_queued_tokens(worker.engine),
+            "max_queue": limits.max_queue, "max_queued_tokens": limits.max_queued_tokens,
             "target_itl_ms": info.engine.target_itl_ms,
         },
         "step_time_model": None if stats.step_time_model is None else stats.step_time_model._asdict(),

@@ -63,7 +63,7 @@ class Worker(GenerationListener):
         self._is_restarting = False
         self._open: set[Generation] = set()  # not read to their end
         self._unstarted: set[Generation] = set()  # of these, without a token
-        self.admission, self.offload = Admission(settings), OffloadPool()
+        self.admission, self.offload = Admission.of_chat(engine, settings), OffloadPool()
         self.latencies = LatencyHistograms()
         self._open_model = open_model
         self._model: TextModel | None = None
@@ -217,12 +217,12 @@ class Worker(GenerationListener):
     def reserve(self, num_requests: int, num_tokens: int) -> AbstractContextManager[Reservation]:
         """Reserve places for requests that are being tokenized, with an estimate of their tokens; raise if full."""
         self.require_ready()
-        return self.admission.reserve(self.engine, num_requests, num_tokens)
+        return self.admission.reserve(num_requests, num_tokens)
 
     def require_capacity(self, num_requests: int) -> None:
         """Raise if one body asks for more requests than could ever be inside."""
         self.require_ready()
-        self.admission.require_capacity(self.engine, num_requests)
+        self.admission.require_capacity(num_requests)
 
     def start_generations(
         self,
