@@ -366,16 +366,6 @@ def gpus() -> list[str]:
     return [f"{row[0]}, {row[1]}, driver {row[2]}" for row in rows if len(row) == 3]
 
 
-def describe_exit(status: int) -> str:
-    """Return how a process ended, from its return code: `was killed by SIGSEGV`, `ended with status 70`."""
-    if status >= 0:
-        return f"ended with status {status}"
-    try:
-        return f"was killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was killed by signal {-status}"
-
-
 def release_code(library: str) -> None:
     """Drop the resident pages of a loaded library's code; where it runs again, they are read from its file again."""
     for line in _read("/proc/self/maps").splitlines():

@@ -123,14 +123,6 @@ def test_usable_performance_cores(
     assert machine.usable_performance_cores() == expected
 
 
-@pytest.mark.parametrize(
-    ("status", "text"),
-    [(-9, "was killed by SIGKILL"), (70, "ended with status 70"), (-200, "was killed by signal 200")],
-)
-def test_describe_exit(status: int, text: str) -> None:
-    assert machine.describe_exit(status) == text
-
-
 def test_raise_open_files_up_to_the_hard_limit() -> None:
     """In a process of its own: a limit that was raised stays so."""
     code = """

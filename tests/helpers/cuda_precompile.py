@@ -112,7 +112,7 @@ def look_up() -> dict[str, Any]:
     found, loaded = record()
     variant = precompile.KernelVariant(__name__, "unknown", {}, {}, {}, {}, ("cuda", 90, 32))
     compiler = precompile.CompilerProcess()
-    os.kill(compiler._process.pid, signal.SIGKILL)
+    os.kill(compiler.pid, signal.SIGKILL)
     reasons = [reason for _, reason in compiler.compile([variant, variant], 2)]
     compiler.close()
     return {"recorded": len(found), "loaded": loaded, "hits": hits, "reasons": reasons}

@@ -10,9 +10,8 @@ from __future__ import annotations
 import gc
 import importlib
 import json
-import os
-import subprocess
 import sys
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import product
@@ -23,6 +22,7 @@ import numba as nb
 
 from ... import machine
 from ...config import KV_DEFAULT, ModelConfig
+from ...pipe_process import PipeProcess, package_command
 from ...weights import Checkpoint
 from .. import cpu_info
 from ..kernel_folder import CACHE_VARIABLE
@@ -47,6 +47,7 @@ MAX_HELPERS = 7
 # About what the kernels of a module take to compile, to make shares of one length; 1 for others.
 SECONDS_PER_KERNEL = {"sampling": 2, "attention": 3, "linear": 3, "repack": 3, "gated_delta": 3}
 HELPER_START_SECONDS = 2
+HELPER = f"from {__name__} import run_helper; run_helper()"
 Kernel = TaskKernel | PythonKernel
 
 
@@ -151,45 +152,25 @@ def _work_orders(missing: Sequence[Kernel], processes: int) -> list[list[Kernel]
 @contextmanager
 def _helper_processes(orders: Sequence[Sequence[Kernel]], folder: Path | None) -> Iterator[None]:
     """Run helper processes for as long as the block lasts."""
-    started: list[subprocess.Popen[bytes]] = []
+    started: list[PipeProcess] = []
     try:
         if folder is not None and sys.executable:
             with suppress(OSError):  # no more processes may be started: it only takes longer
                 for order in orders:
-                    started.append(_start_helper([kernel.name for kernel in order], folder))
+                    started.append(PipeProcess(package_command(HELPER), {CACHE_VARIABLE: str(folder.parent)}))
+                    names = json.dumps([kernel.name for kernel in order]).encode()
+                    started[-1].write(names + b"\n", time.monotonic() + HELPER_START_SECONDS)
         yield
     finally:
         for process in started:
             process.kill()
-            process.wait()
-
-
-def _start_helper(names: list[str], folder: Path) -> subprocess.Popen[bytes]:
-    root = Path(__file__).parents[3]
-    run = f"from {machine.__name__} import exit_with_parent; exit_with_parent({os.getpid()}); "  # before slow imports
-    run += f"from {__name__} import run_helper; run_helper()"
-    paths = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
-    process = subprocess.Popen(
-        [sys.executable, "-c", run],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": paths, CACHE_VARIABLE: str(folder.parent)},
-        start_new_session=True,
-    )
-    assert process.stdin is not None
-    try:
-        with process.stdin as pipe:
-            pipe.write(json.dumps(names).encode())
-    except OSError:
-        pass  # it could not even start
-    return process
+            process.stop()
 
 
 def run_helper() -> None:
     """Compile the kernels that standard input names, except those cached by then."""
     gc.disable()
     kernels = {kernel.name: kernel for kernel in all_kernels()}
-    for name in json.load(sys.stdin):
+    for name in json.loads(sys.stdin.readline()):
         if name in kernels and not kernels[name].is_cached:
             kernels[name].load()

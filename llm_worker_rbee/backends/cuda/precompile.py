@@ -15,8 +15,6 @@ import logging
 import os
 import pickle
 import select
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -39,6 +37,7 @@ from triton.runtime.cache import get_cache_manager, triton_key
 from triton.runtime.jit import KernelInterface
 
 from ... import machine
+from ...pipe_process import READ_BYTES, PipeProcess, ProgramError, describe_exit, package_command
 from .. import kernel_folder
 from ..ops import COMPILING, Progress
 from .device import is_interpreted
@@ -46,12 +45,14 @@ from .device import is_interpreted
 SOURCES = Path(__file__).parent / "kernels"
 TRITON_CACHE_VARIABLE = "TRITON_CACHE_DIR"
 BYTES_PER_PROCESS = 512 << 20  # of memory that compiling a variant may take
+MAX_COMPILE_S = 1e6  # of one kernel: without a bound
 MAX_IDLE_S = 600.0  # that a compiler process which was started early waits for work
 MAX_NAME_CHARS = 150  # of a kernel in the cache: Triton cuts longer names
 MAX_ERROR_CHARS = 1000  # a report is shorter than what a pipe takes at once
 # These take longest to compile; they come first, so that no process is left with one of them at the end.
 SLOW_KERNELS = "gemv_dense gemv_packed sample_rows decode_attention_gqa prefill_attention decode_attention gemm_packed"
 CUBLAS_PRODUCTS = {"mm", "addmm", "matmul", "__matmul__", "linear", "_scaled_mm"}  # names of PyTorch's functions
+COMPILER = f"from {__name__} import run_compiler; run_compiler()"
 logger = logging.getLogger(__name__)
 _recording_lock = threading.Lock()
 
@@ -213,21 +214,13 @@ class CompilerProcess:
     """A process that imports the kernels and waits for variants to compile. It ends with this one."""
 
     def __init__(self) -> None:
-        root = Path(__file__).parents[3]
-        run = f"from {machine.__name__} import exit_with_parent; exit_with_parent({os.getpid()}); "  # before imports
-        run += f"from {__name__} import run_compiler; run_compiler()"
-        paths = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
-        environment = os.environ | {"PYTHONPATH": paths, TRITON_CACHE_VARIABLE: triton.knobs.cache.dir}
-        environment["CUDA_VISIBLE_DEVICES"] = ""
+        environment = {TRITON_CACHE_VARIABLE: triton.knobs.cache.dir, "CUDA_VISIBLE_DEVICES": ""}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", run],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env=environment,
-            start_new_session=True,
-        )
+        self._process = PipeProcess(package_command(COMPILER), environment, self._errors)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def is_alive(self) -> bool:
@@ -235,16 +228,15 @@ class CompilerProcess:
 
     def compile(self, variants: Sequence[KernelVariant], processes: int) -> Iterator[tuple[KernelVariant, str | None]]:
         """Yield each variant when it is compiled, or with the reason why it is not. Only once."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        waiting = dict(enumerate(variants))
-        with suppress(OSError), self._process.stdin as pipe:  # it may have ended
-            pickle.dump((processes, list(variants)), pipe)
-        for line in self._process.stdout:
-            index, error = json.loads(line)
-            yield waiting.pop(index), error
-        if waiting:
-            reason = f"the compiler process {machine.describe_exit(self._process.wait())}{self._last_error()}"
+        waiting, request = dict(enumerate(variants)), [pickle.dumps((processes, list(variants)))]
+        try:
+            while waiting:
+                line = self._process.ask(request, lambda end: self._process.read_line(end, READ_BYTES), MAX_COMPILE_S)
+                index, error = json.loads(line)
+                yield waiting.pop(index), error
+                request = []
+        except ProgramError as error:
+            reason = f"the compiler process {error}{self._last_error()}"
             yield from ((variant, reason) for variant in waiting.values())
 
     def _last_error(self) -> str:
@@ -254,13 +246,9 @@ class CompilerProcess:
 
     def close(self) -> None:
         """End it with all that it has started."""
-        if self.is_alive:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout, self._errors):
-            if pipe is not None:
-                with suppress(OSError):  # what was not sent
-                    pipe.close()
+        self._process.kill()
+        self._process.stop()
+        self._errors.close()
 
 
 _compiler_lock = threading.Lock()
@@ -317,7 +305,7 @@ def run_compiler() -> None:
         pid, status = os.wait()
         index, code = running.pop(pid), os.waitstatus_to_exitcode(status)
         if code <= 0:
-            _report(reports, index, None if code == 0 else f"its process {machine.describe_exit(code)}")
+            _report(reports, index, None if code == 0 else f"its process {describe_exit(code)}")
 
 
 def _report(reports: int, index: int, error: str | None) -> None:
