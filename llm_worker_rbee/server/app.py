@@ -160,10 +160,7 @@ class Routes:
         state = {"loading": "loading", "failed": "error", "stopping": "error"}.get(self.worker.state)
         if state is None and self.worker.engine.status() == "failed":
             state = "error"
-        reply: dict[str, Any] = {
-            "ready": state is None,
-            "state": state or ("busy" if self.worker.is_busy else "idle"),
-        }
+        reply: dict[str, Any] = {"ready": state is None, "state": state or ("busy" if self.worker.is_busy else "idle")}
         return json_response(reply if state != "loading" else {**reply, "progress_url": "/v1/loading/progress"})
 
     async def loading_progress(self, _: Request) -> EventStream:
@@ -204,28 +201,18 @@ class Routes:
         return json_response(self._model())
 
     def _model(self) -> dict[str, Any]:
-        return {
-            "id": self.worker.names[0],
-            "object": "model",
-            "created": int(self.worker.started_at),
-            "owned_by": "llm-worker-rbee",
-            "context_length": self.worker.model.max_context,
-            "kind": "chat",
-        }
+        return self._entry(self.worker.names[0], "chat", self.worker.model.max_context)
 
     def _pooling_model(self, service: PoolingService) -> dict[str, Any]:
         self.worker.require_ready()
         service.require_loaded()
         info = service.engine.info
-        return {
-            "id": service.name,
-            "object": "model",
-            "created": int(self.worker.started_at),
-            "owned_by": "llm-worker-rbee",
-            "context_length": info.max_length,
-            "kind": service.kind,
-            "dimensions": info.output_dim,
-        }
+        return self._entry(service.name, service.kind, info.max_length) | {"dimensions": info.output_dim}
+
+    def _entry(self, name: str, kind: str, context_length: int) -> dict[str, Any]:
+        created, owner = int(self.worker.started_at), "llm-worker-rbee"
+        entry = {"id": name, "object": "model", "created": created, "owned_by": owner, "context_length": context_length}
+        return entry | {"kind": kind}
 
     async def info(self, _: Request) -> Response:
         return json_response(describe_worker(self.worker))

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -32,9 +33,13 @@ from ..errors import (
     WorkerError,
     counted,
 )
+from ..load_pooling import open_pooling_text
+from ..models import read_model_config
+from ..models.pooling_config import read_pooling_config
 from ..token_engine.pooling_supervisor import SupervisedPooling
 from ..token_engine.protocol import PoolingInfo
 from ..tokenizer.pooling_text import PoolingText
+from ..weights import open_checkpoint
 from .admission import Admission, QueueLimits, QueueLoad
 from .bodies import EmbedRequest, Inputs, RankRequest
 from .metrics import PREFIX, REQUEST_BOUNDS, Histogram
@@ -43,6 +48,7 @@ from .schema import JSON_TYPE, is_name_of
 from .settings import model_name
 
 Kind = Literal["embedding", "rerank"]
+TASKS: dict[Kind, str] = {"embedding": "embed", "rerank": "rank"}  # of `PoolingOptions`
 OPTIONS: dict[Kind, str] = {"embedding": "--embedding-model", "rerank": "--rerank-model"}
 MAX_QUEUED_TOKENS = 2 << 20  # of one model; a request may enter alone whatever its size
 MAX_QUEUED_SEQUENCES = 16_384
@@ -202,6 +208,13 @@ class PoolingService:
             "restarts": self.engine.num_restarts,
             "status": self.engine.status(),
         }
+
+
+def open_text_side(path: Path, kind: Kind) -> PoolingText:
+    """Return the text side of a model, without its weights."""
+    checkpoint = open_checkpoint(path)
+    config = read_model_config(checkpoint)
+    return open_pooling_text(checkpoint, config, read_pooling_config(checkpoint, config, TASKS[kind]))
 
 
 async def _encode_texts(
@@ -419,16 +432,12 @@ def pooling_metrics(services: Sequence[PoolingService]) -> Iterator[Metric]:
     """Yield the metrics of pooling models, labelled by model and kind."""
     if not services:
         return
-    for name, (text, value) in GAUGES.items():
-        gauge = GaugeMetricFamily(f"{PREFIX}pooling_{name}", text, labels=LABELS)
-        for one in services:
-            gauge.add_metric((one.name, one.kind), value(one))
-        yield gauge
-    for name, (text, value) in COUNTERS.items():
-        counter = CounterMetricFamily(f"{PREFIX}pooling_{name}", text, labels=LABELS)
-        for one in services:
-            counter.add_metric((one.name, one.kind), value(one))
-        yield counter
+    for family, table in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+        for name, (text, value) in table.items():
+            metric = family(f"{PREFIX}pooling_{name}", text, labels=LABELS)
+            for one in services:
+                metric.add_metric((one.name, one.kind), value(one))
+            yield metric
     seconds = HistogramMetricFamily(f"{PREFIX}pooling_request_seconds", "From a request to its end.", labels=LABELS)
     for one in services:
         seconds.add_metric((one.name, one.kind), one.seconds.buckets(), one.seconds.sum)

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from ..backends.ops import Ints
 from ..engine.pooling_engine import Floats
 from ..errors import InvalidRequestError, WorkerError
-from .pooling_loop import join_rows
 from .protocol import Load, Pool, PooledRows, PoolingInfo, PoolingStep
 from .supervised_process import OpenRequest, SupervisedProcess
-from .wire import MAX_FRAME_BYTES, FromEngine, ProtocolError
+from .wire import MAX_FRAME_BYTES, FromEngine, ProtocolError, pack_sequences
 
 TOKEN_BYTES = 4
 MAX_MESSAGE_BYTES = MAX_FRAME_BYTES - (1 << 20)  # of tokens
@@ -30,7 +30,7 @@ class PoolingRequest(OpenRequest):
 
     sequences: Sequence[Ints]
     token_types: Sequence[Ints] | None
-    packed: tuple[bytes, bytes] | None  # all of them, for the first submission
+    packed: Pool | None  # all of them, for the first submission
     result: asyncio.Future[None]
     rows: Floats
     missing: dict[int, None]  # indices of sequences without a row, in order
@@ -77,7 +77,7 @@ class SupervisedPooling(SupervisedProcess[PoolingInfo, PoolingRequest]):
             )
         packed = None
         if num_bytes > INLINE_BYTES:
-            packed = await asyncio.to_thread(_pack, sequences, token_types)
+            packed = await asyncio.to_thread(pack_sequences, sequences, token_types)
         self._require_alive()
         rows = np.zeros((len(sequences), self.info.output_dim), np.float32)
         result: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -95,10 +95,11 @@ class SupervisedPooling(SupervisedProcess[PoolingInfo, PoolingRequest]):
         """Return what is missing of a request."""
         indices = request.submitted = list(request.missing)
         packed, request.packed = request.packed, None
-        sequences, types = [request.sequences[i] for i in indices], request.token_types
         if packed is None:
-            packed = _pack(sequences, None if types is None else [types[i] for i in indices])
-        return Pool(request.submission, list(map(len, sequences)), *packed)
+            types = request.token_types
+            part = None if types is None else [types[i] for i in indices]
+            packed = pack_sequences([request.sequences[i] for i in indices], part)
+        return msgspec.structs.replace(packed, id=request.submission)
 
     def _take_output(self, message: FromEngine) -> bool:
         if not isinstance(message, PoolingStep):
@@ -132,8 +133,3 @@ class SupervisedPooling(SupervisedProcess[PoolingInfo, PoolingRequest]):
         if not request.missing:
             request.result.set_result(None)
             self._end(request)
-
-
-def _pack(sequences: Sequence[Ints], token_types: Sequence[Ints] | None) -> tuple[bytes, bytes]:
-    """Return sequences and segments as they travel."""
-    return join_rows(sequences), b"" if token_types is None else join_rows(token_types)
