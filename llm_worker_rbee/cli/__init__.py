@@ -43,7 +43,7 @@ COMMANDS = {
     "serve": Command("Use a model", ".serve",
         "Serve a model over HTTP: the APIs of OpenAI, Anthropic and Ollama, embeddings, reranking, jobs, a chat page."),
     "embed": Command("Use a model", ".embed", "Write the embeddings of the texts of a file."),
-    "rerank": Command("Use a model", ".rerank", "Order the texts of a file by how well they answer a query."),
+    "rerank": Command("Use a model", ".embed", "Order the texts of a file by how well they answer a query."),
     "inspect": Command("Look at a model", ".inspect",
         "Show what is in a model file: architecture, shape, quantization types, tokenizer, sampling defaults, memory."),
     "tokenize": Command("Look at a model", ".tokenize", "Show the tokens of a text: ids and pieces."),
