@@ -22,14 +22,7 @@ from ...sampling_params import (
     StructuredOutputsParams,
     TokenLogprob,
 )
-from ...tokenizer.chat.events import (
-    ChatEvent,
-    ChatOptions,
-    ContentDelta,
-    ReasoningDelta,
-    ToolCallDelta,
-    ToolCallStart,
-)
+from ...tokenizer.chat.events import ChatEvent, ChatOptions, ContentDelta, ReasoningDelta, ToolCallDelta, ToolCallStart
 from ..bodies import (
     ROLES,
     Conversation,
@@ -190,16 +183,7 @@ def _unknown_keys(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield from (f"{place}.function.{key}" for key in call["function"] if key not in FUNCTION)
 
 
-SAME_OPTIONS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-)
+SAME_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "seed")
 # Options that change no answer here, with their types.
 WITHOUT_EFFECT: dict[str, FieldType] = {
     **dict.fromkeys(("num_gpu", "num_thread", "num_batch", "main_gpu", "num_keep"), integer(-MAX_COUNT, MAX_COUNT)),
@@ -235,11 +219,7 @@ COMMON: dict[str, Field] = {
     "truncate": unsupported(False),  # nothing is truncated: a prompt that does not fit is an error
     "shift": unsupported(False),
 }
-CHAT: dict[str, Field] = {
-    **COMMON,
-    "messages": Field(ChatMessages(), [], is_secret=True),
-    "tools": Field(Tools(), []),
-}
+CHAT: dict[str, Field] = {**COMMON, "messages": Field(ChatMessages(), [], is_secret=True), "tools": Field(Tools(), [])}
 GENERATE: dict[str, Field] = {
     **COMMON,
     "prompt": Field(Text(), "", is_secret=True),

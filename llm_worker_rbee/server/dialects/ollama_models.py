@@ -38,12 +38,7 @@ class Handlers:
         self._worker = worker
 
     def table(self) -> dict[str, Handler]:
-        handlers = {
-            "/api/version": self.version,
-            "/api/tags": self.tags,
-            "/api/ps": self.ps,
-            "/api/show": self.show,
-        }
+        handlers = {"/api/version": self.version, "/api/tags": self.tags, "/api/ps": self.ps, "/api/show": self.show}
         return handlers | {path: partial(self.refuse, path) for path in REFUSED}
 
     async def version(self, _: Call) -> dict[str, Any]:

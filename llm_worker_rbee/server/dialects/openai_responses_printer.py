@@ -16,14 +16,7 @@ import msgspec
 from ...errors import ContextLengthError, WorkerError
 from ...sampling_params import SamplingParams, TokenLogprob
 from ...tokenizer import Tokenizer
-from ...tokenizer.chat.events import (
-    ChatEvent,
-    ContentDelta,
-    ReasoningDelta,
-    ToolCallDelta,
-    ToolCallEnd,
-    ToolCallStart,
-)
+from ...tokenizer.chat.events import ChatEvent, ContentDelta, ReasoningDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
 from ..bodies import GenerateRequest
 from ..dialect import Answer, Printer, ReplyState, TextDelta, Usage, chat_events, chat_logprobs
 from ..sse import encode_json
