@@ -388,7 +388,7 @@ def _with_children(
     options = {**supervision, "restart_on_stall": process.restart_on_stall}
     options |= {"progress": progress, "on_located": on_located}
     engine = SupervisedEngine(loads[0], **options) if len(loads) == 1 else ReplicaSet(loads, **options)
-    pooling = [_pooling_service(*one, loads[0].compute, supervision) for one in references.items()]
+    pooling = [_pooling_service(kind, name, loads[0].compute, supervision) for kind, name in references.items()]
     return Worker(settings, engine, open_model, PoolingModels(pooling))
 
 
@@ -463,7 +463,7 @@ def _settings(
     for host in wire.allowed_host or ():
         if host != "*" and host_name(host) is None:
             raise typer.BadParameter(f"--allowed-host {host!r} is not a name such as worker.example, an address or *")
-    given: dict[str, Any] = (
+    worker_id: dict[str, Any] = (
         {} if wire.worker_id is None else {"worker_id": _validate_name(wire.worker_id, "--worker-id")}
     )
     served = wire.served_model_name
@@ -479,7 +479,7 @@ def _settings(
         heartbeat_url=require_url(wire.heartbeat_url, "--heartbeat-url"),
         advertise_url=require_url(wire.advertise_url, "--advertise-url"),
         **vars(limits),
-        **given,
+        **worker_id,
     )
 
 

@@ -99,7 +99,7 @@ class Connection:
         """Wait until the socket is ready and return for what; unlike `select` for any file descriptor."""
         poll = select.poll()
         poll.register(self._socket, events)
-        return sum(found for _, found in poll.poll(timeout_ms))
+        return sum(ready for _, ready in poll.poll(timeout_ms))
 
     def _flush(self) -> None:
         try:

@@ -48,18 +48,18 @@ def _from_plain(kind: type, value: Any) -> Any:
     if kind is not WorkerError:
         raise NotImplementedError(kind.__name__)
     name, message, detail = value
-    found = _error_classes().get(name, InferenceError)
-    takes_detail = issubclass(found, InvalidRequestError | QueueFullError) and detail is not None
-    return found(message, detail) if takes_detail else found(message)
+    error = _error_classes().get(name, InferenceError)
+    takes_detail = issubclass(error, InvalidRequestError | QueueFullError) and detail is not None
+    return error(message, detail) if takes_detail else error(message)
 
 
 def _error_classes() -> dict[str, type[WorkerError]]:
-    found, pending = {}, [WorkerError]
+    classes, pending = {}, [WorkerError]
     while pending:
         kind = pending.pop()
-        found[kind.__name__] = kind
+        classes[kind.__name__] = kind
         pending += kind.__subclasses__()
-    return found
+    return classes
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_to_plain)
