@@ -16,6 +16,7 @@ import typer
 from ..errors import ContextLengthError, WorkerError, counted
 from ..generation import Completion
 from ..llm import LLM, Stream
+from ..progress import supports_ansi
 from ..sampling_params import SamplingParams
 from ..text_model import EncodedPrompt
 from ..tokenizer.chat.template import start_ahead
@@ -115,7 +116,8 @@ def _input_prompt() -> str:
     with contextlib.suppress(ImportError):
         import readline
 
-        readline.parse_and_bind("set enable-bracketed-paste on")  # lines that are pasted are one message
+        paste = "on" if supports_ansi(sys.stdout) else "off"  # lines that are pasted are one message
+        readline.parse_and_bind(f"set enable-bracketed-paste {paste}")
         return prompt.replace("\x1b[", "\x01\x1b[").replace("m", "m\x02") if "\x1b" in prompt else prompt
     return prompt
 
