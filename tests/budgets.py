@@ -46,9 +46,7 @@ FORMATTED_LINES = {
     "llm_worker_bench/commands": 83,
 }
 LOG: tuple[Raise, ...] = (
-    Raise(
-        38, "lines of llm_worker_rbee/engine", 246, "memory planning moved from load.py and select.py; drafters"
-    ),
+    Raise(38, "lines of llm_worker_rbee/engine", 246, "memory planning moved from load.py and select.py; drafters"),
     *(Raise(38, f"lines of {folder}", lines, FORMATTED) for folder, lines in FORMATTED_LINES.items()),
     Raise(38, "lines of the worker", 1_761, FORMATTED),
 )

@@ -25,7 +25,6 @@ from ..errors import InvalidRequestError
 
 ISA_VARIABLE = "LLM_WORKER_CPU_ISA"
 THREADS_VARIABLE = "LLM_WORKER_THREADS"
-NUMBA_THREADS_VARIABLE = "NUMBA_NUM_THREADS"
 # LLVM's names of features, where /proc/cpuinfo has others
 LLVM_NAMES = {
     "avx512_vnni": "avx512vnni",
@@ -190,9 +189,6 @@ def _request_limits() -> list[ThreadLimit]:
     quota = machine.cpu_quota()
     if quota is not None:
         found.append(ThreadLimit(max(1, math.ceil(quota)), _quota_text(quota)))
-    pool = os.environ.get(NUMBA_THREADS_VARIABLE, "")
-    if pool.isdigit() and int(pool):
-        found.append(ThreadLimit(int(pool), f"{NUMBA_THREADS_VARIABLE}={pool}"))
     return found
 
 

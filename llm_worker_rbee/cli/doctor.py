@@ -35,10 +35,6 @@ OPTIONAL = {
 COLOURS = {"ok": "green", "warn": "yellow", "missing": "red"}
 MIN_MEMORY = 1 << 30
 MIN_DISK = 500_000_000
-OPENMP_REMEDY = (
-    "install OpenMP: apt-get install libgomp1 (Debian, Ubuntu), dnf install libgomp (Fedora), "
-    "brew install libomp (macOS)"
-)
 
 
 @dataclass(frozen=True)
@@ -103,7 +99,6 @@ def run_checks() -> Iterator[Check]:
         yield _check_package(name)
     yield _check_cpu_kernels()
     yield _check_threads()
-    yield _check_threading_layer()
     yield _check_kernel_cache()
     for name, remedy in OPTIONAL.items():
         yield _check_optional(name, remedy)
@@ -204,17 +199,6 @@ def _check_threads() -> Check:
         return Check("threads", "ok", f"{count} ({why})" + (f", in {nodes} NUMA nodes" if nodes > 1 else ""))
     except InvalidRequestError as error:
         return Check("threads", "warn", str(error), f"unset {cpu_info.THREADS_VARIABLE}, or give it a number that fits")
-
-
-def _check_threading_layer() -> Check:
-    try:
-        layer = importlib.import_module("llm_worker_rbee.backends.cpu.program").threading_layer()
-    except Exception as error:  # a broken installation may fail in any way
-        return Check("threading layer", "warn", one_line(f"none: {error}"), OPENMP_REMEDY)
-    if layer == "workqueue":
-        found = "workqueue: slow to start threads, and one caller at a time"
-        return Check("threading layer", "warn", found, OPENMP_REMEDY)
-    return Check("threading layer", "ok", {"omp": "omp (OpenMP)", "tbb": "tbb (oneTBB)"}.get(layer, layer))
 
 
 def _check_kernel_cache() -> Check:

@@ -6,6 +6,7 @@ also gives the compiler what LLVM wants and Numba lacks: float16 without F16C.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from functools import cached_property
 from types import FunctionType
@@ -23,7 +24,8 @@ from .. import cpu_info
 from .kernel_cache import KernelCache
 
 cpu_info.llvm_features()  # tells LLVM what the machine has before Numba makes its compiler
-TASK_SIGNATURE = nb.void(nb.int64, nb.int64, nb.int64)  # (arguments, step, piece)
+INT, FLOAT32, VOID = nb.int64, nb.float32, nb.void  # types in the signatures of kernels
+C_TYPES = {INT: ctypes.c_int64, FLOAT32: ctypes.c_float, VOID: None}
 _OPTIONS: Any = {"nogil": True, "error_model": "numpy"}
 _PART_OPTIONS: Any = {**_OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 _INLINE_OPTIONS: Any = {**_PART_OPTIONS, "forceinline": True}
@@ -220,13 +222,6 @@ def simple_kernel(function: Callable[..., Any]) -> KernelFunction:
     return KernelFunction(function, _SimplePartCompiler)
 
 
-def parallel(function: Callable[..., Any]) -> Any:
-    """Return a kernel whose loops over `prange` run on several threads."""
-    made: Any = nb.njit(parallel=True, **_OPTIONS)(function)
-    made._cache = KernelCache(function)
-    return made
-
-
 def variant(template: Any, name: str, **values: Any) -> FunctionType:
     """Return the function with its capitals set; `name` tells its machine code from that of other variants."""
     made = FunctionType(template.__code__, {**template.__globals__, **values}, template.__name__)
@@ -235,11 +230,15 @@ def variant(template: Any, name: str, **values: Any) -> FunctionType:
     return made
 
 
-class TaskKernel:
-    """A kernel that a program calls by its address (program.py), with TASK_SIGNATURE."""
+class NativeKernel:
+    """A kernel with a C signature: kernels call it by its address, and Python with integers and floats.
 
-    def __init__(self, template: Any, name: str = "", **values: Any) -> None:
+    Python calls it without the interpreter's lock.
+    """
+
+    def __init__(self, template: Any, result: Any, *types: Any, name: str = "", **values: Any) -> None:
         self.name = f"{template.__module__.rsplit('.', 1)[-1]}.{template.__name__}" + (f"[{name}]" if name else "")
+        self.signature = result(*types)
         self._function = variant(template, name, **values)
         self._compiled: Any = None
 
@@ -248,13 +247,13 @@ class TaskKernel:
         """Whether it need not be compiled: its machine code is on disk or in memory."""
         if self._compiled is not None:
             return True
-        file = KernelCache(self._function).entry(TASK_SIGNATURE, cpu_target.target_context.codegen())
+        file = KernelCache(self._function).entry(self.signature, cpu_target.target_context.codegen())
         return file is not None and file.exists()
 
     def load(self) -> None:
         """Load the machine code from disk, or compile and cache it."""
         if self._compiled is None:
-            signature = TASK_SIGNATURE.args, TASK_SIGNATURE.return_type
+            signature = self.signature.args, self.signature.return_type
             options = {"error_model": "numpy"}
             compiled: Any = CFunc(self._function, signature, {}, options, pipeline_class=_KernelCompiler)
             compiled._cache = KernelCache(self._function)
@@ -266,23 +265,17 @@ class TaskKernel:
         self.load()
         return int(self._compiled.address)
 
+    @cached_property
+    def _call(self) -> Any:
+        prototype = ctypes.CFUNCTYPE(*(C_TYPES[kind] for kind in (self.signature.return_type, *self.signature.args)))
+        return prototype(self.address)
 
-class PythonKernel:
-    """A kernel that Python calls with arguments of these types: what `TaskKernel` is for programs."""
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
 
-    def __init__(self, called: Any, *types: Any) -> None:
-        function = called.py_func
-        self.name = f"{function.__module__.rsplit('.', 1)[-1]}.{function.__qualname__}{types}"
-        self._called, self._types = called, types
 
-    @property
-    def is_cached(self) -> bool:
-        file = self._dispatcher._cache.entry(self._types, cpu_target.target_context.codegen())
-        return self._types in self._dispatcher.overloads or (file is not None and file.exists())
+class TaskKernel(NativeKernel):
+    """A kernel that a program calls (program.py)."""
 
-    @property
-    def _dispatcher(self) -> Any:
-        return self._called.dispatcher if isinstance(self._called, KernelFunction) else self._called
-
-    def load(self) -> None:
-        self._dispatcher.compile(self._types)
+    def __init__(self, template: Any, name: str = "", **values: Any) -> None:
+        super().__init__(template, VOID, INT, INT, INT, name=name, **values)  # arguments, step, piece
