@@ -128,10 +128,10 @@ class Scores:
 
     def add_prompt(self, truth: Logits, path: Logits) -> None:
         """Add the last position of a prompt: (1, vocabulary) of both sides."""
-        (known,), (given,) = log_softmax(truth), log_softmax(path)
-        top = np.argsort(-known, kind="stable")[:TOP_TOKENS]
-        differences = np.abs(known[top] - given[top])
-        self.prompts.append((float(differences.mean()), float(given.argmax() == top[0])))
+        (expected,), (actual,) = log_softmax(truth), log_softmax(path)
+        top = np.argsort(-expected, kind="stable")[:TOP_TOKENS]
+        differences = np.abs(expected[top] - actual[top])
+        self.prompts.append((float(differences.mean()), float(actual.argmax() == top[0])))
         self.largest = max(self.largest, float(differences.max()))
 
     def add_window(self, truth: Logits, path: Logits, ids: list[int]) -> None:
@@ -139,11 +139,11 @@ class Scores:
         for start in range(0, len(ids) - 1, POSITIONS_AT_ONCE):
             following = np.array(ids[start + 1 : start + 1 + POSITIONS_AT_ONCE])
             rows = slice(start, start + len(following))
-            known, given = log_softmax(truth[rows]), log_softmax(path[rows])
+            expected, actual = log_softmax(truth[rows]), log_softmax(path[rows])
             place = np.arange(len(following)), following
-            divergence = (np.exp(known) * (known - given)).sum(axis=1)
-            agree = known.argmax(axis=1) == given.argmax(axis=1)
-            columns = (-given[place], -known[place], divergence, agree.astype(np.float64))
+            divergence = (np.exp(expected) * (expected - actual)).sum(axis=1)
+            agree = expected.argmax(axis=1) == actual.argmax(axis=1)
+            columns = (-actual[place], -expected[place], divergence, agree.astype(np.float64))
             self.positions += [tuple(row) for row in np.stack(columns, axis=1).tolist()]
 
 
@@ -162,14 +162,14 @@ def run(
     try:
         for what, ids in _sequences(evaluation, progress, 1 + len(paths)):
             last = what == "prompt"
-            known = _require_finite(truth.logits(ids, last=last), "the truth")
+            expected = _require_finite(truth.logits(ids, last=last), "the truth")
             for path, own in zip(paths, scores, strict=True):
-                given = _require_finite(path.side.logits(ids, last=last), path.suffix or "the path")
-                width = min(known.shape[1], given.shape[1])  # some libraries pad the vocabulary
+                actual = _require_finite(path.side.logits(ids, last=last), path.suffix or "the path")
+                width = min(expected.shape[1], actual.shape[1])  # some libraries pad the vocabulary
                 if last:
-                    own.add_prompt(known[:, :width], given[:, :width])
+                    own.add_prompt(expected[:, :width], actual[:, :width])
                 else:
-                    own.add_window(known[:, :width], given[:, :width], ids)
+                    own.add_window(expected[:, :width], actual[:, :width], ids)
     finally:
         for path, own in zip(paths, scores, strict=True):
             for result in results(own, path):
@@ -195,14 +195,14 @@ def _require_finite(logits: Logits, side: str) -> Logits:
 
 def results(scores: Scores, path: MeasuredPath) -> list[Result]:
     """Return the results of one path, with bootstrap intervals over positions and over prompts."""
-    made: list[Result] = []
+    out: list[Result] = []
 
     def put(name: str, values: Floats, better: Better, count: int) -> None:
         value, resampled = float(values[0]), values[1:]
         low, high = statistics.interval(resampled, count) if count >= statistics.MIN_SAMPLES else (value, value)
         fields = {**path.fields, "count": count}
         full = f"{name}/{path.suffix}" if path.suffix else name
-        made.append(Result(full, "", value, min(low, value), max(high, value), better, fields=fields))
+        out.append(Result(full, "", value, min(low, value), max(high, value), better, fields=fields))
 
     if scores.positions:
         n = len(scores.positions)
@@ -218,7 +218,7 @@ def results(scores: Scores, path: MeasuredPath) -> list[Result]:
         put("mean_abs_dlogprob", difference, "lower", n)
         put("max_abs_dlogprob", np.full(2, scores.largest), "lower", n)
         put("top1_prompts", top1, "higher", n)
-    return made
+    return out
 
 
 def _means(rows: Floats) -> Floats:
@@ -344,22 +344,22 @@ def measure_logit_errors(
     ids = rng.integers(0, model.config.vocab_size, longest + 1)
     blocks = -(-(longest + 1) // BLOCK_SIZE)
     progress("the truth", 0, 0)
-    known = _forward(truth, KVCache(truth.ops, truth.config, blocks, BLOCK_SIZE, "float32"), ids, 0, np.arange(blocks))
+    truths = _forward(truth, KVCache(truth.ops, truth.config, blocks, BLOCK_SIZE, "float32"), ids, 0, np.arange(blocks))
     tables = rng.permutation(max(batches) * blocks).reshape(-1, blocks)
     cache = KVCache(model.ops, model.config, tables.size, BLOCK_SIZE, kv_type, n_slots=len(tables))
 
-    def put(name: str, logits: Logits, wanted: Logits) -> None:
-        error = float(np.sqrt(np.square(logits - wanted, dtype=np.float64).mean()) / wanted.std())
+    def put(name: str, logits: Logits, rows: Logits) -> None:
+        error = float(np.sqrt(np.square(logits - rows, dtype=np.float64).mean()) / rows.std())
         recorder.add_result(Result.exact(f"logit_error/{name}", "", error, backend=model.ops.name))
 
     for length in PROMPT_LENGTHS:
-        put(f"prompt{length}", _forward(model, cache, ids[:length], 0, tables[0]), known[:length])
+        put(f"prompt{length}", _forward(model, cache, ids[:length], 0, tables[0]), truths[:length])
     for number, batch in enumerate(batches):
         progress(f"batch {batch}", number, len(batches))
         for slot, table in enumerate(tables[:batch]):
             _forward(model, cache, ids[:longest], 0, table, slot, all_logits=False)
         logits = _forward(model, cache, ids[longest:], longest, tables[:batch])
-        put(f"b{batch}", logits, np.broadcast_to(known[longest:], logits.shape))
+        put(f"b{batch}", logits, np.broadcast_to(truths[longest:], logits.shape))
 
 
 def _forward(

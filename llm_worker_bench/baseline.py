@@ -91,8 +91,8 @@ def load(reference: str) -> Run:
         return Run.load(path)
     named = baseline_dir() / f"{reference}.json"
     if not NAME.fullmatch(reference) or not named.exists():
-        known = ", ".join(list_names()) or "none yet: --save-baseline NAME makes one"
-        raise ResultsError(f"there is no baseline {reference!r} (baselines: {known})")
+        names = ", ".join(list_names()) or "none yet: --save-baseline NAME makes one"
+        raise ResultsError(f"there is no baseline {reference!r} (baselines: {names})")
     return Run.load(named)
 
 
@@ -146,8 +146,8 @@ def compare_results(before: Result, after: Result, noise: float = statistics.NOI
 
 
 def _rounds(result: Result) -> list[int]:
-    found = result.fields.get("rounds", [])
-    return found if isinstance(found, list) and all(type(n) is int and n > 0 for n in found) else []
+    rounds = result.fields.get("rounds", [])
+    return rounds if isinstance(rounds, list) and all(type(n) is int and n > 0 for n in rounds) else []
 
 
 def _unique_names(run: Run) -> set[str]:
@@ -158,20 +158,20 @@ def find_differences(before: Run, after: Run) -> list[Difference]:
     """Return commit, model, machine and its speed, settings and versions where they differ."""
     old, new = _properties(before), _properties(after)
     pairs = {key: (old.get(key, MISSING), new.get(key, MISSING)) for key in old | new}
-    found = [Difference(key, *pair) for key, pair in pairs.items() if pair[0] != pair[1]]
-    return found + find_machine_drift(before, after)
+    differences = [Difference(key, *pair) for key, pair in pairs.items() if pair[0] != pair[1]]
+    return differences + find_machine_drift(before, after)
 
 
 def find_machine_drift(before: Run, after: Run) -> list[Difference]:
     """Return the machine's own speeds, measured in both runs, where they differ by more than the noise."""
     old, new = machine_speeds(before), machine_speeds(after)
-    found = []
+    drift = []
     for what, unit in SPEED_UNITS.items():
         then, now = old.get(what, math.nan), new.get(what, math.nan)
         change = statistics.change(then, now)
         if abs(change) > MIN_DRIFT:
-            found.append(Difference(f"speed: {what}", quantity(then, unit), f"{quantity(now, unit)} ({change:+.0%})"))
-    return found
+            drift.append(Difference(f"speed: {what}", quantity(then, unit), f"{quantity(now, unit)} ({change:+.0%})"))
+    return drift
 
 
 def machine_speeds(run: Run) -> dict[str, float]:
@@ -183,15 +183,15 @@ def machine_speeds(run: Run) -> dict[str, float]:
     largest = ladder[-1] if isinstance(ladder, list) and ladder else None
     last = largest.get("bytes_per_second") if isinstance(largest, dict) else None
     pairs = zip(SPEED_UNITS, (last, rate), strict=True)
-    return {what: float(found) for what, found in pairs if isinstance(found, (int, float))}
+    return {what: float(speed) for what, speed in pairs if isinstance(speed, (int, float))}
 
 
-def names_not_compared(one: Run, other: Run, compared: Iterable[Comparison]) -> list[str]:
-    """Return the names of `one` that were not compared, with the unit if the other run has another."""
+def names_not_compared(run: Run, other: Run, compared: Iterable[Comparison]) -> list[str]:
+    """Return the names of `run` that were not compared, with the unit if the other run has another."""
     used = {id(result) for pair in compared for result in (pair.before, pair.after)}
     units = {result.name: result.unit for result in other.results}
-    left = [result for result in one.results if id(result) not in used]
-    return [f"{r.name} (in {r.unit})" if units.get(r.name, r.unit) != r.unit else r.name for r in left]
+    rest = [result for result in run.results if id(result) not in used]
+    return [f"{r.name} (in {r.unit})" if units.get(r.name, r.unit) != r.unit else r.name for r in rest]
 
 
 def commit_name(run: Run) -> str:

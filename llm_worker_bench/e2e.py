@@ -123,7 +123,7 @@ class Plan:
     def step_context(self) -> int:
         """Return the tokens of the longest sequence of the steps to time, each request with what it generates."""
         generated = 2 * (UNCOUNTED_STEPS + COUNTED_STEPS)
-        lengths = [max(one.length, (max(self.depths) + generated) * bool(one.decoding)) for one in self.compositions]
+        lengths = [max(item.length, (max(self.depths) + generated) * bool(item.decoding)) for item in self.compositions]
         return max(lengths, default=0)
 
 
@@ -278,7 +278,7 @@ def _needs(plan: Plan, cases: Sequence[Case], config: ModelConfig) -> Iterator[N
     if plan.pg:
         yield Need("--pg", max(plan.batches), sum(plan.pg), "smaller ones")
     if plan.steps:
-        batch = max(one.requests for one in plan.compositions)
+        batch = max(item.requests for item in plan.compositions)
         yield Need("--step", batch, plan.step_context(), "shorter prompts or a smaller --depth")
     yield from (Need("--burst", burst.prompts, burst.length, "shorter prompts") for burst in plan.prompt_bursts)
     if plan.prefix:
@@ -371,7 +371,7 @@ def _scenarios(
 def _step_times(bench: ModelBench, plan: Plan) -> Iterator[StepTime]:
     """Yield the steps to time; their engine has room for each of them in one step, however long that takes."""
     steps = plan.compositions
-    batch, step_tokens = max(one.requests for one in steps), max(one.step_tokens for one in steps)
+    batch, step_tokens = max(item.requests for item in steps), max(item.step_tokens for item in steps)
     options: dict[str, Any] = {"max_step_tokens": step_tokens, "target_itl_ms": NO_TARGET_MS}
     harness = EngineHarness(bench.model, plan.step_context(), batch, plan.seed, plan.kv_type, **options)
     for step in steps:
@@ -392,8 +392,8 @@ def run_isolated(recorder: Recorder, progress: StepProgress, models: Sequence[sy
             continue
         recorder.details.setdefault("models", {})[str(model)] = {"model": output["model"], **output["details"]}
         for value in output["results"]:
-            found = Result.from_json(value, str(model))
-            recorder.add_result(replace(found, name=f"{model}/{found.name}"))
+            result = Result.from_json(value, str(model))
+            recorder.add_result(replace(result, name=f"{model}/{result.name}"))
 
 
 def _measure_in_child(model: synthetic.Spec, plan: Plan) -> dict[str, Any]:

@@ -76,10 +76,10 @@ def _prepare_page_cache(files: list[Path], cache: str, details: dict[str, Any]) 
         return
     processes.drop_pages(files)
     cached = processes.cached_fraction(files)
-    known = details.setdefault("resident_after_drop", [])
-    known.append(cached)
+    fractions = details.setdefault("resident_after_drop", [])
+    fractions.append(cached)
     if cached is not None and cached > MAX_CACHED_WHEN_COLD:
-        largest = max(filter(None, known))
+        largest = max(filter(None, fractions))
         details["warning"] = f"{largest:.0%} of the file stayed in the page cache: cold is not wholly cold"
 
 

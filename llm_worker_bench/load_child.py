@@ -40,20 +40,20 @@ def main() -> None:
     """Load, generate one token, print; whatever libraries print goes to standard error."""
     reply = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    started, given = float(sys.argv[1]), json.loads(sys.argv[2])
+    started, request = float(sys.argv[1]), json.loads(sys.argv[2])
     output: dict[str, Any] = {"counts": {}}
     seconds = {"interpreter": ENTERED - started, "import": IMPORTED - ENTERED}
     sizes = {"import": processes.resident_memory()}
-    if given["warm_up"]:
-        engine, info = start_engine(given, started, seconds, output["counts"])
+    if request["warm_up"]:
+        engine, info = start_engine(request, started, seconds, output["counts"])
         sizes["load"], loaded = processes.resident_memory(), time.monotonic()
         complete(engine, [make_prompt(0, PROMPT_LENGTHS[0])])
     else:
-        llm = LLM(given["model"], **given["options"])
+        llm = LLM(request["model"], **request["options"])
         seconds |= llm.phases
         engine, info = llm.engine, llm.info
         sizes["load"], loaded = processes.resident_memory(), time.monotonic()
-        llm.generate(given["prompt"], max_tokens=1, temperature=0.0, repetition_penalty=1.0, ignore_eos=True)
+        llm.generate(request["prompt"], max_tokens=1, temperature=0.0, repetition_penalty=1.0, ignore_eos=True)
     ended = time.monotonic()
     seconds |= {"first_token": ended - loaded, "total": ended - started}
     sizes["peak"] = processes.peak_memory()
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def start_engine(
-    given: dict[str, Any], started: float, seconds: dict[str, float], counts: dict[str, int]
+    request: dict[str, Any], started: float, seconds: dict[str, float], counts: dict[str, int]
 ) -> tuple[Engine, ModelInfo]:
     """Load and warm up an engine as `serve` does; `seconds` gets the phases, what the warm-up reports, and `ready`."""
     reports: dict[str, tuple[float, float]] = {}  # of each kind of work: the times of its first and last report
@@ -75,7 +75,7 @@ def start_engine(
         reports[what] = reports.get(what, (now, now))[0], now
 
     phases = LoadPhases(progress=progress)
-    options = LoadOptions.from_arguments({**given["options"], "model": given["model"]})
+    options = LoadOptions.from_arguments({**request["options"], "model": request["model"]})
     engine, info = load_engine(options, phases)
     reports.clear()
     done = warm_up(engine, phases)

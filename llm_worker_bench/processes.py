@@ -232,8 +232,8 @@ def drop_pages(files: list[Path]) -> None:
 def cached_fraction(files: list[Path]) -> float | None:
     """Return which part of these files is in the page cache, 0 to 1."""
     total = sum(file.stat().st_size for file in files)
-    found = [_cached_bytes(file) for file in files]
-    return None if not total or None in found else sum(filter(None, found)) / total
+    sizes = [_cached_bytes(file) for file in files]
+    return None if not total or None in sizes else sum(filter(None, sizes)) / total
 
 
 def _cached_bytes(file: Path) -> int | None:

@@ -61,7 +61,7 @@ def hash_area(area: str, package: Path = PACKAGE) -> str:
 @cache
 def source_hashes(package: Path = PACKAGE) -> dict[str, str]:
     """Return the hash of each area, none where the source files are not there."""
-    return {area: hash_area(area, package) for area in AREAS if all((package / one).exists() for one in AREAS[area])}
+    return {area: hash_area(area, package) for area in AREAS if all((package / file).exists() for file in AREAS[area])}
 
 
 def changed_areas(measured: Mapping[str, str], now: Mapping[str, str], areas: Iterable[str]) -> list[str]:
@@ -73,6 +73,6 @@ def stale_line(changes: Sequence[tuple[str, Sequence[str]]]) -> str:
     """Return `Measured at 04ac773; cpu, engine changed since.` for each commit with changes, in one line."""
     merged: dict[str, list[str]] = {}
     for commit, areas in changes:
-        known = merged.setdefault(commit, [])
-        known += [area for area in areas if area not in known]
+        listed = merged.setdefault(commit, [])
+        listed += [area for area in areas if area not in listed]
     return " ".join(f"Measured at {at}; {', '.join(areas)} changed since." for at, areas in merged.items() if areas)

@@ -165,23 +165,23 @@ class Run:
 
     @staticmethod
     def from_json(value: Any, where: str) -> Run:
-        found = _require_object(value, where)
-        if found.get("schema") != SCHEMA:
-            raise ResultsError(f"{where} is not a run of `bench`: its schema is {found.get('schema')!r}")
-        if (version := found.get("schema_version")) != SCHEMA_VERSION:
+        content = _require_object(value, where)
+        if content.get("schema") != SCHEMA:
+            raise ResultsError(f"{where} is not a run of `bench`: its schema is {content.get('schema')!r}")
+        if (version := content.get("schema_version")) != SCHEMA_VERSION:
             raise ResultsError(f"{where} has schema version {version!r}, this program reads {SCHEMA_VERSION}")
-        results = found.get("results")
+        results = content.get("results")
         if not isinstance(results, list):
             raise ResultsError(f"{where}: results is not a list")
-        objects = {key: found.get(key) or {} for key in ("settings", "details", "versions", "sources")}
-        objects |= {key: found[key] for key in ("commit", "model") if found.get(key) is not None}
-        objects["machine"] = found.get("machine")
-        fields: dict[str, Any] = {key: _require_object(one, f"{where}: {key}") for key, one in objects.items()}
-        fields |= {key: _pop_text(dict(found), key, where) for key in ("kind", "created")}
-        made = tuple(Result.from_json(one, f"{where}: results[{i}]") for i, one in enumerate(results))
-        elapsed_s = _pop_number({"elapsed_s": 0.0, **found}, "elapsed_s", where)
-        fields["command"] = _pop_text({"command": "", **found}, "command", where)
-        return Run(results=made, complete=found.get("complete", True) is True, elapsed_s=elapsed_s, **fields)
+        objects = {key: content.get(key) or {} for key in ("settings", "details", "versions", "sources")}
+        objects |= {key: content[key] for key in ("commit", "model") if content.get(key) is not None}
+        objects["machine"] = content.get("machine")
+        fields: dict[str, Any] = {key: _require_object(item, f"{where}: {key}") for key, item in objects.items()}
+        fields |= {key: _pop_text(dict(content), key, where) for key in ("kind", "created")}
+        parsed = tuple(Result.from_json(item, f"{where}: results[{i}]") for i, item in enumerate(results))
+        elapsed_s = _pop_number({"elapsed_s": 0.0, **content}, "elapsed_s", where)
+        fields["command"] = _pop_text({"command": "", **content}, "command", where)
+        return Run(results=parsed, complete=content.get("complete", True) is True, elapsed_s=elapsed_s, **fields)
 
 
 Pending = tuple[str, Better, list[float], dict[str, Any]]  # unit, better, samples, fields
@@ -207,15 +207,15 @@ class Recorder:
     def add_sample(self, name: str, unit: str, sample: float, better: Better = "lower", **fields: Any) -> None:
         """Add a sample to a result; the fields given last count."""
         key = (name, fields.get("backend"))
-        _, _, samples, known = self._pending.setdefault(key, (unit, better, [], {}))
+        _, _, samples, extra = self._pending.setdefault(key, (unit, better, [], {}))
         samples.append(sample)
-        known.update(fields)
+        extra.update(fields)
 
     def results(self) -> tuple[Result, ...]:
         """Return finished results, then one result for each list of samples."""
         pending = self._pending.items()
-        made = {key: Result.from_samples(key[0], unit, s, better, **f) for key, (unit, better, s, f) in pending}
-        return tuple((self._results | made).values())
+        new = {key: Result.from_samples(key[0], unit, s, better, **f) for key, (unit, better, s, f) in pending}
+        return tuple((self._results | new).values())
 
     def to_run(self, *, complete: bool = True) -> Run:
         created, elapsed_s = datetime.now(UTC).isoformat(timespec="seconds"), round(time.monotonic() - self._started, 3)
@@ -273,15 +273,15 @@ def _require_object(value: Any, where: str) -> Mapping[str, Any]:
     return value
 
 
-def _pop_text(found: dict[str, Any], key: str, where: str) -> str:
-    value = found.pop(key, None)
+def _pop_text(content: dict[str, Any], key: str, where: str) -> str:
+    value = content.pop(key, None)
     if not isinstance(value, str):
         raise ResultsError(f"{where}: {key} is missing or not a text")
     return value
 
 
-def _pop_number(found: dict[str, Any], key: str, where: str) -> float:
-    return _to_float(found.pop(key, ...), f"{where}: {key} is missing or not a number")
+def _pop_number(content: dict[str, Any], key: str, where: str) -> float:
+    return _to_float(content.pop(key, ...), f"{where}: {key} is missing or not a number")
 
 
 def _to_float(value: Any, message: str) -> float:
@@ -318,11 +318,11 @@ def describe_machine() -> dict[str, Any]:
 @cache
 def package_versions() -> dict[str, str]:
     """Return the versions of this program, of Python and of the installed packages that speed depends on."""
-    found = {"llm-worker-rbee": __version__, "python": platform.python_version()}
+    versions = {"llm-worker-rbee": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 @cache
@@ -330,10 +330,10 @@ def describe_commit() -> dict[str, Any] | None:
     """Return the commit of this checkout and whether the package differs from it; None for an installed package."""
     package = Path(__file__).parent
     root = package.parent
-    known = _git(root, "log", "-1", "--format=%H %cI") if (root / ".git").exists() else None
-    if known is None:
+    line = _git(root, "log", "-1", "--format=%H %cI") if (root / ".git").exists() else None
+    if line is None:
         return None
-    identity, date = known.split()
+    identity, date = line.split()
     changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", package.name, "llm_worker_rbee")
     return {"id": identity, "date": date, "dirty": bool(changed)}
 

@@ -151,7 +151,7 @@ def _measure_limits(threads: int) -> Limits:
             name: threads
             * loop.operations
             * ROUNDS
-            / _min_seconds(pool, [partial(loop.run, one.ctypes.data, ROUNDS) for one in operands])
+            / _min_seconds(pool, [partial(loop.run, operand.ctypes.data, ROUNDS) for operand in operands])
             for name, loop in peak.peaks().items()
         }
     return Limits(threads, bandwidth, rates.pop("float32"), tuple(rates.items()))
@@ -233,13 +233,13 @@ def product_program(weights: Sequence[Any], rows: int, threads: int) -> Callable
     out = np.empty((rows, max(w.rows for w in weights)), np.float32)
     arrays = _random(rows, widest), out, *quantize_activations.allocate(rows, widest)
     source, target, activations = range(Step.END, Step.END + 3)
-    made: list[Any] = []
+    tasks: list[Any] = []
     for w in weights:
         if w.needs_int8:
             two_term = any(w.residual_activations)
-            made.append(elementwise.quantize_task(Step.TOKENS, source, activations, w.columns, two_term=two_term))
-        made += linear.linear_tasks(w, Step.TOKENS, source, activations, target, threads)
-    return _run_tasks(made, arrays, rows, threads)
+            tasks.append(elementwise.quantize_task(Step.TOKENS, source, activations, w.columns, two_term=two_term))
+        tasks += linear.linear_tasks(w, Step.TOKENS, source, activations, target, threads)
+    return _run_tasks(tasks, arrays, rows, threads)
 
 
 def quantize_program(columns: int, rows: int, threads: int) -> Callable[[], object]:

@@ -48,16 +48,16 @@ class Composition(NamedTuple):
     @staticmethod
     def parse(text: str, option: str) -> Composition:
         """Parse `20x26` (20 prompts of 26 tokens), `1x27+63` (with 63 that decode) or `0x0+256`."""
-        found = COMPOSITION.fullmatch(text)
-        if found is None:
+        match = COMPOSITION.fullmatch(text)
+        if match is None:
             raise InvalidRequestError(f"{option} is {text!r}: write PROMPTSxTOKENS or PROMPTSxTOKENS+DECODING", option)
-        made = Composition(int(found[1]), int(found[2]), int(found[3] or 0))
-        is_empty = not made.requests or (made.prompts == 0) != (made.length == 0)
-        if is_empty or made.requests > MAX_BATCH or made.length > MAX_PROMPT_TOKENS:
+        composition = Composition(int(match[1]), int(match[2]), int(match[3] or 0))
+        is_empty = not composition.requests or (composition.prompts == 0) != (composition.length == 0)
+        if is_empty or composition.requests > MAX_BATCH or composition.length > MAX_PROMPT_TOKENS:
             raise InvalidRequestError(
                 f"{option} is {text!r}: use 1 to {MAX_BATCH} requests, with prompts of 1 token or more", option
             )
-        return made
+        return composition
 
     @property
     def requests(self) -> int:
@@ -133,7 +133,7 @@ class Cost:
         lookups = [t for t in (table, tensors.get("per_layer_token_embd.weight")) if t is not None and t is not head]
         unread = {id(t) for t in (*lookups, head, *experts.values())}
         rest = [t for name, t in tensors.items() if id(t) not in unread and _is_read(name, config)]
-        row = sum(one.nbytes // max(1, one.shape[0]) for one in lookups)
+        row = sum(tensor.nbytes // max(1, tensor.shape[0]) for tensor in lookups)
         matrices = sum(t.size for t in rest if len(t.shape) == 2)
         both = sum(t.nbytes for t in experts.values()), sum(t.size for t in experts.values())
         return Cost(sum(t.nbytes for t in rest) + head.nbytes + row, matrices, head.size, config, kv_type, *both)
@@ -199,8 +199,8 @@ class WholeRequests:
     def __init__(self, bench: ModelBench, prompt: int, tokens: int, batch: int, requests: int) -> None:
         self.bench, self.harness = bench, bench.harness
         self.prompt, self.tokens, self.batch, self.requests = prompt, tokens, batch, requests
-        more = f"@n{requests}" if requests != batch else ""
-        self.name = f"pp{prompt}+tg{tokens}{batch_suffix(batch)}{more}"
+        suffix = f"@n{requests}" if requests != batch else ""
+        self.name = f"pp{prompt}+tg{tokens}{batch_suffix(batch)}{suffix}"
 
     def warm_up(self) -> None:
         self.harness.complete(self.prompt, min(self.tokens, WARM_UP_TOKENS), self.batch)
@@ -230,9 +230,9 @@ class StepTime:
         self._run(self.composition, 1)
 
     def add_sample(self) -> None:
-        made = self.composition
-        seconds = float(np.median(self._run(made, COUNTED_STEPS)))
-        sizes: dict[str, Any] = {"prompts": made.prompts, "decoding": made.decoding, "tokens": made.tokens}
+        step = self.composition
+        seconds = float(np.median(self._run(step, COUNTED_STEPS)))
+        sizes: dict[str, Any] = {"prompts": step.prompts, "decoding": step.decoding, "tokens": step.tokens}
         self.bench.add(self.name, "s", seconds, depth=self.depth, **sizes)
 
     def _run(self, composition: Composition, count: int) -> list[float]:
@@ -380,8 +380,8 @@ class SpeculativeDecoding:
     def _run(self, tokens: int) -> TimedRun:
         """Return the runs over all groups as one."""
         runs = [self.harness.decode_prompts(group, tokens) for group in self.groups]
-        seconds, generated, steps = (sum(values) for values in zip(*(one[:3] for one in runs), strict=True))
-        return TimedRun(seconds, int(generated), int(steps), [answer for one in runs for answer in one.answers])
+        seconds, generated, steps = (sum(values) for values in zip(*(run[:3] for run in runs), strict=True))
+        return TimedRun(seconds, int(generated), int(steps), [answer for run in runs for answer in run.answers])
 
     def add_sample(self) -> None:
         counts = self.harness.engine.scheduler.stats

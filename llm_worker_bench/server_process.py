@@ -134,7 +134,7 @@ class ServerProcess:
     def _read_url(self, deadline: float) -> str:
         assert self._process.stdout is not None
         source, output = self._process.stdout.fileno(), b""
-        while not (found := URL.search(output)) or b"\n" not in output[found.end() :]:
+        while not (match := URL.search(output)) or b"\n" not in output[match.end() :]:
             remaining = deadline - time.monotonic()
             if remaining <= 0 or not select.select([source], [], [], remaining)[0]:
                 raise self._late("printed no URL")
@@ -143,7 +143,7 @@ class ServerProcess:
                 self._process.wait(self.shutdown_s)
                 self.require_alive()
             output += part
-        return found[0].decode()
+        return match[0].decode()
 
     def _late(self, what: str) -> WorkerError:
         lines = last_lines(self._printed(), self.max_error_lines)
@@ -202,13 +202,13 @@ class ServerMonitor:
             self.results += self._collect_health(began, ended)
 
     def _collect_health(self, began: float, ended: float) -> Iterator[Result]:
-        found = self._health_child.request({}, "seen")
-        seconds = np.array([took for moment, took in found["seen"] if began <= moment <= ended])
+        answer = self._health_child.request({}, "seen")
+        seconds = np.array([took for moment, took in answer["seen"] if began <= moment <= ended])
         if seconds.size:
             for name, quantile in (("median", 0.5), ("p99", 0.99), ("max", 1.0)):
                 value = float(np.quantile(seconds, quantile))
                 yield Result.exact(f"health/{name}", "s", value, count=seconds.size)
-        yield Result.exact("health/failed", "requests", found["failed"])
+        yield Result.exact("health/failed", "requests", answer["failed"])
 
 
 def probe_health(authority: str) -> None:
@@ -229,17 +229,17 @@ def probe_health(authority: str) -> None:
 async def read_metrics(client: Client) -> list[Result]:
     """Return the server's own figures from /metrics, if it has any."""
     root = Client(replace(client.address, base=""), client.headers)
-    found: Mapping[str, float] = {}
+    metrics: Mapping[str, float] = {}
     with suppress(RequestFailedError), closing(root):
         async with root.request("GET", "/metrics") as response:
             text = await response.text(MAX_METRICS_BYTES)
-            found = parse_metrics(text) if response.status == 200 else {}
-    return [Result.exact(*METRIC_RESULTS[name], found[name]) for name in METRIC_RESULTS if name in found]
+            metrics = parse_metrics(text) if response.status == 200 else {}
+    return [Result.exact(*METRIC_RESULTS[name], metrics[name]) for name in METRIC_RESULTS if name in metrics]
 
 
 def parse_metrics(text: str) -> Mapping[str, float]:
     """Parse Prometheus samples without labels, by name without our prefix."""
-    return {found[1]: float(found[2]) for line in text.splitlines() if (found := METRIC_SAMPLE.fullmatch(line))}
+    return {match[1]: float(match[2]) for line in text.splitlines() if (match := METRIC_SAMPLE.fullmatch(line))}
 
 
 if __name__ == "__main__":

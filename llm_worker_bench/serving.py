@@ -109,9 +109,9 @@ class LoadStatistics:
 
     def add_failure(self, kind: str, detail: str) -> None:
         self.errors[kind] += 1
-        known = self.examples.setdefault(kind, [])
-        if detail not in known and len(known) < MAX_ERROR_EXAMPLES:
-            known.append(detail)
+        examples = self.examples.setdefault(kind, [])
+        if detail not in examples and len(examples) < MAX_ERROR_EXAMPLES:
+            examples.append(detail)
 
     @property
     def counted_by(self) -> str:
@@ -121,7 +121,7 @@ class LoadStatistics:
 
 def make_results(totals: LoadStatistics, seconds: float) -> list[Result]:
     """Return every result of a run of `seconds`."""
-    made = _throughput_results(totals, seconds) if totals.completed and seconds > 0 else []
+    out = _throughput_results(totals, seconds) if totals.completed and seconds > 0 else []
     for name in ("ttft", "tpot", "itl", "e2e", "queue_delay", "ttft_from_arrival", "e2e_from_arrival"):
         values = np.array(totals.itls.values if name == "itl" else totals.latencies.get(name, ()), np.float64)
         owners = np.array(totals.itls.owners, np.int64) if name == "itl" else np.arange(values.size)
@@ -130,10 +130,10 @@ def make_results(totals: LoadStatistics, seconds: float) -> list[Result]:
             for which, estimate in estimates.items():
                 over = estimate.value / middle if (middle := estimates["median"].value) else None
                 fields = {"count": values.size, "over_median": over}
-                made.append(Result(f"{name}/{which}", "s", *estimate, fields=fields))
-    made.append(Result.exact("completed", "requests", totals.completed, "higher"))
-    made.append(Result.exact("errors", "requests", totals.errors.total(), by_kind=dict(totals.errors.most_common())))
-    return made
+                out.append(Result(f"{name}/{which}", "s", *estimate, fields=fields))
+    out.append(Result.exact("completed", "requests", totals.completed, "higher"))
+    out.append(Result.exact("errors", "requests", totals.errors.total(), by_kind=dict(totals.errors.most_common())))
+    return out
 
 
 def make_details(totals: LoadStatistics, seconds: float) -> dict[str, Any]:
@@ -157,29 +157,29 @@ def summarize(values: Floats, owners: NDArray[np.int64]) -> dict[str, statistics
     """
     ordered = np.sort(values)
     plain = {k: float(values.mean() if q is None else np.quantile(ordered, q)) for k, q in STATISTICS.items()}
-    known, owner = np.unique(owners[np.argsort(values, kind="stable")], return_inverse=True)
-    n = known.size
+    distinct, owner = np.unique(owners[np.argsort(values, kind="stable")], return_inverse=True)
+    n = distinct.size
     if n < statistics.MIN_SAMPLES:
         return {k: statistics.Estimate(v, float(ordered[0]), float(ordered[-1])) for k, v in plain.items()}
     below = np.searchsorted(ordered, list(plain.values()), side="right")
-    made = {}
+    out = {}
     for (name, value), column in zip(plain.items(), _resampled(ordered, owner, n, below).T, strict=True):
         ends = statistics.interval(column, n)
         low, high = ends if name == "mean" else np.quantile(ordered, np.clip(ends, 0, 1))
-        made[name] = statistics.Estimate(value, min(float(low), value), max(float(high), value))
-    return made
+        out[name] = statistics.Estimate(value, min(float(low), value), max(float(high), value))
+    return out
 
 
 def _resampled(ordered: Floats, owner: NDArray[np.int64], n: int, below: NDArray[np.int64]) -> Floats:
     """Return (resamples, statistics): means, shares of the first `below` values; weighted by their owners."""
     rng = np.random.default_rng((20261115, n))
     count = int(np.clip(MAX_RESAMPLED_VALUES // ordered.size, MIN_RESAMPLES, statistics.RESAMPLES))
-    made = np.empty((count, len(STATISTICS)))
-    for row in made:
+    out = np.empty((count, len(STATISTICS)))
+    for row in out:
         weights = np.bincount(rng.integers(0, n, n), minlength=n)[owner]
         row[:] = np.cumsum(weights)[below - 1] / weights.sum()
         row[0] = weights @ ordered / weights.sum()
-    return made
+    return out
 
 
 def _throughput_results(totals: LoadStatistics, seconds: float) -> list[Result]:
@@ -193,13 +193,13 @@ def _throughput_results(totals: LoadStatistics, seconds: float) -> list[Result]:
         "event_throughput": ("events/s", totals.events, pieces),
         "total_token_throughput": ("tok/s", totals.output_tokens + totals.prompt_tokens, pieces),
     }
-    made = []
+    out = []
     for name, (unit, total, slices) in rates.items():
         value = total / seconds
         low, high = _relative_interval(slices.astype(np.float64))
         fields = {"counted_by": totals.counted_by} if unit == "tok/s" else {}
-        made.append(Result(name, unit, value, low * value, high * value, "higher", fields=fields))
-    return made
+        out.append(Result(name, unit, value, low * value, high * value, "higher", fields=fields))
+    return out
 
 
 def _relative_interval(slices: Floats) -> tuple[float, float]:

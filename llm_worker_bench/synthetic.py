@@ -114,7 +114,7 @@ def _count(text: str, what: str, digits: str, maximum: int) -> int:
 
 def plans(spec: Spec) -> Iterator[Plan]:
     """Yield every tensor of the model, in the order of the file."""
-    s, made = spec.shape, architecture(spec.shape)
+    s, arch = spec.shape, architecture(spec.shape)
 
     def plan(name: str, role: str, shape: tuple[int, ...], layer: int = 0) -> Plan:
         kind = "F32"
@@ -124,13 +124,13 @@ def plans(spec: Spec) -> Iterator[Plan]:
         return Plan(name, BLOCK_TYPES[kind], shape)
 
     yield plan("token_embd.weight", EMBEDDING, (s.vocabulary, s.width))
-    yield plan(f"{made.output_norm}.weight", "", (s.width,))
+    yield plan(f"{arch.output_norm}.weight", "", (s.width,))
     if not s.tied:
         yield plan("output.weight", OUTPUT, (s.vocabulary, s.width))
-    for name, shape in made.more(s).items():
+    for name, shape in arch.more(s).items():
         yield plan(name, "", shape)
     for layer in range(spec.layers):
-        for name, shape in made.layer(s, layer).items():
+        for name, shape in arch.layer(s, layer).items():
             yield plan(f"blk.{layer}.{name}", name.removesuffix(".weight"), shape, layer)
 
 
@@ -229,10 +229,10 @@ def require_memory(spec: Spec) -> None:
     """Raise if the model does not fit into memory."""
     needed, (_, free) = spec.nbytes, machine.memory()
     limit, used = machine.memory_limit()
-    left = [x for x in (free, None if limit is None else limit - used) if x is not None]
-    if left and needed + RESERVE_BYTES > min(left):
+    room = [x for x in (free, None if limit is None else limit - used) if x is not None]
+    if room and needed + RESERVE_BYTES > min(room):
         raise InsufficientMemoryError(
-            f"{spec} takes {human_bytes(needed)} of memory and {human_bytes(max(0, min(left)))} are free: "
+            f"{spec} takes {human_bytes(needed)} of memory and {human_bytes(max(0, min(room)))} are free: "
             f"use fewer layers ({spec.name}:{spec.mix_name}:N)" + (" or experts (:N:M)" if spec.shape.experts else "")
         )
 
@@ -270,9 +270,9 @@ def block_pool(kind: BlockType, size: float) -> NDArray[np.uint8]:
             kept.append(blocks[(rms > size / SPREAD) & (rms < size * SPREAD)])  # NaN and infinity fail both
         if sum(map(len, kept)) >= POOL_BLOCKS:
             break
-    found = np.concatenate(kept)[:POOL_BLOCKS]
-    assert len(found), f"no usable block of {kind.name} was drawn"
-    return found
+    pool = np.concatenate(kept)[:POOL_BLOCKS]
+    assert len(pool), f"no usable block of {kind.name} was drawn"
+    return pool
 
 
 def _draw_float_scales(kind: BlockType, blocks: NDArray[np.uint8], size: float, rng: np.random.Generator) -> None:

@@ -133,12 +133,12 @@ def _usual_layer(s: Shape, layer: int) -> Tensors:
         matrices: Tensors = {"attn_output": (s.width, q), "attn_qkv": (q + 2 * kv, s.width)}
     else:
         matrices = _attention(s.width, q, kv)
-    found: Tensors = {f"{name}.weight": (width,) for name, width in norms.items()}
+    tensors: Tensors = {f"{name}.weight": (width,) for name, width in norms.items()}
     for name, shape in (matrices | _mlp(s, fused=family.fused_gate_up)).items():
-        found[f"{name}.weight"] = shape
+        tensors[f"{name}.weight"] = shape
         if family.qkv_bias and name in ("attn_q", "attn_k", "attn_v"):
-            found[f"{name}.bias"] = shape[:1]
-    return found
+            tensors[f"{name}.bias"] = shape[:1]
+    return tensors
 
 
 def _attention(width: int, q: int, kv: int) -> Tensors:

@@ -109,17 +109,17 @@ class Lengths:
 
     @staticmethod
     def parse(text: str, option: str) -> Lengths:
-        found = LENGTHS.fullmatch(text)
-        if found is None:
+        match = LENGTHS.fullmatch(text)
+        if match is None:
             raise InvalidRequestError(f"{option} is {text!r}: write N, LOW-HIGH or normal:MEAN,SD", option)
-        if found[4]:
-            made = Lengths(float(found[4]), float(found[5]), normal=True)
+        if match[4]:
+            span = Lengths(float(match[4]), float(match[5]), normal=True)
         else:
-            made = Lengths(float(found[1] or found[2]), float(found[1] or found[3]))
-        if not 1 <= made.low <= MAX_TOKENS or made.high > MAX_TOKENS or (made.high < made.low and not made.normal):
+            span = Lengths(float(match[1] or match[2]), float(match[1] or match[3]))
+        if not 1 <= span.low <= MAX_TOKENS or span.high > MAX_TOKENS or (span.high < span.low and not span.normal):
             message = f"{option} is {text!r}: use lengths from 1 to {MAX_TOKENS}, the smaller first"
             raise InvalidRequestError(message, option)
-        return made
+        return span
 
     def draw(self, rng: np.random.Generator) -> int:
         if self.normal:
@@ -203,8 +203,8 @@ def vocabulary() -> tuple[str, ...]:
 
 
 def _draw_words(rng: np.random.Generator, count: int) -> list[str]:
-    known = vocabulary()
-    return [known[i] for i in rng.integers(0, len(known), count)]
+    words = vocabulary()
+    return [words[i] for i in rng.integers(0, len(words), count)]
 
 
 def _draw_ids(rng: np.random.Generator, count: int, vocab_size: int) -> list[int]:

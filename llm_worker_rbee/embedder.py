@@ -183,8 +183,8 @@ class Embedder(_PoolingRunner):
         finish_embeddings(np.empty((0, self.dimension), np.float32), dimensions)  # a wrong value fails at once
         sequences = self.encode(inputs, prompt=prompt, prompt_name=prompt_name, truncate=truncate)
         rows = self._compute(sequences, None, False if is_single and progress is None else progress)
-        found = finish_embeddings(rows, dimensions, self.pooling.normalize if normalize is None else normalize)
-        return found[0] if is_single else found
+        vectors = finish_embeddings(rows, dimensions, self.pooling.normalize if normalize is None else normalize)
+        return vectors[0] if is_single else vectors
 
     @property
     def prompts(self) -> dict[str, str]:
@@ -211,14 +211,14 @@ class Embedder(_PoolingRunner):
         """Return the ids of texts, or check ids: what `embed` computes."""
         if prompt is not None and prompt_name is not None:
             raise InvalidRequestError("prompt and prompt_name exclude each other: give one of them", "prompt")
-        if all(isinstance(one, str) for one in inputs):
+        if all(isinstance(item, str) for item in inputs):
             before = self.text.prompt(prompt_name) if prompt is None else prompt
             return self.text.encode_batch(inputs, prompt=before, truncate=truncate) if inputs else []
         if prompt or prompt_name:
             raise InvalidRequestError(
                 "a prompt goes before a text, not before token ids: put it into the ids", "prompt"
             )
-        return self.text.check_ids([_check_ids(i, one) for i, one in enumerate(inputs)], truncate=truncate)
+        return self.text.check_ids([_check_ids(i, item) for i, item in enumerate(inputs)], truncate=truncate)
 
 
 class Reranker(_PoolingRunner):
@@ -258,9 +258,9 @@ class Reranker(_PoolingRunner):
         encoded = EncodedPairs([], [])
         for query, group in groupby(pairs, key=lambda pair: _check_text(pair[0], "query")):
             documents = _check_texts([document for _, document in group], "documents")
-            found = self.text.encode_pairs(query, documents, truncate=truncate)
-            encoded.ids.extend(found.ids)
-            encoded.token_types.extend(found.token_types)
+            batch = self.text.encode_pairs(query, documents, truncate=truncate)
+            encoded.ids.extend(batch.ids)
+            encoded.token_types.extend(batch.token_types)
         return self._scores(encoded, progress)
 
     def _scores(self, pairs: EncodedPairs, show: ShowProgress) -> Floats:
@@ -276,15 +276,15 @@ def similarity(a: Any, b: Any, kind: str = "cosine") -> Floats:
     if left.shape[1] != right.shape[1]:
         raise InvalidRequestError(f"embeddings of {left.shape[1]} and of {right.shape[1]} values cannot be compared")
     if kind == "cosine":
-        found = finish_embeddings(left) @ finish_embeddings(right).T
+        scores = finish_embeddings(left) @ finish_embeddings(right).T
     elif kind == "dot":
-        found = left @ right.T
+        scores = left @ right.T
     elif kind == "euclidean":
-        found = -np.stack([np.linalg.norm(right - row, axis=1) for row in left])
+        scores = -np.stack([np.linalg.norm(right - row, axis=1) for row in left])
     else:
-        found = -np.stack([np.abs(right - row).sum(axis=1) for row in left])
+        scores = -np.stack([np.abs(right - row).sum(axis=1) for row in left])
     shape = np.shape(a)[:-1] + np.shape(b)[:-1]
-    return np.asarray(found, np.float32).reshape(shape)
+    return np.asarray(scores, np.float32).reshape(shape)
 
 
 @contextmanager
@@ -314,10 +314,10 @@ def _as_list(texts: Any) -> tuple[list[Any], bool]:
 
 
 def _check_ids(i: int, ids: Any) -> Any:
-    found = np.asarray(ids) if isinstance(ids, (Sequence, np.ndarray)) and not isinstance(ids, str) else np.empty(())
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+    array = np.asarray(ids) if isinstance(ids, (Sequence, np.ndarray)) and not isinstance(ids, str) else np.empty(())
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise InvalidRequestError(f"input {i} must be text, or as all others a list of token ids", "texts")
-    return found
+    return array
 
 
 def _check_text(text: Any, name: str) -> str:

@@ -18,9 +18,9 @@ class WorkerError(Exception):
     retriable = False
 
     def __init_subclass__(
-        cls, code: str | None = None, status: int | None = None, retriable: bool | None = None, **more: Any
+        cls, code: str | None = None, status: int | None = None, retriable: bool | None = None, **kwargs: Any
     ) -> None:
-        super().__init_subclass__(**more)
+        super().__init_subclass__(**kwargs)
         for name, value in (("code", code), ("status", status), ("retriable", retriable)):
             if value is not None:
                 setattr(cls, name, value)

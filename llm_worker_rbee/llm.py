@@ -142,10 +142,10 @@ class LLM(TextModel):
         """
         chat = _pop_chat_options(options)
         guided = {name: options.pop(name) for name in ("structured_outputs",) if name in options}
-        wanted = _merge_params(params, guided)
-        prompt = self.prepare_chat(messages, chat, wanted.structured_outputs)
-        wanted = wanted.with_structured_outputs(prompt.structured_outputs)
-        return self.streams(prompt.ids, wanted, make_parser=prompt.make_parser, **options)[0]
+        merged = _merge_params(params, guided)
+        prompt = self.prepare_chat(messages, chat, merged.structured_outputs)
+        merged = merged.with_structured_outputs(prompt.structured_outputs)
+        return self.streams(prompt.ids, merged, make_parser=prompt.make_parser, **options)[0]
 
     @overload
     def generate(
@@ -183,15 +183,15 @@ class LLM(TextModel):
         `params` may be a list too, one for each prompt. With `n` each prompt has a list of `n` completions.
         """
         if not _is_batch(prompt):
-            found = self._run_streams(self.streams(prompt, params, n, **options), bool(progress))
-            return found[0] if n is None else found
+            streams = self._run_streams(self.streams(prompt, params, n, **options), bool(progress))
+            return streams[0] if n is None else streams
         each = params if isinstance(params, (list, tuple)) else [params] * len(prompt)
         if len(each) != len(prompt):
             raise InvalidRequestError(f"there are {len(prompt)} prompts and {len(each)} params", "params")
         groups = []
-        for i, (one, its) in enumerate(zip(prompt, each, strict=True)):
+        for i, (item, its) in enumerate(zip(prompt, each, strict=True)):
             with _naming_prompt(i):
-                groups.append(self.streams(one, its, n, **options))
+                groups.append(self.streams(item, its, n, **options))
         completions = iter(self._run_streams([stream for group in groups for stream in group], progress))
         grouped = [[next(completions) for _ in group] for group in groups]
         return [group[0] for group in grouped] if n is None else grouped
@@ -302,7 +302,7 @@ class SyncEngine:
         for output in result.outputs:
             request, queue = self._requests[output.id]
             request.add(output)
-            queue.extend((now, one) for one in output.split())
+            queue.extend((now, part) for part in output.split())
             if output.finish_reason is not None:
                 del self._requests[output.id]
 
@@ -427,15 +427,15 @@ class Stream:
 
 def together(streams: Sequence[Stream], on_tokens: Callable[[int], None] = lambda _: None) -> Iterator[Stream]:
     """Compute streams of one model in one batch; yield each as it ends, also one that ended with an error."""
-    left = list(streams)
+    waiting = list(streams)
     try:
         for stream in streams:
             stream.start()
-        while left:
-            left[0].wait()
-            on_tokens(sum(stream.take_ready() for stream in left))
-            ended = [stream for stream in left if stream.has_ended]
-            left = [stream for stream in left if not stream.has_ended]
+        while waiting:
+            waiting[0].wait()
+            on_tokens(sum(stream.take_ready() for stream in waiting))
+            ended = [stream for stream in waiting if stream.has_ended]
+            waiting = [stream for stream in waiting if not stream.has_ended]
             yield from ended
     finally:
         for stream in streams:
@@ -483,7 +483,7 @@ def _merge_params(params: SamplingParams | None, options: Mapping[str, Any]) -> 
 def _is_batch(prompt: Any) -> bool:
     """Return whether it is a list of texts or of lists of ids; a list of ids is one prompt."""
     is_list = isinstance(prompt, (list, tuple)) and bool(prompt)
-    return is_list and all(isinstance(one, (str, list, tuple)) or hasattr(one, "tolist") for one in prompt)
+    return is_list and all(isinstance(item, (str, list, tuple)) or hasattr(item, "tolist") for item in prompt)
 
 
 @contextmanager

@@ -191,12 +191,12 @@ def _count_physical(cores: set[int]) -> int | None:
 
 def _parse_cpu_list(text: str) -> set[int]:
     """Parse the kernel's form of a set of cores: `0-7,16`."""
-    found: set[int] = set()
+    cpus: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
         if first.isdigit() and (last or first).isdigit():
-            found.update(range(int(first), int(last or first) + 1))
-    return found
+            cpus.update(range(int(first), int(last or first) + 1))
+    return cpus
 
 
 def usable_numa_nodes() -> int:
@@ -264,15 +264,15 @@ def return_large_blocks() -> None:
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
-def raise_open_files(wanted: int) -> int | None:
-    """Raise the soft limit of open files towards `wanted`, as far as the hard one allows; return it, None if unlimited.
+def raise_open_files(count: int) -> int | None:
+    """Raise the soft limit of open files towards `count`, as far as the hard one allows; return it, None if unlimited.
 
     Child processes that are started later inherit it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return None
-    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    limit = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft < limit:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
@@ -315,14 +315,14 @@ def _watch_parent(parent: int) -> None:
 
 def memory_limit() -> tuple[int | None, int]:
     """Return (limit or None, bytes used) of the cgroup with the least free memory."""
-    found: list[tuple[int, int]] = []
+    limits: list[tuple[int, int]] = []
     for folder, limit, used in [(f, "memory.max", "memory.current") for f in _cgroups()] + [
         (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes")
     ]:
         top, now = _read(folder / limit).strip(), _read(folder / used).strip()
         if top.isdigit() and int(top) < NO_LIMIT:
-            found.append((int(top), max(0, int(now) - _page_cache(folder)) if now.isdigit() else 0))
-    return min(found, key=lambda limit: limit[0] - limit[1], default=(None, 0))
+            limits.append((int(top), max(0, int(now) - _page_cache(folder)) if now.isdigit() else 0))
+    return min(limits, key=lambda limit: limit[0] - limit[1], default=(None, 0))
 
 
 def _page_cache(cgroup: Path) -> int:

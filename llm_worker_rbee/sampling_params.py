@@ -41,12 +41,12 @@ class StructuredOutputsParams:
     additional_properties: str | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in GRAMMAR_KINDS if getattr(self, name) not in (None, False)]
-        given += ["json"] if self.json is False else []
-        if len(given) != 1:
-            found = " and ".join(given) or "none"
-            raise _unusable(f" must have one of {', '.join(GRAMMAR_KINDS)}: it has {found}")
-        (name,) = given
+        kinds = [name for name in GRAMMAR_KINDS if getattr(self, name) not in (None, False)]
+        kinds += ["json"] if self.json is False else []
+        if len(kinds) != 1:
+            options = " and ".join(kinds) or "none"
+            raise _unusable(f" must have one of {', '.join(GRAMMAR_KINDS)}: it has {options}")
+        (name,) = kinds
         if self.additional_properties is not None and (
             name != "json" or self.additional_properties not in OBJECT_MODES
         ):

@@ -85,7 +85,7 @@ class TextModel:
         return GrammarChecker(self.vocab_size, special)
 
     def check_answer_grammar(
-        self, options: ChatOptions, given: StructuredOutputsParams | None, grammar: StructuredOutputsParams
+        self, options: ChatOptions, guided: StructuredOutputsParams | None, grammar: StructuredOutputsParams
     ) -> StructuredOutputsParams:
         """Return the grammar that `encode_chat` wrote for an answer; raise an error that names the tool at fault."""
         try:
@@ -93,10 +93,10 @@ class TextModel:
         except InvalidRequestError as error:
             self._check_tools(options)
             reason = POSITION.sub("", str(error).partition(": ")[2])
-            if given is None:
+            if guided is None:
                 message, field = f"the parameters of the tools cannot be used: {reason}", "tools"
             else:
-                message, field = f"{STRUCTURED}.{given.kind} cannot be used: {reason}", STRUCTURED
+                message, field = f"{STRUCTURED}.{guided.kind} cannot be used: {reason}", STRUCTURED
             raise InvalidRequestError(message, field) from None
 
     def _check_tools(self, options: ChatOptions) -> None:
@@ -140,27 +140,27 @@ class TextModel:
     ) -> EncodedPrompt:
         """Encode a rendered chat prompt; return its ids, a parser factory and the answer's grammar."""
         ids = self.tokenizer.encode(prompt, parse_special=True, protected=True)
-        tail, found = prompt[-TAIL_CHARS:], self.chat_format
-        wanted = structured_outputs
-        is_free = wanted is None and not options.tools and options.thinking_budget is None
-        if not is_free and (wanted is None or options.tools or found.has_reasoning or found.content_start):
-            structured = None if wanted is None else (wanted.kind, getattr(wanted, wanted.kind))
-            objects = wanted.additional_properties if wanted is not None else None
+        tail, shape = prompt[-TAIL_CHARS:], self.chat_format
+        guided = structured_outputs
+        is_free = guided is None and not options.tools and options.thinking_budget is None
+        if not is_free and (guided is None or options.tools or shape.has_reasoning or shape.content_start):
+            structured = None if guided is None else (guided.kind, getattr(guided, guided.kind))
+            objects = guided.additional_properties if guided is not None else None
             is_open = self.open_objects if objects is None else objects == "open"
-            grammar = answer_grammar(found, options, structured, prompt_tail=tail, open_objects=is_open)
-            wanted = None if grammar is None else StructuredOutputsParams(grammar=grammar)
+            grammar = answer_grammar(shape, options, structured, prompt_tail=tail, open_objects=is_open)
+            guided = None if grammar is None else StructuredOutputsParams(grammar=grammar)
         has_calls = bool(options.tools) and options.tool_choice != "none"
-        if not (has_calls or found.has_reasoning):
-            return EncodedPrompt(ids, None, wanted)
+        if not (has_calls or shape.has_reasoning):
+            return EncodedPrompt(ids, None, guided)
         parser = partial(
             ChatParser,
-            found,
+            shape,
             tools=options.tools,
             prompt_tail=tail,
             parse_tools=has_calls,
             parse_json_calls=structured_outputs is None,
         )
-        return EncodedPrompt(ids, parser, wanted)
+        return EncodedPrompt(ids, parser, guided)
 
     def prepare_chat(
         self,
@@ -174,11 +174,11 @@ class TextModel:
         except (TypeError, ValueError, RecursionError) as error:
             raise ChatTemplateError(f"the messages are not plain JSON: {str(error)[:200]}", "messages") from None
         options = options or ChatOptions()
-        given = self.check_grammar(structured_outputs)
-        prompt = self.encode_chat(self.render_chat(encoded, options), options, given)
-        if prompt.structured_outputs is None or prompt.structured_outputs is given:
+        guided = self.check_grammar(structured_outputs)
+        prompt = self.encode_chat(self.render_chat(encoded, options), options, guided)
+        if prompt.structured_outputs is None or prompt.structured_outputs is guided:
             return prompt
-        return prompt._replace(structured_outputs=self.check_answer_grammar(options, given, prompt.structured_outputs))
+        return prompt._replace(structured_outputs=self.check_answer_grammar(options, guided, prompt.structured_outputs))
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Return the ids of a text, with BOS where the file says so; `parse_special` recognises control tokens."""

@@ -78,10 +78,10 @@ def fold(b: Any, tile: Any) -> Any:
     for word in words[1:]:
         total = b.xor(total, word)
     lanes = [b.extract_element(total, ir.Constant(simd.I32, lane)) for lane in range(LANES)]
-    found = lanes[0]
+    folded = lanes[0]
     for lane in lanes[1:]:
-        found = b.xor(found, lane)
-    return b.zext(found, ir.IntType(64))
+        folded = b.xor(folded, lane)
+    return b.zext(folded, ir.IntType(64))
 
 
 @emits(types.void())

@@ -122,8 +122,8 @@ def measure_limits(
     a = torch.ones(width, width, dtype=torch.float16, device=where)
     others = {}
     if device.has_fp8(where):
-        e4m3, one = a.to(torch.float8_e4m3fn), torch.ones((), device=where)
-        multiply = partial(torch._scaled_mm, e4m3, e4m3.T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+        e4m3, unit = a.to(torch.float8_e4m3fn), torch.ones((), device=where)
+        multiply = partial(torch._scaled_mm, e4m3, e4m3.T, unit, unit, out_dtype=torch.bfloat16, use_fast_accum=True)
         others["fp8"] = 2 * width**3 / _min_seconds(multiply)
     return size, bandwidth, 2 * width**3 / _min_seconds(lambda: a @ a), others
 

@@ -189,12 +189,12 @@ def _show_errors(run: Run) -> None:
 
 
 def _show(run: Run) -> None:
-    found = {result.name: result for result in run.results}
-    suffixes = [suffix for suffix in ("", f"/{LLAMA_CPP}") if any(n + suffix in found for n in TITLES)]
+    by_name = {result.name: result for result in run.results}
+    suffixes = [suffix for suffix in ("", f"/{LLAMA_CPP}") if any(n + suffix in by_name for n in TITLES)]
     heads = [str(run.settings.get("backend")) if not suffix else LLAMA_CPP for suffix in suffixes]
     rows = [["", *(text for head in heads for text in (head.upper(), "95% INTERVAL"))]]
     for name, title in TITLES.items():
-        cells = [_cells(found.get(name + suffix)) for suffix in suffixes]
+        cells = [_cells(by_name.get(name + suffix)) for suffix in suffixes]
         if any(value for value, _ in cells):
             rows.append([title, *(text for pair in cells for text in pair)])
     truth = run.details.get("peers", {}).get("transformers") or "the reference backend"

@@ -82,11 +82,11 @@ def recording(kind: str, options: ResultFlags, show: Callable[[Run], None], **se
 
 def repeatable_command(arguments: Sequence[str]) -> str:
     """Return the command line that repeats a run: without `--save` and its like, and with files by name alone."""
-    left, words = list(arguments), ["llm-worker-rbee"]
-    while left:
-        word, equals, value = left.pop(0).partition("=")
+    rest, words = list(arguments), ["llm-worker-rbee"]
+    while rest:
+        word, equals, value = rest.pop(0).partition("=")
         if word in ("--save", "--save-baseline"):
-            left = left if equals else left[1:]
+            rest = rest if equals else rest[1:]
         elif word != "--json":
             words.append(f"{word}={_file_name(value)}" if equals else _file_name(word))
     return shlex.join(words)
@@ -106,7 +106,7 @@ def require_place(path: Path, *, folder: bool = False) -> None:
     """Raise if a file (or a folder) cannot be written: before the run, not after it."""
     if not folder and (not path.name or os.path.isdir(path)):
         raise InvalidRequestError(f"cannot write {path}: it is a folder, use the name of a file", "save")
-    above = next((one for one in ([path] if folder else []) + [*path.parents] if os.path.lexists(one)), path)
+    above = next((place for place in ([path] if folder else []) + [*path.parents] if os.path.lexists(place)), path)
     if not os.path.isdir(above):
         raise InvalidRequestError(f"cannot write {path}: {above} is not a folder", "save")
     if not os.access(above, os.W_OK):
@@ -125,16 +125,16 @@ def _finish(run: Run, before: Run | None, options: ResultFlags, show: Callable[[
         run.save(path)
         note(f"saved {path}")
     if options.as_json:
-        more = {"comparison": [c.as_json() for c in changes], "regressions": len(worse)} if changes else {}
-        print_json({**run.as_json(), **more})
+        extra = {"comparison": [c.as_json() for c in changes], "regressions": len(worse)} if changes else {}
+        print_json({**run.as_json(), **extra})
     else:
         show(run)
         if changes:
             show_changes(changes, options.threshold)
     drift = baseline.find_machine_drift(before, run) if changes and before is not None else []
     if drift:  # which makes verdicts doubtful
-        found = "; ".join(f"{one.what.removeprefix('speed: ')} {one.before} then, {one.after} now" for one in drift)
-        note(f"the machine itself changed ({found}): measure again when it is quiet, or side by side (--ab)")
+        text = "; ".join(f"{d.what.removeprefix('speed: ')} {d.before} then, {d.after} now" for d in drift)
+        note(f"the machine itself changed ({text}): measure again when it is quiet, or side by side (--ab)")
     if problem is not None:
         raise problem
     return bool(worse)
@@ -149,14 +149,14 @@ def print_table(rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> Non
 def show_changes(changes: Sequence[Comparison], threshold: float, sides: tuple[str, str] = ("BEFORE", "AFTER")) -> None:
     """Print the table of changes and a summary line."""
     rows = [["", *sides, "CHANGE", "99% INTERVAL", "VERDICT"]]
-    for one in changes:
-        change = one.change
+    for item in changes:
+        change = item.change
         interval = f"{change.low:+.1%} to {change.high:+.1%}" if change.low != float("-inf") else "too few samples"
-        verdict = change.verdict + (f" past {threshold:.0%}" if one.is_past(threshold) else "")
-        before, after = (quantity(r.estimate, r.unit) for r in (one.before, one.after))
-        rows.append([*map(cell, (one.after.label, before, after)), f"{change.change:+.1%}", interval, verdict])
+        verdict = change.verdict + (f" past {threshold:.0%}" if item.is_past(threshold) else "")
+        before, after = (quantity(r.estimate, r.unit) for r in (item.before, item.after))
+        rows.append([*map(cell, (item.after.label, before, after)), f"{change.change:+.1%}", interval, verdict])
     head, *lines = columns(rows, right=[1, 2, 3])
-    verdicts = [str(one.change.verdict) for one in changes]
+    verdicts = [str(item.change.verdict) for item in changes]
     coloured = [style(line, COLOURS[verdict]) for line, verdict in zip(lines, verdicts, strict=True)]
     print("\n".join(["", style(head, "bold"), *coloured]))
     print("\n" + ", ".join(f"{verdicts.count(name)} {name}" for name in COLOURS))
@@ -174,10 +174,10 @@ def parse_counts(text: str, option: str, minimum: int = 0) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
         raise typer.BadParameter(f"{option} is {text!r}: use whole numbers, separated by commas")
-    found = [int(part) for part in parts]
-    if min(found) < minimum:
+    counts = [int(part) for part in parts]
+    if min(counts) < minimum:
         raise typer.BadParameter(f"{option} is {text!r}: each must be {minimum} or more")
-    return found
+    return counts
 
 
 def find_source(model: str | None, synthetic: str | None) -> Path | Spec:

@@ -55,8 +55,8 @@ class ModelBenchFlags:
     def plan(self, computing: LoadFlags, threads: int) -> e2e_benchmark.Plan:
         """Return the plan; raise on options that are invalid or exclude each other."""
         if self.speculative not in MEASURED_DRAFTERS:
-            known = ", ".join(MEASURED_DRAFTERS)
-            raise typer.BadParameter(f"--speculative is {self.speculative!r}: use one of {known}, or --draft-model")
+            names = ", ".join(MEASURED_DRAFTERS)
+            raise typer.BadParameter(f"--speculative is {self.speculative!r}: use one of {names}, or --draft-model")
         if self.speculative != "off" and self.draft_model is not None:
             raise typer.BadParameter("both --speculative and --draft-model are given: choose one")
         pg = [] if self.pg is None else common.parse_counts(self.pg, "--pg", 1)
@@ -215,17 +215,17 @@ def _uses_gpu(computing: ComputeFlags) -> bool:
 
 
 def _show_load(run: Run) -> None:
-    found = {result.name: result for result in run.results}
-    times = dict.fromkeys(name.partition("/")[0] for name, result in found.items() if result.unit == "s")
-    counts = dict.fromkeys(name.partition("/")[0] for name, result in found.items() if result.unit not in ("s", "B"))
+    by_name = {result.name: result for result in run.results}
+    times = dict.fromkeys(name.partition("/")[0] for name, result in by_name.items() if result.unit == "s")
+    counts = dict.fromkeys(name.partition("/")[0] for name, result in by_name.items() if result.unit not in ("s", "B"))
     phases = sorted(times, key=lambda name: name == "total")
-    caches = ["cold", "warm", *(["compiling"] if "total/compiling" in found else [])]
+    caches = ["cold", "warm", *(["compiling"] if "total/compiling" in by_name else [])]
     rows = [["", *(text for cache in caches for text in (cache.upper(), "95% INTERVAL"))]]
     for phase in (*phases, *counts):
-        sides = [found.get(f"{phase}/{cache}", found.get(phase)) for cache in caches]
+        sides = [by_name.get(f"{phase}/{cache}", by_name.get(phase)) for cache in caches]
         rows.append([phase.replace("_", " "), *(cell for side in sides for cell in _value_cells(side))])
     common.print_table(rows, right=range(1, 2 * len(caches), 2))
-    sizes = [[n.replace("memory/", "memory, "), *_value_cells(r)] for n, r in found.items() if r.unit == "B"]
+    sizes = [[n.replace("memory/", "memory, "), *_value_cells(r)] for n, r in by_name.items() if r.unit == "B"]
     print("\n" + "\n".join(columns(sizes, right=[1])))
     for what, reason in run.details.get("left_out", {}).items():
         note(f"left out {what}: {reason}")

@@ -166,14 +166,14 @@ def check_embeddings(
 
 
 def _show_accuracy(run: Run) -> None:
-    found = {result.name: result for result in run.results}
+    by_name = {result.name: result for result in run.results}
     rows = [["", "VALUE", "95% INTERVAL", "THE TRUTH'S"]]
     for name, title in TITLES.items():
-        if (result := found.get(name)) is not None:
-            value, low, high = (f"{one:.6f}" for one in (result.estimate, result.low, result.high))
-            truth = found.get(f"{name}/truth")
-            known = "" if truth is None else f"{truth.estimate:.6f}"
-            rows.append([title, value, "" if low == high else f"{low} .. {high}", known])
+        if (result := by_name.get(name)) is not None:
+            value, low, high = (f"{number:.6f}" for number in (result.estimate, result.low, result.high))
+            truth = by_name.get(f"{name}/truth")
+            reference = "" if truth is None else f"{truth.estimate:.6f}"
+            rows.append([title, value, "" if low == high else f"{low} .. {high}", reference])
     truth_name = run.details.get("peers", {}).get(SENTENCE_TRANSFORMERS) or "the reference backend"
     print(style(f"truth: {truth_name}, float32\n", "dim"))
     common.print_table(rows, right=[1, 3])

@@ -142,7 +142,7 @@ def _show_micro(run: Run, *, original: bool = False) -> None:
     others = [result for result in run.results if not result.name.startswith(benchmark.KERNEL)]
     kernels = [result for result in run.results if result.name.startswith(benchmark.KERNEL)]
     if others or not kernels:
-        rows = [_micro_row(one) + ([_original(one)] if original else []) for one in others]
+        rows = [_micro_row(item) + ([_original(item)] if original else []) for item in others]
         common.print_table([head, *rows], right=[2, 4, 6, 8])
     if kernels:
         print("\n" if others else "", end="")

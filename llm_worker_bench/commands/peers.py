@@ -100,25 +100,25 @@ class PeerFlags:
                 raise typer.BadParameter("--rows chooses rows of a suite: give --suite too")
             if len(models) == len(shapes) == 1:
                 raise typer.BadParameter("both a MODEL and --synthetic are given: choose one, or several of them")
-            found = [*map(self._model_row, models), *(Row(s, synthetic=s) for s in shapes)] or [self._model_row(None)]
+            rows = [*map(self._model_row, models), *(Row(s, synthetic=s) for s in shapes)] or [self._model_row(None)]
         else:
             if shapes or len(models) > 1:
                 raise typer.BadParameter("--suite has its models: leave --synthetic out, give at most one MODEL")
-            found = planning.select_rows(self.suite, self.rows)
-            if not all(row.synthetic or row.real for row in found):
+            rows = planning.select_rows(self.suite, self.rows)
+            if not all(row.synthetic or row.real for row in rows):
                 path = self._model_row(models[0] if models else None).model
-                found = [row if row.synthetic or row.real else row._replace(model=path) for row in found]
+                rows = [row if row.synthetic or row.real else row._replace(model=path) for row in rows]
         counts = {"pp": (self.pp, "--pp", 0), "tg": (self.tg, "--tg", 0), "batches": (self.batch, "--batch", 1)}
         lengths: dict[str, Any] = {
             name: common.parse_counts(text, option_name, low)
             for name, (text, option_name, low) in counts.items()
             if text is not None
         }
-        names = [row.name for row in found]
+        names = [row.name for row in rows]
         repeated = next((name for name in names if names.count(name) > 1), None)
         if repeated is not None:
             raise typer.BadParameter(f"two rows are named {repeated!r}: give each file or shape once, or one run each")
-        return [row._replace(**lengths) for row in found]
+        return [row._replace(**lengths) for row in rows]
 
     def _model_row(self, name: str | None) -> Row:
         """Return the row of a model; the list of rows does not fetch the default model."""
@@ -203,13 +203,13 @@ def _measure(recorder: Recorder, rows: Sequence[Row], plan: Plan, files: Path | 
             return
         estimates = _estimate(rows, plan)
         note(f"{len(rows)} rows: about {_duration(sum(estimates.values()))} (--rows RE measures some of them)")
-        left = TimeLeft(estimates)
+        remaining = TimeLeft(estimates)
 
         def on_row(row: Row) -> None:
-            found = benchmark.compared(recorder.to_run(), row.name)
-            ratios = ", ".join(f"{test} {benchmark.ratio_text(theirs)}" for test, _, theirs in found)
+            pairs = benchmark.compared(recorder.to_run(), row.name)
+            ratios = ", ".join(f"{test} {benchmark.ratio_text(theirs)}" for test, _, theirs in pairs)
             failed = recorder.details.get("failed", {}).get(row.name, "no peer was measured")
-            seconds = left.finish(row.name)
+            seconds = remaining.finish(row.name)
             rest = f"; about {_duration(seconds)} left" if seconds else ""
             note(cell((ratios or f"{row.name}: {failed}") + rest))
 
@@ -250,8 +250,8 @@ def _show(run: Run) -> None:
         for name, reason in run.details.get(what, {}).items():
             note(cell(f"{what.replace('_', ' ')}: {name}: {reason}"))
     for name, cores in benchmark.busy_rows(run):
-        if max(one or 0.0 for one in cores) >= BUSY_CORES:
-            before, after = (f"{one or 0.0:.1f}" for one in cores)
+        if max(share or 0.0 for share in cores) >= BUSY_CORES:
+            before, after = (f"{share or 0.0:.1f}" for share in cores)
             note(f"{name}: {before} cores were busy before, {after} after: measure again when the machine is quiet")
     if any(
         result.fields["peer"].startswith(("llama-bench", *run.settings.get("benches", ()))) for result in run.results

@@ -93,8 +93,8 @@ def profile(options: ProfileFlags, results: ResultFlags, computing: LoadFlags) -
     with recording("profile", results, _print_run, **lengths, threads=used) as recorder:
         recorder.settings["attention_pass"] = options.attention_pass
         try:
-            for one in _backends(computing) if options.attention_pass else [computing]:
-                subject = _load(recorder, options, one, spec)
+            for backend in _backends(computing) if options.attention_pass else [computing]:
+                subject = _load(recorder, options, backend, spec)
                 _profile(recorder, subject, settings, flames)
             complete = True
         finally:  # after Ctrl-C too: the report of what was measured until then
@@ -145,21 +145,21 @@ def _print_run(run: Run) -> None:
         head, *rows = attention_pass.rows(run)
         lines = columns([[name.upper() for name in head], *rows], right=range(1, len(head)))
         print("\n".join([style(lines[0], "bold"), *lines[1:], ""]))
-    for one, suffix in report.by_backend(run):
-        _print_phases(one, suffix)
+    for part, suffix in report.by_backend(run):
+        _print_phases(part, suffix)
     print("\n".join([style("Program of a step", "bold"), *program_lines(run.details["program"]), ""]))
     print(style(report.remark(run), "dim"))
 
 
 def _print_phases(run: Run, suffix: str) -> None:
     for phase, title in benchmark.PHASES.items():
-        found = report.components(run, phase)
-        if not found:
+        parts = report.components(run, phase)
+        if not parts:
             continue
         print(f"{style(title + suffix, 'bold')}  {report.step_line(run, phase)}. {report.sum_line(run, phase)}\n")
-        rows = [[name.upper() for name in report.COLUMNS], *(part.cells() for part in found)]
+        rows = [[name.upper() for name in report.COLUMNS], *(part.cells() for part in parts)]
         right = range(1, len(rows[0]) - report.TEXT_COLUMNS)
-        for line, part in zip(columns(rows, right=right), [None, *found], strict=True):
+        for line, part in zip(columns(rows, right=right), [None, *parts], strict=True):
             print(style(line, "bold" if part is None else COLOURS[part.rank]))
         top = report.by_share(run, phase)[: report.NUM_TOP]
         print("\ntop five: " + ", ".join(f"{part.label} {part.share:.1%}" for part in top))

@@ -40,9 +40,9 @@ def compare(
     old, new = baseline.load(before), baseline.load(after)
     baseline.require_comparable(old, new, force=force)
     changes, differing = baseline.compare(old, new), baseline.find_differences(old, new)
-    left = baseline.names_not_compared(old, new, changes), baseline.names_not_compared(new, old, changes)
+    unpaired = baseline.names_not_compared(old, new, changes), baseline.names_not_compared(new, old, changes)
     if as_json:
-        regressions = sum(one.is_past(threshold) for one in changes)
+        regressions = sum(item.is_past(threshold) for item in changes)
         head = {"schema": "llm-worker-rbee/comparison", "schema_version": 1, "kind": new.kind, "threshold": threshold}
         print_json(
             {
@@ -50,20 +50,20 @@ def compare(
                 "regressions": regressions,
                 "before": _origin(old),
                 "after": _origin(new),
-                "differs": [one._asdict() for one in differing],
-                "only_before": left[0],
-                "only_after": left[1],
-                "results": [{**one.as_json(), "estimate": one.change.change} for one in changes],
+                "differs": [item._asdict() for item in differing],
+                "only_before": unpaired[0],
+                "only_after": unpaired[1],
+                "results": [{**item.as_json(), "estimate": item.change.change} for item in changes],
             }
         )
     else:
         show_changes(changes, threshold)
         _print_differences(differing)
-        for side, names in zip((before, after), left, strict=True):
+        for side, names in zip((before, after), unpaired, strict=True):
             if names:
-                more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-                note(f"only in {cell(side)}: {', '.join(map(cell, names[:MAX_NAMES]))}{more}")
-    if any(one.is_past(threshold) for one in changes):
+                suffix = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+                note(f"only in {cell(side)}: {', '.join(map(cell, names[:MAX_NAMES]))}{suffix}")
+    if any(item.is_past(threshold) for item in changes):
         raise typer.Exit(1)
 
 
@@ -76,7 +76,7 @@ def _print_differences(differing: list[Difference]) -> None:
         note("same commit, model, machine, settings and versions")
         return
     print()
-    print_table([["ALSO DIFFERS", "BEFORE", "AFTER"], *(list(map(_truncate, one)) for one in differing)])
+    print_table([["ALSO DIFFERS", "BEFORE", "AFTER"], *(list(map(_truncate, item)) for item in differing)])
 
 
 def _truncate(text: str) -> str:

@@ -116,11 +116,11 @@ class OwnFlags:
         if self.synthetic is not None and (not self.spawn or model is not None):
             raise typer.BadParameter("--synthetic goes with --spawn, and without --model")
         try:
-            more = shlex.split(self.serve_args or "")
+            extra = shlex.split(self.serve_args or "")
         except ValueError as error:
             raise typer.BadParameter(f"--serve-args cannot be parsed: {error}") from None
         named = {"--model": model, "--engine": self.engine}
-        return [part for name, value in named.items() if value is not None for part in (name, value)] + more
+        return [part for name, value in named.items() if value is not None for part in (name, value)] + extra
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,8 +215,8 @@ def serving(
     """
     args = own.arguments(url, server.model)
     try:
-        made = None if own.synthetic is None else parse(own.synthetic)
-        vocab_size = load.token_prompts or (0 if made is None or load.prompts else made.shape.vocabulary)
+        spec = None if own.synthetic is None else parse(own.synthetic)
+        vocab_size = load.token_prompts or (0 if spec is None or load.prompts else spec.shape.vocabulary)
         endpoint = server.route(sends_ids=vocab_size > 0)
         workload, limits = load.workload(endpoint, vocab_size), load.limits(server.timeout)
         server.target(endpoint, url or "localhost", "")  # raise before anything is sent
@@ -225,7 +225,7 @@ def serving(
             raise
         raise typer.BadParameter(str(error)) from None
     settings = _settings(server, own, load) | {"endpoint": endpoint}
-    with _run_server(own, made, args, server) as spawned:
+    with _run_server(own, spec, args, server) as spawned:
         address = url or (spawned.url if spawned else "")
         name = None if own.spawn else server.model
         target = bench_serving.connect(partial(server.target, endpoint, address), name, server.timeout)
@@ -245,14 +245,14 @@ def serving(
 
 @contextmanager
 def _run_server(
-    own: OwnFlags, made: Spec | None, args: list[str], server: ServerFlags
+    own: OwnFlags, spec: Spec | None, args: list[str], server: ServerFlags
 ) -> Iterator[ServerProcess | None]:
     """Run a server of our own for the length of the block, with `--spawn`; a synthetic model is written first."""
     with ExitStack() as opened:
-        if made is not None:
+        if spec is not None:
             with step_progress() as progress:
-                args = ["--model", str(opened.enter_context(model_file(made, progress))), *args]
-            args += ["--quantize", made.quantize] if made.quantize else []
+                args = ["--model", str(opened.enter_context(model_file(spec, progress))), *args]
+            args += ["--quantize", spec.quantize] if spec.quantize else []
         if not own.spawn:
             yield None
             return
@@ -262,43 +262,43 @@ def _run_server(
 
 def _settings(server: ServerFlags, own: OwnFlags, load: TrafficFlags) -> dict[str, Any]:
     """Return the settings of a saved run, without keys and values of headers."""
-    known = asdict(server) | asdict(own) | asdict(load)
-    known.pop("api_key")
-    known["header"] = [text.partition(":")[0] for text in server.header or ()]
-    known["prompts"] = None if load.prompts is None else load.prompts.name
-    return {name: str(value) if value == math.inf else value for name, value in known.items()}
+    settings = asdict(server) | asdict(own) | asdict(load)
+    settings.pop("api_key")
+    settings["header"] = [text.partition(":")[0] for text in server.header or ()]
+    settings["prompts"] = None if load.prompts is None else load.prompts.name
+    return {name: str(value) if value == math.inf else value for name, value in settings.items()}
 
 
 def _show(run: Run) -> None:
-    found = {result.name: result for result in run.results}
-    _show_counts(run, found)
+    results = {result.name: result for result in run.results}
+    _show_counts(run, results)
     rows = []
     for name, title in LATENCIES.items():
-        if f"{name}/mean" in found:
-            shown = [quantity(found[f"{name}/{which}"].estimate, "s") for which in ("mean", "median", "p95", "p99")]
-            rows.append([title, *shown, _interval(found[f"{name}/p95"])])
+        if f"{name}/mean" in results:
+            shown = [quantity(results[f"{name}/{which}"].estimate, "s") for which in ("mean", "median", "p95", "p99")]
+            rows.append([title, *shown, _interval(results[f"{name}/p95"])])
     if rows:
         print()
         print_table([["", "MEAN", "MEDIAN", "P95", "P99", "95% INTERVAL OF P95"], *rows], right=[1, 2, 3, 4])
-    if rows and found["completed"].estimate < ENOUGH_FOR_P99:
+    if rows and results["completed"].estimate < ENOUGH_FOR_P99:
         note(f"P99 of fewer than {ENOUGH_FOR_P99} requests says little more than their largest does")
-    if any(name.startswith(("health/", "server")) for name in found):
-        print("\n" + "\n".join(columns(_observations(found), right=[1])))
+    if any(name.startswith(("health/", "server")) for name in results):
+        print("\n" + "\n".join(columns(_observations(results), right=[1])))
     if run.details.get("counted_by") in ("chunks", "both"):
         note("the server did not count all tokens: deltas were counted, and words of the prompt")
 
 
-def _show_counts(run: Run, found: dict[str, Result]) -> None:
+def _show_counts(run: Run, results: dict[str, Result]) -> None:
     print(style(f"{cell(str(run.settings['url']))}: {cell(str((run.model or {}).get('name')))}\n", "dim"))
-    shown = {title: found[name] for name, title in THROUGHPUTS.items() if name in found}
+    shown = {title: results[name] for name, title in THROUGHPUTS.items() if name in results}
     rows = [[title, quantity(result.estimate, result.unit), _interval(result)] for title, result in shown.items()]
-    if "completed" in found:
-        rows.append(["completed", f"{found['completed'].estimate:,.0f}", f"in {run.details['duration_s']:.2f} s"])
+    if "completed" in results:
+        rows.append(["completed", f"{results['completed'].estimate:,.0f}", f"in {run.details['duration_s']:.2f} s"])
     print("\n".join(columns(rows, right=[1])))
-    if "unsent" in found and found["unsent"].estimate:
-        text = f"unsent     {found['unsent'].estimate:,.0f} had arrived, but --concurrency did not allow them"
+    if "unsent" in results and results["unsent"].estimate:
+        text = f"unsent     {results['unsent'].estimate:,.0f} had arrived, but --concurrency did not allow them"
         print(style(text, "yellow"))
-    for kind, count in (found["errors"].fields["by_kind"] if "errors" in found else {}).items():
+    for kind, count in (results["errors"].fields["by_kind"] if "errors" in results else {}).items():
         examples = "; ".join(run.details["errors"].get(kind, ()))
         print(style(f"failed     {count:,} {cell(kind)}: {cell(examples)}", "red"))
 
@@ -307,12 +307,12 @@ def _interval(result: Result) -> str:
     return f"{quantity(result.low, result.unit)} .. {quantity(result.high, result.unit)}"
 
 
-def _observations(found: dict[str, Result]) -> Iterator[list[str]]:
-    over = found["itl/p99"].fields.get("over_median") if "itl/p99" in found else None
+def _observations(results: dict[str, Result]) -> Iterator[list[str]]:
+    over = results["itl/p99"].fields.get("over_median") if "itl/p99" in results else None
     if over is not None:
         yield ["gap, P99 over median", f"{over:.2f} x", ""]
     for name, title in OBSERVATIONS.items():
-        if name in found:
-            share = found[name].fields.get("of_a_core")
-            more = "" if share is None else f"{share:.0%} of a core"
-            yield [title, quantity(found[name].estimate, found[name].unit), more]
+        if name in results:
+            share = results[name].fields.get("of_a_core")
+            shown = "" if share is None else f"{share:.0%} of a core"
+            yield [title, quantity(results[name].estimate, results[name].unit), shown]

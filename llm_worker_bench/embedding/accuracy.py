@@ -66,8 +66,8 @@ def compare(recorder: Recorder, embed: Embed, truth: Embed, **fields: Any) -> No
     """Record the cosines of all texts and the retrieval metrics of both sides."""
     labelled = RetrievalSet.read()
     texts = [*labelled.texts, *pieces()]
-    known, given = truth(texts), embed(texts)
-    cosines = (known.astype(np.float64) * given).sum(axis=1)
+    expected, actual = truth(texts), embed(texts)
+    cosines = (expected.astype(np.float64) * actual).sum(axis=1)
 
     def put(name: str, value: float, low: float, high: float, count: int, better: Better = "higher") -> None:
         recorder.add_result(Result(name, "", value, low, high, better, fields={**fields, "count": count}))
@@ -76,7 +76,7 @@ def compare(recorder: Recorder, embed: Embed, truth: Embed, **fields: Any) -> No
     for name, value in (("min", cosines.min()), ("p1", np.percentile(cosines, 1))):
         put(f"cosine/{name}", float(value), float(value), float(value), len(texts))
     count = len(labelled.texts)
-    for suffix, rows in (("", given), ("/truth", known)):
+    for suffix, rows in (("", actual), ("/truth", expected)):
         for name, values in labelled.evaluate(rows[:count]).items():
             put(name + suffix, *_mean(values), len(values))
     recorder.details["cosines"] = [float(f"{value:.8g}") for value in cosines]

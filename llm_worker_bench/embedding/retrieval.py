@@ -35,12 +35,12 @@ class RetrievalSet:
     @staticmethod
     @cache
     def read(path: Path = RETRIEVAL) -> RetrievalSet:
-        found = json.loads(read_text(path))
-        numbers = {passage["id"]: number for number, passage in enumerate(found["passages"])}
+        content = json.loads(read_text(path))
+        numbers = {passage["id"]: number for number, passage in enumerate(content["passages"])}
         return RetrievalSet(
-            tuple(query["text"] for query in found["queries"]),
-            tuple(passage["text"] for passage in found["passages"]),
-            tuple(frozenset(numbers[name] for name in query["relevant"]) for query in found["queries"]),
+            tuple(query["text"] for query in content["queries"]),
+            tuple(passage["text"] for passage in content["passages"]),
+            tuple(frozenset(numbers[name] for name in query["relevant"]) for query in content["queries"]),
         )
 
     @property
@@ -52,7 +52,7 @@ class RetrievalSet:
         """Return the metrics of each query, from the normalized embeddings of `texts`."""
         queries, passages = np.split(vectors.astype(np.float64), [len(self.queries)])
         rankings = np.argsort(-(queries @ passages.T), axis=1, kind="stable")
-        rows = [metrics(ranking.tolist(), known) for ranking, known in zip(rankings, self.relevant, strict=True)]
+        rows = [metrics(ranking.tolist(), relevant) for ranking, relevant in zip(rankings, self.relevant, strict=True)]
         return {name: np.array([row[name] for row in rows]) for name in rows[0]}
 
 

@@ -103,8 +103,8 @@ class ChildSide(EmbedSide):
         self.version, self.settings = str(greeting["version"]), dict(greeting.get("settings") or {})
 
     def names(self, task: EmbedTask) -> list[str]:
-        found = super().names(task)
-        return found if found != [OURS] else [TOKENIZED] if task.is_tokenized else [OURS, TOKENIZED]
+        inherited = super().names(task)
+        return inherited if inherited != [OURS] else [TOKENIZED] if task.is_tokenized else [OURS, TOKENIZED]
 
     def seconds(self, task: EmbedTask, name: str) -> float:
         message = {"inputs": task.inputs, "batch": task.batch, "tokenized": name == TOKENIZED}
@@ -171,7 +171,7 @@ class LlamaServerSide(EmbedSide):
 def count_embeddings(answer: bytes) -> int:
     """Return the number of embeddings in an answer of /v1/embeddings; raise unless all are finite numbers."""
     try:
-        rows = [np.frombuffer(base64.b64decode(one["embedding"]), "<f4") for one in json.loads(answer)["data"]]
+        rows = [np.frombuffer(base64.b64decode(item["embedding"]), "<f4") for item in json.loads(answer)["data"]]
     except (ValueError, KeyError, TypeError):
         raise PeerError(f"{LLAMA_SERVER} answered {answer[:200]!r}, which has no embeddings") from None
     if not all(row.size and np.isfinite(row).all() for row in rows):
@@ -212,9 +212,9 @@ def load_worker(settings: dict[str, Any]) -> library_child.Loaded:
     )
 
     def embed(inputs: list[Any], batch: int, tokenized: bool = False, file: str = "") -> library_child.Reply:
-        given = embedder.encode(inputs, truncate=True) if tokenized else inputs
+        batches = embedder.encode(inputs, truncate=True) if tokenized else inputs
         start = time.perf_counter()
-        calls = (given[i : i + batch] for i in range(0, len(given), batch))
+        calls = (batches[i : i + batch] for i in range(0, len(batches), batch))
         rows = [embedder.embed(call, truncate=True, progress=False) for call in calls]
         passed = time.perf_counter() - start
         if file:

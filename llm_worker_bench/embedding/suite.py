@@ -88,8 +88,8 @@ class TextMaker:
 
     def mixed_lengths(self, count: int) -> list[int]:
         low, high = MIXED_LENGTHS
-        found: list[int] = self._rng.integers(low, min(high, self.max_length) + 1, count).tolist()
-        return found
+        lengths: list[int] = self._rng.integers(low, min(high, self.max_length) + 1, count).tolist()
+        return lengths
 
     def task(self, name: str, lengths: Sequence[int], batch: int) -> EmbedTask:
         """Return inputs of these lengths; raise if one is too long for the model."""
@@ -107,8 +107,8 @@ class TextMaker:
 
     def _make_text(self, text: PoolingText, length: int) -> str:
         """Return words that are so many tokens, special ones and the default prompt included, or a little fewer."""
-        known, prompt = vocabulary(), text.prompt()
-        words = [known[i] for i in self._rng.integers(0, len(known), length)]
+        choices, prompt = vocabulary(), text.prompt()
+        words = [choices[i] for i in self._rng.integers(0, len(choices), length)]
         while True:
             count = len(text.encode(" ".join(words), prompt=prompt, truncate=True))
             if not words or (count < self.max_length and count <= length):
@@ -141,11 +141,11 @@ def run(
     recorder.details["inputs"] = {task.name: {"inputs": len(task.inputs), "tokens": task.tokens} for task in tasks}
     busy = recorder.details.setdefault("busy_cores", {}).setdefault(recorder.model["name"], [busy_cores()])
     left_out = recorder.details.setdefault("left_out", {})
-    found = [*own_sides(files, plan), *peer_sides(source, files, plan, left_out)]
+    sides = [*own_sides(files, plan), *peer_sides(source, files, plan, left_out)]
     try:
-        measure_in_turn(Measurement(recorder, tasks, list(files)), progress, found, plan)
+        measure_in_turn(Measurement(recorder, tasks, list(files)), progress, sides, plan)
     finally:
-        for side in found:
+        for side in sides:
             side.close()
         busy.append(busy_cores())
 
@@ -230,20 +230,20 @@ class Measurement:
 
     def measure(self, side: EmbedSide) -> None:
         """Run every task once; a side without a row of its own counts in all rows."""
-        known = {"version": side.version, "settings": dict(side.settings)}
-        self.recorder.details.setdefault("peers", {})[side.title] = known
+        peer = {"version": side.version, "settings": dict(side.settings)}
+        self.recorder.details.setdefault("peers", {})[side.title] = peer
         for task in self.tasks:
             for name in side.names(task):
                 rate = task.tokens / side.seconds(task, name)
                 for row in [side.row] if side.row else self.rows:
-                    found = self._rates.setdefault((row, task.name), {})
-                    found.setdefault(name, (side.version, []))[1].append(rate)
-                    self._record(row, task, found)
+                    rates = self._rates.setdefault((row, task.name), {})
+                    rates.setdefault(name, (side.version, []))[1].append(rate)
+                    self._record(row, task, rates)
 
-    def _record(self, row: str, task: EmbedTask, found: Rates) -> None:
+    def _record(self, row: str, task: EmbedTask, by_name: Rates) -> None:
         """Make the results of a task anew: ratios change with every sample."""
-        _, ours = found.get(TOKENIZED if task.is_tokenized else OURS, ("", []))
-        for name, (version, rates) in found.items():
+        _, ours = by_name.get(TOKENIZED if task.is_tokenized else OURS, ("", []))
+        for name, (version, rates) in by_name.items():
             pairs = [a / b for a, b in zip(ours, rates, strict=False)]
             ratio, low, high = statistics.estimate(pairs) if pairs else (None, None, None)
             fields: dict[str, Any] = {
@@ -258,13 +258,13 @@ class Measurement:
             self.recorder.add_result(Result.from_samples(full, "tok/s", rates, "higher", **fields))
 
 
-def measure_in_turn(measurement: Measurement, progress: StepProgress, found: list[EmbedSide], plan: EmbedPlan) -> None:
+def measure_in_turn(measurement: Measurement, progress: StepProgress, sides: list[EmbedSide], plan: EmbedPlan) -> None:
     """Start and warm up every side, then measure each in turn, in the opposite order every second time."""
     rounds, failed = plan.repetitions + 1, measurement.recorder.details.setdefault("failed", {})
     for number in range(rounds):
-        for place, side in enumerate(list(found) if number % 2 else found[::-1]):
+        for place, side in enumerate(list(sides) if number % 2 else sides[::-1]):
             what = f"{number} of {plan.repetitions}" if number else "loading and warming up"
-            progress(f"{side.title}: {what}", number + place / len(found), rounds)
+            progress(f"{side.title}: {what}", number + place / len(sides), rounds)
             try:
                 if number:
                     measurement.measure(side)
@@ -275,5 +275,5 @@ def measure_in_turn(measurement: Measurement, progress: StepProgress, found: lis
                 side.close()
                 if side.name == OURS:  # there is nothing to compare with
                     raise
-                found.remove(side)
+                sides.remove(side)
                 failed[side.title] = str(error)

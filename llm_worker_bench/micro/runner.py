@@ -33,11 +33,11 @@ def select(pattern: str | None) -> list[Case]:
     except re.error as error:
         raise InvalidRequestError(f"--filter {pattern!r} is not a regular expression: {error}", "filter") from None
     all_cases = [*suite_cases(), *op_cases(), *scheduler_cases(), *model_file_cases(), *kernel_cases()]
-    found = [case for case in all_cases if expression.search(case.name)]
-    if not found:
+    cases = [case for case in all_cases if expression.search(case.name)]
+    if not cases:
         families = ", ".join(sorted({case.family for case in all_cases}))
         raise InvalidRequestError(f"--filter {pattern!r} matches no benchmark (there are {families})", "filter")
-    return found
+    return cases
 
 
 def rename(selected: Sequence[Case], family: str) -> list[Case]:
@@ -69,7 +69,7 @@ def run(
     total = rounds * len(selected)
     progress("measuring the machine's limits", 0, total)
     limits = {ops.name: _limits(ops) for ops in (ReferenceBackend(), *tables)}
-    recorder.details["limits"] = max((limits[ops.name] for ops in tables), key=lambda one: one.operations).as_json()
+    recorder.details["limits"] = max((limits[ops.name] for ops in tables), key=lambda item: item.operations).as_json()
     taken: dict[str, list[list[Measurement]]] = {case.name: [] for case in selected}  # rounds, then backends
     for index, case in enumerate([*selected] * rounds):
 
@@ -136,7 +136,7 @@ def make_result(
     if backend.startswith("reference"):
         work = work._replace(arithmetic="float32")
     limit_s = limits.min_seconds(work)
-    set_aside = [sample for i, one in enumerate(rounds) if i not in kept for sample in one.samples]
+    set_aside = [sample for i, item in enumerate(rounds) if i not in kept for sample in item.samples]
     return Result.from_samples(
         case.name,
         "s",

@@ -66,8 +66,8 @@ def measure(
         while True:
             pairs = list(zip(functions, taken, strict=True))
             count = len(taken[0].samples)
-            for function, one in reversed(pairs) if count % 2 else pairs:
-                one.samples.append(seconds_per_call(function, one.iterations))
+            for function, record in reversed(pairs) if count % 2 else pairs:
+                record.samples.append(seconds_per_call(function, record.iterations))
             spent = time.perf_counter() - start
             if on_progress is not None:
                 on_progress(min(1.0, max(spent / budget if budget else 1.0, count / plan.max_samples)))

@@ -45,16 +45,16 @@ def _split(tasks: Sequence[Task]) -> tuple[list[Task], list[Task]]:
 def own_peers(model: Path, plan: Plan, tasks: Sequence[Task]) -> list[Peer]:
     """Return this worker: the engine for single sequences, `serve` for many prompts at once."""
     single, together = _split(tasks)
-    found: list[Peer] = []
+    peers: list[Peer] = []
     if single:
         command = [sys.executable, "-m", programs.__name__, _child_settings(model, plan, single)]
         env = package_environment(plan.threads)
-        found.append(LibraryPeer(OURS, command, env, plan.timeout_s, warm_up_runs=_warm_up_runs(plan)))
+        peers.append(LibraryPeer(OURS, command, env, plan.timeout_s, warm_up_runs=_warm_up_runs(plan)))
     if together:
         args = ["--device", plan.device, "--backend", plan.backend]
         args += ["--threads", str(plan.threads)] if plan.is_on_cpu else []
-        found.append(WorkerServer(str(model), *_sizes(together), args, plan.timeout_s))
-    return found
+        peers.append(WorkerServer(str(model), *_sizes(together), args, plan.timeout_s))
+    return peers
 
 
 def _sizes(tasks: Sequence[Task]) -> tuple[int, int]:
@@ -72,7 +72,7 @@ def find_peers(
     model: Path, checkpoint: Checkpoint, plan: Plan, tasks: Sequence[Task], left_out: dict[str, str]
 ) -> list[Peer]:
     """Return the peers that are installed and can run some of the tasks."""
-    found: list[Peer] = []
+    peers: list[Peer] = []
     for name in (*(name for name in NAMES if name in plan.peers), *plan.benches):
         own_tasks = [task for task in tasks if bool(task.prompts) in BATCHES.get(name, (False,))]
         if not own_tasks:
@@ -80,10 +80,10 @@ def find_peers(
         try:
             _require_suitable(name, checkpoint, plan)
             make = _make_library if name in PACKAGES else _make_programs
-            found += make(name, model, checkpoint, plan, own_tasks)
+            peers += make(name, model, checkpoint, plan, own_tasks)
         except PeerError as error:
             left_out[name] = str(error)
-    return found
+    return peers
 
 
 def _require_suitable(name: str, checkpoint: Checkpoint, plan: Plan) -> None:

@@ -90,13 +90,13 @@ def select_rows(suite: str, pattern: str | None) -> list[Row]:
     if suite not in SUITES:
         raise InvalidRequestError(f"unknown suite {suite!r}: use one of {', '.join(SUITES)}", "suite")
     try:
-        found = [row for row in SUITES[suite] if re.search(pattern or "", row.name)]
+        rows = [row for row in SUITES[suite] if re.search(pattern or "", row.name)]
     except re.error as error:
         raise InvalidRequestError(f"--rows {pattern!r} is not a regular expression: {error}", "rows") from None
-    if not found:
+    if not rows:
         names = ", ".join(row.name for row in SUITES[suite])
         raise InvalidRequestError(f"--rows {pattern!r} matches no row (there are {names})", "rows")
-    return found
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +211,8 @@ def estimate_seconds(row: Row, plan: Plan, limits: Limits) -> float:
     size, rounds, tests = size_of(row), plan.repetitions + 1, list(planned_tests(row))
     seconds = sum(_least_seconds(size, *test, limits) for test in tests)
     read = len(tests) * (START_S / 3 + size.bytes / READ_RATE)  # llama-bench loads the model for each of them
-    made = size.bytes / WRITE_RATE if row.synthetic or row.converted else 0.0
-    return made + 2 * START_S + rounds * (2 * TIMES_LIMIT * seconds + read)
+    writing = size.bytes / WRITE_RATE if row.synthetic or row.converted else 0.0
+    return writing + 2 * START_S + rounds * (2 * TIMES_LIMIT * seconds + read)
 
 
 def planned_tests(row: Row) -> Iterator[tuple[str, int, int]]:

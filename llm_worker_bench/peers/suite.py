@@ -97,13 +97,13 @@ def _measure(
     for task in filter(peer.can_run, tasks):
         rate = peer.measure_rate(task)
         samples.setdefault(task, {}).setdefault(peer, []).append(rate)
-        ours = next((rates for one, rates in samples[task].items() if one.name == OURS), [])
-        for one, rates in samples[task].items():
+        ours = next((rates for own, rates in samples[task].items() if own.name == OURS), [])
+        for own, rates in samples[task].items():
             ratio = statistics.estimate([a / b for a, b in zip(ours, rates, strict=False)])
             value, low, high = ratio if ours else (None, None, None)
-            recorder.details.setdefault("peers", {})[one.name] = {"version": one.version, "settings": one.settings}
-            fields = {"peer": one.name, "version": one.version, "ours_over_peer": value, "ratio_interval": [low, high]}
-            name = f"{prefix}{task.name}/{one.name}"
+            recorder.details.setdefault("peers", {})[own.name] = {"version": own.version, "settings": own.settings}
+            fields = {"peer": own.name, "version": own.version, "ours_over_peer": value, "ratio_interval": [low, high]}
+            name = f"{prefix}{task.name}/{own.name}"
             recorder.add_result(Result.from_samples(name, "tok/s", rates, "higher", **fields))
 
 

@@ -110,10 +110,10 @@ class _Profiler:
 
     def kernels_of(self, batch: Batch) -> list[TaskLabel]:
         """Return the kernels of a step on a device, in order."""
-        fused, found = self.subject.model.fused, list[TaskLabel]()
+        fused, tasks = self.subject.model.fused, list[TaskLabel]()
         assert fused is not None
-        fused.run_profiled(batch, self.workload.engine.cache.layers, lambda labels, _: found.extend(labels))
-        return found
+        fused.run_profiled(batch, self.workload.engine.cache.layers, lambda labels, _: tasks.extend(labels))
+        return tasks
 
     def measure(self, phase: str) -> None:
         """Add one repetition: a plain run, and a timed one."""
@@ -161,7 +161,7 @@ class _Profiler:
         self.durations[phase] = timeline.durations(labelled, whole_steps=phase == "decode" and steps > 0)
         rest = tasks.pop(timeline.IDLE, Spent()).seconds
         if phase == "prefill" or not steps:
-            tasks = timeline.busy_times(one for one in labelled if one is not None)
+            tasks = timeline.busy_times(item for item in labelled if item is not None)
             tasks.pop(timeline.IDLE, None)
             steps, seconds = ran.steps, ran.seconds
             rest = max(0.0, seconds - sum(spent.seconds for spent in tasks.values()))
@@ -184,8 +184,8 @@ class _Profiler:
                 fields["percent_of_limit"] = 100 * limit_s / busy if busy else math.nan
             self.recorder.add_result(replace(result, fields={**common, **fields}))
         kernels = {
-            f"{LABELS.get(label.component, label.component)}: {label.kernel}": one.seconds
-            for label, one in self.tasks[phase].items()
+            f"{LABELS.get(label.component, label.component)}: {label.kernel}": entry.seconds
+            for label, entry in self.tasks[phase].items()
         }
         self.recorder.details.setdefault("tasks", {})[phase] = kernels
 
@@ -226,10 +226,10 @@ def _named(tasks: Tasks) -> dict[tuple[str, str], float]:
 
 def _calls(tasks: Tasks, steps: int) -> dict[str, float]:
     """Return the calls of each component in a step."""
-    found = Counter[str]()
+    counts = Counter[str]()
     for label, spent in tasks.items():
-        found[label.component] += spent.calls
-    return {name: count / steps for name, count in found.items()}
+        counts[label.component] += spent.calls
+    return {name: count / steps for name, count in counts.items()}
 
 
 def _distinct(batches: list[Batch]) -> list[Batch]:

@@ -47,21 +47,21 @@ def of_backend(run: Run, backend: str) -> Run:
 
 def seconds_by_part(run: Run) -> dict[str, float]:
     """Return the time of each part of the pass, of a run on one backend."""
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     for result in run.results:
         part = PARTS.get(result.name.removeprefix("prefill/"))
         if part is not None and result.name.startswith("prefill/"):
-            found[part] = found.get(part, 0.0) + result.estimate
-    if ALL not in found:
-        found[ALL] = sum(found.get(part, 0.0) for part in TOGETHER)
-    return found
+            seconds[part] = seconds.get(part, 0.0) + result.estimate
+    if ALL not in seconds:
+        seconds[ALL] = sum(seconds.get(part, 0.0) for part in TOGETHER)
+    return seconds
 
 
 def rows(run: Run) -> Iterator[list[str]]:
     """Yield the rows of the table: the original's shares, and the shares of each backend."""
     names = backends(run)
     taken = {name: seconds_by_part(of_backend(run, name)) for name in names}
-    whole = {name: sum(parts.get(one, 0.0) for one in ("QKV", "RoPE", ALL)) for name, parts in taken.items()}
+    whole = {name: sum(parts.get(own, 0.0) for own in ("QKV", "RoPE", ALL)) for name, parts in taken.items()}
     yield ["part of the pass", "original", *names]
     shares = ORIGINAL | {ALL: sum(ORIGINAL[part] for part in TOGETHER)}
     for part, share in shares.items():

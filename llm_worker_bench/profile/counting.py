@@ -85,7 +85,7 @@ def index_weights(model: Transformer, checkpoint: Checkpoint) -> dict[int, Weigh
         sizes = sum(t.nbytes for t in own), sum(t.size for t in own)
         return {id(weight): WeightInfo(*sizes, product_arithmetic(weight))}
 
-    found = info(model.embedding, table)
+    weights = info(model.embedding, table)
     for i, block in enumerate(model.blocks):
         for path, names in LAYERS.items():
             own = [tensors[key] for name in names if (key := f"blk.{i}.{name}.weight") in tensors]
@@ -93,8 +93,8 @@ def index_weights(model: Transformer, checkpoint: Checkpoint) -> dict[int, Weigh
             for name in path.split("."):
                 layer = getattr(layer, name, None)
             if layer is not None and sum(t.size for t in own) == packed_info(layer.weight).values:
-                found |= info(layer.weight, *own)
-    return found | info(model.head, tensors.get("output.weight") or table)
+                weights |= info(layer.weight, *own)
+    return weights | info(model.head, tensors.get("output.weight") or table)
 
 
 def packed_info(weight: Any) -> WeightInfo:
@@ -138,7 +138,7 @@ class WorkCounter:
 
     def count(self, batch: Batch) -> dict[str, Counter[Work]]:
         """Return the calls of each component in a step, by their work."""
-        found: dict[str, Counter[Work]] = {}
+        counts: dict[str, Counter[Work]] = {}
         pairs: dict[AttentionParams, Pairs] = {}
         for node in self._graph.nodes:
             if node.op == "attention" and node["params"] not in pairs:
@@ -146,11 +146,11 @@ class WorkCounter:
             for component, work in self._of_node(node, batch, pairs):
                 if self._on_device and work.resident is None:
                     continue
-                found.setdefault(component, Counter())[work] += 1
+                counts.setdefault(component, Counter())[work] += 1
         logits = float(len(batch.logits_index) * self._graph.nodes[-1]["head"].rows)
         if not self._on_device:
-            found["sampling"] = Counter([Work(FLOAT * logits, logits)])
-        return found
+            counts["sampling"] = Counter([Work(FLOAT * logits, logits)])
+        return counts
 
     def _of_node(self, node: Node, batch: Batch, pairs: Mapping[AttentionParams, Pairs]) -> Iterator[tuple[str, Work]]:
         sizes: dict[Any, int] = {LOGITS: len(batch.logits_index)}
@@ -162,8 +162,8 @@ class WorkCounter:
         match node.op:
             case "embed":
                 weight = self._weights.get(id(node["table"])) or packed_info(node["table"])
-                made = float(len(batch.ids) * node["table"].columns)
-                yield "embedding", Work(weight.bytes * made / weight.values + FLOAT * made, made)
+                outputs = float(len(batch.ids) * node["table"].columns)
+                yield "embedding", Work(weight.bytes * outputs / weight.values + FLOAT * outputs, outputs)
             case "rms_norm":
                 component = "norm" if len(node["x"].shape) == 2 else "rope"  # of q and k
                 yield component, Work(2 * FLOAT * values("x"), NORM * values("x"))
@@ -182,8 +182,8 @@ class WorkCounter:
                 yield from self._attention(heads, dim, pairs[node["params"]], self._kv_bytes[node["kv"]])
             case "causal_conv":
                 channels, kernel = node["weight"].shape
-                state, made = channels * (kernel - 1), len(batch.ids) * channels
-                yield "causal_conv", self._state_work(batch, state, 2.0 * kernel * made)
+                state, outputs = channels * (kernel - 1), len(batch.ids) * channels
+                yield "causal_conv", self._state_work(batch, state, 2.0 * kernel * outputs)
             case "gated_delta":
                 params = node["params"]
                 state = params.v_heads * params.k_dim * params.v_dim
@@ -194,15 +194,15 @@ class WorkCounter:
                 yield "head", self._product(node["head"], len(batch.logits_index))
 
     def _product(self, weight: Any, rows: float) -> Work:
-        known = self._weights.get(id(weight)) or packed_info(weight)
-        return Work(known.bytes, 2.0 * rows * known.values, self._resident, known.arithmetic)
+        packed = self._weights.get(id(weight)) or packed_info(weight)
+        return Work(packed.bytes, 2.0 * rows * packed.values, self._resident, packed.arithmetic)
 
     def _grouped_product(self, node: Node, tokens: int) -> Work:
         """Count the experts that are chosen: of several tokens, those that are expected."""
-        known, experts = self._weights.get(id(node["w"])) or packed_info(node["w"]), self._experts
+        packed, experts = self._weights.get(id(node["w"])) or packed_info(node["w"]), self._experts
         assert experts is not None
-        operations = 2.0 * tokens * known.values * experts.share()
-        return Work(known.bytes * experts.share(tokens), operations, self._resident, known.arithmetic)
+        operations = 2.0 * tokens * packed.values * experts.share()
+        return Work(packed.bytes * experts.share(tokens), operations, self._resident, packed.arithmetic)
 
     def _state_work(self, batch: Batch, values: int, operations: float) -> Work:
         """Count the states of `values` each that requests start from, and the states that are written."""
@@ -222,19 +222,19 @@ def linear_components(graph: Graph) -> dict[Node, str]:
     """Return the component of each product, from the op that it reads and the op that reads it."""
     readers = {value: node.op for node in graph.nodes for value in node.inputs}
     producers = {value: node.op for node in graph.nodes for value in node.outputs}
-    found = {}
+    names = {}
     for node in graph.nodes:
         producer = producers.get(node["x"], "") if node.op in ("linear", "grouped_linear") else ""
         if node.op == "linear":
-            found[node] = BY_PRODUCER.get(producer, BY_READER.get(readers.get(node.output, ""), "gate_up"))
+            names[node] = BY_PRODUCER.get(producer, BY_READER.get(readers.get(node.output, ""), "gate_up"))
         elif node.op == "grouped_linear":
-            found[node] = "experts_down" if producer == "gated" else "experts_gate_up"
-    return found
+            names[node] = "experts_down" if producer == "gated" else "experts_gate_up"
+    return names
 
 
 def limit_of(component: str, counted: Mapping[str, Counter[Work]], limits: Limits) -> dict[str, Any]:
     """Return bytes, operations and least time of a component in one step; nothing where nothing is counted."""
-    parts = [one for name in FUSED.get(component, (component,)) for one in counted.get(name, Counter()).items()]
+    parts = [pair for name in FUSED.get(component, (component,)) for pair in counted.get(name, Counter()).items()]
     if not parts:
         return {}
     if component in FUSED:  # what one part writes for the next stays inside the kernel

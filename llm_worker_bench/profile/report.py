@@ -100,11 +100,11 @@ class Component(NamedTuple):
 
 def components(run: Run, phase: str) -> list[Component]:
     """Return the components in the order of a step; unknown ops before the host."""
-    found = {r.name.partition("/")[2]: r for r in run.results if r.name.startswith(f"{phase}/") and "share" in r.fields}
+    parts = {r.name.partition("/")[2]: r for r in run.results if r.name.startswith(f"{phase}/") and "share" in r.fields}
     order = {name: i for i, name in enumerate(LABELS)}
     return [
         Component(LABELS.get(name, name), r.estimate, float(r.fields["share"]), str(r.fields["class"]), r)
-        for name, r in sorted(found.items(), key=lambda item: order.get(item[0], order["host"] - 0.5))
+        for name, r in sorted(parts.items(), key=lambda item: order.get(item[0], order["host"] - 0.5))
     ]
 
 
@@ -122,8 +122,8 @@ def targets(run: Run, phase: str) -> list[str]:
     """Return for each critical component its limit, and the step's time at half of that limit."""
     step = step_result(run, phase)
     critical = [part for part in by_share(run, phase) if part.rank == "critical"]
-    found = [] if step is None else [_target(part, phase, step.estimate) for part in critical]
-    return found or ["nothing is critical"]
+    lines = [] if step is None else [_target(part, phase, step.estimate) for part in critical]
+    return lines or ["nothing is critical"]
 
 
 def _target(part: Component, phase: str, step: float) -> str:
@@ -145,8 +145,8 @@ def _target(part: Component, phase: str, step: float) -> str:
 
 def classes(run: Run, phase: str) -> list[str]:
     """Return a line for each class: its components with their shares, the largest first."""
-    found = by_share(run, phase)
-    names = {rank: [f"{part.label} {part.share:.1%}" for part in found if part.rank == rank] for rank in CLASSES}
+    parts = by_share(run, phase)
+    names = {rank: [f"{part.label} {part.share:.1%}" for part in parts if part.rank == rank] for rank in CLASSES}
     return [f"{rank}: {', '.join(shares) or 'none'}" for rank, shares in names.items()]
 
 
@@ -169,7 +169,7 @@ def step_line(run: Run, phase: str) -> str:
 def run_facts(run: Run) -> dict[str, str]:
     """Return the model, settings, machine, versions and limits of a run, by label."""
     machine, commit = run.machine, run.commit
-    found = {
+    rows = {
         "Model": str((run.model or {}).get("name", "-")),
         "Settings": ", ".join(f"{key} {value}" for key, value in run.settings.items()),
         "Processor": f"{machine.get('cpu')}, {machine.get('cores')} cores, {' '.join(machine.get('features') or ())}",
@@ -183,10 +183,10 @@ def run_facts(run: Run) -> dict[str, str]:
         kind, where = ("float32", f"{limits['threads']} thread(s)") if limits["threads"] else ("float16", "the device")
         rates = [f"{quantity(best, 'B/s')} from memory", f"{_rate(rate)} in {kind}"]
         rates += [
-            f"{_rate(more)} in {name}" for name, more in (limits.get("other_operations_per_second") or {}).items()
+            f"{_rate(speed)} in {name}" for name, speed in (limits.get("other_operations_per_second") or {}).items()
         ]
-        found["Limits"] = f"measured with {where}: {', '.join(rates)}"
-    return found
+        rows["Limits"] = f"measured with {where}: {', '.join(rates)}"
+    return rows
 
 
 def _rate(value: float) -> str:
@@ -195,10 +195,10 @@ def _rate(value: float) -> str:
 
 def sum_line(run: Run, phase: str) -> str:
     """Return how the components add up to the step as it runs without a timer."""
-    found = next((r for r in run.results if r.name == f"{phase}/components_of_step"), None)
-    if found is None:
+    total = next((r for r in run.results if r.name == f"{phase}/components_of_step"), None)
+    if total is None:
         return ""
-    return f"The components sum to {found.estimate:.1%} of it ({found.low:.1%} to {found.high:.1%})."
+    return f"The components sum to {total.estimate:.1%} of it ({total.low:.1%} to {total.high:.1%})."
 
 
 def remark(run: Run) -> str:
@@ -218,8 +218,8 @@ def markdown(run: Run) -> str:
     lines = [f"# Profile of {(run.model or {}).get('name', 'a model')}", ""]
     lines += [f"- {name}: {value}" for name, value in run_facts(run).items()]
     lines += attention_lines(run)
-    for one, suffix in by_backend(run):
-        lines += phase_lines(one, suffix)
+    for part, suffix in by_backend(run):
+        lines += phase_lines(part, suffix)
     lines += ["", remark(run), "", "Critical is over 10% of a step, moderate 5 to 10%, minor less.", ""]
     return "\n".join(lines)
 
@@ -282,10 +282,10 @@ def render_page(run: Run, flames: Mapping[str, Flame]) -> str:
         head, *rows = attention_pass.rows(run)
         table = html.table("shares of one attention pass", head, rows, range(1, len(head)))
         sections.append(html.Section("Attention pass", table))
-    for one, suffix in by_backend(run):
+    for part, suffix in by_backend(run):
         for phase, title in PHASES.items():
-            if step_result(one, phase) is not None:
-                sections.append(html.Section(f"{title}{suffix}", _phase_section(one, phase)))
+            if step_result(part, phase) is not None:
+                sections.append(html.Section(f"{title}{suffix}", _phase_section(part, phase)))
     for phase, flame in flames.items():
         title = PHASES.get(phase, phase)
         graph = html.Html(f'<div class="drawing wide">{render_svg(flame, f"{title} of {name}")}</div>')

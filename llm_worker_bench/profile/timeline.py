@@ -38,15 +38,15 @@ def label_spans(spans: Sequence[KernelSpan], programs: Iterable[Sequence[TaskLab
 
     What lies outside of them are copies, and kernels that sample.
     """
-    orders = sorted((tuple(one) for one in programs), key=len, reverse=True)
+    orders = sorted((tuple(item) for item in programs), key=len, reverse=True)
     kernels = [span for span in spans if not is_copy(span.name)]
     names = [span.name for span in kernels]
-    found: list[Labelled | None] = [
+    labelled: list[Labelled | None] = [
         Labelled(TaskLabel("copies", span.name.partition(" (")[0]), span.start, span.end)
         for span in spans
         if is_copy(span.name)
     ]
-    starts: list[tuple[float, Labelled | None]] = [(one.start, one) for one in found if one is not None]
+    starts: list[tuple[float, Labelled | None]] = [(item.start, item) for item in labelled if item is not None]
     at = 0
     while at < len(kernels):
         order = next((o for o in orders if [label.kernel for label in o] == names[at : at + len(o)]), None)
@@ -61,7 +61,7 @@ def label_spans(spans: Sequence[KernelSpan], programs: Iterable[Sequence[TaskLab
             for label, span in zip(order, kernels[at : at + len(order)], strict=True)
         ]
         at += len(order)
-    return [one for _, one in sorted(starts, key=lambda pair: (pair[0], pair[1] is not None))]
+    return [item for _, item in sorted(starts, key=lambda pair: (pair[0], pair[1] is not None))]
 
 
 def _is_sampling(name: str) -> bool:
@@ -73,36 +73,36 @@ def busy_times(spans: Iterable[Labelled]) -> dict[TaskLabel, Spent]:
 
     Time in which nothing runs counts as `IDLE`, so the sum is the length of the timeline.
     """
-    found: dict[TaskLabel, Spent] = {}
+    times: dict[TaskLabel, Spent] = {}
     now: float | None = None
     for label, start, end in spans:
         if now is not None and start > now:
-            found.setdefault(IDLE, Spent()).add(start - now, 1)
+            times.setdefault(IDLE, Spent()).add(start - now, 1)
         begin = start if now is None else max(start, now)
-        found.setdefault(label, Spent()).add(max(0.0, end - begin), 1)
+        times.setdefault(label, Spent()).add(max(0.0, end - begin), 1)
         now = end if now is None else max(now, end)
-    return found
+    return times
 
 
 def durations(labelled: Sequence[Labelled | None], *, whole_steps: bool) -> dict[str, float]:
     """Return the time of each component's kernels from start to end; they overlap the kernels before them."""
-    marks = [i for i, one in enumerate(labelled) if one is None]
+    marks = [i for i, item in enumerate(labelled) if item is None]
     inside = labelled[marks[0] : marks[-1]] if whole_steps else labelled
-    found: dict[str, float] = {}
-    for one in inside:
-        if one is not None:
-            found[one.label.component] = found.get(one.label.component, 0.0) + one.end - one.start
-    return found
+    seconds: dict[str, float] = {}
+    for item in inside:
+        if item is not None:
+            seconds[item.label.component] = seconds.get(item.label.component, 0.0) + item.end - item.start
+    return seconds
 
 
 def step_times(labelled: Sequence[Labelled | None]) -> tuple[dict[TaskLabel, Spent], int, float]:
     """Return the times of all whole steps, how many there are, and their seconds: each ends where the next starts."""
-    marks = [i for i, one in enumerate(labelled) if one is None]
+    marks = [i for i, item in enumerate(labelled) if item is None]
     if len(marks) < 2:
         return {}, 0, 0.0
-    inside = [one for one in labelled[marks[0] : marks[-1]] if one is not None]
-    first, last = (one for one in (labelled[marks[0] + 1], labelled[marks[-1] + 1]) if one is not None)
-    found, spans = busy_times(inside), [one.end for one in inside]
+    inside = [item for item in labelled[marks[0] : marks[-1]] if item is not None]
+    first, last = (item for item in (labelled[marks[0] + 1], labelled[marks[-1] + 1]) if item is not None)
+    times, spans = busy_times(inside), [item.end for item in inside]
     if last.start > max(spans):
-        found.setdefault(IDLE, Spent()).add(last.start - max(spans), 1)
-    return found, len(marks) - 1, last.start - first.start
+        times.setdefault(IDLE, Spent()).add(last.start - max(spans), 1)
+    return times, len(marks) - 1, last.start - first.start

@@ -78,11 +78,11 @@ class Timer:
         """Return the same function, with its own time added to the label; `finish` waits for its result."""
         spent, clock, inside = self._tasks.setdefault(label, Spent()), time.perf_counter, self._inside
 
-        def call(*args: Any, **more: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             inside.append(0.0)
             start = clock()
             try:
-                result = function(*args, **more)
+                result = function(*args, **kwargs)
                 if finish is not None:
                     finish()
                 return result
@@ -118,12 +118,12 @@ class Timer:
 
     def program_tasks(self) -> dict[TaskLabel, Spent]:
         """Return the tasks of programs alone."""
-        found: dict[TaskLabel, Spent] = {}
+        tasks: dict[TaskLabel, Spent] = {}
         for labels, seconds, calls in self._programs.values():
             for label, taken, count in zip(labels, seconds.tolist(), calls.tolist(), strict=True):
                 if count:
-                    found.setdefault(label, Spent()).add(taken, count)
-        return found
+                    tasks.setdefault(label, Spent()).add(taken, count)
+        return tasks
 
 
 class TimedOps:
@@ -177,10 +177,10 @@ def collect_batches(engine: Engine, timer: Timer) -> Iterator[None]:
     """Note the batches of an engine's steps."""
     build = engine.runner.batch
 
-    def batch(*args: Any, **more: Any) -> Batch:
-        made: Batch = build(*args, **more)
-        timer.batches.append(made)
-        return made
+    def batch(*args: Any, **kwargs: Any) -> Batch:
+        inputs: Batch = build(*args, **kwargs)
+        timer.batches.append(inputs)
+        return inputs
 
     with _replaced(engine.runner, "batch", batch):
         yield

@@ -71,10 +71,10 @@ class RunGroup(NamedTuple):
 def group_runs(files: Sequence[RunFile]) -> list[RunGroup]:
     """Group runs by kind, model and machine, kinds in the order of the documentation."""
     groups: dict[tuple[str, str, str], list[RunFile]] = {}
-    for one in sorted(files, key=lambda one: commit_time(one.run)):
-        run = one.run
+    for file in sorted(files, key=lambda file: commit_time(file.run)):
+        run = file.run
         model = str((run.model or {}).get("sha256") or model_name(run))
-        groups.setdefault((run.kind, model, str(run.machine.get("fingerprint"))), []).append(one)
+        groups.setdefault((run.kind, model, str(run.machine.get("fingerprint"))), []).append(file)
     kinds = list(TITLES)
     ordered = sorted(groups.items(), key=lambda item: kinds.index(item[0][0]) if item[0][0] in kinds else len(kinds))
     alike = {kind: [key for key in groups if key[0] == kind] for kind, *_ in groups}
@@ -93,8 +93,8 @@ def commit_time(run: Run) -> tuple[float, str]:
     """Return the commit's date, or else when the run took place."""
     for text in ((run.commit or {}).get("date"), run.created):
         try:
-            found = datetime.fromisoformat(str(text))
-            return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp(), run.created
+            time = datetime.fromisoformat(str(text))
+            return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp(), run.created
         except ValueError:
             continue
     return math.inf, run.created
@@ -109,7 +109,7 @@ def render(files: Sequence[RunFile], title: str | None, progress: StepProgress) 
         progress(group.title, index, len(groups))
         parts.append(Section(group.title, _group_body(group, renderer)))
     parts += _compare_across(groups)
-    runs = [one.run for one in sorted(files, key=lambda one: commit_time(one.run))]
+    runs = [file.run for file in sorted(files, key=lambda file: commit_time(file.run))]
     kinds = list(dict.fromkeys(TITLES.get(group.latest.kind, group.latest.kind) for group in groups))
     measured = ", ".join(kinds) if len(kinds) < 4 else "benchmarks"
     version = runs[-1].versions.get("llm-worker-rbee", "")
@@ -153,8 +153,8 @@ def _minute(run: Run) -> str:
 
 def _machine_facts(machine: Mapping[str, Any]) -> Html:
     listed = {key: machine.get(key) for key in ("features", "gpus")}
-    features, gpus = (", ".join(map(str, found)) if isinstance(found, list) else "" for found in listed.values())
-    known = {
+    features, gpus = (", ".join(map(str, items)) if isinstance(items, list) else "" for items in listed.values())
+    rows = {
         "processor": machine.get("cpu"),
         "cores": machine.get("cores"),
         "cores' worth of time": machine.get("quota"),
@@ -163,7 +163,7 @@ def _machine_facts(machine: Mapping[str, Any]) -> Html:
         "GPU": gpus,
         "system": machine.get("system"),
     }
-    return facts({key: value for key, value in known.items() if value not in (None, "")})
+    return facts({key: value for key, value in rows.items() if value not in (None, "")})
 
 
 def _group_body(group: RunGroup, renderer: ChartRenderer) -> Html:
@@ -180,23 +180,23 @@ def _group_body(group: RunGroup, renderer: ChartRenderer) -> Html:
 
 def _raw_settings(run: Run) -> Html:
     groups = {"setting": run.settings, "version": run.versions, "model": run.model or {}, "machine": run.machine}
-    found = {"commit": (run.commit or {}).get("id") or "-"}
+    rows = {"commit": (run.commit or {}).get("id") or "-"}
     for group, values in groups.items():
         for key, value in values.items():
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            found[f"{group}: {key}"] = text[:MAX_SETTING_CHARACTERS] + "…" * (len(text) > MAX_SETTING_CHARACTERS)
-    return facts(found)
+            rows[f"{group}: {key}"] = text[:MAX_SETTING_CHARACTERS] + "…" * (len(text) > MAX_SETTING_CHARACTERS)
+    return facts(rows)
 
 
 def _compare_across(groups: Sequence[RunGroup]) -> list[Section]:
     """Compare two runs of one kind that differ in model or machine."""
-    made = []
+    blocks = []
     for kind in dict.fromkeys(group.latest.kind for group in groups):
         alike = [group for group in groups if group.latest.kind == kind]
         if len(alike) == 2 and all(len(group.files) == 1 for group in alike):
             body = compare_section(alike[0].files[0], alike[1].files[0])
-            made.append(Section(f"{TITLES.get(kind, kind)} compared", body))
-    return made
+            blocks.append(Section(f"{TITLES.get(kind, kind)} compared", body))
+    return blocks
 
 
 def compare_section(before: RunFile, after: RunFile) -> Html:
@@ -205,39 +205,39 @@ def compare_section(before: RunFile, after: RunFile) -> Html:
         changes = baseline.compare(before.run, after.run)
     except ResultsError as error:
         return notice(f"{before.name} and {after.name} cannot be compared: {error}")
-    changes.sort(key=lambda one: (VERDICT_ORDER[one.change.verdict], -abs(one.change.change)))
-    clear = [one for one in changes if one.change.verdict != "within noise"]
+    changes.sort(key=lambda item: (VERDICT_ORDER[item.change.verdict], -abs(item.change.change)))
+    clear = [item for item in changes if item.change.verdict != "within noise"]
     noise = changes[len(clear) :]
     summary = f"{before.name} compared with {after.name}: " + ", ".join(
-        f"{sum(one.change.verdict == verdict for one in changes)} {verdict}" for verdict in VERDICT_ORDER
+        f"{sum(item.change.verdict == verdict for item in changes)} {verdict}" for verdict in VERDICT_ORDER
     )
     parts: list[object] = [heading("What changed"), notice(summary) if clear else facts({"result": summary})]
     other_machine = before.run.machine.get("fingerprint") != after.run.machine.get("fingerprint")
     if other_machine and after.run.kind not in baseline.SPEED_INDEPENDENT_KINDS:
         parts.append(notice("The two runs were taken on different machines: their times cannot be compared as such."))
     parts.append(_change_table(clear[:MAX_SHOWN_CHANGES], "clear changes") if clear else "")
-    if more := clear[MAX_SHOWN_CHANGES:]:
-        parts.append(folded(f"{len(more)} more clear changes", _change_table(more, "more clear changes")))
+    if hidden := clear[MAX_SHOWN_CHANGES:]:
+        parts.append(folded(f"{len(hidden)} more clear changes", _change_table(hidden, "more clear changes")))
     parts.append(folded(f"{len(noise)} within noise", _change_table(noise, "within noise")) if noise else "")
     if differing := baseline.find_differences(before.run, after.run):
         other = table("settings, versions, machine", ["", "before", "after"], differing)
         parts.append(folded("What else differs", other))
-    left = {
-        f"only in {one.name}": ", ".join(baseline.names_not_compared(one.run, other.run, changes))
-        for one, other in ((before, after), (after, before))
+    skipped = {
+        f"only in {item.name}": ", ".join(baseline.names_not_compared(item.run, other.run, changes))
+        for item, other in ((before, after), (after, before))
     }
-    return joined([*parts, facts({key: value for key, value in left.items() if value})])
+    return joined([*parts, facts({key: value for key, value in skipped.items() if value})])
 
 
 def _change_table(changes: Sequence[Comparison], caption: str) -> Html:
-    backends = sections.has_several_backends([one.after for one in changes])
-    named = [{**one.as_json(), "name": one.after.label if backends else one.after.name} for one in changes]
+    backends = sections.has_several_backends([item.after for item in changes])
+    named = [{**item.as_json(), "name": item.after.label if backends else item.after.name} for item in changes]
     return sections.change_table(named, caption, ("before", "after"))
 
 
 def history_section(group: RunGroup, renderer: ChartRenderer) -> Html:
     """Draw each result over the runs, by family."""
-    runs = [one.run for one in group.files]
+    runs = [file.run for file in group.files]
     if len(runs) < 2:
         return Html()
     labels = _run_labels(runs)
@@ -248,9 +248,9 @@ def history_section(group: RunGroup, renderer: ChartRenderer) -> Html:
             series = lines.setdefault((family(r.name), r.better), {})
             series.setdefault(r.label if backends else r.name, []).append((place, r))
     figures = []
-    for (group_name, better), found in lines.items():
+    for (group_name, better), named in lines.items():
         title = f"{group_name} ({better} is better)"
-        kept = [Line(name.removeprefix(f"{group_name}/"), points) for name, points in found.items() if len(points) > 1]
+        kept = [Line(name.removeprefix(f"{group_name}/"), points) for name, points in named.items() if len(points) > 1]
         for start in range(0, len(kept), sections.MAX_SERIES):
             shown = kept[start : start + sections.MAX_SERIES]
             figures.append(partial(charts.draw_history, renderer, title, labels, shown))
@@ -260,65 +260,65 @@ def history_section(group: RunGroup, renderer: ChartRenderer) -> Html:
 
 def _run_labels(runs: Sequence[Run]) -> list[str]:
     """Return the label of each run on an axis: its commit, numbered where several runs share it, or its day."""
-    found = [commit_name(run)[:7] if run.commit else run.created[:10] for run in runs]
-    return [f"{name} #{found[: i + 1].count(name)}" if found.count(name) > 1 else name for i, name in enumerate(found)]
+    names = [commit_name(run)[:7] if run.commit else run.created[:10] for run in runs]
+    return [f"{name} #{names[: i + 1].count(name)}" if names.count(name) > 1 else name for i, name in enumerate(names)]
 
 
 def key_tiles(run: Run) -> list[Tile]:
     """Return the few numbers of a run that come first."""
     patterns = KEY_RESULTS.get(run.kind, ())
     matches = (next((r for r in run.results if re.fullmatch(pattern, r.name)), None) for pattern in patterns)
-    found = [_result_tile(result) for result in matches if result is not None]
-    found += TILES[run.kind](run) if run.kind in TILES else []
-    return found or [Tile("results", str(len(run.results)))]
+    shown = [_result_tile(result) for result in matches if result is not None]
+    shown += TILES[run.kind](run) if run.kind in TILES else []
+    return shown or [Tile("results", str(len(run.results)))]
 
 
 def _result_tile(result: Result) -> Tile:
     share = number(result, "percent_of_limit")
-    more = [sections.format_interval(result), "" if share is None else f"{percent(share)} of the limit"]
-    return Tile(result.name, format_value(result.estimate, result.unit), " · ".join(filter(None, more)))
+    notes = [sections.format_interval(result), "" if share is None else f"{percent(share)} of the limit"]
+    return Tile(result.name, format_value(result.estimate, result.unit), " · ".join(filter(None, notes)))
 
 
 def _micro_tiles(run: Run) -> list[Tile]:
-    known = [(p, r) for r in run.results if (p := number(r, "percent_of_limit")) is not None]
+    pairs = [(p, r) for r in run.results if (p := number(r, "percent_of_limit")) is not None]
     families = {family(r.name) for r in run.results}
-    made = [Tile("benchmarks", str(len(run.results)), f"in {len(families)} families")]
-    if known:
-        made.append(Tile("median of the limit", percent(median(p for p, _ in known)), "of what the machine can do"))
+    out = [Tile("benchmarks", str(len(run.results)), f"in {len(families)} families")]
+    if pairs:
+        out.append(Tile("median of the limit", percent(median(p for p, _ in pairs)), "of what the machine can do"))
         for name, pick in (("nearest to the limit", max), ("furthest from it", min)):
-            share, result = pick(known, key=lambda one: one[0])
-            made.append(Tile(name, percent(share), result.name))
+            share, result = pick(pairs, key=lambda pair: pair[0])
+            out.append(Tile(name, percent(share), result.name))
     speeds = machine_speeds(run)
     for what, name in (("arithmetic", "arithmetic"), ("memory", "memory bandwidth")):
         if what in speeds:
-            made.append(Tile(name, format_value(speeds[what], SPEED_UNITS[what]), "measured ceiling"))
-    return made
+            out.append(Tile(name, format_value(speeds[what], SPEED_UNITS[what]), "measured ceiling"))
+    return out
 
 
 def _experiment_tiles(run: Run) -> list[Tile]:
-    found = sections.detail(run, "verdicts", list)
-    verdicts = Counter(str(one.get("verdict")) for one in found if isinstance(one, dict))
+    listed = sections.detail(run, "verdicts", list)
+    verdicts = Counter(str(item.get("verdict")) for item in listed if isinstance(item, dict))
     return [Tile("claims", str(count), verdict) for verdict, count in verdicts.items()]
 
 
 def _peer_tiles(run: Run) -> list[Tile]:
-    made = []
+    out = []
     for test, peers in sections.group_by_test(run).items():
         ours = peers.get(sections.OWN_NAME)
         for peer, r in peers.items():
             if ours is not None and peer != sections.OWN_NAME and sections.is_positive(r):
                 values = f"{format_value(ours.estimate, ours.unit)} against {format_value(r.estimate, r.unit)}"
-                made.append(Tile(f"{test}: ours / {peer}", f"{digits(ours.estimate / r.estimate)}×", values))
-    return made[:MAX_PEER_TILES]
+                out.append(Tile(f"{test}: ours / {peer}", f"{digits(ours.estimate / r.estimate)}×", values))
+    return out[:MAX_PEER_TILES]
 
 
 def _profile_tiles(run: Run) -> list[Tile]:
-    made = {}
+    out = {}
     for r in sorted(run.results, key=lambda r: number(r, "share") or 0.0):
         phase, share = family(r.name), number(r, "share")
         if share is not None:
-            made[phase] = Tile(f"largest part of {phase}", r.name.split("/")[-1], f"{share:.1%}")
-    return list(made.values())
+            out[phase] = Tile(f"largest part of {phase}", r.name.split("/")[-1], f"{share:.1%}")
+    return list(out.values())
 
 
 TILES = {

@@ -85,14 +85,14 @@ class Tile(NamedTuple):
     more: str = ""
 
 
-def tiles(found: Sequence[Tile]) -> Html:
+def tiles(entries: Sequence[Tile]) -> Html:
     """Return key numbers side by side."""
-    made = []
-    for tile in found:
-        name, value, more = map(html, tile)
-        shown = f'<span class="more">{more}</span>' if more else ""
-        made.append(f'<div class="tile"><span class="name">{name}</span><b>{value}</b>{shown}</div>')
-    return Html(f'<div class="cards">{"".join(made)}</div>') if made else Html()
+    cells = []
+    for tile in entries:
+        name, value, note = map(html, tile)
+        shown = f'<span class="more">{note}</span>' if note else ""
+        cells.append(f'<div class="tile"><span class="name">{name}</span><b>{value}</b>{shown}</div>')
+    return Html(f'<div class="cards">{"".join(cells)}</div>') if cells else Html()
 
 
 def figure(svg: str, description: str, *, wide: bool = False) -> Html:
@@ -121,9 +121,9 @@ def folded(title: str, inner: object) -> Html:
     return Html(f"<details><summary>{html(title)}</summary>{html(inner)}</details>")
 
 
-def facts(found: Mapping[str, object]) -> Html:
+def facts(values: Mapping[str, object]) -> Html:
     """Return names and values."""
-    rows = (f"<dt>{html(key)}</dt><dd>{html(value)}</dd>" for key, value in found.items())
+    rows = (f"<dt>{html(key)}</dt><dd>{html(value)}</dd>" for key, value in values.items())
     return Html(f"<dl>{''.join(rows)}</dl>")
 
 

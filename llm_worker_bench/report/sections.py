@@ -46,16 +46,16 @@ class Axis(NamedTuple):
 
 def family(name: str) -> str:
     """Return the first part of a name; of end-to-end names the phase."""
-    found = END_TO_END.fullmatch(name.split("/")[0])
-    return PHASE_NAMES[found[1]] if found else name.split("/")[0]
+    match = END_TO_END.fullmatch(name.split("/")[0])
+    return PHASE_NAMES[match[1]] if match else name.split("/")[0]
 
 
 def by_family(results: Iterable[Result]) -> dict[str, list[Result]]:
     """Group results by family."""
-    found: dict[str, list[Result]] = {}
+    families: dict[str, list[Result]] = {}
     for r in results:
-        found.setdefault(family(r.name), []).append(r)
-    return found
+        families.setdefault(family(r.name), []).append(r)
+    return families
 
 
 def number(result: Result, key: str) -> float | None:
@@ -71,7 +71,7 @@ def has_several_backends(results: Iterable[Result]) -> bool:
 
 def detail(run: Run, key: str, kind: type[Any]) -> Any:
     """Return a detail of a run if it is a list or an object, as `kind` says; else an empty one."""
-    return found if isinstance(found := run.details.get(key), kind) else kind()
+    return value if isinstance(value := run.details.get(key), kind) else kind()
 
 
 def is_positive(result: Result) -> bool:
@@ -81,24 +81,24 @@ def is_positive(result: Result) -> bool:
 
 def by_length(results: Sequence[Result]) -> dict[Axis, dict[str, list[tuple[int, Result]]]]:
     """Group results by chart and series against a length; series with a single length are left out."""
-    found: dict[Axis, dict[str, dict[int, Result]]] = {}
+    axes: dict[Axis, dict[str, dict[int, Result]]] = {}
     backends = has_several_backends(results)
     for result in filter(is_positive, results):
         for axis, series, x in _chart_positions(result):
             name = " ".join(filter(None, (series, str(result.fields.get("backend") or "") if backends else "")))
-            found.setdefault(axis, {}).setdefault(name or "measured", {})[x] = result
-    kept = {axis: {s: sorted(p.items()) for s, p in lines.items() if len(p) > 1} for axis, lines in found.items()}
+            axes.setdefault(axis, {}).setdefault(name or "measured", {})[x] = result
+    kept = {axis: {s: sorted(p.items()) for s, p in lines.items() if len(p) > 1} for axis, lines in axes.items()}
     return {axis: lines for axis, lines in kept.items() if lines}
 
 
 def _chart_positions(result: Result) -> Iterable[tuple[Axis, str, int]]:
     first, *rest = result.name.split("/")
-    if found := END_TO_END.fullmatch(first):
-        sizes = {"tokens": int(found[2]), "depth": int(found[3] or 0), "batch": int(found[4] or 1)}
+    if match := END_TO_END.fullmatch(first):
+        sizes = {"tokens": int(match[2]), "depth": int(match[3] or 0), "batch": int(match[4] or 1)}
         usual = {"depth": 0, "batch": 1}
         for across, x in sizes.items():
             others = [f"{key} {value}" for key, value in sizes.items() if key != across and value != usual.get(key)]
-            axis = Axis(f"{PHASE_NAMES[found[1]]} over {across}", across, result.unit)
+            axis = Axis(f"{PHASE_NAMES[match[1]]} over {across}", across, result.unit)
             yield axis, ", ".join([*rest, *others]), x
     elif rest and re.fullmatch("[0-9]{1,9}", rest[-1]):
         yield Axis(first, "length", result.unit), "/".join(rest[:-1]), int(rest[-1])
@@ -106,7 +106,7 @@ def _chart_positions(result: Result) -> Iterable[tuple[Axis, str, int]]:
 
 def by_category(results: Sequence[Result]) -> dict[Axis, dict[str, list[tuple[str, Result]]]]:
     """Group families whose second part is a category (a block type, a method): series -> (category, result)."""
-    found: dict[Axis, dict[str, list[tuple[str, Result]]]] = {}
+    axes: dict[Axis, dict[str, list[tuple[str, Result]]]] = {}
     backends = has_several_backends(results)
     for result in filter(is_positive, results):
         parts = result.name.split("/")
@@ -114,9 +114,9 @@ def by_category(results: Sequence[Result]) -> dict[Axis, dict[str, list[tuple[st
             continue
         series = [f"length {parts[2]}" if parts[2].isdigit() else parts[2]] if len(parts) > 2 else []
         series += [str(result.fields.get("backend") or "")] if backends else []
-        lines = found.setdefault(Axis(parts[0], "", result.unit), {})
+        lines = axes.setdefault(Axis(parts[0], "", result.unit), {})
         lines.setdefault(" ".join(series), []).append((parts[1], result))
-    return {axis: lines for axis, lines in found.items() if max(map(len, lines.values())) >= MIN_CATEGORIES}
+    return {axis: lines for axis, lines in axes.items() if max(map(len, lines.values())) >= MIN_CATEGORIES}
 
 
 def results_table(run: Run, _: ChartRenderer) -> Html:
@@ -163,8 +163,8 @@ def format_outliers(result: Result) -> str:
     """Return `2 high, 1 low`."""
     if len(result.samples) < statistics.MIN_SAMPLES:
         return ""
-    found = statistics.outliers(result.samples)
-    low, high = found.low_mild + found.low_severe, found.high_mild + found.high_severe
+    counts = statistics.outliers(result.samples)
+    low, high = counts.low_mild + counts.low_severe, counts.high_mild + counts.high_severe
     return ", ".join(f"{count} {side}" for count, side in ((high, "high"), (low, "low")) if count)
 
 
@@ -173,8 +173,8 @@ def pivot_tables(run: Run, renderer: ChartRenderer) -> Html:
     single = [r for r in run.results if "/" not in r.name]
     parts = [make_table(single, "figures of the whole run")] if single else []
     for unit in dict.fromkeys(r.unit for r in run.results if "/" in r.name):
-        found = [r for r in run.results if "/" in r.name and r.unit == unit]
-        values = {tuple(r.name.rsplit("/", 1)): format_value(r.estimate, unit) for r in found}
+        results = [r for r in run.results if "/" in r.name and r.unit == unit]
+        values = {tuple(r.name.rsplit("/", 1)): format_value(r.estimate, unit) for r in results}
         rows, columns = (list(dict.fromkeys(pair[i] for pair in values)) for i in (0, 1))
         cells = [[LATENCY_NAMES.get(row, row), *(values.get((row, c), "") for c in columns)] for row in rows]
         parts.append(table("by part", ["", *columns], cells, range(1, len(columns) + 1)))
@@ -211,8 +211,8 @@ def peer_table(run: Run, _: ChartRenderer) -> Html:
 def verdict_list(run: Run, _: ChartRenderer) -> Html:
     """Show one line for each claim."""
     lines = []
-    for one in detail(run, "verdicts", list):
-        value: dict[str, Any] = one if isinstance(one, dict) else {"line": one}
+    for item in detail(run, "verdicts", list):
+        value: dict[str, Any] = item if isinstance(item, dict) else {"line": item}
         line = html(value.get("line") or value.get("claim") or "")
         lines.append(f"<li>{badge(str(value.get('verdict') or 'no verdict'))} {line}</li>")
     return Html(f'<ul class="verdicts">{"".join(lines)}</ul>') if lines else Html()
@@ -220,36 +220,36 @@ def verdict_list(run: Run, _: ChartRenderer) -> Html:
 
 def claim_tables(run: Run, _: ChartRenderer) -> Html:
     """Show what was measured for each claim, and the rule of its verdict."""
-    made = []
+    out = []
     for name, rows in detail(run, "tables", dict).items():
         whole = isinstance(rows, list) and len(rows) > 1 and all(isinstance(row, list) for row in rows)
         if not whole or not rows[0] or any(len(row) != len(rows[0]) for row in rows):
             continue
-        known = detail(run, "claims", dict).get(name)
-        text, rule = (str(known.get(key) or "") for key in ("claim", "rule")) if isinstance(known, dict) else ("", "")
+        claim = detail(run, "claims", dict).get(name)
+        text, rule = (str(claim.get(key) or "") for key in ("claim", "rule")) if isinstance(claim, dict) else ("", "")
         numbers = [i for i in range(1, len(rows[0])) if all(NUMBER.match(str(row[i])) for row in rows[1:])]
-        made += [heading(f"Claim {name}: {text}"), soft(rule) if rule else ""]
-        made.append(table(f"what was measured for claim {name}", rows[0], rows[1:], numbers))
-        for more in detail(run, "more_tables", dict).get(name) or ():
-            made.append(table(str(more["caption"]), more["rows"][0], more["rows"][1:], ()))
-    return joined(made)
+        out += [heading(f"Claim {name}: {text}"), soft(rule) if rule else ""]
+        out.append(table(f"what was measured for claim {name}", rows[0], rows[1:], numbers))
+        for extra in detail(run, "more_tables", dict).get(name) or ():
+            out.append(table(str(extra["caption"]), extra["rows"][0], extra["rows"][1:], ()))
+    return joined(out)
 
 
 def change_table(changes: Iterable[Mapping[str, Any]], caption: str, sides: tuple[str, str]) -> Html:
     """Show changes in the form of `Comparison.as_json`."""
     rows: list[list[object]] = []
-    for one in changes:
-        ends = [x for x in (one.get("low"), one.get("high")) if isinstance(x, (int, float)) and math.isfinite(x)]
+    for row in changes:
+        ends = [x for x in (row.get("low"), row.get("high")) if isinstance(x, (int, float)) and math.isfinite(x)]
         interval = " to ".join(f"{x:+.1%}" for x in ends) if len(ends) == 2 else ""
-        values = [format_value(one[key], str(one.get("unit") or "")) for key in ("before", "after")]
-        rows.append([one.get("name"), *values, f"{one['change']:+.1%}", interval, badge(str(one.get("verdict")))])
+        values = [format_value(row[key], str(row.get("unit") or "")) for key in ("before", "after")]
+        rows.append([row.get("name"), *values, f"{row['change']:+.1%}", interval, badge(str(row.get("verdict")))])
     return table(caption, ["", *sides, "change", "99% interval", "verdict"], rows, (1, 2, 3, 4))
 
 
 def backend_comparison(run: Run, _: ChartRenderer) -> Html:
     """Show two backends whose samples were taken in turn."""
-    found = [one for one in detail(run, "ab", list) if isinstance(one, dict)]
-    valid = [one for one in found if all(type(one.get(k)) in (int, float) for k in ("before", "after", "change"))]
+    items = [item for item in detail(run, "ab", list) if isinstance(item, dict)]
+    valid = [item for item in items if all(type(item.get(k)) in (int, float) for k in ("before", "after", "change"))]
     if not valid:
         return Html()
     backends = " and ".join(map(str, listed)) if isinstance(listed := run.settings.get("backends"), list) else "A and B"
@@ -259,7 +259,7 @@ def backend_comparison(run: Run, _: ChartRenderer) -> Html:
 
 def component_shares(run: Run, _: ChartRenderer) -> Html:
     """Show where the time of a step goes, the largest part first."""
-    made = []
+    out = []
     for phase, results in by_family([r for r in run.results if number(r, "share") is not None]).items():
         rows: list[list[object]] = []
         for r in sorted(results, key=lambda r: -(number(r, "share") or 0)):
@@ -267,8 +267,8 @@ def component_shares(run: Run, _: ChartRenderer) -> Html:
             first = [r.name.removeprefix(f"{phase}/"), bar(share, f"{share:.1%}", rank), badge(rank) if rank else ""]
             rows.append([*first, format_value(r.estimate, r.unit), limit_bar(r)])
         head = ["", "share", "class", "time", "% of limit"]
-        made += [heading(phase), table(f"{phase}: time of a step", head, rows, (3,))]
-    return joined(made)
+        out += [heading(phase), table(f"{phase}: time of a step", head, rows, (3,))]
+    return joined(out)
 
 
 def unmeasured(run: Run) -> Html:
@@ -288,11 +288,11 @@ def chart_gallery(title: str, description: str, figures: Sequence[Callable[[], H
     """Draw the first charts side by side, uneven ones in columns without gaps, and say how many are left out."""
     if not figures:
         return Html()
-    left = len(figures) - MAX_CHARTS
-    more = f" {left} more plots are left out." if left > 0 else ""
+    num_hidden = len(figures) - MAX_CHARTS
+    note = f" {num_hidden} more plots are left out." if num_hidden > 0 else ""
     drawn = "".join(draw() for draw in figures[:MAX_CHARTS])
     plots = Html(f'<div class="plots{" uneven" * uneven}">{drawn}</div>')
-    return joined([heading(title), soft(description + more), plots])
+    return joined([heading(title), soft(description + note), plots])
 
 
 def charts_by_length(run: Run, renderer: ChartRenderer) -> Html:
@@ -306,8 +306,8 @@ def charts_by_length(run: Run, renderer: ChartRenderer) -> Html:
 
 
 def _limit(points: Sequence[tuple[int, Result]]) -> list[tuple[float, float]]:
-    found = [(float(x), number(r, "limit_s")) for x, r in points if r.unit == "s"]
-    return [(x, limit_s) for x, limit_s in found if limit_s is not None and limit_s > 0]
+    pairs = [(float(x), number(r, "limit_s")) for x, r in points if r.unit == "s"]
+    return [(x, limit_s) for x, limit_s in pairs if limit_s is not None and limit_s > 0]
 
 
 def charts_by_category(run: Run, renderer: ChartRenderer) -> Html:
@@ -344,8 +344,8 @@ def roofline_chart(run: Run, renderer: ChartRenderer) -> Html:
     try:
         roof = float(limits["operations_per_second"])
         ladder = sorted((float(b["bytes"]), float(b["bytes_per_second"])) for b in limits["bandwidth"])
-        found = [("memory", ladder[-1][1]), ("cache", max(rate for _, rate in ladder))]
-        slopes = [found[0]] + [found[1]] * (found[1][1] > 1.15 * found[0][1])
+        levels = [("memory", ladder[-1][1]), ("cache", max(rate for _, rate in ladder))]
+        slopes = [levels[0]] + [levels[1]] * (levels[1][1] > 1.15 * levels[0][1])
     except (TypeError, KeyError, ValueError, IndexError):
         return Html()
     dots = []

@@ -94,7 +94,7 @@ INSTRUCTION_SETS: dict[str, InstructionSet] = {
 def available_isas() -> list[str]:
     """Return the instruction sets that this machine can run and LLVM can compile for, best first."""
     have = llvm_features()
-    return [name for name, one in INSTRUCTION_SETS.items() if one.features <= have]
+    return [name for name, isa in INSTRUCTION_SETS.items() if isa.features <= have]
 
 
 def current_isa() -> str:
@@ -133,10 +133,10 @@ def llvm_features() -> frozenset[str]:
         )
     except Exception:  # a broken installation may fail in any way
         return frozenset(have)
-    more = [f"+{LLVM_NAMES.get(name, name)}" for name in SET_FOR_LLVM if name in have]
-    if more and config.CPU_FEATURES is None:
-        known = codegen.get_host_cpu_features()
-        config.CPU_FEATURES = ",".join(filter(None, [known, *more]))  # no effect once something has been compiled
+    features = [f"+{LLVM_NAMES.get(name, name)}" for name in SET_FOR_LLVM if name in have]
+    if features and config.CPU_FEATURES is None:
+        host = codegen.get_host_cpu_features()
+        config.CPU_FEATURES = ",".join(filter(None, [host, *features]))  # no effect once something has been compiled
     return frozenset(name for name in have if _llvm_compiles(name, registry.cpu_target.target_context.codegen()))
 
 
@@ -161,13 +161,13 @@ def _default_limits() -> list[ThreadLimit]:
     """Return what bounds the default beside the limits of a requested number."""
     usable = machine.usable_cores()
     physical, fast = machine.usable_physical_cores() or usable, machine.usable_performance_cores()
-    found = [ThreadLimit(physical, _count(physical, "physical core") + _of(physical, usable, "logical one"))]
+    limits = [ThreadLimit(physical, _count(physical, "physical core") + _of(physical, usable, "logical one"))]
     if fast is not None:
-        found.append(ThreadLimit(fast, _count(fast, "performance core") + _of(fast, physical, "physical core")))
+        limits.append(ThreadLimit(fast, _count(fast, "performance core") + _of(fast, physical, "physical core")))
     quota = machine.cpu_quota()
     if quota is not None:  # half of a core's time is worth a thread
-        found.append(ThreadLimit(max(1, math.floor(quota + 0.5)), _quota_text(quota)))
-    return found
+        limits.append(ThreadLimit(max(1, math.floor(quota + 0.5)), _quota_text(quota)))
+    return limits
 
 
 def _quota_text(quota: float) -> str:
@@ -185,11 +185,11 @@ def _of(number: int, all_of_them: int, what: str) -> str:
 def _request_limits() -> list[ThreadLimit]:
     """Return the bounds of a requested number, and of the default."""
     usable = machine.usable_cores()
-    found = [ThreadLimit(usable, f"{usable} cores that this process may run on")]
+    limits = [ThreadLimit(usable, f"{usable} cores that this process may run on")]
     quota = machine.cpu_quota()
     if quota is not None:
-        found.append(ThreadLimit(max(1, math.ceil(quota)), _quota_text(quota)))
-    return found
+        limits.append(ThreadLimit(max(1, math.ceil(quota)), _quota_text(quota)))
+    return limits
 
 
 def choose_thread_count(requested: int | None = None) -> int:

@@ -40,8 +40,8 @@ class Node:
         self.op, self.args, self.outputs, self.fused = op, args, outputs, fused
         read = [value for value in args.values() if isinstance(value, Value)]
         if fused:  # without what it makes for itself
-            made = {value for node in fused for value in node.outputs}
-            read = [value for node in fused for value in node.inputs if value not in made]
+            written = {value for node in fused for value in node.outputs}
+            read = [value for node in fused for value in node.inputs if value not in written]
         self.inputs: tuple[Value, ...] = tuple(dict.fromkeys(read))
 
     def __getitem__(self, name: str) -> Any:
@@ -172,16 +172,16 @@ class Rewrite:
 
     def match(self, nodes: Sequence[Node], first: int) -> tuple[Node, ...]:
         """Return the nodes of the run that starts at `first`; none if there is no such run."""
-        found: list[Node] = []
-        left = sum(not is_optional for _, is_optional in self._names)
+        run: list[Node] = []
+        num_required = sum(not is_optional for _, is_optional in self._names)
         for name, is_optional in self._names:
-            node = nodes[first + len(found)] if first + len(found) < len(nodes) else None
-            if node is not None and node.op == name and (left or _reads(node, found)):
-                found.append(node)
-                left -= not is_optional
+            node = nodes[first + len(run)] if first + len(run) < len(nodes) else None
+            if node is not None and node.op == name and (num_required or _reads(node, run)):
+                run.append(node)
+                num_required -= not is_optional
             elif not is_optional:
                 return ()
-        return tuple(found)
+        return tuple(run)
 
     def fuse(self, run: tuple[Node, ...], readers: Mapping[Value, set[Node]]) -> Node | None:
         """Return the fused op of a run; None where its ops are not linked, or others read what lies inside."""
@@ -212,15 +212,15 @@ def apply_rewrites(graph: Graph, rewrites: Sequence[Rewrite]) -> Graph:
             readers[value].add(node)
     if graph.hidden is not None:
         readers[graph.hidden].add(Node("return", {}, ()))
-    made: list[Node] = []
+    result: list[Node] = []
     at = 0
     while at < len(graph.nodes):
         runs = ((rewrite, rewrite.match(graph.nodes, at)) for rewrite in rewrites)
-        found = ((run, rewrite.fuse(run, readers)) for rewrite, run in runs if run)
-        run, node = next(((run, node) for run, node in found if node is not None), ((), graph.nodes[at]))
-        made.append(node)
+        matches = ((run, rewrite.fuse(run, readers)) for rewrite, run in runs if run)
+        run, node = next(((run, node) for run, node in matches if node is not None), ((), graph.nodes[at]))
+        result.append(node)
         at += len(run) or 1
-    return graph._replace(nodes=tuple(made))
+    return graph._replace(nodes=tuple(result))
 
 
 class ProgramLine(NamedTuple):
@@ -238,7 +238,7 @@ def op_names(node: Node) -> str:
 
 def collapse_repeats(lines: Sequence[ProgramLine]) -> list[tuple[int, list[ProgramLine]]]:
     """Return the lines in runs, each with how often it repeats: layers that run the same appear once."""
-    found: list[tuple[int, list[ProgramLine]]] = []
+    groups: list[tuple[int, list[ProgramLine]]] = []
     at = 0
     while at < len(lines):
         period, count = 1, 1
@@ -248,9 +248,9 @@ def collapse_repeats(lines: Sequence[ProgramLine]) -> list[tuple[int, list[Progr
                 times += 1
             if times > 1 and times * size > period * count:
                 period, count = size, times
-        if count == 1 and found and found[-1][0] == 1:
-            found[-1][1].append(lines[at])
+        if count == 1 and groups and groups[-1][0] == 1:
+            groups[-1][1].append(lines[at])
         else:
-            found.append((count, list(lines[at : at + period])))
+            groups.append((count, list(lines[at : at + period])))
         at += period * count
-    return found
+    return groups

@@ -89,6 +89,6 @@ def _remove_unused(root: Path) -> None:
     with suppress(OSError):
         versions = [folder for folder in root.iterdir() if re.fullmatch("[0-9a-f]{16}", folder.name)]
         last_used = {folder: folder.stat().st_mtime for folder in versions}
-        for folder in sorted(last_used, key=lambda one: last_used[one])[:-MIN_DIRS_KEPT]:
+        for folder in sorted(last_used, key=lambda path: last_used[path])[:-MIN_DIRS_KEPT]:
             if last_used[folder] < time.time() - MAX_UNUSED_DAYS * 86400:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -71,8 +71,8 @@ def select_backend(
     if is_cuda or backend == "cuda":
         if threads is not None:
             raise InvalidRequestError("threads sets the threads of CPU kernels: a GPU has its own", "threads")
-        wanted = f"device {device!r}" if is_cuda else "backend 'cuda'"
-        return load_cuda_backend(_parse_gpu_index(device), wanted, deterministic=deterministic)
+        option = f"device {device!r}" if is_cuda else "backend 'cuda'"
+        return load_cuda_backend(_parse_gpu_index(device), option, deterministic=deterministic)
     is_automatic = ComputeOptions(device=device, backend=backend, threads=threads).is_automatic
     if is_automatic and has_driver() and not missing_packages():
         try:
@@ -82,11 +82,11 @@ def select_backend(
     return _cpu_backend(backend, threads)
 
 
-def load_cuda_backend(index: int | None, wanted: str = "device 'cuda'", *, deterministic: bool = False) -> Backend:
+def load_cuda_backend(index: int | None, option: str = "device 'cuda'", *, deterministic: bool = False) -> Backend:
     """Return the CUDA backend on GPU `index`, by default the one with most free memory."""
     missing = missing_packages()
     if missing:
-        raise MissingDependencyError(f"{wanted} needs {' and '.join(missing)}: {INSTALL_COMMAND}")
+        raise MissingDependencyError(f"{option} needs {' and '.join(missing)}: {INSTALL_COMMAND}")
     module: Any = importlib.import_module(f"{__package__}.cuda")
     backend: Backend = module.CudaBackend(index, deterministic=deterministic)
     return backend
@@ -157,8 +157,8 @@ def _cpu_backend(backend: str, threads: int | None) -> Backend:
         return ReferenceBackend()
     cpu_info.choose_thread_count(threads)  # refuse an impossible number before Numba is imported
     module = import_cpu_backend()
-    made: Backend = module.CpuBackend(threads)
-    return made
+    cpu: Backend = module.CpuBackend(threads)
+    return cpu
 
 
 def import_cpu_backend() -> Any:

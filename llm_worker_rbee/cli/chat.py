@@ -144,9 +144,9 @@ class Conversation:
         """Return the conversation with its system message."""
         return [{"role": "system", "content": self.system}, *self.messages] if self.system else list(self.messages)
 
-    def prompt(self, *more: str) -> EncodedPrompt:
+    def prompt(self, *follow_ups: str) -> EncodedPrompt:
         """Return the prompt of the conversation with one more message of the user (or an example of one)."""
-        texts = more or ("Hello",)
+        texts = follow_ups or ("Hello",)
         messages = [*self.all_messages(), *({"role": "user", "content": text} for text in texts)]
         return self.llm.prepare_chat(messages)
 

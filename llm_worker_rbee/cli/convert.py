@@ -47,19 +47,19 @@ def convert(
         _require_not_source(located.path, out)
         checkpoint = open_checkpoint(located.path)
         _note_quantized_source(checkpoint)
-        made = convert_checkpoint(checkpoint, out, to, threads=threads, progress=progress)
+        result = convert_checkpoint(checkpoint, out, to, threads=threads, progress=progress)
     if as_json:
         print_json(
             {
                 "source": str(located.path),
                 "path": str(out),
                 "type": to.upper(),
-                "bytes": made.bytes,
-                "tensors": made.tensors,
+                "bytes": result.bytes,
+                "tensors": result.tensors,
             }
         )
         return
-    note(f"{human_bytes(located.bytes)} -> {human_bytes(made.bytes)}")
+    note(f"{human_bytes(located.bytes)} -> {human_bytes(result.bytes)}")
     print(out)
 
 

@@ -112,9 +112,9 @@ def _check_processor() -> Iterator[Check]:
     if needed in features:
         yield Check("instructions", "ok", " ".join(features))
     else:
-        found = " ".join(features) or "none that speed up arithmetic are known"
+        text = " ".join(features) or "none that speed up arithmetic are known"
         remedy = f"no {needed}: expect slow answers" if features else "expect slow answers"
-        yield Check("instructions", "warn", found, remedy)
+        yield Check("instructions", "warn", text, remedy)
     physical, quota, usable = machine.physical_cores(), machine.cpu_quota(), machine.usable_cores()
     parts = [f"{physical} physical"] if physical else []
     parts += [f"{os.cpu_count()} logical", f"{usable} usable"]
@@ -129,14 +129,14 @@ def _check_memory() -> Iterator[Check]:
         yield Check("memory", "warn", "cannot be read on this system")
         return
     free = total if available is None else available
-    found = f"{human_bytes(total)}, {human_bytes(free)} available"
+    text = f"{human_bytes(total)}, {human_bytes(free)} available"
     if limit is not None and limit < total:
         free = min(free, max(0, limit - used))
-        found += f", limited to {human_bytes(limit)} by the cgroup"
+        text += f", limited to {human_bytes(limit)} by the cgroup"
     if free < MIN_MEMORY:
-        yield Check("memory", "warn", found, "stop other programs, or use a smaller model")
+        yield Check("memory", "warn", text, "stop other programs, or use a smaller model")
     else:
-        yield Check("memory", "ok", found)
+        yield Check("memory", "ok", text)
 
 
 def _check_gpu() -> Check:
@@ -175,9 +175,9 @@ def _check_package(name: str) -> Check:
 
 def _check_cpu_kernels() -> Check:
     try:
-        found = f"{cpu_info.current_isa()} (of {', '.join(cpu_info.available_isas())})"
+        text = f"{cpu_info.current_isa()} (of {', '.join(cpu_info.available_isas())})"
         is_refused = "amx_int8" in machine.cpu_features() and "amx_int8" not in cpu_info.llvm_features()
-        return Check("CPU kernels", "ok", found + "; the system does not grant AMX" * is_refused)
+        return Check("CPU kernels", "ok", text + "; the system does not grant AMX" * is_refused)
     except InvalidRequestError as error:
         return Check("CPU kernels", "warn", str(error), f"unset {cpu_info.ISA_VARIABLE}")
 
@@ -239,10 +239,10 @@ def _check_cache_folder(folder: Path) -> Check:
     for parent, _, names in os.walk(folder):
         with suppress(OSError):  # a pull may be running
             size += sum(os.lstat(os.path.join(parent, name)).st_size for name in names)
-    found = f"{folder}: {human_bytes(size)} used, {human_bytes(free)} free"
+    text = f"{folder}: {human_bytes(size)} used, {human_bytes(free)} free"
     if free < MIN_DISK:
-        return Check("cache", "warn", found, "free some space, or set XDG_CACHE_HOME to a larger disk")
-    return Check("cache", "ok", found)
+        return Check("cache", "warn", text, "free some space, or set XDG_CACHE_HOME to a larger disk")
+    return Check("cache", "ok", text)
 
 
 def _check_model_cache() -> Iterator[Check]:

@@ -413,25 +413,25 @@ def _mtp(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any] | None:
 def _pooling(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any]:
     """Return how an embedding model or a reranker pools."""
     try:
-        found = read_pooling_config(checkpoint, config)
+        pooling = read_pooling_config(checkpoint, config)
     except WorkerError as error:
         return {"error": str(error)}
     return {
-        "kind": found.kind,
-        "normalize": found.normalize,
-        "score": found.score or None,
-        "dimension": found.dense[-1].rows if found.dense else config.d_model,
-        "similarity": found.similarity,
-        "max_length": min(found.max_length or config.context_length, config.context_length),
-        "prompts": dict(found.prompts),
-        "default_prompt": found.default_prompt or None,
-        "notes": list(found.notes),
+        "kind": pooling.kind,
+        "normalize": pooling.normalize,
+        "score": pooling.score or None,
+        "dimension": pooling.dense[-1].rows if pooling.dense else config.d_model,
+        "similarity": pooling.similarity,
+        "max_length": min(pooling.max_length or config.context_length, config.context_length),
+        "prompts": dict(pooling.prompts),
+        "default_prompt": pooling.default_prompt or None,
+        "notes": list(pooling.notes),
     }
 
 
 def _shape_from_keys(checkpoint: Checkpoint) -> dict[str, Any]:
-    found = {name: checkpoint.metadata.get(f"{checkpoint.architecture}.{key}") for name, key in COMMON_KEYS.items()}
-    return {name: value for name, value in found.items() if isinstance(value, int) and not isinstance(value, bool)}
+    values = {name: checkpoint.metadata.get(f"{checkpoint.architecture}.{key}") for name, key in COMMON_KEYS.items()}
+    return {name: value for name, value in values.items() if isinstance(value, int) and not isinstance(value, bool)}
 
 
 def _quantization(checkpoint: Checkpoint) -> list[dict[str, Any]]:

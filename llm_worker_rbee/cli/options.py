@@ -53,8 +53,8 @@ def options_in(panel: str) -> Any:
 def option_fields(panel: str) -> Callable[..., Any]:
     """Return a function that declares an option of a panel as a field of a group, which gives it its name."""
 
-    def option(default: Any, metavar: str | None, help: str, *names: str, **more: Any) -> Any:
-        metadata = {"names": names, "metavar": metavar, "help": help, "rich_help_panel": panel, **more}
+    def option(default: Any, metavar: str | None, help: str, *names: str, **extra: Any) -> Any:
+        metadata = {"names": names, "metavar": metavar, "help": help, "rich_help_panel": panel, **extra}
         return field(default=default, metadata=metadata)
 
     return option
@@ -101,11 +101,11 @@ def _annotation(declared: Field[Any]) -> Any:
     """Return the type of a field with its option; `names` are short ones, or replace the name of the field."""
     if not declared.metadata:  # annotated with its option already
         return declared.type
-    more = dict(declared.metadata)
-    names = more.pop("names")
+    options = dict(declared.metadata)
+    names = options.pop("names")
     if not any(name.startswith("--") for name in names):
         names = ("--" + declared.name.replace("_", "-"), *names)
-    return Annotated[declared.type, typer.Option(*names, **more)]
+    return Annotated[declared.type, typer.Option(*names, **options)]
 
 
 def _check(function: Callable[..., Any], *args: Any, option: str | None = None, **values: Any) -> Any:
@@ -151,19 +151,19 @@ class SamplingFlags:
     stop: list[str] | None = _sampling(None, "TEXT", "Stop before this text. Repeatable.")
     ignore_eos: bool = _sampling(False, None, "Continue past the end-of-text token.")
 
-    def params(self, **more: Any) -> SamplingParams:
+    def params(self, **extra: Any) -> SamplingParams:
         stops = tuple(argument_text(text, "--stop") for text in self.stop or ())
         bias = dict(map(_parse_logit_bias, self.logit_bias or ()))
-        return _check(SamplingParams, **{**vars(self), "stop": stops, "logit_bias": bias}, **more)  # type: ignore[no-any-return]
+        return _check(SamplingParams, **{**vars(self), "stop": stops, "logit_bias": bias}, **extra)  # type: ignore[no-any-return]
 
 
 def _parse_logit_bias(text: str) -> tuple[int, float]:
-    found = LOGIT_BIAS.fullmatch(text)
-    if found is None:
+    match = LOGIT_BIAS.fullmatch(text)
+    if match is None:
         raise typer.BadParameter(
             f"--logit-bias {text!r} is not of the form ID=X, such as 42=-1.5 (ID: at most 9 digits)"
         )
-    return int(found[1]), float(found[2])
+    return int(match[1]), float(match[2])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,7 +285,7 @@ def option_names_in_errors(**others: str) -> Iterator[None]:
 
 def with_option_names(text: str, **others: str) -> str:
     """Return a message with the names of options instead of settings: --kv-memory for kv_memory."""
-    return SETTING.sub(lambda found: others.get(found[0]) or "--" + found[0].replace("_", "-"), text)
+    return SETTING.sub(lambda match: others.get(match[0]) or "--" + match[0].replace("_", "-"), text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,7 +347,7 @@ class EngineFlags(CapacityFlags):
             raise typer.BadParameter(f"--draft-model and --speculative {self.speculative} both draft: choose one")
         if self.draft_tokens is not None and off and self.draft_model is None:
             raise typer.BadParameter("--draft-tokens goes with --speculative ngram or mtp, or with --draft-model")
-        given: Any = {"speculative": self.speculative, "draft_tokens": self.draft_tokens}
+        values: Any = {"speculative": self.speculative, "draft_tokens": self.draft_tokens}
         return _check(  # type: ignore[no-any-return]
             replace,
             super().apply(options),
@@ -355,7 +355,7 @@ class EngineFlags(CapacityFlags):
             prefix_cache=not self.no_prefix_cache,
             draft_model=self.draft_model,
             deterministic=self.deterministic,
-            **{name: value for name, value in given.items() if value is not None},
+            **{name: value for name, value in values.items() if value is not None},
         )
 
 

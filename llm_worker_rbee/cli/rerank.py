@@ -46,13 +46,13 @@ def rerank(
     for text in reranker.notes:
         note(text)
     with lines_in_errors(lines):
-        found = reranker.rank(query, [line.text for line in lines], top_n=top_n, truncate=texts.truncate)
+        ranking = reranker.rank(query, [line.text for line in lines], top_n=top_n, truncate=texts.truncate)
     if as_json:
-        results = [_result_json(result, lines[result.index]) for result in found]
+        results = [_result_json(result, lines[result.index]) for result in ranking]
         tokens = reranker.engine.num_tokens
         print_json({"model": computing.model, "query": query, "results": results, "tokens": tokens})
         return
-    rows = [(f"{r.score:.4f}", str(lines[r.index].number), _shorten(r.document)) for r in found]
+    rows = [(f"{r.score:.4f}", str(lines[r.index].number), _shorten(r.document)) for r in ranking]
     print("\n".join(columns([("SCORE", "LINE", "TEXT"), *rows], right=[0, 1])))
 
 

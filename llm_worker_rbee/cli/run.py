@@ -163,13 +163,13 @@ class GuidedFlags:
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of `SamplingParams`; a grammar that is wrong fails before the model is loaded."""
-        given = {name: value for name, value in vars(self).items() if value and not isinstance(value, bool)}
-        options = [f"--{name.replace('_', '-')}" for name in given]
-        if len(given) > 1:
+        values = {name: value for name, value in vars(self).items() if value and not isinstance(value, bool)}
+        options = [f"--{name.replace('_', '-')}" for name in values]
+        if len(values) > 1:
             raise typer.BadParameter(f"{options[0]} and {options[1]} exclude each other: give one of them")
         if self.open_objects and not self.json_schema:
             raise typer.BadParameter("--open-objects needs --json-schema")
-        if not given:
+        if not values:
             if self.close_on_length:
                 raise typer.BadParameter("--close-on-length needs --json-schema, --regex, --choice or --grammar")
             return {}
@@ -476,11 +476,11 @@ def _parse_json_line(origin: str, line: str, params: SamplingParams) -> PromptRe
         raise InvalidRequestError(f'{origin} must have either a "prompt" (text) or "messages" (a list)', "prompt")
     if isinstance(fields.get("logit_bias"), dict):  # keys of JSON objects are strings
         fields["logit_bias"] = {_token_id(key): value for key, value in fields["logit_bias"].items()}
-    given = {name: value for name, value in fields.items() if value is not None or name not in NEUTRAL_SAMPLING}
+    values = {name: value for name, value in fields.items() if value is not None or name not in NEUTRAL_SAMPLING}
     try:
-        if given.get("structured_outputs") is not None:
-            given["structured_outputs"] = StructuredOutputsParams.from_fields(given["structured_outputs"])
-        return PromptRequest(origin, prompts[0], replace(params, **given), scheduling)
+        if values.get("structured_outputs") is not None:
+            values["structured_outputs"] = StructuredOutputsParams.from_fields(values["structured_outputs"])
+        return PromptRequest(origin, prompts[0], replace(params, **values), scheduling)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{origin}: {error}", error.field) from None
 

@@ -109,8 +109,8 @@ class Front:
         log.set_up(os.environ)
         key = find_required_key(options, os.environ)
         api_key = None if key is None else key.value
-        made = ServerSettings(model_ref=model or DEFAULT_MODEL, api_key=api_key, **settings)
-        self._worker = Worker(made, RayEngine(engines), partial(open_text_model, model, options.chat_template))
+        server = ServerSettings(model_ref=model or DEFAULT_MODEL, api_key=api_key, **settings)
+        self._worker = Worker(server, RayEngine(engines), partial(open_text_model, model, options.chat_template))
         self._cpu_clock = time.monotonic(), time.process_time()
 
     def __serve_build_asgi_app__(self) -> Any:

@@ -95,7 +95,7 @@ class RayEngine(TokenEngine):
         raise InferenceError("Ray restarts its replicas: deploy the application again, or scale it")
 
     def stats(self) -> EngineStats:
-        return add_stats([one.stats for one in self._reports.values()], [one.stats for one in self._ended.values()])
+        return add_stats([r.stats for r in self._reports.values()], [r.stats for r in self._ended.values()])
 
     def status(self) -> str:
         statuses = {report.status for report in self._reports.values()}

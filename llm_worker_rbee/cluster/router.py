@@ -60,15 +60,15 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        known = [replica for replica in candidate_replicas if self._is_healthy(replica)]
-        if not known or pending_request is None or len(pending_request.args) < NUM_ARGUMENTS:
+        healthy = [replica for replica in candidate_replicas if self._is_healthy(replica)]
+        if not healthy or pending_request is None or len(pending_request.args) < NUM_ARGUMENTS:
             return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
         _, _, joined, num_tokens = pending_request.args
         hashes = list(map(shorten, split_hashes(joined)))
-        candidates = [self._states[replica.replica_id].match(hashes) for replica in known]
+        candidates = [self._states[replica.replica_id].match(hashes) for replica in healthy]
         best = choose(candidates)
-        self._states[known[best].replica_id].add(hashes, num_tokens - candidates[best].num_matched_tokens)
-        return [[known[best]], [replica for replica in candidate_replicas if replica is not known[best]]]
+        self._states[healthy[best].replica_id].add(hashes, num_tokens - candidates[best].num_matched_tokens)
+        return [[healthy[best]], [replica for replica in candidate_replicas if replica is not healthy[best]]]
 
     def _is_healthy(self, replica: RunningReplica) -> bool:
         state = self._states.get(replica.replica_id)

@@ -47,7 +47,7 @@ def forced_drafts_pay(num_drafts: int, num_requests: int, step_s: float | None) 
 
 def still_running(scheduled: Sequence[ScheduledTokens]) -> list[ScheduledTokens]:
     """Return the scheduled tokens of requests that have not finished."""
-    return [one for one in scheduled if not one.request.is_finished]
+    return [item for item in scheduled if not item.request.is_finished]
 
 
 class LaunchedForward(NamedTuple):
@@ -74,8 +74,8 @@ class InFlightStep(NamedTuple):
         """Return the tokens of the requests that have not finished, with their log-probabilities."""
         kept = [token for request, token in zip(self.sampled, tokens, strict=True) if not request.is_finished]
         logprobs = {
-            self.sampled[row]: collect_logprobs([tokens[row]], found)
-            for row, found in self.pending.logprobs().items()
+            self.sampled[row]: collect_logprobs([tokens[row]], values)
+            for row, values in self.pending.logprobs().items()
             if not self.sampled[row].is_finished
         }
         return SamplerOutput(kept, logprobs)
@@ -90,8 +90,8 @@ class InFlightStep(NamedTuple):
                 request.pending_row = row
             yield
         finally:
-            for one in self.scheduled:
-                one.request.num_in_flight_tokens, one.request.pending_row = 0, -1
+            for item in self.scheduled:
+                item.request.num_in_flight_tokens, item.request.pending_row = 0, -1
 
 
 class StepEngine(Protocol):
@@ -129,7 +129,7 @@ class StepPipeline:
 
     def can_launch(self, scheduled: Sequence[ScheduledTokens]) -> bool:
         """Return whether a step has only prefills and decodes: prompts are scored and drafts verified synchronously."""
-        is_plain = not any(one.request.num_unscored_tokens or one.request.drafts for one in scheduled)
+        is_plain = not any(item.request.num_unscored_tokens or item.request.drafts for item in scheduled)
         return is_plain and not self._engine.is_drafting
 
     def waits_for(self, num_drafts: int) -> bool:
@@ -220,7 +220,7 @@ class StepPipeline:
     ) -> LaunchedForward:
         """Launch the forward pass of a step; `previous` is in flight, and assumed to be collected."""
         engine = self._engine
-        sampled = [one.request for one in scheduled if one.logits_from < one.stop]
+        sampled = [item.request for item in scheduled if item.logits_from < item.stop]
         batch = engine.runner.batch(scheduled, _tokens_of(previous))
         return LaunchedForward(scheduled, sampled, forward(engine.model, batch, engine.runner.cache))
 

@@ -61,13 +61,13 @@ class BlockPool:
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the blocks of the longest cached prefix."""
-        found: list[int] = []
+        blocks: list[int] = []
         for block_hash in hashes:
             block = self._cached.get(block_hash)
             if block is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     @property
     def num_cached(self) -> int:

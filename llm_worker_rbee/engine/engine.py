@@ -204,7 +204,7 @@ class Engine:
 
     def _run(self, scheduled: list[ScheduledTokens]) -> Array:
         """Return the logits, while the masks of guided requests are filled."""
-        requests = [one.request for one in scheduled if one.stop >= len(one.request.ids)]
+        requests = [item.request for item in scheduled if item.stop >= len(item.request.ids)]
         if not any(request.constraint is not None for request in requests):
             return self._run_model(scheduled)
         if not self.model.ops.has_device_memory:
@@ -250,14 +250,14 @@ class Engine:
 
     def grammar_drafts(self) -> list[tuple[Request, list[int]]]:
         """Return the next tokens of guided requests that decode: those that are forced, or drafts that are allowed."""
-        found, left = [], self.scheduler.max_scored_tokens
+        pairs, budget = [], self.scheduler.max_scored_tokens
         for request in self.scheduler.running:
             if request.constraint is not None:
-                room = min(left, max_drafts(request))
+                room = min(budget, max_drafts(request))
                 drafts = request.constraint.next_drafts(request.drafts, room) if room else []
-                found.append((request, drafts))
-                left -= len(drafts)
-        return found
+                pairs.append((request, drafts))
+                budget -= len(drafts)
+        return pairs
 
     def _run_drafter(self, drafter: Drafter) -> None:
         """Let a drafter set drafts. They are optional: a drafter that breaks is not used again."""
@@ -275,25 +275,25 @@ class Engine:
     def max_prefill_tokens(self, decodes: Sequence[ScheduledTokens], start: int) -> int:
         """Return how many prompt tokens a step may have so that its decodes get their token in time."""
         limit = self.config.max_step_tokens
-        if not any(one.stop > one.request.num_prompt_tokens for one in decodes):
+        if not any(item.stop > item.request.num_prompt_tokens for item in decodes):
             return limit - len(decodes)  # no request waits for its next token
         size = step_size(decodes, self.step_time.query_tile)
         return self.step_time.max_prefill_tokens(self.config.target_itl_ms / 1000, size, start, limit - size.tokens)
 
     def seconds_per_prefill_token(self) -> float:
         """Return the predicted seconds of a prompt token in a step with the current decodes; 0: not known yet."""
-        running = [one for one in self.scheduler.running[:] if len(one.ids) > one.num_prompt_tokens]
-        decodes = [ScheduledTokens(one, len(one.ids) - 1, len(one.ids), 0) for one in running]
+        running = [item for item in self.scheduler.running[:] if len(item.ids) > item.num_prompt_tokens]
+        decodes = [ScheduledTokens(item, len(item.ids) - 1, len(item.ids), 0) for item in running]
         count = max(MIN_PREFILL_TOKENS, self.max_prefill_tokens(decodes, 0))
-        context = sum(one.stop for one in decodes) + chunk_context(0, count, self.step_time.query_tile)
+        context = sum(item.stop for item in decodes) + chunk_context(0, count, self.step_time.query_tile)
         return (self.step_time.predict(StepSize("mixed", False, len(decodes) + count, context)) or 0.0) / count
 
 
 def _to_worker_error(error: Exception) -> WorkerError:
     if isinstance(error, WorkerError):
         return error
-    made: WorkerError = InferenceError(f"the step failed ({type(error).__name__})")  # its text may hold internals
+    shown: WorkerError = InferenceError(f"the step failed ({type(error).__name__})")  # its text may hold internals
     if isinstance(error, MemoryError):
-        made = InsufficientMemoryError("a step did not fit into memory: use a smaller kv_memory, max_batch or prompt")
-    made.__cause__ = error
-    return made
+        shown = InsufficientMemoryError("a step did not fit into memory: use a smaller kv_memory, max_batch or prompt")
+    shown.__cause__ = error
+    return shown

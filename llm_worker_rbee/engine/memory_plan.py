@@ -174,8 +174,8 @@ def plan_memory(
     step; backend None: on the CPU."""
     sharing, plural = options.num_sharing, f" of {options.num_sharing} engines" if options.num_sharing > 1 else ""
     if backend is None or not backend.has_device_memory:
-        given = SchedulerLimits()
-        limits = SchedulerLimits(options.max_batch or given.max_batch, options.max_step_tokens or given.max_step_tokens)
+        usual = SchedulerLimits()
+        limits = SchedulerLimits(options.max_batch or usual.max_batch, options.max_step_tokens or usual.max_step_tokens)
         plan = MemoryPlan("host", free_memory(), HOST_MEMORY_FRACTION / sharing, limits)
         plan.add("weights", sharing * sum(map(_host_bytes, models)), f"the files{plural}, mapped or unpacked")
         plan.add("other models", options.reserved_memory, "beside this one: weights and the arrays of a step")
@@ -322,18 +322,18 @@ def plan_kv_cache(
     EngineConfig(max_context=1, n_blocks=1, block_size=block_size, max_batch=max_batch)  # checks their ranges
     requested = _check_context(max_context, config.context_length)
     models = [config] if draft_config is None else [config, draft_config]
-    block = sum(block_bytes(one, kv_type, block_size) for one in models)
+    block = sum(block_bytes(model, kv_type, block_size) for model in models)
     context_blocks = -(-requested // block_size)
-    slot, wanted = config.state_bytes, default_slots(max_batch, draft_tokens) if config.state_bytes else 0
+    slot, slots = config.state_bytes, default_slots(max_batch, draft_tokens) if config.state_bytes else 0
     if kv_memory is not None:
         memory = _check_memory(kv_memory, available)
     elif available is None:
-        memory = context_blocks * block + wanted * slot
+        memory = context_blocks * block + slots * slot
     else:
-        most = wanted + MAX_SNAPSHOTS_PER_REQUEST * max_batch
+        most = slots + MAX_SNAPSHOTS_PER_REQUEST * max_batch
         memory = min(context_blocks * block * max_batch + most * slot, int(available * memory_fraction))
     is_known = kv_memory is not None or available is not None
-    n_slots = _num_slots(slot, memory, max_batch, wanted) if is_known else wanted
+    n_slots = _num_slots(slot, memory, max_batch, slots) if is_known else slots
     n_blocks = (memory - n_slots * slot) // block
     if kv_memory is None and slot:
         n_blocks = min(n_blocks, context_blocks * max_batch)  # more than all requests use
@@ -358,13 +358,13 @@ def plan_kv_cache(
     )
 
 
-def _num_slots(slot: int, memory: int, max_batch: int, wanted: int) -> int:
-    """Return how many states of `slot` bytes a cache of `memory` bytes has: up to `wanted`, and snapshots."""
+def _num_slots(slot: int, memory: int, max_batch: int, slots: int) -> int:
+    """Return the states of `slot` bytes that `memory` bytes hold: up to `slots`, and snapshots."""
     if not slot:
         return 0
-    wanted = max(SLOTS_PER_REQUEST, min(wanted, int(STATE_FRACTION * memory) // slot))
-    snapshots = int(SNAPSHOT_FRACTION * max(0, memory - wanted * slot)) // slot
-    return wanted + min(snapshots, MAX_SNAPSHOTS_PER_REQUEST * max_batch)
+    slots = max(SLOTS_PER_REQUEST, min(slots, int(STATE_FRACTION * memory) // slot))
+    snapshots = int(SNAPSHOT_FRACTION * max(0, memory - slots * slot)) // slot
+    return slots + min(snapshots, MAX_SNAPSHOTS_PER_REQUEST * max_batch)
 
 
 def block_bytes(config: ModelConfig, kv_type: str, block_size: int = BLOCK_SIZE) -> int:
@@ -383,8 +383,8 @@ def free_memory(backend: Backend | None = None) -> int | None:
     space = machine.address_space_left()
     sizes = [total if free is None else free, None if limit is None else limit - used]
     sizes.append(None if space is None else space - ADDRESS_SPARE_BYTES)
-    known = [size for size in sizes if size is not None]
-    return max(0, min(known)) if known else None
+    limits = [size for size in sizes if size is not None]
+    return max(0, min(limits)) if limits else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,8 +413,8 @@ class Workspace:
         d_ff = max(map(config.d_ff_of, layers))
         mlp = copies * 4 * 2 * d_ff + 2 * d_ff  # gate and up; their combination
         if (experts := config.experts) is not None:  # products of all experts of a token, without splits
-            made = experts.used * (10 * experts.d_ff + 4 * width) + copies * 8 * experts.shared_d_ff
-            mlp = max(mlp, made + (4 * width if config.family.parallel_experts else 0))  # the MLP's result is kept
+            routed = experts.used * (10 * experts.d_ff + 4 * width) + copies * 8 * experts.shared_d_ff
+            mlp = max(mlp, routed + (4 * width if config.family.parallel_experts else 0))  # the MLP's result is kept
         inputs = 4 * config.n_layers * config.layer_input_dim  # per-layer embeddings, kept until the last layer
         first = (1 + copies) * inputs  # rows of their table, and the product
         hidden = 4 * width if self.keeps_hidden else 0
@@ -462,8 +462,8 @@ def choose_batch(
     """
     tokens_each = min(context, max(MIN_REQUEST_TOKENS, min(MAX_REQUEST_TOKENS, context // CONTEXT_SHARE)))
     for batch in range(MAX_BATCH, BATCH_STEP, -BATCH_STEP):
-        left = memory - workspace.bytes(SchedulerLimits(batch, max_step_tokens))
-        room = int(memory_fraction * left) if kv_memory is None else min(kv_memory, left)
+        rest = memory - workspace.bytes(SchedulerLimits(batch, max_step_tokens))
+        room = int(memory_fraction * rest) if kv_memory is None else min(kv_memory, rest)
         if batch * (tokens_each * kv_token_bytes + state_bytes) <= room:
             return batch
     return BATCH_STEP
@@ -471,11 +471,11 @@ def choose_batch(
 
 def parse_size(text: str) -> int:
     """Return the bytes of `512M`, `1.5GB`, `2GiB`; K, M, G and T are powers of 1,000, with an i of 1,024."""
-    found = SIZE.fullmatch(text.strip())
-    binary = found is not None and (found[3] or "").lower().startswith("i")
-    if found is None or (binary and not found[2]):
+    match = SIZE.fullmatch(text.strip())
+    binary = match is not None and (match[3] or "").lower().startswith("i")
+    if match is None or (binary and not match[2]):
         raise InvalidRequestError(f"kv_memory is {text!r}: give a size such as 512M, 1.5GB or 2GiB", "kv_memory")
-    size = int(float(found[1]) * (1024 if binary else 1000) ** UNITS[found[2].upper()])
+    size = int(float(match[1]) * (1024 if binary else 1000) ** UNITS[match[2].upper()])
     if size < 1:
         raise InvalidRequestError(f"kv_memory is {text!r}: it must be 1 byte or more", "kv_memory")
     return size

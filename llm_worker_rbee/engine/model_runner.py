@@ -42,23 +42,23 @@ class ModelRunner:
         self, scheduled: Sequence[ScheduledTokens], pending: Array | None = None, *, has_states: bool = True
     ) -> Batch:
         """Return the arrays of a step; `pending`: the tokens of the step in flight, if it follows one."""
-        made = self._token_batch(scheduled, pending)
-        return _with_states(made, scheduled) if has_states and self.cache.n_slots else made
+        tokens = self._token_batch(scheduled, pending)
+        return _with_states(tokens, scheduled) if has_states and self.cache.n_slots else tokens
 
     def _token_batch(self, scheduled: Sequence[ScheduledTokens], pending: Array | None) -> Batch:
         ids: list[int] = []
         requests, starts, stops, logits_from = zip(*scheduled, strict=True)
         for request, start, stop in zip(requests, starts, stops, strict=True):
-            known = len(request.ids)
+            length = len(request.ids)
             if request.num_blocks_in_table < len(request.blocks):
                 self._write_table(request)
             if request.pending_row >= 0:
                 ids.append(pending_id(request.pending_row))
-            elif start + 1 == stop == known:
+            elif start + 1 == stop == length:
                 ids.append(request.ids[start])
             else:
                 ids += request.ids[start:stop]
-                ids += request.drafts[max(0, start - known) : max(0, stop - known)]
+                ids += request.drafts[max(0, start - length) : max(0, stop - length)]
         if len(ids) == len(requests) and logits_from == starts:
             return self._decode_batch(ids, requests, starts, pending)
         slots = [request.batch_slot for request in requests]
@@ -70,7 +70,7 @@ class ModelRunner:
         """What `_mixed_batch` gives where each request computes one token and its logits, faster."""
         count, size, slots = len(ids), self.cache.block_size, [request.batch_slot for request in requests]
         rows = slots if count > 1 else slice(slots[0], slots[0] + 1)  # of one request without a copy
-        written = [one.blocks[at // size] * size + at % size for one, at in zip(requests, starts, strict=True)]
+        written = [row.blocks[at // size] * size + at % size for row, at in zip(requests, starts, strict=True)]
         positions = _array(starts)
         return Batch(
             ids=_array(ids),

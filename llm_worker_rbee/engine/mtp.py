@@ -57,15 +57,15 @@ class MtpDrafter(Drafter):
             return
         scheduled, drafting, rows, at = list[ScheduledTokens](), list[Request](), list[int](), 0
         for request, start, stop, _ in step.scheduled:
-            if request.batch_slot >= 0 and (found := self._state(request).follow(request, start, reserve)):
-                scheduled.append(found)
-                drafting += [request] if found.logits_from < found.stop else []
-                rows += [at + slot - 1 - start if slot > start else -1 for slot in range(found.start, found.stop)]
+            if request.batch_slot >= 0 and (item := self._state(request).follow(request, start, reserve)):
+                scheduled.append(item)
+                drafting += [request] if item.logits_from < item.stop else []
+                rows += [at + slot - 1 - start if slot > start else -1 for slot in range(item.start, item.stop)]
             at += stop - start
         for part, index in _split(scheduled, rows):
             logits, hidden = self._forward(batch(part), step.hidden, index)
-            for one in part:
-                self._state(one.request).computed(one)
+            for item in part:
+                self._state(item.request).computed(item)
         while drafting:
             tokens = self.head.ops.sample(logits, [sample_rows(request)[-1] for request in drafting]).tolist()
             index = [i for i, request in enumerate(drafting) if self._state(request).append(request, tokens[i])]
@@ -113,7 +113,7 @@ def _split(scheduled: list[ScheduledTokens], rows: list[int]) -> list[tuple[list
         if logits_from < stop:
             last.append(ScheduledTokens(request, logits_from, stop, logits_from))
             last_rows += rows[at - (stop - logits_from) : at]
-    return [one for one in (*passes, (last, last_rows)) if one[0]]
+    return [item for item in (*passes, (last, last_rows)) if item[0]]
 
 
 def _last_draft(request: Request) -> ScheduledTokens:
@@ -149,9 +149,9 @@ class _HeadState:
             return None
         return ScheduledTokens(request, first, stop, stop - 1 if self._room > 0 else stop)
 
-    def computed(self, one: ScheduledTokens) -> None:
+    def computed(self, scheduled: ScheduledTokens) -> None:
         """Note what the head has read."""
-        self._num_computed = one.stop
+        self._num_computed = scheduled.stop
 
     def append(self, request: Request, token: int) -> bool:
         """Append a draft token; return whether there is room for more."""

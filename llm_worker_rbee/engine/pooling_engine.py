@@ -117,23 +117,23 @@ class PoolingEngine:
         turns = deque([*list(self._queue)[1:], first])
         while turns and budget >= BLOCK_SIZE and len(packed) < MAX_STEP_SEQUENCES:
             request = turns.popleft()
-            if (found := request.take(budget)) is not None:
-                packed.append((request, found))
-                budget -= _size(request.sequences[found])
+            if (taken := request.take(budget)) is not None:
+                packed.append((request, taken))
+                budget -= _size(request.sequences[taken])
                 turns.append(request)
-        return sorted(packed, key=lambda one: len(one[0].sequences[one[1]]))
+        return sorted(packed, key=lambda item: len(item[0].sequences[item[1]]))
 
     def _outputs(self, packed: list[tuple[_Request, int]], rows: Floats) -> list[PoolingOutput]:
         places: dict[int, list[int]] = {}
         for place, (request, _) in enumerate(packed):
             places.setdefault(request.id, []).append(place)
         outputs = []
-        for request_id, found in places.items():
-            values = np.ascontiguousarray(rows[found], np.float32)
+        for request_id, positions in places.items():
+            values = np.ascontiguousarray(rows[positions], np.float32)
             error = None
             if not np.isfinite(values).all():
                 error = InferenceError(f"{self._name} gave values that are not numbers: its weights may be damaged")
-            outputs.append(PoolingOutput(request_id, [packed[place][1] for place in found], values, error))
+            outputs.append(PoolingOutput(request_id, [packed[place][1] for place in positions], values, error))
         return outputs
 
 

@@ -161,8 +161,8 @@ def fit_max_tokens(num_prompt_tokens: int, max_tokens: int | None, config: Engin
     The result is at least 1: where nothing is left, `resolve_max_tokens` raises.
     """
     cache = config.n_blocks * config.block_size + 1  # keys and values of the last token are never needed
-    left = max(1, min(config.max_context, cache) - num_prompt_tokens)
-    return left if max_tokens is None else min(max_tokens, left)
+    room = max(1, min(config.max_context, cache) - num_prompt_tokens)
+    return room if max_tokens is None else min(max_tokens, room)
 
 
 def resolve_max_tokens(num_prompt_tokens: int, max_tokens: int | None, config: EngineConfig) -> int:

@@ -35,9 +35,9 @@ def draw_seed() -> int:
 
 def sample(ops: Backend, scheduled: Sequence[ScheduledTokens], logits: Array) -> SamplerOutput:
     """Sample the tokens of a step; prompts that are scored get their log-probabilities on the way."""
-    requests = [one.request for one in scheduled if one.stop >= len(one.request.ids)]
+    requests = [item.request for item in scheduled if item.stop >= len(item.request.ids)]
     failed: dict[Request, WorkerError] = {}
-    if any(one.request.num_unscored_tokens for one in scheduled):
+    if any(item.request.num_unscored_tokens for item in scheduled):
         logits = logits[_score_prompts(ops, scheduled, logits, failed)]
         requests = [request for request in requests if request not in failed]
     if not requests:
@@ -68,10 +68,10 @@ def sample_rows(request: Request) -> list[SampleRow]:
         return [row]
     rows = []
     for i in range(len(request.drafts) + 1):
-        one = replace(row)
-        one.packed = row.packed
-        _update_row(one, request, request.drafts[:i])
-        rows.append(one)
+        copy = replace(row)
+        copy.packed = row.packed
+        _update_row(copy, request, request.drafts[:i])
+        rows.append(copy)
     return rows
 
 
@@ -137,7 +137,7 @@ def _score_prompts(
 ) -> Ints:
     """Extend `prompt_logprobs`; return the rows of the logits that are left, from which tokens are sampled."""
     at = 0
-    left: list[int] = []
+    rows_left: list[int] = []
     for request, _, stop, logits_from in scheduled:
         rows = stop - logits_from
         scored = max(0, min(stop, request.num_prompt_tokens - 1) - logits_from) if request.num_unscored_tokens else 0
@@ -150,9 +150,9 @@ def _score_prompts(
             except InferenceError as error:
                 failed[request] = error
         if request not in failed:
-            left += range(at + scored, at + rows)
+            rows_left += range(at + scored, at + rows)
         at += rows
-    return np.array(left, np.int64)
+    return np.array(rows_left, np.int64)
 
 
 def _sample_isolating_failures(
@@ -165,14 +165,14 @@ def _sample_isolating_failures(
         own = logits[at : at + len(rows)]
         at += len(rows)
         try:
-            one = SamplerOutput(ops.sample(own, rows).tolist())
+            output = SamplerOutput(ops.sample(own, rows).tolist())
             if request.params.logprobs is not None:
-                _add_logprobs(ops, [request], own, one)
+                _add_logprobs(ops, [request], own, output)
         except InferenceError as error:
             sampled.failed[request] = error
             continue
-        sampled.tokens += one.tokens
-        sampled.logprobs |= one.logprobs
+        sampled.tokens += output.tokens
+        sampled.logprobs |= output.logprobs
     return sampled
 
 
@@ -198,14 +198,14 @@ def token_logprobs(
     return collect_logprobs(tokens, ops.logprobs(logits, np.array(tokens, np.int64), k, masks))
 
 
-def collect_logprobs(tokens: Sequence[int], found: Logprobs) -> list[TokenLogprob]:
+def collect_logprobs(tokens: Sequence[int], logprobs: Logprobs) -> list[TokenLogprob]:
     """Return the records of tokens and of what a backend has found for them."""
     return [
         TokenLogprob(token, float(value), _possible(zip(ids.tolist(), map(float, values), strict=True)))
-        for token, value, ids, values in zip(tokens, found.chosen, found.top_ids, found.top, strict=True)
+        for token, value, ids, values in zip(tokens, logprobs.chosen, logprobs.top_ids, logprobs.top, strict=True)
     ]
 
 
 def _possible(top: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
     """Leave out tokens of probability 0, which a mask does not allow."""
-    return tuple(one for one in top if one[1] > -math.inf)
+    return tuple(pair for pair in top if pair[1] > -math.inf)

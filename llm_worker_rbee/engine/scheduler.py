@@ -114,28 +114,28 @@ class Scheduler:
             if request.is_held:
                 continue
             start = request.num_computed_tokens + request.num_in_flight_tokens
-            known = len(request.ids) + (request.pending_row >= 0)
-            if known - start > 1:
+            length = len(request.ids) + (request.pending_row >= 0)
+            if length - start > 1:
                 prefills.append(request)
-            elif request.pending_row >= 0 and (known >= request.max_total_tokens or request.has_slow_grammar):
+            elif request.pending_row >= 0 and (length >= request.max_total_tokens or request.has_slow_grammar):
                 continue  # the token in flight is its last, or will be consumed beside the steps
-            elif known <= len(request.blocks) * size or self._ensure_block(request):
+            elif length <= len(request.blocks) * size or self._ensure_block(request):
                 if request.drafts:
                     drafted.append(request)
                 else:
-                    scheduled.append(ScheduledTokens(request, start, known, start))
+                    scheduled.append(ScheduledTokens(request, start, length, start))
         scheduled += [self._schedule_drafts(request) for request in drafted]
         prefills = [request for request in prefills if request.batch_slot >= 0]  # not preempted in this very step
         if not (prefills or (self.waiting and self._free_slots)):
             return self._prepare_states(scheduled)
         if isinstance(budget, int):
-            left = budget - sum(one.stop - one.start for one in scheduled)
+            budget_left = budget - sum(item.stop - item.start for item in scheduled)
         else:
             start = max((request.num_computed_tokens + request.num_in_flight_tokens for request in prefills), default=0)
-            left = budget(scheduled, start)
-        left = max(left, min(MIN_PREFILL_TOKENS, self.config.max_step_tokens))
+            budget_left = budget(scheduled, start)
+        budget_left = max(budget_left, min(MIN_PREFILL_TOKENS, self.config.max_step_tokens))
         order = self._prefill_order(prefills)
-        chunks = split_prefill_budget(order, left, self.max_scored_tokens)
+        chunks = split_prefill_budget(order, budget_left, self.max_scored_tokens)
         return self._prepare_states(scheduled + [self._next_chunk(request, count) for request, count in chunks])
 
     def _next_chunk(self, request: Request, count: int) -> ScheduledTokens:
@@ -147,8 +147,8 @@ class Scheduler:
     def _prepare_states(self, scheduled: list[ScheduledTokens]) -> list[ScheduledTokens]:
         """Give each request the slots that the step writes its states to."""
         if self.states is not None:
-            for one in scheduled:
-                self.states.prepare(one)
+            for item in scheduled:
+                self.states.prepare(item)
         return scheduled
 
     def update(self, scheduled: Sequence[ScheduledTokens], sampled: SamplerOutput) -> list[StepOutput]:
@@ -180,9 +180,9 @@ class Scheduler:
 
     def fail(self, scheduled: Sequence[ScheduledTokens], error: WorkerError) -> list[StepOutput]:
         """Finish the requests of a failed step with an error; what they were computing is not kept."""
-        for one in scheduled:
-            self.remove(one.request, keep_cached=False)
-        return [error_output(one.request, copy_error(error)) for one in scheduled]
+        for item in scheduled:
+            self.remove(item.request, keep_cached=False)
+        return [error_output(item.request, copy_error(error)) for item in scheduled]
 
     def reserve(self, request: Request, tokens: int) -> int:
         """Allocate blocks for `tokens` tokens of a running request while there are free ones; return how many fit."""
@@ -235,25 +235,25 @@ class Scheduler:
 
     def _free_draft_blocks(self) -> bool:
         """Free blocks that hold only drafts, before any request is preempted; return whether there were any."""
-        found = False
+        is_freed = False
         for request in self.running:
             needed = self.pool.blocks_for(len(request.ids))
             if len(request.blocks) > needed:
                 self.pool.release(request.blocks[needed:])
                 del request.blocks[needed:]
                 request.num_blocks_in_table = min(request.num_blocks_in_table, needed)
-                request.drafts, found = [], True
-        return found
+                request.drafts, is_freed = [], True
+        return is_freed
 
     def _schedule_drafts(self, request: Request) -> ScheduledTokens:
         """Schedule the next token, and as many drafts as there are blocks and slots for."""
-        start, known = request.num_computed_tokens, len(request.ids)
-        wanted = len(request.drafts)
+        start, length = request.num_computed_tokens, len(request.ids)
+        count = len(request.drafts)
         if self.states is not None:
-            wanted = min(wanted, self.states.draft_room(request, self.running))
-        room = self.reserve(request, known + wanted) - known
+            count = min(count, self.states.draft_room(request, self.running))
+        room = self.reserve(request, length + count) - length
         request.drafts = request.drafts[:room]
-        scheduled = ScheduledTokens(request, start, known + room, start)
+        scheduled = ScheduledTokens(request, start, length + room, start)
         self._prepare_states([scheduled])  # at once: the next request gets what is left
         return scheduled
 
@@ -342,11 +342,11 @@ class Scheduler:
     def _match(self, request: Request) -> list[int]:
         """Return the blocks of the longest cached prefix, with states of the longest one that has a snapshot."""
         hashes = self._cacheable_hashes(request)
-        found = self.pool.match(hashes)
+        blocks = self.pool.match(hashes)
         if self.states is None:
-            return found
-        request.num_matched_tokens = len(found) * self.config.block_size
-        return found[: self.states.longest_snapshot(hashes[: len(found)])]
+            return blocks
+        request.num_matched_tokens = len(blocks) * self.config.block_size
+        return blocks[: self.states.longest_snapshot(hashes[: len(blocks)])]
 
     def _prefix_in_flight(self, request: Request) -> bool:
         """Return whether a request as urgent is computing the first block that is missing: it is worth waiting for."""
@@ -410,20 +410,20 @@ def split_prefill_budget(requests: Iterator[Request], budget: int, scored: int) 
             counts.append((request, count))
             budget -= count
     for i, (request, count) in enumerate(counts):
-        more = min(budget, request.num_unscheduled_tokens - count)
+        scored_count = min(budget, request.num_unscheduled_tokens - count)
         if request.num_unscored_tokens:
-            more = min(more, scored)
-            scored -= more
-        counts[i] = request, count + more
-        budget -= more
+            scored_count = min(scored_count, scored)
+            scored -= scored_count
+        counts[i] = request, count + scored_count
+        budget -= scored_count
     return counts
 
 
 def next_chunk(request: Request, count: int) -> ScheduledTokens:
     """Return the next `count` tokens of a request; logits where it catches up, and where its prompt is scored."""
-    start, known = request.num_computed_tokens + request.num_in_flight_tokens, len(request.ids)
+    start, length = request.num_computed_tokens + request.num_in_flight_tokens, len(request.ids)
     stop = start + count
-    logits_from = known - 1 if stop >= known else stop
+    logits_from = length - 1 if stop >= length else stop
     if request.num_unscored_tokens:
         assert request.prompt_logprobs is not None
         logits_from = min(logits_from, max(start, len(request.prompt_logprobs) - 1))
@@ -464,12 +464,12 @@ class Deadlines:
         if request.deadline is not None:
             heappush(self._heap, (request.deadline, request.arrival, request))
             if len(self._heap) > 2 * num_requests + 64:
-                self._heap = [one for one in self._heap if not one[2].is_finished]
+                self._heap = [entry for entry in self._heap if not entry[2].is_finished]
                 heapify(self._heap)
 
     def pop_expired(self, now: float) -> list[Request]:
         """Remove and return the requests whose deadline has passed, finished ones included."""
-        found = []
+        expired = []
         while self._heap and self._heap[0][0] <= now:
-            found.append(heappop(self._heap)[2])
-        return found
+            expired.append(heappop(self._heap)[2])
+        return expired

@@ -149,17 +149,17 @@ class DraftModel(Drafter):
 
         What is missing after a pause, or of a prefix that only the model has computed, may take several steps.
         """
-        left = max(self._max_step_tokens, 2 * len(running) + MIN_PREFILL_TOKENS)
+        budget = max(self._max_step_tokens, 2 * len(running) + MIN_PREFILL_TOKENS)
         scheduled, drafting = list[ScheduledTokens](), list[Request]()
         for request in running:
             state = self._state(request)
             num_behind = state.sync(request, self._num_computed)
-            if num_behind < left and state.begin(request, reserve):
+            if num_behind < budget and state.begin(request, reserve):
                 drafting.append(request)
-                left -= num_behind + 1
-            elif num_behind and left:
-                scheduled.append(state.catch_up(request, min(num_behind, left)))
-                left -= min(num_behind, left)
+                budget -= num_behind + 1
+            elif num_behind and budget:
+                scheduled.append(state.catch_up(request, min(num_behind, budget)))
+                budget -= min(num_behind, budget)
         while drafting:
             scheduled += [self._state(request).schedule(request) for request in drafting]
             logits = forward(self.model, batch(scheduled), self.cache)
@@ -179,7 +179,7 @@ class DraftModel(Drafter):
         """Return how many tokens of a prefix hit this model has computed too: the request that computed them may have
         finished before this model did."""
         pairs = zip(request.blocks, request.hashes, strict=False)
-        blocks = next((i for i, (block, known) in enumerate(pairs) if self._computed.get(block) != known), None)
+        blocks = next((i for i, (block, key) in enumerate(pairs) if self._computed.get(block) != key), None)
         shared = request.num_shared_tokens
         return shared if blocks is None else min(shared, blocks * self._block_size)
 

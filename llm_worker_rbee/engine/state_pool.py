@@ -64,33 +64,33 @@ class StatePool:
 
     def chunk_stop(self, request: Request, start: int, stop: int) -> int:
         """Return where a chunk of a prompt should end so that its state becomes a snapshot: with a full block."""
-        size, known = self._block_size, len(request.ids)
+        size, length = self._block_size, len(request.ids)
         if not self._pool.caching:
             return stop
         least, matched = MIN_SNAPSHOT_BLOCKS * size, request.num_matched_tokens
         if matched < stop and matched - start >= least:
             return matched  # where a prompt with the same beginning went on differently
-        if stop < known:
+        if stop < length:
             aligned = stop // size * size
             return aligned if aligned > start else stop
-        last = (known - 1) // size * size
+        last = (length - 1) // size * size
         return last if last - start >= least else stop
 
     def draft_room(self, request: Request, running: Sequence[Request]) -> int:
         """Return for how many drafts of a request there are slots that no other request holds or may need."""
-        others = sum(max(len(one.states), SLOTS_PER_REQUEST) for one in running if one is not request)
+        others = sum(max(len(other.states), SLOTS_PER_REQUEST) for other in running if other is not request)
         others += (self.max_running - len(running)) * SLOTS_PER_REQUEST
         return max(0, self.n_slots - others - 2)  # its own: the state that it starts from, that of the next token
 
     def prepare(self, scheduled: ScheduledTokens) -> None:
         """Allocate slots for the states that a step writes: after its last token, with drafts after each token."""
         request, start, stop, _ = scheduled
-        known = len(request.ids) + (request.pending_row >= 0)
-        wanted = range(start + 1, stop + 1) if stop > known else range(stop, stop + 1)
+        length = len(request.ids) + (request.pending_row >= 0)
+        positions = range(start + 1, stop + 1) if stop > length else range(stop, stop + 1)
         states = request.states
-        if stale := [at for at in states if at > start and at not in wanted]:  # of drafts, or of a dropped step
+        if stale := [at for at in states if at > start and at not in positions]:  # of drafts, or of a dropped step
             self._pool.release([states.pop(at) for at in stale])
-        for at in wanted:
+        for at in positions:
             if at not in states:
                 slot = self._pool.allocate_one()
                 assert slot is not None, "a running request found no slot for its state"

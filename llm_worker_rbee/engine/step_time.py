@@ -77,12 +77,12 @@ class StepTimes:
 
 def step_size(scheduled: Sequence[ScheduledTokens], query_tile: int) -> StepSize:
     """Return the size of a step; `query_tile` tokens of one prompt share a pass over its keys."""
-    stops = sum([one[2] for one in scheduled])
-    tokens = stops - sum([one[1] for one in scheduled])
+    stops = sum([row[2] for row in scheduled])
+    tokens = stops - sum([row[1] for row in scheduled])
     if tokens == len(scheduled):
         return StepSize("decode", True, tokens, stops)
     context, num_prefills = float(stops), 0
-    for request, start, stop, _ in [one for one in scheduled if one[2] - one[1] > 1]:
+    for request, start, stop, _ in [row for row in scheduled if row[2] - row[1] > 1]:
         context += chunk_context(start, stop - start, query_tile) - stop
         num_prefills += stop - start > 1 + len(request.drafts)
     kind: StepKind = "decode" if not num_prefills else "prefill" if num_prefills == len(scheduled) else "mixed"
@@ -177,31 +177,31 @@ class StepTimeModel:
             return min(max_tokens, FIRST_BUDGET)
         constant, prefill_constant, per_token, per_context = self.coefficients
         before = constant + prefill_constant + per_token * decodes.tokens + per_context * decodes.context
-        left = max(TARGET_FRACTION * target_s, MAX_SLOWDOWN * before) - before
+        seconds = max(TARGET_FRACTION * target_s, MAX_SLOWDOWN * before) - before
         # left = linear * n + square * n ** 2, where the n tokens read `start` + n / 2 keys each, a tile in one pass
         square = per_context / (2 * self.query_tile)
         linear = per_token + per_context * start / self.query_tile
-        slope = linear + math.sqrt(linear * linear + 4 * square * left)
-        known = max(FIRST_BUDGET, MAX_EXTRAPOLATION * self._max_tokens - decodes.tokens)
-        return min(max_tokens, known, int(2 * left / slope) if slope else known)
+        slope = linear + math.sqrt(linear * linear + 4 * square * seconds)
+        limit = max(FIRST_BUDGET, MAX_EXTRAPOLATION * self._max_tokens - decodes.tokens)
+        return min(max_tokens, limit, int(2 * seconds / slope) if slope else limit)
 
     def _samples_of(self, size: StepSize) -> SizeSamples:
         """Return the samples of a size: tokens up to twice, context up to four times as many."""
         key = size.is_uniform, size.tokens.bit_length(), int(size.context).bit_length() >> 1
-        found = self._sizes.get(key)
-        if found is None:
+        samples = self._sizes.get(key)
+        if samples is None:
             if len(self._sizes) == MAX_SIZES:
-                del self._sizes[min(self._sizes, key=lambda one: self._sizes[one].last_step)]
-            found = self._sizes[key] = SizeSamples(is_uniform=size.is_uniform)
-        return found
+                del self._sizes[min(self._sizes, key=lambda size_key: self._sizes[size_key].last_step)]
+            samples = self._sizes[key] = SizeSamples(is_uniform=size.is_uniform)
+        return samples
 
     def _fit(self) -> None:
         """Set the coefficients to the weighted least squares of relative errors."""
-        known, rows = self.coefficients or StepTimeCoefficients(), []
+        fitted, rows = self.coefficients or StepTimeCoefficients(), []
         for samples in self._sizes.values():
             tokens, context, seconds = samples.middle_mean()
             chunk = 0.0 if samples.is_uniform else 1.0
-            predicted = known[0] + known[1] * chunk + known[2] * tokens + known[3] * context
+            predicted = fitted[0] + fitted[1] * chunk + fitted[2] * tokens + fitted[3] * context
             scale = max(seconds, predicted)  # a step that was too fast to be true has no more weight than another
             age = self._num_samples - samples.last_step
             weight = len(samples.samples) * max(MIN_AGE_WEIGHT, 0.5 ** (age / HALF_LIFE_STEPS)) / (scale * scale)
@@ -219,12 +219,12 @@ def solve_nonnegative(matrix: Sequence[Sequence[float]]) -> list[float]:
     """Solve symmetric equations (right side in the last column); unknowns that would be negative are zero."""
     active = [i for i in range(len(matrix)) if matrix[i][i] > 0.0]
     while True:
-        found = solve([[*(matrix[i][j] for j in active), matrix[i][-1]] for i in active])
-        if not found or min(found) >= 0.0:
-            values = dict(zip(active, found, strict=True))
+        solution = solve([[*(matrix[i][j] for j in active), matrix[i][-1]] for i in active])
+        if not solution or min(solution) >= 0.0:
+            values = dict(zip(active, solution, strict=True))
             return [values.get(i, 0.0) for i in range(len(matrix))]
         # the one whose absence is cheapest: its share of the fit, not its unit, decides
-        share = [value * math.sqrt(matrix[i][i]) for i, value in zip(active, found, strict=True)]
+        share = [value * math.sqrt(matrix[i][i]) for i, value in zip(active, solution, strict=True)]
         del active[share.index(min(share))]
 
 
@@ -241,9 +241,9 @@ def solve(rows: list[list[float]]) -> list[float]:
             factor = rows[k][i] / pivot
             if factor:
                 rows[k] = [a - factor * b for a, b in zip(rows[k], rows[i], strict=True)]
-    found = [0.0] * count
+    values = [0.0] * count
     for i in range(count - 1, -1, -1):
         if rows[i][i]:
-            rest = sum(rows[i][j] * found[j] for j in range(i + 1, count))
-            found[i] = (rows[i][-1] - rest) / rows[i][i]
-    return found
+            rest = sum(rows[i][j] * values[j] for j in range(i + 1, count))
+            values[i] = (rows[i][-1] - rest) / rows[i][i]
+    return values

@@ -68,10 +68,10 @@ class MoE:
         """Map (T, width) to (T, width); the router reads `routed`, or x."""
         logits = self.router(ops, x if routed is None else routed)
         experts, weights = ops.route(logits, self.params, self.selection_bias, self.expert_scales)
-        made = self.down(ops, ops.gated(self.gate_up(ops, x, experts), self.activation), experts)
+        rows = self.down(ops, ops.gated(self.gate_up(ops, x, experts), self.activation), experts)
         shared = None if self.shared is None else self.shared(ops, x)
         gate = None if self.shared_gate is None else self.shared_gate(ops, x)
-        return ops.combine(made, weights, shared, gate)
+        return ops.combine(rows, weights, shared, gate)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,5 +87,5 @@ class ParallelExperts:
     def __call__(self, ops: Backend, x: Array, residual: Array) -> Array:
         """Return the sum of the MLP's result `x` and of the experts': (T, width)."""
         dense, routed = self.mlp_post_norm(ops, x), self.router_norm(ops, residual)
-        made = self.moe(ops, self.norm(ops, residual), routed)
-        return ops.add(self.post_norm(ops, made), dense)
+        routed_out = self.moe(ops, self.norm(ops, residual), routed)
+        return ops.add(self.post_norm(ops, routed_out), dense)

@@ -62,7 +62,7 @@ def _nomic_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 def _modern_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of ModernBERT: the first of every n layers sees everything, the others a window."""
     keys = MetadataReader(config, source="config.json: ")
-    found = {
+    values = {
         "hidden_activation": "gelu",
         "norm_eps": 1e-5,
         **config,
@@ -73,8 +73,8 @@ def _modern_keys(config: Mapping[str, Any]) -> dict[str, Any]:
             keys.integer("global_attn_every_n_layers", 3, 1),
             keys.integer("num_hidden_layers", 0, 0, MAX_LAYERS),
         )
-        found["layer_types"] = ["sliding_attention" if i % every else "full_attention" for i in range(count)]
+        values["layer_types"] = ["sliding_attention" if i % every else "full_attention" for i in range(count)]
     if not keys.has("rope_parameters"):
-        found["rope_theta"] = keys.number("global_rope_theta", 160000.0)
-        found["rope_local_base_freq"] = keys.number("local_rope_theta", 10000.0)
-    return found
+        values["rope_theta"] = keys.number("global_rope_theta", 160000.0)
+        values["rope_local_base_freq"] = keys.number("local_rope_theta", 10000.0)
+    return values

@@ -35,9 +35,9 @@ class KVCache:
         self.kv_type = kv_type
         self.n_slots = n_slots if config.state_bytes else 0
         try:
-            made = {i: self._layer(ops, config, i) for i in range(config.n_layers) if config.kv_source(i) == i}
+            owned = {i: self._layer(ops, config, i) for i in range(config.n_layers) if config.kv_source(i) == i}
             # A layer that shares keys and values reads the cache of an earlier layer.
-            self.layers: list[LayerCache] = [made[config.kv_source(i)] for i in range(config.n_layers)]
+            self.layers: list[LayerCache] = [owned[config.kv_source(i)] for i in range(config.n_layers)]
         except MemoryError:
             needed = human_bytes(config.kv_bytes(n_blocks * block_size, kv_type) + self.n_slots * config.state_bytes)
             raise InsufficientMemoryError(

@@ -70,8 +70,8 @@ def hf_layer_shapes(
     }
     if "window_head_dim" in fields:
         fields["window_rope_dim"] = int(fields["window_head_dim"] * local_rotary_fraction)
-    found = _with_numbers(keys, {"num_key_value_heads": kv_heads, "intermediate_size": widths, "head_dim": (head_dim,)})
-    return found, fields
+    shape = _with_numbers(keys, {"num_key_value_heads": kv_heads, "intermediate_size": widths, "head_dim": (head_dim,)})
+    return shape, fields
 
 
 def _fields(

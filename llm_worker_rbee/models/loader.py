@@ -448,13 +448,13 @@ class ModelLoader:
     def grouped_linear(self, prefix: str, e: ExpertConfig, roles: list[tuple[str, int]], columns: int) -> GroupedLinear:
         """Stack the matrices of each expert by rows, with their biases."""
         matrices = [self.expert_matrices(prefix, role, e, rows, columns) for role, rows in roles]
-        made = self.ops.prepare_experts(list(zip(*matrices, strict=True)))
+        weight = self.ops.prepare_experts(list(zip(*matrices, strict=True)))
         self.count_packed([tensor for tensors in matrices for tensor in tensors])
         if not self.config.family.expert_bias:
-            return GroupedLinear(made)
+            return GroupedLinear(weight)
         self.require_biases([prefix + "ffn_gate_inp"])
         biases = [self.vector(f"{prefix}ffn_{role}_exps.bias", e.count, rows) for role, rows in roles]
-        return GroupedLinear(made, self.ops.prepare_vector(np.concatenate(biases, axis=1)))
+        return GroupedLinear(weight, self.ops.prepare_vector(np.concatenate(biases, axis=1)))
 
     def shared_gate(self, prefix: str) -> Linear:
         """Return the gate of the shared expert, which GGUF files hold as a vector."""
@@ -475,9 +475,9 @@ class ModelLoader:
         return Linear(self.pack(parts), bias)
 
     def pack(self, parts: list[Tensor]) -> PackedWeight:
-        made = self.ops.prepare(parts)
+        weight = self.ops.prepare(parts)
         self.count_packed(parts)
-        return made
+        return weight
 
     def count_packed(self, parts: list[Tensor]) -> None:
         with self.packed_lock:
@@ -574,10 +574,10 @@ class ModelLoader:
         return self.config.family.is_encoder and is_training_head(name)
 
     def refuse_unused_tensors(self) -> None:
-        left = [name for name in self.checkpoint.tensors if name not in self.used]
+        rest = [name for name in self.checkpoint.tensors if name not in self.used]
         unread = (self.is_of_nextn_layer, self.is_of_shared_keys, self.is_of_training)
-        extra = [name for name in left if not (name.endswith(IGNORED_SUFFIXES) or any(is_of(name) for is_of in unread))]
+        extra = [name for name in rest if not (name.endswith(IGNORED_SUFFIXES) or any(is_of(name) for is_of in unread))]
         if extra:
-            more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+            others = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
             problem = f"is not part of a {self.config.family.name} model: the metadata and the tensors do not fit"
-            raise ModelFileError(f"tensor {extra[0]!r}{more} {problem}")
+            raise ModelFileError(f"tensor {extra[0]!r}{others} {problem}")

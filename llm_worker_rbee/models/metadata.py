@@ -375,8 +375,8 @@ def _hf_layer_kinds(keys: MetadataReader, family: Family, n_layers: int) -> tupl
     if family.short_conv and types is None and keys.has("full_attn_idxs"):
         full = keys.get("full_attn_idxs", list)
         types = ["full_attention" if i in full else "conv" for i in range(n_layers)]
-    found = tuple(STATE_LAYER_TYPES.get(kind, "attention") for kind in types or () if isinstance(kind, str))
-    return found if set(found) - {"attention"} else ()
+    kinds = tuple(STATE_LAYER_TYPES.get(kind, "attention") for kind in types or () if isinstance(kind, str))
+    return kinds if set(kinds) - {"attention"} else ()
 
 
 def _hf_experts(keys: MetadataReader, family: Family, n_layers: int) -> ExpertConfig | None:
@@ -454,10 +454,10 @@ def _hf_windows(keys: MetadataReader, family: Family, n_layers: int) -> tuple[in
         window = 0
     kinds = keys.values.get("layer_types")
     if kinds is not None and not family.linear_attention:
-        known = (*LAYER_TYPES, *(("conv",) if family.short_conv else ()))
-        if not isinstance(kinds, list) or len(kinds) != n_layers or any(kind not in known for kind in kinds):
+        types = (*LAYER_TYPES, *(("conv",) if family.short_conv else ()))
+        if not isinstance(kinds, list) or len(kinds) != n_layers or any(kind not in types for kind in kinds):
             raise UnsupportedModelError(
-                f"{keys.describe_key('layer_types')} must name {' or '.join(known)} for each of {n_layers} layers"
+                f"{keys.describe_key('layer_types')} must name {' or '.join(types)} for each of {n_layers} layers"
             )
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
     if keys.has("max_window_layers") and window:

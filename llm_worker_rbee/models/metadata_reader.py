@@ -39,8 +39,8 @@ class MetadataReader:
                 raise self.error(key, "is missing")
             return default
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            wanted = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-            raise self.error(key, f"must be {wanted}, not {type(value).__name__}")
+            types = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+            raise self.error(key, f"must be {types}, not {type(value).__name__}")
         return value
 
     def integer(self, key: str, default: int | None = None, minimum: int = 0, maximum: int = (1 << 63) - 1) -> int:

@@ -54,15 +54,15 @@ def is_pooling_model(checkpoint: Checkpoint, config: ModelConfig) -> bool:
 def read_pooling_config(checkpoint: Checkpoint, config: ModelConfig, task: str = "") -> PoolingConfig:
     """Return how a checkpoint pools; `task` is "embed" or "rank", or "" for what its files say."""
     if checkpoint.format == "gguf":
-        found = _from_gguf(checkpoint, config, task)
+        pooling = _from_gguf(checkpoint, config, task)
     else:
-        found = _from_folder(checkpoint, config, task)
-    if task and found.is_ranker != (task == "rank"):
+        pooling = _from_folder(checkpoint, config, task)
+    if task and pooling.is_ranker != (task == "rank"):
         name = checkpoint.path.name
-        if found.is_ranker:
+        if pooling.is_ranker:
             raise InvalidRequestError(f"{name} is a reranker, not an embedding model: use it to rerank", "model")
         raise InvalidRequestError(f"{name} is an embedding model, not a reranker: it has no classifier", "model")
-    return found
+    return pooling
 
 
 def _from_gguf(checkpoint: Checkpoint, config: ModelConfig, task: str) -> PoolingConfig:
@@ -83,11 +83,11 @@ def _from_gguf(checkpoint: Checkpoint, config: ModelConfig, task: str) -> Poolin
             stated = [keys.integer(f"dense_{n}_feat_{way}", tensor.shape[i]) for way, i in (("out", 0), ("in", 1))]
             dense.append(DenseConfig(f"dense_{n}", stated[1], stated[0]))
     note = f"{checkpoint.path.name} does not say how to pool: {{}} is used"
-    found = _pooled(kind if number >= 0 else "", config, note, dense=tuple(dense))
+    pooling = _pooled(kind if number >= 0 else "", config, note, dense=tuple(dense))
     if config.family.name != "gemma-embedding" or dense:
-        return found
+        return pooling
     lacking = f"{checkpoint.path.name} has no dense layers after pooling: its rows are not those of EmbeddingGemma"
-    return replace(found, notes=(*found.notes, lacking))
+    return replace(pooling, notes=(*pooling.notes, lacking))
 
 
 def _gguf_ranker(checkpoint: Checkpoint, config: ModelConfig) -> PoolingConfig:
@@ -107,10 +107,10 @@ def _gguf_ranker(checkpoint: Checkpoint, config: ModelConfig) -> PoolingConfig:
 
 
 def _from_folder(checkpoint: Checkpoint, config: ModelConfig, task: str) -> PoolingConfig:
-    found = checkpoint.metadata.get("sentence_transformers", {})
+    layout = checkpoint.metadata.get("sentence_transformers", {})
     if CLASSIFIER in checkpoint.tensors:
         return _classifier(checkpoint, config)
-    modules = found.get("modules", [])
+    modules = layout.get("modules", [])
     logit_score = next((module for module in modules if module_kind(module) == "LogitScore"), None)
     if logit_score is not None:
         return _yes_no_ranker(checkpoint, _label_tokens(logit_score), YES_NO_TEMPLATE)
@@ -118,7 +118,7 @@ def _from_folder(checkpoint: Checkpoint, config: ModelConfig, task: str) -> Pool
         if _ranks_by_words(config, task):
             return _yes_no_ranker(checkpoint, (), YES_NO_TEMPLATE)
         return _pooled("", config, f"{checkpoint.path.name} has no modules.json: pooling {{}} is used")
-    return PoolingConfig(**_module_fields(modules), **_text_fields(found))
+    return PoolingConfig(**_module_fields(modules), **_text_fields(layout))
 
 
 def _pooled(kind: str, config: ModelConfig, note: str, **fields: Any) -> PoolingConfig:
@@ -230,10 +230,10 @@ def _dense(number: int, module: Mapping[str, Any]) -> DenseConfig:
     return DenseConfig(f"dense_{number}", columns, rows, DENSE_ACTIVATIONS[activation])
 
 
-def _text_fields(found: Mapping[str, Any]) -> dict[str, Any]:
+def _text_fields(layout: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields about texts: prompts, similarity, length, lower case."""
-    settings = MetadataReader(found["settings"], source="config_sentence_transformers.json: ")
-    transformer = MetadataReader(found["transformer"], source="sentence_bert_config.json: ")
+    settings = MetadataReader(layout["settings"], source="config_sentence_transformers.json: ")
+    transformer = MetadataReader(layout["transformer"], source="sentence_bert_config.json: ")
     prompts = settings.get("prompts", dict, {})
     if not all(isinstance(text, str) for text in prompts.values()):
         raise settings.error("prompts", "must be an object of strings")

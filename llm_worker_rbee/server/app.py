@@ -252,10 +252,10 @@ class Routes:
 
     async def _handle(self, handler: Handler, request: Request) -> Any:
         """Call a dialect's handler; what it returns is a response, or becomes one."""
-        found = await handler(RequestCall(request, dialect_of(request.url.path).takes_any_content_type))
-        if isinstance(found, tuple):
-            return json_response(*found)
-        return json_response(found) if isinstance(found, dict) else found
+        answer = await handler(RequestCall(request, dialect_of(request.url.path).takes_any_content_type))
+        if isinstance(answer, tuple):
+            return json_response(*answer)
+        return json_response(answer) if isinstance(answer, dict) else answer
 
     async def _offload(self, parser: str, reply: Callable[[TextModel, Any], bytes], request: Request) -> Response:
         """Parse a body and make the reply to it in a thread."""
@@ -342,17 +342,17 @@ class DirectRoutes:
 
 
 async def _on_no_route(request: Request, error: Exception) -> Response:
-    path, more = request.url.path, getattr(error, "headers", None) or {}
-    found: WorkerError = NotFoundError(f"there is no route {request.method} {path[:100]!r}")
+    path, extra = request.url.path, getattr(error, "headers", None) or {}
+    refusal: WorkerError = NotFoundError(f"there is no route {request.method} {path[:100]!r}")
     if getattr(error, "status_code", 404) == 405:
-        found = MethodNotAllowedError(f"{request.method} is not a method of {path[:100]!r}: use {more.get('Allow')}")
-    status, headers, body = error_response(path, found)
-    return Response(body, status, {**headers, **more})
+        refusal = MethodNotAllowedError(f"{request.method} is not a method of {path[:100]!r}: use {extra.get('Allow')}")
+    status, headers, body = error_response(path, refusal)
+    return Response(body, status, {**headers, **extra})
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    known = error if isinstance(error, WorkerError) else InferenceError("internal error of the worker")
-    status, headers, body = error_response(request.url.path, known)
+    shown = error if isinstance(error, WorkerError) else InferenceError("internal error of the worker")
+    status, headers, body = error_response(request.url.path, shown)
     return Response(body, status, headers)
 
 
@@ -396,9 +396,9 @@ def describe_worker(worker: Worker) -> dict[str, Any]:
         },
         "step_time_model": None if stats.step_time_model is None else stats.step_time_model._asdict(),
         "replicas": [
-            {"device": one.info.device, "status": one.status(), "restarts": one.num_restarts,
-             "requests": one.num_requests, "kv_cache_usage": round(one.stats().kv_cache_usage, 6)}
-            for one in worker.engine.replicas
+            {"device": replica.info.device, "status": replica.status(), "restarts": replica.num_restarts,
+             "requests": replica.num_requests, "kv_cache_usage": round(replica.stats().kv_cache_usage, 6)}
+            for replica in worker.engine.replicas
         ],
         "pooling": [service.describe() for service in worker.pooling.loaded],
         "sampling_defaults": worker.model.sampling_defaults.report(),

@@ -252,8 +252,8 @@ class Messages(FieldType):
 
 def _check_message(name: str, message: Any) -> ValidationIssue | None:
     if not isinstance(message, dict):
-        found = type_name(message)
-        return ValidationIssue(name, "type", f"{name} must be an object with role and content, not {found}")
+        actual = type_name(message)
+        return ValidationIssue(name, "type", f"{name} must be an object with role and content, not {actual}")
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         return ValidationIssue(name, "choice", f"{name}.role must be one of {', '.join(ROLES)}")
@@ -311,12 +311,12 @@ def normalize_messages(messages: list[Any]) -> list[Any]:
 
 def _normalize_answer(message: dict[str, Any]) -> dict[str, Any]:
     calls, refusal = message.get("tool_calls"), message.get("refusal")
-    made = {key: value for key, value in message.items() if key != "refusal"}
-    if refusal or not (made.get("content") or calls):
-        made["content"] = (made.get("content") or "") + (refusal or "")
+    normal = {key: value for key, value in message.items() if key != "refusal"}
+    if refusal or not (normal.get("content") or calls):
+        normal["content"] = (normal.get("content") or "") + (refusal or "")
     if calls:
-        made["tool_calls"] = [custom_call(call) if call.get("type") == "custom" else call for call in calls]
-    return made
+        normal["tool_calls"] = [custom_call(call) if call.get("type") == "custom" else call for call in calls]
+    return normal
 
 
 def custom_call(call: dict[str, Any]) -> dict[str, Any]:

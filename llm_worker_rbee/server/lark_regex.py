@@ -49,17 +49,17 @@ def _scan(text: str) -> Iterator[Token]:
     position = depth = 0
     has_line = False  # an empty line is none
     while position < len(text):
-        found = SCANNER.match(text, position)
-        if found is None:
+        match = SCANNER.match(text, position)
+        if match is None:
             raise ValueError(f"{text[position : position + 20]!r} is not understood")
-        position = found.end()
-        kind = str(found.lastgroup)
-        depth += (found[0] in ("(", "[")) - (found[0] in (")", "]"))
+        position = match.end()
+        kind = str(match.lastgroup)
+        depth += (match[0] in ("(", "[")) - (match[0] in (")", "]"))
         if kind == "newline" and (depth > 0 or not has_line):
             continue
         if kind != "skip":
             has_line = kind != "newline"
-            yield Token(kind, found[0])
+            yield Token(kind, match[0])
     yield Token("newline", "\n")
 
 
@@ -150,10 +150,10 @@ class _Expression:
         self._size = 0  # of the rules that it refers to
 
     def read(self) -> str:
-        found = self._alternatives()
+        pattern = self._alternatives()
         if self._at < len(self._tokens):
             raise ValueError(f"{self._tokens[self._at].text!r} is not expected")
-        return found
+        return pattern
 
     def _next(self, *texts: str) -> str | None:
         """Return the next token if it is one of these, and go on."""
@@ -193,11 +193,11 @@ class _Expression:
             return inner if token.text == "(" else f"{inner}?"
         if token.kind == "name":
             name = token.text.lstrip("?!")
-            found = self._resolve(name) + (self._gap if name.isupper() else "")
-            self._size += len(found)
+            atom = self._resolve(name) + (self._gap if name.isupper() else "")
+            self._size += len(atom)
             if self._size > MAX_CHARS:
                 raise ValueError(TOO_LONG)
-            return found
+            return atom
         if token.kind == "regex":
             body, _, flags = token.text[1:].rpartition("/")
             return (f"(?{flags}:{body})" if flags else f"(?:{body})") + self._gap
@@ -242,5 +242,5 @@ def _unquote(text: str) -> str:
 
 
 def _escape(text: str) -> str:
-    escaped = re.sub(r"[\\.+*?()|\[\]{}^$#&~/-]", lambda found: "\\" + found[0], text)
+    escaped = re.sub(r"[\\.+*?()|\[\]{}^$#&~/-]", lambda match: "\\" + match[0], text)
     return escaped.replace("\n", r"\n").replace("\r", r"\r").replace("\t", r"\t")

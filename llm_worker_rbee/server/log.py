@@ -111,8 +111,8 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "message": _one_line(record.getMessage()),
         }
-        if (known := correlation_id.get()) is not None:
-            line["correlation_id"] = known
+        if (correlation := correlation_id.get()) is not None:
+            line["correlation_id"] = correlation
         line |= getattr(record, "figures", {})
         if record.exc_info and (error := record.exc_info[1]) is not None:
             line |= {"error": type(error).__name__, "where": _stack_places(error)}
@@ -127,8 +127,8 @@ class PrettyFormatter(logging.Formatter):
         parts += [f"{name}={value}" for name, value in getattr(record, "figures", {}).items()]
         if record.exc_info and (error := record.exc_info[1]) is not None:
             parts += [type(error).__name__, "at", " < ".join(reversed(_stack_places(error)))]
-        if (known := correlation_id.get()) is not None:
-            parts.append(f"[{known}]")
+        if (correlation := correlation_id.get()) is not None:
+            parts.append(f"[{correlation}]")
         return " ".join(parts)
 
 

@@ -116,7 +116,7 @@ def _engine_metrics(engine: TokenEngine) -> Iterator[Metric]:
         yield _counter("snapshot_hits", "Requests that started from a snapshot of a state.", stats.num_snapshot_hits)
     yield _counter("num_preemptions", "Requests whose blocks went to other requests.", stats.num_preemptions)
     yield _counter("engine_restarts", "Restarts of an engine that died.", engine.num_restarts)
-    num_serving = sum(one.is_serving for one in engine.replicas)
+    num_serving = sum(replica.is_serving for replica in engine.replicas)
     yield _gauge("num_engines_serving", "Engines that serve; less than --replicas while one is restarted.", num_serving)
     paused = "Engines whose speculative decoding is paused: they decode faster without drafts."
     yield _gauge("num_paused_drafters", paused, stats.num_paused_drafters)

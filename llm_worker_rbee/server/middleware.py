@@ -58,20 +58,20 @@ def require_key(key: Key | None, host: str) -> None:
         )
 
 
-def check_authorization(header: bytes, given: bytes, key: bytes) -> None:
-    """Raise unless an Authorization header has the key, or what was `given` as X-API-Key is the key."""
-    if not header and not given:
+def check_authorization(header: bytes, api_key: bytes, key: bytes) -> None:
+    """Raise unless an Authorization header has the key, or X-API-Key (`api_key`) is the key."""
+    if not header and not api_key:
         raise MissingKeyError("no API key: send Authorization: Bearer KEY, or X-API-Key: KEY")
     scheme, _, value = header.partition(b" ")
     is_bearer = scheme.lower() == b"bearer" and hmac.compare_digest(value.strip(), key)
-    if not is_bearer and not hmac.compare_digest(given.strip(), key):
+    if not is_bearer and not hmac.compare_digest(api_key.strip(), key):
         raise AuthenticationError("the API key is wrong")
 
 
 def host_name(host: str) -> str | None:
     """Return the name in `name:port` or `[address]:port`, in lower case; None if it is neither."""
-    found = HOST.fullmatch(host)
-    return None if found is None else (found[1] or found[2]).lower()
+    match = HOST.fullmatch(host)
+    return None if match is None else (match[1] or match[2]).lower()
 
 
 def allowed_hosts(settings: ServerSettings) -> frozenset[str] | None:
@@ -116,8 +116,8 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
-        given = headers.get(b"x-correlation-id", b"").decode("latin-1")
-        scope["correlation_id"] = correlation_id = given if UUID.fullmatch(given) else str(uuid4())
+        sent = headers.get(b"x-correlation-id", b"").decode("latin-1")
+        scope["correlation_id"] = correlation_id = sent if UUID.fullmatch(sent) else str(uuid4())
         log.correlation_id.set(correlation_id)
         start, reply, reason = time.perf_counter(), _ReplyWatcher(send, correlation_id), None
         is_checked = False

@@ -51,12 +51,12 @@ class ObjectOf(NestedType):
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
         if not isinstance(value, dict):
             return ValidationIssue(name, "type", f"{name} must be an object, not {type_name(value)}")
-        for key, given in value.items():
+        for key, item in value.items():
             if (field := self.table.get(key)) is None:
                 if not self.is_open and key != self.tag:
                     place = f"{name}.{key[:MAX_ECHOED_CHARS]}"
                     return ValidationIssue(place, "unknown", f"unknown field {place!r}")
-            elif given is not None and (issue := field.type.validate(f"{name}.{key}", given)) is not None:
+            elif item is not None and (issue := field.type.validate(f"{name}.{key}", item)) is not None:
                 return issue
         for key in self._required:
             if value.get(key) is None:
@@ -67,14 +67,14 @@ class ObjectOf(NestedType):
         return table_schema(self.table, is_open=self.is_open)
 
     def coerce(self, value: Any) -> dict[str, Any]:
-        known = {key: (self.table[key], given) for key, given in value.items() if key in self.table}
-        given = {key: field.type.coerce(one) for key, (field, one) in known.items() if one is not None}
-        return self._defaults | given
+        pairs = {key: (self.table[key], item) for key, item in value.items() if key in self.table}
+        fields = {key: field.type.coerce(item) for key, (field, item) in pairs.items() if item is not None}
+        return self._defaults | fields
 
     def find_unknown(self, name: str, value: Any) -> Iterator[str]:
-        for key, given in value.items():
+        for key, item in value.items():
             if key in self.table:
-                yield from find_unknown(self.table[key].type, f"{name}.{key}", given)
+                yield from find_unknown(self.table[key].type, f"{name}.{key}", item)
             elif key != self.tag:
                 yield f"{name}.{key}"
 
@@ -97,10 +97,10 @@ class Tagged(NestedType):
         kind = value.get(self.tag)
         if isinstance(kind, str) and kind in self._kinds:
             return self._kinds[kind].validate(name, value)
-        place, known = f"{name}.{self.tag}", ", ".join(self.tables)
+        place, tags = f"{name}.{self.tag}", ", ".join(self.tables)
         if not isinstance(kind, str):
-            return ValidationIssue(place, "required", f"{place} is required: one of {known}")
-        message = f"{place} is {kind[:MAX_ECHOED_CHARS]!r}, which this worker does not support: use {known}"
+            return ValidationIssue(place, "required", f"{place} is required: one of {tags}")
+        message = f"{place} is {kind[:MAX_ECHOED_CHARS]!r}, which this worker does not support: use {tags}"
         return unsupported_part(place, kind) or ValidationIssue(place, "unsupported", message)
 
     def json_schema(self) -> Schema:
@@ -132,7 +132,7 @@ class ListOf(NestedType):
         if len(value) < self.min_items or (self.max_items is not None and len(value) > self.max_items):
             bounds = f"at least {self.min_items}" if self.max_items is None else f"{self.min_items} to {self.max_items}"
             return ValidationIssue(name, "length", f"{name} has {len(value)} items: it must have {bounds}")
-        issues = (self.item.validate(f"{name}[{i}]", one) for i, one in enumerate(value))
+        issues = (self.item.validate(f"{name}[{i}]", item) for i, item in enumerate(value))
         return next((issue for issue in issues if issue is not None), None)
 
     def json_schema(self) -> Schema:
@@ -140,11 +140,11 @@ class ListOf(NestedType):
         return schema if self.max_items is None else {**schema, "maxItems": self.max_items}
 
     def coerce(self, value: Any) -> list[Any]:
-        return [self.item.coerce(one) for one in value]
+        return [self.item.coerce(item) for item in value]
 
     def find_unknown(self, name: str, value: Any) -> Iterator[str]:
-        for i, one in enumerate(value):
-            yield from find_unknown(self.item, f"{name}[{i}]", one)
+        for i, item in enumerate(value):
+            yield from find_unknown(self.item, f"{name}[{i}]", item)
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,8 +161,8 @@ class PromptEncoder:
         if params is None:
             return None
         with suppress(InvalidRequestError):  # one that is known to be wrong: `check` knows why
-            if (known := self._model.grammar_checker.recall(params)) is not None:
-                return known
+            if (problem := self._model.grammar_checker.recall(params)) is not None:
+                return problem
         if (task := self._checks.get(params)) is None:
             task = asyncio.ensure_future(self._offload.check_grammar(lambda: check(params)))
             self._checks[params] = task

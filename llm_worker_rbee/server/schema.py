@@ -144,9 +144,9 @@ def _find_surrogate(body: bytes) -> ValidationIssue | None:
     while values:
         place, value = values.pop()
         texts = value if isinstance(value, dict) else [value] if isinstance(value, str) else ()
-        if (found := next(filter(None, map(SURROGATE.search, texts)), None)) is not None:
+        if (match := next(filter(None, map(SURROGATE.search, texts)), None)) is not None:
             place = f"a name in {place or 'the body'}" if isinstance(value, dict) else place or "body"
-            is_byte, code = found[0] >= "\udc80" and SURROGATE.search(text) is not None, ord(found[0])
+            is_byte, code = match[0] >= "\udc80" and SURROGATE.search(text) is not None, ord(match[0])
             holds = f"UTF-8: it holds the byte 0x{code & 255:02X}"
             holds = holds if is_byte else f"Unicode: it holds the lone surrogate U+{code:04X}"
             return ValidationIssue(place, "format", f"{place} is not valid {holds}")
@@ -217,8 +217,8 @@ def validate_known(
 def _unknown_fields(names: list[str]) -> list[ValidationIssue]:
     shown = [name[:MAX_ECHOED_CHARS] for name in names[:MAX_REPORTED_UNKNOWN]]
     issues = [ValidationIssue(name, "unknown", f"unknown field {name!r}") for name in shown]
-    if (more := len(names) - len(shown)) > 0:
-        issues.append(ValidationIssue("body", "unknown", f"and {more} more unknown fields"))
+    if (num_hidden := len(names) - len(shown)) > 0:
+        issues.append(ValidationIssue("body", "unknown", f"and {num_hidden} more unknown fields"))
     return issues
 
 
@@ -330,8 +330,8 @@ def measure(value: Any) -> tuple[int, int]:
     count, depth, level = 0, 0, [value]
     while level:
         count, depth = count + len(level), depth + 1
-        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list))]
-        level = [one for values in inner for one in values]
+        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))]
+        level = [item for values in inner for item in values]
     return count, depth
 
 
@@ -341,9 +341,9 @@ class StructuredOutputs(FieldType):
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
         if not isinstance(value, dict):
             return ValidationIssue(name, "type", f"{name} must be an object, not {type_name(value)}")
-        known = StructuredOutputsParams.__dataclass_fields__
-        if unknown := [key for key in value if key not in known]:
-            return ValidationIssue(name, "unknown", f"{name} has no {unknown[0][:100]!r}: use {', '.join(known)}")
+        fields = StructuredOutputsParams.__dataclass_fields__
+        if unknown := [key for key in value if key not in fields]:
+            return ValidationIssue(name, "unknown", f"{name} has no {unknown[0][:100]!r}: use {', '.join(fields)}")
         try:
             StructuredOutputsParams(**value)
         except InvalidRequestError as error:
@@ -401,7 +401,7 @@ class Enum(FieldType):
     is_supported: bool = True
 
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
-        if any(type(one) is type(value) and one == value for one in self.allowed):  # 0 is not false
+        if any(type(allowed) is type(value) and allowed == value for allowed in self.allowed):  # 0 is not false
             return None
         if not self.is_supported:
             return ValidationIssue(name, "unsupported", f"{name} is not supported by this worker")
@@ -461,7 +461,7 @@ TIMEOUT_MS = Field(integer(1, MAX_TIMEOUT_MS))
 
 
 def sampling_params(
-    values: Mapping[str, Any], limits: ModelLimits | None, max_tokens: int | None, **more: Any
+    values: Mapping[str, Any], limits: ModelLimits | None, max_tokens: int | None, **extra: Any
 ) -> SamplingParams:
     """Return the sampling parameters of a validated body; raise for a bias of a token past the vocabulary."""
     same = {name: values[name] for name in (*SAMPLING, "stop", "ignore_eos") if name in values}
@@ -469,7 +469,7 @@ def sampling_params(
     if limits is not None and (token := max(bias, default=0)) >= limits.vocab_size:
         message = f"logit_bias names token {token}, past the vocabulary of {limits.vocab_size}"
         raise InvalidRequestError(message, "logit_bias")
-    return SamplingParams(**same, logit_bias=bias, max_tokens=max_tokens, **more)
+    return SamplingParams(**same, logit_bias=bias, max_tokens=max_tokens, **extra)
 
 
 def unsupported(*allowed: Any) -> Field:

@@ -28,21 +28,21 @@ class Key(NamedTuple):
 
 def find_key(file: Path | None, environment: Mapping[str, str]) -> Key | None:
     """Return the key of the file or else of the first variable; raise if two of them differ."""
-    found: list[tuple[str, Key]] = []
+    sources: list[tuple[str, Key]] = []
     if file is not None:
         quoted = "'" + str(file.absolute()).replace("'", "'\\''") + "'"
-        found.append((f"--api-key-file {file}", Key(_read_key_file(file), f"$(cat {quoted})")))
-    found += [(name, Key(environment[name].strip(), f"${name}")) for name in VARIABLES if name in environment]
-    for origin, key in found:
+        sources.append((f"--api-key-file {file}", Key(_read_key_file(file), f"$(cat {quoted})")))
+    sources += [(name, Key(environment[name].strip(), f"${name}")) for name in VARIABLES if name in environment]
+    for origin, key in sources:
         if not key.value:
             raise InvalidRequestError(f"{origin} is empty: give a key, or leave it out to serve without one", "api_key")
         if not (key.value.isascii() and key.value.isprintable() and " " not in key.value):
             raise InvalidRequestError(f"{origin} cannot be a key: it must be one word of printable ASCII", "api_key")
-    for origin, key in found[1:]:
-        if key.value != found[0][1].value:
-            message = f"{found[0][0]} and {origin} hold different keys: leave one of them out"
+    for origin, key in sources[1:]:
+        if key.value != sources[0][1].value:
+            message = f"{sources[0][0]} and {origin} hold different keys: leave one of them out"
             raise InvalidRequestError(message, "api_key")
-    return found[0][1] if found else None
+    return sources[0][1] if sources else None
 
 
 def _read_key_file(file: Path) -> str:

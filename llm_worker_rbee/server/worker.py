@@ -71,7 +71,7 @@ class Worker(GenerationListener):
 
     async def start(self) -> None:
         """Load the models; chat is served while pooling models still load. A failure is kept and raised."""
-        loading = [asyncio.ensure_future(one) for one in (self._load_chat(), self.pooling.start())]
+        loading = [asyncio.ensure_future(work) for work in (self._load_chat(), self.pooling.start())]
         try:
             await asyncio.gather(*loading)
         except Exception as error:
@@ -201,16 +201,16 @@ class Worker(GenerationListener):
 
     def find_pooling(self, name: str | None, *kinds: Kind) -> PoolingService:
         """Return the pooling model of a request, one of these kinds; raise if there is none, also while one loads."""
-        found = self.pooling.find(name, kinds, self.names)
+        service = self.pooling.find(name, kinds, self.names)
         self.require_ready()
-        found.require_loaded()
-        return found
+        service.require_loaded()
+        return service
 
     def require_model(self, name: str | None) -> None:
         """Raise unless this is the chat model's name, or none."""
         if name is not None and not any(is_name_of(name, served) for served in self.names):
-            if (found := self.pooling.named(name)) is not None:
-                message = f"the model {name[:100]!r} is of kind {found.kind!r}, not a chat model: use {self.names[0]!r}"
+            if (other := self.pooling.named(name)) is not None:
+                message = f"the model {name[:100]!r} is of kind {other.kind!r}, not a chat model: use {self.names[0]!r}"
                 raise InvalidRequestError(message, "model")
             raise ModelNotFoundError(f"the model {name[:100]!r} is not served here: use {self.names[0]!r}, or no model")
 
@@ -280,7 +280,7 @@ class Worker(GenerationListener):
                 status = "stalled"
         load = self.admission.load
         pooling = self.pooling.health()
-        if status == "healthy" and any(one["status"] != "healthy" for one in pooling):
+        if status == "healthy" and any(model["status"] != "healthy" for model in pooling):
             status = "degraded"
         return {
             "status": status,

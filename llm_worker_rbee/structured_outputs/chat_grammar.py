@@ -80,10 +80,10 @@ def answer_grammar(
 
 def _allowed_tools(options: ChatOptions) -> list[Tool]:
     if options.tool_name is not None:
-        found = [tool for tool in options.tools if tool.name == options.tool_name]
-        if not found:
+        tools = [tool for tool in options.tools if tool.name == options.tool_name]
+        if not tools:
             raise InvalidRequestError(f"tool_choice names {options.tool_name!r}, which is not in tools", "tool_choice")
-        return found
+        return tools
     if options.tool_choice == "required" and not options.tools:
         raise InvalidRequestError('tool_choice is "required", and there are no tools', "tool_choice")
     return [] if options.tool_choice == "none" else options.tools
@@ -214,13 +214,13 @@ class _Writer:
         first_head = shape.call_start if in_section > 0 else start
         section = start[: max(0, in_section)]
         first = self._call_choice(tools, first_head)
-        more = ""
+        rest = ""
         if self._options.parallel_tool_calls and shape.is_parallel:
             next_call = self._call_choice(tools, shape.call_start)
             joint = self.literal(shape.separator)
-            more = f"({joint} {next_call})*"
-            more += f" ({joint})?" if shape.separator.isspace() else ""  # models print it after the last call too
-        return " ".join(filter(None, (self.literal(section), first, more, self.literal(shape.section_end))))
+            rest = f"({joint} {next_call})*"
+            rest += f" ({joint})?" if shape.separator.isspace() else ""  # models print it after the last call too
+        return " ".join(filter(None, (self.literal(section), first, rest, self.literal(shape.section_end))))
 
     def _call_choice(self, tools: Sequence[Tool], head: str) -> str:
         try:

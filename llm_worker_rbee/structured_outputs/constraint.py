@@ -242,13 +242,13 @@ class _Closing:
         """Look for an end of a request that may have `num_left` more tokens, if it is time; begin it if it must be."""
         if self.path is not None or num_left > self._next_check:
             return
-        found = find_end(matcher, self._ending_tokens, num_left - 1, num_words)  # one is for the end of the text
-        if found is None:
+        closing = find_end(matcher, self._ending_tokens, num_left - 1, num_words)  # one is for the end of the text
+        if closing is None:
             self._next_check = num_left // 2
             return
-        spare = num_left - 1 - len(found) - self._reserve
+        spare = num_left - 1 - len(closing) - self._reserve
         if spare <= 0:
-            self.path = found
+            self.path = closing
         else:  # a token may lengthen the end, so it is looked for again well before the limit
             self._next_check = num_left - max(1, spare // 2)
 
@@ -284,8 +284,8 @@ def find_end(matcher: Any, ending_tokens: Sequence[int], max_length: int, num_wo
             copy.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
             branches = _allowed(mask, ending_tokens)[:MAX_BRANCHES] or _first_allowed(mask)
             for rank, token in enumerate(branches):
-                more = 1 + RANK_COST * rank if len(branches) > 1 else 0
-                heappush(heap, (cost + more, visited * MAX_BRANCHES + rank, [*path, token]))
+                penalty = 1 + RANK_COST * rank if len(branches) > 1 else 0
+                heappush(heap, (cost + penalty, visited * MAX_BRANCHES + rank, [*path, token]))
         copy.rollback(len(path))
     return None
 

@@ -159,8 +159,8 @@ class TokenTable:
     @cached_property
     def ending_tokens(self) -> list[int]:
         """The ids of ENDING_TEXTS that are tokens."""
-        found = (self._ids.get(text.encode(), -1) for text in ENDING_TEXTS)
-        return list(dict.fromkeys(token for token in found if token >= 0))
+        ids = (self._ids.get(text.encode(), -1) for text in ENDING_TEXTS)
+        return list(dict.fromkeys(token for token in ids if token >= 0))
 
 
 @dataclass(slots=True, eq=False)
@@ -227,27 +227,27 @@ class GrammarCompiler:
         """Return a matcher for a request, and what compiles another where this one shares its lexer."""
         key, kind = params, params.kind
         with self._lock:
-            found = self._cache.get(key)
-            if found is not None:
+            cached = self._cache.get(key)
+            if cached is not None:
                 self._cache.move_to_end(key)
-        if found is None:
+        if cached is None:
             text, _ = to_grammar(params), self._tokenizer  # made before the clock starts
             start = time.thread_time()  # llguidance compiles in the calling thread
             matcher = self._match(kind, text)
             is_slow = time.thread_time() - start > MAX_SHARED_COMPILE_S
-            found = CompiledGrammar(text, None if is_slow else matcher)
+            cached = CompiledGrammar(text, None if is_slow else matcher)
             with self._lock:
-                self._cache[key] = found
+                self._cache[key] = cached
                 while len(self._cache) > 1 and not self._fits():
                     self._cache.popitem(last=False)
             if is_slow:
                 return matcher, None
-        if found.matcher is not None:
-            return found.matcher.deep_copy(), partial(self._match_alone, params, found)
+        if cached.matcher is not None:
+            return cached.matcher.deep_copy(), partial(self._match_alone, params, cached)
         with self._lock:
-            spare, found.spare = found.spare, self._threads.submit(self._match, kind, found.text)
+            spare, cached.spare = cached.spare, self._threads.submit(self._match, kind, cached.text)
         is_begun = spare is not None and not spare.cancel()  # one that waits for a thread may wait for this one
-        return spare.result() if spare is not None and is_begun else self._match(kind, found.text), None
+        return spare.result() if spare is not None and is_begun else self._match(kind, cached.text), None
 
     def _fits(self) -> bool:
         sizes = [len(compiled.text) for compiled in self._cache.values()]

@@ -91,8 +91,8 @@ class GrammarChecker:
 
         It takes milliseconds for most grammars and up to seconds, so it is no call for an event loop.
         """
-        if (known := self.recall(params)) is not None:
-            return known
+        if (problem := self.recall(params)) is not None:
+            return problem
         if params.grammar is not None:
             self._check_lark(LARK_TEXT.sub('""', params.grammar))
         text = to_grammar(params)

@@ -134,9 +134,9 @@ def _with_bounds(schema: Schema) -> Schema:
     low, high = (min(ends.get(key, MAX_BOUND) for key in side) for side in (LOWER, UPPER))
     is_exclusive = low == ends.get(LOWER[1]) or high == ends.get(UPPER[1])
     if -low > high or (-low == high and is_exclusive):
-        given = " and ".join(f"{key} {schema[key]}" for key in LOWER + UPPER if key in schema)
+        bounds = " and ".join(f"{key} {schema[key]}" for key in LOWER + UPPER if key in schema)
         kind = "integer" if is_integer else "number"
-        raise ValueError(f"{given} leave no {kind} (of those that a double holds, up to {MAX_BOUND:.1e})")
+        raise ValueError(f"{bounds} leave no {kind} (of those that a double holds, up to {MAX_BOUND:.1e})")
     for key, exclusive in (LOWER, UPPER):  # between two integers llguidance takes one that is excluded for included
         if exclusive in ends and ends[exclusive] == int(ends[exclusive]) and math.trunc(-low) == math.trunc(high):
             ends[key] = min(math.nextafter(ends.pop(exclusive) or -MIN_BOUND, -math.inf), ends.get(key, MAX_BOUND))
@@ -237,15 +237,15 @@ class _Closer:
 
     def _parts(self, schema: Any, keys: tuple[str, ...] = ("allOf", "anyOf", "oneOf")) -> list[Schema]:
         """Return all schemas that describe the same value as one, that one first; none where that is not known."""
-        parts, known = [schema], {id(schema)}
+        parts, seen = [schema], {id(schema)}
         for part in parts:  # which grows
             self._num_visits += 1
             if not isinstance(part, dict) or self._num_visits > MAX_VISITS:
                 return []
             inner = [item for key in keys for item in part.get(key, ())]
             inner += [look_up(part["$ref"], self._root)] if "$ref" in part else []
-            parts += [item for item in inner if id(item) not in known]
-            known.update(map(id, inner))
+            parts += [item for item in inner if id(item) not in seen]
+            seen.update(map(id, inner))
         return parts
 
 

@@ -74,9 +74,9 @@ class SpecialTokenSplitter:
                 yield None, text
             return
         with encode_errors():
-            found = self._finder.encode_batch([text], add_special_tokens=False)[0]  # the batch call releases the GIL
+            encoding = self._finder.encode_batch([text], add_special_tokens=False)[0]  # the batch call releases the GIL
         strip = False
-        for local, (start, end) in zip(found.ids, found.offsets, strict=True):
+        for local, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if local:
                 token_id = self.ids[local - 1]
                 strip = token_id in self.rstrip
@@ -101,7 +101,7 @@ def _library_ids(library: Tokenizer, text: str) -> list[int]:
 def library_batch(library: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """Return the library's ids of texts; without offsets, which take half of the time."""
     with encode_errors():
-        return [found.ids for found in library.encode_batch_fast(texts, add_special_tokens=False)]
+        return [encoding.ids for encoding in library.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 class PartsEncoder:
@@ -146,8 +146,8 @@ class BpeEncoder(PartsEncoder):
         super().__init__(vocabulary, library)
 
     def _encode_all(self, texts: Sequence[str], splitter: SpecialTokenSplitter, mark: str) -> list[list[int]]:
-        found = super()._encode_all(texts, splitter, mark)
-        return [self._without_missing(ids) for ids in found] if self._missing else found
+        rows = super()._encode_all(texts, splitter, mark)
+        return [self._without_missing(ids) for ids in rows] if self._missing else rows
 
     def _without_missing(self, ids: list[int]) -> list[int]:
         """Drop bytes that the vocabulary lacks: the default model has none for planes 4 to 11 and U+0004."""
@@ -176,8 +176,8 @@ def byte_level_splitter(pre: PreTokenizer) -> pre_tokenizers.PreTokenizer:
 
 def _check_spm_merges(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> None:
     """Raise for a merge of tokens, or to a token, that the vocabulary lacks; single characters may be missing."""
-    made = set(map("".join, merges)) - vocab.keys()
-    missing = made or {part for part in set(chain.from_iterable(merges)) - vocab.keys() if len(part) > 1}
+    unknown = set(map("".join, merges)) - vocab.keys()
+    missing = unknown or {part for part in set(chain.from_iterable(merges)) - vocab.keys() if len(part) > 1}
     if missing:
         raise TokenizerError(f"tokenizer.ggml.merges: a merge needs token {preview(min(missing))}, which is missing")
 

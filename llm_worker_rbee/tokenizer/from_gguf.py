@@ -107,12 +107,12 @@ def _gemma4_tokenizer(metadata: Mapping[str, object], texts: list[str]) -> Token
 def _bert_tokenizer(metadata: Mapping[str, object], texts: list[str]) -> Tokenizer:
     """Return a WordPiece vocabulary: [CLS] before a text, [SEP] after it; uncased unless the file says otherwise."""
     first = _read_token_id(metadata, "cls_token_id", texts)
-    found = {"bos_token_id": first if first is not None else _read_token_id(metadata, "bos_token_id", texts)}
-    found |= {key: _read_token_id(metadata, key, texts) for key in (_SEPARATOR, "unknown_token_id")}
-    missing = next((key for key, token_id in found.items() if token_id is None), None)
+    ids = {"bos_token_id": first if first is not None else _read_token_id(metadata, "bos_token_id", texts)}
+    ids |= {key: _read_token_id(metadata, key, texts) for key in (_SEPARATOR, "unknown_token_id")}
+    missing = next((key for key, token_id in ids.items() if token_id is None), None)
     if missing is not None:
         raise TokenizerError(f"{_PREFIX}{missing} is missing: a 'bert' tokenizer needs it")
-    begin, separator, unknown = (token_id for token_id in found.values() if token_id is not None)
+    begin, separator, unknown = (token_id for token_id in ids.values() if token_id is not None)
     token_types = _read_token_types(metadata, texts)
     if _PREFIX + "token_type" not in metadata:
         _infer_token_types(token_types, texts, [begin, separator, unknown], spm=False)
@@ -174,8 +174,8 @@ def _pair_template(
     if separator is None or not (ends.prefix and ends.suffix):
         return None
     before, after = (tuple((token_id, 0) for token_id in part) for part in (ends.prefix, ends.suffix))
-    more = ((separator, 0),) if _read_flag(metadata, "add_sep_token", two_separators) and not one_separator else ()
-    return PairTemplate(before, (*after, *more), after)
+    end = ((separator, 0),) if _read_flag(metadata, "add_sep_token", two_separators) and not one_separator else ()
+    return PairTemplate(before, (*after, *end), after)
 
 
 def _pre_tokenizer(metadata: Mapping[str, object]) -> tuple[str, PreTokenizer]:
@@ -332,17 +332,17 @@ def _validate_id(value: object, key: str, length: int) -> int:
 
 def _read_end_ids(metadata: Mapping[str, object], texts: Sequence[str]) -> list[int]:
     """Return every id that ends a text, the EOS first. A key may hold one id or an array."""
-    found: list[int] = []
+    ids: list[int] = []
     for key in ("eos_token_id", "eos_token_ids", "eot_token_id", "eom_token_id"):
         value = metadata.get(_PREFIX + key)
         tolist = getattr(value, "tolist", None)
         value = tolist() if tolist is not None else value
         if isinstance(value, list):
-            found += [_validate_id(item, _PREFIX + key, len(texts)) for item in value]
+            ids += [_validate_id(item, _PREFIX + key, len(texts)) for item in value]
         else:
-            one = _read_token_id({**metadata, _PREFIX + key: value}, key, texts)
-            found += [] if one is None else [one]
-    return list(dict.fromkeys(found))
+            token_id = _read_token_id({**metadata, _PREFIX + key: value}, key, texts)
+            ids += [] if token_id is None else [token_id]
+    return list(dict.fromkeys(ids))
 
 
 def _find_rstrip_ids(metadata: Mapping[str, object], vocabulary: Vocabulary) -> frozenset[int]:

@@ -107,8 +107,8 @@ def _decoder_steps(decoder: object) -> Iterator[dict[str, Any]]:
 
 def _style(steps: list[dict[str, Any]]) -> Style | None:
     """Return the style of the vocabulary by its decoder; None if that does more than join bytes."""
-    known = (step for step in steps if step.get("type") in _DECODER_STYLES)
-    step = next((step for step in known if step.get("prefix", CONTINUATION) == CONTINUATION), None)
+    styled = (step for step in steps if step.get("type") in _DECODER_STYLES)
+    step = next((step for step in styled if step.get("prefix", CONTINUATION) == CONTINUATION), None)
     return _DECODER_STYLES[step["type"]] if step is not None else None
 
 

@@ -61,8 +61,8 @@ class PoolingText:
         if not name:
             return ""
         if name not in self.pooling.prompts:
-            known = ", ".join(sorted(self.pooling.prompts)) or "none"
-            raise InvalidRequestError(f"unknown prompt_name {name!r}: the model has {known}", "prompt_name")
+            names = ", ".join(sorted(self.pooling.prompts)) or "none"
+            raise InvalidRequestError(f"unknown prompt_name {name!r}: the model has {names}", "prompt_name")
         return self.pooling.prompts[name]
 
     def encode(self, text: str, *, prompt: str = "", truncate: bool = False) -> Ints:
@@ -88,7 +88,7 @@ class PoolingText:
         if self.pooling.pair_template:
             ids = self._encode_template(self.pooling.pair_template, query, documents, truncate=truncate)
             return EncodedPairs(
-                self.check_lengths(ids, "documents", first), [np.zeros(len(one), np.int64) for one in ids]
+                self.check_lengths(ids, "documents", first), [np.zeros(len(row), np.int64) for row in ids]
             )
         pairs = self.tokenizer.encode_pairs(query, documents, max_tokens=self.max_length if truncate else None)
         ids = self.check_lengths([np.array(ids, np.int64) for ids, _ in pairs], "documents", first)

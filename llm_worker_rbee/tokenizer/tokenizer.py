@@ -145,10 +145,10 @@ class Vocabulary:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the raw bytes of the token; for a special token its name."""
-        found = self._bytes.get(token_id)
-        if found is None:
-            found = self._bytes[token_id] = self._compute_bytes(token_id)
-        return found
+        value = self._bytes.get(token_id)
+        if value is None:
+            value = self._bytes[token_id] = self._compute_bytes(token_id)
+        return value
 
     def max_token_bytes(self) -> int:
         """Return the bytes of the longest token; a character has 4 at most, so few tokens need a look."""
@@ -199,12 +199,12 @@ _MARKUP = "</s>"
 def find_end_ids(texts: Sequence[str], token_types: Sequence[int]) -> list[int]:
     """Return the ids of the tokens that end a text by their name."""
     is_end = map((END_TOKEN_NAMES | {_MARKUP}).__contains__, texts)
-    found = {text: index for index, text in compress(enumerate(texts), is_end)}
-    if _MARKUP in found and (token_types[found[_MARKUP]] == TokenType.NORMAL or "<eos>" in found):
-        del found[_MARKUP]
-    if {"<|return|>", "<|call|>"} <= found.keys() or {"<|flush|>", "<|calls|>"} <= found.keys():
-        found.pop("<|end|>", None)  # of harmony and Solar: it ends a message, not the turn
-    return sorted(found.values())
+    ids = {text: index for index, text in compress(enumerate(texts), is_end)}
+    if _MARKUP in ids and (token_types[ids[_MARKUP]] == TokenType.NORMAL or "<eos>" in ids):
+        del ids[_MARKUP]
+    if {"<|return|>", "<|call|>"} <= ids.keys() or {"<|flush|>", "<|calls|>"} <= ids.keys():
+        ids.pop("<|end|>", None)  # of harmony and Solar: it ends a message, not the turn
+    return sorted(ids.values())
 
 
 class Encoder(Protocol):
@@ -357,8 +357,8 @@ class Tokenizer:
         """Return the ids of texts alone; an empty one has none, whatever prefix the encoder adds."""
         for text in texts:
             _validate_text(text)
-        found = iter(self._encoder.encode_batch(list(filter(None, texts))))
-        return [next(found) if text else [] for text in texts]
+        rows = iter(self._encoder.encode_batch(list(filter(None, texts))))
+        return [next(rows) if text else [] for text in texts]
 
     def encode_pair(self, first: str, second: str, *, max_tokens: int | None = None) -> tuple[list[int], list[int]]:
         """Return ids and token types of a pair; `max_tokens` cuts the second text. See `encode_pairs`."""
@@ -566,14 +566,14 @@ class Detokenizer:
         if not self._stops:
             return new
         text = self._held + new
-        found: list[tuple[int, int, str]] = []  # (start, -length, stop string)
+        matches: list[tuple[int, int, str]] = []  # (start, -length, stop string)
         for stop in self._stops:
             for end, char in enumerate(new, start=len(self._held) + 1):
                 if stop.feed(char):
-                    found.append((end - len(stop.text), -len(stop.text), stop.text))
+                    matches.append((end - len(stop.text), -len(stop.text), stop.text))
                     break
-        if found:
-            start, _, self.stop_matched = min(found)
+        if matches:
+            start, _, self.stop_matched = min(matches)
             self._held = ""
             return text[:start]
         shown = len(text) - max(stop.matched for stop in self._stops)

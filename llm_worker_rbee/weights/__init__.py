@@ -36,14 +36,14 @@ def open_checkpoint(path: Path, *, weights: bool = True) -> Checkpoint:
 
 
 def _open_folder(folder: Path, *, weights: bool) -> Checkpoint:
-    found = [] if (folder / "config.json").exists() else list_gguf_models(folder)
-    if len(found) > 1:
-        names = ", ".join(path.name for path in found[:8])
+    paths = [] if (folder / "config.json").exists() else list_gguf_models(folder)
+    if len(paths) > 1:
+        names = ", ".join(path.name for path in paths[:8])
         raise ModelFileError(f"{folder} holds several models, open one of them: {names}")
     if (
-        not found
+        not paths
         and not any((folder / name).exists() for name in MODEL_FILES)
         and not any(folder.glob("*.safetensors"))
     ):
         raise ModelFileError(f"{folder} holds no model: no .gguf file, no {', no '.join(MODEL_FILES)}")
-    return open_gguf(found[0]) if found else open_hf(folder, weights=weights)
+    return open_gguf(paths[0]) if paths else open_hf(folder, weights=weights)

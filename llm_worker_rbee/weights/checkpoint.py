@@ -135,10 +135,10 @@ class DeferredTensor(Tensor):
         return sum(source.nbytes for source in self.sources)
 
     def load(self) -> Tensor:
-        made = Tensor(self.name, self.kind, self.shape, self.make(), self.pack_as, self.order)
+        tensor = Tensor(self.name, self.kind, self.shape, self.make(), self.pack_as, self.order)
         for source in self.sources:
             release_pages(source.data)
-        return made
+        return tensor
 
     def dequantize(self) -> NDArray[np.float32]:
         return self.load().dequantize()
@@ -159,10 +159,10 @@ def shared_order(tensors: Sequence[Tensor]) -> NDArray[np.intp] | None:
 def refuse_order(tensors: Sequence[Tensor]) -> None:
     """Raise if the columns of a tensor have an order: experts would each need their own activations, and rows of an
     embedding are read as they are."""
-    found = next((tensor.name for tensor in tensors if tensor.order is not None), None)
-    if found is not None:
+    name = next((tensor.name for tensor in tensors if tensor.order is not None), None)
+    if name is not None:
         raise UnsupportedModelError(
-            f"tensor {found!r}: experts and embeddings with columns in the order of activations (desc_act) cannot be "
+            f"tensor {name!r}: experts and embeddings with columns in the order of activations (desc_act) cannot be "
             "read, convert them to F16 or use --quantize"
         )
 

@@ -118,12 +118,12 @@ def has_classifier(names: Iterable[str]) -> bool:
 
 def encoder_name(name: str, model_type: str, *, is_classifier: bool) -> str:
     """Return the GGUF name of one tensor; an unknown name is returned without its prefix."""
-    known, classifier = ENCODER_NAMES[model_type]
+    common, classifier = ENCODER_NAMES[model_type]
     bare = ENCODER_PREFIX.sub("", name)
     layer = ENCODER_LAYER.match(bare)
     part, _, suffix = (layer[2] if layer else bare).rpartition(".")
     suffix = OLD_SUFFIXES.get(suffix, suffix)
-    names = {**known, **classifier} if is_classifier else known
+    names = {**common, **classifier} if is_classifier else common
     if part not in names or suffix not in ("weight", "bias"):
         return bare
     return f"blk.{int(layer[1])}.{names[part]}.{suffix}" if layer else f"{names[part]}.{suffix}"

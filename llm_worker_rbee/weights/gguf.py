@@ -126,8 +126,8 @@ class _Reader:
         if version not in VERSIONS:
             if version and version & 0xFFFF == 0:
                 raise UnsupportedModelError(f"{self.path.name}: big-endian GGUF files are not supported")
-            known = " and ".join(map(str, VERSIONS))
-            raise UnsupportedModelError(f"{self.path.name}: GGUF version {version} is not supported ({known} are)")
+            versions = " and ".join(map(str, VERSIONS))
+            raise UnsupportedModelError(f"{self.path.name}: GGUF version {version} is not supported ({versions} are)")
         n_tensors, n_metadata = self.read_u64("the tensor count"), self.read_u64("the metadata count")
         for what, count, min_bytes in (("tensor", n_tensors, 24), ("metadata", n_metadata, 14)):
             if count * min_bytes > self.size:
@@ -231,8 +231,8 @@ class _Reader:
     def byte_size(self, name: str, dims: list[int], type_id: int) -> int:
         kind = BY_ID.get(type_id)
         if kind is None:
-            known = f"removed type {REMOVED_TYPES[type_id]}" if type_id in REMOVED_TYPES else f"unknown type {type_id}"
-            raise UnsupportedModelError(f"{self.path.name}: tensor {name!r} has {known}")
+            label = f"removed type {REMOVED_TYPES[type_id]}" if type_id in REMOVED_TYPES else f"unknown type {type_id}"
+            raise UnsupportedModelError(f"{self.path.name}: tensor {name!r} has {label}")
         count = count_values(dims)
         if count is None:
             raise self.error(f"tensor {name!r}: dimensions {dims} overflow")

@@ -133,10 +133,10 @@ def _explain_os_errors(path: Path, total: int) -> Iterator[None]:
 
 
 def _no_space_error(path: Path, total: int) -> WorkerError:
-    left = ""
+    free = ""
     with suppress(OSError):
-        left = f" and {human_bytes(shutil.disk_usage(path.parent).free)} are free"
-    return WorkerError(f"no room in {path.parent}: {path.name} takes {human_bytes(total)}{left}: free some space first")
+        free = f" and {human_bytes(shutil.disk_usage(path.parent).free)} are free"
+    return WorkerError(f"no room in {path.parent}: {path.name} takes {human_bytes(total)}{free}: free some space first")
 
 
 def _raw(tensor: TensorLike) -> Raw:

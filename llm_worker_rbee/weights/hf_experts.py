@@ -49,8 +49,8 @@ def rearrange_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 for suffix in stack.sources:
                     del out[f"{prefix}{stacked}_exps.{suffix}"]
                 for i, (role, rows) in enumerate(roles.items()):
-                    made = _deferred(f"{prefix}{role}_exps.{stack.suffix}", stack, rows, i, len(roles))
-                    out[made.name] = made
+                    tensor = _deferred(f"{prefix}{role}_exps.{stack.suffix}", stack, rows, i, len(roles))
+                    out[tensor.name] = tensor
     return out
 
 
@@ -67,8 +67,8 @@ def _stacks(tensors: Mapping[str, Tensor], name: str) -> Iterator[_Stack]:
     elif blocks is not None and scales is not None:
         is_bytes = blocks.kind.block_bytes == scales.kind.block_bytes == 1
         if not is_bytes or len(blocks.shape) != 4 or blocks.shape[3] != 16 or scales.shape != blocks.shape[:3]:
-            found = f"{blocks.name!r} {blocks.shape} and {scales.name!r} {scales.shape}"
-            raise ModelFileError(f"tensors {found} are no MXFP4 blocks and scales")
+            names = f"{blocks.name!r} {blocks.shape} and {scales.name!r} {scales.shape}"
+            raise ModelFileError(f"tensors {names} are no MXFP4 blocks and scales")
         shape, sources = (*blocks.shape[:2], 32 * blocks.shape[2]), {"blocks": blocks, "scales": scales}
         yield _Stack("weight", MXFP4, shape, sources, partial(_take_blocks, blocks, scales))
 
@@ -77,7 +77,7 @@ def _deferred(name: str, stack: _Stack, rows: slice, part: int, parts: int) -> T
     """Return some rows of all experts. The bytes of the file are divided among its parts, for totals."""
     count, every, *columns = stack.shape
     shape = (count, len(range(every)[rows]), *columns)
-    sources = tuple(replace(one, data=np.array_split(one.data, parts)[part]) for one in stack.sources.values())
+    sources = tuple(replace(source, data=np.array_split(source.data, parts)[part]) for source in stack.sources.values())
     return DeferredTensor(name, stack.kind, shape, NO_BYTES, sources=sources, make=partial(_bytes_of, stack, rows))
 
 

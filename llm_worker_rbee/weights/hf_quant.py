@@ -120,10 +120,10 @@ def _find_problem(method: str, chosen: str, settings: Mapping[str, Any]) -> str:
     """Return why weights of these settings cannot be read, or ""."""
     if method not in METHODS:
         return f"weights quantized by {method!r} cannot be read: supported are {', '.join(METHODS)}"
-    known = FORMATS.get(method)
-    if known and chosen.lower() not in map(str.lower, known):
+    choices = FORMATS.get(method)
+    if choices and chosen.lower() not in map(str.lower, choices):
         key = FORMAT_KEYS[method]
-        return f"{method} weights with {key} {chosen!r} cannot be read: supported are {', '.join(known)}"
+        return f"{method} weights with {key} {chosen!r} cannot be read: supported are {', '.join(choices)}"
     if settings.get("transform_config"):
         return f"{method} weights with 'transform_config' need rotated activations, which are not supported"
     sparsity = settings.get("sparsity_config")
@@ -164,8 +164,8 @@ def _merge(name: str, parts: Mapping[str, Tensor], quantization: Quantization) -
     for suffix in ("weight", "weight_scale_inv"):
         if not count or suffix not in parts or len(parts[suffix].shape) != 3 or parts[suffix].shape[0] != count:
             shape = parts[suffix].shape if suffix in parts else "missing"
-            found = f"tensor '{name}{suffix.removeprefix('weight')}' is {shape}"
-            raise ModelFileError(f"{found}: quantized experts need (experts, rows, columns) and scales")
+            problem = f"tensor '{name}{suffix.removeprefix('weight')}' is {shape}"
+            raise ModelFileError(f"{problem}: quantized experts need (experts, rows, columns) and scales")
     views = {suffix: tensor.matrices() for suffix, tensor in parts.items()}
     experts = [_Module(name, {part: views[part][i] for part in views}, quantization).tensor() for i in range(count)]
     shape, sources = (count, *experts[0].shape), tuple(parts.values())
@@ -329,12 +329,12 @@ class _Module(NamedTuple):
         self._require_symmetric(bits, symmetric)
 
         def codes(start: int, stop: int) -> Bytes:
-            found = unpack_words(words[:, start:stop].T, bits)
-            return found if bits == 4 else found ^ np.uint8(128)  # less the middle, as int8
+            unpacked = unpack_words(words[:, start:stop].T, bits)
+            return unpacked if bits == 4 else unpacked ^ np.uint8(128)  # less the middle, as int8
 
         def zero_points() -> ScaleGrid:
-            found = (unpack_words(zeros, bits) + np.uint8(less_one)) & np.uint8(2 * middle - 1)
-            return self._grid(found.T.astype(np.float32), rows, columns)
+            points = (unpack_words(zeros, bits) + np.uint8(less_one)) & np.uint8(2 * middle - 1)
+            return self._grid(points.T.astype(np.float32), rows, columns)
 
         return self._integers(bits, (rows, columns), codes, None if symmetric else zero_points)
 
@@ -354,8 +354,8 @@ class _Module(NamedTuple):
 
         def codes(start: int, stop: int) -> Bytes:
             first, last = start // 8, -(-stop // 8)
-            found = unpack(words[:, first:last])[start - 8 * first : stop - 8 * first]
-            return np.ascontiguousarray(found)
+            unpacked = unpack(words[:, first:last])[start - 8 * first : stop - 8 * first]
+            return np.ascontiguousarray(unpacked)
 
         def zero_points() -> ScaleGrid:
             return self._grid(unpack(zeros).astype(np.float32), rows, columns)
@@ -377,12 +377,12 @@ class _Module(NamedTuple):
         self._require_symmetric(bits, symmetric)
 
         def codes(start: int, stop: int) -> Bytes:
-            found = unpack_words(words[start:stop], bits)
-            return found if bits == 4 else found ^ np.uint8(128)
+            unpacked = unpack_words(words[start:stop], bits)
+            return unpacked if bits == 4 else unpacked ^ np.uint8(128)
 
         def zero_points() -> ScaleGrid:
-            found = unpack_words(zeros.T, bits).T[:rows]
-            return self._grid(found.astype(np.float32), rows, columns)
+            points = unpack_words(zeros.T, bits).T[:rows]
+            return self._grid(points.astype(np.float32), rows, columns)
 
         return self._integers(bits, (rows, columns), codes, None if symmetric else zero_points)
 
@@ -391,9 +391,9 @@ class _Module(NamedTuple):
             raise UnsupportedModelError(f"{self._weight}: 8-bit weights with zero points cannot be read: use 4 bits")
 
     def _require_shape(self, suffix: str, shape: tuple[int, ...]) -> None:
-        found = self._part(suffix).shape
-        if found != shape:
-            raise ModelFileError(f"tensor '{self.name}.{suffix}' has shape {found}, the weight needs {shape}")
+        actual = self._part(suffix).shape
+        if actual != shape:
+            raise ModelFileError(f"tensor '{self.name}.{suffix}' has shape {actual}, the weight needs {shape}")
 
     def _integers(
         self,
@@ -435,10 +435,10 @@ class _Module(NamedTuple):
         rows, columns = packed.shape[0], 2 * packed.shape[1]
 
         def codes(start: int, stop: int) -> Bytes:
-            found = np.empty((stop - start, columns // 2, 2), np.uint8)
+            out = np.empty((stop - start, columns // 2, 2), np.uint8)
             some = packed.rows[start:stop]
-            found[..., 0], found[..., 1] = some & np.uint8(15), some >> np.uint8(4)
-            return found.reshape(stop - start, columns)
+            out[..., 0], out[..., 1] = some & np.uint8(15), some >> np.uint8(4)
+            return out.reshape(stop - start, columns)
 
         if scale.kind.name != "F8_E4M3":
             self._require_shape("weight_scale", (rows, columns // 32))

@@ -121,9 +121,9 @@ _EIGHT_EXPERTS_OUTPUT = ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S", "Q4_K_M", "IQ4_NL
 def _with_rules_of_experts(name: str, mix: Mix) -> Mix:
     if mix.base in FLOAT_TYPES:
         return mix
-    more = dict.fromkeys(("attn_v", "attn_k"), "Q8_0")
-    more |= {"attn_output": "Q5_K"} if name in _EIGHT_EXPERTS_OUTPUT else {}
-    first = {role: ((_has_eight_experts, kind), *mix.rules.get(role, ())) for role, kind in more.items()}
+    kinds = dict.fromkeys(("attn_v", "attn_k"), "Q8_0")
+    kinds |= {"attn_output": "Q5_K"} if name in _EIGHT_EXPERTS_OUTPUT else {}
+    first = {role: ((_has_eight_experts, kind), *mix.rules.get(role, ())) for role, kind in kinds.items()}
     return replace(mix, rules={**mix.rules, **first})
 
 

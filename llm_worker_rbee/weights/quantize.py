@@ -167,20 +167,20 @@ def fit_affine(x: Floats, top: int) -> tuple[Floats, Floats]:
     best, scale, minimum = np.zeros_like(low), np.zeros_like(low), -low
     for start in AFFINE_STARTS:
         affine_codes(x, (high - low) * np.float32(1 / (top + start)), -low, top, q)
-        found = sums(q, x, spare)
-        s, m = _affine_solution(found, total, len(x))
-        gain = s * found.qx - m * total  # the part of the sum of squares that it explains
+        totals = sums(q, x, spare)
+        s, m = _affine_solution(totals, total, len(x))
+        gain = s * totals.qx - m * total  # the part of the sum of squares that it explains
         better = (gain > best * MIN_GAIN) & (s > 0)
         best, scale, minimum = (np.where(better, *pair) for pair in ((gain, best), (s, scale), (m, minimum)))
     return scale, minimum
 
 
-def _affine_solution(found: Sums, total: Floats, count: int) -> tuple[Floats, Floats]:
+def _affine_solution(sums: Sums, total: Floats, count: int) -> tuple[Floats, Floats]:
     """Return the least-squares line through the codes; through 0 where its minimum would be negative."""
-    over = reciprocal(count * found.qq - found.q * found.q)
-    minimum = (found.q * found.qx - found.qq * total) * over
+    over = reciprocal(count * sums.qq - sums.q * sums.q)
+    minimum = (sums.q * sums.qx - sums.qq * total) * over
     through_zero = (over <= 0) | (minimum < 0)
-    scale = np.where(through_zero, found.qx * reciprocal(found.qq), (count * found.qx - found.q * total) * over)
+    scale = np.where(through_zero, sums.qx * reciprocal(sums.qq), (count * sums.qx - sums.q * total) * over)
     return scale, np.where(through_zero, np.float32(0), minimum)
 
 
@@ -192,9 +192,9 @@ def fit_linear(x: Floats, half_range: int) -> Floats:
     best, scale = np.zeros_like(low), np.zeros_like(low, np.float32)
     for start in LINEAR_STARTS:
         linear_codes(x, peak * np.float32(-1 / (half_range + start)), half_range, q)
-        found = sums(q, x, spare)
-        s = found.qx * reciprocal(found.qq)
-        gain = s * found.qx
+        totals = sums(q, x, spare)
+        s = totals.qx * reciprocal(totals.qq)
+        gain = s * totals.qx
         better = gain > best * MIN_GAIN
         best, scale = np.where(better, gain, best), np.where(better, s, scale)
     return scale
@@ -233,23 +233,23 @@ class Linear(NamedTuple):
 
 def q4_k(blocks: Floats) -> Bytes:
     """d 2 | dmin 2 | scales and minima 12 | 128 bytes of nibbles."""
-    found, codes = _affine(blocks, 15)
-    return np.concatenate([*_affine_head(found), pack_bits(codes, 32, 4)], axis=1)
+    fit, codes = _affine(blocks, 15)
+    return np.concatenate([*_affine_head(fit), pack_bits(codes, 32, 4)], axis=1)
 
 
 def q5_k(blocks: Floats) -> Bytes:
     """As Q4_K with 32 bytes of fifth bits before the nibbles."""
-    found, codes = _affine(blocks, 31)
+    fit, codes = _affine(blocks, 31)
     high = pack_bits(codes >> np.uint8(4), 32, 1)
-    return np.concatenate([*_affine_head(found), high, pack_bits(codes & np.uint8(15), 32, 4)], axis=1)
+    return np.concatenate([*_affine_head(fit), high, pack_bits(codes & np.uint8(15), 32, 4)], axis=1)
 
 
 def q6_k(blocks: Floats) -> Bytes:
     """128 bytes of low nibbles | 64 bytes of 2 high bits | 16 int8 scales | d 2."""
-    found, codes = _linear(blocks, 32)
+    fit, codes = _linear(blocks, 32)
     low, high = pack_bits(codes & np.uint8(15), 64, 4), pack_bits(codes >> np.uint8(4), 32, 2)
-    scales = found.scale.astype(np.int8).view(np.uint8)
-    return np.concatenate([low, high, scales, f16_bytes(found.d)], axis=1)
+    scales = fit.scale.astype(np.int8).view(np.uint8)
+    return np.concatenate([low, high, scales, f16_bytes(fit.d)], axis=1)
 
 
 def _columns(blocks: Floats, group: int) -> Floats:
@@ -308,10 +308,10 @@ def _first_affine(scale: Floats, minimum: Floats) -> Affine:
 
 def _next_affine(now: Affine, codes: Sums, total: Floats) -> Affine:
     """Refit each group's minimum, then its scale, then d and dmin of the super-block, for these codes."""
-    wanted = (now.d[:, None] * now.scale * codes.q - total) / np.float32(32)
-    minimum = _round_clip(wanted, now.dmin, 0, MAX_6BIT)
-    wanted = (codes.qx + now.dmin[:, None] * minimum * codes.q) * reciprocal(codes.qq)
-    scale = _round_clip(wanted, now.d, 0, MAX_6BIT)
+    exact = (now.d[:, None] * now.scale * codes.q - total) / np.float32(32)
+    minimum = _round_clip(exact, now.dmin, 0, MAX_6BIT)
+    exact = (codes.qx + now.dmin[:, None] * minimum * codes.q) * reciprocal(codes.qq)
+    scale = _round_clip(exact, now.d, 0, MAX_6BIT)
     # x = d * (scale * q) - dmin * minus over all groups: two unknowns
     a, b, c = (scale * scale * codes.qq).sum(1), (scale * minimum * codes.q).sum(1), 32 * (minimum * minimum).sum(1)
     u, v = (scale * codes.qx).sum(1), -(minimum * total).sum(1)
@@ -322,15 +322,15 @@ def _next_affine(now: Affine, codes: Sums, total: Floats) -> Affine:
     return Affine(round_to_f16(np.where(d > 0, d, now.d)), round_to_f16(np.maximum(dmin, 0)), scale, minimum)
 
 
-def _affine_head(found: Affine) -> tuple[Bytes, Bytes, Bytes]:
+def _affine_head(fit: Affine) -> tuple[Bytes, Bytes, Bytes]:
     """Return d, dmin, and eight 6-bit scales and minima in twelve bytes."""
-    scale, minimum = found.scale.astype(np.uint8), found.minimum.astype(np.uint8)
+    scale, minimum = fit.scale.astype(np.uint8), fit.minimum.astype(np.uint8)
     both = np.concatenate([scale[:, :4], minimum[:, :4]], axis=1)
     later = np.concatenate([scale[:, 4:], minimum[:, 4:]], axis=1)
     first = both | (later >> np.uint8(4)) * np.uint8(64)
     return (
-        f16_bytes(found.d),
-        f16_bytes(found.dmin),
+        f16_bytes(fit.d),
+        f16_bytes(fit.dmin),
         np.concatenate([first, pack_bits(later & np.uint8(15), 4, 4)], axis=1),
     )
 
@@ -507,13 +507,13 @@ def quantize_in_memory(
     jobs: Sequence[TensorJob], threads: int | None = None, progress: Progress | None = None
 ) -> dict[str, Tensor]:
     """Run all jobs and return the resulting tensors."""
-    made = {job.name: np.empty(job.nbytes, np.uint8) for job in jobs}
-    filled, done, total = dict.fromkeys(made, 0), 0, sum(job.nbytes for job in jobs)
+    arrays = {job.name: np.empty(job.nbytes, np.uint8) for job in jobs}
+    filled, done, total = dict.fromkeys(arrays, 0), 0, sum(job.nbytes for job in jobs)
     for job, piece in run_jobs(jobs, threads):
         at = filled[job.name]
-        made[job.name][at : at + piece.size] = piece
+        arrays[job.name][at : at + piece.size] = piece
         filled[job.name] = at + piece.size
         done += piece.size
         if progress is not None:
             progress("quantizing", done, total)
-    return {job.name: Tensor(job.name, job.kind, job.source.shape, made[job.name]) for job in jobs}
+    return {job.name: Tensor(job.name, job.kind, job.source.shape, arrays[job.name]) for job in jobs}

@@ -191,9 +191,9 @@ def open_hf(folder: Path, *, weights: bool = True) -> Checkpoint:
     if model_type is not None and not isinstance(model_type, str):
         raise ModelFileError("config.json: 'model_type' is not a string")
     named = _named_tensors(tensors, config)
-    if found := read_sentence_transformers(folder, _load_json):
-        metadata["sentence_transformers"] = found
-        named |= read_dense_layers(folder, found, read_safetensors) if tensors else {}
+    if sentence := read_sentence_transformers(folder, _load_json):
+        metadata["sentence_transformers"] = sentence
+        named |= read_dense_layers(folder, sentence, read_safetensors) if tensors else {}
     return Checkpoint(folder, "safetensors", model_type, metadata, named, value_types={})
 
 
@@ -209,13 +209,13 @@ def _named_tensors(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
 def _quantization_config(folder: Path, config: Mapping[str, Any]) -> object:
     """Return the settings of quantized weights: of config.json, of its text model, or of ModelOpt's own file."""
     text, own_file = config.get("text_config"), folder / "hf_quant_config.json"
-    found = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
-    if found is None and own_file.exists():
+    quant = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
+    if quant is None and own_file.exists():
         own = read_json(own_file).get("quantization", {})
         if not isinstance(own, dict):
             raise ModelFileError("hf_quant_config.json: 'quantization' is not an object")
         return {"quant_method": "modelopt", **own}
-    return found
+    return quant
 
 
 def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _text_tensors(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     """Return the tensors of the text model, by the names that it has alone, and the other parts that are left out."""
-    found: dict[str, Tensor] = {}
+    named: dict[str, Tensor] = {}
     left_out: set[str] = set()
     for name, tensor in tensors.items():
         part = name.removeprefix("model.").partition(".")[0]
@@ -234,10 +234,10 @@ def _text_tensors(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], lis
             left_out.add(part)
         elif text := TEXT_PREFIX.match(name):
             rest = name[text.end() :]
-            found[rest if rest.startswith(("model.", "lm_head.")) else f"model.{rest}"] = tensor
+            named[rest if rest.startswith(("model.", "lm_head.")) else f"model.{rest}"] = tensor
         else:
-            found[name] = tensor
-    return found, sorted(left_out)
+            named[name] = tensor
+    return named, sorted(left_out)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -261,16 +261,16 @@ def _load_json(path: Path) -> Any:
 
 def _place_mtp(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
     """Name a head for multi-token prediction as further layers after the others."""
-    count, found = config.get("num_hidden_layers"), dict[str, Tensor]()
+    count, placed = config.get("num_hidden_layers"), dict[str, Tensor]()
     for name, tensor in tensors.items():
         part = MTP_PATTERN.match(name)
         if part is None or type(count) is not int or (part[3] is not None and part[3] not in MTP_NAMES):
-            found[name] = tensor
+            placed[name] = tensor
         elif part[3] is None:
-            found[f"model.layers.{count + int(part[1])}.{part[2]}"] = tensor
+            placed[f"model.layers.{count + int(part[1])}.{part[2]}"] = tensor
         else:
-            found[f"model.layers.{count}.{MTP_NAMES[part[3]]}.weight"] = tensor
-    return found
+            placed[f"model.layers.{count}.{MTP_NAMES[part[3]]}.weight"] = tensor
+    return placed
 
 
 def _rename(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -70,16 +70,16 @@ def _read_object_of(path: Path, read_json: Callable[[Path], Any]) -> dict[str, A
 
 
 def read_dense_layers(
-    folder: Path, found: Mapping[str, Any], read_safetensors: Callable[[Path], dict[str, Tensor]]
+    folder: Path, layout: Mapping[str, Any], read_safetensors: Callable[[Path], dict[str, Tensor]]
 ) -> dict[str, Tensor]:
     """Return the tensors of the dense layers after pooling: `dense_2.weight`, `dense_2.bias`, `dense_3.weight`, ..."""
     tensors: dict[str, Tensor] = {}
-    layers = [module for module in found.get("modules", ()) if module_kind(module) == "Dense"]
+    layers = [module for module in layout.get("modules", ()) if module_kind(module) == "Dense"]
     for number, module in enumerate(layers, FIRST_DENSE):
         inside = folder / module["path"]
         path = inside / "model.safetensors"
         if not path.exists():
-            pickles = [one.name for one in inside.glob("*") if one.suffix in PICKLE_SUFFIXES]
+            pickles = [file.name for file in inside.glob("*") if file.suffix in PICKLE_SUFFIXES]
             if pickles:
                 raise UnsupportedModelError(
                     f"{module['path']}: {min(pickles)} holds pickled weights, which can execute code and are refused: "

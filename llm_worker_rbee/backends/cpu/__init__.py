@@ -259,8 +259,8 @@ class CpuBackend(Backend):
         out = np.empty((len(qkv), params.v_heads * params.v_dim), np.float32)
         arrays = [np.ascontiguousarray(x, np.float32) for x in (qkv, z, gates)]
         buffers = dict(enumerate((*arrays, out), Step.END))
-        *inputs, made = buffers
-        task = gated_delta.gated_delta_task(0, inputs, z.shape[1], (made, 0), params, weights)
+        *inputs, result = buffers
+        task = gated_delta.gated_delta_task(0, inputs, z.shape[1], (result, 0), params, weights)
         self._run_with_states(task, buffers, state, batch)
         return out
 

@@ -135,9 +135,9 @@ def combine_rows(x: Floats, weights: Floats, shared: Floats | None, gate: Floats
     """Return the weighted sum over a token's experts, plus the shared one: (T, k, width) -> (T, width)."""
     tokens, k, width = x.shape
     out = np.empty((tokens, width), np.float32)
-    given = x, weights, out, shared, gate
-    entries = {Step.END + i: np.ascontiguousarray(array) for i, array in enumerate(given) if array is not None}
-    more = 0 if shared is None else Step.END + 3, 0 if gate is None else Step.END + 4
-    task = kernels.combine_task(Step.END, Step.END + 1, 0, more, Step.END + 2, width, k)
+    arrays = x, weights, out, shared, gate
+    entries = {Step.END + i: np.ascontiguousarray(array) for i, array in enumerate(arrays) if array is not None}
+    extra = 0 if shared is None else Step.END + 3, 0 if gate is None else Step.END + 4
+    task = kernels.combine_task(Step.END, Step.END + 1, 0, extra, Step.END + 2, width, k)
     run_step(Program([task]), entries, {Step.TOKENS: tokens}, threads)
     return out

@@ -119,16 +119,16 @@ class CpuForward:
     def _programs(self, kv_type: str) -> list[Part]:
         """Return adjacent tasks as one program, with a label for each; calls of the host stand alone."""
         if kv_type not in self._parts:
-            made: list[Part] = []
+            steps: list[Part] = []
             for is_host, group in groupby(self._lower(kv_type).parts, lambda part: isinstance(part.work, HostCall)):
                 parts = list(group)
                 if is_host:
-                    made += [((), cast(HostCall, part.work)) for part in parts]
+                    steps += [((), cast(HostCall, part.work)) for part in parts]
                     continue
                 tasks = [(part.component, task) for part in parts for task in cast(list[Task], part.work)]
                 labels = tuple(TaskLabel(component, task.kernel.name) for component, task in tasks)
-                made.append((labels, Program(task for _, task in tasks)))
-            self._parts[kv_type] = made
+                steps.append((labels, Program(task for _, task in tasks)))
+            self._parts[kv_type] = steps
         return self._parts[kv_type]
 
     def _run(
@@ -184,8 +184,8 @@ class CpuForward:
             return None
         count, width = tokens if self._hidden.shape[0] == TOKENS else n_logits, cast(int, self._hidden.shape[1])
         entry = self._lower(kv_type).hidden_out
-        made: Floats = self._buffers[entry][: count * width].reshape(count, width).copy()
-        return made
+        hidden: Floats = self._buffers[entry][: count * width].reshape(count, width).copy()
+        return hidden
 
     def _threads_for(self, batch: Batch, kv: Sequence[LayerCache], parts: Sequence[Part]) -> int:
         """Return how many threads a step uses: small models are not faster with more."""

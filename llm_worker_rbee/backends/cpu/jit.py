@@ -162,9 +162,9 @@ class _PartCompiler(compiler.Compiler):
     def define_pipelines(self) -> Any:
         manager: Any = compiler.DefaultPassBuilder.define_nopython_pipeline(self.state)
         manager.passes = [
-            (self.lowering if one is typed_passes.NativeLowering else one, why)
-            for one, why in manager.passes
-            if one not in _UNNEEDED_PASSES
+            (self.lowering if item is typed_passes.NativeLowering else item, why)
+            for item, why in manager.passes
+            if item not in _UNNEEDED_PASSES
         ]
         manager.finalize()
         return [manager]
@@ -187,10 +187,10 @@ class KernelFunction:
     @cached_property
     def part(self) -> Any:
         """What kernels call; a constant argument is an argument as any other, or each would be compiled for itself."""
-        made: Any = nb.njit(pipeline_class=self._part_compiler, **_PART_OPTIONS)(self.py_func)
-        template_for = made.get_call_template
-        made.get_call_template = lambda args, kws: template_for(tuple(map(nb.types.unliteral, args)), kws)
-        return made
+        jitted: Any = nb.njit(pipeline_class=self._part_compiler, **_PART_OPTIONS)(self.py_func)
+        template_for = jitted.get_call_template
+        jitted.get_call_template = lambda args, kws: template_for(tuple(map(nb.types.unliteral, args)), kws)
+        return jitted
 
     @property
     def _numba_type_(self) -> Any:
@@ -199,9 +199,9 @@ class KernelFunction:
     @cached_property
     def dispatcher(self) -> Any:
         """What Python calls."""
-        made: Any = nb.njit(pipeline_class=_KernelCompiler, **_OPTIONS)(self.py_func)
-        made._cache = KernelCache(self.py_func)
-        return made
+        jitted: Any = nb.njit(pipeline_class=_KernelCompiler, **_OPTIONS)(self.py_func)
+        jitted._cache = KernelCache(self.py_func)
+        return jitted
 
     def __call__(self, *args: Any) -> Any:
         return self.dispatcher(*args)
@@ -224,10 +224,10 @@ def simple_kernel(function: Callable[..., Any]) -> KernelFunction:
 
 def variant(template: Any, name: str, **values: Any) -> FunctionType:
     """Return the function with its capitals set; `name` tells its machine code from that of other variants."""
-    made = FunctionType(template.__code__, {**template.__globals__, **values}, template.__name__)
-    made.__qualname__ = f"{template.__name__}[{name}]"
-    made.__module__ = template.__module__
-    return made
+    copy = FunctionType(template.__code__, {**template.__globals__, **values}, template.__name__)
+    copy.__qualname__ = f"{template.__name__}[{name}]"
+    copy.__module__ = template.__module__
+    return copy
 
 
 class NativeKernel:

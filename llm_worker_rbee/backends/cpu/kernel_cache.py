@@ -149,7 +149,7 @@ class CachedKernel(NamedTuple):
         name, _, (machine_code, _) = library
         named = description.llvm_func_name, description.llvm_cpython_wrapper_name, description.llvm_cfunc_wrapper_name
         symbols = frozenset(filter(compiled.codegen._engine.is_symbol_defined, named))
-        used = tuple(one for one in environments if one.consts)  # to restore one imports the module of its function
+        used = tuple(item for item in environments if item.consts)  # to restore one imports the module of its function
         return cls(name, symbols, machine_code, description, environment, signature, on_load, used)
 
     def load(self, context: Any) -> Any:
@@ -165,7 +165,7 @@ class CachedKernel(NamedTuple):
         for environment in self.environments:
             library.codegen.set_env(environment.env_name, environment)
         compile_result: Any = compiler.compile_result
-        made: Any = compile_result(
+        result: Any = compile_result(
             target_context=context,
             typing_context=context.typing_context,
             library=library,
@@ -178,7 +178,7 @@ class CachedKernel(NamedTuple):
             reload_init=self.on_load,
             referenced_envs=self.environments,
         )
-        return made
+        return result
 
 
 def _write(file: Path, data: bytes) -> None:

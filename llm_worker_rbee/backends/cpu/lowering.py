@@ -143,26 +143,26 @@ class _Expander:
         x, w, chosen = args["x"], args["w"], args["experts"]
         k = chosen.shape[1]
         groups = self._once(self.nodes, "group", chosen, (TOKENS,), experts=chosen, k=k, count=w.count)
-        more: dict[str, Value | None] = {"floats": None, "quantized": None, "floats_out": None, "quantized_out": None}
+        inputs: dict[str, Value | None] = {"floats": None, "quantized": None, "floats_out": None, "quantized_out": None}
         if x in self._groups:
-            more["floats_out"] = x if w.needs_floats else None
-            more["quantized_out"] = self._quantize(x, w)
+            inputs["floats_out"] = x if w.needs_floats else None
+            inputs["quantized_out"] = self._quantize(x, w)
         else:
-            more["floats"], more["quantized"] = x if w.needs_floats else None, self._quantize(x, w)
+            inputs["floats"], inputs["quantized"] = x if w.needs_floats else None, self._quantize(x, w)
             for name in ("floats", "quantized"):
-                if (source := more[name]) is not None:
-                    made = {"source": source, "groups": groups, "k": k, "is_float": name == "floats"}
-                    more[f"{name}_out"] = self._once(self.nodes, "gather", (source, groups), source.shape, **made)
+                if (source := inputs[name]) is not None:
+                    fields = {"source": source, "groups": groups, "k": k, "is_float": name == "floats"}
+                    inputs[f"{name}_out"] = self._once(self.nodes, "gather", (source, groups), source.shape, **fields)
         shape = (TOKENS, experts.rows_per_token(k), w.rows)
-        out = self._emit(self.nodes, "grouped_matmul", shape, w=w, groups=groups, k=k, bias=args["bias"], **more)
+        out = self._emit(self.nodes, "grouped_matmul", shape, w=w, groups=groups, k=k, bias=args["bias"], **inputs)
         self._groups[out] = groups
         return out
 
     def _quantize(self, x: Value, w: Any, two_term: bool = False) -> Value | None:
         if not w.needs_int8:
             return None
-        more = {"groups": self._groups[x]} if x in self._groups else {}
-        return self._once(self.nodes, "quantize", (x, two_term), x.shape, x=x, two_term=two_term, **more)
+        fields = {"groups": self._groups[x]} if x in self._groups else {}
+        return self._once(self.nodes, "quantize", (x, two_term), x.shape, x=x, two_term=two_term, **fields)
 
     def _linear(self, node: Node, args: dict[str, Any]) -> Value:
         by_reader = {
@@ -267,8 +267,8 @@ class Lowering:
         self._held: list[NDArray[np.float32]] = []  # arrays that tasks read
         self._geometries: set[tuple[int, int, int]] = set()  # heads, KV heads and their size, of attention
         self.last_uses, self.index = graph.last_uses(), 0
-        given = {value for node in graph.nodes for value in node.inputs if value.name == "hidden"}
-        self.hidden_in = next((self._new(value) for value in given), 0)
+        states = {value for node in graph.nodes for value in node.inputs if value.name == "hidden"}
+        self.hidden_in = next((self._new(value) for value in states), 0)
         for self.index, node in enumerate(graph.nodes):
             lower = self._BY_OP.get(node.op)
             component, tasks = lower(self, node) if lower else ("host", self._host(node))
@@ -281,7 +281,7 @@ class Lowering:
 
     def partial_bytes(self, positions: int) -> int:
         """Return the bytes that attention needs at `Step.PARTIALS` for block tables of so many positions."""
-        return max((partial_bytes(*one, self.threads, positions) for one in self._geometries), default=0)
+        return max((partial_bytes(*shape, self.threads, positions) for shape in self._geometries), default=0)
 
     def _release(self, value: Value) -> None:
         entry = self.entries.pop(value)
@@ -407,8 +407,8 @@ class Lowering:
         qkv, tasks = self.entries[split["qkv"]], list[Task]()
         if norms:
             qkv, weights = self._overwrite(split["qkv"], norms[0].output, tasks), {n["x"]: n["weight"] for n in norms}
-            given = [weights.get(value) for value in split.outputs]
-            tasks.append(head_norms_task(qkv, (heads, kv_heads), dim, given, norms[0]["eps"]))
+            norm_weights = [weights.get(value) for value in split.outputs]
+            tasks.append(head_norms_task(qkv, (heads, kv_heads), dim, norm_weights, norms[0]["eps"]))
         queries = self._new(store.output, (heads * padded_dim(dim), np.float32))
         pairs, angles = len(store["table"].inv_freq), self.entries[store["angles"]]
         tasks.append(rope_store_task(store["kv"], angles, pairs, heads, kv_heads, dim, self.kv_type, qkv, queries,

@@ -48,9 +48,9 @@ HELPER_START_SECONDS = 2
 
 def all_kernels() -> list[NativeKernel]:
     """Return every kernel of any known model."""
-    found = _kernels_for(LAYOUT_BY_TYPE, HEADS_PER_KV_HEAD, KV_TYPES)
+    kernels = _kernels_for(LAYOUT_BY_TYPE, HEADS_PER_KV_HEAD, KV_TYPES)
     modules = "encoder", "experts", "per_layer_inputs", "causal_conv", "gated_delta"
-    return found + [kernel for name in modules for kernel in _kernels_of(name)]
+    return kernels + [kernel for name in modules for kernel in _kernels_of(name)]
 
 
 def model_kernels(checkpoint: Checkpoint, config: ModelConfig, kv_type: str = KV_DEFAULT) -> list[NativeKernel]:
@@ -58,27 +58,27 @@ def model_kernels(checkpoint: Checkpoint, config: ModelConfig, kv_type: str = KV
     tensors = checkpoint.tensors.values()
     types = {t.kind.name for t in tensors if len(t.shape) >= 2 or t.name.endswith(MATRICES_OF_ONE_ROW)}
     groups = sorted({config.n_heads // config.kv_shape(i)[0] for i in range(config.n_layers)})
-    known = sorted(types & LAYOUT_BY_TYPE.keys())
+    layouts = sorted(types & LAYOUT_BY_TYPE.keys())
     # a causal model may pool too: kernels of means and activations are then compiled when first used
     generates = config.causal and not config.family.is_encoder
-    found = _kernels_for(known, groups, [kv_type], COMMON_MODULES if generates else ENCODER_MODULES)
+    kernels = _kernels_for(layouts, groups, [kv_type], COMMON_MODULES if generates else ENCODER_MODULES)
     modules = ["experts"] if config.experts is not None else []
     modules += ["per_layer_inputs"] if config.layer_input_dim else []
     modules += ["causal_conv"] if config.state_bytes else []
     modules += ["gated_delta"] if config.linear is not None else []
-    return found + [kernel for name in modules for kernel in _kernels_of(name)]
+    return kernels + [kernel for name in modules for kernel in _kernels_of(name)]
 
 
 def _kernels_for(
     types: Collection[str], groups: Collection[int], kv_types: Collection[str], modules: Sequence[str] = COMMON_MODULES
 ) -> list[NativeKernel]:
     """Return the kernels for matrices of these quantization types, heads per KV head and KV types, and of modules."""
-    found = _common_kernels(modules)
-    found += map(repack.kernel_for, types)
-    found += [linear_kernel(LAYOUT_BY_TYPE[name]) for name in types]
+    kernels = _common_kernels(modules)
+    kernels += map(repack.kernel_for, types)
+    kernels += [linear_kernel(LAYOUT_BY_TYPE[name]) for name in types]
     for kv_type, group in product(kv_types, groups):
-        found += split_work_kernel(group), rope_store_kernel(kv_type), *attention_kernels(group, kv_type)
-    return list({kernel.name: kernel for kernel in found}.values())
+        kernels += split_work_kernel(group), rope_store_kernel(kv_type), *attention_kernels(group, kv_type)
+    return list({kernel.name: kernel for kernel in kernels}.values())
 
 
 def _common_kernels(modules: Sequence[str]) -> list[NativeKernel]:
@@ -95,7 +95,7 @@ def _kernels_in(value: Any) -> Iterable[NativeKernel]:
     if isinstance(value, NativeKernel):
         return [value]
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple) else ()
-    return [one for one in inner if isinstance(one, NativeKernel)]
+    return [item for item in inner if isinstance(item, NativeKernel)]
 
 
 def load_kernels(kernels: Sequence[NativeKernel], progress: Progress | None = None) -> int:
@@ -106,7 +106,7 @@ def load_kernels(kernels: Sequence[NativeKernel], progress: Progress | None = No
     own, *others = _work_orders(missing, 1 + helpers)
     with _helper_processes(others, cache_dir()), machine.without_collection():
         for kernel in own:
-            report(COMPILING, sum(one.is_cached for one in missing), len(missing))
+            report(COMPILING, sum(item.is_cached for item in missing), len(missing))
             if not kernel.is_cached:
                 kernel.load()
     if missing:
@@ -177,7 +177,7 @@ def _start_helper(names: list[str], folder: Path) -> subprocess.Popen[bytes]:
 def run_helper() -> None:
     """Compile the kernels that standard input names, except those cached by then."""
     gc.disable()
-    known = {kernel.name: kernel for kernel in all_kernels()}
+    kernels = {kernel.name: kernel for kernel in all_kernels()}
     for name in json.load(sys.stdin):
-        if name in known and not known[name].is_cached:
-            known[name].load()
+        if name in kernels and not kernels[name].is_cached:
+            kernels[name].load()

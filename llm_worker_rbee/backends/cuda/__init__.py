@@ -382,14 +382,14 @@ class CudaBackend(ops.Backend):
             with precompile.recording() as variants:
                 launch_all(every_size=False)
             compiled = precompile.compile_variants(variants, progress)
-            with precompile.count_compilations() as found:
+            with precompile.count_compilations() as compilations:
                 if not device.is_interpreted():
                     launch_all(every_size=True)
             if isinstance(fused, CudaForward):
                 fused.capture_all(kv, limits, progress)
             elif isinstance(fused, pooling.PoolingForward):
                 fused.capture_all(batches, kv, progress)
-        return ops.WarmUp(len(found.loaded), compiled)
+        return ops.WarmUp(len(compilations.loaded), compiled)
 
     def sample_async(
         self, raw_logits: torch.Tensor, rows: Sequence[ops.SampleRow], pending: torch.Tensor | None = None

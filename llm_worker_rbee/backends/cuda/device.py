@@ -57,11 +57,11 @@ def select_gpu(index: int | None) -> int:
     if index >= count:
         available = "1 GPU, cuda:0" if count == 1 else f"{count} GPUs, cuda:0 to cuda:{count - 1}"
         raise InvalidRequestError(f"device 'cuda:{index}' does not exist: this machine has {available}", "device")
-    found = torch.cuda.get_device_capability(index)
-    if found < MIN_CAPABILITY:
+    capability = torch.cuda.get_device_capability(index)
+    if capability < MIN_CAPABILITY:
         raise MissingDependencyError(
             f"device 'cuda:{index}': {torch.cuda.get_device_name(index)} has compute capability "
-            f"{found[0]}.{found[1]}, and the kernels need {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or newer: "
+            f"{capability[0]}.{capability[1]}, and the kernels need {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or newer: "
             "use device cpu"
         )
     return index
@@ -81,10 +81,10 @@ def num_multiprocessors(device: torch.device) -> int:
 def require_fp8(device: torch.device) -> None:
     """Raise if the tensor cores of the GPU do not multiply e4m3."""
     if not has_fp8(device):
-        found, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+        capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
         raise InvalidRequestError(
             f"quantize fp8 needs a GPU of compute capability {MIN_FP8_CAPABILITY[0]}.{MIN_FP8_CAPABILITY[1]} or newer, "
-            f"and {name} has {found[0]}.{found[1]}: use quantize Q8_0",
+            f"and {name} has {capability[0]}.{capability[1]}: use quantize Q8_0",
             "quantize",
         )
 

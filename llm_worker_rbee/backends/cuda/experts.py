@@ -41,10 +41,10 @@ def pack_experts(experts: Sequence[Sequence[Tensor]], device: torch.device) -> P
     refuse_order([tensor for tensors in experts for tensor in tensors])
     for _, group in groupby(range(len(experts[0])), lambda i: part_key(experts[0][i])):
         chosen = list(group)
-        found = pack_weight([tensors[i] for tensors in experts for i in chosen], device).parts
-        if len(found) > 1:
+        packed = pack_weight([tensors[i] for tensors in experts for i in chosen], device).parts
+        if len(packed) > 1:
             raise UnsupportedModelError(f"tensor {experts[0][chosen[0]].name!r}: experts have different types")
-        parts += found
+        parts += packed
     if len({part.values is None for part in parts}) > 1:
         raise UnsupportedModelError(f"tensor {experts[0][0].name!r}: experts have packed and unpacked matrices")
     return PackedExperts(tuple(parts), len(experts))
@@ -61,7 +61,7 @@ def expert_tile(slots: int, w: PackedExperts) -> GemmTile:
     is_small = shared_memory_bytes(device) < HOPPER_SHARED_BYTES
     few = [part for part in w.parts if is_small or part.kind in COMPACT_KINDS]  # whose largest tiles do not fit
     fitting = [gemm_tile(LARGE_TILE.tokens, part.kind, part.rows // w.count, device) for part in few]
-    return min([tile, *fitting], key=lambda one: one.rows * one.tokens)
+    return min([tile, *fitting], key=lambda choice: choice.rows * choice.tokens)
 
 
 def grouped_gemv(

@@ -230,12 +230,12 @@ class Launcher:
         logits = self._router_logits(op)
         experts, weights = launch_route(logits, op.params, op.selection_bias, op.expert_scales, pdl=self.pdl)
         self.mark("route")
-        made = self._few_slots(op, x, experts) if isinstance(x, GemvActivations) else self._slots(op, x, experts)
+        rows = self._few_slots(op, x, experts) if isinstance(x, GemvActivations) else self._slots(op, x, experts)
         shared = None if op.shared is None else self._shared_expert(op, op.shared)
         total = WeightedExperts(weights, op.params.k, *(shared or (dense, None)))
         if op.parallel is not None:
             total = total._replace(sum_norm=op.parallel.experts_norm, shared_norm=op.parallel.norm)
-        return self._norm(made[None], op.norm, op.eps, op.following, op.post, experts=total, scale=op.scale)
+        return self._norm(rows[None], op.norm, op.eps, op.following, op.post, experts=total, scale=op.scale)
 
     def _router_logits(self, op: ExpertsAddNorm) -> torch.Tensor:
         """Return (tokens, experts) from the float32 norm of the stream: a choice must not depend on rounding."""
@@ -287,12 +287,12 @@ class Launcher:
         x = self._norm(None, op.input_norm, op.input_eps, shared.gate_up)
         out = self._activations(shared.down, self.step.tokens)
         launch_gated(self._multiply("qkv", x, shared.gate_up), out, op.activation, self.pdl)
-        made = sum_splits(self._multiply("down", out, shared.down))
+        rows = sum_splits(self._multiply("down", out, shared.down))
         if shared.gate is not None:
             x = self._norm(None, op.input_norm, op.input_eps, shared.gate)
             gate = sum_splits(self._multiply("qkv", x, shared.gate))
         self.mark("shared_expert")
-        return made, None if shared.gate is None else gate
+        return rows, None if shared.gate is None else gate
 
     def _norm(
         self,

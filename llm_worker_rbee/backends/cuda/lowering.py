@@ -122,7 +122,7 @@ def _has_parallel_kernels(node: Node) -> bool:
         (of_total["x"], total.output),
         (delta, of_total.output),
     ]
-    return all(one is other for one, other in links) and _has_expert_kernels(node)
+    return all(value is other for value, other in links) and _has_expert_kernels(node)
 
 
 ATTENTION = "linear split_heads rms_norm? rms_norm? rms_norm? rope_store attention"
@@ -365,10 +365,10 @@ def _needs_order(node: Node) -> bool:
 
 def _is_chain(nodes: Sequence[Node]) -> bool:
     """Return whether each op reads the result of the one before it, and the residual stream, if any: launches do."""
-    made: set[Any] = set(nodes[0].inputs)
+    outputs: set[Any] = set(nodes[0].inputs)
     stream = None
     for node in nodes:
-        if not made & set(node.inputs) or (node.op == "stream_norm" and node.fused[0]["x"] is not stream):
+        if not outputs & set(node.inputs) or (node.op == "stream_norm" and node.fused[0]["x"] is not stream):
             return False
         add = node.fused[-1]
         if add.op in ("add_rms_norm", "add"):
@@ -379,7 +379,7 @@ def _is_chain(nodes: Sequence[Node]) -> bool:
         if node.op in ("embed_norm", "embed_inputs"):
             stream = node.fused[0].output
         stores_stream = node.op in ("embed_inputs", "linear_add")
-        made = {stream} if stores_stream else set(node.outputs) - {stream}
+        outputs = {stream} if stores_stream else set(node.outputs) - {stream}
     return True
 
 
@@ -455,8 +455,8 @@ def _fused_op(node: Node, following: Any, norms: Mapping[Any, Node]) -> FusedOp:
             return attention_op(node.fused, following)
         case "gated_attention":
             norm, gate = norms[first["x"]], node.fused[-2]["w"]
-            made = attention_op(node.fused[:-2], following)
-            return made._replace(gate=gate, input_norm=norm["weight"], input_eps=norm["eps"])
+            op = attention_op(node.fused[:-2], following)
+            return op._replace(gate=gate, input_norm=norm["weight"], input_eps=norm["eps"])
         case "gated_delta":
             norm, conv = norms[first["x"]], between[1]
             return GatedDelta(
@@ -509,10 +509,10 @@ def _experts(node: Node, following: Any, norm: Node) -> ExpertsAddNorm:
     (route,), (gate_up, down), last = node.parts("route"), node.parts("grouped_linear"), node.fused[-1]
     router, post = _router(node), node.part("rms_norm")
     shared = [part["w"] for part in node.parts("linear") if part is not router]
-    more = SharedExpert(shared[0], shared[1], shared[2] if shared[2:] else None) if shared else None
+    expert = SharedExpert(shared[0], shared[1], shared[2] if shared[2:] else None) if shared else None
     return ExpertsAddNorm(
         router["w"], router["bias"], route["params"], route["bias"], route["scales"], gate_up["w"], gate_up["bias"],
-        node.parts("gated")[0]["activation"], down["w"], down["bias"], more, None, norm["weight"], norm["weight"],
+        node.parts("gated")[0]["activation"], down["w"], down["bias"], expert, None, norm["weight"], norm["weight"],
         norm["eps"], None if post is None else post["weight"], last["weight"], last["eps"], following, last["scale"],
     )  # fmt: skip
 
@@ -520,6 +520,6 @@ def _experts(node: Node, following: Any, norm: Node) -> ExpertsAddNorm:
 def _parallel_experts(node: Node, following: Any) -> ExpertsAddNorm:
     down, of_dense, of_router, of_experts, *parts = node.fused
     *_, of_sum, of_total = node.parts("rms_norm")
-    made = _experts(Node(node.op, {}, node.outputs, tuple(parts)), following, of_experts)
+    op = _experts(Node(node.op, {}, node.outputs, tuple(parts)), following, of_experts)
     mlp = ParallelMLP(down["w"], of_dense["weight"], of_sum["weight"])
-    return made._replace(parallel=mlp, router_norm=of_router["weight"], post=of_total["weight"])
+    return op._replace(parallel=mlp, router_norm=of_router["weight"], post=of_total["weight"])

@@ -99,22 +99,22 @@ def recording() -> Iterator[list[KernelVariant]]:
     Variants in the cache on disk are loaded. PyTorch's own operations run as usual, on memory that no kernel has
     written. Under the interpreter, where nothing is compiled, kernels run and the list stays empty.
     """
-    found: list[KernelVariant] = []
+    variants: list[KernelVariant] = []
     if is_interpreted():
-        yield found
+        yield variants
         return
-    thread, known = threading.get_ident(), set[tuple[str, str]]()
+    thread, keys = threading.get_ident(), set[tuple[str, str]]()
     interface: Any = KernelInterface
 
     def record(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         if threading.get_ident() != thread:
             return False
-        if (fn.name, key) not in known:
+        if (fn.name, key) not in keys:
             variant = _variant_of(fn, compile)
             if variant.is_cached:
                 return False
-            known.add((fn.name, key))
-            found.append(variant)
+            keys.add((fn.name, key))
+            variants.append(variant)
         return True  # neither compiled nor launched
 
     def bind_grid(kernel: Any, grid: Any) -> Any:
@@ -126,7 +126,7 @@ def recording() -> Iterator[list[KernelVariant]]:
         triton.knobs.runtime.jit_cache_hook = record
         interface.__getitem__ = bind_grid
         try:
-            yield found
+            yield variants
         finally:
             triton.knobs.runtime.jit_cache_hook = hook
             interface.__getitem__ = usual
@@ -162,7 +162,7 @@ def compile_variants(variants: Sequence[KernelVariant], progress: Progress | Non
         return 0
     report = progress or (lambda what, done, total: None)
     report(COMPILING, 0, len(variants))
-    ordered = sorted(variants, key=lambda one: _cost_rank(one.name))
+    ordered = sorted(variants, key=lambda item: _cost_rank(item.name))
     failed, finished = 0, 0
     try:
         compiler = _take_compiler()
@@ -346,20 +346,20 @@ class Compilations:
 @contextmanager
 def count_compilations() -> Iterator[Compilations]:
     """Collect what is compiled or loaded in this process, by any thread: nothing, once a model is warmed up."""
-    found, runtime = Compilations(), triton.knobs.runtime
+    counts, runtime = Compilations(), triton.knobs.runtime
     hook = runtime.jit_post_compile_hook
 
     def on_compiled(**description: Any) -> Any:
-        found.compiled.append(description["fn"].name)
+        counts.compiled.append(description["fn"].name)
         return None if hook is None else hook(**description)
 
     def on_load(module: Any, function: Any, name: str, *_: Any) -> None:
-        found.loaded.append(name)
+        counts.loaded.append(name)
 
     runtime.jit_post_compile_hook = on_compiled
     runtime.kernel_load_start_hook.add(on_load)
     try:
-        yield found
+        yield counts
     finally:
         runtime.jit_post_compile_hook = hook
         runtime.kernel_load_start_hook.remove(on_load)

@@ -92,20 +92,20 @@ def sample_async(logits: torch.Tensor, rows: Sequence[SampleRow], pending: torch
     The k likeliest are found one by one whatever k is: a request asks for at most 20.
     """
     vocabulary, device = logits.shape[1], logits.device
-    wanted = [
+    requested = [
         (i, min(row.logprobs, vocabulary), row.logprobs_mode == "masked")
         for i, row in enumerate(rows)
         if row.logprobs is not None
     ]
-    results = SampleResults.empty(len(rows), wanted, device)
+    results = SampleResults.empty(len(rows), requested, device)
     masks = upload_masks([row.mask for row in rows], vocabulary, results.tokens)
     if rows:
         sample_on_device(logits, rows, pending, results.tokens, masks)
-    if wanted:
+    if requested:
         logits = _row_major(logits)
-        sent = upload(np.array(wanted, np.int64), device)
+        sent = upload(np.array(requested, np.int64), device)
         _launch_logprobs(logits, sent, results.tokens, masks, results.values, results.top_ids)
-    return PendingSample(results, wanted)
+    return PendingSample(results, requested)
 
 
 class DeviceMasks(NamedTuple):
@@ -121,15 +121,15 @@ def upload_masks(masks: Sequence[TokenMask | None], vocabulary: int, unused: tor
 
     `unused`: integers on that device, whose address kernels get where no row has a mask: they do not read it.
     """
-    device, found = unused.device, [mask for mask in masks if mask is not None]
-    if not found:
+    device, used = unused.device, [mask for mask in masks if mask is not None]
+    if not used:
         return DeviceMasks(unused, unused, 0)
     num_words, first = -(-vocabulary // 32), _aligned(len(masks))
-    staged = torch.empty(first + len(found) * num_words, dtype=torch.int32, pin_memory=device.type == "cuda")
+    staged = torch.empty(first + len(used) * num_words, dtype=torch.int32, pin_memory=device.type == "cuda")
     words = staged.numpy()
     has_mask = np.array([mask is not None for mask in masks])
     words[: len(masks)] = np.where(has_mask, np.cumsum(has_mask) - 1, -1)
-    np.concatenate(found, out=words[first:])
+    np.concatenate(used, out=words[first:])
     on_device = staged.to(device, non_blocking=True)
     return DeviceMasks(on_device[: len(masks)], on_device[first:], num_words)
 
@@ -158,18 +158,18 @@ class SampleResults(NamedTuple):
     top_ids: torch.Tensor  # (wanted, k)
 
     @classmethod
-    def empty(cls, rows: int, wanted: Sequence[Wanted], device: torch.device) -> SampleResults:
+    def empty(cls, rows: int, requested: Sequence[Wanted], device: torch.device) -> SampleResults:
         """Allocate room for the tokens, and the log-probabilities that are wanted."""
-        k = max((k for _, k, _ in wanted), default=0)
-        end = _aligned(_aligned(rows) + len(wanted) * (1 + k)) + len(wanted) * k
-        return cls.split(torch.empty(end, dtype=torch.int32, device=device), rows, len(wanted), k)
+        k = max((k for _, k, _ in requested), default=0)
+        end = _aligned(_aligned(rows) + len(requested) * (1 + k)) + len(requested) * k
+        return cls.split(torch.empty(end, dtype=torch.int32, device=device), rows, len(requested), k)
 
     @classmethod
-    def split(cls, words: torch.Tensor, rows: int, wanted: int, k: int) -> SampleResults:
+    def split(cls, words: torch.Tensor, rows: int, count: int, k: int) -> SampleResults:
         first = _aligned(rows)
-        second = _aligned(first + wanted * (1 + k))
-        values = words[first : first + wanted * (1 + k)].view(torch.float32).view(wanted, 1 + k)
-        return cls(words, words[:rows], values, words[second : second + wanted * k].view(wanted, k))
+        second = _aligned(first + count * (1 + k))
+        values = words[first : first + count * (1 + k)].view(torch.float32).view(count, 1 + k)
+        return cls(words, words[:rows], values, words[second : second + count * k].view(count, k))
 
     def start_copy(self) -> SampleResults:
         """Return the results in page-locked host memory, which an asynchronous copy fills."""
@@ -181,9 +181,9 @@ class SampleResults(NamedTuple):
 class PendingSample:
     """Sampled tokens on the device, being copied to the host with their log-probabilities."""
 
-    def __init__(self, results: SampleResults, wanted: Sequence[Wanted]) -> None:
+    def __init__(self, results: SampleResults, requested: Sequence[Wanted]) -> None:
         self.tokens = results.tokens
-        self._wanted, self._arrival, self._on_host = wanted, None, results
+        self._wanted, self._arrival, self._on_host = requested, None, results
         if results.words.device.type != "cpu":
             self._on_host = results.start_copy()
             self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -193,8 +193,8 @@ class PendingSample:
         """Wait for the tokens; None if a row is undecided or not finite: `sample` resolves it."""
         if self._arrival is not None:
             self._arrival.synchronize()
-        found: list[int] = self._on_host.tokens.tolist()
-        return None if min(found, default=0) < 0 else found
+        ids: list[int] = self._on_host.tokens.tolist()
+        return None if min(ids, default=0) < 0 else ids
 
     def logprobs(self) -> dict[int, Logprobs]:
         values, top_ids = self._on_host.values.numpy(), self._on_host.top_ids.numpy().astype(np.int64)
@@ -262,9 +262,9 @@ def _join_lists(
         lists.append(row.penalty_window if row.repetition_penalty != 1.0 else NO_TOKENS)
         lists.append(row.output_ids if row.presence_penalty or row.frequency_penalty else NO_TOKENS)
         biases.append(packed.biases)
-    ends = np.cumsum([len(one) for one in lists])
+    ends = np.cumsum([len(values) for values in lists])
     ints[listed, 8], ints[listed, 9:12] = ends[:-1:3], ends[1:].reshape(-1, 3)
-    ints[listed, 12] = np.cumsum([len(one) for one in biases])[:-1]
+    ints[listed, 12] = np.cumsum([len(values) for values in biases])[:-1]
     return np.concatenate(lists).astype(np.int32), np.concatenate(biases)
 
 
@@ -293,20 +293,20 @@ def logprobs(logits: torch.Tensor, chosen: Ints, k: int, masks: Sequence[TokenMa
     logits, scanned = _row_major(logits), k if k <= MAX_SCANNED else 0
     out = torch.empty((rows, 1 + scanned), dtype=torch.float32, device=logits.device)
     top_ids = torch.empty((rows, scanned), dtype=torch.int32, device=logits.device)
-    wanted = np.stack((np.arange(rows), np.full(rows, scanned), np.ones(rows)), axis=1)
+    requested = np.stack((np.arange(rows), np.full(rows, scanned), np.ones(rows)), axis=1)
     sent = upload_masks(() if masks is None else masks, logits.shape[1], top_ids)
-    _launch_logprobs(logits, upload(wanted, logits.device), upload(chosen, logits.device), sent, out, top_ids)
-    found = to_host(out)
-    if np.isnan(found[:, 0]).any():
+    _launch_logprobs(logits, upload(requested, logits.device), upload(chosen, logits.device), sent, out, top_ids)
+    values = to_host(out)
+    if np.isnan(values[:, 0]).any():
         reference_sampling.require_finite(np.full((1, 1), np.nan, np.float32))
     if scanned == k:
-        return Logprobs(found[:, 0].copy(), to_host(top_ids).astype(np.int64), found[:, 1:].copy())
-    return Logprobs(found[:, 0].copy(), *_sorted_logprobs(logits, k, [None] * rows if masks is None else masks))
+        return Logprobs(values[:, 0].copy(), to_host(top_ids).astype(np.int64), values[:, 1:].copy())
+    return Logprobs(values[:, 0].copy(), *_sorted_logprobs(logits, k, [None] * rows if masks is None else masks))
 
 
 def _launch_logprobs(
     logits: torch.Tensor,
-    wanted: torch.Tensor,
+    requested: torch.Tensor,
     chosen: torch.Tensor,
     masks: DeviceMasks,
     out: torch.Tensor,
@@ -315,7 +315,7 @@ def _launch_logprobs(
     logprob_rows[(len(out),)](
         logits,
         logits.stride(0),
-        wanted,
+        requested,
         chosen,
         *masks,
         out,

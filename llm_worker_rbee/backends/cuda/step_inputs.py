@@ -75,8 +75,8 @@ def all_sizes(limits: StepLimits, *, is_tiled: bool) -> Iterator[StepSizes]:
         yield prefill_sizes(most, 0, 0, is_tiled=is_tiled)
     for tokens in reversed([size for size in STEP_SIZES if size <= most]):
         slots = [count for count in (*DECODE_SLOTS, tokens) if count <= tokens]
-        found = {prefill_sizes(tokens, min(count, limits.max_batch), 0, is_tiled=is_tiled) for count in slots}
-        yield from sorted(found, reverse=True)
+        sizes = {prefill_sizes(tokens, min(count, limits.max_batch), 0, is_tiled=is_tiled) for count in slots}
+        yield from sorted(sizes, reverse=True)
     largest = padded(limits.max_batch, DECODE_SIZES, STEP_MULTIPLE)
     for size in reversed([size for size in DECODE_SIZES if size <= largest]):
         yield decode_sizes(size, is_tiled=is_tiled)

@@ -73,8 +73,8 @@ def convert(
     tensors = stack_experts(checkpoint, config)
     if checkpoint.format != "gguf":
         tensors = gguf_linear_attention(tensors, config)
-    more = {**rope_tensors(checkpoint, config), **label_rows(checkpoint, pooling)}
-    work = plan_file(replace(checkpoint, tensors=tensors), config, mix, more)
+    extra = {**rope_tensors(checkpoint, config), **label_rows(checkpoint, pooling)}
+    work = plan_file(replace(checkpoint, tensors=tensors), config, mix, extra)
     write_quantized_gguf(path, metadata, work, threads=threads, progress=progress)
     return ConvertResult(path, path.stat().st_size, dict(Counter(job.kind.name for job in work)))
 
@@ -89,10 +89,10 @@ def quantize_checkpoint(
             raise UnsupportedModelError("experts have no FP8 products: leave quantize out, or use Q8_0")
         return mark_fp8(checkpoint)
     jobs = [job for job in _plan_in_memory(checkpoint, type_name) if job.kind is not job.source.kind]
-    made = quantize_in_memory(jobs, threads, progress)
+    quantized = quantize_in_memory(jobs, threads, progress)
     replaced = {source.name for job in jobs for source in _sources(job.source, checkpoint)}
     kept = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in replaced}
-    return replace(checkpoint, tensors={**kept, **made})
+    return replace(checkpoint, tensors={**kept, **quantized})
 
 
 def planned_types(checkpoint: Checkpoint, type_name: str) -> dict[str, str]:
@@ -135,17 +135,17 @@ def _matrix_type(tensor: Tensor, config: ModelConfig, mix: Mix, *, tied: bool) -
     return matrix_type(mix, role, tensor.shape[-1], place, tied=tied)
 
 
-def plan_file(checkpoint: Checkpoint, config: ModelConfig, mix: Mix, more: Mapping[str, Tensor]) -> list[TensorJob]:
+def plan_file(checkpoint: Checkpoint, config: ModelConfig, mix: Mix, extra: Mapping[str, Tensor]) -> list[TensorJob]:
     """Return a job for every tensor of the file, in file order: the embedding first, then layer by layer."""
     matrices = {job.name: job for job in plan_matrices(checkpoint, config, mix)}
-    found = [
+    plan = [
         matrices.get(name) or TensorJob(name, tensor, BLOCK_TYPES["F32"])
-        for name, tensor in {**checkpoint.tensors, **more}.items()
+        for name, tensor in {**checkpoint.tensors, **extra}.items()
         if not name.endswith(IGNORED_SUFFIXES)
     ]
     if checkpoint.format != "gguf":
-        found = [_adapt_to_gguf(job, config) for job in found if not _is_left_out(job, config)]
-    return sorted(found, key=_file_order)
+        plan = [_adapt_to_gguf(job, config) for job in plan if not _is_left_out(job, config)]
+    return sorted(plan, key=_file_order)
 
 
 def _file_order(job: TensorJob) -> tuple[int, int]:
@@ -185,13 +185,13 @@ def is_fp8(type_name: str | None) -> bool:
 
 def mark_fp8(checkpoint: Checkpoint) -> Checkpoint:
     """Return the model with its matrices, but the embedding, marked for e4m3; raise if one is quantized already."""
-    found = {name: t for name, t in checkpoint.tensors.items() if len(t.shape) == 2 and name not in EMBEDDINGS}
-    for tensor in found.values():
+    linear = {name: t for name, t in checkpoint.tensors.items() if len(t.shape) == 2 and name not in EMBEDDINGS}
+    for tensor in linear.values():
         if tensor.kind.name not in FLOAT_TYPES:
             raise InvalidRequestError(
                 f"quantize fp8 is for files of {', '.join(FLOAT_TYPES[1:])}, and tensor {tensor.name!r} is "
                 f"{tensor.kind.name} already: leave quantize out, such a file is computed as it is",
                 "quantize",
             )
-    marks = {name: replace(t, pack_as=FP8) for name, t in found.items() if not any(n % FP8_ALIGNMENT for n in t.shape)}
+    marks = {name: replace(t, pack_as=FP8) for name, t in linear.items() if not any(n % FP8_ALIGNMENT for n in t.shape)}
     return replace(checkpoint, tensors={**checkpoint.tensors, **marks})

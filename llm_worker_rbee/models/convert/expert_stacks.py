@@ -29,18 +29,18 @@ def stack_experts(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Tens
     """Return the tensors of a checkpoint with its experts stacked by role."""
     if config.experts is None:
         return dict(checkpoint.tensors)
-    is_hf, found = checkpoint.format != "gguf", dict[str, Tensor]()
+    is_hf, stacks = checkpoint.format != "gguf", dict[str, Tensor]()
     separate: dict[str, dict[int, Tensor]] = defaultdict(dict)
     for name, tensor in checkpoint.tensors.items():
         if expert := EXPERT.match(name):
             separate[f"{expert[1]}_exps.weight"][int(expert[2])] = tensor
         elif is_hf and name.endswith(f"{GATE_UP}.weight"):
-            found |= _halves(tensor)
+            stacks |= _halves(tensor)
         elif name.endswith("ffn_gate_inp_shexp.weight"):
-            found[name] = replace(tensor, shape=(tensor.size,))
+            stacks[name] = replace(tensor, shape=(tensor.size,))
         else:
-            found[name] = tensor
-    return found | {name: _stack(name, [one[i] for i in sorted(one)]) for name, one in separate.items()}
+            stacks[name] = tensor
+    return stacks | {name: _stack(name, [parts[i] for i in sorted(parts)]) for name, parts in separate.items()}
 
 
 def _deferred(
@@ -59,7 +59,7 @@ def _stack(name: str, experts: list[Tensor]) -> Tensor:
     if any((expert.kind, expert.shape) != (kind, shape) for expert in experts):
         raise UnsupportedModelError(f"tensor {name!r}: experts have different types or shapes, so they make no stack")
     if any(expert.order is not None for expert in experts):  # each has its own
-        return _deferred(name, F32, (len(experts), *shape), experts, lambda: [_as_floats(one) for one in experts])
+        return _deferred(name, F32, (len(experts), *shape), experts, lambda: [_as_floats(matrix) for matrix in experts])
     return _deferred(name, kind, (len(experts), *shape), experts, lambda: experts)
 
 
@@ -88,6 +88,6 @@ def _gate_and_up(
 
     def stack(part: str) -> Tensor:
         own = name.replace("gate_up", part)
-        return _deferred(own, kind, shape, sources, lambda: [one.take_rows(parts[part]) for one in matrices()])
+        return _deferred(own, kind, shape, sources, lambda: [matrix.take_rows(parts[part]) for matrix in matrices()])
 
-    return {made.name: made for made in map(stack, parts)}
+    return {stack_half.name: stack_half for stack_half in map(stack, parts)}

@@ -244,20 +244,20 @@ def rope_tensors(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Tenso
     return {n: Tensor(n, BLOCK_TYPES["F32"], a.shape, a.view(np.uint8)) for n, a in arrays.items()}
 
 
-def _check_round_trip(wanted: ModelConfig, metadata: Mapping[str, Any]) -> None:
+def _check_round_trip(config: ModelConfig, metadata: Mapping[str, Any]) -> None:
     """Raise if the keys, read back, give another configuration."""
     arch = metadata["general.architecture"]
     plain = {key: value.value if isinstance(value, Typed) else value for key, value in metadata.items()}
-    read = model_config_from_gguf(plain, BY_GGUF[arch], wanted.vocab_size)
+    read = model_config_from_gguf(plain, BY_GGUF[arch], config.vocab_size)
     for field in fields(ModelConfig):
-        expected, found = getattr(wanted, field.name), getattr(read, field.name)
-        if field.name not in COMPARED_BY_EFFECT and expected != found:
+        expected, actual = getattr(config, field.name), getattr(read, field.name)
+        if field.name not in COMPARED_BY_EFFECT and expected != actual:
             raise _inexpressible(CONFIG_NAMES.get(field.name, field.name), arch)
-    contexts = (wanted.context_length, wanted.rope_scaling.original_context or 1)
+    contexts = (config.context_length, config.rope_scaling.original_context or 1)
     for context in contexts:
         for local in (False, True):
-            if not _same_table(_table(wanted, wanted, local, context), _table(read, wanted, local, context)):
-                raise _inexpressible(f"rope scaling {wanted.rope_scaling.kind!r} with its settings", arch)
+            if not _same_table(_table(config, config, local, context), _table(read, config, local, context)):
+                raise _inexpressible(f"rope scaling {config.rope_scaling.kind!r} with its settings", arch)
 
 
 def _inexpressible(what: str, arch: str) -> UnsupportedModelError:
@@ -274,6 +274,6 @@ def _table(config: ModelConfig, source: ModelConfig, local: bool, context: int) 
     return rope_table(replace(config, rope_scaling=scaling), local=local, max_context=context)
 
 
-def _same_table(one: RopeTable, other: RopeTable) -> bool:
-    are_close = np.allclose(one.inv_freq, other.inv_freq, rtol=1e-5)
-    return are_close and math.isclose(one.scale, other.scale, rel_tol=1e-5) and one[2:] == other[2:]
+def _same_table(table: RopeTable, other: RopeTable) -> bool:
+    are_close = np.allclose(table.inv_freq, other.inv_freq, rtol=1e-5)
+    return are_close and math.isclose(table.scale, other.scale, rel_tol=1e-5) and table[2:] == other[2:]

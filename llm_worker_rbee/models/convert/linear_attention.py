@@ -31,8 +31,8 @@ def gguf_linear_attention(tensors: Mapping[str, Tensor], config: ModelConfig) ->
         return dict(tensors)
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        made = _split_projection(tensor, config.linear) if name.endswith(".ssm_in.weight") else [tensor]
-        out |= {part.name: _adapt(part, config, config.linear) for part in made}
+        parts = _split_projection(tensor, config.linear) if name.endswith(".ssm_in.weight") else [tensor]
+        out |= {part.name: _adapt(part, config, config.linear) for part in parts}
     return out
 
 

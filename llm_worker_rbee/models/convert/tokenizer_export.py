@@ -67,11 +67,11 @@ def tokenizer_keys(folder: Path, rows: int, name: str) -> dict[str, Any]:
     different: list[str] = []
     for candidate, samples in makers[kind](source, texts, token_types):
         keys = {key: value for key, value in {**common, **candidate}.items() if value is not None}
-        found = _first_difference(theirs, keys, samples)
-        if found is None:
+        difference = _first_difference(theirs, keys, samples)
+        if difference is None:
             del keys["general.name"]
             return keys
-        different.append(found)
+        different.append(difference)
     raise UnsupportedModelError(f"tokenizer.json: a GGUF cannot express it: {different[0]} would get other ids")
 
 
@@ -196,9 +196,9 @@ def _find_pre_tokenizer(library: Library, *, ignore_merges: bool) -> tuple[str, 
     names = [*_PREFERRED, *(name for name in PRE_TOKENIZERS if name not in _PREFERRED)]
     names = [name for name in names if PRE_TOKENIZERS[name].ignore_merges == ignore_merges]
     for texts in ((*ASCII_SAMPLES, *UNICODE_SAMPLES), ASCII_SAMPLES):
-        wanted = [_pre_tokenize(library.pre_tokenizer, text) for text in texts]
+        expected = [_pre_tokenize(library.pre_tokenizer, text) for text in texts]
         for name in names:
-            if wanted == [_pre_tokenize(byte_level_splitter(PRE_TOKENIZERS[name]), text) for text in texts]:
+            if expected == [_pre_tokenize(byte_level_splitter(PRE_TOKENIZERS[name]), text) for text in texts]:
                 if texts is ASCII_SAMPLES:
                     _log.warning("the GGUF pre-tokenizer %r may split non-ASCII letters differently", name)
                 return name, texts
@@ -276,11 +276,11 @@ def _derive_scores(texts: Sequence[str], token_types: Sequence[int], merges: Seq
 
 def _check_merges_complete(normal: set[str], merges: Sequence[tuple[str, str]]) -> None:
     """Raise if a merge is missing: a 'llama' vocabulary joins any two tokens that form a third."""
-    known = set(merges)
+    pairs = set(merges)
     for text in normal:
         for cut in range(1, len(text)):
             pair = (text[:cut], text[cut:])
-            if pair not in known and pair[0] in normal and pair[1] in normal:
+            if pair not in pairs and pair[0] in normal and pair[1] in normal:
                 raise UnsupportedModelError(
                     f"tokenizer.json: its merges lack {preview(pair[0])} + {preview(pair[1])}, which a GGUF of this "
                     "kind joins: it cannot be expressed there"

@@ -233,13 +233,13 @@ def parse_messages(body: bytes, options: ParseOptions) -> GenerateRequest:
         f"messages[{last}] is the assistant's, which this worker does not continue: end with a message of the user",
     )
     conversation, skipped = _to_conversation(values)
-    wanted = values["output_config"].get("format") or values["output_format"]
+    output_format = values["output_config"].get("format") or values["output_format"]
     params = sampling_params(
         values,
         options.limits,
         values["max_tokens"],
         stop=values["stop_sequences"],
-        structured_outputs=None if wanted is None else StructuredOutputsParams(json=wanted["schema"]),
+        structured_outputs=None if output_format is None else StructuredOutputsParams(json=output_format["schema"]),
     )
     return GenerateRequest(
         prompts=[conversation],
@@ -333,16 +333,16 @@ def _join(content: Any) -> str:
 
 def _to_assistant(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the message of an answer: its blocks are parts of one text, so nothing is put between them."""
-    made: dict[str, Any] = {"role": "assistant"}
-    made["content"] = "".join([block["text"] for block in blocks if block["type"] == "text"])
+    assistant: dict[str, Any] = {"role": "assistant"}
+    assistant["content"] = "".join([block["text"] for block in blocks if block["type"] == "text"])
     if reasoning := "".join([block["thinking"] for block in blocks if block["type"] == "thinking"]):
-        made["reasoning_content"] = reasoning
+        assistant["reasoning_content"] = reasoning
     calls = [block for block in blocks if block["type"] == "tool_use"]
     if calls:
-        made["tool_calls"] = [
+        assistant["tool_calls"] = [
             function_call(call["id"], call["name"], json.dumps(call["input"], ensure_ascii=False)) for call in calls
         ]
-    return made
+    return assistant
 
 
 def _to_user(blocks: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
@@ -501,10 +501,10 @@ def _text_block(kind: str, text: str) -> dict[str, Any]:
 def encode_call(call: ToolCall) -> dict[str, Any]:
     """Return a tool call of a message; arguments that are no object, since they were cut, stay text."""
     try:
-        given = msgspec.json.decode(call.arguments or "{}")
+        decoded = msgspec.json.decode(call.arguments or "{}")
     except msgspec.DecodeError:
-        given = None
-    arguments = given if isinstance(given, dict) else {"partial_json": call.arguments}
+        decoded = None
+    arguments = decoded if isinstance(decoded, dict) else {"partial_json": call.arguments}
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
 
 

@@ -90,12 +90,12 @@ class Either(FieldType):
     described: str
 
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
-        if any(one.validate(name, value) is None for one in self.types):
+        if any(kind.validate(name, value) is None for kind in self.types):
             return None
         return ValidationIssue(name, "type", f"{name} must be {self.described}")
 
     def json_schema(self) -> Schema:
-        return {"anyOf": [one.json_schema() for one in self.types]}
+        return {"anyOf": [kind.json_schema() for kind in self.types]}
 
 
 class NumPredict(FieldType):
@@ -131,7 +131,7 @@ class ChatMessages(FieldType):
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
         if not isinstance(value, list):
             return ValidationIssue(name, "type", f"{name} must be a list of messages")
-        return next((found for i, one in enumerate(value) if (found := _check_message(f"{name}[{i}]", one))), None)
+        return next((issue for i, item in enumerate(value) if (issue := _check_message(f"{name}[{i}]", item))), None)
 
     def json_schema(self) -> Schema:
         text: Schema = {"type": ["string", "null"]}
@@ -156,8 +156,8 @@ def _check_message(name: str, message: Any) -> ValidationIssue | None:
     if message.get("role") not in ROLES:
         return ValidationIssue(f"{name}.role", "choice", f"{name}.role must be one of {', '.join(ROLES)}")
     for key in ("content", "thinking", "tool_name", "tool_call_id"):
-        if not isinstance(found := message.get(key), (str, type(None))):
-            return ValidationIssue(f"{name}.{key}", "type", f"{name}.{key} must be a string, not {type_name(found)}")
+        if not isinstance(text := message.get(key), (str, type(None))):
+            return ValidationIssue(f"{name}.{key}", "type", f"{name}.{key} must be a string, not {type_name(text)}")
     if message.get("images") not in (None, []):
         return ValidationIssue(f"{name}.images", "unsupported", f"{name}.images is not supported by this worker")
     calls = message.get("tool_calls")
@@ -296,9 +296,9 @@ def _request(
     unknown: Iterable[str] = (),
 ) -> GenerateRequest:
     """Return the record of a body, whose options are validated here."""
-    given = {f"options.{name}": value for name, value in values["options"].items()} | dict.fromkeys(unknown)
-    found, more = validate_known(given, OPTIONS, options)
-    ignored += more + [name for name in map("options.{}".format, WITHOUT_EFFECT) if found[name] is not None]
+    fields = {f"options.{name}": value for name, value in values["options"].items()} | dict.fromkeys(unknown)
+    known_values, extra = validate_known(fields, OPTIONS, options)
+    ignored += extra + [name for name in map("options.{}".format, WITHOUT_EFFECT) if known_values[name] is not None]
     ignored += ["keep_alive"] if values["keep_alive"] is not None else []
     require(
         values["logprobs"] or not values["top_logprobs"],
@@ -306,7 +306,7 @@ def _request(
         "conflict",
         "top_logprobs needs logprobs: true",
     )
-    params = _sampling_params(values, {name.partition(".")[2]: value for name, value in found.items()}, options)
+    params = _sampling_params(values, {name.partition(".")[2]: value for name, value in known_values.items()}, options)
     return GenerateRequest(
         prompts=prompts,
         params=params,
@@ -318,8 +318,8 @@ def _request(
     )
 
 
-def _sampling_params(values: Mapping[str, Any], found: dict[str, Any], options: ParseOptions) -> SamplingParams:
-    limits, num_ctx, last_n = options.limits, found["num_ctx"], found["repeat_last_n"]
+def _sampling_params(values: Mapping[str, Any], fields: dict[str, Any], options: ParseOptions) -> SamplingParams:
+    limits, num_ctx, last_n = options.limits, fields["num_ctx"], fields["repeat_last_n"]
     if limits is not None and num_ctx is not None:
         require(
             num_ctx <= limits.max_context,
@@ -329,17 +329,17 @@ def _sampling_params(values: Mapping[str, Any], found: dict[str, Any], options: 
             "start the worker with a longer one (--max-context)",
         )
     guided = None
-    if (wanted := values["format"]) not in (None, ""):
-        guided = StructuredOutputsParams(**({"json_object": True} if wanted == "json" else {"json": wanted}))
+    if (schema := values["format"]) not in (None, ""):
+        guided = StructuredOutputsParams(**({"json_object": True} if schema == "json" else {"json": schema}))
     same = {
-        **found,
-        "repetition_penalty": found["repeat_penalty"],
+        **fields,
+        "repetition_penalty": fields["repeat_penalty"],
         "repeat_last_n": MAX_COUNT if last_n == -1 else last_n,
     }
     return sampling_params(
         same,
         limits,
-        found["num_predict"],
+        fields["num_predict"],
         structured_outputs=guided,
         logprobs=values["top_logprobs"] if values["logprobs"] else None,
     )
@@ -354,20 +354,20 @@ def to_openai(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     converted: list[dict[str, Any]] = []
     num_calls, open_calls = 0, list[tuple[str, str]]()  # id and name
     for message in messages:
-        made: dict[str, Any] = {"role": message["role"], "content": message.get("content") or ""}
+        result: dict[str, Any] = {"role": message["role"], "content": message.get("content") or ""}
         if message.get("thinking"):
-            made["reasoning_content"] = message["thinking"]
+            result["reasoning_content"] = message["thinking"]
         if calls := message.get("tool_calls"):
-            made["tool_calls"], open_calls = [], []
+            result["tool_calls"], open_calls = [], []
             for call in calls:
                 name, arguments = call["function"]["name"], encode_json(call["function"]["arguments"]).decode()
                 call_id = call.get("id") or f"call{num_calls:05d}"
                 num_calls += 1
                 open_calls.append((call_id, name))
-                made["tool_calls"].append(function_call(call_id, name, arguments))
-        if made["role"] == "tool":
-            made |= _close_call(message, open_calls)
-        converted.append(made)
+                result["tool_calls"].append(function_call(call_id, name, arguments))
+        if result["role"] == "tool":
+            result |= _close_call(message, open_calls)
+        converted.append(result)
     return converted
 
 
@@ -376,10 +376,10 @@ def _close_call(message: Mapping[str, Any], open_calls: list[tuple[str, str]]) -
     call_id, name = message.get("tool_call_id"), message.get("tool_name")
     same_id = [call for call in open_calls if call[0] == call_id]
     same_name = [call for call in open_calls if call[1] == name]
-    found = (same_id or same_name or open_calls)[:1]
-    if found:
-        open_calls.remove(found[0])
-    default_id, default_name = found[0] if found else ("call00000", "")
+    matches = (same_id or same_name or open_calls)[:1]
+    if matches:
+        open_calls.remove(matches[0])
+    default_id, default_name = matches[0] if matches else ("call00000", "")
     keys = {"tool_call_id": call_id or default_id}
     return {**keys, "name": name or default_name} if name or default_name else keys
 

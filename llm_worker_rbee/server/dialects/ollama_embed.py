@@ -37,7 +37,7 @@ class OllamaInput(FieldType):
             return ValidationIssue(name, "type", f"{name} must be a string or strings, not {type_name(value)}")
         if len(texts) > MAX_INPUTS:
             return ValidationIssue(name, "length", f"{name} has {len(texts)} items: at most {MAX_INPUTS} are accepted")
-        issues = (Text().validate(f"{name}[{i}]", one) for i, one in enumerate(texts))
+        issues = (Text().validate(f"{name}[{i}]", text) for i, text in enumerate(texts))
         return next((issue for issue in issues if issue is not None), None)
 
     def json_schema(self) -> Schema:

@@ -156,8 +156,8 @@ def describe_chat(model: TextModel) -> tuple[list[str], str]:
     """Return what a model is capable of, and its chat template."""
     if not model.has_chat_template:
         return ["completion"], ""
-    found = model.chat_format
-    tools, thinking = ["tools"] * found.has_native_tools, ["thinking"] * found.has_reasoning
+    chat = model.chat_format
+    tools, thinking = ["tools"] * chat.has_native_tools, ["thinking"] * chat.has_reasoning
     return ["completion", *tools, *thinking], model.chat_template.source
 
 

@@ -116,9 +116,9 @@ class StreamOptions(FieldType):
     """Whether the last chunk of a stream has the token counts (`include_usage`), and every chunk those so far."""
 
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
-        known = ("include_usage", "continuous_usage_stats")
-        if not isinstance(value, dict) or not all(k in known and isinstance(v, bool) for k, v in value.items()):
-            message = f"{name} may hold {' and '.join(known)}, true or false, and nothing else"
+        keys = ("include_usage", "continuous_usage_stats")
+        if not isinstance(value, dict) or not all(k in keys and isinstance(v, bool) for k, v in value.items()):
+            message = f"{name} may hold {' and '.join(keys)}, true or false, and nothing else"
             return ValidationIssue(name, "type", message)
         if value.get("continuous_usage_stats") and not value.get("include_usage", True):
             return ValidationIssue(name, "conflict", f"{name}.continuous_usage_stats needs include_usage: true")
@@ -138,8 +138,8 @@ class ResponseFormat(FieldType):
         kind = value.get("type") if isinstance(value, dict) else None
         if kind not in ("text", "json_object", "json_schema"):
             return ValidationIssue(name, "choice", f"{name}.type must be text, json_object or json_schema")
-        given = value.get("json_schema")
-        if kind == "json_schema" and not (isinstance(given, dict) and isinstance(given.get("schema"), (dict, bool))):
+        schema = value.get("json_schema")
+        if kind == "json_schema" and not (isinstance(schema, dict) and isinstance(schema.get("schema"), (dict, bool))):
             return ValidationIssue(name, "type", f"{name}.json_schema.schema must be a JSON schema")
         return None
 
@@ -152,23 +152,23 @@ class ResponseFormat(FieldType):
 
 def structured_outputs(values: Mapping[str, Any]) -> StructuredOutputsParams | None:
     """Return what the fields `response_format`, `structured_outputs` and `grammar` ask for; raise if two do."""
-    found = []
+    requested = []
     if (grammar := values.get("grammar")) is not None:
-        found.append(StructuredOutputsParams(grammar=grammar))
-    if (given := values.get("structured_outputs")) is not None:
-        found.append(StructuredOutputsParams(**given))
-    if (wanted := values.get("response_format")) is not None and wanted["type"] != "text":
-        schema = wanted["json_schema"]["schema"] if wanted["type"] == "json_schema" else None
-        found.append(
+        requested.append(StructuredOutputsParams(grammar=grammar))
+    if (fields := values.get("structured_outputs")) is not None:
+        requested.append(StructuredOutputsParams(**fields))
+    if (form := values.get("response_format")) is not None and form["type"] != "text":
+        schema = form["json_schema"]["schema"] if form["type"] == "json_schema" else None
+        requested.append(
             StructuredOutputsParams(json_object=True) if schema is None else StructuredOutputsParams(json=schema)
         )
     require(
-        len(found) <= 1,
+        len(requested) <= 1,
         "structured_outputs",
         "conflict",
         "response_format, structured_outputs and grammar exclude each other: give one of them",
     )
-    return found[0] if found else None
+    return requested[0] if requested else None
 
 
 def guiding_field(values: Mapping[str, Any], default: str = "structured_outputs") -> str:
@@ -211,14 +211,14 @@ STREAM_CONFLICT = ("stream_options", "conflict", "stream_options needs stream: t
 
 
 def shared_fields(
-    values: Mapping[str, Any], limits: ModelLimits | None, max_tokens: int | None, **more: Any
+    values: Mapping[str, Any], limits: ModelLimits | None, max_tokens: int | None, **extra: Any
 ) -> dict[str, Any]:
-    """Return the fields of a request that chats and texts have alike; `more` are sampling parameters."""
+    """Return the fields of a request that chats and texts have alike; `extra` are sampling parameters."""
     is_continuous = values["stream_options"].get("continuous_usage_stats", False)
     includes_usage = values["stream_options"].get("include_usage", is_continuous)
     field, guided = guiding_field(values), structured_outputs(values)
     params = sampling_params(
-        values, limits, max_tokens, structured_outputs=guided, **{name: values[name] for name in GUIDED}, **more
+        values, limits, max_tokens, structured_outputs=guided, **{name: values[name] for name in GUIDED}, **extra
     )
     return {
         **{name: values[name] for name in ("model", "n", "stream", "priority", "timeout_ms")},
@@ -293,9 +293,9 @@ SCHEMAS: dict[str, Schema] = {
 }
 
 
-def completion_schema(choice: Schema, **more: Schema) -> Schema:
+def completion_schema(choice: Schema, **extra: Schema) -> Schema:
     """Return the schema of a reply with choices."""
-    return reply_schema(**HEAD, choices=array_schema(choice), **more)
+    return reply_schema(**HEAD, choices=array_schema(choice), **extra)
 
 
 NOT_HONOURED: dict[str, tuple[Any, ...]] = {  # known fields, with the values that change nothing
@@ -396,7 +396,7 @@ class ChatPrinter(ChunkPrinter):
         logprobs = chat_logprobs(self.reply.tokenizer, delta.logprobs)
         deltas = [self._delta(index, event) for event in events] or [{"content": ""}]
         chunks = [self._delta_chunk(index, deltas[0], logprobs=logprobs)]
-        return b"".join(chunks + [self._delta_chunk(index, one) for one in deltas[1:] if one])
+        return b"".join(chunks + [self._delta_chunk(index, rest) for rest in deltas[1:] if rest])
 
     def _print_event(self, index: int, event: ChatEvent) -> bytes:
         if isinstance(event, ContentDelta):

@@ -64,22 +64,22 @@ class EmbeddingInput(FieldType):
         if len(value) > MAX_INPUTS:
             message = f"{name} has {len(value)} items: at most {MAX_INPUTS} are accepted"
             return ValidationIssue(name, "length", message)
-        return next((issue for i, one in enumerate(value) if (issue := self._validate_item(name, i, one, value))), None)
+        return next((issue for i, x in enumerate(value) if (issue := self._validate_item(name, i, x, value))), None)
 
-    def _validate_item(self, name: str, i: int, one: Any, value: list[Any]) -> ValidationIssue | None:
+    def _validate_item(self, name: str, i: int, x: Any, value: list[Any]) -> ValidationIssue | None:
         place = f"{name}[{i}]"
-        if type(one) is not type(value[0]):
-            return ValidationIssue(place, "type", f"{place} is {type_name(one)}, and {name}[0] is not: do not mix them")
-        if not one:
+        if type(x) is not type(value[0]):
+            return ValidationIssue(place, "type", f"{place} is {type_name(x)}, and {name}[0] is not: do not mix them")
+        if not x:
             return ValidationIssue(place, "length", f"{place} is empty")
-        if isinstance(one, list) and not are_token_ids(one):
+        if isinstance(x, list) and not are_token_ids(x):
             return ValidationIssue(place, "type", f"{place} must be a list of token ids")
         return None
 
     def json_schema(self) -> Schema:
         ids: Schema = {**TokenIds().json_schema(), "minItems": 1}
         text = Text(1).json_schema()
-        lists = ({**array_schema(one, 1), "maxItems": MAX_INPUTS} for one in (text, ids))
+        lists = ({**array_schema(kind, 1), "maxItems": MAX_INPUTS} for kind in (text, ids))
         return {"anyOf": [text, ids, *lists]}
 
 
@@ -92,8 +92,8 @@ class Documents(FieldType):
         if not 1 <= len(value) <= MAX_INPUTS:
             message = f"{name} has {len(value)} items: it must have 1 to {MAX_INPUTS}"
             return ValidationIssue(name, "length", message)
-        for i, one in enumerate(value):
-            text = one.get("text") if isinstance(one, dict) else one
+        for i, item in enumerate(value):
+            text = item.get("text") if isinstance(item, dict) else item
             if (issue := Text(1).validate(f"{name}[{i}]", text)) is not None:
                 return issue
         return None
@@ -104,7 +104,7 @@ class Documents(FieldType):
         return {**array_schema({"anyOf": [text, nested]}, 1), "maxItems": MAX_INPUTS}
 
     def coerce(self, value: Any) -> list[str]:
-        return [one["text"] if isinstance(one, dict) else one for one in value]
+        return [item["text"] if isinstance(item, dict) else item for item in value]
 
 
 class Texts(FieldType):
@@ -252,7 +252,7 @@ class Handlers:
         documents = request.documents
         return self._worker.pooling.list_response(
             msgspec.json.encode(head)[:-1] + b',"results":[',
-            (one | {"document": {"text": documents[one["index"]]}} for one in results),
+            (result | {"document": {"text": documents[result["index"]]}} for result in results),
             b"]," + msgspec.json.encode(last)[1:],
             request.notice_headers(),
         )

@@ -105,8 +105,8 @@ class Input(FieldType):
         ]
         for kind, fields in kinds.items():
             properties = {"type": {"const": kind}, **fields}
-            more = {"namespace": or_null(TEXT)} if "name" in fields else {}
-            items.append(object_schema({**properties, **more}, *properties, is_open=True))
+            extra = {"namespace": or_null(TEXT)} if "name" in fields else {}
+            items.append(object_schema({**properties, **extra}, *properties, is_open=True))
         return {"anyOf": [TEXT, array_schema({"anyOf": items}, 1)]}
 
     def coerce(self, value: Any) -> list[dict[str, Any]]:
@@ -160,7 +160,7 @@ class _ItemReader:
         """Add reasoning or content; a new message begins where the last one has what follows it."""
         later = ("reasoning_content", "content", "tool_calls")
         answer = self._answer
-        if answer is None or any(answer.get(one) for one in later[later.index(key) :]):
+        if answer is None or any(answer.get(part) for part in later[later.index(key) :]):
             answer = self._answer = {"role": "assistant", "content": ""}
             self._messages.append(answer)
         answer[key] = text
@@ -292,9 +292,9 @@ class ResponseTools(FieldType):
 
 
 def _count_grammars(tools: Any) -> int:
-    given = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
-    inner = sum(_count_grammars(tool["tools"]) for tool in given if tool.get("type") == "namespace" and "tools" in tool)
-    return inner + sum(isinstance(tool.get("format"), dict) for tool in given)
+    specs = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    inner = sum(_count_grammars(tool["tools"]) for tool in specs if tool.get("type") == "namespace" and "tools" in tool)
+    return inner + sum(isinstance(tool.get("format"), dict) for tool in specs)
 
 
 def _check_tools(name: str, tools: Any, types: Sequence[str]) -> ValidationIssue | None:
@@ -345,11 +345,11 @@ def _pattern(value: Mapping[str, Any]) -> str:
 def custom_tool(tool: Mapping[str, Any]) -> Tool:
     """Return a custom tool as a function whose one argument is its input."""
     description, form = tool.get("description") or "", tool.get("format") or {}
-    given: Schema = {"type": "string"}
+    argument: Schema = {"type": "string"}
     if form.get("type") == "grammar":
         described = f"It has the form of this {form['syntax']} definition:\n{form['definition']}"
-        given = {**given, "description": described, "pattern": f"^(?:{_pattern(form)})$"}
-    return Tool(tool["name"], description, object_schema({"input": given}, "input"), strict=True)
+        argument = {**argument, "description": described, "pattern": f"^(?:{_pattern(form)})$"}
+    return Tool(tool["name"], description, object_schema({"input": argument}, "input"), strict=True)
 
 
 class ResponseToolChoice(FieldType):
@@ -395,10 +395,10 @@ class Settings(FieldType):
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
         if not isinstance(value, dict):
             return ValidationIssue(name, "type", f"{name} must be an object, not {type_name(value)}")
-        for key, one in value.items():
+        for key, item in value.items():
             if key not in self.fields:
                 return ValidationIssue(name, "unknown", f"unknown field {f'{name}.{key}'[:200]!r}")
-            if one is not None and (issue := self.fields[key].validate(f"{name}.{key}", one)) is not None:
+            if item is not None and (issue := self.fields[key].validate(f"{name}.{key}", item)) is not None:
                 return issue._replace(field=name)
         return None
 
@@ -427,7 +427,7 @@ class Include(FieldType):
     """What a reply has in addition."""
 
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
-        if isinstance(value, list) and all(isinstance(one, str) and one in INCLUDABLE for one in value):
+        if isinstance(value, list) and all(isinstance(item, str) and item in INCLUDABLE for item in value):
             return None
         return ValidationIssue(name, "choice", f"{name} must be a list of {', '.join(INCLUDABLE)}")
 
@@ -442,7 +442,7 @@ class Stored(FieldType):
     allowed: tuple[Any, ...] = ()
 
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
-        if any(type(one) is type(value) and one == value for one in self.allowed):
+        if any(type(allowed) is type(value) and allowed == value for allowed in self.allowed):
             return None
         return ValidationIssue(name, "unsupported", f"{name} cannot be used: {NO_STATE}")
 
@@ -513,7 +513,7 @@ def parse_responses(body: bytes, options: ParseOptions) -> GenerateRequest:
     tools = read.known
     if isinstance(choice, dict):
         if choice["type"] == "allowed_tools":
-            allowed = {one["name"] for one in choice["tools"]}
+            allowed = {item["name"] for item in choice["tools"]}
             tools, choice = [tool for tool in tools if tool.name in allowed], choice["mode"]
         else:
             choice = {"type": "function", "name": choice["name"]}
@@ -573,17 +573,17 @@ class _Tools(NamedTuple):
     places: list[str]  # of the schemas of the known tools in the request
 
 
-def _read_tools(given: list[dict[str, Any]]) -> _Tools:
+def _read_tools(specs: list[dict[str, Any]]) -> _Tools:
     tools = _Tools([], [], {}, [], [])
-    for i, one in enumerate(given):
-        space = one["name"] if one["type"] == "namespace" else None
-        for j, tool in enumerate([one] if space is None else one.get("tools") or []):
+    for i, spec in enumerate(specs):
+        space = spec["name"] if spec["type"] == "namespace" else None
+        for j, tool in enumerate([spec] if space is None else spec.get("tools") or []):
             if tool["type"] not in TOOL_TYPES:
                 tools.skipped.append(tool["type"])
                 continue
             is_custom, name = tool["type"] == "custom", full_name(space, tool["name"])
-            made = custom_tool(tool) if is_custom else to_tool(tool)
-            tools.known.append(replace(made, name=name))
+            converted = custom_tool(tool) if is_custom else to_tool(tool)
+            tools.known.append(replace(converted, name=name))
             place = f"tools[{i}]" if space is None else f"tools[{i}].tools[{j}]"
             tools.places.append(f"{place}.{'format' if is_custom else 'parameters'}")
             if is_custom:
@@ -593,11 +593,11 @@ def _read_tools(given: list[dict[str, Any]]) -> _Tools:
     return tools
 
 
-def _response_format(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _response_format(form: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return a format as chat completions have it."""
-    if given is None or given["type"] != "json_schema":
-        return None if given is None else {"type": given["type"]}
-    return {"type": "json_schema", "json_schema": {"schema": given["schema"]}}
+    if form is None or form["type"] != "json_schema":
+        return None if form is None else {"type": form["type"]}
+    return {"type": "json_schema", "json_schema": {"schema": form["schema"]}}
 
 
 def _make_handlers(_: Worker) -> dict[str, Handler]:

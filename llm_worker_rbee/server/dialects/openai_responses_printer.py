@@ -94,19 +94,19 @@ class LogprobQueue:
 
     def take(self, text: str) -> list[dict[str, Any]]:
         """Return those of the text that comes next; those of markers before it are dropped."""
-        wanted = text.encode(errors="replace")
+        target = text.encode(errors="replace")
         pieces = [self._tokenizer.token_bytes(entry.token) for entry in self._entries]
         joined, starts = b"".join(pieces), accumulate(map(len, pieces), initial=0)
-        begin = next((start for start in starts if joined.startswith(wanted, start)), joined.find(wanted))
-        if begin < 0 or not wanted:
+        begin = next((start for start in starts if joined.startswith(target, start)), joined.find(target))
+        if begin < 0 or not target:
             return []
         first = last = position = 0
-        while position < begin + len(wanted):
+        while position < begin + len(target):
             position += len(pieces[last])
             first += position <= begin
             last += 1
-        found, self._entries = self._entries[first:last], self._entries[last:]
-        content: list[dict[str, Any]] = chat_logprobs(self._tokenizer, found)["content"]
+        entries, self._entries = self._entries[first:last], self._entries[last:]
+        content: list[dict[str, Any]] = chat_logprobs(self._tokenizer, entries)["content"]
         return content
 
 
@@ -172,8 +172,8 @@ class OpenItem:
 
     def part(self, text: str) -> dict[str, Any]:
         """Return the part that holds a text."""
-        more = {"logprobs": self.logprobs} if self.kind is MESSAGE else {}
-        return {**self.kind.part, "text": text, **more}
+        logprobs = {"logprobs": self.logprobs} if self.kind is MESSAGE else {}
+        return {**self.kind.part, "text": text, **logprobs}
 
     def item(self, status: str, text: str) -> dict[str, Any]:
         """Return the item with its text so far; none is in one that was only begun."""
@@ -262,8 +262,8 @@ class ResponsesPrinter(Printer):
         if isinstance(event, ToolCallStart):
             kind = CUSTOM if event.name in self._values["custom"] else FUNCTION
             names = {"name": event.name}
-            if (found := self._values["namespaces"].get(event.name)) is not None:
-                names = dict(zip(("namespace", "name"), found, strict=True))
+            if (namespace := self._values["namespaces"].get(event.name)) is not None:
+                names = dict(zip(("namespace", "name"), namespace, strict=True))
             return self._close() + self._open(kind, call_id=event.id, **names)
         if isinstance(event, ToolCallDelta):
             return self._delta(event.arguments)
@@ -293,16 +293,16 @@ class ResponsesPrinter(Printer):
         if not text:
             return b""
         item.texts.append(text)
-        more = b""
+        suffix = b""
         if self._logprobs is not None and item.kind.list_key:
-            found = self._logprobs.take(text)
+            logprobs = self._logprobs.take(text)
             if item.kind is MESSAGE:
-                item.logprobs += found
-                more = b',"logprobs":' + encode_json(found)
+                item.logprobs += logprobs
+                suffix = b',"logprobs":' + encode_json(logprobs)
         elif item.kind is MESSAGE:
-            more = b',"logprobs":[]'
+            suffix = b',"logprobs":[]'
         number, self._sequence = self._sequence, self._sequence + 1
-        return b'%b,"sequence_number":%d%b,"delta":%b}\n\n' % (item.delta_head, number, more, encode_json(text))
+        return b'%b,"sequence_number":%d%b,"delta":%b}\n\n' % (item.delta_head, number, suffix, encode_json(text))
 
     def _close(self, is_complete: bool = True) -> bytes:
         """Complete the item that is open."""
@@ -312,8 +312,8 @@ class ResponsesPrinter(Printer):
         if item.decoder is not None:
             item.texts.append(item.decoder.finish())
         kind, text = item.kind, "".join(item.texts)
-        more = {"logprobs": item.logprobs} if kind is MESSAGE else {}
-        printed = self._event(f"{kind.delta}.done", **item.place, **{kind.key: text}, **more)
+        extra = {"logprobs": item.logprobs} if kind is MESSAGE else {}
+        printed = self._event(f"{kind.delta}.done", **item.place, **{kind.key: text}, **extra)
         if kind.part_event:
             printed += self._event(f"{kind.part_event}.done", **item.place, part=item.part(text))
         done = item.item("completed" if is_complete else "incomplete", text)

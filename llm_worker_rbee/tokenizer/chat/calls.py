@@ -52,10 +52,10 @@ class CallReader(MarkerReader):
         head = tools.call_start.partition(ID)[0]
         if self._style == "json":
             head = head[: head.rindex("{")] if "{" in head else head
-        found = [self._mark_text(text) for text in (first, head, *tools.other_starts)]
-        if SURROGATES.search(found[0]) and not SURROGATES.search(found[1]):
-            del found[1]  # text alone never begins a call where a token does
-        return list(dict.fromkeys(text for text in found if text))
+        openers = [self._mark_text(text) for text in (first, head, *tools.other_starts)]
+        if SURROGATES.search(openers[0]) and not SURROGATES.search(openers[1]):
+            del openers[1]  # text alone never begins a call where a token does
+        return list(dict.fromkeys(text for text in openers if text))
 
     def _is_bare(self) -> bool:
         """Whether calls have no marker before them: then they are recognised at the start of an answer only."""
@@ -82,8 +82,8 @@ class CallReader(MarkerReader):
     def _end_marks(self) -> list[str]:
         """Return the markers that end a call or a list of calls."""
         tools = self._format.tools
-        found = (tools.call_end[tools.call_end.rfind("}") + 1 :], tools.section_end.lstrip("] \n"))
-        return [mark for text in found if (mark := self._mark_text(text))]
+        texts = (tools.call_end[tools.call_end.rfind("}") + 1 :], tools.section_end.lstrip("] \n"))
+        return [mark for text in texts if (mark := self._mark_text(text))]
 
     def _run_calls(self) -> Task:
         """Read a list of calls, or one call where there is no list."""
@@ -189,10 +189,10 @@ class CallReader(MarkerReader):
             if name and self._is_known(name):
                 yield from self._give_object(name, call_id)
                 return ""
-            made = read_object((yield from self._json_value()))
-            if not made:
+            arguments = read_object((yield from self._json_value()))
+            if not arguments:
                 raise MismatchError
-            return made
+            return arguments
         if first == '"':
             text: str = yield from self._json_string()
             if not isinstance(load_json(text), dict):
@@ -368,11 +368,11 @@ class CallReader(MarkerReader):
 
     def _starts(self, text: str) -> Generator[None, None, bool]:
         position = self._position
-        found = yield from self._try(text)
-        if self._is_cut and not found and text.startswith(self._buffer[position:]):
+        matches = yield from self._try(text)
+        if self._is_cut and not matches and text.startswith(self._buffer[position:]):
             raise CutError
         self._position = position
-        return found
+        return matches
 
     def _tagged_argument(self, name: str, *, is_first: bool) -> Task:
         tools = self._format.tools

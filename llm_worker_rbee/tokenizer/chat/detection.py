@@ -58,8 +58,8 @@ def detect_chat_format(template: ChatTemplate, tokenizer: Tokenizer) -> ChatForm
     if empty:
         tools = replace(tools, section_start=tools.section_start.removeprefix(empty))
     start, end = next((pair for pair in CONTENT_PAIRS if all(mark in template.source for mark in pair)), ("", ""))
-    found = ChatFormat(reasoning, tools, start, end, rules)
-    return _with_tokens(found, tokenizer)
+    chat_format = ChatFormat(reasoning, tools, start, end, rules)
+    return _with_tokens(chat_format, tokenizer)
 
 
 class _Probe:
@@ -138,17 +138,17 @@ def _detect_calls(probe: _Probe) -> _Calls | None:
                     as_text: bool = as_text,
                     has_results: bool = has_results,
                 ) -> str | None:
-                    calls = [_call(i, one, as_text=as_text) for i, one in enumerate(arguments)]
+                    calls = [_call(i, values, as_text=as_text) for i, values in enumerate(arguments)]
                     results = _results(len(calls)) if has_results else []
                     messages = [_user(), _assistant(content, tool_calls=calls), *results]
                     return _calls_text(probe, probe.with_tools(messages), has_results=has_results)
 
-                one = render([both])
-                if one is not None and (NAMES[0] in one or IDS[0] in one) and VALUES[0] in one:
+                single = render([both])
+                if single is not None and (NAMES[0] in single or IDS[0] in single) and VALUES[0] in single:
                     two = render([{KEYS[0]: VALUES[0]}, {KEYS[1]: VALUES[1]}])
                     shows_two = two is not None and VALUES[1] in two
                     two = two if two is not None and NAMES[1] in two else None
-                    return _Calls(as_text, one, two, render([{}]), render([{KEYS[0]: 731}]), shows_two)
+                    return _Calls(as_text, single, two, render([{}]), render([{KEYS[0]: 731}]), shows_two)
     return None
 
 
@@ -201,14 +201,14 @@ def _choose_tools(probe: _Probe, calls: _Calls | None, rules: MessageRules) -> T
     row = next((row for row in TABLE if all(mark in probe.source for mark in row[0])), None)
     if row is not None and row[1]:
         return row[2]
-    found = None if calls is None else _analyse_calls(calls)
-    if calls is not None and found is not None and not _reads(found, calls.one):
-        found = None
-    if found is None:
+    tools = None if calls is None else _analyse_calls(calls)
+    if calls is not None and tools is not None and not _reads(tools, calls.one):
+        tools = None
+    if tools is None:
         return row[2] if row is not None and rules.tools != "system" else GENERIC_TOOLS
-    if "<|python_tag|>" in probe.source and found.call_start.startswith("{"):
-        found = replace(found, other_starts=("<|python_tag|>",))
-    return found
+    if "<|python_tag|>" in probe.source and tools.call_start.startswith("{"):
+        tools = replace(tools, other_starts=("<|python_tag|>",))
+    return tools
 
 
 def _reads(tools: ToolFormat, text: str) -> bool:
@@ -221,17 +221,17 @@ def _reads(tools: ToolFormat, text: str) -> bool:
 
 
 def _analyse_calls(calls: _Calls) -> ToolFormat | None:
-    one = calls.one
-    position = one.find(NAMES[0])
+    text = calls.one
+    position = text.find(NAMES[0])
     if position < 0:
         return None
-    if (span := _find_object(one, position)) is not None:
+    if (span := _find_object(text, position)) is not None:
         return _analyse_json(calls, *span)
-    brace = one.find("{", position)
-    if brace >= 0 and _decode(one, brace)[0] == dict(zip(KEYS, VALUES, strict=True)):
+    brace = text.find("{", position)
+    if brace >= 0 and _decode(text, brace)[0] == dict(zip(KEYS, VALUES, strict=True)):
         return _analyse_tag(calls)
-    if one[position + len(NAMES[0]) :].startswith("("):
-        start, end = one[:position], one[one.index(")", one.index(VALUES[1])) + 1 :]
+    if text[position + len(NAMES[0]) :].startswith("("):
+        start, end = text[:position], text[text.index(")", text.index(VALUES[1])) + 1 :]
         return ToolFormat(kind="pythonic", section_start=start, section_end=end, separator=", ")
     return _analyse_tagged(calls)
 
@@ -327,14 +327,14 @@ def _analyse_tag(calls: _Calls) -> ToolFormat | None:
 
 
 def _analyse_tagged(calls: _Calls) -> ToolFormat | None:
-    one = calls.one
-    places = [one.find(word) for word in (NAMES[0], KEYS[0], VALUES[0], KEYS[1], VALUES[1])]
+    text = calls.one
+    places = [text.find(word) for word in (NAMES[0], KEYS[0], VALUES[0], KEYS[1], VALUES[1])]
     if -1 in places or places != sorted(places):
         return None
-    head = one[places[0] + len(NAMES[0]) : places[1]]
-    suffix = one[places[1] + len(KEYS[0]) : places[2]]
-    between = one[places[2] + len(VALUES[0]) : places[3]].replace(KEYS[0], KEY)
-    after = one[places[4] + len(VALUES[1]) :].replace(KEYS[1], KEY)
+    head = text[places[0] + len(NAMES[0]) : places[1]]
+    suffix = text[places[1] + len(KEYS[0]) : places[2]]
+    between = text[places[2] + len(VALUES[0]) : places[3]].replace(KEYS[0], KEY)
+    after = text[places[4] + len(VALUES[1]) :].replace(KEYS[1], KEY)
     argument_end = _common_prefix(after, between)
     between = between[len(argument_end) :]
     argument_start = _common_suffix(head, between)
@@ -346,12 +346,12 @@ def _analyse_tagged(calls: _Calls) -> ToolFormat | None:
     json_suffix = suffix
     if KEYS[0] in number and "731" in number:
         json_suffix = number[number.index(KEYS[0]) + len(KEYS[0]) : number.index("731")]
-    frame: dict[str, Any] = {"call_start": one[: places[0]], "call_end": tail, "is_parallel": False}
+    frame: dict[str, Any] = {"call_start": text[: places[0]], "call_end": tail, "is_parallel": False}
     if calls.two is not None:
         first = calls.two.index(VALUES[0]) + len(VALUES[0])
         starts = [places[0], calls.two.index(NAMES[0]), calls.two.index(NAMES[1])]
         first += len(argument_end.replace(KEY, KEYS[0]))
-        frame = _frame(calls, starts, [len(one) - len(tail), first], [one, calls.two])
+        frame = _frame(calls, starts, [len(text) - len(tail), first], [text, calls.two])
     return ToolFormat(
         kind="tag_arguments",
         name_suffix=head[: len(head) - len(argument_start)],
@@ -374,12 +374,12 @@ def _detect_rules(probe: _Probe, calls: _Calls | None) -> MessageRules:
     style: Literal["object", "string", "content"] = "content"
     if calls is not None:
         style = "string" if calls.as_text else "object"
-    made = [_call(0, {KEYS[0]: VALUES[0]}, as_text=style == "string")]
-    asking = _assistant("", tool_calls=made) if calls is not None else _assistant()
+    tool_calls = [_call(0, {KEYS[0]: VALUES[0]}, as_text=style == "string")]
+    asking = _assistant("", tool_calls=tool_calls) if calls is not None else _assistant()
     answered = probe.with_tools([_user(), asking, *_results(1)], prompt=True)
     system, developer = {"role": "system", "content": SYSTEM}, {"role": "developer", "content": SYSTEM}
     null = None if calls is None else probe.with_tools([_user(), {**asking, "content": None}, *_results(1)])
-    long_id = [{**made[0], "id": LONG_ID}]
+    long_id = [{**tool_calls[0], "id": LONG_ID}]
     result = {**_results(1)[0], "tool_call_id": LONG_ID}
     short = answered is not None and probe.with_tools([_user(), _assistant("", tool_calls=long_id), result]) is None
     return MessageRules(
@@ -400,9 +400,9 @@ def _reasoning_field_of_calls(probe: _Probe, calls: _Calls | None) -> str:
     """Return the field whose reasoning a template shows before calls alone (Gemma 4)."""
     if calls is None:
         return ""
-    made = [_call(0, {KEYS[0]: VALUES[0]}, as_text=calls.as_text)]
+    tool_calls = [_call(0, {KEYS[0]: VALUES[0]}, as_text=calls.as_text)]
     for name in REASONING_FIELDS:
-        text = probe.with_tools([_user(), _assistant("", tool_calls=made, **{name: REASONING}), *_results(1)])
+        text = probe.with_tools([_user(), _assistant("", tool_calls=tool_calls, **{name: REASONING}), *_results(1)])
         if text is not None and REASONING in text:
             return name
     return ""
@@ -412,10 +412,10 @@ def _takes_content(probe: _Probe, calls: _Calls | None, reasoning_field: str) ->
     """Return whether a message with calls may have both content and reasoning."""
     if calls is None or not reasoning_field:
         return True
-    made = [_call(0, {KEYS[0]: VALUES[0]}, as_text=calls.as_text)]
-    both, one = (_assistant(content, tool_calls=made, **{reasoning_field: REASONING}) for content in (CONTENT, ""))
+    sent = [_call(0, {KEYS[0]: VALUES[0]}, as_text=calls.as_text)]
+    both, bare = (_assistant(content, tool_calls=sent, **{reasoning_field: REASONING}) for content in (CONTENT, ""))
     return probe.with_tools([_user(), both, *_results(1)]) is not None or (
-        probe.with_tools([_user(), one, *_results(1)]) is None
+        probe.with_tools([_user(), bare, *_results(1)]) is None
     )
 
 
@@ -459,32 +459,32 @@ def _reasoning_start(before: str, prompt: str, end: str) -> str:
     return before[tags[-1].start() :] if tags else ""
 
 
-def _with_tokens(found: ChatFormat, tokenizer: Tokenizer) -> ChatFormat:
+def _with_tokens(chat_format: ChatFormat, tokenizer: Tokenizer) -> ChatFormat:
     """Add the ids of the markers that are single tokens, and the ids of the control tokens."""
     strings = [
         value
-        for record in (found.tools, found.reasoning)
+        for record in (chat_format.tools, chat_format.reasoning)
         for value in asdict(record).values()
         if isinstance(value, str)
     ]
-    strings += [found.content_start, found.content_end, *found.tools.other_starts]
-    if found.tools.kind == "harmony":
+    strings += [chat_format.content_start, chat_format.content_end, *chat_format.tools.other_starts]
+    if chat_format.tools.kind == "harmony":
         strings += HARMONY_NAMES
-    if found.tools.kind == "gemma":
+    if chat_format.tools.kind == "gemma":
         strings.append(GEMMA_QUOTE)
     text = "\n".join(strings)
     names = {name: i for name, i in marker_ids(tokenizer).items() if name in text}
     ordered = tuple(sorted(names.items(), key=lambda item: -len(item[0])))
     control = frozenset(name for name, i in ordered if tokenizer.is_special(i))
-    return replace(found, token_ids=ordered, control_names=control, control_ids=_ranges(tokenizer.control_ids))
+    return replace(chat_format, token_ids=ordered, control_names=control, control_ids=_ranges(tokenizer.control_ids))
 
 
 def _ranges(ids: Iterable[int]) -> tuple[tuple[int, int], ...]:
     """Return sorted ids as inclusive ranges."""
-    found: list[list[int]] = []
+    ranges: list[list[int]] = []
     for token_id in ids:
-        if found and token_id == found[-1][1] + 1:
-            found[-1][1] = token_id
+        if ranges and token_id == ranges[-1][1] + 1:
+            ranges[-1][1] = token_id
         else:
-            found.append([token_id, token_id])
-    return tuple((first, last) for first, last in found)
+            ranges.append([token_id, token_id])
+    return tuple((first, last) for first, last in ranges)

@@ -102,9 +102,9 @@ class ChatFormat:
             return {"reasoning_effort": "low"}
         return {self.reasoning.switch: is_enabled} if self.reasoning.switch else {}
 
-    def template_variables(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def template_variables(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the variables of a request as this template has them: whether to reason, and the effort."""
-        variables, is_enabled = dict(given), given.get("enable_thinking")
+        variables, is_enabled = dict(kwargs), kwargs.get("enable_thinking")
         effort = variables.get("reasoning_effort")
         if self.tools.kind == "harmony" and isinstance(effort, str):
             variables["reasoning_effort"] = HARMONY_EFFORTS.get(effort, effort)

@@ -124,11 +124,11 @@ class ChatParser(CallReader):
         """Give content up to a marker that begins something else, and return that; None at the end of the answer."""
         pattern = re.compile("|".join(map(re.escape, sorted(openers, key=len, reverse=True))) or r"(?!)")
         while True:
-            found = pattern.search(self._buffer, self._position)
-            if found is not None:
-                self._emit_content(self._buffer[self._position : found.start()])
-                self._position = found.start()
-                return found[0]
+            match = pattern.search(self._buffer, self._position)
+            if match is not None:
+                self._emit_content(self._buffer[self._position : match.start()])
+                self._position = match.start()
+                return match[0]
             keep = self._num_held(openers)
             stop = len(self._buffer) - keep
             if stop > self._position:
@@ -247,8 +247,8 @@ class ChatParser(CallReader):
         start = self._position
         while mark["message"] not in self._buffer[start:]:
             text = self._buffer[start:]
-            known = (mark["start"], "assistant", " to=", "to=", mark["channel"], "commentary", mark["constrain"])
-            is_header = any(text.startswith(one) or one.startswith(text) for one in known)
+            headers = (mark["start"], "assistant", " to=", "to=", mark["channel"], "commentary", mark["constrain"])
+            is_header = any(text.startswith(head) or head.startswith(text) for head in headers)
             if not is_header or self._is_final or len(text) > 2 * MAX_NAME_CHARS:
                 self._position = start
                 if self._is_final and (not text or (self._is_cut and is_header)):

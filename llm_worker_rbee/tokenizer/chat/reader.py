@@ -121,31 +121,31 @@ class MarkerReader:
         """Return the text before the first of some stops, and the stop."""
         pattern = re.compile("|".join(map(re.escape, sorted(stops, key=len, reverse=True))))
         scanned = self._position
-        while (found := pattern.search(self._buffer, max(self._position, scanned))) is None:
+        while (match := pattern.search(self._buffer, max(self._position, scanned))) is None:
             if len(self._buffer) - self._position > limit:
                 raise MismatchError
             scanned = len(self._buffer) - max(map(len, stops))
             yield from self._wait()
-        text = self._buffer[self._position : found.start()]
+        text = self._buffer[self._position : match.start()]
         if len(text) > limit:
             raise MismatchError
-        self._position = found.end()
-        return text, found[0]
+        self._position = match.end()
+        return text, match[0]
 
     def _stream(self, stops: Sequence[str], emit: Callable[[str], None], held: str = "") -> Generator[None, None, str]:
         """Emit text up to one of some stops, and return that. Characters of `held` before it are left out."""
         pattern = re.compile("|".join(map(re.escape, stops)))
-        while (found := pattern.search(self._buffer, self._position)) is None:
+        while (match := pattern.search(self._buffer, self._position)) is None:
             text = self._buffer[self._position : len(self._buffer) - self._num_held(stops)]
             text = text.rstrip(held) if held and not self._is_final else text
             emit(text)
             self._position += len(text)
             self._trim()
             yield from self._wait()
-        text = self._buffer[self._position : found.start()]
+        text = self._buffer[self._position : match.start()]
         emit(text.rstrip(held) if held else text)
-        self._position = found.end()
-        return found[0]
+        self._position = match.end()
+        return match[0]
 
     def _num_held(self, marks: Sequence[str]) -> int:
         """Return the length of the beginning of a marker at the end of the buffer, while it may become one."""

@@ -163,10 +163,10 @@ class ChatTemplate:
     ) -> str:
         """Render messages that are encoded as JSON, in one line."""
         values = {"documents": None, **self._tokens, "add_generation_prompt": add_generation_prompt}
-        given = {**fields, **validate_template_kwargs(template_kwargs), "tools": tool_definitions(tools)}
+        variables = {**fields, **validate_template_kwargs(template_kwargs), "tools": tool_definitions(tools)}
         markers = "|".join(map(re.escape, self.rules["markers"])) if self.rules is not None else ""
         protection = None if protected is None else [protected.special_pattern, markers, MARK]
-        head_values = {"values": values, "given": given, "protect": protection, "rules": self.rules}
+        head_values = {"values": values, "given": variables, "protect": protection, "rules": self.rules}
         try:
             head = json.dumps(head_values).encode()
         except (TypeError, ValueError, RecursionError) as error:

@@ -153,9 +153,9 @@ def split_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for message in messages:
         if message["role"] == "tool" and unanswered:
             call_id = str(message.get("tool_call_id"))
-            found = next((one for one in unanswered if one[0] == call_id), unanswered[0])
-            unanswered.remove(found)
-            found[1].append(message)
+            entry = next((item for item in unanswered if item[0] == call_id), unanswered[0])
+            unanswered.remove(entry)
+            entry[1].append(message)
             continue
         calls = message.get("tool_calls") or []
         added = [[{**message, "tool_calls": calls[:1]} if calls else message]]
@@ -184,8 +184,8 @@ def adapt_call(call: dict[str, Any], rules: dict[str, Any]) -> dict[str, Any]:
         arguments = tojson(arguments) if rules["calls"] == "string" else arguments
     call_id = call.get("id")
     call_id = short_id(call_id) if rules["has_short_ids"] else call_id
-    made = {"name": function.get("name"), "arguments": arguments}
-    return {"id": call_id, "type": "function", "function": made}
+    adapted = {"name": function.get("name"), "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": adapted}
 
 
 def close_object(text: str) -> dict[str, Any]:
@@ -211,8 +211,8 @@ def name_ids(messages: list[dict[str, Any]]) -> None:
     for message in messages:
         for call in message.get("tool_calls") or ():
             if not str(call["id"]).startswith("functions."):
-                given, call["id"] = call["id"], f"functions.{call['function']['name']}:{len(ids)}"
-                ids[given] = call["id"]
+                old_id, call["id"] = call["id"], f"functions.{call['function']['name']}:{len(ids)}"
+                ids[old_id] = call["id"]
         if message.get("tool_call_id") in ids:
             message["tool_call_id"] = ids[message["tool_call_id"]]
 
@@ -329,15 +329,15 @@ def compile_template(source: str) -> tuple[Any, dict[str, str]]:
 
 def prepare(request: dict[str, Any]) -> dict[str, Any]:
     """Return the variables of a rendering: messages and tools adapted, and texts of a request protected."""
-    given, messages = request["given"], request["messages"]
+    variables, messages = request["given"], request["messages"]
     if request["rules"] is not None:
-        messages = adapt(messages, given, request["rules"])
+        messages = adapt(messages, variables, request["rules"])
     if request["protect"] is not None:
         control, markers, mark = request["protect"]
         names, all_names = re.compile(control), re.compile(f"{markers}|{control}" if markers else control)
         messages = [protect(message, names if is_assistant(message) else all_names, mark) for message in messages]
-        given = protect(given, all_names, mark)
-    return {**given, **request["values"], "messages": messages}
+        variables = protect(variables, all_names, mark)
+    return {**variables, **request["values"], "messages": messages}
 
 
 def is_assistant(message: Any) -> bool:

@@ -60,29 +60,29 @@ def look_up(reference: str, root: Any) -> Any:
 
 def schema_types(schema: Any, root: Any = None) -> set[str]:
     """Return the types that a schema allows; empty where it does not say."""
-    found: set[str] = set()
+    types: set[str] = set()
     seen: set[int] = set()  # lists of options, which may refer to themselves: each is read once
     waiting = [(schema, 0)]
-    for given, depth in waiting:
-        schema = resolve_reference(given, root)
+    for part, depth in waiting:
+        schema = resolve_reference(part, root)
         if not isinstance(schema, dict):
             continue
         declared = schema.get("type")
         if isinstance(declared, str):
-            found.add(declared)
+            types.add(declared)
         elif isinstance(declared, list):
-            found.update(item for item in declared if isinstance(item, str))
+            types.update(item for item in declared if isinstance(item, str))
         elif isinstance(values := schema.get("enum"), list):
-            found.update(map(_type_of, values))
+            types.update(map(_type_of, values))
         elif "const" in schema:
-            found.add(_type_of(schema["const"]))
+            types.add(_type_of(schema["const"]))
         elif depth < MAX_OPTIONS_DEPTH:
             for key in ("anyOf", "oneOf", "allOf"):
                 options = schema.get(key)
                 if isinstance(options, list) and id(options) not in seen:
                     seen.add(id(options))
                     waiting += [(option, depth + 1) for option in options]
-    return found
+    return types
 
 
 def fits(value: Any, schema: Any, root: Any) -> bool:
@@ -207,8 +207,8 @@ class JsonStream:
                 position += self._read_mark(text[position])
             is_held = bool(self._held or self._escape or self._scalar)
             self.num_held = self.num_held + position - before if is_held else 0
-        given, self._given = "".join(self._given), []
-        return given, position
+        pieces, self._given = "".join(self._given), []
+        return pieces, position
 
     def close(self) -> str:
         """Return the characters that complete the given text to valid JSON; text that is held back is left out."""
@@ -256,10 +256,10 @@ class JsonStream:
         return position + is_valid  # what follows a backslash that begins no escape is text
 
     def _read_scalar(self, text: str, position: int, stop: int) -> int:
-        found = _SCALAR.match(text, position, stop)
-        if found is not None:
-            self._scalar += found[0]
-            return found.end()
+        match = _SCALAR.match(text, position, stop)
+        if match is not None:
+            self._scalar += match[0]
+            return match.end()
         value = self._scalar if _NUMBER.fullmatch(self._scalar) else _WORDS.get(self._scalar)
         if value is None:
             self.is_bad = True
@@ -302,5 +302,5 @@ class JsonStream:
 def read_object(text: str) -> str:
     """Return an object as JSON, repaired; "" where it cannot be."""
     stream = JsonStream()
-    given, _ = stream.read(text)
-    return given if stream.is_done else ""
+    value, _ = stream.read(text)
+    return value if stream.is_done else ""

@@ -97,17 +97,17 @@ def cached_models() -> list[CachedModel]:
     """Return the models in our cache folder and the pulled hub models, sorted by name."""
     built_in = {model.filename: model.name for model in BUILTIN.values() if model.is_present}
     unfinished = {model.filename for model in BUILTIN.values()} - set(built_in)
-    found = []
+    models = []
     for path in _entries(cache_dir()):
         if path.name not in unfinished and _is_model(path):
             name = built_in.get(path.name, path.stem if path.is_file() else path.name)
-            found.append(_cached_model(name, name, path))
+            models.append(_cached_model(name, name, path))
     for record in _entries(cache_dir() / "hf"):
         with suppress(OSError, ValueError, KeyError, TypeError):  # damaged record, or its files are gone
             content = json.loads(record.read_text())
             reference = str(content["reference"])
-            found.append(_cached_model(reference.removeprefix("hf:"), reference, Path(content["path"])))
-    return sorted(found, key=lambda model: model.name)
+            models.append(_cached_model(reference.removeprefix("hf:"), reference, Path(content["path"])))
+    return sorted(models, key=lambda model: model.name)
 
 
 def model_files(path: Path) -> list[Path]:

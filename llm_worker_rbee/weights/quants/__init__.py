@@ -156,9 +156,9 @@ def find_nonfinite_block(kind: BlockType, data: NDArray[np.uint8]) -> int | None
     first_nonfinite = _first_nonfinite_value if kind.block_size == 1 else _first_nonfinite
     for bits in SCALE_BITS.get(kind.name, ()):
         for start in range(0, len(blocks), NAN_SLAB_BLOCKS):
-            found = first_nonfinite(blocks[start : start + NAN_SLAB_BLOCKS], bits)
-            if found is not None:
-                return start + found
+            index = first_nonfinite(blocks[start : start + NAN_SLAB_BLOCKS], bits)
+            if index is not None:
+                return start + index
     return None
 
 
