@@ -25,7 +25,7 @@ from .kernel_cache import KernelCache
 
 cpu_info.llvm_features()  # tells LLVM what the machine has before Numba makes its compiler
 INT, FLOAT32, VOID = nb.int64, nb.float32, nb.void  # types in the signatures of kernels
-C_TYPES = {INT: ctypes.c_int64, FLOAT32: ctypes.c_float, VOID: None}
+C_TYPES: dict[Any, Any] = {INT: ctypes.c_int64, FLOAT32: ctypes.c_float, VOID: None}
 _OPTIONS: Any = {"nogil": True, "error_model": "numpy"}
 _PART_OPTIONS: Any = {**_OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 _INLINE_OPTIONS: Any = {**_PART_OPTIONS, "forceinline": True}
@@ -267,8 +267,8 @@ class NativeKernel:
 
     @cached_property
     def _call(self) -> Any:
-        prototype = ctypes.CFUNCTYPE(*(C_TYPES[kind] for kind in (self.signature.return_type, *self.signature.args)))
-        return prototype(self.address)
+        result, *types = (C_TYPES[kind] for kind in (self.signature.return_type, *self.signature.args))
+        return ctypes.CFUNCTYPE(result, *types)(self.address)
 
     def __call__(self, *args: Any) -> Any:
         return self._call(*args)

@@ -35,6 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import InferenceError
+from .jit import NativeKernel
 from .kernels import program as kernels
 from .kernels.pointers import aligned
 from .kernels.program import Pool, Step, Table, Task
@@ -123,7 +124,7 @@ def _counters_bytes(threads: int) -> int:
     return (2 + threads) * kernels.CACHE_LINE_BYTES
 
 
-def _run(loop: kernels.NativeKernel, program: tuple[int, int, int, int], threads: int) -> None:
+def _run(loop: NativeKernel, program: tuple[int, int, int, int], threads: int) -> None:
     if threads == 1:
         loop(*program, 0, 1)
     else:
