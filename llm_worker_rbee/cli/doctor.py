@@ -203,6 +203,9 @@ def _check_threads() -> Check:
 
 def _check_kernel_cache() -> Check:
     """Check the folder of compiled kernels without creating it."""
+    prebuilt = cpu_info.prebuilt_isas(cpu_info.llvm_features())
+    if prebuilt:
+        return Check("kernel cache", "ok", f"not needed: the package has compiled kernels for {', '.join(prebuilt)}")
     try:
         kernel_cache = importlib.import_module("llm_worker_rbee.backends.cpu.kernel_cache")
         above, name = kernel_folder.cache_root(), kernel_cache.fingerprint()

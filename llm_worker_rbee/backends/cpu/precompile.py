@@ -26,8 +26,7 @@ from .. import cpu_info
 from ..kernel_folder import CACHE_VARIABLE
 from ..ops import COMPILING, KV_TYPES, Progress
 from . import repack
-from .jit import NativeKernel
-from .kernel_cache import cache_dir
+from .jit import NativeKernel, compiler
 from .kernels import program
 from .kernels.attention import attention_kernels, split_work_kernel
 from .kernels.matmul.linear import linear_kernel
@@ -104,7 +103,7 @@ def load_kernels(kernels: Sequence[NativeKernel], progress: Progress | None = No
     report = progress or (lambda what, done, total: None)
     helpers = min(cpu_info.choose_thread_count() - 1, MAX_HELPERS, len(missing) // KERNELS_PER_HELPER)
     own, *others = _work_orders(missing, 1 + helpers)
-    with _helper_processes(others, cache_dir()), machine.without_collection():
+    with _helper_processes(others, compiler.cache_dir() if missing else None), machine.without_collection():
         for kernel in own:
             report(COMPILING, sum(item.is_cached for item in missing), len(missing))
             if not kernel.is_cached:

@@ -11,15 +11,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numba as nb
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
 from .... import machine
 from ... import cpu_info
+from ..jit import cgutils, intrinsic, ir, nb, types
 from .simd import F16, F32, I8, I16, I32, element_pointer, emit_call, emits
 
 cpu_info.llvm_features()  # tells LLVM what the machine has before Numba makes its compiler

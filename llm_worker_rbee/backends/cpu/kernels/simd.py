@@ -15,12 +15,8 @@ from collections.abc import Callable, Sequence
 from functools import partial, reduce, wraps
 from typing import Any, NamedTuple
 
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic, models, register_model
-
 from .... import machine
+from ..jit import cgutils, intrinsic, ir, models, register_model, types
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
