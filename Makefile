@@ -26,7 +26,7 @@ CHROMIUM ?= /usr/bin/chromium
 DEMO_PROMPT ?= What is the capital of France, and what is it famous for? Answer in one sentence.
 
 .PHONY: demo serve test test-agents test-clients test-extra test-real test-cluster browser lint types docs pages evidence clean
-.PHONY: help FORCE
+.PHONY: pytest help FORCE
 
 help:
 	@sed -n '3,12s/^# *//p' Makefile
@@ -40,7 +40,11 @@ serve: $(VENV)/.core
 
 # One thread for each test process: the machine's cores are shared out among them. The tests of a file run in one process,
 # which makes their servers and models once, the slow files first (tests/conftest.py). Reasons of skips are printed.
-test: $(VENV)/.dev browser lint types
+# mypy runs beside them: it has one thread, and a process of tests that ends early leaves a core free.
+test: $(VENV)/.dev browser lint
+	@$(MAKE) --no-print-directory -j2 types pytest
+
+pytest: $(VENV)/.dev
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Ray and its hundred packages stay out of the environment that everything else is tested in, and so do clients whose
@@ -49,6 +53,8 @@ EXTRA_VENV := .venv-extra
 CLIENTS := .venv-clients
 test-extra: $(VENV)/.dev test-clients
 	@$(MAKE) --no-print-directory VENV=$(EXTRA_VENV) test-cluster
+	$(BIN)/python -m pytest --mutations 200000 tests/weights/test_gguf_fuzz.py
+	LLM_WORKER_EXAMPLES=4 $(BIN)/python -m pytest tests/server/test_openapi_schemathesis.py
 	LLM_WORKER_SOAK_ROUNDS=60 $(BIN)/python -m pytest tests/cli/test_serve_soak.py
 	LLM_WORKER_EMULATE=1 $(BIN)/python -m pytest -rs tests/backends/cpu/test_emulated_arm.py
 	LLM_WORKER_WALKS=20 $(BIN)/python -m pytest -rs tests/extra/test_grammar_walks.py

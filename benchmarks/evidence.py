@@ -6,7 +6,7 @@
     python -m benchmarks.evidence --llama-bench PATH --llama-server PATH --llama-cpp-python PYTHON   with llama.cpp, too
 
 Each step is a command of `llm-worker-rbee`; its run goes to docs/results/MACHINE/STEP.json.gz, where MACHINE is made of
-architecture, cores and GPU. A run takes about half an hour on two cores: nothing else should run beside it. Steps whose
+architecture, cores and GPU. A run takes about half an hour on two cores: nothing else should run meanwhile. Steps whose
 program or device is missing are left out with the reason.
 """
 

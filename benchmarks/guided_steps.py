@@ -1,4 +1,4 @@
-"""Measure the steps of a batch of guided requests beside free ones, in the engine alone: what masks cost on a GPU.
+"""Measure the steps of a batch of guided and of free requests, in the engine alone: the cost of masks on a GPU.
 
     python -m benchmarks.guided_steps [MODEL] --batch 64 --tokens 256 --device cuda
     python -m benchmarks.guided_steps [MODEL] --synthetic llama3-8b:Q4_K_M --batch 64 --tokens 256 --device cuda
@@ -105,7 +105,7 @@ class Bench:
         return request
 
     def time_masks(self) -> None:
-        """Measure what rows and masks of guided steps take."""
+        """Measure the time of rows and masks of guided steps."""
         original = StepPipeline._masked_rows
 
         def timed(launcher: StepPipeline, requests: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Gaps between the tokens of ordinary streams, alone and beside hostile grammars, against a server that runs.
+"""Gaps between the tokens of ordinary streams, with and without hostile grammars, on a running server.
 
     python benchmarks/hostile_grammars.py --url http://127.0.0.1:8080 --streams 16 --hostile 24
 

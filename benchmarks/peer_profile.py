@@ -4,7 +4,7 @@
 
 Needs `perf` and programs with symbols; mistral.rs is taken from the environment that `bench peers --install mistral.rs`
 makes. A process is sampled for some seconds after its model is loaded. The default model and its Q4_0 conversion show
-what a type without a SIMD kernel or a repacked layout costs. docs/peers.md shows the functions beside their share.
+the cost of a type without a SIMD kernel or a repacked layout. docs/peers.md shows the functions with their shares.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("servers", nargs="+", metavar="NAME=URL")
     parser.add_argument("--compact", action="store_true", help="ask each server without whitespace, too")
-    parser.add_argument("--samples", type=int, default=0, help="sampled answers beside the greedy one")
+    parser.add_argument("--samples", type=int, default=0, help="sampled answers in addition to the greedy one")
     parser.add_argument("--max-tokens", type=int, default=300)
     parser.add_argument("--show", action="store_true", help="print answers that are not complete and closed")
     options = parser.parse_args()

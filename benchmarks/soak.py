@@ -53,7 +53,7 @@ class Soak:
     seconds: float = 0.0
 
     async def run(self) -> None:
-        """Run all clients until the time is over, then check what is left."""
+        """Run all clients until the time is over, then check for leftovers."""
         start = time.monotonic()
         client = Client(self.address)
         watcher = asyncio.create_task(self._monitor(start))

@@ -1,4 +1,4 @@
-"""Measure guided decoding: the token table, masks, and tokens per second beside free text.
+"""Measure guided decoding: the token table, masks, and tokens per second compared with free text.
 
     python benchmarks/structured_outputs.py [MODEL] [--streams 1,16] [--rounds 5] [--device auto]
 

@@ -1,5 +1,5 @@
-"""Measuring: benchmarks, baselines, profiles, experiments. Every claim of speed is a command of this room.
+"""Measuring: benchmarks, baselines, profiles, experiments. Every claim of speed is a command of this package.
 
-A benchmark adds samples to a `Recorder`; the recorder makes results of them, so that a run that is broken off keeps
-what it has. This room never imports the server: over HTTP it sees any OpenAI-compatible endpoint alike.
+A benchmark adds samples to a `Recorder`; the recorder makes results from them, so an interrupted run keeps its samples.
+This package never imports the server: over HTTP it treats all OpenAI-compatible endpoints alike.
 """

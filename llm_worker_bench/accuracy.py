@@ -157,7 +157,7 @@ def log_softmax(logits: Logits) -> Floats:
 def run(
     recorder: Recorder, progress: StepProgress, truth: Side, paths: Sequence[MeasuredPath], evaluation: EvaluationSet
 ) -> None:
-    """Measure every path against the truth; record what was measured however it ends."""
+    """Measure every path against the truth; record all measurements, even after an error."""
     scores = [Scores() for _ in paths]
     try:
         for what, ids in _sequences(evaluation, progress, 1 + len(paths)):

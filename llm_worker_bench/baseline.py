@@ -1,4 +1,4 @@
-"""Named baselines, and the comparison of two runs: what changed, and what else differs between them.
+"""Named baselines, and the comparison of two runs: changes, and other differences between them.
 
 A baseline is a saved run in the user's data folder. Times of another machine say nothing about this one: comparing
 with them is refused unless it is forced.
@@ -32,7 +32,7 @@ SPEED_UNITS = {"memory": "B/s", "arithmetic": "FLOP/s"}
 
 
 class OtherMachineError(ResultsError):
-    """Two runs that were taken on different machines."""
+    """Two runs from different machines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def require_same_kind(before: Run, after: Run) -> None:
 
 
 def compare(before: Run, after: Run, noise: float = statistics.NOISE) -> list[Comparison]:
-    """Compare what both runs have, by name and backend, or by name alone where that is unique in both."""
+    """Compare the results of both runs, by name and backend, or by name alone if it is unique in both."""
     require_same_kind(before, after)
     by_key = {result.key: result for result in before.results}
     unique = _unique_names(before) & _unique_names(after)

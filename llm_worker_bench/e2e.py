@@ -62,7 +62,7 @@ CHILD_TIMEOUT_S = 1800
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure: every length at every depth with every batch size, and further scenarios."""
+    """The measurements: every length at every depth with every batch size, and further scenarios."""
 
     pp: Sequence[int] = (512,)
     tg: Sequence[int] = (128,)
@@ -121,7 +121,7 @@ class Plan:
         return [Composition.parse(text, "--burst") for text in dict.fromkeys(self.bursts)]
 
     def step_context(self) -> int:
-        """Return the tokens of the longest sequence of the steps to time, each request with what it generates."""
+        """Return the tokens of the longest sequence of the timed steps, including generated tokens."""
         generated = 2 * (UNCOUNTED_STEPS + COUNTED_STEPS)
         lengths = [max(item.length, (max(self.depths) + generated) * bool(item.decoding)) for item in self.compositions]
         return max(lengths, default=0)
@@ -315,7 +315,7 @@ def _as_transfer(progress: StepProgress) -> Callable[[str, int, int | None], Non
 
 
 def open_source(recorder: Recorder, progress: StepProgress, source: Source, plan: Plan, backend: Backend) -> Checkpoint:
-    """Open a model, or make a synthetic one, and record what it is."""
+    """Open a model, or make a synthetic one, and record its description."""
     quantize = plan.quantize
     if isinstance(source, Path):
         checkpoint = open_checkpoint(source)

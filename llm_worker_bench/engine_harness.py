@@ -34,7 +34,7 @@ MAX_STARTING_STEPS = {False: 256, True: 32}  # until all sequences of a batch ha
 
 
 class TimedRun(NamedTuple):
-    """What a run generated, and how long it took."""
+    """The output of a run, and its time."""
 
     seconds: float
     tokens: int  # generated, or prefilled, by all sequences together
@@ -69,7 +69,7 @@ class EngineHarness:
         self.engine.draft_control.can_pause = False  # drafting itself is measured
 
     def warm_up(self) -> None:
-        """Do what a server does before it is ready."""
+        """Warm up as a server does before it is ready."""
         warm_up(self.engine, LoadPhases())
 
     def prefill(self, depth: int, tokens: int, batch: int, on_start: Callable[[], object] | None = None) -> TimedRun:
@@ -259,6 +259,6 @@ def _request(prompt: list[int], tokens: int) -> Request:
 
 
 def encode_bundled_prompts(checkpoint: Checkpoint, count: int) -> list[list[int]]:
-    """Return the ids of `count` bundled prompts, repeated if necessary: real text shows what random ids cannot."""
+    """Return the ids of `count` bundled prompts, repeated if necessary: real text, unlike random ids."""
     tokenizer = open_tokenizer(checkpoint)
     return [tokenizer.encode(prompt.text or "") for prompt in islice(cycle(read_prompts(PROMPTS)), count)]

@@ -1,4 +1,4 @@
-"""The HTTP client of all benchmarks: HTTP/1.1 on asyncio streams, server-sent events, the OpenAI API, a blocking GET.
+"""The HTTP client of all benchmarks: HTTP/1.1 by httptools, server-sent events, the OpenAI API, a blocking GET.
 
 `Client` keeps connections alive, reads chunked and sized bodies and speaks TLS. It follows no redirects, uses no
 proxies and decompresses nothing. Bytes are passed on as the socket gives them, so that the caller can time each part. A
@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+import httptools
 import msgspec
 import uvloop
 
@@ -32,9 +33,8 @@ from .workload import Job
 T = TypeVar("T")
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 READ_SIZE = 1 << 16
-MAX_LINE_BYTES = 1 << 16  # of a response's head
+MAX_HEAD_BYTES = 1 << 16
 MAX_EVENT_BYTES = 4 << 20
-CHUNK_SIZE_LINE = re.compile(rb"[ \t]*([0-9a-fA-F]{1,15})[ \t]*(?:;[^\n]*)?\r?\n")
 MAX_HEADERS = 200
 HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # what a header may be named
 MAX_ERROR_BYTES = 1 << 14
@@ -61,33 +61,39 @@ def parse_header(text: str) -> tuple[str, str]:
     return name, value.strip()
 
 
-@dataclass(slots=True)
 class Response:
-    """Status and headers; `parts` reads the body."""
+    """Status and headers; `parts` reads the body. The methods `on_...` are callbacks of httptools."""
 
-    status: int
-    headers: Mapping[str, str]  # names in lower case
-    reader: asyncio.StreamReader
-    is_complete: bool = False  # the body has been read to its end
+    def __init__(self, reader: asyncio.StreamReader) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}  # names in lower case
+        self._is_complete = self._keeps_alive = False
+        self._num_headers = 0
+        self._body: list[bytes] = []  # received, not passed on
+        self._reader, self._parser = reader, httptools.HttpResponseParser(self)
+
+    async def read_head(self) -> None:
+        """Read status and headers, skipping interim responses (100 Continue)."""
+        num_bytes = 0
+        while self.status < 200:
+            if not (size := await self._receive()):
+                where = ("truncated", "inside") if num_bytes else ("connect", "without")
+                raise RequestFailedError(where[0], f"the server closed the connection {where[1]} the response")
+            num_bytes += size
+            if num_bytes > MAX_HEAD_BYTES and self.status < 200:
+                raise RequestFailedError("protocol", "the head of the response is too long")
 
     async def parts(self) -> AsyncIterator[bytes]:
-        if self.status in (204, 304):
-            pass
-        elif "chunked" in self.headers.get("transfer-encoding", "").lower():
-            chunks = ChunkedDecoder()
-            while not chunks.is_done:
-                if data := chunks.feed(await self._read(READ_SIZE)):
-                    yield data
-        elif "content-length" in self.headers:
-            remaining = _parse_int(self.headers["content-length"], "content-length")
-            while remaining:
-                part = await self._read(min(remaining, READ_SIZE))
-                remaining -= len(part)
+        """Yield the body as it comes."""
+        while self._body or not self._is_complete:
+            if self._body:
+                part = b"".join(self._body)
+                self._body.clear()
                 yield part
-        else:
-            while part := await self.reader.read(READ_SIZE):
-                yield part
-        self.is_complete = True
+            elif not await self._receive():
+                if not self.headers.keys().isdisjoint(("content-length", "transfer-encoding")):
+                    raise RequestFailedError("truncated", "the server closed the connection inside the body")
+                self._is_complete = True
 
     async def text(self, max_bytes: int) -> str:
         """Return the first `max_bytes` bytes of the body as text."""
@@ -100,60 +106,39 @@ class Response:
 
     @property
     def is_reusable(self) -> bool:
-        """Whether the connection can carry another request."""
-        bounded = "content-length" in self.headers or "transfer-encoding" in self.headers
-        return self.is_complete and bounded and "close" not in self.headers.get("connection", "").lower()
+        """Whether the body was read, and the connection can carry another request."""
+        return self._keeps_alive and not self._body
 
-    async def _read(self, max_bytes: int) -> bytes:
-        part = await self.reader.read(max_bytes)
-        if not part:
-            raise RequestFailedError("truncated", "the server closed the connection inside the body")
-        return part
+    async def _receive(self) -> int:
+        """Parse the next bytes; return their number, 0 at the end of the connection."""
+        data = await self._reader.read(READ_SIZE)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            reason = str(error.__context__ or error)
+            raise RequestFailedError("protocol", f"the response is not HTTP/1.1: {reason}") from None
+        return len(data)
 
+    def on_message_begin(self) -> None:
+        if self._is_complete:
+            raise ValueError("it continues after its end")
+        self.headers = {}
 
-@dataclass(slots=True)
-class ChunkedDecoder:
-    """Decode a chunked body: bytes as they arrive -> the data of all chunks in them, joined."""
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers[name.decode("latin-1").lower()] = value.decode("latin-1").strip()
+        self._num_headers += 1
+        if self._num_headers > MAX_HEADERS:
+            raise ValueError(f"it has more than {MAX_HEADERS} headers")
 
-    is_done: bool = False
-    _buffer: bytes = b""  # an incomplete line
-    _chunk_remaining: int = 0  # bytes of the current chunk still to come
-    _is_after_chunk: bool = False  # the line end behind a chunk comes next
-    _is_in_trailers: bool = False
+    def on_headers_complete(self) -> None:
+        self.status = self._parser.get_status_code()
 
-    def feed(self, part: bytes) -> bytes:
-        raw, at, parts = self._buffer + part if self._buffer else part, 0, []
-        while at < len(raw) and not self.is_done:
-            if self._chunk_remaining:
-                data = raw[at : at + self._chunk_remaining]
-                parts.append(data)
-                at += len(data)
-                self._chunk_remaining -= len(data)
-                self._is_after_chunk = not self._chunk_remaining
-                continue
-            end = raw.find(b"\n", at)
-            if end < 0:
-                break
-            self._line(raw, at, end)
-            at = end + 1
-        self._buffer = raw[at:]
-        if len(self._buffer) > MAX_LINE_BYTES or (self.is_done and self._buffer):
-            raise RequestFailedError("protocol", "the body continues after its last chunk")
-        return b"".join(parts)
+    def on_body(self, data: bytes) -> None:
+        self._body.append(data)
 
-    def _line(self, raw: bytes, at: int, end: int) -> None:
-        """Parse a line between chunks: the end of one, the size of the next, a trailer."""
-        if self._is_after_chunk or self._is_in_trailers:
-            is_blank = raw[at:end] in (b"", b"\r")
-            if self._is_after_chunk and not is_blank:
-                raise RequestFailedError("protocol", "a chunk of the body is longer than its size")
-            self._is_after_chunk, self.is_done = False, is_blank and self._is_in_trailers
-            return
-        found = CHUNK_SIZE_LINE.match(raw, at)
-        if found is None:
-            raise RequestFailedError("protocol", f"the chunk size of the response is {raw[at : min(end, at + 40)]!r}")
-        self._chunk_remaining = int(found[1], 16)
-        self._is_in_trailers = not self._chunk_remaining
+    def on_message_complete(self) -> None:
+        self._is_complete = self.status >= 200
+        self._keeps_alive = self._is_complete and self._parser.should_keep_alive()
 
 
 @dataclass(slots=True)
@@ -205,7 +190,7 @@ class Client:
     async def _open(self) -> Connection:
         address = self.address
         try:
-            made = await asyncio.open_connection(address.host, address.port, ssl=self._tls, limit=MAX_LINE_BYTES)
+            made = await asyncio.open_connection(address.host, address.port, ssl=self._tls)
         except OSError as error:  # refused, unknown host, bad certificate
             raise RequestFailedError("connect", f"cannot connect to {address.authority}: {_reason(error)}") from None
         self.opened += 1
@@ -216,7 +201,9 @@ class Client:
         try:
             writer.write(message)
             await writer.drain()
-            return await _read_head(reader)
+            response = Response(reader)
+            await response.read_head()
+            return response
         except BaseException as error:
             writer.close()
             if not isinstance(error, OSError):
@@ -235,43 +222,6 @@ class Client:
             headers |= {"Content-Type": "application/json", "Content-Length": str(len(body))}
         lines = [f"{method} {self.address.base}{path} HTTP/1.1", *(f"{k}: {v}" for k, v in headers.items()), "", ""]
         return "\r\n".join(lines).encode("ascii") + (body or b"")
-
-
-async def _read_head(reader: asyncio.StreamReader) -> Response:
-    """Read status and headers, skipping interim responses (100 Continue)."""
-    status = 100
-    while status < 200:
-        first = (await _line(reader, at_start=True)).split(" ", 2)
-        if not first[0].startswith("HTTP/1.") or len(first) < 2:
-            raise RequestFailedError("protocol", "the response is not HTTP/1.1")
-        status = _parse_int(first[1], "status")
-        headers: dict[str, str] = {} if first[0] != "HTTP/1.0" else {"connection": "close"}
-        for _ in range(MAX_HEADERS):
-            if not (line := await _line(reader)):
-                break
-            name, _, value = line.partition(":")
-            headers[name.strip().lower()] = value.strip()
-        else:
-            raise RequestFailedError("protocol", f"the response has more than {MAX_HEADERS} headers")
-    return Response(status, headers, reader)
-
-
-async def _line(reader: asyncio.StreamReader, *, at_start: bool = False) -> str:
-    try:
-        return (await reader.readuntil(b"\n")).rstrip(b"\r\n").decode("latin-1")
-    except asyncio.LimitOverrunError:
-        raise RequestFailedError("protocol", "a header line of the response is too long") from None
-    except asyncio.IncompleteReadError as error:
-        if at_start and not error.partial:
-            raise RequestFailedError("connect", "the server closed the connection without a response") from None
-        raise RequestFailedError("truncated", "the server closed the connection inside the response") from None
-
-
-def _parse_int(text: str, what: str) -> int:
-    digits = text.strip()
-    if not re.fullmatch(r"[0-9]{1,15}", digits):
-        raise RequestFailedError("protocol", f"the {what} of the response is {digits[:40]!r}")
-    return int(digits)
 
 
 def _reason(error: OSError) -> str:

@@ -1,4 +1,4 @@
-"""Which code a saved run measured: a hash for each area of the source, and what changed since.
+"""The code that a saved run measured: a hash for each area of the source, and the areas changed since.
 
 A hash covers the lines that can change behaviour: comment lines, docstrings and blank lines do not count, so editing
 them does not make a measurement stale. A package without its source files has no hashes.
@@ -65,7 +65,7 @@ def source_hashes(package: Path = PACKAGE) -> dict[str, str]:
 
 
 def changed_areas(measured: Mapping[str, str], now: Mapping[str, str], areas: Iterable[str]) -> list[str]:
-    """Return the areas whose code is not what was measured; an area without a recorded hash counts as changed."""
+    """Return the areas whose code has changed since; an area without a recorded hash counts as changed."""
     return [area for area in areas if measured.get(area) != now.get(area)]
 
 

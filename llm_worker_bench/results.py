@@ -51,7 +51,7 @@ class ResultsError(WorkerError):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One measured quantity; `fields` is what only this kind has (backend, iterations, percent_of_limit, ...)."""
+    """One measured quantity; `fields` are specific to its kind (backend, iterations, percent_of_limit, ...)."""
 
     name: str
     unit: str  # s, tok/s, B, ...: always the plain unit, prefixes are for display
@@ -89,7 +89,7 @@ class Result:
 
     @staticmethod
     def from_json(value: Any, where: str) -> Result:
-        """Raise ResultsError that names what is missing or of the wrong type."""
+        """Raise ResultsError that names a missing or mistyped field."""
         rest = dict(_require_object(value, where))
         texts = [_pop_text(rest, key, where) for key in ("name", "unit")]
         estimate, low, high = (_pop_number(rest, key, where) for key in ("estimate", "low", "high"))
@@ -189,7 +189,7 @@ Pending = tuple[str, Better, list[float], dict[str, Any]]  # unit, better, sampl
 
 @dataclass(slots=True)
 class Recorder:
-    """Collects results and samples; `to_run` makes a run of what there is."""
+    """Collects results and samples; `to_run` makes a run from them."""
 
     kind: str
     settings: dict[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What this machine can do at best, measured: bytes read per second for several sizes, operations per second of each
+"""The measured peak rates of this machine: bytes read per second for several sizes, operations per second of each
 arithmetic that the kernels have (float32 FMA, int8 dot products; on a GPU the tensor cores).
 
 A benchmark states the bytes and operations that its answer needs; the larger of the two times is its limit, and `% of
@@ -108,7 +108,7 @@ def backend_threads(ops: Backend) -> int:
 
 
 def library_threads() -> int:
-    """Return the threads of the matrix library: what the environment says, or all cores."""
+    """Return the threads of the matrix library: from the environment, or all cores."""
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
         if os.environ.get(name, "").isdigit():
             return max(1, int(os.environ[name]))
@@ -125,7 +125,7 @@ def product_arithmetic(weight: Any) -> str:
 
 
 def backend_limits(ops: Backend) -> Limits:
-    """Measure the limits of what a backend computes on: its device, or its threads."""
+    """Measure the limits of a backend's device or threads."""
     measured = measure_device(ops)
     return _measure_limits(backend_threads(ops)) if measured is None else Limits.of_device(*measured)
 

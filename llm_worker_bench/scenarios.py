@@ -70,7 +70,7 @@ class Composition(NamedTuple):
 
     @property
     def step_tokens(self) -> int:
-        """The token budget with which all prompts are prefilled in one step: each gets half of what is left of it."""
+        """The token budget with which all prompts are prefilled in one step: each gets half of the remaining budget."""
         return self.tokens + self.length
 
     def __str__(self) -> str:
@@ -114,7 +114,7 @@ def _is_read(name: str, config: ModelConfig) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a model must read and compute, counted from its tensors."""
+    """The bytes and operations of a model, counted from its tensors."""
 
     weights: int  # bytes that every decode step reads: all but experts and embeddings that are not looked up
     matrices: int  # values of the layers' matrices, without experts
@@ -173,7 +173,7 @@ class ModelBench:
 
     @property
     def arithmetic(self) -> str:
-        """What most of the matrix products are computed in."""
+        """The arithmetic of most matrix products."""
         return product_arithmetic(self.model.matrices()[0])
 
     def add(self, name: str, unit: str, sample: float, better: Better = "lower", **fields: Any) -> None:

@@ -185,7 +185,7 @@ class ServerMonitor:
 
     @contextmanager
     def observe(self) -> Iterator[None]:
-        """Add to `results` what the server used during the block, and how healthy it was."""
+        """Add the server's resources and health during the block to `results`."""
         began, used_before = time.monotonic(), None if self.pid is None else cpu_seconds(self.pid)
         try:
             yield

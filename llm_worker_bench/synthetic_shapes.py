@@ -124,19 +124,19 @@ SHORT_CONVOLUTION = 3  # tokens
 
 def _usual_layer(s: Shape, layer: int) -> Tensors:
     family, q, kv = BY_GGUF[s.architecture], s.heads * s.head_size, s.kv_heads * s.head_size
-    norms = dict.fromkeys(("attn_norm", family.gguf_mlp_norm) if family.pre_norms else (), s.width)
-    norms |= dict.fromkeys(("post_attention_norm", "post_ffw_norm") if family.post_norms else (), s.width)
-    if family.qk_norm:
-        widths = (q, kv) if family.wide_qk_norm else (s.head_size, s.head_size)
+    norms = dict.fromkeys(("attn_norm", family.tensors.gguf_mlp_norm) if family.norms.pre else (), s.width)
+    norms |= dict.fromkeys(("post_attention_norm", "post_ffw_norm") if family.norms.post else (), s.width)
+    if family.attention.qk_norm:
+        widths = (q, kv) if family.attention.qk_norm == "wide" else (s.head_size, s.head_size)
         norms |= dict(zip(("attn_q_norm", "attn_k_norm"), widths, strict=True))
-    if family.fused_qkv:
+    if family.tensors.fused_qkv:
         matrices: Tensors = {"attn_output": (s.width, q), "attn_qkv": (q + 2 * kv, s.width)}
     else:
         matrices = _attention(s.width, q, kv)
     tensors: Tensors = {f"{name}.weight": (width,) for name, width in norms.items()}
-    for name, shape in (matrices | _mlp(s, fused=family.fused_gate_up)).items():
+    for name, shape in (matrices | _mlp(s, fused=family.tensors.fused_gate_up)).items():
         tensors[f"{name}.weight"] = shape
-        if family.qkv_bias and name in ("attn_q", "attn_k", "attn_v"):
+        if family.attention.qkv_bias and name in ("attn_q", "attn_k", "attn_v"):
             tensors[f"{name}.bias"] = shape[:1]
     return tensors
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from .errors import InvalidRequestError, ModelFileError, UnsupportedModelError
 
@@ -20,91 +20,100 @@ KV_ON_CPU, KV_ON_CUDA = ("float32", "float16", "int8"), ("bfloat16", "float16", 
 KV_AUTO = "auto"
 KV_CUDA = "bfloat16"  # what `auto` is on a GPU
 KV_DEFAULT = "float16"  # what `auto` is for kernels: half the memory traffic; the reference rounds nothing
-MAX_LAYERS = 4096
-MAX_WIDTH = 1 << 20
-MAX_VOCABULARY = 1 << 24
-MAX_CONTEXT = 1 << 40
-MAX_EXPERTS = 1 << 14
-MAX_CONV_KERNEL = 64
+MAX_LAYERS, MAX_WIDTH, MAX_EXPERTS, MAX_CONV_KERNEL = 4096, 1 << 20, 1 << 14, 64
+MAX_VOCABULARY, MAX_CONTEXT, MAX_BATCH, MAX_DRAFT_TOKENS = 1 << 24, 1 << 40, 1024, 16
 LAYER_KINDS = ("attention", "short_conv", "gated_delta")
 MIN_ROPE_FACTOR = 1e-6  # of rope scaling
 SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT = 1.702, 7.0  # of the activation "swiglu_oai"
-MAX_SHAPE = {
-    "n_layers": MAX_LAYERS,
-    "d_model": MAX_WIDTH,
-    "n_heads": MAX_WIDTH,
-    "n_kv_heads": MAX_WIDTH,
-    "head_dim": MAX_WIDTH,
-    "d_ff": MAX_WIDTH,
-    "vocab_size": MAX_VOCABULARY,
-    "context_length": MAX_CONTEXT,
-}
-POOLING_KINDS = ("mean", "cls", "last")
-SPECULATIVE = ("off", "ngram", "mtp")
-MAX_BATCH, MAX_DRAFT_TOKENS = 1024, 16
+WIDTHS = ("d_model", "n_heads", "n_kv_heads", "head_dim", "d_ff")
+MAX_SHAPE = {"n_layers": MAX_LAYERS, **dict.fromkeys(WIDTHS, MAX_WIDTH)}
+MAX_SHAPE |= {"vocab_size": MAX_VOCABULARY, "context_length": MAX_CONTEXT}
+POOLING_KINDS, SPECULATIVE = ("mean", "cls", "last"), ("off", "ngram", "mtp")
 FP8 = "fp8"  # of `quantize`: e4m3 with a scale for each row
 DEVICE_SPARE_BYTES = 1 << 30  # of a GPU beside weights, KV cache and the arrays of a step: context, kernels, graphs
 
 
+class AttentionSpec(NamedTuple):
+    """The attention of a family. Window, scale and cap are those of a GGUF without their keys."""
+
+    qkv_bias: bool = False  # bias tensors are expected beside q, k and v
+    output_bias: bool = False  # and beside the output projection
+    qk_norm: Literal["", "head", "optional", "wide"] = ""  # of each head, in some models alone, or of all together
+    v_norm: bool = False  # a norm of v without a weight
+    keys_as_values: bool = False  # a layer without v has its keys, before their norm, as values
+    gated: bool = False  # rows of q hold those of a gate, head by head: attention times its sigmoid
+    sinks: bool = False  # a logit of each head joins the denominator of the softmax
+    window: int = 0
+    full_every: int = 0  # with a window: every n-th layer has none (0: all have it)
+    full_first: bool = False  # the first of every n layers, not the last
+    scale: float = 0.0  # 0: head_dim ** -0.5
+    cap: float = 0.0
+
+
+class RopeSpec(NamedTuple):
+    """The RoPE of a family."""
+
+    interleaved: tuple[str, ...] = ()  # formats whose rows of q and k are for rope over neighbouring pairs
+    nope_every: int = 0  # every n-th layer has no rope
+    local_base: float = 0.0  # of layers with a window, where it differs and a GGUF lacks its key
+    unscaled_windows: bool = False  # scaling is of the layers without a window alone
+    yarn_truncate: bool = True  # YaRN's ramp is between whole pairs, unless a key says
+
+
+class NormSpec(NamedTuple):
+    """The norms of a block."""
+
+    pre: bool = True  # before attention and before the MLP
+    post: bool = False  # after attention and after the MLP, before the residual
+    stream: bool = False  # of the residual stream itself, after attention and after the MLP
+    layer: bool = False  # they subtract the mean, and may have biases
+
+
+class ExpertSpec(NamedTuple):
+    """The experts of a family, or of a model."""
+
+    scoring: str = "softmax"  # or "sigmoid", unless a key says
+    renormalize: bool = True  # the weights of a token's experts sum up to 1, unless a key says
+    shared_gate: bool = False  # the shared expert times a sigmoid of the token
+    bias: bool = False  # bias tensors are expected beside the router and the experts
+    parallel: bool = False  # beside the MLP of a layer, with norms of their own
+
+
+class TensorLayout(NamedTuple):
+    """How files hold the tensors of a family."""
+
+    fused_qkv: bool = False  # q, k, v in one tensor
+    fused_gate_up: bool = False  # gate and up in one tensor
+    norm_plus_one: bool = False  # safetensors hold weight - 1 (GGUF holds the weight)
+    gguf_mlp_norm: str = "ffn_norm"  # name of the norm before the MLP in a GGUF
+    output_norm: str = "output_norm"  # name of the norm before the output head
+    gguf_tiled_heads: bool = False  # in a GGUF, value head h of linear attention has key head h % key heads
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What differs between families of decoders, as data."""
+    """What differs between families of models, as data."""
 
     name: str
     gguf: tuple[str, ...]  # values of general.architecture
     hf: tuple[str, ...]  # values of model_type
     activation: str = "silu"
-    rope_interleaved: bool = False  # GGUF stores q/k rows for rope over neighbouring pairs
-    hf_rope_interleaved: bool = False  # safetensors do, too
-    nope_every: int = 0  # every n-th layer has no rope
-    qkv_bias: bool = False  # bias tensors are expected beside q, k and v
-    output_bias: bool = False  # and beside the output projection of attention
-    qk_norm: bool = False
-    optional_qk_norm: bool = False  # some of its models have none
-    wide_qk_norm: bool = False  # q/k norms over all heads together
-    v_norm: bool = False  # a norm of v without a weight
-    optional_v: bool = False  # a layer without v has its keys, before their norm, as values
-    fused_qkv: bool = False  # q, k, v in one tensor
-    fused_gate_up: bool = False  # gate and up in one tensor
-    pre_norms: bool = True  # a norm before attention and before the MLP
-    post_norms: bool = False  # a norm after attention and after the MLP, before the residual
+    attention: AttentionSpec = field(default_factory=AttentionSpec)
+    rope: RopeSpec = field(default_factory=RopeSpec)
+    norms: NormSpec = field(default_factory=NormSpec)
+    experts: ExpertSpec | None = None  # None: no file may have experts
+    mixer: str = "attention"  # of the layers without attention, of LAYER_KINDS
+    layer_shapes: bool = False  # heads, MLPs and KV sharing differ from layer to layer (models/layer_shapes.py)
     scaled_embedding: bool = False  # embeddings times sqrt(width)
     multipliers: bool = False  # GGUF has keys for the scales of embedding, residual, attention and logits
-    norm_plus_one: bool = False  # safetensors hold weight - 1 (GGUF holds the weight)
-    full_every: int = 0  # with a window: every n-th layer has none (0: all have it)
-    full_first: bool = False  # the first of every n layers, not the last
-    unscaled_windows: bool = False  # rope scaling is of the layers without a window alone
-    layer_shapes: bool = False  # heads, MLPs and KV sharing differ from layer to layer (models/layer_shapes.py)
-    gguf_mlp_norm: str = "ffn_norm"  # name of the norm before the MLP in a GGUF
-    output_norm: str = "output_norm"  # name of the norm before the output head
-    short_conv: bool = False  # layers without KV heads have a short convolution instead of attention
-    moe: bool = False  # files may have experts
-    expert_scoring: str = "softmax"  # or "sigmoid", unless a key says
-    expert_norm: bool = True  # the weights of the chosen experts sum up to 1, unless a key says
-    shared_expert_gate: bool = False  # the shared expert times a sigmoid of the token
-    expert_bias: bool = False  # bias tensors are expected beside the router and the experts
-    attention_sinks: bool = False  # a logit of each head joins the denominator of the softmax
-    yarn_truncate: bool = True  # YaRN's ramp is between whole pairs, unless a key says
-    gated_attention: bool = False  # rows of q hold those of a gate, head by head: attention times its sigmoid
-    linear_attention: bool = False  # all layers but every n-th have the gated delta rule
-    gguf_tiled_heads: bool = False  # in a GGUF, value head h of linear attention has key head h % key heads
-    parallel_experts: bool = False  # experts beside the MLP of a layer, with norms of their own
-    # of encoders
+    final_cap: float = 0.0  # of a GGUF without its key
     is_encoder: bool = False  # tokens see those after them, and there is no output head: a pooling model
-    layer_norm: bool = False  # norms subtract the mean, and may have biases
-    stream_norms: bool = False  # the residual stream itself is normalized, after attention and after the MLP
     learned_positions: bool = False  # a table of positions instead of rope
     gated_mlp: bool = True
     classifier_pooling: str = "cls"  # of rerankers in GGUF files
     classifier_activation: str = "tanh"  # after the dense layer of a classifier
-    # defaults of keys that a GGUF lacks
-    default_window: int = 0
-    default_attention_scale: float = 0.0  # 0: head_dim ** -0.5
-    default_local_base: float = 0.0  # rope base of the layers with a window, where it differs
-    default_attention_cap: float = 0.0
-    default_final_cap: float = 0.0
-    # defaults of keys that are absent in a config.json, not of those that are null
-    hf_defaults: Mapping[str, Any] = field(default_factory=dict)
+    tensors: TensorLayout = field(default_factory=TensorLayout)
+    hf_defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that a config.json lacks, not of null ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +143,9 @@ class ExpertConfig:
     count: int
     used: int  # by a token
     d_ff: int  # of an expert
+    spec: ExpertSpec
     shared_d_ff: int = 0  # of the expert that all tokens use; 0: none
-    scoring: str = "softmax"  # or "sigmoid"
-    renormalize: bool = True  # the weights of a token's experts sum up to 1, before `scale`
-    scale: float = 1.0  # of these weights
+    scale: float = 1.0  # of the weights of a token's experts
     dense_layers: frozenset[int] = frozenset()
 
     def share(self, tokens: int = 1) -> float:
@@ -162,15 +170,12 @@ class LinearAttentionConfig:
 
     def __post_init__(self) -> None:
         for name in ("kernel", "k_heads", "v_heads", "k_dim", "v_dim"):
-            minimum = 2 if name == "kernel" else 1
-            if not minimum <= getattr(self, name) <= MAX_WIDTH:
-                raise ModelFileError(
-                    f"linear attention: {name} is {getattr(self, name)}, outside {minimum}..{MAX_WIDTH}"
-                )
-        if self.v_heads % self.k_heads:
-            raise ModelFileError(
-                f"linear attention: {self.v_heads} value heads cannot share {self.k_heads} keys evenly"
-            )
+            minimum, value = 2 if name == "kernel" else 1, getattr(self, name)
+            if not minimum <= value <= MAX_WIDTH:
+                raise ModelFileError(f"linear attention: {name} is {value}, outside {minimum}..{MAX_WIDTH}")
+        values, keys = self.v_heads, self.k_heads
+        if values % keys:
+            raise ModelFileError(f"linear attention: {values} value heads cannot share {keys} keys evenly")
 
     @property
     def channels(self) -> int:
@@ -284,8 +289,7 @@ class ModelConfig:
     @property
     def kv_owners(self) -> tuple[int, ...]:
         """The layers with keys and values of their own."""
-        layers = range(self.n_layers - self.shared_kv_layers)
-        return tuple(i for i in layers if self.layer_kind(i) == "attention")
+        return tuple(i for i in range(self.n_layers - self.shared_kv_layers) if self.layer_kind(i) == "attention")
 
     def d_ff_of(self, layer: int) -> int:
         """Return the width of a layer's MLP."""
@@ -294,9 +298,8 @@ class ModelConfig:
     def kv_bytes(self, tokens: int, kv_type: str = "float32", head_step: int = 1) -> int:
         """Return the bytes of the keys and values of `tokens` tokens; heads are padded to a multiple of `head_step`."""
         scale = 4 if kv_type == "int8" else 0  # a float32 for each position and head
-        shapes = [self.kv_shape(i) for i in self.kv_owners]
-        heads = [(heads, -(-dim // head_step) * head_step) for heads, dim in shapes]
-        return 2 * tokens * sum(heads * (dim * KV_VALUE_BYTES[kv_type] + scale) for heads, dim in heads)
+        shapes = [(heads, -(-dim // head_step) * head_step) for heads, dim in map(self.kv_shape, self.kv_owners)]
+        return 2 * tokens * sum(heads * (dim * KV_VALUE_BYTES[kv_type] + scale) for heads, dim in shapes)
 
     def state_shapes(self, i: int) -> tuple[tuple[int, int], tuple[int, int, int] | None] | None:
         """Return the shapes of layer i's state of a sequence, float32; None: it has keys and values.
@@ -369,13 +372,11 @@ class SchedulingOptions:
     def __post_init__(self) -> None:
         _require_whole("draft_tokens", self.draft_tokens, MAX_DRAFT_TOKENS)
         if not (isinstance(self.target_itl_ms, (int, float)) and 0 < self.target_itl_ms < math.inf):
-            raise InvalidRequestError(
-                f"target_itl_ms is {self.target_itl_ms!r}: it must be a number of milliseconds above 0", "target_itl_ms"
-            )
+            problem = f"target_itl_ms is {self.target_itl_ms!r}: it must be a number of milliseconds above 0"
+            raise InvalidRequestError(problem, "target_itl_ms")
         if self.speculative not in SPECULATIVE:
-            raise InvalidRequestError(
-                f"unknown speculative {self.speculative!r}: use one of {', '.join(SPECULATIVE)}", "speculative"
-            )
+            problem = f"unknown speculative {self.speculative!r}: use one of {', '.join(SPECULATIVE)}"
+            raise InvalidRequestError(problem, "speculative")
 
 
 def _require_whole(name: str, value: object, maximum: int | None = None) -> None:
@@ -459,9 +460,8 @@ class LoadOptions(ComputeOptions, SchedulingOptions):
                 _require_whole(name, getattr(self, name), maximum)
         super().__post_init__()
         if self.draft_model is not None and self.speculative != "off":
-            raise InvalidRequestError(
-                "speculative and draft_model are two ways to draft: give one of them", "speculative"
-            )
+            problem = "speculative and draft_model are two ways to draft: give one of them"
+            raise InvalidRequestError(problem, "speculative")
 
     @property
     def scheduling(self) -> dict[str, Any]:

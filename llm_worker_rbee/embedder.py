@@ -29,7 +29,6 @@ from .errors import InvalidRequestError
 from .load import LoadPhases
 from .load_pooling import load_pooling
 from .progress import Advance, OnStage, request_progress
-from .token_engine.pooling_loop import DEVICE_STEP_TOKENS, HOST_STEP_TOKENS
 from .tokenizer.pooling_text import EncodedPairs
 from .weights.hub import DEFAULT_EMBEDDING_MODEL, Progress
 
@@ -85,8 +84,7 @@ class _PoolingRunner:
         self.checkpoint, self.config, self.pooling = loaded.checkpoint, loaded.config, loaded.pooling
         self.model, self.text, self.quant = loaded.model, loaded.text, loaded.quant
         self.notes = loaded.notes
-        usual = DEVICE_STEP_TOKENS if self.model.ops.has_device_memory else HOST_STEP_TOKENS
-        budget = usual if max_step_tokens is None else max_step_tokens
+        budget = loaded.max_step_tokens if max_step_tokens is None else max_step_tokens
         self.engine = PoolingEngine(self.model, budget, self.checkpoint.path.name)
         self.name = self.checkpoint.path.name
         self._width = self.model.output_dim

@@ -27,7 +27,7 @@ class WorkerError(Exception):
 
 
 class ModelFileError(WorkerError, code="INVALID_MODEL"):
-    """A model file, or a file beside it, is invalid."""
+    """A model file, or a file next to it, is invalid."""
 
 
 class UnsupportedModelError(ModelFileError, code="UNSUPPORTED_MODEL"):

@@ -110,7 +110,7 @@ class LLM(TextModel):
 
     @property
     def device(self) -> str:
-        """What it computes on: cpu, cuda:0, ..."""
+        """The device: cpu, cuda:0, ..."""
         return self.model.ops.device
 
     @property
@@ -126,16 +126,16 @@ class LLM(TextModel):
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Stream:
         """Return the completion of a prompt (text, or ids) as a stream of chunks.
 
-        Keyword options are those of `SamplingParams`, and `priority` (lower goes first) and `timeout` in seconds. What
-        neither they nor `params` set is that of `sampling_defaults`: the model's own, or temperature 0.7, top-p 0.95
-        and min-p 0.05.
+        Keyword options are the fields of `SamplingParams`, `priority` (lower goes first) and `timeout` in seconds.
+        Parameters that neither they nor `params` set come from `sampling_defaults`: the model's own, or temperature
+        0.7, top-p 0.95 and min-p 0.05.
         """
         return self.streams(prompt, params, **options)[0]
 
     def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **options: Any) -> Stream:
         """Return the reply to a conversation as a stream of chunks.
 
-        Options beside those of `stream`: `tools` that the model may call (`Tool`, or as OpenAI describes functions),
+        Options in addition to `stream`'s: `tools` that the model may call (`Tool`, or as OpenAI describes functions),
         `tool_choice` (auto, none, required, or the name of the tool that must be called), `parallel_tool_calls`,
         `chat_template_kwargs` (variables of the template, such as `enable_thinking`), `reasoning_effort` ("none" turns
         reasoning off) and `thinking_budget_tokens`.
@@ -389,7 +389,7 @@ class Stream:
         return self.so_far()
 
     def so_far(self) -> Completion:
-        """Return what has been generated until now as a completion."""
+        """Return the text generated so far as a completion."""
         generation, request = self._generation, self._generation.request
         started = generation.started_at
         first = generation.first_token_at - started if generation.first_token_at else 0.0
@@ -488,7 +488,7 @@ def _is_batch(prompt: Any) -> bool:
 
 @contextmanager
 def _naming_prompt(i: int) -> Iterator[None]:
-    """Let an error of one of many prompts say which."""
+    """Add the prompt's index to the error."""
     try:
         yield
     except InvalidRequestError as error:

@@ -61,7 +61,7 @@ class LoadPhases:
         self._report(Stage(name, end, end, seconds))
 
     def advance(self, done: int, detail: str | None = None, total: int | None = None) -> None:
-        """Report progress of the present phase; `total` is that of the part that `detail` names."""
+        """Report progress of the present phase; `total` belongs to the part that `detail` names."""
         last, now = self._last, time.perf_counter()
         total = last.total if total is None else total
         is_due = total is not None and (done - last.done) * REPORTS_PER_PHASE >= total
@@ -132,8 +132,8 @@ def load(
                 _check_same_vocabulary(tokenizer, open_tokenizer(draft))
     sampling_defaults = read_sampling_defaults(checkpoint)
     model, head = _load_weights(checkpoint, placed, options.quantize, phases, with_head=options.has_mtp)
-    is_inexact = placed.kv_type == "int8" and model.config.family.qkv_bias
-    kv_notes = ["keys of this model have a bias, which int8 rounds coarsely: float16 is nearer"] * is_inexact
+    is_inexact = placed.kv_type == "int8" and model.config.family.attention.qkv_bias
+    kv_notes = ["the model's keys have biases, which kv_type int8 stores coarsely: float16 is more exact"] * is_inexact
     return LoadedModel(
         checkpoint=checkpoint,
         config=model.config,

@@ -25,13 +25,13 @@ from .weights.quant_mix import quant_name
 
 # The type of keys and values within a step: nothing is kept, so that memory is no reason for a narrow one.
 WORKSPACE_TYPES = {"cuda": "float16"}
+HOST_STEP_TOKENS, DEVICE_STEP_TOKENS = 1024, 16_384  # on a CPU few: decode steps of a chat model wait for a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedPooling:
     """A pooling model that is ready to compute."""
 
-    path: Path
     checkpoint: Checkpoint
     config: ModelConfig
     pooling: PoolingConfig
@@ -40,13 +40,14 @@ class LoadedPooling:
     quant: str  # the name of its mix of quantization types
     notes: list[str]  # on the choice of device and on what the files do not say, for people
 
+    @property
+    def max_step_tokens(self) -> int:
+        return DEVICE_STEP_TOKENS if self.model.ops.has_device_memory else HOST_STEP_TOKENS
+
 
 @without_collection()
 def load_pooling(
-    options: PoolingOptions,
-    phases: LoadPhases | None = None,
-    *,
-    on_located: Callable[[Path], None] = lambda path: None,
+    options: PoolingOptions, phases: LoadPhases | None = None, *, on_located: Callable[[Path], None] = lambda path: None
 ) -> LoadedPooling:
     """Load a pooling model, in the phases of `load.load`. Raise if the file is not a pooling model."""
     phases = phases or LoadPhases()
@@ -82,15 +83,9 @@ def load_pooling(
         backend.load_kernels(checkpoint, config, kv_type, phases.progress)
     with phases.timed("weights", checkpoint.nbytes):
         model = load_pooling_model(checkpoint, backend, config, pooling, kv_type, phases.advance)
+    notes = [*pooling.notes, *notes]
     return LoadedPooling(
-        path=path,
-        checkpoint=checkpoint,
-        config=config,
-        pooling=pooling,
-        model=model,
-        text=text,
-        quant=quant,
-        notes=[*pooling.notes, *notes],
+        checkpoint=checkpoint, config=config, pooling=pooling, model=model, text=text, quant=quant, notes=notes
     )
 
 

@@ -114,7 +114,7 @@ def cpu_features() -> list[str]:
 
 
 def _arm_features() -> list[str]:
-    """Return what Linux grants this process; /proc/cpuinfo tells an emulated one what the real processor has."""
+    """Return the features that Linux grants this process; under emulation /proc/cpuinfo shows the real processor's."""
     try:
         getauxval = ctypes.CDLL(None).getauxval
     except (OSError, AttributeError):  # not Linux
@@ -364,16 +364,6 @@ def gpus() -> list[str]:
     output = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines()]
     return [f"{row[0]}, {row[1]}, driver {row[2]}" for row in rows if len(row) == 3]
-
-
-def describe_exit(status: int) -> str:
-    """Return how a process ended, from its return code: `was killed by SIGSEGV`, `ended with status 70`."""
-    if status >= 0:
-        return f"ended with status {status}"
-    try:
-        return f"was killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was killed by signal {-status}"
 
 
 def release_code(library: str) -> None:

@@ -1,4 +1,5 @@
-"""A child process that answers requests over its standard input and output, one at a time, within a time limit."""
+"""Child programs: the command of one that is a part of this package, requests over pipes with a deadline, and how it
+ended. Imports nothing of the package: a child is started before what both processes import."""
 
 from __future__ import annotations
 
@@ -6,36 +7,66 @@ import contextlib
 import fcntl
 import os
 import select
-import subprocess
+import signal
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
+from typing import IO, TypeVar
 
+T = TypeVar("T")
+ROOT = str(Path(__file__).parents[1])
 PIPE_BYTES = 1 << 20  # of the system's buffer: a large request passes in few pieces
 READ_BYTES = 1 << 20
 STOP_TIMEOUT_S = 0.2  # for a process to end by itself once its pipes are closed
 
 
-class PipeProcess:
-    """The parent's end of it. No other child inherits the pipes, so the process reads an end of file when its parent
-    ends. Its own session keeps Ctrl-C away."""
+def package_command(program: str, *arguments: object) -> list[str]:
+    """Return a command that runs a program which imports this package, and not the current folder. It ends with this
+    process, also while it imports."""
+    start = f"from {__package__}.machine import exit_with_parent; exit_with_parent({os.getpid()})"
+    run = f"import sys; sys.path.insert(0, {ROOT!r}); {start}\n{program}"
+    return [sys.executable, "-P", "-c", run, *map(str, arguments)]
 
-    def __init__(self, command: Sequence[str]) -> None:
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            start_new_session=True,
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        for pipe in (self._stdin, self._stdout):
-            os.set_blocking(pipe.fileno(), False)
+
+def describe_exit(status: int) -> str:
+    """Return how a process ended, from its return code: `was killed by SIGSEGV`, `ended with status 70`."""
+    names = {-number.value: number.name for number in signal.Signals}
+    return f"ended with status {status}" if status >= 0 else f"was killed by {names.get(status, f'signal {-status}')}"
+
+
+class ProgramError(OSError):
+    """A child program could not be started, or has not answered and ended; `status` is None where it was killed."""
+
+    def __init__(self, how: str, status: int | None = None) -> None:
+        super().__init__(how)
+        self.status = status
+
+
+class PipeProcess:
+    """A child program that answers requests over its standard input and output, one at a time. No other child inherits
+    the pipes, so the program reads an end of file when its parent ends. Its own session keeps Ctrl-C away."""
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str] | None = None, errors: IO[bytes] | None = None
+    ) -> None:
+        """`environment` are variables beside those of this process; `errors` gets its standard error."""
+        env = {**os.environ, **(environment or {})}
+        try:
+            self._process = Popen(
+                command, bufsize=0, stdin=PIPE, stdout=PIPE, stderr=errors or DEVNULL, env=env, start_new_session=True
+            )
+        except OSError as error:
+            raise ProgramError(f"could not be started ({error.strerror})") from error
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None  # noqa: PT018
+        self._stdin, self._stdout = stdin, stdout
+        for end in (self._stdin, self._stdout):
+            os.set_blocking(end.fileno(), False)
             with contextlib.suppress(OSError, AttributeError):  # Linux only, and limited for a user
-                fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        self._unread = b""
+                fcntl.fcntl(end.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        self._unread = bytearray()
 
     @property
     def pid(self) -> int:
@@ -44,6 +75,21 @@ class PipeProcess:
     def poll(self) -> int | None:
         """Return the exit status of a process that has ended, else None."""
         return self._process.poll()
+
+    def ask(self, request: Sequence[bytes], read: Callable[[float], T], timeout_s: float) -> T:
+        """Send a request and return what `read` takes of the reply; it gets the deadline. A process that does not
+        answer is stopped."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            for part in request:
+                self.write(part, deadline)
+            return read(deadline)
+        except OSError as error:
+            status = self.stop()
+            raise ProgramError("did not answer in time" if status is None else describe_exit(status), status) from error
+        except BaseException:  # Ctrl-C: this reply must not be taken for the reply to the next request
+            self.stop()
+            raise
 
     def write(self, data: bytes, deadline: float) -> None:
         """Send bytes; raise `OSError` (`TimeoutError` past the deadline, on the monotonic clock) if it cannot."""
@@ -54,37 +100,31 @@ class PipeProcess:
 
     def read_line(self, deadline: float, max_bytes: int) -> bytes:
         """Return the next line; raise as `write` does, and for a line that is too long."""
-        parts = [self._unread]
-        total = len(self._unread)
-        while b"\n" not in parts[-1]:
-            if total > max_bytes:
+        start = 0
+        while (end := self._unread.find(b"\n", start)) < 0:
+            if (start := len(self._unread)) > max_bytes:
                 raise OSError(f"a reply of more than {max_bytes} bytes")
-            parts.append(self._read(deadline))
-            total += len(parts[-1])
-        last, newline, self._unread = parts[-1].partition(b"\n")
-        return b"".join([*parts[:-1], last, newline])
+            self._receive(deadline)
+        return bytes(self.read(end + 1, deadline))
 
     def read(self, size: int, deadline: float) -> bytearray:
         """Return so many bytes; raise as `write` does."""
-        data = bytearray(size)
-        done = min(size, len(self._unread))
-        data[:done], self._unread = self._unread[:done], self._unread[done:]
-        with memoryview(data) as view:
-            while done < size:
-                _wait(self._stdout.fileno(), select.POLLIN, deadline)
-                if not (count := os.readv(self._stdout.fileno(), [view[done:]])):
-                    raise BrokenPipeError("the process closed its output")
-                done += count
+        while len(self._unread) < size:
+            self._receive(deadline)
+        data, self._unread = self._unread[:size], self._unread[size:]
         return data
 
-    def _read(self, deadline: float) -> bytes:
+    def _receive(self, deadline: float) -> None:
         _wait(self._stdout.fileno(), select.POLLIN, deadline)
         if not (data := os.read(self._stdout.fileno(), READ_BYTES)):
             raise BrokenPipeError("the process closed its output")
-        return data
+        self._unread += data
 
     def kill(self) -> None:
-        self._process.kill()
+        """End it with all that it has started."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     def stop(self) -> int | None:
         """Close the pipes and return the exit status; None of a process that had to be killed for it."""
@@ -93,8 +133,8 @@ class PipeProcess:
                 pipe.close()
         try:
             return self._process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+        except TimeoutExpired:
+            self.kill()
             self._process.wait()
             return None
 

@@ -199,7 +199,7 @@ class SamplingParams:
     seed: int | None = None
     stop: Sequence[str] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # how many of the most probable tokens to report beside the sampled one
+    logprobs: int | None = None  # how many of the most probable tokens to report with the sampled one
     prompt_logprobs: bool = False
     structured_outputs: StructuredOutputsParams | None = None
     close_on_length: bool = False  # end a document within max_tokens, by the shortest way that the grammar allows

@@ -168,7 +168,7 @@ class TextModel:
         options: ChatOptions | None = None,
         structured_outputs: StructuredOutputsParams | None = None,
     ) -> EncodedPrompt:
-        """Return the prompt of messages encoded, with what parses its answer, and the grammar that it has."""
+        """Encode messages; return the prompt's ids, a parser factory and the answer's grammar."""
         try:
             encoded = json.dumps(validate_messages(messages)).encode()
         except (TypeError, ValueError, RecursionError) as error:

@@ -96,8 +96,16 @@ LONG_FUNCTIONS = {
 MIN_MODULE_LINES = 80  # a shorter module with a single client is part of that client, unless there is a reason
 SMALL_MODULES = {
     "llm_worker_bench/provenance.py": "what the pages of the repository are tested against",
+    "backends/cpu/kernels/per_layer_inputs.py": "compiled for models with per-layer embeddings alone",
     "cluster/router.py": "Ray copies its module into each process",
     "engine/dummy_model.py": "replaces the model for `serve --engine null`",
+}
+# Tests of the benchmarks that stand with the tests of the hardware or the files that they need.
+TESTS_OF_BENCHMARKS = {
+    "backends/cuda/test_experiments.py",
+    "backends/cuda/test_gpu.py",
+    "backends/cuda/test_op_parts.py",
+    "real/models.py",
 }
 
 
@@ -192,6 +200,17 @@ def test_kernels_import_little_of_the_folder_above(backend: str) -> None:
     for path in (PACKAGE / "backends" / backend / "kernels").rglob("*.py"):
         above = {name for name in imported_modules(path) if name.rpartition(".")[0] == folder}
         assert above <= {f"{folder}.{name}" for name in KERNELS_IMPORT[backend]}, f"{relative(path)} imports {above}"
+
+
+def test_tests_of_the_worker_use_the_benchmarks_through_helpers() -> None:
+    tests = ROOT / "tests"
+    for path in tests.rglob("*.py"):
+        place = path.relative_to(tests).as_posix()
+        if place.startswith(("bench/", "benchmarks/")) or BENCH.name not in path.read_text(encoding="utf-8"):
+            continue
+        names = [name for name, _, _ in imports(path) if name.startswith(BENCH.name)]
+        assert not names or place.startswith(("cli/", "helpers/")) or place in TESTS_OF_BENCHMARKS, place
+        assert place == "helpers/synthetic.py" or not any(".synthetic" in name for name in names), place
 
 
 def test_import_table_has_no_cycle() -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -123,14 +124,6 @@ def test_usable_performance_cores(
     assert machine.usable_performance_cores() == expected
 
 
-@pytest.mark.parametrize(
-    ("status", "text"),
-    [(-9, "was killed by SIGKILL"), (70, "ended with status 70"), (-200, "was killed by signal 200")],
-)
-def test_describe_exit(status: int, text: str) -> None:
-    assert machine.describe_exit(status) == text
-
-
 def test_raise_open_files_up_to_the_hard_limit() -> None:
     """In a process of its own: a limit that was raised stays so."""
     code = """
@@ -178,6 +171,15 @@ def test_without_collection_leaves_collector_as_it_was(is_enabled: bool) -> None
         gc.enable()
 
 
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    """Let the collector see the objects of tests/conftest.py too."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
 def test_resume_collection_still_finds_cycles_made_before() -> None:
     class Node:
         pass

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 
-from llm_worker_rbee.pipe_process import PIPE_BYTES, PipeProcess
+from llm_worker_rbee.pipe_process import PIPE_BYTES, PipeProcess, ProgramError, describe_exit, package_command
+from tests.helpers.process import is_alive
+from tests.helpers.serve_process import until
 
 # Replies to a line `SIZE\\n` and so many bytes with the line and the bytes in capital letters; `0` ends it, `-1` hangs.
 PROGRAM = """
@@ -69,3 +73,48 @@ def test_silent_process_times_out(process: PipeProcess, is_writing: bool) -> Non
     with pytest.raises(TimeoutError):
         wait(time.monotonic() + 0.1)
     assert process.stop() is None
+
+
+@pytest.mark.parametrize(("line", "status", "how"), [(b"0\n", 5, "ended with status 5"), (b"-1\n", None, "in time")])
+def test_program_that_does_not_answer_has_ended(
+    process: PipeProcess, line: bytes, status: int | None, how: str
+) -> None:
+    answer = process.ask([b"1\n", b"a"], lambda end: (process.read_line(end, 100), process.read(1, end)), 30)
+    assert answer == (b"1\n", b"A")
+    with pytest.raises(ProgramError, match=how) as caught:
+        process.ask([line], partial(process.read, 1), 0.5 if status is None else 30)
+    assert caught.value.status == status
+    assert isinstance(caught.value.__cause__, BrokenPipeError if status else TimeoutError)
+    assert not is_alive(process.pid)
+
+
+def test_program_that_cannot_be_started() -> None:
+    with pytest.raises(ProgramError, match="could not be started \\(No such file"):
+        PipeProcess(["/no/such/program"])
+
+
+def test_program_of_the_package_ends_with_what_it_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It imports the package, in whatever folder, and gets arguments and variables."""
+    (tmp_path / "llm_worker_rbee.py").write_text("raise RuntimeError")
+    monkeypatch.chdir(tmp_path)
+    program = """
+import os, subprocess, sys
+from llm_worker_rbee.machine import usable_cores
+child = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL)
+print(child.pid, sys.argv[1], os.environ["MARK"], flush=True)
+child.wait()
+"""
+    process = PipeProcess(package_command(program, 7), {"MARK": "x"})
+    pid, *words = process.read_line(soon(), 100).split()
+    assert words == [b"7", b"x"]
+    process.kill()
+    assert process.stop() == -signal.SIGKILL
+    until(lambda: not is_alive(int(pid)))
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [(-9, "was killed by SIGKILL"), (70, "ended with status 70"), (-200, "was killed by signal 200")],
+)
+def test_describe_exit(status: int, text: str) -> None:
+    assert describe_exit(status) == text

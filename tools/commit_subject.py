@@ -30,7 +30,7 @@ VERBS = frozenset(VERB_LIST.split())
 
 
 def find_fault(subject: str) -> str | None:
-    """Return what is wrong with a subject, or None."""
+    """Return the fault of a subject, or None."""
     first = subject.split(" ")[0]
     if len(subject) > MAX_CHARACTERS:
         return f"it has {len(subject)} characters: at most {MAX_CHARACTERS}"

@@ -1,6 +1,6 @@
 """Makes tests/tokenizer/data: a small vocabulary of our own, nasty texts, and the ids that llama.cpp gives for them.
 
-llama-cpp-python is no dependency of this project: install it beside the [dev] extra, in an environment of its own, and
+llama-cpp-python is no dependency of this project: install it next to the [dev] extra, in an environment of its own, and
     python tools/llama_cpp_token_table.py train                       # parts.json -> vocabulary.json, *texts.json
     python tools/llama_cpp_token_table.py table --model MODEL.gguf    # -> llama_cpp_ids.json
     python tools/llama_cpp_token_table.py encoders                    # -> encoder_vocabularies.json, with ids
@@ -112,7 +112,7 @@ def bpe_metadata(vocabulary: dict[str, Any], pre: str) -> dict[str, Any]:
 
 
 def llama_cpp_ids(path: Path, texts: list[str]) -> list[list[int]]:
-    """What llama.cpp makes of the texts, without BOS and without special tokens."""
+    """Return llama.cpp's ids of the texts, without BOS and without special tokens."""
     import llama_cpp
 
     parameters = llama_cpp.llama_model_default_params()

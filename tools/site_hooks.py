@@ -1,4 +1,4 @@
-"""What the site has beside docs/ (mkdocs.yml): the pages of the repository's root, the Python API, the decisions' list.
+"""Pages of the site outside docs/ (mkdocs.yml): those in the repository's root, the Python API, the decisions' list.
 
 The documents are written for a reader of the repository: their links between docs/ and the root are changed here. The
 start page is README.md. The page of the API names what the package exports; its text comes from the docstrings.
@@ -81,7 +81,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Change links between docs/ and the root; a page alone under its tab needs no list of pages beside it."""
+    """Change links between docs/ and the root; a page alone under its tab needs no list of pages."""
     if page.parent is None:
         page.meta.setdefault("hide", ["navigation"])
     in_root = page.file.src_uri in ROOT_PAGES.values()

@@ -15,7 +15,7 @@ NOT_NEEDED = "does not need"  # the only reason to reject what is confirmed
 
 
 class Decision(NamedTuple):
-    """What is done about a claim, and why."""
+    """The decision on a claim, and its reason."""
 
     name: Name
     reason: str
@@ -24,7 +24,7 @@ class Decision(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What a claim leads to: (decision, reason) by verdict, where the usual one does not say enough."""
+    """The decisions on a claim: (decision, reason) by verdict, where the usual one is not enough."""
 
     risk: str
     today: str

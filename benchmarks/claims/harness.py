@@ -1,4 +1,4 @@
-"""What the experiments share: sides timed in turn, votes, verdicts per backend and over all, number formats.
+"""Common parts of the experiments: sides timed in turn, votes, verdicts per backend and over all, number formats.
 
 A comparison votes by the rule of its claim. The majority of the lengths decides for decode and for prefill, and without
 one the longest length does: that is where the work is. Decode and prefill together decide the verdict of a backend, the
@@ -163,7 +163,7 @@ class Harness:
         return "/".join(filter(None, (f"claim{self.claim}", rest, at))), {"backend": backend}
 
     def record_exact(self, side: str, at: str, value: float, unit: str = "B") -> None:
-        """Record what was counted, not timed."""
+        """Record a counted figure, not a timed one."""
         name, fields = self.result_name(side, at)
         self.recorder.add_result(Result.exact(name, unit, value, **fields))
 

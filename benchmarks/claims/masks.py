@@ -164,7 +164,7 @@ def vote_not_needed(change: Change) -> VerdictName:
 
 
 def run_mask_speedup(runner: Harness) -> Finding:
-    """Claim 6: what the mask cache gains in `causal_mask` and in a whole forward pass."""
+    """Claim 6: the gain of the mask cache in `causal_mask` and in a whole forward pass."""
     head = ["backend", "tokens", "causal_mask", "99% interval", "then", "whole pass, made", "kept", "change",
             "99% interval"]  # fmt: skip
     table, rows = [head], list[Row]()

@@ -197,7 +197,7 @@ def require_plain_llama(config: ModelConfig) -> None:
     """Raise UnsupportedModelError if the model has what `fused_forward` leaves out."""
     family = config.family
     extras = {
-        "biases": family.qkv_bias, "q/k norms": family.qk_norm, "post norms": family.post_norms,
+        "biases": family.attention.qkv_bias, "q/k norms": family.attention.qk_norm, "post norms": family.norms.post,
         "a scaled embedding": family.scaled_embedding, "a window": any(config.windows),
         "multipliers": family.multipliers, "layers without rope": config.nope_layers,
         "an attention temperature": config.temperature_beta, "soft caps": config.attention_cap or config.final_cap,

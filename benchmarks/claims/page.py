@@ -14,13 +14,13 @@ TITLE = "# The claims, settled by measurement"
 INTRODUCTION = (
     "Two teams made claims about the worker that this one descends from: the first (1 to 5) proposed a rewrite, the",
     "second (6 to 13) measured its claims and made some of its own. `llm-worker-rbee bench experiments` settles each",
-    "of them again, by the rule that stands beside it, on every backend that is there: `reference` is plain NumPy,",
-    "`cpu` and `cuda` are the kernels of the product. A verdict is confirmed, refuted or within noise; mixed where",
-    "backends, or decode and prefill, differ. The decision says what the product makes of it.",
+    "of them again, by the rule next to it, on every backend of the machine: `reference` is plain NumPy, `cpu` and",
+    "`cuda` are the kernels of the product. A verdict is confirmed, refuted or within noise; mixed where backends, or",
+    "decode and prefill, differ. The decision states the consequence for the product.",
 )
 NOTES = (
-    'Figures "then" were measured on an unnamed CPU by those who made the claims. A change is that of the second side',
-    "against the first; both are measured in turn, so that noise falls on both alike. Intervals hold with 99%",
+    'Figures "then" were measured on an unnamed CPU by the authors of the claims. A change is of the second side',
+    "relative to the first; both are measured in turn, so that noise affects both alike. Intervals hold with 99%",
     "confidence; a change of less than 3% is within noise whatever its interval. Where no verdict has most lengths,",
     "the longest decides. Claims 3, 3a, 5 and 9 time single ops as Python calls or launches them, with that overhead:",
     "`bench micro` times the kernels alone ([benchmarks.md](benchmarks.md)), and the product runs a step as one call.",

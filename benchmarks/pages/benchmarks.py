@@ -24,18 +24,18 @@ KINDS = {
 }
 INTRO = """# Benchmarks
 
-Figures of this worker and of others on the same machine and file, in turn in one run. A figure is the mean of the
-middle half of its samples, with the 95% interval in brackets; ratios are means of the ratios of single repetitions.
+Figures of this worker and of other programs on the same machine and file, measured in turn in one run. A figure is the
+mean of the middle half of its samples, with the 95% interval in brackets; a ratio is the mean of per-repetition ratios.
 Rows `7b-*` are the Llama-2-7B shape with 4 of its 32 layers and random weights; `default`, `q4_0` and `q8_0` are the
 default model as it is and converted. Each section names the command that repeats it: [measuring.md](measuring.md)
-explains the commands, [saved-runs.md](saved-runs.md) the files behind the figures. What claims of speed come to is in
-[claims.md](claims.md), where the time of a step goes in [profile.md](profile.md), why other programs differ in
-[peers.md](peers.md), and what was tried on the way in [decisions](decisions/README.md).
+explains the commands, [saved-runs.md](saved-runs.md) the files behind the figures. [claims.md](claims.md) has the
+verdicts on claims of speed, [profile.md](profile.md) the time of a step by component, [peers.md](peers.md) the reasons
+why other programs differ, and [decisions](decisions/README.md) the experiments.
 
 ![Tokens per second relative to llama.cpp](pictures/speed.svg)"""
 MICRO_NOTE = (
-    "Hidden size 4096, 32 heads of 128, float32, batch 1. What a backend's kernels fuse with other work, or do not "
-    "need, is computed with its own means; the list below the table says how."
+    "Hidden size 4096, 32 heads of 128, float32, batch 1. An operation that a backend fuses with other work, or does "
+    "not need, is computed with its other ops; the list below the table says how."
 )
 # results that are left to the saved run: parts of a start, counts behind a figure
 LEFT_OUT = {

@@ -16,21 +16,22 @@ FILES = {"default": "Q4_1", "q4_0": "Q4_0", "q8_0": "Q8_0", "7b-q4_k_m": "7B sha
 SHOWN_FUNCTIONS = 4
 INTRO = """# Why other programs differ in speed
 
-`llm-worker-rbee bench peers` runs this worker and others in turn on the same file with the same number of threads.
-This page says what makes them differ, as far as a measurement shows it; [benchmarks.md](benchmarks.md) has all figures.
-Facts about designs are from the sources of llama.cpp (b10586), mistral.rs (0.9) and Candle (the revision that
-mistral.rs names, 35d7ae7), at the paths given. Figures are tokens per second with their 95% interval."""
+`llm-worker-rbee bench peers` runs this worker and others in turn on the same file with the same number of threads. This
+page explains their differences as far as measurements show them; [benchmarks.md](benchmarks.md) has all figures. Facts
+about designs come from the sources of llama.cpp (b10586), mistral.rs (0.9) and Candle (the revision that mistral.rs
+names, 35d7ae7), at the paths given. Figures are tokens per second with their 95% interval."""
 END = """## What was not measured
 
-- **vLLM**: `bench peers --peer vllm` runs it where it is installed (`--peer-python PATH`), with GGUF as far as its
-  loader reads it, or with a folder of safetensors. It was on none of the machines of this page: there is no figure.
-- **mistral.rs on a GPU**: its wheels on PyPI compute on the CPU; `mistralrs-cuda` has no newer release there than
-  0.3.1, as source alone.
-- **Several prompts at once in mistral.rs 0.9.5**: a prefill of two prompts fails with "input tensor is not
-  contiguous" on a CPU. `bench peers` sends each prompt when the one before has its first token, and counts from the
-  last one's first token, so decoding is compared and prefill of many prompts is not.
-- A share of samples says where time goes, not how much a change would gain: only the differences between two runs
-  above (types, lengths, threads, options) do."""
+- **vLLM**: `bench peers --peer vllm` runs it where it is installed (`--peer-python PATH`), with GGUF files that its
+  loader reads, or with a folder of safetensors. It was not installed on any machine of this page, so there is no
+  figure.
+- **mistral.rs on a GPU**: its wheels on PyPI compute on the CPU; the newest release of `mistralrs-cuda` there is 0.3.1,
+  as source only.
+- **Several prompts at once in mistral.rs 0.9.5**: a prefill of two prompts fails with "input tensor is not contiguous"
+  on a CPU. `bench peers` sends each prompt when the previous one has its first token, and counts from the last prompt's
+  first token, so it compares decoding and not the prefill of many prompts.
+- A share of samples shows where the time goes, not the gain of a change: only the differences between two runs above
+  (types, lengths, threads, options) show that."""
 
 TYPES_TEXT = """
 - llama.cpp repacks weights at load for matrix kernels that take several rows at once, for a list of types without
@@ -44,16 +45,16 @@ TYPES_TEXT = """
   (`llm_worker_rbee/backends/cpu/packed_weight.py`), so that the type of a file matters little to a prefill."""
 LENGTHS_TEXT = """
 - Candle takes its packed kernels for one token, or for a number of tokens that is a multiple of 4
-  (`PackedKind::select`, `candle-core/src/quantized/repack.rs`). For all other prompts `matmul` in `k_quants.rs` goes
-  through all weights once for each token, and its threads meet after each. 126 tokens show it.
-- llama.cpp and this worker keep their rate: tiles take as many tokens as they can, and the few left over are done
-  apart (for llama.cpp `forward_mul_mat` in `ggml/src/ggml-cpu/repack.cpp`)."""
+  (`PackedKind::select`, `candle-core/src/quantized/repack.rs`). For all other prompts `matmul` in `k_quants.rs` reads
+  all weights once per token, and its threads synchronize after each token. The prompt of 126 tokens shows it.
+- llama.cpp and this worker keep their rate: tiles take as many tokens as possible, and the few remaining ones are
+  computed separately (for llama.cpp `forward_mul_mat` in `ggml/src/ggml-cpu/repack.cpp`)."""
 WAITING_TEXT = """
-- llama.cpp's graph of one token has {nodes} nodes for this model (`llama-bench -v`), and its threads meet after each
-  node that is computed (`ggml_barrier` in `ggml_graph_compute_thread`, `ggml/src/ggml-cpu/ggml-cpu.c`). In a decode
-  {gomp} of the samples are in `libgomp`, whose barrier it uses here.
-- This worker's program of one token has {tasks} tasks in one parallel region: what is between products is part of
-  few tasks (`llm_worker_rbee/backends/cpu/program.py`).
+- llama.cpp's graph of one token has {nodes} nodes for this model (`llama-bench -v`), and its threads synchronize after
+  each computed node (`ggml_barrier` in `ggml_graph_compute_thread`, `ggml/src/ggml-cpu/ggml-cpu.c`). In a decode {gomp}
+  of the samples are in `libgomp`, whose barrier it uses here.
+- This worker's program of one token has {tasks} tasks in one parallel region: the work between products is part of few
+  tasks (`llm_worker_rbee/backends/cpu/program.py`).
 - Candle wakes its pool for each product (`BarrierPool::execute_chunked`, `candle-core/src/utils.rs`), whose workers
   spin in between: `__rust_begin_short_backtrace`, their main function, has {spin} of a decode's samples.
 - Threads that spin lose more when other programs use the cores: measure on a quiet machine."""
@@ -72,8 +73,7 @@ driver compiled the kernels for this GPU from PTX: a build for this GPU alone ma
 only their amount and types matter for speed."""
 REQUESTS_TEXT = """
 `serve` and llama-server answer over HTTP, mistral.rs in its own process. For Q4_1 llama.cpp and Candle multiply one row
-with one token: all arithmetic is done again for each request, and a batch gains what is left, reading and the overhead
-of operations."""
+with one token: each request repeats all arithmetic, and a batch only saves reading and the overhead of operations."""
 
 
 class Figures(NamedTuple):
@@ -139,7 +139,7 @@ def ratios(figures: Figures, test: str) -> list[str]:
 
 
 def types(figures: Figures) -> list[str]:
-    """Say what a type without a kernel of its own costs."""
+    """Describe the cost of a type without its own kernel."""
     step = "peers-mistralrs"
     rows = [
         [NAMES[peer], *(figures.rate(step, f"{row} {test}/{peer}") for row in ("default", "q4_0")),
@@ -154,13 +154,13 @@ def types(figures: Figures) -> list[str]:
         mistral_prefill=share(figures, "default pp128", MISTRAL, "BlockQ4_1::vec_dot_unopt"),
         mistral_decode=share(figures, "default tg32", MISTRAL, "BlockQ4_1::vec_dot_unopt"),
     )
-    head = "The default model is Q4_1. The same weights converted to Q4_0 tell the kernels of a type from all the rest:"
+    head = "The default model is Q4_1. The same weights converted to Q4_0 isolate the kernels of a type:"
     rates = table(["program", "Q4_1", "Q4_0", "Q4_0 / Q4_1", "test"], rows)
     return ["## A kernel for each type, or for some", "", head, "", *rates, text]
 
 
 def lengths(figures: Figures) -> list[str]:
-    """Say what products of a whole prompt gain, and when Candle has none."""
+    """Describe the gain of products over a whole prompt, and when Candle has none."""
     step = "peers-mistralrs"
     rows = [
         [NAMES[peer], kind, *(figures.rate(step, f"{row} {test}/{peer}") for test in ("pp128", "pp126", "tg32")),
@@ -169,13 +169,13 @@ def lengths(figures: Figures) -> list[str]:
         for row, kind in FILES.items() if row != "default" and figures.find(step, f"{row} pp126/{OURS}")
         for peer in (OURS, LLAMA, MISTRAL)
     ]  # fmt: skip
-    head = "A decode reads all weights for one token; a prefill may use what it has read for many:"
+    head = "A decode reads all weights for one token; a prefill can use them for many:"
     rates = table(["program", "file", "pp128", "pp126", "tg32", "pp128 / pp126", "pp128 / tg32"], rows)
     return ["## How often the weights are read for a prompt", "", head, "", *rates, LENGTHS_TEXT]
 
 
 def waiting(figures: Figures) -> list[str]:
-    """Say what meeting after each operation costs."""
+    """Describe the cost of synchronizing after each operation."""
     steps, peers = ("peers-one-thread", "peers-mistralrs"), (OURS, LLAMA, MISTRAL)
     rows = [
         [f"{FILES[row]} {test}", NAMES[peer], *(figures.rate(step, f"{row} {test}/{peer}") for step in steps),
@@ -193,7 +193,7 @@ def waiting(figures: Figures) -> list[str]:
 
 
 def options(figures: Figures) -> list[str]:
-    """Say what llama.cpp's own options change."""
+    """Describe the effect of llama.cpp's own options."""
     step, tests = "peers-options", ("pp512", "tg128")
     rows = []
     for change in ("", " -fa off", " -ctk q8_0 -ctv q8_0", " -ub 64"):
@@ -201,14 +201,14 @@ def options(figures: Figures) -> list[str]:
         gains = [figures.quotient(step, f"q4_0 {test}/{LLAMA}{change}", f"q4_0 {test}/{LLAMA}") for test in tests]
         rows.append([f"`{change.strip()}`" if change else "as it comes", *rates, *gains])
     rows.append(["this worker", *(figures.rate(step, f"q4_0 {test}/{OURS}") for test in ("pp512", "tg128")), "", ""])
-    head = "llama.cpp's options tell the parts of its design apart (Q4_0):"
+    head = "llama.cpp's options separate the parts of its design (Q4_0):"
     shown = table(["llama-bench", *tests, *(f"{test} / as it comes" for test in tests)], rows)
     title = "## Attention, KV cache and the size of a step"
     return [title, "", head, "", *shown, "", figures.command(step), OPTIONS_TEXT + long_prompt(figures)]
 
 
 def long_prompt(figures: Figures) -> str:
-    """Say what is left of the rate of a prefill at 4,096 tokens."""
+    """Describe the rate of a prefill at 4,096 tokens."""
     pairs = [
         [figures.find("peers", f"{test}/{peer}") for test in ("long pp4096", "default pp512")] for peer in (OURS, LLAMA)
     ]
@@ -217,13 +217,13 @@ def long_prompt(figures: Figures) -> str:
 
 
 def requests(figures: Figures) -> list[str]:
-    """Say what many requests at once gain."""
+    """Describe the gain of concurrent requests."""
     step, rows = "peers-requests", []
     for peer, alone in ((OURS, OURS), (SERVER, LLAMA), (MISTRAL, MISTRAL)):
         many, one = f"requests tg64@b4/{peer}", f"default tg32/{alone}"
         gain = quotient(figures.find(step, many), figures.find("peers-mistralrs", one))
         rows.append([NAMES[peer], figures.rate("peers-mistralrs", one), figures.rate(step, many), gain])
-    head = "Tokens per second of all requests while all decode, beside one sequence of the run above (Q4_1):"
+    head = "Tokens per second of all requests while all decode, compared with one sequence of the run above (Q4_1):"
     rates = table(["program", "1 sequence", "4 requests", "gain"], rows)
     return ["## Many requests at once", "", head, "", *rates, "", figures.command(step), REQUESTS_TEXT]
 
@@ -294,7 +294,7 @@ def settings(values: Mapping[str, object]) -> str:
 
 
 def notes(figures: Figures) -> list[str]:
-    """Return versions and settings, and what was left out or failed."""
+    """Return versions and settings, and omitted or failed peers."""
     run = figures.runs["peers-mistralrs"]
     models = run.details.get("models", {})
     files = [

@@ -11,13 +11,13 @@ from . import benchmarks
 
 HEAD = """# Profile
 
-Where the time of a prefill and of a decode step goes, by component, with the bytes and operations that each needs at
-least, and the share of its limit. `llm-worker-rbee profile` prints the same on your machine, and writes flame graphs
-whose frames are the kernels. A step goes through the engine as a server's does. On the CPU every task is timed inside
-the parallel region, from the end of the task before it to its own; on a GPU the timeline of the device is recorded
-while steps run from CUDA graphs; the reference is timed op by op. The limit is the larger of two times: of the bytes at
-the measured bandwidth, and of the operations at the measured rate of the arithmetic that the product is computed in
-(int8 dot products, float32, float16 on tensor cores). Critical is over 10% of a step, moderate 5 to 10%, minor less.
+Where the time of a prefill and of a decode step goes, by component, with the minimum bytes and operations of each, and
+the share of its limit. `llm-worker-rbee profile` prints the same on your machine, and writes flame graphs whose frames
+are the kernels. A step goes through the engine as a server's does. On the CPU every task is timed inside the parallel
+region, from the end of the task before it to its own; on a GPU the timeline of the device is recorded while steps run
+from CUDA graphs; the reference is timed op by op. The limit is the larger of two times: for the bytes at the measured
+bandwidth, and for the operations at the measured rate of the product's arithmetic (int8 dot products, float32, float16
+on tensor cores). Critical is over 10% of a step, moderate 5 to 10%, minor less.
 """
 
 
@@ -27,7 +27,7 @@ def markdown(runs: Mapping[str, Run]) -> str:
     lines = [HEAD]
     if passes:
         lines += ["## The attention pass of the Rust worker", ""]
-        lines += ["`profile --attention-pass`, beside what its own report printed on an unnamed CPU."]
+        lines += ["`profile --attention-pass`, compared with its own report on an unnamed CPU."]
     for run in passes.values():
         lines += ["", f"On {benchmarks.machine_name(run)}:", *report.attention_lines(run)]
     for run in (run for run in runs.values() if run not in passes.values()):

@@ -13,10 +13,10 @@ Runs = Mapping[str, Run]
 PEER = "llama.cpp"  # as `bench accuracy` names it
 INTRO = """# Quality
 
-How near this worker is to the answers of the same weights in float32. The truth is the reference backend:
-every weight dequantized, every product in float32, no approximation. The rest is arithmetic: activations rounded to
-int8 for the products, the type of the KV cache, the order of sums. Loss by the quantization of the file itself is not
-in it: the truth reads the same file.
+How close this worker is to the same weights in float32. The truth is the reference backend: every weight dequantized,
+every product in float32, no approximation. The differences come from arithmetic: activations rounded to int8 for the
+products, the type of the KV cache, the order of sums. The loss from quantizing the file itself is not included: the
+truth reads the same file.
 
 `bench accuracy` scores a text that comes with the package, in windows of 256 tokens, and the ends of 20 prompts. KL is
 the mean Kullback-Leibler divergence from the truth's distribution of the next token, in nats; top-1 is the share of
@@ -26,12 +26,12 @@ TYPES_TEXT = """
 `convert` made the files marked "requantized" from the Q4_K_M file. Their truth is the requantized file: a row compares
 arithmetic, not types.""".strip()
 KV_TEXT = """
-int8 has one scale for the keys of a position and head. Qwen 2 and 2.5 add a bias to their keys that is far larger in
-a few channels: these take the scale, and the other channels keep few bits. Use float16 with them.""".strip()
+int8 has one scale for the keys of a position and head. Qwen 2 and 2.5 add a bias to their keys that is far larger in a
+few channels: these determine the scale, and the other channels keep few bits. Use float16 for these models.""".strip()
 FUNCTIONS_TEXT = """
-40 small functions of our own (`benchmarks/small_functions.py`), asked for by signature and a sentence, greedily; the
-code of the answer runs on examples in a bounded child process. transformers computes in float32 on the dequantized
-weights of the same file.""".strip()
+40 small functions of our own (`benchmarks/small_functions.py`), requested by signature and one sentence, with greedy
+decoding; the answer's code runs on examples in a bounded child process. transformers computes in float32 on the
+dequantized weights of the same file.""".strip()
 LM_EVAL_TEXT = """## lm-evaluation-harness
 
 `lm-eval` measures a served model through `/v1/completions`; tasks that score their choices need `echo` and `logprobs`,

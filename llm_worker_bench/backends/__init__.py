@@ -1,4 +1,4 @@
-"""What measuring needs of a backend beyond its op table: functions over a backend.
+"""Functions over a backend for measuring, beyond its op table.
 
 A module for a backend is imported when such a backend is measured: kernels of the CPU need Numba, of a GPU PyTorch.
 """

@@ -1,4 +1,4 @@
-"""The most that a core can do of what the kernels do: int8 dot products, float32 FMA, reads of memory.
+"""The peak rates of a core for the kernels' work: int8 dot products, float32 FMA, reads of memory.
 
 Each loop has the instruction of this machine on operands in registers or in the first-level cache, with as many
 independent sums as hide its latency, and nothing else. Python calls them from several threads at once.

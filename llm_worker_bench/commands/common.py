@@ -1,6 +1,6 @@
-"""What the bench commands share: their options, and how a run ends.
+"""The common parts of the bench commands: their options, and the end of a run.
 
-A command fills a `Recorder` inside `recording(...)`; however that ends (also by Ctrl-C), what was measured is shown,
+A command fills a `Recorder` inside `recording(...)`; however it ends (even by Ctrl-C), the measurements are shown,
 saved and compared.
 """
 
@@ -47,7 +47,7 @@ Repetitions = Annotated[int, measuring("--repetitions", "-r", metavar="N", min=1
 
 @dataclass(frozen=True, kw_only=True)
 class ResultFlags:
-    """What happens to a run."""
+    """The options for saving and comparing a run."""
 
     as_json: AsJson = False
     save: Path | None = _result(None, "FILE", "Write the run, with its samples, to a JSON file.")

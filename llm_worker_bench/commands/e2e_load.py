@@ -86,8 +86,8 @@ def e2e(options: ModelBenchFlags, results: ResultFlags, computing: LoadFlags) ->
     ppN and tgN are what llama-bench measures: N prompt tokens at once, and N
     tokens one after the other from DEPTH cached ones. This worker goes through
     the engine and samples greedily; llama-bench does not sample. With a batch,
-    the tokens of all sequences count, and decode stands beside what the matrix
-    products alone allow at so many rows, and beside one sequence.
+    the tokens of all sequences count, and decode is compared with the matrix
+    products alone at the same number of rows, and with one sequence.
 
     OF LIMIT: for decode, the bytes that a token needs times the rate, over the
     memory bandwidth measured just before; for prefill, the operations over the
@@ -99,7 +99,7 @@ def e2e(options: ModelBenchFlags, results: ResultFlags, computing: LoadFlags) ->
     into device_step and host_step, which the device does not hide.
 
     --step times one step of an exact composition: 20x26 is 20 prompts of 26
-    tokens, 1x27+63 one prompt of 27 beside 63 requests that decode at DEPTH,
+    tokens, 1x27+63 one prompt of 27 and 63 requests that decode at DEPTH,
     0x0+256 decode alone. --burst submits prompts to an idle engine at once.
 
     \b

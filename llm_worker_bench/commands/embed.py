@@ -82,7 +82,7 @@ class EmbedBenchFlags:
 
 @gather(options=EmbedBenchFlags, results=ResultFlags, computing=ComputeFlags)
 def embed(options: EmbedBenchFlags, results: ResultFlags, computing: ComputeFlags) -> None:
-    """Measure embeddings: texts and tokens a second, by length and batch, beside peers.
+    """Measure embeddings: texts and tokens a second, by length and batch, against peers.
 
     This worker, sentence-transformers (float32) and llama-server embed the same
     seeded texts in turn, with the same number of threads. Tokenizing counts for
@@ -91,8 +91,8 @@ def embed(options: EmbedBenchFlags, results: ResultFlags, computing: ComputeFlag
 
     lenN bM: texts of N tokens, M of them a call. mixedN: N texts of 20 to 200
     tokens in one call. --types converts the model first and makes a row of each
-    type: sentence-transformers stands beside all of them, llama-server reads
-    the same file.
+    type: all rows show sentence-transformers, and llama-server reads the same
+    file.
 
     \b
     Examples:

@@ -39,7 +39,7 @@ class MicroFlags:
 
 @gather(options=MicroFlags, results=ResultFlags, computing=ComputeFlags)
 def micro(options: MicroFlags, results: ResultFlags, computing: ComputeFlags) -> None:
-    """Measure the ops and parts one by one, each beside the limit of this machine.
+    """Measure the ops and parts one by one, each with the limit of this machine.
 
     TIME is that of one call: the mean of the middle half of the samples. OF LIMIT is the least time that the memory
     or the arithmetic of this machine, measured just before, allows for the task's bytes and operations, over that.

@@ -131,7 +131,7 @@ class PeerFlags:
 
 @gather(options=PeerFlags, results=ResultFlags, computing=ComputeFlags)
 def peers(options: PeerFlags, results: ResultFlags, computing: ComputeFlags) -> None:
-    """Measure this worker beside llama.cpp, mistral.rs, vLLM and transformers.
+    """Measure this worker against llama.cpp, mistral.rs, vLLM and transformers.
 
     The same file, the same lengths, the same number of threads, in turn;
     with --device cuda llama.cpp and vLLM compute on the GPU too, and the

@@ -37,7 +37,7 @@ class ProfileFlags:
     repetitions: Repetitions = 5
     flame: float = option(3.0, "S", "Seconds for each flame graph; 0: none.", min=0, max=600)
     attention_pass: bool = option(
-        False, None, "One attention pass, 128 tokens at width 4096, on every backend, beside the Rust worker's shares."
+        False, None, "One attention pass, 128 tokens at width 4096, on every backend, with the Rust worker's shares."
     )
     no_report: bool = option(False, None, "Write no folder: print, and what --save says.")
     py_spy: bool = option(False, None, "Sample with py-spy (extra `bench`).")

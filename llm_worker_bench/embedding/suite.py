@@ -44,7 +44,7 @@ Rates = dict[str, tuple[str, list[float]]]  # of each program, by name: its vers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedPlan:
-    """What to embed, how often, and which peers to compare with."""
+    """The texts to embed, the repetitions, and the peers to compare with."""
 
     lengths: Sequence[int] = ()
     batches: Sequence[int] = (1, 32)

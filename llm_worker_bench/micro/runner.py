@@ -95,7 +95,7 @@ def run(
 
 
 def _limits(ops: Backend) -> Limits:
-    """Return the limits of what a backend computes on: its device, or its threads."""
+    """Return the limits of a backend's device or threads."""
     measured = measure_device(ops)
     return measure_limits(backend_threads(ops)) if measured is None else Limits.of_device(*measured)
 

@@ -54,7 +54,7 @@ class Measurement:
 def measure(
     functions: Sequence[Function], plan: TimingPlan, on_progress: Callable[[float], None] | None = None
 ) -> list[Measurement]:
-    """Sample the functions in turn, so that all meet the same noise; the order is reversed every other round.
+    """Sample the functions in turn, so that all have the same noise; the order is reversed every other round.
 
     Garbage collection is off while samples are taken. `on_progress` gets the fraction done.
     """

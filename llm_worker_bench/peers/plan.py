@@ -1,4 +1,4 @@
-"""What is compared: rows, each a model file with its lengths, suites of rows, and about how long they take.
+"""The compared rows, each a model file with its lengths, suites of rows, and estimates of their time.
 
 Files of rows are made here: the default model in other types, and synthetic models. Files of real models are taken from
 the folder LLM_WORKER_REAL_MODELS, or from `real-models` in the cache folder; a row without its file fails by name.
@@ -101,7 +101,7 @@ def select_rows(suite: str, pattern: str | None) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to compare, and with which peers."""
+    """The rows to compare, and the peers."""
 
     pp: Sequence[int] = (512,)
     tg: Sequence[int] = (128,)
@@ -184,7 +184,7 @@ def find_real_file(name: str) -> Path:
 
 
 class Size(NamedTuple):
-    """What the time of a run follows from."""
+    """The quantities that determine the time of a run."""
 
     values: int  # of all matrices
     bytes: int

@@ -1,4 +1,4 @@
-"""Where the time of prefill and decode goes, by component, and what each component could gain.
+"""The time of prefill and decode by component, and the possible gain of each component.
 
 A prefill step is the whole prompt up to its first token, a decode step one token more of each request. Both go through
 the engine: plain, to know how long they really take, and timed, in turn. On the CPU each task of the fused program is

@@ -1,4 +1,4 @@
-"""What the components of a step must move and compute at least, counted from the model's graph and a batch.
+"""The minimum bytes and operations of the components of a step, counted from the model's graph and a batch.
 
 Products read their weights as they are in the file, attention the keys and values that its queries may see; states are
 read where a request starts from one, and written where they are kept. Activations are counted only where nothing else
@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
-from llm_worker_rbee.backends.graph import LOGITS, Graph, Node
-from llm_worker_rbee.backends.ops import AttentionParams, Batch
+from llm_worker_rbee.backends.graph import Graph, Node
+from llm_worker_rbee.backends.ops import LOGITS, AttentionParams, Batch
 from llm_worker_rbee.models import Transformer
 from llm_worker_rbee.models.kv_cache import KVCache
 from llm_worker_rbee.weights import Checkpoint
@@ -106,7 +106,7 @@ def packed_info(weight: Any) -> WeightInfo:
 
 
 class Pairs(NamedTuple):
-    """What attention of one layer computes and reads."""
+    """The pairs that attention of one layer computes and reads."""
 
     pairs: int  # of a query and a key that it may see
     keys: int  # that some query may see

@@ -106,7 +106,7 @@ class Timer:
             self._inside[-1] += float(seconds.sum())
 
     def reset(self) -> None:
-        """Forget what was timed."""
+        """Forget all times."""
         self.batches.clear()
         self._programs.clear()
         for spent in self._tasks.values():

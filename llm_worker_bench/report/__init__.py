@@ -1,4 +1,4 @@
-"""One HTML page from saved runs: what was measured, where, how it compares, how it changed over time.
+"""One HTML page from saved runs: measurements, machines, comparisons, history.
 
 Runs are grouped by kind, model and machine. The latest run of each group is shown in full, earlier runs as its history.
 """
@@ -82,7 +82,7 @@ def group_runs(files: Sequence[RunFile]) -> list[RunGroup]:
 
 
 def _group_title(run: Run, alike: Sequence[tuple[str, str, str]]) -> str:
-    """Return the kind, and what tells it apart from others of its kind."""
+    """Return the kind, and the name that distinguishes the group within it."""
     title = TITLES.get(run.kind, run.kind)
     several_models, several_machines = (len({key[i] for key in alike}) > 1 for i in (1, 2))
     parts = [model_name(run) if several_models else "", str(run.machine.get("cpu") or "") if several_machines else ""]

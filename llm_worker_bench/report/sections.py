@@ -37,7 +37,7 @@ LATENCY_NAMES = {"ttft": "first token", "tpot": "each further token", "itl": "be
 
 
 class Axis(NamedTuple):
-    """A chart: what is measured, against what."""
+    """The axes of a chart: its quantity, and the variable."""
 
     title: str
     across: str
@@ -219,7 +219,7 @@ def verdict_list(run: Run, _: ChartRenderer) -> Html:
 
 
 def claim_tables(run: Run, _: ChartRenderer) -> Html:
-    """Show what was measured for each claim, and the rule of its verdict."""
+    """Show the measurements for each claim, and the rule of its verdict."""
     out = []
     for name, rows in detail(run, "tables", dict).items():
         whole = isinstance(rows, list) and len(rows) > 1 and all(isinstance(row, list) for row in rows)
@@ -247,7 +247,7 @@ def change_table(changes: Iterable[Mapping[str, Any]], caption: str, sides: tupl
 
 
 def backend_comparison(run: Run, _: ChartRenderer) -> Html:
-    """Show two backends whose samples were taken in turn."""
+    """Show two backends that were measured in turn."""
     items = [item for item in detail(run, "ab", list) if isinstance(item, dict)]
     valid = [item for item in items if all(type(item.get(k)) in (int, float) for k in ("before", "after", "change"))]
     if not valid:
@@ -272,7 +272,7 @@ def component_shares(run: Run, _: ChartRenderer) -> Html:
 
 
 def unmeasured(run: Run) -> Html:
-    """Show what could not be measured, and why."""
+    """Show impossible measurements with their reasons."""
     notices = [str(run.details["warning"])] if run.details.get("warning") else []
     for key, words in {"left_out": "left out", "failed": "failed"}.items():
         notices += [f"{words}: {name}: {why}" for name, why in detail(run, key, dict).items()]

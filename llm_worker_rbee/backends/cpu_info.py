@@ -1,4 +1,4 @@
-"""What CPU kernels may use of this machine: its best instruction set, or the requested one; and how many threads.
+"""The instruction set of CPU kernels (this machine's best, or the requested one) and the number of threads.
 
 `LLM_WORKER_CPU_ISA` (set by `--cpu-isa`) forces another one, for tests; this machine must be able to run it. LLVM ends
 the process over an instruction that is not among the machine's features as it detected them, so those count. On x86 it
@@ -130,7 +130,7 @@ def _validate_isa(name: str) -> str:
 
 @cache
 def llvm_features() -> frozenset[str]:
-    """Return those of `machine.cpu_features()` that LLVM compiles for; must run before Numba makes its compiler."""
+    """Return the `machine.cpu_features()` for which LLVM compiles; must run before Numba makes its compiler."""
     have = machine.cpu_features()
     if "amx_int8" in have and not machine.request_amx():  # its instructions would end the process
         have = [name for name in have if not name.startswith("amx_")]
@@ -168,7 +168,7 @@ class ThreadLimit(NamedTuple):
 
 
 def _default_limits() -> list[ThreadLimit]:
-    """Return what bounds the default beside the limits of a requested number."""
+    """Return the limits of the default, which a requested number does not have."""
     usable = machine.usable_cores()
     physical, fast = machine.usable_physical_cores() or usable, machine.usable_performance_cores()
     limits = [ThreadLimit(physical, _count(physical, "physical core") + _of(physical, usable, "logical one"))]
@@ -203,7 +203,7 @@ def _request_limits() -> list[ThreadLimit]:
 
 
 def choose_thread_count(requested: int | None = None) -> int:
-    """Return how many threads to use; raise with the reason if more are requested than can be used."""
+    """Return the number of threads; raise with the reason if more are requested than can be used."""
     return explain_thread_count(requested).threads
 
 

@@ -7,18 +7,13 @@ shape is known but for the sizes that a step decides. A backend lowers the graph
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, NamedTuple
 
-from .ops import Backend, Batch
-
-# sizes of a step: all its tokens, those whose logits are computed, and its requests
-TOKENS, LOGITS, REQUESTS = "tokens", "logits", "requests"
-Shape = tuple[int | str, ...]
+from .ops import LOGITS, SHAPES, TOKENS, Batch, Ops, Shape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +61,7 @@ class Graph(NamedTuple):
 
     nodes: tuple[Node, ...]
     output: Value
-    hidden: Value | None = None  # what the step returns beside the logits
+    hidden: Value | None = None  # a second result of the step, after the logits
 
     def last_uses(self) -> dict[Value, int]:
         """Return for each value the index of the last node that reads it."""
@@ -74,66 +69,16 @@ class Graph(NamedTuple):
         return uses | {value: len(self.nodes) for value in (self.output, self.hidden) if value is not None}
 
 
-def _split_shapes(qkv: Value, n_heads: int, n_kv_heads: int, head_dim: int) -> list[Shape]:
-    return [(qkv.shape[0], heads, head_dim) for heads in (n_heads, n_kv_heads, n_kv_heads)]
-
-
-# The shapes of what an op returns, from its arguments.
-SHAPES: dict[str, Callable[..., Sequence[Shape]]] = {
-    "embed": lambda table, ids, scale: [(TOKENS, table.columns)],
-    "rms_norm": lambda x, weight, eps: [x.shape],
-    "add_rms_norm": lambda x, residual, weight, eps, scale: [x.shape, x.shape],
-    "layer_norm": lambda x, weight, bias, eps: [x.shape],
-    "add_layer_norm": lambda x, residual, weight, bias, eps: [x.shape, x.shape],
-    "add": lambda x, residual: [x.shape],
-    "linear": lambda x, w, bias: [(x.shape[0], w.rows)],
-    "split_heads": _split_shapes,
-    "rope_store": lambda q, k, v, positions, table, kv, slot_mapping: [q.shape],
-    "attention": lambda q, kv, batch, params, sinks: [(q.shape[0], q.shape[1] * q.shape[2])],
-    "causal_conv": lambda x, weight, state, batch, activation, gated: [(x.shape[0], weight.shape[0])],
-    "gated_delta": lambda qkv, z, gates, params, weights, state, batch: [(qkv.shape[0], params.v_heads * params.v_dim)],
-    "sigmoid_gate": lambda x, gate: [x.shape],
-    "activate": lambda x, activation: [x.shape],
-    "gated": lambda gate_up, activation: [(*gate_up.shape[:-1], gate_up.shape[-1] // 2)],
-    "per_layer_inputs": lambda x, tokens, weight, eps: [x.shape],
-    "per_layer_gate": lambda x, inputs, layer, activation: [x.shape],
-    "route": lambda logits, params, bias, scales: [(logits.shape[0], params.k)] * 2,
-    "grouped_linear": lambda x, w, experts, bias: [(*experts.shape, w.rows)],
-    "combine": lambda x, weights, shared, shared_gate: [(x.shape[0], x.shape[2])],
-    "take": lambda x, index: [(index.shape[0], *x.shape[1:])],
-    "mean_rows": lambda x, batch: [(REQUESTS, *x.shape[1:])],
-    "logits": lambda x, head, soft_cap: [(x.shape[0], head.rows)],
-}
-
-
-class Recorder:
+class Recorder(Ops):
     """An op table that records its calls."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
 
-    def __getattr__(self, op: str) -> Callable[..., Any]:
-        if op not in SHAPES:
-            raise AttributeError(op)
-
-        def call(*args: Any, **options: Any) -> Any:
-            arguments = _bind(op, args, options)
-            outputs = tuple(Value(shape) for shape in SHAPES[op](**arguments))
-            self.nodes.append(Node(op, arguments, outputs))
-            return outputs[0] if len(outputs) == 1 else outputs
-
-        return call
-
-
-@cache
-def _signature(op: str) -> inspect.Signature:
-    return inspect.signature(getattr(Backend, op))
-
-
-def _bind(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    bound = _signature(op).bind(None, *args, **options)
-    bound.apply_defaults()
-    return {name: value for name, value in bound.arguments.items() if name != "self"}
+    def compute(self, op: str, args: dict[str, Any]) -> Any:
+        outputs = tuple(Value(shape) for shape in SHAPES[op](**args))
+        self.nodes.append(Node(op, args, outputs))
+        return outputs[0] if len(outputs) == 1 else outputs
 
 
 def record(
@@ -155,7 +100,7 @@ def record(
 class Rewrite:
     """A run of neighbouring ops that becomes one fused op.
 
-    `?` marks ops that may be missing, `*` ops whose values others may read too, as they may those of the last one.
+    `?` marks optional ops, `*` ops whose values other ops may read too; the last op's values are always readable.
     """
 
     into: str

@@ -5,11 +5,13 @@ T tokens and R requests make one flat, ragged batch; P is the number of tokens i
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,14 +21,21 @@ from ..errors import InvalidRequestError
 from ..weights import Checkpoint, Tensor
 
 Array = Any  # the backend's own array: NumPy on a CPU, a torch tensor on a GPU
+Vector = Any  # of a weight or a bias, from `prepare_vector`
 PackedWeight = Any  # a weight as its backend packed it
 PackedExperts = Any  # the same weight of all experts, likewise
 LayerCache = Any  # a `KVLayer`, or the `StateLayer` of a layer that has a state instead
 Ints = NDArray[np.int64]
 KV_TYPES = KV_ON_CPU  # types of the KV cache
 NO_TOKENS: Ints = np.empty(0, np.int64)
+# sizes of a step in the shapes of a graph: all its tokens, those whose logits are computed, and its requests
+TOKENS, LOGITS, REQUESTS = "tokens", "logits", "requests"
+Shape = tuple[int | str, ...]
+SHAPES: dict[str, Callable[..., Sequence[Shape]]] = {}  # of the results of each op, from its arguments by name
+ARRAYS: dict[str, tuple[str, ...]] = {}  # names of the arguments that other ops compute
 # Bit t % 32 of word t // 32 says whether token t is allowed; None: all are.
 TokenMask = NDArray[np.int32]
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +50,7 @@ class Batch:
     block_table: Ints  # (R, blocks) the blocks of each request, in order
     logits_index: Ints  # (N,) the tokens whose logits are computed
     pending: Array | None = None  # tokens of the step in flight, on the device
-    hidden: Array | None = None  # (T, width) hidden states beside the tokens, for multi-token prediction
+    hidden: Array | None = None  # (T, width) hidden states of the tokens, for multi-token prediction
     # Slots of states, empty for a model without: a slot is read and written in one step by the same request alone.
     state_in: Ints = field(default_factory=lambda: NO_TOKENS)  # (R,) the state a request goes on from; -1: it begins
     state_out: Ints = field(default_factory=lambda: NO_TOKENS)  # (T,) where the state after a token goes; -1: nowhere
@@ -209,7 +218,7 @@ class FusedForward(Protocol):
         """Run the same step of a graph that has `hidden`; return the logits and the hidden states."""
 
     def program(self, kv_type: str) -> list[Any]:
-        """Return what a step runs, a `graph.ProgramLine` for each fused op."""
+        """Return the program of a step, a `graph.ProgramLine` for each fused op."""
 
     def run_profiled(self, batch: Batch, kv: Sequence[LayerCache], profiler: Profiler) -> Array:
         """Run the same step and tell the profiler how long each of its tasks took."""
@@ -277,11 +286,120 @@ class PendingTokens(Protocol):
         """Return the log-probabilities of the rows that want them, one row each, once `result` has returned."""
 
 
-class Backend(ABC):
-    """The op table of one device. `reference.py` defines what each op computes.
+def op(shapes: Callable[..., Sequence[Shape]]) -> Callable[[Method], Method]:
+    """Declare an op by its signature and the shapes of its results."""
 
-    What a backend can do beyond the op table is a field or a method with a default.
+    def declare(method: Method) -> Method:
+        name, signature = method.__name__, inspect.signature(method)
+
+        def call(self: Ops, *args: Any, **options: Any) -> Any:
+            bound = signature.bind(self, *args, **options)
+            bound.apply_defaults()
+            return self.compute(name, {key: value for key, value in bound.arguments.items() if key != "self"})
+
+        SHAPES[name] = shapes
+        kinds = method.__annotations__.items()
+        ARRAYS[name] = tuple(key for key, kind in kinds if kind.startswith("Array") and key != "return")
+        return cast(Method, wraps(method)(call))
+
+    return declare
+
+
+class Ops:
+    """The op table: what layers call. `reference.py` defines what each op computes.
+
+    A backend has a method for an op, or computes it in `compute`.
     """
+
+    def compute(self, op: str, args: dict[str, Any]) -> Any:
+        """Compute an op that has no method of its own, from its arguments by name."""
+        raise NotImplementedError(op)
+
+    @op(lambda table, ids, scale: [(TOKENS, table.columns)])
+    def embed(self, table: PackedWeight, ids: Ints, scale: float = 1.0) -> Array: ...
+    @op(lambda x, weight, eps: [x.shape])
+    def rms_norm(self, x: Array, weight: Vector, eps: float) -> Array: ...
+    @op(lambda x, residual, weight, eps, scale: [x.shape, x.shape])
+    def add_rms_norm(
+        self, x: Array, residual: Array, weight: Vector, eps: float, scale: float = 1.0
+    ) -> tuple[Array, Array]:
+        raise NotImplementedError
+
+    @op(lambda x, weight, bias, eps: [x.shape])
+    def layer_norm(self, x: Array, weight: Vector, bias: Vector | None, eps: float) -> Array: ...
+    @op(lambda x, residual, weight, bias, eps: [x.shape, x.shape])
+    def add_layer_norm(
+        self, x: Array, residual: Array, weight: Vector, bias: Vector | None, eps: float
+    ) -> tuple[Array, Array]:
+        raise NotImplementedError
+
+    @op(lambda x, residual: [x.shape])
+    def add(self, x: Array, residual: Array) -> Array: ...
+    @op(lambda x, w, bias: [(x.shape[0], w.rows)])
+    def linear(self, x: Array, w: PackedWeight, bias: Vector | None = None) -> Array: ...
+    @op(
+        lambda qkv, n_heads, n_kv_heads, head_dim: [
+            (qkv.shape[0], heads, head_dim) for heads in (n_heads, n_kv_heads, n_kv_heads)
+        ]
+    )
+    def split_heads(self, qkv: Array, n_heads: int, n_kv_heads: int, head_dim: int) -> tuple[Array, Array, Array]:
+        raise NotImplementedError
+
+    @op(lambda q, k, v, positions, table, kv, slot_mapping: [q.shape])
+    def rope_store(
+        self, q: Array, k: Array, v: Array, positions: Ints, table: RopeTable, kv: KVLayer, slot_mapping: Ints
+    ) -> Array: ...
+    @op(lambda q, kv, batch, params, sinks: [(q.shape[0], q.shape[1] * q.shape[2])])
+    def attention(
+        self, q: Array, kv: KVLayer, batch: Batch, params: AttentionParams, sinks: Vector | None = None
+    ) -> Array: ...
+    @op(lambda x, weight, state, batch, activation, gated: [(x.shape[0], weight.shape[0])])
+    def causal_conv(
+        self, x: Array, weight: Vector, state: StateLayer, batch: Batch, activation: str = "", gated: bool = False
+    ) -> Array: ...
+    @op(lambda qkv, z, gates, params, weights, state, batch: [(qkv.shape[0], params.v_heads * params.v_dim)])
+    def gated_delta(
+        self,
+        qkv: Array,
+        z: Array,
+        gates: Array,
+        params: GatedDeltaParams,
+        weights: GatedDeltaWeights,
+        state: StateLayer,
+        batch: Batch,
+    ) -> Array: ...
+    @op(lambda x, gate: [x.shape])
+    def sigmoid_gate(self, x: Array, gate: Array) -> Array: ...
+    @op(lambda x, activation: [x.shape])
+    def activate(self, x: Array, activation: str) -> Array: ...
+    @op(lambda gate_up, activation: [(*gate_up.shape[:-1], gate_up.shape[-1] // 2)])
+    def gated(self, gate_up: Array, activation: str) -> Array: ...
+    @op(lambda x, tokens, weight, eps: [x.shape])
+    def per_layer_inputs(self, x: Array, tokens: Array, weight: Vector, eps: float) -> Array: ...
+    @op(lambda x, inputs, layer, activation: [x.shape])
+    def per_layer_gate(self, x: Array, inputs: Array, layer: int, activation: str) -> Array: ...
+    @op(lambda logits, params, bias, scales: [(logits.shape[0], params.k)] * 2)
+    def route(
+        self, logits: Array, params: RouteParams, bias: Vector | None = None, scales: Vector | None = None
+    ) -> tuple[Array, Array]:
+        raise NotImplementedError
+
+    @op(lambda x, w, experts, bias: [(*experts.shape, w.rows)])
+    def grouped_linear(self, x: Array, w: PackedExperts, experts: Array, bias: Vector | None = None) -> Array: ...
+    @op(lambda x, weights, shared, shared_gate: [(x.shape[0], x.shape[2])])
+    def combine(
+        self, x: Array, weights: Array, shared: Array | None = None, shared_gate: Array | None = None
+    ) -> Array: ...
+    @op(lambda x, index: [(index.shape[0], *x.shape[1:])])
+    def take(self, x: Array, index: Ints) -> Array: ...
+    @op(lambda x, batch: [(REQUESTS, *x.shape[1:])])
+    def mean_rows(self, x: Array, batch: Batch) -> Array: ...
+    @op(lambda x, head, soft_cap: [(x.shape[0], head.rows)])
+    def logits(self, x: Array, head: PackedWeight, soft_cap: float = 0.0) -> Array: ...
+
+
+class Backend(Ops, ABC):
+    """The op table of one device. What it can do beyond its ops is a field or a method with a default."""
 
     name: ClassVar[str]
     kv_types: tuple[str, ...] = KV_TYPES
@@ -299,7 +417,7 @@ class Backend(ABC):
     @abstractmethod
     def prepare_experts(self, experts: Sequence[Sequence[Tensor]]) -> PackedExperts: ...
     @abstractmethod
-    def prepare_vector(self, values: NDArray[np.float32]) -> Array: ...
+    def prepare_vector(self, values: NDArray[np.float32]) -> Vector: ...
     @abstractmethod
     def empty_kv(
         self, blocks: int, block_size: int, kv_heads: int, head_dim: int, kind: str = "float32"
@@ -308,80 +426,6 @@ class Backend(ABC):
     def empty_state(
         self, slots: int, conv_shape: tuple[int, int], matrix_shape: tuple[int, int, int] | None = None
     ) -> StateLayer: ...
-    @abstractmethod
-    def embed(self, table: PackedWeight, ids: Ints, scale: float = 1.0) -> Array: ...
-    @abstractmethod
-    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array: ...
-    @abstractmethod
-    def add_rms_norm(
-        self, x: Array, residual: Array, weight: Array, eps: float, scale: float = 1.0
-    ) -> tuple[Array, Array]: ...
-    @abstractmethod
-    def layer_norm(self, x: Array, weight: Array, bias: Array | None, eps: float) -> Array: ...
-    @abstractmethod
-    def add_layer_norm(
-        self, x: Array, residual: Array, weight: Array, bias: Array | None, eps: float
-    ) -> tuple[Array, Array]: ...
-    @abstractmethod
-    def add(self, x: Array, residual: Array) -> Array: ...
-    @abstractmethod
-    def linear(self, x: Array, w: PackedWeight, bias: Array | None = None) -> Array: ...
-
-    def split_heads(self, qkv: Array, n_heads: int, n_kv_heads: int, head_dim: int) -> tuple[Array, Array, Array]:
-        """Split (T, (heads + 2 kv_heads) * dim) into views: q (T, heads, dim), k and v (T, kv_heads, dim)."""
-        heads = qkv.reshape(qkv.shape[0], n_heads + 2 * n_kv_heads, head_dim)
-        first_v = n_heads + n_kv_heads
-        return heads[:, :n_heads], heads[:, n_heads:first_v], heads[:, first_v:]
-
-    @abstractmethod
-    def rope_store(
-        self, q: Array, k: Array, v: Array, positions: Ints, table: RopeTable, kv: KVLayer, slot_mapping: Ints
-    ) -> Array: ...
-    @abstractmethod
-    def attention(
-        self, q: Array, kv: KVLayer, batch: Batch, params: AttentionParams, sinks: Array | None = None
-    ) -> Array: ...
-    @abstractmethod
-    def causal_conv(
-        self, x: Array, weight: Array, state: StateLayer, batch: Batch, activation: str = "", gated: bool = False
-    ) -> Array: ...
-    @abstractmethod
-    def gated_delta(
-        self,
-        qkv: Array,
-        z: Array,
-        gates: Array,
-        params: GatedDeltaParams,
-        weights: GatedDeltaWeights,
-        state: StateLayer,
-        batch: Batch,
-    ) -> Array: ...
-    @abstractmethod
-    def sigmoid_gate(self, x: Array, gate: Array) -> Array: ...
-    @abstractmethod
-    def activate(self, x: Array, activation: str) -> Array: ...
-    @abstractmethod
-    def gated(self, gate_up: Array, activation: str) -> Array: ...
-    @abstractmethod
-    def per_layer_inputs(self, x: Array, tokens: Array, weight: Array, eps: float) -> Array: ...
-    @abstractmethod
-    def per_layer_gate(self, x: Array, inputs: Array, layer: int, activation: str) -> Array: ...
-    @abstractmethod
-    def route(
-        self, logits: Array, params: RouteParams, bias: Array | None = None, scales: Array | None = None
-    ) -> tuple[Array, Array]: ...
-    @abstractmethod
-    def grouped_linear(self, x: Array, w: PackedExperts, experts: Array, bias: Array | None = None) -> Array: ...
-    @abstractmethod
-    def combine(
-        self, x: Array, weights: Array, shared: Array | None = None, shared_gate: Array | None = None
-    ) -> Array: ...
-    @abstractmethod
-    def take(self, x: Array, index: Ints) -> Array: ...
-    @abstractmethod
-    def mean_rows(self, x: Array, batch: Batch) -> Array: ...
-    @abstractmethod
-    def logits(self, x: Array, head: PackedWeight, soft_cap: float = 0.0) -> Array: ...
     @abstractmethod
     def fuse(self, record: Callable[[], Any]) -> FusedForward | None: ...
     @abstractmethod
@@ -408,7 +452,7 @@ class Backend(ABC):
         """Return an array of the caller's own in the host's memory."""
         return np.array(x, np.float32)
 
-    def synchronize(self) -> None:  # noqa: B027
+    def synchronize(self) -> None:
         """Wait until the device has done all that was launched on it."""
 
     def free_memory(self) -> int | None:
@@ -427,7 +471,7 @@ class Backend(ABC):
         """Return the bytes of a checkpoint's weights once prepared; `types` overrides quantization types by name."""
         return checkpoint.nbytes
 
-    def start_compiler(self) -> None:  # noqa: B027
+    def start_compiler(self) -> None:
         """Prepare for compiling many kernels at once, while other parts of a model are loaded."""
 
     def warm_up(
@@ -455,4 +499,4 @@ class Backend(ABC):
         )
 
 
-OPS = tuple(sorted(Backend.__abstractmethods__, key=list(vars(Backend)).index))
+OPS = (*SHAPES, *sorted(Backend.__abstractmethods__, key=list(vars(Backend)).index))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from ..config import SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT
 from ..weights import Tensor
 from .ops import (
+    SHAPES,
     AttentionParams,
     Backend,
     Batch,
@@ -151,6 +153,13 @@ def linear(x: Floats, w: Matrix, bias: Floats | None = None) -> Floats:
     return out if bias is None else out + bias
 
 
+def split_heads(qkv: Any, n_heads: int, n_kv_heads: int, head_dim: int) -> tuple[Any, Any, Any]:
+    """Split (T, (heads + 2 kv_heads) * dim) into views: q (T, heads, dim), k and v (T, kv_heads, dim)."""
+    heads = qkv.reshape(qkv.shape[0], n_heads + 2 * n_kv_heads, head_dim)
+    first_v = n_heads + n_kv_heads
+    return heads[:, :n_heads], heads[:, n_heads:first_v], heads[:, first_v:]
+
+
 def rope(x: Floats, positions: Ints, table: RopeTable) -> Floats:
     """Rotate the first 2 * len(inv_freq) values of each head; value i pairs with value i + half."""
     half = table.inv_freq.shape[0]
@@ -268,7 +277,7 @@ def causal_conv(
     """Convolve each channel over its request's own tokens: (T, channels), (channels, kernel) -> (T, channels).
 
     Token t gets act(sum over j of weight[:, j] * x[t - kernel + 1 + j]), in the order of j. Before the tokens of a step
-    come those of the state. `gated`: x is (T, 3 * channels), parts b, c and v: c * conv(b * v).
+    come the columns of the state. `gated`: x is (T, 3 * channels), parts b, c and v: c * conv(b * v).
     """
     kernel, out = weight.shape[1], np.empty((len(x), len(weight)), np.float32)
     before, after, inputs = None, None, x[:, : len(weight)]
@@ -493,33 +502,14 @@ class ReferenceBackend(Backend):
     name = "reference"
     default_kv_type = "float32"
 
+    def __init__(self) -> None:
+        vars(self).update({op: globals()[op] for op in SHAPES})
+
     prepare = staticmethod(prepare)
     prepare_experts = staticmethod(prepare_experts)
     prepare_vector = staticmethod(prepare_vector)
     empty_kv = staticmethod(empty_kv)
     empty_state = staticmethod(empty_state)
-    embed = staticmethod(embed)
-    rms_norm = staticmethod(rms_norm)
-    add_rms_norm = staticmethod(add_rms_norm)
-    layer_norm = staticmethod(layer_norm)
-    add_layer_norm = staticmethod(add_layer_norm)
-    add = staticmethod(add)
-    linear = staticmethod(linear)
-    rope_store = staticmethod(rope_store)
-    attention = staticmethod(attention)
-    causal_conv = staticmethod(causal_conv)
-    gated_delta = staticmethod(gated_delta)
-    sigmoid_gate = staticmethod(sigmoid_gate)
-    activate = staticmethod(activate)
-    gated = staticmethod(gated)
-    per_layer_inputs = staticmethod(per_layer_inputs)
-    per_layer_gate = staticmethod(per_layer_gate)
-    route = staticmethod(route)
-    grouped_linear = staticmethod(grouped_linear)
-    combine = staticmethod(combine)
-    take = staticmethod(take)
-    mean_rows = staticmethod(mean_rows)
-    logits = staticmethod(logits)
     sample = staticmethod(sample)
     logprobs = staticmethod(logprobs)
 

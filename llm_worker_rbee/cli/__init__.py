@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from inspect import cleandoc
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -40,9 +41,9 @@ COMMANDS = {
     "run": Command("Use a model", ".run", "Answer one prompt, or all prompts of a file."),
     "chat": Command("Use a model", ".chat", "Talk with a model."),
     "serve": Command("Use a model", ".serve",
-        "Serve a model over HTTP: the OpenAI API, and jobs for an orchestrator; beside it embeddings and reranking."),
+        "Serve a model over HTTP: the APIs of OpenAI, Anthropic and Ollama, embeddings, reranking, jobs, a chat page."),
     "embed": Command("Use a model", ".embed", "Write the embeddings of the texts of a file."),
-    "rerank": Command("Use a model", ".rerank", "Order the texts of a file by how well they answer a query."),
+    "rerank": Command("Use a model", ".embed", "Order the texts of a file by how well they answer a query."),
     "inspect": Command("Look at a model", ".inspect",
         "Show what is in a model file: architecture, shape, quantization types, tokenizer, sampling defaults, memory."),
     "tokenize": Command("Look at a model", ".tokenize", "Show the tokens of a text: ids and pieces."),
@@ -57,19 +58,19 @@ COMMANDS = {
     "profile": Command("Measure", "llm_worker_bench.commands.profile",
         "Show where the time goes, by component, for prefill and decode."),
     "bench micro": Command("Measure", "llm_worker_bench.commands.micro",
-        "Measure the ops and parts one by one, each beside the limit of this machine."),
+        "Measure the ops and parts one by one, each with the limit of this machine."),
     "bench e2e": Command("Measure", "llm_worker_bench.commands.e2e_load",
         "Measure a whole model: prefill, decode, time to first token, memory."),
     "bench load": Command("Measure", "llm_worker_bench.commands.e2e_load",
         "Measure a start: import, open, kernels, weights, warm-up, first token."),
     "bench embed": Command("Measure", "llm_worker_bench.commands.embed",
-        "Measure embeddings: texts and tokens a second, by length and batch, beside peers."),
+        "Measure embeddings: texts and tokens a second, by length and batch, against peers."),
     "bench serving": Command("Measure", "llm_worker_bench.commands.serving",
         "Put load on any OpenAI-compatible server; measure what its users would see."),
     "bench accuracy": Command("Judge", "llm_worker_bench.commands.accuracy",
         "Measure how far a path is from float32 on the dequantized weights: the truth."),
     "bench peers": Command("Judge", "llm_worker_bench.commands.peers",
-        "Measure this worker beside llama.cpp, mistral.rs, vLLM and transformers."),
+        "Measure this worker against llama.cpp, mistral.rs, vLLM and transformers."),
     "bench experiments": Command("Judge", "benchmarks.claims.command",
         "Judge the claims about optimisations on this machine."),
     "bench compare": Command("Compare and show", "llm_worker_bench.commands.saved_runs", "Compare two saved runs."),
@@ -114,7 +115,10 @@ def load_command(name: str) -> Any:
     if not gc.isenabled():  # the entry point disabled it
         resume_collection()
     single = typer.Typer(add_completion=False, context_settings=app.info.context_settings)
-    single.command(cls=_Command)(getattr(module, name.split()[-1]))
+    function = getattr(module, name.split()[-1])
+    paragraphs = cleandoc(function.__doc__).split("\n\n")  # typer would keep the ends of their lines
+    help = "\n\n".join(text if text.startswith("\b") else " ".join(text.split()) for text in paragraphs)
+    single.command(cls=_Command, help=help)(function)
     return typer.main.get_command(single)
 
 
@@ -161,7 +165,7 @@ def root(
 ) -> None:
     """Run language models on this machine: a model file in, text out.
 
-    With no --model, commands use a small built-in one, fetched once.
+    With no --model, commands use a small default model (SmolLM2-135M, 93 MB), fetched once.
 
     \b
     Examples:
@@ -244,7 +248,7 @@ def _command_words(args: Sequence[str]) -> list[str]:
 
 
 def _error_message(error: Exception, args: Sequence[str]) -> str:
-    """Return what the user reads about an error, with the remedy where one is known."""
+    """Return the text of an error for the user, with the remedy if one is known."""
     if isinstance(error, UsageError):
         command = " ".join([PROGRAM, *_command_words(args)])
         message = str(getattr(error, "format_message", lambda: error)()).removeprefix("Invalid value: ")

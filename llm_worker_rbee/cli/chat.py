@@ -29,14 +29,14 @@ HELP = """\
 /save FILE      write the conversation: Markdown to a .md file, JSON to any other
 /help           show this
 /exit           end the conversation (Ctrl-D too)
-Ctrl-C stops an answer. A line that begins with // is sent with one slash."""
+Ctrl-C stops an answer. A line that begins with // is sent with one slash.
+A message goes on after a line that ends with \\; pasted lines are one message."""
 
 
 @gather(model=ModelFlags, computing=LoadFlags, engine=EngineFlags, sampling=SamplingFlags)
 def chat(
     system: Annotated[
-        str | None,
-        typer.Option("--system", "-s", metavar="TEXT", help="The system message.", rich_help_panel="Prompt"),
+        str | None, typer.Option("--system", "-s", metavar="TEXT", help="The system message.", rich_help_panel="Prompt")
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print neither greeting nor statistics.")] = False,
     *,
@@ -47,7 +47,8 @@ def chat(
 ) -> None:
     """Talk with a model.
 
-    Ctrl-C stops an answer, Ctrl-D ends the conversation. In a pipe, each line is one turn.
+    Ctrl-C stops an answer, Ctrl-D ends the conversation. A backslash at the end of a line continues the message. In a
+    pipe, each line is one turn.
 
     Commands: /reset, /system TEXT, /save FILE, /help, /exit.
 
@@ -92,6 +93,8 @@ def _talk(conversation: "Conversation") -> None:
     while True:
         try:
             line = input(prompt)
+            while line.endswith("\\"):  # the message goes on in the next line, as in llama.cpp
+                line = f"{line[:-1]}\n{input(prompt)}"
             if line.strip() and not conversation.handle_line(line):
                 return
         except EOFError:
@@ -110,8 +113,9 @@ def _input_prompt() -> str:
         return ""
     prompt = style("> ", "bold", "green")
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401
+        import readline
 
+        readline.parse_and_bind("set enable-bracketed-paste on")  # lines that are pasted are one message
         return prompt.replace("\x1b[", "\x01\x1b[").replace("m", "m\x02") if "\x1b" in prompt else prompt
     return prompt
 
@@ -219,8 +223,7 @@ class Conversation:
         if not rest:
             note("(/save needs a file name: /save talk.md)")
             return
-        messages = self.all_messages()
-        path = Path(rest)
+        messages, path = self.all_messages(), Path(rest)
         try:
             path = path.expanduser()
             text = markdown(messages) if path.suffix == ".md" else json.dumps(messages, ensure_ascii=False, indent=2)

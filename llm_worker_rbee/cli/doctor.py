@@ -228,7 +228,7 @@ def _check_kernel_cache() -> Check:
 
 
 def _check_cache_folder(folder: Path) -> Check:
-    """Check that the folder and that of its locks exist or can be created."""
+    """Check that the folder and its folder of locks exist or can be created."""
     for needed in (folder, folder / ".locks"):
         nearest = next(path for path in (needed, *needed.parents) if os.path.lexists(path))
         if not os.path.isdir(nearest):

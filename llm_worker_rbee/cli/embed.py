@@ -1,7 +1,8 @@
-"""`llm-worker-rbee embed`: the embeddings of the lines of a file, as an array or as JSON Lines.
+"""`llm-worker-rbee embed`: the embeddings of the lines of a file, as an array or as JSON Lines; and `llm-worker-rbee
+rerank`: the lines of a file in the order of their scores for a query.
 
-The file is read, embedded and written in chunks, so that its size does not matter. The output has another name until it
-is complete: a failed or stopped run leaves none.
+Embeddings are read, computed and written in chunks, so that the size of the file does not matter. The output has
+another name until it is complete: a failed or stopped run leaves none.
 """
 
 import json
@@ -18,15 +19,27 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from ..embedder import Embedder
+from ..embedder import Embedder, RankResult, Reranker
 from ..errors import InvalidRequestError, counted
 from ..progress import Advance, request_progress
 from ..weights.hub import DEFAULT_EMBEDDING_MODEL
 from .options import PoolingFlags, gather, option_fields, option_names_in_errors, shown_loading
-from .terminal import Status, argument_text, decode, note, numbered_lines, require_writable
+from .terminal import (
+    Status,
+    argument_text,
+    cell,
+    columns,
+    decode,
+    note,
+    numbered_lines,
+    print_json,
+    require_writable,
+)
 
 JSON_SUFFIXES = {".jsonl", ".ndjson"}
 MAX_CHUNK_TEXTS, MAX_CHUNK_CHARS = 4_096, 8 << 20
+MAX_SHOWN_CHARS = 100  # of a ranked text in the table
+MAX_RANKED_TEXTS = 100_000
 BOM = b"\xef\xbb\xbf"
 STREAM = Path("-")
 
@@ -110,7 +123,7 @@ class TextFileFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedFlags:
-    """What goes before a text, and what becomes of its embedding."""
+    """The prompt before a text, and the form of its embedding."""
 
     output: Path = _output(..., "OUT", "The file to write: .npy or .jsonl; - prints JSON Lines.", "-o")
     prompt: str | None = _input(None, "TEXT", "Text before each text.")
@@ -157,9 +170,9 @@ def embed(texts: TextFileFlags, computing: PoolingFlags, options: EmbedFlags) ->
     \b
     Examples:
       llm-worker-rbee embed sentences.txt --output vectors.npy
-      llm-worker-rbee embed articles.jsonl --field body --truncate -o vectors.jsonl
-      cat queries.txt | llm-worker-rbee embed - -o - -m model.gguf --prompt-name query
-      llm-worker-rbee embed sentences.txt -o small.npy --dimensions 128 --dtype float16
+      llm-worker-rbee embed talks.jsonl --field body --truncate -o vectors.jsonl
+      llm-worker-rbee embed - -o - -m model.gguf --prompt-name query < queries.txt
+      llm-worker-rbee embed notes.txt -o a.npy --dimensions 128 --dtype float16
     """
     texts.validate()
     options.validate()
@@ -285,7 +298,7 @@ class _LineWriter:
 
 @contextmanager
 def _written(options: EmbedFlags, width: int) -> Iterator[_Writer]:
-    """Yield what writes the output; it has its name at the end of the block only."""
+    """Yield the writer of the output; the file gets its name at the end of the block."""
     if options.output == STREAM:
         yield _LineWriter(sys.stdout.buffer)
         return
@@ -309,3 +322,68 @@ def _totals(embedder: Embedder, seconds: float, width: int) -> str:
     texts, tokens = embedder.engine.num_sequences, embedder.engine.num_tokens
     rates = f"{texts / seconds:,.1f} texts/s · {tokens / seconds:,.1f} tokens/s"
     return f"{counted(texts, 'text')} · {counted(tokens, 'token')} · {seconds:.2f} s · {rates} · {width} values each"
+
+
+@gather(texts=TextFileFlags, computing=PoolingFlags)
+def rerank(
+    texts: TextFileFlags,
+    computing: PoolingFlags,
+    query: Annotated[str, typer.Option("--query", metavar="TEXT", help="What the texts should answer.")],
+    top_n: Annotated[
+        int | None, typer.Option("--top-n", metavar="N", min=1, help="Show the best N only.", show_default="all")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object: model, query, results, tokens.")
+    ] = False,
+) -> None:
+    """Order the texts of a file by how well they answer a query.
+
+    A reranker reads query and text together, so it is better than the similarity of embeddings, and slower.
+
+    \b
+    Examples:
+      llm-worker-rbee rerank passages.txt --query "Who wrote it?" -m reranker.gguf
+      llm-worker-rbee rerank found.jsonl --query "Who?" -m folder --top-n 3 --json
+    """
+    argument_text(query, "--query")
+    if computing.model is None:
+        raise typer.BadParameter("no reranker is built in: name one with --model, such as a GGUF of bge-reranker-v2-m3")
+    texts.validate()
+    lines = _read_ranked(texts)
+    computing.set_up()
+    with shown_loading(computing.model, Status(), max_step_tokens="--batch-tokens") as progress:
+        reranker = Reranker(computing.model, progress=progress, **computing.arguments())
+    for text in reranker.notes:
+        note(text)
+    with lines_in_errors(lines):
+        ranking = reranker.rank(query, [line.text for line in lines], top_n=top_n, truncate=texts.truncate)
+    if as_json:
+        results = [_result_json(result, lines[result.index]) for result in ranking]
+        tokens = reranker.engine.num_tokens
+        print_json({"model": computing.model, "query": query, "results": results, "tokens": tokens})
+        return
+    rows = [(f"{r.score:.4f}", str(lines[r.index].number), _shorten(r.document)) for r in ranking]
+    print("\n".join(columns([("SCORE", "LINE", "TEXT"), *rows], right=[0, 1])))
+
+
+def _read_ranked(texts: TextFileFlags) -> list[TextLine]:
+    """Return the texts without empty lines."""
+    lines: list[TextLine] = []
+    for line in texts.read():
+        if line.text.strip():
+            lines.append(line)
+        if len(lines) > MAX_RANKED_TEXTS:
+            raise InvalidRequestError(f"{texts.file} has more than {counted(MAX_RANKED_TEXTS, 'text')}: rank fewer")
+    if not lines:
+        raise InvalidRequestError(f"there is no text in {texts.file}")
+    return lines
+
+
+def _result_json(result: RankResult, line: TextLine) -> dict[str, object]:
+    named = {} if line.id is None else {"id": line.id}
+    return {"index": result.index, **named, "line": line.number, "score": result.score, "document": result.document}
+
+
+def _shorten(text: str) -> str:
+    shown = cell(text)
+    return shown if len(shown) <= MAX_SHOWN_CHARS else shown[: MAX_SHOWN_CHARS - 3] + "..."

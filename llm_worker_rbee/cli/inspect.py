@@ -157,7 +157,7 @@ def _architecture(report: dict[str, Any]) -> str:
 
 
 def _method_line(method: dict[str, Any]) -> str:
-    """Return what config.json says of quantized weights."""
+    """Return the quantization settings of config.json."""
     bits = f"{method['bits']} bits" if method["bits"] else ""
     groups = {0: "", -1: "a scale per row"}.get(method["group_size"], f"groups of {method['group_size']}")
     block = f"blocks of {method['block'][0]} x {method['block'][1]}" if method["block"] else ""
@@ -220,7 +220,7 @@ def _token(token: dict[str, Any]) -> str:
 
 
 def _pooling_lines(pooling: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return what a pooling model gives, and what it takes."""
+    """Return the outputs and inputs of a pooling model."""
     if "error" in pooling:
         return [("pooling", f"not usable: {pooling['error']}")]
     normalized = ", normalized" if pooling["normalize"] else ""
@@ -391,7 +391,7 @@ def _experts(checkpoint: Checkpoint, e: ExpertConfig) -> dict[str, Any]:
         "used": e.used,
         "feed_forward": e.d_ff,
         "shared_feed_forward": e.shared_d_ff,
-        "scoring": e.scoring,
+        "scoring": e.spec.scoring,
         "active_parameters": values,
         "bytes_per_token": size,
     }
@@ -516,7 +516,7 @@ def tensor_rows(checkpoint: Checkpoint) -> list[dict[str, Any]]:
 
 
 def metadata_values(checkpoint: Checkpoint, *, whole: bool) -> dict[str, Any]:
-    """Return type and value of each key; without `whole`, a long list is cut, with its length beside it."""
+    """Return type and value of each key; without `whole`, a long list is cut and its length added."""
     return {
         key: {"type": checkpoint.value_types.get(key, type(value).__name__), **_value(value, whole=whole)}
         for key, value in _keys(checkpoint.metadata)
@@ -524,7 +524,7 @@ def metadata_values(checkpoint: Checkpoint, *, whole: bool) -> dict[str, Any]:
 
 
 def _keys(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of a GGUF; of a folder, those of each JSON file after the name of the file."""
+    """Yield the keys of a GGUF, or of each JSON file of a folder, after the file's name."""
     for key, value in metadata.items():
         if isinstance(value, dict):
             yield from ((f"{key}.{inner}", deep) for inner, deep in value.items())

@@ -84,7 +84,7 @@ def _name_for(wheel: Path | None) -> str:
 
 
 def _note(name: str) -> str:
-    """Return what a built-in model is the default of."""
+    """Return the commands whose default a built-in model is."""
     return {hub.DEFAULT_MODEL: " (default)", hub.DEFAULT_EMBEDDING_MODEL: " (default of embed)"}.get(name, "")
 
 

@@ -1,7 +1,7 @@
-"""Options that several commands share, each declared once, and what they start: loading a model, a stream.
+"""Options that several commands share, each declared once, and their use: loading a model, starting a stream.
 
 A group is a dataclass whose fields are options; `gather` adds its options to a command and passes the filled group.
-Defaults are those of `SamplingParams` and `EngineConfig`. `set_up` of the device options comes first in a command:
+Defaults come from `SamplingParams` and `EngineConfig`. `set_up` of the device options comes first in a command:
 threads and instruction set must be known before kernels are loaded.
 """
 
@@ -31,7 +31,7 @@ from ..weights.hub import Progress
 from . import NUMPY_THREAD_VARIABLES
 from .terminal import Status, argument_text, note, read_template
 
-MODEL_HELP = "A GGUF file, a folder with safetensors, hf:owner/repo:quant, or a name. The built-in model if left out."
+MODEL_HELP = "A GGUF file, a folder with safetensors, hf:owner/repo:quant, or a name. The default model if left out."
 DEFAULT_MAX_TOKENS = 512
 KV_TYPES = (KV_AUTO, *KV_VALUE_BYTES)
 # Nine digits are more than any vocabulary needs. Python's int and float would take 1_0 and other scripts' digits too.
@@ -264,7 +264,7 @@ class PoolingFlags(ComputeFlags):
 
 
 def use_threads(threads: int | None, backend: str = "auto") -> int:
-    """Return how many threads will compute; those of the reference are NumPy's, 1 by default."""
+    """Return the number of computing threads; the reference uses NumPy's, 1 by default."""
     if backend != "reference":  # without --threads the number comes from the environment, which is no usage error
         choose = cpu_info.choose_thread_count
         return choose() if threads is None else _check(choose, threads, option="--threads")
@@ -370,7 +370,7 @@ def load_model(
     """Load the model and `prepare` it, with a status line or bars; `on_stage` is called for each stage."""
     options = load_options(model, computing, engine)
     computing.set_up()
-    with shown_loading(model.model or "the built-in model", status) as progress:
+    with shown_loading(model.model or "the default model", status) as progress:
         template = None if model.chat_template is None else read_template(model.chat_template)
         llm = LLM(options, chat_template=template, progress=progress, on_stage=on_stage)
         prepare(llm)
@@ -396,7 +396,7 @@ def shown_loading(model: str, status: Status, **others: str) -> Iterator[Progres
 
 
 def load_options(model: ModelFlags, computing: LoadFlags, engine: EngineFlags | None = None) -> LoadOptions:
-    """Return the options of a load that these flags say."""
+    """Return the load options of these flags."""
     options = replace(computing.options(model.model), max_context=model.max_context)
     return options if engine is None else engine.apply(options)
 

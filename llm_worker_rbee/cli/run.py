@@ -152,7 +152,7 @@ class PromptFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class GuidedFlags:
-    """What the answer must conform to."""
+    """The grammar or schema of the answer."""
 
     json_schema: str | None = _guided(None, "FILE|JSON", "Answer with JSON of this schema; {} is any JSON.")
     regex: str | None = _guided(None, "PATTERN", "Answer with a text that matches a regular expression.")
@@ -176,7 +176,8 @@ class GuidedFlags:
         try:
             params = GrammarChecker().check(self._params())
         except InvalidRequestError as error:
-            raise typer.BadParameter(f"{options[0]}: {error}") from None
+            reason = re.sub(r"^structured_outputs\.\w+", options[0], str(error))
+            raise typer.BadParameter(reason if reason.startswith("--") else f"{options[0]}: {reason}") from None
         return {"structured_outputs": params, "close_on_length": self.close_on_length}
 
     def _params(self) -> StructuredOutputsParams:
@@ -192,7 +193,7 @@ class GuidedFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputFlags:
-    """What is printed of the answer."""
+    """The form of the output."""
 
     echo: bool = _output(False, None, "Show the prompt too; with --json, score its tokens.")
     logprobs: int | None = _output(None, "K", "Log-probabilities, also of the K most likely tokens.")
@@ -244,7 +245,7 @@ def run(
       llm-worker-rbee run "Say yes or no." -t 0 --json --logprobs 5
       llm-worker-rbee run "Hello" -m folder --quantize Q4_K_M --threads 4
       llm-worker-rbee run --prompts questions.txt --json > answers.jsonl
-      llm-worker-rbee run "Invent a person." --json-schema person.json -q | jq .name
+      llm-worker-rbee run "Invent a person." --json-schema person.json -q | jq
     """
     scored = {"logprobs": output.logprobs, "prompt_logprobs": output.echo and output.as_json}
     params = sampling.params(**scored, **guided.fields())
@@ -291,7 +292,7 @@ class ReasoningNotes:
         self._is_open = False
 
     def show(self, chunk: Chunk, status: Status) -> None:
-        """Print what is reasoning in a chunk."""
+        """Print the reasoning of a chunk."""
         text = "".join(event.text for event in chunk.events if isinstance(event, ReasoningDelta))
         if text:
             status.clear()
@@ -382,7 +383,7 @@ class _BatchPrinter:
 
     llm: LLM
     requests: Sequence[PromptRequest]
-    streams: Sequence[Stream]  # those of the first prompt, those of the second, ...
+    streams: Sequence[Stream]  # the first prompt's streams, the second's, ...
     prompt_options: PromptFlags
     output: OutputFlags
     model: str | None
@@ -496,7 +497,7 @@ class DraftStats(NamedTuple):
     accepted: int
 
     def describe(self, tokens: int) -> str:
-        """Return `drafts 68% accepted (35 of 51), 1.34 tokens a step`: a step gives one token beside the accepted."""
+        """Return `drafts 68% accepted (35 of 51), 1.34 tokens a step`: a step gives one token more than it accepts."""
         if not self.drafted:
             return "no drafts"
         share = f"{self.accepted / self.drafted:.0%} accepted ({self.accepted:,} of {self.drafted:,})"

@@ -7,40 +7,41 @@ import ssl
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
 
 from ..backends.ops import CAPTURING, COMPILING
+from ..config import ComputeOptions, PoolingOptions
 from ..engine.engine import Engine
 from ..engine.memory_plan import SchedulerLimits
-from ..errors import InvalidRequestError
-from ..llm import LLM
+from ..errors import InvalidRequestError, WorkerError
 from ..models import read_model_config
 from ..models.sampling_defaults import read_sampling_defaults
 from ..progress import OnStage, transfer_progress
 from ..server import log
 from ..server.middleware import host_name, require_key
 from ..server.orchestrator import require_url
-from ..server.pooling import PoolingModels
+from ..server.pooling import TASKS, Kind, PoolingModels, PoolingService, open_text_side
 from ..server.serve import Signals, base_url, bind
 from ..server.serve import serve as run_server
 from ..server.settings import Key, ServerSettings, find_key
 from ..server.worker import Worker
 from ..text_model import TextModel, check_chat_template, open_tokenizer
 from ..token_engine.launch import replace_with_dummy, warm_up
+from ..token_engine.pooling_supervisor import SupervisedPooling
 from ..token_engine.protocol import Load, ModelInfo
 from ..token_engine.replicas import ReplicaSet
 from ..token_engine.supervisor import SupervisedEngine
 from ..token_engine.threaded import ThreadedEngine
 from ..weights import open_checkpoint
-from ..weights.hub import DEFAULT_MODEL
+from ..weights.hub import DEFAULT_MODEL, find_model
 from .options import (
     EngineFlags,
     LoadFlags,
@@ -52,19 +53,25 @@ from .options import (
     option_names_in_errors,
     with_option_names,
 )
-from .serve_pooling import PoolingServeFlags
 from .terminal import OutputThread, Status, discard_output, note, read_template, style, visible
 
 ENGINES = ("model", "null")
 SWITCH = ("on", "off")
 MAX_PEM_BYTES = 1 << 20
 MAX_REPLICAS = 64
+POOLING_WORKSPACE_BYTES = 1 << 30  # of a pooling model, beside its weights: an estimate for planning the KV cache
+POOLING_NICE = (
+    10  # of the process of a pooling model: a tenth of the cores beside chat that never pauses (decision 103)
+)
+POOLING_HELP = "A GGUF file, a folder, hf:owner/repo:quant, or a name such as all-minilm-l6-v2."
+T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
 ORIGIN = re.compile(r"https?://[A-Za-z0-9.\[\]:-]+|\*")
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(ServerSettings)}
 
-_wire, _limit, _process, _measuring = map(
-    option_fields, ("Network", "Limits", "The engine's process", "Measuring the server itself")
+_wire, _limit, _pooling, _process, _measuring = map(
+    option_fields,
+    ("Network", "Limits", "Embeddings and reranking", "The engine's process", "Measuring the server itself"),
 )
 
 
@@ -170,6 +177,24 @@ class LimitFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PoolingServeFlags:
+    """Models of embeddings and rankers beside the chat model."""
+
+    embedding_model: str | None = _pooling(None, "MODEL", f"Serve the embeddings of this model too. {POOLING_HELP}")
+    rerank_model: str | None = _pooling(None, "MODEL", "Serve this model of rankings too.")
+
+    def references(self, engine_process: str) -> dict[Kind, str]:
+        """Validate the options and return the models by kind."""
+        models: dict[Kind, str | None] = {"embedding": self.embedding_model, "rerank": self.rerank_model}
+        references = {kind: reference for kind, reference in models.items() if reference is not None}
+        if references and engine_process == "off":  # no process leaves memory for them
+            raise typer.BadParameter("--embedding-model and --rerank-model need --engine-process on")
+        if len(set(references.values())) < len(references):
+            raise typer.BadParameter("--embedding-model and --rerank-model are the same: a model does one of both")
+        return references
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProcessFlags:
     """Where the engine runs, and what happens when it dies."""
 
@@ -242,9 +267,9 @@ def serve(
     process: ProcessFlags,
     measuring: MeasuringFlags,
 ) -> None:
-    """Serve a model over HTTP: the OpenAI API, and jobs for an orchestrator; beside it embeddings and reranking.
+    """Serve a model over HTTP: the APIs of OpenAI, Anthropic and Ollama, embeddings, reranking, jobs, a chat page.
 
-    The key is that of --api-key-file, LLM_WORKER_API_KEY or LLORCH_API_TOKEN. The log goes to standard error, as JSON
+    The key comes from --api-key-file, LLM_WORKER_API_KEY or LLORCH_API_TOKEN. The log goes to standard error, as JSON
     with LLORCH_LOG_FORMAT=json. Ctrl-C or SIGTERM lets running requests finish. SIGUSR2 restarts the engines one after
     another; no request is lost.
 
@@ -258,7 +283,7 @@ def serve(
     """
     options = load_options(model, computing, sharing)
     devices = process.devices(computing.device)
-    pooling.require_processes(process.engine_process)
+    references = pooling.references(process.engine_process)
     is_null = measuring.is_null_engine()
     tls = wire.tls()
     computing = replace(computing, device=devices[0])
@@ -281,12 +306,10 @@ def serve(
         if process.engine_process == "off":
             worker = _one_process(settings, model, computing, sharing, dummy_step_s)
         else:
-            chat = replace(options, reserved_memory=pooling.reserved_bytes())
+            chat = replace(options, reserved_memory=_reserved_bytes(references))
             engines = [replace(chat, device=name, num_sharing=devices.count(name)) for name in devices]
             loads = [Load(options=engine, dummy_step_s=dummy_step_s) for engine in engines]
-            worker = _with_children(settings, model, process, loads, shown, output)
-        supervision = {"max_restarts": process.engine_restarts, "stall_timeout_s": settings.stall_timeout_s}
-        worker.pooling = PoolingModels(pooling.services(replace(options, device=devices[0]), supervision))
+            worker = _with_children(settings, model, process, loads, references, shown, output)
         ready = partial(output.call, partial(_print_ready, worker, url, key, shown))
         run_server(worker, sock, settings.advertise_url or url, ready, signals, **tls)
 
@@ -313,14 +336,10 @@ def _shown_until_ready() -> Iterator[tuple[ExitStack, OutputThread]]:
 
 
 def _one_process(
-    settings: ServerSettings,
-    model: ModelFlags,
-    computing: LoadFlags,
-    sharing: EngineFlags,
-    dummy_step_s: float | None,
+    settings: ServerSettings, model: ModelFlags, computing: LoadFlags, sharing: EngineFlags, dummy_step_s: float | None
 ) -> Worker:
     """Return a worker whose engine runs in a thread."""
-    loaded: list[LLM] = []
+    loaded: list[TextModel] = []
 
     def load(on_stage: OnStage) -> tuple[Engine, ModelInfo]:
         llm = load_model(model, computing, Status(), sharing, on_stage, lambda llm: warm_up(llm.engine, llm.loading))
@@ -337,12 +356,14 @@ def _with_children(
     model: ModelFlags,
     process: ProcessFlags,
     loads: list[Load],
+    references: dict[Kind, str],
     shown: ExitStack,
     output: OutputThread,
 ) -> Worker:
-    """Return a worker whose engines run in child processes; progress is shown until `shown` is closed."""
+    """Return a worker whose engines run in child processes, those of the pooling models at `references` too; progress
+    is shown until `shown` is closed."""
     status = Status()
-    output.call(partial(status.show, f"loading {model.model or 'the built-in model'} ..."))
+    output.call(partial(status.show, f"loading {model.model or 'the default model'} ..."))
     shown.callback(status.clear)
     bar = shown.enter_context(transfer_progress(COMPILING, CAPTURING))
     last_report: deque[tuple[str, int, int | None]] = deque(maxlen=1)
@@ -356,41 +377,74 @@ def _with_children(
         last_report.append((what, done, total))
         output.call(draw)
 
-    opening: Future[TextModel] = Future()
-
-    def on_located(path: str) -> None:
-        """Open the text side of the model while the engine loads the weights."""
-        arguments = Path(path), model.chat_template, opening
-        threading.Thread(target=_open_text, args=arguments, name="tokenizer", daemon=True).start()
+    on_located, opened = _open_ahead(partial(_open_text, template_path=model.chat_template))
 
     def open_model(info: ModelInfo) -> TextModel:
-        text_model = opening.result()
+        text_model = opened()
         text_model.max_context = info.max_context
         return text_model
 
-    options: dict[str, Any] = {
-        "max_restarts": process.engine_restarts,
-        "restart_on_stall": process.restart_on_stall,
-        "stall_timeout_s": settings.stall_timeout_s,
-        "progress": progress,
-        "on_located": on_located,
-    }
+    supervision: Any = {"max_restarts": process.engine_restarts, "stall_timeout_s": settings.stall_timeout_s}
+    options = {**supervision, "restart_on_stall": process.restart_on_stall}
+    options |= {"progress": progress, "on_located": on_located}
     engine = SupervisedEngine(loads[0], **options) if len(loads) == 1 else ReplicaSet(loads, **options)
-    return Worker(settings, engine, open_model)
+    pooling = [_pooling_service(*one, loads[0].compute, supervision) for one in references.items()]
+    return Worker(settings, engine, open_model, PoolingModels(pooling))
 
 
-def _open_text(path: Path, template_path: Path | None, opening: Future[TextModel]) -> None:
+def _pooling_service(kind: Kind, name: str, chat: ComputeOptions, supervision: Any) -> PoolingService:
+    """Start the process of a pooling model, with the compute options of the chat model."""
+    options = PoolingOptions(
+        model=name,
+        device=chat.device,
+        backend=chat.backend,
+        threads=chat.threads,
+        deterministic=chat.deterministic,
+        task=TASKS[kind],
+        refuses_chat_models=True,
+    )
+    on_located, opened = _open_ahead(partial(open_text_side, kind=kind))
+    load, label = Load(pooling=options, nice=POOLING_NICE), f"the engine of {name}"
+    engine = SupervisedPooling(load, label=label, on_located=on_located, **supervision)
+    return PoolingService(name, kind, engine, lambda info: opened())
+
+
+def _reserved_bytes(references: dict[Kind, str]) -> int:
+    """Return the memory that the KV cache of the chat model leaves to pooling models that are on this machine."""
+    total = POOLING_WORKSPACE_BYTES * len(references)
+    for reference in references.values():
+        with suppress(WorkerError, OSError):
+            total += find_model(reference, pull=False).bytes
+    return total
+
+
+def _open_ahead(open_text: Callable[[Path], T]) -> tuple[Callable[[str], None], Callable[[], T]]:
+    """Return a callback that opens the text side of a model in a thread, while an engine loads the weights, and a
+    function that waits for it."""
+    opening: Future[T] = Future()
+
+    def run(path: str) -> None:
+        try:
+            opening.set_result(open_text(Path(path)))
+        except Exception as error:
+            opening.set_exception(error)
+
+    def on_located(path: str) -> None:
+        threading.Thread(target=run, args=[path], name="tokenizer", daemon=True).start()
+
+    return on_located, opening.result
+
+
+def _open_text(path: Path, template_path: Path | None) -> TextModel:
     """Open tokenizer, sampling defaults and chat template; the context is that of the model's file."""
-    try:
-        template = None if template_path is None else read_template(template_path)
-        checkpoint = open_checkpoint(path)
-        config, defaults = read_model_config(checkpoint), read_sampling_defaults(checkpoint)
-        sizes = config.vocab_size, config.context_length
-        text_model = TextModel(open_tokenizer(checkpoint), checkpoint.path.name, *sizes, defaults, template)
-        opening.set_result(_check_template(text_model, template_path))
-        text_model.grammar_checker.start()
-    except Exception as error:
-        opening.set_exception(error)
+    template = None if template_path is None else read_template(template_path)
+    checkpoint = open_checkpoint(path)
+    config, defaults = read_model_config(checkpoint), read_sampling_defaults(checkpoint)
+    sizes = config.vocab_size, config.context_length
+    text_model = TextModel(open_tokenizer(checkpoint), checkpoint.path.name, *sizes, defaults, template)
+    _check_template(text_model, template_path)
+    text_model.grammar_checker.start()
+    return text_model
 
 
 def _check_template(model: TextModel, path: Path | None) -> TextModel:
@@ -443,7 +497,7 @@ def _print_ready(worker: Worker, url: str, key: Key | None, shown: ExitStack) ->
     info = worker.engine.info
     limits = SchedulerLimits(info.engine.max_batch, info.engine.max_step_tokens)
     each = f" in each of {info.num_replicas} engines" if info.num_replicas > 1 else ""
-    _print_line(f"ready after {sum(info.phases.values()):.1f} s, {limits}{each}; try:")
+    _print_line(f"ready after {sum(info.phases.values()):.1f} s, {limits}{each}; open {url} in a browser, or try:")
     _print_line("  " + _curl(worker, url, key))
 
 

@@ -133,7 +133,7 @@ class OutputThread:
 
 
 def program_lines(program: Sequence[tuple[int, Sequence[Sequence[str]]]]) -> list[str]:
-    """Return what a step runs as a table; layers that run the same are listed once."""
+    """Return the program of a step as a table; layers with the same ops are listed once."""
     rows: list[Sequence[str]] = [("PART", "OPS", "RUNS")]
     for repeats, lines in program:
         rows += [(f"{repeats} times:",)] if repeats > 1 else []
@@ -142,7 +142,7 @@ def program_lines(program: Sequence[tuple[int, Sequence[Sequence[str]]]]) -> lis
 
 
 def columns(rows: Iterable[Sequence[str]], right: Sequence[int] = (), indent: str = "") -> list[str]:
-    """Return lines with aligned columns; those of `right` are right-aligned."""
+    """Return lines with aligned columns; `right` lists right-aligned columns."""
     table = [list(row) for row in rows]
     widths = [
         max((len(row[i]) for row in table if i < len(row)), default=0) for i in range(max(map(len, table), default=0))

@@ -20,15 +20,7 @@ from ..models.pooling_config import is_pooling_model
 from ..progress import TransferProgress, transfer_progress
 from ..token_engine.launch import load_engine, warm_up
 from ..weights import hub, open_checkpoint
-from .options import (
-    EngineFlags,
-    LoadFlags,
-    ModelFlags,
-    gather,
-    load_options,
-    option_fields,
-    option_names_in_errors,
-)
+from .options import EngineFlags, LoadFlags, ModelFlags, gather, load_options, option_fields, option_names_in_errors
 from .terminal import note, print_json
 
 _device = option_fields("Computing")
@@ -36,13 +28,13 @@ _device = option_fields("Computing")
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupFlags(LoadFlags):
-    """Whose kernels: by default those of the CPU."""
+    """The device of the kernels; by default the CPU."""
 
     device: str = _device("cpu", "NAME", "The hardware: cpu, cuda, cuda:N or auto.")
 
 
 class Warmed(NamedTuple):
-    """What a warm-up found and did."""
+    """The result of a warm-up."""
 
     kernels: int
     compiled: int
@@ -56,7 +48,7 @@ def warmup(
     sharing: EngineFlags,
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="Compile the kernels of this model. Default: the built-in model."),
+        typer.Argument(metavar="MODEL", help="Compile the kernels of this model. Default: the default model of run."),
     ] = None,
     all_: Annotated[bool, typer.Option("--all", help="Compile all kernels of the CPU, for any model.")] = False,
     as_json: Annotated[
@@ -69,7 +61,7 @@ def warmup(
 ) -> None:
     """Compile the kernels ahead of time, so that no answer waits for it.
 
-    This happens once for each version, machine and instruction set, otherwise with the first answer. The built-in model
+    This happens once for each version, machine and instruction set, otherwise with the first answer. The default model
     is not fetched for this: where it is missing, every kernel is compiled.
 
     For other types of KV cache (--kv-type) and weights (--quantize) than the model's own: --all.
@@ -124,7 +116,7 @@ def _print(done: Warmed, seconds: float, as_json: bool) -> None:
 def _warm_up_gpu(
     backend: Backend, model: str | None, computing: LoadFlags, sharing: EngineFlags, progress: TransferProgress
 ) -> Warmed:
-    """Load the model as `serve` does, and compile what it launches."""
+    """Load the model as `serve` does, and compile its kernels."""
     folder = _require_kept(backend.kernel_dir)
     options = load_options(ModelFlags(model=model), computing, sharing)
     phases = LoadPhases(progress=progress)

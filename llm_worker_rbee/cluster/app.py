@@ -45,7 +45,7 @@ SERVER_SETTINGS = {field.name for field in fields(ServerSettings)} - {"api_key",
 
 
 class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How many replicas there are, and what each takes."""
+    """The number of replicas, and the resources of each."""
 
     engines: int = 1
     max_engines: int = 0  # 0: no autoscaling
@@ -122,7 +122,7 @@ class Front:
             raise self._worker.failure
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return how many fronts the processor time of this one needs."""
+        """Return the number of fronts that this one's CPU time calls for."""
         before, self._cpu_clock = self._cpu_clock, (time.monotonic(), time.process_time())
         wall, cpu = (now - then for now, then in zip(self._cpu_clock, before, strict=True))
         return {"load": cpu / max(wall, 1e-3) / TARGET_CPU}
@@ -170,7 +170,7 @@ def choose_resources(model: LoadOptions, gpus: float | None) -> tuple[str, dict[
 
 
 def split_arguments(arguments: Mapping[str, Any]) -> tuple[ClusterOptions, dict[str, Any], LoadOptions]:
-    """Return the options of the cluster, of the server and of the model; raise on what is none of them."""
+    """Return the options of the cluster, of the server and of the model; raise on any other argument."""
     plain = {name: _read_value(value) for name, value in arguments.items()}
     server = {name: plain.pop(name) for name in SERVER_SETTINGS & plain.keys()}
     for name, value in server.items():
@@ -210,6 +210,6 @@ def _replicas(lowest: int, highest: int, options: ClusterOptions) -> dict[str, A
 
 
 def scale_by_load(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """Return how many replicas the reported `load` of all of them needs; Ray applies bounds and delays."""
+    """Return the number of replicas for the reported `load` of all of them; Ray applies bounds and delays."""
     loads = (context.aggregated_metrics or {}).get("load", {})
     return (math.ceil(sum(loads.values())) if loads else context.target_num_replicas), {}

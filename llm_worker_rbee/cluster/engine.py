@@ -103,7 +103,7 @@ class Engine:
         return {reports.KEY: msgspec.msgpack.encode(report)}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return how many replicas the work of this one needs: what is running, and what waits for prefill."""
+        """Return the number of replicas for this one's work: running requests, and tokens waiting for prefill."""
         num_running = sum(request.is_running for request in self._open)
         occupancy = max(self._engine.stats().kv_cache_usage, num_running / self._engine.info.max_batch)
         waiting = sum(request.num_unprefilled_tokens for request in self._open if not request.is_running)

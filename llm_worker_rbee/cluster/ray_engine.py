@@ -214,7 +214,7 @@ def _submission(request: RequestState, deadline: float | None) -> Submit:
 
 
 class ReportedEngine:
-    """What `/info` and metrics show of one replica."""
+    """The data of one replica for `/info` and metrics."""
 
     def __init__(self, info: ModelInfo, report: EngineReport) -> None:
         self.info = msgspec.structs.replace(info, device=report.device)

@@ -1,4 +1,4 @@
-"""What the replicas of `Engine` tell the fronts about themselves, every second, through Ray's controller.
+"""The reports of `Engine` replicas to the fronts, every second, through Ray's controller.
 
 Ray copies the module of a request router into each process; this one is imported, so `latest` is the one table of a
 front, which its router writes and its `RayEngine` reads.

@@ -1,6 +1,6 @@
 """Prefix-aware routing in Ray Serve, by the policy of `token_engine.routing`.
 
-What replicas have cached and how much work they have is in their reports, a second old at most; the router of a front
+The reports of replicas have their cached blocks and their load, a second old at most; the router of a front
 adds the requests that it has sent since. Before the first reports Ray's usual rule decides: the shorter queue of two
 random replicas. Ray copies this module into each process: nothing here is shared (see reports.py).
 """
@@ -20,7 +20,7 @@ NUM_ARGUMENTS = 4  # of `Engine.generate`: version, submission, hashes, number o
 
 
 class ReplicaState:
-    """What the router knows of a replica: its last report, and the requests that it was sent since."""
+    """The router's state of a replica: its last report, and the requests sent to it since."""
 
     def __init__(self, encoded: bytes) -> None:
         self.encoded = encoded
@@ -34,7 +34,7 @@ class ReplicaState:
         return Candidate(self._index.match(hashes) * self.report.block_size, self._load, len(self._index))
 
     def add(self, hashes: list[bytes], num_tokens: int) -> None:
-        """Count a request that it is sent, with so many tokens that it has not cached."""
+        """Count a request sent to it, with the number of uncached tokens."""
         self._index.add_pending(hashes)
         self._load += num_tokens
 

@@ -36,7 +36,7 @@ GAPS_PER_DRAFT_STEP = 2
 
 
 def forced_drafts_pay(num_drafts: int, num_requests: int, step_s: float | None) -> bool:
-    """Return whether a step with `num_drafts` drafts that are certain saves more time than its gaps take.
+    """Return whether a step with `num_drafts` certain drafts saves more time than its gaps take.
 
     It gives each of `num_requests` requests its next token as any step does, and also the drafts, which saves the time
     of num_drafts / num_requests steps of `step_s` seconds; None: not known yet.
@@ -51,7 +51,7 @@ def still_running(scheduled: Sequence[ScheduledTokens]) -> list[ScheduledTokens]
 
 
 class LaunchedForward(NamedTuple):
-    """A step whose forward pass was launched and that is not sampled."""
+    """A step whose forward pass was launched, not sampled yet."""
 
     scheduled: list[ScheduledTokens]
     sampled: list[Request]  # the requests that get a token, in the order of the rows of `logits`
@@ -64,7 +64,7 @@ class LaunchedForward(NamedTuple):
 
 
 class InFlightStep(NamedTuple):
-    """A step that was launched and not collected."""
+    """A launched step that is not collected yet."""
 
     scheduled: list[ScheduledTokens]
     sampled: list[Request]  # the requests that get a token, in the order of the rows of `pending`
@@ -95,7 +95,7 @@ class InFlightStep(NamedTuple):
 
 
 class StepEngine(Protocol):
-    """The engine as its pipeline sees it."""
+    """The engine's interface for its pipeline."""
 
     model: Any
     runner: Any
@@ -133,7 +133,7 @@ class StepPipeline:
         return is_plain and not self._engine.is_drafting
 
     def waits_for(self, num_drafts: int) -> bool:
-        """Return whether a step with these drafts, which are certain, saves more than steps that are launched ahead."""
+        """Return whether a step with these certain drafts saves more time than launching ahead."""
         self._waits_for_drafts = False
         return self._drafts_pay(num_drafts)
 
@@ -178,7 +178,7 @@ class StepPipeline:
 
     def _launch_next(self, step: InFlightStep) -> tuple[list[StepOutput], LaunchedForward | None]:
         """Launch the step after one in flight, if it can be scheduled now, and sample it unless it is guided; return
-        the requests that fail by it, and what is to be sampled once the step before is collected."""
+        the requests that fail by it, and the rows to sample once the step before is collected."""
         engine = self._engine
         with step.assume_collected():
             if engine.is_drafting or self._waits_for_drafts or not engine.scheduler.can_schedule_ahead():
@@ -225,7 +225,7 @@ class StepPipeline:
         return LaunchedForward(scheduled, sampled, forward(engine.model, batch, engine.runner.cache))
 
     def _sample(self, step: LaunchedForward, previous: InFlightStep | None = None) -> InFlightStep:
-        """Launch the sampling of a step. A guided one has no `previous`: what it follows is collected."""
+        """Launch the sampling of a step. A guided one has no `previous`: the step before is collected."""
         rows = self._masked_rows(step.sampled) if step.is_guided else [next_row(request) for request in step.sampled]
         pending = self._engine.model.ops.sample_async(step.logits, rows, _tokens_of(previous))
         return InFlightStep(step.scheduled, step.sampled, pending)

@@ -15,7 +15,7 @@ from hashlib import blake2b
 from .request import Request
 
 DIGEST_BYTES = 16
-ExtraKeys = Sequence[tuple[int, bytes]]  # position of a token, and what its keys and values depend on beside ids
+ExtraKeys = Sequence[tuple[int, bytes]]  # position of a token; what else its keys and values depend on
 
 
 def chained_hash(before: bytes, ids: Sequence[int], extra_keys: Sequence[bytes] = ()) -> bytes:
@@ -36,7 +36,7 @@ def extend_hashes(
 
 
 class BlockPool:
-    """`n_blocks` blocks of `block_size` tokens."""
+    """Reference counts of `n_blocks` blocks of `block_size` tokens."""
 
     def __init__(self, n_blocks: int, block_size: int, *, caching: bool = True) -> None:
         self.n_blocks = n_blocks
@@ -56,7 +56,7 @@ class BlockPool:
         return len(self._free)
 
     def blocks_for(self, tokens: int) -> int:
-        """Return how many blocks hold `tokens` tokens."""
+        """Return the number of blocks for `tokens` tokens."""
         return -(-tokens // self.block_size)
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
@@ -156,7 +156,7 @@ class BlockPool:
 
 
 class InFlightBlocks:
-    """Prompt blocks that running requests are computing: a request that needs one had better wait for it."""
+    """Prompt blocks that running requests are computing: a request that needs one should wait for it."""
 
     def __init__(self) -> None:
         self._by: dict[bytes, Request] = {}  # block hash -> the first request that computes it
@@ -172,7 +172,7 @@ class InFlightBlocks:
                 del self._by[block_hash]
 
     def is_worth_waiting(self, missing: bytes | None, request: Request) -> bool:
-        """Return whether a request as urgent computes the missing block."""
+        """Return whether an equally urgent request computes the missing block."""
         by = None if missing is None else self._by.get(missing)
         return by is not None and by.priority <= request.priority
 

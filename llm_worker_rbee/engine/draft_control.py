@@ -36,7 +36,7 @@ class DraftControl:
         self._restart(WINDOW_STEPS)
 
     def observe(self, num_requests: int, num_tokens: int, seconds: float) -> None:
-        """Take in a step without prefill: the requests that decoded, the tokens that they got, and how long it took."""
+        """Record a step without prefill: its decoding requests, their new tokens, and its seconds."""
         if not self.can_pause:
             return
         if num_requests >= 2 * self._num_requests or 2 * num_requests <= self._num_requests:

@@ -1,4 +1,4 @@
-"""A stand-in for the model: the tokens of a given text, one a step, at a given rate.
+"""A stand-in for the model: the tokens of a fixed text, one per step, at a fixed rate.
 
 Requests, blocks, steps and deadlines are the real ones, so that the cost of a server without its model can be measured.
 """

@@ -1,6 +1,6 @@
 """Many requests, one model: `add` and `abort` between steps, `step` until there is no work.
 
-The engine knows token ids only. It belongs to one thread at a time; token_engine/ is how others reach it.
+The engine knows token ids only. It belongs to one thread at a time; token_engine/ connects others.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Engine:
         return self._end_step(outputs)
 
     def _begin_step(self) -> list[StepOutput]:
-        """Return the outputs of requests that have expired, and of those whose slow grammars are done."""
+        """Return the outputs of expired requests, and of requests whose slow grammars are done."""
         self.is_computing = False  # an interrupted step leaves it set
         self._called_at = time.perf_counter()
         outputs = self.scheduler.expire(time.monotonic())
@@ -151,7 +151,7 @@ class Engine:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Say that the scheduler's state is consistent; an interrupt leaves it said, an error does not."""
+        """Mark the scheduler's state as consistent; an interrupt keeps the mark, an error removes it."""
         self.is_computing = True
         try:
             yield
@@ -239,7 +239,7 @@ class Engine:
         return self.scheduler.fail(scheduled, _to_worker_error(error))
 
     def draft(self) -> None:
-        """Set draft tokens for the next step: those of the drafter, and those that grammars force."""
+        """Set draft tokens for the next step: the drafter's, and tokens that grammars force."""
         if self.drafter is not None and self.is_drafting:
             self._run_drafter(self.drafter)
         grammar_drafts = self.grammar_drafts()
@@ -249,7 +249,7 @@ class Engine:
                 request.drafts = drafts
 
     def grammar_drafts(self) -> list[tuple[Request, list[int]]]:
-        """Return the next tokens of guided requests that decode: those that are forced, or drafts that are allowed."""
+        """Return the next tokens of decoding guided requests: forced tokens, or allowed drafts."""
         pairs, budget = [], self.scheduler.max_scored_tokens
         for request in self.scheduler.running:
             if request.constraint is not None:
@@ -260,7 +260,7 @@ class Engine:
         return pairs
 
     def _run_drafter(self, drafter: Drafter) -> None:
-        """Let a drafter set drafts. They are optional: a drafter that breaks is not used again."""
+        """Let a drafter set drafts. They are optional: a failing drafter is not used again."""
         try:
             batch = partial(self.runner.batch, has_states=False)
             drafter.draft(self.scheduler.running, self.scheduler.reserve, batch)
@@ -273,7 +273,7 @@ class Engine:
             warnings.warn(f"speculative decoding is off: the drafter failed: {error}", RuntimeWarning, stacklevel=2)
 
     def max_prefill_tokens(self, decodes: Sequence[ScheduledTokens], start: int) -> int:
-        """Return how many prompt tokens a step may have so that its decodes get their token in time."""
+        """Return the prompt tokens that a step may have so that its decodes get their tokens in time."""
         limit = self.config.max_step_tokens
         if not any(item.stop > item.request.num_prompt_tokens for item in decodes):
             return limit - len(decodes)  # no request waits for its next token

@@ -1,10 +1,9 @@
-"""The masks of a step of guided requests, and what follows from the tokens that they were sampled with.
+"""The masks of a step of guided requests, and consuming the sampled tokens.
 
 `MaskFiller` computes the masks of a step while the forward pass runs: in a thread, as llguidance needs no interpreter
-lock. The mask of a single request is computed at once: waking a thread takes as long as most masks. A request whose
-grammar is slow holds no other one up: it is left out of steps while a thread consumes its tokens and fills its next
-mask. One that is slow for long ends with an error. Processor time counts, so that the same request gets the same answer
-on a busy machine.
+lock. The mask of a single request is computed at once: waking a thread takes as long as most masks. A request with a
+slow grammar delays no other request: steps leave it out while a thread consumes its tokens and fills its next mask. One
+that stays slow ends with an error. CPU time counts, so that the same request gets the same answer on a busy machine.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class MaskFiller:
         self.held[request] = outputs, self._background.submit(request.constraint.advance, tokens)
 
     def collect(self, *, is_idle: bool) -> list[tuple[list[StepOutput], int]]:
-        """Return the outputs of requests whose next masks are there, and how many of them were consumed.
+        """Return the outputs of requests whose next masks are ready, and the number of consumed tokens.
 
         An idle engine waits a moment for one of them.
         """
@@ -113,7 +112,7 @@ class MaskFiller:
         self._is_suspicious = time.perf_counter() - start > SLOW_STEP_S
 
     def _fill_together(self, rows: Sequence[tuple[int, Request]]) -> None:
-        """Fill masks by threads of llguidance, which do not tell how long each took."""
+        """Fill masks in llguidance's threads, which do not report the time of each."""
         if self._executor is None:
             self._executor = self._make_executor()
         plain: list[tuple[Any, int]] = []
@@ -141,7 +140,7 @@ class MaskFiller:
 def consume_outputs(
     outputs: Sequence[StepOutput], remove: Callable[[Request], object], filler: MaskFiller
 ) -> list[StepOutput]:
-    """Let constraints consume the tokens of a step; return the outputs with what follows from that.
+    """Let constraints consume the tokens of a step; return the resulting outputs.
 
     A request whose grammar is complete ends as if it had sampled the end of the text; one with a token that its
     grammar refuses, because none was possible, ends with an error. `remove` takes it from the scheduler. The outputs of
@@ -172,7 +171,7 @@ def consume_outputs(
 
 
 def follow_output(output: StepOutput, *, is_allowed: bool) -> list[StepOutput]:
-    """Return the output of a token that was consumed, or what ends its request: the last of them is then another."""
+    """Return the output of a consumed token, or the output that ends its request instead."""
     request, constraint = output.request, output.request.constraint
     if not is_allowed:
         return [error_output(request, GrammarDeadEndError(constraint.describe_error()))]
@@ -185,7 +184,7 @@ def follow_output(output: StepOutput, *, is_allowed: bool) -> list[StepOutput]:
 
 
 def collect_held(filler: MaskFiller, remove: Callable[[Request], object], *, is_idle: bool) -> list[StepOutput]:
-    """Return the outputs of slow grammars that were consumed meanwhile, with what follows from that."""
+    """Return the resulting outputs of slow grammars that consumed their tokens meanwhile."""
     collected: list[StepOutput] = []
     for outputs, count in filler.collect(is_idle=is_idle):
         request, consumed = outputs[0].request, outputs[:count]

@@ -1,11 +1,11 @@
-"""The memory of a model: a table of who takes how much of it, the limits of a step, and the size of the KV cache.
+"""The memory plan of a model: a table of its uses, the limits of a step, and the size of the KV cache.
 
-`place_model` is the one entry. Every use of the memory is a row of the table (`MemoryRow`): weights, what other models
-and engines will take, the arrays of a step; the KV cache gets a share of what they leave. It is planned before the
-weights are loaded, so that an impossible size is refused early. A further use adds a row. No arrays here.
+`place_model` is the one entry. Every use of the memory is a row of the table (`MemoryRow`): weights, other models and
+engines, the arrays of a step; the KV cache gets a share of the rest. It is planned before the weights are loaded, so
+that an impossible size is refused early. A further use adds a row. No arrays here.
 
 On a CPU the limits of a step are constants: step time grows linearly with the batch. A GPU computes a hundred requests
-in little more than the time of one, so there they follow from the memory beside the weights: as many requests as the
+in little more than the time of one, so there they follow from the memory without the weights: as many requests as the
 KV cache has room for, as many tokens as a step computes in a fraction of a second.
 
 All requests share one block pool. So what fits is reported in two ways: whole contexts, or tokens for each of
@@ -30,10 +30,10 @@ from ..weights import Checkpoint
 from .scheduler import max_scored_tokens
 from .state_pool import SLOTS_PER_REQUEST, default_slots
 
-# Of the host memory that is free beside the weights. The prefix cache fills the KV cache in time; the rest is for the
+# Of the host memory that the weights leave free. The prefix cache fills the KV cache in time; the rest is for the
 # arrays of a step, the page cache and other programs: two workers that start together on one machine still fit.
 HOST_MEMORY_FRACTION = 0.4
-DEVICE_MEMORY_FRACTION = 0.95  # of a GPU's, beside the weights and DEVICE_SPARE_BYTES: no other program computes there
+DEVICE_MEMORY_FRACTION = 0.95  # of a GPU's, after weights and DEVICE_SPARE_BYTES: no other program computes there
 ADDRESS_SPARE_BYTES = 256 << 20  # of a limited address space: stacks and arenas of threads, libraries loaded later
 STATE_FRACTION = 0.5  # of the cache, that the states of running requests may take: fewer requests run if it is less
 SNAPSHOT_FRACTION = 0.25  # of the rest, that snapshots may take
@@ -51,7 +51,7 @@ CONTEXT_SHARE, MIN_REQUEST_TOKENS, MAX_REQUEST_TOKENS = 8, 512, 1024
 STEP_TOKENS = (8192, 4096, 2048, 1024, 512)
 MIN_STEP_TOKENS_BY_TIME = 2048  # however large the model: fewer would leave tensor cores idle
 MAX_STEP_FLOPS = 1.5e14  # of the matrix products of a step: 8,192 tokens of 8B parameters, 0.2 to 0.4 s on an H200
-WORKSPACE_SHARE = 0.1  # of the memory beside the weights, that the arrays of a step may take by default
+WORKSPACE_SHARE = 0.1  # of the memory after the weights: the default share for the arrays of a step
 GRAPH_TOKENS = 1024  # of the largest captured step: graphs keep their arrays in a memory pool of their own
 LOGIT_COPIES = 3  # as computed, in the buffer that graphs share, capped or gathered for sampling
 SAMPLED_ROWS = 192  # at a time, at most: one on each multiprocessor, two numbers of 8 bytes a token of the vocabulary
@@ -99,7 +99,7 @@ class MemoryPlan:
 
 
 class Placement(NamedTuple):
-    """Where a model goes, how large its steps and its KV cache are, and what takes the memory."""
+    """The backend of a model, the sizes of its steps and its KV cache, and its memory plan."""
 
     backend: Backend
     kv_type: str
@@ -126,7 +126,7 @@ def place_model(backend: Backend, models: Sequence[Checkpoint], options: LoadOpt
 
 
 def place_weights(backend: Backend, models: Sequence[Checkpoint], options: ComputeOptions) -> tuple[Backend, list[str]]:
-    """Return the backend, or the CPU's where a GPU that `auto` chose is too small for the weights; and notes on it."""
+    """Return the backend (the CPU's if the weights exceed a GPU that `auto` chose), and notes on it."""
     if not options.may_leave_gpu:
         return backend, []
     needed = device_weight_bytes(models, options)
@@ -170,7 +170,7 @@ def _place_cache(backend: Backend, models: Sequence[Checkpoint], options: LoadOp
 def plan_memory(
     backend: Backend | None, models: Sequence[Checkpoint], kv_type: str, options: LoadOptions
 ) -> MemoryPlan:
-    """Return the rows beside the KV cache, of a model and the draft model that may follow it, and the limits of a
+    """Return the rows other than the KV cache, of a model and an optional draft model, and the limits of a
     step; backend None: on the CPU."""
     sharing, plural = options.num_sharing, f" of {options.num_sharing} engines" if options.num_sharing > 1 else ""
     if backend is None or not backend.has_device_memory:
@@ -210,7 +210,7 @@ def plan_cache(plan: MemoryPlan, models: Sequence[Checkpoint], kv_type: str, opt
 
 
 def _configs(models: Sequence[Checkpoint], options: LoadOptions) -> list[ModelConfig]:
-    """Return the shape of a model, and of what drafts for it."""
+    """Return the shape of a model, and of its drafter."""
     configs = list(map(read_model_config, models))
     return [*configs, head_config(configs[0])] if options.has_mtp else configs
 
@@ -218,7 +218,7 @@ def _configs(models: Sequence[Checkpoint], options: LoadOptions) -> list[ModelCo
 def _choose_limits(
     workspace: Workspace, memory: int, drafts: list[ModelConfig], kv_type: str, options: LoadOptions
 ) -> SchedulerLimits:
-    """Return the limits of a step on a GPU with `memory` bytes beside the weights."""
+    """Return the limits of a step on a GPU with `memory` bytes after the weights."""
     config = workspace.config
     max_step_tokens = options.max_step_tokens or choose_step_tokens(workspace, memory)
     max_batch = options.max_batch or choose_batch(
@@ -248,12 +248,12 @@ def device_weight_bytes(models: Sequence[Checkpoint], options: ComputeOptions) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheBudget:
-    """The size of a KV cache, and what fits into it."""
+    """The size of a KV cache, and its capacity."""
 
     kv_type: str
     n_blocks: int
     block_size: int
-    bytes: int  # of keys and values, those of a draft model included, and of states
+    bytes: int  # of keys and values, a draft model's included, and of states
     max_context: int  # tokens of one request: what was set, or what fits
     requested_context: int  # what was set, or the model's own
     max_batch: int
@@ -271,7 +271,7 @@ class KVCacheBudget:
 
     @property
     def requests(self) -> int:
-        """Short requests that run at once."""
+        """Concurrent short requests."""
         return min(self.max_batch, self.n_blocks, *([self.n_slots // SLOTS_PER_REQUEST] if self.n_slots else []))
 
     @property
@@ -313,11 +313,11 @@ def plan_kv_cache(
 ) -> KVCacheBudget:
     """Return the KV cache for `max_batch` requests of up to `max_context` tokens (default: the model's own).
 
-    `kv_memory` is its size in bytes; by default what all requests could ever use, but at most `memory_fraction` of
-    `available`, the bytes that are free beside the weights (None: unknown; then it is one whole context). A draft
-    model's cache has as many blocks and shares the memory. Only the default context is reduced to what fits: one that
-    was set raises. States take part of the same memory, at most five eighths: half for those of running
-    requests, with `draft_tokens` more for each, and a quarter of the rest for snapshots.
+    `kv_memory` is its size in bytes; the default is enough for all requests, but at most `memory_fraction` of
+    `available`, the bytes that the weights leave free (None: unknown; then it is one whole context). A draft model's
+    cache has as many blocks and shares the memory. Only the default context is reduced to what fits: one that was set
+    raises. States take part of the same memory, at most five eighths: half for running requests, with `draft_tokens`
+    more for each, and a quarter of the rest for snapshots.
     """
     EngineConfig(max_context=1, n_blocks=1, block_size=block_size, max_batch=max_batch)  # checks their ranges
     requested = _check_context(max_context, config.context_length)
@@ -389,7 +389,7 @@ def free_memory(backend: Backend | None = None) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """The arrays of a step on a GPU, beside weights and KV cache."""
+    """The arrays of a step on a GPU, without weights and KV cache."""
 
     config: ModelConfig
     draft_tokens: int = 0  # of each decoding request
@@ -398,12 +398,12 @@ class Workspace:
 
     @property
     def token_bytes(self) -> int:
-        """The bytes of one token at the layer that takes most; activations have 2 bytes a value."""
+        """The bytes of one token at the largest layer; activations have 2 bytes per value."""
         config, copies = self.config, BATCH_INVARIANT_COPIES if self.batch_invariant else PRODUCT_COPIES
         width, layers = config.d_model, range(config.n_layers)
         heads, kv_heads = max((config.n_heads * dim, n * dim) for n, dim in map(config.kv_shape, layers))
         attention = copies * 4 * (heads + 2 * kv_heads) + (2 + 4 + 2) * heads  # product; queries, output, activations
-        if config.family.gated_attention:
+        if config.family.attention.gated:
             attention += copies * 4 * heads
         if (linear := config.linear) is not None:  # product; convolution; w, u and scores of chunks; result
             values = linear.v_heads * linear.v_dim
@@ -414,14 +414,14 @@ class Workspace:
         mlp = copies * 4 * 2 * d_ff + 2 * d_ff  # gate and up; their combination
         if (experts := config.experts) is not None:  # products of all experts of a token, without splits
             routed = experts.used * (10 * experts.d_ff + 4 * width) + copies * 8 * experts.shared_d_ff
-            mlp = max(mlp, routed + (4 * width if config.family.parallel_experts else 0))  # the MLP's result is kept
+            mlp = max(mlp, routed + (4 * width if experts.spec.parallel else 0))  # the MLP's result is kept
         inputs = 4 * config.n_layers * config.layer_input_dim  # per-layer embeddings, kept until the last layer
         first = (1 + copies) * inputs  # rows of their table, and the product
         hidden = 4 * width if self.keeps_hidden else 0
         return 4 * width + 2 * width + hidden + inputs + max(attention, mlp, first)  # with the stream and its norm
 
     def bytes(self, limits: SchedulerLimits) -> int:
-        """Return the bytes of the largest step, with those that its graphs keep."""
+        """Return the bytes of the largest step, including its graphs."""
         decoding = limits.max_batch * (1 + self.draft_tokens)
         tokens = max(limits.max_step_tokens, decoding)
         rows = decoding + min(limits.max_step_tokens, max_scored_tokens(limits.max_step_tokens))
@@ -430,11 +430,11 @@ class Workspace:
 
 
 def choose_step_tokens(workspace: Workspace, memory: int) -> int:
-    """Return the default of `max_step_tokens` on a GPU with `memory` bytes beside the weights."""
+    """Return the default of `max_step_tokens` on a GPU with `memory` bytes after the weights."""
     config = workspace.config
     experts, d_ff = config.experts, config.d_ff
     if experts is not None:
-        d_ff = experts.used * experts.d_ff + experts.shared_d_ff + (d_ff if config.family.parallel_experts else 0)
+        d_ff = experts.used * experts.d_ff + experts.shared_d_ff + (d_ff if experts.spec.parallel else 0)
     matrix_rows = 2 * (config.n_heads + config.n_kv_heads) * config.head_dim + 3 * d_ff  # of d_model values each
     flops = 2 * config.n_layers * config.d_model * matrix_rows  # of a token
     for tokens in STEP_TOKENS:
@@ -455,10 +455,10 @@ def choose_batch(
     memory_fraction: float = 1.0,
     state_bytes: int = 0,
 ) -> int:
-    """Return the default of `max_batch` on a GPU with `memory` bytes beside the weights.
+    """Return the default of `max_batch` on a GPU with `memory` bytes after the weights.
 
     It is the number of requests, of a share of the context and `state_bytes` each, that fit into the KV cache:
-    `kv_memory` bytes, or `memory_fraction` of what the arrays of a step leave.
+    `kv_memory` bytes, or `memory_fraction` of the memory after the arrays of a step.
     """
     tokens_each = min(context, max(MIN_REQUEST_TOKENS, min(MAX_REQUEST_TOKENS, context // CONTEXT_SHARE)))
     for batch in range(MAX_BATCH, BATCH_STEP, -BATCH_STEP):

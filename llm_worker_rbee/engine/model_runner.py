@@ -67,7 +67,7 @@ class ModelRunner:
     def _decode_batch(
         self, ids: list[int], requests: Sequence[Request], starts: Sequence[int], pending: Array | None
     ) -> Batch:
-        """What `_mixed_batch` gives where each request computes one token and its logits, faster."""
+        """Return the same as `_mixed_batch`, faster, if each request computes one token and its logits."""
         count, size, slots = len(ids), self.cache.block_size, [request.batch_slot for request in requests]
         rows = slots if count > 1 else slice(slots[0], slots[0] + 1)  # of one request without a copy
         written = [row.blocks[at // size] * size + at % size for row, at in zip(requests, starts, strict=True)]
@@ -123,7 +123,7 @@ def _with_states(batch: Batch, scheduled: Sequence[ScheduledTokens]) -> Batch:
 
 
 def forward(model: Transformer, batch: Batch, cache: KVCache) -> Array:
-    """Run the model; an overflow is no warning here, it becomes an error where logits are sampled."""
+    """Run the model; an overflow gives no warning here, but an error where logits are sampled."""
     with np.errstate(all="ignore"):
         return model.forward(batch, cache)
 
@@ -157,7 +157,7 @@ class SingleSequence:
         self.block_table: Ints = np.arange(n_blocks, dtype=np.int64)
 
     def step(self, request: Request, limit: int, *, all_logits: bool = False) -> Array:
-        """Compute up to `limit` tokens that are not computed yet; return the logits of the last of them, or of all."""
+        """Compute up to `limit` of the remaining tokens; return the logits of the last one, or of all."""
         start = request.num_computed_tokens
         ids = request.ids[start : start + limit]
         logits = forward(self.model, self.batch(ids, start, all_logits=all_logits), self.cache)
@@ -182,7 +182,7 @@ class SingleSequence:
         )
 
     def catch_up(self, request: Request, *, all_logits: bool = False) -> Iterator[tuple[int, Array]]:
-        """Compute all that is not computed yet; yield the first position and the logits of each chunk, as `step`."""
+        """Compute all remaining tokens; yield the first position and the logits of each chunk, as `step`."""
         limit = CHUNK_TOKENS_WITH_LOGITS if all_logits else CHUNK_TOKENS
         while request.num_computed_tokens < request.num_tokens:
             start = request.num_computed_tokens

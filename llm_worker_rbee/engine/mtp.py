@@ -4,9 +4,9 @@ The head reads token p with the hidden state of the model at p - 1, and writes k
 layer under the same block numbers: so prefix hits and preemptions hold for them too. The head follows every step of the
 model, prefill included, because hidden states are not kept: so drafting is not paused.
 
-The first token after a prefix hit has a hidden state of zeros: that before it is not computed. The last step of a
-request is not read, as the request is gone by then: a later prefix hit on its blocks finds old keys there. Both make
-drafts worse, and change no answer.
+The first token after a prefix hit gets a hidden state of zeros, since the one before it is not computed. The last step
+of a request is not read, as the request has ended by then: a later prefix hit on its blocks finds old keys there. Both
+make drafts worse, and change no answer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_TOKENS = 1024  # of a pass: bounds the memory of its arrays
 
 
 class _Step(NamedTuple):
-    """What the model computed last."""
+    """The model's last step."""
 
     scheduled: Sequence[ScheduledTokens]
     hidden: Array  # of all its tokens
@@ -122,7 +122,7 @@ def _last_draft(request: Request) -> ScheduledTokens:
 
 
 class _HeadState:
-    """How far the head is with one request."""
+    """The head's progress with one request."""
 
     def __init__(self, max_length: int, block_size: int) -> None:
         self._block_size = block_size
@@ -150,7 +150,7 @@ class _HeadState:
         return ScheduledTokens(request, first, stop, stop - 1 if self._room > 0 else stop)
 
     def computed(self, scheduled: ScheduledTokens) -> None:
-        """Note what the head has read."""
+        """Record the tokens that the head has read."""
         self._num_computed = scheduled.stop
 
     def append(self, request: Request, token: int) -> bool:

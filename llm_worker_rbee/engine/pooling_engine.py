@@ -26,7 +26,7 @@ MAX_STEP_SEQUENCES = 512
 
 
 class PoolingRunner(Protocol):
-    """What the engine needs of a model."""
+    """The model's interface for the engine."""
 
     def run(self, sequences: Sequence[Ints], token_types: Sequence[Ints] | None = None) -> Floats:
         """Return a row for each sequence."""
@@ -84,7 +84,7 @@ class PoolingEngine:
         self._queue.append(_Request(request_id, sequences, token_types, waiting, sizes))
 
     def cancel(self, request_id: int) -> None:
-        """Drop a request, if it is there."""
+        """Drop a request if it is queued."""
         self._queue = deque(request for request in self._queue if request.id != request_id)
 
     def step(self) -> list[PoolingOutput]:

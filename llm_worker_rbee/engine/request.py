@@ -1,6 +1,6 @@
-"""How far a request is, and the records that pass between scheduler, runner and sampler; lengths that fit.
+"""The state of a request, the records between scheduler, runner and sampler, and length checks.
 
-The scheduler imports this module, so it has no arrays. sampling_params.py has what a client asks for.
+The scheduler imports this module, so it has no arrays. sampling_params.py has the client's parameters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NO_TOKEN = -1  # instead of an end-of-text id that was not sampled
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence being computed: the client's parameters, and how far it is."""
+    """One sequence in progress: the client's parameters, and its state."""
 
     prompt: list[int]
     params: SamplingParams  # resolved
@@ -32,7 +32,7 @@ class Request:
     sample_index: int = 0  # of several completions of one prompt
     priority: int = 0  # lower goes first
     deadline: float | None = None  # in the time of time.monotonic
-    generated: Sequence[int] = ()  # output tokens from before: those of an engine that died, say
+    generated: Sequence[int] = ()  # earlier output tokens, for example of an engine that died
     extra_keys: Sequence[tuple[int, bytes]] = ()  # of the block hash: position of a token, key
 
     # State of the scheduler. There are no phases: each step brings num_computed_tokens nearer to num_tokens.
@@ -95,7 +95,7 @@ class Request:
 
     @property
     def num_unscored_tokens(self) -> int:
-        """Prompt tokens whose log-probabilities were requested and are not computed yet."""
+        """Prompt tokens with requested log-probabilities that are not computed yet."""
         return 0 if self.prompt_logprobs is None else self.num_prompt_tokens - len(self.prompt_logprobs)
 
 
@@ -118,7 +118,7 @@ class SamplerOutput:
 
 
 class StepOutput(NamedTuple):
-    """What a step gives for one request: a token, or the error that finished it."""
+    """The output of a step for one request: a token, or the error that finished it."""
 
     request: Request
     token: int
@@ -156,7 +156,7 @@ def check_prompt_fits(num_tokens: int, max_context: int, *, is_scored_only: bool
 
 
 def fit_max_tokens(num_prompt_tokens: int, max_tokens: int | None, config: EngineConfig) -> int:
-    """Return `max_tokens`, or what is left of the context and the KV cache if that is less or it is None.
+    """Return `max_tokens`, or the rest of the context and the KV cache if that is less or it is None.
 
     The result is at least 1: where nothing is left, `resolve_max_tokens` raises.
     """
@@ -166,9 +166,9 @@ def fit_max_tokens(num_prompt_tokens: int, max_tokens: int | None, config: Engin
 
 
 def resolve_max_tokens(num_prompt_tokens: int, max_tokens: int | None, config: EngineConfig) -> int:
-    """Return how many tokens may be generated; raise if they do not fit into the context or the KV cache.
+    """Return the number of tokens to generate; raise if they do not fit into the context or the KV cache.
 
-    `max_tokens=None` is what is left of the context, 0 a prompt that is only scored. This is the only length check:
+    `max_tokens=None` means the rest of the context, 0 a prompt that is only scored. This is the only length check:
     the engine asserts it.
     """
     if num_prompt_tokens == 0:

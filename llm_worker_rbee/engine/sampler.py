@@ -34,7 +34,7 @@ def draw_seed() -> int:
 
 
 def sample(ops: Backend, scheduled: Sequence[ScheduledTokens], logits: Array) -> SamplerOutput:
-    """Sample the tokens of a step; prompts that are scored get their log-probabilities on the way."""
+    """Sample the tokens of a step; scored prompts get their log-probabilities."""
     requests = [item.request for item in scheduled if item.stop >= len(item.request.ids)]
     failed: dict[Request, WorkerError] = {}
     if any(item.request.num_unscored_tokens for item in scheduled):
@@ -53,7 +53,7 @@ def sample(ops: Backend, scheduled: Sequence[ScheduledTokens], logits: Array) ->
 
 
 def masked_rows(request: Request) -> list[SampleRow]:
-    """Return `sample_rows` with the masks of the request's grammar, which are filled."""
+    """Return `sample_rows` with the filled masks of the request's grammar."""
     rows = sample_rows(request)
     if request.constraint is not None:
         for row, mask in zip(rows, request.constraint.masks, strict=True):
@@ -120,7 +120,7 @@ class TokenHistory:
         self._known = 0
 
     def extend(self, ids: list[int], following: Sequence[int]) -> Ints:
-        """Return the tokens and what follows them for now; the array changes with the next call."""
+        """Return the tokens and the following ones; the next call changes the array."""
         known, total = len(ids), len(ids) + len(following)
         if total > len(self._ids):
             self._ids, self._known = np.empty(2 * total, np.int64), 0
@@ -193,13 +193,13 @@ def token_logprobs(
 ) -> list[TokenLogprob]:
     """Return the log-probabilities of tokens under their rows of raw logits, each with its row's k most probable ones.
 
-    With masks they are of the tokens that these allow.
+    With masks they cover only allowed tokens.
     """
     return collect_logprobs(tokens, ops.logprobs(logits, np.array(tokens, np.int64), k, masks))
 
 
 def collect_logprobs(tokens: Sequence[int], logprobs: Logprobs) -> list[TokenLogprob]:
-    """Return the records of tokens and of what a backend has found for them."""
+    """Return the records of tokens with a backend's log-probabilities."""
     return [
         TokenLogprob(token, float(value), _possible(zip(ids.tolist(), map(float, values), strict=True)))
         for token, value, ids, values in zip(tokens, logprobs.chosen, logprobs.top_ids, logprobs.top, strict=True)

@@ -1,4 +1,4 @@
-"""Decides which tokens the next step computes, and applies what a step computed.
+"""Decides which tokens the next step computes, and applies the results of a step.
 
 There are no phases: a request has `num_tokens` and `num_computed_tokens`, and every step lets the second catch up with
 the first. Decodes go first, then running prefills, then waiting requests: by priority, then by arrival. A request gets
@@ -21,7 +21,7 @@ from .block_pool import BlockPool, InFlightBlocks, extend_hashes
 from .request import Request, SamplerOutput, ScheduledTokens, SchedulerStats, SchedulingEvent, StepOutput, error_output
 from .state_pool import MIN_SNAPSHOT_BLOCKS, StatePool
 
-# Tokens of prompts beside these decodes, the deepest of them after so many computed tokens.
+# Prompt tokens next to these decodes, the deepest of them after so many computed tokens.
 PrefillBudget = Callable[[Sequence[ScheduledTokens], int], int]
 MIN_PREFILL_TOKENS = 16  # in a step, however slow it is and however many requests decode: prefills must progress
 MAX_SCORED_TOKENS = 512  # in a step, of prompts whose log-probabilities are requested: each needs a row of logits
@@ -29,7 +29,7 @@ MIN_SCORED_TOKENS = 64
 
 
 def max_scored_tokens(max_step_tokens: int) -> int:
-    """Return how many prompt tokens with log-probabilities a step may have."""
+    """Return the limit of a step on prompt tokens with log-probabilities."""
     return min(MAX_SCORED_TOKENS, max(MIN_SCORED_TOKENS, max_step_tokens // 8))
 
 
@@ -101,7 +101,7 @@ class Scheduler:
         return [error_output(request, DeadlineError(message.format(len(request.tokens)))) for request in ended]
 
     def schedule(self, budget: int | PrefillBudget) -> list[ScheduledTokens]:
-        """Return the next step: every decode, and prefills with what is left of the budget (at least a few tokens).
+        """Return the next step: every decode, and prefills with the rest of the budget (at least a few tokens).
 
         Where `num_in_flight_tokens` and `pending_row` of requests are set, it is the step after the one in flight.
         """
@@ -118,7 +118,7 @@ class Scheduler:
             if length - start > 1:
                 prefills.append(request)
             elif request.pending_row >= 0 and (length >= request.max_total_tokens or request.has_slow_grammar):
-                continue  # the token in flight is its last, or will be consumed beside the steps
+                continue  # the token in flight is its last, or will be consumed outside the steps
             elif length <= len(request.blocks) * size or self._ensure_block(request):
                 if request.drafts:
                     drafted.append(request)
@@ -152,7 +152,7 @@ class Scheduler:
         return scheduled
 
     def update(self, scheduled: Sequence[ScheduledTokens], sampled: SamplerOutput) -> list[StepOutput]:
-        """Apply what a step computed; return its output tokens in the order of `scheduled`."""
+        """Apply the results of a step; return its output tokens in the order of `scheduled`."""
         outputs: list[StepOutput] = []
         tokens, size = iter(sampled.tokens), self.config.block_size
         failed, logprobs = sampled.failed, sampled.logprobs
@@ -179,13 +179,13 @@ class Scheduler:
         return outputs
 
     def fail(self, scheduled: Sequence[ScheduledTokens], error: WorkerError) -> list[StepOutput]:
-        """Finish the requests of a failed step with an error; what they were computing is not kept."""
+        """Finish the requests of a failed step with an error; drop their unfinished blocks."""
         for item in scheduled:
             self.remove(item.request, keep_cached=False)
         return [error_output(item.request, copy_error(error)) for item in scheduled]
 
     def reserve(self, request: Request, tokens: int) -> int:
-        """Allocate blocks for `tokens` tokens of a running request while there are free ones; return how many fit."""
+        """Allocate blocks for `tokens` tokens of a running request while any are free; return the tokens that fit."""
         while len(request.blocks) * self.config.block_size < tokens:
             block = self.pool.allocate_one()
             if block is None:
@@ -349,7 +349,7 @@ class Scheduler:
         return blocks[: self.states.longest_snapshot(hashes[: len(blocks)])]
 
     def _prefix_in_flight(self, request: Request) -> bool:
-        """Return whether a request as urgent is computing the first block that is missing: it is worth waiting for."""
+        """Return whether an equally urgent request is computing the first missing block, so that waiting pays."""
         if not self._in_flight:
             return False
         missing = next((h for h in self._cacheable_hashes(request) if not self.pool.is_cached(h)), None)
@@ -397,7 +397,7 @@ def _reverse_schedule_order(request: Request) -> tuple[int, int]:
 def split_prefill_budget(requests: Iterator[Request], budget: int, scored: int) -> list[tuple[Request, int]]:
     """Return how many tokens of each request a step computes (chunked prefill), at most `scored` with their logits.
 
-    Each gets at most half of what is left, so that a short prompt does not wait for a long one before it; what remains
+    Each gets at most half of the rest, so that a short prompt does not wait for a long one before it; the remainder
     goes to the first.
     """
     counts: list[tuple[Request, int]] = []

@@ -1,12 +1,12 @@
 """Speculative decoding: draft tokens that the model verifies in one step. Drafts never change the output: wrong ones
 are discarded, right ones save a step.
 
-A drafter sets `request.drafts`. `NgramDrafter` needs no second model: it looks up what followed the last tokens earlier
-in the same sequence. `DraftModel` is a smaller model. Its keys and values lie in a cache of its own under the same
-block numbers, so it needs no scheduler: prefix hits and preemptions hold for it too. It samples as the request itself
-would: with the same draws it is right more often than with the most probable token. Drafts follow tokens that the host
-must know: while drafting no step is launched ahead of the one before (async_scheduling.py says what that costs).
-Where that does not pay drafting is paused (draft_control.py); a drafter catches up when it is called again.
+A drafter sets `request.drafts`. `NgramDrafter` needs no second model: it looks up the last tokens earlier in the same
+sequence. `DraftModel` is a smaller model. Its keys and values lie in a cache of its own under the same block numbers,
+so it needs no scheduler: prefix hits and preemptions hold for it too. It samples as the request itself would: with the
+same draws it is right more often than with the most probable token. Drafts follow tokens that the host must know: while
+drafting no step is launched ahead of the one before (async_scheduling.py says what that costs). Where that does not pay
+drafting is paused (draft_control.py); a drafter catches up when it is called again.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Drafter(ABC):
 
 
 def max_drafts(request: Request) -> int:
-    """Return how many drafts make sense: none during prefill, none past the end of the output."""
+    """Return the useful number of drafts: none during prefill, none past the end of the output."""
     if request.num_computed_tokens != len(request.ids) - 1:
         return 0
     return max(0, request.max_total_tokens - len(request.ids) - 1)
@@ -68,7 +68,7 @@ class LastDraft:
         self.tokens: list[int] = []
 
     def num_accepted(self, ids: Sequence[int]) -> int:
-        """Return how many of its tokens the model sampled too."""
+        """Return the number of its tokens that the model sampled too."""
         actual = ids[self.start : self.start + len(self.tokens)]
         return next((i for i, (a, b) in enumerate(zip(actual, self.tokens, strict=False)) if a != b), len(actual))
 
@@ -86,7 +86,7 @@ class LastDraft:
 
 
 class NgramDrafter(Drafter):
-    """Prompt lookup: proposes what followed the same tokens before."""
+    """Prompt lookup: proposes the tokens that followed the same tokens before."""
 
     def __init__(self, max_length: int) -> None:
         self.max_length = max_length
@@ -101,7 +101,7 @@ class NgramDrafter(Drafter):
 
 
 class _NgramIndex:
-    """Where each n-gram of one request was last followed by a token."""
+    """The last position of each n-gram of one request that a token follows."""
 
     def __init__(self, max_length: int) -> None:
         self._after: dict[tuple[int, ...], int] = {}
@@ -199,7 +199,7 @@ class DraftModel(Drafter):
 
 
 class _DraftState:
-    """How far the draft model is with one request."""
+    """The draft model's progress with one request."""
 
     def __init__(self, max_length: int) -> None:
         self.num_computed = self.num_recorded_blocks = 0
@@ -208,8 +208,8 @@ class _DraftState:
         self._room = 0
 
     def sync(self, request: Request, num_computed: Callable[[Request], int]) -> int:
-        """Discount what was computed of rejected drafts, and after a preemption all but cached blocks; return how many
-        tokens the model has computed and the draft model has not."""
+        """Discount rejected drafts, and after a preemption all uncached blocks; return the number of tokens that the
+        model has computed and the draft model has not."""
         if self._blocks is not request.blocks:
             self._blocks, self.num_computed, self.num_recorded_blocks = request.blocks, num_computed(request), 0
         elif self._last.tokens:

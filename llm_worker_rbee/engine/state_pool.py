@@ -2,8 +2,8 @@
 
 A slot holds the state after some number of tokens, in all layers. A step reads one slot of a request and writes others:
 it never changes the state that it starts from, so that it can be computed again, and a state is kept by not giving its
-slot back. A snapshot is a slot that was published under the hash of the blocks before it; what starts from there reads
-it and writes elsewhere. Slots are counted, found and evicted as KV blocks are. No arrays here.
+slot back. A snapshot is a slot that was published under the hash of the blocks before it; a request that starts from it
+reads it and writes elsewhere. Slots are counted, found and evicted like KV blocks. No arrays here.
 
     request.states: {tokens: slot}  the state that the next step starts from, and the states that steps in flight write
 """
@@ -16,15 +16,15 @@ from ..errors import InvalidRequestError
 from .block_pool import BlockPool
 from .request import Request, ScheduledTokens
 
-# Of a running request without drafts: the state that is collected, that of the step in flight, that of the step ahead.
+# A running request without drafts has three states: collected, of the step in flight, of the step ahead.
 SLOTS_PER_REQUEST = 3
 # A prompt's last chunk is split at its last full block only if the snapshot there saves so many blocks.
 MIN_SNAPSHOT_BLOCKS = 2
-DEFAULT_SNAPSHOTS = 64  # slots beside those of running requests, where nothing else is said
+DEFAULT_SNAPSHOTS = 64  # slots in addition to running requests' slots, by default
 
 
 def default_slots(max_batch: int, draft_tokens: int = 0) -> int:
-    """Return how many slots a full batch needs, with drafts, and some for snapshots."""
+    """Return the slots for a full batch, with drafts, and some for snapshots."""
     return max_batch * (SLOTS_PER_REQUEST + draft_tokens) + DEFAULT_SNAPSHOTS
 
 
@@ -52,7 +52,7 @@ class StatePool:
         return self._pool.num_cached
 
     def longest_snapshot(self, hashes: Sequence[bytes]) -> int:
-        """Return how many of these blocks the longest prefix with a snapshot has."""
+        """Return the number of these blocks in the longest prefix with a snapshot."""
         return next((i for i in range(len(hashes), 0, -1) if self._pool.is_cached(hashes[i - 1])), 0)
 
     def start(self, request: Request, num_blocks: int) -> None:
@@ -63,7 +63,7 @@ class StatePool:
             request.states = {num_blocks * self._block_size: slot}
 
     def chunk_stop(self, request: Request, start: int, stop: int) -> int:
-        """Return where a chunk of a prompt should end so that its state becomes a snapshot: with a full block."""
+        """Return the end of a prompt chunk whose state becomes a snapshot: the end of a full block."""
         size, length = self._block_size, len(request.ids)
         if not self._pool.caching:
             return stop
@@ -77,10 +77,10 @@ class StatePool:
         return last if last - start >= least else stop
 
     def draft_room(self, request: Request, running: Sequence[Request]) -> int:
-        """Return for how many drafts of a request there are slots that no other request holds or may need."""
+        """Return the number of drafts of a request with slots that no other request holds or may need."""
         others = sum(max(len(other.states), SLOTS_PER_REQUEST) for other in running if other is not request)
         others += (self.max_running - len(running)) * SLOTS_PER_REQUEST
-        return max(0, self.n_slots - others - 2)  # its own: the state that it starts from, that of the next token
+        return max(0, self.n_slots - others - 2)  # its own: the state at its start, and after the next token
 
     def prepare(self, scheduled: ScheduledTokens) -> None:
         """Allocate slots for the states that a step writes: after its last token, with drafts after each token."""
@@ -131,7 +131,7 @@ class StatePool:
             self._pool.unpublish(self._pool.match([block_hash]))
 
     def check(self, running: Sequence[Request]) -> None:
-        """Assert that the slots agree with what requests hold, for tests and debug runs."""
+        """Assert that slots and requests agree, for tests and debug runs."""
         self._pool.check([list(request.states.values()) for request in running])
         for request in running:
             computed = request.num_computed_tokens

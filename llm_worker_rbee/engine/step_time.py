@@ -1,4 +1,4 @@
-"""How long a step takes, learnt from the steps so far; and from it how many prompt tokens a step may compute.
+"""The time of a step, learnt from earlier steps, and the number of prompt tokens that fit into a step.
 
     seconds = constant + prefill_constant + per_token * tokens + per_context * context
 
@@ -8,9 +8,9 @@ of its request once. So does each token of a prompt on a CPU; on a GPU a tile of
 products take about as long as the memory traffic of one decoding token.
 
 Samples are kept by size, the last few of each, so that prefill is still known after hours of decode. A size counts with
-the mean of its middle samples, so slow steps (a page fault, a compilation) move nothing; the coefficients are the
-least squares of relative errors, none negative, where sizes that were not seen lately count less. What samples do not
-tell apart is put down to `per_token`, the careful guess. No arrays here.
+the mean of its middle samples, so slow steps (a page fault, a compilation) move nothing; the coefficients are the least
+squares of relative errors, none negative, where sizes that were not seen lately count less. Effects that samples do not
+separate count as `per_token`, the careful guess. No arrays here.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _seconds_of = itemgetter(2)
 
 
 class StepSize(NamedTuple):
-    """What the time of a step depends on."""
+    """The quantities that determine the time of a step."""
 
     kind: StepKind
     is_uniform: bool  # each request computes one token
@@ -57,7 +57,7 @@ class StepSize(NamedTuple):
 
 
 class StepTimeCoefficients(NamedTuple):
-    """Seconds of a step, of a token, of a key that is read."""
+    """Seconds per step, per token and per key that is read."""
 
     constant: float = 0.0
     prefill_constant: float = 0.0
@@ -121,7 +121,7 @@ class SizeSamples:
 
 
 class StepTimeModel:
-    """Predicts the seconds of a step and follows what is measured."""
+    """Predicts the seconds of a step and learns from measurements."""
 
     def __init__(self, query_tile: int = 1) -> None:
         self.query_tile = query_tile
@@ -142,7 +142,7 @@ class StepTimeModel:
         return fixed + per_token * size.tokens + per_context * size.context
 
     def observe(self, size: StepSize, seconds: float) -> None:
-        """Take in the time of a step. The first of a size is not learnt from, except on a GPU after its warm-up."""
+        """Learn the time of a step. The first step of a size is ignored, except on a GPU after its warm-up."""
         predicted, interval = self.predict(size), FIT_INTERVAL
         if predicted is None or self._num_samples < EAGER_SAMPLES:
             interval = 1
@@ -169,7 +169,7 @@ class StepTimeModel:
             self._fit()
 
     def max_prefill_tokens(self, target_s: float, decodes: StepSize, start: int, max_tokens: int) -> int:
-        """Return how many tokens of a prompt, after `start` others, fit with `decodes` into a step of `target_s`.
+        """Return the number of prompt tokens, after `start` others, that fit with `decodes` into a step of `target_s`.
 
         Where the decodes alone take longer, prefill may add a quarter.
         """

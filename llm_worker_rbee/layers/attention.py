@@ -1,4 +1,5 @@
-"""What mixes tokens: attention over a paged cache, the short convolution of LFM2, linear attention (Gated DeltaNet).
+"""Token mixers: attention over a paged cache, the short convolution of LFM2, linear attention (Gated
+DeltaNet).
 
 Attention is QKV, optional q/k norms, RoPE with the cache write, scores, output projection. A convolution mixes a token
 with the few before it, which are all of its state. The gated delta rule has a convolution of q, k and v, then a matrix

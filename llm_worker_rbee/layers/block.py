@@ -40,7 +40,7 @@ class PerLayerGate:
     activation: str
 
     def __call__(self, ops: Backend, x: Array, inputs: Array) -> Array:
-        """Map the residual stream, (T, width), to what is added to it."""
+        """Map the residual stream, (T, width), to its increment."""
         gated = ops.per_layer_gate(self.gate(ops, x), inputs, self.layer, self.activation)
         return self.norm(ops, self.projection(ops, gated))
 
@@ -58,7 +58,7 @@ class Block:
     mlp: SwiGLU | MoE
     post_attention_norm: RMSNorm | None = None
     post_mlp_norm: RMSNorm | None = None
-    experts: ParallelExperts | None = None  # beside the MLP
+    experts: ParallelExperts | None = None  # in parallel with the MLP
     per_layer_gate: PerLayerGate | None = None
     input_scale: float = 1.0  # of the residual stream once the delta of the previous block is added
 

@@ -1,7 +1,7 @@
 """The parts of an encoder: embeddings, the block of BERT, and the rows of the sequences.
 
-Embeddings of tokens, positions and segments are added and normalized. What attention and MLP add to the residual stream
-is normalized with it (post-LN). The pooler makes one row for each sequence from the hidden states of a step.
+Embeddings of tokens, positions and segments are added and normalized. The sum of the residual stream and the output of
+attention or MLP is normalized (post-LN). The pooler makes one row for each sequence from the hidden states of a step.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class ParallelExperts:
     mlp_post_norm: RMSNorm
 
     def __call__(self, ops: Backend, x: Array, residual: Array) -> Array:
-        """Return the sum of the MLP's result `x` and of the experts': (T, width)."""
+        """Return the MLP's result `x` plus the experts' result: (T, width)."""
         dense, routed = self.mlp_post_norm(ops, x), self.router_norm(ops, residual)
         routed_out = self.moe(ops, self.norm(ops, residual), routed)
         return ops.add(self.post_norm(ops, routed_out), dense)

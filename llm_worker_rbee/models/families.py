@@ -8,283 +8,223 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
-from ..config import Family, ModelConfig
+from ..config import AttentionSpec, ExpertSpec, Family, ModelConfig, NormSpec, RopeSpec, TensorLayout
 from ..errors import ModelFileError, UnsupportedModelError
 from ..weights import Checkpoint
 from .metadata import model_config_from_gguf, model_config_from_hf
 from .pooling_config import is_pooling_model
 
-QWEN_DEFAULTS = {
-    "num_key_value_heads": 32,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
-GEMMA_DEFAULTS = {
-    "head_dim": 256,
-    "num_key_value_heads": 4,
-    "query_pre_attn_scalar": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "sliding_window": 4096,
-    "tie_word_embeddings": True,
-}
-MINISTRAL_DEFAULTS = {
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 1e6,
-        "factor": 16.0,
-        "original_max_position_embeddings": 16384,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "llama_4_scaling_beta": 0.1,
-    },
-}
-OLMO: dict[str, Any] = {
-    "pre_norms": False,
-    "post_norms": True,
-    "qk_norm": True,
-    "wide_qk_norm": True,
-    "full_every": 4,
-    "unscaled_windows": True,
-}
-LFM2_DEFAULTS = {
-    "num_key_value_heads": 8,
-    "norm_eps": 1e-5,
-    "rope_theta": 1e6,
-    "conv_L_cache": 3,
-    "tie_word_embeddings": True,
-    "block_auto_adjust_ff_dim": True,
-    "block_multiple_of": 256,
-    "block_ffn_dim_multiplier": 1.0,
-}
-GPT_OSS_DEFAULTS = {
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "rms_norm_eps": 1e-5,
-    "num_local_experts": 128,
-    "num_experts_per_tok": 4,
-    "sliding_window": 128,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 150000.0,
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-    },
-}
-GEMMA4: dict[str, Any] = {
-    "activation": "gelu_tanh",
-    "qk_norm": True,
-    "v_norm": True,
-    "optional_v": True,
-    "post_norms": True,
-    "scaled_embedding": True,
-    "full_every": 6,
-    "layer_shapes": True,
-    "default_attention_scale": 1.0,
-    "default_local_base": 10000.0,
-    "default_final_cap": 30.0,
-    "moe": True,
-    "parallel_experts": True,
-}
-GEMMA4_DEFAULTS = {
-    **{key: GEMMA_DEFAULTS[key] for key in ("head_dim", "num_key_value_heads", "hidden_activation")},
-    "tie_word_embeddings": True,
-    "global_head_dim": 512,
-    "enable_moe_block": False,
-    "rope_parameters": {
-        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-    },
-}
-GLM4_DEFAULTS = {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5}
-QWEN_LINEAR_DEFAULTS = {
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "partial_rotary_factor": 0.25,
-    "full_attention_interval": 4,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-}
-QWEN_LINEAR: dict[str, Any] = {
-    "qk_norm": True,
-    "gated_attention": True,
-    "linear_attention": True,
-    "norm_plus_one": True,
-    "gguf_mlp_norm": "post_attention_norm",
-}
-GEMMA3: dict[str, Any] = {
-    "activation": "gelu_tanh",
-    "qk_norm": True,
-    "post_norms": True,
-    "scaled_embedding": True,
-    "norm_plus_one": True,
-    "full_every": 6,
-    "default_local_base": 10000.0,
-}
-BERT: dict[str, Any] = {
-    "is_encoder": True,
-    "layer_norm": True,
-    "stream_norms": True,
-    "learned_positions": True,
-    "gated_mlp": False,
-    "pre_norms": False,
-    "qkv_bias": True,
-    "output_bias": True,
-}
-
 FAMILIES = (
-    Family("llama", gguf=("llama",), hf=("llama",), rope_interleaved=True, moe=True),
-    # GGUF files of Mistral have the architecture llama
+    Family("llama", gguf=("llama",), hf=("llama",), rope=RopeSpec(interleaved=("gguf",)), experts=ExpertSpec()),
+    # GGUF files of Mistral and Mixtral have the architecture llama
     Family("mistral", gguf=(), hf=("mistral",), hf_defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
-    Family(  # its GGUF files, too
-        "mixtral", gguf=(), hf=("mixtral",), moe=True,
+    Family(
+        "mixtral", gguf=(), hf=("mixtral",), experts=ExpertSpec(),
         hf_defaults={
             "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8,
             "num_experts_per_tok": 2,
         },
     ),
-    Family("qwen2", gguf=("qwen2",), hf=("qwen2",), qkv_bias=True, hf_defaults=QWEN_DEFAULTS),
-    Family("qwen3", gguf=("qwen3",), hf=("qwen3",), qk_norm=True, hf_defaults={**QWEN_DEFAULTS, "head_dim": 128}),
-    Family(
-        "qwen2moe", gguf=("qwen2moe",), hf=("qwen2_moe",), qkv_bias=True, moe=True, expert_norm=False,
-        shared_expert_gate=True,
+    qwen2 := Family(
+        "qwen2", gguf=("qwen2",), hf=("qwen2",), attention=AttentionSpec(qkv_bias=True),
         hf_defaults={
-            **QWEN_DEFAULTS, "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4,
+            "num_key_value_heads": 32, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
+        },
+    ),
+    Family(
+        "qwen3", gguf=("qwen3",), hf=("qwen3",), attention=AttentionSpec(qk_norm="head"),
+        hf_defaults={**qwen2.hf_defaults, "head_dim": 128},
+    ),
+    replace(
+        qwen2, name="qwen2moe", gguf=("qwen2moe",), hf=("qwen2_moe",),
+        experts=ExpertSpec(renormalize=False, shared_gate=True),
+        hf_defaults={
+            **qwen2.hf_defaults, "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4,
             "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "norm_topk_prob": False,
         },
     ),
     Family(
-        "qwen3moe", gguf=("qwen3moe",), hf=("qwen3_moe",), qk_norm=True, moe=True,
+        "qwen3moe", gguf=("qwen3moe",), hf=("qwen3_moe",), attention=AttentionSpec(qk_norm="head"),
+        experts=ExpertSpec(),
         hf_defaults={
             "num_key_value_heads": 4, "use_sliding_window": False, "num_experts": 128, "num_experts_per_tok": 8,
             "moe_intermediate_size": 768, "norm_topk_prob": False,
         },
     ),
-    Family(
-        "qwen35", gguf=("qwen35",), hf=("qwen3_5_text", "qwen3_5"), **QWEN_LINEAR, gguf_tiled_heads=True,
-        hf_defaults={**QWEN_LINEAR_DEFAULTS, "num_key_value_heads": 4},
-    ),
-    Family(
-        "qwen35moe", gguf=("qwen35moe",), hf=("qwen3_5_moe_text", "qwen3_5_moe"), **QWEN_LINEAR, gguf_tiled_heads=True,
-        moe=True, shared_expert_gate=True,
+    qwen35 := Family(
+        "qwen35", gguf=("qwen35",), hf=("qwen3_5_text", "qwen3_5"), mixer="gated_delta",
+        attention=AttentionSpec(qk_norm="head", gated=True),
+        tensors=TensorLayout(norm_plus_one=True, gguf_mlp_norm="post_attention_norm", gguf_tiled_heads=True),
         hf_defaults={
-            **QWEN_LINEAR_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
-            "shared_expert_intermediate_size": 512, "intermediate_size": 512,
+            "num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4,
+            "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+            "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        },
+    ),
+    replace(
+        qwen35, name="qwen35moe", gguf=("qwen35moe",), hf=("qwen3_5_moe_text", "qwen3_5_moe"),
+        experts=ExpertSpec(shared_gate=True),
+        hf_defaults={
+            **qwen35.hf_defaults, "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "intermediate_size": 512,
+        },
+    ),
+    replace(
+        qwen35, name="qwen3next", gguf=("qwen3next",), hf=("qwen3_next",), experts=ExpertSpec(shared_gate=True),
+        tensors=TensorLayout(norm_plus_one=True, gguf_mlp_norm="post_attention_norm"),
+        hf_defaults={
+            **qwen35.hf_defaults, "num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
         },
     ),
     Family(
-        "qwen3next", gguf=("qwen3next",), hf=("qwen3_next",), **QWEN_LINEAR, moe=True, shared_expert_gate=True,
+        "phi3", gguf=("phi3",), hf=("phi3",), tensors=TensorLayout(fused_qkv=True, fused_gate_up=True),
+        hf_defaults={"rms_norm_eps": 1e-5},
+    ),
+    Family(
+        "gemma2", gguf=("gemma2",), hf=("gemma2",), activation="gelu_tanh", scaled_embedding=True, final_cap=30.0,
+        attention=AttentionSpec(window=4096, full_every=2, cap=50.0), norms=NormSpec(post=True),
+        tensors=TensorLayout(norm_plus_one=True),
         hf_defaults={
-            **QWEN_LINEAR_DEFAULTS, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
-            "shared_expert_intermediate_size": 512,
+            "head_dim": 256, "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+            "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+            "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
         },
     ),
-    Family(
-        "phi3", gguf=("phi3",), hf=("phi3",), fused_qkv=True, fused_gate_up=True, hf_defaults={"rms_norm_eps": 1e-5}
+    gemma3 := Family(
+        "gemma3", gguf=("gemma3",), hf=("gemma3_text",), activation="gelu_tanh", scaled_embedding=True,
+        attention=AttentionSpec(qk_norm="head", full_every=6), rope=RopeSpec(local_base=10000.0),
+        norms=NormSpec(post=True), tensors=TensorLayout(norm_plus_one=True),
+        hf_defaults={
+            "head_dim": 256, "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+            "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+            "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+        },
     ),
-    Family(
-        "gemma2", gguf=("gemma2",), hf=("gemma2",), activation="gelu_tanh", post_norms=True, scaled_embedding=True,
-        norm_plus_one=True, full_every=2, default_window=4096, default_attention_cap=50.0, default_final_cap=30.0,
-        hf_defaults={**GEMMA_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    gemma4 := Family(
+        "gemma4", gguf=("gemma4",), hf=("gemma4_text",), activation="gelu_tanh", scaled_embedding=True, final_cap=30.0,
+        attention=AttentionSpec(qk_norm="head", v_norm=True, keys_as_values=True, full_every=6, scale=1.0),
+        rope=RopeSpec(local_base=10000.0), norms=NormSpec(post=True), experts=ExpertSpec(parallel=True),
+        layer_shapes=True,
+        hf_defaults={
+            "head_dim": 256, "num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True, "global_head_dim": 512, "enable_moe_block": False,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            "hidden_size_per_layer_input": 256, "sliding_window": 512,
+        },
     ),
-    Family(
-        "gemma3", gguf=("gemma3",), hf=("gemma3_text",), **GEMMA3,
-        hf_defaults={**GEMMA_DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+    # GGUF files of the unified models have the architecture gemma4
+    replace(
+        gemma4, name="gemma4_unified", gguf=(), hf=("gemma4_unified_text",),
+        hf_defaults={**gemma4.hf_defaults, "hidden_size_per_layer_input": 0, "sliding_window": 1024},
     ),
-    Family(
-        "gemma4", gguf=("gemma4",), hf=("gemma4_text",), **GEMMA4,
-        hf_defaults={**GEMMA4_DEFAULTS, "hidden_size_per_layer_input": 256, "sliding_window": 512},
-    ),
-    Family(  # its GGUF files have the architecture gemma4
-        "gemma4_unified", gguf=(), hf=("gemma4_unified_text",), **GEMMA4,
-        hf_defaults={**GEMMA4_DEFAULTS, "sliding_window": 1024},
-    ),
-    Family(
-        "granite", gguf=("granite",), hf=("granite",), rope_interleaved=True, multipliers=True,
+    granite := Family(
+        "granite", gguf=("granite",), hf=("granite",), rope=RopeSpec(interleaved=("gguf",)), multipliers=True,
         hf_defaults={"attention_multiplier": 1.0},
     ),
     Family(
-        "smollm3", gguf=("smollm3",), hf=("smollm3",), rope_interleaved=True, nope_every=4,
+        "smollm3", gguf=("smollm3",), hf=("smollm3",), rope=RopeSpec(interleaved=("gguf",), nope_every=4),
         hf_defaults={
-            "num_key_value_heads": 4, "rope_theta": 2e6, "use_sliding_window": False, "tie_word_embeddings": True
+            "num_key_value_heads": 4, "rope_theta": 2e6, "use_sliding_window": False, "tie_word_embeddings": True,
         },
     ),
     Family(
-        "mistral3", gguf=("mistral3",), hf=("ministral3",), rope_interleaved=True, hf_defaults=MINISTRAL_DEFAULTS
+        "mistral3", gguf=("mistral3",), hf=("ministral3",), rope=RopeSpec(interleaved=("gguf",)),
+        hf_defaults={
+            "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+                "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+            },
+        },
     ),
-    Family("olmo2", gguf=("olmo2",), hf=("olmo2",), **OLMO, hf_defaults={"rms_norm_eps": 1e-5}),
+    olmo2 := Family(
+        "olmo2", gguf=("olmo2",), hf=("olmo2",), attention=AttentionSpec(qk_norm="wide", full_every=4),
+        rope=RopeSpec(unscaled_windows=True), norms=NormSpec(pre=False, post=True), hf_defaults={"rms_norm_eps": 1e-5},
+    ),
     # GGUF files of OLMo 3 have the architecture olmo2
-    Family(
-        "olmo3", gguf=(), hf=("olmo3",), **OLMO,
+    replace(
+        olmo2, name="olmo3", gguf=(), hf=("olmo3",),
         hf_defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
     ),
     Family(
-        "glm4", gguf=("glm4",), hf=("glm4",), rope_interleaved=True, hf_rope_interleaved=True, post_norms=True,
-        fused_gate_up=True, hf_defaults=GLM4_DEFAULTS,
-    ),
-    Family(
-        "olmoe", gguf=("olmoe",), hf=("olmoe",), qk_norm=True, wide_qk_norm=True, moe=True, expert_norm=False,
+        "glm4", gguf=("glm4",), hf=("glm4",), rope=RopeSpec(interleaved=("gguf", "safetensors")),
+        norms=NormSpec(post=True), tensors=TensorLayout(fused_gate_up=True),
         hf_defaults={
-            "rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False
+            "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5,
         },
     ),
     Family(
-        "granitemoe", gguf=("granitemoe",), hf=("granitemoe",), rope_interleaved=True, multipliers=True, moe=True,
+        "olmoe", gguf=("olmoe",), hf=("olmoe",), attention=AttentionSpec(qk_norm="wide"),
+        experts=ExpertSpec(renormalize=False),
+        hf_defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
+    ),
+    replace(
+        granite, name="granitemoe", gguf=("granitemoe",), hf=("granitemoe",), experts=ExpertSpec(),
         hf_defaults={"attention_multiplier": 1.0, "num_local_experts": 8, "num_experts_per_tok": 2},
     ),
     Family(
-        "glm4moe", gguf=("glm4moe",), hf=("glm4_moe",), qk_norm=True, optional_qk_norm=True,
-        gguf_mlp_norm="post_attention_norm", moe=True, expert_scoring="sigmoid",
+        "glm4moe", gguf=("glm4moe",), hf=("glm4_moe",), attention=AttentionSpec(qk_norm="optional"),
+        experts=ExpertSpec(scoring="sigmoid"), tensors=TensorLayout(gguf_mlp_norm="post_attention_norm"),
         hf_defaults={
             "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "n_routed_experts": 128,
             "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1, "first_k_dense_replace": 1,
             "num_nextn_predict_layers": 1,
         },
     ),
-    Family(
-        "lfm2", gguf=("lfm2",), hf=("lfm2",), qk_norm=True, short_conv=True, output_norm="token_embd_norm",
-        hf_defaults=LFM2_DEFAULTS,
-    ),
-    Family(
-        "lfm2moe", gguf=("lfm2moe",), hf=("lfm2_moe",), qk_norm=True, short_conv=True, output_norm="token_embd_norm",
-        moe=True, expert_scoring="sigmoid",
+    lfm2 := Family(
+        "lfm2", gguf=("lfm2",), hf=("lfm2",), mixer="short_conv", attention=AttentionSpec(qk_norm="head"),
+        tensors=TensorLayout(output_norm="token_embd_norm"),
         hf_defaults={
-            **LFM2_DEFAULTS, "block_auto_adjust_ff_dim": False, "num_experts": 32, "num_experts_per_tok": 4,
+            "num_key_value_heads": 8, "norm_eps": 1e-5, "rope_theta": 1e6, "conv_L_cache": 3,
+            "tie_word_embeddings": True, "block_auto_adjust_ff_dim": True, "block_multiple_of": 256,
+            "block_ffn_dim_multiplier": 1.0,
+        },
+    ),
+    replace(
+        lfm2, name="lfm2moe", gguf=("lfm2moe",), hf=("lfm2_moe",), experts=ExpertSpec(scoring="sigmoid"),
+        hf_defaults={
+            **lfm2.hf_defaults, "block_auto_adjust_ff_dim": False, "num_experts": 32, "num_experts_per_tok": 4,
             "moe_intermediate_size": 1792, "num_dense_layers": 2,
         },
     ),
     Family(
-        "gpt-oss", gguf=("gpt-oss",), hf=("gpt_oss",), activation="swiglu_oai", qkv_bias=True, output_bias=True,
-        attention_sinks=True, full_every=2, yarn_truncate=False, gguf_mlp_norm="post_attention_norm", moe=True,
-        expert_bias=True, hf_defaults=GPT_OSS_DEFAULTS,
+        "gpt-oss", gguf=("gpt-oss",), hf=("gpt_oss",), activation="swiglu_oai",
+        attention=AttentionSpec(qkv_bias=True, output_bias=True, sinks=True, full_every=2),
+        rope=RopeSpec(yarn_truncate=False), experts=ExpertSpec(bias=True),
+        tensors=TensorLayout(gguf_mlp_norm="post_attention_norm"),
+        hf_defaults={
+            "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "num_local_experts": 128,
+            "num_experts_per_tok": 4, "sliding_window": 128,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+            },
+        },
     ),
-    Family(
-        "bert", gguf=("bert",), hf=("bert",), **BERT, activation="gelu",
+    bert := Family(
+        "bert", gguf=("bert",), hf=("bert",), is_encoder=True, learned_positions=True, activation="gelu",
+        gated_mlp=False, attention=AttentionSpec(qkv_bias=True, output_bias=True),
+        norms=NormSpec(pre=False, stream=True, layer=True),
         hf_defaults={"max_position_embeddings": 512, "type_vocab_size": 2},
     ),
     # GGUF files of RoBERTa and XLM-RoBERTa have the architecture bert
+    replace(bert, name="roberta", gguf=(), hf=("roberta", "xlm-roberta", "camembert")),
     Family(
-        "roberta", gguf=(), hf=("roberta", "xlm-roberta", "camembert"), **BERT, activation="gelu",
-        hf_defaults={"max_position_embeddings": 512, "type_vocab_size": 2},
+        "nomic-bert", gguf=("nomic-bert",), hf=("nomic_bert",), is_encoder=True,
+        norms=NormSpec(pre=False, stream=True, layer=True),
+        hf_defaults={"max_position_embeddings": 2048, "rope_theta": 1000.0},
     ),
     Family(
-        "nomic-bert", gguf=("nomic-bert",), hf=("nomic_bert",), is_encoder=True, layer_norm=True, stream_norms=True,
-        pre_norms=False, hf_defaults={"max_position_embeddings": 2048, "rope_theta": 1000.0},
-    ),
-    Family(
-        "modernbert", gguf=("modern-bert",), hf=("modernbert",), is_encoder=True, layer_norm=True, fused_qkv=True,
-        fused_gate_up=True, activation="gelu", full_every=3, full_first=True, default_local_base=10000.0,
+        "modernbert", gguf=("modern-bert",), hf=("modernbert",), is_encoder=True, activation="gelu",
+        attention=AttentionSpec(full_every=3, full_first=True), rope=RopeSpec(local_base=10000.0),
+        norms=NormSpec(layer=True), tensors=TensorLayout(fused_qkv=True, fused_gate_up=True),
         classifier_pooling="mean", classifier_activation="gelu", hf_defaults={"max_position_embeddings": 8192},
     ),
-    Family(  # its folders have the model_type gemma3_text, with bidirectional attention
-        "gemma-embedding", gguf=("gemma-embedding",), hf=(), **GEMMA3, is_encoder=True,
-    ),
+    # its folders have the model_type gemma3_text, with bidirectional attention
+    replace(gemma3, name="gemma-embedding", gguf=("gemma-embedding",), hf=(), is_encoder=True, hf_defaults={}),
 )  # fmt: skip
 GGUF_OF = {
     "mistral": "llama",

@@ -117,7 +117,7 @@ class ModelLoader:
             embedding=table,
             embedding_scale=self.embedding_scale(),
             blocks=blocks,
-            norm=self.stream_norm(c.family.output_norm, divisor=c.logit_scale),
+            norm=self.stream_norm(c.family.tensors.output_norm, divisor=c.logit_scale),
             output_scale=self.layer_scale(c.n_layers - 1),
             head=self.head(table),
             per_layer_inputs=self.per_layer_inputs() if c.layer_input_dim else None,
@@ -179,7 +179,7 @@ class ModelLoader:
     def check_layer_count(self) -> None:
         """Raise before anything is built for layers that the metadata claims and the file lacks."""
         family = self.config.family
-        part = "norm" if family.pre_norms and not family.is_encoder else "output"
+        part = "norm" if family.norms.pre and not family.is_encoder else "output"
         last = f"blk.{self.config.n_layers - 1}.attn_{part}.weight"
         if last not in self.checkpoint.tensors:
             raise ModelFileError(f"tensor {last!r} is missing: the metadata says {self.config.n_layers} layers")
@@ -263,7 +263,7 @@ class ModelLoader:
 
     def block(self, i: int, rope: RopeTable) -> Block:
         c, prefix = self.config, f"blk.{i}."
-        pre, post = c.family.pre_norms, c.family.post_norms
+        pre, post = c.family.norms.pre, c.family.norms.post
         return Block(
             attention_norm=self.stream_norm(prefix + "attn_norm") if pre else None,
             attention=self.mixer(i, prefix, rope),
@@ -271,13 +271,13 @@ class ModelLoader:
             mlp=self.mlp(i, prefix),
             post_attention_norm=self.norm(prefix + "post_attention_norm.weight", c.d_model) if post else None,
             post_mlp_norm=self.norm(prefix + "post_ffw_norm.weight", c.d_model) if post else None,
-            experts=self.parallel_experts(prefix) if c.experts and c.family.parallel_experts else None,
+            experts=self.parallel_experts(prefix) if c.experts and c.experts.spec.parallel else None,
             per_layer_gate=self.per_layer_gate(i, prefix) if c.layer_input_dim else None,
             input_scale=self.layer_scale(i - 1) if i else 1.0,
         )
 
     def mlp_norm_name(self) -> str:
-        return self.config.family.gguf_mlp_norm if self.checkpoint.format == "gguf" else "ffn_norm"
+        return self.config.family.tensors.gguf_mlp_norm if self.checkpoint.format == "gguf" else "ffn_norm"
 
     def mixer(self, i: int, prefix: str, rope: RopeTable) -> Attention | ShortConv | GatedDelta:
         """Return the token mixer of layer `i`: attention, a short convolution or a gated delta rule."""
@@ -303,17 +303,16 @@ class ModelLoader:
     def attention(self, i: int, prefix: str, rope: RopeTable) -> Attention:
         c, (kv_heads, dim) = self.config, self.config.kv_shape(i)
         kv_heads = kv_heads if c.kv_source(i) == i else 0
-        has_norms = c.family.qk_norm and not (
-            c.family.optional_qk_norm and f"{prefix}attn_q_norm.weight" not in self.checkpoint.tensors
-        )
+        is_left_out = f"{prefix}attn_q_norm.weight" not in self.checkpoint.tensors
+        has_norms = c.family.attention.qk_norm and not (c.family.attention.qk_norm == "optional" and is_left_out)
         q_norm, k_norm = (
             self.head_norm(f"{prefix}attn_{x}_norm.weight", heads, dim) if has_norms and heads else None
             for x, heads in (("q", c.n_heads), ("k", kv_heads))
         )
-        if c.family.gated_attention:
+        if c.family.attention.gated:
             qkv, gate = self.gated_qkv(prefix)
         else:
-            keys_as_values = c.family.optional_v and not c.windows[i]
+            keys_as_values = c.family.attention.keys_as_values and not c.windows[i]
             qkv, gate = self.qkv(prefix, c.n_heads * dim, kv_heads * dim, keys_as_values=keys_as_values), None
         return Attention(
             qkv=qkv,
@@ -325,15 +324,15 @@ class ModelLoader:
             params=AttentionParams(c.attention_scale, c.windows[i], c.attention_cap, c.causal),
             q_norm=q_norm,
             k_norm=k_norm,
-            v_norm=self.unit_norm(dim) if c.family.v_norm and kv_heads else None,
-            sinks=self.sinks(prefix) if c.family.attention_sinks else None,
+            v_norm=self.unit_norm(dim) if c.family.attention.v_norm and kv_heads else None,
+            sinks=self.sinks(prefix) if c.family.attention.sinks else None,
             gate=gate,
         )
 
     def gated_delta(self, prefix: str) -> GatedDelta:
         c, n = self.config, self.config.linear
         assert n is not None
-        is_tiled = c.family.gguf_tiled_heads and self.checkpoint.format == "gguf"
+        is_tiled = c.family.tensors.gguf_tiled_heads and self.checkpoint.format == "gguf"
         rate = self.vector(prefix + "ssm_a", n.v_heads)
         rate = rate if self.checkpoint.format == "gguf" else -np.exp(rate)  # transformers' is its logarithm
         vectors = rate, self.vector(prefix + "ssm_dt.bias", n.v_heads), self.vector(prefix + "ssm_norm.weight", n.v_dim)
@@ -379,16 +378,17 @@ class ModelLoader:
 
     def qkv(self, prefix: str, q_rows: int, kv_rows: int, *, keys_as_values: bool) -> Linear:
         c, rows = self.config, [q_rows, kv_rows, kv_rows]
-        if c.family.fused_qkv or (c.family.is_encoder and prefix + "attn_qkv.weight" in self.checkpoint.tensors):
+        is_fused = prefix + "attn_qkv.weight" in self.checkpoint.tensors
+        if c.family.tensors.fused_qkv or (c.family.is_encoder and is_fused):
             return self.linear([prefix + "attn_qkv"], [sum(rows)], c.d_model)
         names = [prefix + f"attn_{x}" for x in "qkv"]
         if not kv_rows:
             return self.linear(names[:1], rows[:1], c.d_model)
         if keys_as_values and names[2] + ".weight" not in self.checkpoint.tensors:
             names[2] = names[1]
-        if c.family.qkv_bias:
+        if c.family.attention.qkv_bias:
             self.require_biases(names)
-        if c.family.output_bias:
+        if c.family.attention.output_bias:
             self.require_biases([prefix + "attn_output"])
         return self.linear(names, rows, c.d_model)
 
@@ -398,7 +398,7 @@ class ModelLoader:
 
     def mlp(self, i: int, prefix: str) -> SwiGLU | MoE:
         c, experts = self.config, self.config.experts
-        if experts is None or i in experts.dense_layers or c.family.parallel_experts:
+        if experts is None or i in experts.dense_layers or experts.spec.parallel:
             return self.swiglu(prefix, "", c.d_ff_of(i))
         return self.moe(prefix, experts)
 
@@ -417,7 +417,7 @@ class ModelLoader:
     def swiglu(self, prefix: str, suffix: str, d_ff: int) -> SwiGLU:
         c = self.config
         gate, up, down = (f"{prefix}ffn_{role}{suffix}" for role in ("gate", "up", "down"))
-        names, rows = ([up], [2 * d_ff]) if c.family.fused_gate_up else ([gate, up], [d_ff, d_ff])
+        names, rows = ([up], [2 * d_ff]) if c.family.tensors.fused_gate_up else ([gate, up], [d_ff, d_ff])
         last = self.linear([down], [c.d_model], d_ff)
         return SwiGLU(self.linear(names, rows, c.d_model), last, c.activation)
 
@@ -426,10 +426,10 @@ class ModelLoader:
         is_stacked = prefix + "ffn_gate_up_exps.weight" in self.checkpoint.tensors
         gate_up = [("gate_up", 2 * e.d_ff)] if is_stacked else [("gate", e.d_ff), ("up", e.d_ff)]
         scales = self.optional_vector(prefix + "ffn_down_exps.scale", e.count)
-        shared_gate = self.shared_gate(prefix) if e.shared_d_ff and c.family.shared_expert_gate else None
+        shared_gate = self.shared_gate(prefix) if e.shared_d_ff and e.spec.shared_gate else None
         return MoE(
             router=self.linear([prefix + "ffn_gate_inp"], [e.count], c.d_model),
-            params=RouteParams(e.used, e.scoring, e.renormalize, e.scale),
+            params=RouteParams(e.used, e.spec.scoring, e.spec.renormalize, e.scale),
             gate_up=self.grouped_linear(prefix, e, gate_up, c.d_model),
             down=self.grouped_linear(prefix, e, [("down", c.d_model)], e.d_ff),
             activation=c.activation,
@@ -450,7 +450,7 @@ class ModelLoader:
         matrices = [self.expert_matrices(prefix, role, e, rows, columns) for role, rows in roles]
         weight = self.ops.prepare_experts(list(zip(*matrices, strict=True)))
         self.count_packed([tensor for tensors in matrices for tensor in tensors])
-        if not self.config.family.expert_bias:
+        if not e.spec.bias:
             return GroupedLinear(weight)
         self.require_biases([prefix + "ffn_gate_inp"])
         biases = [self.vector(f"{prefix}ffn_{role}_exps.bias", e.count, rows) for role, rows in roles]
@@ -489,9 +489,8 @@ class ModelLoader:
         return tensor if order is None else tensor.take_rows(order)
 
     def rope_order(self, name: str, rows: int) -> NDArray[np.intp] | None:
-        family = self.config.family
-        interleaved = family.rope_interleaved if self.checkpoint.format == "gguf" else family.hf_rope_interleaved
-        if not interleaved or name.split(".")[-2] not in ("attn_q", "attn_k"):
+        is_interleaved = self.checkpoint.format in self.config.family.rope.interleaved
+        if not is_interleaved or name.split(".")[-2] not in ("attn_q", "attn_k"):
             return None
         return rope_row_order(rows, self.config.head_dim, self.config.rope_dim)
 
@@ -513,14 +512,14 @@ class ModelLoader:
     def head_norm(self, name: str, heads: int, dim: int) -> RMSNorm:
         """Return a norm of q or k: of each head, or of all together."""
         c = self.config
-        if not c.family.wide_qk_norm:
+        if c.family.attention.qk_norm != "wide":
             return self.norm(name, dim)
         weight = self.norm_weight(name, heads * dim).reshape(heads, dim)
         return RMSNorm(self.ops.prepare_vector(weight), c.norm_eps)
 
     def norm_weight(self, name: str, width: int) -> NDArray[np.float32]:
         weight = self.vector(name, width)
-        is_less_one = self.config.family.norm_plus_one and self.checkpoint.format == "safetensors"
+        is_less_one = self.config.family.tensors.norm_plus_one and self.checkpoint.format == "safetensors"
         return weight + np.float32(1) if is_less_one else weight
 
     def tensor(self, name: str, *shape: int) -> Tensor:

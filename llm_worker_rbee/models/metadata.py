@@ -72,7 +72,7 @@ def layer_windows(window: int, full_every: int, n_layers: int, *, full_first: bo
 def model_config_from_gguf(metadata: Mapping[str, Any], family: Family, vocab_size: int | None = None) -> ModelConfig:
     """Read the `<architecture>.*` keys; `vocab_size` (the rows of the embedding) wins over the metadata."""
     keys = MetadataReader(metadata, f"{metadata['general.architecture']}.")
-    has_nextn = family.moe or family.linear_attention
+    has_nextn = family.experts is not None or family.mixer == "gated_delta"
     nextn = keys.integer("nextn_predict_layers", 0, maximum=MAX_LAYERS) if has_nextn else 0
     n_layers = keys.integer("block_count", minimum=1 + nextn, maximum=MAX_LAYERS) - nextn
     windows = _gguf_windows(keys, family, n_layers)
@@ -100,7 +100,7 @@ def model_config_from_gguf(metadata: Mapping[str, Any], family: Family, vocab_si
         d_ff=keys.integer("feed_forward_length", keys.integer("expert_feed_forward_length", 0) or None, 1, MAX_WIDTH),
         vocab_size=vocab_size or _vocab_size(keys),
         context_length=keys.integer("context_length", minimum=1, maximum=MAX_CONTEXT),
-        norm_eps=keys.positive(f"attention.layer_norm_{'' if family.layer_norm else 'rms_'}epsilon"),
+        norm_eps=keys.positive(f"attention.layer_norm_{'' if family.norms.layer else 'rms_'}epsilon"),
         rope_dim=rope_dim,
         rope_base=keys.positive("rope.freq_base", 10000.0, MIN_ROPE_BASE),
         rope_scaling=_gguf_rope_scaling(keys, family),
@@ -109,8 +109,8 @@ def model_config_from_gguf(metadata: Mapping[str, Any], family: Family, vocab_si
         temperature_beta=keys.number("attention.temperature_scale", 0.0),
         windows=windows,
         attention_scale=_attention_scale(keys, family, n_layers, d_model / n_heads, head_dim),
-        attention_cap=keys.cap("attn_logit_softcapping", family.default_attention_cap),
-        final_cap=keys.cap("final_logit_softcapping", family.default_final_cap),
+        attention_cap=keys.cap("attn_logit_softcapping", family.attention.cap),
+        final_cap=keys.cap("final_logit_softcapping", family.final_cap),
         embedding_scale=keys.positive("embedding_scale", 1.0),
         residual_scale=keys.positive("residual_scale", 1.0),
         logit_scale=keys.positive("logit_scale", 1.0),
@@ -136,10 +136,10 @@ def _gguf_activation(keys: MetadataReader, family: Family) -> str:
 def _gguf_kv_heads(keys: MetadataReader, family: Family, n_layers: int, n_heads: int) -> tuple[int, tuple[str, ...]]:
     """Return the KV heads of a layer with attention, and the kinds of layers: a short convolution has 0 of them."""
     key = "attention.head_count_kv"
-    if family.linear_attention:
+    if family.mixer == "gated_delta":
         return keys.integer(key, n_heads, 1, n_heads), _gguf_linear_kinds(keys, n_layers)
     counts = keys.array(key)
-    if counts is None or not family.short_conv or 0 not in counts:
+    if counts is None or family.mixer != "short_conv" or 0 not in counts:
         return keys.integer(key, n_heads, 1, n_heads), ()
     if len(counts) != n_layers:
         raise keys.error(key, f"must have a number for each of {n_layers} layers, not {len(counts)}")
@@ -151,7 +151,7 @@ def _gguf_experts(keys: MetadataReader, family: Family) -> ExpertConfig | None:
     count = keys.integer("expert_count", 0, maximum=MAX_EXPERTS)
     if not count:
         return None
-    if not family.moe:
+    if (usual := family.experts) is None:
         raise UnsupportedModelError(f"{family.name}: a mixture of experts is not supported in this architecture")
     if keys.integer("expert_group_count", 0) > 1:
         raise UnsupportedModelError(f"{keys.describe_key('expert_group_count')}: groups of experts are not supported")
@@ -165,15 +165,17 @@ def _gguf_experts(keys: MetadataReader, family: Family) -> ExpertConfig | None:
         used=keys.integer("expert_used_count", minimum=1, maximum=count),
         d_ff=d_ff,
         shared_d_ff=keys.integer("expert_shared_feed_forward_length", shared, maximum=MAX_WIDTH),
-        scoring=GGUF_SCORINGS[scoring] or family.expert_scoring,
-        renormalize=scoring == SOFTMAX_OF_CHOSEN or keys.get("expert_weights_norm", bool, family.expert_norm),
+        spec=usual._replace(
+            scoring=GGUF_SCORINGS[scoring] or usual.scoring,
+            renormalize=scoring == SOFTMAX_OF_CHOSEN or keys.get("expert_weights_norm", bool, usual.renormalize),
+        ),
         scale=keys.number("expert_weights_scale", 0.0) or 1.0,
         dense_layers=frozenset(range(keys.integer("leading_dense_block_count", 0, maximum=MAX_LAYERS))),
     )
 
 
 def _gguf_linear(keys: MetadataReader, family: Family) -> LinearAttentionConfig | None:
-    if not family.linear_attention:
+    if family.mixer != "gated_delta":
         return None
     v_heads, dim = (
         keys.integer(f"ssm.{key}", minimum=1, maximum=MAX_WIDTH) for key in ("time_step_rank", "state_size")
@@ -202,7 +204,7 @@ def linear_kinds(interval: int, n_layers: int) -> tuple[str, ...]:
 
 
 def _hf_linear(keys: MetadataReader, family: Family) -> LinearAttentionConfig | None:
-    if not family.linear_attention:
+    if family.mixer != "gated_delta":
         return None
     names = ("conv_kernel_dim", "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
     return LinearAttentionConfig(*(keys.integer(f"linear_{name}", minimum=1, maximum=MAX_WIDTH) for name in names))
@@ -226,19 +228,20 @@ def _vocab_size(keys: MetadataReader) -> int:
 def _gguf_local_base(keys: MetadataReader, family: Family) -> float:
     if keys.has("rope.freq_base_swa"):
         return keys.positive("rope.freq_base_swa", minimum=MIN_ROPE_BASE)
-    if family.unscaled_windows and keys.has("attention.sliding_window"):
+    if family.rope.unscaled_windows and keys.has("attention.sliding_window"):
         return keys.positive("rope.freq_base", 10000.0, MIN_ROPE_BASE)
-    return family.default_local_base
+    return family.rope.local_base
 
 
 def _gguf_nope_layers(keys: MetadataReader, family: Family, n_layers: int) -> tuple[int, ...]:
-    if any(keys.array("rope.dimension_sections") or ()) and not family.linear_attention:  # there, of text a plain RoPE
+    has_sections = any(keys.array("rope.dimension_sections") or ())
+    if has_sections and family.mixer != "gated_delta":  # there, M-RoPE of text is a plain RoPE
         raise UnsupportedModelError(f"{keys.describe_key('rope.dimension_sections')} (M-RoPE) is not supported")
     if family.learned_positions:
         return tuple(range(n_layers))
     if family.multipliers and not keys.get("rope.scaling.finetuned", bool, True):  # how Granite's files state it
         return tuple(range(n_layers))
-    return every_nth(family.nope_every, n_layers)
+    return every_nth(family.rope.nope_every, n_layers)
 
 
 def every_nth(n: int, n_layers: int) -> tuple[int, ...]:
@@ -251,15 +254,15 @@ def _attention_scale(
 ) -> float:
     """Return the scale of scores; the 27B Gemmas, known by their number of layers, scale by width over heads."""
     usual = width_per_head if n_layers == LAYERS_OF_27B.get(family.name) else head_dim
-    return keys.positive("attention.scale", family.default_attention_scale or usual**-0.5)
+    return keys.positive("attention.scale", family.attention.scale or usual**-0.5)
 
 
 def _gguf_windows(keys: MetadataReader, family: Family, n_layers: int) -> tuple[int, ...]:
-    key = "attention.sliding_window_pattern"
-    window = keys.integer("attention.sliding_window", family.default_window, maximum=MAX_CONTEXT)
+    key, usual = "attention.sliding_window_pattern", family.attention
+    window = keys.integer("attention.sliding_window", usual.window, maximum=MAX_CONTEXT)
     pattern = keys.array(key)
     if pattern is None:
-        return layer_windows(window, keys.integer(key, family.full_every), n_layers, full_first=family.full_first)
+        return layer_windows(window, keys.integer(key, usual.full_every), n_layers, full_first=usual.full_first)
     if len(pattern) != n_layers or not all(isinstance(sliding, int) for sliding in pattern):
         raise keys.error(key, f"must have a bool for each of {n_layers} layers, not {len(pattern)} values")
     return tuple(window if sliding else 0 for sliding in pattern)
@@ -288,7 +291,7 @@ def _gguf_rope_scaling(keys: MetadataReader, family: Family) -> RopeScaling:
         beta_slow=keys.positive("rope.scaling.yarn_beta_slow", 1.0),
         mscale=1.0 if log_multiplier else 0.0,
         mscale_all_dim=log_multiplier,
-        truncate=family.yarn_truncate,
+        truncate=family.rope.yarn_truncate,
     )
 
 
@@ -349,9 +352,9 @@ def model_config_from_hf(config: Mapping[str, Any], family: Family, vocab_size: 
 
 def _hf_nextn_layers(keys: MetadataReader, family: Family) -> int:
     """Return the layers for multi-token prediction."""
-    if family.linear_attention:
+    if family.mixer == "gated_delta":
         return keys.integer("mtp_num_hidden_layers", 0, maximum=MAX_LAYERS)
-    return keys.integer("num_nextn_predict_layers", 0, maximum=MAX_LAYERS) if family.moe else 0
+    return keys.integer("num_nextn_predict_layers", 0, maximum=MAX_LAYERS) if family.experts else 0
 
 
 def _hf_d_ff(keys: MetadataReader) -> int:
@@ -369,10 +372,10 @@ def _hf_d_ff(keys: MetadataReader) -> int:
 
 def _hf_layer_kinds(keys: MetadataReader, family: Family, n_layers: int) -> tuple[str, ...]:
     """Return the kind of each layer; none if all have attention."""
-    if family.linear_attention:
+    if family.mixer == "gated_delta":
         return _hf_linear_kinds(keys, n_layers)
     types = keys.values.get("layer_types")
-    if family.short_conv and types is None and keys.has("full_attn_idxs"):
+    if family.mixer == "short_conv" and types is None and keys.has("full_attn_idxs"):
         full = keys.get("full_attn_idxs", list)
         types = ["full_attention" if i in full else "conv" for i in range(n_layers)]
     kinds = tuple(STATE_LAYER_TYPES.get(kind, "attention") for kind in types or () if isinstance(kind, str))
@@ -381,17 +384,17 @@ def _hf_layer_kinds(keys: MetadataReader, family: Family, n_layers: int) -> tupl
 
 def _hf_experts(keys: MetadataReader, family: Family, n_layers: int) -> ExpertConfig | None:
     named = next((key for key in HF_EXPERT_COUNTS if keys.has(key)), None)
-    if not family.moe or named is None or not keys.get("enable_moe_block", bool, True):
+    if family.experts is None or named is None or not keys.get("enable_moe_block", bool, True):
         return None
     if keys.integer("n_group", 1) > 1:
         raise UnsupportedModelError(f"{keys.describe_key('n_group')}: groups of experts are not supported")
     if keys.has("clip_qkv"):
         raise UnsupportedModelError(f"{keys.describe_key('clip_qkv')}: clipped projections are not supported")
     count = keys.integer(named, minimum=1, maximum=MAX_EXPERTS)
-    used = "top_k_experts" if family.parallel_experts else "num_experts_per_tok"
+    used = "top_k_experts" if family.experts.parallel else "num_experts_per_tok"
     d_ff = keys.integer("moe_intermediate_size", keys.integer("intermediate_size"), 1, MAX_WIDTH)
     shared = keys.integer("n_shared_experts", 0, maximum=MAX_EXPERTS) * d_ff
-    if family.shared_expert_gate:
+    if family.experts.shared_gate:
         shared = keys.integer("shared_expert_intermediate_size", 0, maximum=MAX_WIDTH)
     step, dense = keys.integer("decoder_sparse_step", 1, 1), keys.get("mlp_only_layers", list, [])
     first = keys.integer("first_k_dense_replace", keys.integer("num_dense_layers", 0), maximum=MAX_LAYERS)
@@ -399,23 +402,22 @@ def _hf_experts(keys: MetadataReader, family: Family, n_layers: int) -> ExpertCo
         count=count,
         used=keys.integer(used, minimum=1, maximum=count),
         d_ff=d_ff,
+        spec=family.experts._replace(renormalize=keys.get("norm_topk_prob", bool, family.experts.renormalize)),
         shared_d_ff=shared,
-        scoring=family.expert_scoring,
-        renormalize=keys.get("norm_topk_prob", bool, family.expert_norm),
         scale=keys.positive("routed_scaling_factor", 1.0),
         dense_layers=frozenset(i for i in range(n_layers) if i < first or i in dense or (i + 1) % step),
     )
 
 
 def _hf_norm_eps(keys: MetadataReader, family: Family) -> float:
-    if family.layer_norm:
+    if family.norms.layer:
         return keys.positive("layer_norm_eps", keys.positive("norm_eps", 1e-12))
     return keys.positive("rms_norm_eps", keys.positive("norm_eps", 1e-6))
 
 
 def _hf_attention_scale(keys: MetadataReader, family: Family, head_dim: int) -> float:
-    if family.default_attention_scale:
-        return family.default_attention_scale
+    if family.attention.scale:
+        return family.attention.scale
     usual = keys.positive("query_pre_attn_scalar", float(head_dim)) ** -0.5
     return keys.positive("attention_multiplier", usual)
 
@@ -426,7 +428,7 @@ def _hf_nope_layers(keys: MetadataReader, family: Family, n_layers: int) -> tupl
         return tuple(range(n_layers))
     flags = keys.get("no_rope_layers", list, [])
     if not flags:
-        return every_nth(keys.integer("no_rope_layer_interval", family.nope_every), n_layers)
+        return every_nth(keys.integer("no_rope_layer_interval", family.rope.nope_every), n_layers)
     if len(flags) < n_layers or any(flag not in (0, 1) for flag in flags):
         raise keys.error("no_rope_layers", f"must have a 0 or 1 for each of {n_layers} layers")
     return tuple(i for i, flag in enumerate(flags[:n_layers]) if not flag)
@@ -453,8 +455,8 @@ def _hf_windows(keys: MetadataReader, family: Family, n_layers: int) -> tuple[in
     if not keys.get("use_sliding_window", bool, True):
         window = 0
     kinds = keys.values.get("layer_types")
-    if kinds is not None and not family.linear_attention:
-        types = (*LAYER_TYPES, *(("conv",) if family.short_conv else ()))
+    if kinds is not None and family.mixer != "gated_delta":
+        types = (*LAYER_TYPES, *(("conv",) if family.mixer == "short_conv" else ()))
         if not isinstance(kinds, list) or len(kinds) != n_layers or any(kind not in types for kind in kinds):
             raise UnsupportedModelError(
                 f"{keys.describe_key('layer_types')} must name {' or '.join(types)} for each of {n_layers} layers"
@@ -463,7 +465,7 @@ def _hf_windows(keys: MetadataReader, family: Family, n_layers: int) -> tuple[in
     if keys.has("max_window_layers") and window:
         first = keys.integer("max_window_layers")
         return tuple(window if i >= first else 0 for i in range(n_layers))
-    return layer_windows(window, keys.integer("sliding_window_pattern", family.full_every), n_layers)
+    return layer_windows(window, keys.integer("sliding_window_pattern", family.attention.full_every), n_layers)
 
 
 def _hf_rope(keys: MetadataReader, layer_kind: str) -> MetadataReader:
@@ -481,7 +483,7 @@ def _hf_local_base(keys: MetadataReader, family: Family, rope: MetadataReader) -
         if local.get("rope_type", str, "default") != "default":
             raise UnsupportedModelError("rope scaling of the layers with a sliding window is not supported")
         return local.positive("rope_theta", 10000.0, MIN_ROPE_BASE)
-    if family.unscaled_windows and keys.has("sliding_window"):
+    if family.rope.unscaled_windows and keys.has("sliding_window"):
         return rope.positive("rope_theta", 10000.0, MIN_ROPE_BASE)
     return keys.positive("rope_local_base_freq", minimum=MIN_ROPE_BASE) if keys.has("rope_local_base_freq") else 0.0
 
@@ -508,7 +510,7 @@ def _hf_rope_scaling(rope: MetadataReader, keys: MetadataReader, family: Family)
         beta_slow=rope.positive("beta_slow", 1.0),
         mscale=rope.number("mscale", 0.0),
         mscale_all_dim=rope.number("mscale_all_dim", 0.0),
-        truncate=rope.get("truncate", bool, family.yarn_truncate),
+        truncate=rope.get("truncate", bool, family.rope.yarn_truncate),
         short_factors=rope.numbers("short_factor"),
         long_factors=rope.numbers("long_factor"),
         rotary_fraction=rope.number("partial_rotary_factor", 1.0, maximum=1.0) if kind == "proportional" else 1.0,

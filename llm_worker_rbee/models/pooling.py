@@ -60,13 +60,13 @@ class PoolingModel:
 
     @property
     def max_length(self) -> int:
-        """Tokens of a sequence at most."""
+        """The maximum number of tokens of a sequence."""
         return min(self.pooling.max_length or self.config.context_length, self.config.context_length)
 
     def run(self, sequences: Sequence[Ints], token_types: Sequence[Ints] | None = None) -> NDArray[np.float32]:
         """Compute a step of whole sequences, none of them empty: (R, output_dim), on the host and not normalized.
 
-        A row has the same bits whatever the other sequences are, where the backend is batch-invariant.
+        A row has the same bits in any batch, if the backend is batch-invariant.
         """
         batch = make_batch(sequences, token_types, takes_first=self.pooling.kind == "cls")
         self.check_tables(batch)

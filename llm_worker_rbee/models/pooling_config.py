@@ -52,7 +52,7 @@ def is_pooling_model(checkpoint: Checkpoint, config: ModelConfig) -> bool:
 
 
 def read_pooling_config(checkpoint: Checkpoint, config: ModelConfig, task: str = "") -> PoolingConfig:
-    """Return how a checkpoint pools; `task` is "embed" or "rank", or "" for what its files say."""
+    """Return how a checkpoint pools; `task` is "embed" or "rank", or "" to follow its files."""
     if checkpoint.format == "gguf":
         pooling = _from_gguf(checkpoint, config, task)
     else:

@@ -46,7 +46,7 @@ class PoolingLoader(ModelLoader):
         refuse_order([embedding])
         release_pages(embedding.data)
         blocks = self.blocks(self.ropes(), self.pooling_block)
-        norm = None if family.stream_norms else self.final_norm()
+        norm = None if family.norms.stream else self.final_norm()
         pooler = self.pooler(pooling)
         embeddings = self.embeddings(self.pack([embedding]))
         self.used.add("output.weight")  # a head that nothing is predicted with
@@ -75,18 +75,18 @@ class PoolingLoader(ModelLoader):
             self.pack([self.matrix(f"{name}.weight", rows, c.d_model)]) if rows else None
             for name, rows in tables.items()
         )
-        norm = self.layer_norm("token_embd_norm") if c.family.layer_norm else None
+        norm = self.layer_norm("token_embd_norm") if c.family.norms.layer else None
         return Embeddings(tokens, self.embedding_scale(), positions, types, norm)
 
     def final_norm(self) -> Norm:
-        family = self.config.family
-        return self.layer_norm(family.output_norm) if family.layer_norm else self.stream_norm(family.output_norm)
+        name = self.config.family.tensors.output_norm
+        return self.layer_norm(name) if self.config.family.norms.layer else self.stream_norm(name)
 
     def pooling_block(self, i: int, rope: RopeTable) -> Block | EncoderBlock:
         family = self.config.family
-        if family.stream_norms:
+        if family.norms.stream:
             return self.encoder_block(i, rope)
-        return self.pre_norm_block(i, rope) if family.layer_norm else self.block(i, rope)
+        return self.pre_norm_block(i, rope) if family.norms.layer else self.block(i, rope)
 
     def pre_norm_block(self, i: int, rope: RopeTable) -> Block:
         """Return a block with layer norms before attention and MLP; the first may have none: its input is normed."""

@@ -1,7 +1,7 @@
 """The sampling parameters of a request that sets none: the model's own where its file states them, else built-in ones.
 
 Sources, field by field: `generation_config.json` of a safetensors folder, the `general.sampling.*` keys of a GGUF.
-A value in a file that cannot be used is left out with a warning: it must not keep a model from loading.
+An invalid value in a file is dropped with a warning: it must not keep a model from loading.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The routes and the ASGI application; replies of the dialects are made in `dialects`, those about the worker itself
-(page, info, tokens) here. What precedes every route is in `middleware`."""
+"""The routes and the ASGI application; `dialects` has the replies of the APIs, this module those about the worker
+itself (page, info, tokens). `middleware` runs before every route."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ async def read_body(request: Request, takes_any: bool = False) -> bytes:
 
 
 class CancelOnDisconnect:
-    """A context whose task is cancelled, as by `asyncio.timeout`, if the client disconnects: that raises an error."""
+    """A context whose task is cancelled, as by `asyncio.timeout`, if the client disconnects."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -160,10 +160,7 @@ class Routes:
         state = {"loading": "loading", "failed": "error", "stopping": "error"}.get(self.worker.state)
         if state is None and self.worker.engine.status() == "failed":
             state = "error"
-        reply: dict[str, Any] = {
-            "ready": state is None,
-            "state": state or ("busy" if self.worker.is_busy else "idle"),
-        }
+        reply: dict[str, Any] = {"ready": state is None, "state": state or ("busy" if self.worker.is_busy else "idle")}
         return json_response(reply if state != "loading" else {**reply, "progress_url": "/v1/loading/progress"})
 
     async def loading_progress(self, _: Request) -> EventStream:
@@ -204,34 +201,24 @@ class Routes:
         return json_response(self._model())
 
     def _model(self) -> dict[str, Any]:
-        return {
-            "id": self.worker.names[0],
-            "object": "model",
-            "created": int(self.worker.started_at),
-            "owned_by": "llm-worker-rbee",
-            "context_length": self.worker.model.max_context,
-            "kind": "chat",
-        }
+        return self._entry(self.worker.names[0], "chat", self.worker.model.max_context)
 
     def _pooling_model(self, service: PoolingService) -> dict[str, Any]:
         self.worker.require_ready()
         service.require_loaded()
         info = service.engine.info
-        return {
-            "id": service.name,
-            "object": "model",
-            "created": int(self.worker.started_at),
-            "owned_by": "llm-worker-rbee",
-            "context_length": info.max_length,
-            "kind": service.kind,
-            "dimensions": info.output_dim,
-        }
+        return self._entry(service.name, service.kind, info.max_length) | {"dimensions": info.output_dim}
+
+    def _entry(self, name: str, kind: str, context_length: int) -> dict[str, Any]:
+        created, owner = int(self.worker.started_at), "llm-worker-rbee"
+        entry = {"id": name, "object": "model", "created": created, "owned_by": owner, "context_length": context_length}
+        return entry | {"kind": kind}
 
     async def info(self, _: Request) -> Response:
         return json_response(describe_worker(self.worker))
 
     async def _generate(self, route: GenerateRoute, request: Request) -> Response | PushStream:
-        """Parse a body and reply with what the model answers, streamed or whole."""
+        """Parse a body and reply with the model's answer, streamed or whole."""
         body = await read_body(request, dialect_of(route.path).takes_any_content_type)
         async with CancelOnDisconnect(request):
             parsed: GenerateRequest = await self.worker.parse(route.path, body)
@@ -251,7 +238,7 @@ class Routes:
             return PushStream(reply, ping_s=self.worker.settings.ping_s, headers=headers, ping=printer.ping)
 
     async def _handle(self, handler: Handler, request: Request) -> Any:
-        """Call a dialect's handler; what it returns is a response, or becomes one."""
+        """Call a dialect's handler; convert its result to a response if it is none."""
         answer = await handler(RequestCall(request, dialect_of(request.url.path).takes_any_content_type))
         if isinstance(answer, tuple):
             return json_response(*answer)
@@ -292,7 +279,7 @@ class Routes:
         return [Route(path, handler, methods=methods.split()) for path, handler, methods in routes]
 
     def direct_table(self) -> dict[tuple[str, str], Callable[[Request], Any]]:
-        """Return the routes that are called most, by method and path."""
+        """Return the most frequent routes, by method and path."""
         table: dict[tuple[str, str], Callable[[Request], Any]] = {
             ("POST", route.path): partial(self._generate, route) for route in generate_routes()
         }
@@ -377,9 +364,9 @@ def load_page() -> tuple[bytes, str]:
 
 
 def describe_worker(worker: Worker) -> dict[str, Any]:
-    """Return what `/info` replies: model, device, memory, limits, sampling defaults, versions."""
+    """Return the reply of `/info`: model, device, memory, limits, sampling defaults, versions."""
     context_length = worker.model.max_context  # raises until the model is loaded
-    info, stats = worker.engine.info, worker.engine.stats()
+    info, stats, limits = worker.engine.info, worker.engine.stats(), worker.admission.limits()
     return {
         "model": worker.names[0], "architecture": info.architecture, "quant": info.quant,
         "parameters": info.parameters, "context_length": context_length, "backend": info.backend,
@@ -390,8 +377,7 @@ def describe_worker(worker: Worker) -> dict[str, Any]:
         },
         "limits": {
             "max_batch": info.engine.max_batch, "max_step_tokens": info.engine.max_step_tokens,
-            "max_queue": worker.admission.max_queue(worker.engine),
-            "max_queued_tokens": worker.admission.max_queued_tokens(worker.engine),
+            "max_queue": limits.max_queue, "max_queued_tokens": limits.max_queued_tokens,
             "target_itl_ms": info.engine.target_itl_ms,
         },
         "step_time_model": None if stats.step_time_model is None else stats.step_time_model._asdict(),

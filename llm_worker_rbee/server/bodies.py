@@ -1,9 +1,9 @@
 """The records that request bodies become: token ids, conversations with their tools, the request that every dialect
-makes, and those for pooling models.
+makes, and the requests for pooling models.
 
-Messages are those of chat completions, jobs and `/apply-template`. Answers come back as clients keep them: without
+Messages come from chat completions, jobs and `/apply-template`. Answers come back as clients keep them: without
 content, with a refusal, with calls of custom tools. A record passes between processes: a large body is parsed in
-another one (`body_process`). So what takes long to copy is one piece of bytes or text: token ids are packed, messages
+another one (`body_process`). So large fields are one piece of bytes or text: token ids are packed, messages
 are JSON for the chat template. That process imports this module and the dialects, so they import little.
 """
 
@@ -92,7 +92,7 @@ Prompt = str | PackedIds | Conversation
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What every dialect's body becomes: prompts, or one conversation, and how they are answered."""
+    """The parsed body of every dialect: prompts, or one conversation, and how to answer them."""
 
     prompts: list[Prompt]
     params: SamplingParams
@@ -116,7 +116,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         return first.options if isinstance(first, Conversation) else None
 
     def notice_headers(self) -> dict[str, str]:
-        """Return headers of the reply that name what was ignored or skipped."""
+        """Return reply headers that name ignored fields and skipped tools."""
         return header_lists({"x-ignored-fields": self.ignored, "x-skipped-tools": self.skipped})
 
 
@@ -148,7 +148,7 @@ class Inputs(msgspec.Struct, frozen=True):
 
 
 class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Inputs, and what their embeddings are to be."""
+    """Inputs, and the form of their embeddings."""
 
     inputs: Inputs
     model: str | None = None
@@ -164,7 +164,7 @@ class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Pairs of texts to score: each document with the query, or with its own where there are several."""
+    """Pairs of texts to score: each document with the query, or with its own query if there are several."""
 
     queries: list[str]
     documents: list[str]
@@ -185,7 +185,7 @@ class RankRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def header_lists(named: Mapping[str, list[str]]) -> dict[str, str]:
-    """Return headers that list values, those without any left out."""
+    """Return headers that list values, without empty ones."""
     return {name: NOT_IN_HEADERS.sub("?", ",".join(values))[:1_000] for name, values in named.items() if values}
 
 
@@ -296,8 +296,8 @@ def _is_custom(call: Any) -> bool:
 def normalize_messages(messages: list[Any]) -> list[Any]:
     """Return validated messages as chat templates expect them.
 
-    Parts are joined, `developer` is `system`, a refusal is text of the answer, the call of a custom tool is that of a
-    function with one argument, `input`.
+    Parts are joined, `developer` is `system`, a refusal is text of the answer, the call of a custom tool is a function
+    call with one argument, `input`.
     """
     normalized = []
     for message in messages:
@@ -320,17 +320,17 @@ def _normalize_answer(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def custom_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Return the call of a custom tool as that of a function."""
+    """Convert the call of a custom tool to a function call."""
     return function_call(call.get("id"), call["custom"]["name"], input_arguments(call["custom"]["input"]))
 
 
 def input_arguments(text: str) -> str:
-    """Return the arguments of the function that a custom tool is."""
+    """Return the arguments of a custom tool as a function."""
     return msgspec.json.encode({"input": text}).decode()
 
 
 def function_call(call_id: Any, name: str, arguments: str) -> dict[str, Any]:
-    """Return a call in the form of chat completions, which templates have."""
+    """Return a call in the form of chat completions, which templates expect."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -361,7 +361,7 @@ class Tools(FieldType):
 
 
 def check_function(name: str, function: Any) -> ValidationIssue | None:
-    """Return what is wrong with the description of a function."""
+    """Check the description of a function."""
     if not isinstance(function, dict):
         return ValidationIssue(name, "type", f"{name} must be an object, not {type_name(function)}")
     called = function.get("name")
@@ -375,13 +375,13 @@ def check_function(name: str, function: Any) -> ValidationIssue | None:
 
 
 def to_tool(function: Mapping[str, Any]) -> Tool:
-    """Return the tool that a validated description of a function is."""
+    """Convert a validated description of a function to a tool."""
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     return Tool(function["name"], function.get("description") or "", parameters, bool(function.get("strict")))
 
 
 def function_places(tools: Sequence[Any]) -> list[str]:
-    """Return where the schemas of validated tools are, for errors."""
+    """Return the places of the schemas of validated tools, for errors."""
     return [f"tools[{i}].function.parameters" for i in range(len(tools))]
 
 

@@ -1,14 +1,21 @@
-"""The process that parses large bodies, as the server sees it: started with the first one, and again when it dies."""
+"""The process that parses large bodies, since parsing holds the interpreter's lock: started with the first one, and
+again when it dies.
+
+For each request it reads a line, a `ParseRequest` as JSON, and the body; it writes a `REPLY_HEAD` and a record or a
+`Refusal` as MessagePack. Its memory is limited by the size of the body.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
-import os
+import resource
+import signal
 import struct
 import sys
 import threading
-import time
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -21,22 +28,23 @@ from ..errors import (
     ShuttingDownError,
     UnavailableError,
     WorkerError,
+    describe_failure,
 )
-from ..machine import describe_exit
-from ..pipe_process import PipeProcess
+from ..pipe_process import PipeProcess, ProgramError, package_command
 from .schema import MISSING, ParseOptions, ValidationError, ValidationIssue
 
 MAX_WAIT_S, MAX_WAIT_S_PER_BYTE = 20.0, 5e-6  # wall time: the machine may be busy
 CLOSE_POLL_S = 0.01
-ROOT = str(Path(__file__).parents[2])
-PROGRAM = f"import sys; sys.path.insert(0, {ROOT!r}); from {__package__}.body_child import main; main()"
+PROGRAM = f"from {__package__} import body_process, dialects; body_process.serve(dialects.body_parsers())"
+BASE_MEMORY, MEMORY_PER_BYTE = 512 << 20, 64  # of address space, in bytes: JSON takes up to 40 times its size
+Parsers = Mapping[str, tuple[Callable[[bytes, ParseOptions], Any], Any]]  # `dialects.body_parsers`
 logger = logging.getLogger("llm_worker_rbee.server")
 REPLY_HEAD = struct.Struct("<?I")  # whether it is a record; the bytes that follow
 REFUSALS = {kind.__name__: kind for kind in (InvalidRequestError, ContextLengthError, PayloadTooLargeError)}
 
 
 class ParseRequest(msgspec.Struct, frozen=True):
-    """What is to be done with the `size` bytes that follow."""
+    """A request to parse the `size` bytes that follow."""
 
     parser: str  # of `body_parsers`
     size: int
@@ -78,8 +86,9 @@ class BodyProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, if it was started."""
-        return None if self._process is None else self._process.pid
+        """Of the process, while it runs."""
+        process = self._process
+        return None if process is None or process.poll() is not None else process.pid
 
     def parse(self, parser: str, body: bytes, options: ParseOptions, record: Any) -> Any:
         """Return the record of a body, which has the type `record`, or raise the error that refuses it.
@@ -89,13 +98,12 @@ class BodyProcess:
         with self._lock:
             try:
                 is_record, reply = self._request(parser, body, options)
-            except OSError as error:
-                logger.warning("the process that parses large bodies %s: parsing again", self._stop(error))
+            except ProgramError as error:
+                logger.warning("the process that parses large bodies %s: parsing again", error)
                 try:
                     is_record, reply = self._request(parser, body, options)
-                except OSError as again:
-                    message = f"the process that parses large bodies {self._stop(again)}"
-                    raise UnavailableError(message) from None
+                except ProgramError as again:
+                    raise UnavailableError(f"the process that parses large bodies {again}") from None
         if not is_record:
             refusal = msgspec.msgpack.decode(reply, type=Refusal)
             if refusal.kind == InferenceError.__name__:
@@ -106,26 +114,19 @@ class BodyProcess:
     def _request(self, parser: str, body: bytes, options: ParseOptions) -> tuple[bool, bytearray]:
         if self._is_closed:
             raise ShuttingDownError("the worker is shutting down")
-        if self._process is None:
-            self._process = PipeProcess([sys.executable, "-P", "-c", PROGRAM, str(os.getpid())])
-        deadline = time.monotonic() + MAX_WAIT_S + MAX_WAIT_S_PER_BYTE * len(body)
-        self._process.write(msgspec.json.encode(ParseRequest(parser, len(body), options)) + b"\n", deadline)
-        self._process.write(body, deadline)
-        is_record, size = REPLY_HEAD.unpack(self._process.read(REPLY_HEAD.size, deadline))
-        return is_record, self._process.read(size, deadline)
+        process = self._process
+        if process is None or process.poll() is not None:
+            process = self._process = PipeProcess(package_command(PROGRAM))
 
-    def _stop(self, error: OSError) -> str:
-        """End the process; return how it failed."""
-        if self._process is None:
-            return f"could not be started ({error.strerror})"
-        process, self._process = self._process, None
-        status = process.stop()
-        if status is None:
-            return "did not answer in time"
-        return describe_exit(status)
+        def read(deadline: float) -> tuple[bool, bytearray]:
+            is_record, size = REPLY_HEAD.unpack(process.read(REPLY_HEAD.size, deadline))
+            return is_record, process.read(size, deadline)
+
+        head = msgspec.json.encode(ParseRequest(parser, len(body), options)) + b"\n"
+        return process.ask([head, body], read, MAX_WAIT_S + MAX_WAIT_S_PER_BYTE * len(body))
 
     def close(self) -> None:
-        """End the process, in whatever it is doing."""
+        """End the process at once."""
         self._is_closed = True
         while not self._lock.acquire(timeout=CLOSE_POLL_S):  # a thread starts the process, or waits for its reply
             if (process := self._process) is not None:
@@ -134,3 +135,43 @@ class BodyProcess:
             self._process.stop()
             self._process = None
         self._lock.release()
+
+
+def limit_memory(size: int) -> int:
+    """Limit the address space for a body of `size` bytes; return the limit."""
+    limit = BASE_MEMORY + MEMORY_PER_BYTE * size
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    with contextlib.suppress(ValueError, OSError):  # a system without such limits
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    return limit
+
+
+def reply_to(request: ParseRequest, body: bytes, parsers: Parsers) -> bytes:
+    """Return the reply to a request."""
+    limit = limit_memory(request.size)
+    try:
+        record = msgspec.msgpack.encode(parsers[request.parser][0](body, request.options))
+        return REPLY_HEAD.pack(True, len(record)) + record
+    except MemoryError:
+        error: WorkerError = PayloadTooLargeError(f"the body takes more than {limit >> 20} MiB of memory when decoded")
+    except WorkerError as refused:
+        error = refused.with_traceback(None)
+    except Exception as unexpected:
+        error = InferenceError(describe_failure(unexpected))
+    refusal = msgspec.msgpack.encode(Refusal.of(error))
+    return REPLY_HEAD.pack(False, len(refusal)) + refusal
+
+
+def serve(parsers: Parsers) -> None:
+    """Reply to requests until end of file: what the process runs."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):  # a service manager sends them to all
+        signal.signal(number, signal.SIG_IGN)
+    gc.disable()  # JSON has no cycles; looking for them takes most of the time of a nested body
+    requests, replies = sys.stdin.buffer, sys.stdout.buffer
+    while line := requests.readline():
+        request = msgspec.json.decode(line, type=ParseRequest)
+        replies.write(reply_to(request, requests.read(request.size), parsers))
+        replies.flush()
+        gc.collect()

@@ -36,7 +36,7 @@ Parse = Callable[[bytes, ParseOptions], Any]
 
 
 class Usage(NamedTuple):
-    """Tokens of a reply."""
+    """Token counts of a reply."""
 
     prompt: int
     output: int
@@ -65,14 +65,14 @@ class Answer:
 
 
 def chat_events(delta: TextDelta) -> Sequence[ChatEvent]:
-    """Return what a delta is made of; text without events is content."""
+    """Return the events of a delta; text without events is content."""
     if delta.events is not None:
         return delta.events
     return (ContentDelta(delta.text),) if delta.text else ()
 
 
 class ReplyState(Protocol):
-    """What a printer knows of a reply."""
+    """The state of a reply, for its printer."""
 
     request: GenerateRequest
     prompts: list[list[int]]  # token ids
@@ -94,7 +94,7 @@ class ReplyState(Protocol):
 class Printer(ABC):
     """Prints a reply in the form of one dialect: `begin`, then `print_delta` for each delta, then `end`; or `whole`.
 
-    An error after `begin` is the last that a stream has.
+    An error after `begin` ends the stream.
     """
 
     media_type = "text/event-stream; charset=utf-8"  # of a stream
@@ -104,7 +104,7 @@ class Printer(ABC):
         self.reply = reply
 
     def begin(self) -> bytes:
-        """Return what precedes the first delta."""
+        """Return the text before the first delta."""
         return b""
 
     @abstractmethod
@@ -112,7 +112,7 @@ class Printer(ABC):
         """Return the events of a delta of one generation."""
 
     def end(self) -> bytes:
-        """Return what follows the last delta of all generations."""
+        """Return the text after the last delta of all generations."""
         return b""
 
     @abstractmethod
@@ -141,7 +141,7 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> dict
 
 
 class Call(Protocol):
-    """A request as a handler gets it."""
+    """A request, as passed to a handler."""
 
     @property
     def method(self) -> str: ...
@@ -157,7 +157,7 @@ Handler = Callable[[Call], Awaitable[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """What `/openapi.json` says of a route; schemas are given by their names."""
+    """A route's description in `/openapi.json`; schemas are given by name."""
 
     summary: str
     request: str | None = None
@@ -168,7 +168,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRoute:
-    """A POST route whose body is answered by the model, streamed or whole."""
+    """A POST route that the model answers, streamed or whole."""
 
     path: str
     parse: Callable[[bytes, ParseOptions], GenerateRequest]
@@ -200,6 +200,6 @@ class Dialect:
     parsers: dict[str, tuple[Parse, Any]] = field(default_factory=dict)
     schemas: Callable[[ServerSettings], dict[str, Schema]]  # of bodies and replies, by name
     takes_any_content_type: bool = False  # of a body, unless a page sends it, as its clients and documents expect
-    has_large_bodies: bool = False  # the limit is that of pooling models
+    has_large_bodies: bool = False  # the limit of pooling models applies
     error_schema: str = "Error"
     invalid_schema: str | None = None  # of status 400, where it differs

@@ -1,4 +1,4 @@
-"""Pieces of JSON Schema: what `/openapi.json` says of bodies and replies."""
+"""Pieces of JSON Schema for bodies and replies in `/openapi.json`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ref(name: str) -> Schema:
 
 
 def reply_schema(**properties: Schema) -> Schema:
-    """Return the schema of a reply that has all of these, and possibly more in later versions."""
+    """Return the schema of a reply with all of these fields, and possibly more in later versions."""
     return object_schema(properties, *properties, is_open=True)
 
 
@@ -42,10 +42,10 @@ def or_null(schema: Schema) -> Schema:
 
 
 def with_field(name: str, **value: Any) -> Schema:
-    """Return the condition that a body has the field, with that value where one is given."""
+    """Return the condition that a body has the field, with the value if one is given."""
     return {**with_values(**{name: value or {"not": {"type": "null"}}}), "required": [name]}
 
 
 def with_values(**properties: Schema) -> Schema:
-    """Return the condition that fields, where a body has them, have these values."""
+    """Return the condition that these fields, if present, have these values."""
     return {"properties": properties}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ COMMON = {  # of Lark's library `common`
     "LETTER": "[a-zA-Z]", "WORD": "[a-zA-Z]+", "CNAME": "[_a-zA-Z][_a-zA-Z0-9]*", "WS_INLINE": r"[ \t]+",
     "WS": r"[ \t\f\r\n]+", "CR": r"\r", "LF": r"\n", "NEWLINE": r"(?:\r?\n)+",
 }  # fmt: skip
-Resolve = Callable[[str], str]
+CLOSING = {"(": ")", "[": "]"}
 
 
 class Token(NamedTuple):
@@ -35,6 +35,17 @@ class Token(NamedTuple):
 
     kind: str
     text: str
+
+
+class Group(NamedTuple):
+    """An open bracket: the expressions of its alternatives, item by item."""
+
+    opening: str
+    alternatives: list[list[str]]
+
+    def expression(self) -> str:
+        texts = ["".join(items) for items in self.alternatives]
+        return texts[0] if len(texts) == 1 else f"(?:{'|'.join(texts)})"
 
 
 def lark_to_regex(text: str) -> str:
@@ -45,79 +56,59 @@ def lark_to_regex(text: str) -> str:
     return expression
 
 
-def _scan(text: str) -> Iterator[Token]:
+def _statements(text: str) -> list[list[Token]]:
+    """Return the tokens of each statement; a line that begins with | belongs to the one before."""
+    lines: list[list[Token]] = [[]]
     position = depth = 0
-    has_line = False  # an empty line is none
     while position < len(text):
         match = SCANNER.match(text, position)
         if match is None:
             raise ValueError(f"{text[position : position + 20]!r} is not understood")
-        position = match.end()
-        kind = str(match.lastgroup)
-        depth += (match[0] in ("(", "[")) - (match[0] in (")", "]"))
-        if kind == "newline" and (depth > 0 or not has_line):
-            continue
-        if kind != "skip":
-            has_line = kind != "newline"
-            yield Token(kind, match[0])
-    yield Token("newline", "\n")
+        position, token = match.end(), Token(str(match.lastgroup), match[0])
+        depth += (token.text in CLOSING) - (token.text in CLOSING.values())
+        if token.kind == "newline" and depth <= 0 and lines[-1]:
+            lines.append([])
+        elif token.kind not in ("newline", "skip"):
+            if token.text == "|" and not lines[-1] and len(lines) > 1:
+                lines.pop()
+            lines[-1].append(token)
+    return list(filter(None, lines))
 
 
 class _Grammar:
     """The rules of a grammar, and their expressions as far as they were needed."""
 
     def __init__(self, text: str) -> None:
-        self._tokens = list(_scan(text))
-        self._at = 0
         self._rules: dict[str, list[Token]] = {}
         self._ignored: list[list[Token]] = []
-        self._found: dict[str, str] = {}
+        self._expressions: dict[str, str] = {}
         self._open: list[str] = []
-        while self._at < len(self._tokens):
-            self._read_statement()
+        for statement in _statements(text):
+            self._read(statement)
 
-    def _read_statement(self) -> None:
-        line = self._read_line()
-        if not line:
-            return
-        if line[0].kind == "directive":
-            self._read_directive(line)
-            return
-        colon = next((i for i, token in enumerate(line) if token.text == ":"), 0)
-        if line[0].kind != "name" or colon not in (1, 3):  # NAME: or NAME.PRIORITY:
-            raise ValueError(f"{' '.join(token.text for token in line[:4])!r} is not a rule")
-        self._rules[line[0].text.lstrip("?!")] = line[colon + 1 :]
-
-    def _read_line(self) -> list[Token]:
-        """Return the tokens of a statement; lines that begin with | belong to the one before."""
-        line: list[Token] = []
-        while self._at < len(self._tokens):
-            token = self._tokens[self._at]
-            self._at += 1
-            if token.kind != "newline":
-                line.append(token)
-                continue
-            if self._at == len(self._tokens) or self._tokens[self._at].text != "|":
-                break
-        return line
-
-    def _read_directive(self, line: list[Token]) -> None:
-        name = line[0].text
+    def _read(self, statement: list[Token]) -> None:
+        kind, name = statement[0]
+        texts = [token.text for token in statement]
         if name == "%ignore":
-            self._ignored.append(line[1:])
-            return
-        words = [token.text for token in line[1:] if token.kind == "name"]
-        if name != "%import" or words[:1] != ["common"] or "->" in [token.text for token in line]:
-            raise ValueError(f"{name} is supported for names of `common` only")
-        for word in words[1:]:
-            if word not in COMMON:
-                raise ValueError(f"common.{word} is not known")
-            self._found[word] = COMMON[word]
+            self._ignored.append(statement[1:])
+        elif kind == "directive":
+            names = [token.text for token in statement if token.kind == "name"]
+            if name != "%import" or names[:1] != ["common"] or "->" in texts:
+                raise ValueError(f"{name} is supported for names of `common` only")
+            for imported in names[1:]:
+                if imported not in COMMON:
+                    raise ValueError(f"common.{imported} is not known")
+                self._expressions[imported] = COMMON[imported]
+        else:
+            colon = texts.index(":") if ":" in texts else 0
+            if kind != "name" or colon not in (1, 3):  # NAME: or NAME.PRIORITY:
+                raise ValueError(f"{' '.join(texts[:4])!r} is not a rule")
+            self._rules[name.lstrip("?!")] = statement[colon + 1 :]
 
     def expand(self, name: str) -> str:
         """Return the expression of a rule or a terminal."""
-        if name in self._found:
-            return self._found[name]
+        if name in self._expressions:
+            return self._expressions[name]
         if name not in self._rules:
             raise ValueError(f"there is no rule {name}")
         if name in self._open:
@@ -125,113 +116,96 @@ class _Grammar:
         if len(self._open) > MAX_NESTED:
             raise ValueError(f"its rules are nested more than {MAX_NESTED} deep")
         self._open.append(name)
-        expression = _Expression(self._rules[name], self.expand, self._gap(name)).read()
+        gap = "" if name.isupper() or not self._ignored else self._gap  # nothing inside a terminal
+        expression = _Translator(self._rules[name], self.expand, gap).translate()
         self._open.pop()
-        if name == "start":
-            expression = self._gap(name) + expression
-        self._found[name] = f"(?:{expression})"
-        return self._found[name]
-
-    def _gap(self, name: str) -> str:
-        """Return what may stand between the parts of a rule; nothing inside a terminal."""
-        return "" if name.isupper() or not self._ignored else self._ignored_text
+        self._expressions[name] = f"(?:{gap if name == 'start' else ''}{expression})"
+        return self._expressions[name]
 
     @cached_property
-    def _ignored_text(self) -> str:
-        return f"(?:{'|'.join(_Expression(tokens, self.expand, '').read() for tokens in self._ignored)})*"
+    def _gap(self) -> str:
+        """What may stand between the parts of a rule."""
+        ignored = (_Translator(tokens, self.expand, "").translate() for tokens in self._ignored)
+        return f"(?:{'|'.join(ignored)})*"
 
 
-class _Expression:
-    """Reads the right side of a rule."""
+class _Translator:
+    """Translates the right side of a rule token by token: most of Lark's operators are those of expressions."""
 
-    def __init__(self, tokens: list[Token], resolve: Resolve, gap: str) -> None:
-        self._tokens, self._resolve, self._gap = tokens, resolve, gap
-        self._at = self._depth = 0
+    def __init__(self, tokens: list[Token], expand: Callable[[str], str], gap: str) -> None:
+        self._rest, self._expand, self._gap = tokens[::-1], expand, gap
+        self._groups = [Group("", [[]])]
         self._size = 0  # of the rules that it refers to
 
-    def read(self) -> str:
-        pattern = self._alternatives()
-        if self._at < len(self._tokens):
-            raise ValueError(f"{self._tokens[self._at].text!r} is not expected")
-        return pattern
+    def translate(self) -> str:
+        while self._rest:
+            kind, text = self._rest.pop()
+            group = self._groups[-1]
+            items = group.alternatives[-1]
+            if kind in ("name", "regex", "string"):
+                items.append(self._atom(kind, text))
+            elif text == "|":
+                group.alternatives.append([])
+            elif text in CLOSING:
+                self._groups.append(Group(text, [[]]))
+                if len(self._groups) > MAX_NESTED + 1:
+                    raise ValueError("the grammar is nested too deeply")
+            elif text == CLOSING.get(group.opening):
+                self._groups.pop()
+                self._groups[-1].alternatives[-1].append(f"(?:{group.expression()}){'?' * (text == ']')}")
+            elif text in "?*+~{" and items:
+                items[-1] = f"(?:{items[-1]}){self._repetition(text)}"
+            elif text == "->" and (len(self._rest) < 2 or self._rest[-2].text in "|)]"):
+                del self._rest[-1:]  # the name of the alternative
+            else:
+                text = self._rest[-2].text if text == "->" else text
+                raise ValueError(f"{text!r} is not expected")
+        if len(self._groups) > 1:
+            raise ValueError(f"{self._groups[-1].opening} is not closed")
+        return self._groups[0].expression()
 
-    def _next(self, *texts: str) -> str | None:
-        """Return the next token if it is one of these, and go on."""
-        if not self._next_is(*texts):
-            return None
-        self._at += 1
-        return self._tokens[self._at - 1].text
+    def _next(self, *texts: str) -> bool:
+        """Skip the next token if it is one of these."""
+        is_next = bool(self._rest) and self._rest[-1].text in texts
+        if is_next:
+            self._rest.pop()
+        return is_next
 
-    def _next_is(self, *texts: str) -> bool:
-        return self._at < len(self._tokens) and self._tokens[self._at].text in texts
-
-    def _alternatives(self) -> str:
-        options = [self._sequence()]
-        while self._next("|"):
-            options.append(self._sequence())
-        return options[0] if len(options) == 1 else f"(?:{'|'.join(options)})"
-
-    def _sequence(self) -> str:
-        items = []
-        while self._at < len(self._tokens) and not self._next_is("|", ")", "]", "->"):
-            items.append(self._repeated(self._atom()))
-        if self._next("->"):
-            self._at += 1  # the name of the alternative
-        return "".join(items)
-
-    def _atom(self) -> str:
-        token = self._tokens[self._at]
-        self._at += 1
-        if token.text in ("(", "["):
-            self._depth += 1
-            if self._depth > MAX_NESTED:
-                raise ValueError("the grammar is nested too deeply")
-            inner = f"(?:{self._alternatives()})"
-            if not self._next(")" if token.text == "(" else "]"):
-                raise ValueError(f"{token.text} is not closed")
-            self._depth -= 1
-            return inner if token.text == "(" else f"{inner}?"
-        if token.kind == "name":
-            name = token.text.lstrip("?!")
-            atom = self._resolve(name) + (self._gap if name.isupper() else "")
-            self._size += len(atom)
+    def _atom(self, kind: str, text: str) -> str:
+        if kind == "name":
+            name = text.lstrip("?!")
+            expression = self._expand(name) + (self._gap if name.isupper() else "")
+            self._size += len(expression)
             if self._size > MAX_CHARS:
                 raise ValueError(TOO_LONG)
-            return atom
-        if token.kind == "regex":
-            body, _, flags = token.text[1:].rpartition("/")
-            return (f"(?{flags}:{body})" if flags else f"(?:{body})") + self._gap
-        if token.kind != "string":
-            raise ValueError(f"{token.text!r} is not expected")
-        if self._next(".."):
-            self._at += 1
-            last = _unquote(self._tokens[self._at - 1].text) if self._at <= len(self._tokens) else ""
-            first = _unquote(token.text)
-            if len(first) != 1 or len(last) != 1 or first > last:
-                raise ValueError(f"the range from {token.text} is not one of single characters")
-            return f"[{_escape(first)}-{_escape(last)}]" + self._gap
-        text = _escape(_unquote(token.text))
-        return (f"(?i:{text})" if token.text.endswith("i") else f"(?:{text})") + self._gap
+            return expression
+        if kind == "regex":
+            body, _, flags = text[1:].rpartition("/")
+            return f"(?{flags}:{body}){self._gap}"
+        first = _unquote(text)
+        if not self._next(".."):
+            return f"(?{'i' * text.endswith('i')}:{_escape(first)}){self._gap}"
+        last = _unquote(self._rest.pop().text) if self._rest else ""
+        if len(first) != 1 or len(last) != 1 or first > last:
+            raise ValueError(f"the range from {text} is not one of single characters")
+        return f"[{_escape(first)}-{_escape(last)}]{self._gap}"
 
-    def _repeated(self, atom: str) -> str:
-        while (sign := self._next("?", "*", "+", "~", "{")) is not None:
-            if sign in "?*+":
-                atom = f"(?:{atom}){sign}"
-                continue
-            least = self._number()
-            most = least
-            if self._next("..", ","):
-                most = "" if sign == "{" and self._next_is("}") else self._number()
-            if sign == "{" and not self._next("}"):
-                raise ValueError("{ is not closed")
-            atom = f"(?:{atom}){{{least}{'' if most == least else f',{most}'}}}"
-        return atom
+    def _repetition(self, sign: str) -> str:
+        if sign in "?*+":
+            return sign
+        least = most = self._number()
+        if self._next("..", ","):
+            has_most = sign == "~" or not self._rest or self._rest[-1].text != "}"
+            most = self._number() if has_most else ""
+        if sign == "{" and not self._next("}"):
+            raise ValueError("{ is not closed")
+        return f"{{{least}{'' if most == least else f',{most}'}}}"
 
     def _number(self) -> str:
-        if self._at >= len(self._tokens) or self._tokens[self._at].kind != "number":
+        kind, text = self._rest.pop() if self._rest else Token("", "")
+        if kind != "number":
             raise ValueError("a number of repetitions is expected")
-        self._at += 1
-        return self._tokens[self._at - 1].text
+        return text
 
 
 def _unquote(text: str) -> str:

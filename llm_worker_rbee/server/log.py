@@ -1,8 +1,8 @@
 """Log lines on standard error: pretty for people, JSON for machines.
 
 Every line of a request carries its correlation id, a context variable that the task of a job inherits. Prompts and
-answers are never logged: messages of unexpected errors, which may quote them, are left out; type and place are logged.
-A thread writes the lines, so that an unread standard error blocks nothing; what does not fit is dropped and counted.
+answers are never logged: unexpected errors, whose messages may quote them, are logged with type and place only. A
+thread writes the lines, so that an unread standard error blocks nothing; lines that do not fit are dropped and counted.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def _engine_metrics(engine: TokenEngine) -> Iterator[Metric]:
     yield _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", num_queried)
     yield _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.num_hit_tokens)
     if stats.num_state_slots:
-        yield _gauge("num_state_slots", "Slots for states beside the KV cache.", stats.num_state_slots)
+        yield _gauge("num_state_slots", "Slots for states in addition to the KV cache.", stats.num_state_slots)
         yield _gauge("num_used_state_slots", "Slots of states that requests hold.", stats.num_used_state_slots)
         yield _gauge("num_snapshots", "States that the prefix cache can find.", stats.num_snapshots)
         yield _counter("snapshot_hits", "Requests that started from a snapshot of a state.", stats.num_snapshot_hits)

@@ -1,4 +1,4 @@
-"""What every request passes before its route: host, API key, header and body limits, correlation id, log line; and the
+"""Checks before every route: host, API key, header and body limits, correlation id, log line; and the
 error bodies of all dialects. Plain ASGI. A worker without a key checks `Host`."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CLIENT_CLOSED = 499  # logged where the client disconnected before a status was 
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches the host; of names, only localhost counts."""
+    """Return whether only this machine can reach the host; the only such name is localhost."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -75,7 +75,7 @@ def host_name(host: str) -> str | None:
 
 
 def allowed_hosts(settings: ServerSettings) -> frozenset[str] | None:
-    """Return the names that `Host` may have beside other loopback addresses; None: any.
+    """Return the names that `Host` may have in addition to loopback addresses; None: any.
 
     A page of another site reaches a worker on loopback once its own name resolves to 127.0.0.1 (DNS rebinding); `Host`
     still has that name. With a key there is no check: such a page does not know the key.
@@ -131,7 +131,7 @@ class RequestMiddleware:
             is_checked = True
             await self._app(scope, _limit_body(receive, max_body), reply.send)
         except WorkerError as error:
-            reason = None if is_checked else str(error)  # those of routes may quote what a client wrote
+            reason = None if is_checked else str(error)  # errors of routes may quote the client
             if not reply.has_started:
                 await send_error(reply.send, scope["path"], error)
         except Exception as error:

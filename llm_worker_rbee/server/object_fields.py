@@ -34,7 +34,7 @@ def find_unknown(kind: FieldType, name: str, value: Any) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class ObjectOf(NestedType):
-    """An object with the fields of a table, and with `tag`, which is looked at elsewhere."""
+    """An object with the fields of a table, and with `tag`, which is checked elsewhere."""
 
     table: Table
     is_open: bool = False

@@ -2,9 +2,9 @@
 
 Small and large work have threads of their own, so small work never waits behind large work, and so do checks of
 grammars: a request without one never waits for them. Queued work is bounded by its bytes, checks by their number; work
-whose awaiting task is cancelled before it starts is never done, checks apart. What would hold the interpreter's lock
-for long, parsing and rendering, is done by other processes, for which a thread waits. `PromptEncoder` turns prompts and
-messages into token ids; what can never fit the context it refuses before it has tokenized all of it, which takes
+whose awaiting task is cancelled before it starts is skipped, except checks. Parsing and rendering, which would hold the
+interpreter's lock for long, run in other processes, for which a thread waits. `PromptEncoder` turns prompts and
+messages into token ids; it refuses a text that can never fit the context before tokenizing all of it, which takes
 seconds for a long text.
 """
 
@@ -91,7 +91,7 @@ class OffloadPool:
         self.parsers: dict[str, tuple[Parse, Any]] = {}  # `body_parsers`, set by the application
 
     async def run(self, size: int, work: Callable[[], T], *, is_admitted: bool = False) -> T:
-        """Return the result of work on `size` bytes; that of a request with a place in a queue is never refused."""
+        """Return the result of work on `size` bytes; never refuse work for a request with a place in a queue."""
         return await (self._large if size > LARGE_BYTES else self._small).run(size, work, is_admitted=is_admitted)
 
     async def check_grammar(self, work: Callable[[], T]) -> T:
@@ -157,7 +157,7 @@ class PromptEncoder:
     async def _check_grammar(
         self, params: StructuredOutputsParams | None, check: CheckGrammar
     ) -> StructuredOutputsParams | None:
-        """Return a grammar as engines compile it; requests that have the same one wait for one check."""
+        """Return a grammar in the engines' form; requests with the same grammar wait for one check."""
         if params is None:
             return None
         with suppress(InvalidRequestError):  # one that is known to be wrong: `check` knows why
@@ -196,7 +196,7 @@ class PromptEncoder:
     def encode_conversation(
         self, conversation: Conversation, structured_outputs: StructuredOutputsParams | None = None
     ) -> EncodedPrompt:
-        """Return a conversation encoded; a template may drop messages, so its output is what must fit."""
+        """Return a conversation encoded; a template may drop messages, so only its output must fit."""
         model, options = self._model, conversation.options
         prompt = model.render_chat(conversation.messages, options)
         self._require_bytes_fit(num_bytes(prompt) - len(MARK.encode()) * prompt.count(MARK), "messages")
@@ -215,8 +215,8 @@ class PromptEncoder:
     def _require_tokens_fit(self, text: str, field: str) -> None:
         """Raise for a long text as soon as its beginning has more tokens than the context.
 
-        The parts end before a space, where tokens end in nearly all vocabularies. Where one does not, a part has a few
-        tokens more than the same text inside the whole: fewer than the longest token has bytes.
+        The parts end before a space, where tokens end in nearly all vocabularies. Otherwise a part has a few more
+        tokens than the same text inside the whole: fewer than the bytes of the longest token.
         """
         context = self._model.max_context
         if len(text) <= PART_CHARS + LONG_TEXT_FACTOR * context:

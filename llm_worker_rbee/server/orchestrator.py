@@ -114,7 +114,7 @@ def heartbeat_message(worker: Worker, port: int) -> dict[str, Any]:
 
 
 async def _post(url: str, body: Mapping[str, Any]) -> str | None:
-    """Post the body; return what went wrong, or None."""
+    """Post the body; return the error, or None."""
     data = msgspec.json.encode(body)
 
     def post() -> None:

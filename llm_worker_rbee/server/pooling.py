@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -30,13 +30,17 @@ from ..errors import (
     ModelLoadingError,
     ModelNotFoundError,
     PayloadTooLargeError,
-    QueueFullError,
     WorkerError,
     counted,
 )
+from ..load_pooling import open_pooling_text
+from ..models import read_model_config
+from ..models.pooling_config import read_pooling_config
 from ..token_engine.pooling_supervisor import SupervisedPooling
 from ..token_engine.protocol import PoolingInfo
 from ..tokenizer.pooling_text import PoolingText
+from ..weights import open_checkpoint
+from .admission import Admission, QueueLimits, QueueLoad
 from .bodies import EmbedRequest, Inputs, RankRequest
 from .metrics import PREFIX, REQUEST_BOUNDS, Histogram
 from .offload import OffloadPool
@@ -44,12 +48,12 @@ from .schema import JSON_TYPE, is_name_of
 from .settings import model_name
 
 Kind = Literal["embedding", "rerank"]
+TASKS: dict[Kind, str] = {"embedding": "embed", "rerank": "rank"}  # of `PoolingOptions`
 OPTIONS: dict[Kind, str] = {"embedding": "--embedding-model", "rerank": "--rerank-model"}
 MAX_QUEUED_TOKENS = 2 << 20  # of one model; a request may enter alone whatever its size
 MAX_QUEUED_SEQUENCES = 16_384
 MAX_REQUEST_TOKENS = 1 << 24  # estimated: 2,048 inputs of 8,192
 MAX_OFFLOADED_BYTES = 256 << 20  # that wait to be parsed or tokenized: bodies are larger than those of chat
-MAX_RETRY_S = 60
 LOADING_RETRY_S = 2
 PROMPTS_OF_TYPE = {  # the names that models give the prompts of a type of input
     "query": ("query", "search_query"),
@@ -80,9 +84,11 @@ class PoolingService:
         self.reference, self.name, self.kind, self.engine = reference, model_name(reference), kind, engine
         self._open_text = open_text
         self._text: PoolingText | None = None
-        self._num_queued_sequences = self._num_queued_tokens = 0  # of requests that are tokenized or computed
-        self.num_requests = self.num_refused = 0
-        self.num_open = 0
+        self.admission = Admission(
+            lambda: QueueLimits(0, MAX_QUEUED_SEQUENCES, MAX_QUEUED_TOKENS),
+            lambda: engine.stats.seconds_per_token,
+            self._describe_load,
+        )
         self.seconds = Histogram("pooling_request_seconds", "From a request to its end.", REQUEST_BOUNDS)
 
     async def start(self) -> None:
@@ -113,46 +119,24 @@ class PoolingService:
         status = self.engine.status()
         return "loading" if status == "healthy" and not self.is_loaded else status
 
-    @property
-    def num_queued_sequences(self) -> int:
-        return self._num_queued_sequences
-
-    @property
-    def num_queued_tokens(self) -> int:
-        return self._num_queued_tokens
+    def _describe_load(self, load: QueueLoad) -> str:
+        inputs, tokens = counted(load.waiting, "input"), counted(load.unprefilled_tokens, "token")
+        return f"the queue of {self.name} is full: {inputs} with about {tokens} wait"
 
     @contextmanager
-    def _admit(self, num_sequences: int, num_tokens: int) -> Iterator[None]:
+    def _open_request(self, num_sequences: int, num_tokens: int) -> Iterator[None]:
         """Hold places until the request ends; raise if there are none, or if it is too large even alone."""
         if num_tokens > MAX_REQUEST_TOKENS:
             raise PayloadTooLargeError(
                 f"the request has about {num_tokens} tokens, a query counted with each document: at most "
                 f"{MAX_REQUEST_TOKENS} are accepted, send fewer inputs at a time"
             )
-        excess = max(
-            (self._num_queued_tokens + num_tokens - MAX_QUEUED_TOKENS) / MAX_QUEUED_TOKENS,
-            (self._num_queued_sequences + num_sequences - MAX_QUEUED_SEQUENCES) / MAX_QUEUED_SEQUENCES,
-        )
-        if self.num_open and excess > 0:
-            self.num_refused += 1
-            seconds = min(excess, 1.0) * self._num_queued_tokens * self.engine.stats.seconds_per_token
-            raise QueueFullError(
-                f"the queue of {self.name} is full: {counted(self._num_queued_sequences, 'input')} with about "
-                f"{counted(self._num_queued_tokens, 'token')} wait",
-                max(1, min(MAX_RETRY_S, math.ceil(seconds))),
-            )
-        start = time.perf_counter()
-        self.num_open += 1
-        self.num_requests += 1
-        self._num_queued_sequences += num_sequences
-        self._num_queued_tokens += num_tokens
-        try:
-            yield
-        finally:
-            self.num_open -= 1
-            self._num_queued_sequences -= num_sequences
-            self._num_queued_tokens -= num_tokens
-            self.seconds.observe(time.perf_counter() - start)
+        with self.admission.reserve(num_sequences, num_tokens):
+            start = time.perf_counter()
+            try:
+                yield
+            finally:
+                self.seconds.observe(time.perf_counter() - start)
 
     async def embed(self, request: EmbedRequest, offload: OffloadPool) -> Pooled:
         """Return the embedding of each input."""
@@ -163,7 +147,7 @@ class PoolingService:
                 f"dimensions is {request.dimensions}: {self.name} gives 1 to {width}", "dimensions"
             )
         prompt = self._prompt(request)
-        with self._admit(len(inputs), min(inputs.num_tokens, len(inputs) * text.max_length)):
+        with self._open_request(len(inputs), min(inputs.num_tokens, len(inputs) * text.max_length)):
             if inputs.texts:
                 sequences = await _encode_texts(offload, text, inputs.texts, prompt, request.truncate)
             else:
@@ -191,7 +175,7 @@ class PoolingService:
         if self.kind == "embedding":
             return await self._compare(request, offload)
         text, documents = self.text, request.documents
-        with self._admit(len(documents), min(request.num_tokens, len(documents) * text.max_length)):
+        with self._open_request(len(documents), min(request.num_tokens, len(documents) * text.max_length)):
             sequences, types = await _encode_pairs(offload, text, request)
             rows = await self.engine.compute(sequences, types)
         score: Score = text.pooling.score  # type: ignore[assignment]  # validated by the config
@@ -224,6 +208,13 @@ class PoolingService:
             "restarts": self.engine.num_restarts,
             "status": self.engine.status(),
         }
+
+
+def open_text_side(path: Path, kind: Kind) -> PoolingText:
+    """Return the text side of a model, without its weights."""
+    checkpoint = open_checkpoint(path)
+    config = read_model_config(checkpoint)
+    return open_pooling_text(checkpoint, config, read_pooling_config(checkpoint, config, TASKS[kind]))
 
 
 async def _encode_texts(
@@ -378,7 +369,7 @@ class PoolingModels:
                 "model": service.name,
                 "kind": service.kind,
                 "status": service.status(),
-                "inputs": service.num_queued_sequences,
+                "inputs": service.admission.load.waiting,
                 "restarts": service.engine.num_restarts,
             }
             for service in self.services
@@ -386,7 +377,7 @@ class PoolingModels:
 
     @property
     def num_open(self) -> int:
-        return sum(service.num_open for service in self.services)
+        return sum(service.admission.num_reservations for service in self.services)
 
     @property
     def loaded(self) -> list[PoolingService]:
@@ -417,15 +408,18 @@ class PoolingModels:
 
 LABELS = ("model", "kind")
 GAUGES: dict[str, tuple[str, Callable[[PoolingService], float]]] = {
-    "num_requests": ("Open requests to a pooling model.", lambda one: one.num_open),
-    "num_queued_sequences": ("Inputs that are tokenized or wait for their rows.", lambda one: one.num_queued_sequences),
-    "num_queued_tokens": ("Tokens of these, estimated.", lambda one: one.num_queued_tokens),
+    "num_requests": ("Open requests to a pooling model.", lambda one: one.admission.num_reservations),
+    "num_queued_sequences": (
+        "Inputs that are tokenized or wait for their rows.",
+        lambda one: one.admission.load.waiting,
+    ),
+    "num_queued_tokens": ("Tokens of these, estimated.", lambda one: one.admission.load.unprefilled_tokens),
     "engine_healthy": ("Whether its engine computes: 1 or 0.", lambda one: one.status() == "healthy"),
     "process_memory_bytes": ("Memory of its process.", lambda one: one.engine.stats.process_bytes or 0),
 }
 COUNTERS: dict[str, tuple[str, Callable[[PoolingService], float]]] = {
-    "requests": ("Requests to a pooling model that were admitted.", lambda one: one.num_requests),
-    "refused_requests": ("Requests that its full queue refused.", lambda one: one.num_refused),
+    "requests": ("Requests to a pooling model that were admitted.", lambda one: one.admission.num_reserved),
+    "refused_requests": ("Requests that its full queue refused.", lambda one: one.admission.num_refused),
     "sequences": ("Sequences that were computed.", lambda one: one.engine.stats.num_sequences),
     "tokens": ("Tokens of these.", lambda one: one.engine.stats.num_tokens),
     "steps": ("Steps of the engine: sequences / steps is the batch size.", lambda one: one.engine.stats.num_steps),
@@ -438,16 +432,12 @@ def pooling_metrics(services: Sequence[PoolingService]) -> Iterator[Metric]:
     """Yield the metrics of pooling models, labelled by model and kind."""
     if not services:
         return
-    for name, (text, value) in GAUGES.items():
-        gauge = GaugeMetricFamily(f"{PREFIX}pooling_{name}", text, labels=LABELS)
-        for one in services:
-            gauge.add_metric((one.name, one.kind), value(one))
-        yield gauge
-    for name, (text, value) in COUNTERS.items():
-        counter = CounterMetricFamily(f"{PREFIX}pooling_{name}", text, labels=LABELS)
-        for one in services:
-            counter.add_metric((one.name, one.kind), value(one))
-        yield counter
+    for family, table in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+        for name, (text, value) in table.items():
+            metric = family(f"{PREFIX}pooling_{name}", text, labels=LABELS)
+            for one in services:
+                metric.add_metric((one.name, one.kind), value(one))
+            yield metric
     seconds = HistogramMetricFamily(f"{PREFIX}pooling_request_seconds", "From a request to its end.", labels=LABELS)
     for one in services:
         seconds.add_metric((one.name, one.kind), one.seconds.buckets(), one.seconds.sum)

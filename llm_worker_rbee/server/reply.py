@@ -1,7 +1,7 @@
 """The reply to a request that the model answers: starts its generations and folds their deltas, whatever the dialect.
 
 `start_reply` admits a request and starts it; the `Reply` passes each delta to the dialect's `Printer`, which makes
-chunks of it, or one object of all.
+chunks, or one object of all deltas.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TOKEN_BYTES = 16  # of a reply, an estimate
 
 
 async def start_reply(worker: Worker, request: GenerateRequest, make_printer: Callable[[ReplyState], Printer]) -> Reply:
-    """Start the generations of a request: all of them or none. Without prompts there are none to start."""
+    """Start the generations of a request: all of them or none. Without prompts it starts none."""
     started_at = time.perf_counter()
     worker.require_model(request.model)
     if not request.prompts:
@@ -73,7 +73,7 @@ async def start_reply(worker: Worker, request: GenerateRequest, make_printer: Ca
 
 
 def _rename_field(error: InvalidRequestError, request: GenerateRequest) -> None:
-    """Call the field that an error is about what the dialect calls it."""
+    """Rename the field of an error to the dialect's name."""
     if error.field == STRUCTURED:
         error.field = request.structured_outputs_field
         if error.field != STRUCTURED:
@@ -86,13 +86,13 @@ def _rename_field(error: InvalidRequestError, request: GenerateRequest) -> None:
 
 
 def fit_params(worker: Worker, params: SamplingParams, prompt: EncodedPrompt) -> SamplingParams:
-    """Return the parameters with the tokens that fit after the prompt, and with the grammar of its answer."""
+    """Return the parameters with `max_tokens` reduced to the room after the prompt, and with the answer's grammar."""
     max_tokens = fit_max_tokens(len(prompt.ids), params.max_tokens, worker.engine.info.engine)
     return params.with_max_tokens(max_tokens).with_structured_outputs(prompt.structured_outputs)
 
 
 class Reply(EventSource):
-    """The generations of one request, and what the dialect's printer makes of them."""
+    """The generations of one request, and their output from the dialect's printer."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Reply(EventSource):
 
     @property
     def max_tokens(self) -> int:
-        """How many tokens each answer may have; of several prompts the smallest number."""
+        """The token limit of each answer; with several prompts the smallest."""
         return min((generation.request.submitted.max_tokens for generation in self.generations), default=0)
 
     @property
@@ -130,7 +130,7 @@ class Reply(EventSource):
         return self.generations[-1].request.submitted.seed
 
     def usage(self) -> Usage:
-        """Return the tokens so far."""
+        """Return the token counts so far."""
         output = 0 if self.request.is_scored_only else sum(generation.num_tokens for generation in self.generations)
         first_choices = self.generations[:: self.request.n]
         cached = sum(max(0, generation.request.num_cached_tokens) for generation in first_choices)

@@ -55,7 +55,7 @@ TYPE_NAMES = {
 
 
 class ValidationIssue(NamedTuple):
-    """One thing that is wrong with a body."""
+    """One fault of a body."""
 
     field: str
     constraint: str  # type, range, length, required, unknown, unsupported, choice, format, conflict, json, invalid
@@ -78,7 +78,7 @@ def require(holds: bool, field: str, constraint: str, message: str) -> None:
 
 
 class ModelLimits(msgspec.Struct, frozen=True):
-    """What a body is checked against besides its schema."""
+    """The limits and settings for checking a body, in addition to its schema."""
 
     max_context: int
     vocab_size: int
@@ -93,11 +93,11 @@ class ParseOptions(msgspec.Struct, frozen=True):
 
 
 class FieldType(ABC):
-    """What a field may hold: validation and JSON Schema side by side, so that they agree."""
+    """The type of a field: validation and JSON Schema side by side, so that they agree."""
 
     @abstractmethod
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
-        """Return what is wrong with a value that is not null."""
+        """Check a value that is not null."""
 
     @abstractmethod
     def json_schema(self) -> Schema:
@@ -135,7 +135,7 @@ def decode_object(body: bytes) -> dict[str, Any]:
 
 
 def _find_surrogate(body: bytes) -> ValidationIssue | None:
-    """Return the place of a text that is not Unicode, in a body that is JSON otherwise."""
+    """Return the place of a non-Unicode text in a body that is otherwise JSON."""
     text = body.decode(errors="surrogateescape")
     try:
         values = [("", json.loads(text))]
@@ -158,19 +158,19 @@ def _find_surrogate(body: bytes) -> ValidationIssue | None:
 
 
 def unsupported_part(place: str, kind: Any) -> ValidationIssue | None:
-    """Return the issue of a part of a message that is not text, by its type; None: of no known kind."""
+    """Return the issue of a non-text part of a message, by its type; None for an unknown type."""
     media = next((media for word, media in MEDIA.items() if isinstance(kind, str) and word in kind), None)
     message = f"{place} is {str(kind)[:MAX_ECHOED_CHARS]!r}: {media} not supported by this worker, send text"
     return None if media is None else ValidationIssue(place, "unsupported", message)
 
 
 def tagged_name(name: str) -> str:
-    """Return the name of a model as Ollama has it: with a tag."""
+    """Return the name of a model with a tag, as in Ollama."""
     return name if ":" in name.rpartition("/")[2] else name + LATEST
 
 
 def is_name_of(name: str, served: str) -> bool:
-    """Return whether a request means a served model: by its name, with or without the tag `:latest`."""
+    """Return whether a request names a served model, with or without the tag `:latest`."""
     return bool({name, name.removesuffix(LATEST)} & {served, served.removesuffix(LATEST)})
 
 
@@ -179,7 +179,7 @@ def validate_body(
 ) -> dict[str, Any]:
     """Return the values of all fields of the table, with defaults; raise with all issues.
 
-    Unknown fields are issues, or are appended to `ignored` where it is given.
+    Unknown fields are issues, or are appended to `ignored` if it is given.
     """
     issues: list[ValidationIssue] = []
     if unknown := [name for name in body if name not in table]:
@@ -223,7 +223,7 @@ def _unknown_fields(names: list[str]) -> list[ValidationIssue]:
 
 
 def _echo(value: Any) -> Any:
-    """Return the part of a value that an error repeats: nothing of lists and objects."""
+    """Return the part of a value that an error echoes; none of lists and objects."""
     if isinstance(value, str):
         return value[:MAX_ECHOED_CHARS]
     if isinstance(value, (list, dict)):
@@ -280,22 +280,24 @@ def integer(minimum: int, maximum: int | None = None) -> Number:
 
 @dataclass(frozen=True, slots=True)
 class MaxTokens(FieldType):
-    """How many tokens to generate; -1 is what is left of the context, None in the validated body."""
+    """How many tokens to generate; `unlimited` are what is left of the context, None in the validated body."""
 
     minimum: int = 1
+    unlimited: tuple[int, ...] = (-1,)
 
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
-        return None if value == -1 else integer(self.minimum).validate(name, value)
+        return None if value in self.unlimited else integer(self.minimum).validate(name, value)
 
     def json_schema(self) -> Schema:
-        return {"anyOf": [{"const": -1}, integer(self.minimum).json_schema()]}
+        unlimited: Schema = {"const": -1} if len(self.unlimited) == 1 else {"enum": [*self.unlimited]}
+        return {"anyOf": [unlimited, integer(self.minimum).json_schema()]}
 
     def coerce(self, value: Any) -> int | None:
-        return None if value == -1 else integer(self.minimum).coerce(value)
+        return None if value in self.unlimited else integer(self.minimum).coerce(value)
 
 
 class AnyObject(FieldType):
-    """An object that is not looked at."""
+    """An object with any content."""
 
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
         message = f"{name} must be an object, not {type_name(value)}"
@@ -306,27 +308,24 @@ class AnyObject(FieldType):
 
 
 @dataclass(frozen=True, slots=True)
-class BoundedObject(FieldType):
+class BoundedObject(AnyObject):
     """A JSON object of bounded size and depth."""
 
     max_values: int = 1_000
     max_depth: int = 16
 
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
-        if not isinstance(value, dict):
-            return ValidationIssue(name, "type", f"{name} must be an object, not {type_name(value)}")
+        if (issue := AnyObject.validate(self, name, value)) is not None:
+            return issue
         count, depth = measure(value)
         if count > self.max_values or depth > self.max_depth:
             message = f"{name} holds {count} values, {depth} deep: at most {self.max_values}, {self.max_depth} deep"
             return ValidationIssue(name, "length", message)
         return None
 
-    def json_schema(self) -> Schema:
-        return {"type": "object"}
-
 
 def measure(value: Any) -> tuple[int, int]:
-    """Return how many values a JSON value holds, and how deep they are nested; without recursion."""
+    """Return the number of values in a JSON value and their depth, without recursion."""
     count, depth, level = 0, 0, [value]
     while level:
         count, depth = count + len(level), depth + 1
@@ -336,7 +335,7 @@ def measure(value: Any) -> tuple[int, int]:
 
 
 class StructuredOutputs(FieldType):
-    """One of json, json_object, regex, choice, grammar, as vLLM has it; additional_properties may stand beside json."""
+    """One of json, json_object, regex, choice, grammar, as in vLLM; additional_properties may accompany json."""
 
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
         if not isinstance(value, dict):
@@ -449,7 +448,7 @@ class TokenIds(FieldType):
 
 
 DEFAULTS = SamplingParams()
-# Bounds and defaults are those of SamplingParams: None where the model has the default. Each dialect has its own
+# Bounds and defaults come from SamplingParams: None where the model has the default. Each dialect has its own
 # max_tokens and logprobs.
 SAMPLING = {
     name: Field(Number(bounds), getattr(DEFAULTS, name))
@@ -473,7 +472,7 @@ def sampling_params(
 
 
 def unsupported(*allowed: Any) -> Field:
-    """Return a known field that is not honoured: only these values, which change nothing, are accepted."""
+    """Return an unsupported field: only these values, which have no effect, are accepted."""
     return Field(Enum(allowed, is_supported=False))
 
 
@@ -496,7 +495,7 @@ def _nullable(schema: Schema) -> Schema:
 
 
 def table_schema(table: Mapping[str, Field], names: Sequence[str] = (), *, is_open: bool = False) -> Schema:
-    """Return the JSON Schema of a body; `names` are those that the field `model` may have."""
+    """Return the JSON Schema of a body; `names` are the values of the field `model`."""
     properties = {name: field_schema(field) for name, field in table.items()}
     if "model" in properties and names:
         both = dict.fromkeys([*names, *map(tagged_name, names)])

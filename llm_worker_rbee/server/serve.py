@@ -68,7 +68,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def base_url(host: str, port: int, scheme: str = "http") -> str:
-    """Return the URL of a worker; of one that listens on all addresses, by this machine's name."""
+    """Return the URL of a worker; with this machine's name if it listens on all addresses."""
     if host in ("0.0.0.0", "::", ""):
         host = socket.gethostname()
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
@@ -125,7 +125,7 @@ class Signals:
             drain()
 
     def ignore(self) -> None:
-        """Ignore signals from now on: a Python handler would be gone before the process is."""
+        """Ignore signals from now on: Python's handlers end before the process does."""
         for number in (*SIGNALS, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
 
@@ -231,13 +231,13 @@ class Connection(HttpToolsProtocol):
         self._probe = self.loop.call_later(seconds, self._probe_client, min(4 * seconds, MAX_PROBE_S))
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Close after the reply: an upgrade was offered unseen, and what follows it is not HTTP."""
+        """Close after the reply: the client offered an upgrade, and the bytes after it are not HTTP."""
         if self.cycle is not None:
             self.cycle.keep_alive = False
         self._num_dropped = 0
 
     def _limit_read(self, seconds: float | None) -> None:
-        """Set the time for what is still to come; its timer starts once the data at hand are parsed, if at all."""
+        """Set the time limit of the remaining data; its timer starts after the current data are parsed, if at all."""
         self._read_limit_s, self._has_new_limit = seconds, True
 
     def _start_read_timeout(self, seconds: float) -> None:
@@ -333,7 +333,7 @@ def connection_class(worker: Worker) -> type[Connection]:
 
 
 def _hide_upgrade(data: bytes) -> bytes:
-    """Return headers in which `Upgrade` has another name."""
+    """Rename `Upgrade` in headers."""
     if UPGRADE.search(data) is None:
         return data
     head, blank, rest = data.partition(b"\r\n\r\n")
@@ -359,7 +359,7 @@ class Server(uvicorn.Server):
         self._watchers = [asyncio.ensure_future(watcher) for watcher in watchers]
 
     async def _exit_on_failure(self) -> None:
-        """Exit once a model could not be loaded, be it a pooling model beside a chat model that is served."""
+        """Exit once a model could not be loaded, even if only a pooling model."""
         while self._worker.failure is None:
             await self._worker.loading_changed.wait()
         self.should_exit = True
@@ -402,7 +402,7 @@ class Server(uvicorn.Server):
 
 
 def exit_now(status: int) -> None:
-    """Flush what was written and end the process."""
+    """Flush the output and end the process."""
     log.flush()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # closed

@@ -1,4 +1,4 @@
-"""The settings of one server: names of its models, limits, its API key and where that comes from.
+"""The settings of one server: names of its models, limits, its API key and the key's origin.
 
 A key is never shown; an empty one is an error, not "no key".
 """
@@ -27,7 +27,7 @@ class Key(NamedTuple):
 
 
 def find_key(file: Path | None, environment: Mapping[str, str]) -> Key | None:
-    """Return the key of the file or else of the first variable; raise if two of them differ."""
+    """Return the key from the file or the first variable; raise if two differ."""
     sources: list[tuple[str, Key]] = []
     if file is not None:
         quoted = "'" + str(file.absolute()).replace("'", "'\\''") + "'"
@@ -58,7 +58,7 @@ def _read_key_file(file: Path) -> str:
 
 
 def model_name(reference: str) -> str:
-    """Return the name of a model for clients; of a path, the file's name without its ending, or the folder's."""
+    """Return the name of a model for clients; for a path, the file's name without its suffix, or the folder's."""
     if reference.startswith("hf:") or not (os.sep in reference or reference.endswith(".gguf")):
         return reference
     name = os.path.basename(os.path.abspath(os.path.expanduser(reference)))
@@ -71,11 +71,11 @@ class ServerSettings:
 
     model_ref: str  # as given by the user
     served_name: str | None = None  # another name that clients may use
-    embedding_model: str | None = None  # a model of embeddings beside it, as given by the user
+    embedding_model: str | None = None  # an additional embedding model, as the user wrote it
     rerank_model: str | None = None  # likewise one that ranks
     worker_id: str = field(default_factory=lambda: f"worker-{uuid4().hex[:12]}")
     api_key: str | None = None
-    max_queue: int | None = None  # waiting requests, beside those of a full batch; None: 4 batches, at least 256
+    max_queue: int | None = None  # waiting requests beyond a full batch; None: 4 batches, at least 256
     max_queued_tokens: int | None = None  # prompt tokens that wait for prefill; None: 64 steps, at least 262,144
     max_body: int = 4 << 20
     max_pooling_body: int = 64 << 20  # of requests to pooling models: 2,048 long texts
@@ -86,7 +86,7 @@ class ServerSettings:
     ignore_unknown_fields: bool = False
     open_objects: bool = False  # objects may have properties that their schemas do not name
     cors_origins: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()  # names in `Host` of a worker without a key, beside loopback; "*": any
+    allowed_hosts: tuple[str, ...] = ()  # names in `Host` of a worker without a key; loopback always; "*": any
     callback_url: str | None = None
     heartbeat_url: str | None = None
     advertise_url: str | None = None
@@ -97,7 +97,7 @@ class ServerSettings:
 
     @property
     def listed_names(self) -> tuple[str, ...]:
-        """The names of the model as lists have them: no path is among them unless it was given as the name."""
+        """The model's names for lists: a path only if it was given as the name."""
         return tuple(dict.fromkeys(name for name in (self.served_name, model_name(self.model_ref)) if name))
 
     @property

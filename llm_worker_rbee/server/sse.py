@@ -2,7 +2,7 @@
 
 A disconnect closes the source at once. A client that does not read is cut off by its connection (`serve.Connection`).
 `EventStream` sends what an asynchronous generator yields. `PushStream` is for the tokens of completions: it has no task
-that wakes up for each event, and writes to the connection without the layers between.
+that wakes up for each event, and writes directly to the connection.
 """
 
 from __future__ import annotations
@@ -81,17 +81,17 @@ class EventStream:
 
 
 class EventSource(ABC):
-    """Makes events, and tells when there are some. All of it is called in the event loop."""
+    """Makes events, and reports when some are ready. The event loop calls all methods."""
 
     is_finished = False  # no events come after those that were taken
 
     @abstractmethod
     def start(self, on_ready: Callable[[], None]) -> None:
-        """Call `on_ready` from now on whenever there is something to take; more than once does no harm."""
+        """Call `on_ready` from now on whenever events are ready; extra calls do no harm."""
 
     @abstractmethod
     def take(self) -> bytes:
-        """Return the events that are there; it must not raise."""
+        """Return the ready events; it must not raise."""
 
     @abstractmethod
     def close(self) -> None:
@@ -141,7 +141,7 @@ class PushStream:
             self._ended.set_result(is_complete)
 
     def _on_ready(self) -> None:
-        """Flush once for all that is ready in this iteration of the event loop."""
+        """Flush once per iteration of the event loop."""
         if not self._is_scheduled:
             self._is_scheduled = True
             self._loop.call_soon(self._flush, context=self._context)

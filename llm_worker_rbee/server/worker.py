@@ -51,7 +51,7 @@ class Worker(GenerationListener):
         pooling: PoolingModels | None = None,
     ) -> None:
         """`open_model` returns the text side of the model that the engine has loaded; it is called in a thread.
-        `pooling` are models of embeddings and rankers beside it."""
+        `pooling` are the embedding models and rerankers."""
         self.settings, self.names, self.engine = settings, settings.names, engine
         self.pooling = pooling or PoolingModels()
         self.state: State = "loading"
@@ -63,7 +63,7 @@ class Worker(GenerationListener):
         self._is_restarting = False
         self._open: set[Generation] = set()  # not read to their end
         self._unstarted: set[Generation] = set()  # of these, without a token
-        self.admission, self.offload = Admission(settings), OffloadPool()
+        self.admission, self.offload = Admission.of_chat(engine, settings), OffloadPool()
         self.latencies = LatencyHistograms()
         self._open_model = open_model
         self._model: TextModel | None = None
@@ -188,19 +188,19 @@ class Worker(GenerationListener):
         return self.num_open > 0 or self.admission.load.waiting > 0 or self.pooling.num_open > 0
 
     async def parse(self, parser: str, body: bytes, *, is_stream: bool = False) -> Any:
-        """Return the record that one of `body_parsers` makes of a body; a large one is parsed in another process."""
+        """Parse a body with one of `body_parsers`; a large one is parsed in another process."""
         model = self._model
         limits = None if model is None else ModelLimits(model.max_context, model.vocab_size)
         options = ParseOptions(limits, self.settings.ignore_unknown_fields, is_stream)
         return await self.offload.parse(parser, body, options)
 
     async def parse_pooling(self, parser: str, body: bytes) -> Any:
-        """Return the record of a body for a pooling model; parsing it holds nothing of the chat model up."""
+        """Return the record of a body for a pooling model, without delaying the chat model."""
         options = ParseOptions(None, self.settings.ignore_unknown_fields)
         return await self.pooling.offload.parse(parser, body, options)
 
     def find_pooling(self, name: str | None, *kinds: Kind) -> PoolingService:
-        """Return the pooling model of a request, one of these kinds; raise if there is none, also while one loads."""
+        """Return a request's pooling model of one of these kinds; raise if there is none, or it still loads."""
         service = self.pooling.find(name, kinds, self.names)
         self.require_ready()
         service.require_loaded()
@@ -217,12 +217,12 @@ class Worker(GenerationListener):
     def reserve(self, num_requests: int, num_tokens: int) -> AbstractContextManager[Reservation]:
         """Reserve places for requests that are being tokenized, with an estimate of their tokens; raise if full."""
         self.require_ready()
-        return self.admission.reserve(self.engine, num_requests, num_tokens)
+        return self.admission.reserve(num_requests, num_tokens)
 
     def require_capacity(self, num_requests: int) -> None:
         """Raise if one body asks for more requests than could ever be inside."""
         self.require_ready()
-        self.admission.require_capacity(self.engine, num_requests)
+        self.admission.require_capacity(num_requests)
 
     def start_generations(
         self,

@@ -1,1 +1,1 @@
-"""Structured outputs: what an answer must conform to, as a grammar that was checked, compiled and followed."""
+"""Structured outputs: grammars of answers, checked, compiled and matched."""

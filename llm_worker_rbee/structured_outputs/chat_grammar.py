@@ -1,6 +1,6 @@
-"""The grammar of an answer: reasoning, then content of a given form or calls of tools, in the format of the model.
+"""The grammar of an answer: reasoning, then structured content or tool calls, in the model's format.
 
-The result is Lark as llguidance reads it. Markers that are tokens stand there by id. Literals are written as the
+The result is Lark for llguidance. Token markers are written by id. Literals are written as the
 template prints them, so that an answer renders back to the same tokens. Free text is a run of tokens without control
 tokens, or a lazy expression up to a marker that consists of several tokens.
 """
@@ -310,7 +310,7 @@ class _Writer:
         return self._sequence(items, separator)
 
     def _value(self, schema: Any, depth: int = 0) -> str:
-        """Return the rule of a value in Python's or Gemma's notation; of any value where the schema does not say."""
+        """Return the rule of a value in Python's or Gemma's notation; of any value if the schema gives no type."""
         if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
             return self._reference(schema)
         return self._value_without_reference(schema, depth)
@@ -417,7 +417,7 @@ class _Writer:
         return "" if tag is None or tag[0].startswith("{") or tag[0] == "[" else tag[0]
 
     def text_with_calls(self, tools: Sequence[Tool]) -> str:
-        """Return free text in which calls may begin; from there on they have their form."""
+        """Return free text in which calls may begin; a call must be well-formed."""
         opener = self._opener()
         many = self._options.parallel_tool_calls and self._tools.is_parallel
         if not opener:
@@ -454,7 +454,7 @@ class _Writer:
 
 
 def parameters_schema(tool: Tool) -> dict[str, Any]:
-    """Return the schema of a tool's arguments as grammars have it."""
+    """Return the schema of a tool's arguments in the grammars' form."""
     style = {"x-guidance": {**JSON_STYLE, "lenient": not tool.strict}}
     return {"type": "object", **without_annotations(tool.parameters), **style}
 

@@ -1,7 +1,7 @@
-"""Guided decoding: the grammar of one request as it goes on.
+"""Guided decoding: the grammar of one request in progress.
 
 A `Constraint` follows the tokens of its request. Before sampling it fills a mask for the next token and for the token
-after each draft; after sampling it consumes what was accepted. Tokens that the grammar forces become drafts: they are
+after each draft; after sampling it consumes the accepted tokens. Tokens that the grammar forces become drafts: they are
 verified under the masks, so that they save steps and never change an answer. Masks are a function of the tokens alone,
 so the same request gets the same answer in any batch, with any drafts, after a preemption or in another engine.
 """
@@ -75,18 +75,18 @@ class Constraint:
 
     @property
     def is_too_slow(self) -> bool:
-        """Whether steps took too long for so many of them that the request must end."""
+        """Whether so many steps took too long that the request must end."""
         return len(self._step_seconds) == BUDGET_STEPS and median(self._step_seconds) > MAX_STEP_S
 
     def _count(self, start: float) -> None:
-        """Count the time since `start`. Wall time, of which others may have a part, ends no request."""
+        """Count the time since `start`. Wall time, which other threads share, ends no request."""
         seconds = self._clock() - start
         if self._clock is time.perf_counter and seconds > WATCHED_S:
             self._clock, seconds = time.thread_time, min(seconds, MAX_STEP_S)
         self._seconds += seconds
 
     def end_step(self) -> None:
-        """Note the time of a mask, with the time of the tokens before it."""
+        """Record the time of a mask and of the tokens before it."""
         self._step_seconds.append(self._seconds)
         self._seconds = 0.0
 
@@ -119,7 +119,7 @@ class Constraint:
         return bool(self.matcher.is_stopped() and self.matcher.is_accepting())
 
     def consume(self, token: int) -> bool:
-        """Go on by a token that was sampled; return False if the grammar does not allow it: then nothing can follow."""
+        """Consume a sampled token; return False if the grammar does not allow it: then nothing can follow."""
         start, self._next_mask = self._clock(), None
         is_allowed = self.matcher.consume_token(token) or (self._recover() and self.matcher.consume_token(token))
         self._count(start)
@@ -130,12 +130,12 @@ class Constraint:
         return bool(is_allowed)
 
     def replay(self, token: int) -> bool:
-        """Go on by a token that was sampled before, by another engine maybe."""
+        """Consume a token sampled earlier, possibly by another engine."""
         self._plan_end()
         return self.consume(token)
 
     def describe_error(self) -> str:
-        """Return why no token is possible; the reason of the matcher, which speaks of its own parts, is logged."""
+        """Return why no token is possible; the matcher's reason, which names its own parts, is logged."""
         reason = next(iter(self.matcher.get_error().splitlines()), "")
         logger.debug("a matcher stopped: %s", reason)
         is_limit = any(name in reason for name in (LEXER_ERROR, *LIMIT_ERRORS))
@@ -176,7 +176,7 @@ class Constraint:
         self.end_step()
 
     def prepare(self) -> bool:
-        """Look for an end in time; return whether `matcher` has to fill the masks."""
+        """Search for an ending in time; return whether `matcher` has to fill the masks."""
         self._plan_end()
         return self._closing is None or self._closing.path is None
 
@@ -230,7 +230,7 @@ class Constraint:
 
 
 class _Closing:
-    """Decides when a document must be ended, and how."""
+    """Decides when and how to end a document."""
 
     def __init__(self, ending_tokens: Sequence[int], max_tokens: int) -> None:
         self.path: list[int] | None = None  # the tokens that are left, once the end has begun
@@ -239,7 +239,7 @@ class _Closing:
         self._next_check = CLOSING_WINDOW
 
     def plan(self, matcher: Any, num_left: int, num_words: int) -> None:
-        """Look for an end of a request that may have `num_left` more tokens, if it is time; begin it if it must be."""
+        """Search for an ending of a request with `num_left` tokens left, if it is time; begin it if necessary."""
         if self.path is not None or num_left > self._next_check:
             return
         closing = find_end(matcher, self._ending_tokens, num_left - 1, num_words)  # one is for the end of the text

@@ -1,4 +1,4 @@
-"""Grammars of structured outputs: what a request asks for -> a matcher of llguidance over the model's own tokens.
+"""Grammars of structured outputs: a request's parameters -> an llguidance matcher over the model's own tokens.
 
 grammar_check.py has checked a grammar before it comes here. `GrammarCompiler` belongs to an engine. It builds a token
 table once, when the first guided request comes, and keeps the compiled grammars that were used last. Time and memory
@@ -101,7 +101,7 @@ def invalid(kind: str, reason: str) -> InvalidRequestError:
 
 
 def shorten(reason: str) -> str:
-    """Return the line of an error of llguidance that says what is wrong."""
+    """Return the informative line of an llguidance error."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     error = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
     text = (error or (lines[0] if lines else "no reason given")).partition("; following special tokens")[0]
@@ -110,7 +110,7 @@ def shorten(reason: str) -> str:
 
 
 class TokenTable:
-    """The tokens of a model as llguidance wants them: bytes by id, special ids, and an encoder that never raises."""
+    """The tokens of a model for llguidance: bytes by id, special ids, and an encoder that never raises."""
 
     is_tokenizer_wrapper = True
 
@@ -144,7 +144,7 @@ class TokenTable:
         return ids if is_same and self._special.isdisjoint(ids) else self._greedy(data)
 
     def _greedy(self, data: bytes) -> list[int]:
-        """Return the longest token, and again of what follows it."""
+        """Return the longest token, repeatedly."""
         ids: list[int] = []
         while size := next((size for size in range(MAX_GREEDY_BYTES, 0, -1) if data[:size] in self._ids), 0):
             ids.append(self._ids[data[:size]])
@@ -165,7 +165,7 @@ class TokenTable:
 
 @dataclass(slots=True, eq=False)
 class CompiledGrammar:
-    """A grammar and what the next request gets: a copy of `matcher`, or of a slow grammar a matcher of its own.
+    """A grammar and the next request's matcher: a copy of `matcher`, or for a slow grammar a separate matcher.
 
     Copies share the states of the lexer. One that finds them used up compiles the grammar again inside a step, which
     must not take long. So a grammar that is slow to compile has a `spare` for the next request instead, if it was used
@@ -224,7 +224,7 @@ class GrammarCompiler:
         return _library().LLExecutor(num_threads=min(8, max(1, (os.cpu_count() or 1) // 2)))
 
     def _matcher_of(self, params: StructuredOutputsParams) -> tuple[Any, Callable[[], Any] | None]:
-        """Return a matcher for a request, and what compiles another where this one shares its lexer."""
+        """Return a matcher for a request, and a function that compiles another if this one shares its lexer."""
         key, kind = params, params.kind
         with self._lock:
             cached = self._cache.get(key)

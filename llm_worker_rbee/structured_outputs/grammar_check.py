@@ -14,7 +14,6 @@ import re
 import signal
 import sys
 import threading
-import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -24,8 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import MissingDependencyError, UnavailableError
-from ..machine import describe_exit
-from ..pipe_process import PipeProcess
+from ..pipe_process import PipeProcess, ProgramError, describe_exit
 from ..sampling_params import StructuredOutputsParams
 from . import grammar_process
 from .grammar import LIMITS, POSITION, SLICES, invalid, shorten, to_grammar
@@ -48,7 +46,7 @@ LARK_IDS = re.compile(r"<\[\^?([\d,\-\s]+)\]>")
 
 
 class Verdict(NamedTuple):
-    """The result of a check: a grammar that replaces GBNF, and why it cannot be used, empty if it can."""
+    """The result of a check: a grammar that replaces GBNF, and the problem of an unusable one, else empty."""
 
     grammar: str
     reason: str
@@ -70,14 +68,14 @@ class GrammarChecker:
 
     def start(self) -> None:
         """Start a process ahead of the first check, to import what it needs."""
-        with suppress(OSError, MissingDependencyError):  # what is wrong is reported when it is needed
-            process = self._start_process(time.monotonic() + MAX_WAIT_S)
+        with suppress(ProgramError, MissingDependencyError):  # what is wrong is reported when it is needed
+            process = self._start_process()
             with self._lock:
                 self._idle.append(process)
 
-    def _start_process(self, deadline: float) -> PipeProcess:
+    def _start_process(self) -> PipeProcess:
         process = PipeProcess([sys.executable, "-I", "-S", grammar_process.__file__, _library_path()])
-        process.write(self._setup, deadline)
+        process.ask([self._setup], lambda deadline: None, MAX_WAIT_S)
         return process
 
     def recall(self, params: StructuredOutputsParams) -> StructuredOutputsParams | None:
@@ -89,7 +87,7 @@ class GrammarChecker:
     def check(self, params: StructuredOutputsParams) -> StructuredOutputsParams:
         """Return the parameters with GBNF as Lark; raise if a grammar is wrong, not supported, too large or too slow.
 
-        It takes milliseconds for most grammars and up to seconds, so it is no call for an event loop.
+        It takes milliseconds for most grammars and up to seconds, so do not call it in an event loop.
         """
         if (problem := self.recall(params)) is not None:
             return problem
@@ -123,7 +121,6 @@ class GrammarChecker:
     def _try(self, request: bytes) -> Verdict:
         """Return the verdict on a grammar; a process that was killed from outside is replaced once."""
         for is_last in (False, True):
-            failure = "could not be started"
             try:
                 reply = self._request(request)
                 if "reason" in reply:
@@ -131,26 +128,18 @@ class GrammarChecker:
                 if reply["status"] in REASONS or reply["cpu_s"] >= MAX_CPU_S:
                     return Verdict("", REASONS.get(reply["status"], TOO_SLOW))
                 failure = describe_exit(reply["status"])
-            except TimeoutError:
-                failure = "did not answer in time"
-            except OSError as error:
-                failure = f"failed ({error.strerror or error})"
+            except ProgramError as error:
+                failure = str(error)
             logger.warning("the process that checks grammars %s%s", failure, "" if is_last else ": checking again")
         raise UnavailableError("the grammar could not be checked: the process that checks it was ended from outside")
 
     def _request(self, request: bytes) -> dict[str, Any]:
         with self._lock:
-            process = self._idle.pop() if self._idle else None
-        deadline = time.monotonic() + MAX_WAIT_S + REPLY_MARGIN_S
-        try:
-            if process is None or process.poll() is not None:
-                process = self._start_process(deadline)
-            process.write(request, deadline)
-            reply: dict[str, Any] = json.loads(process.read_line(deadline, MAX_REPLY_BYTES))
-        except BaseException:
-            if process is not None:
-                process.stop()
-            raise
+            idle = self._idle.pop() if self._idle else None
+        process = self._start_process() if idle is None or idle.poll() is not None else idle
+        reply: dict[str, Any] = process.ask(
+            [request], lambda end: json.loads(process.read_line(end, MAX_REPLY_BYTES)), MAX_WAIT_S + REPLY_MARGIN_S
+        )
         with self._lock:
             self._idle.append(process)
         return reply

@@ -34,8 +34,8 @@ NICE = 5
 
 
 class Vocabulary:
-    """Tokens as llguidance wants them: names of the model's special tokens at their ids, nothing at the others, and
-    behind them the bytes and an end of text. What a grammar takes to compile depends on no other token."""
+    """Tokens for llguidance: names of the model's special tokens at their ids, nothing at the others, then the bytes
+    and an end of text. The cost of compiling a grammar depends on no other token."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -82,7 +82,7 @@ class GrammarTrial:
         return {"grammar": grammar, "reason": reason}
 
     def _follow(self, matcher: Any) -> None:
-        """Take tokens at random, as requests take them: forced ones, masks, copies, some rolled back."""
+        """Consume random tokens as requests do: forced tokens, masks, copies, some rolled back."""
         address, size = self._mask.buffer_info()
         draws = random.Random(0)
         for step in range(NUM_STEPS):

@@ -1,8 +1,8 @@
-"""JSON schemas as people mean them, in keywords that llguidance holds to. Plain values: no grammar, no tokens.
+"""JSON schemas with their intended meaning, in keywords that llguidance enforces. Plain values: no grammar, no tokens.
 
 `prepare_schema` drops formats that say nothing, bounds numbers by what doubles and 64-bit integers hold, with which
 llguidance counts, and closes objects: one that lists its properties has no others unless the schema says so, as with
-`unevaluatedProperties: false`. What cannot be held is refused by name; what cannot safely be closed stays open.
+`unevaluatedProperties: false`. Unsupported keywords are refused by name; objects that are not safe to close stay open.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class _Closer:
         return closed
 
     def _is_choice(self, schema: Schema) -> bool:
-        """Whether a schema only refers to another or offers options, so that each is all that is said of a value."""
+        """Whether a schema only refers to another or offers options, so that each describes the value alone."""
         structure = schema.keys() & (STRUCTURE | {"minProperties"})
         if len(structure) != 1 or not structure <= SAME_VALUE or len(schema.get("allOf", ())) > 1 or _is_open(schema):
             return False
@@ -254,7 +254,7 @@ def _names(parts: list[Schema], *keys: str) -> list[str]:
 
 
 def _is_open(schema: Schema) -> bool:
-    """Whether a schema says more of the names in an object than `properties`."""
+    """Whether a schema restricts names in an object beyond `properties`."""
     values = (schema.get("const"), *schema.get("enum", ()))
     return bool(schema.keys() & OPENERS) or any(isinstance(value, dict) for value in values)
 

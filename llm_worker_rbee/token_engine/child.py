@@ -20,16 +20,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
+
+from .. import machine
 from ..backends.select import has_driver, import_cpu_backend
+from ..engine.pooling_engine import PoolingEngine
 from ..errors import InferenceError, WorkerError, describe_failure
 from ..load import LoadPhases
+from ..load_pooling import LoadedPooling, load_pooling
 from ..progress import Stage
 from ..text_model import open_tokenizer
 from ..weights import open_checkpoint
-from .engine_loop import EngineLoop
-from .launch import load_engine, replace_with_dummy, warm_up
-from .pooling_loop import PoolingLoop, load_pooling_loop, serve_pooling
-from .protocol import VERSION, Abort, Failed, Load, Located, LogLine, StageReport, StepResult, Submit
+from .engine_loop import EngineLoop, PoolingLoop
+from .launch import common_facts, load_engine, replace_with_dummy, warm_up
+from .protocol import VERSION, Abort, Failed, Load, Located, LogLine, Pool, PoolingInfo, StageReport, StepResult, Submit
 from .wire import FrameReader, FromEngine, ProtocolError, ToEngine, encode
 
 STATS_INTERVAL_S = 0.1
@@ -146,10 +150,12 @@ def _load(message: Load, connection: Connection) -> EngineLoop | PoolingLoop:
         connection.send(Located(str(path)))
 
     phases = LoadPhases(on_stage, progress)
+    if message.nice:
+        machine.lower_priority(message.nice)
     if message.options is None:
-        pooling, pooling_info = load_pooling_loop(message, phases, on_located)
-        connection.send(pooling_info)
-        return pooling
+        assert message.pooling is not None
+        loaded = load_pooling(message.pooling, phases, on_located=on_located)
+        return _warm_up_pooling(loaded, phases, connection)
     engine, info = load_engine(message.options, phases, on_located=on_located)
     warm_up(engine, phases)
     if message.dummy_step_s is not None:
@@ -160,6 +166,17 @@ def _load(message: Load, connection: Connection) -> EngineLoop | PoolingLoop:
     connection.send(info)
     connection.send(StepResult(stats=loop.stats()))
     return loop
+
+
+def _warm_up_pooling(loaded: LoadedPooling, phases: LoadPhases, connection: Connection) -> PoolingLoop:
+    """Do all one-time work of a pooling model, and compute a sequence."""
+    model, max_step_tokens = loaded.model, loaded.max_step_tokens
+    with phases.timed("warm-up"):
+        model.warm_up(max_step_tokens, phases.progress)
+        model.run([np.zeros(min(16, model.max_length), np.int64)])
+    facts = common_facts(loaded, phases) | {"output_dim": model.output_dim, "max_length": model.max_length}
+    connection.send(PoolingInfo(max_step_tokens=max_step_tokens, **facts))
+    return PoolingLoop(PoolingEngine(model, max_step_tokens, loaded.checkpoint.path.name))
 
 
 def _serve(loop: EngineLoop, connection: Connection) -> NoReturn:
@@ -188,6 +205,15 @@ def _serve(loop: EngineLoop, connection: Connection) -> NoReturn:
         connection.send(result)
 
 
+def _serve_pooling(loop: PoolingLoop, connection: Connection) -> NoReturn:
+    while True:
+        for message in connection.receive(wait=not loop.has_work):
+            if isinstance(message, Pool | Abort):
+                loop.receive(message)
+        if loop.has_work:
+            connection.send(loop.step())
+
+
 def _log_failures(result: StepResult, connection: Connection) -> None:
     """Log what is behind a request's error: only its message travels."""
     for output in result.outputs:
@@ -213,7 +239,7 @@ def main() -> NoReturn:
         _exit(1)
     try:
         if isinstance(loop, PoolingLoop):
-            serve_pooling(loop, connection.receive, connection.send)
+            _serve_pooling(loop, connection)
         _serve(loop, connection)
     except BaseException as error:
         cause = error.__cause__ or error

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Callable
 from typing import cast
 
-from ..machine import describe_exit
+from ..pipe_process import describe_exit
 from . import spawn
 from .protocol import Load
 from .wire import FrameReader, FromEngine, ProtocolError, ToEngine, encode

@@ -1,4 +1,4 @@
-"""The engine's end of the protocol: submissions become requests of an `Engine`, its steps become results.
+"""The engine's end of the protocol: submissions become requests of an engine, its steps become results.
 
 Whoever owns the engine (a thread, a child process, a caller of the offline API) passes messages in and calls `step`.
 """
@@ -14,10 +14,12 @@ from operator import attrgetter
 
 from .. import machine
 from ..engine.engine import Engine
+from ..engine.pooling_engine import PoolingEngine
 from ..engine.request import Request, StepOutput
 from ..errors import ContextLengthError, InferenceError, InvalidRequestError, WorkerError, copy_error
 from ..structured_outputs.constraint import Constraint
-from .protocol import Abort, EngineStats, RequestEvent, StepResult, Submit, TokenOutput
+from .protocol import Abort, EngineStats, Pool, PooledRows, PoolingStep, RequestEvent, StepResult, Submit, TokenOutput
+from .wire import unpack_sequences
 
 OnEvents = Callable[[list[RequestEvent]], None]
 COMPILE_WAIT_S = 0.005  # of a step without other work than grammars that are compiled
@@ -235,3 +237,37 @@ class EngineLoop:
         scheduler = self.engine.scheduler
         scheduler.events = []
         scheduler.pool.changes = {} if self._records_blocks else None
+
+
+class PoolingLoop:
+    """Feeds an engine of a pooling model with messages, and turns its outputs into messages."""
+
+    def __init__(self, engine: PoolingEngine) -> None:
+        self.engine = engine
+
+    @property
+    def has_work(self) -> bool:
+        return self.engine.has_work
+
+    def receive(self, message: Pool | Abort) -> None:
+        """Take in a message."""
+        if isinstance(message, Pool):
+            self.engine.add(message.id, *unpack_sequences(message))
+        else:
+            self.engine.cancel(message.id)
+
+    def step(self) -> PoolingStep:
+        """Compute a step."""
+        engine, start = self.engine, time.perf_counter()
+        sequences, tokens = engine.num_sequences, engine.num_tokens
+        outputs = engine.step()
+        return PoolingStep(
+            outputs=[
+                PooledRows(one.id, one.indices, b"" if one.error else one.rows.astype("<f4").tobytes(), one.error)
+                for one in outputs
+            ],
+            num_sequences=engine.num_sequences - sequences,
+            num_tokens=engine.num_tokens - tokens,
+            seconds=time.perf_counter() - start,
+            process_bytes=machine.resident_bytes(),
+        )

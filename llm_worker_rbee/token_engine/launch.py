@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ..backends.ops import WarmUp
 from ..config import LoadOptions
@@ -14,6 +15,9 @@ from ..load import LoadedModel, LoadPhases, load, make_engine
 from ..sampling_params import SamplingParams
 from ..tokenizer import Tokenizer
 from .protocol import ModelInfo
+
+if TYPE_CHECKING:
+    from ..load_pooling import LoadedPooling  # the offline API imports this module
 
 NULL_TEXT = " what a server does besides: it takes a request, hands it on, and sends each token as soon as it exists"
 
@@ -29,25 +33,27 @@ def load_engine(
 
 def model_info(loaded: LoadedModel, engine: Engine, phases: LoadPhases) -> ModelInfo:
     """Return the facts that a front needs; `phases` is the dict of the load itself, which may still grow."""
-    checkpoint = loaded.checkpoint
-    notes = list(loaded.notes)
+    facts = common_facts(loaded, phases)
     if loaded.capacity.is_context_reduced:
-        notes.append(f"{loaded.capacity}; kv_memory or a smaller kv_type gives longer contexts")
-    return ModelInfo(
-        path=str(checkpoint.path),
-        architecture=loaded.config.family.name,
-        quant=loaded.quant,
-        parameters=sum(tensor.size for tensor in checkpoint.tensors.values()),
-        vocab_size=loaded.config.vocab_size,
-        backend=loaded.model.ops.name,
-        device=loaded.model.ops.device,
-        kv_type=loaded.kv_type,
-        weights_bytes=checkpoint.nbytes,
-        kv_cache_bytes=loaded.capacity.bytes,
-        engine=engine.config,
-        phases=phases.seconds,
-        notes=notes,
-    )
+        facts["notes"].append(f"{loaded.capacity}; kv_memory or a smaller kv_type gives longer contexts")
+    return ModelInfo(kv_type=loaded.kv_type, kv_cache_bytes=loaded.capacity.bytes, engine=engine.config, **facts)
+
+
+def common_facts(loaded: LoadedModel | LoadedPooling, phases: LoadPhases) -> dict[str, Any]:
+    """Return the fields of `EngineInfo`."""
+    checkpoint = loaded.checkpoint
+    return {
+        "path": str(checkpoint.path),
+        "architecture": loaded.config.family.name,
+        "quant": loaded.quant,
+        "parameters": sum(tensor.size for tensor in checkpoint.tensors.values()),
+        "vocab_size": loaded.config.vocab_size,
+        "backend": loaded.model.ops.name,
+        "device": loaded.model.ops.device,
+        "weights_bytes": checkpoint.nbytes,
+        "phases": phases.seconds,
+        "notes": list(loaded.notes),
+    }
 
 
 def warm_up(engine: Engine, phases: LoadPhases | None = None) -> WarmUp:

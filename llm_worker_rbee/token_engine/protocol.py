@@ -252,8 +252,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     error: WorkerError
 
 
-class ModelInfo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """What an engine serves, or several replicas. `engine` is the configuration of each."""
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The facts about any model that an engine serves."""
 
     path: str
     architecture: str
@@ -262,12 +262,17 @@ class ModelInfo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     vocab_size: int
     backend: str
     device: str
-    kv_type: str
     weights_bytes: int
-    kv_cache_bytes: int
-    engine: EngineConfig
     phases: dict[str, float]  # of loading, in seconds
     notes: list[str] = []  # on the choice of device and of the context, for people
+
+
+class ModelInfo(EngineInfo, frozen=True, tag=True, kw_only=True):
+    """What an engine serves, or several replicas. `engine` is the configuration of each."""
+
+    kv_type: str
+    kv_cache_bytes: int
+    engine: EngineConfig
     num_replicas: int = 1
 
     @property
@@ -280,22 +285,12 @@ class ModelInfo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         return self.num_replicas * self.engine.max_batch
 
 
-class PoolingInfo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class PoolingInfo(EngineInfo, frozen=True, tag=True, kw_only=True):
     """What an engine of a pooling model serves."""
 
-    path: str
-    architecture: str
-    quant: str
-    parameters: int
-    vocab_size: int
-    backend: str
-    device: str
-    weights_bytes: int
     output_dim: int  # values of a row
     max_length: int  # tokens of a sequence
     max_step_tokens: int
-    phases: dict[str, float]  # of loading, in seconds
-    notes: list[str] = []  # for people
 
 
 class RequestState:
@@ -424,18 +419,6 @@ class RequestStream:
         if not self.request.is_finished:
             self.put(TokenOutput(self.request.id, [], "error", error=error))
             self.on_abort(self.request)
-
-
-def take_result(result: StepResult, streams: dict[int, RequestStream]) -> None:
-    """Pass events and outputs to the streams of their requests; those that are finished leave `streams`."""
-    for event in result.events:
-        if (stream := streams.get(event.id)) is not None:
-            stream.request.apply(event)
-    for output in result.outputs:
-        if (stream := streams.get(output.id)) is not None:
-            if output.finish_reason is not None:
-                del streams[output.id]
-            stream.put(output)
 
 
 class TokenEngine(ABC):

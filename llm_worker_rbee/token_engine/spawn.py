@@ -1,5 +1,5 @@
 """Starting the engine's process, also ahead of its load options: `serve` starts it first, so that both processes import
-what they need at the same time. Imports nothing of the package."""
+what they need at the same time."""
 
 from __future__ import annotations
 
@@ -9,17 +9,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
-# It ends with its parent already while it imports the rest.
-PROGRAM = f"""
-import sys
-from {__package__.rpartition(".")[0]}.machine import exit_with_parent
-exit_with_parent(int(sys.argv[2]))
-from {__package__}.child import main
-main()
-"""
+from ..pipe_process import package_command
+
+PROGRAM = f"from {__package__}.child import main; main()"
 
 
 class SpawnedProcess(NamedTuple):
@@ -44,10 +38,9 @@ def spawn() -> SpawnedProcess:
     with other:
         try:
             os.set_inheritable(other.fileno(), True)
-            command = [sys.executable, "-P", "-c", PROGRAM, str(other.fileno()), str(os.getpid())]
             environment = _environment()
             process = subprocess.Popen(
-                command,
+                package_command(PROGRAM, other.fileno()),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[other.fileno()],
@@ -88,7 +81,5 @@ def _discard() -> None:
 
 
 def _environment() -> dict[str, str]:
-    root = str(Path(__file__).parents[2])
-    paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     others = {name: value for name, value in os.environ.items() if not name.startswith("_TYPER_")}  # of help texts
-    return {"OPENBLAS_NUM_THREADS": "1", **others, "PYTHONPATH": paths}  # see `cli.main`
+    return {"OPENBLAS_NUM_THREADS": "1", **others}  # see `cli.main`

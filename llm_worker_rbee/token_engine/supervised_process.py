@@ -1,6 +1,9 @@
-"""A child process that computes, restarted when it dies: what engines of all kinds have in common.
+"""A child process that computes, restarted when it dies; the next process gets what is missing of its requests.
 
-What they do with their requests is their own: `_lose_process` keeps them, `_submit_all` sends them again.
+An engine of one kind says how a request is sent (`_encode`) and what a message delivers (`_take_output`); the policy is
+here. Only an experiment decides which request is to blame for a death. The requests that ran when a process died are
+suspects. From their second death on suspects are replayed one at a time, and a request that ends a process twice while
+it runs alone is refused; one that gets past the point of its last death is no suspect any more.
 """
 
 from __future__ import annotations
@@ -11,46 +14,86 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import Context, copy_context
+from dataclasses import dataclass
+from itertools import count
 from typing import Generic, TypeVar
 
 import msgspec
 
-from ..errors import InferenceError, WorkerError, counted
+from ..errors import InferenceError, WorkerError, copy_error, counted
 from ..progress import OnStage, TransferProgress
 from .child_process import ChildProcess
-from .protocol import Failed, Load, Located, LogLine, ModelInfo, PoolingInfo, StageReport
-from .wire import FromEngine, ProtocolError
+from .protocol import Abort, Failed, Load, Located, LogLine, ModelInfo, PoolingInfo, StageReport
+from .wire import FromEngine, ProtocolError, ToEngine
 
 RESTART_PERIOD_S = 60.0
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 5.0
 STALL_FACTOR = 10  # of the slowest step seen
 RESTART_POLL_S = 0.02
+DEATHS_TO_ISOLATE, DEATHS_TO_REFUSE = 2, 2  # with other requests; alone
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class OpenRequest(ABC):
+    """A request that is not finished: where it is, and the deaths that it is suspected of."""
+
+    id: int
+    submission: int = 0  # the id under which the process has it, a new one each time, so that nothing stale counts
+    num_deaths: int = 0
+    num_deaths_alone: int = 0
+    progress_at_death: int = 0
+
+    @property
+    @abstractmethod
+    def progress(self) -> int:
+        """Tokens or rows that were delivered."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process computes it, as far as is known."""
+        return False
+
+    @property
+    def is_isolated(self) -> bool:
+        return self.num_deaths >= DEATHS_TO_ISOLATE
+
+    def leave_process(self) -> None:
+        """Note that the process does not have it any more."""
+        self.submission = 0
+
+    @abstractmethod
+    def finish_with(self, error: WorkerError) -> None:
+        """End it with an error, if it has not ended."""
+
+
 Info = TypeVar("Info", ModelInfo, PoolingInfo)
+Request = TypeVar("Request", bound=OpenRequest)
 logger = logging.getLogger("llm_worker_rbee.server")
 
 
-class SupervisedProcess(ABC, Generic[Info]):
+class SupervisedProcess(ABC, Generic[Info, Request]):
     """A process that loads a model, and is loaded again when it dies. All methods belong to one event loop."""
 
     info: Info  # once it is started
     num_restarts = 0
-    label = "the engine"  # of log lines and errors
 
     def __init__(
         self,
         load: Load,
         *,
+        label: str = "the engine",
         max_restarts: int = 5,
         stall_timeout_s: float = math.inf,
         restart_on_stall: bool = False,
         progress: TransferProgress = lambda what, done, total: None,
         on_located: Callable[[str], None] = lambda path: None,
     ) -> None:
-        """Start the process at once. `max_restarts` is the limit per minute. A process that has work and sends nothing
-        for `stall_timeout_s` is stalled; with `restart_on_stall`, after ten times its slowest step, it is killed."""
-        self._load = load
+        """Start the process at once. `label` names it in log lines and errors. `max_restarts` is the limit per minute.
+        A process that has work and sends nothing for `stall_timeout_s` is stalled; with `restart_on_stall`, after ten
+        times its slowest step, it is killed."""
+        self._load, self.label = load, label
         self._max_restarts = max_restarts
         self._stall_timeout_s, self._restart_on_stall = stall_timeout_s, restart_on_stall
         self._progress, self._on_located = progress, on_located
@@ -63,6 +106,10 @@ class SupervisedProcess(ABC, Generic[Info]):
         self._slowest_step_s = 0.0
         self._num_failed_loads = 0  # in a row
         self._tasks: list[asyncio.Task[None]] = []  # the restart and the watch
+        self._requests: dict[int, Request] = {}  # all open requests, by their ids
+        self._submitted: dict[int, Request] = {}  # requests that the process has, by their submissions
+        self._submissions = count(1)
+        self._isolated: deque[Request] = deque()  # replayed one at a time, the first one now, while the others wait
 
     async def start(self, on_stage: OnStage) -> Info:
         """Load the model; from its return on requests may be submitted."""
@@ -79,31 +126,114 @@ class SupervisedProcess(ABC, Generic[Info]):
         await self._child.attach(self._take, self._on_end)
         return await self._loaded
 
-    @abstractmethod
     def _planned_options(self) -> dict[str, object]:
         """Return load options of a restart that follow from the first load."""
+        return {"model": self.info.path, "device": self.info.device}
 
     @property
-    @abstractmethod
     def num_requests(self) -> int:
         """Requests that were submitted and are not finished."""
+        return len(self._requests)
 
     @abstractmethod
-    def _take_output(self, message: FromEngine) -> None:
-        """Take in what a step computed."""
+    def _encode(self, request: Request) -> ToEngine:
+        """Return the message that submits a request, less what was delivered, under its present submission."""
 
     @abstractmethod
-    def _lose_process(self, how: str | None) -> None:
-        """Keep the requests of a process that is gone, also where another process may take them; `how` it died, None
-        if it was stopped."""
+    def _take_output(self, message: FromEngine) -> bool:
+        """Take in what a step computed; return whether it computed anything. Call `_end` for requests that it ended."""
 
-    @abstractmethod
+    @property
+    def accepts_requests(self) -> bool:
+        """Whether a request is submitted at once: not while a suspect runs alone."""
+        return self._state == "ready" and not self._isolated
+
+    def _add(self, request: Request) -> None:
+        """Take a request; it waits while the process is restarted. A suspect of another engine runs alone."""
+        if not self._requests:
+            self._last_message_at = time.monotonic()
+        self._requests[request.id] = request
+        if request.is_isolated:
+            self._isolated.append(request)
+            if self._state == "ready" and self._isolated[0] is request:
+                for other in self._requests.values():
+                    self._withdraw(other)
+                self._submit_all()
+        elif self.accepts_requests:
+            self._submit(request)
+
+    def _submit(self, request: Request) -> None:
+        request.submission = next(self._submissions)
+        self._submitted[request.submission] = request
+        self._child.send(self._encode(request))
+
     def _submit_all(self) -> None:
-        """Submit what the process does not have."""
+        """Submit what the process does not have: the first isolated request alone, or all others."""
+        for request in list(self._isolated)[:1] or list(self._requests.values()):
+            if not request.submission:
+                self._submit(request)
 
-    @abstractmethod
+    def _withdraw(self, request: Request) -> None:
+        """Take a request out of the process, if it is there."""
+        submission = request.submission
+        if self._submitted.get(submission) is request:
+            del self._submitted[submission]
+            request.leave_process()
+            self._child.send(Abort(submission))
+
+    def _end(self, request: Request) -> None:
+        """Forget a request that the process has finished."""
+        self._submitted.pop(request.submission, None)
+        self._drop(request)
+
+    def _drop(self, request: Request) -> None:
+        """Forget a request that is finished or goes to another engine; the process drops it too."""
+        self._withdraw(request)
+        if self._requests.pop(request.id, None) is not None:
+            self._release(request)
+
+    def _release(self, request: Request) -> None:
+        """Go on with the next isolated request, or with all, once this one is finished or is no suspect any more."""
+        if request not in self._isolated:
+            return
+        is_first = self._isolated[0] is request
+        self._isolated.remove(request)
+        if is_first and self._state == "ready":
+            if self._isolated:  # it goes on later, with the others
+                self._withdraw(request)
+            self._submit_all()
+
+    def _lose_process(self, how: str | None) -> None:
+        """Keep the requests of a process that is gone; `how` it died, None if it was stopped."""
+        lost = list(self._submitted.values())
+        suspects = [request for request in lost if request.is_running] or lost
+        self._submitted.clear()
+        for request in lost:
+            request.leave_process()
+        if how is not None:
+            self._blame(suspects, how, is_alone=len(lost) == 1)
+
+    def _blame(self, suspects: Sequence[Request], how: str, *, is_alone: bool) -> None:
+        """Note the requests that ran at a death; refuse one that has ended processes while it was alone."""
+        for request in suspects:
+            if request.progress > request.progress_at_death:
+                request.num_deaths = request.num_deaths_alone = 0
+            request.num_deaths += 1
+            request.num_deaths_alone += is_alone
+            request.progress_at_death = request.progress
+            if request.num_deaths_alone >= DEATHS_TO_REFUSE:
+                message = f"{self.label} {how} twice while it computed this request alone: it is not tried again"
+                self._finish(request, InferenceError(message))
+        self._isolated = deque(request for request in self._requests.values() if request.is_isolated)
+
+    def _finish(self, request: Request, error: WorkerError) -> None:
+        request.finish_with(error)
+        self._drop(request)
+
     def _finish_all(self, error: WorkerError) -> None:
         """End all requests with an error."""
+        for request in list(self._requests.values()):
+            self._finish(request, copy_error(error))
 
     def _give_up(self, error: WorkerError) -> None:
         """End all requests: there will be no other process."""
@@ -183,14 +313,17 @@ class SupervisedProcess(ABC, Generic[Info]):
                 self._state, self._has_loaded = "ready", True
                 self._loaded.set_result(message)  # type: ignore[arg-type]  # the one that its `Load` asks for
             case _:
-                self._take_output(message)
+                self._take_step(message)
 
-    def _observe_message(self, has_outputs: bool) -> None:
-        """Note that a step has ended."""
+    def _take_step(self, message: FromEngine) -> None:
+        """Take in what a step computed, and when it ended."""
         now = time.monotonic()
-        if has_outputs:
+        if self._take_output(message):
             self._slowest_step_s = max(self._slowest_step_s, now - self._last_message_at)
         self._last_message_at = now
+        if self._isolated and (first := self._isolated[0]).progress > first.progress_at_death:
+            first.num_deaths = first.num_deaths_alone = 0  # as in `_blame`
+            self._release(first)
 
     def _on_end(self, how: str) -> None:
         """Restart the child, unless it is stopped or dies too often."""

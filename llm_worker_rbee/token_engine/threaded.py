@@ -31,7 +31,6 @@ from .protocol import (
     StepResult,
     Submit,
     TokenEngine,
-    take_result,
 )
 
 Load = Callable[[OnStage], tuple[Engine, ModelInfo]]
@@ -149,5 +148,12 @@ class ThreadedEngine(TokenEngine):
             self._loop.fail_all(RequestCancelledError("the event loop was closed"))
 
     def _take(self, result: StepResult) -> None:
-        """Pass a result to its streams, in the event loop."""
-        take_result(result, self._streams)
+        """Pass events and outputs to the streams of their requests, in the event loop."""
+        for event in result.events:
+            if (stream := self._streams.get(event.id)) is not None:
+                stream.request.apply(event)
+        for output in result.outputs:
+            if (stream := self._streams.get(output.id)) is not None:
+                if output.finish_reason is not None:
+                    del self._streams[output.id]
+                stream.put(output)

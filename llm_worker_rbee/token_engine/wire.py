@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
+import numpy as np
 
+from ..backends.ops import Ints
 from ..errors import InferenceError, InvalidRequestError, QueueFullError, WorkerError
 from .protocol import (
     Abort,
@@ -67,6 +69,28 @@ def encode(message: ToEngine | FromEngine) -> bytes:
     """Return the frame of a message."""
     body = _encoder.encode(message)
     return HEADER.pack(len(body)) + body
+
+
+def pack_sequences(sequences: Sequence[Ints], token_types: Sequence[Ints] | None) -> Pool:
+    """Return a message without an id."""
+    ids, types = (
+        b"" if rows is None else np.concatenate(rows).astype("<i4").tobytes() for rows in (sequences, token_types)
+    )
+    return Pool(0, list(map(len, sequences)), ids, types)
+
+
+def unpack_sequences(message: Pool) -> tuple[list[Ints], list[Ints] | None]:
+    """Return the sequences of a message, and the types of their tokens, if it has them."""
+    return _split(message.ids, message.lengths), _split(
+        message.token_types, message.lengths
+    ) if message.token_types else None
+
+
+def _split(data: bytes, lengths: Sequence[int]) -> list[Ints]:
+    values = np.frombuffer(data, "<i4").astype(np.int64)
+    if values.size != sum(lengths):
+        raise InferenceError(f"{values.size} token ids for sequences of {sum(lengths)}")
+    return np.split(values, np.cumsum(lengths)[:-1])
 
 
 class FrameReader(Generic[T]):

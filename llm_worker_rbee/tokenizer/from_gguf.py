@@ -25,7 +25,7 @@ from .tokenizer import (
 
 _log = logging.getLogger("llm_worker_rbee")
 _PREFIX = "tokenizer.ggml."
-# Ids for files without these keys, by tokenizer.ggml.model: those of SentencePiece, BERT and T5.
+# Ids for files without these keys, by tokenizer.ggml.model: SentencePiece's, BERT's and T5's.
 _DEFAULT_IDS: dict[str, dict[str, int]] = {
     "llama": {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0},
     "gemma4": {"bos_token_id": 1, "eos_token_id": 2},

@@ -106,7 +106,7 @@ def _decoder_steps(decoder: object) -> Iterator[dict[str, Any]]:
 
 
 def _style(steps: list[dict[str, Any]]) -> Style | None:
-    """Return the style of the vocabulary by its decoder; None if that does more than join bytes."""
+    """Return the style of the vocabulary by its decoder; None if the decoder does more than join bytes."""
     styled = (step for step in steps if step.get("type") in _DECODER_STYLES)
     step = next((step for step in styled if step.get("prefix", CONTINUATION) == CONTINUATION), None)
     return _DECODER_STYLES[step["type"]] if step is not None else None

@@ -59,7 +59,7 @@ def _byte_alphabet() -> dict[int, str]:
 
 BYTE_TO_CHAR = _byte_alphabet()
 CHAR_TO_BYTE = {char: byte for byte, char in BYTE_TO_CHAR.items()}
-# For `str.translate`: characters to those of their byte's number, and those below 256 that stand for no byte to none.
+# For `str.translate`: each character to chr(its byte), and characters below 256 that stand for no byte to none.
 _TO_LATIN_1 = dict.fromkeys(range(256), "\uffff") | {ord(char): byte for char, byte in CHAR_TO_BYTE.items()}
 
 
@@ -232,7 +232,7 @@ class BosEos:
 
 @dataclass(frozen=True)
 class PairTemplate:
-    """What surrounds the two texts of a cross-encoder, as (token id, token type), and the types of the texts."""
+    """The tokens around the two texts of a cross-encoder, as (token id, token type), and the texts' types."""
 
     prefix: tuple[tuple[int, int], ...]
     middle: tuple[tuple[int, int], ...]
@@ -285,7 +285,7 @@ class Tokenizer:
         self.pair = pair
 
     def prepare(self) -> None:
-        """Make what the encoder would make when a long text comes."""
+        """Build the parts of the encoder that a long text needs."""
         if (prepare := getattr(self._encoder, "prepare", None)) is not None:
             prepare()
 
@@ -337,7 +337,7 @@ class Tokenizer:
 
     @property
     def affixes(self) -> tuple[list[int], list[int]]:
-        """What `encode` puts before and after a text."""
+        """The tokens that `encode` puts before and after a text."""
         return self._prefix, self._suffix
 
     @property
@@ -426,7 +426,7 @@ def _validate_text(text: object) -> None:
 
 
 def _room(max_tokens: int, num_special: int) -> int:
-    """Return how many tokens of text fit in addition to the special tokens."""
+    """Return the number of text tokens that fit in addition to the special tokens."""
     if max_tokens < num_special:
         raise InvalidRequestError(
             f"max_tokens {max_tokens} has no room for the {num_special} special tokens", field="max_tokens"
@@ -479,7 +479,7 @@ class ByteJoiner:
         return raw
 
     def join(self, ids: Sequence[int]) -> bytes:
-        """Return the bytes that these tokens add to the text: the same as of `push` for each."""
+        """Return the bytes that these tokens add to the text, as `push` does for each."""
         if self.drops_space or (self._tokenizer.space_after_special and not self._skip_special):
             return b"".join([self.push(token_id) for token_id in ids])
         added = {token_id: self.push(token_id) for token_id in dict.fromkeys(ids)}  # each depends on its id alone

@@ -83,7 +83,7 @@ POSITION_IDS = "embeddings.position_ids"
 
 
 def is_training_head(name: str) -> bool:
-    """Return whether a tensor is of an objective of training, or a table of numbers: no part of an encoder."""
+    """Return whether a tensor belongs to a training objective, or is a table of numbers: no part of an encoder."""
     return name.startswith(TRAINING_HEADS) or name == POSITION_IDS
 
 
@@ -112,7 +112,7 @@ def position_offset(config: Mapping[str, Any]) -> int:
 
 
 def has_classifier(names: Iterable[str]) -> bool:
-    """Return whether a folder has the head of a classifier, of which a reranker is one."""
+    """Return whether a folder has a classifier's head; rerankers have one."""
     return any(name.startswith("classifier.") for name in names)
 
 

@@ -149,7 +149,7 @@ def _raw(tensor: TensorLike) -> Raw:
 def _write_header(
     file: BinaryIO, metadata: Mapping[str, Any], entries: Sequence[Entry], version: int, alignment: int
 ) -> None:
-    """Write all that precedes the tensors; their offsets follow from their sizes."""
+    """Write everything before the tensors; their offsets follow from their sizes."""
     file.write(MAGIC + struct.pack("<IQQ", version, len(entries), len(metadata)))
     for key, value in metadata.items():
         file.write(_string(key) + _value(value))

@@ -73,7 +73,7 @@ KV_SCALE = re.compile(r"(\.[kqv]_(scale|zero_point)|\.[kv]_proj\.output_scale|\.
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """What config.json says of quantized weights; `problem` is why they cannot be read."""
+    """The quantization settings of config.json; `problem` is the reason if they are not supported."""
 
     method: str
     format: str = ""
@@ -117,7 +117,7 @@ def _number(settings: Mapping[str, Any], key: str) -> int:
 
 
 def _find_problem(method: str, chosen: str, settings: Mapping[str, Any]) -> str:
-    """Return why weights of these settings cannot be read, or ""."""
+    """Return the reason why weights with these settings are not supported, or ""."""
     if method not in METHODS:
         return f"weights quantized by {method!r} cannot be read: supported are {', '.join(METHODS)}"
     choices = FORMATS.get(method)
@@ -190,7 +190,7 @@ class ScaleGrid(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """A matrix to be made into blocks: codes of some rows, a byte each, and what scales them."""
+    """A matrix to convert to blocks: codes of some rows, a byte each, and their scales."""
 
     kind: BlockType
     shape: tuple[int, int]
@@ -462,7 +462,7 @@ class _Module(NamedTuple):
         return np.float32(1 / values[0] if is_inverse else values[0])
 
     def _grid(self, values: Floats, rows: int, columns: int) -> ScaleGrid:
-        """Return scales with the rows and columns of each, which follow from their shape."""
+        """Return scales with the rows and columns that each covers, from their shape."""
         if values.size == 1:
             return ScaleGrid(values.reshape(1, 1), rows, columns)
         if values.ndim == 1:

@@ -27,7 +27,7 @@ EIGHT_EXPERTS = 8  # as Mixtral has them: its attention is small in comparison a
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What the rules depend on: the layer, the number of layers, query heads per KV head, experts."""
+    """The inputs of the rules: the layer, the number of layers, query heads per KV head, experts."""
 
     layer: int
     n_layers: int

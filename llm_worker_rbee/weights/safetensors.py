@@ -207,7 +207,7 @@ def _named_tensors(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
 
 
 def _quantization_config(folder: Path, config: Mapping[str, Any]) -> object:
-    """Return the settings of quantized weights: of config.json, of its text model, or of ModelOpt's own file."""
+    """Return the settings of quantized weights, from config.json, its text model, or ModelOpt's own file."""
     text, own_file = config.get("text_config"), folder / "hf_quant_config.json"
     quant = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
     if quant is None and own_file.exists():
@@ -225,7 +225,7 @@ def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text_tensors(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the tensors of the text model, by the names that it has alone, and the other parts that are left out."""
+    """Return the tensors of the text model, by its own names, and the names of the omitted parts."""
     named: dict[str, Tensor] = {}
     left_out: set[str] = set()
     for name, tensor in tensors.items():

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llm_worker_bench.synthetic import random_tensor
 from llm_worker_rbee import machine
 from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.backends.ops import Backend, SampleRow
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
+from tests.helpers.synthetic import random_tensor
 
 ROUNDS = 12
 TENSOR = random_tensor(BLOCK_TYPES["Q4_0"], (96, 256))

@@ -9,7 +9,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from llm_worker_bench.synthetic import random_tensor
 from llm_worker_rbee.backends import reference
 from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.backends.ops import RouteParams
@@ -21,6 +20,7 @@ from llm_worker_rbee.weights.gguf_writer import write_gguf
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 from tests.helpers.model_runs import load, step_logits
 from tests.helpers.model_zoo import ZOO, gguf_metadata, gguf_tensors, make_hf, prompt_ids, save_quantized
+from tests.helpers.synthetic import random_tensor
 
 cpu = CpuBackend()
 COUNT, WIDTH, ROWS = 6, 256, 48

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.backends.graph import LOGITS, TOKENS, Graph, Node, Recorder, Rewrite, Value, apply_rewrites, record
+from llm_worker_rbee.backends.graph import Graph, Node, Recorder, Rewrite, Value, apply_rewrites, record
+from llm_worker_rbee.backends.ops import LOGITS, TOKENS
 
 
 class Weight:

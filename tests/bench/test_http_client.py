@@ -11,7 +11,6 @@ import pytest
 from llm_worker_bench.http_client import (
     MAX_EVENT_BYTES,
     Address,
-    ChunkedDecoder,
     Client,
     EventParser,
     RequestFailedError,
@@ -100,23 +99,37 @@ def test_client_reads_bodies(raw: bytes, body: bytes) -> None:
     assert asyncio.run(answers_to(raw)) == body
 
 
+async def read(raw: bytes, size: int) -> tuple[bytes, bool]:
+    """The body that comes in pieces of `size` bytes, and whether the connection can be used again."""
+    reader = asyncio.StreamReader()
+    response = Response(reader)
+
+    async def feed() -> None:
+        for i in range(0, len(raw), size):
+            reader.feed_data(raw[i : i + size])
+            await asyncio.sleep(0)
+        reader.feed_eof()
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(feed())
+        await response.read_head()
+        body = b"".join([part async for part in response.parts()])
+    return body, response.is_reusable
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 1000])
-def test_chunked_decoder_any_cut_gives_the_same_body(size: int) -> None:
-    raw = b"5\r\na\r\nbc\r\n 1a;x=y\r\n" + b"d" * 26 + b"\r\n1\ne\n0\r\nTrailer: 5\r\n\r\n"
-    chunks, found = ChunkedDecoder(), b""
-    for i in range(0, len(raw), size):
-        assert not chunks.is_done
-        found += chunks.feed(raw[i : i + size])
-    assert chunks.is_done
-    assert found == b"a\r\nbc" + b"d" * 26 + b"e"
+def test_chunked_body_any_cut_gives_the_same(size: int) -> None:
+    raw = b"5\r\na\r\nbc\r\n1a;x=y\r\n" + b"d" * 26 + b"\r\n1\r\ne\r\n0\r\nTrailer: 5\r\n\r\n"
+    assert asyncio.run(read(CHUNKED + raw, size)) == (b"a\r\nbc" + b"d" * 26 + b"e", True)
 
 
 @pytest.mark.parametrize(
-    "raw", [b"0\r\n\r\nmore", b"-1\r\n", b"\r\n", b"1\r\nab\r\n", b"x" * 70_000, b"1" * 16 + b"\r\n"]
+    "raw", [b"0\r\n\r\nmore", b"-1\r\n", b"\r\n", b"1\r\nab\r\n", b"x" * 70_000, b"1" * 17 + b"\r\n"]
 )
-def test_chunked_decoder_invalid_chunks_fail(raw: bytes) -> None:
-    with pytest.raises(RequestFailedError):
-        ChunkedDecoder().feed(raw)
+def test_invalid_chunks_fail(raw: bytes) -> None:
+    with pytest.raises(RequestFailedError) as caught:
+        asyncio.run(answers_to(CHUNKED + raw))
+    assert caught.value.kind == "protocol"
 
 
 @pytest.mark.parametrize(
@@ -164,12 +177,25 @@ def test_client_https_needs_a_trusted_certificate(monkeypatch: pytest.MonkeyPatc
     assert asyncio.run(talk()) == "hi"
 
 
-def test_response_is_reusable_if_bounded_and_kept_alive() -> None:
-    def kept(headers: dict[str, str], *, whole: bool = True) -> bool:
-        return Response(200, headers, None, whole).is_reusable  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("raw", "is_reusable"),
+    [
+        (b"Content-Length: 0\r\n\r\n", True),
+        (b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n", True),
+        (b"Content-Length: 0\r\nConnection: Close\r\n\r\n", False),
+        (b"\r\n", False),
+    ],
+)
+def test_response_is_reusable_if_bounded_and_kept_alive(raw: bytes, is_reusable: bool) -> None:
+    assert asyncio.run(read(b"HTTP/1.1 200 OK\r\n" + raw, 1000)) == (b"", is_reusable)
 
-    assert kept({"content-length": "0"})
-    assert kept({"transfer-encoding": "chunked"})
-    assert not kept({"content-length": "0", "connection": "Close"})
-    assert not kept({"content-length": "9"}, whole=False)
-    assert not kept({})
+
+def test_response_is_not_reusable_before_its_end() -> None:
+    async def read_part() -> bool:
+        reader = asyncio.StreamReader()
+        reader.feed_data(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc")
+        response = Response(reader)
+        await response.read_head()
+        return response.is_reusable
+
+    assert not asyncio.run(read_part())

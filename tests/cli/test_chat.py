@@ -128,6 +128,22 @@ def test_chat_on_terminal(terminal: Callable[..., Terminal], endless: Path, llm:
     assert set(messages[1]["content"]) == {"Q"}
 
 
+def test_message_of_several_lines(terminal: Callable[..., Terminal], tiny: Path, tmp_path: Path) -> None:
+    """A backslash at the end of a line continues the message; what is pasted is one message."""
+    saved = tmp_path / "talk.json"
+    screen = terminal("chat", "-m", tiny, "-n", "2", NO_COLOR="1")
+    for keys in ("one\\\ntwo\n", "\x1b[200~three\nfour\x1b[201~\n"):
+        screen.wait_for("> ")
+        screen.send(keys)
+        screen.wait_for("tokens")
+    screen.wait_for("> ")
+    screen.send(f"/save {saved}\n")
+    screen.wait_for("(saved 4 messages")
+    assert [m["content"] for m in json.loads(saved.read_text())[::2]] == ["one\ntwo", "three\nfour"]
+    screen.send("/exit\n")
+    assert screen.finish()[0] == 0
+
+
 def test_error_on_terminal_ends_only_the_turn(terminal: Callable[..., Terminal], tiny: Path) -> None:
     screen = terminal("chat", "-m", tiny, "-n", "2", NO_COLOR="1")
     screen.wait_for("> ")

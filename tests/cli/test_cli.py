@@ -39,6 +39,12 @@ def test_command_summary_is_first_sentence_of_its_help(name: str) -> None:
     assert first == COMMAND_TABLE[name].summary
 
 
+@pytest.mark.parametrize("name", COMMAND_TABLE)
+def test_paragraphs_of_help_are_wrapped_by_the_terminal(name: str) -> None:
+    for paragraph in load_command(name).help.split("\n\n"):
+        assert paragraph.startswith("\b") or "\n" not in paragraph
+
+
 def test_help_of_a_command_imports_its_module_only() -> None:
     script = """
 import sys
@@ -69,6 +75,8 @@ def test_command_help_has_example_and_no_escape_codes(spawn: Run, command: str) 
     assert done.returncode == 0
     examples = done.stdout.decode().partition("Examples:")[2]
     assert f"llm-worker-rbee {command}" in examples
+    examples = examples.partition("╭")[0]
+    assert all(line.startswith("   ") for line in examples.splitlines() if line.strip()), "an example is wrapped"
     assert b"\x1b" not in done.stdout + done.stderr
 
 

@@ -12,9 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from llm_worker_bench.synthetic import Spec, write
-from llm_worker_bench.synthetic_shapes import Shape
 from llm_worker_rbee.weights.gguf_writer import write_gguf
+from tests.helpers.synthetic import Shape, Spec, write
 
 from ..helpers import mtp_models
 from ..helpers.model_zoo import ZOO, make_hf

@@ -287,10 +287,10 @@ def test_run_with_a_grammar_prints_text_of_it(cli: Run, tiny: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (("--regex", "(a"), "--regex: structured_outputs.regex cannot be used: unclosed group"),
+        (("--regex", "(a"), "--regex cannot be used: unclosed group"),
         (("--regex", "a", "--choice", "b"), "--regex and --choice exclude each other"),
         (("--json-schema", "none.json"), "--json-schema: cannot read none.json"),
-        (("--json-schema", "{"), "structured_outputs.json is not valid JSON"),
+        (("--json-schema", "{"), "--json-schema is not valid JSON"),
         (("--json-schema", '{"not": {}}'), '"not"'),
         (("--close-on-length",), "--close-on-length needs --json-schema"),
         (("--open-objects", "--regex", "a"), "--open-objects needs --json-schema"),

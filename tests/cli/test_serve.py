@@ -210,7 +210,7 @@ def test_banner_curl_line_works(worker: Callable[..., Worker], tiny: Path, tmp_p
     spawned = worker("-m", tiny, "--api-key-file", key, "--max-batch", "7")
     line = spawned.curl_line()
     limits = "up to 7 requests in a batch and 512 tokens in a step"
-    assert re.fullmatch(rf"ready after [\d.]+ s, {limits}; try:", spawned.last_line)
+    assert re.fullmatch(rf"ready after [\d.]+ s, {limits}; open {spawned.url} in a browser, or try:", spawned.last_line)
     assert "k-1" not in line
     done = subprocess.run(["bash", "-c", line.replace("curl ", "curl -s ", 1)], capture_output=True, timeout=LIMIT_S)
     assert json.loads(done.stdout)["choices"][0]["message"]["role"] == "assistant"

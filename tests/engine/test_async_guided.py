@@ -63,8 +63,8 @@ def compiler(tiny_file: Path) -> GrammarCompiler:
 
 @pytest.fixture(autouse=True)
 def _without_forced_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times of steps on this machine decide nothing."""
-    monkeypatch.setattr(async_scheduling, "forced_drafts_pay", lambda *_: False)
+    """Gaps between steps so long that no draft makes up for one: times of steps on this machine decide nothing."""
+    monkeypatch.setattr(async_scheduling, "GAP_S", 1e9)
 
 
 def make_engine(model: Transformer, compiler: GrammarCompiler, **settings: Any) -> Engine:
@@ -209,7 +209,8 @@ def test_forced_drafts_between_steps_ahead_change_no_answer(
         assert device.num_ahead > 50
 
 
-def test_forced_drafts_pay_by_the_time_that_they_save() -> None:
+def test_forced_drafts_pay_by_the_time_that_they_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_scheduling, "GAP_S", GAP_S)  # the real one
     assert not forced_drafts_pay(100, 1, None)
     assert not forced_drafts_pay(0, 1, 1.0)
     assert forced_drafts_pay(3, 1, GAP_S)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_worker_bench.synthetic import Shape, Spec, checkpoint
 from llm_worker_rbee.backends.ops import AttentionParams, Batch, RopeTable, RouteParams
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.layers.attention import Attention
@@ -22,6 +21,7 @@ from llm_worker_rbee.models import Transformer, load_model, read_model_config
 from llm_worker_rbee.models.kv_cache import KVCache
 from llm_worker_rbee.weights import Checkpoint, Tensor
 from tests.helpers.random_tensors import random_tensor
+from tests.helpers.synthetic import Shape, Spec, checkpoint
 
 GROUPED = Shape(2, 128, 4, 2, 192, 96, 256, head_dim=32)  # two heads share a KV head
 PLAIN = Shape(2, 256, 4, 4, 256, 96, 256, head_dim=64)  # wide enough for super-blocks

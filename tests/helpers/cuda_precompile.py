@@ -21,7 +21,6 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from llm_worker_bench.synthetic import Shape
 from llm_worker_rbee.backends.cuda import CudaBackend, device, linear, precompile
 from llm_worker_rbee.backends.cuda.kernels.elementwise import launch_convert
 from llm_worker_rbee.backends.cuda.kernels.sampling import argmax_rows
@@ -30,6 +29,7 @@ from llm_worker_rbee.backends.ops import SampleRow, StepLimits
 from llm_worker_rbee.models import Transformer, load_model, read_model_config
 from llm_worker_rbee.models.kv_cache import KVCache
 from tests.helpers import cuda_models
+from tests.helpers.synthetic import Shape
 
 LIMITS = StepLimits(max_batch=300, max_tokens=1500, max_logits=300, max_context=512)
 NUM_STEPS = 60
@@ -112,7 +112,7 @@ def look_up() -> dict[str, Any]:
     found, loaded = record()
     variant = precompile.KernelVariant(__name__, "unknown", {}, {}, {}, {}, ("cuda", 90, 32))
     compiler = precompile.CompilerProcess()
-    os.kill(compiler._process.pid, signal.SIGKILL)
+    os.kill(compiler.pid, signal.SIGKILL)
     reasons = [reason for _, reason in compiler.compile([variant, variant], 2)]
     compiler.close()
     return {"recorded": len(found), "loaded": loaded, "hits": hits, "reasons": reasons}

@@ -11,7 +11,6 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from llm_worker_bench.synthetic import Plan, Spec, parse, plans, without_weights
 from llm_worker_rbee.backends.cuda import CudaBackend
 from llm_worker_rbee.backends.cuda.packed_weight import DENSE, FP8, PackedWeight, WeightPart, dequantize, quantize_e4m3
 from llm_worker_rbee.backends.cuda.unpack_blocks import REPACK_RULES
@@ -25,6 +24,7 @@ from llm_worker_rbee.layers.rope import rope_table
 from llm_worker_rbee.models import Transformer, read_model_config
 from llm_worker_rbee.models.kv_cache import KVCache
 from tests.helpers.random_planes import random_planes
+from tests.helpers.synthetic import Plan, Spec, parse, plans, without_weights
 
 OPS = CudaBackend(0)
 

@@ -5,7 +5,7 @@ files of random weights of the shapes below. A line: token_embd, output (- where
 attn_output, ffn_gate, ffn_up, ffn_down the types over the layers, runs as TYPExN.
 """
 
-from llm_worker_bench.synthetic import Shape
+from tests.helpers.synthetic import Shape
 
 SHAPES = {
     "plain": Shape(20, 256, 4, 4, 512, 300, 64),

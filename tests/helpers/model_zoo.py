@@ -348,7 +348,7 @@ def make_hf(variant: Variant, seed: int = 0) -> Any:
     config = transformers.AutoConfig.for_model(variant.family, **settings)
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
-    plus_one = family_of(variant).norm_plus_one
+    plus_one = family_of(variant).tensors.norm_plus_one
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name:
@@ -383,7 +383,8 @@ def gguf_tensors(variant: Variant, model: Any) -> dict[str, TensorLike]:
     family, c = family_of(variant), model.config
     c.allow_global_per_layer_attribute_access = True  # of layers with shapes of their own
     names = names_of_layers(model.state_dict())
-    is_permuted = BY_GGUF[architecture_of(variant)].rope_interleaved and not family.hf_rope_interleaved
+    interleaved = BY_GGUF[architecture_of(variant)].rope.interleaved
+    is_permuted = "gguf" in interleaved and "safetensors" not in family.rope.interleaved
     out: dict[str, TensorLike] = {}
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and c.tie_word_embeddings:
@@ -394,12 +395,12 @@ def gguf_tensors(variant: Variant, model: Any) -> dict[str, TensorLike]:
             value = interleave(value, c.num_attention_heads)
         if is_permuted and ".attn_k." in ours:
             value = interleave(value, c.num_key_value_heads)
-        if ".ssm_" in ours or (family.linear_attention and ours.split(".")[-2] in ("attn_qkv", "attn_gate")):
-            out |= linear_attention.gguf_tensors(ours, value, c, is_tiled=family.gguf_tiled_heads)
+        if ".ssm_" in ours or (family.mixer == "gated_delta" and ours.split(".")[-2] in ("attn_qkv", "attn_gate")):
+            out |= linear_attention.gguf_tensors(ours, value, c, is_tiled=family.tensors.gguf_tiled_heads)
             continue
-        if family.norm_plus_one and "norm" in ours:
+        if family.tensors.norm_plus_one and "norm" in ours:
             value = value + np.float32(1)
-        ours = ours.replace("ffn_norm", family.gguf_mlp_norm)
+        ours = ours.replace("ffn_norm", family.tensors.gguf_mlp_norm)
         is_gpt_oss = variant.family == "gpt_oss"
         if is_gpt_oss and "_exps.weight" in ours:
             value = value.transpose(0, 2, 1)

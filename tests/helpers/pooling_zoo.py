@@ -169,7 +169,7 @@ def gguf_value(variant: Variant, name: str, value: Floats) -> Floats:
 
 def gguf_metadata(variant: Variant, checkpoint: Checkpoint) -> dict[str, Any]:
     c = read_model_config(checkpoint)
-    arch, epsilon = gguf_architecture(c), "layer_norm_epsilon" if c.family.layer_norm else "layer_norm_rms_epsilon"
+    arch, epsilon = gguf_architecture(c), "layer_norm_epsilon" if c.family.norms.layer else "layer_norm_rms_epsilon"
     keys: dict[str, Any] = {
         "context_length": c.context_length,
         "embedding_length": c.d_model,

@@ -11,20 +11,14 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from llm_worker_rbee.config import PoolingOptions
-from llm_worker_rbee.load_pooling import open_pooling_text
-from llm_worker_rbee.models import read_model_config
-from llm_worker_rbee.models.pooling_config import read_pooling_config
-from llm_worker_rbee.server.pooling import Kind, PoolingModels, PoolingService
+from llm_worker_rbee.server.pooling import TASKS, Kind, PoolingModels, PoolingService, open_text_side
 from llm_worker_rbee.token_engine.pooling_supervisor import SupervisedPooling
 from llm_worker_rbee.token_engine.protocol import Load
-from llm_worker_rbee.tokenizer.pooling_text import PoolingText
-from llm_worker_rbee.weights import open_checkpoint
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789.,"
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{letter}" for letter in LETTERS)]
 WIDTH, D_FF, LAYERS, MAX_LENGTH = 32, 64, 2, 64
 NAMES: dict[Kind, str] = {"embedding": "tiny-embedder", "rerank": "tiny-ranker"}
-TASKS: dict[Kind, str] = {"embedding": "embed", "rerank": "rank"}
 
 
 def require_same(found: Any, expected: Any) -> None:
@@ -97,12 +91,6 @@ def load_of(folder: Path, kind: Kind = "embedding") -> Load:
     return Load(pooling=options)
 
 
-def open_text(folder: Path, kind: Kind = "embedding") -> PoolingText:
-    checkpoint = open_checkpoint(folder)
-    config = read_model_config(checkpoint)
-    return open_pooling_text(checkpoint, config, read_pooling_config(checkpoint, config, TASKS[kind]))
-
-
 def pooling_models(folder: Path, embedder: str = NAMES["embedding"]) -> PoolingModels:
     """Return an embedder and a ranker, each in a process of its own; the folder gets their files."""
     services = []
@@ -110,5 +98,7 @@ def pooling_models(folder: Path, embedder: str = NAMES["embedding"]) -> PoolingM
     for kind, name in names.items():
         path = write_bert(folder / name, kind)
         engine = SupervisedPooling(load_of(path, kind), max_restarts=100)
-        services.append(PoolingService(name, kind, engine, lambda info, path=path, kind=kind: open_text(path, kind)))
+        services.append(
+            PoolingService(name, kind, engine, lambda info, path=path, kind=kind: open_text_side(path, kind))
+        )
     return PoolingModels(services)

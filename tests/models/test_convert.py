@@ -17,8 +17,6 @@ from hypothesis import given
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Library
 
-from llm_worker_bench.synthetic import Spec, write
-from llm_worker_bench.synthetic_shapes import Shape
 from llm_worker_rbee.backends import select_backend
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.errors import InvalidRequestError, ModelFileError, TokenizerError, UnsupportedModelError
@@ -32,6 +30,7 @@ from llm_worker_rbee.weights.quantize import ENCODERS
 from llm_worker_rbee.weights.quants import BLOCK_TYPES, dequantize
 from tests.helpers import model_runs, model_zoo, mtp_models
 from tests.helpers.minimal_gguf import write_split
+from tests.helpers.synthetic import Shape, Spec, write
 from tests.helpers.tokenizer_metadata import data, seeded, unicode_text
 from tests.models.test_families import load_gguf_with_transformers
 from tests.tokenizer import test_from_gguf_spm

@@ -14,20 +14,27 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llm_worker_bench.synthetic import Shape, Spec, checkpoint
 from llm_worker_rbee.backends import reference
 from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.backends.graph import op_names
 from llm_worker_rbee.backends.ops import Array, Backend, Batch, KVLayer
 from llm_worker_rbee.backends.reference import ReferenceBackend
-from llm_worker_rbee.config import Family
+from llm_worker_rbee.config import AttentionSpec, Family, NormSpec
 from llm_worker_rbee.layers.block import Block
 from llm_worker_rbee.models import Transformer, families, load_model, read_model_config
 from llm_worker_rbee.weights import Checkpoint, Tensor, open_checkpoint
 from llm_worker_rbee.weights.gguf_writer import Raw, write_gguf
 from tests.helpers.model_runs import step_logits
+from tests.helpers.synthetic import Shape, Spec, checkpoint
 
-FAMILY = Family("madeup", gguf=("madeup",), hf=(), activation="squared_relu", post_norms=True, qkv_bias=True)
+FAMILY = Family(
+    "madeup",
+    gguf=("madeup",),
+    hf=(),
+    activation="squared_relu",
+    attention=AttentionSpec(qkv_bias=True),
+    norms=NormSpec(post=True),
+)
 SHAPE = Shape(2, 128, 4, 2, 192, 96, 256, head_dim=32, architecture="madeup")
 IDS = [5, 90, 17, 17, 3, 44, 0, 95]
 

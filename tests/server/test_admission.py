@@ -159,46 +159,48 @@ def test_request_counts_as_running_from_first_step(start: Start, gate: Gate) -> 
 
 
 def test_default_queue_follows_batch_and_step(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, admission = server.worker.engine, Admission(ServerSettings(model_ref="x"))
+    engine = server.worker.engine
+    admission = Admission.of_chat(engine, ServerSettings(model_ref="x"))
 
     def limits(max_batch: int, max_step_tokens: int, num_replicas: int = 1) -> tuple[int, int]:
         config = replace(engine.info.engine, max_batch=max_batch, max_step_tokens=max_step_tokens)
         info = msgspec.structs.replace(engine.info, engine=config, num_replicas=num_replicas)
         monkeypatch.setattr(engine, "info", info)
-        return admission.max_queue(engine), admission.max_queued_tokens(engine)
+        return admission.limits()[1:]
 
     assert limits(64, 512) == limits(1, 16) == (256, 262_144)
     assert limits(512, 8192) == (2048, 524_288)
     assert limits(64, 8192, 3) == (768, 3 * 524_288)
     assert limits(448, 8192)[0] + 448 >= 2048
-    with admission.reserve(engine, 2048, 2048 * 200), pytest.raises(QueueFullError):
+    with admission.reserve(2048, 2048 * 200), pytest.raises(QueueFullError):
         admission.require(2240 - 2048 + 1, 1)
 
 
 def test_admission_counts_prompts_once(server: Server) -> None:
     """A request that is added or removed twice counts once; the tokens of prompts bound what waits for prefill."""
-    engine, admission = server.worker.engine, Admission(ServerSettings(model_ref="x", max_queued_tokens=100))
+    admission = Admission.of_chat(server.worker.engine, ServerSettings(model_ref="x", max_queued_tokens=100))
     submitted = Submit(id=0, prompt=[1] * 60, params=SamplingParams(), max_tokens=5, seed=0, eos_ids=[])
     request = RequestState(submitted)
     admission.add(request)
     admission.add(request)
-    with admission.reserve(engine, 1, 40):
+    with admission.reserve(1, 40):
         assert admission.load == (0, 2, 100)
         with pytest.raises(QueueFullError, match="100 prompt tokens wait for prefill"):
             admission.require(1, 1)
     request.tokens.append(1)  # prefill is done
     request.is_running = True
-    with admission.reserve(engine, 1, 90):
+    with admission.reserve(1, 90):
         assert admission.load == (1, 1, 90)
     admission.remove(request)
     admission.remove(request)
-    with admission.reserve(engine, 1, 100):
+    with admission.reserve(1, 100):
         assert admission.load == (0, 1, 100)
 
 
 def test_retry_after_follows_running_requests(server: Server) -> None:
     """From the tokens left to running requests, the inter-token latency, and the part of max_tokens used of late."""
-    engine, admission = server.worker.engine, Admission(ServerSettings(model_ref="x", max_queue=0))
+    engine = server.worker.engine
+    admission = Admission.of_chat(engine, ServerSettings(model_ref="x", max_queue=0))
 
     def running(max_tokens: int, said: int) -> RequestState:
         made = RequestState(
@@ -210,7 +212,7 @@ def test_retry_after_follows_running_requests(server: Server) -> None:
         return made
 
     def retry_after(requests: int) -> int:
-        with pytest.raises(QueueFullError) as caught, admission.reserve(engine, requests, 1):
+        with pytest.raises(QueueFullError) as caught, admission.reserve(requests, 1):
             pass
         return caught.value.retry_after
 
@@ -230,7 +232,7 @@ def test_retry_after_follows_running_requests(server: Server) -> None:
     running(10**9, 100)
     assert retry_after(slots) == 60
     admission.remove(requests[1])
-    with admission.reserve(engine, 1, 1):
+    with admission.reserve(1, 1):
         assert admission.load.waiting == 1
 
 

@@ -93,7 +93,7 @@ def test_unexpected_error_is_one_of_the_worker(shared: BodyProcess, caplog: pyte
     pid = shared.pid
     with pytest.raises(InferenceError, match="internal error of the worker"):
         shared.parse("none", b"{}", ParseOptions(), dict)
-    assert "KeyError at body_child.py" in caplog.text
+    assert "KeyError at body_process.py" in caplog.text
     assert outcome(partial(shared.parse, "job", b'{"prompt": "x"}', ParseOptions(), dict)) == before
     assert shared.pid == pid
 
@@ -236,7 +236,7 @@ def test_process_closed_in_the_middle_of_a_body(
 
 
 def test_body_over_memory_limit_is_refused(process: BodyProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = "import llm_worker_rbee.server.body_child as c; c.MEMORY_PER_BYTE = 0; c.BASE_MEMORY = 100 << 20;"
+    few = "import llm_worker_rbee.server.body_process as c; c.MEMORY_PER_BYTE = 0; c.BASE_MEMORY = 100 << 20;"
     head, _, rest = body_process.PROGRAM.partition("from ")
     monkeypatch.setattr(body_process, "PROGRAM", f"{head}{few}from {rest}")
     nested = b'{"tokens": [' + b",".join([b"{}"] * 1_000_000) + b"]}"
@@ -247,7 +247,8 @@ def test_body_over_memory_limit_is_refused(process: BodyProcess, monkeypatch: py
 
 def test_process_imports_neither_arrays_nor_the_framework() -> None:
     """They would take 20 MB and half a second before the first body (docs/decisions/server.md)."""
-    code = "import sys, llm_worker_rbee.server.body_child; print({'numpy', 'starlette', 'uvicorn'} & set(sys.modules))"
+    modules = "llm_worker_rbee.server.body_process, llm_worker_rbee.server.dialects"
+    code = f"import sys, {modules}; print({{'numpy', 'starlette', 'uvicorn'}} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
 
 

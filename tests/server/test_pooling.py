@@ -374,9 +374,9 @@ def test_disconnect_cancels(both: Both) -> None:
     before = service.engine.stats.num_steps
     with httpx.Client(base_url=both.server.url) as client, pytest.raises(httpx.ReadTimeout):
         client.post(EMBEDDINGS, content=body, headers={"content-type": "application/json"}, timeout=0.3)
-    until(lambda: service.num_open == 0 and service.engine.num_requests == 0)
+    until(lambda: service.admission.num_reservations == 0 and service.engine.num_requests == 0)
     assert service.engine.stats.num_steps - before < 2048 * 60 // 1024
-    assert (service.num_queued_sequences, service.num_queued_tokens) == (0, 0)
+    assert service.admission.load == (0, 0, 0)
 
 
 def test_full_queue_is_refused_with_a_time_to_retry(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,7 +384,7 @@ def test_full_queue_is_refused_with_a_time_to_retry(both: Both, monkeypatch: pyt
     service = both.server.worker.pooling.services[0]
     slow = threading.Thread(target=lambda: both.server.post(EMBEDDINGS, {"input": ["some words " * 5] * 500}))
     slow.start()
-    until(lambda: service.num_open == 1)
+    until(lambda: service.admission.num_reservations == 1)
     reply = both.server.post(EMBEDDINGS, {"input": "a"})
     slow.join()
     assert (reply.status_code, reply.json()["error"]["code"]) == (429, "QUEUE_FULL")

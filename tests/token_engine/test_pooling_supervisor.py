@@ -112,6 +112,7 @@ def test_request_that_ends_processes_alone_is_refused(
         with pytest.raises(InferenceError, match="twice"):
             await poison
         assert (await other).shape == (3, 32)
+        assert (engine.num_restarts, engine.num_requests) == (4, 0)  # two deaths together, two alone
 
     run(main, load_of(folder))
 

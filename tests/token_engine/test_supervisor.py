@@ -186,7 +186,7 @@ def test_too_many_deaths_end_in_failed(load: Load) -> None:
             await stream.next_outputs()  # it gets on, so it is not blamed
             kill(engine)
             await restarted(engine, times)
-            while len(stream.request.tokens) <= engine._requests[stream.request.id].num_tokens_at_death:
+            while len(stream.request.tokens) <= engine._requests[stream.request.id].progress_at_death:
                 await stream.next_outputs()
         kill(engine)
         with pytest.raises(InferenceError, match="restarted too often"):

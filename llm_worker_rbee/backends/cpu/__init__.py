@@ -21,8 +21,6 @@ from ..ops import (
     AttentionParams,
     Backend,
     Batch,
-    GatedDeltaParams,
-    GatedDeltaWeights,
     Ints,
     KVLayer,
     Logprobs,
@@ -35,13 +33,11 @@ from ..ops import (
 )
 from . import forward, precompile, sampling
 from .experts import PackedExperts, combine_rows, grouped_linear, pack_experts, route_tokens
-from .kernels import elementwise, encoder, gated_delta, kv_layout, per_layer_inputs
+from .kernels import elementwise, gated_delta, kv_layout
 from .kernels.attention import NUMBERS_PER_TILE, attention_tasks, partial_bytes, split_work_task
-from .kernels.causal_conv import causal_conv_task
 from .kernels.kv_layout import kv_type_of, layer_addresses, padded_dim
-from .kernels.per_layer_inputs import gate_task, inputs_task
 from .kernels.pointers import aligned
-from .kernels.program import Step, Task
+from .kernels.program import Step
 from .kernels.rope import angles_task, rope_store_task, temperature_of
 from .linear import PackedWeight, dequantize_rows, pack_weight
 from .program import Program, prepare_step, run_step
@@ -105,6 +101,9 @@ class CpuBackend(Backend):
         shapes = (conv_shape,) if matrix_shape is None else (conv_shape, matrix_shape)
         return StateLayer(*(aligned(np.zeros, (slots, *shape), np.float32) for shape in shapes))
 
+    def compute(self, op: str, args: dict[str, Any]) -> Any:
+        return forward.run_alone(op, args, self.threads)
+
     def embed(self, table: PackedWeight, ids: Ints, scale: float = 1.0) -> Floats:
         (part,) = table.parts
         return dequantize_rows(part, ids, scale, min(self.threads, max(1, len(ids))))
@@ -127,48 +126,14 @@ class CpuBackend(Backend):
         run_step(program, dict(enumerate((x, residual, out), Step.END)), {Step.TOKENS: tokens}, self.threads)
         return out
 
-    def layer_norm(self, x: Floats, weight: Floats, bias: Floats | None, eps: float) -> Floats:
-        rows = np.ascontiguousarray(x, np.float32)
-        return self._layer_norm(None, rows, weight, bias, eps)
-
-    def add_layer_norm(
-        self, x: Floats, residual: Floats, weight: Floats, bias: Floats | None, eps: float
-    ) -> tuple[Floats, Floats]:
-        total = np.array(residual, np.float32)
-        return self._layer_norm(np.ascontiguousarray(x, np.float32), total, weight, bias, eps), total
-
-    def _layer_norm(
-        self, x: Floats | None, residual: Floats, weight: Floats, bias: Floats | None, eps: float
-    ) -> Floats:
-        out, stream = np.empty_like(residual), Step.END + 1
-        buffers = {stream: residual, stream + 1: out} | ({} if x is None else {Step.END: x})
-        delta = 0 if x is None else int(Step.END)
-        task = encoder.layer_norm_task(Step.TOKENS, delta, stream, (stream + 1, 0), (weight, bias), eps)
-        run_step(Program([task]), buffers, {Step.TOKENS: residual.size // weight.size}, self.threads)
-        return out
-
-    def activate(self, x: Floats, activation: str) -> Floats:
-        out = np.empty(x.shape, np.float32)
-        buffers = {Step.END: np.ascontiguousarray(x, np.float32), Step.END + 1: out}
-        task = encoder.activate_task(Step.TOKENS, Step.END, Step.END + 1, 0, x.shape[-1], activation)
-        run_step(Program([task]), buffers, {Step.TOKENS: x.size // x.shape[-1]}, self.threads)
-        return out
-
-    def mean_rows(self, x: Floats, batch: Batch) -> Floats:
-        requests, width = len(batch.query_start) - 1, x.shape[1]
-        out = np.empty((requests, width), np.float32)
-        rows = np.ascontiguousarray(x, np.float32)
-        entries: dict[int, Any] = {Step.QUERY_START: batch.query_start, Step.END: rows, Step.END + 1: out}
-        task = encoder.mean_rows_task(Step.END, Step.END + 1, width)
-        run_step(Program([task]), entries, {Step.REQUESTS: requests}, self.threads)
-        return out
-
     def add(self, x: Floats, residual: Floats) -> Floats:
         return residual + x
 
     def linear(self, x: Floats, w: PackedWeight, bias: Floats | None = None) -> Floats:
         out = w.matmul(x, self.threads)
         return out if bias is None else out + bias
+
+    split_heads = staticmethod(reference.split_heads)
 
     def rope_store(
         self, q: Floats, k: Floats, v: Floats, positions: Ints, table: RopeTable, kv: KVLayer, slot_mapping: Ints
@@ -235,54 +200,6 @@ class CpuBackend(Backend):
 
         return attend
 
-    def causal_conv(
-        self, x: Floats, weight: Floats, state: StateLayer, batch: Batch, activation: str = "", gated: bool = False
-    ) -> Floats:
-        out = np.empty((len(x), len(weight)), np.float32)
-        rows, by_tap = np.ascontiguousarray(x, np.float32), np.ascontiguousarray(weight.T)
-        task = causal_conv_task(0, (Step.END, x.shape[1]), Step.END + 1, 0, by_tap, activation, gated=gated)
-        self._run_with_states(task, {Step.END: rows, Step.END + 1: out}, state, batch)
-        return out
-
-    def gated_delta(
-        self,
-        qkv: Floats,
-        z: Floats,
-        gates: Floats,
-        params: GatedDeltaParams,
-        weights: GatedDeltaWeights,
-        state: StateLayer,
-        batch: Batch,
-    ) -> Floats:
-        if not gated_delta.has_kernel(params):
-            return reference.gated_delta(qkv, z, gates, params, weights, state, batch)
-        out = np.empty((len(qkv), params.v_heads * params.v_dim), np.float32)
-        arrays = [np.ascontiguousarray(x, np.float32) for x in (qkv, z, gates)]
-        buffers = dict(enumerate((*arrays, out), Step.END))
-        *inputs, result = buffers
-        task = gated_delta.gated_delta_task(0, inputs, z.shape[1], (result, 0), params, weights)
-        self._run_with_states(task, buffers, state, batch)
-        return out
-
-    def _run_with_states(self, task: Task, buffers: dict[int, Floats], state: StateLayer, batch: Batch) -> None:
-        entries = {
-            Step.QUERY_START: batch.query_start,
-            Step.STATE_IN: batch.state_in,
-            Step.STATE_OUT: batch.state_out,
-            Step.KV: layer_addresses([state]),
-            **buffers,
-        }
-        counts: dict[int, int] = {Step.TOKENS: len(batch.state_out), Step.REQUESTS: len(batch.state_in)}
-        run_step(Program([task]), entries, counts, self.threads)
-
-    def sigmoid_gate(self, x: Floats, gate: Floats) -> Floats:
-        out = np.empty(x.shape, np.float32)
-        arrays = (*(np.ascontiguousarray(part, np.float32) for part in (x, gate)), out)
-        buffers = dict(enumerate(arrays, Step.END))
-        task = elementwise.sigmoid_gate_task(Step.END, Step.END + 1, Step.END + 2, 0, x.shape[-1])
-        run_step(Program([task]), buffers, {Step.TOKENS: x.size // x.shape[-1]}, self.threads)
-        return out
-
     def gated(self, gate_up: Floats, activation: str) -> Floats:
         if activation not in elementwise.ACTIVATIONS:
             return reference.gated(gate_up, activation)
@@ -291,23 +208,6 @@ class CpuBackend(Backend):
         entries = dict(enumerate((gate_up, out), Step.END))
         run_step(_gated_program(half, activation), entries, {Step.TOKENS: out.size // half}, self.threads)
         return out
-
-    def per_layer_inputs(self, x: Floats, tokens: Floats, weight: Floats, eps: float) -> Floats:
-        entries = dict(enumerate((x, tokens, np.empty_like(x)), Step.END))
-        first, second, out = entries
-        program = Program([inputs_task(first, second, out, x.shape[1] // len(weight), weight, eps)])
-        run_step(program, entries, {Step.TOKENS: len(x)}, self.threads)
-        return entries[out]
-
-    def per_layer_gate(self, x: Floats, inputs: Floats, layer: int, activation: str) -> Floats:
-        if activation not in per_layer_inputs.ACTIVATIONS:
-            return reference.per_layer_gate(x, inputs, layer, activation)
-        entries = dict(enumerate((x, inputs, np.empty_like(x)), Step.END))
-        first, second, out = entries
-        places, widths = (first, second, out, 0), (x.shape[1], inputs.shape[1])
-        program = Program([gate_task(places, *widths, layer, activation, two_term=False)])
-        run_step(program, entries, {Step.TOKENS: len(x)}, self.threads)
-        return entries[out]
 
     def route(
         self, logits: Floats, params: RouteParams, bias: Floats | None = None, scales: Floats | None = None

@@ -45,7 +45,7 @@ class PackedExperts(PackedMatrices):
 
 
 def pack_experts(experts: Sequence[Sequence[Tensor]], threads: int) -> PackedExperts:
-    """Pack the matrices of all experts; those of one layout become one matrix."""
+    """Pack the matrices of all experts; matrices of one layout become one."""
     numbers = range(len(experts[0]))
     grouped = [list(same) for _, same in groupby(numbers, lambda i: layout_of_tensor(experts[0][i]))]
     for first, *others in zip(*experts, strict=True):

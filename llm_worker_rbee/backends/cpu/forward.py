@@ -18,14 +18,27 @@ from numpy.typing import NDArray
 
 from ...errors import InferenceError
 from .. import reference
-from ..graph import LOGITS, TOKENS, Graph, ProgramLine, Value, op_names
-from ..ops import Array, Batch, LayerCache, Profiler, TaskLabel, first_kv
+from ..graph import Graph, Node, ProgramLine, Value, op_names
+from ..ops import (
+    ARRAYS,
+    LOGITS,
+    REQUESTS,
+    SHAPES,
+    TOKENS,
+    Array,
+    Batch,
+    LayerCache,
+    Profiler,
+    StateLayer,
+    TaskLabel,
+    first_kv,
+)
 from .kernels.kv_layout import kv_type_of, layer_addresses
 from .kernels.pointers import aligned
 from .kernels.program import Step, Table, Task
 from .kernels.quantize_activations import pad_to_panels
 from .lowering import HostCall, Lowering, fuse
-from .program import Program, new_step
+from .program import Program, new_step, run_step
 
 Floats = NDArray[np.float32]
 Part = tuple[tuple[TaskLabel, ...], Program | HostCall]
@@ -36,7 +49,7 @@ WEIGHT_NAMES = {"linear": "w", "grouped_linear": "w", "logits": "head"}  # argum
 
 
 def useful_threads(work_bytes: int, num_tasks: int) -> int:
-    """Return how many threads compute a step of so many bytes soonest: a power of two, at least MIN_USEFUL_THREADS.
+    """Return the fastest number of threads for a step of so many bytes: a power of two, at least MIN_USEFUL_THREADS.
 
     A task of n bytes on p threads takes as long as n / p + p * BYTES_PER_EXTRA_THREAD bytes on one: least at the square
     root of the quotient.
@@ -65,6 +78,34 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def run_alone(op: str, args: dict[str, Any], threads: int) -> Any:
+    """Compute one op by the tasks of a step, or as the reference does if it has none."""
+    values = {name: Value((TOKENS, *args[name].shape[1:])) for name in ARRAYS[op] if args[name] is not None}
+    symbols = {name: 0 if isinstance(arg, StateLayer) else arg for name, arg in args.items()} | values  # 0: its layer
+    outputs = tuple(Value(shape) for shape in SHAPES[op](**symbols))
+    graph = Graph((Node(op, symbols, outputs),), outputs[0], (*outputs, None)[1])
+    lowering = Lowering(fuse(graph), "float32", threads, values.values())
+    (part,) = lowering.parts
+    if isinstance(part.work, HostCall):
+        return getattr(reference, op)(**args)
+    arrays: dict[int, Any] = {}
+    sizes: dict[Any, int] = {TOKENS: len(args[ARRAYS[op][0]])}
+    for arg in args.values():
+        if isinstance(arg, Batch):
+            sizes[REQUESTS] = len(arg.query_start) - 1
+            arrays |= {Step.QUERY_START: arg.query_start, Step.STATE_IN: arg.state_in, Step.STATE_OUT: arg.state_out}
+        elif isinstance(arg, StateLayer):
+            arrays[Step.KV] = layer_addresses([arg])
+    arrays |= dict(enumerate((np.array(args[name], np.float32) for name in values), Step.END))  # tasks may change them
+    for value in outputs:
+        shape = sizes[value.shape[0]], *cast(tuple[int, ...], value.shape[1:])
+        arrays.setdefault(lowering.entries[value], np.empty(shape, np.float32))
+    counts: dict[int, int] = {Step.TOKENS: sizes[TOKENS], Step.REQUESTS: sizes.get(REQUESTS, 0)}
+    run_step(Program(part.work), arrays, counts, threads)
+    results = tuple(arrays[lowering.entries[value]] for value in outputs)
+    return results if len(results) > 1 else results[0]
 
 
 class CpuForward:
@@ -188,7 +229,7 @@ class CpuForward:
         return hidden
 
     def _threads_for(self, batch: Batch, kv: Sequence[LayerCache], parts: Sequence[Part]) -> int:
-        """Return how many threads a step uses: small models are not faster with more."""
+        """Return the number of threads of a step: small models are not faster with more."""
         if self.threads <= MIN_USEFUL_THREADS:
             return self.threads
         values = first_kv(kv).v
@@ -213,7 +254,7 @@ class CpuForward:
             array(value, entry)[...] = result
 
     def _hold(self, b: Batch) -> list[int]:
-        """Copy the arrays of a batch to where tasks find them, and return the address of each."""
+        """Copy the arrays of a batch into the tasks' buffers, and return their addresses."""
         arrays = (
             b.ids,
             b.positions,

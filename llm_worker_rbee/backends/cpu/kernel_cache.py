@@ -4,7 +4,7 @@ Numba's disk cache sees neither an edit in another file nor a changed global. So
 the machine code depends on: all files of this folder, the instruction set, the processor, and the versions of Numba,
 LLVM and Python.
 
-One file per kernel: a SHA-256 and the pickled code, written beside its name and moved there, so processes that compile
+One file per kernel: a SHA-256 and the pickled code, written elsewhere and moved there, so processes that compile
 at once never see half a file, and a damaged one is compiled anew. (Numba's own cache has an index that two processes
 can spoil for each other, and trusts what it reads.) A folder that cannot be written, or a full disk, costs time only.
 """
@@ -131,7 +131,7 @@ class KernelCache:
 
 
 class CachedKernel(NamedTuple):
-    """What is kept of a compiled kernel: Numba's own description without LLVM code, which only its callers need."""
+    """The stored form of a compiled kernel: Numba's own description without LLVM code, which only its callers need."""
 
     name: str  # of its library
     symbols: frozenset[str]  # the functions that its machine code defines

@@ -92,8 +92,8 @@ def _is_sensitive(tensor: Tensor, query_rows: int) -> bool:
 def linear_tasks(
     w: PackedWeight, count: int, floats: int, quantized: int, output: int, threads: int, bias: Any = 0
 ) -> list[Task]:
-    """Return the tasks of a product: entries of its input, as floats and quantized, as parts need it, and output; what
-    is added to it, if anything."""
+    """Return the tasks of a product: entries of its input, as floats and quantized, as parts need it, and output; and
+    an optional addend."""
     tasks, first = [], 0
     for part, two_term in zip(w.parts, w.residual_activations, strict=True):
         groups = -(-part.rows // GROUP_ROWS)

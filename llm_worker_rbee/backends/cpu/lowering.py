@@ -24,14 +24,15 @@ the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..graph import LOGITS, REQUESTS, TOKENS, Graph, Node, Rewrite, Shape, Value, apply_rewrites, have_one_eps
+from ..graph import Graph, Node, Rewrite, Value, apply_rewrites, have_one_eps
+from ..ops import LOGITS, REQUESTS, TOKENS, Shape
 from .experts import grouped_tasks
 from .kernels import elementwise, encoder, experts, gated_delta, per_layer_inputs, quantize_activations
 from .kernels.attention import (
@@ -88,7 +89,7 @@ REWRITES = (
 
 
 class _Expander:
-    """Splits recorded ops into those of this backend: a product quantizes what it reads, once for each input."""
+    """Splits recorded ops into this backend's ops: a product quantizes its input, once for each input."""
 
     def __init__(self, graph: Graph) -> None:
         self.first: list[Node] = []  # what runs once, before the layers
@@ -205,7 +206,7 @@ class _Expander:
 
 
 def fuse(graph: Graph) -> Graph:
-    """Return what this backend runs for a recorded graph."""
+    """Return this backend's program for a recorded graph."""
     return apply_rewrites(_Expander(graph).graph, REWRITES)
 
 
@@ -213,7 +214,7 @@ Layout = tuple[tuple[int, Any], ...]  # (elements per row, type) of the arrays o
 
 
 class Buffers:
-    """Places of values in the step table; a place is used again once its value is not read any more."""
+    """Places of values in the step table; a place is reused after the last read of its value."""
 
     def __init__(self) -> None:
         self.layouts: dict[int, Layout] = {}  # by first entry
@@ -242,7 +243,7 @@ class HostCall(NamedTuple):
 
 
 class Lowered(NamedTuple):
-    """What one node runs."""
+    """The tasks or host call of one node."""
 
     component: str  # of the model, for profiles
     node: Node
@@ -259,7 +260,8 @@ class Lowered(NamedTuple):
 class Lowering:
     """The tasks of a fused graph for a cache of one KV type, and the buffers that they use."""
 
-    def __init__(self, graph: Graph, kv_type: str, threads: int) -> None:
+    def __init__(self, graph: Graph, kv_type: str, threads: int, arguments: Iterable[Value] = ()) -> None:
+        """Lower all ops; `arguments` are placed first, one entry after the other."""
         self.kv_type, self.threads = kv_type, threads
         self.buffers = Buffers()
         self.entries: dict[Value, int] = {graph.output: Step.LOGITS}
@@ -267,6 +269,8 @@ class Lowering:
         self._held: list[NDArray[np.float32]] = []  # arrays that tasks read
         self._geometries: set[tuple[int, int, int]] = set()  # heads, KV heads and their size, of attention
         self.last_uses, self.index = graph.last_uses(), 0
+        for value in arguments:
+            self._new(value)
         states = {value for node in graph.nodes for value in node.inputs if value.name == "hidden"}
         self.hidden_in = next((self._new(value) for value in states), 0)
         for self.index, node in enumerate(graph.nodes):
@@ -464,8 +468,10 @@ class Lowering:
         half = cast(int, out.shape[-1])
         return "activation", [elementwise.gated_task(source, floats, activations, half, gate["activation"], *counts)]
 
-    def _gated_delta(self, node: Node) -> tuple[str, list[Task]]:
+    def _gated_delta(self, node: Node) -> Any:
         (delta,) = node.parts("gated_delta")
+        if not gated_delta.has_kernel(delta["params"]):
+            return "host", self._host(node)
         entries = [self.entries[delta[name]] for name in ("qkv", "z", "gates")]
         outputs = self._new(delta.output), self._activations(node.part("quantize"))
         task = gated_delta.gated_delta_task(

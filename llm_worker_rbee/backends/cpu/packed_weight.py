@@ -5,7 +5,7 @@ repack.py packs matrices, kernels/matmul/ multiplies them, kernels/elementwise.p
 Rows come in groups of 16, columns in blocks of 32; w = scale * (value - offset) + minimum, where the value is the code
 itself or its entry in the table. A block is its bit planes, one after the other. A plane of p bits is p lines of 64
 bytes; line v holds at byte 4 * row + column % 4, in bits p*j .. p*j + p-1, the code of quad v + p*j (a quad is four
-columns), for every j below 8 / p. The second plane holds the bits above those of the first.
+columns), for every j below 8 / p. The second plane holds the higher bits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Layout(NamedTuple):
     planes: tuple[int, ...]  # bits of each plane; of floats: 16 rows side by side, column after column
     columns_per_scale: int = 32  # 0 for floats but FP8
     table: tuple[int, ...] | None = None  # the value of each code, as int8; without a table the code is the value
-    has_minimum: bool = False  # a minimum beside each scale
+    has_minimum: bool = False  # a minimum with each scale
     offset: int = 0  # eight-bit codes are signed instead, stored plus PackedMatrix.bias
     nibble_scales: bool = False  # one byte per 16 columns: scale times its low, minimum times its high nibble
     float_type: str = ""  # of floats: F32, F16, BF16, FP8 (e4m3)

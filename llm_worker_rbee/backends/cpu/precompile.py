@@ -1,4 +1,4 @@
-"""All kernels, those of one model, and loading them before use: from disk, or compiled by several processes.
+"""All kernels, one model's kernels, and loading them before use: from disk, or compiled by several processes.
 
 Numba compiles one kernel at a time in a process, so helper processes share the work: each starts with its share, then
 walks backwards through the shares of the others, and skips what is cached by then. Kernels with parts in common are in
@@ -10,9 +10,8 @@ from __future__ import annotations
 import gc
 import importlib
 import json
-import os
-import subprocess
 import sys
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import product
@@ -21,6 +20,7 @@ from typing import Any
 
 from ... import machine
 from ...config import KV_DEFAULT, ModelConfig
+from ...pipe_process import PipeProcess, package_command
 from ...weights import Checkpoint
 from .. import cpu_info
 from ..kernel_folder import CACHE_VARIABLE
@@ -43,6 +43,7 @@ MAX_HELPERS = 7
 # About what the kernels of a module take to compile, to make shares of one length; 1 for others.
 SECONDS_PER_KERNEL = {"sampling": 2, "attention": 3, "linear": 3, "repack": 3, "gated_delta": 3}
 HELPER_START_SECONDS = 2
+HELPER = f"from {__name__} import run_helper; run_helper()"
 
 
 def all_kernels() -> list[NativeKernel]:
@@ -98,7 +99,7 @@ def _kernels_in(value: Any) -> Iterable[NativeKernel]:
 
 
 def load_kernels(kernels: Sequence[NativeKernel], progress: Progress | None = None) -> int:
-    """Load all of these, compiling what is not cached; return how many were compiled."""
+    """Load all of these, compiling missing ones; return the number compiled."""
     missing = [kernel for kernel in kernels if not kernel.is_cached]
     report = progress or (lambda what, done, total: None)
     helpers = min(cpu_info.choose_thread_count() - 1, MAX_HELPERS, len(missing) // KERNELS_PER_HELPER)
@@ -138,45 +139,25 @@ def _work_orders(missing: Sequence[NativeKernel], processes: int) -> list[list[N
 @contextmanager
 def _helper_processes(orders: Sequence[Sequence[NativeKernel]], folder: Path | None) -> Iterator[None]:
     """Run helper processes for as long as the block lasts."""
-    started: list[subprocess.Popen[bytes]] = []
+    started: list[PipeProcess] = []
     try:
         if folder is not None and sys.executable:
             with suppress(OSError):  # no more processes may be started: it only takes longer
                 for order in orders:
-                    started.append(_start_helper([kernel.name for kernel in order], folder))
+                    started.append(PipeProcess(package_command(HELPER), {CACHE_VARIABLE: str(folder.parent)}))
+                    names = json.dumps([kernel.name for kernel in order]).encode()
+                    started[-1].write(names + b"\n", time.monotonic() + HELPER_START_SECONDS)
         yield
     finally:
         for process in started:
             process.kill()
-            process.wait()
-
-
-def _start_helper(names: list[str], folder: Path) -> subprocess.Popen[bytes]:
-    root = Path(__file__).parents[3]
-    run = f"from {machine.__name__} import exit_with_parent; exit_with_parent({os.getpid()}); "  # before slow imports
-    run += f"from {__name__} import run_helper; run_helper()"
-    paths = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
-    process = subprocess.Popen(
-        [sys.executable, "-c", run],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": paths, CACHE_VARIABLE: str(folder.parent)},
-        start_new_session=True,
-    )
-    assert process.stdin is not None
-    try:
-        with process.stdin as pipe:
-            pipe.write(json.dumps(names).encode())
-    except OSError:
-        pass  # it could not even start
-    return process
+            process.stop()
 
 
 def run_helper() -> None:
     """Compile the kernels that standard input names, except those cached by then."""
     gc.disable()
     kernels = {kernel.name: kernel for kernel in all_kernels()}
-    for name in json.load(sys.stdin):
+    for name in json.loads(sys.stdin.readline()):
         if name in kernels and not kernels[name].is_cached:
             kernels[name].load()

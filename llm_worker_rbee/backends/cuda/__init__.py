@@ -3,14 +3,14 @@
 Weights are repacked when they are prepared (repack.py), activations are float32 on the device, keys and values
 bfloat16, float16, float32 or float8 in (blocks, kv_heads, P, dim). Whole steps go through forward.py; unfused ops serve
 comparison, and models that it does not take: in deterministic mode they have its bits. Their arrays of a step are
-uploaded once and serve all layers: those of a Batch never change. Under Triton's interpreter all of it runs on CPU
+uploaded once and serve all layers: the arrays of a Batch never change. Under Triton's interpreter all of it runs on CPU
 tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,11 +22,11 @@ from ...errors import InvalidRequestError
 from ...weights import Checkpoint, Tensor
 from .. import ops, reference, select
 from ..graph import Graph
-from ..ops import Ints, KVLayer, LayerCache, StateLayer, first_kv
-from . import device, pooling, precompile, sampling
+from ..ops import Ints, KVLayer, LayerCache, StateLayer
+from . import device, experts, precompile, sampling
 from .device import upload
-from .experts import combine, grouped_linear, pack_experts
-from .forward import CudaForward, make_forward
+from .experts import pack_experts
+from .forward import CapturedForward, make_forward
 from .kernels.attention_prefill import (
     QUERY_TILE,
     SMALL_QUERY_TILE,
@@ -43,10 +43,12 @@ from .kernels.gated_delta import has_kernels, launch_delta, launch_gate
 from .kernels.rope import launch_rope_store, rope_tables
 from .linear import BatchedLinear
 from .packed_weight import E4M3, Activations, PackedExperts, PackedWeight, merge_parts
+from .pooling import PoolingForward
 from .repack import pack_weight
-from .step_inputs import STEP_SIZES
+from .step_inputs import warm_up_batches
 
 KV_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float8": E4M3}
+MODULES = (experts,)  # whose functions compute the ops that have no method
 MAX_HELD = 4  # arrays of a step on the device: of its tiles, and of three RoPE tables at most
 
 
@@ -99,8 +101,10 @@ class CudaBackend(ops.Backend):
             return True
         return False
 
-    def start_compiler(self) -> None:
-        precompile.start_compiler()
+    start_compiler = staticmethod(precompile.start_compiler)
+    sample_async = staticmethod(sampling.sample_async)
+    sample = staticmethod(sampling.sample)
+    logprobs = staticmethod(sampling.logprobs)
 
     def weight_bytes(self, checkpoint: Checkpoint, types: Mapping[str, str] | None = None) -> int:
         return select.packed_bytes(checkpoint, types)
@@ -135,7 +139,7 @@ class CudaBackend(ops.Backend):
             return StateLayer(*(torch.zeros(slots, *shape, device=self.torch_device) for shape in shapes))
 
     def _once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-        """Return what `make` returned for these host arrays: layers of a step share it."""
+        """Return the result of `make` for these host arrays: layers of a step share it."""
         held = self._held  # other threads have steps of their own
         for source, value in held:
             if len(source) == len(key) and all(a is b for a, b in zip(source, key, strict=True)):
@@ -146,6 +150,18 @@ class CudaBackend(ops.Backend):
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(*shape, device=self.torch_device)
+
+    def compute(self, op: str, args: dict[str, Any]) -> Any:
+        """Call the function of that name beside its kernels; an op without one is computed as the reference does."""
+        function = next((vars(module)[op] for module in MODULES if op in vars(module)), None)
+        return self._compute_on_host(op, args) if function is None else function(*args.values())
+
+    def _compute_on_host(self, op: str, args: dict[str, Any]) -> Any:
+        on_host = {k: arg.cpu().numpy() if isinstance(arg, torch.Tensor) else arg for k, arg in args.items()}
+        result = getattr(reference, op)(**on_host)
+        if isinstance(result, tuple):
+            return tuple(torch.as_tensor(part, device=self.torch_device) for part in result)
+        return torch.as_tensor(result, device=self.torch_device)
 
     def embed(self, table: PackedWeight, ids: Ints, scale: float = 1.0) -> torch.Tensor:
         device.activate(self.torch_device)  # the first op of a step
@@ -199,6 +215,8 @@ class CudaBackend(ops.Backend):
     def linear(self, x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
         out = self._linear(x, w)
         return out if bias is None else out + bias
+
+    split_heads = staticmethod(reference.split_heads)
 
     def rope_store(
         self,
@@ -295,8 +313,7 @@ class CudaBackend(ops.Backend):
 
     def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         if activation not in ACTIVATIONS:  # no kernel has it
-            computed = reference.gated(gate_up.cpu().numpy(), activation)
-            return torch.as_tensor(computed, device=self.torch_device)
+            return cast(torch.Tensor, self._compute_on_host("gated", {"gate_up": gate_up, "activation": activation}))
         out = self._empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
         rows = gate_up.reshape(1, -1, gate_up.shape[-1])
         launch_gated(rows.contiguous(), Activations(out.view(rows.shape[1], -1)), activation)
@@ -319,20 +336,6 @@ class CudaBackend(ops.Backend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return launch_route(logits.contiguous(), params, bias, scales)
 
-    def grouped_linear(
-        self, x: torch.Tensor, w: PackedExperts, experts: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return grouped_linear(x, w, experts, bias)
-
-    def combine(
-        self,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        shared: torch.Tensor | None = None,
-        shared_gate: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return combine(x, weights, shared, shared_gate)
-
     def take(self, x: torch.Tensor, index: Ints) -> torch.Tensor:
         return x[upload(index, self.torch_device, torch.int64)]
 
@@ -351,8 +354,8 @@ class CudaBackend(ops.Backend):
             torch.cuda.empty_cache()  # what packing needed: the KV cache takes the rest
         graph = record()
         if all(node.op != "logits" for node in graph.nodes):
-            return pooling.PoolingForward(graph, self, self.torch_device, batch_invariant=self.deterministic)
-        return make_forward(graph, self.torch_device, batch_invariant=self.deterministic)
+            return PoolingForward(graph, self, self.torch_device, batch_invariant=self.deterministic)
+        return make_forward(graph, self, self.torch_device, batch_invariant=self.deterministic)
 
     def warm_up(
         self,
@@ -363,66 +366,21 @@ class CudaBackend(ops.Backend):
         progress: ops.Progress,
     ) -> ops.WarmUp:
         def launch_all(*, every_size: bool) -> None:
-            if isinstance(fused, pooling.PoolingForward):
-                for batch in batches:
-                    fused.launch(batch, kv)
-                return
-            if isinstance(fused, CudaForward):
+            if isinstance(fused, CapturedForward):
                 vocab_size = fused.launch_all(kv, limits, every_size=every_size)
             else:
-                for batch in batches:
+                for batch in warm_up_batches(kv, limits):
                     vocab_size = int(forward(batch).shape[1])
-            sampling.warm_up(vocab_size, limits.max_logits, self.torch_device)
-
-        batches = _warm_up_batches(kv, limits)
+            if vocab_size:
+                sampling.warm_up(vocab_size, limits.max_logits, self.torch_device)
 
         with device.as_memory_error():
-            if isinstance(fused, pooling.PoolingForward):
-                fused.reserve(limits.max_context, kv)  # a longer text would move the tables that graphs read
             with precompile.recording() as variants:
                 launch_all(every_size=False)
             compiled = precompile.compile_variants(variants, progress)
             with precompile.count_compilations() as compilations:
                 if not device.is_interpreted():
                     launch_all(every_size=True)
-            if isinstance(fused, CudaForward):
+            if isinstance(fused, CapturedForward):
                 fused.capture_all(kv, limits, progress)
-            elif isinstance(fused, pooling.PoolingForward):
-                fused.capture_all(batches, kv, progress)
         return ops.WarmUp(len(compilations.loaded), compiled)
-
-    def sample_async(
-        self, raw_logits: torch.Tensor, rows: Sequence[ops.SampleRow], pending: torch.Tensor | None = None
-    ) -> sampling.PendingSample:
-        return sampling.sample_async(raw_logits, rows, pending)
-
-    def sample(self, raw_logits: torch.Tensor, rows: Sequence[ops.SampleRow]) -> Ints:
-        return sampling.sample(raw_logits, rows)
-
-    def logprobs(
-        self, raw_logits: torch.Tensor, chosen: Ints, k: int, masks: Sequence[ops.TokenMask | None] | None = None
-    ) -> ops.Logprobs:
-        return sampling.logprobs(raw_logits, chosen, k, masks)
-
-
-def _warm_up_batches(kv: Sequence[LayerCache], limits: ops.StepLimits) -> list[ops.Batch]:
-    """Return steps of one request that need every kernel of a model which runs op by op, or pools."""
-    blocks, _, block_size, _ = first_kv(kv).k.shape
-    most = min(limits.max_tokens, limits.max_context, blocks * block_size)
-    batches = []
-    for count in sorted({min(tokens, most) for tokens in (1, *STEP_SIZES)}):
-        positions = np.arange(count)
-        batch = ops.Batch(
-            ids=np.zeros(count, np.int64),
-            positions=positions,
-            slot_mapping=positions,
-            query_start=np.array([0, count]),
-            context_len=np.array([count]),
-            block_table=np.arange(-(-count // block_size))[None],
-            logits_index=positions[-limits.max_logits :],
-            state_in=np.array([-1]),
-            state_out=np.full(count, -1),
-            token_types=np.zeros(count, np.int64),
-        )
-        batches.append(batch)
-    return batches

@@ -35,7 +35,7 @@ def _without_gc() -> Iterator[None]:
 
 
 class CudaGraphs:
-    """Captured graphs; `nbytes` is what they take on the device."""
+    """Captured graphs; `nbytes` is their memory on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -79,7 +79,7 @@ class CudaGraphs:
 
     @contextmanager
     def counting_memory(self) -> Iterator[None]:
-        """Add what is captured inside to `nbytes`, by the driver's count."""
+        """Add the memory of graphs captured inside to `nbytes`, by the driver's count."""
         if self.device.type == "cpu":
             yield
             return

@@ -74,7 +74,7 @@ def has_fp8(device: torch.device) -> bool:
 
 @cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Return how many multiprocessors the GPU has; under the interpreter those of an H200."""
+    """Return the number of multiprocessors of the GPU; under the interpreter, of an H200."""
     return 132 if device.type == "cpu" else int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 

@@ -2,7 +2,7 @@
 
 A slot is one of the k experts of a token: slot s is of token s // k. Few slots take GEMV, each for itself; more are
 grouped by expert into tiles (`group_slots`), so that a tile of tokens reads the weights of one expert once. Results are
-in the order of slots. A stack of experts is packed like one matrix, the rows of expert e after those of e - 1.
+in the order of slots. A stack of experts is packed like one matrix, with the rows of expert e after the rows of e - 1.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TILES_BY_SLOTS = {
 
 
 def pack_experts(experts: Sequence[Sequence[Tensor]], device: torch.device) -> PackedExperts:
-    """Pack the tensors of all experts, those of one expert stacked by rows; neighbours of one kind become one part."""
+    """Pack the tensors of all experts, stacked by rows within an expert; neighbours of one kind become one part."""
     parts: list[WeightPart] = []
     refuse_order([tensor for tensors in experts for tensor in tensors])
     for _, group in groupby(range(len(experts[0])), lambda i: part_key(experts[0][i])):
@@ -76,7 +76,7 @@ def grouped_gemv(
     pdl: bool = False,
 ) -> None:
     """Multiply few activations by their experts, a slot at a time: to floats (slots, rows), or, with gate and up rows,
-    to activation(gate) * up as int8. Row r of `x` is that of `per_row` slots; `bias` is (experts, rows)."""
+    to activation(gate) * up as int8. Row r of `x` serves `per_row` slots; `bias` is (experts, rows)."""
     values, first, is_gated = x.values, 0, isinstance(out, Int8Activations)
     assert isinstance(values, Int8Activations)
     for part in w.parts:
@@ -103,7 +103,7 @@ def _gemv_tile(kind: str, *, is_gated: bool) -> tuple[int, int, int]:
 
 
 def empty_expert_activations(w: PackedExperts, count: int) -> Activations:
-    """Allocate what a grouped product reads: interleaved for packed weights, else rows."""
+    """Allocate the input of a grouped product: interleaved for packed weights, else rows."""
     device = w.parts[0].low.device
     if w.is_packed:
         columns = cdiv(w.columns, GROUP_COLUMNS) * GROUP_COLUMNS
@@ -116,7 +116,7 @@ def empty_expert_activations(w: PackedExperts, count: int) -> Activations:
 def grouped_gemm(
     x: Activations, w: PackedExperts, tiles: SlotTiles, slots: int, per_row: int, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Multiply activations by their experts: (slots, rows) float32. Row r of `x` is that of `per_row` slots; `bias` is
+    """Multiply activations by their experts: (slots, rows) float32. Row r of `x` serves `per_row` slots; `bias` is
     (experts, rows)."""
     out = torch.empty(slots, w.rows, device=x.values.device)
     tile, first = expert_tile(slots, w), 0
@@ -153,13 +153,13 @@ def grouped_linear(
 
 
 def combine(
-    x: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None, gate: torch.Tensor | None = None
+    x: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None, shared_gate: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the weighted sum over the experts of each token, in their order, and the shared expert's part: what fused
-    steps add to the residual stream, here zeros, by the same kernel."""
+    """Return the weighted sum over the experts of each token, in their order, and the shared expert's part, by the
+    kernel of fused steps, with zeros as the residual stream."""
     tokens, k, width = x.shape
     total, unused = torch.zeros(tokens, width, device=x.device), torch.empty(tokens, width, device=x.device)
-    parts = WeightedExperts(weights.contiguous(), k, shared, gate)
+    parts = WeightedExperts(weights.contiguous(), k, shared, shared_gate)
     ones = torch.ones(width, device=x.device)
     launch_add_norm(x.reshape(1, tokens * k, width), total, ones, 1e-6, Activations(unused), experts=parts)
     return total

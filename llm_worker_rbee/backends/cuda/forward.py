@@ -1,5 +1,6 @@
-"""The fused forward of a model: it pads a step to one of few sizes (step_inputs.py), copies its inputs to the device
-(step_inputs.py), and runs it, from a CUDA graph where there is one. launch.py launches the kernels.
+"""The fused forward of a model: it pads a step to one of few sizes and copies its inputs to the device
+(step_inputs.py), and runs it, from a CUDA graph where there is one. launch.py launches the kernels of decoders;
+pooling.py has the same for pooling models.
 
 `launch_all` and `capture_all` leave nothing to compile, load or capture for later steps. Without them that happens when
 a size occurs.
@@ -8,7 +9,8 @@ a size occurs.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,12 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..graph import Graph, ProgramLine
-from ..ops import CAPTURING, Batch, Ints, LayerCache, Profiler, Progress, StepLimits, first_kv
-from . import profile
+from ..graph import Graph, Node, ProgramLine, op_names
+from ..ops import CAPTURING, Backend, Batch, LayerCache, Profiler, Progress, StepLimits, first_kv
+from . import precompile, profile
 from .cuda_graphs import CudaGraphs
 from .device import activate, as_memory_error
-from .kernels.attention_prefill import QUERY_TILE, SMALL_QUERY_TILE
 from .kernels.rope import CosSin, rope_tables
 from .launch import Launcher, StepInputs
 from .lowering import (
@@ -33,7 +34,6 @@ from .lowering import (
     Mixer,
     ShortConv,
     Start,
-    describe,
     distinct_layers,
     fuse_graph,
     without_hidden,
@@ -42,12 +42,16 @@ from .step_inputs import (
     ARRAYS_PER_TOKEN,
     NO_BATCH,
     STEP_SIZES,
+    Arrays,
     InputStaging,
     StepSizes,
     all_logits_sizes,
     all_sizes,
     decode_sizes,
+    leading_ones,
+    one_request,
     prefill_sizes,
+    state_arrays,
     step_arrays,
     total_size,
     uncaptured_sizes,
@@ -56,109 +60,132 @@ from .step_inputs import (
 SMALL_BATCH = 4  # tokens up to which GEMV is faster than the tensor cores
 MAX_TABLE_ENTRIES = 1 << 24  # of the block tables of a graph
 MIN_POSITIONS = 8192  # of the first cos and sin tables
+PROGRAM_BLOCK, PROGRAM_TOKENS = 16, 64  # of the prompt whose launches a program lists
 
 
-class CudaForward:
-    """The fused forward of a model on one device.
+class CapturedForward(ABC):
+    """A fused forward on one device, whose steps are replayed from CUDA graphs: the base of decoders and of pooling
+    models. Its launcher runs `layers` in their order."""
 
-    Where logits must not depend on the batch (`batch_invariant`), prefill and decode tokens alike go through tiles of
-    queries.
-    """
+    launcher: Any
 
-    def __init__(
-        self,
-        ops: Sequence[FusedOp],
-        device: torch.device,
-        *,
-        batch_invariant: bool,
-        lines: list[ProgramLine],
-        keeps_hidden: bool = False,
-    ) -> None:
-        self.ops, self.device, self._lines = ops, device, lines
+    def __init__(self, ops: Backend, device: torch.device, nodes: Sequence[Node], mixers: Iterable[Mixer]) -> None:
+        self.ops, self.device, self.nodes, self._mixers = ops, device, nodes, tuple(mixers)
         self.graphs = CudaGraphs(device)
         self.staging = InputStaging(device)
-        self.forward = Launcher(ops, device, batch_invariant=batch_invariant)
-        self._batch_invariant, self._keeps_hidden = batch_invariant, keeps_hidden
-        self._tile_queries = SMALL_QUERY_TILE if batch_invariant else QUERY_TILE
+        self._max_gemv = 0  # tokens
         self._ropes: dict[int, CosSin] = {}  # by id of the RoPE table
         self._num_positions = 0
         self._graph_cache: weakref.ref[Any] | None = None  # the first tensor of the KV cache that graphs write to
-        self._has_states = any(isinstance(op, GatedDelta | ShortConv) for op in ops)
-        self._max_gemv = max_gemv_tokens(ops, batch_invariant=batch_invariant)
 
     def __call__(self, batch: Batch, kv: Sequence[LayerCache]) -> torch.Tensor:
-        """Run one step: write the cache and return the logits at `batch.logits_index`, float32 on the device, valid
-        until the next step."""
+        """Run one step: write the cache and return the logits at `batch.logits_index`, of a pooling model the rows of
+        all requests: float32 on the device, valid until the next step."""
         activate(self.device)
         with as_memory_error():
             return self._step(batch, kv)
 
-    def with_hidden(self, batch: Batch, kv: Sequence[LayerCache]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the same step; return the hidden states of its tokens too, which the residual stream has."""
-        logits = self(batch, kv)
-        with as_memory_error():
-            return logits, self.forward.hidden_states(len(batch.ids))
+    def launch(self, batch: Batch, kv: Sequence[LayerCache]) -> torch.Tensor:
+        """Run the step launch by launch, without a graph."""
+        activate(self.device)
+        return self._step(batch, kv, is_captured=False)
 
-    def program(self, kv_type: str) -> list[ProgramLine]:
-        return self._lines
+    def run_profiled(self, batch: Batch, kv: Sequence[LayerCache], profiler: Profiler) -> torch.Tensor:
+        activate(self.device)
+        return profile.run(self.launcher, lambda: self.launch(batch, kv), profiler)
 
     @property
     def graph_bytes(self) -> int:
         return self.graphs.nbytes
 
-    def run_profiled(self, batch: Batch, kv: Sequence[LayerCache], profiler: Profiler) -> torch.Tensor:
-        """Run the step launch by launch, without a graph."""
+    def program(self, kv_type: str) -> list[ProgramLine]:
+        """Return the fused ops with the kernels that they launch for one token and for a prompt; none is launched."""
         activate(self.device)
-        return profile.run(self.forward, lambda: self._step(batch, kv, captured=False), profiler)
+        kv = self._smallest_cache(kv_type)
+        steps = [self._launched(one_request(tokens, PROGRAM_BLOCK), kv) for tokens in (1, PROGRAM_TOKENS)]
+        lines = []
+        for node, few, many in zip(self.nodes, *(map(", ".join, step) for step in steps), strict=True):
+            runs = few if few == many else f"1 token: {few}; {PROGRAM_TOKENS}: {many}"
+            lines.append(ProgramLine(node.op, op_names(node), runs))
+        return lines
 
-    def time_decode_graph(self, requests: int) -> float | None:
-        """Return the seconds of a replay of the graph of a decode step; None if it is not captured."""
-        return self.graphs.time_replay(decode_sizes(requests, is_tiled=self._batch_invariant).graph)
+    def _smallest_cache(self, kv_type: str) -> list[Any]:
+        layers: dict[int, LayerCache] = {}
+        for op in self._mixers:
+            if isinstance(op, Attention):
+                kv_heads = op.n_kv_heads or 1  # none: the cache is another layer's
+                layers.setdefault(op.layer, self.ops.empty_kv(1, PROGRAM_BLOCK, kv_heads, op.head_dim, kv_type))
+            else:
+                p = op.params if isinstance(op, GatedDelta) else None
+                matrix = None if p is None else (p.v_heads, p.k_dim, p.v_dim)
+                layers[op.layer] = self.ops.empty_state(1, (op.conv.shape[1] - 1, op.conv.shape[0]), matrix)
+        return [layers.get(layer) for layer in range(max(layers) + 1)]
 
-    def _step(self, batch: Batch, kv: Sequence[LayerCache], *, captured: bool = True) -> torch.Tensor:
-        """Run a step, through a graph (`captured`) where its sizes are common ones."""
-        tokens, num_logits = len(batch.ids), len(batch.logits_index)
-        is_tiled, decoding = self._batch_invariant, 0
-        if tokens == len(batch.context_len) == num_logits:
-            sizes, decoding = decode_sizes(tokens, is_tiled=is_tiled), 0 if is_tiled else tokens
-        else:
-            decoding = 0 if is_tiled else _leading_ones(np.diff(batch.query_start))
-            sizes = prefill_sizes(tokens, decoding, num_logits, is_tiled=is_tiled)
-        if batch.block_table.size > MAX_TABLE_ENTRIES or not captured:
-            sizes = sizes._replace(is_captured=False)
-        self._reserve(sizes.tokens, int(batch.context_len.max()), kv)
-        return self._run(batch, sizes, decoding, kv)[:num_logits]
+    def _launched(self, batch: Batch, kv: Sequence[LayerCache]) -> list[list[str]]:
+        """Return the names of the kernels of a step by fused op, without launching them."""
+        names: list[list[str]] = []
 
-    def _run(self, batch: Batch, sizes: StepSizes, decoding: int, kv: Sequence[LayerCache]) -> torch.Tensor:
-        step = self._stage(batch, sizes, decoding, kv)
-        if sizes.is_captured:
-            logits = self.graphs.run(sizes.graph, lambda: self._launch(step, sizes))
-        else:
-            logits = self._launch(step, sizes)
-        return self.forward.run_head(step) if logits is None else logits
+        def layers() -> Iterator[Any]:
+            for layer in self.launcher.layers:
+                names.append([])
+                yield layer
+            names.append([])  # the output head
 
-    def _launch(self, step: StepInputs, sizes: StepSizes) -> torch.Tensor | None:
-        """Launch what a graph holds: all, with the logits of all tokens, or the layers alone."""
-        if sizes.has_head:
-            return self.forward.run(step)
-        self.forward.run_layers(step)
+        sizes = self._sizes(batch, is_captured=False)
+        self._reserve(sizes.tokens, len(batch.ids), kv)
+        step = self._stage(batch, sizes, kv)
+        with precompile.noting_launches(lambda name: names[-1].append(name)):
+            self._run(step, sizes, layers())
+        return names[: len(self.nodes)]
+
+    @abstractmethod
+    def _sizes(self, batch: Batch, *, is_captured: bool) -> StepSizes:
+        """Return what the arrays of a step have room for; `is_captured`: it may run from a graph."""
+
+    @abstractmethod
+    def _launch(self, step: StepInputs, sizes: StepSizes, layers: Iterable[Any] | None = None) -> Any:
+        """Launch what a graph holds, of all layers or of these; return its result, None before the output head."""
+
+    @abstractmethod
+    def _warm_up_steps(self, kv: Sequence[LayerCache], limits: StepLimits) -> list[tuple[Batch, StepSizes]]:
+        """Return steps of all sizes within the limits, the largest first: graphs share memory."""
+
+    @abstractmethod
+    def launch_all(self, kv: Sequence[LayerCache], limits: StepLimits, *, every_size: bool = False) -> int:
+        """Launch every kernel of steps within the limits. Return the size of the vocabulary, 0 without logits.
+
+        `every_size`: also uncaptured steps whose kernels of Triton are those of others: cuBLAS may have its own."""
+
+    def _more_arrays(self, batch: Batch, sizes: StepSizes) -> Arrays | None:
+        """Return the arrays of a step that only this kind of model reads."""
         return None
 
-    def _stage(self, batch: Batch, sizes: StepSizes, decoding: int, kv: Sequence[LayerCache]) -> StepInputs:
+    def _step(self, batch: Batch, kv: Sequence[LayerCache], *, is_captured: bool = True) -> torch.Tensor:
+        sizes = self._sizes(batch, is_captured=is_captured and batch.block_table.size <= MAX_TABLE_ENTRIES)
+        self._reserve(sizes.tokens, int(batch.context_len.max()), kv)
+        return self._run(self._stage(batch, sizes, kv), sizes)[: len(batch.logits_index)]
+
+    def _run(self, step: StepInputs, sizes: StepSizes, layers: Iterable[Any] | None = None) -> torch.Tensor:
+        launch = partial(self._launch, step, sizes, layers)
+        result = self.graphs.run(sizes.graph, launch) if sizes.is_captured else launch()
+        rows: torch.Tensor = self.launcher.run_head(step) if result is None else result
+        return rows
+
+    def _stage(self, batch: Batch, sizes: StepSizes, kv: Sequence[LayerCache]) -> StepInputs:
         """Copy the arrays of a step to the device, of a graph to the addresses that it holds."""
-        arrays = step_arrays(batch, sizes, decoding, self._tile_queries, has_states=self._has_states)
+        arrays = step_arrays(batch, sizes, self._more_arrays(batch, sizes))
         if sizes.is_captured and self.staging.reserve_static(total_size(arrays)):
             self.graphs.clear()
         inputs = self.staging.copy_to_device(batch, arrays, is_static=sizes.is_captured)
         takes_gemv = sizes.num_logits is None and 0 < sizes.decoding <= self._max_gemv
-        return StepInputs(sizes.tokens, sizes.decoding, takes_gemv, self._tile_queries, inputs, kv, self._ropes)
+        return StepInputs(batch, sizes.tokens, sizes.decoding, takes_gemv, sizes.tile_queries, inputs, kv, self._ropes)
 
     def _reserve(self, tokens: int, max_context: int, kv: Sequence[LayerCache]) -> None:
         """Make room for a step; drop graphs if something that they read has moved."""
-        has_moved = self.forward.reserve(max(tokens, STEP_SIZES[-1]))
+        has_moved = self.launcher.reserve(max(tokens, STEP_SIZES[-1]))
         if max_context > self._num_positions:
             self._num_positions = max(2 * self._num_positions, max_context, MIN_POSITIONS)
-            tables = {id(op.rope): op.rope for op in self.ops if isinstance(op, Attention)}
+            tables = {id(op.rope): op.rope for op in self._mixers if isinstance(op, Attention)}
             positions = torch.arange(self._num_positions, device=self.device)
             self._ropes = {key: rope_tables(table, positions) for key, table in tables.items()}
             has_moved = True
@@ -167,43 +194,94 @@ class CudaForward:
             self._graph_cache = weakref.ref(keys)
             self.graphs.clear()
 
-    def launch_all(self, kv: Sequence[LayerCache], limits: StepLimits, *, every_size: bool = False) -> int:
-        """Launch every kernel of steps within the limits; all tokens are padding. Return the size of the vocabulary.
-
-        `every_size`: also uncaptured steps whose kernels of Triton are those of others: cuBLAS may have its own."""
+    def _reserve_all(self, tokens: int, kv: Sequence[LayerCache], limits: StepLimits) -> None:
+        """Make room for all steps within the limits, of so many tokens at most."""
         activate(self.device)
-        sizes = self._reserve_all(kv, limits)
-        layers = distinct_layers(self.ops)
-        for size in (*sizes, *(uncaptured_sizes(limits, is_tiled=self._batch_invariant) if every_size else ())):
-            x = self.forward.run_layers(self._stage(NO_BATCH, size, 0, kv), layers)
-            if size.has_head:
-                self.forward.compute_logits(self.forward.head, x)
-        for count in all_logits_sizes(limits):
-            self.forward.run_head(self._stage(NO_BATCH, prefill_sizes(1, 0, count, is_tiled=True), 0, kv))
-        if self._keeps_hidden:
-            self.forward.hidden_states(1)
-        pending = torch.zeros(1, dtype=torch.int32, device=self.device)
-        self._stage(replace(NO_BATCH, pending=pending), sizes[0], 0, kv)
-        return self.forward.head.head.rows
+        blocks = -(-limits.max_context // first_kv(kv).k.shape[2])
+        self._reserve(tokens, limits.max_context, kv)
+        if self.staging.reserve_static(min(limits.max_batch * blocks, MAX_TABLE_ENTRIES) + ARRAYS_PER_TOKEN * tokens):
+            self.graphs.clear()
 
     def capture_all(self, kv: Sequence[LayerCache], limits: StepLimits, progress: Progress) -> None:
         """Capture every graph of steps within the limits; their kernels have been launched."""
         activate(self.device)
-        sizes = [size for size in self._reserve_all(kv, limits) if size.is_captured]
+        steps = [(batch, sizes) for batch, sizes in self._warm_up_steps(kv, limits) if sizes.is_captured]
         with self.graphs.counting_memory():
-            for count, size in enumerate(sizes):
-                progress(CAPTURING, count, len(sizes))
-                self.graphs.capture(size.graph, partial(self._launch, self._stage(NO_BATCH, size, 0, kv), size))
-        progress(CAPTURING, len(sizes), len(sizes))
+            for count, (batch, sizes) in enumerate(steps):
+                progress(CAPTURING, count, len(steps))
+                self.graphs.capture(sizes.graph, partial(self._launch, self._stage(batch, sizes, kv), sizes))
+        progress(CAPTURING, len(steps), len(steps))
 
-    def _reserve_all(self, kv: Sequence[LayerCache], limits: StepLimits) -> list[StepSizes]:
-        """Make room for all steps within the limits; return their sizes."""
-        sizes = list(all_sizes(limits, is_tiled=self._batch_invariant))
-        most, blocks = max(size.tokens for size in sizes), -(-limits.max_context // first_kv(kv).k.shape[2])
-        self._reserve(most, limits.max_context, kv)
-        if self.staging.reserve_static(min(limits.max_batch * blocks, MAX_TABLE_ENTRIES) + ARRAYS_PER_TOKEN * most):
-            self.graphs.clear()
-        return sizes
+
+class CudaForward(CapturedForward):
+    """The fused forward of a decoder. Where logits must not depend on the batch (`batch_invariant`), prefill and decode
+    tokens alike go through tiles of queries."""
+
+    def __init__(
+        self,
+        ops: Backend,
+        device: torch.device,
+        nodes: Sequence[Node],
+        fused: Sequence[FusedOp],
+        *,
+        batch_invariant: bool,
+        keeps_hidden: bool,
+    ) -> None:
+        super().__init__(ops, device, nodes, (op for op in fused if isinstance(op, Mixer)))
+        self.launcher = Launcher(fused, device, batch_invariant=batch_invariant)
+        self.fused, self._is_tiled, self._keeps_hidden = fused, batch_invariant, keeps_hidden
+        self._has_states = any(isinstance(op, GatedDelta | ShortConv) for op in fused)
+        self._max_gemv = max_gemv_tokens(fused, batch_invariant=batch_invariant)
+
+    def with_hidden(self, batch: Batch, kv: Sequence[LayerCache]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the same step; return the hidden states of its tokens too, which the residual stream has."""
+        logits = self(batch, kv)
+        with as_memory_error():
+            return logits, self.launcher.hidden_states(len(batch.ids))
+
+    def time_decode_graph(self, requests: int) -> float | None:
+        """Return the seconds of a replay of the graph of a decode step; None if it is not captured."""
+        return self.graphs.time_replay(decode_sizes(requests, is_tiled=self._is_tiled).graph)
+
+    def _sizes(self, batch: Batch, *, is_captured: bool) -> StepSizes:
+        tokens, num_logits = len(batch.ids), len(batch.logits_index)
+        if tokens == len(batch.context_len) == num_logits:
+            sizes = decode_sizes(tokens, is_tiled=self._is_tiled)
+        else:
+            decoding = 0 if self._is_tiled else leading_ones(np.diff(batch.query_start))
+            sizes = prefill_sizes(tokens, decoding, num_logits, is_tiled=self._is_tiled)
+        return sizes if is_captured else sizes._replace(is_captured=False)
+
+    def _launch(self, step: StepInputs, sizes: StepSizes, layers: Iterable[Any] | None = None) -> Any:
+        """Launch all, with the logits of all tokens, or the layers alone."""
+        if sizes.has_head:
+            return self.launcher.run(step, layers)
+        self.launcher.run_layers(step, layers)
+        return None
+
+    def _more_arrays(self, batch: Batch, sizes: StepSizes) -> Arrays | None:
+        return state_arrays(batch, sizes.tokens) if self._has_states else None
+
+    def _warm_up_steps(self, kv: Sequence[LayerCache], limits: StepLimits) -> list[tuple[Batch, StepSizes]]:
+        """Return steps without tokens: all are padding."""
+        sizes = list(all_sizes(limits, is_tiled=self._is_tiled))
+        self._reserve_all(max(size.tokens for size in sizes), kv, limits)
+        return [(NO_BATCH, size) for size in sizes]
+
+    def launch_all(self, kv: Sequence[LayerCache], limits: StepLimits, *, every_size: bool = False) -> int:
+        sizes = [size for _, size in self._warm_up_steps(kv, limits)]
+        layers = distinct_layers(self.fused)
+        for size in (*sizes, *(uncaptured_sizes(limits, is_tiled=self._is_tiled) if every_size else ())):
+            x = self.launcher.run_layers(self._stage(NO_BATCH, size, kv), layers)
+            if size.has_head:
+                self.launcher.compute_logits(self.launcher.head, x)
+        for count in all_logits_sizes(limits):
+            self.launcher.run_head(self._stage(NO_BATCH, prefill_sizes(1, 0, count, is_tiled=True), kv))
+        if self._keeps_hidden:
+            self.launcher.hidden_states(1)
+        pending = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._stage(replace(NO_BATCH, pending=pending), sizes[0], kv)
+        return int(self.launcher.head.head.rows)
 
 
 def max_gemv_tokens(ops: Sequence[FusedOp], *, batch_invariant: bool) -> int:
@@ -220,18 +298,11 @@ def max_gemv_tokens(ops: Sequence[FusedOp], *, batch_invariant: bool) -> int:
     return SMALL_BATCH if all(w.is_packed or w.is_fp8 for w in weights) else 1
 
 
-def _leading_ones(counts: Ints) -> int:
-    """Return how many requests at the front have one token."""
-    other = np.flatnonzero(counts != 1)
-    return int(other[0]) if len(other) else len(counts)
-
-
-def make_forward(recorded: Graph, device: torch.device, *, batch_invariant: bool) -> CudaForward | None:
+def make_forward(recorded: Graph, ops: Backend, device: torch.device, *, batch_invariant: bool) -> CudaForward | None:
     """Return the decoder of a model; None if it has a feature that these kernels lack: then it runs unfused."""
     graph = without_hidden(recorded)
-    ops = None if graph is None else fuse_graph(graph)
-    if graph is None or ops is None:
+    program = None if graph is None else fuse_graph(graph)
+    if program is None:
         return None
-    return CudaForward(
-        ops, device, batch_invariant=batch_invariant, lines=describe(graph), keeps_hidden=recorded.hidden is not None
-    )
+    keeps_hidden = recorded.hidden is not None
+    return CudaForward(ops, device, *program, batch_invariant=batch_invariant, keeps_hidden=keeps_hidden)

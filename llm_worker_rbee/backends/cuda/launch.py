@@ -1,4 +1,4 @@
-"""The launches of one step, in the order of the fused ops: decoding tokens first, then those of prompts (prefill).
+"""The launches of one step, in the order of the fused ops: decoding tokens first, then prompt tokens (prefill).
 
 Up to 4 decoding tokens take GEMV: five kernels per layer, whose epilogues do the rest, each launched before the
 previous one has ended (PDL). More tokens take tensor cores; small kernels between sum the splits of a product, add to
@@ -9,12 +9,12 @@ the residual stream, norm, and lay the activations out for the next product.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
-from ..ops import LayerCache
+from ..ops import Batch, LayerCache
 from .device import has_pdl, is_interpreted
 from .experts import empty_expert_activations, expert_tile, grouped_gemm, grouped_gemv
 from .kernels.attention_decode import launch_decode_attention, split_kv_config, split_kv_scratch
@@ -60,13 +60,10 @@ AnyActivations = Activations | GemvActivations
 PRODUCTS = {"o": "output", "down": "down"}  # the component of a product that adds to the residual stream
 
 
-def _no_mark(component: str) -> None:
-    """Mark nothing."""
-
-
 class StepInputs(NamedTuple):
-    """The sizes of a step, its arrays on the device (step_inputs.py), and what it reads beside them."""
+    """The sizes of a step, its arrays on the device (step_inputs.py), and its other inputs."""
 
+    batch: Batch
     tokens: int
     decoding: int  # tokens at the front that decode, those with a position >= 0
     takes_gemv: bool
@@ -74,6 +71,13 @@ class StepInputs(NamedTuple):
     arrays: Mapping[str, torch.Tensor]
     kv: Sequence[LayerCache]
     ropes: Mapping[int, CosSin]  # by id of the RoPE table
+
+    @property
+    def tiles(self) -> QueryTiles:
+        """The tiles of queries, and the arrays of their requests."""
+        names = ("tables", "width", "query_start", "context_len", "num_tiles", "tile_request", "tile_first")
+        programs = tile_programs(self.tokens, self.tile_queries)
+        return QueryTiles(self.tile_queries, programs, *(self.arrays[name] for name in names))
 
 
 class Launcher:
@@ -92,7 +96,7 @@ class Launcher:
         self.step: Any = None
         self.residual: Any = None
         self.layer_inputs: Any = None  # (tokens, layers * dim)
-        self.mark: Callable[[str], None] = _no_mark
+        self.mark: Callable[[str], None] = lambda component: None
 
     @property
     def pdl(self) -> bool:
@@ -106,11 +110,11 @@ class Launcher:
         self._streams = torch.empty(tokens, self._streams.shape[1], device=self.device)
         return True
 
-    def run(self, step: StepInputs) -> torch.Tensor:
+    def run(self, step: StepInputs, ops: Iterable[FusedOp] | None = None) -> torch.Tensor:
         """Return the logits of all tokens."""
-        return self.compute_logits(self.head, self.run_layers(step))
+        return self.compute_logits(self.head, self.run_layers(step, ops))
 
-    def run_layers(self, step: StepInputs, ops: Sequence[FusedOp] | None = None) -> AnyActivations:
+    def run_layers(self, step: StepInputs, ops: Iterable[FusedOp] | None = None) -> AnyActivations:
         """Run all layers, or `ops`; return the activations of the output head. The residual stream stays as it is."""
         self.step = step
         self.mark("copies")
@@ -209,7 +213,7 @@ class Launcher:
         if isinstance(op, LinearAdd):
             delta = self._multiply(name, x, op.w)
             self.mark(PRODUCTS[name])
-            return self._norm(delta, None, op.eps, op.following, op.post, bias=op.bias)
+            return self._norm(delta, None, op.eps, op.following, post=op.post, bias=op.bias)
         out = self._activations(op.following, self.step.tokens)
         if op.post is None and op.scale == 1.0 and _has_epilogue(x, op.w, out):
             stream = Stream(self.residual, op.norm, self._squares())
@@ -218,7 +222,8 @@ class Launcher:
             return GemvActivations(out.values, stream.squares, op.eps)
         delta = self._multiply(name, x, op.w)
         self.mark(PRODUCTS[name])
-        return self._norm(delta, op.norm, op.eps, op.following, op.post, bias=op.bias, scale=op.scale)
+        options: dict[str, Any] = {"post": op.post, "bias": op.bias, "stream_scale": op.scale}
+        return self._norm(delta, op.norm, op.eps, op.following, **options)
 
     def add_experts(self, op: ExpertsAddNorm, x: AnyActivations) -> AnyActivations:
         """Multiply each token by its experts, add their sum to the residual stream, and return its norm."""
@@ -235,7 +240,8 @@ class Launcher:
         total = WeightedExperts(weights, op.params.k, *(shared or (dense, None)))
         if op.parallel is not None:
             total = total._replace(sum_norm=op.parallel.experts_norm, shared_norm=op.parallel.norm)
-        return self._norm(rows[None], op.norm, op.eps, op.following, op.post, experts=total, scale=op.scale)
+        options: dict[str, Any] = {"post": op.post, "experts": total, "stream_scale": op.scale}
+        return self._norm(rows[None], op.norm, op.eps, op.following, **options)
 
     def _router_logits(self, op: ExpertsAddNorm) -> torch.Tensor:
         """Return (tokens, experts) from the float32 norm of the stream: a choice must not depend on rounding."""
@@ -300,30 +306,14 @@ class Launcher:
         norm: torch.Tensor | None,
         eps: float,
         following: PackedWeight,
-        post: torch.Tensor | None = None,
         index: torch.Tensor | None = None,
-        experts: WeightedExperts | None = None,
-        bias: torch.Tensor | None = None,
-        scale: float = 1.0,
+        **options: Any,
     ) -> AnyActivations:
         """Add delta (splits, tokens, width) to the residual stream, and return its norm, or without one itself; with
-        `index` of these tokens alone."""
+        `index` of these tokens alone. The options are those of `launch_add_norm`."""
         out = self._activations(following, len(self.residual if index is None else index))
-        exact = self.linear.batch_invariant
-        launch_add_norm(
-            delta,
-            self.residual,
-            norm,
-            eps,
-            out,
-            post,
-            index,
-            self.pdl,
-            exact=exact,
-            experts=experts,
-            bias=bias,
-            stream_scale=scale,
-        )
+        options |= {"index": index, "pdl": self.pdl, "exact": self.linear.batch_invariant}
+        launch_add_norm(delta, self.residual, norm, eps, out, **options)
         self.mark("norm")
         return out
 
@@ -446,19 +436,11 @@ class Launcher:
         kv = step.kv[op.layer]
         config = split_kv_config(step.decoding, op.n_heads, kv.k.shape[1])
         scratch = split_kv_scratch(step.decoding, op.n_heads, op.head_dim, config, self.device)
+        scratch = *scratch, self._counters_for(step.decoding, op.n_heads)
+        positions, tables, width = (arrays[name] for name in ("decode_positions", "tables", "width"))
+        rope = step.ropes[id(op.rope)]
         launch_decode_attention(
-            qkv,
-            op,
-            kv,
-            step.ropes[id(op.rope)],
-            arrays["decode_positions"],
-            arrays["tables"],
-            arrays["width"],
-            step.decoding,
-            config,
-            (*scratch, self._counters_for(step.decoding, op.n_heads)),
-            out,
-            self.pdl,
+            qkv, op, kv, rope, positions, tables, width, step.decoding, config, scratch, out, self.pdl
         )
         self.mark("rope_kv_attention")
 
@@ -470,10 +452,7 @@ class Launcher:
         exact = self.linear.batch_invariant
         launch_rope_store(qkv, kv, rope, arrays["positions"], arrays["slots"], q, *norms, exact=exact, v_norm=op.v_norm)
         self.mark("rope_kv_write")
-        names = ("tables", "width", "query_start", "context_len", "num_tiles", "tile_request", "tile_first")
-        queries = self.step.tile_queries
-        tiles = QueryTiles(queries, tile_programs(len(out), queries), *(arrays[name] for name in names))
-        launch_prefill_attention(q, kv, tiles, op.params, out, op.sinks)
+        launch_prefill_attention(q, kv, self.step.tiles, op.params, out, op.sinks)
         self.mark("attention")
 
     def _counters_for(self, decoding: int, heads: int) -> torch.Tensor:

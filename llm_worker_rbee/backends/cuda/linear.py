@@ -368,65 +368,34 @@ def launch_gemv(
     """Multiply 1, 2 or 4 tokens by a matrix with the tile `name`. STORE writes floats (tokens, rows), the other
     epilogues, for matrices of one part, activations: `stream` is for RESIDUAL, `activation` for GATED.
     A bias is for matrices of one part, too."""
-    first = 0
+    values: Any = x.values
+    unused = values.scales if isinstance(values, Int8Activations) else values
+    tokens, first, stride = len(unused), 0, w.rows if epilogue == STORE else 0
+    residual, norm, squares = stream or (unused, unused, unused)
+    squares_of_x = unused if x.squares is None else x.squares
     for part in w.parts:
-        target = out.view(-1)[first:] if epilogue == STORE else out
-        launch = _launch_packed if part.values is None else _launch_dense
-        launch(name, x, part, target, epilogue, stream, w.rows if epilogue == STORE else 0, activation, bias, pdl)
+        to = out.view(-1)[first:] if epilogue == STORE else out
         first += part.rows
+        if part.values is None:
+            rows, warps, prefetch, registers = packed_tile(name, tokens, part.kind)
+            codes, scales, sums = kernel_outputs(to)
+            options = ({"maxnreg": registers} if registers else {}) | pdl_options(pdl)
+            gemv_packed[(cdiv(part.rows, rows),)](
+                values.codes, values.scales, values.sums, squares_of_x, x.eps, part.unit, part.low, part.high,
+                part.scales, codes, residual, norm, scales, sums, squares, part.rows, part.blocks, tokens, part.kind,
+                rows, warps, prefetch, epilogue, *norm_parts(x), isinstance(to, Int8Activations), pdl, stride,
+                activation, part.small, part.table, bias=bias, num_warps=warps, **options,
+            )  # fmt: skip
+        else:
+            rows, warps, tile_k, prefetch = dense_tile(name, tokens, part.kind, epilogue)
+            gemv_dense[(cdiv(part.rows, rows),)](
+                values, squares_of_x, x.eps, part.values, to, residual, norm, squares, part.rows, values.shape[1],
+                tokens, rows, warps, tile_k, prefetch, epilogue, *norm_parts(x), pdl, stride,
+                part.scales if part.kind == FP8 else None, activation, bias, num_warps=warps, **pdl_options(pdl),
+            )  # fmt: skip
 
 
 def norm_parts(x: GemvActivations) -> tuple[int, int]:
     """Return how many partial sums of squares there are, and their room as a power of two."""
     count = 0 if x.squares is None else x.squares.shape[1]
     return count, next_power_of_2(max(count, 1))
-
-
-def _launch_packed(
-    name: str,
-    x: GemvActivations,
-    w: WeightPart,
-    out: Any,
-    epilogue: int,
-    stream: Stream | None,
-    stride: int,
-    activation: str,
-    bias: torch.Tensor | None,
-    pdl: bool,
-) -> None:
-    values = x.values
-    assert isinstance(values, Int8Activations)
-    tokens, unused = len(values.scales), values.scales
-    rows, warps, prefetch, registers = packed_tile(name, tokens, w.kind)
-    residual, norm, squares = stream or (unused, unused, unused)
-    to = kernel_outputs(out) if epilogue != STORE else (out, out, out)
-    options = ({"maxnreg": registers} if registers else {}) | pdl_options(pdl)
-    gemv_packed[(cdiv(w.rows, rows),)](
-        values.codes, values.scales, values.sums, unused if x.squares is None else x.squares, x.eps, w.unit, w.low,
-        w.high, w.scales, to[0], residual, norm, to[1], to[2], squares, w.rows, w.blocks, tokens, w.kind, rows, warps,
-        prefetch, epilogue, *norm_parts(x), isinstance(out, Int8Activations), pdl, stride, activation, w.small, w.table,
-        bias=bias, num_warps=warps, **options,
-    )  # fmt: skip
-
-
-def _launch_dense(
-    name: str,
-    x: GemvActivations,
-    w: WeightPart,
-    out: Any,
-    epilogue: int,
-    stream: Stream | None,
-    stride: int,
-    activation: str,
-    bias: torch.Tensor | None,
-    pdl: bool,
-) -> None:
-    values: Any = x.values
-    tokens, columns = values.shape
-    rows, warps, tile_k, prefetch = dense_tile(name, tokens, w.kind, epilogue)
-    residual, norm, squares = stream or (values, values, values)
-    gemv_dense[(cdiv(w.rows, rows),)](
-        values, values if x.squares is None else x.squares, x.eps, w.values, out, residual, norm, squares, w.rows,
-        columns, tokens, rows, warps, tile_k, prefetch, epilogue, *norm_parts(x), pdl, stride,
-        w.scales if w.kind == FP8 else None, activation, bias, num_warps=warps, **pdl_options(pdl),
-    )  # fmt: skip

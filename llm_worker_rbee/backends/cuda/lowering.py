@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..graph import Graph, Node, ProgramLine, Rewrite, apply_rewrites, have_one_eps, op_names
+from ..graph import Graph, Node, Rewrite, apply_rewrites, have_one_eps
 from ..ops import AttentionParams, GatedDeltaParams, GatedDeltaWeights, RopeTable, RouteParams
 from .kernels.elementwise import ACTIVATIONS
 from .kernels.gated_delta import has_kernels
@@ -38,7 +38,7 @@ def _has_layer_gate_kernel(node: Node) -> bool:
 
 
 def has_attention_kernels(node: Node) -> bool:
-    """The KV cache is read in words of 32 bits; it is the one written, and norms are those of q, then k, or none, and
+    """The KV cache is read in words of 32 bits; it is the one written, and norms are q's, then k's, or none, and
     one of v without a weight. A layer without KV heads may have a norm of q."""
     _, split, *norms, store, attention = node.fused[:-2] if node.op == "gated_attention" else node.fused
     q, k, v = split.outputs
@@ -50,7 +50,7 @@ def has_attention_kernels(node: Node) -> bool:
 
 
 def _has_gated_words(node: Node) -> bool:
-    """The gate has no bias and is that of attention, both from the same rows."""
+    """The gate has no bias and belongs to this attention; both read the same rows."""
     first, *_, attention, linear, gate = node.fused
     is_gate = gate["x"] is attention.output and linear["x"] is first["x"] and linear["bias"] is None
     return is_gate and has_attention_kernels(node)
@@ -87,8 +87,8 @@ def _has_add_kernel(node: Node) -> bool:
 
 
 def _has_expert_kernels(node: Node) -> bool:
-    """The router is dense, gate and up have one type, and no product of a shared expert or beside the experts has a
-    bias."""
+    """The router is dense, gate and up have one type, and no product of a shared or parallel expert has
+    a bias."""
     router, gated, w = _router(node), node.parts("gated")[0], node.parts("grouped_linear")[0]["w"]
     is_dense = len(router["w"].parts) == 1 and router["w"].parts[0].kind == DENSE
     has_bias = any(part["bias"] is not None for part in node.parts("linear") if part is not router)
@@ -144,26 +144,6 @@ REWRITES = (
     Rewrite("linear_add", "linear rms_norm? add", _has_add_kernel),
     Rewrite("logits", "logits"),
 )
-LAUNCHES = {
-    "embed_norm": "embed_rows",
-    "embed_inputs": "embed_rows twice, add_rms_norm_rows, gemv or gemm, rms_norm_rows",
-    "stream_norm": "add_rms_norm_rows",
-    "per_layer_gate": "gemv or gemm, swiglu_rows",
-    "attention": "1 to 4 tokens: gemv, decode_attention; more: gemm, decode_attention or rope_store, prefill_attention",
-    "gated_attention": "those of attention, with gemv or gemm of the gate, gate_rows",
-    "gated_delta": "gemv or gemm twice, conv_tokens, [conv_states,] delta_tokens, "
-    "[prepare_chunks, delta_chunks,] gate_rows",
-    "short_conv": "gemv or gemm, conv_tokens, [conv_states,] gate_rows",
-    "gated_linear": "1 to 4 tokens: gemv with its activation; more: gemm, swiglu_rows",
-    "linear_add_norm": "1 to 4 tokens: gemv with residual add and norm; more: gemm, add_rms_norm_rows",
-    "experts_add_norm": "1 to 4 tokens: router_rows, route_rows, gemv twice, add_rms_norm_rows; "
-    "more: router_rows (many: add_rms_norm_rows, a dense product), route_rows, group_slots, gemm, swiglu_rows, gemm, "
-    "add_rms_norm_rows",
-    "parallel_experts": "gemv or gemm, add_rms_norm_rows, those of experts_add_norm",
-    "linear_add": "1 to 4 tokens: gemv, add_rms_norm_rows; more: gemm, add_rms_norm_rows",
-    "post_norm": "1 to 4 tokens: gemv, add_rms_norm_rows; more: gemm, add_rms_norm_rows",
-    "logits": "1 to 4 tokens: gemv; more: gemm",
-}
 
 
 class EmbedNorm(NamedTuple):
@@ -293,7 +273,7 @@ class SharedExpert(NamedTuple):
 
 
 class ParallelMLP(NamedTuple):
-    """The last product of an MLP beside the experts, its norm, and that of the experts' sum; both are added."""
+    """The last product of an MLP parallel to the experts, its norm, and the norm of the experts' sum, both added."""
 
     down: PackedWeight
     norm: torch.Tensor
@@ -337,15 +317,15 @@ Start = EmbedNorm | EmbedInputs | StreamNorm  # before the first layer
 FusedOp = Start | Mixer | GatedLinear | PerLayerGate | LinearAdd | LinearAddNorm | ExpertsAddNorm | Logits
 
 
-def fuse_graph(graph: Graph) -> tuple[FusedOp, ...] | None:
-    """Return the fused ops of a step; None if an op is left that none of them covers."""
+def fuse_graph(graph: Graph) -> tuple[Sequence[Node], tuple[FusedOp, ...]] | None:
+    """Return the fused nodes and ops of a step; None if an op is left that none of them covers."""
     fused = apply_rewrites(graph, REWRITES)
     if not all(node.fused for node in fused.nodes) or any(map(_needs_order, graph.nodes)):
         return None
     readers = {value: node for node in reversed(fused.nodes) for value in node.inputs}  # the first of each
     norms = {node.outputs[0]: node for node in graph.nodes if node.op in ("rms_norm", "add_rms_norm")}
     ops = tuple(_fused_op(node, _following(node, readers), norms) for node in fused.nodes)
-    return ops if _is_chain(fused.nodes) else None
+    return (fused.nodes, ops) if _is_chain(fused.nodes) else None
 
 
 def without_hidden(graph: Graph) -> Graph | None:
@@ -401,7 +381,7 @@ def distinct_layers(ops: Sequence[FusedOp]) -> list[FusedOp]:
 
 
 def _kernel_signature(value: Any) -> Any:
-    """Return what kernels are compiled for: shapes, types and flags, not values."""
+    """Return the properties that kernels are compiled for: shapes, types and flags, not values."""
     if isinstance(value, PackedWeight):
         return tuple((part.kind, part.rows, part.columns, _kernel_signature(part.values)) for part in value.parts)
     if isinstance(value, torch.Tensor):
@@ -417,15 +397,6 @@ def _kernel_signature(value: Any) -> Any:
     if isinstance(value, float):
         return value == 1.0  # a scale of 1 is left out of kernels
     return None if isinstance(value, int) else value
-
-
-def describe(graph: Graph) -> list[ProgramLine]:
-    """Return what a step launches, for few tokens and for more."""
-    lines = []
-    for node in apply_rewrites(graph, REWRITES).nodes:
-        has_post = node.op == "linear_add_norm" and node.part("rms_norm") is not None
-        lines.append(ProgramLine(node.op, op_names(node), LAUNCHES["post_norm" if has_post else node.op]))
-    return lines
 
 
 def _following(node: Node, readers: dict[Any, Node]) -> Any:
@@ -459,17 +430,8 @@ def _fused_op(node: Node, following: Any, norms: Mapping[Any, Node]) -> FusedOp:
             return op._replace(gate=gate, input_norm=norm["weight"], input_eps=norm["eps"])
         case "gated_delta":
             norm, conv = norms[first["x"]], between[1]
-            return GatedDelta(
-                first["w"],
-                between[0]["w"],
-                conv["weight"],
-                last["params"],
-                last["weights"],
-                last["state"],
-                norm["weight"],
-                norm["eps"],
-                following,
-            )
+            rule = last["params"], last["weights"], last["state"], norm["weight"], norm["eps"]
+            return GatedDelta(first["w"], between[0]["w"], conv["weight"], *rule, following)
         case "short_conv":
             return ShortConv(first["w"], last["weight"], last["activation"], last["state"], following)
         case "gated_linear":

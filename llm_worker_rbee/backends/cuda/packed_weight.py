@@ -219,19 +219,8 @@ def dequantize_rows(part: WeightPart, start: int, out: torch.Tensor) -> None:
     high = part.high[start:] if part.high.dim() > 1 else part.high
     small = None if part.small is None else part.small[start:]
     rows, tile = (256, 32) if is_interpreted() else (8, 16) if part.kind in COMPACT_KINDS else (2, 128)
-    gemm.dequantize[(cdiv(count, rows), cdiv(part.blocks, tile))](
-        part.low[start:],
-        high,
-        part.scales[start:],
-        out,
-        count,
-        part.blocks,
-        KIND=part.kind,
-        ROWS=rows,
-        TILE_BLOCKS=tile,
-        small=small,
-        table=part.table,
-    )
+    planes, grid = (part.low[start:], high, part.scales[start:]), (cdiv(count, rows), cdiv(part.blocks, tile))
+    gemm.dequantize[grid](*planes, out, count, part.blocks, part.kind, rows, tile, small, part.table)
 
 
 def quantize_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

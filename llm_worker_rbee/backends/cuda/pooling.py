@@ -1,51 +1,39 @@
 """The fused forward of a pooling model: the recorded ops in their order, neighbours fused around each product.
 
 A value is held in the forms in which it is read: as activations of a product, as float32 rows, or both. Ops of no
-rewrite, of which there are few before the first layer and after the last, run as single ops. Small steps are padded to
-one of few sizes and replayed from CUDA graphs; launches of larger ones run ahead of the device, which the host waits
-for when it copies the result.
+rewrite, of which there are few before the first layer and after the last, run as single ops. Small steps are padded and
+replayed from CUDA graphs (forward.py); launches of larger ones run ahead of the device, which the host waits for when
+it copies the result.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from ..graph import Graph, Node, ProgramLine, Rewrite, Value, apply_rewrites, op_names
-from ..ops import CAPTURING, Backend, Batch, LayerCache, Profiler, Progress, RopeTable, first_kv
-from . import profile
-from .cuda_graphs import CudaGraphs
-from .device import activate, as_memory_error, is_interpreted
+from ..graph import Graph, Node, Rewrite, Value, apply_rewrites
+from ..ops import Backend, Batch, LayerCache, StepLimits
+from .device import is_interpreted
+from .forward import CapturedForward
 from .kernels import encoder as encoder_kernels
-from .kernels.attention_prefill import (
-    QUERY_TILE,
-    SMALL_QUERY_TILE,
-    QueryTiles,
-    launch_prefill_attention,
-    query_dtype,
-    query_tiles,
-    tile_programs,
-)
+from .kernels.attention_prefill import launch_prefill_attention, query_dtype
 from .kernels.elementwise import ACTIVATIONS
 from .kernels.encoder import Product, Results, launch_activation, launch_norm
-from .kernels.rope import CosSin, launch_rope_store, rope_tables
+from .kernels.rope import launch_rope_store
+from .launch import StepInputs
 from .linear import BatchedLinear, sum_splits
-from .lowering import ATTENTION, Attention, attention_op, has_attention_kernels
+from .lowering import ATTENTION, attention_op, has_attention_kernels
 from .packed_weight import Activations, PackedWeight
-from .step_inputs import STEP_SIZES, InputStaging, padded, total_size
+from .step_inputs import Arrays, StepSizes, pooling_sizes, warm_up_batches
 
 NORMS = ("layer_norm", "rms_norm")
-MIN_POSITIONS = 512  # of the first cos and sin tables
-STATIC_INTS = 1 << 15  # room for the arrays of a graph, whose requests have blocks of 16 tokens
-FEW_REQUESTS = 16  # the requests of a graph are 1, these, or as many as it has tokens
 # Single ops that read the arrays of a step on the device and do not synchronize: they can be captured.
 CAPTURED_OPS = {"embed", "add", "take", "mean_rows", "activate", *NORMS, "add_layer_norm", "add_rms_norm"}
+ON_DEVICE = ("ids", "positions", "token_types", "logits_index", "query_start")  # arrays that these take from there
 
 
 def _reads_rows(node: Node) -> bool:
@@ -81,13 +69,6 @@ REWRITES = (
     Rewrite("linear", "linear", _reads_rows),
     *(Rewrite("norm", name, _is_of_rows) for name in NORMS),
 )
-LAUNCHES = {
-    "attention": "gemm, rope_store_qkv, prefill_attention",
-    "linear_activation": "gemm, activate_rows",
-    "linear_add_norm": "gemm, add_norm_rows",
-    "linear": "gemm",
-    "norm": "add_norm_rows",
-}
 
 
 class Readers(NamedTuple):
@@ -104,205 +85,102 @@ class Held(NamedTuple):
     activations: Activations | None = None
 
 
-class StepArrays(NamedTuple):
-    """The arrays of a step on the device, padded; `on_device` are those that single ops take from there."""
-
-    positions: torch.Tensor
-    slots: torch.Tensor
-    tiles: QueryTiles
-    on_device: Mapping[str, torch.Tensor]
-
-
-class StepSize(NamedTuple):
-    """What the arrays of a step have room for: the key of its graph."""
-
-    tokens: int
-    requests: int
-    tile_queries: int
-
-
-class PoolingForward:
-    """The fused forward of a pooling model on one device."""
+class PoolingForward(CapturedForward):
+    """The fused forward of a pooling model."""
 
     def __init__(self, graph: Graph, ops: Backend, device: torch.device, *, batch_invariant: bool) -> None:
-        self.graph = apply_rewrites(graph, REWRITES)
-        self.ops, self.device = ops, device
-        self.linear = BatchedLinear(device, batch_invariant=batch_invariant)
-        self.graphs = CudaGraphs(device)
-        self.mark: Callable[[str], None] = lambda component: None
-        self._staging = InputStaging(device)
-        self._staging.reserve_static(STATIC_INTS)
-        self._readers = _find_readers(self.graph)
-        self._attention = {
-            node: attention_op(node.fused, self._following(node)) for node in self.graph.nodes if node.op == "attention"
-        }
-        self._ropes: dict[int, CosSin] = {}  # by id of the RoPE table
-        self._num_positions = 0
-        self._graph_workspace: weakref.ref[Any] | None = None  # the keys that graphs write to
-        self.is_captured = all(node.fused or node.op in CAPTURED_OPS for node in self.graph.nodes)
-        self._last_reads: dict[int, list[Value]] = defaultdict(list)
-        for value, index in self.graph.last_uses().items():
-            self._last_reads[index].append(value)
-
-    def __call__(self, batch: Batch, kv: Sequence[LayerCache]) -> torch.Tensor:
-        """Launch a step; return its rows, float32 on the device, valid until the next step."""
-        activate(self.device)
-        with as_memory_error():
-            return self._step(batch, kv)
+        self.launcher = PoolingLauncher(apply_rewrites(graph, REWRITES), ops, device, batch_invariant=batch_invariant)
+        super().__init__(ops, device, self.launcher.layers, self.launcher.attention.values())
 
     def with_hidden(self, batch: Batch, kv: Sequence[LayerCache]) -> tuple[torch.Tensor, torch.Tensor]:
         raise NotImplementedError("a pooling model has no hidden states beside its rows")
 
-    @property
-    def graph_bytes(self) -> int:
-        return self.graphs.nbytes
+    def launch_all(self, kv: Sequence[LayerCache], limits: StepLimits, *, every_size: bool = False) -> int:
+        for batch, _ in self._warm_up_steps(kv, limits):
+            self.launch(batch, kv)
+        return 0
 
-    def program(self, kv_type: str) -> list[ProgramLine]:
-        nodes = self.graph.nodes
-        return [ProgramLine(node.op, op_names(node), LAUNCHES.get(node.op, "a single op")) for node in nodes]
+    def _warm_up_steps(self, kv: Sequence[LayerCache], limits: StepLimits) -> list[tuple[Batch, StepSizes]]:
+        self._reserve_all(limits.max_tokens, kv, limits)  # a longer text would move the tables that graphs read
+        batches = reversed(warm_up_batches(kv, limits))
+        return [(batch, self._sizes(batch, is_captured=True)) for batch in batches]
 
-    def run_profiled(self, batch: Batch, kv: Sequence[LayerCache], profiler: Profiler) -> torch.Tensor:
-        activate(self.device)
-        return profile.run(self, lambda: self.launch(batch, kv), profiler)
+    def _sizes(self, batch: Batch, *, is_captured: bool) -> StepSizes:
+        is_captured &= self.launcher.is_captured
+        return pooling_sizes(batch, batch_invariant=self.launcher.linear.batch_invariant, is_captured=is_captured)
 
-    def launch(self, batch: Batch, kv: Sequence[LayerCache]) -> torch.Tensor:
-        """Run a step launch by launch, without a graph."""
-        activate(self.device)
-        return self._prepare(batch, kv, captured=False)[1].run()
-
-    def capture_all(self, batches: Sequence[Batch], kv: Sequence[LayerCache], progress: Progress) -> None:
-        """Capture the graphs of these steps, the largest of which is the last; their kernels have been launched."""
-        found = [batch for batch in batches if self.is_captured and len(batch.ids) <= STEP_SIZES[-1]]
-        with self.graphs.counting_memory():
-            for count, batch in enumerate(reversed(found)):
-                progress(CAPTURING, count, len(found))
-                size, step = self._prepare(batch, kv, captured=True)
-                self.graphs.capture(size, step.run)
-        progress(CAPTURING, len(found), len(found))
-
-    def _step(self, batch: Batch, kv: Sequence[LayerCache]) -> torch.Tensor:
-        captured = self.is_captured and len(batch.ids) <= STEP_SIZES[-1]
-        size, step = self._prepare(batch, kv, captured=captured)
-        rows = self.graphs.run(size, step.run) if captured else step.run()
-        assert rows is not None
-        return rows[: len(batch.context_len)]
-
-    def _prepare(self, batch: Batch, kv: Sequence[LayerCache], *, captured: bool) -> tuple[StepSize, _Step]:
-        """Return a step whose arrays are on the device; those of a graph are padded."""
-        tokens, requests = len(batch.ids), len(batch.context_len)
-        longest = int(batch.context_len.max())
-        queries = SMALL_QUERY_TILE if self.linear.batch_invariant or longest <= SMALL_QUERY_TILE else QUERY_TILE
-        if captured:
-            tokens = padded(tokens, STEP_SIZES, STEP_SIZES[-1])
-            requests = next(count for count in (1, FEW_REQUESTS, tokens) if count >= requests)
-        size = StepSize(tokens, requests, queries)
-        self.reserve(longest, kv)
-        return size, _Step(self, batch, self._upload(batch, size, is_captured=captured), kv)
-
-    def readers(self, value: Value) -> Readers:
-        return self._readers[value]
-
-    def attention_of(self, node: Node) -> Attention:
-        return self._attention[node]
-
-    def last_reads(self, index: int) -> Sequence[Value]:
-        """Return the values that no node after this one reads."""
-        return self._last_reads.get(index, ())
-
-    def _upload(self, batch: Batch, size: StepSize, *, is_captured: bool) -> StepArrays:
-        """Copy the arrays of a step to the device, of a graph to the addresses that it holds: block tables, of any
-        size, are the last."""
-        tokens, requests, queries = size
-        of_tiles, first = query_tiles(batch.query_start, queries)
-        most = tokens if is_captured else len(first)  # tiles
-        table = batch.block_table
-        arrays = {
-            "ids": (tokens, batch.ids, 0),
-            "token_types": (tokens, batch.token_types, 0),
-            "logits_index": (requests, batch.logits_index, 0),
-            "positions": (tokens, batch.positions, 0),
-            "slots": (tokens, batch.slot_mapping, -1),
-            "width": (1, np.array(table.shape[1]), 0),
-            "query_start": (requests + 1, batch.query_start, len(batch.ids)),
-            "context_len": (requests, batch.context_len, 0),
-            "count": (1, np.array(len(first)), 0),
-            "request": (most, of_tiles, 0),
-            "first": (most, first, 0),
-            "tables": (table.size, table, 0),
+    def _more_arrays(self, batch: Batch, sizes: StepSizes) -> Arrays | None:
+        return {
+            "token_types": (sizes.tokens, batch.token_types, 0),
+            "logits_index": (sizes.requests, batch.logits_index, 0),
         }
-        if is_captured and self._staging.reserve_static(total_size(arrays)):
-            self.graphs.clear()
-        found = self._staging.copy_to_device(batch, arrays, is_static=is_captured)
-        of_requests = (found[name] for name in ("width", "query_start", "context_len", "count", "request", "first"))
-        programs = tile_programs(tokens, queries) if is_captured else len(first)
-        tiles = QueryTiles(queries, programs, found["tables"], *of_requests)
-        names = ("ids", "positions", "token_types", "logits_index", "query_start")
-        return StepArrays(found["positions"], found["slots"], tiles, {name: found[name] for name in names})
 
-    def rope(self, table: RopeTable) -> CosSin:
-        return self._ropes[id(table)]
-
-    def reserve(self, positions: int, kv: Sequence[LayerCache]) -> None:
-        """Make RoPE tables for so many positions; drop graphs if something that they read has moved."""
-        keys = first_kv(kv).k
-        has_moved = self._graph_workspace is None or self._graph_workspace() is not keys
-        if positions > self._num_positions:
-            self._num_positions = max(2 * self._num_positions, positions, MIN_POSITIONS)
-            indices = torch.arange(self._num_positions, device=self.device)
-            tables = {id(op.rope): op.rope for op in self._attention.values()}
-            self._ropes = {key: rope_tables(table, indices) for key, table in tables.items()}
-            has_moved = True
-        if has_moved:
-            self._graph_workspace = weakref.ref(keys)
-            self.graphs.clear()
-
-    def _following(self, node: Node) -> PackedWeight | None:
-        return next(iter(self._readers[node.output].matrices), None)
+    def _launch(self, step: StepInputs, sizes: StepSizes, layers: Iterable[Any] | None = None) -> Any:
+        return self.launcher.run(step, layers)
 
 
-class _Step:
-    """The values of a step in progress."""
+class PoolingLauncher:
+    """Launches the ops of a pooling model. It holds the values of the step in progress."""
 
-    def __init__(self, forward: PoolingForward, batch: Batch, arrays: StepArrays, kv: Sequence[LayerCache]) -> None:
-        self.forward, self.arrays, self.kv = forward, arrays, kv
-        self.linear, self.exact = forward.linear, forward.linear.batch_invariant
-        on_device: Any = arrays.on_device if forward.is_captured else {}
-        self.batch = replace(batch, **on_device)
-        self.held: dict[Value, Held] = {}
-
-    def run(self) -> torch.Tensor:
-        """Launch all ops; return the rows of the graph's output."""
-        launches: Mapping[str, Callable[[Node], None]] = {
+    def __init__(self, graph: Graph, ops: Backend, device: torch.device, *, batch_invariant: bool) -> None:
+        self.layers, self.output, self.ops, self.device = graph.nodes, graph.output, ops, device
+        self.linear, self.exact = BatchedLinear(device, batch_invariant=batch_invariant), batch_invariant
+        self.mark: Callable[[str], None] = lambda component: None
+        self._readers = _find_readers(graph)
+        self.attention = {
+            node: attention_op(node.fused, self._following(node)) for node in self.layers if node.op == "attention"
+        }
+        self.is_captured = all(node.fused or node.op in CAPTURED_OPS for node in self.layers)
+        self._last_reads: dict[int, list[Value]] = defaultdict(list)
+        for value, index in graph.last_uses().items():
+            self._last_reads[index].append(value)
+        self._launches: dict[str, Callable[[Node], None]] = {
             "attention": self._attend,
             "linear_activation": self._activate,
             "linear_add_norm": self._add_norm,
             "norm": self._norm,
             "linear": self._linear,
         }
-        self.forward.mark("copies")
-        for index, node in enumerate(self.forward.graph.nodes):
-            launches.get(node.op if node.fused else "", self._single_op)(node)
-            self.forward.mark(node.op)
-            for value in self.forward.last_reads(index):
+        self.step: Any = None
+        self.batch: Any = None  # whose arrays are on the device
+        self.held: dict[Value, Held] = {}
+
+    def reserve(self, tokens: int) -> bool:
+        """Make room for what steps share, which is nothing; return whether an address has changed."""
+        return False
+
+    def run(self, step: StepInputs, nodes: Iterable[Node] | None = None) -> torch.Tensor:
+        """Launch all ops; return the rows of the graph's output."""
+        on_device: Any = {name: step.arrays[name] for name in ON_DEVICE} if self.is_captured else {}
+        self.step, self.batch = step, replace(step.batch, **on_device)
+        self.mark("copies")
+        for index, node in enumerate(self.layers if nodes is None else nodes):
+            self._launches.get(node.op if node.fused else "", self._single_op)(node)
+            self.mark(node.op)
+            for value in self._last_reads[index]:
                 self.held.pop(value, None)
-        rows: torch.Tensor = self.held[self.forward.graph.output].rows
+        self.step = self.batch = None  # not held: the cache of a larger step is another one
+        rows: torch.Tensor = self.held.pop(self.output).rows
         return rows
 
+    def _following(self, node: Node) -> PackedWeight | None:
+        return next(iter(self._readers[node.output].matrices), None)
+
     def _attend(self, node: Node) -> None:
-        op, arrays = self.forward.attention_of(node), self.arrays
-        product, kv = self._multiply(node.fused[0]), self.kv[op.layer]
+        op, step = self.attention[node], self.step
+        product, kv = self._multiply(node.fused[0]), step.kv[op.layer]
         tokens = product.parts.shape[1]
-        q = torch.empty(tokens, op.n_heads, op.head_dim, dtype=query_dtype(kv.k.dtype), device=self.forward.device)
+        q = torch.empty(tokens, op.n_heads, op.head_dim, dtype=query_dtype(kv.k.dtype), device=self.device)
         launch_rope_store(
-            product.parts, kv, self.forward.rope(op.rope), arrays.positions, arrays.slots, q, op.bias, op.q_norm,
-            op.k_norm, op.eps, exact=self.exact, v_norm=op.v_norm, factors=product.factors,
+            product.parts, kv, step.ropes[id(op.rope)], step.arrays["positions"], step.arrays["slots"], q, op.bias,
+            op.q_norm, op.k_norm, op.eps, exact=self.exact, v_norm=op.v_norm, factors=product.factors,
         )  # fmt: skip
         takes_rows = op.following is not None and self.linear.takes_rows(op.following, tokens)
-        needs_rows = self.forward.readers(node.output).needs_rows
+        needs_rows = self._readers[node.output].needs_rows
         dtype = op.following.dense_dtype if takes_rows and not needs_rows else torch.float32
         make = torch.zeros if is_interpreted() else torch.empty  # padding rows are not written
-        out = make(tokens, op.n_heads * op.head_dim, dtype=dtype, device=self.forward.device)
-        launch_prefill_attention(q, kv, arrays.tiles, op.params, out, op.sinks)
+        out = make(tokens, op.n_heads * op.head_dim, dtype=dtype, device=self.device)
+        launch_prefill_attention(q, kv, step.tiles, op.params, out, op.sinks)
         self.held[node.output] = Held(out) if needs_rows or not takes_rows else Held(None, Activations(out))
 
     def _linear(self, node: Node) -> None:
@@ -330,36 +208,26 @@ class _Step:
     def _store_norm(self, norm: Node, product: Product | None, stream: Value, post: Any = None) -> None:
         rows = self._rows(stream)
         results, total = self._results(norm.outputs[0], len(rows)), None
-        if product is not None and self.forward.readers(norm.outputs[1]).needs_rows:
+        if product is not None and self._readers[norm.outputs[1]].needs_rows:
             total = torch.empty_like(rows)
             self.held[norm.outputs[1]] = Held(total)
-        launch_norm(
-            product,
-            rows,
-            norm["weight"],
-            norm.args.get("bias"),
-            norm["eps"],
-            results,
-            total,
-            centered=norm.op.endswith("layer_norm"),
-            exact=self.exact,
-            post=post,
-            stream_scale=norm.args.get("scale", 1.0),
-        )
+        weights = norm["weight"], norm.args.get("bias"), norm["eps"]
+        options: Any = {"centered": norm.op.endswith("layer_norm"), "stream_scale": norm.args.get("scale", 1.0)}
+        launch_norm(product, rows, *weights, results, total, exact=self.exact, post=post, **options)
         self.held[norm.outputs[0]] = Held(results.rows, results.activations)
 
     def _results(self, value: Value, tokens: int) -> Results:
         """Allocate the forms in which a value is read."""
-        readers, width = self.forward.readers(value), int(value.shape[-1])
+        readers, width = self._readers[value], int(value.shape[-1])
         activations = self.linear.empty_activations(readers.matrices[0], tokens) if readers.matrices else None
         needs_rows = readers.needs_rows or activations is None
-        rows = torch.empty(tokens, width, device=self.forward.device) if needs_rows else None
+        rows = torch.empty(tokens, width, device=self.device) if needs_rows else None
         return Results(activations, rows)
 
     def _multiply(self, linear: Node) -> Product:
         """Multiply by the matrix of a linear op; its bias is left to the kernel that reads the product."""
         value, w = linear["x"], linear["w"]
-        held, matrices = self.held[value], self.forward.readers(value).matrices
+        held, matrices = self.held[value], self._readers[value].matrices
         x = held.activations
         if x is None or _form(w) != _form(matrices[0]):
             x = self.linear.convert(held.rows, w)
@@ -371,7 +239,7 @@ class _Step:
 
     def _single_op(self, node: Node) -> None:
         args = {name: self._argument(name, value) for name, value in node.args.items()}
-        found = getattr(self.forward.ops, node.op)(**args)
+        found = getattr(self.ops, node.op)(**args)
         outputs = (found,) if len(node.outputs) == 1 else found
         for value, rows in zip(node.outputs, outputs, strict=True):
             self.held[value] = Held(rows)
@@ -381,7 +249,7 @@ class _Step:
             return getattr(self.batch, value.name) if value.name else self.held[value].rows
         if isinstance(value, Batch):
             return self.batch
-        return self.kv[value] if name in ("kv", "state") else value
+        return self.step.kv[value] if name in ("kv", "state") else value
 
 
 def _form(w: PackedWeight) -> tuple[Any, ...]:

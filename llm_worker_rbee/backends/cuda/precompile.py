@@ -15,20 +15,20 @@ import logging
 import os
 import pickle
 import select
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import triton
+from torch.overrides import TorchFunctionMode
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia_driver
@@ -37,6 +37,7 @@ from triton.runtime.cache import get_cache_manager, triton_key
 from triton.runtime.jit import KernelInterface
 
 from ... import machine
+from ...pipe_process import READ_BYTES, PipeProcess, ProgramError, describe_exit, package_command
 from .. import kernel_folder
 from ..ops import COMPILING, Progress
 from .device import is_interpreted
@@ -44,19 +45,14 @@ from .device import is_interpreted
 SOURCES = Path(__file__).parent / "kernels"
 TRITON_CACHE_VARIABLE = "TRITON_CACHE_DIR"
 BYTES_PER_PROCESS = 512 << 20  # of memory that compiling a variant may take
+MAX_COMPILE_S = 1e6  # of one kernel: without a bound
 MAX_IDLE_S = 600.0  # that a compiler process which was started early waits for work
 MAX_NAME_CHARS = 150  # of a kernel in the cache: Triton cuts longer names
 MAX_ERROR_CHARS = 1000  # a report is shorter than what a pipe takes at once
 # These take longest to compile; they come first, so that no process is left with one of them at the end.
-SLOW_KERNELS = (
-    "gemv_dense",
-    "gemv_packed",
-    "sample_rows",
-    "decode_attention_gqa",
-    "prefill_attention",
-    "decode_attention",
-    "gemm_packed",
-)
+SLOW_KERNELS = "gemv_dense gemv_packed sample_rows decode_attention_gqa prefill_attention decode_attention gemm_packed"
+CUBLAS_PRODUCTS = {"mm", "addmm", "matmul", "__matmul__", "linear", "_scaled_mm"}  # names of PyTorch's functions
+COMPILER = f"from {__name__} import run_compiler; run_compiler()"
 logger = logging.getLogger(__name__)
 _recording_lock = threading.Lock()
 
@@ -104,7 +100,6 @@ def recording() -> Iterator[list[KernelVariant]]:
         yield variants
         return
     thread, keys = threading.get_ident(), set[tuple[str, str]]()
-    interface: Any = KernelInterface
 
     def record(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         if threading.get_ident() != thread:
@@ -117,38 +112,57 @@ def recording() -> Iterator[list[KernelVariant]]:
             variants.append(variant)
         return True  # neither compiled nor launched
 
-    def bind_grid(kernel: Any, grid: Any) -> Any:
-        is_warmup = threading.get_ident() == thread
-        return lambda *args, **options: kernel.run(*args, grid=grid, warmup=is_warmup, **options)
-
-    with _recording_lock:
-        hook, usual = triton.knobs.runtime.jit_cache_hook, interface.__getitem__
+    with _replaced_launches(lambda kernel, grid: partial(kernel.run, grid=grid, warmup=True)):
+        hook = triton.knobs.runtime.jit_cache_hook
         triton.knobs.runtime.jit_cache_hook = record
-        interface.__getitem__ = bind_grid
         try:
             yield variants
         finally:
             triton.knobs.runtime.jit_cache_hook = hook
+
+
+@contextmanager
+def _replaced_launches(bind: Callable[[Any, Any], Callable[..., Any]]) -> Iterator[None]:
+    """Let this thread call `bind(kernel, grid)` in the place of every `kernel[grid]`."""
+    thread, interface = threading.get_ident(), cast(Any, KernelInterface)
+    with _recording_lock:
+        usual = interface.__getitem__
+        interface.__getitem__ = lambda *launch: (bind if threading.get_ident() == thread else usual)(*launch)
+        try:
+            yield
+        finally:
             interface.__getitem__ = usual
+
+
+class _NotingProducts(TorchFunctionMode):
+    def __init__(self, note: Callable[[str], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.__name__ in CUBLAS_PRODUCTS:
+            self._note("cublas")
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def noting_launches(note: Callable[[str], None]) -> Iterator[None]:
+    """Launch nothing in this thread, and call `note` with the name of each kernel, "cublas" for a product of PyTorch,
+    which does run."""
+    with _replaced_launches(lambda kernel, grid: lambda *_, **__: note(kernel.__name__)), _NotingProducts(note):
+        yield
 
 
 def _variant_of(fn: Any, compile: dict[str, Any]) -> KernelVariant:
     """Return the variant that Triton's hook describes: its options are written as JSON only."""
     options = {name: _as_tuple(value) for name, value in json.loads(compile["specialization_data"])["options"].items()}
     target = fn.jit_function.device_caches[compile["device"]][2]
-    return KernelVariant(
-        fn.module,
-        fn.name,
-        compile["signature"],
-        compile["constants"],
-        compile["configs"][0],
-        options,
-        (target.backend, target.arch, target.warp_size),
-    )
+    code = compile["signature"], compile["constants"], compile["configs"][0], options
+    return KernelVariant(fn.module, fn.name, *code, (target.backend, target.arch, target.warp_size))
 
 
 def _as_tuple(value: Any) -> Any:
-    """Return what JSON wrote as a list as the tuple that it was."""
+    """Convert lists from JSON back to tuples."""
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
@@ -180,7 +194,8 @@ def compile_variants(variants: Sequence[KernelVariant], progress: Progress | Non
 
 
 def _cost_rank(name: str) -> int:
-    return SLOW_KERNELS.index(name) if name in SLOW_KERNELS else len(SLOW_KERNELS)
+    names = SLOW_KERNELS.split()
+    return names.index(name) if name in names else len(names)
 
 
 def _num_processes(count: int) -> int:
@@ -199,25 +214,13 @@ class CompilerProcess:
     """A process that imports the kernels and waits for variants to compile. It ends with this one."""
 
     def __init__(self) -> None:
-        root = Path(__file__).parents[3]
-        run = f"from {machine.__name__} import exit_with_parent; exit_with_parent({os.getpid()}); "  # before imports
-        run += f"from {__name__} import run_compiler; run_compiler()"
-        paths = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
-        environment = {
-            **os.environ,
-            "PYTHONPATH": paths,
-            TRITON_CACHE_VARIABLE: triton.knobs.cache.dir,
-            "CUDA_VISIBLE_DEVICES": "",
-        }
+        environment = {TRITON_CACHE_VARIABLE: triton.knobs.cache.dir, "CUDA_VISIBLE_DEVICES": ""}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", run],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env=environment,
-            start_new_session=True,
-        )
+        self._process = PipeProcess(package_command(COMPILER), environment, self._errors)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def is_alive(self) -> bool:
@@ -225,16 +228,15 @@ class CompilerProcess:
 
     def compile(self, variants: Sequence[KernelVariant], processes: int) -> Iterator[tuple[KernelVariant, str | None]]:
         """Yield each variant when it is compiled, or with the reason why it is not. Only once."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        waiting = dict(enumerate(variants))
-        with suppress(OSError), self._process.stdin as pipe:  # it may have ended
-            pickle.dump((processes, list(variants)), pipe)
-        for line in self._process.stdout:
-            index, error = json.loads(line)
-            yield waiting.pop(index), error
-        if waiting:
-            reason = f"the compiler process {machine.describe_exit(self._process.wait())}{self._last_error()}"
+        waiting, request = dict(enumerate(variants)), [pickle.dumps((processes, list(variants)))]
+        try:
+            while waiting:
+                line = self._process.ask(request, lambda end: self._process.read_line(end, READ_BYTES), MAX_COMPILE_S)
+                index, error = json.loads(line)
+                yield waiting.pop(index), error
+                request = []
+        except ProgramError as error:
+            reason = f"the compiler process {error}{self._last_error()}"
             yield from ((variant, reason) for variant in waiting.values())
 
     def _last_error(self) -> str:
@@ -244,13 +246,9 @@ class CompilerProcess:
 
     def close(self) -> None:
         """End it with all that it has started."""
-        if self.is_alive:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout, self._errors):
-            if pipe is not None:
-                with suppress(OSError):  # what was not sent
-                    pipe.close()
+        self._process.kill()
+        self._process.stop()
+        self._errors.close()
 
 
 _compiler_lock = threading.Lock()
@@ -307,7 +305,7 @@ def run_compiler() -> None:
         pid, status = os.wait()
         index, code = running.pop(pid), os.waitstatus_to_exitcode(status)
         if code <= 0:
-            _report(reports, index, None if code == 0 else f"its process {machine.describe_exit(code)}")
+            _report(reports, index, None if code == 0 else f"its process {describe_exit(code)}")
 
 
 def _report(reports: int, index: int, error: str | None) -> None:

@@ -2,7 +2,7 @@
 
 A tracer (CUPTI, through PyTorch) notes when each kernel starts and ends, in CUDA graphs too. To know the components a
 step is launched kernel by kernel with a tiny kernel after each of them, which stands between theirs in the timeline.
-Under the interpreter a launch returns when it has been computed, so the time between two marks is that of a component.
+Under the interpreter a launch returns when it has been computed, so the time between two marks is one component's.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ DENSE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}  # other dense typ
 
 
 def part_key(tensor: Tensor) -> str:
-    """Return what neighbouring tensors must share to be one part."""
+    """Return the properties that neighbouring tensors must share to be one part."""
     if tensor.pack_as:
         return tensor.pack_as
     rule = REPACK_RULES.get(tensor.kind.name)
@@ -94,12 +94,8 @@ def _upload_bytes(rows: NDArray[np.uint8], device: torch.device) -> torch.Tensor
 
 def _pack_dense(tensors: Sequence[Tensor], device: torch.device) -> WeightPart:
     """Copy dense tensors; types that the device does not multiply become float32 on the host."""
-    out = torch.empty(
-        sum(t.shape[0] for t in tensors),
-        tensors[0].shape[1],
-        dtype=DENSE_DTYPES.get(tensors[0].kind.name, torch.float32),
-        device=device,
-    )
+    shape = sum(t.shape[0] for t in tensors), tensors[0].shape[1]
+    out = torch.empty(shape, dtype=DENSE_DTYPES.get(tensors[0].kind.name, torch.float32), device=device)
     for first, slab in _dense_slabs(tensors, device):
         out[first : first + len(slab)] = slab
     return WeightPart.from_values(DENSE, out)

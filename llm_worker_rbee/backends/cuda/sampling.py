@@ -28,28 +28,18 @@ INTERPRETED_PROGRAMS = 4  # under the interpreter, which has no multiprocessors
 ALIGNMENT = 4  # int32: 16 bytes. Another alignment would compile another kernel
 Wanted = tuple[int, int, bool]  # log-probabilities: the row, how many of the likeliest, whether its mask applies
 PACKED_ROW = struct.Struct("<7d4Q")  # `_constant_fields`, then the number of biases
-_constant_fields = attrgetter(
-    "temperature",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "top_k",
-    "seed",
-    "sample_index",
-)
+FLOAT_FIELDS = "temperature top_p min_p typical_p repetition_penalty presence_penalty frequency_penalty"
+_constant_fields = attrgetter(*FLOAT_FIELDS.split(), "top_k", "seed", "sample_index")
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Ints:
+def sample(raw_logits: torch.Tensor, rows: Sequence[SampleRow]) -> Ints:
     """Return one token per row: (N, vocabulary) on the device -> (N,) on the host."""
-    assert len(logits) == len(rows), "one SampleRow per row of logits"
+    assert len(raw_logits) == len(rows), "one SampleRow per row of logits"
     if not rows:
         return np.empty(0, np.int64)
-    tokens = to_host(sample_on_device(logits, rows)).astype(np.int64)
+    tokens = to_host(sample_on_device(raw_logits, rows)).astype(np.int64)
     for i in np.flatnonzero(tokens < 0).tolist():  # undecided; or not finite, which the reference raises for
-        tokens[i] = reference_sampling.sample_row(logits[i].cpu().numpy(), rows[i])
+        tokens[i] = reference_sampling.sample_row(raw_logits[i].cpu().numpy(), rows[i])
     return tokens
 
 
@@ -62,7 +52,7 @@ def sample_on_device(
 ) -> torch.Tensor:
     """Return the tokens on the device, without waiting for them; negative where a row is undecided or not finite.
 
-    A negative id in the lists of a row, -1 - r, is `pending[r]`. `masks`: those of the rows, if they are uploaded. The
+    A negative id in the lists of a row, -1 - r, is `pending[r]`. `masks`: the rows' masks, if they are uploaded. The
     scratch is 16 bytes per token of the vocabulary for each multiprocessor, or row if there are fewer: 280 MB for 132
     of them and a vocabulary of 128k.
     """
@@ -86,12 +76,14 @@ def sample_on_device(
     return out
 
 
-def sample_async(logits: torch.Tensor, rows: Sequence[SampleRow], pending: torch.Tensor | None = None) -> PendingSample:
+def sample_async(
+    raw_logits: torch.Tensor, rows: Sequence[SampleRow], pending: torch.Tensor | None = None
+) -> PendingSample:
     """Sample, and compute the log-probabilities that rows want, without waiting for either.
 
     The k likeliest are found one by one whatever k is: a request asks for at most 20.
     """
-    vocabulary, device = logits.shape[1], logits.device
+    vocabulary, device = raw_logits.shape[1], raw_logits.device
     requested = [
         (i, min(row.logprobs, vocabulary), row.logprobs_mode == "masked")
         for i, row in enumerate(rows)
@@ -100,9 +92,9 @@ def sample_async(logits: torch.Tensor, rows: Sequence[SampleRow], pending: torch
     results = SampleResults.empty(len(rows), requested, device)
     masks = upload_masks([row.mask for row in rows], vocabulary, results.tokens)
     if rows:
-        sample_on_device(logits, rows, pending, results.tokens, masks)
+        sample_on_device(raw_logits, rows, pending, results.tokens, masks)
     if requested:
-        logits = _row_major(logits)
+        logits = _row_major(raw_logits)
         sent = upload(np.array(requested, np.int64), device)
         _launch_logprobs(logits, sent, results.tokens, masks, results.values, results.top_ids)
     return PendingSample(results, requested)
@@ -283,14 +275,16 @@ def _upload_together(arrays: Sequence[NDArray[Any]], device: torch.device) -> li
     ]
 
 
-def logprobs(logits: torch.Tensor, chosen: Ints, k: int, masks: Sequence[TokenMask | None] | None = None) -> Logprobs:
+def logprobs(
+    raw_logits: torch.Tensor, chosen: Ints, k: int, masks: Sequence[TokenMask | None] | None = None
+) -> Logprobs:
     """Return log-softmax of the raw logits: at the chosen tokens, and the k likeliest of each row, lowest id first.
 
     Of a row with a mask it is the log-softmax over the tokens that the mask allows."""
-    rows, k = len(logits), min(k, logits.shape[-1])
+    rows, k = len(raw_logits), min(k, raw_logits.shape[-1])
     if not rows:
         return Logprobs(np.empty(0, np.float32), np.empty((0, k), np.int64), np.empty((0, k), np.float32))
-    logits, scanned = _row_major(logits), k if k <= MAX_SCANNED else 0
+    logits, scanned = _row_major(raw_logits), k if k <= MAX_SCANNED else 0
     out = torch.empty((rows, 1 + scanned), dtype=torch.float32, device=logits.device)
     top_ids = torch.empty((rows, scanned), dtype=torch.int32, device=logits.device)
     requested = np.stack((np.arange(rows), np.full(rows, scanned), np.ones(rows)), axis=1)
@@ -312,19 +306,8 @@ def _launch_logprobs(
     out: torch.Tensor,
     top_ids: torch.Tensor,
 ) -> None:
-    logprob_rows[(len(out),)](
-        logits,
-        logits.stride(0),
-        requested,
-        chosen,
-        *masks,
-        out,
-        top_ids,
-        logits.shape[1],
-        top_ids.shape[1],
-        BLOCK=_block_size(logits),
-        num_warps=16,
-    )
+    sizes = logits.shape[1], top_ids.shape[1], _block_size(logits)
+    logprob_rows[(len(out),)](logits, logits.stride(0), requested, chosen, *masks, out, top_ids, *sizes, num_warps=16)
 
 
 def _sorted_logprobs(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..ops import Batch, StepLimits
+from ..ops import Batch, Ints, LayerCache, StepLimits, first_kv
 from .device import is_interpreted
-from .kernels.attention_prefill import query_tiles
+from .kernels.attention_prefill import QUERY_TILE, SMALL_QUERY_TILE, query_tiles
 from .kernels.elementwise import launch_fill_pending
 
 DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
@@ -22,6 +22,7 @@ STEP_MULTIPLE = 128
 DECODE_SLOTS = (16, 64, 256)  # decoding tokens of a step with prefill; more of them: as many as it has tokens
 LOGITS_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 MAX_SIZE_WITH_HEAD = 256  # decoding tokens of a graph that ends with the logits: larger results are not kept
+FEW_REQUESTS = 16  # a captured step of a pooling model has room for 1 request, these, or as many as it has tokens
 
 
 class StepSizes(NamedTuple):
@@ -32,6 +33,8 @@ class StepSizes(NamedTuple):
     has_tiles: bool
     num_logits: int | None  # None: of all tokens
     is_captured: bool = True
+    tile_queries: int = QUERY_TILE
+    requests: int = 0  # of a pooling model, which returns a row for each; 0: as many as tokens
 
     @property
     def has_head(self) -> bool:
@@ -39,9 +42,9 @@ class StepSizes(NamedTuple):
         return self.num_logits is None and self.tokens <= MAX_SIZE_WITH_HEAD
 
     @property
-    def graph(self) -> tuple[int, int, bool]:
-        """The key of its graph."""
-        return self.tokens, self.decoding, self.num_logits is None
+    def graph(self) -> Hashable:
+        """The key of its graph, which computes the logits of all tokens or none."""
+        return self.tokens, self.decoding, self.num_logits is None, self.tile_queries, self.requests
 
 
 def padded(count: int, sizes: tuple[int, ...], multiple: int) -> int:
@@ -52,14 +55,28 @@ def padded(count: int, sizes: tuple[int, ...], multiple: int) -> int:
 def decode_sizes(requests: int, *, is_tiled: bool) -> StepSizes:
     """Return the sizes of a step in which every request computes one token and its logits."""
     size = padded(requests, DECODE_SIZES, STEP_MULTIPLE)
-    return StepSizes(size, 0 if is_tiled else size, is_tiled, None, size <= DECODE_SIZES[-1])
+    decoding, queries = (0, SMALL_QUERY_TILE) if is_tiled else (size, QUERY_TILE)
+    return StepSizes(size, decoding, is_tiled, None, size <= DECODE_SIZES[-1], queries)
 
 
 def prefill_sizes(tokens: int, decoding: int, num_logits: int, *, is_tiled: bool) -> StepSizes:
     """Return the sizes of any other step."""
     size = padded(tokens, STEP_SIZES, STEP_MULTIPLE)
-    slots = 0 if is_tiled else min(size, padded(decoding, DECODE_SLOTS, size))
-    return StepSizes(size, slots, True, padded_logits(num_logits), size <= STEP_SIZES[-1])
+    slots, queries = (
+        (0, SMALL_QUERY_TILE) if is_tiled else (min(size, padded(decoding, DECODE_SLOTS, size)), QUERY_TILE)
+    )
+    return StepSizes(size, slots, True, padded_logits(num_logits), size <= STEP_SIZES[-1], queries)
+
+
+def pooling_sizes(batch: Batch, *, batch_invariant: bool, is_captured: bool) -> StepSizes:
+    """Return the sizes of a step of a pooling model, which is padded only where it is captured."""
+    tokens, requests = len(batch.ids), len(batch.context_len)
+    is_small = batch_invariant or batch.context_len.max() <= SMALL_QUERY_TILE
+    if is_captured and tokens <= STEP_SIZES[-1]:
+        tokens = padded(tokens, STEP_SIZES, STEP_SIZES[-1])
+        requests = next(count for count in (1, FEW_REQUESTS, tokens) if count >= requests)
+    queries = SMALL_QUERY_TILE if is_small else QUERY_TILE
+    return StepSizes(tokens, 0, True, None, is_captured and tokens <= STEP_SIZES[-1], queries, requests)
 
 
 def padded_logits(count: int) -> int:
@@ -95,8 +112,9 @@ def all_logits_sizes(limits: StepLimits) -> list[int]:
 
 
 STAGING_INTS = 1 << 20
+STATIC_INTS = 1 << 15  # where graphs read, at first
 ALIGNMENT = 4  # int32: 16 bytes
-ARRAYS_PER_TOKEN = 14  # a bound on the values of a step beside its block tables
+ARRAYS_PER_TOKEN = 14  # a bound on the values of a step without its block tables
 NO_IDS = np.empty(0, np.int64)
 NO_BATCH = Batch(
     ids=NO_IDS,
@@ -111,49 +129,83 @@ NO_BATCH = Batch(
 Arrays = Mapping[str, tuple[int, NDArray[Any], int]]  # by name: (room, values, padding of the rest of the room)
 
 
+def one_request(tokens: int, block_size: int, num_logits: int = 1) -> Batch:
+    """Return the step of a request that begins, in the first blocks of the cache."""
+    positions = np.arange(tokens)
+    return Batch(
+        ids=np.zeros(tokens, np.int64),
+        positions=positions,
+        slot_mapping=positions,
+        query_start=np.array([0, tokens]),
+        context_len=np.array([tokens]),
+        block_table=np.arange(-(-tokens // block_size))[None],
+        logits_index=positions[-num_logits:],
+        state_in=np.array([-1]),
+        state_out=np.full(tokens, -1),
+        token_types=np.zeros(tokens, np.int64),
+    )
+
+
+def warm_up_batches(kv: Sequence[LayerCache], limits: StepLimits) -> list[Batch]:
+    """Return steps of one request that need every kernel of a model which runs op by op, or pools."""
+    blocks, _, block_size, _ = first_kv(kv).k.shape
+    most = min(limits.max_tokens, limits.max_context, blocks * block_size)
+    counts = sorted({min(tokens, most) for tokens in (1, *STEP_SIZES)})
+    return [one_request(count, block_size, limits.max_logits) for count in counts]
+
+
 def aligned(count: int) -> int:
     """Return the offset after an array of `count` values."""
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
-def step_arrays(
-    batch: Batch, sizes: StepSizes, decoding: int, tile_queries: int, *, has_states: bool = False
-) -> dict[str, Any]:
-    """Return the arrays that the kernels of a step read. Those of a graph have fixed places: the block tables, of any
-    size, are its last, and behind them is what the output head reads outside of it."""
-    table, size = batch.block_table, sizes.tokens
+def leading_ones(counts: Ints) -> int:
+    """Return how many requests at the front have one token."""
+    other = np.flatnonzero(counts != 1)
+    return int(other[0]) if len(other) else len(counts)
+
+
+def step_arrays(batch: Batch, sizes: StepSizes, more: Arrays | None = None) -> dict[str, Any]:
+    """Return the arrays that the kernels of a step read, with `more` of a kind of model. Those of a graph have fixed
+    places: the block tables, of any size, are its last, and behind them is what the output head reads outside of it."""
+    table, size, requests = batch.block_table, sizes.tokens, sizes.requests or sizes.tokens
+    decoding = leading_ones(np.diff(batch.query_start)) if sizes.decoding else 0
     arrays = {
         "width": (1, np.array(table.shape[1]), 0),
         "ids": (size, batch.ids, 0),
         "decode_positions": (sizes.decoding, batch.positions[:decoding], -1),
     }
     if sizes.has_tiles:
-        tiles = query_tiles(batch.query_start, tile_queries, decoding)
+        tiles = query_tiles(batch.query_start, sizes.tile_queries, decoding)
         slots = batch.slot_mapping
         if decoding:
             slots = np.concatenate((np.full(decoding, -1), slots[decoding:]))
         arrays |= {
             "positions": (size, batch.positions, 0),
             "slots": (size, slots, -1),
-            "query_start": (size + 1, batch.query_start, 0),
-            "context_len": (size, batch.context_len, 0),
+            "query_start": (requests + 1, batch.query_start, len(batch.ids)),
+            "context_len": (requests, batch.context_len, 0),
             "num_tiles": (1, np.array(len(tiles[0])), 0),
             "tile_request": (size, tiles[0], 0),
             "tile_first": (size, tiles[1], 0),
         }
-    if has_states:
-        requests = np.repeat(np.arange(len(batch.state_in)), np.diff(batch.query_start))
-        arrays |= {
-            "query_start": (size + 1, batch.query_start, 0),
-            "state_in": (size, batch.state_in, -1),
-            "state_out": (size, batch.state_out, -1),
-            "token_request": (size, requests, -1),
-            "num_requests": (1, np.array(len(batch.state_in)), 0),
-        }
+    arrays |= more or {}
     arrays["tables"] = table.size, table, 0
     if sizes.num_logits is not None:
         arrays["logits_index"] = sizes.num_logits, batch.logits_index, 0
     return arrays
+
+
+def state_arrays(batch: Batch, size: int) -> Arrays:
+    """Return the arrays of a step of `size` tokens that layers with states read."""
+    requests = np.repeat(np.arange(len(batch.state_in)), np.diff(batch.query_start))
+    return {
+        "query_start": (size + 1, batch.query_start, len(batch.ids)),
+        "state_in": (size, batch.state_in, -1),
+        "state_out": (size, batch.state_out, -1),
+        "token_request": (size, requests, -1),
+        "num_requests": (1, np.array(len(batch.state_in)), 0),
+    }
 
 
 class InputStaging:
@@ -164,7 +216,7 @@ class InputStaging:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.static = torch.empty(0, dtype=torch.int32, device=device)
+        self.static = torch.zeros(STATIC_INTS, dtype=torch.int32, device=device)
         self._allocate(STAGING_INTS)
 
     def _allocate(self, length: int) -> None:

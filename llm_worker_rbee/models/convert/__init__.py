@@ -1,8 +1,8 @@
 """Convert a model to another type: `convert` writes a GGUF file, `quantize_checkpoint` works in memory.
 
 Matrices get the types of llama.cpp's mixes; norms and biases are float32. A model that the loader refuses is not
-converted. Metadata of safetensors is translated (gguf_metadata.py, tokenizer_export.py); what GGUF cannot express is
-an error that names it. Tensors change, too: GGUF files of `llama` order q and k rows for RoPE over neighbours, GGUF
+converted. Metadata of safetensors is translated (gguf_metadata.py, tokenizer_export.py); settings without a GGUF key
+are errors that name them. Tensors change, too: GGUF files of `llama` order q and k rows for RoPE over neighbours, GGUF
 norms hold the weight where safetensors of some families hold weight - 1, and linear_attention.py has more.
 """
 
@@ -107,7 +107,7 @@ def _plan_in_memory(checkpoint: Checkpoint, type_name: str) -> list[TensorJob]:
 
 
 def _sources(tensor: Tensor, checkpoint: Checkpoint) -> tuple[Tensor, ...]:
-    """Return the tensors of a checkpoint that a tensor is made of."""
+    """Return the checkpoint tensors from which a tensor is made."""
     is_stack = isinstance(tensor, DeferredTensor) and tensor.name not in checkpoint.tensors
     return tensor.sources if is_stack and isinstance(tensor, DeferredTensor) else (tensor,)
 
@@ -167,13 +167,14 @@ def _is_left_out(job: TensorJob, config: ModelConfig) -> bool:
 
 def _adapt_to_gguf(job: TensorJob, config: ModelConfig) -> TensorJob:
     role = job.name.split(".")[-2]
-    is_permuted = BY_GGUF[gguf_architecture(config)].rope_interleaved and not config.family.hf_rope_interleaved
+    interleaved = BY_GGUF[gguf_architecture(config)].rope.interleaved
+    is_permuted = "gguf" in interleaved and "safetensors" not in config.family.rope.interleaved
     if role in ("attn_q", "attn_k") and is_permuted:
         inverse = np.argsort(rope_row_order(job.source.shape[0], config.head_dim, config.rope_dim))
         return job._replace(order=inverse)
     if role == "ffn_norm":
-        job = job._replace(name=job.name.replace(role, config.family.gguf_mlp_norm))
-    if role.endswith("norm") and role != "ssm_norm" and config.family.norm_plus_one:
+        job = job._replace(name=job.name.replace(role, config.family.tensors.gguf_mlp_norm))
+    if role.endswith("norm") and role != "ssm_norm" and config.family.tensors.norm_plus_one:
         return job._replace(offset=1.0)
     return job
 

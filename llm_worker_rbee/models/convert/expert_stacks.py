@@ -1,4 +1,4 @@
-"""The experts of a checkpoint as GGUF files have them: one tensor of all experts for each role.
+"""The experts of a checkpoint in the layout of GGUF files: one tensor of all experts for each role.
 
 safetensors have a tensor for each expert, or a stack with the rows of gate and up together. Stacks are made when they
 are read: nothing is copied here.
@@ -46,7 +46,7 @@ def stack_experts(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Tens
 def _deferred(
     name: str, kind: BlockType, shape: tuple[int, ...], sources: Sequence[Tensor], make: Callable[[], list[Tensor]]
 ) -> Tensor:
-    """Return a stack of what `make` returns."""
+    """Return a stack of the results of `make`."""
 
     def join() -> NDArray[np.uint8]:
         return np.concatenate([tensor.load().data for tensor in make()])

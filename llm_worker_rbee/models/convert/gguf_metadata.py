@@ -64,14 +64,14 @@ def gguf_metadata(
         kept = {key: value for key, value in checkpoint.metadata.items() if key not in DROPPED_KEYS}
         return {key: _typed(value, checkpoint.value_types.get(key)) for key, value in kept.items()} | own
     arch = gguf_architecture(config)
-    stated = encoder_keys(config) if config.family.layer_norm else _architecture_keys(config)
+    stated = encoder_keys(config) if config.family.norms.layer else _architecture_keys(config)
     stated |= {} if pooling is None else pooling_keys(config, pooling)
     keys = {f"{arch}.{key}": value for key, value in stated.items()}
     name = _model_name(checkpoint)
     general = {"general.architecture": arch, "general.type": "model", "general.name": name, **own}
     _check_round_trip(config, {"general.architecture": arch, **keys})
     keys |= {f"{arch}.{key}": value for key, value in _rope_sections(checkpoint, config).items()}
-    if any(config.windows) and not config.family.full_every:
+    if any(config.windows) and not config.family.attention.full_every:
         _log.warning("llama.cpp ignores the sliding window of %s files: its results differ for long texts", arch)
     tokenizer = tokenizer_keys(checkpoint.path, config.vocab_size, name)
     if config.token_types:
@@ -129,7 +129,7 @@ def _architecture_keys(c: ModelConfig) -> dict[str, Any]:
         keys["shortconv.l_cache"] = c.conv_kernel
     if c.linear is not None:
         keys |= _linear_keys(c, c.linear)
-    if c.family.unscaled_windows and any(c.windows):
+    if c.family.rope.unscaled_windows and any(c.windows):
         keys["attention.sliding_window_pattern"] = [window > 0 for window in c.windows]
     if c.family.layer_shapes:
         keys |= _layer_keys(c)
@@ -145,18 +145,18 @@ def _architecture_keys(c: ModelConfig) -> dict[str, Any]:
 
 def _expert_keys(c: ModelConfig) -> dict[str, Any]:
     """Return the keys of the experts; dense layers are expressed where they come first."""
-    e = c.experts
-    if e is None:
+    e, usual = c.experts, c.family.experts
+    if e is None or usual is None:
         return {}
     keys: dict[str, Any] = {"expert_count": e.count, "expert_used_count": e.used, "expert_feed_forward_length": e.d_ff}
-    if e.shared_d_ff and e.shared_d_ff % e.d_ff == 0 and not c.family.shared_expert_gate:
+    if e.shared_d_ff and e.shared_d_ff % e.d_ff == 0 and not e.spec.shared_gate:
         keys["expert_shared_count"] = e.shared_d_ff // e.d_ff
     elif e.shared_d_ff:
         keys["expert_shared_feed_forward_length"] = e.shared_d_ff
-    if e.scoring == "sigmoid":
-        keys["expert_gating_func"] = next(number for number, name in GGUF_SCORINGS.items() if name == e.scoring)
-    if e.scoring == "sigmoid" or e.renormalize != c.family.expert_norm:
-        keys["expert_weights_norm"] = e.renormalize
+    if e.spec.scoring == "sigmoid":
+        keys["expert_gating_func"] = next(number for number, name in GGUF_SCORINGS.items() if name == e.spec.scoring)
+    if e.spec.scoring == "sigmoid" or e.spec.renormalize != usual.renormalize:
+        keys["expert_weights_norm"] = e.spec.renormalize
     scale, dense = 0.0 if e.scale == 1.0 else e.scale, len(e.dense_layers)
     optional = {"expert_weights_scale": scale, "leading_dense_block_count": dense}
     return keys | {key: value for key, value in optional.items() if value}
@@ -180,7 +180,7 @@ def _linear_keys(c: ModelConfig, n: LinearAttentionConfig) -> dict[str, Any]:
 
 def _rope_sections(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any]:
     """Return the sections of M-RoPE, which readers of Qwen 3.5 require; text has the same position in all of them."""
-    if not config.family.gguf_tiled_heads:
+    if not config.family.tensors.gguf_tiled_heads:
         return {}
     rope = checkpoint.metadata["config"].get("rope_parameters") or {}
     sections = rope.get("mrope_section", DEFAULT_SECTIONS)

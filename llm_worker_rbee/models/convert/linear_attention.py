@@ -1,4 +1,4 @@
-"""Layers with linear attention as GGUF files have them.
+"""Linear-attention layers in the layout of GGUF files.
 
 safetensors hold the logarithm of the decay rate, and the value heads of a key head are neighbours; Qwen3-Next has the
 rows of q, k, v and of the gate in one matrix, key head by key head. A GGUF has the rate itself, one matrix for q, k and
@@ -47,11 +47,11 @@ def _split_projection(tensor: Tensor, n: LinearAttentionConfig) -> list[Tensor]:
 def _adapt(tensor: Tensor, config: ModelConfig, n: LinearAttentionConfig) -> Tensor:
     role = tensor.name.split(".")[2] if tensor.name.startswith("blk.") else ""
     heads = np.arange(n.v_heads)
-    if config.family.gguf_tiled_heads:
+    if config.family.tensors.gguf_tiled_heads:
         heads = heads.reshape(n.k_heads, -1).T.reshape(-1)
     if role in (RATE, TIME_STEP):
         return _vector(tensor, heads, is_log=role == RATE)
-    if not config.family.gguf_tiled_heads:
+    if not config.family.tensors.gguf_tiled_heads:
         return tensor
     if role == OUT:
         return _take_heads_of_columns(tensor, heads)

@@ -90,7 +90,7 @@ def pooling_keys(c: ModelConfig, pooling: PoolingConfig) -> dict[str, Any]:
         keys |= {f"{layer.name}_feat_in": layer.columns, f"{layer.name}_feat_out": layer.rows}
     if not c.causal:
         keys["attention.causal"] = False
-    if any(c.windows) and 0 in c.windows and not c.causal and _period(c) != c.family.full_every:
+    if any(c.windows) and 0 in c.windows and not c.causal and _period(c) != c.family.attention.full_every:
         keys["attention.sliding_window_pattern"] = Typed("uint32", _period(c))
     _warn_of_losses(c, pooling)
     return keys

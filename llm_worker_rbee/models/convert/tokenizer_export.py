@@ -245,7 +245,7 @@ def _word_piece_keys(source: Mapping[str, Any], texts: list[str], token_types: l
 
 
 def _phantom_space(text: str) -> str:
-    """Return a WordPiece token as a GGUF has it: with U+2581 where a word begins."""
+    """Return a WordPiece token in GGUF form: with U+2581 where a word begins."""
     return text.removeprefix(CONTINUATION) if text.startswith(CONTINUATION) else SPACE + text
 
 

@@ -53,7 +53,7 @@ MAX_TEXT_BYTES = 512 << 10  # of /tokenize and /apply-template: a text of this l
 
 @lru_cache(256)
 def dialect_of(path: str) -> Dialect:
-    """Return the dialect of a path, whose form its errors have: the one that claims most of it."""
+    """Return the dialect of a path, for the form of its errors: the one with the longest match."""
     return max(DIALECTS, key=lambda dialect: max(map(partial(_claimed_length, path), dialect.prefixes)))
 
 

@@ -1,7 +1,7 @@
 """Anthropic's Messages API: `/v1/messages` and `/v1/messages/count_tokens`.
 
 The same history gives the same beginning of the prompt in each turn, so that the prefix cache holds it: nothing moves,
-`cache_control` changes nothing, and a block that clients change with every request is left out (`BILLING`).
+`cache_control` has no effect, and a block that clients change in every request is dropped (`BILLING`).
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class AnyTool(NestedType):
 
 
 def is_skipped(tool: Mapping[str, Any]) -> bool:
-    """Return whether a tool has a type that this worker does not have."""
+    """Return whether this worker lacks the type of a tool."""
     kind = tool.get("type")
     return isinstance(kind, str) and kind != "custom"
 
@@ -307,7 +307,7 @@ def _to_tool(tool: Mapping[str, Any]) -> Tool:
 
 
 def to_messages(system: Any, messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the messages for the chat template; each depends on itself and on those before it only."""
+    """Yield the messages for the chat template; each depends only on itself and on earlier ones."""
     if isinstance(system, list):
         system = [block for block in system if not block["text"].startswith(BILLING)]
     if text := _join(system):
@@ -332,7 +332,7 @@ def _join(content: Any) -> str:
 
 
 def _to_assistant(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the message of an answer: its blocks are parts of one text, so nothing is put between them."""
+    """Return the message of an answer: its blocks are parts of one text, joined without a separator."""
     assistant: dict[str, Any] = {"role": "assistant"}
     assistant["content"] = "".join([block["text"] for block in blocks if block["type"] == "text"])
     if reasoning := "".join([block["thinking"] for block in blocks if block["type"] == "thinking"]):
@@ -422,7 +422,7 @@ class MessagePrinter(Printer):
         return self._close()
 
     def _print_text(self, kind: str, text: str) -> bytes:
-        """Return a delta of text or reasoning, which begins a block where none of its type is open."""
+        """Return a delta of text or reasoning; begin a block unless one of its type is open."""
         begin = b"" if self._open == kind else self._begin(_text_block(kind, ""))
         if kind == "thinking" and self._values["omits_thinking"]:
             return begin
@@ -490,7 +490,7 @@ class MessagePrinter(Printer):
         return "tool_use" if self._has_calls else "end_turn"
 
     def _edits(self) -> dict[str, Any]:
-        """Say that none of the edits of the context that a request allows was made."""
+        """Report that no context edit was applied."""
         return {"context_management": {"applied_edits": []}} if self._values["has_edits"] else {}
 
 
@@ -499,7 +499,7 @@ def _text_block(kind: str, text: str) -> dict[str, Any]:
 
 
 def encode_call(call: ToolCall) -> dict[str, Any]:
-    """Return a tool call of a message; arguments that are no object, since they were cut, stay text."""
+    """Return a tool call of a message; truncated arguments, which are no object, stay text."""
     try:
         decoded = msgspec.json.decode(call.arguments or "{}")
     except msgspec.DecodeError:
@@ -509,7 +509,7 @@ def encode_call(call: ToolCall) -> dict[str, Any]:
 
 
 def encode_usage(usage: Usage) -> dict[str, Any]:
-    """Return the usage of a reply; `input_tokens` are those that were not cached."""
+    """Return the usage of a reply; `input_tokens` excludes cached tokens."""
     return {
         "input_tokens": usage.prompt - usage.cached,
         "cache_creation_input_tokens": 0,

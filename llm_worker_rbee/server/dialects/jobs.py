@@ -1,6 +1,6 @@
-"""The job dialect: a job's events are fixed when they are made, so late, repeated and several readers get the same.
+"""The job dialect: a job's events never change, so late, repeated and several readers get the same ones.
 
-Order: started, then token, metrics and narration in any number, then exactly one of end or error, then [DONE].
+Order: started, then any number of token, metrics and narration, then exactly one of end or error, then [DONE].
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Narrator:
         self._narrate("queued", f"Accepted with a prompt of {self._request.num_prompt_tokens} tokens; {others}.")
 
     def poll(self) -> None:
-        """Report what changed since the last call."""
+        """Report changes since the last call."""
         request = self._request
         if not self._has_started:
             if not request.was_admitted:
@@ -212,7 +212,7 @@ class Job:
         self._num_sent = self._num_held_back = 0  # tokens in token events; tokens whose text is not visible yet
 
     async def run(self) -> None:
-        """Make the events, to the last."""
+        """Make all events."""
         generation, narrator = self.generation, self.narrator
         assert generation is not None
         assert narrator is not None
@@ -263,7 +263,7 @@ class Job:
         changed.set()
 
     def _emit_token(self, text: str) -> None:
-        """Emit all tokens since the last token event, those whose text was held back included."""
+        """Emit all tokens since the last token event, including tokens whose text was held back."""
         event: dict[str, Any] = {"type": "token", "t": text, "i": self._num_sent}
         if self._num_held_back != 1:
             event["n"] = self._num_held_back
@@ -315,7 +315,7 @@ class Job:
                 yield chunk
 
     def poll(self) -> None:
-        """Emit what changed between two tokens; nothing before the started event."""
+        """Emit the changes between two tokens; nothing before the started event."""
         if self.events and self.narrator is not None and self.generation is not None:
             self.narrator.poll()
             if self.generation.request.was_admitted:
@@ -395,7 +395,7 @@ class Jobs:
         return self._jobs[job_id]
 
     async def _poll_running(self) -> None:
-        """Report what happens between tokens, while any job runs."""
+        """Report events between tokens while any job runs."""
         while self._running:
             await asyncio.sleep(POLL_S)
             for job in self._running.values():
@@ -409,7 +409,7 @@ class Jobs:
         self._drop_expired()
 
     def _drop_expired(self) -> None:
-        """Drop finished jobs past their time, and the oldest, but the last, while all take too much memory."""
+        """Drop finished jobs past their time, and the oldest (except the last) while all take too much memory."""
         oldest = time.monotonic() - self._worker.settings.job_ttl_s
         while self._finished and (
             (self._finished[0][0].finished_at or 0.0) < oldest

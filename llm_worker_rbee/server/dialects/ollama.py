@@ -22,14 +22,7 @@ from ...sampling_params import (
     StructuredOutputsParams,
     TokenLogprob,
 )
-from ...tokenizer.chat.events import (
-    ChatEvent,
-    ChatOptions,
-    ContentDelta,
-    ReasoningDelta,
-    ToolCallDelta,
-    ToolCallStart,
-)
+from ...tokenizer.chat.events import ChatEvent, ChatOptions, ContentDelta, ReasoningDelta, ToolCallDelta, ToolCallStart
 from ..bodies import (
     ROLES,
     Conversation,
@@ -60,6 +53,7 @@ from ..schema import (
     Enum,
     Field,
     FieldType,
+    MaxTokens,
     Number,
     ParseOptions,
     StopStrings,
@@ -98,24 +92,8 @@ class Either(FieldType):
         return {"anyOf": [kind.json_schema() for kind in self.types]}
 
 
-class NumPredict(FieldType):
-    """How many tokens to generate; -1 and -2 are what is left of the context, None in the validated body."""
-
-    def validate(self, name: str, value: Any) -> ValidationIssue | None:
-        return None if value in (-1, -2) else integer(1).validate(name, value)
-
-    def json_schema(self) -> Schema:
-        return {"anyOf": [{"enum": [-1, -2]}, integer(1).json_schema()]}
-
-    def coerce(self, value: Any) -> int | None:
-        return None if value in (-1, -2) else integer(1).coerce(value)
-
-
-class Options(FieldType):
+class Options(AnyObject):
     """The object `options`; what it holds is validated by the table OPTIONS."""
-
-    def validate(self, name: str, value: Any) -> ValidationIssue | None:
-        return AnyObject().validate(name, value)
 
     def json_schema(self) -> Schema:
         return table_schema({name.partition(".")[2]: field for name, field in OPTIONS.items()})
@@ -126,7 +104,7 @@ CALL, FUNCTION = ("id", "type", "index", "function"), ("name", "arguments", "ind
 
 
 class ChatMessages(FieldType):
-    """A conversation; no messages ask only that the model is loaded."""
+    """A conversation; without messages it only asks to load the model."""
 
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
         if not isinstance(value, list):
@@ -150,7 +128,7 @@ class ChatMessages(FieldType):
 
 
 def _check_message(name: str, message: Any) -> ValidationIssue | None:
-    """Return what is wrong with a message; keys that are not known are found by `_unknown_keys`."""
+    """Check a message; `_unknown_keys` finds unknown keys."""
     if not isinstance(message, dict):
         return ValidationIssue(name, "type", f"{name} must be an object with role and content")
     if message.get("role") not in ROLES:
@@ -181,7 +159,7 @@ def _check_call(name: str, call: Any) -> ValidationIssue | None:
 
 
 def _unknown_keys(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the keys of validated messages that are not known, by their places."""
+    """Yield the places of unknown keys in validated messages."""
     for i, message in enumerate(messages):
         yield from (f"messages[{i}].{key}" for key in message if key not in MESSAGE)
         for j, call in enumerate(message.get("tool_calls") or ()):
@@ -190,16 +168,7 @@ def _unknown_keys(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield from (f"{place}.function.{key}" for key in call["function"] if key not in FUNCTION)
 
 
-SAME_OPTIONS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-)
+SAME_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "seed")
 # Options that change no answer here, with their types.
 WITHOUT_EFFECT: dict[str, FieldType] = {
     **dict.fromkeys(("num_gpu", "num_thread", "num_batch", "main_gpu", "num_keep"), integer(-MAX_COUNT, MAX_COUNT)),
@@ -213,7 +182,7 @@ OPTIONS: dict[str, Field] = {
         "repeat_penalty": SAMPLING["repetition_penalty"],
         "repeat_last_n": Field(integer(-1, MAX_COUNT)),
         "num_ctx": Field(integer(1)),
-        "num_predict": Field(NumPredict()),
+        "num_predict": Field(MaxTokens(unlimited=(-1, -2))),
         "stop": Field(StopStrings(MAX_STOPS), (), is_secret=True),
         "mirostat": unsupported(0),
         "tfs_z": unsupported(1, 1.0),
@@ -235,11 +204,7 @@ COMMON: dict[str, Field] = {
     "truncate": unsupported(False),  # nothing is truncated: a prompt that does not fit is an error
     "shift": unsupported(False),
 }
-CHAT: dict[str, Field] = {
-    **COMMON,
-    "messages": Field(ChatMessages(), [], is_secret=True),
-    "tools": Field(Tools(), []),
-}
+CHAT: dict[str, Field] = {**COMMON, "messages": Field(ChatMessages(), [], is_secret=True), "tools": Field(Tools(), [])}
 GENERATE: dict[str, Field] = {
     **COMMON,
     "prompt": Field(Text(), "", is_secret=True),
@@ -265,7 +230,7 @@ def parse_chat(body: bytes, options: ParseOptions) -> GenerateRequest:
 
 
 def parse_generate(body: bytes, options: ParseOptions) -> GenerateRequest:
-    """Validate the body of `/api/generate`: a prompt for the chat template, or one that is taken as it is."""
+    """Validate the body of `/api/generate`: a prompt for the chat template, or a raw one."""
     values, ignored = validate_known(body, GENERATE, options)
     prompt, system = values["prompt"], values["system"]
     prompts: list[Prompt] = []
@@ -372,7 +337,7 @@ def to_openai(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _close_call(message: Mapping[str, Any], open_calls: list[tuple[str, str]]) -> dict[str, str]:
-    """Return the id and the name of the call that a result belongs to, which is open no more."""
+    """Return the id and the name of the call that a result belongs to, and close the call."""
     call_id, name = message.get("tool_call_id"), message.get("tool_name")
     same_id = [call for call in open_calls if call[0] == call_id]
     same_name = [call for call in open_calls if call[1] == name]
@@ -418,7 +383,7 @@ class OllamaPrinter(Printer):
         return b"".join([self._line({**piece, "done": False}) for piece in pieces])
 
     def _read_event(self, event: ChatEvent) -> Iterator[Piece]:
-        """Yield what an event completes: a call is given as a whole."""
+        """Yield the pieces that an event completes; a call is one piece."""
         if isinstance(event, ToolCallDelta):
             assert self._call is not None
             self._call[1].append(event.arguments)
@@ -432,7 +397,7 @@ class OllamaPrinter(Printer):
             self._call = event, []
 
     def _read_call(self) -> Iterator[Piece]:
-        """Yield the call that was begun, if there is one; as text where its arguments are no object: it was cut."""
+        """Yield the open call, if there is one; as text if its arguments are truncated."""
         if self._call is None:
             return
         (call, parts), self._call = self._call, None
@@ -459,7 +424,7 @@ class OllamaPrinter(Printer):
         return self._line(self._last(self.fields(), self._finish_reason))
 
     def _last(self, fields: dict[str, Any], finish_reason: FinishReason | None) -> dict[str, Any]:
-        """Return the fields of the last line; without a prompt nothing was generated, and the model is loaded."""
+        """Return the fields of the last line; without a prompt the model was only loaded."""
         if not self.reply.generations:
             return {**fields, "done": True, "done_reason": "load"}
         return {**fields, "done": True, "done_reason": finish_reason, **statistics(self.reply)}
@@ -513,7 +478,7 @@ def statistics(reply: ReplyState) -> dict[str, int]:
 
 
 def timestamp(seconds: float) -> str:
-    """Return a date as Ollama has it."""
+    """Return a date in Ollama's form."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 

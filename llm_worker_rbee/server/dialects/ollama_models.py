@@ -1,4 +1,4 @@
-"""What Ollama's clients ask a server beside answers: its version, its models. Routes that change models are refused."""
+"""Ollama's routes for the version and the models. Routes that change models are refused."""
 
 from __future__ import annotations
 
@@ -38,12 +38,7 @@ class Handlers:
         self._worker = worker
 
     def table(self) -> dict[str, Handler]:
-        handlers = {
-            "/api/version": self.version,
-            "/api/tags": self.tags,
-            "/api/ps": self.ps,
-            "/api/show": self.show,
-        }
+        handlers = {"/api/version": self.version, "/api/tags": self.tags, "/api/ps": self.ps, "/api/show": self.show}
         return handlers | {path: partial(self.refuse, path) for path in REFUSED}
 
     async def version(self, _: Call) -> dict[str, Any]:
@@ -153,7 +148,7 @@ def human_parameters(count: int) -> str:
 
 
 def describe_chat(model: TextModel) -> tuple[list[str], str]:
-    """Return what a model is capable of, and its chat template."""
+    """Return the capabilities of a model, and its chat template."""
     if not model.has_chat_template:
         return ["completion"], ""
     chat = model.chat_format

@@ -1,10 +1,11 @@
-"""OpenAI's chat completions, `/v1/chat/completions`, and what the other routes of this API share with them: fields,
-errors, chunks, the usage of a reply."""
+"""OpenAI's chat completions, `/v1/chat/completions`, and the fields, errors, chunks and usage that other routes of this
+API share with them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
@@ -74,7 +75,7 @@ def error_body(error: WorkerError) -> dict[str, Any]:
 
 
 def error_message(error: WorkerError) -> str:
-    """Return the text of an error; of a prompt that does not fit, clients look for its first words."""
+    """Return the text of an error; for a prompt that does not fit, clients recognise its first words."""
     is_overflow = isinstance(error, ContextLengthError)
     return f"Input tokens exceed the configured limit: {error}" if is_overflow else str(error)
 
@@ -95,7 +96,7 @@ class ToolChoice(FieldType):
 
 
 class LogitBias(FieldType):
-    """Token ids, as strings, and what is added to their logits."""
+    """Token ids, as strings, and the values added to their logits."""
 
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
         if not isinstance(value, dict):
@@ -113,7 +114,7 @@ class LogitBias(FieldType):
 
 
 class StreamOptions(FieldType):
-    """Whether the last chunk of a stream has the token counts (`include_usage`), and every chunk those so far."""
+    """Whether the last chunk of a stream has the token counts (`include_usage`), or every chunk."""
 
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
         keys = ("include_usage", "continuous_usage_stats")
@@ -131,27 +132,32 @@ class StreamOptions(FieldType):
         return {"anyOf": [last, each]}
 
 
+@dataclass(frozen=True, slots=True)
 class ResponseFormat(FieldType):
-    """Text, any JSON object, or JSON of a schema."""
+    """Text, any JSON object, or JSON of a schema, which lies in an object `json_schema` unless the format is flat."""
+
+    is_flat: bool = False
 
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
         kind = value.get("type") if isinstance(value, dict) else None
         if kind not in ("text", "json_object", "json_schema"):
             return ValidationIssue(name, "choice", f"{name}.type must be text, json_object or json_schema")
-        schema = value.get("json_schema")
-        if kind == "json_schema" and not (isinstance(schema, dict) and isinstance(schema.get("schema"), (dict, bool))):
-            return ValidationIssue(name, "type", f"{name}.json_schema.schema must be a JSON schema")
+        holder, place = (value, name) if self.is_flat else (value.get("json_schema"), f"{name}.json_schema")
+        if kind == "json_schema" and not (isinstance(holder, dict) and isinstance(holder.get("schema"), (dict, bool))):
+            return ValidationIssue(name, "type", f"{place}.schema must be a JSON schema")
         return None
 
     def json_schema(self) -> Schema:
-        schema = object_schema({"schema": {"type": ["object", "boolean"]}}, "schema", is_open=True)
-        with_schema: dict[str, Schema] = {"type": {"const": "json_schema"}, "json_schema": schema}
         simple = object_schema({"type": {"enum": ["text", "json_object"]}}, "type", is_open=True)
-        return {"anyOf": [simple, object_schema(with_schema, "type", "json_schema", is_open=True)]}
+        fields: dict[str, Schema] = {"schema": {"type": ["object", "boolean"]}}
+        if not self.is_flat:
+            fields = {"json_schema": object_schema(fields, "schema", is_open=True)}
+        fields = {"type": {"const": "json_schema"}, **fields}
+        return {"anyOf": [simple, object_schema(fields, *fields, is_open=True)]}
 
 
 def structured_outputs(values: Mapping[str, Any]) -> StructuredOutputsParams | None:
-    """Return what the fields `response_format`, `structured_outputs` and `grammar` ask for; raise if two do."""
+    """Read `response_format`, `structured_outputs` and `grammar`; raise if two of them are set."""
     requested = []
     if (grammar := values.get("grammar")) is not None:
         requested.append(StructuredOutputsParams(grammar=grammar))
@@ -213,7 +219,7 @@ STREAM_CONFLICT = ("stream_options", "conflict", "stream_options needs stream: t
 def shared_fields(
     values: Mapping[str, Any], limits: ModelLimits | None, max_tokens: int | None, **extra: Any
 ) -> dict[str, Any]:
-    """Return the fields of a request that chats and texts have alike; `extra` are sampling parameters."""
+    """Return the request fields that chats and texts share; `extra` are sampling parameters."""
     is_continuous = values["stream_options"].get("continuous_usage_stats", False)
     includes_usage = values["stream_options"].get("include_usage", is_continuous)
     field, guided = guiding_field(values), structured_outputs(values)
@@ -229,7 +235,7 @@ def shared_fields(
 
 
 def head(reply: ReplyState, kind: str, prefix: str) -> dict[str, Any]:
-    """Return what every reply and chunk begins with."""
+    """Return the beginning of every reply and chunk."""
     return {
         "id": f"{prefix}-{uuid4().hex}",
         "object": kind,
@@ -237,6 +243,11 @@ def head(reply: ReplyState, kind: str, prefix: str) -> dict[str, Any]:
         "model": reply.model,
         "system_fingerprint": None,
     }
+
+
+def completion(reply: ReplyState, kind: str, prefix: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a whole reply."""
+    return {**head(reply, kind, prefix), "choices": choices, "usage": encode_usage(reply.usage()), "seed": reply.seed}
 
 
 class ChunkPrinter(Printer):
@@ -435,13 +446,7 @@ class ChatPrinter(ChunkPrinter):
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = [self._choice(i, answer) for i, answer in enumerate(answers)]
-        usage = encode_usage(self.reply.usage())
-        return {
-            **head(self.reply, "chat.completion", "chatcmpl"),
-            "choices": choices,
-            "usage": usage,
-            "seed": self.reply.seed,
-        }
+        return completion(self.reply, "chat.completion", "chatcmpl", choices)
 
     def _choice(self, i: int, answer: Answer) -> dict[str, Any]:
         text, calls = answer.fold.content, answer.fold.calls
@@ -458,7 +463,7 @@ class ChatPrinter(ChunkPrinter):
 
 
 def finish_reason(reason: str, ends_with_calls: bool) -> str:
-    """Return the reason of the end as this API has it: a call that a stop string cut is none."""
+    """Return this API's finish reason; a call cut by a stop string does not count as a call."""
     return "tool_calls" if reason == "stop" and ends_with_calls else reason
 
 

@@ -40,8 +40,8 @@ from .openai import (
     STREAM_CONFLICT,
     STREAM_OPTIONS,
     ChunkPrinter,
+    completion,
     completion_schema,
-    encode_usage,
     error_body,
     head,
     shared_fields,
@@ -182,13 +182,7 @@ class CompletionPrinter(ChunkPrinter):
                 text, logprobs = (prompt, scores) if only else (prompt + text, scores + logprobs)
                 reason = "length" if only else reason
             choices.append(self._choice(i, text, logprobs, reason))
-        usage = encode_usage(self.reply.usage())
-        return {
-            **head(self.reply, "text_completion", "cmpl"),
-            "choices": choices,
-            "usage": usage,
-            "seed": self.reply.seed,
-        }
+        return completion(self.reply, "text_completion", "cmpl", choices)
 
 
 class TextLogprobs:

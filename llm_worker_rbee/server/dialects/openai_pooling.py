@@ -1,5 +1,5 @@
-"""The routes of pooling models: OpenAI's `/v1/embeddings`, ranking as Jina and Cohere have it, `/v1/rerank`, and scores
-as vLLM has them, `/v1/score`; errors are OpenAI's."""
+"""The routes of pooling models: OpenAI's `/v1/embeddings`, Jina's and Cohere's ranking, `/v1/rerank`, and vLLM's
+scores, `/v1/score`; errors are OpenAI's."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ SCORE: dict[str, Field] = {
 
 
 def truncates(values: dict[str, Any]) -> bool:
-    """Return whether inputs that are too long are cut."""
+    """Return whether to truncate inputs that are too long."""
     return bool(values["truncate"] or values["truncate_prompt_tokens"] is not None)
 
 

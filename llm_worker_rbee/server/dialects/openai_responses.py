@@ -1,7 +1,7 @@
 """OpenAI's Responses: `/v1/responses`. The worker keeps no state: a request holds the whole conversation.
 
 A custom tool is a function with one string, `input`; the tools of a namespace have its name before theirs. Items of the
-input become messages: reasoning, text and calls that follow each other are one message of the assistant.
+input become messages: consecutive reasoning, text and calls are one assistant message.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from ..schema import (
     validate_known,
 )
 from ..settings import ServerSettings
-from .openai import COMMON, GUIDED, REASONING, error_body, guiding_field, structured_outputs
+from .openai import COMMON, GUIDED, REASONING, ResponseFormat, error_body, guiding_field, structured_outputs
 from .openai_responses_printer import REASONING_PREFIX, ResponsesPrinter, print_overflow
 
 NO_STATE = "this worker keeps no responses: send the whole conversation as input"
@@ -157,7 +157,7 @@ class _ItemReader:
             self._messages.append({"role": role, "content": content})
 
     def _part(self, key: str, text: str) -> None:
-        """Add reasoning or content; a new message begins where the last one has what follows it."""
+        """Add reasoning or content; begin a new message if the last one already has a later part."""
         later = ("reasoning_content", "content", "tool_calls")
         answer = self._answer
         if answer is None or any(answer.get(part) for part in later[later.index(key) :]):
@@ -212,7 +212,7 @@ def _content(name: str, content: Any) -> str:
 
 
 def _reasoning(name: str, item: dict[str, Any]) -> str:
-    """Return the reasoning of an item: from this worker's own record of it, its content, or its summary."""
+    """Return the reasoning of an item: from this worker's own record, its content, or its summary."""
     pieces = {}
     for key in ("content", "summary"):
         parts = item.get(key) or []
@@ -245,7 +245,7 @@ INCLUDABLE = (  # the others are of tools that this worker does not have
 
 
 class ResponseTools(FieldType):
-    """Functions and custom tools, also those of a namespace; tools of other types are skipped."""
+    """Functions and custom tools, in namespaces too; tools of other types are skipped."""
 
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
         if _count_grammars(value) > MAX_GRAMMARS:
@@ -298,7 +298,7 @@ def _count_grammars(tools: Any) -> int:
 
 
 def _check_tools(name: str, tools: Any, types: Sequence[str]) -> ValidationIssue | None:
-    """Return what is wrong with tools; those of other types are not looked at."""
+    """Check tools; ignore tools of other types."""
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
         return ValidationIssue(name, "type", f"{name} must be a list of at most {MAX_TOOLS} tools")
     for i, tool in enumerate(tools):
@@ -320,7 +320,7 @@ def _check_tools(name: str, tools: Any, types: Sequence[str]) -> ValidationIssue
 
 
 def _check_format(name: str, value: Any) -> ValidationIssue | None:
-    """Return what is wrong with the format of a custom tool's input."""
+    """Check the format of a custom tool's input."""
     if value is None or (isinstance(value, dict) and value.get("type") == "text"):
         return None
     if not isinstance(value, dict) or value.get("type") != "grammar":
@@ -353,7 +353,7 @@ def custom_tool(tool: Mapping[str, Any]) -> Tool:
 
 
 class ResponseToolChoice(FieldType):
-    """Auto, none, required, the one tool that must be called, or those that may be."""
+    """Auto, none, required, one required tool, or a set of allowed tools."""
 
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
         if value in ("auto", "none", "required") if isinstance(value, str) else _is_named(value):
@@ -388,7 +388,7 @@ def _is_named(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Settings(FieldType):
-    """An object of settings; each is one of a few values, or has a type of its own."""
+    """An object of settings; each is one of a few values, or has its own type."""
 
     fields: Mapping[str, FieldType]
 
@@ -406,25 +406,8 @@ class Settings(FieldType):
         return object_schema({key: field_schema(Field(kind)) for key, kind in self.fields.items()})
 
 
-class TextFormat(FieldType):
-    """Text, any JSON object, or JSON of a schema."""
-
-    def validate(self, name: str, value: Any) -> ValidationIssue | None:
-        kind = value.get("type") if isinstance(value, dict) else None
-        if kind not in ("text", "json_object", "json_schema"):
-            return ValidationIssue(name, "choice", f"{name}.type must be text, json_object or json_schema")
-        if kind == "json_schema" and not isinstance(value.get("schema"), (dict, bool)):
-            return ValidationIssue(name, "type", f"{name}.schema must be a JSON schema")
-        return None
-
-    def json_schema(self) -> Schema:
-        simple = object_schema({"type": {"enum": ["text", "json_object"]}}, "type", is_open=True)
-        schema: dict[str, Schema] = {"type": {"const": "json_schema"}, "schema": {"type": ["object", "boolean"]}}
-        return {"anyOf": [simple, object_schema(schema, *schema, is_open=True)]}
-
-
 class Include(FieldType):
-    """What a reply has in addition."""
+    """Additional parts of a reply."""
 
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
         if isinstance(value, list) and all(isinstance(item, str) and item in INCLUDABLE for item in value):
@@ -437,7 +420,7 @@ class Include(FieldType):
 
 @dataclass(frozen=True, slots=True)
 class Stored(FieldType):
-    """A field of stored responses: only values that ask for none are accepted."""
+    """A field for stored responses: only values that request no storage are accepted."""
 
     allowed: tuple[Any, ...] = ()
 
@@ -459,7 +442,7 @@ RESPONSES: dict[str, Field] = {
     "input": Field(Input(), required=True, is_secret=True),
     "instructions": Field(Text(), is_secret=True),
     "max_output_tokens": Field(integer(1)),
-    "text": Field(Settings({"format": TextFormat(), "verbosity": Enum(("low", "medium", "high"))}), {}),
+    "text": Field(Settings({"format": ResponseFormat(is_flat=True), "verbosity": Enum(("low", "medium", "high"))}), {}),
     "tools": Field(ResponseTools(), []),
     "tool_choice": Field(ResponseToolChoice()),
     "parallel_tool_calls": Field(Boolean(), True),
@@ -564,7 +547,7 @@ def parse_responses(body: bytes, options: ParseOptions) -> GenerateRequest:
 
 
 class _Tools(NamedTuple):
-    """The tools of a request; `custom` and `namespaces` are what their calls need for the reply."""
+    """The tools of a request; the reply prints calls with `custom` and `namespaces`."""
 
     known: list[Tool]
     custom: list[str]  # names in the prompt
@@ -594,7 +577,7 @@ def _read_tools(specs: list[dict[str, Any]]) -> _Tools:
 
 
 def _response_format(form: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return a format as chat completions have it."""
+    """Return a format in the form of chat completions."""
     if form is None or form["type"] != "json_schema":
         return None if form is None else {"type": form["type"]}
     return {"type": "json_schema", "json_schema": {"schema": form["schema"]}}

@@ -16,14 +16,7 @@ import msgspec
 from ...errors import ContextLengthError, WorkerError
 from ...sampling_params import SamplingParams, TokenLogprob
 from ...tokenizer import Tokenizer
-from ...tokenizer.chat.events import (
-    ChatEvent,
-    ContentDelta,
-    ReasoningDelta,
-    ToolCallDelta,
-    ToolCallEnd,
-    ToolCallStart,
-)
+from ...tokenizer.chat.events import ChatEvent, ContentDelta, ReasoningDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
 from ..bodies import GenerateRequest
 from ..dialect import Answer, Printer, ReplyState, TextDelta, Usage, chat_events, chat_logprobs
 from ..sse import encode_json
@@ -35,7 +28,7 @@ INPUT_PIECES = re.compile(r'(?:[^"\\]|\\u[dD][89abAB]..\\u....|\\u(?![dD][89abAB
 
 
 def error_code(error: WorkerError) -> str:
-    """Return the code of an error as clients of this API know it."""
+    """Return this API's code of an error."""
     if isinstance(error, ContextLengthError):
         return "context_length_exceeded"
     if error.status == 429:
@@ -52,7 +45,7 @@ class InputDecoder:
         self.text = ""
 
     def push(self, arguments: str) -> str:
-        """Return the text that became known."""
+        """Return the newly decoded text."""
         self._held += arguments
         if not self._has_begun:
             if (begin := INPUT_START.match(self._held)) is None:
@@ -70,7 +63,7 @@ class InputDecoder:
         return text
 
     def finish(self) -> str:
-        """Return what is left: arguments of another form are the input as they are."""
+        """Return the rest; arguments in another form are the input unchanged."""
         if self._has_begun:
             return ""
         self.text, self._held = self._held, ""
@@ -78,22 +71,22 @@ class InputDecoder:
 
 
 class LogprobQueue:
-    """Log-probabilities of tokens that wait for the text which they belong to."""
+    """Log-probabilities of tokens that wait for their text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._entries: list[TokenLogprob] = []
 
     def add(self, entries: Sequence[TokenLogprob]) -> None:
-        """Add those of the tokens that come next."""
+        """Add the log-probabilities of the next tokens."""
         self._entries += entries
 
     def clear(self) -> None:
-        """Drop those of a call."""
+        """Drop the log-probabilities of a call."""
         self._entries.clear()
 
     def take(self, text: str) -> list[dict[str, Any]]:
-        """Return those of the text that comes next; those of markers before it are dropped."""
+        """Return the log-probabilities of the next text, and drop those of markers before it."""
         target = text.encode(errors="replace")
         pieces = [self._tokenizer.token_bytes(entry.token) for entry in self._entries]
         joined, starts = b"".join(pieces), accumulate(map(len, pieces), initial=0)
@@ -111,7 +104,7 @@ class LogprobQueue:
 
 
 class ItemKind(NamedTuple):
-    """A kind of item: the event of its deltas, the key of the text in the last of them, and the part that it is."""
+    """A kind of item: the event of its deltas, the key of the text in the last delta, and its part."""
 
     type: str
     id_prefix: str
@@ -176,7 +169,7 @@ class OpenItem:
         return {**self.kind.part, "text": text, **logprobs}
 
     def item(self, status: str, text: str) -> dict[str, Any]:
-        """Return the item with its text so far; none is in one that was only begun."""
+        """Return the item with its text so far; an item that has just begun has none."""
         kind = self.kind
         if not kind.list_key:
             return {**self.fields, "status": status, kind.key: text}
@@ -188,7 +181,7 @@ class OpenItem:
 
 
 class ResponsesPrinter(Printer):
-    """Events of a response, or the whole of it; both are made of the same items."""
+    """Events of a response, or the whole response, both from the same items."""
 
     def __init__(self, reply: ReplyState) -> None:
         super().__init__(reply)
@@ -214,7 +207,7 @@ class ResponsesPrinter(Printer):
     def _print_events(
         self, events: Sequence[ChatEvent], logprobs: Sequence[TokenLogprob], call_ends: Sequence[int]
     ) -> bytes:
-        """Return what events print; the log-probabilities of a call are dropped at its end."""
+        """Print events; drop the log-probabilities of a call at its end."""
         if (queue := self._logprobs) is None:
             return b"".join(map(self._print_event, events))
         parts = iter([logprobs[begin:end] for begin, end in pairwise([0, *call_ends, len(logprobs)])])
@@ -228,7 +221,7 @@ class ResponsesPrinter(Printer):
         return printed
 
     def _finish(self, is_cut: bool) -> bytes:
-        """Complete what is open; an answer without anything is an empty message."""
+        """Complete the open item; an empty answer is an empty message."""
         self._is_cut = is_cut
         has_output = bool(self._output) or self._item is not None
         printed = b"" if has_output else self._open(MESSAGE, role="assistant")
@@ -322,7 +315,7 @@ class ResponsesPrinter(Printer):
         return printed
 
     def _response(self, status: str) -> dict[str, Any]:
-        """Return the response as far as it is."""
+        """Return the response so far."""
         reply = self.reply
         usage = encode_usage(reply.usage()) if status in ("completed", "incomplete") else None
         params = reply.generations[0].request.submitted.params

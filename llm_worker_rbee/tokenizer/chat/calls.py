@@ -1,7 +1,7 @@
-"""Calls of tools in an answer: their formats, read while they arrive.
+"""Tool calls in an answer: their formats, read incrementally.
 
-A call begins (its name is given) as soon as the text has the form of one; arguments are given as JSON, as far as no
-later text can change them.
+A call begins (its name is given) as soon as the text has the form of one; arguments are emitted as JSON once no later
+text can change them.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class CallReader(MarkerReader):
                 return
 
     def _ends_list(self, end: str) -> Generator[None, None, bool]:
-        """Skip what is between two calls of a list, or the end of the list."""
+        """Skip the separator of two calls of a list, or the end of the list."""
         start = self._position
         try:
             yield from self._skip(" \n\t\r,")
@@ -183,7 +183,7 @@ class CallReader(MarkerReader):
         return not self._is_bare() or name in self._tools
 
     def _arguments(self, name: str, call_id: str) -> Generator[None, None, str]:
-        """Read the arguments. They are given at once where the name is known; otherwise they are returned."""
+        """Read the arguments. Emit them at once if the name is known; otherwise return them."""
         first = yield from self._peek()
         if first == "{":
             if name and self._is_known(name):
@@ -408,7 +408,7 @@ class CallReader(MarkerReader):
         self._give(value_to_json(value, kind))
 
     def _argument_kind(self, name: str, key: str) -> Literal["string", "json", "any"]:
-        """Return how the value of an argument is read, by the tool's schema; a string where that says nothing."""
+        """Return how to read the value of an argument, by the tool's schema; a string by default."""
         tool = self._tools.get(self._show(name))
         properties = tool.parameters.get("properties") if tool is not None else None
         schema = properties.get(self._show(key)) if isinstance(properties, dict) else None

@@ -115,7 +115,7 @@ def _after(text: str, word: str) -> str:
 
 @dataclass(slots=True)
 class _Calls:
-    """What the template makes of calls: texts after the content, without the end of the turn."""
+    """The template's output for calls: texts after the content, without the end of the turn."""
 
     as_text: bool  # arguments were given as text
     one: str  # a call with two arguments
@@ -126,7 +126,7 @@ class _Calls:
 
 
 def _detect_calls(probe: _Probe) -> _Calls | None:
-    """Render calls in the ways that templates may want them; None where no way shows them."""
+    """Render calls in the forms that templates may expect; None if no form shows them."""
     both = dict(zip(KEYS, VALUES, strict=True))
     for as_text in (False, True):
         for content in (CONTENT, "", None):
@@ -197,7 +197,7 @@ def _common_suffix(a: str, b: str) -> str:
 
 
 def _choose_tools(probe: _Probe, calls: _Calls | None, rules: MessageRules) -> ToolFormat:
-    """Return the row of the table, what rendering shows, or the generic format."""
+    """Return the row of the table, the format that rendering shows, or the generic format."""
     row = next((row for row in TABLE if all(mark in probe.source for mark in row[0])), None)
     if row is not None and row[1]:
         return row[2]
@@ -212,7 +212,7 @@ def _choose_tools(probe: _Probe, calls: _Calls | None, rules: MessageRules) -> T
 
 
 def _reads(tools: ToolFormat, text: str) -> bool:
-    """Return whether a call that the template printed is read back."""
+    """Return whether the parser reads back a call that the template printed."""
     parser = ChatParser(ChatFormat(tools=tools), tools=[Tool(name) for name in NAMES])
     events = parser.push(text) + parser.finish()
     names = [event.name for event in events if isinstance(event, ToolCallStart)]
@@ -449,7 +449,7 @@ def _detect_reasoning(probe: _Probe) -> tuple[ReasoningFormat, str]:
 
 
 def _reasoning_start(before: str, prompt: str, end: str) -> str:
-    """Return the marker before the reasoning: what follows the assistant's header, which the prompt has too."""
+    """Return the marker before the reasoning: the text after the assistant's header, which the prompt has too."""
     if prompt.startswith(before) and len(prompt) > len(before) and end not in prompt[len(before) :]:
         return prompt[len(before) :]
     start = before[len(_common_prefix(before, prompt)) :]

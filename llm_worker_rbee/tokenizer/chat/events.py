@@ -77,7 +77,7 @@ ChatEvent = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallDelta | Tool
 
 
 class ToolCall(NamedTuple):
-    """A call as a whole; `arguments` is JSON, or as much of it as there is where the answer was cut."""
+    """A call as a whole; `arguments` is JSON, or its beginning if the answer was cut."""
 
     id: str
     name: str
@@ -105,7 +105,7 @@ class EventFold:
         self._num_calls = self._num_open = 0  # open: calls that have not ended
 
     def add(self, events: Iterable[ChatEvent]) -> str:
-        """Take in events; return the content among them."""
+        """Add events; return their content."""
         content = []
         for event in events:
             if (key := TEXT_FIELDS.get(type(event))) is None:
@@ -122,7 +122,7 @@ class EventFold:
 
     @property
     def events(self) -> list[ChatEvent]:
-        """The events in their order; deltas of one kind that follow each other are one."""
+        """The events in their order; consecutive deltas of one kind are joined."""
         return [
             replace(first, **{TEXT_FIELDS[type(first)]: "".join(texts)}) if texts else first  # type: ignore[arg-type]
             for first, texts in self._runs

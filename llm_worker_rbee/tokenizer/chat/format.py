@@ -103,7 +103,7 @@ class ChatFormat:
         return {self.reasoning.switch: is_enabled} if self.reasoning.switch else {}
 
     def template_variables(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the variables of a request as this template has them: whether to reason, and the effort."""
+        """Return a request's variables in this template's names: whether to reason, and the effort."""
         variables, is_enabled = dict(kwargs), kwargs.get("enable_thinking")
         effort = variables.get("reasoning_effort")
         if self.tools.kind == "harmony" and isinstance(effort, str):
@@ -116,7 +116,7 @@ class ChatFormat:
         return bool(start) and tail.endswith(start) and not tail.endswith(end)
 
     def adaptation(self) -> dict[str, Any]:
-        """Return the rules as the renderer of templates takes them."""
+        """Return the rules in the form of the template renderer."""
         tools = self.tools if self.tools.kind in ("json", "pythonic", "tag_json") else GENERIC_TOOLS
         markers = [name for name, _ in self.token_ids if name not in self.control_names]
         return {**asdict(self.rules), "format": asdict(tools), "markers": markers}

@@ -1,8 +1,8 @@
 """Incremental parser of an answer: text and marker tokens in, events out.
 
-One generator per answer reads a buffer and yields where it needs more text. What turns out not to be a call stays
-content, unchanged; an event is given as soon as no later text can change it. Whitespace that a template prints around
-reasoning and calls is left out, so that a message renders back to the tokens that it came from.
+One generator per answer reads a buffer and yields where it needs more text. Text that turns out not to be a call stays
+content, unchanged; an event is emitted as soon as no later text can change it. Whitespace that a template prints around
+reasoning and calls is removed, so that a message renders back to the tokens that it came from.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ class ChatParser(CallReader):
         self._advance()
 
     def push(self, text: str) -> list[ChatEvent]:
-        """Take text that became final; return the events that it completes."""
+        """Parse text that became final; return the events that it completes."""
         if not text.isascii():
             text = SURROGATES.sub("\ufffd", text)
         self._buffer += text
         return self._advance()
 
     def push_marker(self, token: int) -> list[ChatEvent]:
-        """Take a token of `marker_ids`."""
+        """Parse a token of `marker_ids`."""
         self._buffer += self._chars[token]
         return self._advance()
 
     def finish(self, *, is_cut: bool = False) -> list[ChatEvent]:
-        """End the answer; return the events of what was held back. If it `is_cut`, a call that begins is left out."""
+        """End the answer; return the events of the text held back. If it `is_cut`, drop a call that just begins."""
         self._is_final, self._is_cut = True, is_cut
         return self._advance()
 
@@ -70,7 +70,7 @@ class ChatParser(CallReader):
     # ------------------------------------------------------------------ content and reasoning
 
     def _emit_content(self, text: str) -> None:
-        """Give content; whitespace at its end waits for what follows."""
+        """Emit content; whitespace at its end waits for the next text."""
         if self._trims_start:
             text = text.lstrip("\n")
             self._trims_start = not text
@@ -121,7 +121,7 @@ class ChatParser(CallReader):
                 yield from self._attempt(opener)
 
     def _read_content(self, openers: Sequence[str], is_bare: bool) -> Generator[None, None, str | None]:
-        """Give content up to a marker that begins something else, and return that; None at the end of the answer."""
+        """Emit content up to a marker that begins another part, and return it; None at the answer's end."""
         pattern = re.compile("|".join(map(re.escape, sorted(openers, key=len, reverse=True))) or r"(?!)")
         while True:
             match = pattern.search(self._buffer, self._position)
@@ -179,7 +179,7 @@ class ChatParser(CallReader):
             self._position = start
 
     def _attempt(self, opener: str) -> Task:
-        """Parse calls; what is not a call becomes content."""
+        """Parse calls; other text becomes content."""
         self._mark = self._position
         self._stray_ends = []
         try:
@@ -202,13 +202,13 @@ class ChatParser(CallReader):
                 self._position += len(opener)
 
     def _begins_call(self, opener: str) -> bool:
-        """Return whether what comes next is the beginning of a call; one without a marker names a tool."""
+        """Return whether a call begins next; a call without a marker names a tool."""
         tools, text = self._format.tools, "".join(self._buffer[self._position :].split())
         heads = ["".join(f"{tools.section_start}{tools.call_start}{name}".split()) for name in self._tools]
         return opener in self._openers() or any(head.startswith(text) or text.startswith(head) for head in heads)
 
     def _flush_content(self, is_call: bool = False) -> None:
-        """Give the rest of an answer that ended before its call was recognised; drop it if it `is_call`."""
+        """Emit the rest of an answer that ended before its call was recognised; drop it if it `is_call`."""
         rest = self._buffer[self._position :]
         self._position = len(self._buffer)
         if not is_call and (rest.strip() or not self._after_call):
@@ -284,7 +284,7 @@ class ChatParser(CallReader):
         return (yield from self._harmony_end(ends))
 
     def _harmony_end(self, ends: list[str]) -> Generator[None, None, bool]:
-        """Skip the end of a message, if it comes next; the start of another one ends it as well."""
+        """Skip the end of a message, if it comes next; the start of another message ends it too."""
         for end in ends:
             start = self._position
             if (yield from self._try(end)):

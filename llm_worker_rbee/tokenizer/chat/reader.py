@@ -1,4 +1,4 @@
-"""Reading an answer while it arrives: a buffer, and generators that yield where they need more of it.
+"""Incremental reading of an answer: a buffer, and generators that yield where they need more of it.
 
 A marker that is a token of its own stands in the buffer as a lone surrogate, which text never has, so text cannot be
 taken for it.
@@ -20,7 +20,7 @@ Task = Generator[None, None, Any]
 
 
 class MismatchError(Exception):
-    """The text is not of the form of a call."""
+    """The text is not a well-formed call."""
 
 
 class CutError(Exception):
@@ -48,7 +48,7 @@ def overlap(text: str, start: int, marks: Sequence[str]) -> int:
 
 
 class MarkerReader:
-    """The buffer and what reads it."""
+    """The buffer and its readers."""
 
     def __init__(self, chat_format: ChatFormat) -> None:
         self._format = chat_format
@@ -64,7 +64,7 @@ class MarkerReader:
         return SURROGATES.sub(lambda match: self._names.get(match[0], ""), text) if not text.isascii() else text
 
     def _trim(self) -> None:
-        """Drop the part of the buffer that is done."""
+        """Drop the consumed part of the buffer."""
         if self._position > MAX_DONE_CHARS:
             self._buffer, self._position = self._buffer[self._position :], 0
 

@@ -14,7 +14,6 @@ import re
 import signal
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -24,7 +23,7 @@ from typing import Any
 import msgspec
 
 from ...errors import ChatTemplateError, InvalidRequestError, UnavailableError, WorkerError
-from ...pipe_process import PipeProcess
+from ...pipe_process import PipeProcess, ProgramError
 from ..tokenizer import MARK, Tokenizer
 from .events import Tool
 from .reader import SURROGATES
@@ -82,7 +81,7 @@ def _depth(value: Any) -> int:
 
 
 def tool_definitions(tools: Sequence[Tool | Mapping[str, Any]] | None) -> list[Any] | None:
-    """Return tools as templates take them: objects of the type "function"."""
+    """Return tools in the form of templates: objects of type "function"."""
     return [_definition(tool) if isinstance(tool, Tool) else tool for tool in tools] if tools else None
 
 
@@ -193,15 +192,10 @@ class ChatTemplate:
         return self._worker
 
     def _request(self, child: PipeProcess, request: bytes) -> str:
-        deadline = time.monotonic() + MAX_WAIT_S
         try:
-            child.write(request + b"\n", deadline)
-            line = child.read_line(deadline, MAX_REPLY_BYTES)
-        except OSError as error:
-            raise _stop(child, error) from None
-        except BaseException:  # Ctrl-C: this reply must not be taken for that of the next request
-            child.stop()
-            raise
+            line = child.ask([request, b"\n"], lambda end: child.read_line(end, MAX_REPLY_BYTES), MAX_WAIT_S)
+        except ProgramError as error:
+            raise _explain(error) from None
         try:
             reply: dict[str, Any] = msgspec.json.decode(line)  # json holds the interpreter's lock for longer
         except msgspec.DecodeError:  # half of a surrogate pair, which the tokenizer would refuse
@@ -258,18 +252,18 @@ def _start_worker() -> PipeProcess:
     """Start the renderer; -P keeps this folder off its import path."""
     try:
         return PipeProcess([sys.executable, "-P", str(WORKER_SCRIPT)])
-    except OSError as error:
-        raise ChatTemplateError(f"cannot start {sys.executable} for the chat template: {error.strerror}") from error
+    except ProgramError as error:
+        raise ChatTemplateError(f"the process that renders chat templates {error}") from error
 
 
-def _stop(child: PipeProcess, error: OSError) -> WorkerError:
-    """Stop a process that failed with `error` and return the error of its end."""
-    status, renderer = child.stop(), "the process that renders chat templates"
+def _explain(error: ProgramError) -> WorkerError:
+    """Return the error of a request whose process has ended."""
+    status, renderer = error.status, "the process that renders chat templates"
     if status is not None and status in KILL_SIGNALS:
         return UnavailableError(f"{renderer} was killed by signal {-status}")
-    if status != -signal.SIGXCPU and isinstance(error, TimeoutError):
+    if status != -signal.SIGXCPU and isinstance(error.__cause__, TimeoutError):
         return UnavailableError(f"{renderer} did not answer within {MAX_WAIT_S:g} s")
-    why: object = error if status is None else f"its process ended with status {status}"
+    why: object = error.__cause__ if status is None else f"its process ended with status {status}"
     if status == -signal.SIGXCPU:
         why = f"it takes more than {MAX_CPU_S} s of processor time"
     return ChatTemplateError(f"the chat template was stopped: {why}", "messages")

@@ -92,7 +92,7 @@ TOOLS_PROMPT = (
 
 
 def adapt(messages: list[Any], values: dict[str, Any], rules: dict[str, Any]) -> list[Any]:
-    """Return the messages as the template accepts them; `values` gets its variables of tools."""
+    """Adapt messages to the template; `values` gets its variables of tools."""
     adapted = [adapt_message(message, rules) for message in messages]
     if not rules["has_parallel_calls"]:
         adapted = split_calls(adapted)
@@ -113,7 +113,7 @@ def adapt(messages: list[Any], values: dict[str, Any], rules: dict[str, Any]) ->
 
 
 def adapt_message(message: dict[str, Any], rules: dict[str, Any]) -> dict[str, Any]:
-    """Return one message: text for content, its role, calls and reasoning as the template has them."""
+    """Adapt one message: its content to text, its role, calls and reasoning to the template's."""
     role, content = message.get("role"), message.get("content")
     if isinstance(content, list):
         content = "".join(part.get("text") or "" for part in content if isinstance(part, dict))
@@ -206,7 +206,7 @@ def close_object(text: str) -> dict[str, Any]:
 
 
 def name_ids(messages: list[dict[str, Any]]) -> None:
-    """Give calls and their results ids that have the name of the function, which is all that the template prints."""
+    """Give calls and their results ids with the function's name, since the template prints only the id."""
     ids: dict[Any, str] = {}
     for message in messages:
         for call in message.get("tool_calls") or ():
@@ -226,7 +226,7 @@ def short_id(call_id: Any) -> str:
 
 
 def print_calls(calls: list[dict[str, Any]], form: dict[str, Any]) -> str:
-    """Return calls as the model writes them, for a template that leaves them out."""
+    """Return calls in the model's own format, for a template that omits them."""
     texts = []
     for call in calls:
         name, arguments = str(call["function"]["name"]), call["function"]["arguments"]

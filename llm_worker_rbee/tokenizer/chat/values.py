@@ -1,4 +1,4 @@
-"""Values of arguments: JSON that is not quite valid, and other notations, by the schema of the tool or as literals."""
+"""Values of arguments: nearly valid JSON, and other notations, by the tool's schema or as literals."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def fits(value: Any, schema: Any, root: Any) -> bool:
 
 
 def without_nulls(arguments: Any, schema: Any) -> Any:
-    """Drop optional arguments that are null where their schema has no null: models mean that they are missing."""
+    """Drop optional arguments that are null where their schema has no null: models mean a missing argument."""
     tool = resolve_reference(schema, schema)
     properties, required = (tool.get("properties"), tool.get("required")) if isinstance(tool, dict) else (None, None)
     if not (isinstance(arguments, dict) and isinstance(properties, dict)):
@@ -174,7 +174,7 @@ def gemma_to_json(text: str, quote: str) -> str:
 
 
 class JsonStream:
-    """A JSON object read while it arrives, up to what cannot be JSON; names and scalars wait for a valid value."""
+    """Incremental reader of a JSON object, up to text that cannot be JSON; names and scalars wait for a valid value."""
 
     def __init__(self) -> None:
         self.is_done = self.is_bad = False
@@ -300,7 +300,7 @@ class JsonStream:
 
 
 def read_object(text: str) -> str:
-    """Return an object as JSON, repaired; "" where it cannot be."""
+    """Return an object as repaired JSON; "" if it cannot be repaired."""
     stream = JsonStream()
     value, _ = stream.read(text)
     return value if stream.is_done else ""

@@ -167,8 +167,8 @@ def _not_found_error(reference: str) -> ModelNotFoundError:
     shown = reference if len(reference) <= 200 else reference[:200] + "..."
     if reference.endswith((".gguf", ".safetensors")) or reference.startswith((".", "/", "~")):
         return ModelNotFoundError(f"no such file or folder: {shown!r}{_suggest(reference, _siblings(reference))}")
-    if REFERENCE_PATTERN.fullmatch(f"hf:{reference}"):
-        return ModelNotFoundError(f"no such model: {shown!r} (from the hub? then write hf:{shown}); {_usage_hint()}")
+    if REFERENCE_PATTERN.fullmatch(on_hub := "hf:" + reference.removeprefix("https://huggingface.co/")):
+        return ModelNotFoundError(f"no such model: {shown!r} (from the hub? then write {on_hub:.200}); {_usage_hint()}")
     return ModelNotFoundError(f"no such model: {shown!r}{_suggest(reference, _known_names())}; {_usage_hint()}")
 
 

@@ -119,7 +119,7 @@ def _require_complete(model: HubModel, files: list[str]) -> list[str]:
 
 
 def _list_choices(model: HubModel, sets: Mapping[str, list[str]]) -> str:
-    """List what may follow the colon: quantizations, or file names where these are ambiguous."""
+    """List the choices after the colon: quantizations, or file names where these are ambiguous."""
     words = [(QUANT_PATTERN.findall(PurePosixPath(name).name) or [""])[-1] for name in sets]
     unambiguous = all(words) and len(set(words)) == len(words)
     return ", ".join(words if unambiguous else (PurePosixPath(name).name for name in sets))
@@ -159,7 +159,7 @@ def endpoint() -> str:
 
 
 def pull_model(model: HubModel, progress: Progress) -> Path:
-    """Fetch what is not cached yet; return the GGUF file (the first of a split set) or the folder."""
+    """Fetch the missing files; return the GGUF file (the first of a split set) or the folder."""
     if is_offline():
         return find_cached(model)
     try:

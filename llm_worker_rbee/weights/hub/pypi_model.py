@@ -66,7 +66,7 @@ class PipModel:
 
     @property
     def wheel_name(self) -> str:
-        """How the name of its wheel begins: name and version."""
+        """The beginning of its wheel's name: name and version."""
         return self.requirement.replace("-", "_").replace("==", "-")
 
     @property
@@ -200,7 +200,7 @@ def _report_all(what: str, total: int, progress: Progress) -> Callable[[int], No
 
 
 def _remove(model: PipModel, folder: Path) -> None:
-    """Remove what has the model's name at once: it is renamed into a work folder first."""
+    """Remove the model's files at once: rename them into a work folder first."""
     if model.path.exists():
         with work_folder(folder, model.filename) as work:
             os.replace(model.path, work / model.filename)

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llm_worker_bench.synthetic import random_tensor
 from llm_worker_rbee.backends import OPS, cpu_info, reference, select_backend
 from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.backends.cpu.packed_weight import LAYOUT_BY_TYPE
 from llm_worker_rbee.backends.ops import AttentionParams, Batch, KVLayer, RopeTable
 from llm_worker_rbee.errors import InvalidRequestError
 from llm_worker_rbee.weights.quants import ALL_TYPES
+from tests.helpers.synthetic import random_tensor
 
 cpu = CpuBackend()
 
@@ -177,7 +177,7 @@ import numpy as np
 from llm_worker_rbee.backends.cpu import CpuBackend
 cpu = CpuBackend()
 from llm_worker_rbee.backends.cpu.kernels.dot_int8 import ISA
-from llm_worker_bench.synthetic import random_tensor
+from tests.helpers.synthetic import random_tensor
 from llm_worker_rbee.weights.quants import ALL_TYPES
 x = np.random.default_rng(1).standard_normal((11, 256), np.float32)
 weights = [cpu.prepare([random_tensor(ALL_TYPES[k], (16, 256))]) for k in ("Q4_0", "IQ4_NL", "Q2_K", "Q6_K")]

@@ -19,6 +19,7 @@ import pytest
 
 from llm_worker_rbee import machine
 from llm_worker_rbee.backends import cpu_info
+from llm_worker_rbee.pipe_process import describe_exit
 
 ROOT = Path(__file__).parents[3]
 EMULATOR = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
@@ -35,7 +36,7 @@ if sys.argv[1] == "compile":  # for the processor with these features; nothing c
 import numpy as np
 from llm_worker_rbee.backends.cpu import CpuBackend, precompile
 from llm_worker_rbee.backends.cpu.kernels.dot_int8 import ISA
-from llm_worker_bench import synthetic
+from tests.helpers import synthetic
 from llm_worker_rbee.engine.model_runner import SingleSequence
 from llm_worker_rbee.engine.request import Request
 from llm_worker_rbee.sampling_params import SamplingParams
@@ -77,7 +78,7 @@ def run(*command: str, cache: Path, env: dict[str, str]) -> Any:
     settings = {key: value for key, value in os.environ.items() if key not in dropped}
     settings |= {"PYTHONPATH": str(ROOT), "LLM_WORKER_KERNEL_CACHE": str(cache), cpu_info.THREADS_VARIABLE: "1", **env}
     done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, f"{machine.describe_exit(done.returncode)}: {done.stderr[-2000:]}"
+    assert done.returncode == 0, f"{describe_exit(done.returncode)}: {done.stderr[-2000:]}"
     return json.loads(done.stdout)
 
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llm_worker_bench.synthetic import random_tensor
 from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.backends.cpu.forward import CpuForward, useful_threads
 from llm_worker_rbee.backends.cpu.jit import TaskKernel
@@ -33,6 +32,7 @@ from llm_worker_rbee.weights.quants import ALL_TYPES
 from tests.backends.cpu.test_encoder import ENCODER_REWRITES
 from tests.helpers.model_runs import compute_logits, load, step_logits
 from tests.helpers.model_zoo import NO_GGUF_KEY, ZOO, make_hf, prompt_ids, save_gguf, save_hf, save_quantized
+from tests.helpers.synthetic import random_tensor
 
 cpu = CpuBackend()
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llm_worker_bench.synthetic import random_tensor
 from llm_worker_rbee.backends.cpu.linear import TOKENS_PER_PIECE, dequantize_rows, pack_weight
 from llm_worker_rbee.weights.quants import ALL_TYPES
+from tests.helpers.synthetic import random_tensor
 
 COLUMNS = 288
 ROWS = 40  # two groups of 16 and one that is short

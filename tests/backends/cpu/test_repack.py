@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llm_worker_bench.synthetic import random_tensor
 from llm_worker_rbee.backends.cpu import repack as repack_module
 from llm_worker_rbee.backends.cpu.linear import dequantize_rows
 from llm_worker_rbee.backends.cpu.packed_weight import LAYOUT_BY_TYPE, LAYOUTS
@@ -18,6 +17,7 @@ from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError
 from llm_worker_rbee.weights import Tensor
 from llm_worker_rbee.weights.checkpoint import map_file
 from llm_worker_rbee.weights.quants import ALL_TYPES
+from tests.helpers.synthetic import random_tensor
 
 THREADS = 2
 QUANTIZED = [name for name, layout in LAYOUT_BY_TYPE.items() if not layout.float_type]

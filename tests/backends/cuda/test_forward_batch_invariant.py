@@ -16,7 +16,6 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from llm_worker_bench.synthetic import random_tensor  # noqa: E402
 from llm_worker_rbee.backends.cuda import CudaBackend  # noqa: E402
 from llm_worker_rbee.backends.cuda.lowering import REWRITES  # noqa: E402
 from llm_worker_rbee.backends.graph import Rewrite  # noqa: E402
@@ -25,6 +24,7 @@ from llm_worker_rbee.models.convert import quantize_checkpoint  # noqa: E402
 from llm_worker_rbee.weights import Checkpoint, open_checkpoint  # noqa: E402
 from llm_worker_rbee.weights.quants import BLOCK_TYPES  # noqa: E402
 from tests.helpers import cuda_models, model_zoo  # noqa: E402
+from tests.helpers.synthetic import random_tensor  # noqa: E402
 
 FAMILIES = ("mistral-window", "qwen2", "qwen3", "phi3-short", "gemma2", "gemma3", "gemma4", "gpt-oss")
 INVARIANT, DEFAULT = CudaBackend(deterministic=True), CudaBackend()

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from llm_worker_bench.synthetic import Spec, write
 from llm_worker_rbee.backends import select
 from llm_worker_rbee.backends.cuda import CudaBackend, device, packed_weight, repack
 from llm_worker_rbee.backends.cuda.kernels import elementwise
@@ -28,6 +27,7 @@ from llm_worker_rbee.weights import Checkpoint, Tensor
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 from tests.helpers import cuda_models
 from tests.helpers.random_tensors import random_tensor, relative_error
+from tests.helpers.synthetic import Spec, write
 
 cuda = CudaBackend()
 DEVICE = cuda.torch_device

@@ -12,7 +12,6 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from llm_worker_bench.synthetic import Shape  # noqa: E402
 from llm_worker_rbee.backends.cuda import CudaBackend  # noqa: E402
 from llm_worker_rbee.backends.reference import ReferenceBackend  # noqa: E402
 from llm_worker_rbee.config import EngineConfig  # noqa: E402
@@ -27,6 +26,7 @@ from llm_worker_rbee.weights import open_checkpoint  # noqa: E402
 from tests.engine.test_async_guided import guided  # noqa: E402
 from tests.engine.test_async_scheduling import SyncBackend  # noqa: E402
 from tests.helpers import cuda_models, engine_runs, tiny_models  # noqa: E402
+from tests.helpers.synthetic import Shape  # noqa: E402
 
 ops = CudaBackend(deterministic=True)
 SHAPE = Shape(1, 64, 2, 1, 64, tiny_models.VOCAB, 64, head_dim=32)
@@ -62,7 +62,7 @@ def make_requests(compiler: GrammarCompiler) -> list[Request]:
 def test_guided_answers_are_those_of_sync_steps_and_of_the_reference(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(async_scheduling, "forced_drafts_pay", lambda *_: False)
+    monkeypatch.setattr(async_scheduling, "GAP_S", 1e9)  # a gap between steps that no draft makes up for
     model, found = load(ops), []
     for made in (model, replace(model, ops=SyncBackend(ops)), load(ReferenceBackend())):  # type: ignore[arg-type]
         requests = make_requests(compiler)

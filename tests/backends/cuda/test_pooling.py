@@ -198,7 +198,11 @@ def test_every_rewrite_is_used() -> None:
         model = make(DEFAULT, "F16")
         forward = DEFAULT.fuse(lambda model=model: record(model.compute, len(model.blocks)))
         assert forward is not None
-        used |= {(line.component, line.ops) for line in forward.program("float32")}
+        lines = forward.program("float32")
+        used |= {(line.component, line.ops) for line in lines}
+        assert {line.runs for line in lines if line.component == "attention"} == {
+            "cublas, rope_store_qkv, prefill_attention"
+        }
     for rewrite in REWRITES:
         ops = {op.rstrip("?*") for op in rewrite.pattern.split() if not op.endswith("?")}
         assert any(into == rewrite.into and ops <= set(found.split(" + ")) for into, found in used), rewrite

@@ -9,7 +9,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
-from llm_worker_bench.synthetic import Shape  # noqa: E402
 from llm_worker_rbee.backends.cpu import CpuBackend  # noqa: E402
 from llm_worker_rbee.backends.cuda import CudaBackend, precompile  # noqa: E402
 from llm_worker_rbee.config import EngineConfig  # noqa: E402
@@ -21,6 +20,7 @@ from llm_worker_rbee.models import Transformer, load_model, read_model_config  #
 from llm_worker_rbee.sampling_params import SamplingParams  # noqa: E402
 from llm_worker_rbee.token_engine.launch import warm_up  # noqa: E402
 from tests.helpers import cuda_models, request_stream  # noqa: E402
+from tests.helpers.synthetic import Shape  # noqa: E402
 
 MIDDLE = Shape(2, 1024, 8, 2, 1536, 2000, 4096, head_dim=128)
 SMALL = Shape(1, 64, 2, 1, 96, 300, 512, head_dim=32)

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from llm_worker_rbee.backends.cuda.step_inputs import (  # noqa: E402  # noqa: E402
+from llm_worker_rbee.backends.cuda.step_inputs import (  # noqa: E402
     ALIGNMENT,
     InputStaging,
     StepSizes,
@@ -35,8 +35,8 @@ def make_batch(counts: list[int], blocks: int, num_logits: int) -> Batch:
     )  # fmt: skip
 
 
-def stage(staging: InputStaging, batch: Batch, sizes: StepSizes, decoding: int) -> dict[str, torch.Tensor]:
-    arrays = step_arrays(batch, sizes, decoding, 64)
+def stage(staging: InputStaging, batch: Batch, sizes: StepSizes) -> dict[str, torch.Tensor]:
+    arrays = step_arrays(batch, sizes)
     staging.reserve_static(total_size(arrays))
     return staging.copy_to_device(batch, arrays, is_static=True)
 
@@ -53,7 +53,7 @@ def test_graph_inputs_have_one_place_for_any_logits_and_tables() -> None:
     for counts, blocks, num_logits in steps:
         decoding = next(i for i, count in enumerate(counts) if count > 1)
         sizes = prefill_sizes(30, decoding, num_logits, is_tiled=False)
-        views = stage(staging, make_batch(counts, blocks, num_logits), sizes, decoding)
+        views = stage(staging, make_batch(counts, blocks, num_logits), sizes)
         found.append((sizes.graph, places(views)))
         assert len(views[HEAD_INPUT]) == sizes.num_logits
     assert len({graph for graph, _ in found}) == 1
@@ -64,7 +64,7 @@ def test_graph_inputs_have_one_place_for_any_logits_and_tables() -> None:
 def test_decode_inputs_are_padded_with_positions_that_write_nothing() -> None:
     staging = InputStaging(torch.device("cpu"))
     sizes = decode_sizes(3, is_tiled=False)
-    views = stage(staging, make_batch([1, 1, 1], 2, 3), sizes, 3)
+    views = stage(staging, make_batch([1, 1, 1], 2, 3), sizes)
     assert views["decode_positions"].tolist() == [5, 5, 5, -1]
     assert views["tables"].tolist() == list(range(6))
     assert views["width"].tolist() == [2]
@@ -73,7 +73,7 @@ def test_decode_inputs_are_padded_with_positions_that_write_nothing() -> None:
 def test_prefill_inputs_leave_decoding_slots_to_their_own_kernel() -> None:
     staging = InputStaging(torch.device("cpu"))
     sizes = prefill_sizes(70, 1, 1, is_tiled=False)
-    views = stage(staging, make_batch([1, 66], 5, 1), sizes, 1)
+    views = stage(staging, make_batch([1, 66], 5, 1), sizes)
     assert views["slots"].tolist()[:3] == [-1, 101, 102]
     assert set(views["slots"].tolist()[67:]) == {-1}
     assert views["num_tiles"].tolist() == [2]

@@ -38,8 +38,9 @@ def test_locate_model_error_suggests_similar_names(tmp_path: Path, cache: Path) 
         hub.locate_model(str(tmp_path / "model-q5.gguf"))
     with pytest.raises(ModelNotFoundError, match="did you mean smollm2"):
         hub.locate_model("smolm2")
-    with pytest.raises(ModelNotFoundError, match="hf:owner/some-repo"):
-        hub.locate_model("owner/some-repo")
+    for reference in ("owner/some-repo", "https://huggingface.co/owner/some-repo"):
+        with pytest.raises(ModelNotFoundError, match=r"then write hf:owner/some-repo\)"):
+            hub.locate_model(reference)
 
 
 def test_locate_model_by_cached_name(cache: Path) -> None:

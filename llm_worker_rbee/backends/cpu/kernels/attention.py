@@ -155,7 +155,7 @@ def quantize_heads(a, s, out, at, floats):
 
 @kernel
 def view_of(a, s, keys, values, request, head):
-    """Return what the heads of a tile read."""
+    """Return the inputs of the heads of a tile."""
     layer = i64(s[Step.KV] + 8 * kv.ADDRESSES_PER_LAYER * a[AttentionArg.LAYER])
     blocks = i64(s[Step.BLOCK_TABLE] + request * s[Step.TABLE_WIDTH] * 8)
     kv_heads = a[AttentionArg.KV_HEADS]

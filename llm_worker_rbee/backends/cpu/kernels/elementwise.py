@@ -380,7 +380,7 @@ def norm_task(
     two_term: bool = False,
     scale: float = 1.0,
 ) -> Task:
-    """Return the norm: entries of its inputs and of OUT, ACTIVATIONS and INDEX; its weight and that of the delta."""
+    """Return the norm: entries of its inputs and of OUT, ACTIVATIONS and INDEX; its weight and the delta's."""
     args = pack_args(count, delta, residual, *outputs, width, *weights, add_delta, 0, two_term, 0)
     pack_floats(args, NormArg.SCALE, [scale])
     return Task(NORM, pack_floats(args, NormArg.EPS, [eps]), 1, count, TOKENS_PER_PIECE)

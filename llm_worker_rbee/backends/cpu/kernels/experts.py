@@ -37,7 +37,7 @@ NUM_LISTS = GroupEntry.ROWS  # of the entries, those that are addresses
 RouteArg = IntEnum("RouteArg", "LOGITS EXPERTS WEIGHTS COUNT K SCORING RENORMALIZE BIAS SCALE SCALES", start=0)
 GroupArg = IntEnum("GroupArg", "EXPERTS GROUPS COUNT K", start=0)
 GatherArg = IntEnum("GatherArg", "GROUPS K COLUMNS FLOATS FLOATS_OUT QUANTIZED QUANTIZED_OUT", start=0)
-# KERNEL: the product's; SOURCE: entry of the activations of tokens, or 0; INPUT: of those of rows; BIAS: of all
+# KERNEL: the product's; SOURCE: entry of the tokens' activations, or 0; INPUT: of the rows'; BIAS: of all
 # experts, or 0; STRIDES: bytes of an expert in its four arrays; then the arguments of the product of expert 0.
 GroupedArg = IntEnum(
     "GroupedArg", "KERNEL GROUPS SOURCE INPUT OUTPUT PIECES K TOKENS_PER_CALL IS_FLOAT BIAS STRIDES", start=0

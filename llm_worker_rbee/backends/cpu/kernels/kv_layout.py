@@ -75,7 +75,7 @@ def chunk_index(blocks, chunk, chunks, kv_head, kv_heads):
 
 @kernel
 def key_chunk(blocks, chunk, end, chunks, kv_head, kv_heads):
-    """Return the index of one chunk; from `end` on, that of the last one."""
+    """Return the index of one chunk; from `end` on, the last chunk's."""
     return (chunk_index(blocks, min(chunk, end - 1), chunks, kv_head, kv_heads),)
 
 

@@ -5,8 +5,8 @@ need the sums of q over 32 and over 16 columns for weights with an offset or a m
 hold their addresses: q, scale, sums, sums16, scaled (sums * scale), scaled16, panels. Where weights are unpacked first
 (matmul/tile_kernel.py), steps of many tokens store everything in panels too, [panel][block].
 
-Two-term quantization stores a token as two rows: its int8 values and those of the remainder. The two products are
-added, and the error is a 254th of that of one term.
+Two-term quantization stores a token as two rows: its int8 values and the remainder's. The two products are added, and
+the error is a 254th of one term's.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def quantize_pair(
 def store_in_panel(
     b: Any, panel: Any, at: Any, token: Any, q: Any, scale: Any, scaled: Any, scaled16: Any, block: Any
 ) -> None:
-    """Store a quantized block as that of one token of a panel."""
+    """Store a quantized block as one token's block of a panel."""
     assert TILES is not None
 
     def get(array: Any, times: int, kind: ir.Type) -> Any:

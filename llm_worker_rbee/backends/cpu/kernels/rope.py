@@ -26,7 +26,7 @@ TOKENS_PER_PIECE = 4
 CACHED = None  # set for each variant: address -> array of the KV type
 
 
-# COS is the entry of cos; that of sin follows.
+# COS is the entry of cos; the entry of sin follows.
 AnglesArg = IntEnum("AnglesArg", "COS INV_FREQ PAIRS SCALE", start=0)
 # TEMPERATURE_BETA is 0 where queries have no factor by position.
 StoreArg = IntEnum(

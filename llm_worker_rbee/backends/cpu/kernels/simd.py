@@ -25,7 +25,7 @@ LANES = 16
 MAGIC, MAGIC_BITS = 1.5 * 2.0**23, 0x4B400000
 
 
-class Vector(types.Type):
+class Vector(types.Type):  # type: ignore[misc]
     """A vector in registers."""
 
     def __init__(self, name: str, element: ir.Type, lanes: int) -> None:
@@ -33,7 +33,7 @@ class Vector(types.Type):
         super().__init__(name)
 
 
-class Tile(types.Type):
+class Tile(types.Type):  # type: ignore[misc]
     """One vector per token."""
 
     def __init__(self, vector: Vector, tokens: int) -> None:
@@ -43,7 +43,7 @@ class Tile(types.Type):
 
 @register_model(Vector)
 @register_model(Tile)
-class _Model(models.PrimitiveModel):
+class _Model(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager: Any, kind: Any) -> None:
         super().__init__(manager, kind, kind.ir)
 
@@ -526,7 +526,7 @@ def _finished(acc: Any, magic: Any, sums: Any, index: Any, stride: Any, offset: 
 
 @emits(_finished, prefer_literal=True)
 def finish_dot(b: Any, acc: Any, magic: bool, sums: Any, index: Any, stride: Any, offset: int) -> Any:
-    """Return what `init_dot` with the same arguments began: as it is, or with `magic` as floats, by a subtraction."""
+    """Return the sums that `init_dot` began: as they are, or with `magic` as floats, by a subtraction."""
     if not magic:
         return acc
 

@@ -334,7 +334,7 @@ def accumulate_values(v, weights, alphas, acc, GROUP: tl.constexpr):
 
 @triton.jit
 def query_factor(scale, q_scale, position, CAP: tl.constexpr):
-    """Return what a query is multiplied by: the scale of scores, in base 2 unless capped, and its own by position."""
+    """Return the factor of a query: the scale of scores, in base 2 unless capped, and its own by position."""
     factor = scale * (1.0 if CAP > 0 else LOG2E)
     if q_scale is not None:
         factor *= tl.load(q_scale + position)

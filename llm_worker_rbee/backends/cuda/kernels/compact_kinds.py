@@ -156,7 +156,7 @@ def apply_signs(word, signs, q: tl.constexpr):
 
 @triton.jit
 def nibble_values(word, TABLE: tl.constexpr):
-    """Look up eight nibbles in a table of int8: the bytes of the low nibbles, those of the high ones."""
+    """Look up eight nibbles in a table of int8: the bytes of the low nibbles, then of the high ones."""
     return lookup_nibbles(
         word,
         nibble_table(NIBBLE_TABLES, TABLE, 0),

@@ -220,7 +220,7 @@ def gemm_dense(
 
 @triton.constexpr_function
 def code_offset(kind):
-    """Return what a kind without minima subtracts from its unsigned codes."""
+    """Return the offset of the unsigned codes of a kind without minima."""
     return {"q4": 8, "q5": 16, "q6": 32}.get(kind, 0)
 
 

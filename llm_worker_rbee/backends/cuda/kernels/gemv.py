@@ -151,7 +151,7 @@ def block_dots(lows, highs, x_words, SHAPE: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def compact_products(block, activations, table, SHAPE: tl.constexpr, KIND: tl.constexpr):
-    """Return what each block of a compact kind adds to its row: (warps, 128) float32."""
+    """Return the addend of each block of a compact kind to its row: (warps, 128) float32."""
     x_words, x_scales, x_first, x_last = activations
     codes = code_words(block, table, KIND)
     first = tl.zeros(SHAPE, tl.int32)
@@ -175,7 +175,7 @@ def compact_products(block, activations, table, SHAPE: tl.constexpr, KIND: tl.co
 
 @triton.jit
 def block_products(weights, activations, table, SHAPE: tl.constexpr, KIND: tl.constexpr):
-    """Return what each block of `load_packed` adds to its row: (warps, 128) float32."""
+    """Return the addend of each block of `load_packed` to its row: (warps, 128) float32."""
     if is_compact(COMPACT, KIND):
         value = compact_products(weights, activations, table, SHAPE, KIND)
     elif KIND == "e4m3":

@@ -58,7 +58,7 @@ prmt.b32 $0, p, r, 0x6420; prmt.b32 $1, p, r, 0x7531; }""")
 
 @triton.jit
 def lookup_nibbles(word, a: tl.constexpr, b: tl.constexpr, c: tl.constexpr, d: tl.constexpr):
-    """Look up eight nibbles in the sixteen bytes a, b, c, d: the bytes of the low nibbles, those of the high ones.
+    """Look up eight nibbles in the sixteen bytes a, b, c, d: the bytes of the low nibbles, then of the high ones.
 
     By byte permutes: of the lower and of the upper eight bytes, then by the nibble's top bit."""
     if INTERPRETED:

@@ -408,7 +408,7 @@ def argmax_rows(logits, stride, mask_index, masks, mask_words, out, vocabulary, 
 
 @triton.jit
 def next_largest(x, masks, mask, value, token, vocabulary, BLOCK: tl.constexpr):
-    """Return what follows (value, token) in the order largest first, lowest id first among equals."""
+    """Return the successor of (value, token) in the order largest first, lowest id first among equals."""
     best = tl.full((BLOCK,), -INF, tl.float32)
     at = tl.full((BLOCK,), NO_TOKEN, tl.int32)
     for start in range(0, vocabulary, BLOCK):

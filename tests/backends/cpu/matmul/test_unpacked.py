@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llm_worker_bench.synthetic import random_tensor
 from llm_worker_rbee.backends.cpu.kernels.matmul.linear import RUN_BLOCKS, TOKENS_PER_PIECE
 from llm_worker_rbee.backends.cpu.linear import dequantize_rows, pack_weight
 from llm_worker_rbee.backends.cpu.packed_weight import LAYOUT_BY_TYPE
 from llm_worker_rbee.weights.quants import ALL_TYPES
+from tests.helpers.synthetic import random_tensor
 
 ROWS = 40  # two groups of 16 and one that is short
 TYPES = {layout: name for name, layout in LAYOUT_BY_TYPE.items() if not layout.float_type}

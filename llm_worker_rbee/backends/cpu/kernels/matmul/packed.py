@@ -178,7 +178,7 @@ def copy_partial_group(some, out, place, stride, count, tokens):
 
 @kernel
 def add_two_terms(some, tokens, out, place, stride, count):
-    """Add the two rows of each token: 16 results of all first rows lie in `some`, then those of all second ones."""
+    """Add the two rows of each token: 16 results of all first rows lie in `some`, then of all second ones."""
     for t in range(tokens):
         one, two, to = 16 * t, 16 * (tokens + t), place + t * stride
         if count >= 16:

@@ -1,8 +1,8 @@
 """Products of unpacked weights with `smmla`, the matrix product of bytes of 64-bit Arm with i8mm: 8 rows x 4 tokens.
 
-An instruction multiplies 8 columns of two tokens with those of two rows: its lanes are (token 0, row 0), (token 0, row
-1), (token 1, row 0), (token 1, row 1), twice the products of `sdot`. What belongs to a pair of tokens lies in the panel
-with each number twice, as the lanes want it. A block of a panel of four tokens has 288 bytes:
+An instruction multiplies 8 columns of two tokens with 8 columns of two rows: its lanes are (token 0, row 0), (token 0,
+row 1), (token 1, row 0), (token 1, row 1), twice the products of `sdot`. What belongs to a pair of tokens lies in the
+panel with each number twice, as the lanes want it. A block of a panel of four tokens has 288 bytes:
 
       0  int8     for each 8 columns: their values of each token
     128  float32  -MAGIC * scale of each token
@@ -48,7 +48,7 @@ def _store_token(b: Any, panel: Any, at: Any, token: Any, values: Any, scale: An
 
 
 def _weight_order(b: Any, quads: list[Any]) -> list[Any]:
-    """Emit the bytes of 8 columns of row 0, of row 1, ... row 15, then those of the next 8 columns."""
+    """Emit the bytes of 8 columns of row 0, of row 1, ... row 15, then of the next 8 columns."""
     ordered = []
     for left, right in zip(quads[::2], quads[1::2], strict=True):
         x, y = b.bitcast(left, f.I32X16), b.bitcast(right, f.I32X16)
