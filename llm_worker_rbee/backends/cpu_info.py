@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 from .. import machine
 from ..errors import InvalidRequestError
+from . import kernel_library
 
 ISA_VARIABLE = "LLM_WORKER_CPU_ISA"
 THREADS_VARIABLE = "LLM_WORKER_THREADS"
-NUMBA_THREADS_VARIABLE = "NUMBA_NUM_THREADS"
 # LLVM's names of features, where /proc/cpuinfo has others
 LLVM_NAMES = {
     "avx512_vnni": "avx512vnni",
@@ -95,7 +95,14 @@ INSTRUCTION_SETS: dict[str, InstructionSet] = {
 def available_isas() -> list[str]:
     """Return the instruction sets that this machine can run and LLVM can compile for, best first."""
     have = llvm_features()
-    return [name for name, isa in INSTRUCTION_SETS.items() if isa.features <= have]
+    return prebuilt_isas(have) or [name for name, isa in INSTRUCTION_SETS.items() if isa.features <= have]
+
+
+def prebuilt_isas(have: frozenset[str]) -> list[str]:
+    """Return the instruction sets with compiled kernels in the package that a machine can run, best first."""
+    needed = {"f16c"} if machine.is_x86() else set()  # which every processor with AVX2 has
+    names = kernel_library.prebuilt_isas()
+    return [name for name, isa in INSTRUCTION_SETS.items() if name in names and (isa.features | needed) <= have]
 
 
 def current_isa() -> str:
@@ -127,6 +134,8 @@ def llvm_features() -> frozenset[str]:
     have = machine.cpu_features()
     if "amx_int8" in have and not machine.request_amx():  # its instructions would end the process
         have = [name for name in have if not name.startswith("amx_")]
+    if prebuilt_isas(frozenset(have)):  # nothing is compiled
+        return frozenset(have)
     config: Any
     try:
         config, codegen, registry = (
@@ -190,9 +199,6 @@ def _request_limits() -> list[ThreadLimit]:
     quota = machine.cpu_quota()
     if quota is not None:
         limits.append(ThreadLimit(max(1, math.ceil(quota)), _quota_text(quota)))
-    pool = os.environ.get(NUMBA_THREADS_VARIABLE, "")
-    if pool.isdigit() and int(pool):
-        limits.append(ThreadLimit(int(pool), f"{NUMBA_THREADS_VARIABLE}={pool}"))
     return limits
 
 

@@ -35,10 +35,6 @@ OPTIONAL = {
 COLOURS = {"ok": "green", "warn": "yellow", "missing": "red"}
 MIN_MEMORY = 1 << 30
 MIN_DISK = 500_000_000
-OPENMP_REMEDY = (
-    "install OpenMP: apt-get install libgomp1 (Debian, Ubuntu), dnf install libgomp (Fedora), "
-    "brew install libomp (macOS)"
-)
 
 
 @dataclass(frozen=True)
@@ -103,7 +99,6 @@ def run_checks() -> Iterator[Check]:
         yield _check_package(name)
     yield _check_cpu_kernels()
     yield _check_threads()
-    yield _check_threading_layer()
     yield _check_kernel_cache()
     for name, remedy in OPTIONAL.items():
         yield _check_optional(name, remedy)
@@ -206,19 +201,11 @@ def _check_threads() -> Check:
         return Check("threads", "warn", str(error), f"unset {cpu_info.THREADS_VARIABLE}, or give it a number that fits")
 
 
-def _check_threading_layer() -> Check:
-    try:
-        layer = importlib.import_module("llm_worker_rbee.backends.cpu.program").threading_layer()
-    except Exception as error:  # a broken installation may fail in any way
-        return Check("threading layer", "warn", one_line(f"none: {error}"), OPENMP_REMEDY)
-    if layer == "workqueue":
-        text = "workqueue: slow to start threads, and one caller at a time"
-        return Check("threading layer", "warn", text, OPENMP_REMEDY)
-    return Check("threading layer", "ok", {"omp": "omp (OpenMP)", "tbb": "tbb (oneTBB)"}.get(layer, layer))
-
-
 def _check_kernel_cache() -> Check:
     """Check the folder of compiled kernels without creating it."""
+    prebuilt = cpu_info.prebuilt_isas(cpu_info.llvm_features())
+    if prebuilt:
+        return Check("kernel cache", "ok", f"not needed: the package has compiled kernels for {', '.join(prebuilt)}")
     try:
         kernel_cache = importlib.import_module("llm_worker_rbee.backends.cpu.kernel_cache")
         above, name = kernel_folder.cache_root(), kernel_cache.fingerprint()

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from ..backends import cpu_info, kernel_folder, select_backend
+from ..backends import cpu_info, kernel_folder, kernel_library, select_backend
 from ..backends.ops import CAPTURING, COMPILING, Backend
 from ..config import KV_DEFAULT
 from ..errors import InvalidRequestError, counted
@@ -150,6 +150,8 @@ def _require_kept(folder: Path | None) -> Path:
 
 def _select_kernels(model: str | None, all_: bool, progress: TransferProgress) -> tuple[Sequence[Any], Path]:
     """Return the kernels to compile, and the folder of the JIT cache."""
+    if cpu_info.prebuilt_isas(cpu_info.llvm_features()):
+        return [], kernel_library.FOLDER
     folder = importlib.import_module("llm_worker_rbee.backends.cpu.kernel_cache").cache_dir()
     is_temporary = folder is None or folder.parent != kernel_folder.cache_root()
     folder = _require_kept(None if is_temporary else folder)

@@ -168,8 +168,7 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(machine, "usable_physical_cores", lambda: 8)
     monkeypatch.setattr(machine, "usable_performance_cores", lambda: None)
     monkeypatch.setattr(machine, "cpu_quota", lambda: None)
-    for name in (cpu_info.THREADS_VARIABLE, cpu_info.NUMBA_THREADS_VARIABLE):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv(cpu_info.THREADS_VARIABLE, raising=False)
     return monkeypatch
 
 
@@ -223,10 +222,7 @@ def test_thread_count_honours_option_and_variable_within_limits(eight_cores: pyt
     eight_cores.setattr(machine, "cpu_quota", lambda: 2.5)
     with pytest.raises(InvalidRequestError, match=r"it must be 1 to 3 \(a quota of 2.5 cores\)"):
         cpu_info.choose_thread_count(4)
-    eight_cores.setenv(cpu_info.NUMBA_THREADS_VARIABLE, "1")
     assert cpu_info.explain_thread_count(1).reason == "threads is 1"
-    with pytest.raises(InvalidRequestError, match=r"^threads is 2: it must be 1 \(.*NUMBA_NUM_THREADS=1"):
-        cpu_info.choose_thread_count(2)
 
 
 def test_usable_physical_cores_follow_the_affinity(monkeypatch: pytest.MonkeyPatch) -> None:

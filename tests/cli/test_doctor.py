@@ -26,20 +26,17 @@ def test_doctor_json_lists_all_checks(spawn: Run, tmp_path: Path) -> None:
     assert str(tmp_path) in checks["cache"]["found"]
     assert checks["CPU kernels"]["found"].startswith(f"{cpu_info.current_isa()} (of ")
     assert checks["threads"]["found"].startswith("{} ({})".format(*cpu_info.explain_thread_count()))
-    assert checks["threading layer"]["found"].split()[0] in ("omp", "tbb", "workqueue:")
     assert "kernels compiled" in checks["kernel cache"]["found"]
     assert checks["default model"]["status"] == "missing"
     assert "llm-worker-rbee pull" in checks["default model"]["remedy"]
     assert not (tmp_path / "llm-worker-rbee").exists()  # looking changes nothing
 
 
-def test_missing_openmp_names_remedy(spawn: Run) -> None:
-    done = spawn("doctor", "--json", env={"NUMBA_THREADING_LAYER": "workqueue", "LLM_WORKER_THREADS": "x"})
+def test_bad_number_of_threads_is_a_warning(spawn: Run) -> None:
+    done = spawn("doctor", "--json", env={"LLM_WORKER_THREADS": "x"})
     assert done.returncode == 0
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
-    assert checks["threading layer"]["status"] == checks["threads"]["status"] == "warn"
-    for command in ("apt-get install libgomp1", "dnf install libgomp", "brew install libomp"):
-        assert command in checks["threading layer"]["remedy"]
+    assert checks["threads"]["status"] == "warn"
     assert "LLM_WORKER_THREADS is 'x'" in checks["threads"]["found"]
 
 

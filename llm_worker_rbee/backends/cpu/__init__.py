@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ...config import ModelConfig
 from ...weights import Checkpoint, Tensor
-from .. import reference
+from .. import cpu_info, reference
 from ..graph import Graph, Node
 from ..ops import (
     AttentionParams,
@@ -40,7 +40,7 @@ from .kernels.pointers import aligned
 from .kernels.program import Step
 from .kernels.rope import angles_task, rope_store_task, temperature_of
 from .linear import PackedWeight, dequantize_rows, pack_weight
-from .program import Program, choose_threads, prepare_step, run_step
+from .program import Program, prepare_step, run_step
 
 Floats = NDArray[np.float32]
 
@@ -76,7 +76,7 @@ class CpuBackend(Backend):
     threads: int
 
     def __init__(self, threads: int | None = None) -> None:
-        self.threads = choose_threads(threads)
+        self.threads = cpu_info.choose_thread_count(threads)
 
     def load_kernels(
         self, checkpoint: Checkpoint, config: ModelConfig, kv_type: str, progress: Progress | None = None
@@ -243,4 +243,4 @@ class CpuBackend(Backend):
     def logprobs(
         self, raw_logits: Floats, chosen: Ints, k: int, masks: Sequence[TokenMask | None] | None = None
     ) -> Logprobs:
-        return sampling.logprobs(raw_logits, chosen, k, masks)
+        return sampling.logprobs(raw_logits, chosen, k, self.threads, masks)

@@ -5,6 +5,7 @@ Every thread walks through all layers inside one parallel region; lowering.py ma
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ from .kernels.pointers import aligned
 from .kernels.program import Step, Table, Task
 from .kernels.quantize_activations import pad_to_panels
 from .lowering import HostCall, Lowering, fuse
-from .program import Program, new_step, require_not_forked, run_step
+from .program import Program, new_step, run_step
 
 Floats = NDArray[np.float32]
 Part = tuple[tuple[TaskLabel, ...], Program | HostCall]
@@ -51,8 +52,7 @@ def useful_threads(work_bytes: int, num_tasks: int) -> int:
     """Return the fastest number of threads for a step of so many bytes: a power of two, at least MIN_USEFUL_THREADS.
 
     A task of n bytes on p threads takes as long as n / p + p * BYTES_PER_EXTRA_THREAD bytes on one: least at the square
-    root of the quotient. Powers of two, so that adjacent steps use the same number: OpenMP ends the threads that a
-    parallel region leaves out, and creates them again (29 us each).
+    root of the quotient.
     """
     best = isqrt(work_bytes // (max(1, num_tasks) * BYTES_PER_EXTRA_THREAD))
     return max(MIN_USEFUL_THREADS, 1 << round(log2(max(1, best))))
@@ -66,6 +66,18 @@ def _weight_bytes(graph: Graph) -> int:
             packed = sum(part.packed.nbytes for part in node[WEIGHT_NAMES[node.op]].parts)
             size += packed * node["experts"].shape[1] // node["w"].count if node.op == "grouped_linear" else packed
     return size
+
+
+_instances: weakref.WeakSet[CpuForward] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """In the child, replace locks: a thread of the parent may have held one."""
+    for forward in list(_instances):
+        forward._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def run_alone(op: str, args: dict[str, Any], threads: int) -> Any:
@@ -124,6 +136,7 @@ class CpuForward:
         self._partials_at = (("", -1), 0)  # what they are for, KV type and positions, and their address
         self._kv: tuple[weakref.ref[Any], Table, int] | None = None  # the first layer's keys stand for the whole cache
         self._lock = threading.Lock()
+        _instances.add(self)
 
     def __call__(self, batch: Batch, kv: Sequence[LayerCache]) -> Array:
         """Run one step: write the cache, return the logits at `batch.logits_index`: (N, vocabulary)."""
@@ -170,7 +183,6 @@ class CpuForward:
         self._check_ids(batch)
         rows = n_logits if self.graph.output.shape[0] == LOGITS else len(b.context_len)
         logits = np.empty((rows, self._num_logits), np.float32)
-        require_not_forked()  # before the lock, which a forked child might find locked for ever
         with self._lock:
             step = self._step_for(kv_type, pad_to_panels(max(tokens, n_logits)))
             step[: Step.PARTIALS + 1] = [

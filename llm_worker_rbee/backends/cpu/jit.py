@@ -1,194 +1,38 @@
-"""How kernels are compiled: once, and cached on disk (kernel_cache.py).
+"""How a kernel is declared: a template, compiled ahead of time (kernel_library.py) or when it is needed (compiler.py).
 
-A kernel is a template: the names in capitals that it uses are set for each variant (`variant`). Importing this module
-also gives the compiler what LLVM wants and Numba lacks: float16 without F16C.
+The names in capitals that a template uses are set for each variant (`variant`). Modules of kernels take the names of
+Numba and LLVM from here: without the compiler they are `ABSENT`.
 """
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 from collections.abc import Callable
 from functools import cached_property
 from types import FunctionType
 from typing import Any
 
-import numba as nb
-from llvmlite import binding
-from numba import _dynfunc  # type: ignore[attr-defined]
-from numba.core import codegen, compiler, compiler_machinery, typed_passes, untyped_passes
-from numba.core.ccallback import CFunc
-from numba.core.registry import cpu_target
+from .. import cpu_info, kernel_library
 
-from ... import machine
-from .. import cpu_info
-from .kernel_cache import KernelCache
-
-cpu_info.llvm_features()  # tells LLVM what the machine has before Numba makes its compiler
-TASK_SIGNATURE = nb.void(nb.int64, nb.int64, nb.int64)  # (arguments, step, piece)
-_OPTIONS: Any = {"nogil": True, "error_model": "numpy"}
-_PART_OPTIONS: Any = {**_OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-_INLINE_OPTIONS: Any = {**_PART_OPTIONS, "forceinline": True}
-
-# float16 conversions for x86 processors without F16C: LLVM calls two library functions there that Numba does not have.
-# Slow (one call per number), exact to the bit.
-# Extend: the bits of a float16, shifted into a float32, are 2**112 too small, subnormal or not; infinity and NaN apart.
-# Truncate: drop bits with a carry that rounds to even; below 2**-14 adding 0.5 leaves the rounded fraction.
-F16_CONVERSIONS_IR = """
-define float @__extendhfsf2(half %x) {
-  %short = bitcast half %x to i16
-  %bits = zext i16 %short to i32
-  %size = and i32 %bits, 32767
-  %upper = xor i32 %bits, %size
-  %sign = shl i32 %upper, 16
-  %placed = shl i32 %size, 13
-  %small = bitcast i32 %placed to float
-  %value = fmul float %small, 0x46F0000000000000
-  %finite = bitcast float %value to i32
-  %special = or i32 %placed, 2139095040
-  %is_special = icmp uge i32 %size, 31744
-  %chosen = select i1 %is_special, i32 %special, i32 %finite
-  %signed = or i32 %chosen, %sign
-  %result = bitcast i32 %signed to float
-  ret float %result
-}
-
-define half @__truncsfhf2(float %x) {
-  %bits = bitcast float %x to i32
-  %size = and i32 %bits, 2147483647
-  %upper = xor i32 %bits, %size
-  %sign = lshr i32 %upper, 16
-  %last = lshr i32 %size, 13
-  %odd = and i32 %last, 1
-  %moved = add i32 %size, -939520001
-  %carried = add i32 %moved, %odd
-  %normal = lshr i32 %carried, 13
-  %positive = bitcast i32 %size to float
-  %shifted = fadd float %positive, 0.5
-  %fraction = bitcast float %shifted to i32
-  %subnormal = sub i32 %fraction, 1056964608
-  %is_subnormal = icmp ult i32 %size, 947912704
-  %finite = select i1 %is_subnormal, i32 %subnormal, i32 %normal
-  %is_nan = icmp ugt i32 %size, 2139095040
-  %special = select i1 %is_nan, i32 32256, i32 31744
-  %is_special = icmp uge i32 %size, 1199570944
-  %chosen = select i1 %is_special, i32 %special, i32 %finite
-  %signed = or i32 %chosen, %sign
-  %short = trunc i32 %signed to i16
-  %result = bitcast i16 %short to half
-  ret half %result
-}
-"""
-
-
-def install_f16_conversions() -> None:
-    """Add the conversions to Numba's execution engine, where every kernel finds them, if this processor needs them."""
-    if machine.is_x86() and "f16c" not in cpu_info.llvm_features():
-        compiler_of_cpu: Any = cpu_target.target_context.codegen()
-        module = binding.parse_assembly(F16_CONVERSIONS_IR)
-        empty = compiler_of_cpu._llvm_module
-        module.triple, module.data_layout = empty.triple, empty.data_layout
-        compiler_of_cpu._engine.add_module(module)
-        compiler_of_cpu._engine.finalize_object()
-
-
-install_f16_conversions()
-
-
-class PartLibrary(codegen.JITCodeLibrary):
-    """LLVM code of a function that only kernels call: optimized, but machine code only as a part of each of them.
-
-    Numba's own library makes machine code of every function with all that it calls, n times of what is n calls deep.
-    """
-
-    optimized = True  # before it is a part of a kernel and optimized again: inner loops of products need both
-
-    def _optimize_final_module(self) -> None:
-        if self.optimized:
-            super()._optimize_final_module()  # type: ignore[no-untyped-call]
-
-    def _finalize_final_module(self) -> None:
-        self._finalize_dynamic_globals()  # type: ignore[no-untyped-call]
-        self._finalized = True
-
-    def get_pointer_to_function(self, name: str) -> int:
-        return 0  # there is no machine code
-
-
-@compiler_machinery.register_pass(mutates_CFG=True, analysis_only=False)
-class _PartLowering(typed_passes.NativeLowering):
-    """Lower a part to LLVM code and register it for its callers, without a function for Python."""
-
-    _name = "part_lowering"
-    optimized = True
-
-    def run_pass(self, state: Any) -> bool:
-        name = state.func_id.func_qualname
-        state.flags.no_compile = True
-        state.library = PartLibrary(state.targetctx.codegen(), name)  # type: ignore[no-untyped-call]
-        state.library.optimized = self.optimized
-        super().run_pass(state)  # type: ignore[no-untyped-call]
-        lowered = state["cr"]
-        entry = _dynfunc.make_function(lowered.fndesc.lookup_module(), name, "", 0, lowered.env, (state.library,))
-        state.targetctx.insert_user_function(entry, lowered.fndesc, [state.library])
-        state["cr"] = lowered._replace(cfunc=entry)
-        return True
-
-
-@compiler_machinery.register_pass(mutates_CFG=True, analysis_only=False)
-class _SimplePartLowering(_PartLowering):
-    _name = "simple_part_lowering"
-    optimized = False
-
-
-# Passes of Numba that change nothing in kernels: these have no closures, context managers, loops over tuples of several
-# types, arguments of exceptions or expressions of whole arrays to fuse, and their type annotations are not printed.
-_UNNEEDED_PASSES = (
-    untyped_passes.InlineClosureLikes,
-    untyped_passes.MakeFunctionToJitFunction,
-    untyped_passes.WithLifting,
-    untyped_passes.FindLiterallyCalls,
-    untyped_passes.LiteralUnroll,
-    untyped_passes.RewriteDynamicRaises,
-    typed_passes.NopythonRewrites,
-    typed_passes.AnnotateTypes,
-    typed_passes.DumpParforDiagnostics,
-)
-
-
-class _PartCompiler(compiler.Compiler):
-    lowering: Any = _PartLowering
-
-    def define_pipelines(self) -> Any:
-        manager: Any = compiler.DefaultPassBuilder.define_nopython_pipeline(self.state)
-        manager.passes = [
-            (self.lowering if item is typed_passes.NativeLowering else item, why)
-            for item, why in manager.passes
-            if item not in _UNNEEDED_PASSES
-        ]
-        manager.finalize()
-        return [manager]
-
-
-class _SimplePartCompiler(_PartCompiler):
-    lowering = _SimplePartLowering
-
-
-class _KernelCompiler(_PartCompiler):
-    lowering = typed_passes.NativeLowering
+library = kernel_library.open_library(cpu_info.current_isa())
+compiler: Any = kernel_library.ABSENT if library else importlib.import_module(f"{__package__}.compiler")
+nb, types, ir, cgutils, binding = compiler.nb, compiler.types, compiler.ir, compiler.cgutils, compiler.binding
+intrinsic, models, register_model = compiler.intrinsic, compiler.models, compiler.register_model
+INT, FLOAT32, VOID = ctypes.c_int64, ctypes.c_float, None  # types in the signatures of kernels
+NUMBA_TYPES: dict[Any, Any] = {INT: nb.int64, FLOAT32: nb.float32, VOID: nb.void}
 
 
 class KernelFunction:
     """A function that kernels call as a part of theirs, and Python as a kernel, compiled for the types it meets."""
 
-    def __init__(self, function: Callable[..., Any], part_compiler: type[_PartCompiler] = _PartCompiler) -> None:
-        self.py_func, self._part_compiler = function, part_compiler
+    def __init__(self, function: Callable[..., Any], *, optimized: bool = True) -> None:
+        self.py_func, self._optimized = function, optimized
 
     @cached_property
     def part(self) -> Any:
-        """The function for kernels; constant arguments are ordinary ones, or each would be compiled for itself."""
-        jitted: Any = nb.njit(pipeline_class=self._part_compiler, **_PART_OPTIONS)(self.py_func)
-        template_for = jitted.get_call_template
-        jitted.get_call_template = lambda args, kws: template_for(tuple(map(nb.types.unliteral, args)), kws)
-        return jitted
+        """What kernels call."""
+        return compiler.compile_part(self.py_func, optimized=self._optimized)
 
     @property
     def _numba_type_(self) -> Any:
@@ -196,18 +40,16 @@ class KernelFunction:
 
     @cached_property
     def dispatcher(self) -> Any:
-        """The function for Python."""
-        jitted: Any = nb.njit(pipeline_class=_KernelCompiler, **_OPTIONS)(self.py_func)
-        jitted._cache = KernelCache(self.py_func)
-        return jitted
+        """What Python calls."""
+        return compiler.compile_for_python(self.py_func)
 
     def __call__(self, *args: Any) -> Any:
         return self.dispatcher(*args)
 
 
 def inline(function: Callable[..., Any]) -> Any:
-    """Return a part of kernels: constant arguments stay constant inside, and loops are unrolled."""
-    return nb.njit(pipeline_class=_PartCompiler, **_INLINE_OPTIONS)(function)
+    """Return a part of kernels: what is constant at the call is constant inside, and loops are unrolled."""
+    return compiler.compile_inline(function)
 
 
 def kernel(function: Callable[..., Any]) -> KernelFunction:
@@ -217,72 +59,66 @@ def kernel(function: Callable[..., Any]) -> KernelFunction:
 
 def simple_kernel(function: Callable[..., Any]) -> KernelFunction:
     """Return the same, optimized only as a part of each kernel: faster to compile, for code without hot loops."""
-    return KernelFunction(function, _SimplePartCompiler)
-
-
-def parallel(function: Callable[..., Any]) -> Any:
-    """Return a kernel whose loops over `prange` run on several threads."""
-    dispatcher: Any = nb.njit(parallel=True, **_OPTIONS)(function)
-    dispatcher._cache = KernelCache(function)
-    return dispatcher
+    return KernelFunction(function, optimized=False)
 
 
 def variant(template: Any, name: str, **values: Any) -> FunctionType:
-    """Return the function with its capitals set; `name` distinguishes its machine code from other variants."""
+    """Return the function with its capitals set; `name` tells its machine code from that of other variants."""
     copy = FunctionType(template.__code__, {**template.__globals__, **values}, template.__name__)
     copy.__qualname__ = f"{template.__name__}[{name}]"
     copy.__module__ = template.__module__
     return copy
 
 
-class TaskKernel:
-    """A kernel that a program calls by its address (program.py), with TASK_SIGNATURE."""
+class NativeKernel:
+    """A kernel with a C signature: kernels call it by its address, and Python with integers and floats.
 
-    def __init__(self, template: Any, name: str = "", **values: Any) -> None:
+    Python calls it without the interpreter's lock.
+    """
+
+    def __init__(self, template: Any, result: Any, *types: Any, name: str = "", **values: Any) -> None:
         self.name = f"{template.__module__.rsplit('.', 1)[-1]}.{template.__name__}" + (f"[{name}]" if name else "")
-        self._function = variant(template, name, **values)
-        self._compiled: Any = None
+        self.function, self._types = variant(template, name, **values), (result, types)
+        self._native: Any = None
+        self._address = 0
+
+    @property
+    def signature(self) -> Any:
+        """The types as the compiler has them."""
+        result, types = self._types
+        return NUMBA_TYPES[result](*(NUMBA_TYPES[kind] for kind in types))
 
     @property
     def is_cached(self) -> bool:
-        """Whether it need not be compiled: its machine code is on disk or in memory."""
-        if self._compiled is not None:
-            return True
-        file = KernelCache(self._function).entry(TASK_SIGNATURE, cpu_target.target_context.codegen())
-        return file is not None and file.exists()
+        """Whether it need not be compiled: its machine code is in a library, on disk or in memory."""
+        return library is not None or bool(self._address) or compiler.is_cached(self.function, self.signature)
 
     def load(self) -> None:
-        """Load the machine code from disk, or compile and cache it."""
-        if self._compiled is None:
-            signature = TASK_SIGNATURE.args, TASK_SIGNATURE.return_type
-            options = {"error_model": "numpy"}
-            compiled: Any = CFunc(self._function, signature, {}, options, pipeline_class=_KernelCompiler)
-            compiled._cache = KernelCache(self._function)
-            compiled.compile()
-            self._compiled = compiled
+        """Load the machine code, or compile and cache it."""
+        if self._address:
+            return
+        if library is None:
+            self._native = compiler.compile_native(self.function, self.signature)
+            self._address = int(self._native.address)
+        else:
+            self._address = kernel_library.find_address(library, self.name)
 
     @property
     def address(self) -> int:
         self.load()
-        return int(self._compiled.address)
+        return self._address
+
+    @cached_property
+    def _call(self) -> Any:
+        result, types = self._types
+        return ctypes.CFUNCTYPE(result, *types)(self.address)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
 
 
-class PythonKernel:
-    """A kernel that Python calls with arguments of these types; the counterpart of `TaskKernel`."""
+class TaskKernel(NativeKernel):
+    """A kernel that a program calls (program.py)."""
 
-    def __init__(self, called: Any, *types: Any) -> None:
-        function = called.py_func
-        self.name = f"{function.__module__.rsplit('.', 1)[-1]}.{function.__qualname__}{types}"
-        self._called, self._types = called, types
-
-    @property
-    def is_cached(self) -> bool:
-        file = self._dispatcher._cache.entry(self._types, cpu_target.target_context.codegen())
-        return self._types in self._dispatcher.overloads or (file is not None and file.exists())
-
-    @property
-    def _dispatcher(self) -> Any:
-        return self._called.dispatcher if isinstance(self._called, KernelFunction) else self._called
-
-    def load(self) -> None:
-        self._dispatcher.compile(self._types)
+    def __init__(self, template: Any, name: str = "", **values: Any) -> None:
+        super().__init__(template, VOID, INT, INT, INT, name=name, **values)  # arguments, step, piece

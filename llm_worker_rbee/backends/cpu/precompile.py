@@ -18,8 +18,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numba as nb
-
 from ... import machine
 from ...config import KV_DEFAULT, ModelConfig
 from ...pipe_process import PipeProcess, package_command
@@ -28,12 +26,10 @@ from .. import cpu_info
 from ..kernel_folder import CACHE_VARIABLE
 from ..ops import COMPILING, KV_TYPES, Progress
 from . import repack
-from .jit import PythonKernel, TaskKernel
-from .kernel_cache import cache_dir
+from .jit import NativeKernel, compiler
+from .kernels import program
 from .kernels.attention import attention_kernels, split_work_kernel
 from .kernels.matmul.linear import linear_kernel
-from .kernels.program import run_parallel, worker_loop
-from .kernels.repack import interleave_floats, interleave_fp8
 from .kernels.rope import rope_store_kernel
 from .packed_weight import LAYOUT_BY_TYPE
 
@@ -48,17 +44,16 @@ MAX_HELPERS = 7
 SECONDS_PER_KERNEL = {"sampling": 2, "attention": 3, "linear": 3, "repack": 3, "gated_delta": 3}
 HELPER_START_SECONDS = 2
 HELPER = f"from {__name__} import run_helper; run_helper()"
-Kernel = TaskKernel | PythonKernel
 
 
-def all_kernels() -> list[Kernel]:
+def all_kernels() -> list[NativeKernel]:
     """Return every kernel of any known model."""
     kernels = _kernels_for(LAYOUT_BY_TYPE, HEADS_PER_KV_HEAD, KV_TYPES)
     modules = "encoder", "experts", "per_layer_inputs", "causal_conv", "gated_delta"
     return kernels + [kernel for name in modules for kernel in _kernels_of(name)]
 
 
-def model_kernels(checkpoint: Checkpoint, config: ModelConfig, kv_type: str = KV_DEFAULT) -> list[Kernel]:
+def model_kernels(checkpoint: Checkpoint, config: ModelConfig, kv_type: str = KV_DEFAULT) -> list[NativeKernel]:
     """Return the kernels that a model needs."""
     tensors = checkpoint.tensors.values()
     types = {t.kind.name for t in tensors if len(t.shape) >= 2 or t.name.endswith(MATRICES_OF_ONE_ROW)}
@@ -76,48 +71,40 @@ def model_kernels(checkpoint: Checkpoint, config: ModelConfig, kv_type: str = KV
 
 def _kernels_for(
     types: Collection[str], groups: Collection[int], kv_types: Collection[str], modules: Sequence[str] = COMMON_MODULES
-) -> list[Kernel]:
+) -> list[NativeKernel]:
     """Return the kernels for matrices of these quantization types, heads per KV head and KV types, and of modules."""
-    typeof: Any = nb.typeof
-    source, target = repack.describe_source("Q4_0"), repack.scan_target(LAYOUT_BY_TYPE["Q4_0"])
-    fp8 = [nb.int64] * 4 + [nb.float32] + [nb.int64] * 4
-    signatures: dict[Any, list[Any]] = {interleave_floats: [nb.int64] * 8, interleave_fp8: fp8}
-    usual = [typeof(source), *[nb.int64] * 5, typeof(target), nb.int64]
     kernels = _common_kernels(modules)
-    kernels += [PythonKernel(function, *signatures.get(function, usual)) for function in map(repack.kernel_for, types)]
+    kernels += map(repack.kernel_for, types)
     kernels += [linear_kernel(LAYOUT_BY_TYPE[name]) for name in types]
     for kv_type, group in product(kv_types, groups):
         kernels += split_work_kernel(group), rope_store_kernel(kv_type), *attention_kernels(group, kv_type)
     return list({kernel.name: kernel for kernel in kernels}.values())
 
 
-def _common_kernels(modules: Sequence[str]) -> list[Kernel]:
-    return [
-        PythonKernel(worker_loop, *[nb.int64] * 6),
-        PythonKernel(run_parallel, *[nb.int64] * 5),
-        *(kernel for name in modules for kernel in _kernels_of(name)),
-    ]
+def _common_kernels(modules: Sequence[str]) -> list[NativeKernel]:
+    own = [kernel for name in modules for kernel in _kernels_of(name)]
+    return [program.WORKER_LOOP, program.POOL_LOOP, program.RUN_REGION, *own]
 
 
-def _kernels_of(name: str) -> list[Kernel]:
+def _kernels_of(name: str) -> list[NativeKernel]:
     module = importlib.import_module(f"{__package__}.kernels.{name}")
     return [kernel for value in list(vars(module).values()) for kernel in _kernels_in(value)]
 
 
-def _kernels_in(value: Any) -> Iterable[Kernel]:
-    if isinstance(value, Kernel):
+def _kernels_in(value: Any) -> Iterable[NativeKernel]:
+    if isinstance(value, NativeKernel):
         return [value]
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple) else ()
-    return [item for item in inner if isinstance(item, Kernel)]
+    return [item for item in inner if isinstance(item, NativeKernel)]
 
 
-def load_kernels(kernels: Sequence[Kernel], progress: Progress | None = None) -> int:
+def load_kernels(kernels: Sequence[NativeKernel], progress: Progress | None = None) -> int:
     """Load all of these, compiling missing ones; return the number compiled."""
     missing = [kernel for kernel in kernels if not kernel.is_cached]
     report = progress or (lambda what, done, total: None)
     helpers = min(cpu_info.choose_thread_count() - 1, MAX_HELPERS, len(missing) // KERNELS_PER_HELPER)
     own, *others = _work_orders(missing, 1 + helpers)
-    with _helper_processes(others, cache_dir()), machine.without_collection():
+    with _helper_processes(others, compiler.cache_dir() if missing else None), machine.without_collection():
         for kernel in own:
             report(COMPILING, sum(item.is_cached for item in missing), len(missing))
             if not kernel.is_cached:
@@ -130,14 +117,14 @@ def load_kernels(kernels: Sequence[Kernel], progress: Progress | None = None) ->
     return len(missing)
 
 
-def _work_orders(missing: Sequence[Kernel], processes: int) -> list[list[Kernel]]:
+def _work_orders(missing: Sequence[NativeKernel], processes: int) -> list[list[NativeKernel]]:
     """Return the order in which each process goes through the kernels, so that two seldom meet at one."""
-    groups: dict[str, list[Kernel]] = {}
+    groups: dict[str, list[NativeKernel]] = {}
     for kernel in missing:
         module = kernel.name.partition(".")[0]
         groups.setdefault(kernel.name if module == "linear" else module, []).append(kernel)
     seconds = {name: len(group) * SECONDS_PER_KERNEL.get(name.partition(".")[0], 1) for name, group in groups.items()}
-    shares: list[list[Kernel]] = [[] for _ in range(processes)]
+    shares: list[list[NativeKernel]] = [[] for _ in range(processes)]
     busy = [0] + [HELPER_START_SECONDS] * (processes - 1)
     for name in sorted(groups, key=lambda name: -seconds[name]):
         first_free = busy.index(min(busy))
@@ -150,7 +137,7 @@ def _work_orders(missing: Sequence[Kernel], processes: int) -> list[list[Kernel]
 
 
 @contextmanager
-def _helper_processes(orders: Sequence[Sequence[Kernel]], folder: Path | None) -> Iterator[None]:
+def _helper_processes(orders: Sequence[Sequence[NativeKernel]], folder: Path | None) -> Iterator[None]:
     """Run helper processes for as long as the block lasts."""
     started: list[PipeProcess] = []
     try:

@@ -16,54 +16,82 @@ Profiles run a variant of the loop (TIMED) that also notes when each task ends; 
            -> pieces_per_unit * ceil(step[unit_slot] / units_per_piece) pieces
     step:  a table of integers that all tasks see (`Step`): counts first, then addresses of the batch and of buffers
 
-How many threads a backend uses is its own field; a launch masks Numba's pool to that number. Process-wide by nature are
-Numba's pool and layer, its mask per Python thread, the launch lock of `workqueue` and the state after a fork.
-
-Of Numba's layers `omp` starts a region in 2 us where `workqueue` takes 34, so it comes first; `workqueue`, which needs
-nothing, ends the process when two Python threads start kernels at once, so launches go through a lock. GNU's OpenMP
-does not survive a fork: in such a child a launch raises, where Numba would end the process.
+How many threads a backend uses is its own field. The threads are those of one pool (`ThreadPool`) for the process: a
+program that is run while another runs waits for it. A region starts in about 1 us while the threads of the pool spin,
+and the calling thread works from the first moment. A forked child makes a pool of its own.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
-import numba as nb
 import numpy as np
-from numba.np.ufunc import parallel as numba_parallel
 from numpy.typing import NDArray
 
-from ...errors import InferenceError, MissingDependencyError
-from .. import cpu_info
+from ...errors import InferenceError
+from .jit import NativeKernel
 from .kernels import program as kernels
 from .kernels.pointers import aligned
-from .kernels.program import Step, Table, Task
+from .kernels.program import Pool, Step, Table, Task
 
-LAYERS = ["omp", "tbb", "workqueue"]  # best first
 CALIBRATION_S = 0.02
-FORKED = (
-    "the kernels cannot run in a process that was forked after they had been used: "
-    "start processes with multiprocessing's 'spawn' method, or load the model in the child"
-)
 
-_numba: Any = nb
-_parallel: Any = numba_parallel
+_local = threading.local()  # of a Python thread: `counters` of its programs, and their address
 
-# Threads that spin for long between regions starve a machine that has something else to do; libgomp reads this once.
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-if "NUMBA_THREADING_LAYER_PRIORITY" not in os.environ:
-    _numba.config.THREADING_LAYER_PRIORITY = LAYERS
 
-_local = threading.local()  # of a Python thread: `threads`, Numba's mask; `counters` of its programs, and their address
-_launch_lock = threading.Lock()
-_guard: AbstractContextManager[object] | None = None  # what a launch holds; None: the layer is not known yet
-_forked = False
+class ThreadPool:
+    """Threads that take part in programs beside the calling one. They run compiled code only, and end with the process.
+
+    Their memory is never freed: they may still read it when the interpreter has ended.
+    """
+
+    def __init__(self) -> None:
+        self.num_threads = 1
+        self.lock = threading.Lock()  # held while a program runs
+        self._c = ctypes.CDLL(None)
+        self._c.pthread_create.argtypes = [ctypes.c_void_p] * 4
+        for name in ("pthread_mutex_init", "pthread_cond_init"):
+            getattr(self._c, name).argtypes = [ctypes.c_void_p] * 2
+        memory = aligned(np.zeros, Pool.SIZE, np.uint8)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+        self.address = int(memory.ctypes.data)
+        memory[Pool.NUM_THREADS] = 1
+        self._c.pthread_mutex_init(self.address + Pool.MUTEX, None)
+        self._c.pthread_cond_init(self.address + Pool.CONDITION, None)
+
+    def run(self, loop: int, program: tuple[int, int, int, int], threads: int) -> None:
+        """Run the loop of a program on `threads` threads."""
+        with self.lock:
+            if threads > self.num_threads:
+                self._grow(threads)
+            kernels.RUN_REGION(self.address, loop, *program, threads)
+
+    def _grow(self, threads: int) -> None:
+        for _ in range(self.num_threads, threads):
+            thread = ctypes.c_uint64()
+            status = self._c.pthread_create(ctypes.byref(thread), None, kernels.POOL_LOOP.address, self.address)
+            if status:
+                raise InferenceError(f"no thread could be started for the kernels: {os.strerror(status)}")
+            self._c.pthread_detach(thread)
+            self.num_threads += 1
+
+
+_pool = ThreadPool()
+
+
+def _after_fork() -> None:
+    """In the child, make a new pool: a fork copies no threads but the calling one."""
+    global _pool
+    _pool = ThreadPool()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def new_step(num_entries: int = Step.END) -> Table:
@@ -74,43 +102,10 @@ def new_step(num_entries: int = Step.END) -> Table:
 @cache
 def ticks_per_second() -> float:
     """Return the rate of that counter, measured."""
-    kernels.ticks_now()
-    ticks, start = kernels.ticks_now(), time.perf_counter()
+    kernels.TICKS_NOW()
+    ticks, start = kernels.TICKS_NOW(), time.perf_counter()
     time.sleep(CALIBRATION_S)
-    return float(kernels.ticks_now() - ticks) / (time.perf_counter() - start)
-
-
-def choose_threads(requested: int | None = None) -> int:
-    """Return how many threads a backend uses: `requested`, or the default, at most Numba's pool; raise if too many."""
-    return min(cpu_info.choose_thread_count(requested), int(_numba.config.NUMBA_NUM_THREADS))
-
-
-def threading_layer() -> str:
-    """Return the threading layer in use, loading it if needed."""
-    try:
-        _parallel._launch_threads()
-    except (ValueError, ImportError, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise MissingDependencyError(
-            f"Numba finds no threading layer ({reason}): unset NUMBA_THREADING_LAYER"
-        ) from None
-    return str(_numba.threading_layer())
-
-
-def require_not_forked() -> None:
-    """Raise in a child that was forked after kernels had been used."""
-    if _forked:
-        raise InferenceError(FORKED)
-
-
-def launch(threads: int) -> AbstractContextManager[object]:
-    """Mask Numba's pool to `threads` and return what to hold while a kernel runs: `with launch(n): kernel(...)`."""
-    require_not_forked()
-    if getattr(_local, "threads", 0) != threads:
-        threading_layer()
-        _numba.set_num_threads(threads)
-        _local.threads = threads
-    return _guard or _choose_guard()
+    return float(kernels.TICKS_NOW() - ticks) / (time.perf_counter() - start)
 
 
 def _zero_counters(threads: int) -> int:
@@ -129,25 +124,11 @@ def _counters_bytes(threads: int) -> int:
     return (2 + threads) * kernels.CACHE_LINE_BYTES
 
 
-def threads_in_use(limit: int) -> int:
-    """Return the threads of the last program of this Python thread, at most `limit`: another number costs time."""
-    return min(limit, getattr(_local, "threads", limit))
-
-
-def _choose_guard() -> AbstractContextManager[object]:
-    global _guard
-    _guard = _launch_lock if threading_layer() == "workqueue" else nullcontext()
-    return _guard
-
-
-def _after_fork() -> None:
-    """In the child, replace the lock: a thread of the parent may have held it."""
-    global _launch_lock, _guard, _forked
-    _launch_lock, _guard = threading.Lock(), None
-    _forked = _forked or (_parallel._is_initialized and _numba.threading_layer() == "omp")
-
-
-os.register_at_fork(after_in_child=_after_fork)
+def _run(loop: NativeKernel, program: tuple[int, int, int, int], threads: int) -> None:
+    if threads == 1:
+        loop(*program, 0, 1)
+    else:
+        _pool.run(loop.address, program, threads)
 
 
 class Program:
@@ -171,11 +152,7 @@ class Program:
         `address`: of the step, if it is known; to ask an array for it takes 3 to 10 us.
         """
         program = self._address, len(self.tasks), address or step.ctypes.data, _zero_counters(threads)
-        with launch(threads):
-            if threads == 1:
-                kernels.worker_loop(*program, 0, 1)
-            else:
-                kernels.run_parallel(*program, threads)
+        _run(kernels.WORKER_LOOP, program, threads)
 
     def run_timed(self, step: Table, threads: int, address: int = 0) -> NDArray[np.float64]:
         """Do the same, and return the seconds of each task: from the end of the one before it to its own.
@@ -185,11 +162,7 @@ class Program:
         before = _counters_bytes(threads)
         counters = aligned(np.zeros, before + 8 * (1 + len(self.tasks)), np.uint8)
         program = self._address, len(self.tasks), address or step.ctypes.data, counters.ctypes.data
-        with launch(threads):
-            if threads == 1:
-                kernels.timed_worker_loop(*program, 0, 1)
-            else:
-                kernels.timed_run_parallel(*program, threads)
+        _run(kernels.TIMED_LOOP, program, threads)
         ends: Table = np.maximum.accumulate(counters[before:].view(np.int64))  # a task without pieces has no end
         return np.diff(ends) / ticks_per_second()
 

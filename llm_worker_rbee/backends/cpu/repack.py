@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from math import frexp, isfinite, ldexp
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,9 +27,11 @@ from ...weights.checkpoint import release_pages
 from ...weights.quants import ALL_TYPES
 from ...weights.quants.codebooks import GRIDS, grid
 from ...weights.quants.decoders import read_f32
+from .jit import NativeKernel
 from .kernels import repack as kernels
 from .kernels.dot_int8 import WEIGHT_BIAS
 from .kernels.pointers import aligned
+from .kernels.repack import Source, Target
 from .packed_weight import BLOCK_COLUMNS, GROUP_ROWS, Layout, PackedMatrix, layout_of_tensor
 
 FLOAT_DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.uint16, "BF16": np.uint16}
@@ -37,38 +39,6 @@ MIN_UNIT_EXPONENT = -126  # the unit's inverse is still a float32
 FP8_FACTOR = 2.0**-8
 MIN_BYTES_PER_THREAD = 1 << 20  # of a tensor
 MAX_SLICE_BYTES = 8 << 20  # of a tensor: what is packed of the file is not kept in memory
-
-
-class Source(NamedTuple):
-    """A block type and the rows of a tensor, for the kernels; tables by address."""
-
-    rule: int
-    quads: int  # groups of four columns in a block of the file
-    size: int  # bytes of that block
-    fields: int  # rows of kernels.BIT_FIELDS, with their number of runs
-    n_fields: int
-    d_at: int
-    d_factor: np.float32
-    m_at: int
-    m_factor: np.float32
-    table: int  # scale of each byte, or the codebook
-    row_bytes: int = 0
-    blocks: int = 0  # blocks of 32 columns in a row
-
-
-class Target(NamedTuple):
-    """The kernels' output, by address. Without addresses they only find the largest scale."""
-
-    columns_per_scale: int
-    first: int  # bits of the first plane
-    second: int  # bits of the second plane, or 0
-    has_minimum: int
-    flip: int = 0  # XOR of four signed codes that adds the bias
-    inverse: np.float32 = np.float32(1)  # 1 / unit
-    packed: int = 0
-    scales: int = 0
-    minima: int = 0
-    nibble_scales: int = 0
 
 
 def repack(tensors: Sequence[Tensor], threads: int, bias: int = WEIGHT_BIAS, stack: int | None = None) -> PackedMatrix:
@@ -132,13 +102,13 @@ def _clear_padding(array: NDArray[Any], rows: int) -> None:
 def scan_target(layout: Layout) -> Target:
     """Return a target without addresses."""
     first, second = (*layout.planes, 0)[:2]
-    return Target(layout.columns_per_scale, first, second, int(layout.has_minimum))
+    return Target(layout.columns_per_scale, first, second, int(layout.has_minimum), 0, 0, 0, 0, 0, 1.0)
 
 
 def _write_target(out: PackedMatrix) -> Target:
     return scan_target(out.layout)._replace(
         flip=out.bias * kernels.ONES if out.layout.planes == (8,) else 0,
-        inverse=np.float32(1 / out.unit),
+        inverse=1 / out.unit,
         packed=_address(out.packed),
         scales=_address(out.scales),
         minima=_address(out.minima),
@@ -158,16 +128,22 @@ def _run_kernel(tensor: Tensor, first: int, target: Target, threads: int) -> flo
     source = (describe_source(name) if target.packed else _describe_scales(name))._replace(
         row_bytes=row_bytes, blocks=tensor.shape[-1] // BLOCK_COLUMNS
     )
-    run_kernel = kernel_for(name)
+    run_kernel, tables = kernel_for(name), (_table(source, 2), _table(target, 1))
 
     def run(start: int, stop: int) -> int:
-        scratch = np.zeros(kernels.SCRATCH, np.uint8)
-        return int(run_kernel(source, _address(data), first, rows, start, stop, target, _address(scratch)))
+        scratch, (described, place) = np.zeros(kernels.SCRATCH, np.uint8), map(_address, tables)
+        return int(run_kernel(described, _address(data), first, rows, start, stop, place, _address(scratch)))
 
     top = float(np.uint32(max(_run_in_slices(run, data, first, rows, threads))).view(np.float32))
     if not isfinite(top):
         raise ModelFileError(f"tensor {tensor.name!r}: a scale is NaN or infinite, the file is damaged")
     return top
+
+
+def _table(record: Source | Target, num_floats: int) -> NDArray[np.int64]:
+    """Return a record as eight bytes for each field; the floats are last."""
+    split = len(record) - num_floats
+    return np.concatenate((np.array(record[:split], np.int64), np.array(record[split:], np.float64).view(np.int64)))
 
 
 def _run_in_slices(
@@ -227,10 +203,12 @@ def describe_source(name: str) -> Source:
         _address(fields),
         len(fields),
         d_at=kernels.BYTE_SCALES[name][0] if name in kernels.BYTE_SCALES else d_at,
-        d_factor=np.float32(d_factor),
         m_at=m_at,
-        m_factor=np.float32(m_factor),
         table=_address(table),
+        row_bytes=0,
+        blocks=0,
+        d_factor=d_factor,
+        m_factor=m_factor,
     )
 
 
@@ -241,7 +219,7 @@ def _describe_scales(name: str) -> Source:
         return describe_source(name)
     d_at, max_d, m_at, max_m = kernels.SCALE_BOUNDS[name]
     source = describe_source(name)._replace(rule=kernels.RULE_F16, d_at=d_at, m_at=m_at)
-    return source._replace(d_factor=np.float32(max_d), m_factor=np.float32(max_m))
+    return source._replace(d_factor=max_d, m_factor=max_m)
 
 
 def _codebook(name: str) -> NDArray[np.uint8]:
@@ -258,7 +236,7 @@ def _repack_floats(tensors: Sequence[Tensor], layout: Layout, threads: int, stac
     _clear_padding(out, rows)
     for tensor, first in placed:
         data, count = np.ascontiguousarray(tensor.data), tensor.size // columns
-        run = partial(kernels.interleave_floats, _address(data), out.itemsize, first, count, columns, _address(out))
+        run = partial(kernels.INTERLEAVE_FLOATS, _address(data), out.itemsize, first, count, columns, _address(out))
         _run_in_slices(run, data, first, count, threads)
     none = np.zeros(0, np.uint16)
     return PackedMatrix(out, none, none, None, rows, columns, layout, 1.0, 0)
@@ -272,15 +250,15 @@ def _repack_fp8(tensors: Sequence[Tensor], layout: Layout, threads: int, stack: 
     out = _allocate(layout, rows, columns, unit / FP8_FACTOR, 0, np.empty if stack is None else np.zeros)
     for tensor, first in placed:
         data, count = np.ascontiguousarray(tensor.data), tensor.size // columns
-        place = first, count, columns, np.float32(1 / unit), _address(out.packed), _address(out.scales)
-        _run_in_slices(partial(kernels.interleave_fp8, _address(data), *place), data, first, count, threads)
+        place = first, count, columns, 1 / unit, _address(out.packed), _address(out.scales)
+        _run_in_slices(partial(kernels.INTERLEAVE_FP8, _address(data), *place), data, first, count, threads)
     return out
 
 
-def kernel_for(name: str) -> Any:
+def kernel_for(name: str) -> NativeKernel:
     """Return the kernel that packs a block type."""
     if name == "FP8":
-        return kernels.interleave_fp8
+        return kernels.INTERLEAVE_FP8
     if name in FLOAT_DTYPES:
-        return kernels.interleave_floats
-    return kernels.repack_codebook if name in kernels.CODEBOOK_RULES else kernels.repack_basic
+        return kernels.INTERLEAVE_FLOATS
+    return kernels.REPACK_CODEBOOK if name in kernels.CODEBOOK_RULES else kernels.REPACK_BASIC

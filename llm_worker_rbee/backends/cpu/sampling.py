@@ -10,7 +10,6 @@ penalties look at are given by address. A program samples all rows at once, one 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,11 @@ from numpy.typing import NDArray
 
 from .. import reference_sampling
 from ..ops import Ints, Logprobs, SampleRow, TokenMask
+from .jit import TaskKernel
 from .kernels import sampling as kernels
-from .kernels.program import Step, Task, pack_args
+from .kernels.program import Step, Table, Task, pack_args
 from .kernels.sampling import RowFloat, RowInt
-from .program import Program, new_step, threads_in_use
+from .program import Program, new_step
 
 Floats = NDArray[np.float32]
 MAX_GREEDY_ROWS = 4  # without a program
@@ -31,31 +31,15 @@ def sample(logits: Floats, rows: Sequence[SampleRow], threads: int) -> Ints:
     """Sample one token for each row: (N, vocabulary) -> (N,)."""
     assert len(logits) == len(rows), "each row of logits has its settings"
     logits = np.ascontiguousarray(logits, np.float32)
-    if _is_faster_alone(rows):
-        ids = [_sample_alone(line, row) for line, row in zip(logits, rows, strict=True)]
-        tokens = np.array(ids, np.int64)
-        if min(ids, default=0) >= 0:
-            return tokens
-    else:
-        tokens = _sample_batch(logits, rows, threads)
-    for i in np.flatnonzero(tokens < 0).tolist():  # undecided; or not finite, which the reference raises for
-        tokens[i] = reference_sampling.sample_row(logits[i], rows[i])
+    tokens = sample_with_kernels(logits, rows, threads)
+    if tokens.min(initial=0) < 0:
+        for i in np.flatnonzero(tokens < 0).tolist():  # undecided; or not finite, which the reference raises for
+            tokens[i] = reference_sampling.sample_row(logits[i], rows[i])
     return tokens
 
 
-def _is_faster_alone(rows: Sequence[SampleRow]) -> bool:
-    """Return whether starting a program would take longer than the rows."""
-    if len(rows) == 1:
-        return not rows[0].has_penalties
-    return len(rows) <= MAX_GREEDY_ROWS and all(row.temperature == 0 and not row.has_penalties for row in rows)
-
-
-def _sample_alone(logits: Floats, row: SampleRow) -> int:
-    return int(kernels.greedy(logits, row.mask)) if row.temperature == 0 else draw(logits, row)
-
-
-def _sample_batch(logits: Floats, rows: Sequence[SampleRow], threads: int) -> Ints:
-    """Sample all rows as one program."""
+def sample_with_kernels(logits: Floats, rows: Sequence[SampleRow], threads: int) -> Ints:
+    """Sample contiguous rows; a token may be `kernels.UNDECIDED` or `kernels.NOT_FINITE`."""
     row_ints: list[int] = []
     row_floats: list[float] = []
     held: list[NDArray[Any]] = []
@@ -70,15 +54,36 @@ def _sample_batch(logits: Floats, rows: Sequence[SampleRow], threads: int) -> In
             row.presence_penalty,
             row.frequency_penalty,
         )
-    tokens, step = np.empty(len(rows), np.int64), new_step()
     ints, floats = np.array(row_ints, np.uint64), np.array(row_floats, np.float64)
     assert ints.size == len(rows) * RowInt.COUNT
     assert floats.size == len(rows) * RowFloat.COUNT
-    step[Step.TOKENS], step[Step.VOCABULARY] = len(rows), logits.shape[-1]
-    step[Step.LOGITS], step[Step.TOKEN_IDS] = logits.ctypes.data, tokens.ctypes.data
+    tokens = np.empty(len(rows), np.int64)
+    step = _step_of(logits, tokens)
     step[Step.SAMPLE_INTS], step[Step.SAMPLE_FLOATS] = ints.ctypes.data, floats.ctypes.data
-    _sample_program().run(step, threads_in_use(threads))
+    _run_rows(kernels.SAMPLE, pack_args(0), step, threads, _is_faster_alone(rows))
     return tokens
+
+
+def _is_faster_alone(rows: Sequence[SampleRow]) -> bool:
+    """Return whether starting a program would take longer than the rows."""
+    return len(rows) <= MAX_GREEDY_ROWS and all(row.temperature == 0 and not row.has_penalties for row in rows)
+
+
+def _step_of(logits: Floats, tokens: Ints) -> Table:
+    step = new_step()
+    step[Step.TOKENS], step[Step.VOCABULARY] = logits.shape
+    step[Step.LOGITS], step[Step.TOKEN_IDS] = logits.ctypes.data, tokens.ctypes.data
+    return step
+
+
+def _run_rows(kernel: TaskKernel, args: Table, step: Table, threads: int, is_alone: bool) -> None:
+    """Run a kernel on each row, on the calling thread alone or as a program."""
+    rows = int(step[Step.TOKENS])
+    if is_alone or rows == 1:
+        for i in range(rows):
+            kernel(args.ctypes.data, step.ctypes.data, i)
+    else:
+        Program([Task(kernel, args, 1, Step.TOKENS, 1)]).run(step, threads)
 
 
 def _pack_ints(row: SampleRow, held: list[NDArray[Any]]) -> tuple[int, ...]:
@@ -100,30 +105,21 @@ def _pack_ints(row: SampleRow, held: list[NDArray[Any]]) -> tuple[int, ...]:
     return (mask, 1, *settings, a, len(window), b, len(output_ids), c, d, len(row.logit_bias))
 
 
-@cache
-def _sample_program() -> Program:
-    return Program([Task(kernels.SAMPLE, pack_args(0), 1, Step.TOKENS, 1)])
-
-
-def draw(x: NDArray[Any], row: SampleRow) -> int:
-    """Draw a token of one row without penalties; it may be UNDECIDED or kernels.NOT_FINITE."""
-    temperature, top_p, min_p, typical_p = map(float, (row.temperature, row.top_p, row.min_p, row.typical_p))
-    point = kernels.uniform(np.uint64(row.seed), row.sample_index, row.position)
-    return int(kernels.draw_token(x, temperature, row.top_k, top_p, min_p, typical_p, point, row.mask))
-
-
-def logprobs(logits: Floats, chosen: Ints, k: int, masks: Sequence[TokenMask | None] | None = None) -> Logprobs:
+def logprobs(
+    logits: Floats, chosen: Ints, k: int, threads: int, masks: Sequence[TokenMask | None] | None = None
+) -> Logprobs:
     """Return the log-softmax of the raw logits at the chosen tokens, and the k likeliest (ties: lowest id first).
 
     With masks it is over the tokens that they allow.
     """
     rows, k = len(logits), min(k, logits.shape[-1])
-    values = np.empty(rows, np.float32)
+    logprobs = np.empty(rows, np.float32)
     top_ids, top = np.empty((rows, k), np.int64), np.empty((rows, k), np.float32)
-    logits = np.ascontiguousarray(logits)
-    for i, token in enumerate(chosen.tolist()):
-        mask = None if masks is None else masks[i]
-        values[i] = kernels.log_softmax(logits[i], token, k, top_ids[i], top[i], mask)
-        if values[i] != values[i]:
-            reference_sampling.require_finite(reference_sampling.apply_mask(logits[i], mask))
-    return Logprobs(values, top_ids, top)
+    logits, chosen = np.ascontiguousarray(logits, np.float32), np.ascontiguousarray(chosen, np.int64)
+    allowed = [None] * rows if masks is None else masks
+    addresses = np.array([0 if mask is None else mask.ctypes.data for mask in allowed], np.int64)
+    args = pack_args(k, addresses, top_ids, top, logprobs)
+    _run_rows(kernels.LOGPROBS, args, _step_of(logits, chosen), threads, is_alone=rows <= MAX_GREEDY_ROWS)
+    for i in np.flatnonzero(logprobs != logprobs).tolist():
+        reference_sampling.require_finite(reference_sampling.apply_mask(logits[i], allowed[i]))
+    return Logprobs(logprobs, top_ids, top)

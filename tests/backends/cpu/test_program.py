@@ -1,15 +1,13 @@
-"""Kernel launches: the mask on Numba's pool, several Python threads, and forks, in real processes."""
+"""Programs on several threads: every piece once, several Python threads, and forks, in real processes."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
-import numba
 import numpy as np
 import pytest
 
@@ -22,30 +20,6 @@ from tests.conftest import with_kernels
 
 ROOT = Path(__file__).parents[3]
 SEVERAL = min(2, machine.usable_cores())
-
-
-def test_launch_masks_the_pool_in_every_python_thread() -> None:
-    seen = []
-
-    def look(count: int) -> None:
-        with program.launch(count):
-            seen.append(numba.get_num_threads())
-
-    for count in (1, SEVERAL):
-        look(count)
-        other = threading.Thread(target=look, args=(count,))
-        other.start()
-        other.join()
-    assert seen == [1, 1, SEVERAL, SEVERAL]
-
-
-def test_threads_in_use_are_those_of_the_last_launch() -> None:
-    with program.launch(SEVERAL):
-        assert program.threads_in_use(SEVERAL) == SEVERAL
-    with program.launch(1):
-        assert program.threads_in_use(SEVERAL) == 1
-    with program.launch(SEVERAL):
-        assert program.threads_in_use(1) == 1
 
 
 @pytest.mark.parametrize("threads", [1, SEVERAL])
@@ -75,19 +49,17 @@ CONCURRENT = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from llm_worker_rbee import LLM
-from llm_worker_rbee.backends.cpu import program
 models = [LLM(sys.argv[1], threads=int(sys.argv[2])) for _ in range(2)]
 def generate(seed):
     return models[seed % 2].generate("hello", max_tokens=24, seed=seed, ignore_eos=True).tokens
 alone = [generate(seed) for seed in range(6)]
 with ThreadPoolExecutor(4) as pool:
     assert list(pool.map(generate, list(range(6)) * 3)) == alone * 3
-print(program.threading_layer(), len(alone[0]))
+print(len(alone[0]))
 """
 FORK = """
 import os, sys
 from llm_worker_rbee import LLM
-from llm_worker_rbee.errors import WorkerError
 
 def answer():
     return LLM(sys.argv[1], threads=int(sys.argv[2])).generate("hello", max_tokens=8, seed=1, ignore_eos=True).tokens
@@ -95,10 +67,7 @@ def answer():
 def in_child():
     pid = os.fork()
     if pid == 0:
-        try:
-            print(len(answer()), flush=True)
-        except WorkerError as error:
-            print(error, flush=True)
+        print(len(answer()), flush=True)
         os._exit(0)
     return os.waitpid(pid, 0)[1]
 
@@ -143,7 +112,7 @@ LATE = """
 import numpy as np
 from llm_worker_rbee.backends.cpu.jit import TaskKernel
 from llm_worker_rbee.backends.cpu.kernels.pointers import atomic_add, i64
-from llm_worker_rbee.backends.cpu.kernels.program import Step, Task, pack_args, worker_loop
+from llm_worker_rbee.backends.cpu.kernels.program import WORKER_LOOP, Step, Task, pack_args
 from llm_worker_rbee.backends.cpu.program import Program, _zero_counters, new_step
 
 def count_runs(args, step, piece):
@@ -160,7 +129,7 @@ for units, own in zip((2, 5), runs):
 program = Program(tasks)
 counters = _zero_counters(2)
 for thread, length in enumerate((3, 4)):
-    worker_loop(program._address, length, step.ctypes.data, counters, thread, 2)
+    WORKER_LOOP(program._address, length, step.ctypes.data, counters, thread, 2)
 print(*runs[:, 0])
 """
 
@@ -181,7 +150,7 @@ def run(script: str, *args: object, **env: str) -> list[str]:
 @pytest.mark.parametrize("threads", [2, 16])
 def test_every_piece_runs_once_and_after_the_task_before(threads: int) -> None:
     """More threads than cores: some come late, and their pieces are taken by others."""
-    assert run(PIECES, threads, NUMBA_NUM_THREADS=str(threads)) == ["0"]
+    assert run(PIECES, threads) == ["0"]
 
 
 def test_late_thread_does_not_read_the_units_of_a_later_task() -> None:
@@ -189,17 +158,9 @@ def test_late_thread_does_not_read_the_units_of_a_later_task() -> None:
     assert run(LATE) == ["2 5"]
 
 
-@pytest.mark.parametrize("layer", ["workqueue", "omp"])
-def test_several_python_threads_generate_at_once(tiny: Path, layer: str) -> None:
-    if layer == "omp" and program.threading_layer() != "omp":
-        pytest.skip("there is no libgomp here")
-    assert run(CONCURRENT, tiny, SEVERAL, NUMBA_THREADING_LAYER=layer) == [f"{layer} 24"]
+def test_several_python_threads_generate_at_once(tiny: Path) -> None:
+    assert run(CONCURRENT, tiny, SEVERAL) == ["24"]
 
 
-def test_launch_in_a_forked_child_raises_instead_of_ending_the_process(tiny: Path) -> None:
-    if program.threading_layer() != "omp":
-        pytest.skip("there is no libgomp here: other layers survive a fork")
-    early, late, parent = run(FORK, tiny, SEVERAL)
-    assert early == "8"  # before the kernels were used, a child may use them
-    assert "'spawn'" in late
-    assert parent == "[0, 0] True"
+def test_forked_children_compute_before_and_after_the_kernels_are_used(tiny: Path) -> None:
+    assert run(FORK, tiny, SEVERAL) == ["8", "8", "[0, 0] True"]

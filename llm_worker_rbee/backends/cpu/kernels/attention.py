@@ -14,11 +14,10 @@ from enum import IntEnum
 from functools import cache
 from typing import Any
 
-import numba as nb
 import numpy as np
 
 from ...ops import AttentionParams
-from ..jit import TaskKernel, kernel, variant
+from ..jit import TaskKernel, kernel, nb, variant
 from . import attention_key_blocks as blockwise
 from . import kv_layout as kv
 from . import simd as f

@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
-from numba import types
-
 from ... import cpu_info
+from ..jit import ir, types
 from ..packed_weight import LAYOUTS
 from . import simd as f
 from .matmul.tile_amx import AMX

@@ -14,10 +14,9 @@ from enum import IntEnum
 from typing import Any
 
 import numpy as np
-from numba import types
 
 from ...ops import GatedDeltaParams, GatedDeltaWeights
-from ..jit import TaskKernel, kernel
+from ..jit import TaskKernel, kernel, types
 from . import simd as f
 from .dot_int8 import ISA
 from .elementwise import norm_row

@@ -15,12 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import types
 
 from ...cpu_info import INSTRUCTION_SETS
 from ...ops import KVLayer, LayerCache, StateLayer
-from ..jit import kernel
+from ..jit import ir, kernel, types
 from . import simd as f
 from .dot_int8 import ISA
 from .pointers import aligned, emit_prefetch, f32, i8, u16

@@ -11,15 +11,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numba as nb
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
 from .... import machine
 from ... import cpu_info
+from ..jit import cgutils, intrinsic, ir, nb, types
 from .simd import F16, F32, I8, I16, I32, element_pointer, emit_call, emits
 
 cpu_info.llvm_features()  # tells LLVM what the machine has before Numba makes its compiler
@@ -27,6 +23,11 @@ I64 = ir.IntType(64)
 ARRAY_LENGTH = 1 << 40  # the length that an array without an owner claims
 MAX_STACK_FLOATS = 8192  # scratch that a task takes from the stack
 sched_yield = types.ExternalFunction("sched_yield", types.int32())
+lock_mutex, unlock_mutex, wake_all = (
+    types.ExternalFunction(name, types.int32(types.int64))
+    for name in ("pthread_mutex_lock", "pthread_mutex_unlock", "pthread_cond_broadcast")
+)
+wait_for = types.ExternalFunction("pthread_cond_wait", types.int32(types.int64, types.int64))
 
 
 def _pointer_to(kind: Any) -> Any:
@@ -119,6 +120,12 @@ def compare_and_swap(b: Any, address: Any, expected: Any, value: Any) -> Any:
 
 
 @emits(types.void())
+def full_fence(b: Any) -> None:
+    """Let no later load overtake an earlier store."""
+    b.fence("seq_cst")
+
+
+@emits(types.void())
 def cpu_pause(b: Any) -> None:
     """Tell the processor that this is a spin loop."""
     if machine.is_x86():
@@ -141,6 +148,15 @@ def call_task(b: Any, function: Any, args: Any, step: Any, piece: Any) -> None:
     """Call a task kernel by its address."""
     kind = ir.FunctionType(ir.VoidType(), [I64, I64, I64])
     b.call(b.inttoptr(function, kind.as_pointer()), [args, step, piece])
+
+
+@emits(types.void(*[types.int64] * 7))
+def call_loop(
+    b: Any, function: Any, program: Any, length: Any, step: Any, counters: Any, thread: Any, threads: Any
+) -> None:
+    """Call the loop of a program by its address."""
+    kind = ir.FunctionType(ir.VoidType(), [I64] * 6)
+    b.call(b.inttoptr(function, kind.as_pointer()), [program, length, step, counters, thread, threads])
 
 
 def emit_prefetch(b: Any, place: Any) -> None:

@@ -1,6 +1,10 @@
-"""What the kernels of a program share: the tables that they read, and the loop in which threads take pieces.
+"""What the kernels of a program share: the tables that they read, the loop in which threads take pieces, the threads.
 
 ../program.py explains it, and runs programs.
+
+A pool has a generation, which rises with each region. Its threads spin for a while after a region, then sleep until the
+generation changes. A region is open until its caller has done all of its tasks: a thread that wakes later does not
+enter, so nobody waits for it. The caller waits for the threads that have entered.
 """
 
 from __future__ import annotations
@@ -9,12 +13,27 @@ from collections.abc import Sequence
 from enum import IntEnum, auto
 from typing import Any, NamedTuple
 
-import numba as nb
 import numpy as np
 from numpy.typing import NDArray
 
-from ..jit import TaskKernel, kernel, parallel, simple_kernel, variant
-from .pointers import atomic_load, atomic_store, call_task, compare_and_swap, cpu_pause, i64, read_ticks, sched_yield
+from ..jit import INT, VOID, NativeKernel, TaskKernel, kernel
+from .pointers import (
+    atomic_add,
+    atomic_load,
+    atomic_store,
+    call_loop,
+    call_task,
+    compare_and_swap,
+    cpu_pause,
+    full_fence,
+    i64,
+    lock_mutex,
+    read_ticks,
+    sched_yield,
+    unlock_mutex,
+    wait_for,
+    wake_all,
+)
 
 Table = NDArray[np.int64]
 TASK_FIELDS = 5
@@ -23,6 +42,8 @@ PIECE_BITS = 32
 PIECE_MASK = (1 << PIECE_BITS) - 1
 SPINS_BEFORE_STEAL = 1000  # of a thread without a range: there are fewer pieces than threads
 SPINS_BEFORE_YIELD = 2000
+SPINS_BEFORE_SLEEP = 10_000  # after a region: threads that spin for long starve a machine with something else to do
+CLOSED = 1 << 31  # of the word that counts the threads in a region; the generation is above
 TIMED = False  # set for the variant of the loop that profiles
 
 
@@ -52,6 +73,13 @@ class Step(IntEnum):
     SAMPLE_INTS = auto()
     SAMPLE_FLOATS = auto()
     END = auto()  # places of buffers follow
+
+
+class Pool(IntEnum):
+    """Byte offsets in the memory of a pool; each has cache lines of its own."""
+
+    GENERATION, ENTERED, LEFT, SLEEPERS, NUM_THREADS, REGION = range(0, 6 * CACHE_LINE_BYTES, CACHE_LINE_BYTES)
+    MUTEX, CONDITION, SIZE = 6 * CACHE_LINE_BYTES, 8 * CACHE_LINE_BYTES, 10 * CACHE_LINE_BYTES
 
 
 class Task(NamedTuple):
@@ -113,7 +141,6 @@ def add_finished(word, number, done):
         seen = found
 
 
-@kernel
 def worker_loop(program, length, step, counters, thread, threads):
     """Work through all tasks as one of `threads` threads."""
     table = i64(program)
@@ -146,21 +173,90 @@ def worker_loop(program, length, step, counters, thread, threads):
                 sched_yield()
 
 
-@parallel
-def run_parallel(program, length, step, counters, threads):
-    """Run one program on all threads of a parallel region."""
-    for i in nb.prange(threads):
-        worker_loop(program, length, step, counters, i, threads)
+@kernel
+def enter_region(entered, generation):
+    """Count the calling thread in, and return whether the region of this generation is still open."""
+    seen = atomic_load(entered)
+    while seen >> PIECE_BITS == generation and not seen & CLOSED:
+        found = compare_and_swap(entered, seen, seen + 1)
+        if found == seen:
+            return True
+        seen = found
+    return False
 
 
-@simple_kernel
+@kernel
+def close_region(entered):
+    """Let no further thread in, and return how many are."""
+    seen = atomic_load(entered)
+    while True:
+        found = compare_and_swap(entered, seen, seen | CLOSED)
+        if found == seen:
+            return seen & (CLOSED - 1)
+        seen = found
+
+
+@kernel
+def sleep_until_next(pool, generation):
+    """Sleep while the generation is this one."""
+    lock_mutex(pool + Pool.MUTEX)
+    atomic_add(pool + Pool.SLEEPERS, 1)
+    full_fence()
+    while atomic_load(pool + Pool.GENERATION) == generation:
+        wait_for(pool + Pool.CONDITION, pool + Pool.MUTEX)
+    atomic_add(pool + Pool.SLEEPERS, -1)
+    unlock_mutex(pool + Pool.MUTEX)
+
+
+def pool_loop(pool):
+    """Take part in regions for ever: the whole life of a thread."""
+    thread, generation = atomic_add(pool + Pool.NUM_THREADS, 1), 0
+    region = i64(pool + Pool.REGION)
+    while True:
+        spins = 0
+        while spins < SPINS_BEFORE_SLEEP and atomic_load(pool + Pool.GENERATION) == generation:
+            spins += 1
+            cpu_pause()
+        if atomic_load(pool + Pool.GENERATION) == generation:
+            sleep_until_next(pool, generation)
+        generation = atomic_load(pool + Pool.GENERATION)
+        if enter_region(pool + Pool.ENTERED, generation):
+            if thread < region[5]:
+                call_loop(region[0], region[1], region[2], region[3], region[4], thread, region[5])
+            atomic_add(pool + Pool.LEFT, 1)
+
+
+def run_region(pool, loop, program, length, step, counters, threads):
+    """Run one program on the calling thread and on those of a pool."""
+    region, generation, spins = i64(pool + Pool.REGION), atomic_load(pool + Pool.GENERATION) + 1, 0
+    region[0], region[1], region[2], region[3], region[4], region[5] = loop, program, length, step, counters, threads
+    atomic_store(pool + Pool.LEFT, 0)
+    atomic_store(pool + Pool.ENTERED, generation << PIECE_BITS)
+    atomic_store(pool + Pool.GENERATION, generation)
+    full_fence()
+    if atomic_load(pool + Pool.SLEEPERS):
+        lock_mutex(pool + Pool.MUTEX)
+        wake_all(pool + Pool.CONDITION)
+        unlock_mutex(pool + Pool.MUTEX)
+    call_loop(loop, program, length, step, counters, 0, threads)
+    entered = close_region(pool + Pool.ENTERED)
+    while atomic_load(pool + Pool.LEFT) < entered:
+        spins += 1
+        cpu_pause()
+        if spins > SPINS_BEFORE_YIELD:
+            sched_yield()
+
+
 def ticks_now():
-    """Return the counter that `timed_worker_loop` reads."""
+    """Return the counter that the timed loop reads."""
     return read_ticks()
 
 
-timed_worker_loop = kernel(variant(worker_loop.py_func, "timed", TIMED=True))
-timed_run_parallel = parallel(variant(run_parallel.py_func, "timed", worker_loop=timed_worker_loop))
+WORKER_LOOP, TIMED_LOOP = (
+    NativeKernel(worker_loop, VOID, *[INT] * 6, name=name, TIMED=name == "timed") for name in ("", "timed")
+)
+POOL_LOOP, RUN_REGION = NativeKernel(pool_loop, INT, INT), NativeKernel(run_region, VOID, *[INT] * 7)
+TICKS_NOW = NativeKernel(ticks_now, INT)
 
 
 def pack_args(*values: Any) -> Table:

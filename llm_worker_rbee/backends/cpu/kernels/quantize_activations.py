@@ -14,12 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import types
 from numpy.typing import NDArray
 
 from ...cpu_info import INSTRUCTION_SETS
-from ..jit import kernel
+from ..jit import ir, kernel, types
 from . import simd as f
 from .dot_int8 import DOT_PRODUCTS, ISA, TILE_KERNELS, concat_vectors
 from .pointers import aligned, f32, i8, i32, scratch, u8

@@ -7,12 +7,16 @@ codebook of words, one for each four columns; TQ1_0 has trits that share a byte.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from ....weights.quants.codebooks import e4m3_halves, e8m0_halves
-from ..jit import inline, kernel, variant
+from ..jit import FLOAT32, INT, NativeKernel, inline, kernel
 from .pointers import (
     f16_from_bits,
+    f64,
+    i64,
     load_f16,
     load_f32,
     load_i64,
@@ -40,6 +44,38 @@ BIT_FIELDS = {
     "NVFP4": ((4, 2, 4),), "TQ2_0": ((0, 8, 2),), "Q1_0": ((2, 0, 1),), "Q2_0": ((2, 0, 2),),
     "INT4": ((4, 4, 4),), "INT4_ZP": ((8, 4, 4),), "INT8": ((4, 8, 8),), "NVFP4_F32": ((8, 4, 4),),
 }  # fmt: skip
+
+
+class Source(NamedTuple):
+    """A block type and the rows of a tensor; tables by address."""
+
+    rule: int
+    quads: int  # groups of four columns in a block of the file
+    size: int  # bytes of that block
+    fields: int  # rows of BIT_FIELDS, with their number of runs
+    n_fields: int
+    d_at: int
+    m_at: int
+    table: int  # scale of each byte, or the codebook
+    row_bytes: int
+    blocks: int  # blocks of 32 columns in a row
+    d_factor: float
+    m_factor: float
+
+
+class Target(NamedTuple):
+    """Where the kernels write, by address. Without addresses they only look for the largest scale."""
+
+    columns_per_scale: int
+    first: int  # bits of the first plane
+    second: int  # bits of the second plane, or 0
+    has_minimum: int
+    flip: int  # XOR of four signed codes that adds the bias
+    packed: int
+    scales: int
+    minima: int
+    nibble_scales: int
+    inverse: float  # 1 / unit
 
 
 @inline
@@ -464,8 +500,24 @@ def _store_rounded(values, count, inverse, out):
         store_f16(out + 32 * i, load_f32(values + 4 * i) * inverse)
 
 
-def repack_groups(source, data, first, rows, start, stop, target, scratch):
+@kernel
+def read_source(table):
+    """Return the record in a table of eight bytes for each field."""
+    n, x = i64(table), f64(table)
+    factors = np.float32(x[10]), np.float32(x[11])
+    return Source(n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], factors[0], factors[1])
+
+
+@kernel
+def read_target(table):
+    """Return the record in a table of eight bytes for each field."""
+    n = i64(table)
+    return Target(n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], np.float32(f64(table)[9]))
+
+
+def repack_groups(source_table, data, first, rows, start, stop, target_table, scratch):
     """Pack the rows of a tensor that lie in groups start .. stop - 1, or find their largest scale."""
+    source, target = read_source(source_table), read_target(target_table)
     codes, d, m = scratch + CODES_AT, scratch + D_AT, scratch + M_AT
     top, n, columns, lines = 0, source.blocks, target.columns_per_scale, target.first + target.second
     for group in range(start, stop):
@@ -493,11 +545,6 @@ def repack_groups(source, data, first, rows, start, stop, target, scratch):
     return top
 
 
-repack_basic = kernel(variant(repack_groups, "basic", PLANES=write_planes, SCALES=read_scales))
-repack_codebook = kernel(variant(repack_groups, "book", PLANES=write_codebook_planes, SCALES=read_codebook_scales))
-
-
-@kernel
 def interleave_floats(data, size, first, rows, columns, out, start, stop):
     """Write floats of 2 or 4 bytes: 16 rows side by side, column after column."""
     for group in range(start, stop):
@@ -514,7 +561,6 @@ def interleave_floats(data, size, first, rows, columns, out, start, stop):
     return 0
 
 
-@kernel
 def interleave_fp8(data, first, rows, columns, inverse, out, scales, start, stop):
     """Write numbers of a byte, 16 rows side by side, and the scale of each block of 32 columns as float16."""
     blocks = columns // 32
@@ -528,3 +574,11 @@ def interleave_fp8(data, first, rows, columns, inverse, out, scales, start, stop
                 for column in range(32):
                     store_u8(out + (to * 32 + column) * 16 + lane, load_u8(at + 4 + column))
     return 0
+
+
+REPACK_BASIC = NativeKernel(repack_groups, INT, *[INT] * 8, name="basic", PLANES=write_planes, SCALES=read_scales)
+REPACK_CODEBOOK = NativeKernel(
+    repack_groups, INT, *[INT] * 8, name="book", PLANES=write_codebook_planes, SCALES=read_codebook_scales
+)
+INTERLEAVE_FLOATS = NativeKernel(interleave_floats, INT, *[INT] * 8)
+INTERLEAVE_FP8 = NativeKernel(interleave_fp8, INT, *[INT] * 4, FLOAT32, *[INT] * 4)

@@ -13,11 +13,10 @@ from __future__ import annotations
 import math
 from enum import IntEnum
 
-import numba as nb
 import numpy as np
 
 from ...reference_sampling import MAX_LOGIT
-from ..jit import PythonKernel, TaskKernel
+from ..jit import TaskKernel
 from ..jit import simple_kernel as kernel
 from . import simd as f
 from .pointers import f32, f64, i32, i64
@@ -36,6 +35,7 @@ RowInt = IntEnum(
     "BIAS_IDS BIAS_VALUES BIAS_SIZE COUNT",
     start=0,
 )
+LogprobArg = IntEnum("LogprobArg", "K MASKS TOP_IDS TOP CHOSEN", start=0)
 RowFloat = IntEnum("RowFloat", "TEMPERATURE TOP_P MIN_P TYPICAL_P REPETITION PRESENCE FREQUENCY COUNT", start=0)
 
 
@@ -545,14 +545,19 @@ def sample_task(args, step, piece):
         tokens[piece] = sample_row(x, ints, floats, None)
 
 
-SAMPLE = TaskKernel(sample_task)
+def logprobs_task(args, step, piece):
+    """Write the log-softmax of one row at its chosen token, and its k likeliest tokens."""
+    s, a = i64(step), i64(args)
+    width, k = s[Step.VOCABULARY], a[LogprobArg.K]
+    x, chosen, mask = f32(s[Step.LOGITS] + piece * width * 4)[:width], i64(s[Step.TOKEN_IDS])[piece], 0
+    if a[LogprobArg.MASKS]:
+        mask = i64(a[LogprobArg.MASKS])[piece]
+    top_ids, top = i64(a[LogprobArg.TOP_IDS] + piece * k * 8)[:k], f32(a[LogprobArg.TOP] + piece * k * 4)[:k]
+    chosen_logprobs = f32(a[LogprobArg.CHOSEN])
+    if mask:
+        chosen_logprobs[piece] = log_softmax(x, chosen, k, top_ids, top, i32(mask))
+    else:
+        chosen_logprobs[piece] = log_softmax(x, chosen, k, top_ids, top, None)
 
 
-_F32S, _IDS, _FLOAT, _INT = nb.float32[::1], nb.int64[::1], nb.float64, nb.int64
-_MASKS = nb.none, nb.int32[::1]
-PYTHON_KERNELS = (
-    PythonKernel(uniform, nb.uint64, _INT, _INT),
-    *(PythonKernel(greedy, _F32S, mask) for mask in _MASKS),
-    *(PythonKernel(draw_token, _F32S, _FLOAT, _INT, *[_FLOAT] * 4, mask) for mask in _MASKS),
-    *(PythonKernel(log_softmax, _F32S, _INT, _INT, _IDS, _F32S, mask) for mask in _MASKS),
-)
+SAMPLE, LOGPROBS = TaskKernel(sample_task), TaskKernel(logprobs_task)

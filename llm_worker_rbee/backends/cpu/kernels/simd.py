@@ -15,12 +15,8 @@ from collections.abc import Callable, Sequence
 from functools import partial, reduce, wraps
 from typing import Any, NamedTuple
 
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic, models, register_model
-
 from .... import machine
+from ..jit import cgutils, intrinsic, ir, models, register_model, types
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
@@ -29,7 +25,7 @@ LANES = 16
 MAGIC, MAGIC_BITS = 1.5 * 2.0**23, 0x4B400000
 
 
-class Vector(types.Type):
+class Vector(types.Type):  # type: ignore[misc]
     """A vector in registers."""
 
     def __init__(self, name: str, element: ir.Type, lanes: int) -> None:
@@ -37,7 +33,7 @@ class Vector(types.Type):
         super().__init__(name)
 
 
-class Tile(types.Type):
+class Tile(types.Type):  # type: ignore[misc]
     """One vector per token."""
 
     def __init__(self, vector: Vector, tokens: int) -> None:
@@ -47,7 +43,7 @@ class Tile(types.Type):
 
 @register_model(Vector)
 @register_model(Tile)
-class _Model(models.PrimitiveModel):
+class _Model(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager: Any, kind: Any) -> None:
         super().__init__(manager, kind, kind.ir)
 

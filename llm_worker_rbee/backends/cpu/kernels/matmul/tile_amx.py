@@ -18,10 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-
+from ...jit import cgutils, ir, types
 from .. import simd as f
 from ..pointers import stack_floats, u8
 from .tile_kernel import TileKernel, block_signature

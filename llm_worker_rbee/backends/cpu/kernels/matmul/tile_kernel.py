@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from numba import types
+from ...jit import types
 
 
 class TileKernel(NamedTuple):

@@ -24,10 +24,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import binding, ir
-from numba import types
-from numba.core import cgutils
-
+from ...jit import binding, cgutils, ir, types
 from .. import simd as f
 from .tile_kernel import TileKernel, block_signature
 
