@@ -14,6 +14,7 @@ import pytest
 
 import llm_worker_rbee
 from llm_worker_rbee.backends.cpu import program
+from llm_worker_rbee.backends.cpu.jit import NativeKernel
 from tests.budgets import COUNTS
 from tests.conftest import ON_CPU
 from tests.helpers.server import CHAT, Server, events
@@ -37,7 +38,9 @@ class PathTrace:
             return
         self._add(frame.f_code.co_filename)
         if frame.f_code is program.Program.run.__code__:
-            self.kernels |= {task.kernel._function for task in frame.f_locals["self"].tasks}
+            self.kernels |= {task.kernel.function for task in frame.f_locals["self"].tasks}
+        elif frame.f_code is NativeKernel.__call__.__code__:
+            self.kernels.add(frame.f_locals["self"].function)
 
     def _add(self, filename: str) -> bool:
         path = Path(filename)
