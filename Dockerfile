@@ -1,8 +1,6 @@
 # The worker on a CPU. Not run: there is no container runtime where this file was written.
 #   docker build -t llm-worker-rbee . && docker run -p 8080:8080 -e LLM_WORKER_API_KEY=... llm-worker-rbee
 FROM python:3.12-slim
-# libgomp1: OpenMP, Numba's fastest threading layer
-RUN apt-get update && apt-get install -y --no-install-recommends libgomp1 && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE NOTICE ./
 COPY llm_worker_rbee ./llm_worker_rbee

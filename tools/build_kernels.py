@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -106,7 +107,7 @@ def is_of_this_machine(isa: str) -> bool:
     return isa.startswith("neon") == (os.uname().machine in ("aarch64", "arm64"))
 
 
-def build(isa: str, part: int = 0, parts: int = 1, folder: str = "") -> None:
+def build(isa: str, part: int, parts: int, folder: str, pattern: str) -> None:
     """Compile the share of a process: an object file for each kernel. Runs in a process of its own."""
     from llm_worker_rbee import machine
 
@@ -115,7 +116,8 @@ def build(isa: str, part: int = 0, parts: int = 1, folder: str = "") -> None:
     from llm_worker_rbee.backends import kernel_library
     from llm_worker_rbee.backends.cpu import jit, precompile
 
-    kernels = sorted(precompile.all_kernels(), key=lambda kernel: kernel.name)[part::parts]
+    kernels = [kernel for kernel in precompile.all_kernels() if re.search(pattern, kernel.name)]
+    kernels = sorted(kernels, key=lambda kernel: kernel.name)[part::parts]
     target = _target_machine(jit.binding, isa)
     for kernel in kernels:
         symbol = kernel_library.symbol_of(kernel.name)
@@ -152,12 +154,12 @@ def _target_machine(binding: object, isa: str) -> object:
     )
 
 
-def link(isa: str, processes: int) -> Path:
+def link(isa: str, processes: int, parent: Path | None, pattern: str) -> Path:
     """Compile in several processes and link the library of an instruction set; return its path."""
     from llm_worker_rbee.backends import kernel_library
 
-    out = kernel_library.FOLDER / kernel_library.library_name(isa)
-    out.parent.mkdir(exist_ok=True)
+    out = (parent or kernel_library.FOLDER) / kernel_library.library_name(isa)
+    out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         env = {
             **os.environ,
@@ -170,7 +172,7 @@ def link(isa: str, processes: int) -> Path:
         }
 
         def run(part: int) -> None:
-            command = [sys.executable, __file__, "--part", str(part), str(processes), folder, isa]
+            command = [sys.executable, __file__, "--part", str(part), str(processes), folder, "--only", pattern, isa]
             subprocess.run(command, env=env, check=True)
 
         with ThreadPoolExecutor(processes) as pool:
@@ -197,6 +199,8 @@ def main() -> None:
     parser.add_argument("isa", nargs="*", help="instruction sets (default: all of this kind of machine)")
     parser.add_argument("--list", action="store_true", help="show the instruction sets, and what they are compiled for")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: the cores)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to (default: into the package)")
+    parser.add_argument("--only", default="", metavar="REGEX", help="kernels whose names match, to try something")
     parser.add_argument("--part", nargs=3, metavar=("PART", "PARTS", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.list:
@@ -206,13 +210,13 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown instruction set {min(unknown)!r}: use some of {', '.join(TARGETS)}")
     if options.part:
-        build(options.isa[0], int(options.part[0]), int(options.part[1]), options.part[2])
+        build(options.isa[0], int(options.part[0]), int(options.part[1]), options.part[2], options.only)
         return
     sys.path.insert(0, str(ROOT))
     for isa in options.isa or filter(is_of_this_machine, TARGETS):
         start = time.perf_counter()
-        path = link(isa, options.jobs)
-        print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1e6:.1f} MB in {time.perf_counter() - start:.0f} s")
+        path = link(isa, options.jobs, options.out, options.only)
+        print(f"{path}: {path.stat().st_size / 1e6:.1f} MB in {time.perf_counter() - start:.0f} s")
 
 
 if __name__ == "__main__":

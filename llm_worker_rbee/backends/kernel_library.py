@@ -27,6 +27,8 @@ FOLDER = CPU / "prebuilt"
 class Absent:
     """Stands for the compiler where it is not needed: every use of it at import time gives itself."""
 
+    def __init__(self, *_: object) -> None: ...
+
     def __call__(self, *_: object, **__: object) -> Absent:
         return self
 

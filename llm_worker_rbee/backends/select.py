@@ -148,7 +148,8 @@ def _require_known(device: str, backend: str) -> None:
 
 
 def _cpu_backend(backend: str, threads: int | None) -> Backend:
-    if backend == "reference" or (backend == "auto" and missing_packages("numba", "llvmlite")):
+    is_compiled = bool(cpu_info.prebuilt_isas(cpu_info.llvm_features())) or not missing_packages("numba", "llvmlite")
+    if backend == "reference" or (backend == "auto" and not is_compiled):
         if threads is not None:
             raise InvalidRequestError(
                 "threads is for the kernels: how many the reference uses is NumPy's own setting, OPENBLAS_NUM_THREADS",
