@@ -48,18 +48,18 @@ LOG: tuple[Raise, ...] = (
     Raise(38, "lines of llm_worker_rbee/engine", 246, "memory planning moved from load.py and select.py; drafters"),
     *(Raise(38, f"lines of {folder}", lines, FORMATTED) for folder, lines in FORMATTED_LINES.items()),
     Raise(38, "lines of the worker", 1_213, FORMATTED),
-    Raise(40, "lines of llm_worker_rbee/backends", 97, "kernel_library.py: kernels that were compiled ahead of time"),
+    Raise(40, "lines of llm_worker_rbee/backends", 104, "kernel_library.py: kernels that were compiled ahead of time"),
     Raise(40, "files of llm_worker_rbee/backends", 1, "kernel_library.py"),
     Raise(40, "files of llm_worker_rbee/backends/cpu", 1, "compiler.py: what needs Numba, apart from jit.py"),
     Raise(
         40, "lines of llm_worker_rbee/backends/cpu/kernels", 159, "the thread pool; records and signatures in C types"
     ),
-    Raise(40, "lines of the worker", 235, "the three above"),
+    Raise(40, "lines of the worker", 242, "the three above"),
 )
 
 FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the folders that have a row of their own
     "llm_worker_rbee": (Budget(3_543, 3_543), Budget(14, 14)),
-    "llm_worker_rbee/backends": (Budget(1_907, 2_004), Budget(8, 9)),
+    "llm_worker_rbee/backends": (Budget(1_907, 2_011), Budget(8, 9)),
     "llm_worker_rbee/backends/cpu": (Budget(2_777, 2_808), Budget(12, 13)),
     "llm_worker_rbee/backends/cpu/kernels": (Budget(4_958, 5_209), Budget(18, 18)),
     "llm_worker_rbee/backends/cpu/kernels/matmul": (Budget(1_004, 1_005), Budget(7, 7)),
@@ -82,7 +82,7 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "benchmarks/pages": (Budget(1_045, 1_043), Budget(8, 8)),
 }
 COUNTS = {
-    "lines of the worker": Budget(57_243, 58_691),
+    "lines of the worker": Budget(57_243, 58_698),
     "files of the worker": Budget(252, 244),
     "files of a streamed chat": Budget(62, 54),
     "largest number of imported modules": Budget(27, 26),

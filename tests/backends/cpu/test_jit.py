@@ -17,7 +17,7 @@ import pytest
 
 from llm_worker_rbee import machine
 from llm_worker_rbee.backends import cpu_info
-from llm_worker_rbee.backends.cpu import jit, kernel_cache
+from llm_worker_rbee.backends.cpu import compiler, jit, kernel_cache
 from llm_worker_rbee.backends.cpu.kernels.pointers import f64, i64
 from llm_worker_rbee.backends.kernel_folder import CACHE_VARIABLE
 from tests.backends.test_cpu_info import run
@@ -134,7 +134,7 @@ def test_kernel_function_is_called_by_python_and_by_kernels(
         assert set(part.overloads) == {(nb.int64,), (nb.float64,)}
         for compiled in part.overloads.values():
             library, symbol = compiled.library, compiled.fndesc.llvm_func_name
-            assert isinstance(library, jit.PartLibrary)
+            assert isinstance(library, compiler.PartLibrary)
             assert library.optimized == (make is jit.kernel)
             assert not library.get_function(symbol).is_declaration
             assert library.get_pointer_to_function(symbol) == 0  # LLVM code only
