@@ -195,8 +195,17 @@ def _with_plain_tools(made: dict[str, Any]) -> dict[str, Any]:
     if is_required or (is_named and isinstance(choice.get("function", choice).get("name"), str)):
         made["tool_choice"] = "auto"
     if isinstance(tools, list):
-        made["tools"] = [_with_plain_tool(tool) for tool in tools]
+        made["tools"] = [_within_64_bits(_with_plain_tool(tool)) for tool in tools]
     return made
+
+
+def _within_64_bits(value: Any) -> Any:
+    """The same value with integers that the worker can pass on to a template; larger ones are refused by name."""
+    if isinstance(value, dict):
+        return {key: _within_64_bits(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_within_64_bits(item) for item in value]
+    return value % 2**63 if _is_whole(value) and abs(value) >= 2**63 and isinstance(value, int) else value
 
 
 def _with_plain_tool(tool: Any) -> Any:
