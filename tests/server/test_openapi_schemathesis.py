@@ -157,6 +157,7 @@ def _within_ollama(body: dict[str, Any]) -> dict[str, Any]:
             options["num_ctx"] = min(context, 256)
         if (count := options.get("num_predict")) in (None, -1, -2) or (_is_whole(count) and count > 0):
             options["num_predict"] = LONGEST
+    body = {**body, "tools": _within_64_bits(body["tools"])} if "tools" in body else body
     return {**body, "options": options} | ({"format": {}} if isinstance(body.get("format"), dict) else {})
 
 
