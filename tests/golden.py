@@ -46,6 +46,8 @@ TEXTS = ["A cat sat on the mat.", "Measure first, then decide.", "", "x " * 100]
 
 def make(folder: Path) -> None:
     """Write the random files; they need torch and transformers, which a record does not."""
+    import tokenizers
+
     from tests.helpers import model_zoo, pooling_zoo
     from tests.helpers.tiny_models import VOCAB, tokenizer_metadata
 
@@ -68,8 +70,12 @@ def make(folder: Path) -> None:
             print(f"{name}: no GGUF: {error}", file=sys.stderr)
         finally:
             model_zoo.gguf_metadata = metadata
+    words = {f"word{i}": i for i in range(pooling_zoo.VOCAB)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="word0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     for name, variant in pooling_zoo.POOLING_ZOO.items():
-        pooling_zoo.save_folder(variant, pooling_zoo.make_hf(variant), folder / f"pooling-{name}")
+        path = pooling_zoo.save_folder(variant, pooling_zoo.make_hf(variant), folder / f"pooling-{name}")
+        tokenizer.save(str(path / "tokenizer.json"))
 
 
 def record(folder: Path) -> dict[str, Any]:
@@ -154,11 +160,12 @@ def _rows(path: Path | None) -> Iterator[tuple[str, Any]]:
 
     if path is not None and path.name.endswith("-rank"):
         with Reranker(path, device="cpu") as reranker:
-            yield "scores", [repr(float(score)) for score in reranker.score("a query", TEXTS)]
+            documents = ["word5 word9", " ".join(f"word{i}" for i in range(3, 20)), "word7"]
+            yield "scores", [repr(float(score)) for score in reranker.score("word8 word9", documents)]
         return
     for backend in ("reference", "cpu"):
         with Embedder(path, device="cpu", backend=backend) as embedder:
-            texts = TEXTS if path is None else [[5, 9, 20], [*range(3, 33)], [7]]
+            texts = TEXTS if path is None else ["word5 word9", " ".join(f"word{i}" for i in range(3, 30)), "word7"]
             yield backend, hashlib.sha256(embedder.embed(texts).tobytes()).hexdigest()
 
 
