@@ -161,7 +161,10 @@ def _rows(path: Path | None) -> Iterator[tuple[str, Any]]:
     if path is not None and path.name.endswith("-rank"):
         with Reranker(path, device="cpu") as reranker:
             documents = ["word5 word9", " ".join(f"word{i}" for i in range(3, 20)), "word7"]
-            yield "scores", [repr(float(score)) for score in reranker.score("word8 word9", documents)]
+            yield (
+                "scores",
+                [repr(float(score)) for score in reranker.score([("word8 word9", text) for text in documents])],
+            )
         return
     for backend in ("reference", "cpu"):
         with Embedder(path, device="cpu", backend=backend) as embedder:
