@@ -4,7 +4,7 @@
 
 A pool has a generation, which rises with each region. Its threads spin for a while after a region, then sleep until the
 generation changes. A region is open until its caller has done all of its tasks: a thread that wakes later does not
-enter, so nobody waits for it. The caller waits for the threads that have entered.
+enter, and is not waited for. The caller waits for the threads that have entered.
 """
 
 from __future__ import annotations
