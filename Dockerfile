@@ -5,7 +5,7 @@ WORKDIR /src
 COPY pyproject.toml README.md LICENSE NOTICE ./
 COPY llm_worker_rbee ./llm_worker_rbee
 COPY llm_worker_bench ./llm_worker_bench
-RUN pip install --no-cache-dir . && useradd --create-home worker
+RUN pip install --no-cache-dir ".[compile]" && useradd --create-home worker
 USER worker
 WORKDIR /home/worker
 ENV LLM_WORKER_KERNEL_CACHE=/home/worker/kernels LLORCH_LOG_FORMAT=json

@@ -8,6 +8,7 @@
 #   make docs        build the documents as a site in site/
 #   make pages       write the generated pages and the chart from the saved runs in docs/results
 #   make evidence    measure everything that they show again (half an hour on a quiet machine), and write them
+#   make wheels      build a pure wheel, and one with the CPU kernels compiled for this kind of machine, in dist/
 #   make clean       remove the environments and everything built
 
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -26,10 +27,10 @@ CHROMIUM ?= /usr/bin/chromium
 DEMO_PROMPT ?= What is the capital of France, and what is it famous for? Answer in one sentence.
 
 .PHONY: demo serve test test-agents test-clients test-extra test-real test-cluster browser lint types docs pages evidence clean
-.PHONY: pytest help FORCE
+.PHONY: kernels wheels pytest help FORCE
 
 help:
-	@sed -n '3,12s/^# *//p' Makefile
+	@sed -n '3,13s/^# *//p' Makefile
 
 demo: $(VENV)/.core
 	@$(BIN)/python -m llm_worker_rbee run --temperature 0 --max-tokens 32 "$(DEMO_PROMPT)"
@@ -41,8 +42,16 @@ serve: $(VENV)/.core
 # One thread for each test process: the machine's cores are shared out among them. The tests of a file run in one process,
 # which makes their servers and models once, the slow files first (tests/conftest.py). Reasons of skips are printed.
 # mypy runs beside them: it has one thread, and a process of tests that ends early leaves a core free.
-test: $(VENV)/.dev browser lint
+test: $(VENV)/.dev browser lint kernels
 	@$(MAKE) --no-print-directory -j2 types pytest
+
+# CPU kernels as a library, once for these sources: the hundreds of processes that tests start neither compile nor import
+# Numba.
+kernels: $(VENV)/.dev
+	@! command -v $${CC:-cc} >/dev/null || $(BIN)/python tools/build_kernels.py host
+
+wheels: $(VENV)/.dev
+	@$(BIN)/python tools/build_kernels.py --wheel dist
 
 pytest: $(VENV)/.dev
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -54,7 +63,7 @@ CLIENTS := .venv-clients
 test-extra: $(VENV)/.dev test-clients
 	@$(MAKE) --no-print-directory VENV=$(EXTRA_VENV) test-cluster
 	$(BIN)/python -m pytest --mutations 200000 tests/weights/test_gguf_fuzz.py
-	LLM_WORKER_EXAMPLES=4 $(BIN)/python -m pytest tests/server/test_openapi_schemathesis.py
+	LLM_WORKER_EXAMPLES=4 $(BIN)/python -m pytest tests/server/test_openapi_schemathesis.py tests/e2e/test_wheel.py
 	LLM_WORKER_SOAK_ROUNDS=60 $(BIN)/python -m pytest tests/cli/test_serve_soak.py
 	LLM_WORKER_EMULATE=1 $(BIN)/python -m pytest -rs tests/backends/cpu/test_emulated_arm.py
 	LLM_WORKER_WALKS=20 $(BIN)/python -m pytest -rs tests/extra/test_grammar_walks.py
@@ -116,7 +125,7 @@ $(VENV)/.made: $(STALE)
 $(VENV)/.core: pyproject.toml $(VENV)/.made
 	@echo "Installing the core ..."
 	@$(FORGET_HALVES)
-	@$(PIP) install -q -e .
+	@$(PIP) install -q -e '.[compile]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.core

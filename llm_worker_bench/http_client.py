@@ -23,12 +23,16 @@ from urllib.parse import urlsplit
 
 import httptools
 import msgspec
-import uvloop
 
 from llm_worker_rbee import __version__
 from llm_worker_rbee.errors import InvalidRequestError
 
 from .workload import Job
+
+try:
+    from uvloop import new_event_loop
+except ImportError:
+    from asyncio import new_event_loop
 
 T = TypeVar("T")
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -298,7 +302,7 @@ class EventParser:
 
 def run_event_loop(act: Coroutine[Any, Any, T]) -> T:
     """Run in the fastest event loop: on a small machine the server lacks the CPU time that the client takes."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(act)
 
 

@@ -4,17 +4,23 @@ Each repetition is a fresh process (load_child.py), so that imports are real. Co
 the page cache before; warm: they were read just before. Where the system cannot drop pages, cold is left out. With
 `compile_kernels` one more start has an empty kernel cache. On a GPU, unless `warms_up` is False, the engine starts as
 under `serve`: `ready` is the time until all kernels are compiled and loaded and all graphs captured.
+
+On a CPU whole commands are timed too, as a user sees them (`command/...`): from starting the process to the end of
+`--version` and of a help text, to the first piece of an answer of `run`, and until `serve` is healthy.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from llm_worker_rbee.backends.kernel_library import PREBUILT_VARIABLE
 from llm_worker_rbee.errors import WorkerError
 from llm_worker_rbee.progress import StepProgress
 from llm_worker_rbee.weights.hub import model_files
@@ -22,6 +28,7 @@ from llm_worker_rbee.weights.hub import model_files
 from . import processes
 from .processes import ChildFailedError, ChildProcess, package_environment
 from .results import Recorder, describe_model
+from .server_process import worker_server
 
 PROMPT = "The capital of France is"
 WITHOUT_FILE = ("interpreter", "import")  # phases that do not read the model: the same cold and warm
@@ -29,6 +36,7 @@ CHILD = str(Path(__file__).with_name("load_child.py"))
 READ_SIZE = 1 << 22
 TIMEOUT_S = 1800
 MAX_CACHED_WHEN_COLD = 0.05  # a larger part of the file in the page cache is worth a warning
+HELP_COMMANDS = {"version": ["--version"], "help": ["--help"], "run_help": ["run", "--help"]}
 KERNEL_CACHE_VARIABLES = ("TRITON_CACHE_DIR", "LLM_WORKER_KERNEL_CACHE")  # of the GPU, of the CPU
 
 
@@ -55,7 +63,8 @@ def run(
     if compile_kernels:
         progress("a start that compiles all kernels", 0, 0)
         with tempfile.TemporaryDirectory(prefix="llm-worker-rbee-") as folder:
-            _record(recorder, "compiling", _start(settings, dict.fromkeys(KERNEL_CACHE_VARIABLES, folder)))
+            variables = dict.fromkeys(KERNEL_CACHE_VARIABLES, folder) | {PREBUILT_VARIABLE: "0"}
+            _record(recorder, "compiling", _start(settings, variables))
     if (options or {}).get("backend") != "reference":
         progress("a start before the others", 0, 0)
         recorder.details["start_before"] = _start(settings)["seconds"]
@@ -65,6 +74,38 @@ def run(
         progress(f"{cache} start {number // len(caches) + 1} of {repetitions}", number, total)
         _prepare_page_cache(files, cache, recorder.details)
         _record(recorder, cache, _start(settings))
+    if not warms_up:
+        for number in range(repetitions):
+            progress("commands", number, repetitions)
+            _measure_commands(recorder, model)
+
+
+def _measure_commands(recorder: Recorder, model: Path) -> None:
+    """Time commands with default options on the CPU."""
+    on_cpu = ["--model", str(model), "--device", "cpu"]
+    for name, arguments in HELP_COMMANDS.items():
+        recorder.add_sample(f"command/{name}", "s", _time_command(arguments))
+    answer = ["run", *on_cpu, "--raw", "--temperature", "0", "--max-tokens", "4", PROMPT]
+    recorder.add_sample("command/run_first_token", "s", _time_command(answer, bytes_read=1))
+    with worker_server(on_cpu) as server:
+        recorder.add_sample("command/serve_ready", "s", server.start_s)
+        sizes = [processes.memory_of(pid).get("VmRSS") or 0 for pid in processes.children_of(server.pid)]
+        if any(sizes):
+            recorder.add_sample("memory/serve_engine", "B", max(sizes))
+
+
+def _time_command(arguments: Sequence[str], bytes_read: int = -1) -> float:
+    """Return the seconds until a command has printed so many bytes, or all."""
+    command = [sys.executable, "-m", "llm_worker_rbee", *arguments]
+    start = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=package_environment()) as child:
+        assert child.stdout is not None
+        child.stdout.read(bytes_read)
+        seconds = time.perf_counter() - start
+        _, errors = child.communicate()
+    if child.returncode:
+        raise WorkerError(f"{' '.join(command[2:5])} fails: {errors.decode(errors='replace').strip()[-300:]}")
+    return seconds
 
 
 def _prepare_page_cache(files: list[Path], cache: str, details: dict[str, Any]) -> None:

@@ -164,6 +164,12 @@ def memory_of(pid: int | str) -> Mapping[str, int]:
     return {name.rstrip(":"): int(count) * 1024 for name, count, *_ in pairs}
 
 
+def children_of(pid: int) -> list[int]:
+    """Return the child processes of a process; empty where the system does not tell."""
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for children in lists for child in children.read_text().split()]
+
+
 def cpu_seconds(pid: int) -> float | None:
     """Return the CPU time of all threads of a process."""
     try:

@@ -32,7 +32,7 @@ from .results import Result
 
 URL = re.compile(rb"https?://[^\s,]+")
 API_KEY_VARIABLES = ("LLM_WORKER_API_KEY", "LLORCH_API_TOKEN")  # where the server finds its key
-HEALTH_POLL_S = 0.05
+HEALTH_POLL_S = 0.01
 HEALTH_INTERVAL_S = 0.1
 HEALTH_REPLY_S = 30.0
 SHUTDOWN_S = 45.0  # the server itself drains for 30 s

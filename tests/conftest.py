@@ -1,5 +1,6 @@
 """Shared by all tests: the device, the default model, a tiny one, seeded numbers, one folder for compiled kernels.
 
+Kernels come from the library that `make test` builds; as Numba is imported here, those that it lacks are compiled.
 LLM_WORKER_TEST_DEVICE=cuda runs the tests of engine, server and LLM on a GPU; without it tests/backends/cuda alone
 sees one. The kernel folder belongs to this checkout and stays from run to run: a test with its own home would compile
 everything.
@@ -13,6 +14,7 @@ import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import numba  # noqa: F401
 import numpy as np
 import pytest
 

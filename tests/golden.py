@@ -1,8 +1,10 @@
 """Golden records: whether a change of structure left every answer as it was, bit for bit.
 
     python -m tests.golden make models/                   # random files of every family and type, once
+    python -m tests.golden make models/ qwen3 lfm2        # of some
     python tests/golden.py record models/ before.json     # with PYTHONPATH=CHECKOUT for the code of another checkout
     python tests/golden.py record models/ after.json
+    python tests/golden.py record models/ cpu.json cpu    # of one backend
     python tests/golden.py compare before.json after.json
 
 A record holds tokens and log-probabilities (as exact floats): greedy, sampled, with penalties, in a batch, with prompt
@@ -17,7 +19,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +46,11 @@ CHAT = [{"role": "user", "content": "Name three fruits and their colours."}]
 TEXTS = ["A cat sat on the mat.", "Measure first, then decide.", "", "x " * 100]
 
 
-def make(folder: Path) -> None:
-    """Write the random files; they need torch and transformers, which a record does not."""
+BACKENDS = ("reference", "cpu")
+
+
+def make(folder: Path, *families: str) -> None:
+    """Write the random files, of some families or all; they need torch and transformers, which a record does not."""
     import tokenizers
 
     from tests.helpers import model_zoo, pooling_zoo
@@ -54,6 +59,8 @@ def make(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     model_zoo.SHAPE["vocab_size"] = VOCAB
     for name, variant in model_zoo.ZOO.items():
+        if families and name not in families:
+            continue
         if variant.settings.get("vocab_size_per_layer_input"):
             variant.settings["vocab_size_per_layer_input"] = VOCAB
         model = model_zoo.make_hf(variant)
@@ -74,25 +81,27 @@ def make(folder: Path) -> None:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="word0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     for name, variant in pooling_zoo.POOLING_ZOO.items():
+        if families and name not in families:
+            continue
         path = pooling_zoo.save_folder(variant, pooling_zoo.make_hf(variant), folder / f"pooling-{name}")
         tokenizer.save(str(path / "tokenizer.json"))
 
 
-def record(folder: Path) -> dict[str, Any]:
-    """Return the answers of every file, by name."""
+def record(folder: Path, backends: Sequence[str] = BACKENDS) -> dict[str, Any]:
+    """Return the answers of every file on the backends, by name."""
     answers: dict[str, Any] = {}
     real = Path(os.environ.get("LLM_WORKER_REAL_MODELS", folder / "none"))
     for name, path in [("default", None), *((path.stem, path) for path in sorted(real.glob("qwen*0.5b*.gguf")))]:
         _add(answers, f"real/{name}", lambda path=path: _real_answers(path))
     for path in sorted(folder.glob("*.gguf")):
-        for backend in ("reference", "cpu"):
+        for backend in backends:
             for kv_type in ("auto", "float32", "int8") if backend == "cpu" else ("auto",):
                 options = {"backend": backend, "kv_type": kv_type, "max_context": 128}
                 name = f"{path.stem}/{backend}/{kv_type}"
                 _add(answers, name, lambda path=path, options=options: _answers(path, options))
     for path in sorted(folder.glob("pooling-*")):
-        _add(answers, path.name, lambda path=path: _rows(path))
-    _add(answers, "real/minilm", lambda: _rows(None))
+        _add(answers, path.name, lambda path=path: _rows(path, backends))
+    _add(answers, "real/minilm", lambda: _rows(None, backends))
     return answers
 
 
@@ -155,7 +164,7 @@ def _real_answers(path: Path | None) -> Iterator[tuple[str, Any]]:
     yield "tool", _completion(llm.chat(message, **options))
 
 
-def _rows(path: Path | None) -> Iterator[tuple[str, Any]]:
+def _rows(path: Path | None, backends: Sequence[str]) -> Iterator[tuple[str, Any]]:
     from llm_worker_rbee import Embedder, Reranker
 
     if path is not None and path.name.endswith("-rank"):
@@ -166,7 +175,7 @@ def _rows(path: Path | None) -> Iterator[tuple[str, Any]]:
                 [repr(float(score)) for score in reranker.score([("word8 word9", text) for text in documents])],
             )
         return
-    for backend in ("reference", "cpu"):
+    for backend in backends:
         with Embedder(path, device="cpu", backend=backend) as embedder:
             texts = TEXTS if path is None else ["word5 word9", " ".join(f"word{i}" for i in range(3, 30)), "word7"]
             yield backend, hashlib.sha256(embedder.embed(texts).tobytes()).hexdigest()
@@ -186,9 +195,9 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> int:
 def main(command: str, *paths: str) -> None:
     """Run a command of the docstring."""
     if command == "make":
-        make(Path(paths[0]))
+        make(Path(paths[0]), *paths[1:])
     elif command == "record":
-        Path(paths[1]).write_text(json.dumps(record(Path(paths[0])), indent=0))
+        Path(paths[1]).write_text(json.dumps(record(Path(paths[0]), paths[2:] or BACKENDS), indent=0))
     else:
         sys.exit(1 if compare(*(json.loads(Path(path).read_text()) for path in paths)) else 0)
 

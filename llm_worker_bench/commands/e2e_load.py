@@ -159,7 +159,7 @@ class StartFlags:
 
     model: ModelArgument = None
     synthetic: SyntheticOption = None
-    compile: bool = option(False, None, "Also measure a start with an empty kernel cache.")
+    compile: bool = option(False, None, "Also measure a start that compiles all kernels.")
     no_warm_up: bool = option(False, None, "On a GPU: start as `run` does, not as `serve`.", "--no-warm-up")
     max_batch: int | None = option(None, "N", "Maximum number of requests in a batch.", min=1, show_default="serve's")
     max_step_tokens: int | None = option(None, "N", "Token budget of a step.", min=1, show_default="serve's")
@@ -175,7 +175,10 @@ def load(options: StartFlags, results: ResultFlags, computing: ComputeFlags) -> 
     starting the process to the first token of a short prompt.
 
     KERNELS is the time to load their machine code; the first start after an
-    installation compiles it, so there is a start before those that count.
+    installation may compile it, so there is a start before those that count.
+
+    On a CPU, COMMANDS are timed as a user sees them: the version, help texts,
+    the first piece of an answer of `run`, `serve` until it is healthy.
 
     On a GPU it is the start of `serve`'s engine: READY is when all kernels are
     compiled and loaded and all CUDA graphs captured, which are counted. Its
@@ -215,7 +218,7 @@ def _uses_gpu(computing: ComputeFlags) -> bool:
 
 
 def _show_load(run: Run) -> None:
-    by_name = {result.name: result for result in run.results}
+    by_name = {result.name: result for result in run.results if not result.name.startswith("command/")}
     times = dict.fromkeys(name.partition("/")[0] for name, result in by_name.items() if result.unit == "s")
     counts = dict.fromkeys(name.partition("/")[0] for name, result in by_name.items() if result.unit not in ("s", "B"))
     phases = sorted(times, key=lambda name: name == "total")
@@ -227,6 +230,10 @@ def _show_load(run: Run) -> None:
     common.print_table(rows, right=range(1, 2 * len(caches), 2))
     sizes = [[n.replace("memory/", "memory, "), *_value_cells(r)] for n, r in by_name.items() if r.unit == "B"]
     print("\n" + "\n".join(columns(sizes, right=[1])))
+    commands = [result for result in run.results if result.name.startswith("command/")]
+    if commands:
+        cells = [[result.name.partition("/")[2].replace("_", " "), *_value_cells(result)] for result in commands]
+        print("\n" + "\n".join(columns([["COMMAND", "", "95% INTERVAL"], *cells], right=[1])))
     for what, reason in run.details.get("left_out", {}).items():
         note(f"left out {what}: {reason}")
     if "warning" in run.details:

@@ -4,7 +4,7 @@
 the process over an instruction that is not among the machine's features as it detected them, so those count. On x86 it
 reads them from the processor. On Arm it derives dot products and i8mm from the processor's name, which a virtual
 machine may hide, so they are set. NUMBA_CPU_NAME and NUMBA_CPU_FEATURES narrow them. Numba is imported by name, inside:
-without it the machine's own features are the answer.
+where the package has compiled kernels (kernel_library.py) it is not needed.
 
 Threads are as many as the physical cores that this process may use, of the fast kind where there are two, and no more
 than a container's quota, rounded; `LLM_WORKER_THREADS` sets another number where no option does. More than the cores
@@ -14,6 +14,7 @@ that it may run on, or than the quota, are refused: they would only wait for eac
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import math
 import os
 import sys
@@ -93,22 +94,31 @@ INSTRUCTION_SETS: dict[str, InstructionSet] = {
 
 
 def available_isas() -> list[str]:
-    """Return the instruction sets that this machine can run and LLVM can compile for, best first."""
-    have = llvm_features()
-    return prebuilt_isas(have) or [name for name, isa in INSTRUCTION_SETS.items() if isa.features <= have]
+    """Return the instruction sets that this machine can run and whose kernels are or can be compiled, best first."""
+    prebuilt = prebuilt_isas()
+    have = llvm_features() if has_compiler() or not prebuilt else frozenset()
+    return [name for name, isa in INSTRUCTION_SETS.items() if name in prebuilt or isa.features <= have]
 
 
-def prebuilt_isas(have: frozenset[str]) -> list[str]:
-    """Return the instruction sets with compiled kernels in the package that a machine can run, best first."""
-    needed = {"f16c"} if machine.is_x86() else set()  # which every processor with AVX2 has
+@cache
+def prebuilt_isas() -> tuple[str, ...]:
+    """Return the instruction sets with compiled kernels in the package that this machine can run, best first."""
+    have, needed = machine_features(), {"f16c"} if machine.is_x86() else set()  # which every processor with AVX2 has
     names = kernel_library.prebuilt_isas()
-    return [name for name, isa in INSTRUCTION_SETS.items() if name in names and (isa.features | needed) <= have]
+    return tuple(name for name, isa in INSTRUCTION_SETS.items() if name in names and (isa.features | needed) <= have)
+
+
+def has_compiler() -> bool:
+    """Return whether Numba is installed."""
+    return all(importlib.util.find_spec(name) for name in ("numba", "llvmlite"))
 
 
 def current_isa() -> str:
-    """Return the instruction set in use."""
-    requested = os.environ.get(ISA_VARIABLE)
-    return _validate_isa(requested) if requested else available_isas()[0]
+    """Return the instruction set in use: the requested one, or the best; one with compiled kernels if there is one."""
+    requested, prebuilt = os.environ.get(ISA_VARIABLE), prebuilt_isas()
+    if requested:
+        return requested if requested in prebuilt else _validate_isa(requested)
+    return prebuilt[0] if prebuilt else available_isas()[0]
 
 
 def force_isa(name: str) -> None:
@@ -129,20 +139,25 @@ def _validate_isa(name: str) -> str:
 
 
 @cache
-def llvm_features() -> frozenset[str]:
-    """Return the `machine.cpu_features()` for which LLVM compiles; must run before Numba makes its compiler."""
+def machine_features() -> frozenset[str]:
+    """Return the `machine.cpu_features()` that the system grants."""
     have = machine.cpu_features()
     if "amx_int8" in have and not machine.request_amx():  # its instructions would end the process
         have = [name for name in have if not name.startswith("amx_")]
-    if prebuilt_isas(frozenset(have)):  # nothing is compiled
-        return frozenset(have)
+    return frozenset(have)
+
+
+@cache
+def llvm_features() -> frozenset[str]:
+    """Return the `machine_features()` for which LLVM compiles; must run before Numba makes its compiler."""
+    have = machine_features()
     config: Any
     try:
         config, codegen, registry = (
             importlib.import_module(f"numba.core.{name}") for name in ("config", "codegen", "registry")
         )
     except Exception:  # a broken installation may fail in any way
-        return frozenset(have)
+        return have
     features = [f"+{LLVM_NAMES.get(name, name)}" for name in SET_FOR_LLVM if name in have]
     if features and config.CPU_FEATURES is None:
         host = codegen.get_host_cpu_features()

@@ -2,7 +2,8 @@
 
 `tools/build_kernels.py` makes them. The name of a library has a hash of the sources of the kernels, so an edited kernel
 never meets an old library. With a library nothing is compiled and Numba is not imported: what the modules of kernels
-take from it at import time is then `ABSENT`. LLM_WORKER_PREBUILT=0 compiles instead.
+take from it at import time is then `ABSENT`. LLM_WORKER_PREBUILT=0 compiles instead. The libraries of a wheel are those
+of Linux; everywhere else, and for other processors, the extra `compile` brings Numba.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ def sources_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def library_name(isa: str) -> str:
+def library_name(isa: str, machine: str = platform.machine()) -> str:
     """Return the name of the library of an instruction set for the sources as they are."""
-    return f"{isa}-{platform.machine()}-{sources_digest()}.so"
+    return f"{isa}-{machine}-{sources_digest()}.so"
 
 
 @cache
@@ -86,11 +87,14 @@ def symbol_of(kernel: str) -> str:
 
 
 def find_address(library: ctypes.CDLL, kernel: str) -> int:
-    """Return the address of a kernel in a library."""
-    try:
-        return int(ctypes.cast(getattr(library, symbol_of(kernel)), ctypes.c_void_p).value or 0)
-    except AttributeError:
-        raise MissingDependencyError(
-            f"the compiled kernels of this installation lack {kernel}: pip install 'llm-worker-rbee[compile]', and set "
-            f"{PREBUILT_VARIABLE}=0 to compile it here"
-        ) from None
+    """Return the address of a kernel in a library, or 0."""
+    function = getattr(library, symbol_of(kernel), None)
+    return int(ctypes.cast(function, ctypes.c_void_p).value or 0) if function else 0
+
+
+def missing_kernel(kernel: str) -> MissingDependencyError:
+    """Return the error for a kernel that is in no library, where there is no compiler."""
+    return MissingDependencyError(
+        f"the compiled kernels of this installation lack {kernel}: pip install 'llm-worker-rbee[compile]', and set "
+        f"{PREBUILT_VARIABLE}=0 to compile it here"
+    )

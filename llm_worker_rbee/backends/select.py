@@ -25,7 +25,7 @@ BACKENDS = ("auto", "reference", "cpu", "cuda")
 DEVICES = ("auto", "cpu", "cuda")
 DRIVER_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/proc/driver/nvidia/version", "/usr/lib/wsl/lib/libcuda.so.1")
 REQUIRED_PACKAGES = ("torch", "triton")
-INSTALL_COMMAND = "pip install 'llm-worker-rbee[cuda]'"
+INSTALL_COMMAND, COMPILER_COMMAND = (f"pip install 'llm-worker-rbee[{extra}]'" for extra in ("cuda", "compile"))
 # Bits per weight as cuda/repack.py packs it, with scales; every other type becomes float32.
 PACKED_BITS = {
     name: bits
@@ -148,14 +148,18 @@ def _require_known(device: str, backend: str) -> None:
 
 
 def _cpu_backend(backend: str, threads: int | None) -> Backend:
-    is_compiled = bool(cpu_info.prebuilt_isas(cpu_info.llvm_features())) or not missing_packages("numba", "llvmlite")
-    if backend == "reference" or (backend == "auto" and not is_compiled):
+    if backend == "reference":
         if threads is not None:
             raise InvalidRequestError(
                 "threads is for the kernels: how many the reference uses is NumPy's own setting, OPENBLAS_NUM_THREADS",
                 "threads",
             )
         return ReferenceBackend()
+    if not cpu_info.prebuilt_isas() and not cpu_info.has_compiler():
+        raise MissingDependencyError(
+            f"this installation has no compiled kernels for this processor: {COMPILER_COMMAND} compiles them here "
+            "(backend 'reference' computes without, many times slower)"
+        )
     cpu_info.choose_thread_count(threads)  # refuse an impossible number before Numba is imported
     module = import_cpu_backend()
     cpu: Backend = module.CpuBackend(threads)
@@ -164,9 +168,4 @@ def _cpu_backend(backend: str, threads: int | None) -> Backend:
 
 def import_cpu_backend() -> Any:
     """Return the module of the CPU backend; importing Numba takes half a second."""
-    try:
-        return importlib.import_module(f"{__package__}.cpu")
-    except ModuleNotFoundError as error:
-        if error.name not in ("numba", "llvmlite"):
-            raise
-        raise MissingDependencyError("the cpu backend needs Numba: pip install numba") from None
+    return importlib.import_module(f"{__package__}.cpu")

@@ -176,7 +176,7 @@ def _check_package(name: str) -> Check:
 def _check_cpu_kernels() -> Check:
     try:
         text = f"{cpu_info.current_isa()} (of {', '.join(cpu_info.available_isas())})"
-        is_refused = "amx_int8" in machine.cpu_features() and "amx_int8" not in cpu_info.llvm_features()
+        is_refused = "amx_int8" in machine.cpu_features() and "amx_int8" not in cpu_info.machine_features()
         return Check("CPU kernels", "ok", text + "; the system does not grant AMX" * is_refused)
     except InvalidRequestError as error:
         return Check("CPU kernels", "warn", str(error), f"unset {cpu_info.ISA_VARIABLE}")
@@ -203,7 +203,7 @@ def _check_threads() -> Check:
 
 def _check_kernel_cache() -> Check:
     """Check the folder of compiled kernels without creating it."""
-    prebuilt = cpu_info.prebuilt_isas(cpu_info.llvm_features())
+    prebuilt = cpu_info.prebuilt_isas()
     if prebuilt:
         return Check("kernel cache", "ok", f"not needed: the package has compiled kernels for {', '.join(prebuilt)}")
     try:

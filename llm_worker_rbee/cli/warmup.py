@@ -150,7 +150,7 @@ def _require_kept(folder: Path | None) -> Path:
 
 def _select_kernels(model: str | None, all_: bool, progress: TransferProgress) -> tuple[Sequence[Any], Path]:
     """Return the kernels to compile, and the folder of the JIT cache."""
-    if cpu_info.prebuilt_isas(cpu_info.llvm_features()):
+    if cpu_info.prebuilt_isas():
         return [], kernel_library.FOLDER
     folder = importlib.import_module("llm_worker_rbee.backends.cpu.kernel_cache").cache_dir()
     is_temporary = folder is None or folder.parent != kernel_folder.cache_root()

@@ -82,7 +82,7 @@ def serve(
     machine.raise_open_files(MAX_OPEN_FILES)
     config = uvicorn.Config(
         application(worker),
-        loop="uvloop",
+        loop="auto",  # uvloop if it is installed
         http=connection_class(worker),
         ws="none",
         interface="asgi3",

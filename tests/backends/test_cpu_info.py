@@ -12,7 +12,7 @@ import pytest
 from llvmlite import binding
 
 from llm_worker_rbee import machine
-from llm_worker_rbee.backends import cpu_info
+from llm_worker_rbee.backends import cpu_info, kernel_library
 from llm_worker_rbee.errors import InvalidRequestError
 
 ROOT = Path(__file__).parents[2]
@@ -45,13 +45,13 @@ print(ISA, *cpu_info.available_isas())
 
 
 def run(code: str, **env: str) -> list[str]:
-    """Return the words that `code` prints in a process of its own."""
+    """Return the words that `code` prints in a process of its own, which compiles its kernels."""
     kept = {
         key: value
         for key, value in os.environ.items()
         if not key.startswith("NUMBA_CPU") and key != cpu_info.ISA_VARIABLE
     }
-    given = {**kept, "PYTHONPATH": str(ROOT), **env}
+    given = {**kept, "PYTHONPATH": str(ROOT), kernel_library.PREBUILT_VARIABLE: "0", **env}
     done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.split()
@@ -136,6 +136,8 @@ def test_amx_is_used_only_where_the_system_grants_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(machine, "cpu_features", lambda: features)
     monkeypatch.setattr(machine, "request_amx", lambda: granted)
     monkeypatch.setattr(cpu_info, "_llvm_compiles", lambda *_: True)
+    monkeypatch.setattr(cpu_info, "machine_features", cpu_info.machine_features.__wrapped__)
+    monkeypatch.setattr(cpu_info, "prebuilt_isas", lambda: ())
     have = cpu_info.llvm_features.__wrapped__()
     assert have == frozenset(features if granted else cpu_info.AVX512_VNNI)
     monkeypatch.setattr(cpu_info, "llvm_features", lambda: have)

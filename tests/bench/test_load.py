@@ -27,7 +27,9 @@ def test_run_records_every_phase_cold_and_warm(tiny: Path) -> None:
     load.run(recorder, lambda what, *_: steps.append(what), tiny, 1)
     found = {result.name: result for result in recorder.results()}
     names = {f"{phase}/{cache}" for phase in PHASES for cache in ("cold", "warm")}
-    assert set(found) == names | {"interpreter", "import", "memory/import", "memory/load", "memory/peak"}
+    memory = {f"memory/{when}" for when in ("import", "load", "peak", "serve_engine")}
+    commands = {f"command/{name}" for name in ("version", "help", "run_help", "run_first_token", "serve_ready")}
+    assert set(found) == names | {"interpreter", "import"} | memory | commands
     assert steps[-2:] == ["cold start 1 of 1", "warm start 1 of 1"]
     for name, result in found.items():
         assert result.unit == ("B" if name.startswith("memory/") else "s")

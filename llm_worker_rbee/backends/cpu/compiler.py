@@ -14,6 +14,7 @@ from llvmlite import binding, ir
 from numba import _dynfunc, types  # type: ignore[attr-defined]
 from numba.core import cgutils, codegen, compiler, compiler_machinery, typed_passes, untyped_passes
 from numba.core.ccallback import CFunc
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, register_model
 
@@ -205,6 +206,17 @@ def compile_native(function: Callable[..., Any], signature: Any) -> Any:
     native._cache = KernelCache(function)
     native.compile()
     return native
+
+
+def compile_llvm(function: Callable[..., Any], signature: Any) -> tuple[str, str]:
+    """Return the name of a function with a C signature, and its LLVM code, without making machine code."""
+    native: Any = CFunc(
+        function, (signature.args, signature.return_type), {}, {"error_model": "numpy"}, pipeline_class=_PartCompiler
+    )
+    native.compile()
+    with global_compiler_lock:
+        native._library._ensure_finalized()
+    return native.native_name, native._library.get_llvm_str()
 
 
 def is_cached(function: Callable[..., Any], signature: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import sys
 from collections.abc import Callable
 from functools import cached_property
 from types import FunctionType
@@ -16,7 +17,12 @@ from typing import Any
 from .. import cpu_info, kernel_library
 
 library = kernel_library.open_library(cpu_info.current_isa())
-compiler: Any = kernel_library.ABSENT if library else importlib.import_module(f"{__package__}.compiler")
+# a process that has imported Numba compiles what the library lacks
+compiler: Any = (
+    kernel_library.ABSENT
+    if library is not None and sys.modules.get("numba") is None
+    else importlib.import_module(f"{__package__}.compiler")
+)
 nb, types, ir, cgutils, binding = compiler.nb, compiler.types, compiler.ir, compiler.cgutils, compiler.binding
 intrinsic, models, register_model = compiler.intrinsic, compiler.models, compiler.register_model
 INT, FLOAT32, VOID = ctypes.c_int64, ctypes.c_float, None  # types in the signatures of kernels
@@ -90,18 +96,23 @@ class NativeKernel:
 
     @property
     def is_cached(self) -> bool:
-        """Whether it need not be compiled: its machine code is in a library, on disk or in memory."""
-        return library is not None or bool(self._address) or compiler.is_cached(self.function, self.signature)
+        """Whether it need not be compiled: its machine code is in memory, in a library or on disk."""
+        return bool(self._find_address()) or compiler.is_cached(self.function, self.signature)
+
+    def _find_address(self) -> int:
+        """Return the address of its machine code; 0 if there is none in memory or in a library."""
+        if not self._address and library is not None:
+            self._address = kernel_library.find_address(library, self.name)
+        return self._address
 
     def load(self) -> None:
         """Load the machine code, or compile and cache it."""
-        if self._address:
+        if self._find_address():
             return
-        if library is None:
-            self._native = compiler.compile_native(self.function, self.signature)
-            self._address = int(self._native.address)
-        else:
-            self._address = kernel_library.find_address(library, self.name)
+        if compiler is kernel_library.ABSENT:
+            raise kernel_library.missing_kernel(self.name)
+        self._native = compiler.compile_native(self.function, self.signature)
+        self._address = int(self._native.address)
 
     @property
     def address(self) -> int:

@@ -117,8 +117,8 @@ def load_kernels(kernels: Sequence[NativeKernel], progress: Progress | None = No
     return len(missing)
 
 
-def _work_orders(missing: Sequence[NativeKernel], processes: int) -> list[list[NativeKernel]]:
-    """Return the order in which each process goes through the kernels, so that two seldom meet at one."""
+def split_work(missing: Sequence[NativeKernel], processes: int) -> list[list[NativeKernel]]:
+    """Return the share of each process, of about one length."""
     groups: dict[str, list[NativeKernel]] = {}
     for kernel in missing:
         module = kernel.name.partition(".")[0]
@@ -130,6 +130,12 @@ def _work_orders(missing: Sequence[NativeKernel], processes: int) -> list[list[N
         first_free = busy.index(min(busy))
         shares[first_free] += groups[name]
         busy[first_free] += seconds[name]
+    return shares
+
+
+def _work_orders(missing: Sequence[NativeKernel], processes: int) -> list[list[NativeKernel]]:
+    """Return the order in which each process goes through the kernels, so that two seldom meet at one."""
+    shares = split_work(missing, processes)
     return [
         shares[i] + [kernel for j in range(1, processes) for kernel in reversed(shares[(i + j) % processes])]
         for i in range(processes)

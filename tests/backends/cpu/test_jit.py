@@ -20,6 +20,7 @@ from llm_worker_rbee.backends import cpu_info
 from llm_worker_rbee.backends.cpu import compiler, jit, kernel_cache
 from llm_worker_rbee.backends.cpu.kernels.pointers import f64, i64
 from llm_worker_rbee.backends.kernel_folder import CACHE_VARIABLE
+from llm_worker_rbee.backends.kernel_library import PREBUILT_VARIABLE
 from tests.backends.test_cpu_info import run
 
 PACKAGE = Path(__file__).parents[3] / "llm_worker_rbee"
@@ -101,7 +102,13 @@ def start(
     cache: Path | str, root: Path = PACKAGE.parent, program: tuple[str, ...] = ("-c", RUN), **env: str
 ) -> subprocess.Popen[str]:
     """Run three small kernels in a process of its own."""
-    given = {"PYTHONPATH": str(root), CACHE_VARIABLE: str(cache), "LLM_WORKER_THREADS": "1", **env}
+    given = {
+        "PYTHONPATH": str(root),
+        CACHE_VARIABLE: str(cache),
+        PREBUILT_VARIABLE: "0",
+        "LLM_WORKER_THREADS": "1",
+        **env,
+    }
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen([sys.executable, *program], env={**os.environ, **given}, cwd=root, text=True, **pipes)  # type: ignore[call-overload, no-any-return]
 

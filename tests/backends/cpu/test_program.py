@@ -79,6 +79,7 @@ print(statuses, answer() == first, flush=True)
 
 PIECES = """
 import sys
+import numba  # to compile a kernel that no library has
 import numpy as np
 from llm_worker_rbee.backends.cpu.jit import TaskKernel
 from llm_worker_rbee.backends.cpu.kernels.pointers import atomic_add, i64
@@ -109,6 +110,7 @@ print(int(early[0]))
 """
 
 LATE = """
+import numba  # as above
 import numpy as np
 from llm_worker_rbee.backends.cpu.jit import TaskKernel
 from llm_worker_rbee.backends.cpu.kernels.pointers import atomic_add, i64
