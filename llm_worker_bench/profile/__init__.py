@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -96,7 +97,10 @@ class _Profiler:
         for phase in self.settings.phases:
             self.report_progress(f"warming up {phase}", 0)
             self.workload.run(phase, lambda: None)
-            with (attach if self.trace is None else collect_batches)(engine, self.timer):
+            with (
+                attach(engine, self.timer) if self.trace is None else nullcontext(),
+                collect_batches(engine, self.timer),
+            ):
                 ran = self.workload.run(phase, self.timer.reset)
             batches = self.timer.batches[:]
             self.steps[phase] = ran.steps

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_worker_rbee.backends import reference
-from llm_worker_rbee.backends.ops import Array, Backend, Batch, FusedForward, LayerCache, TaskLabel
+from llm_worker_rbee.backends.ops import Array, Backend, Batch, FusedForward, LayerCache, SampleRow, TaskLabel
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.models import Transformer
 
@@ -161,6 +162,10 @@ class TimedForward:
 
     def __init__(self, fused: FusedForward, timer: Timer) -> None:
         self._fused, self._timer = fused, timer
+        self.samples = fused.samples
+
+    def sample(self, batch: Batch, kv: Sequence[LayerCache], rows: Sequence[SampleRow]) -> tuple[Array, list[int]]:
+        return self._fused.sample(batch, kv, rows, self._timer.add_tasks)
 
     def __call__(self, batch: Batch, kv: Sequence[LayerCache]) -> Array:
         return self._fused.run_profiled(batch, kv, self._timer.add_tasks)
@@ -174,12 +179,12 @@ def timed_model(model: Transformer, timer: Timer) -> Transformer:
 
 @contextmanager
 def collect_batches(engine: Engine, timer: Timer) -> Iterator[None]:
-    """Note the batches of an engine's steps."""
+    """Note the batches of an engine's steps, as they are: the engine changes the arrays of one for the next step."""
     build = engine.runner.batch
 
     def batch(*args: Any, **kwargs: Any) -> Batch:
         inputs: Batch = build(*args, **kwargs)
-        timer.batches.append(inputs)
+        timer.batches.append(deepcopy(inputs))
         return inputs
 
     with _replaced(engine.runner, "batch", batch):
@@ -192,7 +197,6 @@ def attach(engine: Engine, timer: Timer) -> Iterator[None]:
     model, wrap = timed_model(engine.model, timer), timer.wrap
     scheduler, runner = engine.scheduler, engine.runner
     with ExitStack() as stack:
-        stack.enter_context(collect_batches(engine, timer))
         for owner, name, value in (
             (engine, "model", model),
             (engine, "step", wrap(HOST, engine.step)),

@@ -214,6 +214,18 @@ class FusedForward(Protocol):
         """Device memory of captured graphs."""
 
     def __call__(self, batch: Batch, kv: Sequence[LayerCache]) -> Array: ...
+    @property
+    def samples(self) -> bool:
+        """Whether a step can sample its own logits."""
+
+    def sample(
+        self, batch: Batch, kv: Sequence[LayerCache], rows: Sequence[SampleRow], profiler: Profiler | None = None
+    ) -> tuple[Array, list[int]]:
+        """Run the same step, and sample in it; return the logits and the tokens, which are `Backend.sample`'s.
+
+        A negative token is undecided, or has no finite logit: `Backend.sample` must be asked.
+        """
+
     def with_hidden(self, batch: Batch, kv: Sequence[LayerCache]) -> tuple[Array, Array]:
         """Run the same step of a graph that has `hidden`; return the logits and the hidden states."""
 

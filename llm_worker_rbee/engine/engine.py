@@ -63,7 +63,7 @@ class Engine:
 
     def replace_model(self, compute: Callable[[list[ScheduledTokens]], SamplerOutput]) -> None:
         """Compute steps with another function, such as a `DummyModel`."""
-        vars(self).update(_run=compute, _sample=lambda scheduled, sampled: sampled)
+        vars(self).update(_run=lambda scheduled: (compute(scheduled), None), _sample=lambda _, sampled, tokens: sampled)
         self.pipeline.is_enabled = False
 
     @property
@@ -187,14 +187,16 @@ class Engine:
         """Compute a step and wait for its tokens."""
         start = time.perf_counter()
         size = step_size(scheduled, self.step_time.query_tile)
+        self.is_computing = True
         try:
-            with self.computing():
-                logits = self._run(scheduled)
-                sampled = self._sample(scheduled, logits)
+            logits, tokens = self._run(scheduled)
+            sampled = self._sample(scheduled, logits, tokens)
         except Exception as error:
             return self.fail_step(scheduled, error)
+        self.is_computing = False
         outputs = self.update(scheduled, sampled)
-        self._observe_result(size, len(scheduled), len(outputs))  # with the time of its drafts, after the last result
+        if self.drafter is not None:  # with the time of its drafts, after the last result
+            self._observe_result(size, len(scheduled), len(outputs))
         self.draft()
         if size.kind != "decode":
             self.begin_timing()  # the drafter's work on prompts is no part of the next step
@@ -202,33 +204,31 @@ class Engine:
         self.step_time.observe(size, time.perf_counter() - start)
         return outputs
 
-    def _run(self, scheduled: list[ScheduledTokens]) -> Array:
-        """Return the logits, while the masks of guided requests are filled."""
-        requests = [item.request for item in scheduled if item.stop >= len(item.request.ids)]
-        if not any(request.constraint is not None for request in requests):
-            return self._run_model(scheduled)
-        if not self.model.ops.has_device_memory:
-            self.mask_filler.start(requests)
-            return self._run_model(scheduled)
-        logits = self._run_model(scheduled)  # the device computes while the host fills masks
-        self.mask_filler.start(requests)
-        return logits
+    def _run(self, scheduled: list[ScheduledTokens]) -> tuple[Array, list[int] | None]:
+        """Return the logits, while the masks of guided requests are filled; and tokens, if the step sampled them."""
+        guided = [request for request, _, stop, _ in scheduled if request.constraint and stop >= len(request.ids)]
+        if guided and not self.model.ops.has_device_memory:
+            self.mask_filler.start(guided)
+        computed = self._run_model(scheduled)
+        if guided and self.model.ops.has_device_memory:  # which computes while the host fills masks
+            self.mask_filler.start(guided)
+        return computed
 
-    def _sample(self, scheduled: list[ScheduledTokens], logits: Array) -> SamplerOutput:
+    def _sample(self, scheduled: list[ScheduledTokens], logits: Array, tokens: list[int] | None) -> SamplerOutput:
         if self.mask_filler.pending is not None:
             self.mask_filler.wait()
-        return sample(self.model.ops, scheduled, logits)
+        return sample(self.model.ops, scheduled, logits, tokens)
 
-    def _run_model(self, scheduled: list[ScheduledTokens]) -> Array:
+    def _run_model(self, scheduled: list[ScheduledTokens]) -> tuple[Array, list[int] | None]:
         if self.drafter is None or not self.drafter.needs_hidden:
             return self.runner.run(scheduled)
         logits, hidden = self.runner.run_hidden(scheduled)
         self.drafter.observe(scheduled, hidden)
-        return logits
+        return logits, None
 
     def update(self, scheduled: list[ScheduledTokens], sampled: SamplerOutput) -> list[StepOutput]:
         outputs = self.scheduler.update(scheduled, sampled)
-        if any(output.request.constraint is not None for output in outputs):
+        if [output for output in outputs if output.request.constraint is not None]:
             return consume_outputs(outputs, self.scheduler.remove, self.mask_filler)
         return outputs
 

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,23 +15,33 @@ from ..backends.ops import Array, Batch, Ints, pending_id
 from ..models import Transformer
 from ..models.kv_cache import KVCache
 from .request import Request, ScheduledTokens
+from .sampler import rows_before_logits
 
+SPARE_BLOCKS = 16  # the width of the block table of decode steps is a multiple of it
 CHUNK_TOKENS = 512  # of a SingleSequence step: bounds the memory of attention scores
 CHUNK_TOKENS_WITH_LOGITS = 64  # likewise, where each token's logits are needed
 
 
 class ModelRunner:
-    """A model, its KV cache, and the block tables of `max_batch` requests."""
+    """A model, its KV cache, and the block tables of `max_batch` requests.
+
+    The batch of a decode step is kept: while the same requests decode, its arrays are changed in place.
+    """
 
     def __init__(self, model: Transformer, cache: KVCache, max_batch: int, max_context: int) -> None:
         self.model = model
         self.cache = cache
         self._tables: Ints = np.zeros((max_batch, -(-max_context // cache.block_size)), np.int64)
         self._arange: Ints = np.arange(max_batch + 1)
+        self._decode: _DecodeBatch | None = None  # the last batch, if it was one
 
-    def run(self, scheduled: Sequence[ScheduledTokens]) -> Array:
-        """Compute a step; return the logits that it needs, one row each."""
-        return forward(self.model, self.batch(scheduled), self.cache)
+    def run(self, scheduled: Sequence[ScheduledTokens]) -> tuple[Array, list[int] | None]:
+        """Compute a step; return the logits that it needs, one row each, and their tokens, if the step samples them."""
+        batch, fused = self.batch(scheduled), self.model.fused
+        if fused is None or not fused.samples or not (rows := rows_before_logits(scheduled)):
+            return forward(self.model, batch, self.cache), None
+        logits, tokens = fused.sample(batch, self.cache.layers, rows)
+        return logits, tokens if min(tokens) >= 0 else None
 
     def run_hidden(self, scheduled: Sequence[ScheduledTokens]) -> tuple[Array, Array]:
         """Compute a step; return the same logits, and the hidden state of every token."""
@@ -41,16 +51,15 @@ class ModelRunner:
     def batch(
         self, scheduled: Sequence[ScheduledTokens], pending: Array | None = None, *, has_states: bool = True
     ) -> Batch:
-        """Return the arrays of a step; `pending`: the tokens of the step in flight, if it follows one."""
-        tokens = self._token_batch(scheduled, pending)
-        return _with_states(tokens, scheduled) if has_states and self.cache.n_slots else tokens
-
-    def _token_batch(self, scheduled: Sequence[ScheduledTokens], pending: Array | None) -> Batch:
+        """Return the arrays of a step, valid until the next one; `pending`: the tokens of the step in flight, if it
+        follows one."""
         ids: list[int] = []
+        moved: list[int] = []  # where requests are that have new blocks, if each has one token
         requests, starts, stops, logits_from = zip(*scheduled, strict=True)
-        for request, start, stop in zip(requests, starts, stops, strict=True):
+        for request, start, stop, _ in scheduled:
             length = len(request.ids)
             if request.num_blocks_in_table < len(request.blocks):
+                moved.append(len(ids))
                 self._write_table(request)
             if request.pending_row >= 0:
                 ids.append(pending_id(request.pending_row))
@@ -59,32 +68,64 @@ class ModelRunner:
             else:
                 ids += request.ids[start:stop]
                 ids += request.drafts[max(0, start - length) : max(0, stop - length)]
+        num_states = len(ids) if has_states and self.cache.n_slots else 0
         if len(ids) == len(requests) and logits_from == starts:
-            return self._decode_batch(ids, requests, starts, pending)
-        slots = [request.batch_slot for request in requests]
-        return self._mixed_batch(ids, slots, pending, *map(_array, (starts, stops, logits_from)))
+            batch = self._decode_batch(requests, ids, starts, moved, pending, num_states)
+        else:
+            slots = [request.batch_slot for request in requests]
+            self._decode = None  # it does not see the blocks that requests get now
+            batch = self._mixed_batch(ids, slots, pending, num_states, *map(_array, (starts, stops, logits_from)))
+        if num_states:
+            _set_states(batch, scheduled)
+        return batch
 
     def _decode_batch(
-        self, ids: list[int], requests: Sequence[Request], starts: Sequence[int], pending: Array | None
+        self,
+        requests: tuple[Request, ...],
+        ids: list[int],
+        starts: tuple[int, ...],
+        moved: Sequence[int],
+        pending: Array | None,
+        num_states: int,
     ) -> Batch:
         """Return the same as `_mixed_batch`, faster, if each request computes one token and its logits."""
-        count, size, slots = len(ids), self.cache.block_size, [request.batch_slot for request in requests]
-        rows = slots if count > 1 else slice(slots[0], slots[0] + 1)  # of one request without a copy
-        written = [row.blocks[at // size] * size + at % size for row, at in zip(requests, starts, strict=True)]
-        positions = _array(starts)
-        return Batch(
-            ids=_array(ids),
-            positions=positions,
-            slot_mapping=_array(written),
-            query_start=self._arange[: count + 1],
-            context_len=positions + 1,
-            block_table=self._tables[rows, : max(starts) // size + 1],
-            logits_index=self._arange[:count],
-            pending=pending,
-        )
+        count, size, held = len(ids), self.cache.block_size, self._decode
+        width = max(starts) // size + 1
+        if held is None or pending is not None or not held.has_room(requests, width, num_states):
+            arrays: list[Ints] = [np.empty(count, np.int64) for _ in range(4)]
+            width += -width % SPARE_BLOCKS if pending is None else 0
+            batch = Batch(
+                ids=arrays[0],
+                positions=arrays[1],
+                slot_mapping=arrays[2],
+                query_start=self._arange[: count + 1],
+                context_len=arrays[3],
+                block_table=self._tables[[request.batch_slot for request in requests], :width],
+                logits_index=self._arange[:count],
+                pending=pending,
+                **_no_states(count, num_states),
+            )
+            held = _DecodeBatch(requests, batch, [array.data for array in arrays])
+            self._decode = held if pending is None else None
+        else:
+            table = held.batch.block_table
+            for i in moved:
+                table[i] = self._tables[requests[i].batch_slot, : table.shape[1]]
+        token_ids, positions, slot_mapping, context_len = held.views
+        for i, at in enumerate(starts):
+            token_ids[i], positions[i], context_len[i] = ids[i], at, at + 1
+            slot_mapping[i] = requests[i].blocks[at // size] * size + at % size
+        return held.batch
 
     def _mixed_batch(
-        self, ids: list[int], slots: list[int], pending: Array | None, starts: Ints, stops: Ints, logits_from: Ints
+        self,
+        ids: list[int],
+        slots: list[int],
+        pending: Array | None,
+        num_states: int,
+        starts: Ints,
+        stops: Ints,
+        logits_from: Ints,
     ) -> Batch:
         query_start: Ints = np.zeros(len(slots) + 1, np.int64)
         np.cumsum(stops - starts, out=query_start[1:])
@@ -101,6 +142,7 @@ class ModelRunner:
             block_table=tables,
             logits_index=_last_indices(query_start[1:], stops - logits_from),
             pending=pending,
+            **_no_states(len(slots), num_states),
         )
 
     def _write_table(self, request: Request) -> None:
@@ -109,21 +151,41 @@ class ModelRunner:
         request.num_blocks_in_table = last
 
 
-def _with_states(batch: Batch, scheduled: Sequence[ScheduledTokens]) -> Batch:
-    """Add the slots that a step reads states from, and writes them to."""
-    state_out: Ints = np.full(len(batch.ids), -1, np.int64)
-    state_in = [request.states[start] if start else -1 for request, start, _, _ in scheduled]
-    at = 0
+class _DecodeBatch(NamedTuple):
+    """A batch of one token of each of some requests; while they decode, its arrays are changed in place."""
+
+    requests: tuple[Request, ...]
+    batch: Batch
+    views: Sequence[memoryview]  # of ids, positions, slot_mapping, context_len: they write numbers faster than arrays
+
+    def has_room(self, requests: tuple[Request, ...], width: int, num_states: int) -> bool:
+        """Return whether the arrays are those of a step of these requests, with so many columns and states."""
+        has_columns = width <= self.batch.block_table.shape[1]
+        return requests == self.requests and has_columns and num_states == self.batch.state_out.size
+
+
+def _no_states(num_requests: int, num_tokens: int) -> dict[str, Ints]:
+    """Return arrays for the slots of states, of a step of so many tokens with states."""
+    num_requests = min(num_requests, num_tokens)
+    return {"state_in": np.empty(num_requests, np.int64), "state_out": np.empty(num_tokens, np.int64)}
+
+
+def _set_states(batch: Batch, scheduled: Sequence[ScheduledTokens]) -> None:
+    """Set the slots that a step reads states from, and writes them to."""
+    state_out, at = batch.state_out, 0
+    state_out.fill(-1)
+    batch.state_in[:] = [request.states[start] if start else -1 for request, start, _, _ in scheduled]
     for request, start, stop, _ in scheduled:
         for tokens, slot in request.states.items():
             if start < tokens <= stop:
                 state_out[at + tokens - start - 1] = slot
         at += stop - start
-    return replace(batch, state_in=_array(state_in), state_out=state_out)
 
 
 def forward(model: Transformer, batch: Batch, cache: KVCache) -> Array:
     """Run the model; an overflow gives no warning here, but an error where logits are sampled."""
+    if model.fused is not None:  # kernels give none
+        return model.forward(batch, cache)
     with np.errstate(all="ignore"):
         return model.forward(batch, cache)
 

@@ -33,23 +33,43 @@ def draw_seed() -> int:
     return secrets.randbits(SEED_BITS)
 
 
-def sample(ops: Backend, scheduled: Sequence[ScheduledTokens], logits: Array) -> SamplerOutput:
-    """Sample the tokens of a step; scored prompts get their log-probabilities."""
-    requests = [item.request for item in scheduled if item.stop >= len(item.request.ids)]
+def sample(
+    ops: Backend, scheduled: Sequence[ScheduledTokens], logits: Array, tokens: list[int] | None = None
+) -> SamplerOutput:
+    """Sample the tokens of a step, unless it has sampled them; scored prompts get their log-probabilities."""
+    if tokens is not None and not [item for item in scheduled if item.request.params.logprobs is not None]:
+        return SamplerOutput(tokens)
+    requests = [request for request, _, stop, _ in scheduled if stop >= len(request.ids)]
     failed: dict[Request, WorkerError] = {}
-    if any(item.request.num_unscored_tokens for item in scheduled):
+    if [request for request, _, _, _ in scheduled if request.prompt_logprobs and request.num_unscored_tokens]:
         logits = logits[_score_prompts(ops, scheduled, logits, failed)]
         requests = [request for request in requests if request not in failed]
     if not requests:
         return SamplerOutput([], failed=failed)
-    rows = [row for request in requests for row in masked_rows(request)]
     try:
-        sampled = SamplerOutput(ops.sample(logits, rows).tolist(), failed=failed)
+        if tokens is None:
+            rows = [row for request in requests for row in masked_rows(request)]
+            tokens = ops.sample(logits, rows).tolist()
     except InferenceError:
         return _sample_isolating_failures(ops, requests, logits, failed)
-    if any(request.params.logprobs is not None for request in requests):
+    sampled = SamplerOutput(tokens, failed=failed)
+    if [request for request in requests if request.params.logprobs is not None]:
         _add_logprobs(ops, requests, logits, sampled)
     return sampled
+
+
+def rows_before_logits(scheduled: Sequence[ScheduledTokens]) -> list[SampleRow]:
+    """Return the sample rows of a step that may sample its own logits: no masks are being filled, no prompt is scored.
+
+    Otherwise return none.
+    """
+    rows: list[SampleRow] = []
+    for request, _, stop, _ in scheduled:
+        if request.constraint is not None or (request.prompt_logprobs and request.num_unscored_tokens):
+            return []
+        if stop >= len(request.ids):
+            rows += sample_rows(request)
+    return rows
 
 
 def masked_rows(request: Request) -> list[SampleRow]:
@@ -99,9 +119,11 @@ def _update_row(row: SampleRow, request: Request, following: Sequence[int]) -> N
     """
     row.position = len(request.ids) + len(following)
     row.mask = None
+    counts_output = row.presence_penalty or row.frequency_penalty
+    if row.repetition_penalty == 1.0 and not counts_output:
+        return
     last_n = request.params.repeat_last_n or 0
     has_window = row.repetition_penalty != 1.0 and last_n
-    counts_output = row.presence_penalty or row.frequency_penalty
     if not (has_window or counts_output):
         return
     history = request.history = request.history or TokenHistory()

@@ -96,6 +96,8 @@ class Scheduler:
 
     def expire(self, now: float) -> list[StepOutput]:
         """Finish the requests whose deadline has passed."""
+        if not self._deadlines:
+            return []
         ended = [request for request in self._deadlines.pop_expired(now) if self.remove(request)]
         message = "the request timed out after {} output tokens"
         return [error_output(request, DeadlineError(message.format(len(request.tokens)))) for request in ended]
@@ -105,7 +107,8 @@ class Scheduler:
 
         Where `num_in_flight_tokens` and `pending_row` of requests are set, it is the step after the one in flight.
         """
-        self._preempt_for_urgent()
+        if self.waiting:
+            self._preempt_for_urgent()
         scheduled: list[ScheduledTokens] = []
         prefills: list[Request] = []
         drafted: list[Request] = []
@@ -124,8 +127,10 @@ class Scheduler:
                     drafted.append(request)
                 else:
                     scheduled.append(ScheduledTokens(request, start, length, start))
-        scheduled += [self._schedule_drafts(request) for request in drafted]
-        prefills = [request for request in prefills if request.batch_slot >= 0]  # not preempted in this very step
+        for request in drafted:
+            scheduled.append(self._schedule_drafts(request))
+        if prefills:  # not preempted in this very step
+            prefills = [request for request in prefills if request.batch_slot >= 0]
         if not (prefills or (self.waiting and self._free_slots)):
             return self._prepare_states(scheduled)
         if isinstance(budget, int):
@@ -175,7 +180,8 @@ class Scheduler:
                 outputs.append(StepOutput(request, token))
                 if stop // size > request.num_hashed_blocks:
                     self._publish(request)
-                self._commit(request)
+                if self.states is not None:
+                    self.states.commit(request)
         return outputs
 
     def fail(self, scheduled: Sequence[ScheduledTokens], error: WorkerError) -> list[StepOutput]:
@@ -466,6 +472,9 @@ class Deadlines:
             if len(self._heap) > 2 * num_requests + 64:
                 self._heap = [entry for entry in self._heap if not entry[2].is_finished]
                 heapify(self._heap)
+
+    def __bool__(self) -> bool:
+        return bool(self._heap)
 
     def pop_expired(self, now: float) -> list[Request]:
         """Remove and return the requests whose deadline has passed, finished ones included."""

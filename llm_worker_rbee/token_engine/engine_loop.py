@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
-from itertools import groupby
-from operator import attrgetter
 
 from .. import machine
 from ..engine.engine import Engine
@@ -139,9 +137,13 @@ class EngineLoop:
         outputs = self.engine.step()
         self._collect_events()
         self._collect_prefills()
-        return self._result(
-            [one for _, group in groupby(outputs, attrgetter("request")) for one in self._output(list(group))]
-        )
+        results: list[TokenOutput] = []
+        first = 0
+        for end, output in enumerate(outputs, 1):
+            if end == len(outputs) or outputs[end].request is not output.request:
+                results += self._output(outputs[first:end])
+                first = end
+        return self._result(results)
 
     def fail_all(self, error: WorkerError) -> StepResult:
         """Finish every request with an error, and start the engine anew."""
@@ -195,6 +197,8 @@ class EngineLoop:
         """Return the outputs of one request as one; an error follows the tokens before it."""
         last, request = outputs[-1], outputs[-1].request
         request_id, failed = self._ids[request], None
+        if len(outputs) == 1 and not (last.finish_reason or last.logprob or request.prompt_logprobs):
+            return [TokenOutput(request_id, [last.token])]  # the usual case
         if last.finish_reason is not None:
             self._forget(request)
         if last.error is not None:

@@ -175,11 +175,22 @@ def test_abort_frees_all_blocks(model: Transformer, steps: int) -> None:
 Fault = Callable[[Batch, NDArray[np.float32]], NDArray[np.float32]]
 
 
+class FaultyForward:
+    """A fused forward whose logits go through a fault before they are sampled."""
+
+    samples = False
+
+    def __init__(self, whole: FusedForward, fault: Fault) -> None:
+        self._whole, self._fault = whole, fault
+
+    def __call__(self, batch: Batch, kv: Any) -> NDArray[np.float32]:
+        return self._fault(batch, self._whole(batch, kv))
+
+
 def with_fault(model: Transformer, fault: Fault) -> Transformer:
     """The same model, whose steps go through `fault` at their end."""
-    whole = model.fused
-    assert whole is not None
-    return replace(model, fused=cast(FusedForward, lambda batch, layers: fault(batch, whole(batch, layers))))
+    assert model.fused is not None
+    return replace(model, fused=cast(FusedForward, FaultyForward(model.fused, fault)))
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a kernel broke"), MemoryError(), InferenceError("no")])

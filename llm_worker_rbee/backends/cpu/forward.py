@@ -6,9 +6,10 @@ Every thread walks through all layers inside one parallel region; lowering.py ma
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from math import isqrt, log2
 from typing import Any, cast
@@ -27,8 +28,11 @@ from ..ops import (
     TOKENS,
     Array,
     Batch,
+    Ints,
+    KVLayer,
     LayerCache,
     Profiler,
+    SampleRow,
     StateLayer,
     TaskLabel,
     first_kv,
@@ -39,12 +43,14 @@ from .kernels.program import Step, Table, Task
 from .kernels.quantize_activations import pad_to_panels
 from .lowering import HostCall, Lowering, fuse
 from .program import Program, new_step, run_step
+from .sampling import SAMPLE, RowTables
 
 Floats = NDArray[np.float32]
 Part = tuple[tuple[TaskLabel, ...], Program | HostCall]
 # Bytes of weights and keys that a thread reads while (0.12 us) one more thread delays the end of a task.
 BYTES_PER_EXTRA_THREAD = 1200
 MIN_USEFUL_THREADS = 2
+UNSHARED = 2  # references to an object that sys.getrefcount counts where there is one: it has another itself
 WEIGHT_NAMES = {"linear": "w", "grouped_linear": "w", "logits": "head"}  # arguments of ops
 
 
@@ -111,8 +117,9 @@ def run_alone(op: str, args: dict[str, Any], threads: int) -> Any:
 class CpuForward:
     """The fused forward pass of a model.
 
-    Buffers are kept from step to step and grow with the largest batch; one step runs at a time (a lock), and its logits
-    are the caller's own.
+    Buffers are kept from step to step and grow with the largest batch; one step runs at a time (a lock). Its logits are
+    the caller's own: their memory is used again once no array refers to it. So is what follows from a batch, if the
+    caller changes its arrays in place and passes it again.
     """
 
     graph_bytes = 0
@@ -121,20 +128,29 @@ class CpuForward:
         self.graph, self.threads = fuse(graph), threads
         embeds = [node for node in graph.nodes if node.op == "embed"]
         self._table_rows: dict[str, int] = {node["ids"].name: node["table"].rows for node in embeds}
-        self._num_logits = cast(int, graph.output.shape[1])
+        self._output_rows, self._num_logits = graph.output.shape[0], cast(int, graph.output.shape[1])
         self._weight_bytes = _weight_bytes(graph)
         self._soft_cap = np.float32(sum(node["soft_cap"] for node in graph.nodes if node.op == "logits"))
         self._lowered: dict[str, Lowering] = {}  # by KV type
         self._parts: dict[str, list[Part]] = {}  # by KV type
         self._step, self._buffers = new_step(), dict[int, NDArray[Any]]()
         self._step_address = self._step.ctypes.data
-        self._inputs, self._inputs_address = np.empty(0, np.int64), 0  # arrays of the batch
-        self._counts = np.empty(0, np.intp)  # entries of numbers that tasks write
+        self._entries = self._step.data  # a memory view writes single numbers in half the time
+        # What is sampled before a soft cap, or by an op of the host after the program, would not be the model's.
+        self.samples = any(node.op == "logits" for node in graph.nodes) and not self._soft_cap
+        self._rows = RowTables()
+        self._batch: Batch | None = None  # that the step points at
+        self._inputs: list[Ints] = []  # its arrays
+        self._ids: list[tuple[str, int, memoryview]] = []  # of them, those that are rows of a table
+        self._logits: Floats = np.empty((0, self._num_logits), np.float32)
+        self._counts: list[int] = []  # entries of numbers that tasks write
         self._hidden = graph.hidden
         self._held = ("", 0)  # KV type and tokens of the buffers
         self._partials = np.empty(0, np.uint8)  # of attention
         self._partials_at = (("", -1), 0)  # what they are for, KV type and positions, and their address
-        self._kv: tuple[weakref.ref[Any], Table, int] | None = None  # the first layer's keys stand for the whole cache
+        self._kv: Table = np.empty(0, np.int64)
+        self._keys: Callable[[], Any] = lambda: None  # a weak reference: the first keys stand for the whole cache
+        self._first_kv = 0  # the layer that has them
         self._lock = threading.Lock()
         _instances.add(self)
 
@@ -143,7 +159,14 @@ class CpuForward:
         return self._run(batch, kv)[0]
 
     def with_hidden(self, batch: Batch, kv: Sequence[LayerCache]) -> tuple[Array, Array]:
-        return self._run(batch, kv)
+        return self._run(batch, kv)[:2]
+
+    def sample(
+        self, batch: Batch, kv: Sequence[LayerCache], rows: Sequence[SampleRow], profiler: Profiler | None = None
+    ) -> tuple[Array, list[int]]:
+        """Run the same step, and sample in it."""
+        assert self.samples, "its logits are not ready within the program"
+        return self._run(batch, kv, profiler, rows)[::2]
 
     def run_profiled(self, batch: Batch, kv: Sequence[LayerCache], profiler: Profiler) -> Array:
         """Run the same step with each task timed."""
@@ -169,36 +192,35 @@ class CpuForward:
                 tasks = [(part.component, task) for part in parts for task in cast(list[Task], part.work)]
                 labels = tuple(TaskLabel(component, task.kernel.name) for component, task in tasks)
                 steps.append((labels, Program(task for _, task in tasks)))
+            if self.samples:
+                labels, program = steps.pop()
+                assert isinstance(program, Program), "the head is no call of the host"
+                labels = *labels, TaskLabel("sampling", SAMPLE.kernel.name)
+                steps.append((labels, Program((*program.tasks, SAMPLE))))
             self._parts[kv_type] = steps
         return self._parts[kv_type]
 
     def _run(
-        self, batch: Batch, kv: Sequence[LayerCache], profiler: Profiler | None = None
-    ) -> tuple[Array, Floats | None]:
-        """Run one step; return the logits, and a copy of the hidden states if the graph has them."""
-        b, tokens, n_logits = batch, len(batch.ids), len(batch.logits_index)
-        first = first_kv(kv)
-        kv_type, block_size, width = kv_type_of(first), first.v.shape[2], batch.block_table.shape[1]
-        parts = self._programs(kv_type)
-        self._check_ids(batch)
-        rows = n_logits if self.graph.output.shape[0] == LOGITS else len(b.context_len)
-        logits = np.empty((rows, self._num_logits), np.float32)
+        self,
+        batch: Batch,
+        kv: Sequence[LayerCache],
+        profiler: Profiler | None = None,
+        sampled: Sequence[SampleRow] = (),
+    ) -> tuple[Array, Floats | None, list[int]]:
+        """Run one step; return the logits, a copy of the hidden states if the graph has them, and sampled tokens."""
+        tokens, n_logits = len(batch.ids), len(batch.logits_index)
+        rows = n_logits if self._output_rows == LOGITS else len(batch.context_len)
         with self._lock:
-            step = self._step_for(kv_type, pad_to_panels(max(tokens, n_logits)))
-            step[: Step.PARTIALS + 1] = [
-                tokens,
-                n_logits,
-                block_size,
-                width,
-                len(b.context_len),
-                self._num_logits,
-                *self._hold(b),
-                self._kv_address(kv),
-                logits.ctypes.data,
-                self._partials_for(kv_type, width * block_size),
-            ]
-            step[self._counts] = 0  # not counted in a step without tokens
-            if (entry := self._lower(kv_type).hidden_in) and batch.hidden is not None:
+            if batch is not self._batch or self._keys() is not kv[self._first_kv].k:
+                self._point_at(batch, kv)
+            self._check_ids()
+            step, kv_type = self._step, self._held[0]
+            parts = self._parts[kv_type]
+            logits = self._logits_for(rows)
+            for entry in self._counts:
+                self._entries[entry] = 0  # not counted in a step without tokens
+            self._rows.set_rows(sampled, self._entries)
+            if batch.hidden is not None and (entry := self._lower(kv_type).hidden_in):
                 self._buffers[entry][: batch.hidden.size] = batch.hidden.reshape(-1)
             threads = self._threads_for(batch, kv, parts)
             for labels, part in parts:
@@ -208,23 +230,63 @@ class CpuForward:
                     part.run(step, threads, self._step_address)
                 else:
                     profiler(labels, part.run_timed(step, threads, self._step_address))
-            hidden = self._hidden_states(kv_type, tokens, n_logits)
-        return self._soft_cap * np.tanh(logits / self._soft_cap) if self._soft_cap else logits, hidden
+            token_ids = self._rows.tokens(len(sampled))
+            hidden = None if self._hidden is None else self._hidden_states(self._hidden, tokens, n_logits)
+        return self._cap(logits) if self._soft_cap else logits, hidden, token_ids
 
-    def _check_ids(self, batch: Batch) -> None:
+    def _point_at(self, batch: Batch, kv: Sequence[LayerCache]) -> None:
+        """Let the step point at the arrays of a batch, and at a cache."""
+        b, first, tokens, n_logits = batch, first_kv(kv), len(batch.ids), len(batch.logits_index)
+        kv_type, block_size, width = kv_type_of(first), first.v.shape[2], b.block_table.shape[1]
+        self._batch = None  # until all has succeeded
+        self._programs(kv_type)
+        step = self._step_for(kv_type, pad_to_panels(max(tokens, n_logits)))
+        numbers = b.ids, b.positions, b.slot_mapping, b.query_start, b.block_table, b.logits_index
+        arrays = *numbers, b.state_in, b.state_out, b.token_types
+        self._inputs = [np.ascontiguousarray(array, np.int64) for array in arrays]
+        step[: Step.PARTIALS + 1] = [
+            tokens,
+            n_logits,
+            block_size,
+            width,
+            len(b.context_len),
+            self._num_logits,
+            *(array.ctypes.data for array in self._inputs),
+            self._kv_address(kv, first),
+            self._logits.ctypes.data,
+            self._partials_for(kv_type, width * block_size),
+        ]
+        self._ids = [(name, rows, getattr(batch, name).data) for name, rows in self._table_rows.items()]
+        if all(held is array for held, array in zip(self._inputs, arrays, strict=True)):  # changes will be seen
+            self._batch = batch
+
+    def _logits_for(self, rows: int) -> Floats:
+        """Return memory for logits: that of the last step, unless an array still refers to it or it is far too large"""
+        is_free = sys.getrefcount(self._logits) == UNSHARED
+        if not (is_free and rows <= len(self._logits) <= 2 * rows):
+            self._logits = np.empty((rows, self._num_logits), np.float32)
+            self._entries[Step.LOGITS] = self._logits.ctypes.data
+        return self._logits[:rows]
+
+    def _cap(self, logits: Floats) -> Floats:
+        """Apply the soft cap in place."""
+        with np.errstate(all="ignore"):
+            np.divide(logits, self._soft_cap, out=logits)
+            np.tanh(logits, out=logits)
+            return np.multiply(self._soft_cap, logits, out=logits)
+
+    def _check_ids(self) -> None:
         """Raise if a token, or its position or segment, has no row in its table."""
-        for name, rows in self._table_rows.items():
-            ids = getattr(batch, name).tolist()
+        for name, rows, view in self._ids:
+            ids = view.tolist()
             if ids and not 0 <= min(ids) <= max(ids) < rows:
                 what = "a token id is outside the vocabulary" if name == "ids" else f"{name} are outside the table"
                 raise InferenceError(f"{what} of {rows}")
 
-    def _hidden_states(self, kv_type: str, tokens: int, n_logits: int) -> Floats | None:
+    def _hidden_states(self, value: Value, tokens: int, n_logits: int) -> Floats:
         """Return a copy of the hidden states of a step that has run."""
-        if self._hidden is None:
-            return None
-        count, width = tokens if self._hidden.shape[0] == TOKENS else n_logits, cast(int, self._hidden.shape[1])
-        entry = self._lower(kv_type).hidden_out
+        count, width = tokens if value.shape[0] == TOKENS else n_logits, cast(int, value.shape[1])
+        entry = self._lower(self._held[0]).hidden_out
         hidden: Floats = self._buffers[entry][: count * width].reshape(count, width).copy()
         return hidden
 
@@ -248,37 +310,17 @@ class CpuForward:
 
         node = call.node
         args = {name: array(node[name], entry) for name, entry in call.inputs.items()}
-        results = getattr(reference, node.op)(**{**node.args, **args})
+        with np.errstate(all="ignore"):
+            results = getattr(reference, node.op)(**{**node.args, **args})
         results = results if isinstance(results, tuple) else (results,)
         for value, entry, result in zip(node.outputs, call.outputs, results, strict=True):
             array(value, entry)[...] = result
 
-    def _hold(self, b: Batch) -> list[int]:
-        """Copy the arrays of a batch into the tasks' buffers, and return their addresses."""
-        arrays = (
-            b.ids,
-            b.positions,
-            b.slot_mapping,
-            b.query_start,
-            b.block_table,
-            b.logits_index,
-            b.state_in,
-            b.state_out,
-            b.token_types,
-        )
-        sizes = [array.size for array in arrays]
-        if sum(sizes) > self._inputs.size:
-            self._inputs = np.empty(2 * sum(sizes), np.int64)
-            self._inputs_address = self._inputs.ctypes.data
-        np.concatenate(arrays, axis=None, out=self._inputs[: sum(sizes)])
-        return [self._inputs_address + self._inputs.itemsize * sum(sizes[:i]) for i in range(len(sizes))]
-
-    def _kv_address(self, kv: Sequence[LayerCache]) -> int:
-        keys = first_kv(kv).k
-        if self._kv is None or self._kv[0]() is not keys:
-            table = layer_addresses(kv)
-            self._kv = weakref.ref(keys), table, table.ctypes.data
-        return self._kv[2]
+    def _kv_address(self, kv: Sequence[LayerCache], first: KVLayer) -> int:
+        if self._keys() is not first.k:
+            self._kv = layer_addresses(kv)
+            self._keys, self._first_kv = weakref.ref(first.k), [layer is first for layer in kv].index(True)
+        return int(self._kv.ctypes.data)
 
     def _partials_for(self, kv_type: str, positions: int) -> int:
         """Return the address of memory for partial results of attention; 0 if none is needed."""
@@ -300,9 +342,8 @@ class CpuForward:
                     if count:
                         buffers[entry] = aligned(np.zeros, tokens * count, dtype)
                         step[entry] = buffers[entry].ctypes.data
-            counts = [entry for entry in range(Step.END, lowered.buffers.end) if entry not in buffers]
-            self._counts = np.array(counts, np.intp)
-            self._step, self._step_address = step, step.ctypes.data
+            self._counts = [entry for entry in range(Step.END, lowered.buffers.end) if entry not in buffers]
+            self._step, self._step_address, self._entries = step, step.ctypes.data, step.data
             self._buffers = buffers  # only now that there was memory for all of it
             self._held = kv_type, tokens
         return self._step

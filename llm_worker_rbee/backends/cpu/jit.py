@@ -116,7 +116,8 @@ class NativeKernel:
 
     @property
     def address(self) -> int:
-        self.load()
+        if not self._address:
+            self.load()
         return self._address
 
     @cached_property

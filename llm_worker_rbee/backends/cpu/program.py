@@ -42,7 +42,7 @@ from .kernels.program import Pool, Step, Table, Task
 
 CALIBRATION_S = 0.02
 
-_local = threading.local()  # of a Python thread: `counters` of its programs, and their address
+_local = threading.local()  # of a Python thread: `counters` of its programs, zeros for them, and their address
 
 
 class ThreadPool:
@@ -111,13 +111,12 @@ def ticks_per_second() -> float:
 def _zero_counters(threads: int) -> int:
     """Return the address of zeroed counters for one run: a Python thread runs one program at a time."""
     size = _counters_bytes(threads)
-    counters, address = getattr(_local, "counters", (None, 0))
-    if counters is None or counters.size < size:
-        counters = aligned(np.zeros, size, np.uint8)
-        address = counters.ctypes.data
-        _local.counters = counters, address
-    counters.fill(0)
-    return int(address)
+    counters, zeros, address = getattr(_local, "counters", (memoryview(b""), b"", 0))
+    if len(zeros) < size:
+        array = aligned(np.zeros, size, np.uint8)
+        counters, zeros, address = _local.counters = array.data, bytes(size), int(array.ctypes.data)
+    counters[:] = zeros
+    return address
 
 
 def _counters_bytes(threads: int) -> int:

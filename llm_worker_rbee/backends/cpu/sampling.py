@@ -4,11 +4,14 @@ The kernels (kernels/sampling.py) add up probabilities in another order than the
 where a decision is so close that it might come out otherwise they return UNDECIDED, and the reference sampler decides.
 
 A row of a batch has integers (`RowInt`) and floats (`RowFloat`), in two tables that the step points at; the tokens that
-penalties look at are given by address. A program samples all rows at once, one piece per row.
+penalties look at are given by address. The settings of a row never change, so the tables are kept from step to step:
+the next token of the same request needs its position. A program samples all rows at once, one piece per row: a program
+of its own, or the last task of a model's step.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,36 +19,86 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import reference_sampling
-from ..ops import Ints, Logprobs, SampleRow, TokenMask
-from .jit import TaskKernel
+from ..ops import NO_TOKENS, Ints, Logprobs, SampleRow, TokenMask
 from .kernels import sampling as kernels
-from .kernels.program import Step, Table, Task, pack_args
+from .kernels.program import Step, Task, pack_args
 from .kernels.sampling import RowFloat, RowInt
 from .program import Program, new_step
 
 Floats = NDArray[np.float32]
-MAX_GREEDY_ROWS = 4  # without a program
+SAMPLE = Task(kernels.SAMPLE, pack_args(0), 1, Step.NUM_SAMPLED, 1)
+# As plain integers: to look a member of an enum up takes six times as long.
+ROW_INTS, MASK, HAS_PENALTIES, POSITION = map(int, (RowInt.COUNT, RowInt.MASK, RowInt.HAS_PENALTIES, RowInt.POSITION))
+NUM_SAMPLED = int(Step.NUM_SAMPLED)
+_local = threading.local()  # of a Python thread: `tables`, of the rows that it sampled last without a model's step
 
 
 def sample(logits: Floats, rows: Sequence[SampleRow], threads: int) -> Ints:
     """Sample one token for each row: (N, vocabulary) -> (N,)."""
     assert len(logits) == len(rows), "each row of logits has its settings"
     logits = np.ascontiguousarray(logits, np.float32)
-    tokens = sample_with_kernels(logits, rows, threads)
-    if tokens.min(initial=0) < 0:
-        for i in np.flatnonzero(tokens < 0).tolist():  # undecided; or not finite, which the reference raises for
-            tokens[i] = reference_sampling.sample_row(logits[i], rows[i])
+    tokens = np.array(sample_with_kernels(logits, rows, threads), np.int64)
+    for i in np.flatnonzero(tokens < 0).tolist():  # undecided; or not finite, which the reference raises for
+        tokens[i] = reference_sampling.sample_row(logits[i], rows[i])
     return tokens
 
 
-def sample_with_kernels(logits: Floats, rows: Sequence[SampleRow], threads: int) -> Ints:
+def sample_with_kernels(logits: Floats, rows: Sequence[SampleRow], threads: int) -> list[int]:
     """Sample contiguous rows; a token may be `kernels.UNDECIDED` or `kernels.NOT_FINITE`."""
-    row_ints: list[int] = []
-    row_floats: list[float] = []
-    held: list[NDArray[Any]] = []
-    for row in rows:
-        row_ints += _pack_ints(row, held)
-        row_floats += (
+    tables: RowTables = vars(_local).setdefault("tables", RowTables())
+    step = new_step()
+    tables.set_rows(rows, step.data)
+    step[Step.VOCABULARY], step[Step.LOGITS] = logits.shape[1], logits.ctypes.data
+    Program([SAMPLE]).run(step, threads if len(rows) > 1 else 1)
+    return tables.tokens(len(rows))
+
+
+class RowTables:
+    """The settings and the tokens of the rows that are sampled together; they are kept from step to step."""
+
+    def __init__(self) -> None:
+        self._reserve(0)
+
+    def _reserve(self, count: int) -> None:
+        self._rows: list[SampleRow | None] = [None] * count  # whose settings are in the tables
+        self._is_plain = [False] * count  # the row changes no logit
+        self._pointed_at: dict[int, list[NDArray[Any]]] = {}  # arrays that a row's numbers point at
+        arrays = np.zeros(count * ROW_INTS, np.uint64), np.zeros((count, RowFloat.COUNT)), np.zeros(count, np.int64)
+        self._addresses = [array.ctypes.data for array in arrays]
+        # memory views write and read single numbers in half the time of arrays
+        self._ints, self._floats, self._tokens = arrays[0].data, arrays[1], arrays[2].data
+
+    def set_rows(self, rows: Sequence[SampleRow], step: memoryview) -> None:
+        """Set what has changed since these rows were sampled last, and let a step sample them."""
+        if len(rows) > len(self._rows):
+            self._reserve(2 * len(rows))
+        ints = self._ints
+        for i, row in enumerate(rows):
+            if self._rows[i] is not row:
+                self._rows[i] = None  # until all has succeeded
+                self._set_settings(i, row)
+                self._rows[i] = row
+            ints[i * ROW_INTS + POSITION] = row.position
+            ints[i * ROW_INTS + MASK] = 0 if row.mask is None else row.mask.ctypes.data
+            if not self._is_plain[i]:
+                self._set_penalties(i, row)
+        step[NUM_SAMPLED] = len(rows)
+        step[NUM_SAMPLED + 1], step[NUM_SAMPLED + 2], step[NUM_SAMPLED + 3] = self._addresses
+
+    def tokens(self, count: int) -> list[int]:
+        """Return the sampled tokens."""
+        return self._tokens[:count].tolist()
+
+    def _set_settings(self, i: int, row: SampleRow) -> None:
+        """Set what stays as it is while the row is sampled."""
+        bias_ids = np.array([token for token, _ in row.logit_bias], np.int64)
+        biases = np.array([bias for _, bias in row.logit_bias], np.float64)
+        self._pointed_at[i] = [bias_ids, biases]
+        settings = 0, 0, row.top_k, row.seed, row.sample_index, 0, 0, 0, 0, 0
+        bias = bias_ids.ctypes.data, biases.ctypes.data, bias_ids.size
+        for at, value in enumerate((*settings, *bias), i * ROW_INTS):
+            self._ints[at] = value
+        self._floats[i] = (
             row.temperature,
             row.top_p,
             row.min_p,
@@ -54,55 +107,19 @@ def sample_with_kernels(logits: Floats, rows: Sequence[SampleRow], threads: int)
             row.presence_penalty,
             row.frequency_penalty,
         )
-    ints, floats = np.array(row_ints, np.uint64), np.array(row_floats, np.float64)
-    assert ints.size == len(rows) * RowInt.COUNT
-    assert floats.size == len(rows) * RowFloat.COUNT
-    tokens = np.empty(len(rows), np.int64)
-    step = _step_of(logits, tokens)
-    step[Step.SAMPLE_INTS], step[Step.SAMPLE_FLOATS] = ints.ctypes.data, floats.ctypes.data
-    _run_rows(kernels.SAMPLE, pack_args(0), step, threads, _is_faster_alone(rows))
-    return tokens
+        counts_tokens = row.repetition_penalty != 1.0 or row.presence_penalty or row.frequency_penalty
+        self._is_plain[i] = not (row.logit_bias or counts_tokens)
 
-
-def _is_faster_alone(rows: Sequence[SampleRow]) -> bool:
-    """Return whether starting a program would take longer than the rows."""
-    return len(rows) <= MAX_GREEDY_ROWS and all(row.temperature == 0 and not row.has_penalties for row in rows)
-
-
-def _step_of(logits: Floats, tokens: Ints) -> Table:
-    step = new_step()
-    step[Step.TOKENS], step[Step.VOCABULARY] = logits.shape
-    step[Step.LOGITS], step[Step.TOKEN_IDS] = logits.ctypes.data, tokens.ctypes.data
-    return step
-
-
-def _run_rows(kernel: TaskKernel, args: Table, step: Table, threads: int, is_alone: bool) -> None:
-    """Run a kernel on each row, on the calling thread alone or as a program."""
-    rows = int(step[Step.TOKENS])
-    if is_alone or rows == 1:
-        for i in range(rows):
-            kernel(args.ctypes.data, step.ctypes.data, i)
-    else:
-        Program([Task(kernel, args, 1, Step.TOKENS, 1)]).run(step, threads)
-
-
-def _pack_ints(row: SampleRow, held: list[NDArray[Any]]) -> tuple[int, ...]:
-    """Return the integers of a row; arrays that it points at are added to `held`."""
-    settings = row.top_k, row.seed, row.sample_index, row.position
-    mask = 0 if row.mask is None else row.mask.ctypes.data
-    if not row.has_penalties:
-        return (mask, 0, *settings, 0, 0, 0, 0, 0, 0, 0)
-    window = row.penalty_window if row.repetition_penalty != 1.0 else row.penalty_window[:0]
-    output_ids = row.output_ids if row.presence_penalty or row.frequency_penalty else row.output_ids[:0]
-    arrays = [
-        np.ascontiguousarray(window, np.int64),
-        np.ascontiguousarray(output_ids, np.int64),
-        np.array([token for token, _ in row.logit_bias], np.int64),
-        np.array([bias for _, bias in row.logit_bias], np.float64),
-    ]
-    held += arrays
-    a, b, c, d = (array.ctypes.data for array in arrays)
-    return (mask, 1, *settings, a, len(window), b, len(output_ids), c, d, len(row.logit_bias))
+    def _set_penalties(self, i: int, row: SampleRow) -> None:
+        """Set the tokens that penalties look at."""
+        window = row.penalty_window if row.repetition_penalty != 1.0 else NO_TOKENS
+        output_ids = row.output_ids if row.presence_penalty or row.frequency_penalty else NO_TOKENS
+        self._ints[i * ROW_INTS + HAS_PENALTIES] = row.has_penalties
+        del self._pointed_at[i][2:]
+        for at, tokens in ((RowInt.WINDOW, window), (RowInt.OUTPUT_IDS, output_ids)):
+            ids = np.ascontiguousarray(tokens, np.int64)
+            self._pointed_at[i].append(ids)
+            self._ints[i * ROW_INTS + at], self._ints[i * ROW_INTS + at + 1] = ids.ctypes.data, ids.size
 
 
 def logprobs(
@@ -119,7 +136,10 @@ def logprobs(
     allowed = [None] * rows if masks is None else masks
     addresses = np.array([0 if mask is None else mask.ctypes.data for mask in allowed], np.int64)
     args = pack_args(k, addresses, top_ids, top, logprobs)
-    _run_rows(kernels.LOGPROBS, args, _step_of(logits, chosen), threads, is_alone=rows <= MAX_GREEDY_ROWS)
+    step = new_step()
+    step[Step.NUM_SAMPLED], step[Step.VOCABULARY] = logits.shape
+    step[Step.LOGITS], step[Step.SAMPLED_IDS] = logits.ctypes.data, chosen.ctypes.data
+    Program([Task(kernels.LOGPROBS, args, 1, Step.NUM_SAMPLED, 1)]).run(step, threads if rows > 1 else 1)
     for i in np.flatnonzero(logprobs != logprobs).tolist():
         reference_sampling.require_finite(reference_sampling.apply_mask(logits[i], allowed[i]))
     return Logprobs(logprobs, top_ids, top)

@@ -69,9 +69,11 @@ class Step(IntEnum):
     KV = auto()  # for each layer: keys, values, their scales; or the parts of its states
     LOGITS = auto()  # (N, vocabulary)
     PARTIALS = auto()  # results of blocks of keys, if decode attention may be split (attention.py); or 0
-    # addresses: sampling settings of each row (sampling.py)
+    # sampling (sampling.py): the number of rows, addresses of their settings and of their tokens
+    NUM_SAMPLED = auto()
     SAMPLE_INTS = auto()
     SAMPLE_FLOATS = auto()
+    SAMPLED_IDS = auto()
     END = auto()  # places of buffers follow
 
 

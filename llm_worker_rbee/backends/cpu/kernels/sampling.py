@@ -536,7 +536,7 @@ def sample_task(args, step, piece):
     width = s[Step.VOCABULARY]
     x = f32(s[Step.LOGITS] + piece * width * 4)[:width]
     ints = i64(s[Step.SAMPLE_INTS] + piece * RowInt.COUNT * 8)
-    floats, tokens = f64(s[Step.SAMPLE_FLOATS] + piece * RowFloat.COUNT * 8), i64(s[Step.TOKEN_IDS])
+    floats, tokens = f64(s[Step.SAMPLE_FLOATS] + piece * RowFloat.COUNT * 8), i64(s[Step.SAMPLED_IDS])
     if ints[RowInt.HAS_PENALTIES]:
         tokens[piece] = sample_penalized(x, ints, floats)
     elif ints[RowInt.MASK]:
@@ -549,7 +549,7 @@ def logprobs_task(args, step, piece):
     """Write the log-softmax of one row at its chosen token, and its k likeliest tokens."""
     s, a = i64(step), i64(args)
     width, k = s[Step.VOCABULARY], a[LogprobArg.K]
-    x, chosen, mask = f32(s[Step.LOGITS] + piece * width * 4)[:width], i64(s[Step.TOKEN_IDS])[piece], 0
+    x, chosen, mask = f32(s[Step.LOGITS] + piece * width * 4)[:width], i64(s[Step.SAMPLED_IDS])[piece], 0
     if a[LogprobArg.MASKS]:
         mask = i64(a[LogprobArg.MASKS])[piece]
     top_ids, top = i64(a[LogprobArg.TOP_IDS] + piece * k * 8)[:k], f32(a[LogprobArg.TOP] + piece * k * 4)[:k]
