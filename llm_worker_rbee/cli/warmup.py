@@ -135,7 +135,7 @@ def _warm_up_cpu(
         raise typer.BadParameter("options of memory, batches and types are for a GPU: on a CPU use --all")
     select_backend("cpu", "cpu")
     kernels, folder = _select_kernels(model, all_, progress)
-    compiled = _precompile().load_kernels(kernels, progress)
+    compiled = _precompile().load_kernels(kernels, progress, defers_some=False)
     return Warmed(len(kernels), compiled, folder, {"instruction_set": cpu_info.current_isa()})
 
 

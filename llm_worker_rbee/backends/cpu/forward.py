@@ -138,7 +138,7 @@ class CpuForward:
         self._entries = self._step.data  # a memory view writes single numbers in half the time
         # What is sampled before a soft cap, or by an op of the host after the program, would not be the model's.
         self.samples = any(node.op == "logits" for node in graph.nodes) and not self._soft_cap
-        self._rows = RowTables()
+        self._rows = RowTables(self._num_logits)
         self._batch: Batch | None = None  # that the step points at
         self._inputs: list[Ints] = []  # its arrays
         self._ids: list[tuple[str, int, memoryview]] = []  # of them, those that are rows of a table

@@ -14,6 +14,7 @@ from functools import cached_property
 from types import FunctionType
 from typing import Any
 
+from ...pipe_process import PipeProcess
 from .. import cpu_info, kernel_library
 
 library = kernel_library.open_library(cpu_info.current_isa())
@@ -87,6 +88,7 @@ class NativeKernel:
         self.function, self._types = variant(template, name, **values), (result, types)
         self._native: Any = None
         self._address = 0
+        self.compiled_by: PipeProcess | None = None  # a process that may still compile it
 
     @property
     def signature(self) -> Any:
@@ -98,6 +100,11 @@ class NativeKernel:
     def is_cached(self) -> bool:
         """Whether it need not be compiled: its machine code is in memory, in a library or on disk."""
         return bool(self._find_address()) or compiler.is_cached(self.function, self.signature)
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether another process compiles it; loading it now would take as long."""
+        return self.compiled_by is not None and self.compiled_by.poll() is None
 
     def _find_address(self) -> int:
         """Return the address of its machine code; 0 if there is none in memory or in a library."""

@@ -10,16 +10,16 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import os
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from ... import machine
-from ...config import KV_DEFAULT, ModelConfig
+from ...config import KV_DEFAULT, AttentionSpec, ModelConfig
 from ...pipe_process import PipeProcess, package_command
 from ...weights import Checkpoint
 from .. import cpu_info
@@ -43,7 +43,14 @@ MAX_HELPERS = 7
 # About what the kernels of a module take to compile, to make shares of one length; 1 for others.
 SECONDS_PER_KERNEL = {"sampling": 2, "attention": 3, "linear": 3, "repack": 3, "gated_delta": 3}
 HELPER_START_SECONDS = 2
-HELPER = f"from {__name__} import run_helper; run_helper()"
+HELPER = f"import numba; from {__name__} import run_helper; run_helper(0)"
+LAST_PRIORITY = HELPER.replace("0", "19")
+LATER = ("sampling.penalized_task",)  # without them the reference computes the same
+# Kernels of the common modules that some families need
+NEEDED_BY: dict[str, Callable[[AttentionSpec], object]] = {
+    "elementwise.head_norms": lambda attention: attention.qk_norm,
+    "elementwise.sigmoid_gate": lambda attention: attention.gated,
+}
 
 
 def all_kernels() -> list[NativeKernel]:
@@ -66,7 +73,9 @@ def model_kernels(checkpoint: Checkpoint, config: ModelConfig, kv_type: str = KV
     modules += ["per_layer_inputs"] if config.layer_input_dim else []
     modules += ["causal_conv"] if config.state_bytes else []
     modules += ["gated_delta"] if config.linear is not None else []
-    return kernels + [kernel for name in modules for kernel in _kernels_of(name)]
+    kernels += [kernel for name in modules for kernel in _kernels_of(name)]
+    attention = config.family.attention
+    return [kernel for kernel in kernels if kernel.name not in NEEDED_BY or NEEDED_BY[kernel.name](attention)]
 
 
 def _kernels_for(
@@ -98,13 +107,18 @@ def _kernels_in(value: Any) -> Iterable[NativeKernel]:
     return [item for item in inner if isinstance(item, NativeKernel)]
 
 
-def load_kernels(kernels: Sequence[NativeKernel], progress: Progress | None = None) -> int:
-    """Load all of these, compiling missing ones; return the number compiled."""
+def load_kernels(kernels: Sequence[NativeKernel], progress: Progress | None = None, *, defers_some: bool = True) -> int:
+    """Load these, compiling missing ones; return the number compiled.
+
+    With `defers_some` a process of the lowest priority compiles those of `LATER`, and goes on when this has returned.
+    """
     missing = [kernel for kernel in kernels if not kernel.is_cached]
+    later = [kernel for kernel in missing if defers_some and kernel.name in LATER]
+    missing = [kernel for kernel in missing if kernel not in later]
     report = progress or (lambda what, done, total: None)
     helpers = min(cpu_info.choose_thread_count() - 1, MAX_HELPERS, len(missing) // KERNELS_PER_HELPER)
     own, *others = _work_orders(missing, 1 + helpers)
-    with _helper_processes(others, compiler.cache_dir() if missing else None), machine.without_collection():
+    with _helper_processes(others), machine.without_collection():
         for kernel in own:
             report(COMPILING, sum(item.is_cached for item in missing), len(missing))
             if not kernel.is_cached:
@@ -112,7 +126,12 @@ def load_kernels(kernels: Sequence[NativeKernel], progress: Progress | None = No
     if missing:
         report(COMPILING, len(missing), len(missing))
     for kernel in kernels:
-        kernel.load()
+        if kernel not in later:
+            kernel.load()
+    if later:
+        processes = _start_helpers([later], LAST_PRIORITY)
+        for kernel in later:
+            kernel.compiled_by = next(iter(processes), None)
     machine.release_code("libllvmlite")
     return len(missing)
 
@@ -143,26 +162,34 @@ def _work_orders(missing: Sequence[NativeKernel], processes: int) -> list[list[N
 
 
 @contextmanager
-def _helper_processes(orders: Sequence[Sequence[NativeKernel]], folder: Path | None) -> Iterator[None]:
+def _helper_processes(orders: Sequence[Sequence[NativeKernel]]) -> Iterator[None]:
     """Run helper processes for as long as the block lasts."""
-    started: list[PipeProcess] = []
+    processes = _start_helpers(orders, HELPER)
     try:
-        if folder is not None and sys.executable:
-            with suppress(OSError):  # no more processes may be started: it only takes longer
-                for order in orders:
-                    started.append(PipeProcess(package_command(HELPER), {CACHE_VARIABLE: str(folder.parent)}))
-                    names = json.dumps([kernel.name for kernel in order]).encode()
-                    started[-1].write(names + b"\n", time.monotonic() + HELPER_START_SECONDS)
         yield
     finally:
-        for process in started:
+        for process in processes:
             process.kill()
             process.stop()
 
 
-def run_helper() -> None:
+def _start_helpers(orders: Sequence[Sequence[NativeKernel]], program: str) -> list[PipeProcess]:
+    """Start a process for each order, which compiles its kernels into the folder of this one."""
+    started: list[PipeProcess] = []
+    folder = compiler.cache_dir() if orders else None
+    if folder is not None and sys.executable:
+        with suppress(OSError):  # no more processes may be started: it only takes longer
+            for order in orders:
+                started.append(PipeProcess(package_command(program), {CACHE_VARIABLE: str(folder.parent)}))
+                names = json.dumps([kernel.name for kernel in order]).encode()
+                started[-1].write(names + b"\n", time.monotonic() + HELPER_START_SECONDS)
+    return started
+
+
+def run_helper(niceness: int) -> None:
     """Compile the kernels that standard input names, except those cached by then."""
     gc.disable()
+    os.nice(niceness)
     kernels = {kernel.name: kernel for kernel in all_kernels()}
     for name in json.loads(sys.stdin.readline()):
         if name in kernels and not kernels[name].is_cached:

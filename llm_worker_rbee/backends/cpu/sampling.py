@@ -46,6 +46,7 @@ def sample(logits: Floats, rows: Sequence[SampleRow], threads: int) -> Ints:
 def sample_with_kernels(logits: Floats, rows: Sequence[SampleRow], threads: int) -> list[int]:
     """Sample contiguous rows; a token may be `kernels.UNDECIDED` or `kernels.NOT_FINITE`."""
     tables: RowTables = vars(_local).setdefault("tables", RowTables())
+    tables.allow_all(logits.shape[1])
     step = new_step()
     tables.set_rows(rows, step.data)
     step[Step.VOCABULARY], step[Step.LOGITS] = logits.shape[1], logits.ctypes.data
@@ -53,11 +54,23 @@ def sample_with_kernels(logits: Floats, rows: Sequence[SampleRow], threads: int)
     return tables.tokens(len(rows))
 
 
+def all_allowed(vocabulary: int) -> TokenMask:
+    """Return a mask that allows every token."""
+    return np.full(vocabulary // 32 + 2, -1, np.int32)  # read 64 bits at a time
+
+
 class RowTables:
     """The settings and the tokens of the rows that are sampled together; they are kept from step to step."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocabulary: int = 0) -> None:
         self._reserve(0)
+        self.allow_all(vocabulary)
+
+    def allow_all(self, vocabulary: int) -> None:
+        """Let rows without a mask have one that covers a vocabulary."""
+        if vocabulary >= self.__dict__.get("_vocabulary", 0):
+            self._vocabulary, self._all_allowed = vocabulary, all_allowed(vocabulary)
+            self._all_allowed_address = self._all_allowed.ctypes.data
 
     def _reserve(self, count: int) -> None:
         self._rows: list[SampleRow | None] = [None] * count  # whose settings are in the tables
@@ -79,7 +92,7 @@ class RowTables:
                 self._set_settings(i, row)
                 self._rows[i] = row
             ints[i * ROW_INTS + POSITION] = row.position
-            ints[i * ROW_INTS + MASK] = 0 if row.mask is None else row.mask.ctypes.data
+            ints[i * ROW_INTS + MASK] = self._all_allowed_address if row.mask is None else row.mask.ctypes.data
             if not self._is_plain[i]:
                 self._set_penalties(i, row)
         step[NUM_SAMPLED] = len(rows)
@@ -111,7 +124,9 @@ class RowTables:
         self._is_plain[i] = not (row.logit_bias or counts_tokens)
 
     def _set_penalties(self, i: int, row: SampleRow) -> None:
-        """Set the tokens that penalties look at."""
+        """Set the tokens that penalties look at. Until their kernel is there, such rows are undecided."""
+        if not SAMPLE.args[0] and not kernels.PENALIZED.is_compiling:
+            SAMPLE.args[0] = kernels.PENALIZED.address
         window = row.penalty_window if row.repetition_penalty != 1.0 else NO_TOKENS
         output_ids = row.output_ids if row.presence_penalty or row.frequency_penalty else NO_TOKENS
         self._ints[i * ROW_INTS + HAS_PENALTIES] = row.has_penalties
@@ -133,8 +148,8 @@ def logprobs(
     logprobs = np.empty(rows, np.float32)
     top_ids, top = np.empty((rows, k), np.int64), np.empty((rows, k), np.float32)
     logits, chosen = np.ascontiguousarray(logits, np.float32), np.ascontiguousarray(chosen, np.int64)
-    allowed = [None] * rows if masks is None else masks
-    addresses = np.array([0 if mask is None else mask.ctypes.data for mask in allowed], np.int64)
+    allowed, everything = [None] * rows if masks is None else masks, all_allowed(logits.shape[1])
+    addresses = np.array([(everything if mask is None else mask).ctypes.data for mask in allowed], np.int64)
     args = pack_args(k, addresses, top_ids, top, logprobs)
     step = new_step()
     step[Step.NUM_SAMPLED], step[Step.VOCABULARY] = logits.shape

@@ -5,7 +5,9 @@ to look at; nothing is sorted. Filters then keep the fewest candidates, best fir
 mass: the last of them is found by partitioning, as the k-th largest of a list is. `../../reference_sampling.py` defines
 the result; UNDECIDED leaves a near tie to it.
 
-A mask says which tokens are allowed (see simd.py); None is a type of its own, for which nothing is compiled.
+A mask says which tokens are allowed (see simd.py): all of them where a row has none, so that one variant is compiled.
+Rows with penalties or biases have a kernel of their own, whose logits are float64. It is compiled after the first
+answer (../precompile.py); until then such rows are UNDECIDED.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from ...reference_sampling import MAX_LOGIT
 from ..jit import TaskKernel
 from ..jit import simple_kernel as kernel
 from . import simd as f
-from .pointers import f32, f64, i32, i64
+from .pointers import call_task, f32, f64, i32, i64
 from .program import Step
 from .simd import LANES
 from .simd import MIN_EXPONENT_F64 as MIN_EXPONENT
@@ -500,7 +502,7 @@ def apply_penalties(x, ints, floats):
     if ints[RowInt.OUTPUT_SIZE]:
         penalize_output(y, ints, floats)
     mask = i32(ints[RowInt.MASK])
-    for i in range(x.shape[0] if ints[RowInt.MASK] else 0):
+    for i in range(x.shape[0]):
         y[i] = y[i] if f.is_allowed(mask, i) else -np.inf
     return y
 
@@ -515,49 +517,49 @@ def draw_row(x, ints, floats, mask):
 
 
 @kernel
-def sample_penalized(x, ints, floats):
-    """Return the token of a row with bias or penalties."""
-    largest = block_max(x, i32(ints[RowInt.MASK]))[1] if ints[RowInt.MASK] else block_max(x, None)[1]
-    if not math.isfinite(largest):
-        return NOT_FINITE
-    y = apply_penalties(x, ints, floats)
-    return greedy(y, None) if floats[RowFloat.TEMPERATURE] == 0 else draw_row(y, ints, floats, None)
+def row_logits(s, piece):
+    """Return the logits of a row."""
+    return f32(s[Step.LOGITS] + piece * s[Step.VOCABULARY] * 4)[: s[Step.VOCABULARY]]
 
 
 @kernel
 def sample_row(x, ints, floats, mask):
-    """Return the token of a row without penalties."""
+    """Return the token of a row."""
     return greedy(x, mask) if floats[RowFloat.TEMPERATURE] == 0 else draw_row(x, ints, floats, mask)
 
 
 def sample_task(args, step, piece):
-    """Sample one row."""
-    s = i64(step)
-    width = s[Step.VOCABULARY]
-    x = f32(s[Step.LOGITS] + piece * width * 4)[:width]
-    ints = i64(s[Step.SAMPLE_INTS] + piece * RowInt.COUNT * 8)
-    floats, tokens = f64(s[Step.SAMPLE_FLOATS] + piece * RowFloat.COUNT * 8), i64(s[Step.SAMPLED_IDS])
-    if ints[RowInt.HAS_PENALTIES]:
-        tokens[piece] = sample_penalized(x, ints, floats)
-    elif ints[RowInt.MASK]:
-        tokens[piece] = sample_row(x, ints, floats, i32(ints[RowInt.MASK]))
+    """Sample one row; the argument is the kernel of rows with penalties, or 0."""
+    s, penalized = i64(step), i64(args)[0]
+    ints, tokens = i64(s[Step.SAMPLE_INTS] + piece * RowInt.COUNT * 8), i64(s[Step.SAMPLED_IDS])
+    if not ints[RowInt.HAS_PENALTIES]:
+        floats = f64(s[Step.SAMPLE_FLOATS] + piece * RowFloat.COUNT * 8)
+        tokens[piece] = sample_row(row_logits(s, piece), ints, floats, i32(ints[RowInt.MASK]))
+    elif penalized:
+        call_task(penalized, args, step, piece)
     else:
-        tokens[piece] = sample_row(x, ints, floats, None)
+        tokens[piece] = UNDECIDED
+
+
+def penalized_task(args, step, piece):
+    """Sample one row with bias or penalties."""
+    s, x = i64(step), row_logits(i64(step), piece)
+    ints, tokens = i64(s[Step.SAMPLE_INTS] + piece * RowInt.COUNT * 8), i64(s[Step.SAMPLED_IDS])
+    floats, mask = f64(s[Step.SAMPLE_FLOATS] + piece * RowFloat.COUNT * 8), i32(ints[RowInt.MASK])
+    if math.isfinite(block_max(x, mask)[1]):
+        tokens[piece] = sample_row(apply_penalties(x, ints, floats), ints, floats, mask)
+    else:
+        tokens[piece] = NOT_FINITE
 
 
 def logprobs_task(args, step, piece):
     """Write the log-softmax of one row at its chosen token, and its k likeliest tokens."""
     s, a = i64(step), i64(args)
-    width, k = s[Step.VOCABULARY], a[LogprobArg.K]
-    x, chosen, mask = f32(s[Step.LOGITS] + piece * width * 4)[:width], i64(s[Step.SAMPLED_IDS])[piece], 0
-    if a[LogprobArg.MASKS]:
-        mask = i64(a[LogprobArg.MASKS])[piece]
+    k = a[LogprobArg.K]
+    x, chosen, mask = row_logits(s, piece), i64(s[Step.SAMPLED_IDS])[piece], i32(i64(a[LogprobArg.MASKS])[piece])
     top_ids, top = i64(a[LogprobArg.TOP_IDS] + piece * k * 8)[:k], f32(a[LogprobArg.TOP] + piece * k * 4)[:k]
     chosen_logprobs = f32(a[LogprobArg.CHOSEN])
-    if mask:
-        chosen_logprobs[piece] = log_softmax(x, chosen, k, top_ids, top, i32(mask))
-    else:
-        chosen_logprobs[piece] = log_softmax(x, chosen, k, top_ids, top, None)
+    chosen_logprobs[piece] = log_softmax(x, chosen, k, top_ids, top, mask)
 
 
-SAMPLE, LOGPROBS = TaskKernel(sample_task), TaskKernel(logprobs_task)
+SAMPLE, PENALIZED, LOGPROBS = map(TaskKernel, (sample_task, penalized_task, logprobs_task))

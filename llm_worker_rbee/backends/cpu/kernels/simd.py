@@ -352,7 +352,7 @@ def load_f64(b: Any, array: Any, index: Any) -> Any:
     return b.fpext(value, f64x16.ir) if array.dtype == types.float32 else value
 
 
-# A mask is None, or int32 words whose bit i % 32 of word i // 32 says whether element i is allowed.
+# A mask has int32 words, whose bit i % 32 of word i // 32 says whether element i is allowed.
 @emits(lambda array, index, mask: _vector_of(array.dtype)(array, types.intp, mask))
 def load_allowed(b: Any, array: Any, index: Any, mask: Any) -> Any:
     """Load 16 float32 or float64 from a multiple of 16 on, with -inf for those that the mask does not allow."""
@@ -368,8 +368,6 @@ def load_allowed_f64(b: Any, array: Any, index: Any, mask: Any) -> Any:
 
 def _emit_load_allowed(b: Any, array: ArrayValue, index: Any, mask: Any) -> Any:
     value = emit_load_floats(b, array, index)
-    if not isinstance(mask, ArrayValue):
-        return value
     bits = b.bitcast(_emit_mask_bits(b, mask, index, I16), ir.VectorType(I1, LANES))
     return b.select(bits, value, ir.Constant(value.type, [-math.inf] * LANES))
 
@@ -385,16 +383,12 @@ def _emit_mask_bits(b: Any, mask: ArrayValue, index: Any, kind: ir.IntType) -> A
 @emits(lambda mask, index: types.boolean(mask, types.intp))
 def allows_any(b: Any, mask: Any, index: Any) -> Any:
     """Return whether one of 64 elements, from a multiple of 64 on, is allowed."""
-    if not isinstance(mask, ArrayValue):
-        return ir.Constant(I1, 1)
     return b.icmp_unsigned("!=", _emit_mask_bits(b, mask, index, I64), ir.Constant(I64, 0))
 
 
 @emits(lambda mask, index: types.boolean(mask, types.intp))
 def is_allowed(b: Any, mask: Any, index: Any) -> Any:
     """Return whether one element is allowed."""
-    if not isinstance(mask, ArrayValue):
-        return ir.Constant(I1, 1)
     bit = b.trunc(b.and_(index, ir.Constant(index.type, 7)), I8)
     return b.trunc(b.lshr(_emit_mask_bits(b, mask, index, I8), bit), I1)
 
