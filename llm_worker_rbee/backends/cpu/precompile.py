@@ -142,14 +142,25 @@ def split_work(missing: Sequence[NativeKernel], processes: int) -> list[list[Nat
     for kernel in missing:
         module = kernel.name.partition(".")[0]
         groups.setdefault(kernel.name if module == "linear" else module, []).append(kernel)
-    seconds = {name: len(group) * SECONDS_PER_KERNEL.get(name.partition(".")[0], 1) for name, group in groups.items()}
     shares: list[list[NativeKernel]] = [[] for _ in range(processes)]
     busy = [0] + [HELPER_START_SECONDS] * (processes - 1)
-    for name in sorted(groups, key=lambda name: -seconds[name]):
+    fair = _seconds(missing) // processes
+    parts = [
+        group[i::count]
+        for group in groups.values()
+        for count in [1 + _seconds(group) // (fair + 1)]
+        for i in range(count)
+    ]
+    for part in sorted(parts, key=_seconds, reverse=True):
         first_free = busy.index(min(busy))
-        shares[first_free] += groups[name]
-        busy[first_free] += seconds[name]
+        shares[first_free] += part
+        busy[first_free] += _seconds(part)
     return shares
+
+
+def _seconds(kernels: Sequence[NativeKernel]) -> int:
+    """Return about how long kernels take to compile."""
+    return sum(SECONDS_PER_KERNEL.get(kernel.name.partition(".")[0], 1) for kernel in kernels)
 
 
 def _work_orders(missing: Sequence[NativeKernel], processes: int) -> list[list[NativeKernel]]:
