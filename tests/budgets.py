@@ -55,21 +55,24 @@ LOG: tuple[Raise, ...] = (
         40, "lines of llm_worker_rbee/backends/cpu/kernels", 159, "the thread pool; records and signatures in C types"
     ),
     Raise(40, "lines of the worker", 242, "the three above"),
+    Raise(40, "lines of llm_worker_rbee", 19, "sizes and types that help texts name, from modules that import NumPy"),
+    Raise(40, "lines of llm_worker_rbee/cli", 15, "their imports, which fit on one line no more"),
+    Raise(40, "lines of the worker", 11, "the two above, less what they replace"),
 )
 
 FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the folders that have a row of their own
-    "llm_worker_rbee": (Budget(3_543, 3_543), Budget(14, 14)),
+    "llm_worker_rbee": (Budget(3_543, 3_562), Budget(14, 14)),
     "llm_worker_rbee/backends": (Budget(1_907, 2_011), Budget(8, 9)),
     "llm_worker_rbee/backends/cpu": (Budget(2_777, 2_808), Budget(12, 13)),
     "llm_worker_rbee/backends/cpu/kernels": (Budget(4_958, 5_209), Budget(18, 18)),
     "llm_worker_rbee/backends/cpu/kernels/matmul": (Budget(1_004, 1_005), Budget(7, 7)),
     "llm_worker_rbee/backends/cuda": (Budget(4_656, 4_684), Budget(16, 16)),
     "llm_worker_rbee/backends/cuda/kernels": (Budget(4_049, 4_237), Budget(14, 14)),
-    "llm_worker_rbee/cli": (Budget(3_837, 3_926), Budget(15, 13)),
+    "llm_worker_rbee/cli": (Budget(3_837, 3_941), Budget(15, 13)),
     "llm_worker_rbee/cluster": (Budget(699, 715), Budget(6, 6)),
-    "llm_worker_rbee/engine": (Budget(3_307, 3_600), Budget(18, 17)),
+    "llm_worker_rbee/engine": (Budget(3_307, 3_584), Budget(18, 17)),
     "llm_worker_rbee/layers": (Budget(527, 527), Budget(8, 8)),
-    "llm_worker_rbee/models": (Budget(3_580, 3_612), Budget(20, 20)),
+    "llm_worker_rbee/models": (Budget(3_580, 3_607), Budget(20, 20)),
     "llm_worker_rbee/server": (Budget(9_136, 9_346), Budget(42, 33)),
     "llm_worker_rbee/structured_outputs": (Budget(1_658, 1_676), Budget(7, 7)),
     "llm_worker_rbee/token_engine": (Budget(2_499, 2_516), Budget(16, 14)),
@@ -82,7 +85,7 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "benchmarks/pages": (Budget(1_045, 1_043), Budget(8, 8)),
 }
 COUNTS = {
-    "lines of the worker": Budget(57_243, 58_698),
+    "lines of the worker": Budget(57_243, 58_709),
     "files of the worker": Budget(252, 244),
     "files of a streamed chat": Budget(62, 54),
     "largest number of imported modules": Budget(27, 26),

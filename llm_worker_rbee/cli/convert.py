@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
+from ..config import WRITTEN_TYPES
 from ..errors import InvalidRequestError, human_bytes
-from ..models.convert import TYPES
 from ..models.convert import convert as convert_checkpoint
 from ..progress import transfer_progress
 from ..weights import Checkpoint, hub, open_checkpoint
@@ -21,7 +21,7 @@ def convert(
         str, typer.Argument(metavar="SOURCE", help="A GGUF file, a folder of safetensors, or the name of a model.")
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The file to write.")],
-    to: Annotated[str, typer.Option("--type", "-t", metavar="T", help=f"One of {' '.join(TYPES)}.")],
+    to: Annotated[str, typer.Option("--type", "-t", metavar="T", help=f"One of {' '.join(WRITTEN_TYPES)}.")],
     force: Annotated[bool, typer.Option("--force", help="Replace OUT.gguf if it exists.")] = False,
     threads: Annotated[
         int | None, typer.Option("--threads", metavar="N", min=1, max=1024, help="Threads to use. Default: all cores.")
@@ -39,8 +39,8 @@ def convert(
       llm-worker-rbee convert model-folder model.Q4_K_M.gguf --type Q4_K_M
       llm-worker-rbee convert smollm2 smollm2.Q8_0.gguf --type Q8_0
     """
-    if to.upper() not in TYPES:
-        raise typer.BadParameter(f"--type {to}: use one of {', '.join(TYPES)}")
+    if to.upper() not in WRITTEN_TYPES:
+        raise typer.BadParameter(f"--type {to}: use one of {', '.join(WRITTEN_TYPES)}")
     require_writable(out, force)
     with transfer_progress() as progress:
         located = hub.find_model(source, progress=progress)

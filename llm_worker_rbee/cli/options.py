@@ -19,11 +19,19 @@ import typer
 
 from ..backends import cpu_info
 from ..backends.ops import CAPTURING, COMPILING
-from ..config import KV_AUTO, KV_VALUE_BYTES, MAX_BATCH, SPECULATIVE, EngineConfig, LoadOptions
-from ..engine.memory_plan import STEP_TOKENS, parse_size
+from ..config import (
+    KV_AUTO,
+    KV_VALUE_BYTES,
+    MAX_BATCH,
+    SPECULATIVE,
+    STEP_TOKENS,
+    WRITTEN_TYPES,
+    EngineConfig,
+    LoadOptions,
+    parse_size,
+)
 from ..errors import InsufficientMemoryError, InvalidRequestError, WorkerError
 from ..llm import LLM, Stream
-from ..models.convert import TYPES
 from ..progress import OnStage, transfer_progress
 from ..sampling_params import BUILT_IN_SAMPLING, SamplingParams
 from ..text_model import EncodedPrompt
@@ -224,8 +232,8 @@ class LoadFlags(ComputeFlags):
 
 
 def _check_quantize(quantize: str | None) -> None:
-    if quantize is not None and quantize.upper() not in (*TYPES, "FP8"):
-        raise typer.BadParameter(f"--quantize {quantize}: use one of {', '.join(TYPES)}, or fp8 on a GPU")
+    if quantize is not None and quantize.upper() not in (*WRITTEN_TYPES, "FP8"):
+        raise typer.BadParameter(f"--quantize {quantize}: use one of {', '.join(WRITTEN_TYPES)}, or fp8 on a GPU")
 
 
 @dataclass(frozen=True, kw_only=True)

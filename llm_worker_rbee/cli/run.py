@@ -19,9 +19,16 @@ import typer
 
 from ..errors import InvalidRequestError, WorkerError, counted
 from ..generation import Chunk, Completion
-from ..llm import LLM, MAX_COMPLETIONS, Stream, together
+from ..llm import LLM, Stream, together
 from ..progress import request_progress, supports_ansi
-from ..sampling_params import NEUTRAL_SAMPLING, OBJECT_MODES, SamplingParams, StructuredOutputsParams, TokenLogprob
+from ..sampling_params import (
+    MAX_COMPLETIONS,
+    NEUTRAL_SAMPLING,
+    OBJECT_MODES,
+    SamplingParams,
+    StructuredOutputsParams,
+    TokenLogprob,
+)
 from ..structured_outputs.grammar_check import GrammarChecker
 from ..text_model import EncodedPrompt
 from ..tokenizer import Tokenizer
