@@ -56,8 +56,11 @@ LOG: tuple[Raise, ...] = (
     ),
     Raise(40, "lines of the worker", 242, "the three above"),
     Raise(40, "lines of llm_worker_rbee", 19, "sizes and types that help texts name, from modules that import NumPy"),
-    Raise(40, "lines of llm_worker_rbee/cli", 15, "their imports, which fit on one line no more"),
-    Raise(40, "lines of the worker", 11, "the two above, less what they replace"),
+    Raise(40, "lines of llm_worker_rbee/cli", 55, "commands.py and loading.py: options and texts apart from bodies"),
+    Raise(40, "lines of the worker", 52, "the two above, less what they replace"),
+    Raise(40, "lines of llm_worker_bench", 5, "ROUNDS, from a module that imports NumPy"),
+    Raise(40, "lines of llm_worker_bench/commands", 76, "options.py: options and texts apart from bodies"),
+    Raise(40, "files of llm_worker_bench/commands", 1, "options.py"),
 )
 
 FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the folders that have a row of their own
@@ -68,7 +71,7 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "llm_worker_rbee/backends/cpu/kernels/matmul": (Budget(1_004, 1_005), Budget(7, 7)),
     "llm_worker_rbee/backends/cuda": (Budget(4_656, 4_684), Budget(16, 16)),
     "llm_worker_rbee/backends/cuda/kernels": (Budget(4_049, 4_237), Budget(14, 14)),
-    "llm_worker_rbee/cli": (Budget(3_837, 3_941), Budget(15, 13)),
+    "llm_worker_rbee/cli": (Budget(3_837, 3_981), Budget(15, 15)),
     "llm_worker_rbee/cluster": (Budget(699, 715), Budget(6, 6)),
     "llm_worker_rbee/engine": (Budget(3_307, 3_584), Budget(18, 17)),
     "llm_worker_rbee/layers": (Budget(527, 527), Budget(8, 8)),
@@ -78,17 +81,17 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "llm_worker_rbee/token_engine": (Budget(2_499, 2_516), Budget(16, 14)),
     "llm_worker_rbee/tokenizer": (Budget(4_633, 4_712), Budget(17, 17)),
     "llm_worker_rbee/weights": (Budget(4_502, 4_571), Budget(18, 18)),
-    "llm_worker_bench": (Budget(11_209, 11_468), Budget(55, 55)),
-    "llm_worker_bench/commands": (Budget(1_806, 1_889), Budget(10, 10)),
+    "llm_worker_bench": (Budget(11_209, 11_473), Budget(55, 55)),
+    "llm_worker_bench/commands": (Budget(1_806, 1_965), Budget(10, 11)),
     "benchmarks": (Budget(1_892, 1_892), Budget(12, 12)),
-    "benchmarks/claims": (Budget(2_743, 2_743), Budget(14, 14)),
+    "benchmarks/claims": (Budget(2_743, 2_715), Budget(14, 14)),
     "benchmarks/pages": (Budget(1_045, 1_043), Budget(8, 8)),
 }
 COUNTS = {
-    "lines of the worker": Budget(57_243, 58_709),
-    "files of the worker": Budget(252, 244),
+    "lines of the worker": Budget(57_243, 58_750),
+    "files of the worker": Budget(252, 246),
     "files of a streamed chat": Budget(62, 54),
-    "largest number of imported modules": Budget(27, 26),
+    "largest number of imported modules": Budget(27, 27),
     "modules exempt from strict types": Budget(43, 5),
     "fmt: skip": Budget(609, 95),
 }
