@@ -3,3 +3,6 @@
 A benchmark adds samples to a `Recorder`; the recorder makes results from them, so an interrupted run keeps its samples.
 This package never imports the server: over HTTP it treats all OpenAI-compatible endpoints alike.
 """
+
+# Of `bench micro` over all cases: a disturbance of some seconds then meets only a part of each case's samples.
+ROUNDS = 12

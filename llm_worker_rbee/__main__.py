@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 RETRY_S = 0.01
+COMMAND = next((arg for arg in sys.argv[1:] if not arg.startswith("-")), None)
 
 
 def _retry_interrupt(unraisable: Any) -> None:
@@ -23,12 +24,11 @@ def _retry_interrupt(unraisable: Any) -> None:
 
 
 def _handle_signals() -> None:
-    command = next((arg for arg in sys.argv[1:] if not arg.startswith("-")), None)
-    if command == "serve":
+    if COMMAND == "serve":
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: os._exit(0))
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # nothing can be restarted yet
-    elif command == "bench":
+    elif COMMAND == "bench":
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # servers that it started end, too
     signal.signal(signal.SIGALRM, signal.default_int_handler)  # of the timer above
     sys.unraisablehook = _retry_interrupt
@@ -37,9 +37,10 @@ def _handle_signals() -> None:
 gc.disable()  # until the command is imported: no module is garbage
 _handle_signals()
 try:
-    from .token_engine.spawn import spawn_ahead
+    if COMMAND == "serve":
+        from .token_engine.spawn import spawn_ahead
 
-    spawn_ahead(sys.argv[1:])
+        spawn_ahead(sys.argv[1:])
     from .cli import main
 except KeyboardInterrupt:  # Ctrl-C during the imports
     sys.exit(130)

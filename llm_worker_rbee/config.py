@@ -7,6 +7,7 @@ model, read from a checkpoint's metadata; `EngineConfig` is how requests share i
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -30,6 +31,11 @@ MAX_SHAPE = {"n_layers": MAX_LAYERS, **dict.fromkeys(WIDTHS, MAX_WIDTH)}
 MAX_SHAPE |= {"vocab_size": MAX_VOCABULARY, "context_length": MAX_CONTEXT}
 POOLING_KINDS, SPECULATIVE = ("mean", "cls", "last"), ("off", "ngram", "mtp")
 FP8 = "fp8"  # of `quantize`: e4m3 with a scale for each row
+WRITTEN_TYPES: tuple[str, ...] = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")  # of files
+WRITTEN_TYPES += ("Q4_K", "Q5_K", "Q6_K", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M", "MXFP4_MOE")
+STEP_TOKENS = (8192, 4096, 2048, 1024, 512)  # of a step on a GPU: the largest that model and memory allow
+UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([KMGT]?)(iB?|B)?", re.IGNORECASE | re.ASCII)
 DEVICE_SPARE_BYTES = 1 << 30  # of a GPU beside weights, KV cache and the arrays of a step: context, kernels, graphs
 
 
@@ -383,6 +389,18 @@ def _require_whole(name: str, value: object, maximum: int | None = None) -> None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1 or (maximum and value > maximum):
         limit = f", at most {maximum}" if maximum else ""
         raise InvalidRequestError(f"{name} is {value!r}: it must be a whole number, 1 or more{limit}", name)
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of `512M`, `1.5GB`, `2GiB`; K, M, G and T are powers of 1,000, with an i of 1,024."""
+    match = SIZE.fullmatch(text.strip())
+    binary = match is not None and (match[3] or "").lower().startswith("i")
+    if match is None or (binary and not match[2]):
+        raise InvalidRequestError(f"kv_memory is {text!r}: give a size such as 512M, 1.5GB or 2GiB", "kv_memory")
+    size = int(float(match[1]) * (1024 if binary else 1000) ** UNITS[match[2].upper()])
+    if size < 1:
+        raise InvalidRequestError(f"kv_memory is {text!r}: it must be 1 byte or more", "kv_memory")
+    return size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from .errors import InvalidRequestError, RequestCancelledError, WorkerError
 from .generation import Chunk, Completion, Generation, Timings, make_generations
 from .load import LoadPhases, load, make_engine
 from .progress import OnStage, request_progress
-from .sampling_params import SamplingParams, StructuredOutputsParams, TokenLogprob
+from .sampling_params import MAX_COMPLETIONS, SamplingParams, StructuredOutputsParams, TokenLogprob
 from .text_model import TextModel, open_tokenizer
 from .token_engine.engine_loop import EngineLoop
 from .token_engine.launch import model_info
@@ -53,7 +53,6 @@ __all__ = [
 
 Prompt = str | Sequence[int]
 ParamsOfEach = SamplingParams | Sequence[SamplingParams] | None
-MAX_COMPLETIONS = 128  # of one prompt
 
 
 class LLM(TextModel):

@@ -117,6 +117,7 @@ def _check_choices(choices: Any) -> tuple[str, ...]:
 FinishReason = Literal["stop", "length", "error"]
 LogprobsMode = Literal["raw", "masked"]
 MAX_SEED = 1 << 64
+MAX_COMPLETIONS = 128  # of one prompt
 MAX_COUNT = (1 << 63) - 1  # the largest integer that a kernel takes
 MAX_STOPS = 16
 MAX_STOP_CHARS = 100

@@ -11,7 +11,7 @@ import pytest
 
 import llm_worker_rbee
 from llm_worker_rbee import LLM, Chunk, Completion, SamplingParams
-from llm_worker_rbee.cli.options import with_option_names
+from llm_worker_rbee.cli.loading import with_option_names
 from llm_worker_rbee.errors import ChatTemplateError, ContextLengthError, InvalidRequestError, ModelNotFoundError
 from llm_worker_rbee.sampling_params import BUILT_IN_SAMPLING, NEUTRAL_SAMPLING
 from llm_worker_rbee.weights.gguf_writer import Typed, write_gguf

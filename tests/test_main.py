@@ -31,7 +31,7 @@ runpy.run_module("llm_worker_rbee", run_name="__main__")
 IN_DESTRUCTOR = """
 import os, signal, sys
 from llm_worker_rbee.__main__ import main
-from llm_worker_rbee.cli import options
+from llm_worker_rbee.cli import loading
 
 class Interrupted:
     def __del__(self):
@@ -44,7 +44,7 @@ def load(*args, **more):
     Interrupted()
     return model
 
-LLM, options.LLM = options.LLM, load
+LLM, loading.LLM = loading.LLM, load
 main()
 """
 

@@ -1,14 +1,12 @@
 """`llm-worker-rbee bench experiments`: the claims, settled by measuring."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 from benchmarks import claims as claims_benchmark
 from llm_worker_bench.commands import common
-from llm_worker_bench.commands.common import ResultFlags, option
+from llm_worker_bench.commands.options import ExperimentsCommand
 from llm_worker_bench.results import Run, write_atomically
-from llm_worker_rbee.cli.options import MODEL_HELP, gather, use_threads
+from llm_worker_rbee.cli.loading import use_threads
 from llm_worker_rbee.cli.terminal import cell, columns, note, style
 from llm_worker_rbee.progress import step_progress, transfer_progress
 from llm_worker_rbee.weights.hub import locate_model
@@ -22,34 +20,8 @@ COLOURS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClaimOptions:
-    """Which claims, and how thoroughly."""
-
-    only: list[str] | None = option(None, "CLAIM", "This claim alone, such as 3a. Repeatable.")
-    all: bool = option(False, None, "More lengths, and longer.")
-    model: str | None = option(None, "MODEL", f"The model of whole steps. {MODEL_HELP}", "-m")
-    backends: str | None = option(
-        None, "NAME,...", "Test these: reference, cpu, cuda.", show_default="all that are there"
-    )
-    threads: int | None = option(None, "N", "Threads of the reference's matrix library.", min=1, show_default="1")
-    claims: Path | None = option(None, "FILE", "Write the claims with their verdicts as Markdown.")
-
-
-@gather(options=ClaimOptions, results=ResultFlags)
-def experiments(options: ClaimOptions, results: ResultFlags) -> None:
-    """Judge the claims about optimisations on this machine.
-
-    Each is tested on every backend that is there, decode and prefill apart, and ends in a line: confirmed, refuted,
-    within noise, or mixed where backends differ, with the numbers. Under 5 minutes on 2 cores.
-
-    \b
-    Examples:
-      llm-worker-rbee bench experiments
-      llm-worker-rbee bench experiments --only 3a --only 5
-      llm-worker-rbee bench experiments --backends reference,cpu
-      llm-worker-rbee bench experiments --all --claims claims.md
-    """
+def experiments(options: ExperimentsCommand) -> None:
+    """Measure the claims, and print their verdicts."""
     used = use_threads(options.threads, "reference")
     selected = claims_benchmark.select(options.only or ())
     names = [] if options.backends is None else [name.strip() for name in options.backends.split(",")]
@@ -61,7 +33,7 @@ def experiments(options: ClaimOptions, results: ResultFlags) -> None:
     settings = {
         "claims": selected, "all": options.all, "threads": used, "backends": [target.name for target in targets],
     }  # fmt: skip
-    with common.recording("experiments", results, _show_experiments, **settings) as recorder:
+    with common.recording("experiments", options.results, _show_experiments, **settings) as recorder:
         recorder.details["left_out"] = left_out
         plan = THOROUGH if options.all else QUICK
         with step_progress() as progress:

@@ -1,15 +1,13 @@
 """`llm-worker-rbee bench accuracy`: how far a path is from float32 on the dequantized weights."""
 
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from llm_worker_rbee.backends import resolve_kv_type, select_backend
-from llm_worker_rbee.cli.options import LoadFlags, gather
+from llm_worker_rbee.cli.loading import set_up
+from llm_worker_rbee.cli.options import LoadFlags
 from llm_worker_rbee.cli.terminal import style
 from llm_worker_rbee.llm import LLM
 from llm_worker_rbee.progress import StepProgress, step_progress
@@ -19,8 +17,9 @@ from ..accuracy import LibrarySide, MeasuredPath, Side, WorkerSide
 from ..results import Result, Run, describe_model
 from ..synthetic import parse as parse_synthetic
 from ..workload import PROMPTS, TEXT, read_prompts, read_text
-from .common import ModelArgument, ResultFlags, SyntheticOption, measuring, parse_counts, print_table, recording
+from .common import parse_counts, print_table, recording
 from .embed import check_embeddings
+from .options import AccuracyCommand, ResultFlags
 
 LLAMA_CPP = "llama.cpp"
 AGAINST = ("reference", "transformers")
@@ -39,76 +38,28 @@ TITLES = {
 }
 
 
-@gather(results=ResultFlags, computing=LoadFlags)
-def accuracy(
-    results: ResultFlags,
-    computing: LoadFlags,
-    model: ModelArgument = None,
-    synthetic: SyntheticOption = None,
-    batch: Annotated[
-        str, measuring(metavar="N,...", help="With --synthetic: batch sizes to compare logits at.")
-    ] = "1,2,4,8,16,24,64,128",
-    greedy: Annotated[int, measuring(metavar="N", min=0, help="Compare greedy answers of N tokens; 0: do not.")] = 0,
-    embedding: Annotated[
-        bool, measuring("--embedding", help="Of an embedding model: cosine to the truth, retrieval of a labelled set.")
-    ] = False,
-    against: Annotated[
-        str, measuring(metavar="NAME", help="Compare with reference, transformers, sentence-transformers.")
-    ] = "reference",
-    peer_python: Annotated[
-        str, measuring(metavar="PYTHON", show_default="this one", help="Python with the library.")
-    ] = sys.executable,
-    llama_cpp_python: Annotated[
-        str | None, measuring(metavar="PYTHON", help="Python with llama-cpp-python: measure it too.")
-    ] = None,
-    prompts: Annotated[
-        Path | None, measuring(metavar="FILE", show_default="20 built-in", help="Prompts: one per line, or .jsonl.")
-    ] = None,
-    text: Annotated[Path | None, measuring(metavar="FILE", show_default="built-in", help="Text to score.")] = None,
-    tokens: Annotated[int, measuring(metavar="N", min=2, max=1_000_000, help="Number of tokens of the text.")] = 512,
-) -> None:
-    """Measure how far a path is from float32 on the dequantized weights: the truth.
-
-    Log-probabilities are those of the truth's five likeliest tokens at the end
-    of each prompt; perplexity, divergence and agreement come from a text, in
-    windows of 256 tokens. Of a synthetic model, the error of the logits as a
-    part of their standard deviation, for prompts and for decode in batches.
-
-    The reference against itself must differ by nothing: a check. What
-    --kv-type and --quantize lose counts too: the truth is without them.
-
-    --embedding: the cosine of each text's embedding to the truth's, and how well
-    both find the relevant passages of a labelled set that comes with the package.
-
-    \b
-    Examples:
-      llm-worker-rbee bench accuracy
-      llm-worker-rbee bench accuracy model.gguf --tokens 1500 --json
-      llm-worker-rbee bench accuracy --kv-type int8
-      llm-worker-rbee bench accuracy --against transformers
-      llm-worker-rbee bench accuracy --llama-cpp-python ~/lcp/bin/python
-      llm-worker-rbee bench accuracy --device cuda --greedy 24
-      llm-worker-rbee bench accuracy --device cuda --synthetic llama2-7b:Q4_K_M:2
-      llm-worker-rbee bench accuracy --embedding --quantize Q8_0 --against sentence-transformers
-    """
-    used = computing.set_up()
-    if embedding:
-        check_embeddings(model, against, peer_python, results, computing, used)
+def accuracy(options: AccuracyCommand) -> None:
+    """Compare the path with the truth."""
+    model, synthetic, against, tokens = options.model, options.synthetic, options.against, options.tokens
+    computing, results = options.computing, options.results
+    used = set_up(computing)
+    if options.embedding:
+        check_embeddings(model, against, options.peer_python, results, computing, used)
         return
     if against not in AGAINST:
         raise typer.BadParameter(f"--against is {against!r}: use one of {', '.join(AGAINST)}")
     if synthetic is not None:
-        _check_synthetic(synthetic, model, parse_counts(batch, "--batch", 1), results, computing)
+        _check_synthetic(synthetic, model, parse_counts(options.batch, "--batch", 1), results, computing)
         return
-    questions, body = read_prompts(prompts or PROMPTS), read_text(text or TEXT)
+    questions, body = read_prompts(options.prompts or PROMPTS), read_text(options.text or TEXT)
     settings = {
         "against": against,
         "tokens": tokens,
         "window": benchmark.WINDOW,
         "prompts": len(questions),
         "threads": used,
-        "own_prompts": prompts is None,
-        "own_text": text is None,
+        "own_prompts": options.prompts is None,
+        "own_text": options.text is None,
         "kv_type": computing.kv_type,
         "quantize": computing.quantize,
     }
@@ -127,13 +78,13 @@ def accuracy(
                 return side
 
             is_library = against == "transformers"
-            reference = llm if is_library and not greedy else _reference(llm, computing, progress)
-            truth = open_library(against, peer_python) if is_library else WorkerSide(reference)
-            paths = _paths(llm, against, llama_cpp_python, open_library)
+            reference = llm if is_library and not options.greedy else _reference(llm, computing, progress)
+            truth = open_library(against, options.peer_python) if is_library else WorkerSide(reference)
+            paths = _paths(llm, against, options.llama_cpp_python, open_library)
             recorder.settings["backend"] = paths[0].fields["backend"]
             benchmark.run(recorder, progress, truth, paths, evaluation)
-            if greedy:
-                for result in benchmark.compare_greedy(llm, reference, evaluation.prompts, greedy, progress):
+            if options.greedy:
+                for result in benchmark.compare_greedy(llm, reference, evaluation.prompts, options.greedy, progress):
                     recorder.add_result(result)
 
 

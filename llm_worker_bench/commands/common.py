@@ -1,4 +1,4 @@
-"""The common parts of the bench commands: their options, and the end of a run.
+"""The common parts of the bench commands: the end of a run, tables, the source of a model.
 
 A command fills a `Recorder` inside `recording(...)`; however it ends (even by Ctrl-C), the measurements are shown,
 saved and compared.
@@ -10,13 +10,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from llm_worker_rbee.cli.options import MODEL_HELP, option_fields, options_in
 from llm_worker_rbee.cli.terminal import cell, columns, note, print_json, style
 from llm_worker_rbee.errors import InvalidRequestError
 from llm_worker_rbee.progress import StepProgress, transfer_progress
@@ -27,34 +25,9 @@ from ..baseline import Comparison
 from ..results import Recorder, Result, ResultsError, Run
 from ..results import quantity as quantity
 from ..synthetic import Spec, parse, write
+from .options import ResultFlags
 
-SYNTHETIC_HELP = (
-    "Random weights of a known shape in place of a model: llama2-7b:Q4_K_M, or :4 after it for 4 layers, :4:16 for 4 "
-    "layers with 16 experts."
-)
 COLOURS = {"improved": "green", "regressed": "red", "within noise": "dim"}
-
-results_panel, measuring = options_in("Results"), options_in("Measuring")
-_result, option = option_fields("Results"), option_fields("Measuring")
-ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
-SyntheticOption = Annotated[str | None, measuring("--synthetic", metavar="SHAPE:TYPES", help=SYNTHETIC_HELP)]
-PromptLengths = Annotated[str, measuring("--pp", metavar="N,...", help="Prompt lengths in tokens; 0: no prefill.")]
-OutputLengths = Annotated[str, measuring("--tg", metavar="N,...", help="Tokens to generate; 0: no decode.")]
-Threshold = Annotated[float, results_panel(metavar="X", min=0.0, help="Smallest regression that fails; 0.10 is 10%.")]
-AsJson = Annotated[bool, results_panel("--json", help="Print one JSON object and nothing else.")]
-Repetitions = Annotated[int, measuring("--repetitions", "-r", metavar="N", min=1, help="Number of repetitions.")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResultFlags:
-    """The options for saving and comparing a run."""
-
-    as_json: AsJson = False
-    save: Path | None = _result(None, "FILE", "Write the run, with its samples, to a JSON file.")
-    save_baseline: str | None = _result(None, "NAME", "Keep the run as a baseline of this name.")
-    baseline: str | None = _result(None, "NAME|FILE", "Compare with a baseline; exit 1 on a regression.")
-    threshold: Threshold = 0.10
-    force: bool = _result(False, None, "Compare also with a run of another machine.", "--force")
 
 
 @contextmanager

@@ -2,12 +2,13 @@
 
 import tempfile
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import typer
 
-from llm_worker_rbee.cli.options import ComputeFlags, LoadFlags, gather, option_fields
+from llm_worker_rbee.cli.loading import set_up
+from llm_worker_rbee.cli.options import LoadFlags
 from llm_worker_rbee.cli.terminal import cell, note, style
 from llm_worker_rbee.embedder import Embedder
 from llm_worker_rbee.errors import counted
@@ -21,9 +22,8 @@ from ..embedding.suite import PEERS, EmbedPlan
 from ..peers.programs import OURS
 from ..results import Result, Run, describe_model
 from . import common
-from .common import ModelArgument, Repetitions, ResultFlags, SyntheticOption, option
+from .options import EmbedCommand, ResultFlags
 
-_peer = option_fields("Peers")
 AGAINST = ("reference", SENTENCE_TRANSFORMERS)
 TITLES = {
     "cosine/mean": "cosine to the truth, mean",
@@ -36,79 +36,36 @@ TITLES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class EmbedBenchFlags:
-    """The model and texts to measure, and the peers to compare with."""
-
-    model: ModelArgument = None
-    synthetic: SyntheticOption = None
-    lengths: str = option("32,128", "N,...", "Lengths of texts in tokens; 0: only mixed ones.")
-    batch: str = option("1,32", "N,...", "Texts of a call.")
-    texts: int = option(1000, "N", "Texts of 20 to 200 tokens in one call; 0: none.", min=0)
-    types: str | None = option(None, "TYPE,...", "Convert the model first, a row each: F32,Q8_0.")
-    tokenized: bool = option(False, None, "Random token ids in place of texts: speed without tokenizing.")
-    files: Path | None = option(
-        None, "DIR", "Folder for model files that are made: kept, and used again.", show_default="a temporary one"
+def _plan(options: EmbedCommand) -> EmbedPlan:
+    lengths = [length for length in common.parse_counts(options.lengths, "--lengths") if length]
+    return EmbedPlan(
+        lengths=lengths,
+        batches=common.parse_counts(options.batch, "--batch", 1),
+        mixed=options.texts,
+        types=[name.strip() for name in (options.types or "").split(",") if name.strip()],
+        tokenized=options.tokenized,
+        repetitions=options.repetitions,
+        threads=set_up(options.computing),
+        device=options.computing.device,
+        backend=options.computing.backend,
+        peers=() if options.no_peers else options.peer or PEERS,
+        llama_server=options.llama_server,
+        pythons=options.peer_python or (),
+        folder=None if options.folder is None else str(options.folder),
+        timeout_s=options.timeout,
     )
-    repetitions: Repetitions = 3
-    peer: list[str] | None = _peer(None, "NAME", "Measure only this peer. Repeatable.", show_default="all")
-    no_peers: bool = _peer(False, None, "Measure this worker alone.")
-    folder: Path | None = _peer(None, "DIR", "Folder of the model for sentence-transformers.", show_default="MODEL")
-    llama_server: str | None = _peer(None, "PATH", "Path of llama-server.", show_default="on the PATH")
-    peer_python: list[str] | None = _peer(
-        None, "PATH", "Python with sentence-transformers. Repeatable.", show_default="this one"
-    )
-    timeout: float = _peer(900.0, "S", "Timeout of one answer, in seconds.", min=0.1)
-
-    def plan(self, computing: ComputeFlags) -> EmbedPlan:
-        lengths = [length for length in common.parse_counts(self.lengths, "--lengths") if length]
-        return EmbedPlan(
-            lengths=lengths,
-            batches=common.parse_counts(self.batch, "--batch", 1),
-            mixed=self.texts,
-            types=[name.strip() for name in (self.types or "").split(",") if name.strip()],
-            tokenized=self.tokenized,
-            repetitions=self.repetitions,
-            threads=computing.set_up(),
-            device=computing.device,
-            backend=computing.backend,
-            peers=() if self.no_peers else self.peer or PEERS,
-            llama_server=self.llama_server,
-            pythons=self.peer_python or (),
-            folder=None if self.folder is None else str(self.folder),
-            timeout_s=self.timeout,
-        )
 
 
-@gather(options=EmbedBenchFlags, results=ResultFlags, computing=ComputeFlags)
-def embed(options: EmbedBenchFlags, results: ResultFlags, computing: ComputeFlags) -> None:
-    """Measure embeddings: texts and tokens a second, by length and batch, against peers.
-
-    This worker, sentence-transformers (float32) and llama-server embed the same
-    seeded texts in turn, with the same number of threads. Tokenizing counts for
-    all of them; `tokenized` is this worker without it. What a peer cannot read
-    is left out with the reason.
-
-    lenN bM: texts of N tokens, M of them a call. mixedN: N texts of 20 to 200
-    tokens in one call. --types converts the model first and makes a row of each
-    type: all rows show sentence-transformers, and llama-server reads the same
-    file.
-
-    \b
-    Examples:
-      llm-worker-rbee bench embed
-      llm-worker-rbee bench embed --types F32,Q8_0 --llama-server PATH --peer-python PATH
-      llm-worker-rbee bench embed model.gguf --lengths 0 --texts 1000
-      llm-worker-rbee bench embed --synthetic bge-large:F16 --device cuda --tokenized --lengths 512 --batch 256
-    """
-    plan = options.plan(computing)
+def embed(options: EmbedCommand) -> None:
+    """Measure this worker and its peers in turn."""
+    plan = _plan(options)
     if options.types is not None and options.synthetic is not None:
         raise typer.BadParameter("--types converts a MODEL: a synthetic one names its types itself")
     name = options.model or (None if options.synthetic else DEFAULT_EMBEDDING_MODEL)
     source = common.find_source(name, options.synthetic)
     settings = asdict(plan) | {"llama_server": plan.llama_server and Path(plan.llama_server).name}
     settings |= {"pythons": [Path(path).name for path in plan.pythons], "folder": plan.folder and "given"}
-    with common.recording("embed", results, _show, **settings) as recorder, ExitStack() as stack:
+    with common.recording("embed", options.results, _show, **settings) as recorder, ExitStack() as stack:
         folder = options.files or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="llm-worker-rbee-")))
         folder.mkdir(parents=True, exist_ok=True)
         benchmark.run(recorder, stack.enter_context(step_progress()), source, plan, folder)

@@ -5,14 +5,14 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import typer
 
 from llm_worker_rbee.backends import cpu_info
-from llm_worker_rbee.cli.options import ComputeFlags, gather
+from llm_worker_rbee.cli.loading import set_up
 from llm_worker_rbee.cli.terminal import note
 from llm_worker_rbee.errors import WorkerError
 from llm_worker_rbee.progress import step_progress
@@ -21,50 +21,14 @@ from .. import micro as benchmark
 from ..processes import describe_exit, package_environment
 from ..results import Recorder, Result, Run
 from . import common
-from .common import ResultFlags, option
+from .options import MicroCommand
 
 
-@dataclass(frozen=True, kw_only=True)
-class MicroFlags:
-    """Which benchmarks, on which backends, for how long."""
-
-    filter: str | None = option(None, "RE", "Only benchmarks whose name matches this expression.")
-    ab: str | None = option(None, "backend=A,B", "Measure two backends in turn and compare them.")
-    seconds: float = option(0.5, "X", "Seconds per benchmark.", min=0.01, max=600)
-    rounds: int = option(benchmark.ROUNDS, "N", "Rounds over all benchmarks; fewer take less time.", min=1, max=100)
-    rename: str | None = option(None, "FAMILY", "Name the results of the one selected family so.", "--as")
-    original: bool = option(False, None, "Show what the Rust worker's own suite printed, on an unnamed CPU.")
-    names: bool = option(False, None, "List the benchmarks and exit.", "--list")
-
-
-@gather(options=MicroFlags, results=ResultFlags, computing=ComputeFlags)
-def micro(options: MicroFlags, results: ResultFlags, computing: ComputeFlags) -> None:
-    """Measure the ops and parts one by one, each with the limit of this machine.
-
-    TIME is that of one call: the mean of the middle half of the samples. OF LIMIT is the least time that the memory
-    or the arithmetic of this machine, measured just before, allows for the task's bytes and operations, over that.
-
-    The first six families are the Rust worker's suite, on any backend: a part that kernels fuse with others, or do
-    not need, is computed with the backend's own means, and the field `note` of its result says so. What else only the
-    reference can do runs there, whatever the backend. On a GPU a sample is the replay of a CUDA graph of many calls,
-    until the device has finished.
-
-    The kernels of the CPU (kernel/) are shown with billions of multiply-adds and bytes of the file a second.
-    --cpu-isa takes several instruction sets here, separated by commas, or all: each is measured in its own process.
-
-    \b
-    Examples:
-      llm-worker-rbee bench micro --filter rope
-      llm-worker-rbee bench micro --filter kernel/ --cpu-isa all --rounds 3
-      llm-worker-rbee bench micro --save-baseline before
-      llm-worker-rbee bench micro --baseline before --threshold 0.05
-      llm-worker-rbee bench micro --filter ^causal_mask/ --save-baseline masks
-      llm-worker-rbee bench micro --filter ^causal_mask_cached/ --as causal_mask --baseline masks
-      llm-worker-rbee bench micro --filter 'rope_forward|qkv|scores|mask|full' --backend cpu --original
-      llm-worker-rbee bench micro --ab backend=reference,reference --filter linear/Q4
-    """
+def micro(options: MicroCommand) -> None:
+    """Measure the selected benchmarks, on one or two backends."""
+    computing = options.computing
     isas = _parse_isas(computing.cpu_isa)
-    used = (replace(computing, cpu_isa=None) if len(isas) > 1 else computing).set_up()
+    used = set_up(replace(computing, cpu_isa=None) if len(isas) > 1 else computing)
     selected = benchmark.select(options.filter)
     if options.rename is not None:
         selected = benchmark.rename(selected, options.rename)
@@ -84,7 +48,7 @@ def micro(options: MicroFlags, results: ResultFlags, computing: ComputeFlags) ->
         "rename": options.rename,
     }
     show = partial(_show_micro, original=options.original)
-    with common.recording("micro", results, show, **settings) as recorder:
+    with common.recording("micro", options.results, show, **settings) as recorder:
         if len(isas) > 1:
             for isa in isas:
                 _measure_isa(recorder, isa, options, used)
@@ -108,7 +72,7 @@ def _parse_isas(text: str | None) -> list[str]:
     return names
 
 
-def _measure_isa(recorder: Recorder, isa: str, options: MicroFlags, threads: int) -> None:
+def _measure_isa(recorder: Recorder, isa: str, options: MicroCommand, threads: int) -> None:
     """Measure one instruction set in a process of its own, which shows its progress, and take its results over."""
     note(f"instruction set {isa}")
     with tempfile.TemporaryDirectory(prefix="llm-worker-rbee-") as folder:

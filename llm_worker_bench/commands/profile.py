@@ -1,14 +1,15 @@
 """`llm-worker-rbee profile`: where the time of a step goes, with a report and flame graphs."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 import typer
 
 from llm_worker_rbee.backends.select import has_driver, missing_packages
-from llm_worker_rbee.cli.options import LoadFlags, ModelFlags, gather, load_model
+from llm_worker_rbee.cli.loading import load_model, set_up
+from llm_worker_rbee.cli.options import LoadFlags, ModelFlags
 from llm_worker_rbee.cli.terminal import Status, columns, note, program_lines, style
 from llm_worker_rbee.progress import step_progress
 
@@ -18,79 +19,42 @@ from ..profile import attention_pass, report
 from ..profile.workload import Loading, Settings, Subject, load_synthetic
 from ..results import Recorder, Run, describe_model
 from ..synthetic import Spec, parse
-from .common import ModelArgument, Repetitions, ResultFlags, SyntheticOption, option, recording, require_place
+from .common import recording, require_place
+from .options import ProfileCommand
 
 COLOURS = {"critical": "red", "moderate": "yellow", "minor": "dim"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProfileFlags:
-    """Which model, how much to run, and where the report goes."""
-
-    model: ModelArgument = None
-    synthetic: SyntheticOption = None
-    pp: int = option(128, "N", "Length of the prompt in tokens; 0: no prefill.", min=0)
-    tg: int = option(16, "N", "Tokens to generate; 0: no decode.", min=0)
-    prompt: str | None = option(None, "TEXT", "A real prompt, from text to text, in place of --pp random tokens.")
-    depth: int = option(0, "N", "Tokens in the KV cache before the prompt.", min=0)
-    batch: int = option(1, "N", "Requests at once.", min=1)
-    repetitions: Repetitions = 5
-    flame: float = option(3.0, "S", "Seconds for each flame graph; 0: none.", min=0, max=600)
-    attention_pass: bool = option(
-        False, None, "One attention pass, 128 tokens at width 4096, on every backend, with the Rust worker's shares."
-    )
-    no_report: bool = option(False, None, "Write no folder: print, and what --save says.")
-    py_spy: bool = option(False, None, "Sample with py-spy (extra `bench`).")
-    native: bool = option(False, None, "With --py-spy: include native frames.")
-    out: Path | None = option(None, "FOLDER", "Folder of the report.", "-o", show_default="profile-MODEL-DATE")
-
-    def settings(self) -> Settings:
-        """Return the settings of the run; raise on options that exclude each other."""
-        if self.native and not self.py_spy:
-            raise typer.BadParameter("--native goes with --py-spy: the built-in sampler sees Python only")
-        if not (self.pp or self.tg):
-            raise typer.BadParameter("nothing to profile: --pp and --tg are both 0")
-        if self.attention_pass and (self.model or self.synthetic or self.prompt or self.batch > 1 or self.depth):
-            raise typer.BadParameter("--attention-pass has a model and a prompt of its own: leave out others")
-        if self.prompt is not None and (self.batch > 1 or self.depth or self.synthetic):
-            raise typer.BadParameter("--prompt is one request of a real model: leave out --batch, --depth, --synthetic")
-        if self.synthetic is not None and self.model is not None:
-            raise typer.BadParameter("both a MODEL and --synthetic are given: choose one")
-        require_place(self.out or Path("profile"), folder=self.out is not None)
-        spy = PySpy(find_py_spy(), self.native) if self.py_spy else None
-        lengths = (attention_pass.TOKENS, 0) if self.attention_pass else (self.pp, self.tg)
-        return Settings(*lengths, self.repetitions, self.flame, spy, self.batch, self.depth, self.prompt)
+def _settings(options: ProfileCommand) -> Settings:
+    """Return the settings of the run; raise on options that exclude each other."""
+    if options.native and not options.py_spy:
+        raise typer.BadParameter("--native goes with --py-spy: the built-in sampler sees Python only")
+    if not (options.pp or options.tg):
+        raise typer.BadParameter("nothing to profile: --pp and --tg are both 0")
+    if options.attention_pass and (
+        options.model or options.synthetic or options.prompt or options.batch > 1 or options.depth
+    ):
+        raise typer.BadParameter("--attention-pass has a model and a prompt of its own: leave out others")
+    if options.prompt is not None and (options.batch > 1 or options.depth or options.synthetic):
+        raise typer.BadParameter("--prompt is one request of a real model: leave out --batch, --depth, --synthetic")
+    if options.synthetic is not None and options.model is not None:
+        raise typer.BadParameter("both a MODEL and --synthetic are given: choose one")
+    require_place(options.out or Path("profile"), folder=options.out is not None)
+    spy = PySpy(find_py_spy(), options.native) if options.py_spy else None
+    lengths = (attention_pass.TOKENS, 0) if options.attention_pass else (options.pp, options.tg)
+    return Settings(*lengths, options.repetitions, options.flame, spy, options.batch, options.depth, options.prompt)
 
 
-@gather(options=ProfileFlags, results=ResultFlags, computing=LoadFlags)
-def profile(options: ProfileFlags, results: ResultFlags, computing: LoadFlags) -> None:
-    """Show where the time goes, by component, for prefill and decode.
-
-    Steps go through the engine as a server's do. On the CPU every task of a
-    step is timed where it runs, on a GPU every kernel; HOST is what none of
-    them covers. OF LIMIT compares with the measured rates of this machine:
-    memory, and the arithmetic that a component is computed in.
-
-    Writes report.html, report.md, flame graphs (SVG, and JSON for speedscope.app) and the run itself.
-
-    \b
-    Examples:
-      llm-worker-rbee profile
-      llm-worker-rbee profile model.gguf --pp 512 --tg 32 --out before
-      llm-worker-rbee profile --prompt "Once upon a time"
-      llm-worker-rbee profile --pp 0 --tg 32 --batch 16 --depth 1024
-      llm-worker-rbee profile --synthetic llama2-7b:Q4_K_M:4 --backend reference
-      llm-worker-rbee profile --device cuda --synthetic llama2-7b:Q4_K_M --batch 64
-      llm-worker-rbee profile --attention-pass
-      llm-worker-rbee profile --py-spy --native
-    """
-    used, settings = computing.set_up(), options.settings()
+def profile(options: ProfileCommand) -> None:
+    """Measure the steps, and write the report."""
+    computing = options.computing
+    used, settings = set_up(computing), _settings(options)
     name = attention_pass.SPEC if options.attention_pass else options.synthetic
     spec = None if name is None else parse(name)
     lengths = {name: getattr(settings, name) for name in ("pp", "tg", "batch", "depth", "prompt", "repetitions")}
     flames: dict[str, Flame] = {}
     complete = False
-    with recording("profile", results, _print_run, **lengths, threads=used) as recorder:
+    with recording("profile", options.results, _print_run, **lengths, threads=used) as recorder:
         recorder.settings["attention_pass"] = options.attention_pass
         try:
             for backend in _backends(computing) if options.attention_pass else [computing]:
@@ -120,7 +84,7 @@ def _backends(computing: LoadFlags) -> list[LoadFlags]:
     return [replace(computing, backend=name) for name in names]
 
 
-def _load(recorder: Recorder, options: ProfileFlags, computing: LoadFlags, spec: Spec | None) -> Subject:
+def _load(recorder: Recorder, options: ProfileCommand, computing: LoadFlags, spec: Spec | None) -> Subject:
     if spec is not None:
         where = computing.device, computing.backend, computing.kernel_threads
         loading = Loading(*where, computing.kv_type, computing.quantize)

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -14,34 +14,21 @@ from .. import baseline
 from ..baseline import Difference
 from ..report import RunFile, render
 from ..results import Run, write_atomically
-from .common import AsJson, Threshold, print_table, quantity, results_panel, show_changes
+from .common import print_table, quantity, show_changes
+from .options import CompareCommand, ReportCommand
 
-RUN_HELP = "a file that --save wrote, or the name of a baseline."
 MAX_NAMES = 8  # of the benchmarks that only one run has
 MAX_VALUE_CHARACTERS = 48
 
 
-def compare(
-    before: Annotated[str, typer.Argument(metavar="BEFORE", help=f"The earlier run: {RUN_HELP}")],
-    after: Annotated[str, typer.Argument(metavar="AFTER", help=f"The later run: {RUN_HELP}")],
-    threshold: Threshold = 0.10,
-    as_json: AsJson = False,
-    force: Annotated[bool, results_panel("--force", help="Compare runs of different machines too.")] = False,
-) -> None:
-    """Compare two saved runs.
-
-    Exit status 1 if a benchmark became worse by more than the threshold, beyond noise.
-
-    \b
-    Examples:
-      llm-worker-rbee bench compare before after
-      llm-worker-rbee bench compare main.json branch.json --threshold 0.05
-    """
-    old, new = baseline.load(before), baseline.load(after)
-    baseline.require_comparable(old, new, force=force)
+def compare(options: CompareCommand) -> None:
+    """Print what changed between the runs."""
+    threshold = options.threshold
+    old, new = baseline.load(options.before), baseline.load(options.after)
+    baseline.require_comparable(old, new, force=options.force)
     changes, differing = baseline.compare(old, new), baseline.find_differences(old, new)
     unpaired = baseline.names_not_compared(old, new, changes), baseline.names_not_compared(new, old, changes)
-    if as_json:
+    if options.as_json:
         regressions = sum(item.is_past(threshold) for item in changes)
         head = {"schema": "llm-worker-rbee/comparison", "schema_version": 1, "kind": new.kind, "threshold": threshold}
         print_json(
@@ -59,7 +46,7 @@ def compare(
     else:
         show_changes(changes, threshold)
         _print_differences(differing)
-        for side, names in zip((before, after), unpaired, strict=True):
+        for side, names in zip((options.before, options.after), unpaired, strict=True):
             if names:
                 suffix = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
                 note(f"only in {cell(side)}: {', '.join(map(cell, names[:MAX_NAMES]))}{suffix}")
@@ -84,30 +71,13 @@ def _truncate(text: str) -> str:
     return text if len(text) <= MAX_VALUE_CHARACTERS else text[: MAX_VALUE_CHARACTERS - 3] + "..."
 
 
-def report(
-    results: Annotated[list[str], typer.Argument(metavar="RESULTS", help="Files that --save wrote, or baselines.")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="HTML file to write.")] = Path(
-        "report.html"
-    ),
-    title: Annotated[
-        str | None, typer.Option(metavar="TEXT", show_default="what was measured", help="Title of the page.")
-    ] = None,
-) -> None:
-    """Write one HTML page with tables and plots of saved runs.
-
-    The page needs no other file and no network: send it as it is.
-
-    Several runs of one kind make a history and a comparison. Plots need matplotlib (the extra `bench`).
-
-    \b
-    Examples:
-      llm-worker-rbee bench report micro.json e2e.json -o report.html
-      llm-worker-rbee bench report before after --title "Faster attention"
-    """
+def report(options: ReportCommand) -> None:
+    """Write the page."""
+    output = options.output
     if not output.name or os.path.isdir(output):
         raise InvalidRequestError(f"cannot write {output}: it is a folder, give the name of a file", "output")
-    files = [RunFile(Path(name).name, baseline.load(name)) for name in results]
+    files = [RunFile(Path(name).name, baseline.load(name)) for name in options.results]
     with step_progress() as progress:
-        page = render(files, title, progress)
+        page = render(files, options.title, progress)
     write_atomically(output, page.encode(errors="replace"))
     note(f"saved {output} ({quantity(output.stat().st_size, 'B')})")

@@ -4,16 +4,13 @@ import math
 import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from llm_worker_rbee.cli.options import gather, option_fields
 from llm_worker_rbee.cli.terminal import cell, columns, note, style
-from llm_worker_rbee.config import MAX_VOCABULARY
 from llm_worker_rbee.errors import InvalidRequestError, WorkerError
 from llm_worker_rbee.progress import step_progress
 
@@ -24,7 +21,8 @@ from ..server_process import ServerMonitor, ServerProcess, worker_server
 from ..serving import MAX_IN_FLIGHT, Limits, Load
 from ..synthetic import Spec, parse
 from ..workload import MAX_REQUESTS, Lengths, Workload, read_prompts
-from .common import SYNTHETIC_HELP, ResultFlags, model_file, print_table, quantity, recording
+from .common import model_file, print_table, quantity, recording
+from .options import OwnFlags, ServerFlags, ServingCommand, TrafficFlags
 
 DEFAULT_REQUESTS = 100
 ENOUGH_FOR_P99 = 300  # so many hold a value above the true one, in 19 cases of 20
@@ -58,168 +56,85 @@ OBSERVATIONS = {
     "server/kv_cache_in_use": "KV cache still in use",
 }
 
-_server, _own, _load, _prompts = map(option_fields, ("Server", "Server to start", "Load", "Prompts"))
+
+def _route(server: ServerFlags, *, sends_ids: bool) -> str:
+    """Return the key of the route; raise if it does not exist or takes no token ids."""
+    if server.endpoint is None:
+        return "completions" if sends_ids else "chat"
+    if server.endpoint not in PATHS:
+        raise InvalidRequestError(f"--endpoint is {server.endpoint!r}: chat or completions", "endpoint")
+    if sends_ids and server.endpoint == "chat":
+        raise InvalidRequestError("the chat route takes no token ids: use --endpoint completions", "endpoint")
+    return server.endpoint
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerFlags:
-    """The server and the fields of its requests."""
+def _target(server: ServerFlags, endpoint: str, url: str, model: str) -> Target:
+    """Return the server with a client of its own."""
+    headers = dict(map(parse_header, server.header or ()))
+    if server.api_key:
+        headers["Authorization"] = parse_header(f"Authorization: Bearer {server.api_key}")[1]
+    client = Client(api_address(url), headers)
+    return Target(client, model, endpoint, server.temperature, server.ignore_eos, not server.no_usage)
 
-    endpoint: str | None = _server(
-        None, "chat|completions", "Route to measure.", show_default="chat; completions with --token-prompts"
+
+def _arguments(own: OwnFlags, url: str | None, model: str | None) -> list[str]:
+    """Return the arguments of `serve`, without a synthetic model; raise on options that exclude each other."""
+    if own.spawn == (url is not None):
+        raise typer.BadParameter("give the URL of a server, or --spawn to start one" + " (not both)" * own.spawn)
+    if not own.spawn and (own.engine is not None or own.serve_args is not None):
+        raise typer.BadParameter("--engine and --serve-args go with --spawn")
+    if own.synthetic is not None and (not own.spawn or model is not None):
+        raise typer.BadParameter("--synthetic goes with --spawn, and without --model")
+    try:
+        extra = shlex.split(own.serve_args or "")
+    except ValueError as error:
+        raise typer.BadParameter(f"--serve-args cannot be parsed: {error}") from None
+    named = {"--model": model, "--engine": own.engine}
+    return [part for name, value in named.items() if value is not None for part in (name, value)] + extra
+
+
+def _workload(load: TrafficFlags, endpoint: str, vocab_size: int) -> Workload:
+    """Return the workload, of token ids if there is a vocabulary; raise on invalid options."""
+    if not load.rate > 0:
+        raise InvalidRequestError(f"--rate is {load.rate}: it must be above 0, or inf", "rate")
+    if load.prompts is not None and load.shared_prefix:
+        raise InvalidRequestError("--shared-prefix is for made prompts: --prompts brings its own", "shared_prefix")
+    if load.prompts is not None and load.token_prompts:
+        raise InvalidRequestError("both --prompts and --token-prompts are given: choose one", "token_prompts")
+    prompts = [] if load.prompts is None else read_prompts(load.prompts)
+    if endpoint == "completions" and any(prompt.text is None for prompt in prompts):
+        raise InvalidRequestError(f'{load.prompts} holds "messages": use --endpoint chat', "endpoint")
+    fallback = MAX_REQUESTS if load.duration is not None else len(prompts) or DEFAULT_REQUESTS
+    return Workload(
+        load.requests or min(fallback, MAX_REQUESTS),
+        Lengths.parse(load.input_len, "--input-len"),
+        Lengths.parse(load.output_len, "--output-len"),
+        load.rate,
+        load.burstiness,
+        load.seed,
+        load.shared_prefix,
+        load.prefix_groups,
+        prompts,
+        vocab_size,
     )
-    model: str | None = _server(None, "NAME", "Name of the model.", "-m", show_default="the first it lists")
-    api_key: str | None = _server(None, "KEY", "Sent as a bearer token.", envvar="LLM_WORKER_RBEE_API_KEY")
-    header: list[str] | None = _server(None, "'NAME: VALUE'", "Additional header. Repeatable.")
-    timeout: float = _server(600.0, "S", "Timeout of a request, in seconds.", min=0.001, max=86400)
-    temperature: float = _server(0.0, "X", "Sampling temperature of the requests.", min=0, max=100)
-    ignore_eos: bool = _server(
-        False, None, "Ask for answers of full length (not every server knows the field).", "--ignore-eos"
-    )
-    no_usage: bool = _server(False, None, "Do not ask the server for token counts: count pieces of text.", "--no-usage")
-
-    def route(self, *, sends_ids: bool) -> str:
-        """Return the key of the route; raise if it does not exist or takes no token ids."""
-        if self.endpoint is None:
-            return "completions" if sends_ids else "chat"
-        if self.endpoint not in PATHS:
-            raise InvalidRequestError(f"--endpoint is {self.endpoint!r}: chat or completions", "endpoint")
-        if sends_ids and self.endpoint == "chat":
-            raise InvalidRequestError("the chat route takes no token ids: use --endpoint completions", "endpoint")
-        return self.endpoint
-
-    def target(self, endpoint: str, url: str, model: str) -> Target:
-        """Return the server with a client of its own."""
-        headers = dict(map(parse_header, self.header or ()))
-        if self.api_key:
-            headers["Authorization"] = parse_header(f"Authorization: Bearer {self.api_key}")[1]
-        client = Client(api_address(url), headers)
-        return Target(client, model, endpoint, self.temperature, self.ignore_eos, not self.no_usage)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OwnFlags:
-    """A server started for the length of the load."""
-
-    spawn: bool = _own(False, None, "Start `serve` with the model of -m and measure it; give no URL.", "--spawn")
-    synthetic: str | None = _own(None, "SHAPE:TYPES", SYNTHETIC_HELP)
-    engine: str | None = _own(None, "model|null", "null: compute nothing, to measure the server alone.")
-    serve_args: str | None = _own(None, "'...'", "More options of `serve`, quoted as in a shell.")
-    health: bool = _own(False, None, "Poll /health during the run; always with --spawn.", "--health")
-
-    def arguments(self, url: str | None, model: str | None) -> list[str]:
-        """Return the arguments of `serve`, without a synthetic model; raise on options that exclude each other."""
-        if self.spawn == (url is not None):
-            raise typer.BadParameter("give the URL of a server, or --spawn to start one" + " (not both)" * self.spawn)
-        if not self.spawn and (self.engine is not None or self.serve_args is not None):
-            raise typer.BadParameter("--engine and --serve-args go with --spawn")
-        if self.synthetic is not None and (not self.spawn or model is not None):
-            raise typer.BadParameter("--synthetic goes with --spawn, and without --model")
-        try:
-            extra = shlex.split(self.serve_args or "")
-        except ValueError as error:
-            raise typer.BadParameter(f"--serve-args cannot be parsed: {error}") from None
-        named = {"--model": model, "--engine": self.engine}
-        return [part for name, value in named.items() if value is not None for part in (name, value)] + extra
+def _limits(load: TrafficFlags, timeout: float) -> Limits:
+    """Return concurrency, timeout and duration."""
+    duration = math.inf if load.duration is None else load.duration
+    return Limits(load.concurrency or MAX_IN_FLIGHT, timeout, duration, load.warm_up)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrafficFlags:
-    """How many requests, when, and with which prompts."""
-
-    requests: int | None = _load(
-        None, "N", "How many requests.", "-n", min=1, max=1_000_000, show_default="100, or all of --prompts"
-    )
-    rate: float = _load(math.inf, "R", "Requests per second; inf: all at once.", "-r")
-    burstiness: float = _load(1.0, "X", "1: Poisson arrivals; less: bursts; more: regular.", min=0.001, max=1e6)
-    concurrency: int | None = _load(
-        None, "N", "Maximum number of requests in flight.", "-c", min=1, max=4096, show_default="4096"
-    )
-    duration: float | None = _load(None, "S", "Send no request after S seconds.", min=0.001)
-    warm_up: int = _load(1, "N", "Requests before the run, not measured.", min=0, max=1000)
-    input_len: str = _prompts("128", "LEN", "Words (or token ids) per prompt: N, LOW-HIGH or normal:MEAN,SD.")
-    output_len: str = _prompts("64", "LEN", "Maximum tokens per answer, in the same form.")
-    prompts: Path | None = _prompts(None, "FILE.jsonl", 'Lines of {"prompt": ...} or {"messages": [...]}.')
-    token_prompts: int = _prompts(
-        0,
-        "VOCABULARY",
-        "Send random token ids below VOCABULARY, not words; always with --synthetic.",
-        min=0,
-        max=MAX_VOCABULARY,
-        show_default="words",
-    )
-    shared_prefix: int = _prompts(0, "N", "Begin each prompt with the same N words or ids.", min=0, max=1_000_000)
-    prefix_groups: int = _prompts(1, "K", "Number of different shared prefixes.", min=1, max=1_000_000)
-    seed: int = _prompts(0, "N", "Seed of the prompts.", min=0)
-
-    def workload(self, endpoint: str, vocab_size: int) -> Workload:
-        """Return the workload, of token ids if there is a vocabulary; raise on invalid options."""
-        if not self.rate > 0:
-            raise InvalidRequestError(f"--rate is {self.rate}: it must be above 0, or inf", "rate")
-        if self.prompts is not None and self.shared_prefix:
-            raise InvalidRequestError("--shared-prefix is for made prompts: --prompts brings its own", "shared_prefix")
-        if self.prompts is not None and self.token_prompts:
-            raise InvalidRequestError("both --prompts and --token-prompts are given: choose one", "token_prompts")
-        prompts = [] if self.prompts is None else read_prompts(self.prompts)
-        if endpoint == "completions" and any(prompt.text is None for prompt in prompts):
-            raise InvalidRequestError(f'{self.prompts} holds "messages": use --endpoint chat', "endpoint")
-        fallback = MAX_REQUESTS if self.duration is not None else len(prompts) or DEFAULT_REQUESTS
-        return Workload(
-            self.requests or min(fallback, MAX_REQUESTS),
-            Lengths.parse(self.input_len, "--input-len"),
-            Lengths.parse(self.output_len, "--output-len"),
-            self.rate,
-            self.burstiness,
-            self.seed,
-            self.shared_prefix,
-            self.prefix_groups,
-            prompts,
-            vocab_size,
-        )
-
-    def limits(self, timeout: float) -> Limits:
-        """Return concurrency, timeout and duration."""
-        duration = math.inf if self.duration is None else self.duration
-        return Limits(self.concurrency or MAX_IN_FLIGHT, timeout, duration, self.warm_up)
-
-
-@gather(server=ServerFlags, own=OwnFlags, load=TrafficFlags, results=ResultFlags)
-def serving(
-    server: ServerFlags,
-    own: OwnFlags,
-    load: TrafficFlags,
-    results: ResultFlags,
-    url: Annotated[
-        str | None,
-        typer.Argument(metavar="[URL]", help="The server: http://host:port, with its path if not /v1. Or --spawn."),
-    ] = None,
-) -> None:
-    """Put load on any OpenAI-compatible server; measure what its users would see.
-
-    With --rate, arrivals are fixed beforehand: a slow server cannot hold them
-    back. Without it, --concurrency says how many requests are under way.
-
-    Failed requests are counted by kind and in no latency. Prompts are plain
-    English words, about a token each. With --token-prompts they are token ids:
-    --input-len is then exact, and so is --output-len with --ignore-eos.
-
-    \b
-    Examples:
-      llm-worker-rbee bench serving localhost:8080 -n 50 -c 4
-      llm-worker-rbee bench serving localhost:8080 --rate 2 --duration 60
-      llm-worker-rbee bench serving localhost:8080 --prompts mine.jsonl
-      llm-worker-rbee bench serving localhost:8080 --shared-prefix 1000
-      llm-worker-rbee bench serving --spawn -c 16
-      llm-worker-rbee bench serving --spawn --engine null -c 64 --output-len 256
-      llm-worker-rbee bench serving --spawn --synthetic smollm2-135m:Q8_0 --input-len 27
-    """
-    args = own.arguments(url, server.model)
+def serving(options: ServingCommand) -> None:
+    """Put the load on the server."""
+    server, own, load, url = options.server, options.own, options.load, options.url
+    args = _arguments(own, url, server.model)
     try:
         spec = None if own.synthetic is None else parse(own.synthetic)
         vocab_size = load.token_prompts or (0 if spec is None or load.prompts else spec.shape.vocabulary)
-        endpoint = server.route(sends_ids=vocab_size > 0)
-        workload, limits = load.workload(endpoint, vocab_size), load.limits(server.timeout)
-        server.target(endpoint, url or "localhost", "")  # raise before anything is sent
+        endpoint = _route(server, sends_ids=vocab_size > 0)
+        workload, limits = _workload(load, endpoint, vocab_size), _limits(load, server.timeout)
+        _target(server, endpoint, url or "localhost", "")  # raise before anything is sent
     except InvalidRequestError as error:
         if error.field is None:
             raise
@@ -228,11 +143,14 @@ def serving(
     with _run_server(own, spec, args, server) as spawned:
         address = url or (spawned.url if spawned else "")
         name = None if own.spawn else server.model
-        target = bench_serving.connect(partial(server.target, endpoint, address), name, server.timeout)
+        target = bench_serving.connect(partial(_target, server, endpoint, address), name, server.timeout)
         monitor = None
         if own.spawn or own.health:
             monitor = ServerMonitor(Address.parse(address).authority, spawned.pid if spawned else None)
-        with recording("serving", results, _show, url=address, **settings) as recorder, step_progress() as progress:
+        with (
+            recording("serving", options.results, _show, url=address, **settings) as recorder,
+            step_progress() as progress,
+        ):
             if spawned:
                 recorder.add_result(Result.exact("server_start", "s", spawned.start_s))
             bench_serving.run(recorder, Load(target, workload, limits, progress, monitor))

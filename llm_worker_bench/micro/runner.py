@@ -13,7 +13,7 @@ from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.errors import DownloadError, InvalidRequestError
 from llm_worker_rbee.progress import StepProgress
 
-from .. import statistics
+from .. import ROUNDS, statistics
 from ..backends import measure_device
 from ..baseline import Comparison, compare_results
 from ..results import Recorder, Result, round_samples
@@ -23,7 +23,7 @@ from .components import model_file_cases, scheduler_cases
 from .kernels import kernel_cases
 from .ops import op_cases
 from .suite import suite_cases
-from .timing import ROUNDS, Measurement, TimingPlan, measure
+from .timing import Measurement, TimingPlan, measure
 
 
 def select(pattern: str | None) -> list[Case]:

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from .. import ROUNDS
+
 Function = Callable[[], object]
 TRIAL_CALLS, MAX_GRAPH_CALLS, GRAPH_S = 10, 500, 0.002
 MIN_SAMPLE_S = 0.002  # a shorter sample would measure the loop and the clock
-ROUNDS = 12  # over all cases: a disturbance of some seconds then meets only a part of each case's samples
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """The command line: the table of commands, and the exit status of each.
 
 Exit status: 0 success, 1 any error of the worker, 2 wrong usage, 130 Ctrl-C. An error is one plain line on standard
-error; `--debug`, before or after the command, shows the traceback. The module of a command is imported when that
-command is run, so `--help` and `--version` import nothing heavy, and the modules themselves import at their top.
+error; `--debug`, before or after the command, shows the traceback. The options and texts of commands are apart from
+their bodies: the module of a body is imported when its command is called, so help imports nothing heavy.
 """
 
 import gc
@@ -19,7 +19,6 @@ import typer.core
 
 from .. import __version__
 from ..errors import ChatTemplateError, WorkerError
-from ..machine import resume_collection
 from .terminal import disable_colour_in_pipes, discard_output, one_line, set_up_logging, set_up_streams
 
 PROGRAM = "llm-worker-rbee"
@@ -28,12 +27,15 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 # The libraries behind NumPy read these once, when NumPy is imported.
 NUMPY_THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
+# The modules with the options and texts: of `bench load`, the class `LoadCommand`.
+OPTIONS, BENCH_OPTIONS = ".commands", "llm_worker_bench.commands.options"
+
 
 class Command(NamedTuple):
-    """A command before its module is imported: `summary` is the first sentence of its function's docstring."""
+    """A command before its options are imported: `summary` is the first sentence of its text."""
 
     panel: str
-    module: str  # holds a function with the last word of the command
+    module: str  # holds a function with the last word of the command, which takes its options
     summary: str
 
 
@@ -93,7 +95,7 @@ class _Command(typer.core.TyperCommand):
 
 
 class _LazyGroup(typer.core.TyperGroup):
-    """Lists commands by their summaries; the module of the one that is run is imported."""
+    """Lists commands by their summaries; the options of the one that is run are imported."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _hide_flag_types(super().get_params(ctx))
@@ -105,7 +107,20 @@ class _LazyGroup(typer.core.TyperGroup):
 
 
 def load_command(name: str) -> Any:
-    """Import the module of a command and return the command with its options."""
+    """Return a command with its options; its body is imported when it is called."""
+    word = name.split()[-1]
+    module = importlib.import_module(OPTIONS if COMMANDS[name].module.startswith(".") else BENCH_OPTIONS, __name__)
+    group = getattr(module, f"{word.capitalize()}Command")
+    function = importlib.import_module(".options", __name__).with_options(group, lambda: _import_body(name, word))
+    single = typer.Typer(add_completion=False, context_settings=app.info.context_settings)
+    paragraphs = cleandoc(group.__doc__).split("\n\n")  # typer would keep the ends of their lines
+    help = "\n\n".join(text if text.startswith("\b") else " ".join(text.split()) for text in paragraphs)
+    single.command(cls=_Command, help=help)(function)
+    return typer.main.get_command(single)
+
+
+def _import_body(name: str, word: str) -> Any:
+    """Import the body of a command."""
     try:
         module = importlib.import_module(COMMANDS[name].module, __name__)
     except ModuleNotFoundError as error:
@@ -113,13 +128,8 @@ def load_command(name: str) -> Any:
             raise
         raise WorkerError(f"{PROGRAM} {name} is part of the repository, not of the package: run it there") from None
     if not gc.isenabled():  # the entry point disabled it
-        resume_collection()
-    single = typer.Typer(add_completion=False, context_settings=app.info.context_settings)
-    function = getattr(module, name.split()[-1])
-    paragraphs = cleandoc(function.__doc__).split("\n\n")  # typer would keep the ends of their lines
-    help = "\n\n".join(text if text.startswith("\b") else " ".join(text.split()) for text in paragraphs)
-    single.command(cls=_Command, help=help)(function)
-    return typer.main.get_command(single)
+        importlib.import_module("..machine", __name__).resume_collection()
+    return getattr(module, word)
 
 
 app = typer.Typer(
@@ -194,7 +204,7 @@ def run_command_line(args: Sequence[str]) -> int:
     rest, debug = _without_debug(args)
     _set_numpy_threads(rest)
     try:
-        status = app(rest or ["--help"], prog_name=PROGRAM, standalone_mode=False)
+        status = _run(rest or ["--help"])
         sys.stdout.flush()
         return status if isinstance(status, int) else 0
     except SystemExit as exiting:  # typer's way to end on a closed pipe
@@ -213,6 +223,15 @@ def run_command_line(args: Sequence[str]) -> int:
         if isinstance(error, OSError):
             discard_output()
         return 2 if isinstance(error, UsageError) else 1
+
+
+def _run(args: list[str]) -> Any:
+    """Run the command that the arguments begin with; the options of the group would be converted first, in 0.1 s."""
+    words = _command_words(args)
+    name = " ".join(words)
+    if name in COMMANDS and args[: len(words)] == words:
+        return load_command(name)(args[len(words) :], prog_name=f"{PROGRAM} {name}", standalone_mode=False)
+    return app(args, prog_name=PROGRAM, standalone_mode=False)
 
 
 def _without_debug(args: Sequence[str]) -> tuple[list[str], bool]:

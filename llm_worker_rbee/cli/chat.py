@@ -9,9 +9,6 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from ..errors import ContextLengthError, WorkerError, counted
 from ..generation import Completion
@@ -20,7 +17,8 @@ from ..progress import supports_ansi
 from ..sampling_params import SamplingParams
 from ..text_model import EncodedPrompt
 from ..tokenizer.chat.template import start_ahead
-from .options import EngineFlags, LoadFlags, ModelFlags, SamplingFlags, gather, load_model, start_stream
+from .commands import ChatCommand
+from .loading import load_model, start_stream
 from .run import DraftStats, ReasoningNotes, draft_stats, figures_line
 from .terminal import Status, argument_text, decode, note, one_line, stdin_lines, style, visible
 
@@ -34,39 +32,16 @@ Ctrl-C stops an answer. A line that begins with // is sent with one slash.
 A message goes on after a line that ends with \\; pasted lines are one message."""
 
 
-@gather(model=ModelFlags, computing=LoadFlags, engine=EngineFlags, sampling=SamplingFlags)
-def chat(
-    system: Annotated[
-        str | None, typer.Option("--system", "-s", metavar="TEXT", help="The system message.", rich_help_panel="Prompt")
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print neither greeting nor statistics.")] = False,
-    *,
-    model: ModelFlags,
-    computing: LoadFlags,
-    engine: EngineFlags,
-    sampling: SamplingFlags,
-) -> None:
-    """Talk with a model.
-
-    Ctrl-C stops an answer, Ctrl-D ends the conversation. A backslash at the end of a line continues the message. In a
-    pipe, each line is one turn.
-
-    Commands: /reset, /system TEXT, /save FILE, /help, /exit.
-
-    \b
-    Examples:
-      llm-worker-rbee chat
-      llm-worker-rbee chat -m model.gguf --system "You are a pirate." -t 0.7
-      printf 'My name is Ada.\\nWhat is my name?\\n' | llm-worker-rbee chat
-    """
-    params = sampling.params()
-    argument_text(system or "", "--system")
+def chat(options: ChatCommand) -> None:
+    """Load the model, and talk until the end of the input."""
+    params = options.sampling.params()
+    argument_text(options.system or "", "--system")
     start_ahead()
-    llm = load_model(model, computing, Status(), engine)
-    conversation = Conversation(llm, params, system, quiet=quiet)
+    llm = load_model(options.model, options.computing, Status(), options.engine)
+    conversation = Conversation(llm, params, options.system, quiet=options.quiet)
     conversation.prompt()  # fails here for a model without a template, or one that takes no system message
     if sys.stdin.isatty():
-        if not quiet:
+        if not options.quiet:
             if not llm.capacity.is_context_reduced:  # else it was printed
                 note(str(llm.capacity))
             note(f"{visible(_name(llm))} · context of {llm.max_context:,} tokens · /help lists the commands")

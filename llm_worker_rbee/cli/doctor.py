@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -25,6 +24,7 @@ from ..backends.select import load_cuda_backend
 from ..errors import DownloadError, InvalidRequestError, human_bytes
 from ..weights import hub
 from ..weights.hub.pypi_model import PipModel
+from .commands import DoctorCommand
 from .terminal import cell, columns, one_line, print_json, style
 
 REQUIRED = ("numpy", "numba", "tokenizers", "jinja2", "huggingface_hub", "typer", "rich")
@@ -48,19 +48,11 @@ class Check:
     required: bool = False
 
 
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: healthy, checks.")] = False,
-) -> None:
-    """Check this machine: processor, memory, GPU, packages, kernels, cache. Say what is missing and how to fix it.
-
-    \b
-    Examples:
-      llm-worker-rbee doctor
-      llm-worker-rbee doctor --json
-    """
+def doctor(options: DoctorCommand) -> None:
+    """Print the report of all checks."""
     checks = list(run_checks())
     broken = [check for check in checks if check.status == "missing" and check.required]
-    if as_json:
+    if options.as_json:
         print_json({"healthy": not broken, "checks": [asdict(check) for check in checks]})
     else:
         print("\n".join(_lines(checks)))

@@ -11,9 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Annotated, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
 import numpy as np
 import typer
@@ -23,27 +21,15 @@ from ..embedder import Embedder, RankResult, Reranker
 from ..errors import InvalidRequestError, counted
 from ..progress import Advance, request_progress
 from ..weights.hub import DEFAULT_EMBEDDING_MODEL
-from .options import PoolingFlags, gather, option_fields, option_names_in_errors, shown_loading
-from .terminal import (
-    Status,
-    argument_text,
-    cell,
-    columns,
-    decode,
-    note,
-    numbered_lines,
-    print_json,
-    require_writable,
-)
+from .commands import STREAM, EmbedCommand, RerankCommand, TextFileFlags
+from .loading import option_names_in_errors, set_up, shown_loading
+from .terminal import Status, argument_text, cell, columns, decode, note, numbered_lines, print_json, require_writable
 
 JSON_SUFFIXES = {".jsonl", ".ndjson"}
 MAX_CHUNK_TEXTS, MAX_CHUNK_CHARS = 4_096, 8 << 20
 MAX_SHOWN_CHARS = 100  # of a ranked text in the table
 MAX_RANKED_TEXTS = 100_000
 BOM = b"\xef\xbb\xbf"
-STREAM = Path("-")
-
-_input, _output = option_fields("Input"), option_fields("Output")
 
 
 class TextLine(NamedTuple):
@@ -54,132 +40,87 @@ class TextLine(NamedTuple):
     id: Any = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextFileFlags:
-    """A file with a text on each line."""
-
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A text per line, or JSON Lines; - is standard input.")
-    ] = STREAM
-    input_format: str = _input(
-        "auto", "auto|lines|jsonl", "What a line is: a text, or JSON. auto: JSON if the name ends in .jsonl."
-    )
-    field: str = _input("text", "NAME", "The field of a JSON object that holds the text.")
-    truncate: bool = _input(False, None, "Cut a text that is too long at its end; otherwise it is an error.")
-
-    def validate(self) -> None:
-        if self.input_format not in ("auto", "lines", "jsonl"):
-            raise typer.BadParameter(f"--input-format {self.input_format}: use one of auto, lines, jsonl")
-        if self.file == STREAM and sys.stdin.isatty():
-            raise typer.BadParameter("there is no text: give the name of a file, or texts on standard input")
-
-    @property
-    def is_json(self) -> bool:
-        return self.input_format == "jsonl" or (self.input_format == "auto" and self.file.suffix in JSON_SUFFIXES)
-
-    def read(self) -> Iterator[TextLine]:
-        """Yield the texts. Each line is one, an empty line too; of JSON Lines, empty ones are left out."""
-        with self._opened() as file:
-            for number, line in numbered_lines(file):
-                text = decode(line.removeprefix(BOM) if number == 1 else line, f"line {number}").rstrip("\r\n")
-                if not self.is_json:
-                    yield TextLine(number, text)
-                elif text.strip():
-                    yield self._parse(number, text)
-
-    def count(self) -> int:
-        """Return the number of texts for the progress bar; 0 where it is not known before the end."""
-        if self.file == STREAM or not self.file.is_file():
-            return 0
-        with self._opened() as file:
-            return sum(not self.is_json or bool(line.strip()) for line in file)
-
-    @contextmanager
-    def _opened(self) -> Iterator[IO[bytes]]:
-        if self.file == STREAM:
-            yield sys.stdin.buffer
-            return
-        try:
-            file = self.file.open("rb")
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise InvalidRequestError(f"cannot read {self.file}: {reason}") from None
-        with file:
-            yield file
-
-    def _parse(self, number: int, line: str) -> TextLine:
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequestError(f"line {number} is not JSON: {error}") from None
-        if isinstance(value, str):
-            return TextLine(number, value)
-        if not isinstance(value, dict):
-            raise InvalidRequestError(f"line {number} is neither a JSON object nor a JSON string")
-        if not isinstance(value.get(self.field), str):
-            raise InvalidRequestError(f"line {number} has no text in the field {self.field!r}: --field names another")
-        return TextLine(number, value[self.field], value.get("id"))
+def _validate_texts(texts: TextFileFlags) -> None:
+    if texts.input_format not in ("auto", "lines", "jsonl"):
+        raise typer.BadParameter(f"--input-format {texts.input_format}: use one of auto, lines, jsonl")
+    if texts.file == STREAM and sys.stdin.isatty():
+        raise typer.BadParameter("there is no text: give the name of a file, or texts on standard input")
 
 
-@dataclass(frozen=True, kw_only=True)
-class EmbedFlags:
-    """The prompt before a text, and the form of its embedding."""
-
-    output: Path = _output(..., "OUT", "The file to write: .npy or .jsonl; - prints JSON Lines.", "-o")
-    prompt: str | None = _input(None, "TEXT", "Text before each text.")
-    prompt_name: str | None = _input(None, "NAME", "One of the model's own prompts; inspect lists them.")
-    dimensions: int | None = _output(
-        None, "N", "Keep the first N values of each embedding (Matryoshka).", min=1, show_default="all"
-    )
-    normalize: bool | None = _output(
-        None,
-        None,
-        "Make the length of each embedding 1, or leave it.",
-        "--normalize/--no-normalize",
-        show_default="as the model says",
-    )
-    dtype: str = _output("float32", "float32|float16", "The type of the values in a .npy file.")
-    force: bool = _output(False, None, "Replace OUT if it exists.")
-    quiet: bool = _output(False, None, "Print neither progress nor statistics.", "-q")
-
-    def validate(self) -> None:
-        """Raise before anything is loaded."""
-        if self.dtype not in ("float32", "float16"):
-            raise typer.BadParameter(f"--dtype {self.dtype}: use float32 or float16")
-        if self.prompt is not None and self.prompt_name is not None:
-            raise typer.BadParameter("--prompt and --prompt-name exclude each other: give one of them")
-        argument_text(self.prompt or "", "--prompt")
-        if self.output == STREAM:
-            return
-        if self.output.suffix not in {".npy", *JSON_SUFFIXES}:
-            raise typer.BadParameter(f"--output {self.output}: give a name that ends in .npy or .jsonl, or -")
-        require_writable(self.output, self.force)
-
-    @property
-    def is_array(self) -> bool:
-        return self.output.suffix == ".npy"
+def _is_json(texts: TextFileFlags) -> bool:
+    return texts.input_format == "jsonl" or (texts.input_format == "auto" and texts.file.suffix in JSON_SUFFIXES)
 
 
-@gather(texts=TextFileFlags, computing=PoolingFlags, options=EmbedFlags)
-def embed(texts: TextFileFlags, computing: PoolingFlags, options: EmbedFlags) -> None:
-    """Write the embeddings of the texts of a file.
+def _read_texts(texts: TextFileFlags) -> Iterator[TextLine]:
+    """Yield the texts. Each line is one, an empty line too; of JSON Lines, empty ones are left out."""
+    with _opened(texts) as file:
+        for number, line in numbered_lines(file):
+            text = decode(line.removeprefix(BOM) if number == 1 else line, f"line {number}").rstrip("\r\n")
+            if not _is_json(texts):
+                yield TextLine(number, text)
+            elif text.strip():
+                yield _parse_text(texts, number, text)
 
-    Row n of a .npy file is the embedding of text n; a line of JSON Lines has index, id (if the text has one) and
-    embedding. A text that is too long is an error that names its line, unless --truncate is given.
 
-    \b
-    Examples:
-      llm-worker-rbee embed sentences.txt --output vectors.npy
-      llm-worker-rbee embed talks.jsonl --field body --truncate -o vectors.jsonl
-      llm-worker-rbee embed - -o - -m model.gguf --prompt-name query < queries.txt
-      llm-worker-rbee embed notes.txt -o a.npy --dimensions 128 --dtype float16
-    """
-    texts.validate()
-    options.validate()
+def _count_texts(texts: TextFileFlags) -> int:
+    """Return the number of texts for the progress bar; 0 where it is not known before the end."""
+    if texts.file == STREAM or not texts.file.is_file():
+        return 0
+    with _opened(texts) as file:
+        return sum(not _is_json(texts) or bool(line.strip()) for line in file)
+
+
+@contextmanager
+def _opened(texts: TextFileFlags) -> Iterator[IO[bytes]]:
+    if texts.file == STREAM:
+        yield sys.stdin.buffer
+        return
+    try:
+        file = texts.file.open("rb")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidRequestError(f"cannot read {texts.file}: {reason}") from None
+    with file:
+        yield file
+
+
+def _parse_text(texts: TextFileFlags, number: int, line: str) -> TextLine:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"line {number} is not JSON: {error}") from None
+    if isinstance(value, str):
+        return TextLine(number, value)
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"line {number} is neither a JSON object nor a JSON string")
+    if not isinstance(value.get(texts.field), str):
+        raise InvalidRequestError(f"line {number} has no text in the field {texts.field!r}: --field names another")
+    return TextLine(number, value[texts.field], value.get("id"))
+
+
+def _validate(options: EmbedCommand) -> None:
+    """Raise before anything is loaded."""
+    if options.dtype not in ("float32", "float16"):
+        raise typer.BadParameter(f"--dtype {options.dtype}: use float32 or float16")
+    if options.prompt is not None and options.prompt_name is not None:
+        raise typer.BadParameter("--prompt and --prompt-name exclude each other: give one of them")
+    argument_text(options.prompt or "", "--prompt")
+    if options.output == STREAM:
+        return
+    if options.output.suffix not in {".npy", *JSON_SUFFIXES}:
+        raise typer.BadParameter(f"--output {options.output}: give a name that ends in .npy or .jsonl, or -")
+    require_writable(options.output, options.force)
+
+
+def embed(options: EmbedCommand) -> None:
+    """Embed the texts chunk by chunk."""
+    texts, computing = options.texts, options.computing
+    _validate_texts(texts)
+    _validate(options)
     if texts.file.exists() and options.output.exists() and options.output.samefile(texts.file):
         raise InvalidRequestError(f"{options.output} is the input itself: give another name", "output")
-    total = texts.count()
-    computing.set_up()
+    total = _count_texts(texts)
+    set_up(computing)
     name = computing.model or DEFAULT_EMBEDDING_MODEL
     with shown_loading(name, Status(), max_step_tokens="--batch-tokens") as progress:
         embedder = Embedder(name, progress=progress, **computing.arguments())
@@ -190,8 +131,8 @@ def embed(texts: TextFileFlags, computing: PoolingFlags, options: EmbedFlags) ->
     with _written(options, width) as writer:
         shown = not options.quiet and (None if options.output == STREAM else True)
         with request_progress(total, shown, last_line=False, what="embedding", noun="texts") as advance:
-            for chunk in _chunks(texts.read()):
-                writer.write(chunk, _embed_chunk(embedder, chunk, texts, options, advance))
+            for chunk in _chunks(_read_texts(texts)):
+                writer.write(chunk, _embed_chunk(embedder, chunk, options, advance))
     if not options.quiet:
         note(_totals(embedder, time.perf_counter() - start, width))
     if options.output != STREAM:
@@ -199,7 +140,7 @@ def embed(texts: TextFileFlags, computing: PoolingFlags, options: EmbedFlags) ->
 
 
 def _embed_chunk(
-    embedder: Embedder, chunk: list[TextLine], texts: TextFileFlags, options: EmbedFlags, advance: Advance
+    embedder: Embedder, chunk: list[TextLine], options: EmbedCommand, advance: Advance
 ) -> NDArray[np.float32]:
     done = num_tokens = 0
 
@@ -210,7 +151,7 @@ def _embed_chunk(
 
     def encode(lines: list[TextLine]) -> Any:
         prompts = {"prompt": options.prompt, "prompt_name": options.prompt_name}
-        return embedder.encode([line.text for line in lines], truncate=texts.truncate, **prompts)
+        return embedder.encode([line.text for line in lines], truncate=options.texts.truncate, **prompts)
 
     with option_names_in_errors():
         try:
@@ -297,7 +238,7 @@ class _LineWriter:
 
 
 @contextmanager
-def _written(options: EmbedFlags, width: int) -> Iterator[_Writer]:
+def _written(options: EmbedCommand, width: int) -> Iterator[_Writer]:
     """Yield the writer of the output; the file gets its name at the end of the block."""
     if options.output == STREAM:
         yield _LineWriter(sys.stdout.buffer)
@@ -305,7 +246,7 @@ def _written(options: EmbedFlags, width: int) -> Iterator[_Writer]:
     partial = options.output.with_name(options.output.name + ".part")
     try:
         with partial.open("wb") as file:
-            if options.is_array:
+            if options.output.suffix == ".npy":
                 array = _ArrayWriter(file, width, options.dtype)
                 yield array
                 array.finish()
@@ -324,40 +265,22 @@ def _totals(embedder: Embedder, seconds: float, width: int) -> str:
     return f"{counted(texts, 'text')} · {counted(tokens, 'token')} · {seconds:.2f} s · {rates} · {width} values each"
 
 
-@gather(texts=TextFileFlags, computing=PoolingFlags)
-def rerank(
-    texts: TextFileFlags,
-    computing: PoolingFlags,
-    query: Annotated[str, typer.Option("--query", metavar="TEXT", help="What the texts should answer.")],
-    top_n: Annotated[
-        int | None, typer.Option("--top-n", metavar="N", min=1, help="Show the best N only.", show_default="all")
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object: model, query, results, tokens.")
-    ] = False,
-) -> None:
-    """Order the texts of a file by how well they answer a query.
-
-    A reranker reads query and text together, so it is better than the similarity of embeddings, and slower.
-
-    \b
-    Examples:
-      llm-worker-rbee rerank passages.txt --query "Who wrote it?" -m reranker.gguf
-      llm-worker-rbee rerank found.jsonl --query "Who?" -m folder --top-n 3 --json
-    """
+def rerank(options: RerankCommand) -> None:
+    """Score all texts, and print them in order."""
+    texts, computing, query = options.texts, options.computing, options.query
     argument_text(query, "--query")
     if computing.model is None:
         raise typer.BadParameter("no reranker is built in: name one with --model, such as a GGUF of bge-reranker-v2-m3")
-    texts.validate()
+    _validate_texts(texts)
     lines = _read_ranked(texts)
-    computing.set_up()
+    set_up(computing)
     with shown_loading(computing.model, Status(), max_step_tokens="--batch-tokens") as progress:
         reranker = Reranker(computing.model, progress=progress, **computing.arguments())
     for text in reranker.notes:
         note(text)
     with lines_in_errors(lines):
-        ranking = reranker.rank(query, [line.text for line in lines], top_n=top_n, truncate=texts.truncate)
-    if as_json:
+        ranking = reranker.rank(query, [line.text for line in lines], top_n=options.top_n, truncate=texts.truncate)
+    if options.as_json:
         results = [_result_json(result, lines[result.index]) for result in ranking]
         tokens = reranker.engine.num_tokens
         print_json({"model": computing.model, "query": query, "results": results, "tokens": tokens})
@@ -369,7 +292,7 @@ def rerank(
 def _read_ranked(texts: TextFileFlags) -> list[TextLine]:
     """Return the texts without empty lines."""
     lines: list[TextLine] = []
-    for line in texts.read():
+    for line in _read_texts(texts):
         if line.text.strip():
             lines.append(line)
         if len(lines) > MAX_RANKED_TEXTS:

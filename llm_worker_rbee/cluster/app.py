@@ -22,8 +22,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
-from ..config import LoadOptions
-from ..engine.memory_plan import parse_size
+from ..config import LoadOptions, parse_size
 from ..errors import InvalidRequestError
 from ..models.sampling_defaults import read_sampling_defaults
 from ..server import log

