@@ -209,22 +209,18 @@ class WarmUp(NamedTuple):
 class FusedForward(Protocol):
     """A backend's fused forward pass of the whole decoder, with the same bits as op by op."""
 
+    samples: bool  # whether a step can sample its own logits
+
     @property
     def graph_bytes(self) -> int:
         """Device memory of captured graphs."""
 
     def __call__(self, batch: Batch, kv: Sequence[LayerCache]) -> Array: ...
-    @property
-    def samples(self) -> bool:
-        """Whether a step can sample its own logits."""
-
     def sample(
         self, batch: Batch, kv: Sequence[LayerCache], rows: Sequence[SampleRow], profiler: Profiler | None = None
     ) -> tuple[Array, list[int]]:
-        """Run the same step, and sample in it; return the logits and the tokens, which are `Backend.sample`'s.
-
-        A negative token is undecided, or has no finite logit: `Backend.sample` must be asked.
-        """
+        """Run the same step, and sample in it; return the logits and the tokens: below 0 where only `Backend.sample`
+        can decide, or raise."""
 
     def with_hidden(self, batch: Batch, kv: Sequence[LayerCache]) -> tuple[Array, Array]:
         """Run the same step of a graph that has `hidden`; return the logits and the hidden states."""

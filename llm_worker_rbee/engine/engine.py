@@ -206,7 +206,7 @@ class Engine:
 
     def _run(self, scheduled: list[ScheduledTokens]) -> tuple[Array, list[int] | None]:
         """Return the logits, while the masks of guided requests are filled; and tokens, if the step sampled them."""
-        guided = [request for request, _, stop, _ in scheduled if request.constraint and stop >= len(request.ids)]
+        guided = [item for item, _, stop, _ in scheduled if item.constraint is not None and stop >= len(item.ids)]
         if guided and not self.model.ops.has_device_memory:
             self.mask_filler.start(guided)
         computed = self._run_model(scheduled)

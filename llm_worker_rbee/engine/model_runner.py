@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,17 +24,14 @@ CHUNK_TOKENS_WITH_LOGITS = 64  # likewise, where each token's logits are needed
 
 
 class ModelRunner:
-    """A model, its KV cache, and the block tables of `max_batch` requests.
-
-    The batch of a decode step is kept: while the same requests decode, its arrays are changed in place.
-    """
+    """A model, its KV cache, and the block tables of `max_batch` requests."""
 
     def __init__(self, model: Transformer, cache: KVCache, max_batch: int, max_context: int) -> None:
         self.model = model
         self.cache = cache
         self._tables: Ints = np.zeros((max_batch, -(-max_context // cache.block_size)), np.int64)
         self._arange: Ints = np.arange(max_batch + 1)
-        self._decode: _DecodeBatch | None = None  # the last batch, if it was one
+        self._decode: _DecodeBatch | None = None  # the last one that a step may follow with the same arrays
 
     def run(self, scheduled: Sequence[ScheduledTokens]) -> tuple[Array, list[int] | None]:
         """Compute a step; return the logits that it needs, one row each, and their tokens, if the step samples them."""
@@ -54,12 +52,10 @@ class ModelRunner:
         """Return the arrays of a step, valid until the next one; `pending`: the tokens of the step in flight, if it
         follows one."""
         ids: list[int] = []
-        moved: list[int] = []  # where requests are that have new blocks, if each has one token
         requests, starts, stops, logits_from = zip(*scheduled, strict=True)
         for request, start, stop, _ in scheduled:
             length = len(request.ids)
             if request.num_blocks_in_table < len(request.blocks):
-                moved.append(len(ids))
                 self._write_table(request)
             if request.pending_row >= 0:
                 ids.append(pending_id(request.pending_row))
@@ -68,32 +64,27 @@ class ModelRunner:
             else:
                 ids += request.ids[start:stop]
                 ids += request.drafts[max(0, start - length) : max(0, stop - length)]
-        num_states = len(ids) if has_states and self.cache.n_slots else 0
+        has_states = has_states and self.cache.n_slots > 0
         if len(ids) == len(requests) and logits_from == starts:
-            batch = self._decode_batch(requests, ids, starts, moved, pending, num_states)
+            batch = self._decode_batch(requests, ids, starts, pending, has_states)
         else:
             slots = [request.batch_slot for request in requests]
-            self._decode = None  # it does not see the blocks that requests get now
-            batch = self._mixed_batch(ids, slots, pending, num_states, *map(_array, (starts, stops, logits_from)))
-        if num_states:
-            _set_states(batch, scheduled)
+            batch = self._mixed_batch(ids, slots, pending, *map(_array, (starts, stops, logits_from)))
+            if has_states:
+                batch = replace(batch, state_in=np.empty_like(batch.context_len), state_out=np.empty_like(batch.ids))
+        if has_states:
+            batch.state_in[:], batch.state_out[:] = _states(scheduled, len(ids))
         return batch
 
     def _decode_batch(
-        self,
-        requests: tuple[Request, ...],
-        ids: list[int],
-        starts: tuple[int, ...],
-        moved: Sequence[int],
-        pending: Array | None,
-        num_states: int,
+        self, requests: tuple[Request, ...], ids: list[int], starts: tuple[int, ...], pending: Any, has_states: bool
     ) -> Batch:
         """Return the same as `_mixed_batch`, faster, if each request computes one token and its logits."""
-        count, size, held = len(ids), self.cache.block_size, self._decode
-        width = max(starts) // size + 1
-        if held is None or pending is not None or not held.has_room(requests, width, num_states):
+        size, held = self.cache.block_size, self._decode
+        width, num_states = max(starts) // size + 1, len(ids) if has_states else 0
+        if held is None or pending is not None or not held.fits(requests, width, num_states):
+            count, width = len(ids), width + (-width % SPARE_BLOCKS if pending is None else 0)
             arrays: list[Ints] = [np.empty(count, np.int64) for _ in range(4)]
-            width += -width % SPARE_BLOCKS if pending is None else 0
             batch = Batch(
                 ids=arrays[0],
                 positions=arrays[1],
@@ -103,14 +94,11 @@ class ModelRunner:
                 block_table=self._tables[[request.batch_slot for request in requests], :width],
                 logits_index=self._arange[:count],
                 pending=pending,
-                **_no_states(count, num_states),
+                state_in=np.empty(num_states, np.int64),
+                state_out=np.empty(num_states, np.int64),
             )
             held = _DecodeBatch(requests, batch, [array.data for array in arrays])
             self._decode = held if pending is None else None
-        else:
-            table = held.batch.block_table
-            for i in moved:
-                table[i] = self._tables[requests[i].batch_slot, : table.shape[1]]
         token_ids, positions, slot_mapping, context_len = held.views
         for i, at in enumerate(starts):
             token_ids[i], positions[i], context_len[i] = ids[i], at, at + 1
@@ -118,14 +106,7 @@ class ModelRunner:
         return held.batch
 
     def _mixed_batch(
-        self,
-        ids: list[int],
-        slots: list[int],
-        pending: Array | None,
-        num_states: int,
-        starts: Ints,
-        stops: Ints,
-        logits_from: Ints,
+        self, ids: list[int], slots: list[int], pending: Array | None, starts: Ints, stops: Ints, logits_from: Ints
     ) -> Batch:
         query_start: Ints = np.zeros(len(slots) + 1, np.int64)
         np.cumsum(stops - starts, out=query_start[1:])
@@ -142,44 +123,41 @@ class ModelRunner:
             block_table=tables,
             logits_index=_last_indices(query_start[1:], stops - logits_from),
             pending=pending,
-            **_no_states(len(slots), num_states),
         )
 
     def _write_table(self, request: Request) -> None:
-        first, last = request.num_blocks_in_table, len(request.blocks)
-        self._tables[request.batch_slot, first:last] = request.blocks[first:]
+        """Write the new blocks of a request, and its row of the kept batch."""
+        first, last, row = request.num_blocks_in_table, len(request.blocks), self._tables[request.batch_slot]
+        row[first:last] = request.blocks[first:]
         request.num_blocks_in_table = last
+        if self._decode is not None and request in self._decode.requests:
+            table = self._decode.batch.block_table
+            table[self._decode.requests.index(request)] = row[: table.shape[1]]
 
 
 class _DecodeBatch(NamedTuple):
-    """A batch of one token of each of some requests; while they decode, its arrays are changed in place."""
+    """A batch of one token of each of some requests, whose arrays are changed in place while they decode."""
 
     requests: tuple[Request, ...]
     batch: Batch
     views: Sequence[memoryview]  # of ids, positions, slot_mapping, context_len: they write numbers faster than arrays
 
-    def has_room(self, requests: tuple[Request, ...], width: int, num_states: int) -> bool:
+    def fits(self, requests: tuple[Request, ...], width: int, num_states: int) -> bool:
         """Return whether the arrays are those of a step of these requests, with so many columns and states."""
         has_columns = width <= self.batch.block_table.shape[1]
-        return requests == self.requests and has_columns and num_states == self.batch.state_out.size
+        return has_columns and num_states == self.batch.state_out.size and requests == self.requests
 
 
-def _no_states(num_requests: int, num_tokens: int) -> dict[str, Ints]:
-    """Return arrays for the slots of states, of a step of so many tokens with states."""
-    num_requests = min(num_requests, num_tokens)
-    return {"state_in": np.empty(num_requests, np.int64), "state_out": np.empty(num_tokens, np.int64)}
-
-
-def _set_states(batch: Batch, scheduled: Sequence[ScheduledTokens]) -> None:
-    """Set the slots that a step reads states from, and writes them to."""
-    state_out, at = batch.state_out, 0
-    state_out.fill(-1)
-    batch.state_in[:] = [request.states[start] if start else -1 for request, start, _, _ in scheduled]
+def _states(scheduled: Sequence[ScheduledTokens], num_tokens: int) -> tuple[list[int], list[int]]:
+    """Return the slots that a step reads states from, and writes them to."""
+    state_out, at = [-1] * num_tokens, 0
+    state_in = [request.states[start] if start else -1 for request, start, _, _ in scheduled]
     for request, start, stop, _ in scheduled:
         for tokens, slot in request.states.items():
             if start < tokens <= stop:
                 state_out[at + tokens - start - 1] = slot
         at += stop - start
+    return state_in, state_out
 
 
 def forward(model: Transformer, batch: Batch, cache: KVCache) -> Array:

@@ -59,16 +59,13 @@ def sample(
 
 
 def rows_before_logits(scheduled: Sequence[ScheduledTokens]) -> list[SampleRow]:
-    """Return the sample rows of a step that may sample its own logits: no masks are being filled, no prompt is scored.
-
-    Otherwise return none.
-    """
+    """Return the rows that a step may sample itself: none while masks are filled, or where a prompt is scored."""
     rows: list[SampleRow] = []
     for request, _, stop, _ in scheduled:
         if request.constraint is not None or (request.prompt_logprobs and request.num_unscored_tokens):
             return []
         if stop >= len(request.ids):
-            rows += sample_rows(request)
+            rows += sample_rows(request) if request.drafts else (next_row(request),)
     return rows
 
 
@@ -119,16 +116,13 @@ def _update_row(row: SampleRow, request: Request, following: Sequence[int]) -> N
     """
     row.position = len(request.ids) + len(following)
     row.mask = None
+    last_n = row.repetition_penalty != 1.0 and request.params.repeat_last_n
     counts_output = row.presence_penalty or row.frequency_penalty
-    if row.repetition_penalty == 1.0 and not counts_output:
-        return
-    last_n = request.params.repeat_last_n or 0
-    has_window = row.repetition_penalty != 1.0 and last_n
-    if not (has_window or counts_output):
+    if not (last_n or counts_output):
         return
     history = request.history = request.history or TokenHistory()
     ids = history.extend(request.ids, following)
-    if has_window:
+    if last_n:
         row.penalty_window = ids[-last_n:]
     if counts_output:
         row.output_ids = ids[request.num_prompt_tokens :]

@@ -96,9 +96,8 @@ class Scheduler:
 
     def expire(self, now: float) -> list[StepOutput]:
         """Finish the requests whose deadline has passed."""
-        if not self._deadlines:
-            return []
-        ended = [request for request in self._deadlines.pop_expired(now) if self.remove(request)]
+        expired = self._deadlines.pop_expired(now)
+        ended = [request for request in expired if self.remove(request)] if expired else []
         message = "the request timed out after {} output tokens"
         return [error_output(request, DeadlineError(message.format(len(request.tokens)))) for request in ended]
 
@@ -127,8 +126,7 @@ class Scheduler:
                     drafted.append(request)
                 else:
                     scheduled.append(ScheduledTokens(request, start, length, start))
-        for request in drafted:
-            scheduled.append(self._schedule_drafts(request))
+        scheduled += [self._schedule_drafts(request) for request in drafted]
         if prefills:  # not preempted in this very step
             prefills = [request for request in prefills if request.batch_slot >= 0]
         if not (prefills or (self.waiting and self._free_slots)):
@@ -472,9 +470,6 @@ class Deadlines:
             if len(self._heap) > 2 * num_requests + 64:
                 self._heap = [entry for entry in self._heap if not entry[2].is_finished]
                 heapify(self._heap)
-
-    def __bool__(self) -> bool:
-        return bool(self._heap)
 
     def pop_expired(self, now: float) -> list[Request]:
         """Remove and return the requests whose deadline has passed, finished ones included."""

@@ -77,10 +77,8 @@ class StepTimes:
 
 def step_size(scheduled: Sequence[ScheduledTokens], query_tile: int) -> StepSize:
     """Return the size of a step; `query_tile` tokens of one prompt share a pass over its keys."""
-    stops = tokens = 0
-    for _, start, stop, _ in scheduled:
-        stops += stop
-        tokens += stop - start
+    stops = sum([row[2] for row in scheduled])
+    tokens = stops - sum([row[1] for row in scheduled])
     if tokens == len(scheduled):
         return StepSize("decode", True, tokens, stops)
     context, num_prefills = float(stops), 0

@@ -116,13 +116,12 @@ class FrameReader(Generic[T]):
                 raise ProtocolError(f"a frame of {size} bytes")
             if len(self._data) - at - HEADER.size < size:
                 break
-            with memoryview(self._data) as view:
-                body = bytes(view[at + HEADER.size : at + HEADER.size + size])
+            body = self._data[at + HEADER.size : at + HEADER.size + size]
             at += HEADER.size + size
             yield self._decode(body)
         del self._data[:at]
 
-    def _decode(self, body: bytes) -> T:
+    def _decode(self, body: bytearray) -> T:
         try:
             return self._decoder.decode(body)  # type: ignore[no-any-return]
         except Exception as error:  # whatever it is, it is not a message

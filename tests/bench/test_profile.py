@@ -15,7 +15,7 @@ from llm_worker_bench.flame_graph import Flame
 from llm_worker_bench.profile import PHASES, report, run
 from llm_worker_bench.profile.counting import Pairs, WorkCounter, attention_pairs, limit_of
 from llm_worker_bench.profile.report import classify
-from llm_worker_bench.profile.timing import Timer, attach
+from llm_worker_bench.profile.timing import Timer, attach, collect_batches
 from llm_worker_bench.profile.workload import RandomTokens, Settings, Subject
 from llm_worker_bench.results import Recorder, Result, ResultsError, Run
 from llm_worker_bench.roofline import Limits, Work, matmul_ceiling
@@ -137,10 +137,11 @@ def test_attach_changes_no_token(llm: LLM, batch: int) -> None:
     harness = workload._harness
     plain = harness.decode(16, 4, batch).answers
     before = dict(vars(workload.engine)), dict(vars(workload.engine.runner)), dict(vars(workload.engine.scheduler))
-    with attach(workload.engine, timer):
+    with attach(workload.engine, timer), collect_batches(workload.engine, timer):
         assert harness.decode(16, 4, batch, on_start=timer.reset).answers == plain
     assert len(timer.batches) == 4
     assert {len(one.context_len) for one in timer.batches} == {batch}
+    assert len({int(one.positions[0]) for one in timer.batches}) == 4, "each as it was"
     engine = workload.engine
     assert [set(vars(one)) for one in (engine, engine.runner, engine.scheduler)] == [set(one) for one in before]
     assert engine.model is llm.model

@@ -249,6 +249,32 @@ def test_nan_logits_finish_only_their_request(model: Transformer, options: dict[
         assert listener.answer(requests[i]) == alone(model, questions[i])
 
 
+class UndecidedForward(FaultyForward):
+    """A fused forward that samples, and leaves some rows to `Backend.sample`; after the mark none can be chosen."""
+
+    samples = True
+
+    def sample(self, batch: Batch, kv: Any, rows: Any) -> tuple[NDArray[np.float32], list[int]]:
+        logits, tokens = self._whole.sample(batch, kv, rows)
+        logits = self._fault(batch, logits)
+        return logits, [
+            token if (token + i) % 3 and np.isfinite(logits[i].max()) else -1 for i, token in enumerate(tokens)
+        ]
+
+
+def test_rows_that_a_step_leaves_undecided_are_sampled_again(model: Transformer) -> None:
+    assert model.fused is not None
+    served = engine(replace(model, fused=cast(FusedForward, UndecidedForward(model.fused, poisoned))))
+    unsaid = {"logit_bias": {MARK: -100.0}}
+    questions = [ask(12, 9, i, **(DRAWN if i % 2 else GREEDY), **unsaid) for i in range(4)]
+    questions[1] = replace(questions[1], prompt=(*questions[1].prompt[:-1], MARK))
+    requests = [question.request() for question in questions]
+    listener = run(served, *requests)
+    assert listener.outputs[requests[1]][-1].finish_reason == "error"
+    for i in (0, 2, 3):
+        assert listener.answer(requests[i]) == alone(model, questions[i])
+
+
 def test_failing_drafter_is_disabled(model: Transformer) -> None:
     class Broken(Drafter):
         calls = 0

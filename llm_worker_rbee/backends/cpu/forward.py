@@ -29,7 +29,6 @@ from ..ops import (
     Array,
     Batch,
     Ints,
-    KVLayer,
     LayerCache,
     Profiler,
     SampleRow,
@@ -136,7 +135,7 @@ class CpuForward:
         self._step, self._buffers = new_step(), dict[int, NDArray[Any]]()
         self._step_address = self._step.ctypes.data
         self._entries = self._step.data  # a memory view writes single numbers in half the time
-        # What is sampled before a soft cap, or by an op of the host after the program, would not be the model's.
+        # the host applies a soft cap to the logits
         self.samples = any(node.op == "logits" for node in graph.nodes) and not self._soft_cap
         self._rows = RowTables(self._num_logits)
         self._batch: Batch | None = None  # that the step points at
@@ -164,8 +163,8 @@ class CpuForward:
     def sample(
         self, batch: Batch, kv: Sequence[LayerCache], rows: Sequence[SampleRow], profiler: Profiler | None = None
     ) -> tuple[Array, list[int]]:
-        """Run the same step, and sample in it."""
         assert self.samples, "its logits are not ready within the program"
+        assert len(rows) == len(batch.logits_index), "each row of logits has its settings"
         return self._run(batch, kv, profiler, rows)[::2]
 
     def run_profiled(self, batch: Batch, kv: Sequence[LayerCache], profiler: Profiler) -> Array:
@@ -193,10 +192,9 @@ class CpuForward:
                 labels = tuple(TaskLabel(component, task.kernel.name) for component, task in tasks)
                 steps.append((labels, Program(task for _, task in tasks)))
             if self.samples:
-                labels, program = steps.pop()
-                assert isinstance(program, Program), "the head is no call of the host"
-                labels = *labels, TaskLabel("sampling", SAMPLE.kernel.name)
-                steps.append((labels, Program((*program.tasks, SAMPLE))))
+                labels, head = steps[-1]
+                assert isinstance(head, Program), "the head is no call of the host"
+                steps[-1] = (*labels, TaskLabel("sampling", SAMPLE.kernel.name)), Program((*head.tasks, SAMPLE))
             self._parts[kv_type] = steps
         return self._parts[kv_type]
 
@@ -230,15 +228,23 @@ class CpuForward:
                     part.run(step, threads, self._step_address)
                 else:
                     profiler(labels, part.run_timed(step, threads, self._step_address))
-            token_ids = self._rows.tokens(len(sampled))
+            token_ids = self._rows.token_ids[: len(sampled)].tolist()
             hidden = None if self._hidden is None else self._hidden_states(self._hidden, tokens, n_logits)
-        return self._cap(logits) if self._soft_cap else logits, hidden, token_ids
+        if self._soft_cap:
+            with np.errstate(all="ignore"):
+                logits /= self._soft_cap
+                np.tanh(logits, out=logits)
+                logits *= self._soft_cap
+        return logits, hidden, token_ids
 
     def _point_at(self, batch: Batch, kv: Sequence[LayerCache]) -> None:
         """Let the step point at the arrays of a batch, and at a cache."""
         b, first, tokens, n_logits = batch, first_kv(kv), len(batch.ids), len(batch.logits_index)
         kv_type, block_size, width = kv_type_of(first), first.v.shape[2], b.block_table.shape[1]
         self._batch = None  # until all has succeeded
+        if self._keys() is not first.k:
+            self._kv, self._keys = layer_addresses(kv), weakref.ref(first.k)
+            self._first_kv = [layer is first for layer in kv].index(True)
         self._programs(kv_type)
         step = self._step_for(kv_type, pad_to_panels(max(tokens, n_logits)))
         numbers = b.ids, b.positions, b.slot_mapping, b.query_start, b.block_table, b.logits_index
@@ -252,7 +258,7 @@ class CpuForward:
             len(b.context_len),
             self._num_logits,
             *(array.ctypes.data for array in self._inputs),
-            self._kv_address(kv, first),
+            self._kv.ctypes.data,
             self._logits.ctypes.data,
             self._partials_for(kv_type, width * block_size),
         ]
@@ -261,19 +267,12 @@ class CpuForward:
             self._batch = batch
 
     def _logits_for(self, rows: int) -> Floats:
-        """Return memory for logits: that of the last step, unless an array still refers to it or it is far too large"""
+        """Return memory for logits: that of the last step, unless an array still refers to it or it is too large."""
         is_free = sys.getrefcount(self._logits) == UNSHARED
         if not (is_free and rows <= len(self._logits) <= 2 * rows):
             self._logits = np.empty((rows, self._num_logits), np.float32)
             self._entries[Step.LOGITS] = self._logits.ctypes.data
         return self._logits[:rows]
-
-    def _cap(self, logits: Floats) -> Floats:
-        """Apply the soft cap in place."""
-        with np.errstate(all="ignore"):
-            np.divide(logits, self._soft_cap, out=logits)
-            np.tanh(logits, out=logits)
-            return np.multiply(self._soft_cap, logits, out=logits)
 
     def _check_ids(self) -> None:
         """Raise if a token, or its position or segment, has no row in its table."""
@@ -315,12 +314,6 @@ class CpuForward:
         results = results if isinstance(results, tuple) else (results,)
         for value, entry, result in zip(node.outputs, call.outputs, results, strict=True):
             array(value, entry)[...] = result
-
-    def _kv_address(self, kv: Sequence[LayerCache], first: KVLayer) -> int:
-        if self._keys() is not first.k:
-            self._kv = layer_addresses(kv)
-            self._keys, self._first_kv = weakref.ref(first.k), [layer is first for layer in kv].index(True)
-        return int(self._kv.ctypes.data)
 
     def _partials_for(self, kv_type: str, positions: int) -> int:
         """Return the address of memory for partial results of attention; 0 if none is needed."""

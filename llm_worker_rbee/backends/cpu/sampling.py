@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,10 @@ from .program import Program, new_step
 Floats = NDArray[np.float32]
 SAMPLE = Task(kernels.SAMPLE, pack_args(0), 1, Step.NUM_SAMPLED, 1)
 # As plain integers: to look a member of an enum up takes six times as long.
-ROW_INTS, MASK, HAS_PENALTIES, POSITION = map(int, (RowInt.COUNT, RowInt.MASK, RowInt.HAS_PENALTIES, RowInt.POSITION))
-NUM_SAMPLED = int(Step.NUM_SAMPLED)
+MASK, HAS_PENALTIES, POSITION = int(RowInt.MASK), int(RowInt.HAS_PENALTIES), int(RowInt.POSITION)
+WINDOW, ROW_INTS, NUM_SAMPLED = int(RowInt.WINDOW), int(RowInt.COUNT), int(Step.NUM_SAMPLED)
+PENALTIES = "repetition_penalty", "presence_penalty", "frequency_penalty"
+FLOATS = attrgetter("temperature", "top_p", "min_p", "typical_p", *PENALTIES)  # in the order of RowFloat
 _local = threading.local()  # of a Python thread: `tables`, of the rows that it sampled last without a model's step
 
 
@@ -45,13 +48,19 @@ def sample(logits: Floats, rows: Sequence[SampleRow], threads: int) -> Ints:
 
 def sample_with_kernels(logits: Floats, rows: Sequence[SampleRow], threads: int) -> list[int]:
     """Sample contiguous rows; a token may be `kernels.UNDECIDED` or `kernels.NOT_FINITE`."""
+<<<<<<< HEAD
     tables: RowTables = vars(_local).setdefault("tables", RowTables())
     tables.allow_all(logits.shape[1])
     step = new_step()
+=======
+    if not hasattr(_local, "tables"):
+        _local.tables = RowTables()
+    tables, step = _local.tables, new_step()
+>>>>>>> step
     tables.set_rows(rows, step.data)
     step[Step.VOCABULARY], step[Step.LOGITS] = logits.shape[1], logits.ctypes.data
     Program([SAMPLE]).run(step, threads if len(rows) > 1 else 1)
-    return tables.tokens(len(rows))
+    return list(tables.token_ids[: len(rows)])
 
 
 def all_allowed(vocabulary: int) -> TokenMask:
@@ -79,7 +88,7 @@ class RowTables:
         arrays = np.zeros(count * ROW_INTS, np.uint64), np.zeros((count, RowFloat.COUNT)), np.zeros(count, np.int64)
         self._addresses = [array.ctypes.data for array in arrays]
         # memory views write and read single numbers in half the time of arrays
-        self._ints, self._floats, self._tokens = arrays[0].data, arrays[1], arrays[2].data
+        self._ints, self._floats, self.token_ids = arrays[0].data, arrays[1], arrays[2].data
 
     def set_rows(self, rows: Sequence[SampleRow], step: memoryview) -> None:
         """Set what has changed since these rows were sampled last, and let a step sample them."""
@@ -98,10 +107,6 @@ class RowTables:
         step[NUM_SAMPLED] = len(rows)
         step[NUM_SAMPLED + 1], step[NUM_SAMPLED + 2], step[NUM_SAMPLED + 3] = self._addresses
 
-    def tokens(self, count: int) -> list[int]:
-        """Return the sampled tokens."""
-        return self._tokens[:count].tolist()
-
     def _set_settings(self, i: int, row: SampleRow) -> None:
         """Set what stays as it is while the row is sampled."""
         bias_ids = np.array([token for token, _ in row.logit_bias], np.int64)
@@ -111,15 +116,7 @@ class RowTables:
         bias = bias_ids.ctypes.data, biases.ctypes.data, bias_ids.size
         for at, value in enumerate((*settings, *bias), i * ROW_INTS):
             self._ints[at] = value
-        self._floats[i] = (
-            row.temperature,
-            row.top_p,
-            row.min_p,
-            row.typical_p,
-            row.repetition_penalty,
-            row.presence_penalty,
-            row.frequency_penalty,
-        )
+        self._floats[i] = FLOATS(row)
         counts_tokens = row.repetition_penalty != 1.0 or row.presence_penalty or row.frequency_penalty
         self._is_plain[i] = not (row.logit_bias or counts_tokens)
 
@@ -129,12 +126,11 @@ class RowTables:
             SAMPLE.args[0] = kernels.PENALIZED.address
         window = row.penalty_window if row.repetition_penalty != 1.0 else NO_TOKENS
         output_ids = row.output_ids if row.presence_penalty or row.frequency_penalty else NO_TOKENS
-        self._ints[i * ROW_INTS + HAS_PENALTIES] = row.has_penalties
-        del self._pointed_at[i][2:]
-        for at, tokens in ((RowInt.WINDOW, window), (RowInt.OUTPUT_IDS, output_ids)):
-            ids = np.ascontiguousarray(tokens, np.int64)
-            self._pointed_at[i].append(ids)
-            self._ints[i * ROW_INTS + at], self._ints[i * ROW_INTS + at + 1] = ids.ctypes.data, ids.size
+        self._pointed_at[i][2:] = arrays = [np.ascontiguousarray(ids, np.int64) for ids in (window, output_ids)]
+        self._ints[i * ROW_INTS + HAS_PENALTIES] = bool(row.logit_bias or window.size or output_ids.size)
+        for at, ids in enumerate(arrays):
+            place = i * ROW_INTS + WINDOW + 2 * at
+            self._ints[place], self._ints[place + 1] = ids.ctypes.data if ids.size else 0, ids.size
 
 
 def logprobs(

@@ -68,7 +68,8 @@ class CapturedForward(ABC):
     models. Its launcher runs `layers` in their order."""
 
     launcher: Any
-    samples = False  # `sample_async` launches it
+    sample: Any  # no step does: `Backend.sample_async` launches it
+    samples = False
 
     def __init__(self, ops: Backend, device: torch.device, nodes: Sequence[Node], mixers: Iterable[Mixer]) -> None:
         self.ops, self.device, self.nodes, self._mixers = ops, device, nodes, tuple(mixers)
@@ -85,9 +86,6 @@ class CapturedForward(ABC):
         activate(self.device)
         with as_memory_error():
             return self._step(batch, kv)
-
-    def sample(self, batch: Batch, kv: Sequence[LayerCache], *_: Any) -> tuple[torch.Tensor, list[int]]:
-        raise NotImplementedError
 
     def launch(self, batch: Batch, kv: Sequence[LayerCache]) -> torch.Tensor:
         """Run the step launch by launch, without a graph."""

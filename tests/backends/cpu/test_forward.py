@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from llm_worker_rbee.backends import reference_sampling
 from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.backends.cpu.forward import CpuForward, useful_threads
 from llm_worker_rbee.backends.cpu.jit import TaskKernel
@@ -24,6 +25,7 @@ from llm_worker_rbee.backends.cpu.lowering import REWRITES
 from llm_worker_rbee.backends.cpu.packed_weight import LAYOUT_BY_TYPE
 from llm_worker_rbee.backends.cpu.program import Program, new_step
 from llm_worker_rbee.backends.graph import op_names
+from llm_worker_rbee.backends.ops import SampleRow
 from llm_worker_rbee.engine.model_runner import SingleSequence
 from llm_worker_rbee.errors import InferenceError
 from llm_worker_rbee.models import load_model, read_model_config
@@ -179,3 +181,68 @@ def test_fused_forward_keeps_no_reference_to_the_kv_cache(default_model: Path) -
     del runner
     gc.collect()
     assert keys() is None
+
+
+def test_memory_of_logits_is_used_again_once_no_array_refers_to_it(default_model: Path) -> None:
+    checkpoint = open_checkpoint(default_model)
+    model = load_model(checkpoint, cpu, read_model_config(checkpoint), 64)  # type: ignore[arg-type]
+    runner = SingleSequence(model, 32)
+    batches = [runner.batch([token], 0, all_logits=False) for token in (5, 6, 7)]
+    expected = [model.forward(batch, runner.cache).copy() for batch in batches]
+    first = model.forward(batches[0], runner.cache)
+    row = model.forward(batches[1], runner.cache)[0]  # the rest is not kept
+    address = model.forward(batches[2], runner.cache).ctypes.data
+    np.testing.assert_array_equal(first, expected[0])
+    np.testing.assert_array_equal(row, expected[1][0])
+    assert address not in (first.ctypes.data, row.ctypes.data)
+    assert model.forward(batches[0], runner.cache).ctypes.data == address
+
+
+def test_batch_that_is_changed_in_place_is_seen(default_model: Path) -> None:
+    checkpoint = open_checkpoint(default_model)
+    model = load_model(checkpoint, cpu, read_model_config(checkpoint), 64)  # type: ignore[arg-type]
+    runner, other = SingleSequence(model, 32), SingleSequence(model, 32)
+    batch = runner.batch([5], 0, all_logits=False)
+    spread = replace(batch, ids=np.array([5, 0], np.int64)[::2])  # apart in memory: the step has a copy of it
+    for token in (5, 900, 7):
+        batch.ids[0] = spread.ids[0] = token
+        expected = model.forward(other.batch([token], 0, all_logits=False), other.cache).copy()
+        for changed in (batch, spread):
+            np.testing.assert_array_equal(model.forward(changed, runner.cache), expected)
+            np.testing.assert_array_equal(model.forward(changed, other.cache), expected)
+    batch.ids[0] = 49152
+    with pytest.raises(InferenceError, match="outside the vocabulary"):
+        model.forward(batch, runner.cache)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_tokens_of_a_step_are_those_of_the_reference(default_model: Path, threads: int) -> None:
+    """Rows come, change places and go; only their positions and the tokens that penalties cover change."""
+    checkpoint = open_checkpoint(default_model)
+    backend = CpuBackend(threads)
+    model = load_model(checkpoint, backend, read_model_config(checkpoint), 64)  # type: ignore[arg-type]
+    assert model.fused is not None
+    rng, runner = np.random.default_rng(4), SingleSequence(model, 32)
+    rows = [
+        SampleRow(temperature=0.0),
+        SampleRow(temperature=0.8, top_p=0.9, seed=2**64 - 1),
+        SampleRow(temperature=1.1, top_k=7, repetition_penalty=1.3, seed=5),
+        SampleRow(temperature=0.0, presence_penalty=0.9, frequency_penalty=0.4),
+        SampleRow(temperature=0.0, logit_bias=((17, 100.0),)),
+    ]
+    for position in range(12):
+        count = int(rng.integers(0, 7))
+        sampled = [rows[i] for i in rng.integers(0, len(rows), count)]
+        for row in sampled:
+            row.position = position
+            if row.repetition_penalty != 1.0:
+                row.penalty_window = rng.integers(0, 49152, rng.integers(0, 40))
+            if row.presence_penalty:
+                row.output_ids = rng.integers(0, 49152, rng.integers(0, 40))
+        batch = runner.batch(rng.integers(0, 49152, max(1, count)).tolist(), 0, all_logits=True)
+        batch = replace(batch, logits_index=np.arange(count))
+        logits, tokens = model.fused.sample(batch, runner.cache.layers, sampled)
+        expected = [reference_sampling.sample_row(line, row) for line, row in zip(logits, sampled, strict=True)]
+        assert [want if token < 0 else token for token, want in zip(tokens, expected, strict=True)] == expected
+        assert tokens.count(-1) <= 1
+        assert backend.sample(logits, sampled).tolist() == expected
