@@ -9,10 +9,12 @@ measured with the kernels' own instructions and nothing else to do (backends/cpu
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -23,9 +25,13 @@ from numpy.typing import NDArray
 from llm_worker_rbee import machine
 from llm_worker_rbee.backends import Backend
 from llm_worker_rbee.backends.ops import RouteParams
+from llm_worker_rbee.errors import MissingDependencyError
 from llm_worker_rbee.models import Transformer
 
 from .backends import measure_device
+
+with suppress(ImportError):  # before the kernels: then loops and parts are compiled where a library lacks them (jit.py)
+    importlib.import_module("numba")
 
 SIZES = tuple(1 << shift for shift in (15, 16, 17, 18, 20, 22, 24, 26, 28, 30))  # 32 KiB to 1 GiB
 SECONDS_PER_RATE = 0.05
@@ -137,8 +143,7 @@ def measure_limits(threads: int) -> Limits:
 
 
 def _measure_limits(threads: int) -> Limits:
-    from .backends import cpu_peak as peak  # it needs Numba
-
+    peak = _import_peak()
     available = machine.memory()[1] or SIZES[-1] * MAX_MEMORY_FRACTION
     buffer = np.ones(min(SIZES[-1], available // MAX_MEMORY_FRACTION), np.uint8)
     operands = [peak.operands() for _ in range(threads)]
@@ -155,6 +160,16 @@ def _measure_limits(threads: int) -> Limits:
             for name, loop in peak.peaks().items()
         }
     return Limits(threads, bandwidth, rates.pop("float32"), tuple(rates.items()))
+
+
+def _import_peak() -> Any:
+    """Return the module of loops at the peak rate, which are compiled when they are used."""
+    try:
+        return importlib.import_module(f"{__package__}.backends.cpu_peak")
+    except ModuleNotFoundError:
+        raise MissingDependencyError(
+            "measuring the limits of a processor needs Numba: pip install 'llm-worker-rbee[bench]'"
+        ) from None
 
 
 def _read_rate(pool: ThreadPoolExecutor, peak: Any, data: NDArray[np.uint8], threads: int) -> float:

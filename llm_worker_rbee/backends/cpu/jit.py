@@ -48,6 +48,8 @@ class KernelFunction:
     @cached_property
     def dispatcher(self) -> Any:
         """What Python calls."""
+        if compiler is kernel_library.ABSENT:
+            raise kernel_library.missing_kernel(self.py_func.__name__)
         return compiler.compile_for_python(self.py_func)
 
     def __call__(self, *args: Any) -> Any:

@@ -48,15 +48,10 @@ def sample(logits: Floats, rows: Sequence[SampleRow], threads: int) -> Ints:
 
 def sample_with_kernels(logits: Floats, rows: Sequence[SampleRow], threads: int) -> list[int]:
     """Sample contiguous rows; a token may be `kernels.UNDECIDED` or `kernels.NOT_FINITE`."""
-<<<<<<< HEAD
-    tables: RowTables = vars(_local).setdefault("tables", RowTables())
-    tables.allow_all(logits.shape[1])
-    step = new_step()
-=======
     if not hasattr(_local, "tables"):
         _local.tables = RowTables()
     tables, step = _local.tables, new_step()
->>>>>>> step
+    tables.allow_all(logits.shape[1])
     tables.set_rows(rows, step.data)
     step[Step.VOCABULARY], step[Step.LOGITS] = logits.shape[1], logits.ctypes.data
     Program([SAMPLE]).run(step, threads if len(rows) > 1 else 1)
@@ -73,11 +68,12 @@ class RowTables:
 
     def __init__(self, vocabulary: int = 0) -> None:
         self._reserve(0)
+        self._vocabulary = -1
         self.allow_all(vocabulary)
 
     def allow_all(self, vocabulary: int) -> None:
         """Let rows without a mask have one that covers a vocabulary."""
-        if vocabulary >= self.__dict__.get("_vocabulary", 0):
+        if vocabulary > self._vocabulary:
             self._vocabulary, self._all_allowed = vocabulary, all_allowed(vocabulary)
             self._all_allowed_address = self._all_allowed.ctypes.data
 
