@@ -31,6 +31,7 @@ class ModelRunner:
         self.cache = cache
         self._tables: Ints = np.zeros((max_batch, -(-max_context // cache.block_size)), np.int64)
         self._arange: Ints = np.arange(max_batch + 1)
+        self._keeps_arrays = not model.ops.has_device_memory  # which copies arrays, and knows copies by identity
         self._decode: _DecodeBatch | None = None  # the last one that a step may follow with the same arrays
 
     def run(self, scheduled: Sequence[ScheduledTokens]) -> tuple[Array, list[int] | None]:
@@ -83,7 +84,8 @@ class ModelRunner:
         size, held = self.cache.block_size, self._decode
         width, num_states = max(starts) // size + 1, len(ids) if has_states else 0
         if held is None or pending is not None or not held.fits(requests, width, num_states):
-            count, width = len(ids), width + (-width % SPARE_BLOCKS if pending is None else 0)
+            count, is_kept = len(ids), pending is None and self._keeps_arrays
+            width += -width % SPARE_BLOCKS if is_kept else 0
             arrays: list[Ints] = [np.empty(count, np.int64) for _ in range(4)]
             batch = Batch(
                 ids=arrays[0],
@@ -98,7 +100,7 @@ class ModelRunner:
                 state_out=np.empty(num_states, np.int64),
             )
             held = _DecodeBatch(requests, batch, [array.data for array in arrays])
-            self._decode = held if pending is None else None
+            self._decode = held if is_kept else None
         token_ids, positions, slot_mapping, context_len = held.views
         for i, at in enumerate(starts):
             token_ids[i], positions[i], context_len[i] = ids[i], at, at + 1

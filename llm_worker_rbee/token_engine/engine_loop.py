@@ -137,8 +137,7 @@ class EngineLoop:
         outputs = self.engine.step()
         self._collect_events()
         self._collect_prefills()
-        results: list[TokenOutput] = []
-        first = 0
+        results, first = list[TokenOutput](), 0
         for end, output in enumerate(outputs, 1):
             if end == len(outputs) or outputs[end].request is not output.request:
                 results += self._output(outputs[first:end])

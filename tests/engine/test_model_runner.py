@@ -22,7 +22,8 @@ MAX_CONTEXT = 600
 def runner_of(paper: PaperScheduler) -> ModelRunner:
     config = paper.config
     cache = SimpleNamespace(block_size=config.block_size, n_slots=config.n_slots)
-    return ModelRunner(cast(Any, None), cast(Any, cache), config.max_batch, MAX_CONTEXT)
+    model = SimpleNamespace(ops=SimpleNamespace(has_device_memory=False))
+    return ModelRunner(cast(Any, model), cast(Any, cache), config.max_batch, MAX_CONTEXT)
 
 
 class ComparingScheduler(PaperScheduler):
@@ -82,6 +83,14 @@ def test_kept_batch_is_that_of_a_new_runner(seed: int, n_slots: int) -> None:
         steps += 1
         assert steps < 2000, "it comes to no end"
     assert len(paper.batches) < paper.num_decodes, "none was kept"
+
+
+def test_no_batch_is_kept_for_a_device() -> None:
+    paper = ComparingScheduler(n_blocks=60, max_batch=3)
+    paper.runner._keeps_arrays = False
+    paper.request([1] * 9, 40)
+    paper.run()
+    assert len(paper.batches) == paper.num_decodes
 
 
 def test_kept_batch_follows_a_request_to_other_blocks() -> None:

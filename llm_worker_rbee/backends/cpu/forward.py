@@ -268,8 +268,7 @@ class CpuForward:
 
     def _logits_for(self, rows: int) -> Floats:
         """Return memory for logits: that of the last step, unless an array still refers to it or it is too large."""
-        is_free = sys.getrefcount(self._logits) == UNSHARED
-        if not (is_free and rows <= len(self._logits) <= 2 * rows):
+        if sys.getrefcount(self._logits) > UNSHARED or not rows <= len(self._logits) <= 2 * rows:
             self._logits = np.empty((rows, self._num_logits), np.float32)
             self._entries[Step.LOGITS] = self._logits.ctypes.data
         return self._logits[:rows]
