@@ -27,8 +27,10 @@ from ..weights.hub.pypi_model import PipModel
 from .commands import DoctorCommand
 from .terminal import cell, columns, one_line, print_json, style
 
-REQUIRED = ("numpy", "numba", "tokenizers", "jinja2", "huggingface_hub", "typer", "rich")
+REQUIRED = ("numpy", "tokenizers", "jinja2", "huggingface_hub", "typer", "rich")
+COMPILER = "numba"
 OPTIONAL = {
+    COMPILER: "only for kernels that the package has not compiled: pip install 'llm-worker-rbee[compile]'",
     "torch": "only for NVIDIA GPUs: pip install 'llm-worker-rbee[cuda]'",
     "triton": "only for NVIDIA GPUs: pip install 'llm-worker-rbee[cuda]'",
 }
@@ -87,13 +89,15 @@ def run_checks() -> Iterator[Check]:
     yield _check_gpu()
     yield from _check_gpu_kernels()
     yield Check("Python", "ok", f"{platform.python_version()} ({sys.executable})")
-    for name in REQUIRED:
+    is_compiled = bool(cpu_info.prebuilt_isas())
+    for name in REQUIRED if is_compiled else (*REQUIRED, COMPILER):
         yield _check_package(name)
     yield _check_cpu_kernels()
     yield _check_threads()
     yield _check_kernel_cache()
     for name, remedy in OPTIONAL.items():
-        yield _check_optional(name, remedy)
+        if is_compiled or name != COMPILER:
+            yield _check_optional(name, remedy)
     yield from _check_model_cache()
 
 

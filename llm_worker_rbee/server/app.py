@@ -398,7 +398,7 @@ def _versions(backend: str) -> dict[str, str]:
     for name in (*PACKAGES, *(CUDA_PACKAGES if backend == "cuda" else ())):
         try:
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:  # the reference backend needs no Numba
+        except metadata.PackageNotFoundError:  # compiled kernels need no Numba
             continue
     return versions
 
