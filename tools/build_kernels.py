@@ -41,6 +41,7 @@ TARGETS = {
     "neon_dotprod": "generic",
     "neon": "generic",
 }
+ASSEMBLER_OPTIONS = {"x86_64": [], "aarch64": ["-march=armv8.6-a"]}  # all instructions of all sets
 # Arrays that a kernel makes: Numba's header before the data, from malloc. Without memory the process ends, so the code
 # that would raise for Python is never reached: its functions and exceptions are names only.
 UNREACHED = (
@@ -134,7 +135,10 @@ def _use_target(isa: str) -> None:
 
 
 def build(isa: str, part: int, parts: int, folder: str, pattern: str) -> None:
-    """Compile the share of a process: an object file for each kernel. Runs in a process of its own."""
+    """Compile the share of a process: an assembly file for each kernel. Runs in a process of its own.
+
+    The C compiler assembles it: for another kind of machine LLVM has no assembler here, which inline assembly needs.
+    """
     _use_target(isa)
     from llm_worker_rbee.backends import kernel_library
     from llm_worker_rbee.backends.cpu import jit, precompile
@@ -155,9 +159,9 @@ def build(isa: str, part: int, parts: int, folder: str, pattern: str) -> None:
         for variable in module.global_variables:
             if not variable.is_declaration:
                 variable.linkage = "internal"
-        Path(folder, f"{symbol}.o").write_bytes(target.emit_object(module))
+        Path(folder, f"{symbol}.s").write_text(target.emit_assembly(module))
     if part == 0:
-        Path(folder, "runtime.o").write_bytes(target.emit_object(jit.binding.parse_assembly(runtime_ir())))
+        Path(folder, "runtime.s").write_text(target.emit_assembly(jit.binding.parse_assembly(runtime_ir())))
 
 
 def _features_of(isa: str) -> list[str]:
@@ -202,10 +206,10 @@ def link(isa: str, processes: int, parent: Path | None, pattern: str) -> Path:
 
         with ThreadPoolExecutor(processes) as pool:
             list(pool.map(run, range(processes)))
-        objects = sorted(map(str, Path(folder).glob("*.o")))
+        files = sorted(map(str, Path(folder).glob("*.s")))
         temporary = out.with_suffix(".tmp")
-        options = ["-shared", "-Wl,--strip-all,--no-undefined"]
-        subprocess.run([_linker(isa), *options, "-o", str(temporary), *objects, "-lm"], check=True)
+        options = [*ASSEMBLER_OPTIONS[machine_of(isa)], "-shared", "-Wl,--strip-all,--no-undefined"]
+        subprocess.run([_linker(isa), *options, "-o", str(temporary), *files, "-lm"], check=True)
         temporary.replace(out)
     for stale in out.parent.glob(f"{isa}-{machine_of(isa)}-*.so"):  # of other sources
         if stale != out:
