@@ -122,16 +122,15 @@ def record(python: str | Path, models: Path, variables: dict[str, str], **change
     return records
 
 
+@pytest.mark.skipif("LLM_WORKER_EXAMPLES" not in os.environ, reason="compiles every kernel: make test-extra")
 def test_library_gives_the_answers_of_compiled_kernels(
     environment: Path, default_model: Path, embedding_model: Path, variables: dict[str, str], tmp_path: Path
 ) -> None:
-    """Each type of KV cache, log-probabilities, an encoder. `make test-extra` compiles every kind of family."""
-    compiled = FAMILIES if os.environ.get("LLM_WORKER_EXAMPLES") else FAMILIES[:1]
-    golden.make(tmp_path / "compiled", *compiled)
-    records = record(environment / "bin" / "python", tmp_path / "compiled", variables)
-    assert records == record(
-        sys.executable, tmp_path / "compiled", variables, LLM_WORKER_PREBUILT="0", PYTHONPATH=str(ROOT)
-    )
+    """Each kind of family and type of KV cache, log-probabilities, an encoder. (test_kernel_library.py compares ops.)"""
+    golden.make(tmp_path / "models", *FAMILIES)
+    records = record(environment / "bin" / "python", tmp_path / "models", variables)
+    compiled = record(sys.executable, tmp_path / "models", variables, LLM_WORKER_PREBUILT="0", PYTHONPATH=str(ROOT))
+    assert records == compiled
 
 
 def test_library_has_the_kernels_of_every_kind_of_family(
