@@ -126,7 +126,7 @@ def record(python: str | Path, models: Path, variables: dict[str, str], **change
 def test_library_gives_the_answers_of_compiled_kernels(
     environment: Path, default_model: Path, embedding_model: Path, variables: dict[str, str], tmp_path: Path
 ) -> None:
-    """Each kind of family and type of KV cache, log-probabilities, an encoder. (test_kernel_library.py compares ops.)"""
+    """Each kind of family and KV type, log-probabilities, an encoder. (test_kernel_library.py compares ops.)"""
     golden.make(tmp_path / "models", *FAMILIES)
     records = record(environment / "bin" / "python", tmp_path / "models", variables)
     compiled = record(sys.executable, tmp_path / "models", variables, LLM_WORKER_PREBUILT="0", PYTHONPATH=str(ROOT))
