@@ -32,7 +32,7 @@ from .workload import Job
 try:
     from uvloop import new_event_loop
 except ImportError:
-    from asyncio import new_event_loop
+    from asyncio import new_event_loop  # type: ignore[assignment]
 
 T = TypeVar("T")
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
