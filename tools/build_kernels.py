@@ -6,9 +6,9 @@
     python tools/build_kernels.py --list                what there is, and what it is compiled for
     python tools/build_kernels.py --wheel dist          build them, a pure wheel, and a wheel with the libraries
 
-Needs Numba, Linux, and a C compiler as the linker (CC, or cc). The machine need not have the instruction sets. A
-kernel's LLVM code is that of Numba; it becomes position-independent code that calls nothing of Python or Numba, only
-libc and libm. A library that is there is not built again.
+Needs Numba, Linux, and a C compiler (CC, or cc). The machine need not have the instruction sets, but Arm's dot products
+are compiled on Arm only. A kernel's LLVM code is that of Numba; it becomes position-independent code that calls nothing
+of Python or Numba, only libc and libm. A library that is there is not built again.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ TARGETS = {
     "neon_dotprod": "generic",
     "neon": "generic",
 }
+# Its tiles are written in assembly, for which llvmlite has no parser on another kind of machine.
+NATIVE_ONLY = ("neon_dotprod",)
 ASSEMBLER_OPTIONS = {"x86_64": [], "aarch64": ["-march=armv8.6-a"]}  # all instructions of all sets
 # Arrays that a kernel makes: Numba's header before the data, from malloc. Without memory the process ends, so the code
 # that would raise for Python is never reached: its functions and exceptions are names only.
@@ -279,6 +281,9 @@ def parse_options() -> argparse.Namespace:
     if unknown:
         parser.error(f"unknown instruction set {min(unknown)!r}: use some of {', '.join(TARGETS)}, or host")
     options.isa = options.isa or [isa for isa in TARGETS if machine_of(isa) == options.machine]
+    for isa in [isa for isa in options.isa if isa in NATIVE_ONLY and machine_of(isa) != platform.machine()]:
+        options.isa.remove(isa)
+        print(f"{isa} is left out: it can be built on {machine_of(isa)} only", file=sys.stderr)
     if len({*map(machine_of, options.isa)}) > 1:
         parser.error("instruction sets of two kinds of machines: build them one after the other")
     return options
