@@ -64,7 +64,8 @@ class DecodingScheduler:
         """Give each request a prompt of its own, and prefill it."""
         rng, config = random.Random(7), self._config
         self.scheduler = Scheduler(config)
-        no_model, cache = cast(Any, None), cast(Any, SimpleNamespace(block_size=BLOCK_SIZE, n_slots=0))
+        no_model = cast(Any, SimpleNamespace(ops=SimpleNamespace(has_device_memory=False)))
+        cache = cast(Any, SimpleNamespace(block_size=BLOCK_SIZE, n_slots=0))
         self._runner = ModelRunner(no_model, cache, config.max_batch, config.max_context)
         for number in range(self.count):
             prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(MIN_PROMPT, MAX_PROMPT))]

@@ -91,7 +91,10 @@ class Engine:
 
     def abort(self, request: Request) -> bool:
         """Drop a request and free its blocks; return whether the engine had it."""
-        return self.scheduler.remove(request)
+        is_removed = self.scheduler.remove(request)
+        if not self.has_work:
+            self.runner.release()
+        return is_removed
 
     def warm_up(self, progress: Progress = lambda what, done, total: None) -> WarmUp:
         """Do all one-time work of the backend before the first request: compile kernels, capture graphs."""
@@ -132,6 +135,8 @@ class Engine:
     def _end_step(self, outputs: list[StepOutput]) -> list[StepOutput]:
         if self.config.debug:
             self.scheduler.check()
+        if not self.has_work:
+            self.runner.release()
         self._returned_at = time.perf_counter()
         return outputs
 

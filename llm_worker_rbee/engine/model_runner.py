@@ -77,6 +77,10 @@ class ModelRunner:
             batch.state_in[:], batch.state_out[:] = _states(scheduled, len(ids))
         return batch
 
+    def release(self) -> None:
+        """Keep nothing of finished requests, after the last one."""
+        self._decode = None
+
     def _decode_batch(
         self, requests: tuple[Request, ...], ids: list[int], starts: tuple[int, ...], pending: Any, has_states: bool
     ) -> Batch:

@@ -17,7 +17,9 @@ def test_load_prints_a_table_and_saves_the_run(cli: Run, tiny: Path, tmp_path: P
     firsts = [line.split("  ")[0] for line in lines[1:] if line]
     assert firsts[:4] == ["interpreter", "import", "backend", "locate"]
     assert firsts.index("kernels") + 1 == firsts.index("weights")
-    assert firsts[firsts.index("total") + 1 :] == ["memory, import", "memory, load", "memory, peak"]
+    memory = [f"memory, {when}" for when in ("import", "load", "peak", "serve_engine")]
+    commands = ["COMMAND", "version", "help", "run help", "run first token", "serve ready"]
+    assert firsts[firsts.index("total") + 1 :] == memory + commands
     run = json.loads(saved.read_text())
     assert run["kind"] == "load"
     assert {"import", "open/warm", "tokenizer/warm", "weights/warm", "first_token/warm", "total/warm"} <= {

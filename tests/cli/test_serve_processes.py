@@ -24,6 +24,7 @@ import pytest
 from llm_worker_rbee.backends.cpu.kernel_cache import cache_dir
 from llm_worker_rbee.backends.cpu_info import THREADS_VARIABLE
 from llm_worker_rbee.backends.kernel_folder import CACHE_VARIABLE
+from llm_worker_rbee.backends.kernel_library import PREBUILT_VARIABLE
 from llm_worker_rbee.backends.ops import COMPILING
 from llm_worker_rbee.machine import usable_cores
 from tests.conftest import ON_CPU, with_kernels
@@ -255,13 +256,17 @@ def test_failed_load_leaves_no_process(tmp_path: Path) -> None:
 @ON_CPU
 def test_two_workers_share_a_cache_that_both_fill(digits: Path, tmp_path: Path) -> None:
     """Both miss the same kernels, compile and store them, and answer alike on their own ports."""
+    compiles = {PREBUILT_VARIABLE: "0"}
+    warm_up = [sys.executable, "-m", "llm_worker_rbee", "warmup", str(digits)]
+    subprocess.run(warm_up, env={**os.environ, **compiles}, check=True, capture_output=True)
     folder = cache_dir()
     assert folder is not None
     copied = Path(shutil.copytree(folder, tmp_path / folder.name))
     missing = {path.name for path in copied.glob("elementwise.norm*")}
+    assert missing
     for name in missing:
         (copied / name).unlink()
-    workers = [ServeProcess("-m", digits, **{CACHE_VARIABLE: str(tmp_path)}) for _ in range(2)]
+    workers = [ServeProcess("-m", digits, **{CACHE_VARIABLE: str(tmp_path)}, **compiles) for _ in range(2)]
     try:
         first, second = (worker.ready().complete(1, 50) for worker in workers)
         assert first == second
@@ -276,7 +281,9 @@ def test_two_workers_share_a_cache_that_both_fill(digits: Path, tmp_path: Path) 
 def test_engine_killed_while_it_compiles_takes_its_helpers_along(digits: Path, tmp_path: Path) -> None:
     if usable_cores() < 2:
         pytest.skip("one core: there are no helper processes")
-    running = ServeProcess("-m", digits, **{CACHE_VARIABLE: str(tmp_path), THREADS_VARIABLE: "2"})
+    running = ServeProcess(
+        "-m", digits, **{CACHE_VARIABLE: str(tmp_path), PREBUILT_VARIABLE: "0", THREADS_VARIABLE: "2"}
+    )
     until(lambda: any(path.is_file() for path in tmp_path.rglob("*")))  # kernels are being compiled
     helpers = [pid for pid in running.processes() if "run_helper" in command(pid)]
     assert helpers
@@ -292,7 +299,9 @@ def test_engine_killed_while_it_compiles_takes_its_helpers_along(digits: Path, t
 def test_stopped_terminal_does_not_stop_the_front(digits: Path, tmp_path: Path) -> None:
     """As after Ctrl-S: the progress of compiling cannot be drawn, and is still reported over HTTP."""
     master, slave = pty.openpty()
-    running = ServeProcess("-m", digits, stderr=slave, TERM="xterm", **{CACHE_VARIABLE: str(tmp_path)})
+    running = ServeProcess(
+        "-m", digits, stderr=slave, TERM="xterm", **{CACHE_VARIABLE: str(tmp_path), PREBUILT_VARIABLE: "0"}
+    )
     termios.tcflow(slave, termios.TCOOFF)
     with running.http.stream("GET", "/v1/loading/progress") as events:
         reports = (line for line in events.iter_lines() if COMPILING in line)

@@ -7,6 +7,8 @@ import re
 import shutil
 from pathlib import Path
 
+from llm_worker_rbee.backends.kernel_library import PREBUILT_VARIABLE
+
 from .conftest import Run
 
 MISSING = re.compile(
@@ -20,14 +22,16 @@ def kernels_in(folder: Path) -> dict[str, int]:
 
 
 def test_warmup_compiles_kernels_once(spawn: Run, tiny: Path, tmp_path: Path) -> None:
-    there = json.loads(spawn("warmup", tiny, "--json").stdout)
+    compiles = {PREBUILT_VARIABLE: "0"}
+    spawn("warmup", tiny, env=compiles)
+    there = json.loads(spawn("warmup", tiny, "--json", env=compiles).stdout)
     assert there["compiled"] == 0
     folder = tmp_path / "kernels" / Path(there["folder"]).name
     shutil.copytree(there["folder"], folder)
     missing = [file for file in folder.iterdir() if MISSING.match(file.name)]
     for file in missing:
         file.unlink()
-    env = {"LLM_WORKER_KERNEL_CACHE": str(folder.parent)}
+    env = {"LLM_WORKER_KERNEL_CACHE": str(folder.parent), **compiles}
     first = spawn("warmup", tiny, "--json", env=env)
     assert first.returncode == 0, first.stderr
     message = json.loads(first.stdout)
@@ -70,7 +74,8 @@ def test_warmup_without_a_gpu_names_what_is_missing(spawn: Run, tiny: Path) -> N
 
 def test_warmup_unusable_cache_folder_is_an_error(spawn: Run, tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    done = spawn("warmup", tiny, env={"LLM_WORKER_KERNEL_CACHE": str(tmp_path / "file" / "kernels")})
+    folder = str(tmp_path / "file" / "kernels")
+    done = spawn("warmup", tiny, env={"LLM_WORKER_KERNEL_CACHE": folder, PREBUILT_VARIABLE: "0"})
     assert done.returncode == 1
     assert b"kernels cannot be kept" in done.stderr
     assert b"LLM_WORKER_KERNEL_CACHE" in done.stderr
