@@ -100,7 +100,7 @@ STEPS = (
         "bench embed --device cuda --synthetic bge-large:F16 --tokenized --lengths 512 --batch 256 --texts 0",
         ("cuda",),
     ),
-    Step("load", "bench load", ("cpu",)),
+    Step("load", "bench load --compile", ("cpu",)),
     Step("e2e", "bench e2e --batch 1,16 --prefix 1000", ("cpu",)),
     Step("e2e-cuda", f"bench e2e --device cuda {SHAPE_7B} --batch 1,64 --burst 64x27", ("cuda",)),
     Step("e2e-cuda-256", f"bench e2e --device cuda {SHAPE_7B} --pp 0 --batch 256 --depth 150 -r 3", ("cuda",)),
