@@ -152,6 +152,9 @@ def hopper_cases() -> dict[str, Case]:
         constants = {"BLOCKS": 128, "KIND": kind, "BN": tile.rows, "BM": tile.tokens, "STAGES": tile.stages}
         name = f"gemm hopper {kind} {tile.tokens}"
         cases[name] = (gemm_hopper.gemm_hopper, types, {"num_warps": tile.warps}, constants)
+    kernel, types, options, constants = cases["gemm hopper q4m 64"]
+    lists = {"tile_experts": I4, "slots": I4, "bias": F}
+    cases["gemm hopper experts"] = (kernel, {**types, **lists}, options, {**constants, "SLOTS": 4})
     return cases
 
 

@@ -190,8 +190,8 @@ def gemm_tile(tokens: int, kind: str, rows: int, device: torch.device) -> GemmTi
         return GemmTile(256, min(64, max(16, next_power_of_2(tokens))), 4, 2)  # few and large programs
     if kind in COMPACT_KINDS:
         return _compact_tile(tokens, kind, device)
-    if _takes_hopper_kernel(kind, device):
-        return next((tile for limit, tile in HOPPER_TILES_BY_TOKENS.items() if tokens <= limit), HOPPER_LARGE_TILE)
+    if takes_hopper_kernel(kind, device):
+        return hopper_tile(tokens)
     if tokens > SMALL_SHARED_TILE.tokens // 2 and shared_memory_bytes(device) < HOPPER_SHARED_BYTES:
         return SMALL_SHARED_TILE
     tile = next((tile for limit, tile in TILES_BY_TOKENS.items() if tokens <= limit), LARGE_TILE)
@@ -203,7 +203,13 @@ def gemm_tile(tokens: int, kind: str, rows: int, device: torch.device) -> GemmTi
     return tile._replace(stages=max(2, tile.stages - 1)) if kind in ("q5", "q5m") else tile
 
 
-def _takes_hopper_kernel(kind: str, device: torch.device) -> bool:
+def hopper_tile(tokens: int) -> GemmTile:
+    """Return the tile of kernels/gemm_hopper.py."""
+    return next((tile for limit, tile in HOPPER_TILES_BY_TOKENS.items() if tokens <= limit), HOPPER_LARGE_TILE)
+
+
+def takes_hopper_kernel(kind: str, device: torch.device) -> bool:
+    """Return whether kernels/gemm_hopper.py multiplies by matrices of a kind."""
     return kind in SCALE_LAYOUT and has_wgmma(device)
 
 
@@ -252,7 +258,7 @@ def gemm(x: Activations, w: PackedWeight, max_splits: int, *, batch_invariant: b
     first = 0
     for part in w.parts:
         tile = _part_tile(part, tokens, device, batch_invariant=batch_invariant)
-        if _takes_hopper_kernel(part.kind, device):
+        if takes_hopper_kernel(part.kind, device):
             launch_gemm(x, part, out.view(-1)[first:], w.rows, splits, tile[:4])
         else:
             gemm_packed[(cdiv(part.rows, tile.rows), cdiv(tokens, tile.tokens), splits)](

@@ -23,6 +23,7 @@ GROUPS = {
     "hopper": [
         *(f"gemm hopper q4m {tokens}" for tokens in (16, 32, 64, 128)),
         *(f"gemm hopper {kind} {tokens}" for kind in ("q5m", "q6", "q8") for tokens in (16, 128)),
+        "gemm hopper experts",
     ],
     "dequantize": [
         *(f"{name} {kind}" for kind in PACKED + COMPACT_GEMM for name in ("dequantize", "embed")), "embed dense",

@@ -12,6 +12,8 @@ the tests look for it.
 # mypy: disable-error-code="assignment, misc"
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from triton import cdiv
 from triton.experimental import gluon
@@ -26,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..packed_weight import Activations, WeightPart
+from .experts import SlotTiles
 from .gemm import SECOND_WORD_PTX, WORD_OPERANDS, WORD_PTX, lookup
 from .gemv import high_planes, low_words
 
@@ -136,7 +139,7 @@ def dequantize_half(word, extra, s, WORD: gl.constexpr, KIND: gl.constexpr, A: g
 
 
 @gluon.jit
-def store_pieces(pieces, at, factors, unit, tokens, row, rows, out_rows):
+def store_pieces(pieces, out, factors, unit, tokens, row, rows, out_rows, slots, SLOTS: gl.constexpr, bias):
     """Store results, cut into pieces of few tokens."""
     if pieces[0].shape[1] > PIECE_TOKENS:
         BN: gl.constexpr = pieces[0].shape[0]
@@ -144,28 +147,39 @@ def store_pieces(pieces, at, factors, unit, tokens, row, rows, out_rows):
         halves = ()
         for i in gl.static_range(len(pieces)):
             halves = halves + pieces[i].reshape([BN, 2, TOKENS]).permute((0, 2, 1)).split()
-        store_pieces(halves, at, factors, unit, tokens, row, rows, out_rows)
+        store_pieces(halves, out, factors, unit, tokens, row, rows, out_rows, slots, SLOTS, bias)
     else:
         for i in gl.static_range(len(pieces)):
-            store_piece(pieces[i], i * PIECE_TOKENS, at, factors, unit, tokens, row, rows, out_rows)
+            store_piece(
+                pieces[i], i * PIECE_TOKENS, out, factors, unit, tokens, row, rows, out_rows, slots, SLOTS, bias
+            )
 
 
 @gluon.jit
-def store_piece(values, first, at, factors, unit, tokens, row, rows, out_rows):
-    """Store the results of a few tokens from `first` on."""
+def store_piece(values, first, out, factors, unit, tokens, row, rows, out_rows, slots, SLOTS: gl.constexpr, bias):
+    """Store the results of a few tokens, or slots, from `first` on."""
     LAYOUT: gl.constexpr = values.type.layout
     n = row + gl.arange(0, values.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
     m = first + gl.arange(0, values.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
-    y = values * (unit * gl.load(factors + m, mask=m < tokens, other=0.0))
-    gl.store(at + (m * out_rows + n), y, mask=(m < tokens) & (n < rows))
+    is_there, token = m < tokens, m
+    if slots is not None:
+        m = gl.load(slots + m)
+        is_there, token = m >= 0, m // SLOTS
+    y = values * (unit * gl.load(factors + token, mask=is_there, other=0.0))
+    if bias is not None:
+        y += gl.load(bias + n, mask=n < rows, other=0.0)
+    gl.store(out + (m * out_rows + n), y, mask=is_there & (n < rows))
 
 
 @gluon.jit(do_not_specialize=["tokens"])
 def gemm_hopper(
     x_desc, factors, unit, low_desc, high_desc, scales_desc, out, tokens, rows, out_rows, BLOCKS: gl.constexpr,
-    KIND: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
+    KIND: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, tile_experts=None, slots=None,
+    SLOTS: gl.constexpr = 1, bias=None,
 ):  # fmt: skip
     """Multiply interleaved x * factors (tokens) by packed weights; out (splits, tokens, out_rows) sums to the product.
+
+    With `tile_experts`, as in `gemm_packed`, but x holds the activations of the slots in the order of tiles.
 
     A program has BN rows and BM tokens of one split of the columns, whose number alone determines the order of sums; a
     stage has as many words of a group of 16 blocks as the box of `x_desc`."""
@@ -177,6 +191,15 @@ def gemm_hopper(
     WORDS: gl.constexpr = x_desc.block_shape[0]
     row, m0, split = gl.program_id(0) * BN, gl.program_id(1) * BM, gl.program_id(2)
     first, last = split * GROUPS // gl.num_programs(2), (split + 1) * GROUPS // gl.num_programs(2)
+    expert_row = row
+    if tile_experts is not None:
+        expert = gl.load(tile_experts + gl.program_id(1))
+        if expert < 0:
+            return
+        expert_row += expert * rows
+        slots += m0
+        if bias is not None:
+            bias += expert * out_rows
     x_buffer = gl.allocate_shared_memory(gl.float16, [STAGES] + x_desc.block_shape, x_desc.layout)
     low_buffer = gl.allocate_shared_memory(gl.int32, [STAGES] + low_desc.block_shape, low_desc.layout)
     high_buffer = low_buffer
@@ -190,7 +213,7 @@ def gemm_hopper(
     for i in gl.static_range(STAGES):
         mbarrier.init(barriers.index(i), count=1)
     for i in gl.static_range(STAGES - 1):
-        load_stage(descs, buffers, i, i * WORDS % 4, first, last, row, m0, KIND)
+        load_stage(descs, buffers, i, i * WORDS % 4, first, last, expert_row, m0, KIND)
     mbarrier.wait(barriers.index(0), 0)
     s = scales_buffer.index(0).load(W)
     word, extra = read_words(buffers, 0, 0, KIND, W)
@@ -207,7 +230,9 @@ def gemm_hopper(
             acc, _, _ = warpgroup_mma_wait(0, deps=(acc, a, b))
             a, b = next_a, next_b
             if i % WORDS == 0:  # the stage before is free
-                load_stage(descs, buffers, t + STAGES - 1, (i + (STAGES - 1) * WORDS) % 4, first, last, row, m0, KIND)
+                load_stage(
+                    descs, buffers, t + STAGES - 1, (i + (STAGES - 1) * WORDS) % 4, first, last, expert_row, m0, KIND
+                )
             if (i + 1) % WORDS == 0:
                 is_there = group + (i + 1) // 4 < last - first
                 mbarrier.wait(barriers.index((t + 1) % STAGES), (t + 1) // STAGES & 1, pred=is_there)
@@ -219,8 +244,19 @@ def gemm_hopper(
             acc = warpgroup_mma(a, box_matrix(x, i % WORDS * 2, WORDS * 2).permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma(b, box_matrix(x, i % WORDS * 2 + 1, WORDS * 2).permute((1, 0)), acc, is_async=True)
     acc, _, _ = warpgroup_mma_wait(0, deps=(acc, a, b))
-    out += (split * tokens + m0).to(gl.int64) * out_rows
-    store_pieces((acc,), out, factors + m0, unit, tokens - m0, row, rows, out_rows)
+    if slots is None:
+        out += (split * tokens + m0).to(gl.int64) * out_rows
+        factors += m0
+    store_pieces((acc,), out, factors, unit, tokens - m0, row, rows, out_rows, slots, SLOTS, bias)
+
+
+class ExpertTiles(NamedTuple):
+    """Of a stack of matrices: their number, tiles of slots, slots of a row of activations, and a bias."""
+
+    count: int
+    tiles: SlotTiles
+    per_row: int
+    bias: torch.Tensor | None
 
 
 def describe_boxes(values: torch.Tensor, *box: int) -> TensorDescriptor:
@@ -231,30 +267,39 @@ def describe_boxes(values: torch.Tensor, *box: int) -> TensorDescriptor:
 
 
 def launch_gemm(
-    x: Activations, part: WeightPart, out: torch.Tensor, out_rows: int, splits: int, tile: tuple[int, int, int, int]
+    x: Activations,
+    part: WeightPart,
+    out: torch.Tensor,
+    out_rows: int,
+    splits: int,
+    tile: tuple[int, int, int, int],
+    experts: ExpertTiles | None = None,
 ) -> None:
     """Multiply interleaved activations by a part of a matrix, into partial sums of rows of `out_rows`; `tile` is rows
-    and tokens of a program, warps, and stages."""
-    (rows, columns, warps, stages), tokens = tile, len(x.values)
+    and tokens of a program, warps, and stages. With `experts`, x holds the activations of their slots."""
+    (tile_rows, columns, warps, stages), tokens = tile, len(x.values)
     words = 4 if columns <= SMALL_TILE_TOKENS else 1
     high_words = high_planes(part.kind)
     low = part.low.unflatten(1, (-1, 4)).permute(1, 2, 0, 3)
-    high = describe_boxes(part.high.transpose(0, 1), max(1, words * high_words // 4), rows, 16) if high_words else None
-    gemm_hopper[(cdiv(part.rows, rows), cdiv(tokens, columns), splits)](
+    high_box = max(1, words * high_words // 4), tile_rows, 16
+    of_experts = (experts.tiles.experts, experts.tiles.slots, experts.per_row, experts.bias) if experts else ()
+    rows = part.rows // (experts.count if experts else 1)
+    gemm_hopper[(cdiv(rows, tile_rows), cdiv(tokens, columns), splits)](
         describe_boxes(x.values.view(4, tokens, -1, 64).transpose(1, 2), words, 2, columns, 64),
         x.factors,
         part.unit,
-        describe_boxes(low, len(low), words, rows, 16),
-        high,
-        describe_boxes(part.scales, rows, 16),
+        describe_boxes(low, len(low), words, tile_rows, 16),
+        describe_boxes(part.high.transpose(0, 1), *high_box) if high_words else None,
+        describe_boxes(part.scales, tile_rows, 16),
         out,
         tokens,
-        part.rows,
+        rows,
         out_rows,
         part.blocks,
         part.kind,
-        rows,
+        tile_rows,
         columns,
         stages,
+        *of_experts,
         num_warps=warps,
     )
