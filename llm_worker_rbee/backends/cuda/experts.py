@@ -42,9 +42,9 @@ TILES_BY_SLOTS = {
     64: GemmTile(128, 64, 4, 3),
     1 << 30: GemmTile(128, 128, 8, 3),
 }
-# From which kernels/gemm_hopper.py is faster, although activations are gathered for it (docs/decisions/gpu.md#d117). It
-# must not depend on the slots: results of `--deterministic` would.
-MIN_GATHERED_COLUMNS = 2560
+# Tiles and columns for which kernels/gemm_hopper.py is faster, although activations are gathered for it
+# (docs/decisions/gpu.md#d117). Its results have the same bits as those of `gemm_packed`.
+MAX_GATHERED_TILE, MIN_GATHERED_COLUMNS = 32, 2560
 
 
 def pack_experts(experts: Sequence[Sequence[Tensor]], device: torch.device) -> PackedExperts:
@@ -125,6 +125,11 @@ def empty_expert_activations(w: PackedExperts, count: int) -> Activations:
     return Activations(values, torch.empty(count, device=device) if w.dense_dtype == torch.float16 else None)
 
 
+def _takes_hopper_kernel(part: WeightPart, slots: int) -> bool:
+    is_faster = slots <= MAX_GATHERED_TILE or part.columns >= MIN_GATHERED_COLUMNS
+    return is_faster and takes_hopper_kernel(part.kind, part.low.device)
+
+
 def grouped_gemm(
     x: Activations, w: PackedExperts, tiles: SlotTiles, slots: int, per_row: int, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -138,7 +143,7 @@ def grouped_gemm(
         grid, to = (cdiv(rows, tile.rows), len(tiles.experts), 1), out.view(-1)[first:]
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
         own_bias = None if bias is None else bias.view(-1)[first:]
-        if w.columns >= MIN_GATHERED_COLUMNS and takes_hopper_kernel(part.kind, x.values.device):
+        if _takes_hopper_kernel(part, tiles.size):
             if gathered is None:
                 gathered = x._replace(values=launch_gather(x.values, tiles, per_row))
             of_experts = ExpertTiles(w.count, tiles, per_row, own_bias)
