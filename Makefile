@@ -22,9 +22,13 @@ STALE := $(shell test "$$("$(PYTHON)" -c '$(ORIGIN)' 2>/dev/null)" = "$$(cat $(V
 # pip writes RECORD last, but takes a package without one, left by an interrupted install, for installed.
 FORGET_HALVES := for info in $(VENV)/lib/python*/site-packages/*.dist-info; do \
 	test -e "$$info/RECORD" || rm -rf "$$info"; done
-WORKERS ?= auto
+# Tests wait for limits and for processes that start: one more than the cores keeps these busy.
+WORKERS ?= $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
 CHROMIUM ?= /usr/bin/chromium
 DEMO_PROMPT ?= What is the capital of France, and what is it famous for? Answer in one sentence.
+
+# Bytecode is kept even where the environment forbids it: tests start hundreds of processes.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: demo serve test test-agents test-clients test-extra test-real test-cluster browser lint types docs pages evidence clean
 .PHONY: kernels wheels pytest help FORCE

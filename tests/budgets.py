@@ -44,6 +44,7 @@ FORMATTED_LINES = {
     "llm_worker_bench": 259,
     "llm_worker_bench/commands": 83,
 }
+BEHIND = "rows that are drawn: compiled behind the first answer, by a process that outlives it; types found once"
 STEP = "the step without overhead: arrays that are kept from step to step, sampling in the program of a step"
 STEP_LINES = {
     "llm_worker_rbee/backends": 8,
@@ -78,6 +79,10 @@ LOG: tuple[Raise, ...] = (
     Raise(40, "lines of the worker", 124, "the two above"),
     Raise(40, "lines of llm_worker_bench/commands", 7, "and shown"),
     Raise(40, "lines of llm_worker_bench", 67, "commands timed by `bench load`"),
+    Raise(40, "lines of llm_worker_rbee", 1, BEHIND),
+    Raise(40, "lines of llm_worker_rbee/backends/cpu", 32, BEHIND),
+    Raise(40, "lines of llm_worker_rbee/backends/cpu/kernels", 10, BEHIND),
+    Raise(40, "lines of the worker", 43, BEHIND),
     Raise(41, "lines of llm_worker_rbee/backends/cuda", 76, "which kernel of packed products a GPU takes, its tiles"),
     Raise(41, "lines of llm_worker_rbee/backends/cuda/kernels", 343, "gemm_hopper.py: packed products in Gluon"),
     Raise(41, "files of llm_worker_rbee/backends/cuda/kernels", 1, "gemm_hopper.py"),
@@ -85,10 +90,10 @@ LOG: tuple[Raise, ...] = (
 )
 
 FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the folders that have a row of their own
-    "llm_worker_rbee": (Budget(3_543, 3_562), Budget(14, 14)),
+    "llm_worker_rbee": (Budget(3_543, 3_563), Budget(14, 14)),
     "llm_worker_rbee/backends": (Budget(1_907, 2_037), Budget(8, 9)),
-    "llm_worker_rbee/backends/cpu": (Budget(2_777, 2_944), Budget(12, 13)),
-    "llm_worker_rbee/backends/cpu/kernels": (Budget(4_958, 5_207), Budget(18, 18)),
+    "llm_worker_rbee/backends/cpu": (Budget(2_777, 2_976), Budget(12, 13)),
+    "llm_worker_rbee/backends/cpu/kernels": (Budget(4_958, 5_217), Budget(18, 18)),
     "llm_worker_rbee/backends/cpu/kernels/matmul": (Budget(1_004, 1_005), Budget(7, 7)),
     "llm_worker_rbee/backends/cuda": (Budget(4_656, 4_762), Budget(16, 16)),
     "llm_worker_rbee/backends/cuda/kernels": (Budget(4_049, 4_580), Budget(14, 15)),
@@ -109,7 +114,7 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "benchmarks/pages": (Budget(1_045, 1_043), Budget(8, 8)),
 }
 COUNTS = {
-    "lines of the worker": Budget(57_243, 59_408),
+    "lines of the worker": Budget(57_243, 59_451),
     "files of the worker": Budget(252, 247),
     "files of a streamed chat": Budget(62, 54),
     "largest number of imported modules": Budget(27, 27),

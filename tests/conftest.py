@@ -24,7 +24,7 @@ from llm_worker_rbee.config import KV_DEFAULT
 from llm_worker_rbee.models import read_model_config
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.hub import DEFAULT_EMBEDDING_MODEL, locate_model
-from tests.helpers import tiny_models
+from tests.helpers import limits, tiny_models
 
 os.environ.setdefault("LLM_WORKER_KERNEL_CACHE", str(Path(__file__).parents[1] / ".pytest_cache" / "kernels"))
 DEVICE = os.environ.get("LLM_WORKER_TEST_DEVICE", "cpu")  # of tests that name none
@@ -35,18 +35,25 @@ TESTS = Path(__file__).parent
 # Half a minute and more each. They run first, so that no process is left alone with one at the end; two that compile
 # kernels do not start together, or both would compile the same.
 SLOW_FILES = (
-    "backends/cpu/matmul/test_unpacked.py",
-    "backends/cuda/test_forward_batch_invariant.py",
-    "tokenizer/test_chat_template.py",
-    "backends/cpu/test_attention.py",
-    "cli/test_serve_processes.py",
-    "e2e/test_default_model.py",
-    "backends/cpu/test_backend.py",
-    "engine/test_engine_same_answer.py",
-    "token_engine/test_replicas.py",
-    "server/test_openapi_schemathesis.py",
-    "backends/cuda/test_forward.py",
     "backends/cuda/test_compile.py",
+    "backends/cpu/test_backend.py",
+    "tokenizer/test_chat_template.py",
+    "backends/cuda/test_forward_batch_invariant.py",
+    "cli/test_serve_processes.py",
+    "bench/test_profile.py",
+    "token_engine/test_replicas.py",
+    "bench/test_report.py",
+    "engine/test_engine_same_answer.py",
+    "e2e/test_wheel.py",
+    "e2e/test_default_model.py",
+    "backends/cpu/test_attention.py",
+    "benchmarks/test_claims.py",
+    "cli/test_bench_e2e.py",
+    "server/test_openapi_schemathesis.py",
+    "bench/peers/test_suite.py",
+    "bench/test_scenarios.py",
+    "backends/cuda/test_forward.py",
+    "backends/cuda/test_precompile.py",
     "server/test_app_page.py",
 )
 
@@ -58,6 +65,11 @@ def _use_one_device() -> None:
         os.environ[HIDDEN] = ""
     else:
         select_backend(DEVICE)  # fails with one line if something is missing
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _measure_limits_briefly() -> None:
+    limits.measure_briefly()
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from numba.core import cgutils, codegen, compiler, compiler_machinery, typed_pas
 from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
+from numba.core.types.functions import BaseFunction
 from numba.extending import intrinsic, models, register_model
 
 from ... import machine
@@ -92,6 +93,24 @@ def install_f16_conversions() -> None:
 
 
 install_f16_conversions()
+
+
+def _remember_scalar_calls(functions: Any = BaseFunction) -> None:
+    """Find the types of an operator with scalars once. Numba tries its implementations at every call, arrays first."""
+    resolve, signatures = functions.get_call_type, dict[Any, Any]()
+
+    def get_call_type(function: Any, context: Any, args: Any, kws: Any) -> Any:
+        if kws or not all(isinstance(kind, (types.Number, types.Boolean)) for kind in args):
+            return resolve(function, context, args, kws)
+        key = function, args
+        if key not in signatures:
+            signatures[key] = resolve(function, context, args, kws)
+        return signatures[key]
+
+    functions.get_call_type = get_call_type
+
+
+_remember_scalar_calls()
 
 
 class PartLibrary(codegen.JITCodeLibrary):

@@ -40,12 +40,13 @@ HEADS_PER_KV_HEAD = (1, 2, 3, 4, 5, 6, 7, 8)  # of known models
 MATRICES_OF_ONE_ROW = "ffn_gate_inp_shexp.weight"  # vectors in files
 KERNELS_PER_HELPER = 4  # fewer are compiled before a helper has started
 MAX_HELPERS = 7
-# About what the kernels of a module take to compile, to make shares of one length; 1 for others.
-SECONDS_PER_KERNEL = {"sampling": 2, "attention": 3, "linear": 3, "repack": 3, "gated_delta": 3}
-HELPER_START_SECONDS = 2
+# About what the kernels of a module take to compile, to make shares of one length; others take 0.7 s.
+SECONDS_PER_KERNEL = {"attention": 2.6, "linear": 2.2, "repack": 2.7, "gated_delta": 3.0}
+HELPER_START_SECONDS = 1.2
 HELPER = f"import numba; from {__name__} import run_helper; run_helper(0)"
 LAST_PRIORITY = HELPER.replace("0", "19")
-LATER = ("sampling.penalized_task",)  # without them the reference computes the same
+# Without them the reference computes the same, slower.
+LATER = "sampling.drawn_task", "sampling.penalized_task", "sampling.logprobs_task"
 # Kernels of the common modules that some families need
 NEEDED_BY: dict[str, Callable[[AttentionSpec], object]] = {
     "elementwise.head_norms": lambda attention: attention.qk_norm,
@@ -110,7 +111,8 @@ def _kernels_in(value: Any) -> Iterable[NativeKernel]:
 def load_kernels(kernels: Sequence[NativeKernel], progress: Progress | None = None, *, defers_some: bool = True) -> int:
     """Load these, compiling missing ones; return the number compiled.
 
-    With `defers_some` a process of the lowest priority compiles those of `LATER`, and goes on when this has returned.
+    With `defers_some` a process of the lowest priority compiles those of `LATER`. It ends when it has, or a worker that
+    answers one short prompt after the other would never have them.
     """
     missing = [kernel for kernel in kernels if not kernel.is_cached]
     later = [kernel for kernel in missing if defers_some and kernel.name in LATER]
@@ -140,15 +142,14 @@ def split_work(missing: Sequence[NativeKernel], processes: int) -> list[list[Nat
     """Return the share of each process, of about one length."""
     groups: dict[str, list[NativeKernel]] = {}
     for kernel in missing:
-        module = kernel.name.partition(".")[0]
-        groups.setdefault(kernel.name if module == "linear" else module, []).append(kernel)
+        groups.setdefault(kernel.name.partition(".")[0], []).append(kernel)
     shares: list[list[NativeKernel]] = [[] for _ in range(processes)]
-    busy = [0] + [HELPER_START_SECONDS] * (processes - 1)
-    fair = _seconds(missing) // processes
+    busy = [0.0] + [HELPER_START_SECONDS] * (processes - 1)
+    fair = _seconds(missing) / processes
     parts = [
         group[i::count]
         for group in groups.values()
-        for count in [1 + _seconds(group) // (fair + 1)]
+        for count in [1 + int(_seconds(group) / (fair + 1))]
         for i in range(count)
     ]
     for part in sorted(parts, key=_seconds, reverse=True):
@@ -158,9 +159,9 @@ def split_work(missing: Sequence[NativeKernel], processes: int) -> list[list[Nat
     return shares
 
 
-def _seconds(kernels: Sequence[NativeKernel]) -> int:
+def _seconds(kernels: Sequence[NativeKernel]) -> float:
     """Return about how long kernels take to compile."""
-    return sum(SECONDS_PER_KERNEL.get(kernel.name.partition(".")[0], 1) for kernel in kernels)
+    return sum(SECONDS_PER_KERNEL.get(kernel.name.partition(".")[0], 0.7) for kernel in kernels)
 
 
 def _work_orders(missing: Sequence[NativeKernel], processes: int) -> list[list[NativeKernel]]:
@@ -191,7 +192,8 @@ def _start_helpers(orders: Sequence[Sequence[NativeKernel]], program: str) -> li
     if folder is not None and sys.executable:
         with suppress(OSError):  # no more processes may be started: it only takes longer
             for order in orders:
-                started.append(PipeProcess(package_command(program), {CACHE_VARIABLE: str(folder.parent)}))
+                command = package_command(program, ends_with_parent=program == HELPER)
+                started.append(PipeProcess(command, {CACHE_VARIABLE: str(folder.parent)}))
                 names = json.dumps([kernel.name for kernel in order]).encode()
                 started[-1].write(names + b"\n", time.monotonic() + HELPER_START_SECONDS)
     return started

@@ -21,13 +21,14 @@ from numpy.typing import NDArray
 
 from .. import reference_sampling
 from ..ops import NO_TOKENS, Ints, Logprobs, SampleRow, TokenMask
+from .jit import TaskKernel
 from .kernels import sampling as kernels
 from .kernels.program import Step, Task, pack_args
-from .kernels.sampling import RowFloat, RowInt
+from .kernels.sampling import RowFloat, RowInt, SampleArg
 from .program import Program, new_step
 
 Floats = NDArray[np.float32]
-SAMPLE = Task(kernels.SAMPLE, pack_args(0), 1, Step.NUM_SAMPLED, 1)
+SAMPLE = Task(kernels.SAMPLE, pack_args(0, 0), 1, Step.NUM_SAMPLED, 1)
 # As plain integers: to look a member of an enum up takes six times as long.
 MASK, HAS_PENALTIES, POSITION = int(RowInt.MASK), int(RowInt.HAS_PENALTIES), int(RowInt.POSITION)
 WINDOW, ROW_INTS, NUM_SAMPLED = int(RowInt.WINDOW), int(RowInt.COUNT), int(Step.NUM_SAMPLED)
@@ -56,6 +57,12 @@ def sample_with_kernels(logits: Floats, rows: Sequence[SampleRow], threads: int)
     step[Step.VOCABULARY], step[Step.LOGITS] = logits.shape[1], logits.ctypes.data
     Program([SAMPLE]).run(step, threads if len(rows) > 1 else 1)
     return list(tables.token_ids[: len(rows)])
+
+
+def use_when_compiled(place: SampleArg, kernel: TaskKernel) -> None:
+    """Let steps sample such rows by their kernel; while another process compiles it, they are undecided."""
+    if not kernel.is_compiling:
+        SAMPLE.args[place] = kernel.address
 
 
 def all_allowed(vocabulary: int) -> TokenMask:
@@ -100,6 +107,8 @@ class RowTables:
             ints[i * ROW_INTS + MASK] = self._all_allowed_address if row.mask is None else row.mask.ctypes.data
             if not self._is_plain[i]:
                 self._set_penalties(i, row)
+            if row.temperature and not SAMPLE.args[SampleArg.DRAWN]:
+                use_when_compiled(SampleArg.DRAWN, kernels.DRAWN)
         step[NUM_SAMPLED] = len(rows)
         step[NUM_SAMPLED + 1], step[NUM_SAMPLED + 2], step[NUM_SAMPLED + 3] = self._addresses
 
@@ -117,9 +126,9 @@ class RowTables:
         self._is_plain[i] = not (row.logit_bias or counts_tokens)
 
     def _set_penalties(self, i: int, row: SampleRow) -> None:
-        """Set the tokens that penalties look at. Until their kernel is there, such rows are undecided."""
-        if not SAMPLE.args[0] and not kernels.PENALIZED.is_compiling:
-            SAMPLE.args[0] = kernels.PENALIZED.address
+        """Set the tokens that penalties look at."""
+        if not SAMPLE.args[SampleArg.PENALIZED]:
+            use_when_compiled(SampleArg.PENALIZED, kernels.PENALIZED)
         window = row.penalty_window if row.repetition_penalty != 1.0 else NO_TOKENS
         output_ids = row.output_ids if row.presence_penalty or row.frequency_penalty else NO_TOKENS
         self._pointed_at[i][2:] = arrays = [np.ascontiguousarray(ids, np.int64) for ids in (window, output_ids)]
@@ -136,6 +145,8 @@ def logprobs(
 
     With masks it is over the tokens that they allow.
     """
+    if kernels.LOGPROBS.is_compiling:
+        return reference_sampling.logprobs(logits, chosen, k, masks)
     rows, k = len(logits), min(k, logits.shape[-1])
     logprobs = np.empty(rows, np.float32)
     top_ids, top = np.empty((rows, k), np.int64), np.empty((rows, k), np.float32)

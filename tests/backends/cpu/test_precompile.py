@@ -29,7 +29,7 @@ def test_work_orders_keep_kernels_with_common_parts_in_one_process(processes: in
     assert all(not one & other for i, one in enumerate(firsts) for other in firsts[:i])
     for order in orders:
         places = [i for i, kernel in enumerate(order) if kernel.name.startswith("sampling")]
-        assert places == list(range(places[0], places[0] + 3))
+        assert places == list(range(places[0], places[0] + 4))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

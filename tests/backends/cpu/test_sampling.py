@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from llm_worker_rbee.backends.cpu import sampling as fast
 from llm_worker_rbee.backends.cpu.kernels import sampling as sampling_kernels
 from llm_worker_rbee.backends.ops import SampleRow
 from llm_worker_rbee.errors import InferenceError
+from llm_worker_rbee.pipe_process import PipeProcess
 
 cpu = CpuBackend()
 
@@ -179,6 +181,26 @@ def test_masked_logprobs_equal_reference() -> None:
         assert np.array_equal(found.top_ids[is_real], wanted.top_ids[is_real])
         np.testing.assert_allclose(found.top[is_real], wanted.top[is_real], rtol=1e-6, atol=1e-6)
         np.testing.assert_allclose(found.chosen, wanted.chosen, rtol=1e-6, atol=1e-6)
+
+
+def test_rows_whose_kernel_is_being_compiled_are_left_to_the_reference() -> None:
+    x, greedy = ordinary(np.random.default_rng(21), 4099), SampleRow(temperature=0)
+    rows = [SampleRow(seed=5, top_p=0.9), SampleRow(temperature=0, logit_bias=((3, 99.0),))]
+    expected = [reference_sampling.sample_row(x, row) for row in rows]
+    helper = PipeProcess([sys.executable, "-c", "input()"])
+    try:
+        for kernel in (sampling_kernels.DRAWN, sampling_kernels.PENALIZED, sampling_kernels.LOGPROBS):
+            kernel.compiled_by = helper
+        fast.SAMPLE.args[:] = 0
+        assert [draw(x, row) for row in rows] == [sampling_kernels.UNDECIDED] * 2
+        assert [cpu.sample(x[None], [row])[0] for row in rows] == expected
+        assert draw(x, greedy) == x.argmax()
+        result, wanted = (f(x[None], np.array([7]), 3) for f in (cpu.logprobs, reference_sampling.logprobs))
+        assert all(map(np.array_equal, result, wanted))
+    finally:
+        helper.kill()
+        helper.stop()
+    assert [draw(x, row) for row in rows] == expected
 
 
 def test_mask_without_an_allowed_token_raises() -> None:

@@ -14,11 +14,9 @@ from typing import Any
 import numpy as np
 
 from .... import machine
-from ... import cpu_info
 from ..jit import cgutils, intrinsic, ir, nb, types
 from .simd import F16, F32, I8, I16, I32, element_pointer, emit_call, emits
 
-cpu_info.llvm_features()  # tells LLVM what the machine has before Numba makes its compiler
 I64 = ir.IntType(64)
 ARRAY_LENGTH = 1 << 40  # the length that an array without an owner claims
 MAX_STACK_FLOATS = 8192  # scratch that a task takes from the stack

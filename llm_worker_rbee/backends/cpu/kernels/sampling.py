@@ -6,8 +6,8 @@ mass: the last of them is found by partitioning, as the k-th largest of a list i
 the result; UNDECIDED leaves a near tie to it.
 
 A mask says which tokens are allowed (see simd.py): all of them where a row has none, so that one variant is compiled.
-Rows with penalties or biases have a kernel of their own, whose logits are float64. It is compiled after the first
-answer (../precompile.py); until then such rows are UNDECIDED.
+Rows with a temperature have a kernel of their own, and so have those with penalties or biases, whose logits are
+float64. Both are compiled behind the first answer (../precompile.py); until then such rows are UNDECIDED.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ RowInt = IntEnum(
     "BIAS_IDS BIAS_VALUES BIAS_SIZE COUNT",
     start=0,
 )
+SampleArg = IntEnum("SampleArg", "DRAWN PENALIZED", start=0)  # kernels of such rows, or 0
 LogprobArg = IntEnum("LogprobArg", "K MASKS TOP_IDS TOP CHOSEN", start=0)
 RowFloat = IntEnum("RowFloat", "TEMPERATURE TOP_P MIN_P TYPICAL_P REPETITION PRESENCE FREQUENCY COUNT", start=0)
 
@@ -523,33 +524,42 @@ def row_logits(s, piece):
 
 
 @kernel
-def sample_row(x, ints, floats, mask):
-    """Return the token of a row."""
-    return greedy(x, mask) if floats[RowFloat.TEMPERATURE] == 0 else draw_row(x, ints, floats, mask)
+def row_settings(s, piece):
+    """Return the integers, the floats and the mask of a row."""
+    ints = i64(s[Step.SAMPLE_INTS] + piece * RowInt.COUNT * 8)
+    return ints, f64(s[Step.SAMPLE_FLOATS] + piece * RowFloat.COUNT * 8), i32(ints[RowInt.MASK])
 
 
 def sample_task(args, step, piece):
-    """Sample one row; the argument is the kernel of rows with penalties, or 0."""
-    s, penalized = i64(step), i64(args)[0]
-    ints, tokens = i64(s[Step.SAMPLE_INTS] + piece * RowInt.COUNT * 8), i64(s[Step.SAMPLED_IDS])
-    if not ints[RowInt.HAS_PENALTIES]:
-        floats = f64(s[Step.SAMPLE_FLOATS] + piece * RowFloat.COUNT * 8)
-        tokens[piece] = sample_row(row_logits(s, piece), ints, floats, i32(ints[RowInt.MASK]))
-    elif penalized:
-        call_task(penalized, args, step, piece)
+    """Sample one row: the likeliest token, or by the kernel of such rows."""
+    s, a = i64(step), i64(args)
+    (ints, floats, mask), tokens = row_settings(s, piece), i64(s[Step.SAMPLED_IDS])
+    is_greedy = floats[RowFloat.TEMPERATURE] == 0
+    kernel = a[SampleArg.PENALIZED] if ints[RowInt.HAS_PENALTIES] else 0 if is_greedy else a[SampleArg.DRAWN]
+    if kernel:
+        call_task(kernel, args, step, piece)
+    elif is_greedy and not ints[RowInt.HAS_PENALTIES]:
+        tokens[piece] = greedy(row_logits(s, piece), mask)
     else:
         tokens[piece] = UNDECIDED
+
+
+def drawn_task(args, step, piece):
+    """Sample one row with a temperature."""
+    s = i64(step)
+    (ints, floats, mask), tokens = row_settings(s, piece), i64(s[Step.SAMPLED_IDS])
+    tokens[piece] = draw_row(row_logits(s, piece), ints, floats, mask)
 
 
 def penalized_task(args, step, piece):
     """Sample one row with bias or penalties."""
     s, x = i64(step), row_logits(i64(step), piece)
-    ints, tokens = i64(s[Step.SAMPLE_INTS] + piece * RowInt.COUNT * 8), i64(s[Step.SAMPLED_IDS])
-    floats, mask = f64(s[Step.SAMPLE_FLOATS] + piece * RowFloat.COUNT * 8), i32(ints[RowInt.MASK])
-    if math.isfinite(block_max(x, mask)[1]):
-        tokens[piece] = sample_row(apply_penalties(x, ints, floats), ints, floats, mask)
-    else:
+    (ints, floats, mask), tokens = row_settings(s, piece), i64(s[Step.SAMPLED_IDS])
+    if not math.isfinite(block_max(x, mask)[1]):
         tokens[piece] = NOT_FINITE
+        return
+    y = apply_penalties(x, ints, floats)
+    tokens[piece] = greedy(y, mask) if floats[RowFloat.TEMPERATURE] == 0 else draw_row(y, ints, floats, mask)
 
 
 def logprobs_task(args, step, piece):
@@ -562,4 +572,4 @@ def logprobs_task(args, step, piece):
     chosen_logprobs[piece] = log_softmax(x, chosen, k, top_ids, top, mask)
 
 
-SAMPLE, PENALIZED, LOGPROBS = map(TaskKernel, (sample_task, penalized_task, logprobs_task))
+SAMPLE, DRAWN, PENALIZED, LOGPROBS = map(TaskKernel, (sample_task, drawn_task, penalized_task, logprobs_task))
