@@ -83,6 +83,10 @@ LOG: tuple[Raise, ...] = (
     Raise(40, "lines of llm_worker_rbee/backends/cpu", 32, BEHIND),
     Raise(40, "lines of llm_worker_rbee/backends/cpu/kernels", 10, BEHIND),
     Raise(40, "lines of the worker", 43, BEHIND),
+    Raise(41, "lines of llm_worker_rbee/backends/cuda", 76, "which kernel of packed products a GPU takes, its tiles"),
+    Raise(41, "lines of llm_worker_rbee/backends/cuda/kernels", 343, "gemm_hopper.py: packed products in Gluon"),
+    Raise(41, "files of llm_worker_rbee/backends/cuda/kernels", 1, "gemm_hopper.py"),
+    Raise(41, "lines of the worker", 419, "the two above"),
 )
 
 FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the folders that have a row of their own
@@ -91,8 +95,8 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "llm_worker_rbee/backends/cpu": (Budget(2_777, 2_976), Budget(12, 13)),
     "llm_worker_rbee/backends/cpu/kernels": (Budget(4_958, 5_217), Budget(18, 18)),
     "llm_worker_rbee/backends/cpu/kernels/matmul": (Budget(1_004, 1_005), Budget(7, 7)),
-    "llm_worker_rbee/backends/cuda": (Budget(4_656, 4_686), Budget(16, 16)),
-    "llm_worker_rbee/backends/cuda/kernels": (Budget(4_049, 4_237), Budget(14, 14)),
+    "llm_worker_rbee/backends/cuda": (Budget(4_656, 4_762), Budget(16, 16)),
+    "llm_worker_rbee/backends/cuda/kernels": (Budget(4_049, 4_580), Budget(14, 15)),
     "llm_worker_rbee/cli": (Budget(3_837, 3_985), Budget(15, 15)),
     "llm_worker_rbee/cluster": (Budget(699, 714), Budget(6, 6)),
     "llm_worker_rbee/engine": (Budget(3_307, 3_655), Budget(18, 17)),
@@ -110,8 +114,8 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "benchmarks/pages": (Budget(1_045, 1_043), Budget(8, 8)),
 }
 COUNTS = {
-    "lines of the worker": Budget(57_243, 59_032),
-    "files of the worker": Budget(252, 246),
+    "lines of the worker": Budget(57_243, 59_451),
+    "files of the worker": Budget(252, 247),
     "files of a streamed chat": Budget(62, 54),
     "largest number of imported modules": Budget(27, 27),
     "modules exempt from strict types": Budget(43, 5),

@@ -89,6 +89,7 @@ MAX_FUNCTION_LINES = 60
 LONG_FUNCTIONS = {
     "backends/cuda/kernels/attention_decode.py:decode_attention",
     "backends/cuda/kernels/attention_decode.py:decode_attention_gqa",
+    "backends/cuda/kernels/gemm_hopper.py:gemm_hopper",
     "backends/cuda/kernels/gemv.py:gemv_dense",
     "backends/cuda/kernels/gemv.py:gemv_packed",
 }

@@ -408,8 +408,8 @@ class Workspace:
             attention = max(attention, delta)
         d_ff = max(map(config.d_ff_of, layers))
         mlp = copies * 4 * 2 * d_ff + 2 * d_ff  # gate and up; their combination
-        if (experts := config.experts) is not None:  # products of all experts of a token, without splits
-            routed = experts.used * (10 * experts.d_ff + 4 * width) + copies * 8 * experts.shared_d_ff
+        if (experts := config.experts) is not None:  # of all experts of a token: products, without splits, and a copy
+            routed = experts.used * (12 * experts.d_ff + 4 * width) + copies * 8 * experts.shared_d_ff
             mlp = max(mlp, routed + (4 * width if experts.spec.parallel else 0))  # the MLP's result is kept
         inputs = 4 * config.n_layers * config.layer_input_dim  # per-layer embeddings, kept until the last layer
         first = (1 + copies) * inputs  # rows of their table, and the product

@@ -16,7 +16,10 @@ from typing import Any
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from llm_worker_bench.backends import cuda_parts as op_parts
 from llm_worker_rbee.backends.cuda.kernels import (
@@ -26,14 +29,15 @@ from llm_worker_rbee.backends.cuda.kernels import (
     encoder,
     gated_delta,
     gemm,
+    gemm_hopper,
     gemv,
     rope,
     sampling,
 )
 from llm_worker_rbee.backends.cuda.kernels.attention_decode import decode_attention, decode_attention_gqa
 from llm_worker_rbee.backends.cuda.kernels.compact_kinds import CODEBOOKS, COMPACT_KINDS
-from llm_worker_rbee.backends.cuda.linear import E4M3_TILES
-from llm_worker_rbee.backends.cuda.packed_weight import PAIRED_SCALES
+from llm_worker_rbee.backends.cuda.linear import E4M3_TILES, HOPPER_LARGE_TILE, HOPPER_TILES_BY_TOKENS
+from llm_worker_rbee.backends.cuda.packed_weight import HIGH_WORDS, LOW_WORDS, PAIRED_SCALES
 
 F, H, B16, F8, I4, I2, I8, D = "*fp32", "*fp16", "*bf16", "*fp8e4nv", "*i32", "*i16", "*i8", "*fp64"
 PARAMETERS_BY_TYPE = {
@@ -123,6 +127,34 @@ def product_cases() -> dict[str, Case]:
         how = {**plain, **tile, "B": tokens, "EPILOGUE": epilogue}
         types = {**eight, "out": B16 if epilogue else F}
         cases[f"gemv e4m3 {name}"] = (gemv.gemv_dense, types, {"num_warps": tile["WARPS"]}, how)
+    return cases
+
+
+def box_type(dtype: str, *box: int) -> str:
+    """Return the type of a descriptor of boxes, as `gemm_hopper.describe_boxes` makes them."""
+    bits = {"fp16": 16, "i16": 16, "i32": 32}[dtype]
+    return f"tensordesc<{dtype}{list(box)},{gl.NVMMASharedLayout(min(128, box[-1] * bits // 8), bits, len(box))!r}>"
+
+
+def hopper_cases() -> dict[str, Case]:
+    cases: dict[str, Case] = {}
+    for kind, tile in (
+        *(("q4m", tile) for tile in (*HOPPER_TILES_BY_TOKENS.values(), HOPPER_LARGE_TILE)),
+        *((kind, tile) for kind in ("q5m", "q6", "q8") for tile in (HOPPER_TILES_BY_TOKENS[16], HOPPER_LARGE_TILE)),
+    ):
+        words, high = 4 if tile.tokens <= gemm_hopper.SMALL_TILE_TOKENS else 1, HIGH_WORDS.get(kind, 0)
+        types = {
+            "x_desc": box_type("fp16", words, 2, tile.tokens, 64),
+            "low_desc": box_type("i32", LOW_WORDS.get(kind, 4) // 4, words, tile.rows, 16),
+            "high_desc": box_type("i16", max(1, words * high // 4), tile.rows, 16) if high else None,
+            "scales_desc": box_type("i32" if kind in PAIRED_SCALES else "fp16", tile.rows, 16),
+        }
+        constants = {"BLOCKS": 128, "KIND": kind, "BN": tile.rows, "BM": tile.tokens, "STAGES": tile.stages}
+        name = f"gemm hopper {kind} {tile.tokens}"
+        cases[name] = (gemm_hopper.gemm_hopper, types, {"num_warps": tile.warps}, constants)
+    kernel, types, options, constants = cases["gemm hopper q4m 64"]
+    lists = {"tile_experts": I4, "slots": I4, "bias": F}
+    cases["gemm hopper experts"] = (kernel, {**types, **lists}, options, {**constants, "SLOTS": 4})
     return cases
 
 
@@ -310,7 +342,7 @@ def other_cases() -> dict[str, Case]:
     }  # fmt: skip
 
 
-CASES = {**product_cases(), **other_cases()}
+CASES = {**product_cases(), **hopper_cases(), **other_cases()}
 
 
 def compile_case(
@@ -326,9 +358,10 @@ def compile_case(
             values[(i,)] = constants.get(name, parameter.default)
             continue
         signature[name] = types.get(name) or TYPES.get(name, "i32")
-        if not signature[name].startswith("fp") and not parameter.do_not_specialize:
+        if not signature[name].startswith(("fp", "tensordesc")) and not parameter.do_not_specialize:
             attributes[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, values, attributes)
+    make_source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = make_source(kernel, signature, values, attributes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -340,6 +373,16 @@ def stack_bytes(compiled: Any) -> int:
         file.flush()
         done = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
     return max(int(found) for found in re.findall(r"(?:STACK|LOCAL):(\d+)", done.stdout))
+
+
+def is_serialized(compiled: Any) -> bool:
+    """Return whether ptxas makes each wgmma wait for the one before (C7510 to C7515), which is no error."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(compiled.asm["ptx"])
+        file.flush()
+        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return re.search(r"C751\d", done.stderr) is not None
 
 
 def shared_memory_of_small_tiles() -> dict[str, int]:
@@ -384,6 +427,8 @@ def main(names: list[str]) -> None:
         ptx = compiled.asm["ptx"]
         found[name] = [word for word in words if word in ptx] + [f"{ptx.count('st.shared')} st.shared"]
         found[name].append(f"{stack_bytes(compiled)} bytes of stack")
+        if name.startswith("gemm hopper"):
+            found[name].append("serialized" if is_serialized(compiled) else "not serialized")
     print(json.dumps(found))
 
 

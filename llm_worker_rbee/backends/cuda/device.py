@@ -73,6 +73,13 @@ def has_fp8(device: torch.device) -> bool:
 
 
 @cache
+def has_wgmma(device: torch.device) -> bool:
+    """Return whether the GPU runs kernels/gemm_hopper.py, whose instructions only capability 9.0 has."""
+    capability = (9, 0) if device.type == "cpu" else torch.cuda.get_device_capability(device)
+    return capability == (9, 0) and not is_interpreted()
+
+
+@cache
 def num_multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors of the GPU; under the interpreter, of an H200."""
     return 132 if device.type == "cpu" else int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -19,10 +19,19 @@ from ...weights.checkpoint import refuse_order
 from .device import HOPPER_SHARED_BYTES, is_interpreted, pdl_options, shared_memory_bytes
 from .kernels.compact_kinds import COMPACT_KINDS
 from .kernels.elementwise import WeightedExperts, launch_add_norm, launch_convert
-from .kernels.experts import SlotTiles, launch_group
+from .kernels.experts import SlotTiles, launch_gather, launch_group
 from .kernels.gemm import FLOAT4, gemm_dense, gemm_packed
+from .kernels.gemm_hopper import ExpertTiles, launch_gemm
 from .kernels.gemv import GATED, STORE, gemv_packed
-from .linear import GROUP_COLUMNS, LARGE_TILE, GemmTile, gemm_tile, norm_parts
+from .linear import (
+    GROUP_COLUMNS,
+    LARGE_TILE,
+    GemmTile,
+    gemm_tile,
+    hopper_tile,
+    norm_parts,
+    takes_hopper_kernel,
+)
 from .packed_weight import Activations, GemvActivations, Int8Activations, PackedExperts, WeightPart, kernel_outputs
 from .repack import pack_weight, part_key
 
@@ -33,6 +42,9 @@ TILES_BY_SLOTS = {
     64: GemmTile(128, 64, 4, 3),
     1 << 30: GemmTile(128, 128, 8, 3),
 }
+# Tiles and columns for which kernels/gemm_hopper.py is faster, although activations are gathered for it
+# (docs/decisions/gpu.md#d117). Its results have the same bits as those of `gemm_packed`.
+MAX_GATHERED_TILE, MIN_GATHERED_COLUMNS = 32, 2560
 
 
 def pack_experts(experts: Sequence[Sequence[Tensor]], device: torch.device) -> PackedExperts:
@@ -113,6 +125,11 @@ def empty_expert_activations(w: PackedExperts, count: int) -> Activations:
     return Activations(values, torch.empty(count, device=device) if w.dense_dtype == torch.float16 else None)
 
 
+def _takes_hopper_kernel(part: WeightPart, slots: int) -> bool:
+    is_faster = slots <= MAX_GATHERED_TILE or part.columns >= MIN_GATHERED_COLUMNS
+    return is_faster and takes_hopper_kernel(part.kind, part.low.device)
+
+
 def grouped_gemm(
     x: Activations, w: PackedExperts, tiles: SlotTiles, slots: int, per_row: int, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -120,12 +137,18 @@ def grouped_gemm(
     (experts, rows)."""
     out = torch.empty(slots, w.rows, device=x.values.device)
     tile, first = expert_tile(slots, w), 0
+    gathered: Activations | None = None
     for part in w.parts:
         rows = part.rows // w.count
         grid, to = (cdiv(rows, tile.rows), len(tiles.experts), 1), out.view(-1)[first:]
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
         own_bias = None if bias is None else bias.view(-1)[first:]
-        if part.values is None:
+        if _takes_hopper_kernel(part, tiles.size):
+            if gathered is None:
+                gathered = x._replace(values=launch_gather(x.values, tiles, per_row))
+            of_experts = ExpertTiles(w.count, tiles, per_row, own_bias)
+            launch_gemm(gathered, part, to, w.rows, 1, hopper_tile(tiles.size)[:4], of_experts)
+        elif part.values is None:
             gemm_packed[grid](
                 x.values, x.factors, part.unit, part.low, part.high, part.scales, to, len(x.values), rows, w.rows,
                 part.blocks, part.kind, tile.rows, tiles.size, part.small, part.table, tiles.experts, tiles.slots,

@@ -16,10 +16,18 @@ from typing import Any, NamedTuple
 import torch
 from triton import cdiv, next_power_of_2
 
-from .device import HOPPER_SHARED_BYTES, is_interpreted, num_multiprocessors, pdl_options, shared_memory_bytes
+from .device import (
+    HOPPER_SHARED_BYTES,
+    has_wgmma,
+    is_interpreted,
+    num_multiprocessors,
+    pdl_options,
+    shared_memory_bytes,
+)
 from .kernels.compact_kinds import CODEBOOKS, COMPACT_KINDS
 from .kernels.elementwise import launch_convert
-from .kernels.gemm import gemm_dense, gemm_packed
+from .kernels.gemm import SCALE_LAYOUT, gemm_dense, gemm_packed
+from .kernels.gemm_hopper import launch_gemm
 from .kernels.gemv import STORE, gemv_dense, gemv_packed
 from .packed_weight import (
     E4M3,
@@ -63,6 +71,9 @@ LARGE_TILE = GemmTile(128, 128, 8, 3, 1)
 MANY_ROWS = 8192  # from which a matrix has tiles of its own; of more than 128 tokens only 4-bit kinds: shared memory
 LARGE_TILE_OF_MANY_ROWS, LARGEST_TILE = GemmTile(64, 128, 4, 2, 3), GemmTile(128, 256, 8, 3, 1)
 SMALL_SHARED_TILE = GemmTile(64, 64, 4, 2)  # from 33 tokens where shared memory is less than on Hopper
+# Of kernels/gemm_hopper.py, for kinds that are not compact: measured on an H200 (docs/decisions/gpu.md#d117).
+HOPPER_TILES_BY_TOKENS = {16: GemmTile(64, 16, 4, 2, 3), 32: GemmTile(64, 32, 4, 4, 4), 64: GemmTile(64, 64, 4, 3, 3)}
+HOPPER_LARGE_TILE = GemmTile(64, 128, 4, 3, 2)
 # Compact kinds multiply four words of activations an iteration.
 COMPACT_TILES_BY_TOKENS = {16: GemmTile(64, 16, 4, 3), 32: GemmTile(64, 32, 4, 3)}
 COMPACT_TILE, SMALL_SHARED_COMPACT_TILE = GemmTile(128, 64, 8, 2), GemmTile(64, 32, 4, 2)
@@ -179,6 +190,8 @@ def gemm_tile(tokens: int, kind: str, rows: int, device: torch.device) -> GemmTi
         return GemmTile(256, min(64, max(16, next_power_of_2(tokens))), 4, 2)  # few and large programs
     if kind in COMPACT_KINDS:
         return _compact_tile(tokens, kind, device)
+    if takes_hopper_kernel(kind, device):
+        return hopper_tile(tokens)
     if tokens > SMALL_SHARED_TILE.tokens // 2 and shared_memory_bytes(device) < HOPPER_SHARED_BYTES:
         return SMALL_SHARED_TILE
     tile = next((tile for limit, tile in TILES_BY_TOKENS.items() if tokens <= limit), LARGE_TILE)
@@ -188,6 +201,16 @@ def gemm_tile(tokens: int, kind: str, rows: int, device: torch.device) -> GemmTi
         elif kind in ("q4", "q4m"):
             tile = LARGEST_TILE
     return tile._replace(stages=max(2, tile.stages - 1)) if kind in ("q5", "q5m") else tile
+
+
+def hopper_tile(tokens: int) -> GemmTile:
+    """Return the tile of kernels/gemm_hopper.py."""
+    return next((tile for limit, tile in HOPPER_TILES_BY_TOKENS.items() if tokens <= limit), HOPPER_LARGE_TILE)
+
+
+def takes_hopper_kernel(kind: str, device: torch.device) -> bool:
+    """Return whether kernels/gemm_hopper.py multiplies by matrices of a kind."""
+    return kind in SCALE_LAYOUT and has_wgmma(device)
 
 
 def _compact_tile(tokens: int, kind: str, device: torch.device) -> GemmTile:
@@ -235,11 +258,29 @@ def gemm(x: Activations, w: PackedWeight, max_splits: int, *, batch_invariant: b
     first = 0
     for part in w.parts:
         tile = _part_tile(part, tokens, device, batch_invariant=batch_invariant)
-        gemm_packed[(cdiv(part.rows, tile.rows), cdiv(tokens, tile.tokens), splits)](
-            x.values, x.factors, part.unit, part.low, part.high, part.scales, out.view(-1)[first:], tokens, part.rows,
-            w.rows, part.blocks, part.kind, tile.rows, tile.tokens, part.small, part.table, num_warps=tile.warps,
-            num_stages=tile.stages,
-        )  # fmt: skip
+        if takes_hopper_kernel(part.kind, device):
+            launch_gemm(x, part, out.view(-1)[first:], w.rows, splits, tile[:4])
+        else:
+            gemm_packed[(cdiv(part.rows, tile.rows), cdiv(tokens, tile.tokens), splits)](
+                x.values,
+                x.factors,
+                part.unit,
+                part.low,
+                part.high,
+                part.scales,
+                out.view(-1)[first:],
+                tokens,
+                part.rows,
+                w.rows,
+                part.blocks,
+                part.kind,
+                tile.rows,
+                tile.tokens,
+                part.small,
+                part.table,
+                num_warps=tile.warps,
+                num_stages=tile.stages,
+            )
         first += part.rows
     return out
 

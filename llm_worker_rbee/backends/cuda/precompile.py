@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import select
 import sys
 import tempfile
@@ -33,6 +34,7 @@ from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia_driver
 from triton.compiler import ASTSource, get_cache_key, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.cache import get_cache_manager, triton_key
 from triton.runtime.jit import KernelInterface
 
@@ -50,7 +52,9 @@ MAX_IDLE_S = 600.0  # that a compiler process which was started early waits for 
 MAX_NAME_CHARS = 150  # of a kernel in the cache: Triton cuts longer names
 MAX_ERROR_CHARS = 1000  # a report is shorter than what a pipe takes at once
 # These take longest to compile; they come first, so that no process is left with one of them at the end.
-SLOW_KERNELS = "gemv_dense gemv_packed sample_rows decode_attention_gqa prefill_attention decode_attention gemm_packed"
+SLOW_KERNELS = (
+    "gemv_dense gemv_packed sample_rows decode_attention_gqa prefill_attention decode_attention gemm_hopper gemm_packed"
+)
 CUBLAS_PRODUCTS = {"mm", "addmm", "matmul", "__matmul__", "linear", "_scaled_mm"}  # names of PyTorch's functions
 COMPILER = f"from {__name__} import run_compiler; run_compiler()"
 logger = logging.getLogger(__name__)
@@ -72,7 +76,8 @@ class KernelVariant:
     @property
     def source(self) -> Any:
         kernel = getattr(importlib.import_module(self.module), self.name)
-        return ASTSource(kernel, self.signature, self.constants, self.attributes)
+        source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+        return source(kernel, self.signature, self.constants, self.attributes)
 
     def compile(self) -> Any:
         """Return the compiled kernel, from the cache or compiled into it."""
@@ -389,7 +394,7 @@ def fingerprint(capability: tuple[int, int]) -> str:
 
 
 def _kernel_sources() -> list[Path]:
-    return [path for path in sorted(SOURCES.glob("*.py")) if b"@triton.jit" in path.read_bytes()]
+    return [path for path in sorted(SOURCES.glob("*.py")) if re.search(rb"@(triton|gluon)\.jit", path.read_bytes())]
 
 
 def hash_kernels() -> None:

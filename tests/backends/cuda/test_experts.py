@@ -10,11 +10,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from llm_worker_rbee.backends.cuda import CudaBackend  # noqa: E402
+from llm_worker_rbee.backends.cuda import CudaBackend, linear  # noqa: E402
 from llm_worker_rbee.backends.cuda import experts as cuda_experts  # noqa: E402
-from llm_worker_rbee.backends.cuda.device import HOPPER_SHARED_BYTES  # noqa: E402
+from llm_worker_rbee.backends.cuda.device import HOPPER_SHARED_BYTES, has_wgmma  # noqa: E402
 from llm_worker_rbee.backends.cuda.experts import expert_tile  # noqa: E402
-from llm_worker_rbee.backends.cuda.kernels.experts import launch_group, launch_router  # noqa: E402
+from llm_worker_rbee.backends.cuda.kernels.experts import launch_gather, launch_group, launch_router  # noqa: E402
 from llm_worker_rbee.backends.cuda.linear import GemmTile  # noqa: E402
 from llm_worker_rbee.backends.cuda.packed_weight import PackedExperts  # noqa: E402
 from llm_worker_rbee.backends.ops import RouteParams  # noqa: E402
@@ -55,6 +55,36 @@ def test_tiles_hold_every_slot_once(slots: int, rng: np.random.Generator) -> Non
     for expert, row in zip(of_tile.tolist(), listed.tolist(), strict=True):
         assert all(experts[slot] == expert for slot in row if slot >= 0)
     assert sorted(slot for row in listed.tolist() for slot in row if slot >= 0) == list(range(slots))
+
+
+def test_gather_puts_activations_where_the_tiles_have_their_slots(rng: np.random.Generator) -> None:
+    experts = rng.choice([0, 2, 3, 3, 3], (20, 2)).astype(np.int32)
+    tiles = launch_group(upload(experts), 5, 16)
+    for per_row, rows in ((2, 20), (1, 40)):
+        x = upload(rng.standard_normal((4, rows, 96)).astype(np.float16))
+        found = launch_gather(x.view(rows, 384), tiles, per_row).view(4, -1, 96)
+        there = (tiles.experts >= 0).repeat_interleave(16) & (tiles.slots >= 0)
+        assert int(there.sum()) == 40
+        assert torch.equal(found[:, there], x[:, tiles.slots[there].long() // per_row])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_wgmma(cuda.torch_device), reason="needs a GPU of capability 9.0")
+@pytest.mark.parametrize("kind", ["q4m", "q6", "q8", "mxfp4"])
+def test_hopper_kernel_of_experts_matches_its_twin(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(3)
+    monkeypatch.setattr(cuda_experts, "MIN_GATHERED_COLUMNS", 0)
+    where = cuda.torch_device
+    w = PackedExperts((random_planes(kind, 6 * 200, 1440, where), random_planes(kind, 6 * 72, 1440, where)), 6)
+    bias = torch.randn(6, 272, device=where)
+    for tokens, k in ((3, 2), (40, 2), (100, 4), (700, 2)):
+        x = torch.randn(tokens, 1440, device=where)
+        experts = torch.randint(0, 5, (tokens, k), dtype=torch.int32, device=where)  # one has no slot
+        found = cuda_experts.grouped_linear(x, w, experts, bias)
+        with monkeypatch.context() as patch:
+            patch.setattr(linear, "has_wgmma", lambda device: False)
+            wanted = cuda_experts.grouped_linear(x, w, experts, bias)
+        assert torch.equal(found, wanted), (tokens, k)
 
 
 @pytest.mark.parametrize(("slots", "tokens"), [(5, 16), (80, 32), (200, 64), (400, 128), (4000, 128)])

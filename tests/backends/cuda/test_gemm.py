@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from llm_worker_rbee.backends.cuda import packed_weight  # noqa: E402
+from llm_worker_rbee.backends.cuda import device, linear, packed_weight  # noqa: E402
 from llm_worker_rbee.backends.cuda.kernels import compact_kinds, gemm, intrinsics  # noqa: E402
 from llm_worker_rbee.weights.quants import codebooks  # noqa: E402
 from tests.helpers.random_planes import random_planes  # noqa: E402
 
 Words = NDArray[np.uint32]
+DEVICE = device.open_device(0)
 KINDS = tuple(kind for kind in gemm.SCALE_LAYOUT if not kind.startswith("bytes"))
 
 
@@ -140,3 +141,26 @@ def test_nibble_lookup_ptx_matches_table(values: tuple[int, ...], rng: np.random
     nibbles = words.view(np.uint8).reshape(-1, 4)
     for name, codes in (("$0", nibbles & 15), ("$1", nibbles >> 4)):
         np.testing.assert_array_equal(found[name].view(np.int8).reshape(-1, 4), np.array(values)[codes])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not device.has_wgmma(DEVICE), reason="needs a GPU of capability 9.0")
+@pytest.mark.parametrize("kind", KINDS)
+def test_hopper_kernel_matches_its_twin(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, blocks and tokens that fill no tile, in one split and in several: bit for bit where the splits are equally
+    long. A token's result has the same bits in every tile."""
+    torch.manual_seed(7)
+    for rows, columns in ((200, 1408), (576, 2880), (64, 512), (3000, 4096)):
+        w = packed_weight.PackedWeight(tuple(random_planes(kind, n, columns, DEVICE) for n in (rows, 72)))
+        x, multiply = torch.randn(300, columns, device=DEVICE), linear.BatchedLinear(DEVICE, batch_invariant=True)
+        alone = multiply(x[:1], w)
+        splits = linear.invariant_splits(max(w.parts, key=lambda part: part.rows), DEVICE)
+        tolerance = 1e-5 if -(-columns // linear.GROUP_COLUMNS) % splits else 0.0
+        for tokens in (5, 16, 33, 64, 100, 300):
+            found = multiply(x[:tokens], w)
+            assert torch.equal(found[0], alone[0]), tokens
+            with monkeypatch.context() as patch:
+                patch.setattr(linear, "has_wgmma", lambda device: False)
+                patch.setattr(linear, "invariant_splits", lambda *_, splits=splits: splits)
+                wanted = multiply(x[:tokens], w)
+            assert (found - wanted).norm() <= tolerance * wanted.norm(), (rows, columns, tokens)

@@ -139,6 +139,23 @@ def group_slots(experts, tile_experts, tile_slots, slots, max_tiles, num_experts
     tl.store(tile_slots + place + rest, -1, mask=place + rest < last * BM)
 
 
+@triton.jit(do_not_specialize=["tokens", "places"])
+def gather_slots(
+    x, tile_experts, tile_slots, out, tokens, places, width, BM: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Copy interleaved activations, `width` of a token and word, to the place of each slot that has one in the tiles:
+    program (place, word)."""
+    place, word = tl.program_id(0), tl.program_id(1)
+    if tl.load(tile_experts + place // BM) < 0:
+        return
+    slot = tl.load(tile_slots + place)
+    if slot < 0:
+        return
+    c = tl.arange(0, BLOCK)
+    values = tl.load(x + (word * tokens + slot // SLOTS) * width + c, mask=c < width)
+    tl.store(out + (word * places + place).to(tl.int64) * width + c, values, mask=c < width)
+
+
 class SlotTiles(NamedTuple):
     """Slots grouped by expert, in tiles of which the device knows the number."""
 
@@ -206,3 +223,24 @@ def launch_group(experts: torch.Tensor, num_experts: int, size: int) -> SlotTile
         num_warps=4,
     )
     return tiles
+
+
+def launch_gather(x: torch.Tensor, tiles: SlotTiles, per_row: int) -> torch.Tensor:
+    """Return interleaved activations (rows, columns) in the order of the slots in the tiles; row r serves `per_row`
+    slots. What no slot has a place for is not written."""
+    (tokens, columns), places = x.shape, len(tiles.slots)
+    out = torch.empty(places, columns, dtype=x.dtype, device=x.device)
+    gather_slots[(places, 4)](
+        x,
+        tiles.experts,
+        tiles.slots,
+        out,
+        tokens,
+        places,
+        columns // 4,
+        tiles.size,
+        per_row,
+        next_power_of_2(columns // 4),
+        num_warps=4,
+    )
+    return out
