@@ -41,7 +41,7 @@ MATRICES_OF_ONE_ROW = "ffn_gate_inp_shexp.weight"  # vectors in files
 KERNELS_PER_HELPER = 4  # fewer are compiled before a helper has started
 MAX_HELPERS = 7
 # About what the kernels of a module take to compile, to make shares of one length; others take 0.7 s.
-SECONDS_PER_KERNEL = {"attention": 2.6, "linear": 2.2, "repack": 2.7, "gated_delta": 3.0}
+SECONDS_PER_KERNEL = {"attention": 2.6, "linear": 2.2, "repack": 2.7, "gated_delta": 3.0, "program": 0.25}
 HELPER_START_SECONDS = 1.2
 HELPER = f"import numba; from {__name__} import run_helper; run_helper(0)"
 LAST_PRIORITY = HELPER.replace("0", "19")
