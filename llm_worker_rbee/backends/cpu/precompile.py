@@ -45,8 +45,7 @@ SECONDS_PER_KERNEL = {"attention": 2.6, "linear": 2.2, "repack": 2.7, "gated_del
 HELPER_START_SECONDS = 1.2
 HELPER = f"import numba; from {__name__} import run_helper; run_helper(0)"
 LAST_PRIORITY = HELPER.replace("0", "19")
-# Without them the reference computes the same, slower.
-LATER = "sampling.drawn_task", "sampling.penalized_task", "sampling.logprobs_task"
+LATER = "sampling.drawn_task", "sampling.penalized_task", "sampling.logprobs_task"  # until then: the reference
 # Kernels of the common modules that some families need
 NEEDED_BY: dict[str, Callable[[AttentionSpec], object]] = {
     "elementwise.head_norms": lambda attention: attention.qk_norm,
@@ -130,10 +129,11 @@ def load_kernels(kernels: Sequence[NativeKernel], progress: Progress | None = No
     for kernel in kernels:
         if kernel not in later:
             kernel.load()
-    if later:
-        processes = _start_helpers([later], LAST_PRIORITY)
-        for kernel in later:
-            kernel.compiled_by = next(iter(processes), None)
+    process = next(iter(_start_helpers([later], LAST_PRIORITY) if later else ()), None)
+    for kernel in later:
+        kernel.compiled_by = process
+        if process is None:  # none can be started, or nothing be kept: now, and not under a request
+            kernel.load()
     machine.release_code("libllvmlite")
     return len(missing)
 

@@ -8,6 +8,8 @@ import pytest
 
 from llm_worker_rbee.backends.cpu import CpuBackend, precompile
 from llm_worker_rbee.backends.cpu.forward import CpuForward
+from llm_worker_rbee.backends.cpu.jit import TaskKernel
+from llm_worker_rbee.backends.cpu.kernels import sampling
 from llm_worker_rbee.models import load_model, read_model_config
 from llm_worker_rbee.weights import open_checkpoint
 from tests.helpers import model_zoo
@@ -30,6 +32,23 @@ def test_work_orders_keep_kernels_with_common_parts_in_one_process(processes: in
     for order in orders:
         places = [i for i, kernel in enumerate(order) if kernel.name.startswith("sampling")]
         assert places == list(range(places[0], places[0] + 4))
+
+
+def test_kernels_for_later_are_compiled_at_once_where_no_process_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a request they would hold up its answer."""
+    monkeypatch.setattr(precompile.sys, "executable", "")
+    loaded: list[str] = []
+
+    class Missing(TaskKernel):
+        is_cached = False  # type: ignore[assignment]
+
+        def load(self) -> None:
+            loaded.append(self.name)
+
+    kernels = [Missing(sampling.DRAWN.function), Missing(sampling.LOGPROBS.function)]
+    precompile.load_kernels(kernels)
+    assert loaded == ["sampling.drawn_task", "sampling.logprobs_task"]
+    assert not any(kernel.is_compiling for kernel in kernels)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
