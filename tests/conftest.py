@@ -40,21 +40,14 @@ SLOW_FILES = (
     "tokenizer/test_chat_template.py",
     "backends/cuda/test_forward_batch_invariant.py",
     "cli/test_serve_processes.py",
-    "bench/test_profile.py",
     "token_engine/test_replicas.py",
     "bench/test_report.py",
     "engine/test_engine_same_answer.py",
     "e2e/test_wheel.py",
     "e2e/test_default_model.py",
-    "backends/cpu/test_attention.py",
-    "benchmarks/test_claims.py",
-    "cli/test_bench_e2e.py",
     "server/test_openapi_schemathesis.py",
-    "bench/peers/test_suite.py",
-    "bench/test_scenarios.py",
     "backends/cuda/test_forward.py",
     "backends/cuda/test_precompile.py",
-    "server/test_app_page.py",
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from llm_worker_rbee.pipe_process import PIPE_BYTES, PipeProcess, ProgramError, describe_exit, package_command
+from llm_worker_rbee.pipe_process import PIPE_BYTES, ROOT, PipeProcess, ProgramError, describe_exit, package_command
 from tests.helpers.process import is_alive
 from tests.helpers.serve_process import until
 
@@ -118,3 +119,14 @@ child.wait()
 )
 def test_describe_exit(status: int, text: str) -> None:
     assert describe_exit(status) == text
+
+
+def test_process_that_may_outlive_its_parent_finishes(tmp_path: Path) -> None:
+    """It waits for the end of its parent, which closes its input."""
+    out, program = tmp_path / "out", "import pathlib, sys; sys.stdin.read(); pathlib.Path(sys.argv[1]).touch()"
+    parent = (
+        "from llm_worker_rbee.pipe_process import PipeProcess, package_command\n"
+        f"PipeProcess(package_command({program!r}, {str(out)!r}, ends_with_parent=False))"
+    )
+    subprocess.run([sys.executable, "-c", parent], check=True, timeout=60, cwd=ROOT)
+    until(out.exists)

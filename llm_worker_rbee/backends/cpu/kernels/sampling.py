@@ -37,7 +37,7 @@ RowInt = IntEnum(
     "BIAS_IDS BIAS_VALUES BIAS_SIZE COUNT",
     start=0,
 )
-SampleArg = IntEnum("SampleArg", "DRAWN PENALIZED", start=0)  # kernels of such rows, or 0
+SampleArg = IntEnum("SampleArg", "DRAWN PENALIZED", start=0)  # addresses of kernels, 0 until they are compiled
 LogprobArg = IntEnum("LogprobArg", "K MASKS TOP_IDS TOP CHOSEN", start=0)
 RowFloat = IntEnum("RowFloat", "TEMPERATURE TOP_P MIN_P TYPICAL_P REPETITION PRESENCE FREQUENCY COUNT", start=0)
 
@@ -531,15 +531,18 @@ def row_settings(s, piece):
 
 
 def sample_task(args, step, piece):
-    """Sample one row: the likeliest token, or by the kernel of such rows."""
+    """Sample one row: the likeliest token, or by the kernel of rows with penalties or a temperature."""
     s, a = i64(step), i64(args)
     (ints, floats, mask), tokens = row_settings(s, piece), i64(s[Step.SAMPLED_IDS])
-    is_greedy = floats[RowFloat.TEMPERATURE] == 0
-    kernel = a[SampleArg.PENALIZED] if ints[RowInt.HAS_PENALTIES] else 0 if is_greedy else a[SampleArg.DRAWN]
+    if ints[RowInt.HAS_PENALTIES]:
+        kernel = a[SampleArg.PENALIZED]
+    elif floats[RowFloat.TEMPERATURE] != 0:
+        kernel = a[SampleArg.DRAWN]
+    else:
+        tokens[piece] = greedy(row_logits(s, piece), mask)
+        return
     if kernel:
         call_task(kernel, args, step, piece)
-    elif is_greedy and not ints[RowInt.HAS_PENALTIES]:
-        tokens[piece] = greedy(row_logits(s, piece), mask)
     else:
         tokens[piece] = UNDECIDED
 
