@@ -79,9 +79,8 @@ LOG: tuple[Raise, ...] = (
     Raise(40, "lines of the worker", 124, "the two above"),
     Raise(40, "lines of llm_worker_bench/commands", 7, "and shown"),
     Raise(40, "lines of llm_worker_bench", 67, "commands timed by `bench load`"),
-    Raise(40, "lines of llm_worker_rbee", 1, BEHIND),
     Raise(40, "lines of llm_worker_rbee/backends/cpu", 32, BEHIND),
-    Raise(40, "lines of llm_worker_rbee/backends/cpu/kernels", 10, BEHIND),
+    Raise(40, "lines of llm_worker_rbee/backends/cpu/kernels", 11, BEHIND),
     Raise(40, "lines of the worker", 43, BEHIND),
     Raise(41, "lines of llm_worker_rbee/backends/cuda", 76, "which kernel of packed products a GPU takes, its tiles"),
     Raise(41, "lines of llm_worker_rbee/backends/cuda/kernels", 343, "gemm_hopper.py: packed products in Gluon"),
@@ -90,10 +89,10 @@ LOG: tuple[Raise, ...] = (
 )
 
 FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the folders that have a row of their own
-    "llm_worker_rbee": (Budget(3_543, 3_563), Budget(14, 14)),
+    "llm_worker_rbee": (Budget(3_543, 3_562), Budget(14, 14)),
     "llm_worker_rbee/backends": (Budget(1_907, 2_037), Budget(8, 9)),
     "llm_worker_rbee/backends/cpu": (Budget(2_777, 2_976), Budget(12, 13)),
-    "llm_worker_rbee/backends/cpu/kernels": (Budget(4_958, 5_217), Budget(18, 18)),
+    "llm_worker_rbee/backends/cpu/kernels": (Budget(4_958, 5_218), Budget(18, 18)),
     "llm_worker_rbee/backends/cpu/kernels/matmul": (Budget(1_004, 1_005), Budget(7, 7)),
     "llm_worker_rbee/backends/cuda": (Budget(4_656, 4_762), Budget(16, 16)),
     "llm_worker_rbee/backends/cuda/kernels": (Budget(4_049, 4_580), Budget(14, 15)),
