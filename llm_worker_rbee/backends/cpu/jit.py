@@ -105,8 +105,8 @@ class NativeKernel:
 
     @property
     def is_compiling(self) -> bool:
-        """Whether another process compiles it; loading it now would take as long."""
-        return self.compiled_by is not None and self.compiled_by.poll() is None
+        """Whether another process compiles it, or has ended without: loading it now would take as long."""
+        return self.compiled_by is not None and (self.compiled_by.poll() is None or not self.is_cached)
 
     def _find_address(self) -> int:
         """Return the address of its machine code; 0 if there is none in memory or in a library."""

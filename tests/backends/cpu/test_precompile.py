@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from llm_worker_rbee.backends.cpu.forward import CpuForward
 from llm_worker_rbee.backends.cpu.jit import TaskKernel
 from llm_worker_rbee.backends.cpu.kernels import sampling
 from llm_worker_rbee.models import load_model, read_model_config
+from llm_worker_rbee.pipe_process import PipeProcess
 from llm_worker_rbee.weights import open_checkpoint
 from tests.helpers import model_zoo
 
@@ -49,6 +51,11 @@ def test_kernels_for_later_are_compiled_at_once_where_no_process_can(monkeypatch
     precompile.load_kernels(kernels)
     assert loaded == ["sampling.drawn_task", "sampling.logprobs_task"]
     assert not any(kernel.is_compiling for kernel in kernels)
+    monkeypatch.undo()
+    kernels[0].compiled_by = PipeProcess([sys.executable, "-c", "input()"])
+    assert kernels[0].is_compiling
+    kernels[0].compiled_by.stop()
+    assert kernels[0].is_compiling  # it was killed before it had compiled: the reference goes on
 
 
 @pytest.mark.parametrize("name", FAMILIES)
