@@ -315,8 +315,8 @@ def measured() -> dict[str, int]:
     values["files of the worker"] = len(WORKER_FILES)
     values["largest number of imported modules"] = max(len(imported_modules(path)) for path in WORKER_FILES)
     overrides = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["mypy"]["overrides"]
-    exempt = [row["module"] for row in overrides if "ignore_missing_imports" not in row]
-    values["modules exempt from strict types"] = sum(map(len, exempt))
+    modules = [module for row in overrides for module in row["module"]]
+    values["modules exempt from strict types"] = sum((ROOT / module.split(".")[0]).exists() for module in modules)
     values["fmt: skip"] = sum(path.read_text(encoding="utf-8").count("# fmt: skip") for path in FILES)
     return dict(values)
 
