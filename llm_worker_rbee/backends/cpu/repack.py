@@ -12,6 +12,8 @@ the groups: a prange would double the compile time.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
@@ -39,6 +41,31 @@ MIN_UNIT_EXPONENT = -126  # the unit's inverse is still a float32
 FP8_FACTOR = 2.0**-8
 MIN_BYTES_PER_THREAD = 1 << 20  # of a tensor
 MAX_SLICE_BYTES = 8 << 20  # of a tensor: what is packed of the file is not kept in memory
+HUGE_ARRAY_BYTES = 4 << 20  # from this size on NumPy asks for huge pages
+BLOCK_BYTES = 32 << 20  # of memory that smaller arrays share
+
+
+class WeightMemory:
+    """Memory in huge pages: with small ones, a step of a small model spends a twentieth of its time on page tables."""
+
+    def __init__(self) -> None:
+        self._block: Callable[[], NDArray[np.uint8] | None] = lambda: None  # a weak reference: its arrays keep it
+        self._used = 0
+        self._lock = threading.Lock()  # layers are packed at the same time
+
+    def zeros(self, size: int, dtype: Any) -> NDArray[Any]:
+        if size >= HUGE_ARRAY_BYTES:
+            return np.zeros(size, dtype)
+        with self._lock:
+            block = self._block()
+            if block is None or self._used + size > BLOCK_BYTES:
+                block, self._used = np.zeros(BLOCK_BYTES, np.uint8), 0
+                self._block = weakref.ref(block)
+            first, self._used = self._used, self._used + size
+        return block[first : first + size].view(dtype)
+
+
+_memory = WeightMemory()
 
 
 def repack(tensors: Sequence[Tensor], threads: int, bias: int = WEIGHT_BIAS, stack: int | None = None) -> PackedMatrix:
@@ -55,8 +82,7 @@ def repack(tensors: Sequence[Tensor], threads: int, bias: int = WEIGHT_BIAS, sta
         return _repack_floats(tensors, layout, threads, stack)
     scan, (placed, rows) = scan_target(layout), _place_rows(tensors, stack)
     unit = _choose_unit(max(_run_kernel(t, first, scan, threads) for t, first in placed))
-    make = np.empty if stack is None else np.zeros  # with padding inside
-    out = _allocate(layout, rows, columns, unit, bias, make)
+    out = _allocate(layout, rows, columns, unit, bias)
     target = _write_target(out)
     for tensor, first in placed:
         _run_kernel(tensor, first, target, threads)
@@ -79,24 +105,16 @@ def _place_rows(tensors: Sequence[Tensor], stack: int | None) -> tuple[list[tupl
     return placed, row if stack is None else -(-row // GROUP_ROWS) * GROUP_ROWS
 
 
-def _allocate(layout: Layout, rows: int, columns: int, unit: float, bias: int, make: Any) -> PackedMatrix:
+def _allocate(layout: Layout, rows: int, columns: int, unit: float, bias: int) -> PackedMatrix:
     """Return a matrix to be filled; rows of padding at its end are zero."""
     groups = -(-rows // GROUP_ROWS)
     lines = groups * (columns // BLOCK_COLUMNS) * layout.block_bytes
     tail = groups * columns if layout.nibble_scales else 0  # one byte for 16 columns of each of 16 rows
-    packed = aligned(make, lines + tail, np.uint8)
-    scales = aligned(make, groups * (columns // layout.columns_per_scale) * GROUP_ROWS, np.uint16)
-    minima = aligned(make, scales.size if layout.has_minimum else 0, np.uint16)
+    packed = aligned(_memory.zeros, lines + tail, np.uint8)
+    scales = aligned(_memory.zeros, groups * (columns // layout.columns_per_scale) * GROUP_ROWS, np.uint16)
+    minima = aligned(_memory.zeros, scales.size if layout.has_minimum else 0, np.uint16)
     nibbles = packed[lines:] if layout.nibble_scales else None
-    for array in (packed[:lines], packed[lines:], scales, minima):
-        _clear_padding(array, rows)
     return PackedMatrix(packed, scales, minima, nibbles, rows, columns, layout, unit, bias)
-
-
-def _clear_padding(array: NDArray[Any], rows: int) -> None:
-    """Zero the last group if its rows do not fill it."""
-    if rows % GROUP_ROWS:
-        array[array.size // (rows // GROUP_ROWS + 1) * (rows // GROUP_ROWS) :] = 0
 
 
 def scan_target(layout: Layout) -> Target:
@@ -231,9 +249,7 @@ def _codebook(name: str) -> NDArray[np.uint8]:
 
 def _repack_floats(tensors: Sequence[Tensor], layout: Layout, threads: int, stack: int | None) -> PackedMatrix:
     columns, (placed, rows) = tensors[0].shape[-1], _place_rows(tensors, stack)
-    make = np.empty if stack is None else np.zeros
-    out = aligned(make, -(-rows // GROUP_ROWS) * GROUP_ROWS * columns, FLOAT_DTYPES[layout.float_type])
-    _clear_padding(out, rows)
+    out = aligned(_memory.zeros, -(-rows // GROUP_ROWS) * GROUP_ROWS * columns, FLOAT_DTYPES[layout.float_type])
     for tensor, first in placed:
         data, count = np.ascontiguousarray(tensor.data), tensor.size // columns
         run = partial(kernels.INTERLEAVE_FLOATS, _address(data), out.itemsize, first, count, columns, _address(out))
@@ -247,7 +263,7 @@ def _repack_fp8(tensors: Sequence[Tensor], layout: Layout, threads: int, stack: 
     columns, (placed, rows) = tensors[0].shape[-1], _place_rows(tensors, stack)
     scales = [read_f32(t.data.reshape(-1, t.kind.block_bytes), 0) for t in tensors]
     unit = _choose_unit(max(float(np.abs(x).max(initial=0)) for x in scales))
-    out = _allocate(layout, rows, columns, unit / FP8_FACTOR, 0, np.empty if stack is None else np.zeros)
+    out = _allocate(layout, rows, columns, unit / FP8_FACTOR, 0)
     for tensor, first in placed:
         data, count = np.ascontiguousarray(tensor.data), tensor.size // columns
         place = first, count, columns, 1 / unit, _address(out.packed), _address(out.scales)

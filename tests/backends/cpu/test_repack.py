@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,14 @@ from numpy.typing import NDArray
 from llm_worker_rbee.backends.cpu import repack as repack_module
 from llm_worker_rbee.backends.cpu.linear import dequantize_rows
 from llm_worker_rbee.backends.cpu.packed_weight import LAYOUT_BY_TYPE, LAYOUTS
-from llm_worker_rbee.backends.cpu.repack import MIN_BYTES_PER_THREAD, PackedMatrix, repack
+from llm_worker_rbee.backends.cpu.repack import (
+    BLOCK_BYTES,
+    HUGE_ARRAY_BYTES,
+    MIN_BYTES_PER_THREAD,
+    PackedMatrix,
+    WeightMemory,
+    repack,
+)
 from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError
 from llm_worker_rbee.weights import Tensor
 from llm_worker_rbee.weights.checkpoint import map_file
@@ -318,3 +326,26 @@ def test_repack_of_a_mapped_file_in_slices_has_the_same_bits(
     for array in ("packed", "scales", "minima"):
         np.testing.assert_array_equal(getattr(in_slices, array), getattr(whole, array))
     assert in_slices.unit == whole.unit
+
+
+def test_small_arrays_share_a_block_until_the_last_is_freed() -> None:
+    memory = WeightMemory()
+    arrays = [memory.zeros(size, np.uint8) for size in (1_000, 3_000)]
+    assert arrays[0].base is arrays[1].base
+    assert not np.shares_memory(*arrays)
+    block = weakref.ref(arrays[0].base)
+    arrays[0][:] = 255
+    assert not arrays.pop().any()
+    assert block() is not None
+    arrays.clear()
+    assert block() is None
+    assert not memory.zeros(1_000, np.uint8).any(), "zeros again, in a block of its own"
+
+
+def test_full_block_is_followed_by_another_and_large_arrays_have_their_own() -> None:
+    memory, size = WeightMemory(), HUGE_ARRAY_BYTES - 1
+    arrays = [memory.zeros(size, np.uint8) for _ in range(BLOCK_BYTES // size + 1)]
+    assert [array.base is arrays[0].base for array in arrays] == [True] * (len(arrays) - 1) + [False]
+    large = memory.zeros(HUGE_ARRAY_BYTES, np.uint8)
+    assert large.base is None
+    assert not any(np.shares_memory(large, array) for array in arrays)
