@@ -135,7 +135,7 @@ class Engine:
     def _end_step(self, outputs: list[StepOutput]) -> list[StepOutput]:
         if self.config.debug:
             self.scheduler.check()
-        if not self.has_work:
+        if not self.scheduler.has_work:
             self.runner.release()
         self._returned_at = time.perf_counter()
         return outputs
@@ -211,6 +211,8 @@ class Engine:
 
     def _run(self, scheduled: list[ScheduledTokens]) -> tuple[Array, list[int] | None]:
         """Return the logits, while the masks of guided requests are filled; and tokens, if the step sampled them."""
+        if not self.scheduler.num_guided:
+            return self._run_model(scheduled)
         guided = [item for item, _, stop, _ in scheduled if item.constraint is not None and stop >= len(item.ids)]
         if guided and not self.model.ops.has_device_memory:
             self.mask_filler.start(guided)
@@ -232,8 +234,9 @@ class Engine:
         return logits, None
 
     def update(self, scheduled: list[ScheduledTokens], sampled: SamplerOutput) -> list[StepOutput]:
+        is_guided = self.scheduler.num_guided > 0
         outputs = self.scheduler.update(scheduled, sampled)
-        if [output for output in outputs if output.request.constraint is not None]:
+        if is_guided:
             return consume_outputs(outputs, self.scheduler.remove, self.mask_filler)
         return outputs
 
@@ -247,6 +250,8 @@ class Engine:
         """Set draft tokens for the next step: the drafter's, and tokens that grammars force."""
         if self.drafter is not None and self.is_drafting:
             self._run_drafter(self.drafter)
+        if not (self.scheduler.num_guided or self.pipeline.is_enabled):
+            return
         grammar_drafts = self.grammar_drafts()
         num_drafts = sum(len(drafts) for _, drafts in grammar_drafts)
         if not self.pipeline.is_enabled or self.pipeline.waits_for(num_drafts) or self.is_drafting:

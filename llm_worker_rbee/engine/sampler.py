@@ -37,8 +37,12 @@ def sample(
     ops: Backend, scheduled: Sequence[ScheduledTokens], logits: Array, tokens: list[int] | None = None
 ) -> SamplerOutput:
     """Sample the tokens of a step, unless it has sampled them; scored prompts get their log-probabilities."""
-    if tokens is not None and not [item for item in scheduled if item.request.params.logprobs is not None]:
-        return SamplerOutput(tokens)
+    if tokens is not None:
+        for item in scheduled:
+            if item.request.params.logprobs is not None:
+                break
+        else:
+            return SamplerOutput(tokens)
     requests = [request for request, _, stop, _ in scheduled if stop >= len(request.ids)]
     failed: dict[Request, WorkerError] = {}
     if [request for request, _, _, _ in scheduled if request.prompt_logprobs and request.num_unscored_tokens]:

@@ -43,6 +43,7 @@ class Scheduler:
         self.events: list[tuple[Request, SchedulingEvent]] | None = None  # a list where someone reads and clears it
         self.waiting: list[Request] = []  # the last one goes first
         self.running: list[Request] = []  # the first one goes first
+        self.num_guided = 0  # of these, requests with a grammar
         self.stats = stats or SchedulerStats()
         self.states: StatePool | None = None
         self.max_running = config.max_batch
@@ -97,7 +98,9 @@ class Scheduler:
     def expire(self, now: float) -> list[StepOutput]:
         """Finish the requests whose deadline has passed."""
         expired = self._deadlines.pop_expired(now)
-        ended = [request for request in expired if self.remove(request)] if expired else []
+        if not expired:
+            return []
+        ended = [request for request in expired if self.remove(request)]
         message = "the request timed out after {} output tokens"
         return [error_output(request, DeadlineError(message.format(len(request.tokens)))) for request in ended]
 
@@ -327,6 +330,7 @@ class Scheduler:
             self.stats.num_hit_tokens += request.num_computed_tokens
             self.stats.num_snapshot_hits += bool(request.states)
         insort(self.running, request, key=_schedule_order)
+        self.num_guided += request.constraint is not None
 
     def _record(self, request: Request, event: SchedulingEvent) -> None:
         if self.events is not None:
@@ -365,6 +369,7 @@ class Scheduler:
         if self.states is not None:
             self.states.release(request)
         self._free_slots.append(request.batch_slot)
+        self.num_guided -= request.constraint is not None
         request.blocks, request.drafts, request.batch_slot = [], [], -1
         request.num_computed_tokens = request.num_hashed_blocks = request.num_blocks_in_table = 0
 
@@ -384,6 +389,7 @@ class Scheduler:
         for request in waiting:
             assert (request.batch_slot, request.num_computed_tokens, request.blocks, request.drafts) == (-1, 0, [], [])
             assert not request.states
+        assert self.num_guided == sum(request.constraint is not None for request in running)
         for request in running:
             assert request.num_computed_tokens < len(request.ids)
             assert request.num_computed_tokens <= len(request.blocks) * config.block_size

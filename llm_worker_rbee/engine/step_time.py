@@ -39,6 +39,7 @@ EAGER_SAMPLES = 16  # the first ones are fitted at once
 # Samples between two fits, which take 50 to 100 us: usually, where budgets are set, after a prediction that was wrong.
 FIT_INTERVAL, MIXED_FIT_INTERVAL, ERROR_FIT_INTERVAL = 32, 8, 4
 LARGE_ERROR = 0.2
+STEADY_INTERVAL = 4  # decode steps, as long as predicted, between two that are learnt from: each takes 10 us
 HALF_LIFE_STEPS = 12  # in which the weight of a size halves that does not occur
 MIN_AGE_WEIGHT = 0.01
 RIDGE = (1e-3, 2e-3, 0.0, 5e-4)  # relative penalty of each coefficient: decides where samples cannot tell them apart
@@ -77,8 +78,10 @@ class StepTimes:
 
 def step_size(scheduled: Sequence[ScheduledTokens], query_tile: int) -> StepSize:
     """Return the size of a step; `query_tile` tokens of one prompt share a pass over its keys."""
-    stops = sum([row[2] for row in scheduled])
-    tokens = stops - sum([row[1] for row in scheduled])
+    stops = tokens = 0
+    for _, start, stop, _ in scheduled:
+        stops += stop
+        tokens += stop - start
     if tokens == len(scheduled):
         return StepSize("decode", True, tokens, stops)
     context, num_prefills = float(stops), 0
@@ -156,6 +159,8 @@ class StepTimeModel:
             totals.measured_s += seconds
             totals.predicted_s += predicted
             totals.error_s += abs(seconds - predicted)
+            if interval == FIT_INTERVAL and size.kind == "decode" and totals.num_steps % STEADY_INTERVAL:
+                return
         tokens = size.tokens
         shift = max(0, tokens.bit_length() - 3)
         first_run = size.is_uniform, (tokens >> shift) + (shift << 3)  # four sizes up to the next power of two
