@@ -46,14 +46,16 @@ serve: $(VENV)/.core
 
 # One thread for each test process: the machine's cores are shared out among them. The tests of a file run in one process,
 # which makes their servers and models once, the slow files first (tests/conftest.py). Reasons of skips are printed.
-# mypy runs beside them: it has one thread, and a process of tests that ends early leaves a core free.
-test: $(VENV)/.dev browser lint kernels
+# mypy runs beside them: it has one thread, and a process of tests that ends early leaves a core free. The library of
+# kernels needs the core only: it is built while pip installs what the tests need.
+test: $(VENV)/.core
+	@$(MAKE) --no-print-directory -j3 kernels lint browser
 	@$(MAKE) --no-print-directory -j2 types pytest
 
 # CPU kernels as a library, once for these sources: the hundreds of processes that tests start neither compile nor import
 # Numba.
-kernels: $(VENV)/.dev
-	@! command -v $${CC:-cc} >/dev/null || $(BIN)/python tools/build_kernels.py host
+kernels: $(VENV)/.core
+	@! command -v $${CC:-cc} >/dev/null || PYTHONPATH="$(CURDIR)" $(BIN)/python tools/build_kernels.py host
 
 wheels: $(VENV)/.dev
 	@$(BIN)/python tools/build_kernels.py --wheel dist
