@@ -396,7 +396,7 @@ def digits(value: float) -> str:
     size = abs(value)
     if size >= 999.5 or not value:
         return f"{value:,.0f}"
-    return f"{value:.2f}" if 0.1 <= size < 100 else f"{value:.3g}"
+    return f"{value:.2f}" if 0.1 <= size < 99.995 else f"{value:.3g}"
 
 
 def percent(value: float) -> str:

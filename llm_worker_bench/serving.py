@@ -283,7 +283,8 @@ class Load:
         async with asyncio.TaskGroup() as answers:
             for job in self.workload.jobs():
                 due = self.start + min(job.arrival or 0.0, self.limits.duration)
-                await asyncio.sleep(max(0.0, due - time.perf_counter()))
+                while (rest := due - time.perf_counter()) > 0:  # a timer of uvloop may fire early
+                    await asyncio.sleep(rest)
                 await slots.acquire()
                 if time.perf_counter() - self.start >= self.limits.duration:
                     break

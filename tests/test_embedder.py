@@ -64,7 +64,8 @@ def test_thousands_of_inputs_come_back_in_order(embedder: Embedder) -> None:
     rows = embedder.embed(ids)
     assert rows.shape == (5_000, WIDTH)
     require_same(rows[:182], rows[182:364])  # 26 tokens in 7 lengths
-    assert len(np.unique(rows.round(4), axis=0)) == 182
+    distances = np.abs(rows[:182, None] - rows[None, :182]).max(axis=2) + np.eye(182)
+    assert distances.min() > 1e-4
     require_same(rows[4_999], embedder.embed(ids[4_999]))
 
 

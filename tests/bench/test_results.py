@@ -281,3 +281,8 @@ def _written(node: ast.AST) -> set[str]:
     if called in ("Result.from_samples", "Result.exact") or called.endswith(("recorder.add_sample", "details.update")):
         return {word.arg for word in node.keywords if word.arg}
     return set()
+
+
+def test_quantity_has_three_digits_on_both_sides_of_a_hundred() -> None:
+    values = (0.099_994, 0.099_999_999, 0.1, 0.000_999_9)
+    assert [results.quantity(value, "s") for value in values] == ["99.99 ms", "100 ms", "100 ms", "1,000 us"]

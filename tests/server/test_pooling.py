@@ -170,7 +170,7 @@ def test_rerank(both: Both, path: str) -> None:
     body = {"model": RANKER, "query": "the query", "documents": documents, "top_n": 3, "return_documents": True}
     reply = both.server.post(path, body).json()
     assert [one["index"] for one in reply["results"]] == order[:3]
-    assert [np.float32(one["relevance_score"]) for one in reply["results"]] == [expected[i] for i in order[:3]]
+    require_same([one["relevance_score"] for one in reply["results"]], [expected[i] for i in order[:3]])
     assert [one["document"]["text"] for one in reply["results"]] == [documents[i] for i in order[:3]]
     given: dict[str, Any] = {"query": "the query", "documents": [{"text": text} for text in documents]}
     whole = both.server.post(path, given).json()["results"]
@@ -182,9 +182,9 @@ def test_scores_of_a_ranker_and_cosines_of_an_embedder(both: Both) -> None:
     documents = ["one", "two"]
     for body in ({"text_1": "q", "text_2": documents}, {"queries": ["q"], "documents": documents}):
         reply = both.server.post(SCORE, body).json()
-        assert [np.float32(one["score"]) for one in reply["data"]] == both.score("q", documents)
+        require_same([one["score"] for one in reply["data"]], both.score("q", documents))
     pairs = both.server.post(SCORE, {"text_1": ["q", "r"], "text_2": documents}).json()["data"]
-    assert np.float32(pairs[1]["score"]) == both.score("r", documents)[1]
+    require_same(pairs[1]["score"], both.score("r", documents)[1])
     rows = both.embed(["q", *documents])
     cosines = both.server.post(SCORE, {"model": EMBEDDER, "text_1": "q", "text_2": documents}).json()["data"]
     np.testing.assert_allclose([one["score"] for one in cosines], rows[1:] @ rows[0], rtol=1e-5)

@@ -147,15 +147,15 @@ def test_count_chunks_spreads_the_tokens_of_the_usage_over_the_chunks() -> None:
 
 
 def test_worker_server_answers_all_prompts(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "tiny.gguf")
-    peer = WorkerServer(str(model), 2, 64, ["--threads", "1"], timeout_s=60)
+    model = write_model(tmp_path / "tiny.gguf", context=1024)
+    peer = WorkerServer(str(model), 2, 1024, ["--threads", "1"], timeout_s=60)
     try:
         peer.start()
         assert (peer.name, peer.version) == (OURS, __version__)
-        task = Task("tg", 40, ((1, 2, 3), (4, 5)))
+        task = Task("tg", 800, ((1, 2, 3), (4, 5)))
         assert peer.measure_rate(task) > 0
-        with pytest.raises(PeerError, match=r"^llm-worker-rbee: generated 61 tokens instead of 70$"):  # of 64 in all
-            peer.measure_rate(task._replace(tokens=70))
+        with pytest.raises(PeerError, match=r"^llm-worker-rbee: generated 1021 tokens instead of 1100$"):
+            peer.measure_rate(task._replace(tokens=1100))
         pid = peer.process.pid
     finally:
         peer.close()
@@ -167,14 +167,14 @@ def test_worker_server_answers_all_prompts(tmp_path: Path) -> None:
 
 
 def test_run_llama_server_gets_the_same_prompts(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "tiny.gguf")
+    model = write_model(tmp_path / "tiny.gguf", context=1024)
     names = ["llama-bench", "llama-cpp-python", "transformers", "llama-server"]
-    plan = Plan(pp=[8], tg=[160], batches=[3], repetitions=2, peers=names, llama_server=str(server(tmp_path)))
+    plan = Plan(pp=[8], tg=[800], batches=[3], repetitions=2, peers=names, llama_server=str(server(tmp_path)))
     recorder = Recorder("peers")
     suite.run(recorder, lambda *_: None, model, plan)
     found = {result.name: result for result in recorder.results()}
-    assert set(found) == {f"tg160@b3/{OURS}", "tg160@b3/llama-server"}  # the others do one at a time
-    ours, theirs = found[f"tg160@b3/{OURS}"], found["tg160@b3/llama-server"]
+    assert set(found) == {f"tg800@b3/{OURS}", "tg800@b3/llama-server"}  # the others do one at a time
+    ours, theirs = found[f"tg800@b3/{OURS}"], found["tg800@b3/llama-server"]
     ratios = [a / b for a, b in zip(ours.samples, theirs.samples, strict=True)]
     assert theirs.fields["ours_over_peer"] == pytest.approx(fmean(ratios))
     assert theirs.fields["ratio_interval"] == pytest.approx([min(ratios), max(ratios)])
@@ -182,13 +182,13 @@ def test_run_llama_server_gets_the_same_prompts(tmp_path: Path) -> None:
     options, *requests = notes(tmp_path)
     assert options["options"]["-np"] == "3"
     assert sorted(one["prompt"] for one in requests) == sorted(3 * encode_bundled_prompts(open_checkpoint(model), 3))
-    assert [one["n_predict"] for one in requests] == [32] * 3 + [160] * 6  # warming up, then two runs
+    assert [one["n_predict"] for one in requests] == [32] * 3 + [800] * 6  # warming up, then two runs
 
 
 def test_run_without_llama_server_leaves_it_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = write_model(tmp_path / "tiny.gguf")
+    model = write_model(tmp_path / "tiny.gguf", context=1024)
     monkeypatch.setenv("PATH", str(tmp_path))
     recorder = Recorder("peers")
-    suite.run(recorder, lambda *_: None, model, Plan(tg=[160], batches=[2], repetitions=1, peers=["llama-server"]))
+    suite.run(recorder, lambda *_: None, model, Plan(tg=[800], batches=[2], repetitions=1, peers=["llama-server"]))
     assert recorder.details["left_out"] == {"llama-server": "it is not on the PATH: --llama-server PATH names one"}
-    assert [result.name for result in recorder.results()] == [f"tg160@b2/{OURS}"]
+    assert [result.name for result in recorder.results()] == [f"tg800@b2/{OURS}"]
