@@ -403,6 +403,16 @@ def parse_size(text: str) -> int:
     return size
 
 
+class SchedulerLimits(NamedTuple):
+    """Requests and tokens of a step."""
+
+    max_batch: int = 64
+    max_step_tokens: int = 512
+
+    def __str__(self) -> str:
+        return f"up to {self.max_batch:,} requests in a batch and {self.max_step_tokens:,} tokens in a step"
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(SchedulingOptions):
     """How much an engine holds; on a GPU `max_batch` and `max_step_tokens` follow from its memory."""
@@ -410,8 +420,8 @@ class EngineConfig(SchedulingOptions):
     max_context: int  # tokens of one request, prompt and output together
     n_blocks: int  # of the KV cache, for all requests together
     block_size: int = 16  # tokens in a block
-    max_batch: int = 64  # requests that are computed in one step
-    max_step_tokens: int = 512  # token budget of a step with prefills, decodes included
+    max_batch: int = SchedulerLimits().max_batch  # requests that are computed in one step
+    max_step_tokens: int = SchedulerLimits().max_step_tokens  # of a step with prefills, decodes included
     n_slots: int = 0  # of states, for a model that has them; 0: what max_batch requests need, and a few snapshots
 
     def __post_init__(self) -> None:

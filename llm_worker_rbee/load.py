@@ -14,9 +14,9 @@ from pathlib import Path
 
 from .backends import cpu_info, resolve_kv_type, select_backend
 from .backends.ops import Backend
-from .config import FP8, EngineConfig, LoadOptions, ModelConfig
+from .config import FP8, EngineConfig, LoadOptions, ModelConfig, SchedulerLimits
 from .engine.engine import Engine
-from .engine.memory_plan import KVCacheBudget, Placement, SchedulerLimits, place_model
+from .engine.memory_plan import KVCacheBudget, Placement, place_model
 from .engine.mtp import MtpDrafter
 from .engine.speculative import Drafter, DraftModel
 from .engine.state_pool import SLOTS_PER_REQUEST

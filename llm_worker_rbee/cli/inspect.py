@@ -10,11 +10,10 @@ from typing import Any
 
 from ..backends import select, select_backend
 from ..backends.ops import Backend
-from ..config import KV_DEFAULT, KV_ON_CPU, ExpertConfig, LoadOptions, ModelConfig
+from ..config import KV_DEFAULT, KV_ON_CPU, ExpertConfig, LoadOptions, ModelConfig, SchedulerLimits
 from ..engine.memory_plan import (
     DEVICE_MEMORY_FRACTION,
     HOST_MEMORY_FRACTION,
-    SchedulerLimits,
     device_weight_bytes,
     fallback_to_cpu,
     plan_cache,

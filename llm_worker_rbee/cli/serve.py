@@ -18,9 +18,8 @@ from typing import Any, TypeVar
 import typer
 
 from ..backends.ops import CAPTURING, COMPILING
-from ..config import ComputeOptions, PoolingOptions
+from ..config import ComputeOptions, PoolingOptions, SchedulerLimits
 from ..engine.engine import Engine
-from ..engine.memory_plan import SchedulerLimits
 from ..errors import InvalidRequestError, WorkerError
 from ..models import read_model_config
 from ..models.sampling_defaults import read_sampling_defaults
@@ -40,6 +39,7 @@ from ..token_engine.protocol import Load, ModelInfo
 from ..token_engine.replicas import ReplicaSet
 from ..token_engine.supervisor import SupervisedEngine
 from ..token_engine.threaded import ThreadedEngine
+from ..tokenizer.chat.template import start_ahead
 from ..weights import open_checkpoint
 from ..weights.hub import DEFAULT_MODEL, find_model
 from .commands import ENGINES, SWITCH, MeasuringFlags, PoolingServeFlags, ProcessFlags, ServeCommand, WireFlags
@@ -227,7 +227,9 @@ def _with_children(
         last_report.append((what, done, total))
         output.call(draw)
 
-    on_located, opened = _open_ahead(partial(_open_text, template_path=options.model.chat_template))
+    start_ahead()
+    open_text = partial(_open_text, template_path=options.model.chat_template)
+    on_located, opened = _open_ahead(open_text, options.model.model)
 
     def open_model(info: ModelInfo) -> TextModel:
         text_model = opened()
@@ -253,7 +255,7 @@ def _pooling_service(kind: Kind, name: str, chat: ComputeOptions, supervision: A
         task=TASKS[kind],
         refuses_chat_models=True,
     )
-    on_located, opened = _open_ahead(partial(open_text_side, kind=kind))
+    on_located, opened = _open_ahead(partial(open_text_side, kind=kind), name)
     load, label = Load(pooling=options, nice=POOLING_NICE), f"the engine of {name}"
     engine = SupervisedPooling(load, label=label, on_located=on_located, **supervision)
     return PoolingService(name, kind, engine, lambda info: opened())
@@ -268,9 +270,9 @@ def _reserved_bytes(references: dict[Kind, str]) -> int:
     return total
 
 
-def _open_ahead(open_text: Callable[[Path], T]) -> tuple[Callable[[str], None], Callable[[], T]]:
-    """Return a callback that opens the text side of a model in a thread, while an engine loads the weights, and a
-    function that waits for it."""
+def _open_ahead(open_text: Callable[[Path], T], model: str | None) -> tuple[Callable[[str], None], Callable[[], T]]:
+    """Open the text side of a model in a thread, while an engine loads the weights: at once if it is on this machine.
+    Return a callback that opens it once the engine has fetched it, and a function that waits for the thread."""
     opening: Future[T] = Future()
 
     def run(path: str) -> None:
@@ -279,10 +281,13 @@ def _open_ahead(open_text: Callable[[Path], T]) -> tuple[Callable[[str], None], 
         except Exception as error:
             opening.set_exception(error)
 
-    def on_located(path: str) -> None:
+    def start(path: str) -> None:
         threading.Thread(target=run, args=[path], name="tokenizer", daemon=True).start()
 
-    return on_located, opening.result
+    with suppress(WorkerError, OSError):
+        start(str(find_model(model, pull=False).path))
+        return lambda path: None, opening.result
+    return start, opening.result
 
 
 def _open_text(path: Path, template_path: Path | None) -> TextModel:

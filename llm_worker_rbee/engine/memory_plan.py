@@ -20,7 +20,16 @@ from typing import NamedTuple
 
 from .. import machine
 from ..backends import Backend, resolve_kv_type, select, select_backend
-from ..config import DEVICE_SPARE_BYTES, MAX_BATCH, STEP_TOKENS, ComputeOptions, EngineConfig, LoadOptions, ModelConfig
+from ..config import (
+    DEVICE_SPARE_BYTES,
+    MAX_BATCH,
+    STEP_TOKENS,
+    ComputeOptions,
+    EngineConfig,
+    LoadOptions,
+    ModelConfig,
+    SchedulerLimits,
+)
 from ..errors import InsufficientMemoryError, InvalidRequestError, counted, human_bytes
 from ..models import read_model_config
 from ..models.convert import planned_types
@@ -39,8 +48,7 @@ SNAPSHOT_FRACTION = 0.25  # of the rest, that snapshots may take
 MAX_SNAPSHOTS_PER_REQUEST = 64
 MIN_CONTEXT = 128  # tokens: a short question and its answer
 HEAD_STEP = 16  # the CPU backend pads each head to a multiple of this
-DEFAULT_CONFIG = EngineConfig(max_context=1, n_blocks=1)
-BLOCK_SIZE = DEFAULT_CONFIG.block_size
+BLOCK_SIZE = EngineConfig.block_size
 DELTA_CHUNK = 64  # tokens of a chunk of the gated delta rule on a GPU
 BATCH_STEP = 64  # the default is a multiple of this
 # Tokens that each request of a full batch has room for: an eighth of the context, within these bounds.
@@ -53,16 +61,6 @@ LOGIT_COPIES = 3  # as computed, in the buffer that graphs share, capped or gath
 SAMPLED_ROWS = 192  # at a time, at most: one on each multiprocessor, two numbers of 8 bytes a token of the vocabulary
 # Float32 copies of a product: its parts, and joined or scaled; batch-invariant products have 4 splits in every step.
 PRODUCT_COPIES, BATCH_INVARIANT_COPIES = 2, 8
-
-
-class SchedulerLimits(NamedTuple):
-    """Requests and tokens of a step."""
-
-    max_batch: int = DEFAULT_CONFIG.max_batch
-    max_step_tokens: int = DEFAULT_CONFIG.max_step_tokens
-
-    def __str__(self) -> str:
-        return f"up to {self.max_batch:,} requests in a batch and {self.max_step_tokens:,} tokens in a step"
 
 
 class MemoryRow(NamedTuple):

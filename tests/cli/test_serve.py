@@ -21,6 +21,7 @@ import httpx
 import pytest
 
 from llm_worker_rbee import __version__
+from llm_worker_rbee.cli import serve as serve_module
 from llm_worker_rbee.cli.commands import LimitFlags
 from llm_worker_rbee.server.settings import ServerSettings
 from tests.conftest import with_kernels
@@ -382,7 +383,9 @@ def test_serve_https(worker: Callable[..., Worker], tiny: Path, tmp_path: Path) 
     spawned = worker("-m", tiny, "--ssl-certfile", tmp_path / "cert.pem", "--ssl-keyfile", tmp_path / "key.pem")
     assert spawned.url.startswith("https://127.0.0.1:")
     trusted = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
-    assert httpx.get(f"{spawned.url}/health", verify=trusted).json()["status"] in ("loading", "healthy")
+    reply = httpx.get(f"{spawned.url}/health", verify=trusted)
+    assert reply.headers["content-type"] == "application/json", (reply.status_code, reply.text)
+    assert reply.json()["status"] in ("loading", "healthy")
     assert spawned.end(signal.SIGTERM)[0] == 0  # also where it is loading still
 
 
@@ -400,3 +403,12 @@ def test_limit_defaults_are_as_documented() -> None:
     assert vars(LimitFlags()) == documented
     settings = ServerSettings(model_ref="x")
     assert {name: getattr(settings, name) for name in documented} == documented
+
+
+def test_text_side_is_opened_before_the_engine_has_found_the_model(tiny: Path) -> None:
+    on_located, opened = serve_module._open_ahead(lambda path: path.name, str(tiny))
+    assert opened() == tiny.name
+    on_located(str(tiny))  # the engine's report comes later, and changes nothing
+    on_located, opened = serve_module._open_ahead(lambda path: path.name, "not-yet-fetched")
+    on_located(str(tiny))
+    assert opened() == tiny.name

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.config import DEVICE_SPARE_BYTES, KV_CUDA, KV_ON_CUDA, MAX_BATCH, LoadOptions
+from llm_worker_rbee.config import DEVICE_SPARE_BYTES, KV_CUDA, KV_ON_CUDA, MAX_BATCH, LoadOptions, SchedulerLimits
 from llm_worker_rbee.engine.memory_plan import (
     DEVICE_MEMORY_FRACTION,
     Placement,
-    SchedulerLimits,
     Workspace,
     device_weight_bytes,
     place_model,

@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 
 from llm_worker_rbee.backends import select_backend
 from llm_worker_rbee.backends.ops import KV_TYPES
-from llm_worker_rbee.config import DEVICE_SPARE_BYTES, Family, ModelConfig, parse_size
+from llm_worker_rbee.config import DEVICE_SPARE_BYTES, Family, ModelConfig, SchedulerLimits, parse_size
 from llm_worker_rbee.engine.memory_plan import (
     DEVICE_MEMORY_FRACTION,
     HOST_MEMORY_FRACTION,
     MIN_CONTEXT,
     MemoryPlan,
-    SchedulerLimits,
     block_bytes,
     free_memory,
     plan_kv_cache,

@@ -7,11 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llm_worker_rbee.config import MAX_BATCH, STEP_TOKENS, ModelConfig
+from llm_worker_rbee.config import MAX_BATCH, STEP_TOKENS, ModelConfig, SchedulerLimits
 from llm_worker_rbee.engine.memory_plan import (
     BATCH_STEP,
     DEVICE_MEMORY_FRACTION,
-    SchedulerLimits,
     Workspace,
     block_bytes,
     choose_batch,
