@@ -129,10 +129,10 @@ def test_peers_invalid_options_fail(cli: Run, tiny: Path) -> None:
 
 def test_peers_batch_beside_llama_server(cli: Run, endless: Path, tmp_path: Path) -> None:
     """Answers are long enough for both to be under way at once on a busy machine."""
-    options = ("--tg", "300", "--batch", "2", "-r", "1", "--peer", "llama-server", "--llama-server", server(tmp_path))
+    options = ("--tg", "1000", "--batch", "2", "-r", "1", "--peer", "llama-server", "--llama-server", server(tmp_path))
     done = cli("bench", "peers", endless, *options)
     assert done.returncode == 0, done.stderr
     rows = [line.split()[:2] for line in done.stdout.decode().splitlines()[3:]]
-    assert rows == [["tg300@b2", "llm-worker-rbee"], ["tg300@b2", "llama-server"]]
+    assert rows == [["tg1000@b2", "llm-worker-rbee"], ["tg1000@b2", "llama-server"]]
     done = cli("bench", "peers", endless, *options[:-1], tmp_path / "nowhere")
     assert f"left out: llama-server: {tmp_path / 'nowhere'} is not a program" in done.stderr.decode()

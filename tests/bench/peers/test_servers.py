@@ -169,12 +169,12 @@ def test_worker_server_answers_all_prompts(tmp_path: Path) -> None:
 def test_run_llama_server_gets_the_same_prompts(tmp_path: Path) -> None:
     model = write_model(tmp_path / "tiny.gguf", context=1024)
     names = ["llama-bench", "llama-cpp-python", "transformers", "llama-server"]
-    plan = Plan(pp=[8], tg=[800], batches=[3], repetitions=2, peers=names, llama_server=str(server(tmp_path)))
+    plan = Plan(pp=[8], tg=[480], batches=[3], repetitions=2, peers=names, llama_server=str(server(tmp_path)))
     recorder = Recorder("peers")
     suite.run(recorder, lambda *_: None, model, plan)
     found = {result.name: result for result in recorder.results()}
-    assert set(found) == {f"tg800@b3/{OURS}", "tg800@b3/llama-server"}  # the others do one at a time
-    ours, theirs = found[f"tg800@b3/{OURS}"], found["tg800@b3/llama-server"]
+    assert set(found) == {f"tg480@b3/{OURS}", "tg480@b3/llama-server"}  # the others do one at a time
+    ours, theirs = found[f"tg480@b3/{OURS}"], found["tg480@b3/llama-server"]
     ratios = [a / b for a, b in zip(ours.samples, theirs.samples, strict=True)]
     assert theirs.fields["ours_over_peer"] == pytest.approx(fmean(ratios))
     assert theirs.fields["ratio_interval"] == pytest.approx([min(ratios), max(ratios)])
@@ -182,13 +182,13 @@ def test_run_llama_server_gets_the_same_prompts(tmp_path: Path) -> None:
     options, *requests = notes(tmp_path)
     assert options["options"]["-np"] == "3"
     assert sorted(one["prompt"] for one in requests) == sorted(3 * encode_bundled_prompts(open_checkpoint(model), 3))
-    assert [one["n_predict"] for one in requests] == [32] * 3 + [800] * 6  # warming up, then two runs
+    assert [one["n_predict"] for one in requests] == [32] * 3 + [480] * 6  # warming up, then two runs
 
 
 def test_run_without_llama_server_leaves_it_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_model(tmp_path / "tiny.gguf", context=1024)
     monkeypatch.setenv("PATH", str(tmp_path))
     recorder = Recorder("peers")
-    suite.run(recorder, lambda *_: None, model, Plan(tg=[800], batches=[2], repetitions=1, peers=["llama-server"]))
+    suite.run(recorder, lambda *_: None, model, Plan(tg=[480], batches=[2], repetitions=1, peers=["llama-server"]))
     assert recorder.details["left_out"] == {"llama-server": "it is not on the PATH: --llama-server PATH names one"}
-    assert [result.name for result in recorder.results()] == [f"tg800@b2/{OURS}"]
+    assert [result.name for result in recorder.results()] == [f"tg480@b2/{OURS}"]
