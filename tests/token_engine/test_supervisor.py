@@ -113,7 +113,7 @@ def test_engine_killed_in_any_state_of_a_request(load: Load, faults: EngineFault
 
     async def main(engine: SupervisedEngine) -> None:
         cases = [*CASES.values(), {}]
-        made = [partial(request, i, 24, prompt=list(range(60 + i)), **params) for i, params in enumerate(cases)]
+        made = [partial(request, i, 60, prompt=list(range(60 + i)), **params) for i, params in enumerate(cases)]
         made += [partial(request, 9, 0, prompt=list(range(90)), prompt_logprobs=True)]  # it is only scored
         expected = [summary(await outputs_of(engine.submit(one()))) for one in made]
         assert len({str(one) for one in expected}) == len(made)
