@@ -391,15 +391,15 @@ def _require_whole(name: str, value: object, maximum: int | None = None) -> None
         raise InvalidRequestError(f"{name} is {value!r}: it must be a whole number, 1 or more{limit}", name)
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str, name: str = "kv_memory") -> int:
     """Return the bytes of `512M`, `1.5GB`, `2GiB`; K, M, G and T are powers of 1,000, with an i of 1,024."""
     match = SIZE.fullmatch(text.strip())
     binary = match is not None and (match[3] or "").lower().startswith("i")
     if match is None or (binary and not match[2]):
-        raise InvalidRequestError(f"kv_memory is {text!r}: give a size such as 512M, 1.5GB or 2GiB", "kv_memory")
+        raise InvalidRequestError(f"{name} is {text!r}: give a size such as 512M, 1.5GB or 2GiB", name)
     size = int(float(match[1]) * (1024 if binary else 1000) ** UNITS[match[2].upper()])
     if size < 1:
-        raise InvalidRequestError(f"kv_memory is {text!r}: it must be 1 byte or more", "kv_memory")
+        raise InvalidRequestError(f"{name} is {text!r}: it must be 1 byte or more", name)
     return size
 
 
@@ -479,6 +479,9 @@ class LoadOptions(ComputeOptions, SchedulingOptions):
     max_batch: int | None = None  # None: `EngineConfig` says it on a CPU, the memory on a GPU
     max_step_tokens: int | None = None  # likewise
     draft_model: str | None = None
+    kv_dir: str | None = None  # a folder that keeps blocks of keys and values
+    kv_disk: int = 20 << 30  # bytes in it
+    kv_max_age_days: float | None = None  # of a segment's last use
     num_sharing: int = 1  # engines that share the cores and the memory of the device, this one included
     reserved_memory: int = 0  # bytes that engines of other models will take
 
@@ -487,6 +490,9 @@ class LoadOptions(ComputeOptions, SchedulingOptions):
             if getattr(self, name) is not None:
                 _require_whole(name, getattr(self, name), maximum)
         super().__post_init__()
+        if self.kv_dir is not None and not self.prefix_cache:
+            raise InvalidRequestError("kv_dir keeps the blocks of the prefix cache: leave that on", "kv_dir")
+        _require_whole("kv_disk", self.kv_disk, None)
         if self.draft_model is not None and self.speculative != "off":
             problem = "speculative and draft_model are two ways to draft: give one of them"
             raise InvalidRequestError(problem, "speculative")

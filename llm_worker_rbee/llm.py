@@ -23,6 +23,7 @@ from typing import Any, overload
 
 from .config import LoadOptions
 from .engine.engine import Engine
+from .engine.kv_store import check_folder
 from .errors import InvalidRequestError, RequestCancelledError, WorkerError
 from .generation import Chunk, Completion, Generation, Timings, make_generations
 from .load import LoadPhases, load, make_engine
@@ -78,7 +79,8 @@ class LLM(TextModel):
         speculative decoding, `speculative` another way to draft, `draft_tokens` the drafts of a step; `deterministic`
         makes results batch-invariant, as they always are on the CPU, and costs speed on a GPU. `target_itl_ms` and
         `prefix_cache` are explained in `SchedulingOptions`; `max_batch` and `max_step_tokens` are 64 and 512 on a CPU
-        and chosen from model and memory on a GPU, unless they are given.
+        and chosen from model and memory on a GPU, unless they are given. `kv_dir` is a folder that keeps blocks of keys
+        and values, up to `kv_disk` bytes, so that later processes continue the same texts without computing them.
 
         `chat_template` is Jinja source that replaces the file's own; `open_objects` lets objects have properties that
         their JSON schemas do not name. `progress` is called during downloads, compiling and quantizing, `on_stage`
@@ -88,6 +90,8 @@ class LLM(TextModel):
             model = LoadOptions.from_arguments({"model": model, **options})
         elif options:
             raise InvalidRequestError(f"{min(options)} is given beside LoadOptions: set it there", min(options))
+        if model.kv_dir is not None:
+            check_folder(model.kv_dir)
         self.loading = LoadPhases(on_stage, progress)
         self.phases = self.loading.seconds
         loaded = load(model, self.loading)

@@ -6,16 +6,24 @@ start (done 0), its progress in bytes or items (about ten times, more often only
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from .backends import cpu_info, resolve_kv_type, select_backend
 from .backends.ops import Backend
 from .config import FP8, EngineConfig, LoadOptions, ModelConfig, SchedulerLimits
 from .engine.engine import Engine
+from .engine.kv_store import BlockStore, model_digest, open_folder
+from .engine.kv_tier import KVTier
 from .engine.memory_plan import KVCacheBudget, Placement, place_model
 from .engine.mtp import MtpDrafter
 from .engine.speculative import Drafter, DraftModel
@@ -32,10 +40,11 @@ from .structured_outputs.grammar import GrammarCompiler
 from .text_model import open_tokenizer
 from .tokenizer import Tokenizer
 from .weights import Checkpoint, open_checkpoint
-from .weights.hub import Progress, locate_model
+from .weights.hub import Progress, locate_model, model_files
 from .weights.quant_mix import quant_name
 
 REPORTS_PER_PHASE = 10
+FLUSH_S = 2.0  # for blocks that wait to be written when an engine ends
 MAX_REPORT_INTERVAL_S = 2.0
 
 
@@ -172,7 +181,48 @@ def make_engine(loaded: LoadedModel, options: LoadOptions) -> Engine:
     engine.grammar_compiler = GrammarCompiler(
         lambda: loaded.tokenizer or open_tokenizer(loaded.checkpoint), loaded.config.vocab_size
     )
+    if options.kv_dir is not None:
+        _require_host_blocks(engine)
+        tier = KVTier(engine.cache.layers, engine.scheduler.pool, partial(_open_store, loaded, engine, options))
+        engine.use_tier(tier)
+        weakref.finalize(engine, tier.close, FLUSH_S)  # at the end of the process at the latest
     return engine
+
+
+def _require_host_blocks(engine: Engine) -> None:
+    """Raise where blocks cannot be written to disk yet."""
+    ops = engine.model.ops
+    why = "the model keeps states beside keys and values" if engine.cache.n_slots else ""
+    why = f"its keys and values are on {ops.device}" if ops.has_device_memory else why
+    if why:
+        raise InvalidRequestError(f"kv_dir cannot be used with this model: {why}; leave it out", "kv_dir")
+
+
+def _code_digest() -> str:
+    """Return a hash of the sources that the bits of keys and values depend on."""
+    digest, package = hashlib.sha256(), Path(__file__).parent
+    for path in sorted(
+        path for folder in ("backends", "layers", "models") for path in (package / folder).rglob("*.py")
+    ):
+        digest.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _open_store(loaded: LoadedModel, engine: Engine, options: LoadOptions) -> BlockStore:
+    """Open the blocks that have the bits of this engine: of these weights, shapes, kernels and versions."""
+    assert options.kv_dir is not None
+    folder, cache = open_folder(options.kv_dir), engine.cache
+    facts = {
+        "model": model_digest(folder, model_files(loaded.checkpoint.path)).hex(),
+        "quantize": options.quantize,
+        "config": repr(loaded.config),
+        "kv": [cache.kv_type, *(f"{a.dtype}{a.shape[1:]}" for layer in cache.layers for a in layer if a is not None)],
+        "backend": [loaded.model.ops.name, cpu_info.current_isa(), np.__version__, _code_digest()],
+    }
+    namespace = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).digest()
+    age = None if options.kv_max_age_days is None else options.kv_max_age_days * 86_400
+    about = {"model": loaded.checkpoint.path.name, "kv_type": cache.kv_type, "backend": loaded.model.ops.name}
+    return BlockStore(folder, namespace, cache.block_size, options.kv_disk, age, about)
 
 
 def _select_backend(options: LoadOptions) -> Backend:

@@ -53,6 +53,8 @@ COMMANDS = {
     "convert": Command("Models and machine", ".convert",
         "Convert a model to a GGUF of another type, and print its path."),
     "models": Command("Models and machine", ".models", "List the models in the cache, with their sizes."),
+    "kv": Command("Models and machine", ".kv",
+        "List, check or remove the keys and values that --kv-dir keeps in a folder."),
     "warmup": Command("Models and machine", ".warmup",
         "Compile the kernels ahead of time, so that no answer waits for it."),
     "doctor": Command("Models and machine", ".doctor",

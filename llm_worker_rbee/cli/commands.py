@@ -416,6 +416,26 @@ class PullCommand:
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
+class KvCommand:
+    """List, check or remove the keys and values that --kv-dir keeps in a folder.
+
+    `ls` lists them by model, `check` reads everything and verifies it, `rm` removes them. Workers that use the folder
+    go on: what they miss is computed again.
+
+    \b
+    Examples:
+      llm-worker-rbee kv ls ~/kv
+      llm-worker-rbee kv check ~/kv
+      llm-worker-rbee kv rm ~/kv --older 7
+    """
+
+    action: Annotated[str, typer.Argument(metavar="ls|check|rm", help="What to do.")]
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of --kv-dir.")]
+    older: float | None = _option(None, "DAYS", "Remove only what was not used for so long.", min=0)
+    as_json: bool = _option(False, None, "Print one JSON object.", "--json")
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
 class ConvertCommand:
     """Convert a model to a GGUF of another type, and print its path.
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from ..backends import cpu_info
 from ..backends.ops import CAPTURING, COMPILING
 from ..config import LoadOptions
+from ..engine.kv_store import check_folder
 from ..errors import InsufficientMemoryError, InvalidRequestError, WorkerError
 from ..llm import LLM, Stream
 from ..progress import OnStage, transfer_progress
@@ -102,7 +103,10 @@ def shown_loading(model: str, status: Status, **others: str) -> Iterator[Progres
 def load_options(model: ModelFlags, computing: LoadFlags, engine: EngineFlags | None = None) -> LoadOptions:
     """Return the load options of these flags."""
     options = replace(computing.options(model.model), max_context=model.max_context)
-    return options if engine is None else engine.apply(options)
+    options = options if engine is None else engine.apply(options)
+    if options.kv_dir is not None:
+        check_usage(check_folder, options.kv_dir)
+    return options
 
 
 def limit_tokens(llm: LLM, prompt: list[int], params: SamplingParams, *, is_reduced: bool = False) -> SamplingParams:

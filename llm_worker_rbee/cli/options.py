@@ -299,6 +299,16 @@ class EngineFlags(CapacityFlags):
     deterministic: bool = _engine(
         False, None, "The same answer alone and in a batch: a CPU always gives it, a GPU in a slower mode."
     )
+    kv_dir: str | None = _engine(
+        None,
+        "FOLDER",
+        "Keep the keys and values of prompts and answers in this folder: a conversation goes on at once after a "
+        "restart. Whoever reads the folder can recover their text.",
+    )
+    kv_disk: str = _engine("20GiB", "SIZE", "Limit of that folder; what was used least recently goes first.")
+    kv_max_age: float | None = _engine(
+        None, "DAYS", "Remove from it what was not used for so long.", show_default="no limit"
+    )
 
     def apply(self, options: LoadOptions) -> LoadOptions:
         off = self.speculative in (None, "off")
@@ -314,5 +324,8 @@ class EngineFlags(CapacityFlags):
             prefix_cache=not self.no_prefix_cache,
             draft_model=self.draft_model,
             deterministic=self.deterministic,
+            kv_dir=None if self.kv_dir is None else str(Path(self.kv_dir).expanduser().absolute()),
+            kv_disk=check_usage(parse_size, self.kv_disk, "kv_disk"),
+            kv_max_age_days=self.kv_max_age,
             **{name: value for name, value in values.items() if value is not None},
         )

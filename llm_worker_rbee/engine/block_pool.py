@@ -45,6 +45,7 @@ class BlockPool:
         self.num_evictions = 0
         # Where someone reads and clears them: hashes that the prefix cache gained (True) or lost since then.
         self.changes: dict[bytes, bool] | None = None
+        self.pinned: list[int] = []  # blocks that are written to disk or read from it, once for each time
         self._references = [0] * n_blocks
         self._hashes: list[bytes | None] = [None] * n_blocks
         self._cached: dict[bytes, int] = {}
@@ -108,6 +109,18 @@ class BlockPool:
                 if self._hashes[block] is None:
                     self._free.move_to_end(block, last=False)
 
+    def pin(self, shared: Sequence[int], fresh: int = 0) -> list[int] | None:
+        """Acquire blocks for the disk instead of a request."""
+        blocks = self.acquire(shared, fresh)
+        self.pinned += blocks or []
+        return blocks
+
+    def unpin(self, blocks: Sequence[int]) -> None:
+        """Release them."""
+        for block in blocks:
+            self.pinned.remove(block)
+        self.release(blocks)
+
     def publish(self, block: int, block_hash: bytes) -> None:
         """Enter a full, computed block into the prefix cache, unless another block has the same contents."""
         if self.caching and block_hash not in self._cached:
@@ -142,7 +155,7 @@ class BlockPool:
 
     def check(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Assert that reference counts, free blocks and the prefix cache agree with the requests' block tables."""
-        counted = [0] * self.n_blocks
+        counted = [self.pinned.count(block) for block in range(self.n_blocks)]
         for blocks in block_tables:
             assert len(set(blocks)) == len(blocks), "a request has a block twice"
             for block in blocks:

@@ -19,6 +19,7 @@ from ..models.kv_cache import KVCache
 from ..structured_outputs.grammar import GrammarCompiler
 from .async_scheduling import StepPipeline
 from .draft_control import DraftControl
+from .kv_tier import KVTier
 from .mask_filler import MaskFiller, collect_held, consume_outputs
 from .model_runner import ModelRunner, forward
 from .request import Request, SamplerOutput, ScheduledTokens, StepOutput
@@ -52,6 +53,7 @@ class Engine:
         self.step_time = StepTimeModel(model.ops.query_tile)
         self.grammar_compiler: GrammarCompiler | None = None  # where the model's tokenizer is known
         self.mask_filler = MaskFiller(lambda: self.grammar_compiler and self.grammar_compiler.make_executor())
+        self.tier: KVTier | None = None
         self.num_steps = 0
         self.is_computing = False  # during a forward pass: the scheduler's state is then consistent
         self.device_failed = False  # every step will fail until the process is restarted
@@ -66,9 +68,13 @@ class Engine:
         vars(self).update(_run=lambda scheduled: (compute(scheduled), None), _sample=lambda _, sampled, tokens: sampled)
         self.pipeline.is_enabled = False
 
+    def use_tier(self, tier: KVTier) -> None:
+        """Write full blocks behind the steps, and read them back before requests are admitted."""
+        self.tier, self.scheduler.on_publish = tier, tier.publish
+
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or (self.tier is not None and self.tier.has_work)
 
     @property
     def is_drafting(self) -> bool:
@@ -83,6 +89,9 @@ class Engine:
         request.arrival = self._arrivals
         self._arrivals += 1
         self.scheduler.add(request)
+        if self.tier is not None:
+            hashes, is_idle = self.scheduler.cacheable_hashes(request), not self.scheduler.running
+            self.tier.read_ahead(request, hashes, self.seconds_per_prefill_token(), is_idle=is_idle)
 
     def has_room_for(self, request: Request) -> bool:
         """Return whether an otherwise idle engine can compute the whole request."""
@@ -127,6 +136,9 @@ class Engine:
         self.is_computing = False  # an interrupted step leaves it set
         self._called_at = time.perf_counter()
         outputs = self.scheduler.expire(time.monotonic())
+        if self.tier is not None:
+            is_idle = not self.scheduler.running and self.pipeline.in_flight is None
+            self.tier.collect(is_idle=is_idle, has_next=not all(item.is_held for item in self.scheduler.waiting))
         if self.mask_filler.held:
             is_idle = self.pipeline.in_flight is None and all(request.is_held for request in self.scheduler.running)
             outputs += collect_held(self.mask_filler, self.scheduler.remove, is_idle=is_idle)
@@ -152,6 +164,9 @@ class Engine:
         for request in (*self.scheduler.running, *self.scheduler.waiting):
             request.is_finished, request.batch_slot, request.blocks, request.states = True, -1, [], {}
         self.scheduler = Scheduler(self.config, self.scheduler.stats, self.cache.n_slots)
+        if self.tier is not None:
+            self.tier.reset(self.scheduler.pool)
+            self.use_tier(self.tier)
         self.pipeline.in_flight, self.is_computing = None, False
 
     @contextmanager

@@ -63,7 +63,7 @@ class Request:
     history: Any = None  # the sampler's own
     draft_state: Any = None  # the drafter's own
     constraint: Any = None  # a `Constraint`, where `params.structured_outputs` is set
-    is_held: bool = False  # steps leave it out: its grammar is slow, and a thread computes the next mask
+    is_held: bool = False  # steps leave it out: a thread computes the mask of its slow grammar, or reads its blocks
 
     def __post_init__(self) -> None:
         assert self.params.is_resolved, "sampling parameters of a request must be resolved"

@@ -41,6 +41,7 @@ class Scheduler:
         self.config = config
         self.pool = BlockPool(config.n_blocks, config.block_size, caching=config.prefix_cache)
         self.events: list[tuple[Request, SchedulingEvent]] | None = None  # a list where someone reads and clears it
+        self.on_publish: Callable[[bytes, list[int]], None] | None = None  # called with the hash and tokens of a block
         self.waiting: list[Request] = []  # the last one goes first
         self.running: list[Request] = []  # the first one goes first
         self.num_guided = 0  # of these, requests with a grammar
@@ -224,6 +225,8 @@ class Scheduler:
         extend_hashes(request.hashes, request.ids, full, size, request.extra_keys)
         for i in range(first, full):
             self.pool.publish(request.blocks[i], request.hashes[i])
+            if self.on_publish is not None:
+                self.on_publish(request.hashes[i], request.ids[i * size : (i + 1) * size])
         if self.states is not None:
             self.states.publish(request)
         self._in_flight.end(request.hashes[first:full], request)
@@ -280,6 +283,8 @@ class Scheduler:
         """Preempt from the end of the order while a more urgent request waits and has no room."""
         while self.waiting and self.running and self.waiting[-1].priority < self.running[-1].priority:
             first = self.waiting[-1]
+            if first.is_held:
+                return
             shared = self._match(first)
             if self._prefix_in_flight(first) or (self._free_slots and self._has_room(first, shared)):
                 return
@@ -320,7 +325,7 @@ class Scheduler:
         if self.states is not None:
             self.states.start(request, len(shared))
         request.num_computed_tokens = request.num_shared_tokens = len(shared) * self.config.block_size
-        computing = self._cacheable_hashes(request)[len(shared) :]
+        computing = self.cacheable_hashes(request)[len(shared) :]
         if self.states is None or len(computing) >= MIN_SNAPSHOT_BLOCKS:  # else it leaves no snapshot to wait for
             self._in_flight.begin(computing, request)
         self._record(request, "admitted" if request.num_cached_tokens < 0 else "resumed")
@@ -341,7 +346,7 @@ class Scheduler:
         preempts none."""
         return self.pool.can_acquire(shared, self.pool.blocks_for(len(request.ids)) - len(shared) + len(self.running))
 
-    def _cacheable_hashes(self, request: Request) -> list[bytes]:
+    def cacheable_hashes(self, request: Request) -> list[bytes]:
         """Return the hashes of the blocks that a prefix hit may cover: the last token is computed in any case."""
         if not self.pool.caching or request.num_unscored_tokens:
             return []
@@ -349,7 +354,7 @@ class Scheduler:
 
     def _match(self, request: Request) -> list[int]:
         """Return the blocks of the longest cached prefix, with states of the longest one that has a snapshot."""
-        hashes = self._cacheable_hashes(request)
+        hashes = self.cacheable_hashes(request)
         blocks = self.pool.match(hashes)
         if self.states is None:
             return blocks
@@ -360,7 +365,7 @@ class Scheduler:
         """Return whether an equally urgent request is computing the first missing block, so that waiting pays."""
         if not self._in_flight:
             return False
-        missing = next((h for h in self._cacheable_hashes(request) if not self.pool.is_cached(h)), None)
+        missing = next((h for h in self.cacheable_hashes(request) if not self.pool.is_cached(h)), None)
         return self._in_flight.is_worth_waiting(missing, request)
 
     def _release(self, request: Request) -> None:

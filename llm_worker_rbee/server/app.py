@@ -12,6 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from functools import cache, partial
 from importlib import metadata
 from importlib.resources import files
@@ -380,6 +381,7 @@ def describe_worker(worker: Worker) -> dict[str, Any]:
             "max_queue": limits.max_queue, "max_queued_tokens": limits.max_queued_tokens,
             "target_itl_ms": info.engine.target_itl_ms,
         },
+        "kv_disk": None if stats.kv_disk is None else asdict(stats.kv_disk),
         "step_time_model": None if stats.step_time_model is None else stats.step_time_model._asdict(),
         "replicas": [
             {"device": replica.info.device, "status": replica.status(), "restarts": replica.num_restarts,

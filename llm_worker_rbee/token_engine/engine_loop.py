@@ -178,6 +178,7 @@ class EngineLoop:
             device_bytes=engine.model.ops.allocated_memory(),
             graph_bytes=0 if fused is None else fused.graph_bytes,
             process_bytes=machine.resident_bytes(),
+            kv_disk=None if engine.tier is None else engine.tier.stats,
             device_failed=engine.device_failed,
         )
 

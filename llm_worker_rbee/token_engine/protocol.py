@@ -21,6 +21,7 @@ from typing import Any, Literal
 import msgspec
 
 from ..config import EngineConfig, LoadOptions, PoolingOptions
+from ..engine.kv_store import TierStats
 from ..engine.step_time import StepTimeCoefficients, StepTimes
 from ..errors import RequestCancelledError, WorkerError
 from ..progress import OnStage, Stage
@@ -142,6 +143,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     device_bytes: int = 0
     graph_bytes: int = 0
     process_bytes: int | None = None
+    kv_disk: TierStats | None = None  # None: blocks are not kept on disk
     device_failed: bool = False  # every step will fail until the process is restarted
 
     @property
@@ -175,12 +177,14 @@ def add_stats(stats: Sequence[EngineStats], ended: Sequence[EngineStats] = ()) -
     """Add up the counters and gauges of engines; engines that have ended add only their counters."""
     rates = [1 / one.seconds_per_prefill_token for one in stats if one.seconds_per_prefill_token]
     sizes = [one.process_bytes for one in stats if one.process_bytes is not None]
+    disks = [one.kv_disk for one in (*stats, *ended) if one.kv_disk is not None]
     models = [one.step_time_model for one in stats if one.step_time_model is not None]
     return EngineStats(
         **{name: sum(getattr(one, name) for one in (*stats, *ended)) for name in COUNTERS},
         **{name: sum(getattr(one, name) for one in stats) for name in SUMMED_GAUGES},
         seconds_per_prefill_token=1 / sum(rates) if rates else 0.0,
         process_bytes=sum(sizes) if sizes else None,
+        kv_disk=TierStats(*map(sum, zip(*map(astuple, disks), strict=True))) if disks else None,
         device_failed=bool(stats) and all(one.device_failed for one in stats),
         step_times=add_step_times([one.step_times for one in (*stats, *ended)]),
         step_time_model=StepTimeCoefficients(*map(fmean, zip(*models, strict=True))) if models else None,

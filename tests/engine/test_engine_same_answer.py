@@ -4,7 +4,7 @@ chunking, prefix hit, preemption, abort and number of threads. On a GPU this is 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,7 @@ def play(
     steps: int,
     drafter: str = "ngram",
     draft_model: Transformer | None = None,
+    prepare: Callable[[Engine], object] = lambda made: None,
 ) -> Engine:
     """One schedule: some questions and some mates that will be sent away, each arriving at its own time."""
     which = rng.sample(range(len(workload.questions)), rng.randint(most // 3, most))
@@ -135,6 +136,7 @@ def play(
     if workload.model.config.state_bytes:
         settings["n_slots"] = rng.choice((0, 3, 8, 20, 40))
     made = engine(workload.model, kv_type, speculative="ngram" if drafter == "ngram" else "off", **settings)
+    prepare(made)
     requests = [q.request(priority=rng.choice((0, 0, 1))) for q in chosen]
     if drafter == "model":
         assert draft_model is not None

@@ -90,8 +90,8 @@ def test_engine_killed_in_decode_goes_on_with_the_same_output(load: Load) -> Non
 
     async def main(engine: SupervisedEngine) -> None:
         requests = [(i, params) for i, params in enumerate(CASES.values())]
-        expected = [summary(await outputs_of(engine.submit(request(i, **params)))) for i, params in requests]
-        streams = [engine.submit(request(i, **params)) for i, params in requests]
+        expected = [summary(await outputs_of(engine.submit(request(i, 1000, **params)))) for i, params in requests]
+        streams = [engine.submit(request(i, 1000, **params)) for i, params in requests]
         found: list[list[TokenOutput]] = [await stream.next_outputs() for stream in streams]
         for number in (1, 2):
             kill(engine, (signal.SIGKILL, signal.SIGSEGV)[number - 1])

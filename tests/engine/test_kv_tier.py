@@ -1,0 +1,233 @@
+"""Blocks that come from disk: the same bits as computed ones, under random schedules, and after every damage."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llm_worker_rbee import LLM
+from llm_worker_rbee.config import LoadOptions
+from llm_worker_rbee.engine.engine import Engine
+from llm_worker_rbee.engine.kv_store import BlockStore, open_folder
+from llm_worker_rbee.engine.kv_tier import KVTier
+from llm_worker_rbee.errors import InvalidRequestError
+from llm_worker_rbee.load import LoadPhases, make_engine
+from llm_worker_rbee.load import load as load_files
+from tests.conftest import DEVICE
+from tests.engine.test_engine_same_answer import Workload, play
+from tests.helpers.engine_runs import GEMMA4, LFM2, Listener, Question, engine, load, run, small_file, some_questions
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="keys and values of a GPU are not written to disk")
+KV_TYPES = ("float32", "float16", "int8")
+
+
+@pytest.fixture(scope="module")
+def workloads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Workload]:
+    folder = tmp_path_factory.mktemp("tier")
+    files = {"plain": small_file(folder / "plain.gguf", "Q8_0")}
+    files["windows"] = small_file(folder / "windows.gguf", "Q8_0", variant=GEMMA4["gemma4-e"])
+    return {name: Workload(load(file, *KV_TYPES), some_questions(24, 160, (1, 90))) for name, file in files.items()}
+
+
+def store_in(folder: Path, made: Engine) -> BlockStore:
+    """Open the store of a model, KV type and block size; its folder is theirs alone."""
+    return BlockStore(
+        open_folder(folder), made.config.block_size.to_bytes(16, "little"), made.config.block_size, 1 << 30
+    )
+
+
+def attach(folder: Path, made: Engine, *, reads: bool = True) -> None:
+    """Let an engine use the disk; reading always pays where computing takes no time."""
+    if not made.config.prefix_cache:
+        return
+    tier = KVTier(made.cache.layers, made.scheduler.pool, partial(store_in, folder, made))
+    tier._pays = lambda *_: reads  # type: ignore[method-assign]
+    made.use_tier(tier)
+
+
+@pytest.mark.parametrize("kv_type", KV_TYPES)
+@pytest.mark.parametrize("name", ["plain", "windows"])
+def test_same_output_under_random_schedules(
+    workloads: dict[str, Workload], tmp_path: Path, name: str, kv_type: str
+) -> None:
+    """Each engine finds what the ones before it wrote: its caches, batches and chunks are others."""
+    rng, read = random.Random(f"{name} {kv_type}"), 0
+    for drafter in ("off", "ngram", "answers") * 7:
+        made = play(rng, workloads[name], kv_type, 12, 25, drafter, prepare=partial(attach, tmp_path))
+        if made.tier is not None:
+            read += made.tier.stats.num_read_blocks
+            assert made.tier.stats.num_failed_blocks == 0
+            made.tier.close()
+    assert read > 10
+
+
+def answer(workload: Workload, folder: Path, question: Question, **options: Any) -> tuple[Engine, Any]:
+    """Answer a question in a new engine; return both."""
+    made = engine(workload.model, **options)
+    attach(folder, made)
+    request = question.request()
+    listener: Listener = run(made, request)
+    return made, listener.answer(request)
+
+
+LONG = Question(tuple(3 + i % 90 for i in range(200)), 20, {"temperature": 0.0, "logprobs": 2}, frozenset())
+
+
+def test_later_engine_reads_instead_of_computing(workloads: dict[str, Workload], tmp_path: Path) -> None:
+    workload = workloads["plain"]
+    first, expected = answer(workload, tmp_path, LONG)
+    assert first.tier is not None
+    assert first.tier.stats.num_written_blocks == 13  # of 219 computed tokens: the last one is not
+    assert first.tier.stats.written_bytes == 13 * first.tier.block_bytes
+    second, found = answer(workload, tmp_path, LONG)
+    assert second.tier is not None
+    assert found == expected
+    assert second.tier.stats.num_read_blocks == 12  # the last token of the prompt is computed in any case
+    assert second.tier.stats.read_bytes == 12 * second.tier.block_bytes
+    assert second.scheduler.stats.num_hit_tokens == 192
+    assert second.tier.stats.num_written_blocks == 0  # they are there
+    longer = Question((*LONG.prompt, *expected.tokens, 7, 8, 9), 5, {"temperature": 0.0}, frozenset())
+    third, found = answer(workload, tmp_path, longer)
+    assert third.scheduler.stats.num_hit_tokens == 208  # the answer's blocks too
+    assert found == answer(workload, tmp_path / "none", longer)[1]
+
+
+def test_damaged_blocks_are_computed_again(workloads: dict[str, Workload], tmp_path: Path) -> None:
+    """Segments are damaged between engines, and under an engine that has them in its index."""
+    workload, rng = workloads["plain"], random.Random(1)
+    _, expected = answer(workload, tmp_path, LONG)
+    (segment,) = tmp_path.rglob("*.kv")
+    data, num_hit, num_failed = segment.read_bytes(), set(), 0
+    for i in range(60):
+        for path in tmp_path.rglob("*.kv*"):
+            path.unlink()
+        segment.write_bytes(data)
+        made = engine(workload.model)
+        attach(tmp_path, made)
+        assert made.tier is not None
+        if i % 2:
+            made.tier._opening.result()
+        at = rng.randrange(len(data))
+        segment.write_bytes(rng.choice((data[:at], data[:at] + b"?" + data[at + 1 :])))
+        request = LONG.request()
+        assert run(made, request).answer(request) == expected
+        num_hit.add(made.scheduler.stats.num_hit_tokens)
+        num_failed += made.tier.stats.num_failed_blocks > 0
+    assert len(num_hit) > 5
+    assert num_failed > 5
+
+
+@pytest.mark.parametrize("open_store", [lambda: None, lambda: 1 / 0], ids=["none", "failing"])
+def test_engine_without_a_store_works(workloads: dict[str, Workload], open_store: Callable[[], Any]) -> None:
+    made = engine(workloads["plain"].model)
+    made.use_tier(KVTier(made.cache.layers, made.scheduler.pool, open_store))
+    request = LONG.request()
+    assert len(run(made, request).answer(request).tokens) == 20
+    assert made.tier is not None
+    assert not made.tier.has_work
+
+
+def test_reading_that_does_not_pay_is_left(workloads: dict[str, Workload], tmp_path: Path) -> None:
+    workload = workloads["plain"]
+    _, expected = answer(workload, tmp_path, LONG)
+    made = engine(workload.model)
+    attach(tmp_path, made, reads=False)
+    request = LONG.request()
+    assert run(made, request).answer(request) == expected
+    assert made.scheduler.stats.num_hit_tokens == 0
+    tier = KVTier(made.cache.layers, made.scheduler.pool, partial(store_in, tmp_path, made))
+    assert tier._pays(100, None)
+    assert tier._pays(100, 1e-3)
+    assert not tier._pays(100, 1e-9)
+
+
+def test_request_whose_blocks_are_read_holds_nobody_up(workloads: dict[str, Workload], tmp_path: Path) -> None:
+    """The reader waits until another request has ended; one that was aborted meanwhile leaves nothing behind."""
+    workload = workloads["plain"]
+    answer(workload, tmp_path, LONG)
+    made = engine(workload.model)
+    attach(tmp_path, made)
+    assert made.tier is not None
+    store = made.tier._opening.result()
+    assert store is not None
+    read, may_read = store.read, []
+
+    def late_read(*args: Any) -> bool:
+        while not may_read:
+            time.sleep(0.001)
+        return read(*args)
+
+    store.read = late_read  # type: ignore[method-assign]
+    waiting, aborted = LONG.request(), LONG.request()
+    made.add(waiting)
+    made.add(aborted)
+    assert waiting.is_held
+    other = Question((5, 6, 7), 9, {"temperature": 0.0}, frozenset()).request()
+    made.add(other)
+    outputs = [output for _ in range(12) for output in made.step()]
+    assert {output.request for output in outputs} == {other}
+    assert outputs[-1].finish_reason == "length"
+    made.abort(aborted)
+    may_read.append(True)
+    listener = Listener()
+    while made.has_work:
+        listener.take(made.step())
+    assert len(listener.answer(waiting).tokens) == 20
+    assert made.scheduler.stats.num_hit_tokens == 192
+    made.scheduler.check()
+    assert made.scheduler.pool.num_free == made.config.n_blocks
+
+
+def test_reset_engine_goes_on_with_the_disk(workloads: dict[str, Workload], tmp_path: Path) -> None:
+    made = engine(workloads["plain"].model)
+    attach(tmp_path, made)
+    made.add(LONG.request())
+    for _ in range(3):
+        made.step()
+    made.reset()
+    request = LONG.request()
+    assert len(run(made, request).answer(request).tokens) == 20
+    assert made.tier is not None
+    assert made.tier.store is not None
+    assert len(made.tier.store) == 13
+
+
+def test_offline_api_continues_in_another_process(default_model: Path, tmp_path: Path) -> None:
+    """Also with blocks that were not written yet when the process ended, and not with another model's or KV type's."""
+    prompt = "A fox and a crow met under an old oak. " * 20
+    options: dict[str, Any] = {"model": default_model, "device": "cpu", "max_context": 1024, "kv_dir": tmp_path / "kv"}
+    first = LLM(**options)
+    expected = first.generate(prompt, max_tokens=8, temperature=0.0).text
+    assert first.engine.tier is not None
+    first.engine.tier.flush(60)
+    second = LLM(**options)
+    assert second.generate(prompt, max_tokens=8, temperature=0.0).text == expected
+    assert second.engine.tier is not None
+    assert second.engine.tier.stats.num_read_blocks > 10
+    other = LLM(**options, kv_type="float32")
+    other.generate(prompt, max_tokens=8, temperature=0.0)
+    assert other.engine.tier is not None
+    assert other.engine.tier.stats.num_read_blocks == 0
+
+
+def test_options_that_cannot_be_used(tmp_path: Path) -> None:
+    hybrid = small_file(tmp_path / "hybrid.gguf", "Q8_0", variant=LFM2)
+    options = LoadOptions(model=str(hybrid), device="cpu", kv_dir=str(tmp_path / "kv"))
+    loaded = load_files(options, LoadPhases(), needs_tokenizer=False)
+    with pytest.raises(InvalidRequestError, match=r"kv_dir cannot be used with this model.*states"):
+        make_engine(loaded, options)
+    (tmp_path / "open").mkdir(mode=0o755)
+    os.chmod(tmp_path / "open", 0o755)
+    with pytest.raises(InvalidRequestError, match="chmod 700"):
+        LLM(kv_dir=tmp_path / "open")
+    with pytest.raises(InvalidRequestError, match="prefix cache"):
+        LLM(kv_dir=tmp_path / "kv", prefix_cache=False)
+    with pytest.raises(InvalidRequestError, match="kv_disk is 0"):
+        LLM(kv_dir=tmp_path / "kv", kv_disk=0)
