@@ -22,7 +22,7 @@ from .backends import cpu_info, resolve_kv_type, select_backend
 from .backends.ops import Backend
 from .config import FP8, EngineConfig, LoadOptions, ModelConfig, SchedulerLimits
 from .engine.engine import Engine
-from .engine.kv_store import BlockStore, model_digest, open_folder
+from .engine.kv_store import BlockStore, file_facts, model_digest, open_folder
 from .engine.kv_tier import KVTier
 from .engine.memory_plan import KVCacheBudget, Placement, place_model
 from .engine.mtp import MtpDrafter
@@ -104,6 +104,7 @@ class LoadedModel:
     notes: list[str]  # on the choice of device and on ignored metadata, for people
     draft_model: Transformer | None
     mtp_head: MtpHead | None
+    file_facts: list[list[int]]  # of the model's files when they were opened; empty where nothing is kept on disk
 
 
 @without_collection()
@@ -125,6 +126,7 @@ def load(
         path = _locate(options.model, phases)
         draft_path = None if options.draft_model is None else _locate(options.draft_model, phases)
     with phases.timed("open"):
+        facts = [] if options.kv_dir is None else file_facts(model_files(path))
         checkpoint = _open_checkpoint(path, options)
         draft = None if draft_path is None else open_checkpoint(draft_path)
         for opened in filter(None, (checkpoint, draft)):
@@ -156,6 +158,7 @@ def load(
         notes=[*placed.notes, *kv_notes, *sampling_defaults.warnings],
         draft_model=None if draft is None else _load_weights(draft, placed, None, phases)[0],
         mtp_head=head,
+        file_facts=facts,
     )
 
 
@@ -213,7 +216,7 @@ def _open_store(loaded: LoadedModel, engine: Engine, options: LoadOptions) -> Bl
     assert options.kv_dir is not None
     folder, cache = open_folder(options.kv_dir), engine.cache
     facts = {
-        "model": model_digest(folder, model_files(loaded.checkpoint.path)).hex(),
+        "model": model_digest(folder, model_files(loaded.checkpoint.path), loaded.file_facts).hex(),
         "quantize": options.quantize,
         "config": repr(loaded.config),
         "kv": [cache.kv_type, *(f"{a.dtype}{a.shape[1:]}" for layer in cache.layers for a in layer if a is not None)],

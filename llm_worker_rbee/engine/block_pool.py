@@ -8,7 +8,7 @@ cannot find go first, then the least recently used. No arrays here.
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
@@ -45,7 +45,7 @@ class BlockPool:
         self.num_evictions = 0
         # Where someone reads and clears them: hashes that the prefix cache gained (True) or lost since then.
         self.changes: dict[bytes, bool] | None = None
-        self.pinned: list[int] = []  # blocks that are written to disk or read from it, once for each time
+        self.pinned: Counter[int] = Counter()  # blocks that are written to disk or read from it
         self._references = [0] * n_blocks
         self._hashes: list[bytes | None] = [None] * n_blocks
         self._cached: dict[bytes, int] = {}
@@ -112,13 +112,12 @@ class BlockPool:
     def pin(self, shared: Sequence[int], fresh: int = 0) -> list[int] | None:
         """Acquire blocks for the disk instead of a request."""
         blocks = self.acquire(shared, fresh)
-        self.pinned += blocks or []
+        self.pinned.update(blocks or ())
         return blocks
 
     def unpin(self, blocks: Sequence[int]) -> None:
         """Release them."""
-        for block in blocks:
-            self.pinned.remove(block)
+        self.pinned.subtract(blocks)
         self.release(blocks)
 
     def publish(self, block: int, block_hash: bytes) -> None:
@@ -155,7 +154,7 @@ class BlockPool:
 
     def check(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Assert that reference counts, free blocks and the prefix cache agree with the requests' block tables."""
-        counted = [self.pinned.count(block) for block in range(self.n_blocks)]
+        counted = [self.pinned[block] for block in range(self.n_blocks)]
         for blocks in block_tables:
             assert len(set(blocks)) == len(blocks), "a request has a block twice"
             for block in blocks:

@@ -5,6 +5,7 @@ The engine knows token ids only. It belongs to one thread at a time; token_engin
 
 from __future__ import annotations
 
+import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,8 @@ from .scheduler import MIN_PREFILL_TOKENS, Scheduler, max_scored_tokens
 from .speculative import Drafter, NgramDrafter, max_drafts
 from .state_pool import default_slots
 from .step_time import StepSize, StepTimeModel, chunk_context, step_size
+
+logger = logging.getLogger("llm_worker_rbee.engine")
 
 
 class Engine:
@@ -65,12 +68,25 @@ class Engine:
 
     def replace_model(self, compute: Callable[[list[ScheduledTokens]], SamplerOutput]) -> None:
         """Compute steps with another function, such as a `DummyModel`."""
+        self.tier = self.scheduler.on_publish = self.scheduler.on_unpublish = None  # there are no keys and values
         vars(self).update(_run=lambda scheduled: (compute(scheduled), None), _sample=lambda _, sampled, tokens: sampled)
         self.pipeline.is_enabled = False
 
     def use_tier(self, tier: KVTier) -> None:
         """Write full blocks behind the steps, and read them back before requests are admitted."""
-        self.tier, self.scheduler.on_publish = tier, tier.publish
+        self.tier, self.scheduler.on_publish, self.scheduler.on_unpublish = tier, tier.publish, tier.drop
+
+    @contextmanager
+    def _tier_may_fail(self) -> Iterator[None]:
+        """Go on without the tier if it fails."""
+        try:
+            yield
+        except Exception:
+            logger.exception("kv_dir is not used any more")
+            tier, self.tier = self.tier, None
+            self.scheduler.on_publish = self.scheduler.on_unpublish = None
+            assert tier is not None
+            tier.abandon()
 
     @property
     def has_work(self) -> bool:
@@ -90,8 +106,9 @@ class Engine:
         self._arrivals += 1
         self.scheduler.add(request)
         if self.tier is not None:
-            hashes, is_idle = self.scheduler.cacheable_hashes(request), not self.scheduler.running
-            self.tier.read_ahead(request, hashes, self.seconds_per_prefill_token(), is_idle=is_idle)
+            hashes, num_running = self.scheduler.cacheable_hashes(request), len(self.scheduler.running)
+            with self._tier_may_fail():
+                self.tier.read_ahead(request, hashes, self.seconds_per_prefill_token(), num_running=num_running)
 
     def has_room_for(self, request: Request) -> bool:
         """Return whether an otherwise idle engine can compute the whole request."""
@@ -137,8 +154,10 @@ class Engine:
         self._called_at = time.perf_counter()
         outputs = self.scheduler.expire(time.monotonic())
         if self.tier is not None:
-            is_idle = not self.scheduler.running and self.pipeline.in_flight is None
-            self.tier.collect(is_idle=is_idle, has_next=not all(item.is_held for item in self.scheduler.waiting))
+            running, waiting = self.scheduler.running, self.scheduler.waiting
+            is_idle, has_next = not running and self.pipeline.in_flight is None, not all(r.is_held for r in waiting)
+            with self._tier_may_fail():
+                self.tier.collect(is_idle=is_idle, has_next=has_next, num_running=len(running))
         if self.mask_filler.held:
             is_idle = self.pipeline.in_flight is None and all(request.is_held for request in self.scheduler.running)
             outputs += collect_held(self.mask_filler, self.scheduler.remove, is_idle=is_idle)
@@ -161,12 +180,15 @@ class Engine:
 
     def reset(self) -> None:
         """Drop all requests and the prefix cache, after an interrupt while the scheduler's state was changing."""
+        tier, self.tier = self.tier, None  # until it has another pool
+        if tier is not None:
+            tier.settle()
         for request in (*self.scheduler.running, *self.scheduler.waiting):
             request.is_finished, request.batch_slot, request.blocks, request.states = True, -1, [], {}
         self.scheduler = Scheduler(self.config, self.scheduler.stats, self.cache.n_slots)
-        if self.tier is not None:
-            self.tier.reset(self.scheduler.pool)
-            self.use_tier(self.tier)
+        if tier is not None:
+            tier.reset(self.scheduler.pool)
+            self.use_tier(tier)
         self.pipeline.in_flight, self.is_computing = None, False
 
     @contextmanager

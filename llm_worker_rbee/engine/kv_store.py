@@ -1,13 +1,15 @@
 """KV blocks on disk: a folder of append-only segments, found by the hashes of the prefix cache.
 
-    FOLDER/models.json                      digests of model files, by device, inode, size and time of change
+    FOLDER/models.json                      digests of model files, by device, inode, size and times
     FOLDER/<namespace>/<time>-<pid>-<n>.kv  a segment: a header, then records
 
 A namespace stands for everything that the bits of a block depend on beside its tokens: model, KV type, shapes, backend
 and kernels. A segment has one writer, the process that made it, and any number of readers. A record is a header with
 the block's hash, its token ids and two checksums, then the bytes of the block. A record that was cut off by a crash is
 the end of its segment; what does not verify is never used, and its segment is set aside. Nothing is mapped: a file that
-is cut while it is read gives a short read. No arrays here, and nothing of requests.
+is cut while it is read gives a short read. A record without bytes says that the blocks of this hash before it are not
+to be used. Files are open only while they are read, and the one that is written. No arrays here, and nothing of
+requests.
 """
 
 from __future__ import annotations
@@ -30,9 +32,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import InvalidRequestError, human_bytes
+from ..errors import InvalidRequestError, ModelFileError, human_bytes
 
 VERSION = 1
+READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 MAGIC, RECORD = b"RBEEKV\0\1", b"KVB1"
 SEGMENT_HEADER = struct.Struct("<8sII16sI")  # magic, version, tokens of a block, namespace, checksum of these
 RECORD_HEADER = struct.Struct("<4sI16sQ")  # magic, number of ids, hash, bytes of the block; then ids, two checksums
@@ -43,8 +46,10 @@ SUFFIX, DAMAGED = ".kv", ".damaged"
 REFRESH_S = 1.0  # between two looks for what other processes wrote
 TOUCH_S = 60.0  # between two marks of a segment's last use
 RETRY_S = 60.0  # after a write that failed
+AGE_CHECK_S = 600.0  # between two looks for segments that are too old
 MODELS, MAX_MODELS = "models.json", 256
 ABOUT = "about.json"  # of a namespace
+CHUNK_BYTES = 8 << 20
 SHA256 = re.compile("[0-9a-f]{64}")
 logger = logging.getLogger("llm_worker_rbee.engine")
 
@@ -72,15 +77,11 @@ class Place(NamedTuple):
 
 
 class Segment:
-    """A file of records, open for reading."""
+    """A file of records; those before `end` are in the index."""
 
-    def __init__(self, name: str, fd: int, end: int) -> None:
-        self.name, self.fd, self.end = name, fd, end  # records before `end` are in the index
+    def __init__(self, name: str, end: int) -> None:
+        self.name, self.end = name, end
         self.touched_at = 0.0
-
-    def __del__(self) -> None:
-        with suppress(OSError):
-            os.close(self.fd)
 
 
 def open_folder(path: str | Path, *, create: bool = True) -> int:
@@ -90,7 +91,7 @@ def open_folder(path: str | Path, *, create: bool = True) -> int:
         with suppress(FileExistsError):
             os.mkdir(path, 0o700)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(path, READ | os.O_DIRECTORY)
     except OSError as error:
         if error.errno in (errno.ENOTDIR, errno.ELOOP):
             raise InvalidRequestError(f"kv_dir is {path}: it is a link or a file, not a folder", "kv_dir") from None
@@ -115,16 +116,33 @@ def check_folder(path: str | Path) -> None:
         raise InvalidRequestError(f"kv_dir is {path}: {error.strerror}", "kv_dir") from None
 
 
-def model_digest(folder: int, files: Sequence[Path]) -> bytes:
-    """Return a digest of the contents of model files; one that was computed before is kept by inode, size and time."""
-    facts = [[info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns] for info in map(os.stat, files)]
-    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+def file_facts(files: Sequence[Path]) -> list[list[int]]:
+    """Return what tells that files were not changed or replaced."""
+    return [_facts(info) for info in map(os.stat, files)]
+
+
+def _facts(info: os.stat_result) -> list[int]:
+    return [info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns]
+
+
+def model_digest(folder: int, files: Sequence[Path], facts: Sequence[Sequence[int]]) -> bytes:
+    """Return a digest of the contents of model files, which had these facts when they were loaded; raise if they have
+    others. A digest that was computed before is kept by the facts."""
+    if file_facts(files) != list(map(list, facts)):
+        raise ModelFileError("the model's files have changed since they were loaded")
+    key = hashlib.sha256(json.dumps(list(map(list, facts))).encode()).hexdigest()[:32]
     known = _read_object(folder, MODELS)
     if not isinstance(known.get(key), str) or not SHA256.fullmatch(known[key]):
         digest = hashlib.sha256()
-        for path in files:
+        for path, expected in zip(files, facts, strict=True):
             with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
+                while chunk := file.read(CHUNK_BYTES):
+                    digest.update(chunk)
+                    if not threading.main_thread().is_alive():
+                        raise ModelFileError("the process ends")
+                if _facts(os.fstat(file.fileno())) != list(expected):
+                    raise ModelFileError("the model's files have changed since they were loaded")
+            digest.update(b"/")
         known = dict([*known.items(), (key, digest.hexdigest())][-MAX_MODELS:])
         with suppress(OSError):  # it is computed again next time
             _replace_file(folder, MODELS, json.dumps(known).encode())
@@ -134,7 +152,7 @@ def model_digest(folder: int, files: Sequence[Path]) -> bytes:
 def _read_object(folder: int, name: str) -> dict[str, Any]:
     """Return the object of a JSON file; an empty one where there is none."""
     with suppress(OSError, ValueError):
-        with os.fdopen(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)) as file:
+        with os.fdopen(os.open(name, READ, dir_fd=folder)) as file:
             value = json.load(file)
         return value if isinstance(value, dict) else {}
     return {}
@@ -151,7 +169,7 @@ def _replace_file(folder: int, name: str, data: bytes) -> None:
 
 
 class BlockStore:
-    """The blocks of one namespace. One thread may write while others read."""
+    """The blocks of one namespace. One thread writes and refreshes, another may read, any may look blocks up."""
 
     def __init__(
         self,
@@ -169,21 +187,24 @@ class BlockStore:
         self._segment_bytes = min(SEGMENT_BYTES, max(max_bytes // MIN_SEGMENTS, 1))
         self._header = SEGMENT_HEADER.pack(MAGIC, VERSION, block_size, namespace, 0)[:-4]
         self._header += zlib.crc32(self._header).to_bytes(4, "little")
+        self._head_bytes = RECORD_HEADER.size + 8 * block_size + CHECKSUMS.size
         name = namespace.hex()
         with suppress(FileExistsError):
             os.mkdir(name, 0o700, dir_fd=folder)
-        self._fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        self._fd = os.open(name, READ | os.O_DIRECTORY, dir_fd=folder)
         with suppress(OSError):
             _replace_file(self._fd, ABOUT, json.dumps(about or {}).encode())
+        self._lock = threading.RLock()  # of changes to the next three
         self._segments: dict[str, Segment] = {}
         self._index: dict[bytes, Place] = {}
-        self._lock = threading.Lock()  # of the two above
-        self._writing: Segment | None = None
-        self._num_made, self._refreshed_at, self._retry_at = 0, 0.0, 0.0
+        self._writing: tuple[Segment, int] | None = None  # and its file descriptor
+        self._num_made, self._refreshed_at, self._aged_at, self._retry_at = 0, 0.0, -AGE_CHECK_S, 0.0
         self.num_evicted = self.num_damaged = 0
         self.refresh()
 
     def __del__(self) -> None:
+        with suppress(OSError, AttributeError):
+            self._end_segment()
         for name in ("_fd", "_folder"):
             with suppress(OSError, AttributeError):
                 os.close(getattr(self, name))
@@ -191,164 +212,201 @@ class BlockStore:
     def __len__(self) -> int:
         return len(self._index)
 
-    @property
-    def _head_bytes(self) -> int:
-        return RECORD_HEADER.size + 8 * self._block_size + CHECKSUMS.size
-
     def find(self, block_hash: bytes) -> Place | None:
         """Return where a block is, if it is here."""
         return self._index.get(block_hash)
 
-    def refresh(self) -> None:
-        """Take in what other processes wrote, or removed."""
-        self._refreshed_at = time.monotonic()
-        names = {name for name in os.listdir(self._fd) if name.endswith(SUFFIX)}
-        for name in self._segments.keys() - names:
-            self._forget(name)
-        for name in sorted(names):
-            segment = self._segments.get(name) or self._open(name)
-            if segment is not None and segment is not self._writing:
-                self._scan(segment)
+    @property
+    def is_refresh_due(self) -> bool:
+        """Whether the last look at the folder is a while ago."""
+        return time.monotonic() - self._refreshed_at >= REFRESH_S
 
-    def refresh_if_due(self) -> None:
-        """Do so if the last time is a while ago."""
-        if time.monotonic() - self._refreshed_at >= REFRESH_S:
-            with suppress(OSError):
-                self.refresh()
+    def refresh(self) -> None:
+        """Take in what other processes wrote, or removed; remove what is too old."""
+        self._refreshed_at = time.monotonic()
+        if self._max_age_s is not None and self._refreshed_at - self._aged_at >= AGE_CHECK_S:
+            self._aged_at = self._refreshed_at
+            self._make_room(0)
+        with self._lock, suppress(OSError):
+            names = {name for name in os.listdir(self._fd) if name.endswith(SUFFIX)}
+            for name in self._segments.keys() - names:
+                self._forget(name)
+            for name in sorted(names):
+                if self._writing is None or name != self._writing[0].name:
+                    with suppress(OSError):  # one file that cannot be read leaves the others
+                        self._scan(name)
 
     def read(self, place: Place, block_hash: bytes, ids: Sequence[int], parts: Sequence[memoryview]) -> bool:
-        """Read a block into `parts`; return whether it is this block, whole. Otherwise they hold anything, and the
-        segment is set aside."""
+        """Read a block into `parts`; return whether it is this block, whole. Otherwise they hold anything. A segment
+        that is damaged is set aside."""
         segment, head = place.segment, bytearray(self._head_bytes)
         try:
-            size = os.preadv(segment.fd, [head, *parts], place.offset)
-        except OSError as error:
-            self._set_aside(segment, error.strerror or str(error))
+            fd = self._open(segment.name)
+        except OSError:
+            self._forget(segment.name)  # somebody has removed it
             return False
+        try:
+            size = os.preadv(fd, [head, *parts], place.offset)
+            self._touch(segment, fd)
+        except OSError as error:
+            self._set_aside(segment.name, error.strerror or str(error))
+            return False
+        finally:
+            os.close(fd)
         expected = self._head(block_hash, ids, place.size, _checksum(parts))
         if size == len(head) + place.size == len(head) + sum(map(len, parts)) and head == expected:
-            self._touch(segment)
             return True
-        self._set_aside(segment, "a block does not have its checksum or its tokens")
+        if zlib.crc32(head[:-4]) == int.from_bytes(head[-4:], "little") and head[:-8] != expected[:-8]:
+            with self._lock:  # another block is here
+                self._index.pop(block_hash, None)
+        else:
+            self._set_aside(segment.name, "a block does not have its checksum")
         return False
 
     def write(self, block_hash: bytes, ids: Sequence[int], parts: Sequence[memoryview]) -> bool:
         """Append a block; return False if it cannot be written now, for example because the disk is full."""
         if block_hash in self._index:
             return True
-        if time.monotonic() < self._retry_at:
-            return False
-        size, checksum = sum(map(len, parts)), _checksum(parts)
-        try:
-            segment = self._segment_for(self._head_bytes + size)
-            self._append(segment, [self._head(block_hash, ids, size, checksum), *parts])
-        except OSError as error:
-            self._retry_at, self._writing = time.monotonic() + RETRY_S, None
-            logger.warning("keys and values are not written to kv_dir for %.0f s: %s", RETRY_S, error.strerror)
-            return False
+        place = self._append(self._head(block_hash, ids, sum(map(len, parts)), _checksum(parts)), parts)
+        if place is not None:
+            with self._lock:
+                self._index[block_hash] = place
+        return place is not None
+
+    def drop(self, block_hash: bytes) -> None:
+        """Let nobody use a block that was written."""
         with self._lock:
-            self._index[block_hash] = Place(segment, segment.end, size)
-            segment.end += self._head_bytes + size
-        return True
+            is_known = self._index.pop(block_hash, None) is not None
+        if is_known:
+            self._append(self._head(block_hash, [0] * self._block_size, 0, 0), ())
 
     def _head(self, block_hash: bytes, ids: Sequence[int], size: int, checksum: int) -> bytes:
         head = RECORD_HEADER.pack(RECORD, len(ids), block_hash, size) + array("q", ids).tobytes()
         head += checksum.to_bytes(4, "little")
         return head + zlib.crc32(head).to_bytes(4, "little")
 
-    def _append(self, segment: Segment, buffers: Sequence[bytes | memoryview]) -> None:
-        size = sum(map(len, buffers))
-        if os.pwritev(segment.fd, buffers, segment.end) != size:
-            with suppress(OSError):
-                os.ftruncate(segment.fd, segment.end)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def _segment_for(self, size: int) -> Segment:
-        """Return the segment that is written, or a new one if it has no room."""
-        segment = self._writing
-        if segment is None or segment.end + size > self._segment_bytes:
-            self._make_room()
-            segment = self._writing = self._make_segment()
-        return segment
-
-    def _make_segment(self) -> Segment:
-        name = f"{time.time_ns():016x}-{os.getpid()}-{self._num_made}{SUFFIX}"
-        self._num_made += 1
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        segment = Segment(name, os.open(name, flags, 0o600, dir_fd=self._fd), 0)
-        self._append(segment, [self._header])
-        segment.end = len(self._header)
-        self._segments[name] = segment
-        return segment
-
-    def _open(self, name: str) -> Segment | None:
-        """Open a segment of another process; return None if it is none of this namespace and version."""
+    def _append(self, head: bytes, parts: Sequence[memoryview]) -> Place | None:
+        """Append a record; return None if that is not possible now."""
+        if time.monotonic() < self._retry_at:
+            return None
+        size = sum(map(len, parts))
         try:
-            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._fd)
-        except OSError:
+            segment, fd = self._segment_for(len(head) + size)
+            _write_at(fd, [head, *parts], segment.end)
+        except OSError as error:
+            self._retry_at = time.monotonic() + RETRY_S
+            self._end_segment()
+            logger.warning("keys and values are not written to kv_dir for %.0f s: %s", RETRY_S, error.strerror)
             return None
-        segment, info = Segment(name, fd, len(self._header)), os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
-            return None
-        head = os.pread(fd, len(self._header), 0)
-        if head != self._header:
-            if len(head) == len(self._header):  # a shorter one is being made
-                self._set_aside(segment, "it is of another version or namespace")
-            return None
+        place = Place(segment, segment.end, size)
+        segment.end += len(head) + size
+        return place
+
+    def _segment_for(self, size: int) -> tuple[Segment, int]:
+        """Return the segment that is written, or a new one if it has no room or was removed."""
         with self._lock:
-            self._segments[name] = segment
-        return segment
+            writing = self._writing
+            if writing is not None and writing[0].end + size <= self._segment_bytes:
+                return writing
+            self._end_segment()
+        self._make_room(max(self._segment_bytes, len(self._header) + size))
+        with self._lock:
+            name = f"{time.time_ns():016x}-{os.getpid()}-{self._num_made}{SUFFIX}"
+            self._num_made += 1
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            fd = os.open(name, flags, 0o600, dir_fd=self._fd)
+            segment = self._segments[name] = Segment(name, len(self._header))
+            self._writing = segment, fd
+            _write_at(fd, [self._header], 0)
+            return self._writing
 
-    def _scan(self, segment: Segment) -> None:
+    def _end_segment(self) -> None:
+        with self._lock:
+            if self._writing is not None:
+                os.close(self._writing[1])
+                self._writing = None
+
+    def _open(self, name: str) -> int:
+        """Return the descriptor of a segment, open for reading; raise `OSError` if it is no file of this user."""
+        fd = os.open(name, READ, dir_fd=self._fd)
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
+            os.close(fd)
+            raise PermissionError(errno.EPERM, "no file of this user")
+        return fd
+
+    def _scan(self, name: str) -> None:
         """Add the records of a segment that are not in the index; a damaged header ends it."""
-        size = os.fstat(segment.fd).st_size
-        while segment.end + self._head_bytes <= size:
-            head = os.pread(segment.fd, self._head_bytes, segment.end)
-            if len(head) < self._head_bytes or zlib.crc32(head[:-4]) != int.from_bytes(head[-4:], "little"):
-                return
-            magic, count, block_hash, nbytes = RECORD_HEADER.unpack_from(head)
-            if magic != RECORD or count != self._block_size or segment.end + len(head) + nbytes > size:
-                return
-            with self._lock:
-                self._index.setdefault(block_hash, Place(segment, segment.end, nbytes))
-            segment.end += len(head) + nbytes
+        fd = self._open(name)
+        try:
+            size, segment = os.fstat(fd).st_size, self._segments.get(name)
+            if segment is None:
+                head = os.pread(fd, len(self._header), 0)
+                if head != self._header:
+                    if len(head) == len(self._header):  # a shorter one is being made
+                        self._set_aside(name, "it is of another version or namespace")
+                    return
+                segment = self._segments[name] = Segment(name, len(self._header))
+            while segment.end + self._head_bytes <= size:
+                head = os.pread(fd, self._head_bytes, segment.end)
+                if len(head) < self._head_bytes or zlib.crc32(head[:-4]) != int.from_bytes(head[-4:], "little"):
+                    return
+                magic, count, block_hash, nbytes = RECORD_HEADER.unpack_from(head)
+                if magic != RECORD or count != self._block_size or segment.end + len(head) + nbytes > size:
+                    return
+                if nbytes:
+                    self._index.setdefault(block_hash, Place(segment, segment.end, nbytes))
+                else:
+                    self._index.pop(block_hash, None)
+                segment.end += len(head) + nbytes
+        finally:
+            os.close(fd)
 
-    def _touch(self, segment: Segment) -> None:
+    def _touch(self, segment: Segment, fd: int) -> None:
         """Mark that a segment was used, for eviction."""
         now = time.monotonic()
         if now - segment.touched_at > TOUCH_S:
             segment.touched_at = now
             with suppress(OSError):
-                os.utime(segment.fd)
+                os.utime(fd)
 
-    def _set_aside(self, segment: Segment, why: str) -> None:
+    def _set_aside(self, name: str, why: str) -> None:
         """Rename a segment, so that nobody reads it again."""
         self.num_damaged += 1
-        logger.warning("kv_dir: the segment %s is set aside: %s", segment.name, why)
+        logger.warning("kv_dir: the segment %s is set aside: %s", name, why)
         with suppress(OSError):
-            os.rename(segment.name, segment.name + DAMAGED, src_dir_fd=self._fd, dst_dir_fd=self._fd)
-        self._forget(segment.name)
+            os.rename(name, name + DAMAGED, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+        self._forget(name)
 
     def _forget(self, name: str) -> None:
         with self._lock:
             segment = self._segments.pop(name, None)
-            if segment is self._writing:
-                self._writing = None
+            if self._writing is not None and self._writing[0].name == name:
+                self._end_segment()
             for block_hash in [key for key, place in self._index.items() if place.segment is segment]:
                 del self._index[block_hash]
 
-    def _make_room(self) -> None:
+    def _make_room(self, size: int) -> None:
         """Remove segments that are too old, and those that were used least recently, until a new one has room."""
         files = sorted(list_files(self._folder), key=lambda file: file.used_at)
-        total, oldest = sum(file.size for file in files), time.time() - (self._max_age_s or float("inf"))
+        total = sum(file.size for file in files)
+        oldest = float("-inf") if self._max_age_s is None else time.time() - self._max_age_s
         for file in files:
-            if total + self._segment_bytes <= self._max_bytes and file.used_at >= oldest:
+            if total + size <= self._max_bytes and file.used_at >= oldest:
                 break
+            total -= file.size
             with suppress(OSError):
                 os.unlink(f"{file.namespace}/{file.name}", dir_fd=self._folder)
-                total -= file.size
                 self.num_evicted += 1
-        self.refresh()
+            if file.name in self._segments:
+                self._forget(file.name)
+
+
+def _write_at(fd: int, buffers: Sequence[bytes | memoryview], offset: int) -> None:
+    if os.pwritev(fd, buffers, offset) != sum(map(len, buffers)):
+        with suppress(OSError):
+            os.ftruncate(fd, offset)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _checksum(parts: Sequence[memoryview]) -> int:
@@ -377,8 +435,7 @@ def read_about(folder: int, namespace: str) -> dict[str, Any]:
 
 def check_segment(folder: int, file: StoredFile) -> tuple[int, bool]:
     """Return how many blocks of a segment verify, and whether there is anything else in it."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(f"{file.namespace}/{file.name}", flags, dir_fd=folder), "rb") as data:
+    with os.fdopen(os.open(f"{file.namespace}/{file.name}", READ, dir_fd=folder), "rb") as data:
         header = data.read(SEGMENT_HEADER.size)
         if len(header) < SEGMENT_HEADER.size or zlib.crc32(header[:-4]) != int.from_bytes(header[-4:], "little"):
             return 0, True
@@ -398,17 +455,12 @@ def check_segment(folder: int, file: StoredFile) -> tuple[int, bool]:
 
 
 def remove_files(folder: int, files: Sequence[StoredFile]) -> int:
-    """Remove segments, and namespaces that become empty; return the bytes."""
+    """Remove segments; return the bytes. The folders stay: workers that run may write to them."""
     total = 0
     for file in files:
         with suppress(FileNotFoundError):
             os.unlink(f"{file.namespace}/{file.name}", dir_fd=folder)
             total += file.size
-    for namespace in {file.namespace for file in files} - {file.namespace for file in list_files(folder)}:
-        with suppress(FileNotFoundError):
-            os.unlink(f"{namespace}/{ABOUT}", dir_fd=folder)
-        with suppress(OSError):  # what is not ours stays
-            os.rmdir(namespace, dir_fd=folder)
     return total
 
 
@@ -416,7 +468,7 @@ def list_files(folder: int) -> Iterator[StoredFile]:
     """Return all segments in a folder, those set aside too."""
     for namespace in os.listdir(folder):
         try:
-            fd = os.open(namespace, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            fd = os.open(namespace, READ | os.O_DIRECTORY, dir_fd=folder)
         except OSError:
             continue
         try:

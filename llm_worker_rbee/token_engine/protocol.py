@@ -177,7 +177,8 @@ def add_stats(stats: Sequence[EngineStats], ended: Sequence[EngineStats] = ()) -
     """Add up the counters and gauges of engines; engines that have ended add only their counters."""
     rates = [1 / one.seconds_per_prefill_token for one in stats if one.seconds_per_prefill_token]
     sizes = [one.process_bytes for one in stats if one.process_bytes is not None]
-    disks = [one.kv_disk for one in (*stats, *ended) if one.kv_disk is not None]
+    disks = [one.kv_disk for one in stats if one.kv_disk is not None]
+    disks += [replace(one.kv_disk, num_waiting_blocks=0) for one in ended if one.kv_disk is not None]
     models = [one.step_time_model for one in stats if one.step_time_model is not None]
     return EngineStats(
         **{name: sum(getattr(one, name) for one in (*stats, *ended)) for name in COUNTERS},

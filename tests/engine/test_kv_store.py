@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,8 +17,16 @@ import pytest
 
 from llm_worker_rbee.engine import kv_store
 from llm_worker_rbee.engine.block_pool import chained_hash
-from llm_worker_rbee.engine.kv_store import BlockStore, StoredFile, check_folder, list_files, model_digest, open_folder
-from llm_worker_rbee.errors import InvalidRequestError
+from llm_worker_rbee.engine.kv_store import (
+    BlockStore,
+    StoredFile,
+    check_folder,
+    file_facts,
+    list_files,
+    model_digest,
+    open_folder,
+)
+from llm_worker_rbee.errors import InvalidRequestError, ModelFileError
 
 SIZE, BYTES = 4, 600  # tokens and bytes of a block
 NAMESPACE = bytes(range(16))
@@ -273,18 +282,87 @@ def test_segments_that_nobody_used_for_long_are_removed(folder: Path) -> None:
     assert len(segments_in(folder)) == 1
 
 
+def digest_of(folder: int, model: Path) -> bytes:
+    return model_digest(folder, [model], file_facts([model]))
+
+
 def test_digest_of_a_model_is_kept_until_its_file_changes(folder: Path, tmp_path: Path) -> None:
     model = tmp_path / "model.gguf"
     model.write_bytes(b"one")
     fd = open_folder(folder)  # until the end of the process
-    first = model_digest(fd, [model])
+    first = digest_of(fd, model)
     known = folder / kv_store.MODELS
     key, value = next(iter(json.loads(known.read_text()).items()))
     assert bytes.fromhex(value) == first
     known.write_text(json.dumps({key: "ab" * 32}))  # it is not computed again
-    assert model_digest(fd, [model]) == bytes.fromhex("ab" * 32)
+    assert digest_of(fd, model) == bytes.fromhex("ab" * 32)
     for text in ("", "[1]", '{"x": 1}', "\x00", json.dumps({key: "no hex"})):
         known.write_text(text)
-        assert model_digest(fd, [model]) == first, text
+        assert digest_of(fd, model) == first, text
     model.write_bytes(b"other")
-    assert model_digest(fd, [model]) != first
+    assert digest_of(fd, model) != first
+
+
+def test_digest_of_a_model_that_was_replaced_is_refused(folder: Path, tmp_path: Path) -> None:
+    """The weights in memory are those of the file before."""
+    model, other = tmp_path / "model.gguf", tmp_path / "other.gguf"
+    model.write_bytes(b"one")
+    other.write_bytes(b"two")
+    facts = file_facts([model])
+    other.replace(model)
+    with pytest.raises(ModelFileError, match="changed since"):
+        model_digest(open_folder(folder), [model], facts)
+
+
+def test_dropped_block_is_found_by_nobody_until_it_is_written_again(folder: Path) -> None:
+    store, other = open_store(folder), open_store(folder)
+    write(store, 1, 2)
+    store.drop(hash_of(1))
+    other.refresh()
+    assert [read(one, 1) for one in (store, other, open_store(folder))] == [None] * 3
+    write(store, 1)
+    other.refresh()
+    assert [read(one, n) for one in (store, other, open_store(folder)) for n in (1, 2)] == [
+        block_of(1),
+        block_of(2),
+    ] * 3
+
+
+def test_many_segments_need_no_open_files(folder: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(50):
+        write(open_store(folder), number)
+    store = open_store(folder)
+    assert [read(store, n) for n in range(50)] == [block_of(n) for n in range(50)]
+    assert len(os.listdir("/proc/self/fd")) <= before + 3
+
+
+def test_threads_that_write_refresh_and_read_agree(folder: Path) -> None:
+    """A second process's store is refreshed while the first one writes, and both read all the time."""
+    store, other = open_store(folder, max_bytes=400 * BYTES), open_store(folder, max_bytes=400 * BYTES)
+    interval, errors = sys.getswitchinterval(), []
+    sys.setswitchinterval(1e-5)
+
+    def look() -> None:
+        try:
+            rng = random.Random(1)
+            while not is_done:
+                for one in (store, other):
+                    if read(one, n := rng.randrange(300)) not in (None, block_of(n)):
+                        errors.append(n)
+        except Exception as error:
+            errors.append(error)
+
+    is_done: list[bool] = []
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        for number in range(300):
+            write(store, number)
+            other.refresh()
+    finally:
+        is_done.append(True)
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert (errors, store.num_damaged, other.num_damaged) == ([], 0, 0)
+    assert read(other, 299) == block_of(299)

@@ -14,6 +14,7 @@ import pytest
 
 from llm_worker_rbee import LLM
 from llm_worker_rbee.config import LoadOptions
+from llm_worker_rbee.engine.dummy_model import DummyModel
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.kv_store import BlockStore, open_folder
 from llm_worker_rbee.engine.kv_tier import KVTier
@@ -143,9 +144,71 @@ def test_reading_that_does_not_pay_is_left(workloads: dict[str, Workload], tmp_p
     assert run(made, request).answer(request) == expected
     assert made.scheduler.stats.num_hit_tokens == 0
     tier = KVTier(made.cache.layers, made.scheduler.pool, partial(store_in, tmp_path, made))
-    assert tier._pays(100, None)
+    assert tier._pays(100, 0.0)  # the time of a step is not known yet
     assert tier._pays(100, 1e-3)
     assert not tier._pays(100, 1e-9)
+    tier._read_rate = 1e3  # a slow disk, once
+    refused = sum(not tier._pays(100, 1e-3) for _ in range(100))
+    assert 5 < refused < 60  # it is tried again some time
+
+
+def test_requests_with_one_beginning_read_it_once(workloads: dict[str, Workload], tmp_path: Path) -> None:
+    workload = workloads["plain"]
+    _, expected = answer(workload, tmp_path, LONG)
+    made = engine(workload.model, max_batch=8)
+    attach(tmp_path, made)
+    assert made.tier is not None
+    made.tier._opening.result()
+    requests = [LONG.request() for _ in range(5)]
+    listener = run(made, *requests)
+    assert all(listener.answer(request) == expected for request in requests)
+    assert made.tier.stats.num_read_blocks == 12
+    assert made.scheduler.stats.num_hit_tokens == 5 * 192
+
+
+def test_blocks_of_a_failed_request_are_not_read_again(workloads: dict[str, Workload], tmp_path: Path) -> None:
+    """Its keys and values may be what made a later step fail."""
+    workload = workloads["plain"]
+    made = engine(workload.model)
+    attach(tmp_path, made)
+    assert made.tier is not None
+    request = LONG.request()
+    made.add(request)
+    while made.tier.stats.num_written_blocks < 12:
+        made.step()
+        made.tier.collect(is_idle=True, has_next=False, num_running=1)
+    made.scheduler.remove(request, keep_cached=False)
+    while made.has_work:
+        made.step()
+    made.tier._writer.submit(int).result()
+    again = engine(workload.model)
+    attach(tmp_path, again)
+    second = LONG.request()
+    run(again, second)
+    assert again.scheduler.stats.num_hit_tokens == 0
+
+
+def test_dummy_model_keeps_nothing(workloads: dict[str, Workload], tmp_path: Path) -> None:
+    made = engine(workloads["plain"].model)
+    attach(tmp_path, made)
+    made.replace_model(DummyModel([5, 6], 0.0))
+    run(made, LONG.request())
+    assert not list(tmp_path.rglob("*.kv"))
+
+
+def test_failing_tier_is_left(workloads: dict[str, Workload], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As in a thread that computes while the process ends: its threads take no work any more."""
+    workload = workloads["plain"]
+    _, expected = answer(workload, tmp_path, LONG)
+    made = engine(workload.model)
+    attach(tmp_path, made)
+    assert made.tier is not None
+    made.tier._opening.result()
+    made.tier.close()
+    request = LONG.request()
+    assert run(made, request).answer(request) == expected
+    assert made.tier is None
+    assert "kv_dir is not used any more" in caplog.text
 
 
 def test_request_whose_blocks_are_read_holds_nobody_up(workloads: dict[str, Workload], tmp_path: Path) -> None:
