@@ -25,7 +25,7 @@ from .harness import Finding, Harness, Table
 
 MIN_COVERED = 0.9
 KV_MEMORY, TIMEOUT_S, MAX_TRIES = "64M", 300.0, 20  # of the server that streams
-BODY = {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0}
+BODY = {"prompt": "Once upon a time", "max_tokens": 128, "temperature": 0}
 VOCABULARY = ("smollm", 49152)  # pre-tokenizer and size that the ids below belong to
 TOKEN_IDS = Path(__file__).with_name("token_ids.json")
 # Ids that llama.cpp's tokenizer gives for the vocabulary of the built-in model (tools/llama_cpp_token_table.py).

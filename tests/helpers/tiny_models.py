@@ -6,6 +6,7 @@ Ids 0 to 255 are bytes, then a few merged tokens, then control tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,8 @@ def tokenizer_metadata(**changes: Any) -> dict[str, Any]:
     return {**{f"tokenizer.ggml.{k}": v for k, v in keys.items() if v is not None}, "tokenizer.chat_template": TEMPLATE}
 
 
-def random_hf(seed: int = 0) -> Any:
-    return model_zoo.make_hf(LLAMA, seed)
+def random_hf(seed: int = 0, **settings: Any) -> Any:
+    return model_zoo.make_hf(replace(LLAMA, settings={**LLAMA.settings, **settings}), seed)
 
 
 def write_random(path: Path, model: Any = None, **tokenizer: Any) -> Path:

@@ -34,7 +34,8 @@ LIMIT_S = 120
 
 @pytest.fixture(scope="module")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return with_kernels(tiny_models.write_random(tmp_path_factory.mktemp("random") / "random.gguf"))
+    model = tiny_models.random_hf(max_position_embeddings=1024)  # for answers that take a while on any machine
+    return with_kernels(tiny_models.write_random(tmp_path_factory.mktemp("random") / "random.gguf", model))
 
 
 @pytest.fixture
@@ -90,8 +91,8 @@ def test_engine_killed_in_decode_goes_on_with_the_same_output(load: Load) -> Non
 
     async def main(engine: SupervisedEngine) -> None:
         requests = [(i, params) for i, params in enumerate(CASES.values())]
-        expected = [summary(await outputs_of(engine.submit(request(i, 1000, **params)))) for i, params in requests]
-        streams = [engine.submit(request(i, 1000, **params)) for i, params in requests]
+        expected = [summary(await outputs_of(engine.submit(request(i, 4000, **params)))) for i, params in requests]
+        streams = [engine.submit(request(i, 4000, **params)) for i, params in requests]
         found: list[list[TokenOutput]] = [await stream.next_outputs() for stream in streams]
         for number in (1, 2):
             kill(engine, (signal.SIGKILL, signal.SIGSEGV)[number - 1])
@@ -113,7 +114,7 @@ def test_engine_killed_in_any_state_of_a_request(load: Load, faults: EngineFault
 
     async def main(engine: SupervisedEngine) -> None:
         cases = [*CASES.values(), {}]
-        made = [partial(request, i, 60, prompt=list(range(60 + i)), **params) for i, params in enumerate(cases)]
+        made = [partial(request, i, 400, prompt=list(range(60 + i)), **params) for i, params in enumerate(cases)]
         made += [partial(request, 9, 0, prompt=list(range(90)), prompt_logprobs=True)]  # it is only scored
         expected = [summary(await outputs_of(engine.submit(one()))) for one in made]
         assert len({str(one) for one in expected}) == len(made)
