@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -204,9 +205,8 @@ def _require_host_blocks(engine: Engine) -> None:
 def _code_digest() -> str:
     """Return a hash of the sources that the bits of keys and values depend on."""
     digest, package = hashlib.sha256(), Path(__file__).parent
-    for path in sorted(
-        path for folder in ("backends", "layers", "models") for path in (package / folder).rglob("*.py")
-    ):
+    folders = [package / name for name in ("backends", "engine", "layers", "models", "weights")]
+    for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
         digest.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()
 
@@ -215,8 +215,13 @@ def _open_store(loaded: LoadedModel, engine: Engine, options: LoadOptions) -> Bl
     """Open the blocks that have the bits of this engine: of these weights, shapes, kernels and versions."""
     assert options.kv_dir is not None
     folder, cache = open_folder(options.kv_dir), engine.cache
+    try:
+        digest = model_digest(folder, model_files(loaded.checkpoint.path), loaded.file_facts)
+    except BaseException:
+        os.close(folder)
+        raise
     facts = {
-        "model": model_digest(folder, model_files(loaded.checkpoint.path), loaded.file_facts).hex(),
+        "model": digest.hex(),
         "quantize": options.quantize,
         "config": repr(loaded.config),
         "kv": [cache.kv_type, *(f"{a.dtype}{a.shape[1:]}" for layer in cache.layers for a in layer if a is not None)],

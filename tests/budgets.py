@@ -96,18 +96,18 @@ LOG: tuple[Raise, ...] = (
     Raise(41, "lines of llm_worker_rbee/backends/cuda/kernels", 343, "gemm_hopper.py: packed products in Gluon"),
     Raise(41, "files of llm_worker_rbee/backends/cuda/kernels", 1, "gemm_hopper.py"),
     Raise(41, "lines of the worker", 419, "the two above"),
-    Raise(42, "lines of llm_worker_rbee", 63, "options of the disk, and what the bits of its blocks depend on"),
+    Raise(42, "lines of llm_worker_rbee", 68, "options of the disk, and what the bits of its blocks depend on"),
     Raise(42, "lines of llm_worker_rbee/engine", 848, "kv_tier.py and kv_store.py: blocks on disk"),
     Raise(42, "files of llm_worker_rbee/engine", 1, "the two, where there was room for one"),
     Raise(42, "lines of llm_worker_rbee/cli", 125, "kv.py: list, check and remove them; options"),
     Raise(42, "files of llm_worker_rbee/cli", 1, "kv.py"),
     Raise(42, "lines of llm_worker_rbee/server", 11, "metrics of the disk"),
     Raise(42, "lines of llm_worker_rbee/token_engine", 6, "its counters on the wire"),
-    Raise(42, "lines of the worker", 1_053, "the above"),
+    Raise(42, "lines of the worker", 1_058, "the above"),
 )
 
 FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the folders that have a row of their own
-    "llm_worker_rbee": (Budget(3_543, 3_635), Budget(14, 14)),
+    "llm_worker_rbee": (Budget(3_543, 3_640), Budget(14, 14)),
     "llm_worker_rbee/backends": (Budget(1_907, 2_037), Budget(8, 9)),
     "llm_worker_rbee/backends/cpu": (Budget(2_777, 2_992), Budget(12, 13)),
     "llm_worker_rbee/backends/cpu/kernels": (Budget(4_958, 5_218), Budget(18, 18)),
@@ -131,7 +131,7 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "benchmarks/pages": (Budget(1_045, 1_043), Budget(8, 8)),
 }
 COUNTS = {
-    "lines of the worker": Budget(57_243, 60_554),
+    "lines of the worker": Budget(57_243, 60_559),
     "files of the worker": Budget(252, 250),
     "files of a streamed chat": Budget(62, 54),
     "largest number of imported modules": Budget(27, 27),

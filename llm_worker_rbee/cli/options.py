@@ -307,7 +307,7 @@ class EngineFlags(CapacityFlags):
     )
     kv_disk: str = _engine("20GiB", "SIZE", "Limit of that folder; what was used least recently goes first.")
     kv_max_age: float | None = _engine(
-        None, "DAYS", "Remove from it what was not used for so long.", show_default="no limit"
+        None, "DAYS", "Remove from it what was not used for so long.", min=0, show_default="no limit"
     )
 
     def apply(self, options: LoadOptions) -> LoadOptions:

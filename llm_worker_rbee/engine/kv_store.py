@@ -117,7 +117,7 @@ def check_folder(path: str | Path) -> None:
 
 
 def file_facts(files: Sequence[Path]) -> list[list[int]]:
-    """Return what tells that files were not changed or replaced."""
+    """Return device, inode, size and times of files: they differ once a file is changed or replaced."""
     return [_facts(info) for info in map(os.stat, files)]
 
 
@@ -243,7 +243,7 @@ class BlockStore:
         try:
             fd = self._open(segment.name)
         except OSError:
-            self._forget(segment.name)  # somebody has removed it
+            self._forget(segment.name)  # another process has removed it
             return False
         try:
             size = os.preadv(fd, [head, *parts], place.offset)
@@ -274,7 +274,7 @@ class BlockStore:
         return place is not None
 
     def drop(self, block_hash: bytes) -> None:
-        """Let nobody use a block that was written."""
+        """Withdraw a block that was written, for all readers."""
         with self._lock:
             is_known = self._index.pop(block_hash, None) is not None
         if is_known:
@@ -371,7 +371,7 @@ class BlockStore:
                 os.utime(fd)
 
     def _set_aside(self, name: str, why: str) -> None:
-        """Rename a segment, so that nobody reads it again."""
+        """Rename a segment, so that no process reads it again."""
         self.num_damaged += 1
         logger.warning("kv_dir: the segment %s is set aside: %s", name, why)
         with suppress(OSError):
@@ -429,7 +429,7 @@ class StoredFile(NamedTuple):
 
 
 def read_about(folder: int, namespace: str) -> dict[str, Any]:
-    """Return what a namespace says of itself, for people."""
+    """Return the description of a namespace: model, KV type, backend."""
     return _read_object(folder, f"{namespace}/{ABOUT}")
 
 

@@ -5,7 +5,7 @@ priority, the other reads blocks of waiting requests straight into free blocks o
 published like computed blocks, so that the scheduler finds it as any other prefix. A request whose blocks are being
 read is held; others go on. Whatever fails in here costs a prefix hit, never a request.
 
-    pool.pin, pool.unpin    blocks that a thread reads from or writes to belong to nobody else meanwhile
+    pool.pin, pool.unpin    blocks that a thread reads from or writes to belong to no request meanwhile
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class KVTier:
             self._pending[block_hash] = ids
 
     def drop(self, hashes: Sequence[bytes]) -> None:
-        """Let nobody use these blocks: a step with them has failed."""
+        """Withdraw blocks from the disk: a step with them has failed."""
         for block_hash in hashes:
             self._pending.pop(block_hash, None)
         if (store := self.store) is not None and hashes:

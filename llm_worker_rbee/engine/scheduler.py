@@ -42,7 +42,7 @@ class Scheduler:
         self.pool = BlockPool(config.n_blocks, config.block_size, caching=config.prefix_cache)
         self.events: list[tuple[Request, SchedulingEvent]] | None = None  # a list where someone reads and clears it
         self.on_publish: Callable[[bytes, list[int]], None] | None = None  # called with the hash and tokens of a block
-        self.on_unpublish: Callable[[list[bytes]], None] | None = None  # with those of blocks that are not to be used
+        self.on_unpublish: Callable[[list[bytes]], None] | None = None  # with the hashes of failed requests
         self.waiting: list[Request] = []  # the last one goes first
         self.running: list[Request] = []  # the first one goes first
         self.num_guided = 0  # of these, requests with a grammar
