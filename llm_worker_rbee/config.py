@@ -482,6 +482,7 @@ class LoadOptions(ComputeOptions, SchedulingOptions):
     kv_dir: str | None = None  # a folder that keeps blocks of keys and values
     kv_disk: int = 20 << 30  # bytes in it
     kv_max_age_days: float | None = None  # of a segment's last use
+    kv_ram: int = 0  # bytes of the host's memory for blocks of a GPU
     num_sharing: int = 1  # engines that share the cores and the memory of the device, this one included
     reserved_memory: int = 0  # bytes that engines of other models will take
 
@@ -490,9 +491,12 @@ class LoadOptions(ComputeOptions, SchedulingOptions):
             if getattr(self, name) is not None:
                 _require_whole(name, getattr(self, name), maximum)
         super().__post_init__()
-        if self.kv_dir is not None and not self.prefix_cache:
-            raise InvalidRequestError("kv_dir keeps the blocks of the prefix cache: leave that on", "kv_dir")
+        for name in ("kv_dir", "kv_ram"):
+            if getattr(self, name) and not self.prefix_cache:
+                raise InvalidRequestError(f"{name} keeps the blocks of the prefix cache: leave that on", name)
         _require_whole("kv_disk", self.kv_disk, None)
+        if self.kv_ram:
+            _require_whole("kv_ram", self.kv_ram, None)
         if self.draft_model is not None and self.speculative != "off":
             problem = "speculative and draft_model are two ways to draft: give one of them"
             raise InvalidRequestError(problem, "speculative")

@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-
+from . import machine
 from .backends import cpu_info, resolve_kv_type, select_backend
-from .backends.ops import Backend
+from .backends.ops import Backend, KVLayer, StateLayer
 from .config import FP8, EngineConfig, LoadOptions, ModelConfig, SchedulerLimits
 from .engine.engine import Engine
 from .engine.kv_store import BlockStore, file_facts, model_digest, open_folder
@@ -29,8 +29,7 @@ from .engine.memory_plan import KVCacheBudget, Placement, place_model
 from .engine.mtp import MtpDrafter
 from .engine.speculative import Drafter, DraftModel
 from .engine.state_pool import SLOTS_PER_REQUEST
-from .errors import InvalidRequestError
-from .machine import without_collection
+from .errors import InvalidRequestError, human_bytes
 from .models import MtpHead, Transformer, load_model, load_model_with_head, read_model_config, require_decoder
 from .models.convert import quantize_checkpoint
 from .models.mtp import require_head
@@ -108,7 +107,7 @@ class LoadedModel:
     file_facts: list[list[int]]  # of the model's files when they were opened; empty where nothing is kept on disk
 
 
-@without_collection()
+@machine.without_collection()
 def load(
     options: LoadOptions,
     phases: LoadPhases,
@@ -185,21 +184,36 @@ def make_engine(loaded: LoadedModel, options: LoadOptions) -> Engine:
     engine.grammar_compiler = GrammarCompiler(
         lambda: loaded.tokenizer or open_tokenizer(loaded.checkpoint), loaded.config.vocab_size
     )
-    if options.kv_dir is not None:
-        _require_host_blocks(engine)
-        tier = KVTier(engine.cache.layers, engine.scheduler.pool, partial(_open_store, loaded, engine, options))
+    if options.kv_dir is not None or options.kv_ram:
+        tier = make_tier(engine, partial(_open_store, loaded, engine, options), options.kv_ram)
         engine.use_tier(tier)
         weakref.finalize(engine, tier.close, FLUSH_S)  # at the end of the process at the latest
     return engine
 
 
-def _require_host_blocks(engine: Engine) -> None:
-    """Raise where blocks cannot be written to disk yet."""
-    ops = engine.model.ops
-    why = "the model keeps states beside keys and values" if engine.cache.n_slots else ""
-    why = f"its keys and values are on {ops.device}" if ops.has_device_memory else why
-    if why:
-        raise InvalidRequestError(f"kv_dir cannot be used with this model: {why}; leave it out", "kv_dir")
+def make_tier(engine: Engine, open_store: Callable[[], BlockStore | None], ram: int) -> KVTier:
+    """Return the tiers behind the KV cache of an engine, and of the head that drafts: it has the same blocks. `ram` is
+    bytes of the host's memory."""
+    layers = [*engine.cache.layers, *(engine.drafter.cache.layers if isinstance(engine.drafter, MtpDrafter) else ())]
+    arrays: dict[type, list[Any]] = {KVLayer: [], StateLayer: []}
+    for layer in {id(layer): layer for layer in layers}.values():
+        arrays[type(layer)] += layer
+    scheduler, ops = engine.scheduler, engine.model.ops
+    if scheduler.states is None:
+        return KVTier(ops.host_rows(arrays[KVLayer], ram), scheduler.pool, open_store)
+    rows, states = (ops.host_rows(arrays[kind], ram // 2) for kind in (KVLayer, StateLayer))
+    return KVTier(rows, scheduler.pool, open_store, states, scheduler.states)
+
+
+def _require_kv_ram(backend: Backend, size: int) -> None:
+    """Raise if the host's memory cannot keep blocks of a GPU."""
+    if size and not backend.has_device_memory:
+        problem = "kv_ram is for a GPU: on a CPU keys and values are in the host's memory, as much as kv_memory says"
+        raise InvalidRequestError(problem, "kv_ram")
+    free = machine.memory()[1]
+    if free is not None and size > free:
+        problem = f"kv_ram is {human_bytes(size)}, and {human_bytes(free)} of the host's memory are free: use less"
+        raise InvalidRequestError(problem, "kv_ram")
 
 
 def _code_digest() -> str:
@@ -211,9 +225,10 @@ def _code_digest() -> str:
     return digest.hexdigest()
 
 
-def _open_store(loaded: LoadedModel, engine: Engine, options: LoadOptions) -> BlockStore:
+def _open_store(loaded: LoadedModel, engine: Engine, options: LoadOptions) -> BlockStore | None:
     """Open the blocks that have the bits of this engine: of these weights, shapes, kernels and versions."""
-    assert options.kv_dir is not None
+    if options.kv_dir is None:
+        return None
     folder, cache = open_folder(options.kv_dir), engine.cache
     try:
         digest = model_digest(folder, model_files(loaded.checkpoint.path), loaded.file_facts)
@@ -225,7 +240,7 @@ def _open_store(loaded: LoadedModel, engine: Engine, options: LoadOptions) -> Bl
         "quantize": options.quantize,
         "config": repr(loaded.config),
         "kv": [cache.kv_type, *(f"{a.dtype}{a.shape[1:]}" for layer in cache.layers for a in layer if a is not None)],
-        "backend": [loaded.model.ops.name, cpu_info.current_isa(), np.__version__, _code_digest()],
+        "backend": [loaded.model.ops.name, *loaded.model.ops.versions, _code_digest()],
     }
     namespace = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).digest()
     age = None if options.kv_max_age_days is None else options.kv_max_age_days * 86_400
@@ -240,6 +255,7 @@ def _select_backend(options: LoadOptions) -> Backend:
     if options.is_fp8:
         backend.require_fp8()
     resolve_kv_type(backend, options.kv_type)
+    _require_kv_ram(backend, options.kv_ram)
     return backend
 
 

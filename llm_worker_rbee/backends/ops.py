@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from ..config import KV_DEFAULT, KV_ON_CPU, ModelConfig
 from ..errors import InvalidRequestError
 from ..weights import Checkpoint, Tensor
+from . import cpu_info
 
 Array = Any  # the backend's own array: NumPy on a CPU, a torch tensor on a GPU
 Vector = Any  # of a weight or a bias, from `prepare_vector`
@@ -87,6 +88,30 @@ class StateLayer:
 
     def __iter__(self) -> Iterator[Array]:
         return (part for part in (self.conv, self.matrix) if part is not None)
+
+
+class HostRows:
+    """The blocks of arrays whose first axis is blocks, as bytes in the host's memory. Here a block is its own row; a
+    device with memory of its own has other rows, between which and the blocks it copies."""
+
+    num_rows = 0  # beside the blocks
+
+    def __init__(self, arrays: Sequence[Array]) -> None:
+        self._memory = [(memoryview(array).cast("B"), array[0].nbytes) for array in arrays]
+        self.row_bytes: int = sum(size for _, size in self._memory)
+
+    def views(self, row: int) -> list[memoryview]:
+        """Return the bytes of a row."""
+        return [memory[row * size : (row + 1) * size] for memory, size in self._memory]
+
+    def save(self, blocks: Sequence[int], rows: Sequence[int]) -> None:
+        """Copy blocks to rows."""
+
+    def load(self, rows: Sequence[int], blocks: Sequence[int]) -> None:
+        """Begin to copy rows to blocks."""
+
+    def finish(self) -> None:
+        """Wait for the copies that `load` began."""
 
 
 class StackedWeight:
@@ -449,6 +474,15 @@ class Backend(Ops, ABC):
         `pending`: the tokens of the step in flight, for rows whose lists hold a `pending_id`.
         """
         raise NotImplementedError(f"the {self.name} backend samples synchronously")
+
+    @property
+    def versions(self) -> Sequence[str]:
+        """The device and the libraries on which the bits of results depend."""
+        return cpu_info.current_isa(), np.__version__
+
+    def host_rows(self, arrays: Sequence[Array], max_bytes: int) -> HostRows:
+        """Return rows for the blocks of arrays; `max_bytes` counts where they need memory of their own."""
+        return HostRows(arrays)
 
     def gather_rows(self, x: Array, index: Ints) -> Array:
         """Return rows of x; zeros where the index is -1."""

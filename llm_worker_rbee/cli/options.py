@@ -310,6 +310,10 @@ class EngineFlags(CapacityFlags):
         None, "DAYS", "Remove from it what was not used for so long.", min=0, show_default="no limit"
     )
 
+    kv_ram: str | None = _engine(
+        None, "SIZE", "Host memory that keeps keys and values when a GPU has no room for them.", show_default="none"
+    )
+
     def apply(self, options: LoadOptions) -> LoadOptions:
         off = self.speculative in (None, "off")
         if self.draft_model is not None and not off:
@@ -327,5 +331,6 @@ class EngineFlags(CapacityFlags):
             kv_dir=None if self.kv_dir is None else str(Path(self.kv_dir).expanduser().absolute()),
             kv_disk=check_usage(parse_size, self.kv_disk, "kv_disk"),
             kv_max_age_days=self.kv_max_age,
+            kv_ram=0 if self.kv_ram is None else check_usage(parse_size, self.kv_ram, "kv_ram"),
             **{name: value for name, value in values.items() if value is not None},
         )

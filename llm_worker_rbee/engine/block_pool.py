@@ -83,8 +83,12 @@ class BlockPool:
         return block_hash in self._cached
 
     def can_acquire(self, shared: Sequence[int], fresh: int) -> bool:
-        """Return whether `fresh` blocks are free, not counting the shared blocks that no request holds now."""
-        return fresh <= len(self._free) - sum(self._references[block] == 0 for block in shared)
+        """Return whether `fresh` blocks are free beside the shared ones."""
+        return fresh <= self.num_free_beside(shared)
+
+    def num_free_beside(self, shared: Sequence[int]) -> int:
+        """Return the number of free blocks, not counting the shared blocks that no request holds now."""
+        return len(self._free) - sum(self._references[block] == 0 for block in shared)
 
     def acquire(self, shared: Sequence[int], fresh: int) -> list[int] | None:
         """Reference the shared blocks and allocate fresh ones after them; None if there are not enough."""

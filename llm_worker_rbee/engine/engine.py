@@ -68,13 +68,27 @@ class Engine:
 
     def replace_model(self, compute: Callable[[list[ScheduledTokens]], SamplerOutput]) -> None:
         """Compute steps with another function, such as a `DummyModel`."""
-        self.tier = self.scheduler.on_publish = self.scheduler.on_unpublish = None  # there are no keys and values
+        self._set_tier(None)  # there are no keys and values
         vars(self).update(_run=lambda scheduled: (compute(scheduled), None), _sample=lambda _, sampled, tokens: sampled)
         self.pipeline.is_enabled = False
 
     def use_tier(self, tier: KVTier) -> None:
         """Write full blocks behind the steps, and read them back before requests are admitted."""
-        self.tier, self.scheduler.on_publish, self.scheduler.on_unpublish = tier, tier.publish, tier.drop
+        self._set_tier(tier)
+
+    def _set_tier(self, tier: KVTier | None) -> None:
+        scheduler, self.tier = self.scheduler, tier
+        scheduler.on_publish, scheduler.on_unpublish = (None, None) if tier is None else (tier.publish, tier.drop)
+        scheduler.on_admit = None if tier is None else self._read_ahead
+        if scheduler.states is not None:
+            scheduler.states.on_publish = None if tier is None else tier.publish_state
+
+    def _read_ahead(self, request: Request) -> None:
+        """Begin to read blocks of a request that is about to be admitted."""
+        hashes, num_running = self.scheduler.cacheable_hashes(request), len(self.scheduler.running)
+        with self._tier_may_fail():
+            assert self.tier is not None
+            self.tier.read_ahead(request, hashes, self.seconds_per_prefill_token, num_running=num_running)
 
     @contextmanager
     def _tier_may_fail(self) -> Iterator[None]:
@@ -82,9 +96,9 @@ class Engine:
         try:
             yield
         except Exception:
-            logger.exception("kv_dir is not used any more")
-            tier, self.tier = self.tier, None
-            self.scheduler.on_publish = self.scheduler.on_unpublish = None
+            logger.exception("kv_dir and kv_ram are not used any more")
+            tier = self.tier
+            self._set_tier(None)
             assert tier is not None
             tier.abandon()
 
@@ -105,10 +119,6 @@ class Engine:
         request.arrival = self._arrivals
         self._arrivals += 1
         self.scheduler.add(request)
-        if self.tier is not None:
-            hashes, num_running = self.scheduler.cacheable_hashes(request), len(self.scheduler.running)
-            with self._tier_may_fail():
-                self.tier.read_ahead(request, hashes, self.seconds_per_prefill_token(), num_running=num_running)
 
     def has_room_for(self, request: Request) -> bool:
         """Return whether an otherwise idle engine can compute the whole request."""
@@ -187,7 +197,7 @@ class Engine:
             request.is_finished, request.batch_slot, request.blocks, request.states = True, -1, [], {}
         self.scheduler = Scheduler(self.config, self.scheduler.stats, self.cache.n_slots)
         if tier is not None:
-            tier.reset(self.scheduler.pool)
+            tier.reset(self.scheduler.pool, self.scheduler.states)
             self.use_tier(tier)
         self.pipeline.in_flight, self.is_computing = None, False
 
@@ -327,12 +337,13 @@ class Engine:
         size = step_size(decodes, self.step_time.query_tile)
         return self.step_time.max_prefill_tokens(self.config.target_itl_ms / 1000, size, start, limit - size.tokens)
 
-    def seconds_per_prefill_token(self) -> float:
-        """Return the predicted seconds of a prompt token in a step with the current decodes; 0: not known yet."""
+    def seconds_per_prefill_token(self, start: int = 0) -> float:
+        """Return the predicted seconds of a prompt token, after `start` others, in a step with the current decodes; 0:
+        not known yet."""
         running = [item for item in self.scheduler.running[:] if len(item.ids) > item.num_prompt_tokens]
         decodes = [ScheduledTokens(item, len(item.ids) - 1, len(item.ids), 0) for item in running]
-        count = max(MIN_PREFILL_TOKENS, self.max_prefill_tokens(decodes, 0))
-        context = sum(item.stop for item in decodes) + chunk_context(0, count, self.step_time.query_tile)
+        count = max(MIN_PREFILL_TOKENS, self.max_prefill_tokens(decodes, start))
+        context = sum(item.stop for item in decodes) + chunk_context(start, count, self.step_time.query_tile)
         return (self.step_time.predict(StepSize("mixed", False, len(decodes) + count, context)) or 0.0) / count
 
 

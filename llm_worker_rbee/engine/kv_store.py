@@ -56,7 +56,7 @@ logger = logging.getLogger("llm_worker_rbee.engine")
 
 @dataclass(slots=True)
 class TierStats:
-    """What an engine read from disk and wrote to it since it started."""
+    """What an engine read from disk and wrote to it since it started, and read from the host's memory."""
 
     num_read_blocks: int = 0
     num_written_blocks: int = 0
@@ -66,6 +66,9 @@ class TierStats:
     read_s: float = 0.0
     num_evicted_segments: int = 0
     num_waiting_blocks: int = 0  # to be written, now
+    num_ram_blocks: int = 0  # in the host's memory, now
+    num_ram_read_blocks: int = 0
+    ram_read_bytes: int = 0
 
 
 class Place(NamedTuple):
@@ -169,7 +172,7 @@ def _replace_file(folder: int, name: str, data: bytes) -> None:
 
 
 class BlockStore:
-    """The blocks of one namespace. One thread writes and refreshes, another may read, any may look blocks up."""
+    """The blocks of one namespace. One thread writes and refreshes, others may read and look blocks up."""
 
     def __init__(
         self,

@@ -1,46 +1,79 @@
-"""The disk behind the block pool: full blocks are written behind the steps, and read back before a request is admitted.
+"""The tiers behind the block pool: the host's memory, for a GPU, and the disk. Full blocks and snapshots of states are
+copied there behind the steps, and come back before a request is admitted.
 
-Between steps the engine hands blocks to two threads: one writes blocks that the prefix cache holds, at the lowest
-priority, the other reads blocks of waiting requests straight into free blocks of the KV cache. What was read is
+Between steps the engine hands blocks to two threads: one copies blocks that the prefix cache holds, at the lowest
+priority, the other copies blocks of waiting requests straight into free blocks of the KV cache. What was read is
 published like computed blocks, so that the scheduler finds it as any other prefix. A request whose blocks are being
 read is held; others go on. Whatever fails in here costs a prefix hit, never a request.
 
     pool.pin, pool.unpin    blocks that a thread reads from or writes to belong to no request meanwhile
+    area.ram                which row of the host's memory holds which block: a pool like that of the device
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from hashlib import blake2b
+from itertools import groupby, takewhile
+from operator import attrgetter
 from typing import Any, NamedTuple
 
-from ..backends.ops import LayerCache
+from ..backends.ops import HostRows
 from ..structured_outputs.constraint import lower_thread_priority
-from .block_pool import BlockPool
+from .block_pool import DIGEST_BYTES, BlockPool
 from .kv_store import BlockStore, Place, TierStats
 from .request import Request
+from .state_pool import StatePool
 
 WRITE_BLOCKS = 16  # of one job of the writer
+READ_BLOCKS = 512  # of one job of the reader: the engine's thread takes them in at once
+MAX_READERS = 4  # threads that read and verify the blocks of a job
 MAX_PENDING = 1 << 16  # blocks that wait to be written: the tokens of each, no keys and values
 READ_WAIT_S = 0.005  # of a step in which all requests wait for blocks
 SPARE_BLOCKS = 4  # for each running request, which reading leaves free
-FIRST_READ_RATE = 0.5e9  # bytes a second, before any is measured
+FIRST_READ_RATE, FIRST_RAM_RATE = 0.5e9, 10e9  # bytes a second, before any is measured
 READ_S = 0.002  # of a job, beside its bytes
 OPEN_WAIT_S = 1.0  # after the start, for the store of an idle engine
 RATE_RECOVERY = 1.25  # of the measured rate, each time that reading did not pay
 logger = logging.getLogger("llm_worker_rbee.engine")
 
+SecondsPerToken = Callable[[int], float]  # of a prompt, after so many tokens, with the current decodes; 0: not known
 
-class _Written(NamedTuple):
-    """A block to write."""
 
+class Area:
+    """Blocks of one kind on the device, keys and values or states, and copies of them in the host's memory."""
+
+    def __init__(self, pool: BlockPool, rows: HostRows, salt: bytes = b"") -> None:
+        self.pool, self.rows, self._salt = pool, rows, salt
+        self.ram = BlockPool(rows.num_rows, pool.block_size) if rows.num_rows else None
+
+    def key(self, block_hash: bytes) -> bytes:
+        """Return the hash under which the store has a block."""
+        return blake2b(self._salt + block_hash, digest_size=DIGEST_BYTES).digest() if self._salt else block_hash
+
+    def find(self, block_hash: bytes, store: BlockStore | None) -> Place | int | None:
+        """Return the row or the place of a block."""
+        if self.ram is not None and (rows := self.ram.match([block_hash])):
+            return rows[0]
+        place = None if store is None else store.find(self.key(block_hash))
+        return place if place is not None and place.size == self.rows.row_bytes else None
+
+
+class _Copy(NamedTuple):
+    """A block, the row that it is copied to or from, and its place on disk."""
+
+    area: Area
     block_hash: bytes
     ids: Sequence[int]
-    block: int
+    block: int  # -1: the row has it already
+    row: int
+    place: Place | None = None
 
 
 class _Waiting(NamedTuple):
@@ -48,48 +81,60 @@ class _Waiting(NamedTuple):
 
     request: Request
     hashes: Sequence[bytes]
-    seconds_per_token: float
+    seconds_per_token: SecondsPerToken
 
 
 class _Reading(NamedTuple):
     """Blocks that are being read, and the requests that wait for them."""
 
     waiting: list[_Waiting]
-    hashes: list[bytes]
-    blocks: list[int]
+    copies: list[_Copy]
     future: Future[tuple[int, float]]  # how many of them verified, and seconds
 
 
 class KVTier:
-    """Moves blocks between the KV cache and a `BlockStore`. Its methods belong to the engine's thread."""
+    """Moves blocks between the KV cache, the host's memory and a `BlockStore`. Its methods belong to the engine's
+    thread."""
 
     def __init__(
-        self, layers: Sequence[LayerCache], pool: BlockPool, open_store: Callable[[], BlockStore | None]
+        self,
+        blocks: HostRows,
+        pool: BlockPool,
+        open_store: Callable[[], BlockStore | None],
+        state_rows: HostRows | None = None,
+        states: StatePool | None = None,
     ) -> None:
         """`open_store` is called in a thread, since it may have to read the whole model; None: there is no disk."""
         self._stats = TierStats()
-        distinct = {id(layer): layer for layer in layers}.values()
-        arrays = [array for layer in distinct for array in layer]
-        self._memory = [(memoryview(array).cast("B"), array[0].nbytes) for array in arrays]  # and the bytes of a block
-        self.block_bytes: int = sum(size for _, size in self._memory)  # in all layers
-        self._pool = pool
-        self._pending: OrderedDict[bytes, Sequence[int]] = OrderedDict()  # hashes to write, and their tokens
+        self._blocks, self._states = Area(pool, blocks), states
+        self._snapshots = None if states is None or state_rows is None else Area(states.pool, state_rows, b"state")
+        self.block_bytes = blocks.row_bytes  # in all layers
+        self._pending: OrderedDict[bytes, tuple[Area, bytes, Sequence[int]]] = OrderedDict()  # to write, by key
         self._writer = ThreadPoolExecutor(1, "kv-writer", initializer=lower_thread_priority)
         self._reader = ThreadPoolExecutor(1, "kv-reader")
+        self._verifiers = ThreadPoolExecutor(min(MAX_READERS, os.cpu_count() or 1), "kv-verifier")
         self._opening: Future[BlockStore | None] = self._writer.submit(open_store)
         self._open_by = time.monotonic() + OPEN_WAIT_S
         self._refreshing: Future[None] | None = None
-        self._written: tuple[list[_Written], Future[int]] | None = None
+        self._written: tuple[list[_Copy], Future[int]] | None = None
         self._readings: list[_Reading] = []
-        self._read_rate = FIRST_READ_RATE
+        self._read_rate, self._ram_rate = FIRST_READ_RATE, FIRST_RAM_RATE
         self._was_idle = False  # when `collect` was last called
+
+    @property
+    def _areas(self) -> list[Area]:
+        return [self._blocks] if self._snapshots is None else [self._blocks, self._snapshots]
 
     @property
     def stats(self) -> TierStats:
         """What was read and written since the engine started."""
         store = self._opening.result() if self._opening.done() and not self._opening.exception() else None
-        num_evicted = 0 if store is None else store.num_evicted
-        return replace(self._stats, num_waiting_blocks=len(self._pending), num_evicted_segments=num_evicted)
+        return replace(
+            self._stats,
+            num_waiting_blocks=len(self._pending),
+            num_evicted_segments=0 if store is None else store.num_evicted,
+            num_ram_blocks=sum(area.ram.num_cached for area in self._areas if area.ram is not None),
+        )
 
     @property
     def store(self) -> BlockStore | None:
@@ -109,68 +154,109 @@ class KVTier:
 
     @property
     def _is_off(self) -> bool:
-        return self._opening.done() and self.store is None
+        return self._opening.done() and self.store is None and self._blocks.ram is None
 
     def publish(self, block_hash: bytes, ids: Sequence[int]) -> None:
         """Note that the prefix cache has gained a block with these tokens."""
+        self._note(self._blocks, block_hash, ids)
+
+    def publish_state(self, block_hash: bytes, ids: Sequence[int]) -> None:
+        """Note that it has gained a snapshot after the block with these tokens."""
+        if self._snapshots is not None:
+            self._note(self._snapshots, block_hash, ids)
+
+    def _note(self, area: Area, block_hash: bytes, ids: Sequence[int]) -> None:
         if len(self._pending) < MAX_PENDING and not self._is_off:
-            self._pending[block_hash] = ids
+            self._pending[area.key(block_hash)] = area, block_hash, ids
 
     def drop(self, hashes: Sequence[bytes]) -> None:
-        """Withdraw blocks from the disk: a step with them has failed."""
-        for block_hash in hashes:
-            self._pending.pop(block_hash, None)
-        if (store := self.store) is not None and hashes:
+        """Withdraw blocks from all tiers: a step with them has failed."""
+        store = self.store
+        for area in self._areas:
             for block_hash in hashes:
-                self._writer.submit(store.drop, block_hash)
+                self._pending.pop(area.key(block_hash), None)
+                if area.ram is not None:
+                    area.ram.unpublish(area.ram.match([block_hash]))
+                if store is not None:
+                    self._writer.submit(store.drop, area.key(block_hash))
 
     def read_ahead(
-        self, request: Request, hashes: Sequence[bytes], seconds_per_token: float, *, num_running: int
+        self, request: Request, hashes: Sequence[bytes], seconds_per_token: SecondsPerToken, *, num_running: int
     ) -> None:
         """Begin to read the blocks that follow the cached prefix of a request, and hold it meanwhile; unless computing
         them is predicted to be faster. `hashes` are those that a prefix hit may cover. An engine that has just been
         started waits a moment for the store."""
         if not num_running and hashes and not self._opening.done():
             wait([self._opening], max(0.0, self._open_by - time.monotonic()))
-        store, cached = self.store, len(self._pool.match(hashes))
-        missing = hashes[cached:]
-        if store is None or not missing:
+        store, cached = self.store, self._blocks.pool.match(hashes)
+        if not hashes or self._is_off:
             return
         waiting = _Waiting(request, hashes, seconds_per_token)
         for reading in self._readings:
-            if missing[0] in reading.hashes:  # with the same beginning: it reads the rest itself
+            if reading.copies[0].block_hash in hashes:  # with the same beginning: it reads the rest itself
                 reading.waiting.append(waiting)
                 request.is_held = True
                 return
-        room = max(0, self._pool.num_free - SPARE_BLOCKS * (num_running + 1))
-        places = list(self._find(store, missing[:room]))
+        found = self._find(store, hashes, cached, num_running)
         is_refreshing = self._refreshing is not None and not self._refreshing.done()
-        if len(places) < len(missing) and store.is_refresh_due and not is_refreshing:
+        if store is not None and len(cached) + len(found) < len(hashes) and store.is_refresh_due and not is_refreshing:
             self._refreshing = self._writer.submit(store.refresh)  # for the next request
-        if places and self._pays(len(places), seconds_per_token):
-            self._begin_reading(store, waiting, cached, places)
+        limit = self._max_copies()
+        if (
+            found
+            and limit
+            and self._pays(self._read_seconds(found), self._compute_seconds(waiting, len(cached), found))
+        ):
+            self._begin_reading(store, waiting, found[:limit])
 
-    def _find(self, store: BlockStore, hashes: Sequence[bytes]) -> Iterator[Place]:
-        """Yield the places of the longest prefix of these blocks."""
-        for block_hash in hashes:
-            place = store.find(block_hash)
-            if place is None or place.size != self.block_bytes:
-                return
-            yield place
+    def _find(
+        self, store: BlockStore | None, hashes: Sequence[bytes], matched: Sequence[int], num_running: int
+    ) -> list[tuple[Area, int, Place | int]]:
+        """Return what continues a cached prefix: blocks, by index, up to the last one with a snapshot after it, where
+        the model has states."""
+        found, cached = list[tuple[Area, int, Place | int]](), len(matched)
+        room = max(0, self._blocks.pool.num_free_beside(matched) - SPARE_BLOCKS * (num_running + 1))
+        for i in range(cached, min(len(hashes), cached + room)):
+            if (source := self._blocks.find(hashes[i], store)) is None:
+                break
+            found.append((self._blocks, i, source))
+        if (snapshots := self._snapshots) is None or self._states is None:
+            return found
+        for i in range(cached + len(found), 0, -1):
+            if snapshots.pool.is_cached(hashes[i - 1]):
+                return found[: max(0, i - cached)]
+            source = snapshots.find(hashes[i - 1], store) if self._states.num_spare > 0 else None
+            if source is not None:
+                return [*found[: max(0, i - cached)], (snapshots, i - 1, source)]
+        return []
 
-    def _begin_reading(self, store: BlockStore, waiting: _Waiting, cached: int, places: Sequence[Place]) -> None:
-        """Let the reader read the blocks after the first `cached` ones of a request."""
-        size, stop = self._pool.block_size, cached + len(places)
-        chain = list(waiting.hashes[cached:stop])
-        ids = [waiting.request.ids[i * size : (i + 1) * size] for i in range(cached, stop)]
-        blocks = self._pool.pin([], len(places))
-        assert blocks is not None
+    def _max_copies(self) -> int:
+        """Return how many blocks a job may read: each needs a row of the host's memory."""
+        return min([READ_BLOCKS, *(area.ram.num_free // 2 for area in self._areas if area.ram is not None)])
+
+    def _begin_reading(
+        self, store: BlockStore | None, waiting: _Waiting, found: Sequence[tuple[Area, int, Place | int]]
+    ) -> None:
+        """Let the reader read blocks of a request."""
+        size, copies = self._blocks.pool.block_size, list[_Copy]()
+        for area, _, source in found:  # first of all, before other rows are taken for blocks from disk
+            if area.ram is not None and isinstance(source, int):
+                area.ram.pin([source])
+        for area, i, source in found:
+            (block,) = area.pool.pin([], 1) or [-1]
+            row, place = (block, source) if isinstance(source, Place) else (source, None)
+            if area.ram is not None and place is not None:
+                (row,) = area.ram.pin([], 1) or [-1]
+            ids = waiting.request.ids[i * size : (i + 1) * size]
+            copies.append(_Copy(area, waiting.hashes[i], ids, block, row, place))
+        while copies and -1 in copies[-1][3:5]:  # drafts hold all states
+            self._give_back([copies.pop()])
         try:
-            future = self._reader.submit(self._read, store, list(zip(places, chain, ids, blocks, strict=True)))
+            future = self._reader.submit(self._read, store, copies)
         except RuntimeError:  # the process ends
-            self._pool.unpin(blocks)
+            self._give_back(copies)
             raise
-        self._readings.append(_Reading([waiting], chain, blocks, future))
+        self._readings.append(_Reading([waiting], copies, future))
         waiting.request.is_held = True
 
     def collect(self, *, is_idle: bool, has_next: bool, num_running: int) -> None:
@@ -186,10 +272,9 @@ class KVTier:
                 self._finish(reading, num_running)
         if self._written is not None and self._written[1].done():
             self._end_writing()
-        if self._pending and self._written is None and not is_stuck and (store := self.store) is not None:
-            batch = self._next_batch(store)
-            self._pool.pin([each.block for each in batch])
-            self._written = batch, self._writer.submit(self._write, store, batch)
+        may_write = self._written is None and not is_stuck and self._opening.done() and not self._is_off
+        if self._pending and may_write and (batch := self._next_batch(self.store)):
+            self._written = batch, self._writer.submit(self._write, self.store, batch)
 
     def flush(self, timeout_s: float) -> None:
         """Write what waits, in this thread: others may not be started any more when a process ends."""
@@ -202,35 +287,43 @@ class KVTier:
                 return
             self._end_writing()
         while self._pending and store is not None and time.monotonic() < end:
-            self._write(store, self._next_batch(store))
+            batch = self._next_batch(store)
+            self._write(store, batch)
+            self._give_back(batch)
 
     def settle(self) -> None:
         """Wait until no thread touches the KV cache: before its blocks go to others."""
         wait(self._transfers())
 
-    def reset(self, pool: BlockPool) -> None:
-        """Go on with another pool, after `settle` and after an engine has dropped its requests."""
-        self._readings, self._written, self._pool = [], None, pool
+    def reset(self, pool: BlockPool, states: StatePool | None = None) -> None:
+        """Go on with other pools, after `settle` and after an engine has dropped its requests."""
+        self._give_back(self._copies(), keep_blocks=True)
+        self._readings, self._written, self._blocks.pool, self._states = [], None, pool, states
+        if self._snapshots is not None and states is not None:
+            self._snapshots.pool = states.pool
         self._pending.clear()
 
     def abandon(self) -> None:
-        """Release all requests and blocks: the disk is not used any more."""
+        """Release all requests and blocks: the tiers are not used any more."""
         self.settle()
-        for reading in self._readings:
-            self._pool.unpin(reading.blocks)
-            for waiting in reading.waiting:
-                waiting.request.is_held = False
-        if self._written is not None:
-            self._pool.unpin([each.block for each in self._written[0]])
-        self.reset(self._pool)
+        for waiting in [each for reading in self._readings for each in reading.waiting]:
+            waiting.request.is_held = False
+        self._give_back(self._copies())
+        self._readings, self._written = [], None
+        self._pending.clear()
         self.close()
 
     def close(self, flush_s: float = 0.0) -> None:
         """Write what waits, for so long, and stop the threads."""
         if self._pending or self._written is not None:
             self.flush(flush_s)
-        self._writer.shutdown(wait=False, cancel_futures=True)
-        self._reader.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._writer, self._reader, self._verifiers):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _copies(self) -> list[_Copy]:
+        """Return all copies that threads make."""
+        copies = [copy for reading in self._readings for copy in reading.copies]
+        return copies if self._written is None else [*copies, *self._written[0]]
 
     def _transfers(self) -> list[Future[Any]]:
         """Return the work that reads from the KV cache or writes to it."""
@@ -241,25 +334,56 @@ class KVTier:
         """Return all that a step may wait for."""
         return self._transfers() if self._opening.done() else [*self._transfers(), self._opening]
 
-    def _pays(self, num_blocks: int, seconds_per_token: float) -> bool:
-        """Return whether reading so many blocks is predicted to be faster than computing them."""
-        seconds = READ_S + num_blocks * self.block_bytes / self._read_rate
-        if not seconds_per_token or seconds < num_blocks * self._pool.block_size * seconds_per_token:
+    def _compute_seconds(
+        self, waiting: _Waiting, cached: int, found: Sequence[tuple[Area, int, Place | int]]
+    ) -> float | None:
+        """Return the predicted seconds of computing what is found; None if they are not known."""
+        start, stop, size = cached, found[-1][1] + 1, self._blocks.pool.block_size
+        if self._states is not None:
+            start = self._states.longest_snapshot(waiting.hashes[:cached])
+        return (stop - start) * size * waiting.seconds_per_token((start + stop) * size // 2) or None
+
+    def _read_seconds(self, found: Sequence[tuple[Area, int, Place | int]]) -> float:
+        """Return the predicted seconds of reading."""
+        seconds = READ_S
+        for area, _, source in found:
+            seconds += area.rows.row_bytes / (self._read_rate if isinstance(source, Place) else self._ram_rate)
+        return seconds
+
+    def _pays(self, read_s: float, compute_s: float | None) -> bool:
+        """Return whether reading is predicted to be faster than computing."""
+        if compute_s is None or read_s < compute_s:
             return True
         self._read_rate = min(FIRST_READ_RATE, RATE_RECOVERY * self._read_rate)  # it is measured again some time
+        self._ram_rate = min(FIRST_RAM_RATE, RATE_RECOVERY * self._ram_rate)
         return False
 
-    def _views(self, block: int) -> list[memoryview]:
-        return [memory[block * size : (block + 1) * size] for memory, size in self._memory]
-
-    def _read(self, store: BlockStore, items: Sequence[tuple[Place, bytes, Sequence[int], int]]) -> tuple[int, float]:
-        """Read blocks in order up to the first that does not verify, in the reader's thread."""
+    def _read(self, store: BlockStore | None, copies: Sequence[_Copy]) -> tuple[int, float]:
+        """Read blocks in order up to the first that does not verify, in the reader's thread; return how many there are,
+        and the seconds. Nothing touches the others when it returns."""
         start, count = time.perf_counter(), 0
-        for place, block_hash, ids, block in items:
-            if not store.read(place, block_hash, ids, self._views(block)):
-                break
-            count += 1
+        verified = [self._verifiers.submit(self._verify, store, copy) for copy in copies]
+        try:
+            while count < len(copies):
+                batch = zip(copies[count : count + WRITE_BLOCKS], verified[count:], strict=False)
+                intact = [copy for copy, _ in takewhile(lambda pair: pair[1].result(), batch)]
+                for area, group in groupby(intact, attrgetter("area")):
+                    rows, blocks = zip(*((copy.row, copy.block) for copy in group), strict=True)
+                    area.rows.load(rows, blocks)
+                count += len(intact)
+                if len(intact) < WRITE_BLOCKS:
+                    break
+        finally:
+            wait(verified)
+            for area in self._areas:
+                area.rows.finish()
         return count, time.perf_counter() - start
+
+    def _verify(self, store: BlockStore | None, copy: _Copy) -> bool:
+        """Read a block from disk to its row, if it is not there already; return whether it is this block."""
+        if copy.place is None or store is None:
+            return True
+        return store.read(copy.place, copy.area.key(copy.block_hash), copy.ids, copy.area.rows.views(copy.row))
 
     def _finish(self, reading: _Reading, num_running: int) -> None:
         """Publish the blocks that verified, and let the requests be admitted, or read what else they need."""
@@ -267,46 +391,95 @@ class KVTier:
         try:
             count, seconds = reading.future.result()
         except Exception as error:
-            logger.warning("kv_dir: blocks could not be read: %s", error)
-        stats = self._stats
-        stats.num_read_blocks += count
-        stats.num_failed_blocks += len(reading.blocks) - count
-        stats.read_bytes += count * self.block_bytes
-        stats.read_s += seconds
-        if count:
-            self._read_rate = (self._read_rate + count * self.block_bytes / max(seconds, 1e-9)) / 2
-        for block, block_hash in zip(reading.blocks[:count], reading.hashes, strict=False):
-            self._pool.publish(block, block_hash)
-        self._pool.unpin(reading.blocks)
+            logger.warning("keys and values could not be read: %s", error)
+        self._count_read(reading.copies, count, seconds)
+        for copy in reading.copies[:count]:
+            copy.area.pool.publish(copy.block, copy.block_hash)
+            if copy.area.ram is not None:
+                copy.area.ram.publish(copy.row, copy.block_hash)
+        self._give_back(reading.copies)
         for waiting in reading.waiting:
             waiting.request.is_held = False
-        for waiting in reading.waiting[1:] if count == len(reading.blocks) else ():
+        for waiting in reading.waiting if count == len(reading.copies) else ():
             if not waiting.request.is_finished:
                 self.read_ahead(*waiting, num_running=num_running)
 
-    def _next_batch(self, store: BlockStore) -> list[_Written]:
-        """Return the oldest waiting blocks that are still cached."""
-        batch: list[_Written] = []
+    def _count_read(self, copies: Sequence[_Copy], count: int, seconds: float) -> None:
+        """Count what was read, and learn how fast the disk or the host's memory is."""
+        stats, from_disk = self._stats, [copy.area.rows.row_bytes for copy in copies[:count] if copy.place is not None]
+        total = sum(copy.area.rows.row_bytes for copy in copies[:count])
+        stats.num_read_blocks += len(from_disk)
+        stats.num_failed_blocks += len(copies) - count
+        stats.read_bytes += sum(from_disk)
+        stats.num_ram_read_blocks += count - len(from_disk)
+        stats.ram_read_bytes += total - sum(from_disk)
+        stats.read_s += seconds
+        if from_disk:
+            self._read_rate = (self._read_rate + total / max(seconds, 1e-9)) / 2
+        elif count:
+            self._ram_rate = (self._ram_rate + total / max(seconds, 1e-9)) / 2
+
+    def _next_batch(self, store: BlockStore | None) -> list[_Copy]:
+        """Return the oldest waiting blocks that are still cached, with what they need."""
+        batch: list[_Copy] = []
         for _ in range(min(len(self._pending), 16 * WRITE_BLOCKS)):
-            block_hash, ids = self._pending.popitem(last=False)
-            blocks = self._pool.match([block_hash])
-            if blocks and store.find(block_hash) is None:
-                batch.append(_Written(block_hash, ids, blocks[0]))
+            key, (area, block_hash, ids) = self._pending.popitem(last=False)
+            is_stored = store is None or store.find(key) is not None
+            if (copy := self._take_cached(area, block_hash, ids, is_stored=is_stored)) is not None:
+                batch.append(copy)
                 if len(batch) == WRITE_BLOCKS:
                     break
         return batch
 
-    def _write(self, store: BlockStore, batch: Sequence[_Written]) -> int:
-        """Write blocks, in the writer's thread; return how many were written."""
-        return sum(store.write(each.block_hash, each.ids, self._views(each.block)) for each in batch)
+    def _take_cached(self, area: Area, block_hash: bytes, ids: Sequence[int], *, is_stored: bool) -> _Copy | None:
+        """Take a cached block and its row, to be copied; None if there is nothing to copy, or no room."""
+        rows = [] if area.ram is None else area.ram.match([block_hash])
+        if is_stored and (rows or area.ram is None):
+            return None
+        if rows and area.ram is not None:
+            return _Copy(area, block_hash, ids, -1, area.ram.pin(rows)[0])  # type: ignore[index]
+        has_room = area is self._blocks or (self._states is not None and self._states.num_spare > 0)
+        blocks = area.pool.match([block_hash])
+        row = blocks if area.ram is None else area.ram.pin([], 1)
+        if not blocks or not has_room or row is None:
+            if row and area.ram is not None:
+                area.ram.unpin(row)
+            return None
+        area.pool.pin(blocks)
+        return _Copy(area, block_hash, ids, blocks[0], row[0])
+
+    def _write(self, store: BlockStore | None, batch: Sequence[_Copy]) -> int:
+        """Copy blocks to their rows and write them, in the writer's thread; return how many were written."""
+        count = 0
+        for area in self._areas:
+            copies = [copy for copy in batch if copy.area is area]
+            fresh = [copy for copy in copies if copy.block >= 0]
+            area.rows.save([copy.block for copy in fresh], [copy.row for copy in fresh])
+            if store is not None:
+                views = area.rows.views
+                count += sum(store.write(area.key(copy.block_hash), copy.ids, views(copy.row)) for copy in copies)
+        return count
 
     def _end_writing(self) -> None:
+        """Publish the rows that blocks were copied to."""
         assert self._written is not None
         (batch, future), self._written = self._written, None
         try:
             count = future.result()
             self._stats.num_written_blocks += count
-            self._stats.written_bytes += count * self.block_bytes
+            self._stats.written_bytes += sum(copy.area.rows.row_bytes for copy in batch[:count])
+            for copy in batch:
+                if copy.area.ram is not None:
+                    copy.area.ram.publish(copy.row, copy.block_hash)
         except Exception as error:
-            logger.warning("kv_dir: blocks could not be written: %s", error)
-        self._pool.unpin([each.block for each in batch])
+            logger.warning("keys and values could not be written: %s", error)
+        self._give_back(batch)
+
+    def _give_back(self, copies: Sequence[_Copy], *, keep_blocks: bool = False) -> None:
+        """Unpin the blocks, unless their pool is gone, and the rows of copies."""
+        for area in self._areas:
+            own = [copy for copy in copies if copy.area is area]
+            if not keep_blocks:
+                area.pool.unpin([copy.block for copy in own if copy.block >= 0])
+            if area.ram is not None:
+                area.ram.unpin([copy.row for copy in own if copy.row >= 0])

@@ -43,6 +43,7 @@ class Scheduler:
         self.events: list[tuple[Request, SchedulingEvent]] | None = None  # a list where someone reads and clears it
         self.on_publish: Callable[[bytes, list[int]], None] | None = None  # called with the hash and tokens of a block
         self.on_unpublish: Callable[[list[bytes]], None] | None = None  # with the hashes of failed requests
+        self.on_admit: Callable[[Request], None] | None = None  # before a request is admitted; it may be held then
         self.waiting: list[Request] = []  # the last one goes first
         self.running: list[Request] = []  # the first one goes first
         self.num_guided = 0  # of these, requests with a grammar
@@ -302,6 +303,7 @@ class Scheduler:
         self._release(request)
         insort(self.waiting, request, key=_reverse_schedule_order)
         request.num_preemptions += 1
+        request.is_looked_up = False
         self.stats.num_preemptions += 1
         self._record(request, "preempted")
 
@@ -311,6 +313,9 @@ class Scheduler:
             request = self.waiting[i]
             if not self._free_slots:
                 return
+            if self.on_admit is not None and not (request.is_held or request.is_looked_up):
+                request.is_looked_up = True
+                self.on_admit(request)
             if request.is_held or self._prefix_in_flight(request):
                 continue
             shared = self._match(request)

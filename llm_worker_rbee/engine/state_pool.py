@@ -10,7 +10,7 @@ reads it and writes elsewhere. Slots are counted, found and evicted like KV bloc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..errors import InvalidRequestError
 from .block_pool import BlockPool
@@ -35,12 +35,23 @@ class StatePool:
         if n_slots < SLOTS_PER_REQUEST:
             raise InvalidRequestError(f"n_slots is {n_slots}: a request needs {SLOTS_PER_REQUEST} states", "n_slots")
         self.max_running = min(max_batch, n_slots // SLOTS_PER_REQUEST)
+        self.on_publish: Callable[[bytes, list[int]], None] | None = None  # called with a snapshot that lasts
         self._block_size = block_size
         self._pool = BlockPool(n_slots, block_size, caching=caching)
 
     @property
     def n_slots(self) -> int:
         return self._pool.n_blocks
+
+    @property
+    def pool(self) -> BlockPool:
+        """The pool of slots."""
+        return self._pool
+
+    @property
+    def num_spare(self) -> int:
+        """Slots that may be pinned: running requests without drafts never need them."""
+        return self.n_slots - self.max_running * SLOTS_PER_REQUEST - self._pool.pinned.total()
 
     @property
     def num_used(self) -> int:
@@ -79,7 +90,7 @@ class StatePool:
     def draft_room(self, request: Request, running: Sequence[Request]) -> int:
         """Return the number of drafts of a request with slots that no other request holds or may need."""
         others = sum(max(len(other.states), SLOTS_PER_REQUEST) for other in running if other is not request)
-        others += (self.max_running - len(running)) * SLOTS_PER_REQUEST
+        others += (self.max_running - len(running)) * SLOTS_PER_REQUEST + self._pool.pinned.total()
         return max(0, self.n_slots - others - 2)  # its own: the state at its start, and after the next token
 
     def prepare(self, scheduled: ScheduledTokens) -> None:
@@ -109,6 +120,8 @@ class StatePool:
             if at > prompt:
                 self._forget(request.output_snapshot)
                 request.output_snapshot = block_hash
+            elif prompt - at <= size or at == request.num_matched_tokens:  # after the prompt, or before another one
+                self._notify(request, at)
 
     def commit(self, request: Request) -> None:
         """Give back the states before the collected one."""
@@ -118,8 +131,15 @@ class StatePool:
 
     def release(self, request: Request) -> None:
         """Give back all slots of a request; its snapshots stay findable."""
+        if request.output_snapshot is not None:
+            self._notify(request, (request.hashes.index(request.output_snapshot) + 1) * self._block_size)
         self._pool.release(list(request.states.values()))
         request.states, request.output_snapshot = {}, None
+
+    def _notify(self, request: Request, at: int) -> None:
+        if self.on_publish is not None:
+            size = self._block_size
+            self.on_publish(request.hashes[at // size - 1], request.ids[at - size : at])
 
     def unpublish(self, request: Request) -> None:
         """Remove the snapshots of a failed request's prefix."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,27 +14,38 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee import LLM
-from llm_worker_rbee.config import LoadOptions
+from llm_worker_rbee.backends.ops import HostRows
 from llm_worker_rbee.engine.dummy_model import DummyModel
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.kv_store import BlockStore, open_folder
-from llm_worker_rbee.engine.kv_tier import KVTier
 from llm_worker_rbee.errors import InvalidRequestError
-from llm_worker_rbee.load import LoadPhases, make_engine
-from llm_worker_rbee.load import load as load_files
+from llm_worker_rbee.load import make_tier
 from tests.conftest import DEVICE
 from tests.engine.test_engine_same_answer import Workload, play
-from tests.helpers.engine_runs import GEMMA4, LFM2, Listener, Question, engine, load, run, small_file, some_questions
+from tests.helpers.engine_runs import (
+    GEMMA4,
+    LFM2,
+    QWEN35,
+    Listener,
+    Question,
+    engine,
+    load,
+    run,
+    small_file,
+    some_questions,
+)
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="keys and values of a GPU are not written to disk")
 KV_TYPES = ("float32", "float16", "int8")
+VARIANTS = {"windows": GEMMA4["gemma4-e"], "lfm2": LFM2, "qwen35": QWEN35}
 
 
 @pytest.fixture(scope="module")
 def workloads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Workload]:
     folder = tmp_path_factory.mktemp("tier")
     files = {"plain": small_file(folder / "plain.gguf", "Q8_0")}
-    files["windows"] = small_file(folder / "windows.gguf", "Q8_0", variant=GEMMA4["gemma4-e"])
+    for name, variant in VARIANTS.items():
+        files[name] = small_file(folder / f"{name}.gguf", "Q8_0", variant=variant)
     return {name: Workload(load(file, *KV_TYPES), some_questions(24, 160, (1, 90))) for name, file in files.items()}
 
 
@@ -48,13 +60,43 @@ def attach(folder: Path, made: Engine, *, reads: bool = True) -> None:
     """Let an engine use the disk; reading always pays where computing takes no time."""
     if not made.config.prefix_cache:
         return
-    tier = KVTier(made.cache.layers, made.scheduler.pool, partial(store_in, folder, made))
+    tier = make_tier(made, partial(store_in, folder, made), 0)
     tier._pays = lambda *_: reads  # type: ignore[method-assign]
     made.use_tier(tier)
 
 
+class CopiedRows(HostRows):
+    """Rows of their own for blocks of NumPy arrays, as a GPU's backend has."""
+
+    def __init__(self, arrays: Sequence[Any], num_rows: int) -> None:
+        super().__init__(arrays)
+        self.num_rows, self._own = num_rows, [bytearray(self.row_bytes) for _ in range(num_rows)]
+
+    def views(self, row: int) -> list[memoryview]:
+        return [memoryview(self._own[row])]
+
+    def save(self, blocks: Sequence[int], rows: Sequence[int]) -> None:
+        for block, row in zip(blocks, rows, strict=True):
+            self._own[row][:] = b"".join(HostRows.views(self, block))
+
+    def load(self, rows: Sequence[int], blocks: Sequence[int]) -> None:
+        for row, block in zip(rows, blocks, strict=True):
+            at = 0
+            for part in super().views(block):
+                part[:] = self._own[row][at : at + len(part)]
+                at += len(part)
+
+
+def attach_ram(made: Engine, num_rows: int, open_store: Callable[[], Any] = lambda: None) -> None:
+    """Let an engine use so many rows of the host's memory, and a disk, as one on a GPU does."""
+    if made.config.prefix_cache:
+        made.use_tier(make_tier(made, open_store, num_rows))
+        assert made.tier is not None
+        made.tier._pays = lambda *_: True  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize("kv_type", KV_TYPES)
-@pytest.mark.parametrize("name", ["plain", "windows"])
+@pytest.mark.parametrize("name", ["plain", *VARIANTS])
 def test_same_output_under_random_schedules(
     workloads: dict[str, Workload], tmp_path: Path, name: str, kv_type: str
 ) -> None:
@@ -67,6 +109,51 @@ def test_same_output_under_random_schedules(
             assert made.tier.stats.num_failed_blocks == 0
             made.tier.close()
     assert read > 10
+
+
+@pytest.mark.parametrize("has_disk", [False, True], ids=["ram", "disk"])
+@pytest.mark.parametrize("name", ["plain", "qwen35"])
+def test_same_output_with_the_memory_of_the_host(
+    workloads: dict[str, Workload], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, has_disk: bool
+) -> None:
+    """Blocks that the KV cache has no room for come back, and those of another engine through the disk."""
+    workload, rng, from_ram, from_disk = workloads[name], random.Random(name), 0, 0
+    monkeypatch.setattr(type(workload.model.ops), "host_rows", lambda _, arrays, num_rows: CopiedRows(arrays, num_rows))
+
+    def prepare(made: Engine) -> None:
+        attach_ram(made, rng.choice((8, 30, 200)), partial(store_in, tmp_path, made) if has_disk else lambda: None)
+
+    for drafter in ("off", "ngram", "answers") * 7:
+        made = play(rng, workload, "float16", 12, 25, drafter, prepare=prepare)
+        if made.tier is not None:
+            from_ram += made.tier.stats.num_ram_read_blocks
+            from_disk += made.tier.stats.num_read_blocks
+            assert made.tier.stats.num_failed_blocks == 0
+            made.tier.close()
+    assert from_ram > 0
+    assert (from_disk > 10) is has_disk
+
+
+@pytest.mark.parametrize("name", ["plain", "lfm2"])
+def test_evicted_blocks_come_back_from_the_memory_of_the_host(
+    workloads: dict[str, Workload], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    workload = workloads[name]
+    monkeypatch.setattr(type(workload.model.ops), "host_rows", lambda _, arrays, num_rows: CopiedRows(arrays, num_rows))
+    made = engine(workload.model, n_blocks=20, max_batch=1, n_slots=8)
+    attach_ram(made, 200)
+    assert made.tier is not None
+    request = LONG.request()
+    expected = run(made, request).answer(request)
+    for i in range(5):
+        run(made, replace(LONG, prompt=(i, *LONG.prompt)).request())  # their blocks are others
+    assert not made.scheduler.pool.match(request.hashes)
+    again = LONG.request()
+    assert run(made, again).answer(again) == expected
+    assert again.num_cached_tokens == 192
+    assert made.tier.stats.num_ram_read_blocks == 12 + (name == "lfm2")  # and a state
+    assert made.tier.stats.num_ram_blocks > 60
+    assert made.tier.stats.num_read_blocks == made.tier.stats.num_written_blocks == 0
 
 
 def answer(workload: Workload, folder: Path, question: Question, **options: Any) -> tuple[Engine, Any]:
@@ -128,7 +215,7 @@ def test_damaged_blocks_are_computed_again(workloads: dict[str, Workload], tmp_p
 @pytest.mark.parametrize("open_store", [lambda: None, lambda: 1 / 0], ids=["none", "failing"])
 def test_engine_without_a_store_works(workloads: dict[str, Workload], open_store: Callable[[], Any]) -> None:
     made = engine(workloads["plain"].model)
-    made.use_tier(KVTier(made.cache.layers, made.scheduler.pool, open_store))
+    made.use_tier(make_tier(made, open_store, 0))
     request = LONG.request()
     assert len(run(made, request).answer(request).tokens) == 20
     assert made.tier is not None
@@ -143,12 +230,13 @@ def test_reading_that_does_not_pay_is_left(workloads: dict[str, Workload], tmp_p
     request = LONG.request()
     assert run(made, request).answer(request) == expected
     assert made.scheduler.stats.num_hit_tokens == 0
-    tier = KVTier(made.cache.layers, made.scheduler.pool, partial(store_in, tmp_path, made))
-    assert tier._pays(100, 0.0)  # the time of a step is not known yet
-    assert tier._pays(100, 1e-3)
-    assert not tier._pays(100, 1e-9)
+    tier = make_tier(made, partial(store_in, tmp_path, made), 0)
+    assert tier._pays(1.0, None)  # the time of a step is not known yet
+    assert tier._pays(1.0, 2.0)
+    assert not tier._pays(1.0, 0.5)
     tier._read_rate = 1e3  # a slow disk, once
-    refused = sum(not tier._pays(100, 1e-3) for _ in range(100))
+    rates = [tier._read_rate for _ in range(100) if not tier._pays(1e6 / tier._read_rate, 0.01)]
+    refused = len(rates)
     assert 5 < refused < 60  # it is tried again some time
 
 
@@ -208,7 +296,7 @@ def test_failing_tier_is_left(workloads: dict[str, Workload], tmp_path: Path, ca
     request = LONG.request()
     assert run(made, request).answer(request) == expected
     assert made.tier is None
-    assert "kv_dir is not used any more" in caplog.text
+    assert "kv_dir and kv_ram are not used any more" in caplog.text
 
 
 def test_request_whose_blocks_are_read_holds_nobody_up(workloads: dict[str, Workload], tmp_path: Path) -> None:
@@ -231,7 +319,9 @@ def test_request_whose_blocks_are_read_holds_nobody_up(workloads: dict[str, Work
     waiting, aborted = LONG.request(), LONG.request()
     made.add(waiting)
     made.add(aborted)
+    assert made.step() == []
     assert waiting.is_held
+    assert aborted.is_held
     other = Question((5, 6, 7), 9, {"temperature": 0.0}, frozenset()).request()
     made.add(other)
     outputs = [output for _ in range(12) for output in made.step()]
@@ -281,11 +371,8 @@ def test_offline_api_continues_in_another_process(default_model: Path, tmp_path:
 
 
 def test_options_that_cannot_be_used(tmp_path: Path) -> None:
-    hybrid = small_file(tmp_path / "hybrid.gguf", "Q8_0", variant=LFM2)
-    options = LoadOptions(model=str(hybrid), device="cpu", kv_dir=str(tmp_path / "kv"))
-    loaded = load_files(options, LoadPhases(), needs_tokenizer=False)
-    with pytest.raises(InvalidRequestError, match=r"kv_dir cannot be used with this model.*states"):
-        make_engine(loaded, options)
+    with pytest.raises(InvalidRequestError, match="kv_ram is for a GPU"):
+        LLM(device="cpu", kv_ram=1 << 30)
     (tmp_path / "open").mkdir(mode=0o755)
     os.chmod(tmp_path / "open", 0o755)
     with pytest.raises(InvalidRequestError, match="chmod 700"):

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import triton
 from numpy.typing import NDArray
 
 from ... import machine
@@ -27,6 +28,7 @@ from . import device, experts, precompile, sampling
 from .device import upload
 from .experts import pack_experts
 from .forward import CapturedForward, make_forward
+from .host_rows import PinnedRows
 from .kernels.attention_prefill import (
     QUERY_TILE,
     SMALL_QUERY_TILE,
@@ -137,6 +139,14 @@ class CudaBackend(ops.Backend):
         shapes = (conv_shape,) if matrix_shape is None else (conv_shape, matrix_shape)
         with device.as_memory_error():
             return StateLayer(*(torch.zeros(slots, *shape, device=self.torch_device) for shape in shapes))
+
+    def host_rows(self, arrays: Sequence[torch.Tensor], max_bytes: int) -> PinnedRows:
+        return PinnedRows(arrays, max_bytes)
+
+    @property
+    def versions(self) -> Sequence[str]:
+        name = "cpu" if self.torch_device.type == "cpu" else torch.cuda.get_device_name(self.torch_device)
+        return name, torch.__version__, triton.__version__, str(self.deterministic)
 
     def _once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """Return the result of `make` for these host arrays: layers of a step share it."""

@@ -23,6 +23,24 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")  # of gates
 
 
 @triton.jit
+def copy_blocks(
+    arrays, lengths, offsets, blocks, rows, ROW_WORDS: tl.constexpr, TO_BLOCKS: tl.constexpr, SIZE: tl.constexpr
+):
+    """Copy blocks, given by number, of arrays, given by address, to rows (blocks, ROW_WORDS) of words, or back."""
+    part = tl.program_id(1)
+    length, offset = tl.load(lengths + part), tl.load(offsets + part)
+    array = tl.load(arrays + part).to(tl.pointer_type(tl.int32))
+    array += tl.load(blocks + tl.program_id(0)).to(tl.int64) * length
+    rows += tl.program_id(0).to(tl.int64) * ROW_WORDS + offset
+    for first in range(0, length, SIZE):
+        i = first + tl.arange(0, SIZE)
+        if TO_BLOCKS:
+            tl.store(array + i, tl.load(rows + i, mask=i < length), mask=i < length)
+        else:
+            tl.store(rows + i, tl.load(array + i, mask=i < length), mask=i < length)
+
+
+@triton.jit
 def mean_square(y, width: tl.constexpr, EXACT: tl.constexpr):
     """Return the mean of squares of a row (blocks, 32); EXACT: as `sum_squares`."""
     if EXACT:
