@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llm_worker_rbee.backends import select_backend
+from llm_worker_rbee.backends.ops import Backend
 from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.engine.block_pool import BlockPool
 from llm_worker_rbee.engine.draft_control import DraftControl
@@ -66,7 +67,12 @@ GEMMA4 = {  # layers of two shapes; those of "gemma4-e" share keys and values
 
 def load(path: Path, *kv_types: str) -> Transformer:
     """On the tests' device, compiled; what a request is answered does not depend on its company."""
-    checkpoint, ops = open_checkpoint(path), select_backend(DEVICE, deterministic=True)
+    return load_on(path, select_backend(DEVICE, deterministic=True), *kv_types)
+
+
+def load_on(path: Path, ops: Backend, *kv_types: str) -> Transformer:
+    """On a backend, compiled."""
+    checkpoint = open_checkpoint(path)
     config = read_model_config(checkpoint)
     for kv_type in kv_types or ("float32",):
         ops.load_kernels(checkpoint, config, kv_type)
