@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -33,14 +33,15 @@ from .state_pool import StatePool
 
 WRITE_BLOCKS = 16  # of one job of the writer
 READ_BLOCKS = 512  # of one job of the reader: the engine's thread takes them in at once
-MAX_READERS = 4  # threads that read and verify the blocks of a job
+MAX_READERS = 8  # threads that read and verify the blocks of a job
 MAX_PENDING = 1 << 16  # blocks that wait to be written: the tokens of each, no keys and values
 READ_WAIT_S = 0.005  # of a step in which all requests wait for blocks
 SPARE_BLOCKS = 4  # for each running request, which reading leaves free
-FIRST_READ_RATE, FIRST_RAM_RATE = 0.5e9, 10e9  # bytes a second, before any is measured
+FIRST_RATE = 0.5e9  # bytes a second, before any is measured
+TRIAL_BLOCKS = 16  # that are read where that rate would not pay, to measure it
+TRIAL_INTERVAL = 32  # requests for which reading did not pay, between two trials
 READ_S = 0.002  # of a job, beside its bytes
 OPEN_WAIT_S = 1.0  # after the start, for the store of an idle engine
-RATE_RECOVERY = 1.25  # of the measured rate, each time that reading did not pay
 logger = logging.getLogger("llm_worker_rbee.engine")
 
 SecondsPerToken = Callable[[int], float]  # of a prompt, after so many tokens, with the current decodes; 0: not known
@@ -118,7 +119,8 @@ class KVTier:
         self._refreshing: Future[None] | None = None
         self._written: tuple[list[_Copy], Future[int]] | None = None
         self._readings: list[_Reading] = []
-        self._read_rate, self._ram_rate = FIRST_READ_RATE, FIRST_RAM_RATE
+        self._rates: dict[bool, float] = {}  # bytes a second, where blocks come from the disk
+        self._num_refused = 0  # requests for which reading did not pay, since the last trial
         self._was_idle = False  # when `collect` was last called
 
     @property
@@ -202,11 +204,9 @@ class KVTier:
         if store is not None and len(cached) + len(found) < len(hashes) and store.is_refresh_due and not is_refreshing:
             self._refreshing = self._writer.submit(store.refresh)  # for the next request
         limit = self._max_copies()
-        if (
-            found
-            and limit
-            and self._pays(self._read_seconds(found), self._compute_seconds(waiting, len(cached), found))
-        ):
+        if found and not self._pays(self._read_seconds(found), self._compute_seconds(waiting, len(cached), found)):
+            limit = min(limit, self._trial_blocks(found))
+        if found and limit:
             self._begin_reading(store, waiting, found[:limit])
 
     def _find(
@@ -345,18 +345,23 @@ class KVTier:
 
     def _read_seconds(self, found: Sequence[tuple[Area, int, Place | int]]) -> float:
         """Return the predicted seconds of reading."""
-        seconds = READ_S
+        sizes = Counter[bool]()
         for area, _, source in found:
-            seconds += area.rows.row_bytes / (self._read_rate if isinstance(source, Place) else self._ram_rate)
-        return seconds
+            sizes[isinstance(source, Place)] += area.rows.row_bytes
+        return READ_S + sum(size / self._rates.get(is_disk, FIRST_RATE) for is_disk, size in sizes.items())
 
     def _pays(self, read_s: float, compute_s: float | None) -> bool:
         """Return whether reading is predicted to be faster than computing."""
-        if compute_s is None or read_s < compute_s:
-            return True
-        self._read_rate = min(FIRST_READ_RATE, RATE_RECOVERY * self._read_rate)  # it is measured again some time
-        self._ram_rate = min(FIRST_RAM_RATE, RATE_RECOVERY * self._ram_rate)
-        return False
+        return compute_s is None or read_s < compute_s
+
+    def _trial_blocks(self, found: Sequence[tuple[Area, int, Place | int]]) -> int:
+        """Return how many blocks are read although that is not predicted to pay: the rate may have changed."""
+        self._num_refused += 1
+        is_measured = all(isinstance(source, Place) in self._rates for _, _, source in found)
+        if is_measured and self._num_refused < TRIAL_INTERVAL:
+            return 0
+        self._num_refused = 0
+        return TRIAL_BLOCKS
 
     def _read(self, store: BlockStore | None, copies: Sequence[_Copy]) -> tuple[int, float]:
         """Read blocks in order up to the first that does not verify, in the reader's thread; return how many there are,
@@ -414,10 +419,9 @@ class KVTier:
         stats.num_ram_read_blocks += count - len(from_disk)
         stats.ram_read_bytes += total - sum(from_disk)
         stats.read_s += seconds
-        if from_disk:
-            self._read_rate = (self._read_rate + total / max(seconds, 1e-9)) / 2
-        elif count:
-            self._ram_rate = (self._ram_rate + total / max(seconds, 1e-9)) / 2
+        if count:
+            rate = total / max(seconds, 1e-9)
+            self._rates[bool(from_disk)] = (self._rates.get(bool(from_disk), rate) + rate) / 2
 
     def _next_batch(self, store: BlockStore | None) -> list[_Copy]:
         """Return the oldest waiting blocks that are still cached, with what they need."""
