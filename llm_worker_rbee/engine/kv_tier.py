@@ -39,7 +39,7 @@ READ_WAIT_S = 0.005  # of a step in which all requests wait for blocks
 SPARE_BLOCKS = 4  # for each running request, which reading leaves free
 FIRST_RATE = 0.5e9  # bytes a second, before any is measured
 TRIAL_BLOCKS = 16  # that are read where that rate would not pay, to measure it
-TRIAL_INTERVAL = 32  # requests for which reading did not pay, between two trials
+TRIAL_INTERVAL = 32  # requests for which reading did not pay, between two trials; the first ones follow sooner
 READ_S = 0.002  # of a job, beside its bytes
 OPEN_WAIT_S = 1.0  # after the start, for the store of an idle engine
 logger = logging.getLogger("llm_worker_rbee.engine")
@@ -120,7 +120,7 @@ class KVTier:
         self._written: tuple[list[_Copy], Future[int]] | None = None
         self._readings: list[_Reading] = []
         self._rates: dict[bool, float] = {}  # bytes a second, where blocks come from the disk
-        self._num_refused = 0  # requests for which reading did not pay, since the last trial
+        self._num_refused = 0  # requests for which reading did not pay
         self._was_idle = False  # when `collect` was last called
 
     @property
@@ -183,7 +183,13 @@ class KVTier:
                     self._writer.submit(store.drop, area.key(block_hash))
 
     def read_ahead(
-        self, request: Request, hashes: Sequence[bytes], seconds_per_token: SecondsPerToken, *, num_running: int
+        self,
+        request: Request,
+        hashes: Sequence[bytes],
+        seconds_per_token: SecondsPerToken,
+        *,
+        num_running: int,
+        may_try: bool = True,
     ) -> None:
         """Begin to read the blocks that follow the cached prefix of a request, and hold it meanwhile; unless computing
         them is predicted to be faster. `hashes` are those that a prefix hit may cover. An engine that has just been
@@ -205,7 +211,7 @@ class KVTier:
             self._refreshing = self._writer.submit(store.refresh)  # for the next request
         limit = self._max_copies()
         if found and not self._pays(self._read_seconds(found), self._compute_seconds(waiting, len(cached), found)):
-            limit = min(limit, self._trial_blocks(found))
+            limit = min(limit, self._trial_blocks(found) if may_try else 0)
         if found and limit:
             self._begin_reading(store, waiting, found[:limit])
 
@@ -358,10 +364,8 @@ class KVTier:
         """Return how many blocks are read although that is not predicted to pay: the rate may have changed."""
         self._num_refused += 1
         is_measured = all(isinstance(source, Place) in self._rates for _, _, source in found)
-        if is_measured and self._num_refused < TRIAL_INTERVAL:
-            return 0
-        self._num_refused = 0
-        return TRIAL_BLOCKS
+        is_early = self._num_refused < TRIAL_INTERVAL and self._num_refused.bit_count() == 1
+        return 0 if is_measured and not is_early and self._num_refused % TRIAL_INTERVAL else TRIAL_BLOCKS
 
     def _read(self, store: BlockStore | None, copies: Sequence[_Copy]) -> tuple[int, float]:
         """Read blocks in order up to the first that does not verify, in the reader's thread; return how many there are,
@@ -407,7 +411,7 @@ class KVTier:
             waiting.request.is_held = False
         for waiting in reading.waiting if count == len(reading.copies) else ():
             if not waiting.request.is_finished:
-                self.read_ahead(*waiting, num_running=num_running)
+                self.read_ahead(*waiting, num_running=num_running, may_try=False)
 
     def _count_read(self, copies: Sequence[_Copy], count: int, seconds: float) -> None:
         """Count what was read, and learn how fast the disk or the host's memory is."""
@@ -420,7 +424,7 @@ class KVTier:
         stats.ram_read_bytes += total - sum(from_disk)
         stats.read_s += seconds
         if count:
-            rate = total / max(seconds, 1e-9)
+            rate = total / max(seconds - READ_S, 0.25 * seconds, 1e-9)
             self._rates[bool(from_disk)] = (self._rates.get(bool(from_disk), rate) + rate) / 2
 
     def _next_batch(self, store: BlockStore | None) -> list[_Copy]:

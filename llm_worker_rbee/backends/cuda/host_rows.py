@@ -44,6 +44,7 @@ class PinnedRows(HostRows):
         self._saved, self._loaded = torch.zeros(2, batch, self._row_words, dtype=torch.int32, device=self._device)
         is_gpu = self._device.type == "cuda"
         self._streams = [torch.cuda.Stream(self._device) if is_gpu else None for _ in range(2)]  # type: ignore[no-untyped-call]
+        self._row(0)
         self._copy(self._saved, [0], to_blocks=False)  # compile both now, not beside a step: zeros replace zeros
         self._copy(self._saved, [0], to_blocks=True)
 
