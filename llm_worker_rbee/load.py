@@ -198,11 +198,11 @@ def make_tier(engine: Engine, open_store: Callable[[], BlockStore | None], ram: 
     arrays: dict[type, list[Any]] = {KVLayer: [], StateLayer: []}
     for layer in {id(layer): layer for layer in layers}.values():
         arrays[type(layer)] += layer
-    scheduler, ops = engine.scheduler, engine.model.ops
+    scheduler, ops, seconds = engine.scheduler, engine.model.ops, engine.seconds_per_prefill_token
     if scheduler.states is None:
-        return KVTier(ops.host_rows(arrays[KVLayer], ram), scheduler.pool, open_store)
+        return KVTier(ops.host_rows(arrays[KVLayer], ram), scheduler.pool, open_store, seconds)
     rows, states = (ops.host_rows(arrays[kind], ram // 2) for kind in (KVLayer, StateLayer))
-    return KVTier(rows, scheduler.pool, open_store, states, scheduler.states)
+    return KVTier(rows, scheduler.pool, open_store, seconds, states, scheduler.states)
 
 
 def _require_kv_ram(backend: Backend, size: int) -> None:

@@ -88,7 +88,7 @@ class Engine:
         hashes, num_running = self.scheduler.cacheable_hashes(request), len(self.scheduler.running)
         with self._tier_may_fail():
             assert self.tier is not None
-            self.tier.read_ahead(request, hashes, self.seconds_per_prefill_token, num_running=num_running)
+            self.tier.read_ahead(request, hashes, num_running=num_running)
 
     @contextmanager
     def _tier_may_fail(self) -> Iterator[None]:

@@ -48,7 +48,7 @@ TOUCH_S = 60.0  # between two marks of a segment's last use
 RETRY_S = 60.0  # after a write that failed
 AGE_CHECK_S = 600.0  # between two looks for segments that are too old
 MODELS, MAX_MODELS = "models.json", 256
-ABOUT = "about.json"  # of a namespace
+ABOUT, COST = "about.json", "seconds_per_byte"  # of a namespace
 CHUNK_BYTES = 8 << 20
 SHA256 = re.compile("[0-9a-f]{64}")
 logger = logging.getLogger("llm_worker_rbee.engine")
@@ -195,8 +195,9 @@ class BlockStore:
         with suppress(FileExistsError):
             os.mkdir(name, 0o700, dir_fd=folder)
         self._fd = os.open(name, READ | os.O_DIRECTORY, dir_fd=folder)
-        with suppress(OSError):
-            _replace_file(self._fd, ABOUT, json.dumps(about or {}).encode())
+        self._about = dict(about or {})
+        self.seconds_per_byte = 0.0  # of computing a block again, as predicted; 0: not known
+        self._describe()
         self._lock = threading.RLock()  # of changes to the next three
         self._segments: dict[str, Segment] = {}
         self._index: dict[bytes, Place] = {}
@@ -211,6 +212,15 @@ class BlockStore:
         for name in ("_fd", "_folder"):
             with suppress(OSError, AttributeError):
                 os.close(getattr(self, name))
+
+    def _describe(self) -> None:
+        """Write what the namespace is, and what its blocks cost."""
+        if self.seconds_per_byte:
+            self._about[COST] = self.seconds_per_byte
+        else:
+            self._about |= {key: value for key, value in _read_object(self._fd, ABOUT).items() if key == COST}
+        with suppress(OSError):
+            _replace_file(self._fd, ABOUT, json.dumps(self._about).encode())
 
     def __len__(self) -> int:
         return len(self._index)
@@ -312,6 +322,7 @@ class BlockStore:
             if writing is not None and writing[0].end + size <= self._segment_bytes:
                 return writing
             self._end_segment()
+        self._describe()
         self._make_room(max(self._segment_bytes, len(self._header) + size))
         with self._lock:
             name = f"{time.time_ns():016x}-{os.getpid()}-{self._num_made}{SUFFIX}"
@@ -390,10 +401,17 @@ class BlockStore:
                 del self._index[block_hash]
 
     def _make_room(self, size: int) -> None:
-        """Remove segments that are too old, and those that were used least recently, until a new one has room."""
-        files = sorted(list_files(self._folder), key=lambda file: file.used_at)
+        """Remove segments that are too old; then, until a new one has room, the ones with the longest time since their
+        last use for the seconds that computing their blocks would take."""
+        now, costs, files = time.time(), dict[str, float](), list(list_files(self._folder))
+        for namespace in {file.namespace for file in files}:
+            cost = read_about(self._folder, namespace).get(COST)
+            if isinstance(cost, float) and cost > 0:
+                costs[namespace] = cost
+        usual = sum(costs.values()) / len(costs) if costs else 1.0
         total = sum(file.size for file in files)
-        oldest = float("-inf") if self._max_age_s is None else time.time() - self._max_age_s
+        oldest = float("-inf") if self._max_age_s is None else now - self._max_age_s
+        files.sort(key=lambda file: (file.used_at >= oldest, (file.used_at - now) / costs.get(file.namespace, usual)))
         for file in files:
             if total + size <= self._max_bytes and file.used_at >= oldest:
                 break

@@ -82,7 +82,6 @@ class _Waiting(NamedTuple):
 
     request: Request
     hashes: Sequence[bytes]
-    seconds_per_token: SecondsPerToken
 
 
 class _Reading(NamedTuple):
@@ -102,12 +101,13 @@ class KVTier:
         blocks: HostRows,
         pool: BlockPool,
         open_store: Callable[[], BlockStore | None],
+        seconds_per_token: SecondsPerToken,
         state_rows: HostRows | None = None,
         states: StatePool | None = None,
     ) -> None:
         """`open_store` is called in a thread, since it may have to read the whole model; None: there is no disk."""
         self._stats = TierStats()
-        self._blocks, self._states = Area(pool, blocks), states
+        self._blocks, self._states, self._seconds_per_token = Area(pool, blocks), states, seconds_per_token
         self._snapshots = None if states is None or state_rows is None else Area(states.pool, state_rows, b"state")
         self.block_bytes = blocks.row_bytes  # in all layers
         self._pending: OrderedDict[bytes, tuple[Area, bytes, Sequence[int]]] = OrderedDict()  # to write, by key
@@ -182,15 +182,7 @@ class KVTier:
                 if store is not None:
                     self._writer.submit(store.drop, area.key(block_hash))
 
-    def read_ahead(
-        self,
-        request: Request,
-        hashes: Sequence[bytes],
-        seconds_per_token: SecondsPerToken,
-        *,
-        num_running: int,
-        may_try: bool = True,
-    ) -> None:
+    def read_ahead(self, request: Request, hashes: Sequence[bytes], *, num_running: int, may_try: bool = True) -> None:
         """Begin to read the blocks that follow the cached prefix of a request, and hold it meanwhile; unless computing
         them is predicted to be faster. `hashes` are those that a prefix hit may cover. An engine that has just been
         started waits a moment for the store."""
@@ -199,7 +191,7 @@ class KVTier:
         store, cached = self.store, self._blocks.pool.match(hashes)
         if not hashes or self._is_off:
             return
-        waiting = _Waiting(request, hashes, seconds_per_token)
+        waiting = _Waiting(request, hashes)
         for reading in self._readings:
             if reading.copies[0].block_hash in hashes:  # with the same beginning: it reads the rest itself
                 reading.waiting.append(waiting)
@@ -347,7 +339,7 @@ class KVTier:
         start, stop, size = cached, found[-1][1] + 1, self._blocks.pool.block_size
         if self._states is not None:
             start = self._states.longest_snapshot(waiting.hashes[:cached])
-        return (stop - start) * size * waiting.seconds_per_token((start + stop) * size // 2) or None
+        return (stop - start) * size * self._seconds_per_token((start + stop) * size // 2) or None
 
     def _read_seconds(self, found: Sequence[tuple[Area, int, Place | int]]) -> float:
         """Return the predicted seconds of reading."""
@@ -430,6 +422,8 @@ class KVTier:
     def _next_batch(self, store: BlockStore | None) -> list[_Copy]:
         """Return the oldest waiting blocks that are still cached, with what they need."""
         batch: list[_Copy] = []
+        if store is not None:  # what it costs to compute the blocks again
+            store.seconds_per_byte = self._seconds_per_token(0) * self._blocks.pool.block_size / self.block_bytes
         for _ in range(min(len(self._pending), 16 * WRITE_BLOCKS)):
             key, (area, block_hash, ids) = self._pending.popitem(last=False)
             is_stored = store is None or store.find(key) is not None

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -270,6 +271,24 @@ def test_limit_counts_all_namespaces_and_keeps_what_was_used(folder: Path) -> No
     for number in range(200, 206):
         write(again, number)
     assert read(again, kept[0]) == block_of(kept[0])
+
+
+def test_blocks_that_are_cheap_to_compute_go_first(folder: Path) -> None:
+    """Of two models: a block of the slow one is worth ten times as many days."""
+    slow, quick = open_store(folder, bytes(16)), open_store(folder, b"quick".ljust(16))
+    slow.seconds_per_byte, quick.seconds_per_byte = 1e-6, 1e-7
+    write(slow, 1)
+    write(quick, 2)
+    for days, name in ((5, bytes(16).hex()), (1, b"quick".ljust(16).hex())):
+        for path in (folder / name).glob("*.kv"):
+            os.utime(path, (then := time.time() - days * 86_400, then))
+    third = open_store(folder, b"third".ljust(16), max_bytes=11 * BYTES)
+    assert third.seconds_per_byte == 0.0
+    for number in range(100, 107):
+        write(third, number)
+    assert read(open_store(folder, bytes(16)), 1) == block_of(1)
+    assert read(open_store(folder, b"quick".ljust(16)), 2) is None
+    assert open_store(folder, bytes(16))._about["seconds_per_byte"] == 1e-6
 
 
 def test_segments_that_nobody_used_for_long_are_removed(folder: Path) -> None:
