@@ -88,7 +88,7 @@ def run(recorder: Recorder, progress: StepProgress, plan: Plan) -> None:
 
 
 def _measure_pair(plan: Plan, i: int, act: Any, work: Any, folder: str | None = None) -> dict[str, Any]:
-    """Return what `act` measures with a folder and without; either is the first in half of the pairs."""
+    """Measure with a folder and without; each side is the first in half of the pairs."""
     with tempfile.TemporaryDirectory(prefix="llm-worker-rbee-") as empty:
         folders = {"kv_dir": folder or empty, "without": None}
         return {side: _serve(plan, folders[side], act, work) for side in (SIDES if i % 2 == 0 else SIDES[::-1])}
@@ -108,7 +108,7 @@ def _jobs(plan: Plan, count: int, prompt: int, answer: int, seed: int) -> list[J
 
 
 def _serve(plan: Plan, folder: str | None, act: Callable[..., Coroutine[Any, Any, Any]], work: Any) -> Any:
-    """Return what `act` measures at a server, which is killed afterwards."""
+    """Run `act` with a server, which is killed afterwards, and return its result."""
     args = ["--served-model-name", "model", *plan.serve, *(["--kv-dir", folder] if folder else [])]
     endpoint = "completions" if plan.vocab_size else "chat"
     with worker_server(args) as server, closing(Client(api_address(server.url))) as client:
