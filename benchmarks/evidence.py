@@ -101,6 +101,12 @@ STEPS = (
         ("cuda",),
     ),
     Step("load", "bench load --compile", ("cpu",)),
+    Step("kv", "-m benchmarks.kv_disk", ("cpu",)),
+    Step(
+        "kv-coder-1.5b",
+        "-m benchmarks.kv_disk {coder_15b} --tokens 8000 --batch 1,4 --pairs 5 --streams 0",
+        ("cpu", "coder-1.5b"),
+    ),
     Step("e2e", "bench e2e --batch 1,16 --prefix 1000", ("cpu",)),
     Step("e2e-cuda", f"bench e2e --device cuda {SHAPE_7B} --batch 1,64 --burst 64x27", ("cuda",)),
     Step("e2e-cuda-256", f"bench e2e --device cuda {SHAPE_7B} --pp 0 --batch 256 --depth 150 -r 3", ("cuda",)),
@@ -247,7 +253,8 @@ def main() -> int:
     for step in select(given.only):
         reason = missing(step, programs)
         if given.list or reason:
-            print(f"{step.name}: {'left out, ' + reason if reason else 'llm-worker-rbee ' + step.command}")
+            program = "python" if step.command.startswith("-m ") else "llm-worker-rbee"
+            print(f"{step.name}: {f'left out, {reason}' if reason else f'{program} {step.command}'}")
         elif not run_step(step, folder, programs):
             failed.append(step.name)
     if given.list:

@@ -346,6 +346,7 @@ class Answer:
     finished: bool = False
     prompt_tokens: int | None = None  # counted by the server
     output_tokens: int | None = None
+    data: list[str] | None = None  # a list: what all events hold is kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,6 +393,8 @@ class Target:
 def add_event(answer: Answer, data: str, now: float) -> None:
     """Add one event to an answer."""
     answer.events += 1
+    if answer.data is not None:
+        answer.data.append(data)
     if data == "[DONE]":
         answer.finished, answer.ended = True, answer.ended or now
         return

@@ -104,6 +104,12 @@ LOG: tuple[Raise, ...] = (
     Raise(42, "lines of llm_worker_rbee/server", 11, "metrics of the disk"),
     Raise(42, "lines of llm_worker_rbee/token_engine", 6, "its counters on the wire"),
     Raise(42, "lines of the worker", 1_058, "the above"),
+    Raise(42, "lines of llm_worker_rbee/cli", 186, "session.py: conversations of `chat` that are saved"),
+    Raise(42, "files of llm_worker_rbee/cli", 1, "session.py"),
+    Raise(42, "lines of llm_worker_bench", 6, "what all events of an answer hold; the kind of run in the report"),
+    Raise(42, "lines of benchmarks", 272, "kv_disk.py: what the disk gives after a kill, and what it costs"),
+    Raise(42, "files of benchmarks", 1, "kv_disk.py"),
+    Raise(42, "lines of the worker", 186, "the above"),
 )
 
 FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the folders that have a row of their own
@@ -114,7 +120,7 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "llm_worker_rbee/backends/cpu/kernels/matmul": (Budget(1_004, 1_005), Budget(7, 7)),
     "llm_worker_rbee/backends/cuda": (Budget(4_656, 4_762), Budget(16, 16)),
     "llm_worker_rbee/backends/cuda/kernels": (Budget(4_049, 4_580), Budget(14, 15)),
-    "llm_worker_rbee/cli": (Budget(3_837, 4_114), Budget(15, 16)),
+    "llm_worker_rbee/cli": (Budget(3_837, 4_300), Budget(15, 17)),
     "llm_worker_rbee/cluster": (Budget(699, 714), Budget(6, 6)),
     "llm_worker_rbee/engine": (Budget(3_307, 4_523), Budget(18, 19)),
     "llm_worker_rbee/layers": (Budget(527, 527), Budget(8, 8)),
@@ -124,15 +130,15 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "llm_worker_rbee/token_engine": (Budget(2_499, 2_524), Budget(16, 14)),
     "llm_worker_rbee/tokenizer": (Budget(4_633, 4_712), Budget(17, 17)),
     "llm_worker_rbee/weights": (Budget(4_502, 4_571), Budget(18, 18)),
-    "llm_worker_bench": (Budget(11_209, 11_549), Budget(55, 55)),
+    "llm_worker_bench": (Budget(11_209, 11_555), Budget(55, 55)),
     "llm_worker_bench/commands": (Budget(1_806, 1_972), Budget(10, 11)),
-    "benchmarks": (Budget(1_892, 1_892), Budget(12, 12)),
+    "benchmarks": (Budget(1_892, 2_164), Budget(12, 13)),
     "benchmarks/claims": (Budget(2_743, 2_715), Budget(14, 14)),
     "benchmarks/pages": (Budget(1_045, 1_043), Budget(8, 8)),
 }
 COUNTS = {
-    "lines of the worker": Budget(57_243, 60_559),
-    "files of the worker": Budget(252, 250),
+    "lines of the worker": Budget(57_243, 60_745),
+    "files of the worker": Budget(252, 251),
     "files of a streamed chat": Budget(62, 54),
     "largest number of imported modules": Budget(27, 27),
     "modules exempt from strict types": Budget(43, 5),

@@ -32,6 +32,7 @@ MAX_PEER_TILES = 8
 KEY_RESULTS: dict[str, Sequence[str]] = {
     "e2e": (r"pp\d+.*", r"tg\d+.*", r"ttft.*", r"peak_memory.*"),
     "load": (r"total/cold", r"total/warm", r"import", r"memory/peak"),
+    "kv": (r"first_token/kv_dir", r"first_token/ratio", r"decode.*/ratio", r"pause/ratio"),
     "serving": (r"request_throughput", r"output_throughput", r"ttft/median", r"errors"),
     "accuracy": (r"ppl_ratio", r"mean_abs_dlogprob", r"kl", r"top1", r"cosine/mean", r"cosine/min", r"ndcg@10", r"mrr"),
     "profile": (r"prefill/step", r"decode/step"),
@@ -41,6 +42,7 @@ TITLES = {
     "micro": "Micro-benchmarks",
     "e2e": "End to end",
     "load": "Loading a model",
+    "kv": "Keys and values on disk",
     "serving": "Serving",
     "peers": "Beside its peers",
     "accuracy": "Accuracy",

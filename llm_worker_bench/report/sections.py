@@ -391,6 +391,7 @@ SECTIONS: dict[str, Sequence[Section]] = {
     ),
     "e2e": (results_table, charts_by_length, distribution_charts),
     "load": (pivot_tables, distribution_charts),
+    "kv": (pivot_tables, distribution_charts),
     "serving": (pivot_tables, latency_charts),
     "peers": (peer_table, charts_by_length, distribution_charts),
     "embed": (peer_table, distribution_charts),

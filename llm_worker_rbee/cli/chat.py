@@ -6,21 +6,27 @@ its text so far stays in the conversation; Ctrl-D, /exit or the end of the input
 
 import contextlib
 import json
+import shutil
 import sys
-from collections.abc import Iterator
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from ..errors import ContextLengthError, WorkerError, counted
+from ..errors import ContextLengthError, InvalidRequestError, WorkerError, counted
 from ..generation import Completion
 from ..llm import LLM, Stream
 from ..progress import supports_ansi
 from ..sampling_params import SamplingParams
 from ..text_model import EncodedPrompt
 from ..tokenizer.chat.template import start_ahead
+from ..weights.hub import cache_dir
 from .commands import ChatCommand
 from .loading import load_model, start_stream
 from .run import DraftStats, ReasoningNotes, draft_stats, figures_line
-from .terminal import Status, argument_text, decode, note, one_line, stdin_lines, style, visible
+from .session import NAME, SavedChat, SavedMessage, Session, open_session, sessions_folder
+from .terminal import Status, argument_text, columns, decode, note, one_line, stdin_lines, style, visible
 
 HELP = """\
 /reset          forget the conversation, keep the system message
@@ -34,22 +40,50 @@ A message goes on after a line that ends with \\; pasted lines are one message."
 
 def chat(options: ChatCommand) -> None:
     """Load the model, and talk until the end of the input."""
+    if options.sessions:
+        _list_sessions()
+        return
     params = options.sampling.params()
     argument_text(options.system or "", "--system")
-    start_ahead()
-    llm = load_model(options.model, options.computing, Status(), options.engine)
-    conversation = Conversation(llm, params, options.system, quiet=options.quiet)
-    conversation.prompt()  # fails here for a model without a template, or one that takes no system message
-    if sys.stdin.isatty():
-        if not options.quiet:
+    with contextlib.nullcontext() if options.session is None else open_session(options.session) as session:
+        start_ahead()
+        llm = _load(options)
+        conversation = Conversation(llm, params, options.system, quiet=options.quiet, session=session)
+        conversation.prompt()  # fails here for a model without a template, or one that takes no system message
+        is_terminal = sys.stdin.isatty()
+        if is_terminal and not options.quiet:
             if not llm.capacity.is_context_reduced:  # else it was printed
                 note(str(llm.capacity))
             note(f"{visible(_name(llm))} · context of {llm.max_context:,} tokens · /help lists the commands")
-        _talk(conversation)
-    else:
+        conversation.show_session(with_last_turn=is_terminal)
+        if is_terminal:
+            _talk(conversation)
+            return
         for line in _piped_lines():
             if not conversation.handle_line(line):
                 break
+
+
+def _list_sessions() -> None:
+    """Print the names of the saved sessions, and when each was saved."""
+    files = [path for path in sorted(sessions_folder().glob("*.json")) if NAME.fullmatch(path.stem)]
+    rows = [[path.stem, time.strftime("%Y-%m-%d %H:%M", time.localtime(path.lstat().st_mtime))] for path in files]
+    print("\n".join(columns([["NAME", "SAVED"], *rows])) if rows else "no session is saved: --session NAME begins one")
+    note(f"(files in {sessions_folder()})")
+
+
+def _load(options: ChatCommand) -> LLM:
+    """Load the model. A session keeps its keys and values in the user's cache, where that is possible."""
+    engine, source = options.engine, (options.model, options.computing, Status())
+    if options.session is not None and engine.kv_dir is None and not engine.no_prefix_cache:
+        folder = cache_dir() / "kv"
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            return load_model(*source, replace(engine, kv_dir=str(folder)))
+        except InvalidRequestError as error:
+            if error.field != "kv_dir":
+                raise
+    return load_model(*source, engine)
 
 
 def _name(llm: LLM) -> str:
@@ -100,12 +134,26 @@ def _input_prompt() -> str:
 class Conversation:
     """The messages so far, and the commands that a line of input may hold."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, *, quiet: bool) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        system: str | None,
+        *,
+        quiet: bool,
+        session: Session | None = None,
+    ) -> None:
+        """With a session, continue it; `system` takes the place of its system message."""
         self.llm = llm
         self.params = params
-        self.system = system
         self.quiet = quiet
-        self.messages: list[dict[str, str]] = []
+        self.session = session
+        saved = SavedChat("", 0, []) if session is None else session.saved
+        self.messages: list[SavedMessage] = list(saved.messages)
+        self.num_tokens, self.system = saved.tokens, system
+        if self.messages and self.messages[0]["role"] == "system":
+            first = self.messages.pop(0)["content"]
+            self.system = first if system is None else system
         self.commands = {"/reset": self.reset, "/system": self.set_system, "/save": self.save, "/help": self.help}
 
     def handle_line(self, line: str) -> bool:
@@ -121,9 +169,10 @@ class Conversation:
             self.answer(line.removeprefix("/") if line.startswith("//") else line)
         return True
 
-    def all_messages(self) -> list[dict[str, str]]:
+    def all_messages(self) -> list[SavedMessage]:
         """Return the conversation with its system message."""
-        return [{"role": "system", "content": self.system}, *self.messages] if self.system else list(self.messages)
+        system: SavedMessage = {"role": "system", "content": self.system or ""}
+        return [system, *self.messages] if self.system else list(self.messages)
 
     def prompt(self, *follow_ups: str) -> EncodedPrompt:
         """Return the prompt of the conversation with one more message of the user (or an example of one)."""
@@ -141,8 +190,12 @@ class Conversation:
             raise ContextLengthError(f"{error} (/reset starts over)") from None
         answer, stopped = self.print_answer(stream)
         done = stream.so_far()
-        reasoning = {"reasoning_content": done.reasoning} if done.reasoning else {}
-        self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer, **reasoning}]
+        reply: SavedMessage = {"role": "assistant", "content": answer}
+        if done.reasoning:
+            reply["reasoning_content"] = done.reasoning
+        self.messages += [{"role": "user", "content": text}, reply]
+        self.num_tokens = len(done.prompt_tokens) + len(done.tokens)
+        self.save_session()
         self.print_figures(done, stopped, draft_stats(self.llm, before))
 
     def print_answer(self, stream: Stream) -> tuple[str, bool]:
@@ -180,8 +233,27 @@ class Conversation:
         if not self.quiet and not stopped:
             note(figures_line(completion, drafts))
 
+    def show_session(self, *, with_last_turn: bool) -> None:
+        """Print what is continued, and the last turn, cut to a line for each message."""
+        if self.session is None or self.quiet:
+            return
+        saved = self.session.saved
+        other = f" · so far with {visible(saved.model)}" if saved.model not in ("", _name(self.llm)) else ""
+        figures = f"{counted(len(saved.messages), 'message')}, {counted(saved.tokens, 'token')}{other}"
+        note(f"session {self.session.name}: {figures if saved.messages else f'new, saved in {self.session.path}'}")
+        for message in self.messages[-2:] if with_last_turn else ():
+            text = ("> " if message["role"] == "user" else "") + one_line(message["content"])
+            note(textwrap.shorten(text, shutil.get_terminal_size().columns, placeholder=" ..."))
+
+    def save_session(self) -> None:
+        """Save the conversation, if it is a session."""
+        if self.session is not None:
+            self.session.write(SavedChat(_name(self.llm), self.num_tokens, self.all_messages()))
+
     def reset(self, rest: str) -> None:
         self.messages.clear()
+        self.num_tokens = 0
+        self.save_session()
         note("(the conversation starts over)")
 
     def set_system(self, rest: str) -> None:
@@ -192,6 +264,7 @@ class Conversation:
             except WorkerError:
                 self.system = before
                 raise
+            self.save_session()
             note("(the system message is set)")
         else:
             note(f"system: {visible(self.system)}" if self.system else "(there is no system message)")
@@ -241,6 +314,6 @@ def _may_replace(path: Path) -> bool:
         return False
 
 
-def markdown(messages: list[dict[str, str]]) -> str:
+def markdown(messages: Sequence[SavedMessage]) -> str:
     """Return the conversation as a document."""
     return "\n".join(f"**{message['role'].capitalize()}**\n\n{message['content'].strip()}\n" for message in messages)

@@ -125,14 +125,20 @@ class ChatCommand:
 
     Commands: /reset, /system TEXT, /save FILE, /help, /exit.
 
+    With --session the conversation is saved under a name after each turn, and continued from there the next time. On a
+    CPU its keys and values are kept too, in --kv-dir or the user's cache, so that it goes on at once.
+
     \b
     Examples:
       llm-worker-rbee chat
+      llm-worker-rbee chat --session work
       llm-worker-rbee chat -m model.gguf --system "You are a pirate." -t 0.7
       printf 'My name is Ada.\\nWhat is my name?\\n' | llm-worker-rbee chat
     """
 
     system: str | None = _prompt(None, "TEXT", "The system message.", "-s")
+    session: str | None = _prompt(None, "NAME", "Continue the conversation of this name, or begin it; it is saved.")
+    sessions: bool = _prompt(False, None, "List the saved conversations and exit.")
     quiet: bool = _option(False, None, "Print neither greeting nor statistics.", "-q")
     model: ModelFlags
     computing: LoadFlags

@@ -470,10 +470,10 @@ def logprob_lines(tokenizer: Tokenizer, entries: list[TokenLogprob]) -> list[str
 
 
 def figures_line(completion: Completion, drafts: DraftStats | None) -> str:
-    """Return `34 prompt tokens · 21 tokens · first token 0.41 s · 4.1 tokens/s · stop`, with the drafts."""
-    timings = completion.timings
+    """Return `34 prompt tokens (16 cached) · 21 tokens · first token 0.41 s · 4.1 tokens/s · stop`, with the drafts."""
+    timings, cached = completion.timings, completion.cached_tokens
     parts = [
-        counted(len(completion.prompt_tokens), "prompt token"),
+        counted(len(completion.prompt_tokens), "prompt token") + (f" ({cached:,} cached)" if cached else ""),
         counted(len(completion.tokens), "token"),
         f"first token {timings.time_to_first_token:.2f} s",
     ]
