@@ -3,10 +3,12 @@
     python -m benchmarks.kv_disk                                       the default model, 4,000 words
     python -m benchmarks.kv_disk model.gguf --tokens 8000 --batch 4 --streams 0
     python -m benchmarks.kv_disk --synthetic llama3-8b:Q4_K_M --tokens 32000 --serve-args '--device cuda --max-batch 64'
+    python -m benchmarks.kv_disk ... --batch 0 --streams 0 --ram 16GiB --serve-args '--device cuda --kv-memory 5GiB'
 
 Each sample is a server of its own, with the folder and without in turn. `first_token`: a conversation is continued
 after `kill -9` of worker and engine, from the request to a ready server to the first token. `decode@bN`: N requests
 decode while the blocks of their prompts are written. `pause`: from `kill -9` of the engine until all streams go on.
+`evicted`, with --ram: a conversation is continued after another one that leaves no room for it on the GPU.
 `ratio` is how many times shorter a time is with the folder, or which part of a rate is left with it. The folder is a
 temporary one: TMPDIR says where.
 """
@@ -48,7 +50,7 @@ STREAM_PROMPT, STREAM = 2000, 4096
 SETTLE_S = 2.0  # after all streams have begun, before the kill
 IN_FLIGHT_S = 0.2  # what comes so soon after the kill was computed before it
 POLL_S, WRITE_LIMIT_S = 0.01, 600.0
-SIDES = ("kv_dir", "without")
+SIDES, RAM_SIDES = ("kv_dir", "without"), ("kv_ram", "without")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,7 @@ class Plan:
     pairs: int
     repetitions: int
     serve: Sequence[str]  # more arguments
+    ram: str | None = None  # of --kv-ram
     vocab_size: int = 0  # above 0: prompts are token ids
 
 
@@ -75,7 +78,8 @@ class Turn(NamedTuple):
 
 def run(recorder: Recorder, progress: StepProgress, plan: Plan) -> None:
     """Measure what the plan has."""
-    _measure_first_tokens(recorder, progress, plan)
+    if plan.ram is None:
+        _measure_first_tokens(recorder, progress, plan)
     for batch in plan.batch:
         for i in range(plan.pairs):
             progress(f"decode, batch {batch}", i, plan.pairs)
@@ -85,20 +89,32 @@ def run(recorder: Recorder, progress: StepProgress, plan: Plan) -> None:
         progress("pause of a killed engine", i, plan.repetitions)
         pauses = _measure_pair(plan, i, _pause, _jobs(plan, plan.streams, STREAM_PROMPT, STREAM, i))
         _record(recorder, "pause", "s", pauses)
+    for i in range(plan.repetitions if plan.ram else 0):
+        progress("an evicted conversation", i, plan.repetitions)
+        jobs = _jobs(plan, 2, plan.tokens, ANSWER, i)
+        (last,) = _jobs(plan, 1, MESSAGE, ANSWER, i + 1)
+        turns = _measure_sides(plan, i, _return_to, [*jobs, last], {"kv_ram": ["--kv-ram", plan.ram], "without": []})
+        _record_turns(recorder, "evicted", turns, RAM_SIDES)
 
 
 def _measure_pair(plan: Plan, i: int, act: Any, work: Any, folder: str | None = None) -> dict[str, Any]:
-    """Measure with a folder and without; each side is the first in half of the pairs."""
+    """Measure with a folder and without."""
     with tempfile.TemporaryDirectory(prefix="llm-worker-rbee-") as empty:
-        folders = {"kv_dir": folder or empty, "without": None}
-        return {side: _serve(plan, folders[side], act, work) for side in (SIDES if i % 2 == 0 else SIDES[::-1])}
+        return _measure_sides(plan, i, act, work, {"kv_dir": ["--kv-dir", folder or empty], "without": []})
 
 
-def _record(recorder: Recorder, name: str, unit: str, values: Mapping[str, float], **fields: Any) -> None:
-    for side in SIDES:
-        more = fields if side == "kv_dir" else {}
+def _measure_sides(plan: Plan, i: int, act: Any, work: Any, sides: Mapping[str, Any]) -> dict[str, Any]:
+    """Measure with the arguments of each side, which is the first in half of the pairs."""
+    return {side: _serve(plan, sides[side], act, work) for side in (list(sides) if i % 2 == 0 else list(sides)[::-1])}
+
+
+def _record(
+    recorder: Recorder, name: str, unit: str, values: Mapping[str, float], sides: Sequence[str] = SIDES, **fields: Any
+) -> None:
+    for side in sides:
+        more = fields if side == sides[0] else {}
         recorder.add_sample(f"{name}/{side}", unit, values[side], "lower" if unit == "s" else "higher", **more)
-    ratio = values["kv_dir"] / values["without"]
+    ratio = values[sides[0]] / values["without"]
     recorder.add_sample(f"{name}/ratio", "", 1 / ratio if unit == "s" else ratio, "higher")
 
 
@@ -107,9 +123,9 @@ def _jobs(plan: Plan, count: int, prompt: int, answer: int, seed: int) -> list[J
     return list(Workload(count, *lengths, seed=seed, vocab_size=plan.vocab_size).jobs())
 
 
-def _serve(plan: Plan, folder: str | None, act: Callable[..., Coroutine[Any, Any, Any]], work: Any) -> Any:
+def _serve(plan: Plan, args: Sequence[str], act: Callable[..., Coroutine[Any, Any, Any]], work: Any) -> Any:
     """Run `act` with a server, which is killed afterwards, and return its result."""
-    args = ["--served-model-name", "model", *plan.serve, *(["--kv-dir", folder] if folder else [])]
+    args = ["--served-model-name", "model", *plan.serve, *args]
     endpoint = "completions" if plan.vocab_size else "chat"
     with worker_server(args) as server, closing(Client(api_address(server.url))) as client:
         try:
@@ -129,7 +145,7 @@ def _measure_first_tokens(recorder: Recorder, progress: StepProgress, plan: Plan
     (first,), num_same = _jobs(plan, 1, plan.tokens, ANSWER, 0), 0
     with tempfile.TemporaryDirectory(prefix="llm-worker-rbee-") as folder:
         progress("the conversation", 0, 0)
-        begun = _serve(plan, folder, _write_turn, first)
+        begun = _serve(plan, ["--kv-dir", folder], _write_turn, first)
         for i, last in enumerate(_jobs(plan, plan.repetitions, MESSAGE, ANSWER, 1)):
             progress("first token after a kill", i, plan.repetitions)
             job = replace(last, prompt=_continue(first.prompt, begun.text, last.prompt))
@@ -138,9 +154,15 @@ def _measure_first_tokens(recorder: Recorder, progress: StepProgress, plan: Plan
             if 2 * read.cached_tokens < begun.prompt_tokens:
                 raise WorkerError(f"the conversation was computed again, not read: {read}")
             num_same += read.text == turns["without"].text
-            seconds = {side: turn.first_token_s for side, turn in turns.items()}
-            counts = {"prompt_tokens": read.prompt_tokens, "cached_tokens": read.cached_tokens}
-            _record(recorder, "first_token", "s", seconds, **counts, same_answers=num_same / (i + 1))
+            _record_turns(recorder, "first_token", turns, SIDES, same_answers=num_same / (i + 1))
+
+
+def _record_turns(
+    recorder: Recorder, name: str, turns: Mapping[str, Turn], sides: Sequence[str], **fields: Any
+) -> None:
+    seconds, read = {side: turn.first_token_s for side, turn in turns.items()}, turns[sides[0]]
+    counts = {"prompt_tokens": read.prompt_tokens, "cached_tokens": read.cached_tokens}
+    _record(recorder, name, "s", seconds, sides, **counts, **fields)
 
 
 def _continue(first: Prompt, answer: str, last: Prompt) -> Prompt:
@@ -160,6 +182,14 @@ async def _take_turn(_: ServerProcess, target: Target, job: Job) -> Turn:
     usage = chunks[-1]["usage"]
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return Turn(answer.arrivals[0] - start, text, usage["prompt_tokens"], cached)
+
+
+async def _return_to(server: ServerProcess, target: Target, jobs: Sequence[Job]) -> Turn:
+    """Continue the first of two conversations after the second."""
+    first, other, last = jobs
+    begun = await _take_turn(server, target, first)
+    await _take_turn(server, target, other)
+    return await _take_turn(server, target, replace(last, prompt=_continue(first.prompt, begun.text, last.prompt)))
 
 
 async def _write_turn(server: ServerProcess, target: Target, job: Job) -> Turn:
@@ -214,8 +244,11 @@ def show(run: Run) -> None:
     """Print the results."""
     rows = [["", "RESULT", "95% INTERVAL", "SAMPLES", "BESIDE"]]
     for result in run.results:
-        beside = "{cached_tokens:,} of {prompt_tokens:,} prompt tokens cached, {same_answers:.0%} same answers"
-        shown = beside.format(**result.fields) if "cached_tokens" in result.fields else ""
+        shown, fields = "", result.fields
+        if "cached_tokens" in fields:
+            shown = "{cached_tokens:,} of {prompt_tokens:,} prompt tokens cached".format(**fields)
+        if "same_answers" in fields:
+            shown += ", {same_answers:.0%} same answers".format(**fields)
         value = common.quantity(result.estimate, result.unit)
         rows.append([result.name, value, common.interval(result), str(len(result.samples)), shown])
     common.print_table(rows, right=[1, 3])
@@ -235,13 +268,14 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument("--pairs", metavar="N", type=int, default=8, help="of servers that decode (%(default)s)")
     parser.add_argument("--repetitions", metavar="N", type=int, default=3, help="of all else (%(default)s)")
+    parser.add_argument("--ram", metavar="SIZE", help="--kv-ram of a GPU, to measure an evicted conversation")
     parser.add_argument("--serve-args", metavar="'...'", default="", help="more options of `serve`, quoted")
     parser.add_argument("--save", metavar="FILE", type=Path, help="write the run to a file")
     given = parser.parse_args(words)
     counts = {"tokens": given.tokens, "streams": given.streams, "pairs": given.pairs, "repetitions": given.repetitions}
     try:
         batch = [n for n in common.parse_counts(given.batch, "--batch") if n]
-        plan = Plan(batch=batch, serve=shlex.split(given.serve_args), **counts)
+        plan = Plan(batch=batch, ram=given.ram, serve=shlex.split(given.serve_args), **counts)
         _measure(plan, common.find_source(given.model, given.synthetic), ResultFlags(save=given.save), words)
     except (WorkerError, typer.BadParameter, ValueError) as error:
         sys.exit(f"error: {error}")

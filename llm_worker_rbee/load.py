@@ -198,7 +198,15 @@ def make_tier(engine: Engine, open_store: Callable[[], BlockStore | None], ram: 
     arrays: dict[type, list[Any]] = {KVLayer: [], StateLayer: []}
     for layer in {id(layer): layer for layer in layers}.values():
         arrays[type(layer)] += layer
-    scheduler, ops, seconds = engine.scheduler, engine.model.ops, engine.seconds_per_prefill_token
+    scheduler, ops, own = (
+        engine.scheduler,
+        engine.model.ops,
+        weakref.proxy(engine),
+    )  # the end of an engine ends its tiers
+
+    def seconds(start: int) -> float:
+        return own.seconds_per_prefill_token(start)  # type: ignore[no-any-return]
+
     if scheduler.states is None:
         return KVTier(ops.host_rows(arrays[KVLayer], ram), scheduler.pool, open_store, seconds)
     rows, states = (ops.host_rows(arrays[kind], ram // 2) for kind in (KVLayer, StateLayer))

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..errors import ContextLengthError, InvalidRequestError, WorkerError, counted
+from ..errors import ContextLengthError, WorkerError, counted
 from ..generation import Completion
 from ..llm import LLM, Stream
 from ..progress import supports_ansi
@@ -73,17 +73,13 @@ def _list_sessions() -> None:
 
 
 def _load(options: ChatCommand) -> LLM:
-    """Load the model. A session keeps its keys and values in the user's cache, where that is possible."""
-    engine, source = options.engine, (options.model, options.computing, Status())
+    """Load the model. A session keeps its keys and values in the user's cache."""
+    engine = options.engine
     if options.session is not None and engine.kv_dir is None and not engine.no_prefix_cache:
         folder = cache_dir() / "kv"
         folder.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            return load_model(*source, replace(engine, kv_dir=str(folder)))
-        except InvalidRequestError as error:
-            if error.field != "kv_dir":
-                raise
-    return load_model(*source, engine)
+        engine = replace(engine, kv_dir=str(folder))
+    return load_model(options.model, options.computing, Status(), engine)
 
 
 def _name(llm: LLM) -> str:

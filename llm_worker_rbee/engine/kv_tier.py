@@ -66,6 +66,9 @@ class Area:
         return place if place is not None and place.size == self.rows.row_bytes else None
 
 
+Source = tuple[Area, int, Place | int]  # the index of a block of a request; its place on disk, or its row
+
+
 class _Copy(NamedTuple):
     """A block, the row that it is copied to or from, and its place on disk."""
 
@@ -197,50 +200,55 @@ class KVTier:
                 reading.waiting.append(waiting)
                 request.is_held = True
                 return
-        found = self._find(store, hashes, cached, num_running)
+        sources = self._find(store, hashes, cached, num_running)
         is_refreshing = self._refreshing is not None and not self._refreshing.done()
-        if store is not None and len(cached) + len(found) < len(hashes) and store.is_refresh_due and not is_refreshing:
+        if (
+            len(cached) + len(sources) < len(hashes)
+            and store is not None
+            and store.is_refresh_due
+            and not is_refreshing
+        ):
             self._refreshing = self._writer.submit(store.refresh)  # for the next request
+        if not sources:
+            return
         limit = self._max_copies()
-        if found and not self._pays(self._read_seconds(found), self._compute_seconds(waiting, len(cached), found)):
-            limit = min(limit, self._trial_blocks(found) if may_try else 0)
-        if found and limit:
-            self._begin_reading(store, waiting, found[:limit])
+        if not self._pays(self._read_seconds(sources), self._compute_seconds(waiting, len(cached), sources)):
+            limit = min(limit, self._trial_blocks(sources) if may_try else 0)
+        if limit:
+            self._begin_reading(store, waiting, sources[:limit])
 
     def _find(
         self, store: BlockStore | None, hashes: Sequence[bytes], matched: Sequence[int], num_running: int
-    ) -> list[tuple[Area, int, Place | int]]:
+    ) -> list[Source]:
         """Return what continues a cached prefix: blocks, by index, up to the last one with a snapshot after it, where
         the model has states."""
-        found, cached = list[tuple[Area, int, Place | int]](), len(matched)
+        sources, cached = list[Source](), len(matched)
         room = max(0, self._blocks.pool.num_free_beside(matched) - SPARE_BLOCKS * (num_running + 1))
         for i in range(cached, min(len(hashes), cached + room)):
             if (source := self._blocks.find(hashes[i], store)) is None:
                 break
-            found.append((self._blocks, i, source))
+            sources.append((self._blocks, i, source))
         if (snapshots := self._snapshots) is None or self._states is None:
-            return found
-        for i in range(cached + len(found), 0, -1):
+            return sources
+        for i in range(cached + len(sources), 0, -1):
             if snapshots.pool.is_cached(hashes[i - 1]):
-                return found[: max(0, i - cached)]
+                return sources[: max(0, i - cached)]
             source = snapshots.find(hashes[i - 1], store) if self._states.num_spare > 0 else None
             if source is not None:
-                return [*found[: max(0, i - cached)], (snapshots, i - 1, source)]
+                return [*sources[: max(0, i - cached)], (snapshots, i - 1, source)]
         return []
 
     def _max_copies(self) -> int:
         """Return how many blocks a job may read: each needs a row of the host's memory."""
         return min([READ_BLOCKS, *(area.ram.num_free // 2 for area in self._areas if area.ram is not None)])
 
-    def _begin_reading(
-        self, store: BlockStore | None, waiting: _Waiting, found: Sequence[tuple[Area, int, Place | int]]
-    ) -> None:
+    def _begin_reading(self, store: BlockStore | None, waiting: _Waiting, sources: Sequence[Source]) -> None:
         """Let the reader read blocks of a request."""
         size, copies = self._blocks.pool.block_size, list[_Copy]()
-        for area, _, source in found:  # first of all, before other rows are taken for blocks from disk
+        for area, _, source in sources:  # first of all, before other rows are taken for blocks from disk
             if area.ram is not None and isinstance(source, int):
                 area.ram.pin([source])
-        for area, i, source in found:
+        for area, i, source in sources:
             (block,) = area.pool.pin([], 1) or [-1]
             row, place = (block, source) if isinstance(source, Place) else (source, None)
             if area.ram is not None and place is not None:
@@ -332,19 +340,17 @@ class KVTier:
         """Return all that a step may wait for."""
         return self._transfers() if self._opening.done() else [*self._transfers(), self._opening]
 
-    def _compute_seconds(
-        self, waiting: _Waiting, cached: int, found: Sequence[tuple[Area, int, Place | int]]
-    ) -> float | None:
-        """Return the predicted seconds of computing what is found; None if they are not known."""
-        start, stop, size = cached, found[-1][1] + 1, self._blocks.pool.block_size
+    def _compute_seconds(self, waiting: _Waiting, cached: int, sources: Sequence[Source]) -> float | None:
+        """Return the predicted seconds of computing what the sources have; None if they are not known."""
+        start, stop, size = cached, sources[-1][1] + 1, self._blocks.pool.block_size
         if self._states is not None:
             start = self._states.longest_snapshot(waiting.hashes[:cached])
         return (stop - start) * size * self._seconds_per_token((start + stop) * size // 2) or None
 
-    def _read_seconds(self, found: Sequence[tuple[Area, int, Place | int]]) -> float:
+    def _read_seconds(self, sources: Sequence[Source]) -> float:
         """Return the predicted seconds of reading."""
         sizes = Counter[bool]()
-        for area, _, source in found:
+        for area, _, source in sources:
             sizes[isinstance(source, Place)] += area.rows.row_bytes
         return READ_S + sum(size / self._rates.get(is_disk, FIRST_RATE) for is_disk, size in sizes.items())
 
@@ -352,10 +358,10 @@ class KVTier:
         """Return whether reading is predicted to be faster than computing."""
         return compute_s is None or read_s < compute_s
 
-    def _trial_blocks(self, found: Sequence[tuple[Area, int, Place | int]]) -> int:
+    def _trial_blocks(self, sources: Sequence[Source]) -> int:
         """Return how many blocks are read although that is not predicted to pay: the rate may have changed."""
         self._num_refused += 1
-        is_measured = all(isinstance(source, Place) in self._rates for _, _, source in found)
+        is_measured = all(isinstance(source, Place) in self._rates for _, _, source in sources)
         is_early = self._num_refused < TRIAL_INTERVAL and self._num_refused.bit_count() == 1
         return 0 if is_measured and not is_early and self._num_refused % TRIAL_INTERVAL else TRIAL_BLOCKS
 

@@ -37,7 +37,7 @@ from tests.helpers.engine_runs import (
     some_questions,
 )
 
-pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="keys and values of a GPU are not written to disk")
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="tests/backends/cuda/test_host_rows.py is for a GPU")
 KV_TYPES = ("float32", "float16", "int8")
 VARIANTS = {"windows": GEMMA4["gemma4-e"], "lfm2": LFM2, "qwen35": QWEN35}
 

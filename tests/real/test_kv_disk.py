@@ -14,7 +14,7 @@ from openai import OpenAI
 from tests.conftest import DEVICE
 from tests.helpers.serve_process import ServeProcess
 
-pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="keys and values of a GPU are not written to disk")
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="without --deterministic a GPU gives other bits")
 QUESTION = "Here is a table of squares: " + "; ".join(f"{i} squared is {i * i}" for i in range(150))
 LIMIT_S = 120
 

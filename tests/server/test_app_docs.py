@@ -15,7 +15,6 @@ import pytest
 from llm_worker_rbee import LLM
 from llm_worker_rbee.cli import load_command
 from llm_worker_rbee.server.openapi import ROUTES
-from tests.conftest import DEVICE
 from tests.helpers.server import Server
 from tests.helpers.tiny_pooling import pooling_models
 from tests.server.conftest import KEY
@@ -32,7 +31,7 @@ ENDS = ("data: [DONE]", 'data: {"type":"response.incomplete"', 'data: {"type":"m
 def named(load: Callable[..., LLM], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server whose models have the names in the examples."""
     pooling = pooling_models(tmp_path_factory.mktemp("pooling"), "all-minilm-l6-v2")
-    kept = {"kv_dir": str(tmp_path_factory.mktemp("kv"))} if DEVICE == "cpu" else {}
+    kept = {"kv_dir": str(tmp_path_factory.mktemp("kv"))}
     with Server(partial(load, **kept), served_name="smollm2", pooling=pooling) as running:
         yield running.ready()
 
@@ -83,7 +82,7 @@ def test_dashboard_metrics_exist(named: Server) -> None:
     }
     assert names
     missing = names - served
-    assert not missing if DEVICE == "cpu" else all("_kv_disk_" in name for name in missing)
+    assert not missing
 
 
 def test_named_options_exist() -> None:
