@@ -43,7 +43,7 @@ COMMANDS = {
     "run": Command("Use a model", ".run", "Answer one prompt, or all prompts of a file."),
     "chat": Command("Use a model", ".chat", "Talk with a model."),
     "serve": Command("Use a model", ".serve",
-        "Serve a model over HTTP: the APIs of OpenAI, Anthropic and Ollama, embeddings, reranking, jobs, a chat page."),
+        "Serve models over HTTP: the APIs of OpenAI, Anthropic and Ollama, embeddings, reranking, jobs, a chat page."),
     "embed": Command("Use a model", ".embed", "Write the embeddings of the texts of a file."),
     "rerank": Command("Use a model", ".embed", "Order the texts of a file by how well they answer a query."),
     "inspect": Command("Look at a model", ".inspect",

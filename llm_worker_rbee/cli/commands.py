@@ -33,7 +33,7 @@ ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL
 
 _option = option_fields(None)
 _prompt, _guided, _output, _input = map(option_fields, ("Prompt", "Structured output", "Output", "Input"))
-_device = option_fields("Computing")
+_device, _model, _several = map(option_fields, ("Computing", "Model", "Several models"))
 _wire, _limit, _pooling, _process, _measuring = map(
     option_fields,
     ("Network", "Limits", "Embeddings and reranking", "The engine's process", "Measuring the server itself"),
@@ -249,8 +249,52 @@ class MeasuringFlags:
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
+class ServedFlags:
+    """Which models."""
+
+    models: list[str] | None = _model(
+        None, "MODEL", f"{MODEL_HELP} Repeatable: a request names one of them, and it is loaded.", "--model", "-m"
+    )
+    max_context: int | None = _model(
+        None, "N", "Limit the context, prompt and answer together, to N tokens.", min=2, show_default="the model's"
+    )
+    chat_template: Path | None = _model(None, "FILE", "Jinja file that replaces the model's chat template.")
+
+    @property
+    def first(self) -> ModelFlags:
+        """The only model, or the first."""
+        model = self.models[0] if self.models else None
+        return ModelFlags(model=model, max_context=self.max_context, chat_template=self.chat_template)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class PoolFlags:
+    """Several models behind one port."""
+
+    models_dir: Path | None = _several(
+        None, "DIR", "Serve the models of this folder too: GGUF files and folders, by their names."
+    )
+    max_models: int | None = _several(
+        None, "N", "Models that are loaded at the same time.", min=1, show_default="those of --model, at least 3"
+    )
+    model_memory: str | None = _several(
+        None, "SIZE", "Memory for all loaded models: 8GB, 20GiB.", show_default="what is free at the start"
+    )
+    sleep_after: str | None = _several(
+        None,
+        "TIME",
+        "Unload a model after so long without a request (90s, 5m, 1h); the next one loads it again.",
+        show_default="never",
+    )
+    load_timeout: float = _several(300.0, "S", "A request waits S seconds for its model to be loaded.", min=0.1)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
 class ServeCommand:
-    """Serve a model over HTTP: the APIs of OpenAI, Anthropic and Ollama, embeddings, reranking, jobs, a chat page.
+    """Serve models over HTTP: the APIs of OpenAI, Anthropic and Ollama, embeddings, reranking, jobs, a chat page.
+
+    With several models (--model twice, or --models-dir) a request names one; what is not loaded is loaded, and idle
+    models are unloaded for it where memory is short.
 
     The key comes from --api-key-file, LLM_WORKER_API_KEY or LLORCH_API_TOKEN. The log goes to standard error, as JSON
     with LLORCH_LOG_FORMAT=json. Ctrl-C or SIGTERM lets running requests finish. SIGUSR2 restarts the engines one after
@@ -263,11 +307,13 @@ class ServeCommand:
       llm-worker-rbee serve --host 0.0.0.0 --api-key-file key.txt
       llm-worker-rbee serve -m model.gguf --device cuda:0,cuda:1
       llm-worker-rbee serve --embedding-model all-minilm-l6-v2
+      llm-worker-rbee serve --models-dir ~/models --model-memory 20GiB --sleep-after 10m
     """
 
     wire: WireFlags
     limits: LimitFlags
-    model: ModelFlags
+    model: ServedFlags
+    pool: PoolFlags
     pooling: PoolingServeFlags
     computing: LoadFlags
     sharing: EngineFlags

@@ -29,7 +29,7 @@ from ...token_engine.protocol import RequestState
 from ...tokenizer.chat.events import EventFold
 from .. import log
 from ..bodies import Conversation, GenerateRequest, Messages, estimate_tokens
-from ..dialect import Call, Dialect, Generation, Handler, Operation, Route, Worker
+from ..dialect import Call, Dialect, Front, Generation, Handler, Operation, Route, Worker
 from ..json_schema import COUNT, FLAG, NUMBER, TEXT, Schema, array_schema, ref, reply_schema, with_field
 from ..schema import (
     MISSING,
@@ -347,7 +347,7 @@ class Job:
 class Jobs:
     """All known jobs: until some time after their end, or until finished ones take too much memory."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Front) -> None:
         self._worker = worker
         self._jobs: dict[str, Job] = {}
         self._running: dict[asyncio.Task[None], Job] = {}
@@ -357,12 +357,14 @@ class Jobs:
 
     async def start_job(self, request: GenerateRequest) -> Job:
         """Start a job from a validated body."""
-        worker, (prompt,) = self._worker, request.prompts
         self._drop_expired()
         job_id = request.values["job_id"] or f"job-{uuid4()}"
         self._require_unused(job_id)
-        worker.require_model(request.model)
-        context = worker.model.max_context
+        async with self._worker.use(request.model) as worker:
+            return await self._start(worker, request, job_id)
+
+    async def _start(self, worker: Worker, request: GenerateRequest, job_id: str) -> Job:
+        (prompt,), context = request.prompts, worker.model.max_context
         worker.encoder.check_texts([prompt])
         with worker.reserve(1, estimate_tokens(prompt, context)) as reservation:
             (encoded,) = await worker.encoder.encode([prompt], request.params.structured_outputs)
@@ -423,7 +425,7 @@ class Jobs:
 class Handlers:
     """The routes of jobs, for one worker."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Front) -> None:
         self._worker, self._jobs = worker, Jobs(worker)
 
     def table(self) -> dict[str, Handler]:
@@ -487,7 +489,7 @@ def _event(kind: str, **properties: Schema) -> Schema:
 
 
 def _schemas(settings: ServerSettings) -> dict[str, Schema]:
-    job = {**table_schema(JOB, settings.names), "oneOf": [with_field("prompt"), with_field("messages")]}
+    job = {**table_schema(JOB, settings.schema_names), "oneOf": [with_field("prompt"), with_field("messages")]}
     named = {**job, "required": [*job["required"], "job_id"]}
     narrower = {"job_id": JOB["job_id"].type.json_schema(), "stream": {"enum": [True, None], "default": True}}
     named["properties"] = {**job["properties"], **narrower}
