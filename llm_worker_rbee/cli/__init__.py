@@ -44,6 +44,8 @@ COMMANDS = {
     "chat": Command("Use a model", ".chat", "Talk with a model."),
     "serve": Command("Use a model", ".serve",
         "Serve models over HTTP: the APIs of OpenAI, Anthropic and Ollama, embeddings, reranking, jobs, a chat page."),
+    "ps": Command("Use a model", ".ps", "Show the models of a running worker: which are loaded, and their memory."),
+    "stop": Command("Use a model", ".ps", "Unload a model of a running worker once its requests have ended."),
     "embed": Command("Use a model", ".embed", "Write the embeddings of the texts of a file."),
     "rerank": Command("Use a model", ".embed", "Order the texts of a file by how well they answer a query."),
     "inspect": Command("Look at a model", ".inspect",

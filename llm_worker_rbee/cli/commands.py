@@ -19,8 +19,11 @@ from .options import (
     EngineFlags,
     LoadFlags,
     ModelFlags,
+    PoolFlags,
     PoolingFlags,
     SamplingFlags,
+    ServedFlags,
+    WorkerFlags,
     option_fields,
 )
 
@@ -33,7 +36,7 @@ ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL
 
 _option = option_fields(None)
 _prompt, _guided, _output, _input = map(option_fields, ("Prompt", "Structured output", "Output", "Input"))
-_device, _model, _several = map(option_fields, ("Computing", "Model", "Several models"))
+_device = option_fields("Computing")
 _wire, _limit, _pooling, _process, _measuring = map(
     option_fields,
     ("Network", "Limits", "Embeddings and reranking", "The engine's process", "Measuring the server itself"),
@@ -249,47 +252,6 @@ class MeasuringFlags:
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class ServedFlags:
-    """Which models."""
-
-    models: list[str] | None = _model(
-        None, "MODEL", f"{MODEL_HELP} Repeatable: a request names one of them, and it is loaded.", "--model", "-m"
-    )
-    max_context: int | None = _model(
-        None, "N", "Limit the context, prompt and answer together, to N tokens.", min=2, show_default="the model's"
-    )
-    chat_template: Path | None = _model(None, "FILE", "Jinja file that replaces the model's chat template.")
-
-    @property
-    def first(self) -> ModelFlags:
-        """The only model, or the first."""
-        model = self.models[0] if self.models else None
-        return ModelFlags(model=model, max_context=self.max_context, chat_template=self.chat_template)
-
-
-@dataclass(kw_only=True, eq=False, repr=False)
-class PoolFlags:
-    """Several models behind one port."""
-
-    models_dir: Path | None = _several(
-        None, "DIR", "Serve the models of this folder too: GGUF files and folders, by their names."
-    )
-    max_models: int | None = _several(
-        None, "N", "Models that are loaded at the same time.", min=1, show_default="those of --model, at least 3"
-    )
-    model_memory: str | None = _several(
-        None, "SIZE", "Memory for all loaded models: 8GB, 20GiB.", show_default="what is free at the start"
-    )
-    sleep_after: str | None = _several(
-        None,
-        "TIME",
-        "Unload a model after so long without a request (90s, 5m, 1h); the next one loads it again.",
-        show_default="never",
-    )
-    load_timeout: float = _several(300.0, "S", "A request waits S seconds for its model to be loaded.", min=0.1)
-
-
-@dataclass(kw_only=True, eq=False, repr=False)
 class ServeCommand:
     """Serve models over HTTP: the APIs of OpenAI, Anthropic and Ollama, embeddings, reranking, jobs, a chat page.
 
@@ -307,7 +269,7 @@ class ServeCommand:
       llm-worker-rbee serve --host 0.0.0.0 --api-key-file key.txt
       llm-worker-rbee serve -m model.gguf --device cuda:0,cuda:1
       llm-worker-rbee serve --embedding-model all-minilm-l6-v2
-      llm-worker-rbee serve --models-dir ~/models --model-memory 20GiB --sleep-after 10m
+      llm-worker-rbee serve --models-dir models --sleep-after 10m
     """
 
     wire: WireFlags
@@ -319,6 +281,41 @@ class ServeCommand:
     sharing: EngineFlags
     process: ProcessFlags
     measuring: MeasuringFlags
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class PsCommand:
+    """Show the models of a running worker: which are loaded, and their memory.
+
+    The size is what the plan of memory counts for a model: weights, keys and values, and its process.
+
+    \b
+    Examples:
+      llm-worker-rbee ps
+      llm-worker-rbee ps --all --url http://127.0.0.1:9000
+      llm-worker-rbee ps --json
+    """
+
+    all_: bool = _option(False, None, "Show the models that are not loaded, too.", "--all", "-a")
+    as_json: bool = _option(False, None, "Print one JSON object: models.", "--json")
+    worker: WorkerFlags
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class StopCommand:
+    """Unload a model of a running worker once its requests have ended.
+
+    The memory is free when the command returns. The next request that names the model loads it again.
+
+    \b
+    Examples:
+      llm-worker-rbee stop qwen2.5-coder-1.5b
+      llm-worker-rbee stop --all
+    """
+
+    model: Annotated[str | None, typer.Argument(metavar="NAME", help="The name of the model, as ps shows it.")] = None
+    all_: bool = _option(False, None, "Unload all models, until they are used again.", "--all", "-a")
+    worker: WorkerFlags
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -513,12 +510,18 @@ class ConvertCommand:
 class ModelsCommand:
     """List the models in the cache, with their sizes.
 
+    `show` describes one of them, `rm` removes it and says what that frees: files that another model needs stay.
+
     \b
     Examples:
       llm-worker-rbee models
       llm-worker-rbee models --json
+      llm-worker-rbee models show all-minilm-l6-v2
+      llm-worker-rbee models rm hf:bartowski/SmolLM2-135M-Instruct-GGUF:Q4_K_M
     """
 
+    action: Annotated[str, typer.Argument(metavar="[ls|show|rm]", help="What to do.")] = "ls"
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="The model to show or to remove.")] = None
     as_json: bool = _option(False, None, "Print one JSON object: cache, defaults, models.", "--json")
 
 

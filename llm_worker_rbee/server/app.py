@@ -331,7 +331,8 @@ class Routes:
         for dialect in DIALECTS:
             handlers, methods = dialect.make_handlers(self.worker), defaultdict[str, list[str]](list)
             for route in dialect.routes:
-                methods[route.path].append(route.method)
+                if self.worker.pool is not None or not route.needs_pool:
+                    methods[route.path].append(route.method)
             routes += [(path, partial(self._handle, handlers[path]), " ".join(methods[path])) for path in methods]
         return [Route(path, handler, methods=methods.split()) for path, handler, methods in routes]
 

@@ -193,6 +193,7 @@ class Route:
     method: str
     path: str
     operation: Operation
+    needs_pool: bool = False  # a worker with one model does not have it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,7 +48,7 @@ async def announce(worker: Front, url: str, port: int) -> None:
     first_try = asyncio.Event()
     if worker.settings.callback_url is not None:
         body = ready_message(worker, url)
-        tasks.append(asyncio.ensure_future(send_callback(worker.settings.callback_url, body, first_try)))
+        tasks.append(asyncio.ensure_future(_send_callbacks(worker, worker.settings.callback_url, body, first_try)))
     else:
         first_try.set()
     if worker.settings.heartbeat_url is not None:
@@ -58,6 +58,13 @@ async def announce(worker: Front, url: str, port: int) -> None:
     finally:
         for task in tasks:
             task.cancel()
+
+
+async def _send_callbacks(worker: Front, url: str, ready: Mapping[str, Any], first_try: asyncio.Event) -> None:
+    """Post that the worker is ready, then the ends of jobs about models, in their order."""
+    await send_callback(url, ready, first_try)
+    while True:
+        await send_callback(url, await worker.messages.get(), first_try)
 
 
 async def send_callback(url: str, body: Mapping[str, Any], first_try: asyncio.Event) -> None:

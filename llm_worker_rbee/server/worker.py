@@ -55,6 +55,7 @@ class Front(ABC):
         self.loading_events: list[dict[str, Any]] = []  # of /v1/loading/progress
         self.loading_changed = asyncio.Event()  # replaced with each event
         self.failure: WorkerError | None = None
+        self.messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()  # for the callback URL
         self._owns_offload, self.offload = offload is None, offload or OffloadPool()
 
     @property
@@ -119,6 +120,11 @@ class Front(ABC):
     @property
     def uptime_s(self) -> float:
         return round(time.monotonic() - self._start_clock, 3)
+
+    def report(self, message: dict[str, Any]) -> None:
+        """Send a message to the callback URL, if there is one."""
+        if self.settings.callback_url is not None:
+            self.messages.put_nowait({"worker_id": self.settings.worker_id, **message})
 
     def require_ready(self) -> None:
         """Raise unless requests are accepted."""

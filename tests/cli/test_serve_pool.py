@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +20,13 @@ import httpx
 import ollama
 import openai
 import pytest
+from typer.testing import CliRunner
 
+from llm_worker_rbee.cli import app
 from tests.conftest import ON_CPU, with_kernels
 from tests.helpers.process import spawn
 from tests.helpers.serve_process import ServeProcess, until
-from tests.helpers.server import SAID, write_model
+from tests.helpers.server import SAID, events, write_model
 from tests.helpers.tiny_pooling import write_bert
 
 pytestmark = ON_CPU
@@ -320,6 +325,40 @@ def test_metrics_and_lists_have_each_model(serve: Serve, folder: Path) -> None:
     assert job.json()["text"] == SAID
 
 
+def test_jobs_load_and_unload_models_and_report_to_the_callback(serve: Serve, folder: Path) -> None:
+    posts: queue.Queue[Any] = queue.Queue()
+
+    class Orchestrator(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            posts.put(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Orchestrator) as orchestrator:
+        threading.Thread(target=orchestrator.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{orchestrator.server_port}"
+        running = serve("--models-dir", folder, "--callback-url", url, "--heartbeat-url", url)
+        started = [posts.get(timeout=30) for _ in range(2)]
+        heartbeat = next(post["worker"] for post in started if "worker" in post)
+        assert {model["model"]: model["status"] for model in heartbeat["models"]}["one"] == "unloaded"
+        for operation, status in (("load", "loaded"), ("sleep", "sleeping"), ("unload", "unloaded")):
+            body = {"operation": operation, "model": "one", "job_id": operation}
+            assert running.http.post("/v1/jobs", json=body).json()["sse_url"] == f"/v1/jobs/{operation}/stream"
+            read = events(running.http.get(f"/v1/jobs/{operation}/stream").text)
+            assert [read[0]["type"], read[-1]["type"], read[-1]["status"]] == ["started", "end", status]
+            reported = posts.get(timeout=30)
+            assert (reported["job_id"], reported["status"], reported["model"]) == (operation, status, "one")
+            assert states(running)["one"] == status
+        broken = running.http.post("/v1/jobs", json={"operation": "load", "model": "broken", "stream": False})
+        assert (broken.status_code, broken.json()["code"]) == (500, "INVALID_MODEL")
+        assert "broken.gguf" in posts.get(timeout=30)["error"]
+        assert running.http.post("/v1/jobs", json={"operation": "load", "model": "none"}).status_code == 404
+        assert running.http.post("/v1/jobs", json={"operation": "load"}).status_code == 400
+        orchestrator.shutdown()
+
+
 def test_signal_ends_all_processes(serve: Serve, folder: Path) -> None:
     running = serve("-m", folder / "one.gguf", "-m", folder / "two.gguf")
     until(lambda: set(states(running).values()) == {"loaded"})
@@ -346,3 +385,21 @@ def test_wrong_usage(args: list[str], problem: str) -> None:
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 2, errors
     assert problem in errors
+
+
+def test_ps_and_stop_of_the_command_line(serve: Serve, folder: Path) -> None:
+    running = serve("-m", folder / "one.gguf", "--models-dir", folder)
+    listed = CliRunner().invoke(app, ["ps", "--url", running.url])
+    head, row = (line.split() for line in listed.stdout.splitlines())
+    assert head == ["NAME", "KIND", "STATE", "SIZE", "REQUESTS", "UNTIL"]
+    assert (row[:3], row[-2:]) == (["one", "chat", "loaded"], ["for", "ever"])
+    everything = json.loads(CliRunner().invoke(app, ["ps", "--all", "--json", "--url", running.url]).stdout)["models"]
+    assert {entry["id"] for entry in everything} > {"one", "two", "embedder"}
+    stopped = CliRunner().invoke(app, ["stop", "one", "--url", running.url])
+    assert (stopped.stdout, states(running)["one"]) == ("one is unloaded\n", "unloaded")
+    unknown = CliRunner().invoke(app, ["stop", "nothing", "--url", running.url])
+    assert "there is no model 'nothing' here" in str(unknown.exception)
+    assert CliRunner().invoke(app, ["stop", "--all", "--url", running.url]).exit_code == 0
+    assert CliRunner().invoke(app, ["stop"]).exit_code == 2
+    absent = CliRunner().invoke(app, ["ps", "--url", "http://127.0.0.1:9"])
+    assert "no worker answers at http://127.0.0.1:9" in str(absent.exception)

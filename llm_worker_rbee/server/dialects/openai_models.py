@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from ...errors import InvalidRequestError
@@ -15,10 +16,6 @@ from .openai import error_body
 
 KINDS = ("chat", "embedding", "rerank")
 NAMED = {"model": Field(Text(1), required=True)}
-NO_POOL = (
-    "this worker serves the models that it was started with: start it with several --model, with --models-dir or with "
-    "--sleep-after"
-)
 LEVELS = ("1", "2")
 
 
@@ -27,6 +24,7 @@ class Handlers:
 
     def __init__(self, worker: Front) -> None:
         self._worker = worker
+        self._models = cast(PoolWorker, worker)  # of the routes that only a pool has
 
     def table(self) -> dict[str, Handler]:
         return {
@@ -38,29 +36,22 @@ class Handlers:
             "/is_sleeping": self.is_sleeping,
         }
 
-    def _models(self) -> PoolWorker:
-        """Return the worker; raise if it has no pool."""
-        if self._worker.pool is None:
-            raise InvalidRequestError(NO_POOL, "model")
-        return cast(PoolWorker, self._worker)
-
     async def _find(self, call: Call) -> Member:
         values: dict[str, Any] = await self._worker.parse("model_verb", await call.body())
-        return await self._models().find(values["model"], *KINDS)
+        return await self._models.find(values["model"], *KINDS)
 
     async def models(self, _: Call) -> dict[str, Any]:
         if self._worker.pool is None:
             self._worker.require_ready()
             names = [self._worker.names[0], *(service.name for service in self._worker.pooling.loaded)]
             return _list([{"id": name, "status": {"value": "loaded"}} for name in names])
-        worker = self._models()
-        worker.require_ready()
-        await worker.refresh()
-        return _list([_entry(member) for member in worker.pool.members])
+        self._models.require_ready()
+        await self._models.refresh()
+        return _list([_entry(member) for member in self._models.pool.members])
 
     async def load(self, call: Call) -> dict[str, Any]:
         """Begin to load a model; `GET /models` has the progress."""
-        member, pool = await self._find(call), self._models().pool
+        member, pool = await self._find(call), self._models.pool
         await pool.require_fits(member)
         pool.start_load(member)
         return {"success": True}
@@ -69,7 +60,7 @@ class Handlers:
         """Unload a model once its requests have ended."""
         member = await self._find(call)
         async with call.until_disconnect():
-            await self._models().pool.unload(member)
+            await self._models.pool.unload(member)
         return {"success": True}
 
     async def sleep(self, call: Call) -> dict[str, Any]:
@@ -77,17 +68,16 @@ class Handlers:
         call.require_own_page()
         if (level := call.query.get("level", LEVELS[0])) not in LEVELS:
             raise InvalidRequestError(f"level is {level[:20]!r}: it must be 1 or 2, which do the same here", "level")
-        await self._models().pool.sleep()
+        await self._models.pool.sleep()
         return {"is_sleeping": True}
 
     async def wake_up(self, call: Call) -> dict[str, Any]:
         call.require_own_page()
-        await self._models().pool.wake()
+        await self._models.pool.wake()
         return {"is_sleeping": False}
 
     async def is_sleeping(self, _: Call) -> dict[str, Any]:
-        pool = self._worker.pool
-        states = {member.state for member in pool.members} if pool is not None else set()
+        states = {member.state for member in self._models.pool.members}
         return {"is_sleeping": "sleeping" in states and not states & {"loaded", "loading"}}
 
 
@@ -103,6 +93,9 @@ def _entry(member: Member) -> dict[str, Any]:
         "in_cache": True,
         "status": member.status(),
         "size_bytes": member.size_bytes,
+        "requests": member.num_requests,
+        "waiting": len(member.waiters),
+        "expires_in_s": member.expires_in_s,
         "context_length": None if facts is None else facts.context_length,
     }
 
@@ -123,6 +116,8 @@ def _schemas(settings: ServerSettings) -> dict[str, Schema]:
     }
 
 
+LOAD = Operation(summary="Load a model", request="NamedModel", reply="Success")
+SLEEP = Operation(summary="Let all models sleep (vLLM)", reply="Sleeping")
 DIALECT = Dialect(
     prefixes=("/models", "/sleep", "/wake_up", "/is_sleeping"),
     error_body=error_body,
@@ -132,10 +127,10 @@ DIALECT = Dialect(
     make_handlers=lambda worker: Handlers(worker).table(),
     routes=(
         Route("GET", "/models", Operation(summary="The models and their states (llama-server)", reply="RouterModels")),
-        Route("POST", "/models/load", Operation(summary="Load a model", request="NamedModel", reply="Success")),
-        Route("POST", "/models/unload", Operation(summary="Unload a model", request="NamedModel", reply="Success")),
-        Route("POST", "/sleep", Operation(summary="Let all models sleep (vLLM)", reply="Sleeping")),
-        Route("POST", "/wake_up", Operation(summary="Wake the models that sleep (vLLM)", reply="Sleeping")),
-        Route("GET", "/is_sleeping", Operation(summary="Whether all models sleep (vLLM)", reply="Sleeping")),
+        Route("POST", "/models/load", LOAD, needs_pool=True),
+        Route("POST", "/models/unload", replace(LOAD, summary="Unload a model"), needs_pool=True),
+        Route("POST", "/sleep", SLEEP, needs_pool=True),
+        Route("POST", "/wake_up", replace(SLEEP, summary="Wake the models that sleep (vLLM)"), needs_pool=True),
+        Route("GET", "/is_sleeping", replace(SLEEP, summary="Whether all models sleep (vLLM)"), needs_pool=True),
     ),
 )
