@@ -386,12 +386,14 @@ class ModelPool:
             if not future.done():
                 future.set_exception(copy_error(known))
 
-    async def require_fits(self, member: Member) -> None:
-        """Raise if a member cannot be loaded even alone."""
+    async def require_fits(self, member: Member) -> int:
+        """Return the bytes that a member takes beside those it has; raise if it cannot be loaded even alone."""
         if member.rows or member.loading is not None:
-            return
+            return 0
         try:
-            self._require_fits(member, await asyncio.to_thread(member.source.plan))
+            rows = await asyncio.to_thread(member.source.plan)
+            self._require_fits(member, rows)
+            return sum(row.bytes for row in rows)
         except WorkerError as error:
             if not member.rows and member.loading is None:
                 self._fail(member, error)
@@ -458,13 +460,9 @@ class ModelPool:
     async def preload(self, members: Sequence[Member]) -> None:
         """Load members one after another, as long as there is room without unloading any."""
         for member in members:
-            rows: list[MemoryRow] = []
-            with suppress(Exception):  # the load itself reports it
-                rows = await asyncio.to_thread(member.source.plan)
-            size = self.used_bytes + sum(row.bytes for row in rows)
-            has_bytes = self.max_bytes is None or size <= self.max_bytes
-            if (len(self.residents) < self.max_models and has_bytes) or member is members[0]:
-                with suppress(WorkerError):
+            with suppress(WorkerError):  # it is the member's reason
+                size = self.used_bytes + await self.require_fits(member)
+                if len(self.residents) < self.max_models and (self.max_bytes is None or size <= self.max_bytes):
                     await self.load(member)
 
     async def load(self, member: Member) -> None:

@@ -301,6 +301,13 @@ async def test_unload_waits_for_running_requests_and_new_ones_load_it_again() ->
 
 
 @in_loop
+async def test_models_of_the_start_are_loaded_while_there_is_room() -> None:
+    pool, members, _ = make_pool(11, 4, 7, 6)
+    await pool.preload(members)
+    assert states(members) == "a:failed b:loaded c:unloaded d:loaded"
+
+
+@in_loop
 async def test_all_sleep_and_wake() -> None:
     pool, members, sources = make_pool(4, 4, 4)
     for member in members[:2]:
