@@ -265,6 +265,12 @@ def return_large_blocks() -> None:
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
+def trim_heap() -> None:
+    """Return freed memory of any size to the system; glibc keeps what lies between blocks that are in use."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def raise_open_files(count: int) -> int | None:
     """Raise the soft limit of open files towards `count`, as far as the hard one allows; return it, None if unlimited.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -27,6 +28,7 @@ from .commands import ServeCommand
 from .options import check_usage
 from .terminal import OutputThread, Status
 
+SWITCH_S = 0.0002  # streams wait so long for a thread that opens the tokenizer of another model; Python's own is 0.005
 MIN_MODELS = 3  # that may be loaded at the same time, unless --max-models says otherwise
 KV_SHARE = 0.8  # of the memory, for the KV caches of as many models as may be loaded
 
@@ -69,6 +71,7 @@ def make_worker(
     output: OutputThread,
 ) -> PoolWorker:
     """Return the worker; the models that are named are fetched when it starts, with their progress shown until then."""
+    sys.setswitchinterval(SWITCH_S)
     flags, named = options.pool, [(name, None) for name in options.model.models or ()]
     models: list[tuple[str, str | None]] = [*named, *((name, kind) for kind, name in references.items())]
     if not models and flags.models_dir is None:

@@ -31,6 +31,7 @@ from ..errors import (
     counted,
     human_bytes,
 )
+from ..machine import trim_heap
 from ..progress import Stage
 from ..text_model import TextModel
 from .schema import LATEST
@@ -525,6 +526,7 @@ class ModelPool:
             if member.loading is None:
                 member.state = state
             self._drop_texts()
+            asyncio.get_running_loop().run_in_executor(None, trim_heap)
             self._notify()
         if member.waiters and not self._is_stopped:
             self._start_load(member)

@@ -262,9 +262,12 @@ class Worker(Front, GenerationListener):
         self.offload.close()
 
     async def close(self, error: WorkerError) -> None:
-        """End the engine at once; requests that are left end with the error."""
+        """End the engine at once, and let go of the text side; requests that are left end with the error."""
         self.state = "stopping"
         await self.engine.stop(error)
+        self._model = None  # replies that ended hold the worker until they are collected
+        self.__dict__.pop("encoder", None)
+        self.__dict__.pop("_open_model", None)
 
     @property
     def model(self) -> TextModel:
