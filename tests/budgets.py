@@ -120,13 +120,13 @@ LOG: tuple[Raise, ...] = (
     Raise(42, "lines of llm_worker_rbee/server", 3, "metrics of host memory"),
     Raise(42, "lines of benchmarks", 34, "kv_disk.py --ram"),
     Raise(42, "lines of the worker", 435, "states on disk, blocks of a GPU in host memory"),
-    Raise(43, "lines of llm_worker_rbee", 60, "durations; the end of a text side; priorities that are raised again"),
+    Raise(43, "lines of llm_worker_rbee", 61, "durations; the end of a text side; priorities that are raised again"),
     Raise(43, "lines of llm_worker_rbee/cli", 317, "serve_pool.py: a pool of models; ps.py: a running worker"),
     Raise(43, "lines of llm_worker_rbee/engine", 28, "the memory plan of a member of a pool"),
     Raise(
         43,
         "lines of llm_worker_rbee/server",
-        1782,
+        1781,
         "model_pool.py, model_source.py, pool_worker.py, verbs about models, keep_alive",
     ),
     Raise(
@@ -144,7 +144,7 @@ LOG: tuple[Raise, ...] = (
 )
 
 FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the folders that have a row of their own
-    "llm_worker_rbee": (Budget(3_543, 3_728), Budget(14, 14)),
+    "llm_worker_rbee": (Budget(3_543, 3_729), Budget(14, 14)),
     "llm_worker_rbee/backends": (Budget(1_907, 2_071), Budget(8, 9)),
     "llm_worker_rbee/backends/cpu": (Budget(2_777, 2_992), Budget(12, 13)),
     "llm_worker_rbee/backends/cpu/kernels": (Budget(4_958, 5_218), Budget(18, 18)),
@@ -156,7 +156,7 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "llm_worker_rbee/engine": (Budget(3_307, 4_794), Budget(18, 19)),
     "llm_worker_rbee/layers": (Budget(527, 527), Budget(8, 8)),
     "llm_worker_rbee/models": (Budget(3_580, 3_607), Budget(20, 20)),
-    "llm_worker_rbee/server": (Budget(9_136, 11_142), Budget(42, 38)),
+    "llm_worker_rbee/server": (Budget(9_136, 11_141), Budget(42, 38)),
     "llm_worker_rbee/structured_outputs": (Budget(1_658, 1_676), Budget(7, 7)),
     "llm_worker_rbee/token_engine": (Budget(2_499, 2_536), Budget(16, 14)),
     "llm_worker_rbee/tokenizer": (Budget(4_633, 4_718), Budget(17, 17)),

@@ -39,8 +39,7 @@ class PoolWorker(Front):
     ) -> None:
         """`add_models` adds the models that the options name to the pool, and fetches those that are not here; it
         returns those to load at once. `folder` are the models of --models-dir."""
-        super().__init__(settings, PoolingModels(), None)
-        self.offload = offload
+        super().__init__(settings, PoolingModels(), offload)
         self.pool, self._add_models, self.folder = pool, add_models, folder
         self._of_folder: set[Member] = set()
         self._preloading: asyncio.Task[None] | None = None

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -25,7 +26,7 @@ from typer.testing import CliRunner
 from llm_worker_rbee.cli import app
 from tests.conftest import ON_CPU, with_kernels
 from tests.helpers.process import spawn
-from tests.helpers.serve_process import ServeProcess, until
+from tests.helpers.serve_process import ServeProcess, command, until
 from tests.helpers.server import SAID, events, write_model
 from tests.helpers.tiny_pooling import write_bert
 
@@ -80,9 +81,14 @@ def states(running: ServeProcess) -> dict[str, str]:
     return {entry["model"]: entry["status"] for entry in running.http.get("/health").json()["models"]}
 
 
+def all_engines(running: ServeProcess) -> list[int]:
+    """Return the processes of engines, that which waits for the next load included: a thread has started it."""
+    return [pid for pid in running.processes() if "token_engine.child" in command(pid)]
+
+
 def engine_of(running: ServeProcess) -> list[int]:
     """Return the processes of engines that have loaded a model: the spare one has not opened a file of it."""
-    return [pid for pid in running.engines() if any(".gguf" in line for line in _maps(pid))]
+    return [pid for pid in all_engines(running) if any(".gguf" in line for line in _maps(pid))]
 
 
 def _maps(pid: int) -> list[str]:
@@ -205,6 +211,9 @@ def test_ollama_client_lists_loads_and_unloads(serve: Serve, folder: Path) -> No
     until(lambda: states(running)["two"] == "sleeping")
     assert client.generate("two", ">", raw=True, options={"temperature": 0}, keep_alive=0).response == SAID
     until(lambda: states(running)["two"] == "unloaded")
+    client.generate("one", keep_alive="99999999h")
+    assert expiry(client.ps().models[0]).year == 9999
+    client.generate("one", keep_alive=0)
     with pytest.raises(ollama.ResponseError, match="keep_alive"):
         client.generate("one", keep_alive="soon")
     assert states(running)["one"] == "unloaded"  # a body that is not valid loads nothing
@@ -254,13 +263,13 @@ def test_openai_client_streams_while_another_model_is_loaded_and_killed(serve: S
 
 def test_engine_killed_while_it_loads_fails_that_load_alone(serve: Serve, folder: Path) -> None:
     running = serve("-m", folder / "one.gguf", "--models-dir", folder)
-    before = set(running.engines())
+    before = set(all_engines(running))
     replies: list[httpx.Response] = []
     killed = threading.Event()
 
     def kill_new() -> None:
         while not killed.is_set():
-            for pid in set(running.engines()) - before:
+            for pid in set(all_engines(running)) - before:
                 os.kill(pid, signal.SIGKILL)
                 killed.set()
 
@@ -272,6 +281,36 @@ def test_engine_killed_while_it_loads_fails_that_load_alone(serve: Serve, folder
     assert replies[0].status_code in (200, 500)  # it was killed in time, or had loaded
     assert text(complete(running, "one")) == SAID
     until(lambda: complete(running, "two").status_code == 200)
+
+
+def test_engine_killed_while_it_is_unloaded_or_asleep_or_waits(serve: Serve, folder: Path) -> None:
+    """What is killed in any state is loaded again by the next request, and the other model answers meanwhile."""
+    running = serve("-m", folder / "one.gguf", "-m", folder / "two.gguf", "--max-models", "1")
+    for _ in range(3):
+        until(lambda: len(engine_of(running)) == 1)
+        (engine,) = engine_of(running)
+        with ThreadPoolExecutor(4) as clients:  # a waits for b's memory, while b is killed under its own requests
+            replies = [clients.submit(complete, running, name) for name in ("one", "two", "one", "two")]
+            with suppress(ProcessLookupError):  # it was unloaded in time
+                os.kill(engine, signal.SIGKILL)
+            assert [text(reply.result()) for reply in replies] == [SAID] * 4
+    assert running.http.post("/sleep").status_code == 200
+    for spare in all_engines(running):  # the process that waits for the next load
+        os.kill(spare, signal.SIGKILL)
+    assert text(complete(running, "one")) == SAID
+    assert running.http.get("/health").json()["status"] == "healthy"
+
+
+def test_engine_that_dies_too_often_fails_and_comes_back(serve: Serve, folder: Path) -> None:
+    running = serve("-m", folder / "one.gguf", "--models-dir", folder, "--engine-restarts", "0")
+    assert text(complete(running, "two")) == SAID
+    survivor = set(engine_of(running))
+    assert running.http.post("/models/unload", json={"model": "two"}).is_success
+    (victim,) = survivor & set(engine_of(running))
+    os.kill(victim, signal.SIGKILL)
+    until(lambda: states(running)["one"] == "failed")
+    assert text(complete(running, "two")) == SAID
+    until(lambda: complete(running, "one").status_code == 200)
 
 
 def test_stopped_engine_holds_up_its_own_requests_alone(serve: Serve, folder: Path) -> None:
