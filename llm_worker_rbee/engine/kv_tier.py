@@ -40,6 +40,8 @@ SPARE_BLOCKS = 4  # for each running request, which reading leaves free
 FIRST_RATE = 0.5e9  # bytes a second, before any is measured
 TRIAL_BLOCKS = 16  # that are read where that rate would not pay, to measure it
 TRIAL_INTERVAL = 32  # requests for which reading did not pay, between two trials; the first ones follow sooner
+MAX_SLOWER = 3.0  # times slower than computing is a tier from which blocks are read while others are computed
+MIN_BESIDE_TOKENS = 256  # that are computed meanwhile
 READ_S = 0.002  # of a job, beside its bytes
 OPEN_WAIT_S = 1.0  # after the start, for the store of an idle engine
 logger = logging.getLogger("llm_worker_rbee.engine")
@@ -93,6 +95,8 @@ class _Reading(NamedTuple):
     waiting: list[_Waiting]
     copies: list[_Copy]
     future: Future[tuple[int, float]]  # how many of them verified, and seconds
+    rest: Sequence[Source] = ()  # to be read after these, while the first request computes the blocks before
+    is_beside: bool = False
 
 
 class KVTier:
@@ -122,6 +126,7 @@ class KVTier:
         self._refreshing: Future[None] | None = None
         self._written: tuple[list[_Copy], Future[int]] | None = None
         self._readings: list[_Reading] = []
+        self.ready: list[Request] = []  # that compute their first blocks, and whose later ones have been read
         self._rates: dict[bool, float] = {}  # bytes a second, where blocks come from the disk
         self._num_refused = 0  # requests for which reading did not pay
         self._was_idle = False  # when `collect` was last called
@@ -211,11 +216,16 @@ class KVTier:
             self._refreshing = self._writer.submit(store.refresh)  # for the next request
         if not sources:
             return
+        read_s, compute_s = self._read_seconds(sources), self._compute_seconds(waiting, len(cached), sources)
+        room = self._blocks.pool.num_free_beside(cached) - (len(hashes) + 1 - len(cached)) - SPARE_BLOCKS * num_running
         limit = self._max_copies()
-        if not self._pays(self._read_seconds(sources), self._compute_seconds(waiting, len(cached), sources)):
-            limit = min(limit, self._trial_blocks(sources) if may_try else 0)
-        if limit:
-            self._begin_reading(store, waiting, sources[:limit])
+        if first := self._num_to_compute(sources, read_s, compute_s, room):
+            request.read_from = (len(cached) + first) * self._blocks.pool.block_size
+            self._begin_reading(store, waiting, sources[first:], limit, is_beside=True)
+        elif self._pays(read_s, compute_s):
+            self._begin_reading(store, waiting, sources, limit)
+        elif may_try and (count := self._trial_blocks(sources)):
+            self._begin_reading(store, waiting, sources, min(limit, count))
 
     def _find(
         self, store: BlockStore | None, hashes: Sequence[bytes], matched: Sequence[int], num_running: int
@@ -242,9 +252,26 @@ class KVTier:
         """Return how many blocks a job may read: each needs a row of the host's memory."""
         return min([READ_BLOCKS, *(area.ram.num_free // 2 for area in self._areas if area.ram is not None)])
 
-    def _begin_reading(self, store: BlockStore | None, waiting: _Waiting, sources: Sequence[Source]) -> None:
-        """Let the reader read blocks of a request."""
+    def _num_to_compute(self, sources: Sequence[Source], read_s: float, compute_s: float | None, room: int) -> int:
+        """Return how many of these blocks are computed while the others are read, so that both take about as long; 0:
+        none, because they are too few, or there is no room for blocks that are read beside the request's own."""
+        if compute_s is None or self._states is not None or read_s > MAX_SLOWER * compute_s:
+            return 0
+        count = int(len(sources) * read_s / (read_s + compute_s))
+        return count if count * self._blocks.pool.block_size >= MIN_BESIDE_TOKENS and room >= len(sources) else 0
+
+    def _begin_reading(
+        self,
+        store: BlockStore | None,
+        waiting: _Waiting,
+        sources: Sequence[Source],
+        limit: int,
+        *,
+        is_beside: bool = False,
+    ) -> None:
+        """Let the reader read up to `limit` blocks of a request, which is held meanwhile, or computes others."""
         size, copies = self._blocks.pool.block_size, list[_Copy]()
+        sources, rest = sources[:limit], sources[limit:]
         for area, _, source in sources:  # first of all, before other rows are taken for blocks from disk
             if area.ram is not None and isinstance(source, int):
                 area.ram.pin([source])
@@ -257,13 +284,15 @@ class KVTier:
             copies.append(_Copy(area, waiting.hashes[i], ids, block, row, place))
         while copies and -1 in copies[-1][3:5]:  # drafts hold all states
             self._give_back([copies.pop()])
+        if not copies:
+            return
         try:
             future = self._reader.submit(self._read, store, copies)
         except RuntimeError:  # the process ends
             self._give_back(copies)
             raise
-        self._readings.append(_Reading([waiting], copies, future))
-        waiting.request.is_held = True
+        self._readings.append(_Reading([waiting], copies, future, rest if is_beside else (), is_beside))
+        waiting.request.is_held = not is_beside
 
     def collect(self, *, is_idle: bool, has_next: bool, num_running: int) -> None:
         """Publish blocks that were read, release the requests that waited for them, and hand on blocks to write. Where
@@ -305,6 +334,7 @@ class KVTier:
         """Go on with other pools, after `settle` and after an engine has dropped its requests."""
         self._give_back(self._copies(), keep_blocks=True)
         self._readings, self._written, self._blocks.pool, self._states = [], None, pool, states
+        self.ready = []
         if self._snapshots is not None and states is not None:
             self._snapshots.pool = states.pool
         self._pending.clear()
@@ -313,9 +343,12 @@ class KVTier:
         """Release all requests and blocks: the tiers are not used any more."""
         self.settle()
         for waiting in [each for reading in self._readings for each in reading.waiting]:
-            waiting.request.is_held = False
+            waiting.request.is_held, waiting.request.read_from = False, 0
         self._give_back(self._copies())
         self._readings, self._written = [], None
+        for request in self.ready:
+            request.read_from = 0
+        self.ready = []
         self._pending.clear()
         self.close()
 
@@ -405,11 +438,22 @@ class KVTier:
             if copy.area.ram is not None:
                 copy.area.ram.publish(copy.row, copy.block_hash)
         self._give_back(reading.copies)
-        for waiting in reading.waiting:
+        is_whole = count == len(reading.copies)
+        for waiting in reading.waiting[reading.is_beside :]:
             waiting.request.is_held = False
-        for waiting in reading.waiting if count == len(reading.copies) else ():
+        if reading.is_beside:
+            self._read_rest(reading, is_whole=is_whole)
+        for waiting in reading.waiting[reading.is_beside :] if is_whole else ():
             if not waiting.request.is_finished:
                 self.read_ahead(*waiting, num_running=num_running, may_try=False)
+
+    def _read_rest(self, reading: _Reading, *, is_whole: bool) -> None:
+        """Go on reading for a request that computes its first blocks, or let it continue with what was read."""
+        first, limit = reading.waiting[0], self._max_copies()
+        if is_whole and reading.rest and limit and not first.request.is_finished:
+            self._begin_reading(self.store, first, reading.rest, limit, is_beside=True)
+        else:
+            self.ready.append(first.request)
 
     def _count_read(self, copies: Sequence[_Copy], count: int, seconds: float) -> None:
         """Count what was read, and learn how fast the disk or the host's memory is."""
