@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
@@ -23,6 +24,7 @@ from llm_worker_rbee.engine.kv_tier import TRIAL_BLOCKS, TRIAL_INTERVAL, KVTier
 from llm_worker_rbee.errors import InvalidRequestError
 from llm_worker_rbee.load import make_tier
 from tests.conftest import DEVICE
+from tests.engine.test_async_scheduling import AsyncBackend, make_async
 from tests.engine.test_engine_same_answer import Workload, play
 from tests.helpers.engine_runs import (
     GEMMA4,
@@ -226,6 +228,36 @@ def test_blocks_are_computed_while_later_ones_are_read(workloads: dict[str, Work
     request = LONG.request()
     assert run(made, request).answer(request) == expected
     assert 0 < request.num_cached_tokens < 96
+
+
+@pytest.mark.parametrize("name", ["plain", "lfm2"])
+def test_same_output_where_steps_are_launched_ahead(
+    workloads: dict[str, Workload], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As on a GPU: blocks come from rows and from disk while steps are in flight, and requests go on behind them."""
+    workload, rng, reads = workloads[name], random.Random(name), Counter[str]()
+    device = AsyncBackend(workload.model.ops, 0.05)
+    ahead = Workload(make_async(workload.model, device), workload.questions)
+    monkeypatch.setattr(type(workload.model.ops), "host_rows", lambda _, arrays, num_rows: CopiedRows(arrays, num_rows))
+
+    def compute(sources: Sequence[Any], _: float, seconds: float | None, room: int) -> int:
+        return 0 if name == "lfm2" or room < len(sources) else rng.choice((0, len(sources) // 2))
+
+    def prepare(made: Engine) -> None:
+        attach_ram(made, rng.choice((16, 60, 200)), partial(store_in, tmp_path, made))
+        if made.tier is not None:
+            made.tier._num_to_compute = compute  # type: ignore[method-assign]
+
+    for which in range(len(ahead.questions)):
+        ahead._answers[which, "float16"] = workload.answer(which, "float16")
+    for _ in range(20):
+        made = play(rng, ahead, "float16", 12, 25, "off", prepare=prepare)
+        if made.tier is not None:
+            reads["disk"] += made.tier.stats.num_read_blocks
+            reads["ram"] += made.tier.stats.num_ram_read_blocks
+            made.tier.close()
+    assert reads["disk"] > 3
+    assert device.num_ahead > 100
 
 
 def test_split_of_reading_and_computing(workloads: dict[str, Workload]) -> None:
