@@ -220,7 +220,7 @@ def _require_kv_ram(backend: Backend, size: int) -> None:
         raise InvalidRequestError(problem, "kv_ram")
     free = machine.memory()[1]
     if free is not None and size > free:
-        problem = f"kv_ram is {human_bytes(size)}, and {human_bytes(free)} of the host's memory are free: use less"
+        problem = f"kv_ram takes {human_bytes(size)}, and {human_bytes(free)} of the host's memory are free: use less"
         raise InvalidRequestError(problem, "kv_ram")
 
 
@@ -263,7 +263,7 @@ def _select_backend(options: LoadOptions) -> Backend:
     if options.is_fp8:
         backend.require_fp8()
     resolve_kv_type(backend, options.kv_type)
-    _require_kv_ram(backend, options.kv_ram)
+    _require_kv_ram(backend, options.kv_ram * options.num_sharing)
     return backend
 
 
