@@ -123,10 +123,10 @@ LOG: tuple[Raise, ...] = (
     Raise(42, "lines of llm_worker_rbee", 16, "angles in the key of blocks; cache_salt"),
     Raise(42, "lines of llm_worker_rbee/backends/cuda", 17, "states larger than the staging memory"),
     Raise(42, "lines of llm_worker_rbee/cli", 2, "the limit of a session's file"),
-    Raise(42, "lines of llm_worker_rbee/engine", 108, "what a review of the tiers found; reading beside computing"),
+    Raise(42, "lines of llm_worker_rbee/engine", 52, "what a review of the tiers found"),
     Raise(42, "lines of llm_worker_rbee/server", 5, "cache_salt"),
     Raise(42, "lines of llm_worker_rbee/token_engine", 8, "cache_salt"),
-    Raise(42, "lines of the worker", 156, "the above"),
+    Raise(42, "lines of the worker", 100, "the above"),
 )
 
 FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the folders that have a row of their own
@@ -139,7 +139,7 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "llm_worker_rbee/backends/cuda/kernels": (Budget(4_049, 4_738), Budget(14, 15)),
     "llm_worker_rbee/cli": (Budget(3_837, 4_303), Budget(15, 17)),
     "llm_worker_rbee/cluster": (Budget(699, 714), Budget(6, 6)),
-    "llm_worker_rbee/engine": (Budget(3_307, 4_874), Budget(18, 19)),
+    "llm_worker_rbee/engine": (Budget(3_307, 4_818), Budget(18, 19)),
     "llm_worker_rbee/layers": (Budget(527, 527), Budget(8, 8)),
     "llm_worker_rbee/models": (Budget(3_580, 3_607), Budget(20, 20)),
     "llm_worker_rbee/server": (Budget(9_136, 9_365), Budget(42, 33)),
@@ -154,7 +154,7 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "benchmarks/pages": (Budget(1_045, 1_043), Budget(8, 8)),
 }
 COUNTS = {
-    "lines of the worker": Budget(57_243, 61_592),
+    "lines of the worker": Budget(57_243, 61_536),
     "files of the worker": Budget(252, 252),
     "files of a streamed chat": Budget(62, 54),
     "largest number of imported modules": Budget(27, 27),

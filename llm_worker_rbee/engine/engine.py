@@ -173,9 +173,6 @@ class Engine:
             is_idle, has_next = not running and self.pipeline.in_flight is None, not all(r.is_held for r in waiting)
             with self._tier_may_fail():
                 self.tier.collect(is_idle=is_idle, has_next=has_next, num_running=len(running))
-                if self.tier.ready and self.pipeline.in_flight is None:
-                    ready, self.tier.ready = self.tier.ready, []
-                    self.tier.ready += [each for each in ready if not self.scheduler.continue_after_read(each)]
         if self.mask_filler.held:
             is_idle = self.pipeline.in_flight is None and all(request.is_held for request in self.scheduler.running)
             outputs += collect_held(self.mask_filler, self.scheduler.remove, is_idle=is_idle)

@@ -41,8 +41,6 @@ SPARE_BLOCKS = 4  # for each running request, which reading leaves free
 FIRST_RATE = 0.5e9  # bytes a second, before any is measured
 TRIAL_BLOCKS = 16  # that are read where that rate would not pay, to measure it
 TRIAL_INTERVAL = 32  # requests for which reading did not pay, between two trials; the first ones follow sooner
-MAX_SLOWER = 3.0  # times slower than computing is a tier from which blocks are read while others are computed
-MIN_BESIDE_TOKENS = 256  # that are computed meanwhile
 READ_S = 0.002  # of a job, beside its bytes
 OPEN_WAIT_S = 1.0  # after the start, for the store of an idle engine
 logger = logging.getLogger("llm_worker_rbee.engine")
@@ -81,7 +79,6 @@ class _Copy(NamedTuple):
     block: int  # -1: the row has it already
     row: int
     place: Place | None = None
-    position: int = 0  # in the request that it is read for
 
 
 class _Waiting(NamedTuple):
@@ -98,7 +95,6 @@ class _Reading(NamedTuple):
     copies: list[_Copy]
     future: Future[tuple[int, float]]  # how many of them verified, and seconds
     num_cached: int  # blocks of the first request, before
-    stop: int  # where reading ends that the first request does not wait for: it computes blocks meanwhile; 0: it waits
 
 
 class KVTier:
@@ -128,7 +124,6 @@ class KVTier:
         self._refreshing: Future[None] | None = None
         self._written: tuple[list[_Copy], Future[int]] | None = None
         self._readings: list[_Reading] = []
-        self.ready: list[Request] = []  # that compute their first blocks, and whose later ones have been read
         self._rates: dict[bool, float] = {}  # bytes a second, where blocks come from the disk
         self._dropped: set[bytes] = set()  # keys of blocks that were withdrawn while threads copied some
         self._num_refused = 0  # requests for which reading did not pay
@@ -220,11 +215,7 @@ class KVTier:
         if self._readings and len(sources) > room - sum(len(each.waiting[0].hashes) for each in self._readings):
             return self._join(self._readings[-1], waiting)  # each would evict what the other has read
         read_s, compute_s = self._read_seconds(sources), self._compute_seconds(waiting, len(matched), sources)
-        if count := self._num_to_compute(sources, read_s, compute_s, room - len(hashes) + len(matched)):
-            stop = sources[-1][1] + 1
-            if self._begin_reading(store, waiting, sources[count:], len(matched), stop=stop):
-                request.read_from = sources[count][1] * pool.block_size
-        elif self._pays(read_s, compute_s):
+        if self._pays(read_s, compute_s):
             self._begin_reading(store, waiting, sources, len(matched))
         elif may_try and (count := self._trial_blocks(sources)):
             self._begin_reading(store, waiting, sources[:count], len(matched))
@@ -260,19 +251,10 @@ class KVTier:
         """Return how many blocks a job may read: each needs a row of the host's memory."""
         return min([READ_BLOCKS, *(area.ram.num_free // 2 for area in self._areas if area.ram is not None)])
 
-    def _num_to_compute(self, sources: Sequence[Source], read_s: float, compute_s: float | None, room: int) -> int:
-        """Return how many of these blocks are computed while the others are read, so that both take about as long; 0:
-        none, because they are too few, or there is no room for blocks that are read beside the request's own."""
-        if compute_s is None or self._states is not None or read_s > MAX_SLOWER * compute_s:
-            return 0
-        count = int(len(sources) * read_s / (read_s + compute_s))
-        return count if count * self._blocks.pool.block_size >= MIN_BESIDE_TOKENS and room >= len(sources) else 0
-
     def _begin_reading(
-        self, store: BlockStore | None, waiting: _Waiting, sources: Sequence[Source], num_cached: int, *, stop: int = 0
-    ) -> bool:
-        """Let the reader read blocks of a request, as many as a job may have; return whether there is room for any. The
-        request is held meanwhile, or computes the blocks before (`stop`)."""
+        self, store: BlockStore | None, waiting: _Waiting, sources: Sequence[Source], num_cached: int
+    ) -> None:
+        """Let the reader read blocks of a request, as many as a job may have, and hold it meanwhile."""
         size, copies, sources = self._blocks.pool.block_size, list[_Copy](), sources[: self._max_copies()]
         for area, _, source in sources:  # first of all, before other rows are taken for blocks from disk
             if area.ram is not None and isinstance(source, int):
@@ -283,19 +265,18 @@ class KVTier:
             if area.ram is not None and place is not None:
                 (row,) = area.ram.pin([], 1) or [-1]
             ids = waiting.request.ids[i * size : (i + 1) * size]
-            copies.append(_Copy(area, waiting.hashes[i], ids, block, row, place, i))
+            copies.append(_Copy(area, waiting.hashes[i], ids, block, row, place))
         while copies and -1 in copies[-1][3:5]:  # drafts hold all states
             self._give_back([copies.pop()])
         if not copies:
-            return False
+            return
         try:
             future = self._reader.submit(self._read, store, copies)
         except RuntimeError:  # the process ends
             self._give_back(copies)
             raise
-        self._readings.append(_Reading([waiting], copies, future, num_cached, stop))
-        waiting.request.is_held = not stop
-        return True
+        self._readings.append(_Reading([waiting], copies, future, num_cached))
+        waiting.request.is_held = True
 
     def collect(self, *, is_idle: bool, has_next: bool, num_running: int) -> None:
         """Publish blocks that were read, release the requests that waited for them, and hand on blocks to write. Where
@@ -346,7 +327,6 @@ class KVTier:
             if area.ram is not None:
                 area.ram.unpin(list(area.ram.pinned.elements()))
         self._readings, self._written, self._blocks.pool, self._states = [], None, pool, states
-        self.ready = []
         if self._snapshots is not None and states is not None:
             self._snapshots.pool = states.pool
         self._pending.clear()
@@ -356,12 +336,9 @@ class KVTier:
         """Release all requests and blocks: the tiers are not used any more."""
         self.settle()
         for waiting in [each for reading in self._readings for each in reading.waiting]:
-            waiting.request.is_held, waiting.request.read_from = False, 0
+            waiting.request.is_held = False
         self._give_back(self._copies())
         self._readings, self._written = [], None
-        for request in self.ready:
-            request.read_from = 0
-        self.ready = []
         self._pending.clear()
         self.close()
 
@@ -460,18 +437,8 @@ class KVTier:
             waiting.request.is_held = waiting.request.is_looked_up = False
         first.request.is_held = False
         is_whole = count == len(reading.copies) and not first.request.is_finished
-        if reading.stop:
-            if not (is_whole and self._read_rest(reading, first, num_running)):
-                self.ready.append(first.request)
-        elif is_whole and len(self._blocks.pool.match(first.hashes)) > reading.num_cached:
+        if is_whole and len(self._blocks.pool.match(first.hashes)) > reading.num_cached:
             self.read_ahead(*first, num_running=num_running, may_try=False)
-
-    def _read_rest(self, reading: _Reading, first: _Waiting, num_running: int) -> bool:
-        """Go on reading for a request that computes its first blocks; return whether there is anything to read."""
-        begin = reading.copies[-1].position + 1
-        room = min(self._blocks.pool.num_free - SPARE_BLOCKS * (num_running + 1), reading.stop - begin)
-        sources = self._find(self.store, first.hashes, begin, room) if room > 0 else []
-        return bool(sources) and self._begin_reading(self.store, first, sources, begin, stop=reading.stop)
 
     def _publish_rows(self, copies: Sequence[_Copy]) -> None:
         """Let rows be found, unless their blocks were withdrawn."""

@@ -63,7 +63,6 @@ class Request:
     history: Any = None  # the sampler's own
     draft_state: Any = None  # the drafter's own
     constraint: Any = None  # a `Constraint`, where `params.structured_outputs` is set
-    read_from: int = 0  # where the tokens begin whose blocks are read while those before are computed; 0: none are
     is_looked_up: bool = False  # its blocks were looked for in the host's memory and on disk
     is_held: bool = False  # steps leave it out: a thread computes the mask of its slow grammar, or reads its blocks
 

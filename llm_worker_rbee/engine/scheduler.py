@@ -95,8 +95,6 @@ class Scheduler:
             return False
         size = self.config.block_size
         for request in self.running:
-            if request.read_from and request.num_computed_tokens + request.num_in_flight_tokens >= request.read_from:
-                return False  # it is about to continue with what was read
             known = len(request.ids) + (request.pending_row >= 0)
             if len(request.blocks) * size < known < request.max_total_tokens and self.reserve(request, known) < known:
                 return False
@@ -155,8 +153,6 @@ class Scheduler:
         if self.states is not None:
             start = request.num_computed_tokens + request.num_in_flight_tokens
             count = self.states.chunk_stop(request, start, start + count) - start
-        elif request.read_from > request.num_computed_tokens + request.num_in_flight_tokens:
-            count = min(count, request.read_from - request.num_computed_tokens - request.num_in_flight_tokens)
         return next_chunk(request, count)
 
     def _prepare_states(self, scheduled: list[ScheduledTokens]) -> list[ScheduledTokens]:
@@ -310,21 +306,6 @@ class Scheduler:
         request.is_looked_up = False
         self.stats.num_preemptions += 1
         self._record(request, "preempted")
-
-    def continue_after_read(self, request: Request) -> bool:
-        """Admit a request again whose later blocks were read while it computed the first ones; return whether it need
-        not be asked again. No step is in flight."""
-        if request.batch_slot >= 0 and request.num_computed_tokens < request.read_from:
-            return False
-        request.read_from = 0
-        cached = len(self.pool.match(self.cacheable_hashes(request))) * self.config.block_size
-        if request.batch_slot >= 0 and cached > request.num_computed_tokens:
-            request.num_cached_tokens += cached - request.num_computed_tokens
-            self.stats.num_hit_tokens += cached - request.num_computed_tokens
-            self.running.remove(request)
-            self._release(request)
-            insort(self.waiting, request, key=_reverse_schedule_order)
-        return True
 
     def _admit_waiting(self) -> Iterator[Request]:
         """Admit waiting requests while there is room; none overtakes one that lacks blocks."""

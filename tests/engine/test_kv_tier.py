@@ -7,7 +7,6 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from llm_worker_rbee.engine import kv_tier
 from llm_worker_rbee.engine.dummy_model import DummyModel
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.kv_store import BlockStore, open_folder
-from llm_worker_rbee.engine.kv_tier import TRIAL_BLOCKS, TRIAL_INTERVAL, KVTier
+from llm_worker_rbee.engine.kv_tier import TRIAL_BLOCKS, TRIAL_INTERVAL
 from llm_worker_rbee.engine.request import Request
 from llm_worker_rbee.engine.speculative import Drafter, MakeBatch, Reserve, max_drafts
 from llm_worker_rbee.errors import InvalidRequestError
@@ -68,14 +67,12 @@ def store_in(folder: Path, made: Engine) -> BlockStore:
     )
 
 
-def attach(folder: Path, made: Engine, *, reads: bool = True, compute: Callable[..., int] = lambda *_: 0) -> None:
-    """Let an engine use the disk; reading always pays where computing takes no time. `compute`: how many blocks are
-    computed while others are read."""
+def attach(folder: Path, made: Engine, *, reads: bool = True) -> None:
+    """Let an engine use the disk; reading always pays where computing takes no time."""
     if not made.config.prefix_cache:
         return
     tier = make_tier(made, partial(store_in, folder, made), 0)
     tier._pays = lambda *_: reads  # type: ignore[method-assign]
-    tier._num_to_compute = compute  # type: ignore[method-assign]
     made.use_tier(tier)
 
 
@@ -116,13 +113,8 @@ def test_same_output_under_random_schedules(
 ) -> None:
     """Each engine finds what the ones before it wrote: its caches, batches and chunks are others."""
     rng, read = random.Random(f"{name} {kv_type}"), 0
-    has_states = bool(workloads[name].model.config.state_bytes)
-
-    def compute(sources: Sequence[Any], _: float, seconds: float | None, room: int) -> int:
-        return 0 if has_states or room < len(sources) else rng.choice((0, len(sources) // 2))
-
     for drafter in ("off", "ngram", "answers") * 7:
-        made = play(rng, workloads[name], kv_type, 12, 25, drafter, prepare=partial(attach, tmp_path, compute=compute))
+        made = play(rng, workloads[name], kv_type, 12, 25, drafter, prepare=partial(attach, tmp_path))
         if made.tier is not None:
             read += made.tier.stats.num_read_blocks
             assert made.tier.stats.num_failed_blocks == 0
@@ -204,56 +196,18 @@ def test_later_engine_reads_instead_of_computing(workloads: dict[str, Workload],
     assert found == answer(workload, tmp_path / "none", longer)[1]
 
 
-def test_blocks_are_computed_while_later_ones_are_read(workloads: dict[str, Workload], tmp_path: Path) -> None:
-    """The request goes on behind them, whether reading ends before or after; and without them, if they are damaged."""
-    workload = workloads["plain"]
-    _, expected = answer(workload, tmp_path, LONG)
-
-    def read_quickly(tier: KVTier) -> None:
-        wait([reading.future for reading in tier._readings])
-
-    for is_quick, max_step_tokens in ((True, 16), (True, 40), (False, 16), (False, 40), (False, 256)):
-        made = engine(workload.model, max_step_tokens=max_step_tokens)
-        attach(tmp_path, made, compute=lambda sources, *_: len(sources) // 2)
-        assert made.tier is not None
-        made.tier._max_copies = lambda: 4  # type: ignore[method-assign]
-        if is_quick:
-            made.on_schedule = partial(read_quickly, made.tier)
-        request, other = LONG.request(), LONG.request()
-        listener = run(made, request, other)
-        assert listener.answer(request) == listener.answer(other) == expected
-        assert not made.tier.ready
-        assert request.num_cached_tokens == 96 if is_quick else request.num_cached_tokens <= 96
-    (segment,) = tmp_path.rglob("*.kv")
-    data = bytearray(segment.read_bytes())
-    data[len(data) * 9 // 13] ^= 1
-    segment.write_bytes(data)
-    made = engine(workload.model, max_step_tokens=16)
-    attach(tmp_path, made, compute=lambda sources, *_: len(sources) // 2)
-    assert made.tier is not None
-    made.on_schedule = partial(read_quickly, made.tier)
-    request = LONG.request()
-    assert run(made, request).answer(request) == expected
-    assert 0 < request.num_cached_tokens < 96
-
-
 @pytest.mark.parametrize("name", ["plain", "lfm2"])
 def test_same_output_where_steps_are_launched_ahead(
     workloads: dict[str, Workload], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """As on a GPU: blocks come from rows and from disk while steps are in flight, and requests go on behind them."""
+    """As on a GPU: blocks come from rows and from disk while steps are in flight."""
     workload, rng, reads = workloads[name], random.Random(name), Counter[str]()
     device = AsyncBackend(workload.model.ops, 0.05)
     ahead = Workload(make_async(workload.model, device), workload.questions)
     monkeypatch.setattr(type(workload.model.ops), "host_rows", lambda _, arrays, num_rows: CopiedRows(arrays, num_rows))
 
-    def compute(sources: Sequence[Any], _: float, seconds: float | None, room: int) -> int:
-        return 0 if name == "lfm2" or room < len(sources) else rng.choice((0, len(sources) // 2))
-
     def prepare(made: Engine) -> None:
         attach_ram(made, rng.choice((16, 60, 200)), partial(store_in, tmp_path, made))
-        if made.tier is not None:
-            made.tier._num_to_compute = compute  # type: ignore[method-assign]
 
     for which in range(len(ahead.questions)):
         ahead._answers[which, "float16"] = workload.answer(which, "float16")
@@ -265,18 +219,6 @@ def test_same_output_where_steps_are_launched_ahead(
             made.tier.close()
     assert reads["disk"] > 3
     assert device.num_ahead > 100
-
-
-def test_split_of_reading_and_computing(workloads: dict[str, Workload]) -> None:
-    """Both take about as long; few tokens, an unknown time and a slow disk are left."""
-    tier = make_tier(engine(workloads["plain"].model), lambda: None, 0)
-    split, sources = tier._num_to_compute, [None] * 300
-    assert split(sources, 1.0, 2.0, 400) == 100  # type: ignore[arg-type]
-    assert split(sources, 2.0, 1.0, 400) == 200  # type: ignore[arg-type]
-    assert split(sources, 4.0, 1.0, 400) == 0  # type: ignore[arg-type]
-    assert split(sources, 1.0, None, 400) == 0  # type: ignore[arg-type]
-    assert split(sources, 1.0, 2.0, 299) == 0  # type: ignore[arg-type]
-    assert split(sources[:30], 1.0, 2.0, 400) == 0  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen35"])
