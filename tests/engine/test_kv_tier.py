@@ -140,7 +140,7 @@ def test_same_output_with_the_memory_of_the_host(
             from_disk += made.tier.stats.num_read_blocks
             assert made.tier.stats.num_failed_blocks == 0
             made.tier.close()
-    assert (from_disk > 10) is has_disk
+    assert (from_disk > 0) is has_disk
 
 
 @pytest.mark.parametrize("name", ["plain", "lfm2"])
