@@ -274,6 +274,7 @@ def make_generations(
     n: int = 1,
     priority: int = 0,
     timeout_s: float | None = None,
+    cache_salt: str | None = None,
     is_scored_only: bool = False,
     listener: GenerationListener | None = None,
     make_parser: Callable[[], ChatParser] | None = None,
@@ -299,6 +300,7 @@ def make_generations(
             sample_index=i,
             priority=priority,
             timeout_s=timeout_s,
+            cache_salt=cache_salt,
         )
         for i in range(n)
     ]

@@ -80,7 +80,8 @@ class LLM(TextModel):
         makes results batch-invariant, as they always are on the CPU, and costs speed on a GPU. `target_itl_ms` and
         `prefix_cache` are explained in `SchedulingOptions`; `max_batch` and `max_step_tokens` are 64 and 512 on a CPU
         and chosen from model and memory on a GPU, unless they are given. `kv_dir` is a folder that keeps blocks of keys
-        and values, up to `kv_disk` bytes, so that later processes continue the same texts without computing them.
+        and values, up to `kv_disk` bytes, so that later processes continue the same texts without computing them;
+        `kv_ram` is bytes of the host's memory for what a GPU has no room for.
 
         `chat_template` is Jinja source that replaces the file's own; `open_objects` lets objects have properties that
         their JSON schemas do not name. `progress` is called during downloads, compiling and quantizing, `on_stage`

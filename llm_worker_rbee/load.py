@@ -12,7 +12,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 
 from . import machine
 from .backends import cpu_info, resolve_kv_type, select_backend
-from .backends.ops import Backend, KVLayer, StateLayer
+from .backends.ops import Backend, KVLayer, LayerCache, StateLayer
 from .config import FP8, EngineConfig, LoadOptions, ModelConfig, SchedulerLimits
 from .engine.engine import Engine
 from .engine.kv_store import BlockStore, file_facts, model_digest, open_folder
@@ -30,6 +30,7 @@ from .engine.mtp import MtpDrafter
 from .engine.speculative import Drafter, DraftModel
 from .engine.state_pool import SLOTS_PER_REQUEST
 from .errors import InvalidRequestError, human_bytes
+from .layers.attention import Attention
 from .models import MtpHead, Transformer, load_model, load_model_with_head, read_model_config, require_decoder
 from .models.convert import quantize_checkpoint
 from .models.mtp import require_head
@@ -191,12 +192,17 @@ def make_engine(loaded: LoadedModel, options: LoadOptions) -> Engine:
     return engine
 
 
+def _cached_layers(engine: Engine) -> list[LayerCache]:
+    """Return the layers whose blocks the tiers keep, each once."""
+    layers = [*engine.cache.layers, *(engine.drafter.cache.layers if isinstance(engine.drafter, MtpDrafter) else ())]
+    return list({id(layer): layer for layer in layers}.values())
+
+
 def make_tier(engine: Engine, open_store: Callable[[], BlockStore | None], ram: int) -> KVTier:
     """Return the tiers behind the KV cache of an engine, and of the head that drafts: it has the same blocks. `ram` is
     bytes of the host's memory."""
-    layers = [*engine.cache.layers, *(engine.drafter.cache.layers if isinstance(engine.drafter, MtpDrafter) else ())]
     arrays: dict[type, list[Any]] = {KVLayer: [], StateLayer: []}
-    for layer in {id(layer): layer for layer in layers}.values():
+    for layer in _cached_layers(engine):
         arrays[type(layer)] += layer
     scheduler, ops, own = (
         engine.scheduler,
@@ -205,7 +211,9 @@ def make_tier(engine: Engine, open_store: Callable[[], BlockStore | None], ram: 
     )  # the end of an engine ends its tiers
 
     def seconds(start: int) -> float:
-        return own.seconds_per_prefill_token(start)  # type: ignore[no-any-return]
+        with suppress(ReferenceError):  # at its end, blocks that wait are written without it
+            return own.seconds_per_prefill_token(start)  # type: ignore[no-any-return]
+        return 0.0
 
     if scheduler.states is None:
         return KVTier(ops.host_rows(arrays[KVLayer], ram), scheduler.pool, open_store, seconds)
@@ -220,7 +228,7 @@ def _require_kv_ram(backend: Backend, size: int) -> None:
         raise InvalidRequestError(problem, "kv_ram")
     free = machine.memory()[1]
     if free is not None and size > free:
-        problem = f"kv_ram is {human_bytes(size)}, and {human_bytes(free)} of the host's memory are free: use less"
+        problem = f"kv_ram takes {human_bytes(size)}, and {human_bytes(free)} of the host's memory are free: use less"
         raise InvalidRequestError(problem, "kv_ram")
 
 
@@ -243,11 +251,16 @@ def _open_store(loaded: LoadedModel, engine: Engine, options: LoadOptions) -> Bl
     except BaseException:
         os.close(folder)
         raise
+    mixers = [block.attention for block in loaded.model.blocks]
+    ropes = [mixer.rope for mixer in mixers if isinstance(mixer, Attention)]
     facts = {
         "model": digest.hex(),
         "quantize": options.quantize,
         "config": repr(loaded.config),
-        "kv": [cache.kv_type, *(f"{a.dtype}{a.shape[1:]}" for layer in cache.layers for a in layer if a is not None)],
+        "rope": sorted(
+            {hashlib.sha256(rope.inv_freq.tobytes() + repr(rope[1:]).encode()).hexdigest() for rope in ropes}
+        ),
+        "kv": [cache.kv_type, *(f"{a.dtype}{a.shape[1:]}" for layer in _cached_layers(engine) for a in layer)],
         "backend": [loaded.model.ops.name, *loaded.model.ops.versions, _code_digest()],
     }
     namespace = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).digest()
@@ -263,7 +276,7 @@ def _select_backend(options: LoadOptions) -> Backend:
     if options.is_fp8:
         backend.require_fp8()
     resolve_kv_type(backend, options.kv_type)
-    _require_kv_ram(backend, options.kv_ram)
+    _require_kv_ram(backend, options.kv_ram * options.num_sharing)
     return backend
 
 

@@ -64,6 +64,8 @@ class Session:
     def write(self, saved: SavedChat) -> None:
         """Replace the file."""
         temporary, data = f"{self.name}.part", msgspec.json.format(msgspec.json.encode(saved), indent=1)
+        if len(data) >= MAX_TEXT_BYTES:
+            raise WorkerError(f"this turn is not saved: {self.path} would be too long; /reset starts over")
         try:
             with os.fdopen(os.open(temporary, WRITE | os.O_TRUNC, 0o600, dir_fd=self._folder), "wb") as file:
                 file.write(data + b"\n")

@@ -177,7 +177,7 @@ class RayEngine(TokenEngine):
         request, how = stream.request, "it failed"
         message, hashes = (
             encode(_submission(request, deadline)),
-            b"".join(prompt_hashes(request.prompt, self.info.engine)),
+            b"".join(prompt_hashes(request.prompt, self.info.engine, request.submitted.extra_keys)),
         )
         response = self._generate.remote(VERSION, message, hashes, request.num_prompt_tokens)
         reader: FrameReader[StepResult] = FrameReader(FromEngine)

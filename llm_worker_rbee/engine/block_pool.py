@@ -113,6 +113,12 @@ class BlockPool:
                 if self._hashes[block] is None:
                     self._free.move_to_end(block, last=False)
 
+    def touch(self, blocks: Sequence[int]) -> None:
+        """Evict blocks of a prefix after all others, the last one first."""
+        for block in reversed(blocks):
+            if block in self._free:
+                self._free.move_to_end(block)
+
     def pin(self, shared: Sequence[int], fresh: int = 0) -> list[int] | None:
         """Acquire blocks for the disk instead of a request."""
         blocks = self.acquire(shared, fresh)

@@ -78,10 +78,15 @@ class Engine:
 
     def _set_tier(self, tier: KVTier | None) -> None:
         scheduler, self.tier = self.scheduler, tier
-        scheduler.on_publish, scheduler.on_unpublish = (None, None) if tier is None else (tier.publish, tier.drop)
-        scheduler.on_admit = None if tier is None else self._read_ahead
+        scheduler.on_publish = None if tier is None else tier.publish
+        scheduler.on_unpublish, scheduler.on_admit = (None, None) if tier is None else (self._drop, self._read_ahead)
         if scheduler.states is not None:
             scheduler.states.on_publish = None if tier is None else tier.publish_state
+
+    def _drop(self, hashes: list[bytes]) -> None:
+        with self._tier_may_fail():
+            assert self.tier is not None
+            self.tier.drop(hashes)
 
     def _read_ahead(self, request: Request) -> None:
         """Begin to read blocks of a request that is about to be admitted."""

@@ -304,8 +304,9 @@ class BlockStore:
             return None
         size = sum(map(len, parts))
         try:
-            segment, fd = self._segment_for(len(head) + size)
-            _write_at(fd, [head, *parts], segment.end)
+            with self._lock:  # a reader that finds the segment gone closes it
+                segment, fd = self._segment_for(len(head) + size)
+                _write_at(fd, [head, *parts], segment.end)
         except OSError as error:
             self._retry_at = time.monotonic() + RETRY_S
             self._end_segment()

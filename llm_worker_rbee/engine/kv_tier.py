@@ -18,6 +18,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import groupby, takewhile
@@ -93,6 +94,7 @@ class _Reading(NamedTuple):
     waiting: list[_Waiting]
     copies: list[_Copy]
     future: Future[tuple[int, float]]  # how many of them verified, and seconds
+    num_cached: int  # blocks of the first request, before
 
 
 class KVTier:
@@ -123,6 +125,7 @@ class KVTier:
         self._written: tuple[list[_Copy], Future[int]] | None = None
         self._readings: list[_Reading] = []
         self._rates: dict[bool, float] = {}  # bytes a second, where blocks come from the disk
+        self._dropped: set[bytes] = set()  # keys of blocks that were withdrawn while threads copied some
         self._num_refused = 0  # requests for which reading did not pay
         self._was_idle = False  # when `collect` was last called
 
@@ -179,11 +182,14 @@ class KVTier:
         store = self.store
         for area in self._areas:
             for block_hash in hashes:
-                self._pending.pop(area.key(block_hash), None)
+                key = area.key(block_hash)
+                self._pending.pop(key, None)
+                if self._transfers():
+                    self._dropped.add(key)
                 if area.ram is not None:
                     area.ram.unpublish(area.ram.match([block_hash]))
                 if store is not None:
-                    self._writer.submit(store.drop, area.key(block_hash))
+                    self._writer.submit(store.drop, key)
 
     def read_ahead(self, request: Request, hashes: Sequence[bytes], *, num_running: int, may_try: bool = True) -> None:
         """Begin to read the blocks that follow the cached prefix of a request, and hold it meanwhile; unless computing
@@ -191,60 +197,65 @@ class KVTier:
         started waits a moment for the store."""
         if not num_running and hashes and not self._opening.done():
             wait([self._opening], max(0.0, self._open_by - time.monotonic()))
-        store, cached = self.store, self._blocks.pool.match(hashes)
+        store, pool, waiting = self.store, self._blocks.pool, _Waiting(request, hashes)
         if not hashes or self._is_off:
             return
-        waiting = _Waiting(request, hashes)
         for reading in self._readings:
             if reading.copies[0].block_hash in hashes:  # with the same beginning: it reads the rest itself
-                reading.waiting.append(waiting)
-                request.is_held = True
-                return
-        sources = self._find(store, hashes, cached, num_running)
+                return self._join(reading, waiting)
+        pool.touch(matched := pool.match(hashes))
+        room = pool.num_free_beside(matched) - SPARE_BLOCKS * (num_running + 1)
+        sources = self._find(store, hashes, len(matched), room)
         is_refreshing = self._refreshing is not None and not self._refreshing.done()
-        if (
-            len(cached) + len(sources) < len(hashes)
-            and store is not None
-            and store.is_refresh_due
-            and not is_refreshing
-        ):
+        is_missing = store is not None and len(matched) + len(sources) < len(hashes)
+        if is_missing and store is not None and store.is_refresh_due and not is_refreshing:
             self._refreshing = self._writer.submit(store.refresh)  # for the next request
         if not sources:
-            return
-        limit = self._max_copies()
-        if not self._pays(self._read_seconds(sources), self._compute_seconds(waiting, len(cached), sources)):
-            limit = min(limit, self._trial_blocks(sources) if may_try else 0)
-        if limit:
-            self._begin_reading(store, waiting, sources[:limit])
+            return None
+        if self._readings and len(sources) > room - sum(len(each.waiting[0].hashes) for each in self._readings):
+            return self._join(self._readings[-1], waiting)  # each would evict what the other has read
+        read_s, compute_s = self._read_seconds(sources), self._compute_seconds(waiting, len(matched), sources)
+        if self._pays(read_s, compute_s):
+            self._begin_reading(store, waiting, sources, len(matched))
+        elif may_try and (count := self._trial_blocks(sources)):
+            self._begin_reading(store, waiting, sources[:count], len(matched))
+        return None
 
-    def _find(
-        self, store: BlockStore | None, hashes: Sequence[bytes], matched: Sequence[int], num_running: int
-    ) -> list[Source]:
-        """Return what continues a cached prefix: blocks, by index, up to the last one with a snapshot after it, where
-        the model has states."""
-        sources, cached = list[Source](), len(matched)
-        room = max(0, self._blocks.pool.num_free_beside(matched) - SPARE_BLOCKS * (num_running + 1))
-        for i in range(cached, min(len(hashes), cached + room)):
-            if (source := self._blocks.find(hashes[i], store)) is None:
-                break
-            sources.append((self._blocks, i, source))
+    def _join(self, reading: _Reading, waiting: _Waiting) -> None:
+        """Hold a request until a job has ended."""
+        reading.waiting.append(waiting)
+        waiting.request.is_held = True
+
+    def _find(self, store: BlockStore | None, hashes: Sequence[bytes], first: int, room: int) -> list[Source]:
+        """Return at most `room` blocks that continue a prefix, up to the last one with a snapshot after it, where the
+        model has states."""
+        sources, end = list[Source](), first
+        while end < len(hashes) and len(sources) < room:
+            if not self._blocks.pool.is_cached(hashes[end]):
+                if (source := self._blocks.find(hashes[end], store)) is None:
+                    break
+                sources.append((self._blocks, end, source))
+            end += 1
         if (snapshots := self._snapshots) is None or self._states is None:
             return sources
-        for i in range(cached + len(sources), 0, -1):
+        for i in range(end, 0, -1):
+            before = [source for source in sources if source[1] < i]
             if snapshots.pool.is_cached(hashes[i - 1]):
-                return sources[: max(0, i - cached)]
-            source = snapshots.find(hashes[i - 1], store) if self._states.num_spare > 0 else None
-            if source is not None:
-                return [*sources[: max(0, i - cached)], (snapshots, i - 1, source)]
+                return before
+            state = snapshots.find(hashes[i - 1], store) if self._states.num_spare > 0 else None
+            if state is not None:
+                return [*before, (snapshots, i - 1, state)]
         return []
 
     def _max_copies(self) -> int:
         """Return how many blocks a job may read: each needs a row of the host's memory."""
         return min([READ_BLOCKS, *(area.ram.num_free // 2 for area in self._areas if area.ram is not None)])
 
-    def _begin_reading(self, store: BlockStore | None, waiting: _Waiting, sources: Sequence[Source]) -> None:
-        """Let the reader read blocks of a request."""
-        size, copies = self._blocks.pool.block_size, list[_Copy]()
+    def _begin_reading(
+        self, store: BlockStore | None, waiting: _Waiting, sources: Sequence[Source], num_cached: int
+    ) -> None:
+        """Let the reader read blocks of a request, as many as a job may have, and hold it meanwhile."""
+        size, copies, sources = self._blocks.pool.block_size, list[_Copy](), sources[: self._max_copies()]
         for area, _, source in sources:  # first of all, before other rows are taken for blocks from disk
             if area.ram is not None and isinstance(source, int):
                 area.ram.pin([source])
@@ -257,12 +268,14 @@ class KVTier:
             copies.append(_Copy(area, waiting.hashes[i], ids, block, row, place))
         while copies and -1 in copies[-1][3:5]:  # drafts hold all states
             self._give_back([copies.pop()])
+        if not copies:
+            return
         try:
             future = self._reader.submit(self._read, store, copies)
         except RuntimeError:  # the process ends
             self._give_back(copies)
             raise
-        self._readings.append(_Reading([waiting], copies, future))
+        self._readings.append(_Reading([waiting], copies, future, num_cached))
         waiting.request.is_held = True
 
     def collect(self, *, is_idle: bool, has_next: bool, num_running: int) -> None:
@@ -280,7 +293,11 @@ class KVTier:
             self._end_writing()
         may_write = self._written is None and not is_stuck and self._opening.done() and not self._is_off
         if self._pending and may_write and (batch := self._next_batch(self.store)):
-            self._written = batch, self._writer.submit(self._write, self.store, batch)
+            try:
+                self._written = batch, self._writer.submit(self._write, self.store, batch)
+            except RuntimeError:  # the process ends
+                self._give_back(batch)
+                raise
 
     def flush(self, timeout_s: float) -> None:
         """Write what waits, in this thread: others may not be started any more when a process ends."""
@@ -299,15 +316,21 @@ class KVTier:
 
     def settle(self) -> None:
         """Wait until no thread touches the KV cache: before its blocks go to others."""
-        wait(self._transfers())
+        for threads in (self._reader, self._writer) if self._opening.done() else (self._reader,):
+            with suppress(RuntimeError):  # they are shut down
+                threads.submit(int).result()  # after a job that an interrupt has kept from being recorded
+        wait([future for future in self._transfers() if not future.cancelled()])
 
     def reset(self, pool: BlockPool, states: StatePool | None = None) -> None:
         """Go on with other pools, after `settle` and after an engine has dropped its requests."""
-        self._give_back(self._copies(), keep_blocks=True)
+        for area in self._areas:
+            if area.ram is not None:
+                area.ram.unpin(list(area.ram.pinned.elements()))
         self._readings, self._written, self._blocks.pool, self._states = [], None, pool, states
         if self._snapshots is not None and states is not None:
             self._snapshots.pool = states.pool
         self._pending.clear()
+        self._dropped.clear()
 
     def abandon(self) -> None:
         """Release all requests and blocks: the tiers are not used any more."""
@@ -321,10 +344,13 @@ class KVTier:
 
     def close(self, flush_s: float = 0.0) -> None:
         """Write what waits, for so long, and stop the threads."""
-        if self._pending or self._written is not None:
-            self.flush(flush_s)
-        for threads in (self._writer, self._reader, self._verifiers):
-            threads.shutdown(wait=False, cancel_futures=True)
+        try:
+            if self._pending or self._written is not None:
+                self.flush(flush_s)
+        finally:
+            for threads in (self._writer, self._reader):
+                threads.shutdown(wait=False, cancel_futures=True)
+            self._verifiers.shutdown(wait=False)  # a job of the reader waits for all of its own
 
     def _copies(self) -> list[_Copy]:
         """Return all copies that threads make."""
@@ -368,9 +394,10 @@ class KVTier:
     def _read(self, store: BlockStore | None, copies: Sequence[_Copy]) -> tuple[int, float]:
         """Read blocks in order up to the first that does not verify, in the reader's thread; return how many there are,
         and the seconds. Nothing touches the others when it returns."""
-        start, count = time.perf_counter(), 0
-        verified = [self._verifiers.submit(self._verify, store, copy) for copy in copies]
+        start, count, verified = time.perf_counter(), 0, list[Future[bool]]()
         try:
+            for copy in copies:
+                verified.append(self._verifiers.submit(self._verify, store, copy))
             while count < len(copies):
                 batch = zip(copies[count : count + WRITE_BLOCKS], verified[count:], strict=False)
                 intact = [copy for copy, _ in takewhile(lambda pair: pair[1].result(), batch)]
@@ -401,15 +428,25 @@ class KVTier:
             logger.warning("keys and values could not be read: %s", error)
         self._count_read(reading.copies, count, seconds)
         for copy in reading.copies[:count]:
-            copy.area.pool.publish(copy.block, copy.block_hash)
-            if copy.area.ram is not None:
-                copy.area.ram.publish(copy.row, copy.block_hash)
+            if copy.area.key(copy.block_hash) not in self._dropped:
+                copy.area.pool.publish(copy.block, copy.block_hash)
+        self._publish_rows(reading.copies[:count])
         self._give_back(reading.copies)
-        for waiting in reading.waiting:
-            waiting.request.is_held = False
-        for waiting in reading.waiting if count == len(reading.copies) else ():
-            if not waiting.request.is_finished:
-                self.read_ahead(*waiting, num_running=num_running, may_try=False)
+        first, *others = reading.waiting
+        for waiting in others:
+            waiting.request.is_held = waiting.request.is_looked_up = False
+        first.request.is_held = False
+        is_whole = count == len(reading.copies) and not first.request.is_finished
+        if is_whole and len(self._blocks.pool.match(first.hashes)) > reading.num_cached:
+            self.read_ahead(*first, num_running=num_running, may_try=False)
+
+    def _publish_rows(self, copies: Sequence[_Copy]) -> None:
+        """Let rows be found, unless their blocks were withdrawn."""
+        for copy in copies:
+            if copy.area.ram is not None and copy.area.key(copy.block_hash) not in self._dropped:
+                copy.area.ram.publish(copy.row, copy.block_hash)
+        if not self._transfers():
+            self._dropped.clear()
 
     def _count_read(self, copies: Sequence[_Copy], count: int, seconds: float) -> None:
         """Count what was read, and learn how fast the disk or the host's memory is."""
@@ -421,7 +458,7 @@ class KVTier:
         stats.num_ram_read_blocks += count - len(from_disk)
         stats.ram_read_bytes += total - sum(from_disk)
         stats.read_s += seconds
-        if count:
+        if count and len(from_disk) in (0, count):
             rate = total / max(seconds - READ_S, 0.25 * seconds, 1e-9)
             self._rates[bool(from_disk)] = (self._rates.get(bool(from_disk), rate) + rate) / 2
 
@@ -464,8 +501,9 @@ class KVTier:
             fresh = [copy for copy in copies if copy.block >= 0]
             area.rows.save([copy.block for copy in fresh], [copy.row for copy in fresh])
             if store is not None:
-                views = area.rows.views
-                count += sum(store.write(area.key(copy.block_hash), copy.ids, views(copy.row)) for copy in copies)
+                keys = {area.key(copy.block_hash): copy for copy in copies}
+                new = {key: copy for key, copy in keys.items() if store.find(key) is None}
+                count += sum(store.write(key, copy.ids, area.rows.views(copy.row)) for key, copy in new.items())
         return count
 
     def _end_writing(self) -> None:
@@ -476,9 +514,7 @@ class KVTier:
             count = future.result()
             self._stats.num_written_blocks += count
             self._stats.written_bytes += sum(copy.area.rows.row_bytes for copy in batch[:count])
-            for copy in batch:
-                if copy.area.ram is not None:
-                    copy.area.ram.publish(copy.row, copy.block_hash)
+            self._publish_rows(batch)
         except Exception as error:
             logger.warning("keys and values could not be written: %s", error)
         self._give_back(batch)

@@ -313,12 +313,15 @@ class Scheduler:
             request = self.waiting[i]
             if not self._free_slots:
                 return
-            if self.on_admit is not None and not (request.is_held or request.is_looked_up):
-                request.is_looked_up = True
-                self.on_admit(request)
             if request.is_held or self._prefix_in_flight(request):
                 continue
             shared = self._match(request)
+            if self._has_room(request, shared) and self.on_admit is not None and not request.is_looked_up:
+                request.is_looked_up = True
+                self.on_admit(request)
+                if request.is_held:
+                    continue
+                shared = self._match(request)
             if not self._has_room(request, shared):
                 return
             del self.waiting[i]

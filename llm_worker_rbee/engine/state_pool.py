@@ -50,8 +50,9 @@ class StatePool:
 
     @property
     def num_spare(self) -> int:
-        """Slots that may be pinned: running requests without drafts never need them."""
-        return self.n_slots - self.max_running * SLOTS_PER_REQUEST - self._pool.pinned.total()
+        """Slots that may be pinned: running requests never need them, whatever drafts hold now."""
+        needed = self.max_running * SLOTS_PER_REQUEST
+        return min(self.n_slots - self._pool.pinned.total(), self._pool.num_free) - needed
 
     @property
     def num_used(self) -> int:

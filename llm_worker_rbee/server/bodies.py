@@ -102,6 +102,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     timeout_ms: int | None = None
     keep_alive: float | None = None  # seconds that the model stays loaded; infinite: for ever
+    cache_salt: str | None = None  # requests with another one share no cached blocks
     is_scored_only: bool = False  # the prompt's log-probabilities are all that is wanted
     structured_outputs_field: str = "structured_outputs"  # what the body calls it, for errors
     messages_field: str = "messages"  # likewise

@@ -60,6 +60,7 @@ async def start_reply(worker: Worker, request: GenerateRequest, make_printer: Ca
                     n=n,
                     priority=request.priority,
                     timeout_s=timeout_s,
+                    cache_salt=request.cache_salt,
                     is_scored_only=request.is_scored_only,
                     make_parser=prompt.make_parser,
                 )

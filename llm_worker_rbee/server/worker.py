@@ -338,6 +338,7 @@ class Worker(Front, GenerationListener):
         n: int = 1,
         priority: int = 0,
         timeout_s: float | None = None,
+        cache_salt: str | None = None,
         is_scored_only: bool = False,
         make_parser: Callable[[], ChatParser] | None = None,
     ) -> list[Generation]:
@@ -352,6 +353,7 @@ class Worker(Front, GenerationListener):
             n=n,
             priority=priority,
             timeout_s=timeout_s,
+            cache_salt=cache_salt,
             is_scored_only=is_scored_only,
             listener=self,
             make_parser=make_parser,

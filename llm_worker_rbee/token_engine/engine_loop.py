@@ -66,6 +66,7 @@ class EngineLoop:
             message.sample_index,
             message.priority,
             generated=message.generated,
+            extra_keys=message.extra_keys,
         )
         if message.timeout_s is not None:
             request.deadline = time.monotonic() + message.timeout_s

@@ -48,7 +48,13 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     sample_index: int = 0  # of several completions of one prompt
     priority: int = 0  # lower goes first
     timeout_s: float | None = None  # from its arrival at the engine
+    cache_salt: str | None = None  # what its blocks depend on beside their tokens
     generated: list[int] = []
+
+    @property
+    def extra_keys(self) -> list[tuple[int, bytes]]:
+        """What the hashes of its blocks have beside the tokens."""
+        return [] if self.cache_salt is None else [(0, self.cache_salt.encode())]
 
 
 class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):

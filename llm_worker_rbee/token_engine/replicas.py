@@ -61,7 +61,8 @@ class ReplicaSet(TokenEngine):
 
     def submit(self, request: RequestState) -> RequestStream:
         if request.prompt is not self._last_prompt:  # the choices of one prompt come one after another
-            self._last_prompt, self._last_hashes = request.prompt, prompt_hashes(request.prompt, self.info.engine)
+            extra_keys, self._last_prompt = request.submitted.extra_keys, request.prompt
+            self._last_hashes = prompt_hashes(request.prompt, self.info.engine, extra_keys)
         return self._route(self._last_hashes).submit(request, self._last_hashes)
 
     def _route(self, hashes: Sequence[bytes]) -> SupervisedEngine:

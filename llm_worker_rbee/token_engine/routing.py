@@ -12,7 +12,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from ..config import EngineConfig
-from ..engine.block_pool import extend_hashes
+from ..engine.block_pool import ExtraKeys, extend_hashes
 
 # An engine is chosen for its match while the tokens that it is behind the least loaded one are at most this many times
 # those that it saves: one hot prefix cannot keep the others idle.
@@ -22,12 +22,12 @@ IMBALANCE_FACTOR = 2
 MAX_HASHED_BLOCKS = 1024  # of a prompt: more would hold the event loop up, and tell little more
 
 
-def prompt_hashes(prompt: list[int], config: EngineConfig) -> list[bytes]:
+def prompt_hashes(prompt: list[int], config: EngineConfig, extra_keys: ExtraKeys = ()) -> list[bytes]:
     """Return the hashes of a prompt's blocks that a prefix cache may have: the last token is always computed."""
     hashes: list[bytes] = []
     if config.prefix_cache:
         num_blocks = min(MAX_HASHED_BLOCKS, (len(prompt) - 1) // config.block_size)
-        extend_hashes(hashes, prompt, num_blocks, config.block_size)
+        extend_hashes(hashes, prompt, num_blocks, config.block_size, extra_keys)
     return hashes
 
 

@@ -5,24 +5,33 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 
 from llm_worker_rbee import LLM
 from llm_worker_rbee.backends.ops import HostRows
+from llm_worker_rbee.config import LoadOptions
+from llm_worker_rbee.engine import kv_tier
 from llm_worker_rbee.engine.dummy_model import DummyModel
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.kv_store import BlockStore, open_folder
 from llm_worker_rbee.engine.kv_tier import TRIAL_BLOCKS, TRIAL_INTERVAL
+from llm_worker_rbee.engine.request import Request
+from llm_worker_rbee.engine.speculative import Drafter, MakeBatch, Reserve, max_drafts
 from llm_worker_rbee.errors import InvalidRequestError
-from llm_worker_rbee.load import make_tier
+from llm_worker_rbee.load import LoadPhases, make_engine, make_tier
+from llm_worker_rbee.load import load as load_files
 from tests.conftest import DEVICE
+from tests.engine.test_async_scheduling import AsyncBackend, make_async
 from tests.engine.test_engine_same_answer import Workload, play
+from tests.helpers import model_zoo
 from tests.helpers.engine_runs import (
     GEMMA4,
     LFM2,
@@ -131,7 +140,7 @@ def test_same_output_with_the_memory_of_the_host(
             from_disk += made.tier.stats.num_read_blocks
             assert made.tier.stats.num_failed_blocks == 0
             made.tier.close()
-    assert (from_disk > 10) is has_disk
+    assert (from_disk > 0) is has_disk
 
 
 @pytest.mark.parametrize("name", ["plain", "lfm2"])
@@ -185,6 +194,31 @@ def test_later_engine_reads_instead_of_computing(workloads: dict[str, Workload],
     third, found = answer(workload, tmp_path, longer)
     assert third.scheduler.stats.num_hit_tokens == 208  # the answer's blocks too
     assert found == answer(workload, tmp_path / "none", longer)[1]
+
+
+@pytest.mark.parametrize("name", ["plain", "lfm2"])
+def test_same_output_where_steps_are_launched_ahead(
+    workloads: dict[str, Workload], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As on a GPU: blocks come from rows and from disk while steps are in flight."""
+    workload, rng, reads = workloads[name], random.Random(name), Counter[str]()
+    device = AsyncBackend(workload.model.ops, 0.05)
+    ahead = Workload(make_async(workload.model, device), workload.questions)
+    monkeypatch.setattr(type(workload.model.ops), "host_rows", lambda _, arrays, num_rows: CopiedRows(arrays, num_rows))
+
+    def prepare(made: Engine) -> None:
+        attach_ram(made, rng.choice((16, 60, 200)), partial(store_in, tmp_path, made))
+
+    for which in range(len(ahead.questions)):
+        ahead._answers[which, "float16"] = workload.answer(which, "float16")
+    for _ in range(20):
+        made = play(rng, ahead, "float16", 12, 25, "off", prepare=prepare)
+        if made.tier is not None:
+            reads["disk"] += made.tier.stats.num_read_blocks
+            reads["ram"] += made.tier.stats.num_ram_read_blocks
+            made.tier.close()
+    assert reads["disk"] > 3
+    assert device.num_ahead > 100
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen35"])
@@ -420,3 +454,116 @@ def test_options_that_cannot_be_used(tmp_path: Path) -> None:
         LLM(kv_dir=tmp_path / "kv", prefix_cache=False)
     with pytest.raises(InvalidRequestError, match="kv_disk is 0"):
         LLM(kv_dir=tmp_path / "kv", kv_disk=0)
+
+
+@pytest.mark.parametrize("n_blocks", [18, 20, 24, 32])
+def test_long_conversations_do_not_evict_each_other(
+    workloads: dict[str, Workload], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_blocks: int
+) -> None:
+    """Each takes several jobs, and together they have no room."""
+    monkeypatch.setattr(kv_tier, "READ_BLOCKS", 4)
+    model = workloads["plain"].model
+    prompts = [tuple((3 + 7 * k + i * (k + 1)) % 90 + 3 for i in range(200)) for k in range(4)]
+    questions = [Question(prompt, 4, {"temperature": 0.0}) for prompt in prompts]
+    expected = [answer(workloads["plain"], tmp_path, question)[1] for question in questions]
+    made = engine(model, n_blocks=n_blocks, max_batch=4)
+    attach(tmp_path, made)
+    assert made.tier is not None
+    made.tier._opening.result()
+    requests = [question.request() for question in questions]
+    listener = run(made, *requests)
+    assert [listener.answer(request) for request in requests] == expected
+    assert made.tier.stats.num_read_blocks <= 12 * len(requests)
+    assert sum(request.num_cached_tokens == 192 for request in requests) >= 2
+
+
+def test_states_that_are_read_leave_slots_for_drafts(workloads: dict[str, Workload], tmp_path: Path) -> None:
+    """A request drafts, another decodes, and many snapshots wait to be read."""
+
+    class OneDrafts(Drafter):
+        def draft(self, running: Sequence[Request], reserve: Reserve, batch: MakeBatch) -> None:
+            for request in running:
+                if request is drafting:
+                    request.drafts = [3 + i for i in range(min(6, max_drafts(request)))]
+
+    workload, rng = workloads["lfm2"], random.Random(1)
+    questions = [Question(tuple(rng.randrange(3, 90) for _ in range(49)), 4, {"temperature": 0.0}) for _ in range(12)]
+    expected = [answer(workload, tmp_path, question)[1] for question in questions]
+    made = engine(workload.model, max_batch=3, n_slots=17, draft_tokens=6, n_blocks=120)
+    made.drafter = OneDrafts()
+    attach(tmp_path, made)
+    assert made.tier is not None
+    made.tier._opening.result()
+    decoding, drafting = (Question((5, 6, i), 60, {"temperature": 0.0}).request() for i in (7, 8))
+    made.add(decoding)
+    made.add(drafting)
+    while len(drafting.tokens) < 4:
+        made.step()
+    requests = [question.request() for question in questions]
+    listener = run(made, *requests)
+    assert [listener.answer(request) for request in requests] == expected
+    assert made.tier.stats.num_read_blocks > 0
+
+
+def test_closed_tier_ends_its_threads(workloads: dict[str, Workload], tmp_path: Path) -> None:
+    """In the middle of a job: what it began is finished, and the process can end."""
+    workload = workloads["plain"]
+    answer(workload, tmp_path, LONG)
+    made = engine(workload.model)
+    attach(tmp_path, made)
+    assert made.tier is not None
+    tier, store = made.tier, made.tier._opening.result()
+    assert store is not None
+    read, may_read = store.read, Event()
+
+    def late_read(*args: Any) -> bool:
+        may_read.wait()
+        return read(*args)
+
+    store.read = late_read  # type: ignore[method-assign]
+    made.add(LONG.request())
+    made.step()
+    (reading,) = tier._readings
+    tier.close()
+    may_read.set()
+    for threads in (tier._reader, tier._writer, tier._verifiers):
+        threads.shutdown(wait=True)
+    assert reading.future.done()
+
+
+def test_withdrawn_blocks_are_not_kept_by_copies_that_were_under_way(
+    workloads: dict[str, Workload], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload, may_save = workloads["plain"], Event()
+
+    class LateRows(CopiedRows):
+        def save(self, blocks: Sequence[int], rows: Sequence[int]) -> None:
+            may_save.wait()
+            super().save(blocks, rows)
+
+    monkeypatch.setattr(type(workload.model.ops), "host_rows", lambda _, arrays, num_rows: LateRows(arrays, num_rows))
+    made = engine(workload.model)
+    attach_ram(made, 100)
+    assert made.tier is not None
+    request = LONG.request()
+    made.add(request)
+    while made.tier._written is None:
+        made.step()
+    made.scheduler.remove(request, keep_cached=False)
+    may_save.set()
+    while made.has_work:
+        made.step()
+    assert made.tier.stats.num_ram_blocks == 0
+
+
+def test_key_has_the_angles(tmp_path: Path) -> None:
+    """A model may choose them by the longest context."""
+    rope = {**model_zoo.LONGROPE, "partial_rotary_factor": 0.75, "original_max_position_embeddings": 64}
+    settings = {"rope_parameters": rope, "original_max_position_embeddings": 64, "max_position_embeddings": 512}
+    file = small_file(tmp_path / "long.gguf", "Q8_0", variant=model_zoo.Variant("phi3", settings))
+    for max_context, count in ((64, 1), (48, 1), (256, 2), (300, 2)):
+        kept = LoadOptions(model=str(file), device="cpu", max_context=max_context, kv_dir=str(tmp_path / "kv"))
+        tier = make_engine(load_files(kept, LoadPhases(), needs_tokenizer=False), kept).tier
+        assert tier is not None
+        assert tier._opening.result() is not None
+        assert len([path for path in (tmp_path / "kv").iterdir() if path.is_dir()]) == count

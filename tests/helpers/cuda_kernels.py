@@ -36,7 +36,7 @@ from llm_worker_rbee.backends.cuda.kernels import (
 )
 from llm_worker_rbee.backends.cuda.kernels.attention_decode import decode_attention, decode_attention_gqa
 from llm_worker_rbee.backends.cuda.kernels.compact_kinds import CODEBOOKS, COMPACT_KINDS
-from llm_worker_rbee.backends.cuda.linear import E4M3_TILES, HOPPER_LARGE_TILE, HOPPER_TILES_BY_TOKENS
+from llm_worker_rbee.backends.cuda.linear import E4M3_TILES, hopper_tile
 from llm_worker_rbee.backends.cuda.packed_weight import HIGH_WORDS, LOW_WORDS, PAIRED_SCALES
 
 F, H, B16, F8, I4, I2, I8, D = "*fp32", "*fp16", "*bf16", "*fp8e4nv", "*i32", "*i16", "*i8", "*fp64"
@@ -138,30 +138,38 @@ def box_type(dtype: str, *box: int) -> str:
 
 def hopper_cases() -> dict[str, Case]:
     cases: dict[str, Case] = {}
-    for kind, tile in (
-        *(("q4m", tile) for tile in (*HOPPER_TILES_BY_TOKENS.values(), HOPPER_LARGE_TILE)),
-        *((kind, tile) for kind in ("q5m", "q6", "q8") for tile in (HOPPER_TILES_BY_TOKENS[16], HOPPER_LARGE_TILE)),
+    for kind, tokens, activation in (
+        *(("q4m", tokens, activation) for tokens in (8, 16, 32, 64, 128) for activation in ("", "silu")),
+        *((kind, tokens, "") for kind in ("q5m", "q6", "q8") for tokens in (16, 128)),
+        ("q6", 128, "gelu"),
+        ("q8", 64, "gelu_tanh"),
     ):
+        tile = hopper_tile(tokens, kind)
         words, high = 4 if tile.tokens <= gemm_hopper.SMALL_TILE_TOKENS else 1, HIGH_WORDS.get(kind, 0)
+        box = (2, tile.rows // 2, 16) if activation else (1, tile.rows, 16)
         types = {
             "x_desc": box_type("fp16", words, 2, tile.tokens, 64),
-            "low_desc": box_type("i32", LOW_WORDS.get(kind, 4) // 4, words, tile.rows, 16),
-            "high_desc": box_type("i16", max(1, words * high // 4), tile.rows, 16) if high else None,
-            "scales_desc": box_type("i32" if kind in PAIRED_SCALES else "fp16", tile.rows, 16),
+            "low_desc": box_type("i32", LOW_WORDS.get(kind, 4) // 4, words, *box),
+            "high_desc": box_type("i16", max(1, words * high // 4), *box) if high else None,
+            "scales_desc": box_type("i32" if kind in PAIRED_SCALES else "fp16", *box),
+            "out": H if activation else F,
+            "out_factor": "fp32",
         }
         constants = {"BLOCKS": 128, "KIND": kind, "BN": tile.rows, "BM": tile.tokens, "STAGES": tile.stages}
-        name = f"gemm hopper {kind} {tile.tokens}"
-        cases[name] = (gemm_hopper.gemm_hopper, types, {"num_warps": tile.warps}, constants)
+        starts = {"ACTIVATION": activation, "STARTS_NEXT": "late" if activation else "early"}
+        name = f"gemm hopper {kind} {tokens} {activation}".strip()
+        cases[name] = (gemm_hopper.gemm_hopper, types, {"num_warps": tile.warps}, {**constants, **starts})
     kernel, types, options, constants = cases["gemm hopper q4m 64"]
     lists = {"tile_experts": I4, "slots": I4, "bias": F}
-    cases["gemm hopper experts"] = (kernel, {**types, **lists}, options, {**constants, "SLOTS": 4})
+    of_experts = {**constants, "SLOTS": 4, "STARTS_NEXT": ""}
+    cases["gemm hopper experts"] = (kernel, {**types, **lists}, options, of_experts)
     return cases
 
 
 def other_cases() -> dict[str, Case]:
     heads = {"HEADS": 32, "KV_HEADS": 8, "P": 16}
     shape = {"P": 16, "DIM": 128, "HALF": 64, "SPLITS": 16, "MIN_TILES": 1, "PARTS": 1}
-    plain = {"WINDOW": 0, "CAP": 0.0, "INT8": True, "PDL": True}
+    plain = {"WINDOW": 0, "CAP": 0.0, "FORM": 1, "PDL": True}
     decode = {**shape, "HEADS": 32, "KV_HEADS": 32, "RUN_KEYS": 8, "RUNS": 2, "STAGES": 0}
     grouped = {**shape, **heads, "GROUP_PAD": 4, "DOT_TYPE": tl.bfloat16}
     read = {**heads, "DIM": 128, "TILE_QUERIES": 64, "TILE_KEYS": 64, "WINDOW": 0, "CAP": 0.0}
@@ -174,11 +182,11 @@ def other_cases() -> dict[str, Case]:
         ),
         "decode staged": (
             decode_attention, {"out": B16, "table_width": I4}, {"num_warps": 1},
-            {**decode, **none, **plain, "INT8": False, "STAGES": 3},
+            {**decode, **none, **plain, "FORM": 0, "STAGES": 3},
         ),
         "decode float8 all": (
             decode_attention, {"out": B16, "table_width": I4, **caches8}, {"num_warps": 1},
-            {**decode, "RUNS": 4, "RUN_KEYS": 4, "WINDOW": 4096, "CAP": 50.0, "INT8": False, "PDL": False},
+            {**decode, "RUNS": 4, "RUN_KEYS": 4, "WINDOW": 4096, "CAP": 50.0, "FORM": 0, "PDL": False},
         ),
         "decode dim 96": (
             decode_attention, {"out": I8, "table_width": I4}, {"num_warps": 1},
@@ -186,7 +194,7 @@ def other_cases() -> dict[str, Case]:
         ),
         "decode dim 80 part": (
             decode_attention, {"out": B16, "table_width": I4}, {"num_warps": 2},
-            {**decode, **plain, "DIM": 80, "HALF": 10, "INT8": False},
+            {**decode, **plain, "DIM": 80, "HALF": 10, "FORM": 0},
         ),
         "decode gqa": (
             decode_attention_gqa, {"out": I8, "table_width": I4}, {"num_warps": 4},
@@ -194,7 +202,7 @@ def other_cases() -> dict[str, Case]:
         ),
         "decode gqa float8 all": (
             decode_attention_gqa, {"out": B16, "table_width": I4, "sinks": F, **caches8}, {"num_warps": 1},
-            {**grouped, "TILE": 16, "STAGES": 0, "WINDOW": 4096, "CAP": 50.0, "INT8": False, "PDL": False},
+            {**grouped, "TILE": 16, "STAGES": 0, "WINDOW": 4096, "CAP": 50.0, "FORM": 0, "PDL": False},
         ),
         "decode gqa dim 96": (
             decode_attention_gqa, {"out": I8, "table_width": I4}, {"num_warps": 1},

@@ -349,9 +349,9 @@ def test_restart_ends_with_the_first_engine_that_cannot_load_again(load: Load, t
 def test_choices_of_one_prompt_are_hashed_once_and_stay_together(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[int] = []
 
-    def count(prompt: list[int], config: Any) -> list[bytes]:
+    def count(prompt: list[int], config: Any, extra_keys: Any) -> list[bytes]:
         hashed.append(len(prompt))
-        return prompt_hashes(prompt, config)
+        return prompt_hashes(prompt, config, extra_keys)
 
     monkeypatch.setattr(replicas, "prompt_hashes", count)
 

@@ -147,7 +147,7 @@ def grouped_gemm(
             if gathered is None:
                 gathered = x._replace(values=launch_gather(x.values, tiles, per_row))
             of_experts = ExpertTiles(w.count, tiles, per_row, own_bias)
-            launch_gemm(gathered, part, to, w.rows, 1, hopper_tile(tiles.size)[:4], of_experts)
+            launch_gemm(gathered, part, to, w.rows, 1, hopper_tile(tiles.size, part.kind)[:4], of_experts)
         elif part.values is None:
             gemm_packed[grid](
                 x.values, x.factors, part.unit, part.low, part.high, part.scales, to, len(x.values), rows, w.rows,

@@ -22,7 +22,7 @@ from ..graph import Graph, Node, ProgramLine, op_names
 from ..ops import CAPTURING, Backend, Batch, LayerCache, Profiler, Progress, StepLimits, first_kv
 from . import precompile, profile
 from .cuda_graphs import CudaGraphs
-from .device import activate, as_memory_error
+from .device import activate, as_memory_error, has_wgmma
 from .kernels.rope import CosSin, rope_tables
 from .launch import Launcher, StepInputs
 from .lowering import (
@@ -36,6 +36,7 @@ from .lowering import (
     Start,
     distinct_layers,
     fuse_graph,
+    with_gate_factors,
     without_hidden,
 )
 from .step_inputs import (
@@ -306,5 +307,7 @@ def make_forward(recorded: Graph, ops: Backend, device: torch.device, *, batch_i
     program = None if graph is None else fuse_graph(graph)
     if program is None:
         return None
+    if has_wgmma(device):
+        program = program[0], with_gate_factors(program[1])
     keeps_hidden = recorded.hidden is not None
     return CudaForward(ops, device, *program, batch_invariant=batch_invariant, keeps_hidden=keeps_hidden)

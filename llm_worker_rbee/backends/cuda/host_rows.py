@@ -17,9 +17,9 @@ from ..ops import HostRows
 from .device import activate, upload
 from .kernels.elementwise import copy_blocks
 
-STAGING_BYTES = 32 << 20  # of rows on the device, for each direction
+STAGING_BYTES = 32 << 20  # of rows on the device, for each direction; larger rows travel in parts
 SLAB_BYTES = 256 << 20  # that are pinned at a time: PyTorch rounds up to a power of two
-MIN_ROWS = 64  # for blocks on their way to the disk, and from it
+MIN_ROWS, MIN_BYTES = 64, 256 << 20  # at most, for blocks on their way to the disk, and from it
 WORDS = 1024  # of a program's iteration
 
 
@@ -36,38 +36,55 @@ class PinnedRows(HostRows):
         ]
         self._row_words = sum(words)
         self.row_bytes = 4 * self._row_words
-        self.num_rows = max(MIN_ROWS, max_bytes // self.row_bytes)
+        least = max(2, min(MIN_ROWS, MIN_BYTES // self.row_bytes))
+        self.num_rows = max(least, max_bytes // self.row_bytes)
         self._slab_rows = min(self.num_rows, max(1, SLAB_BYTES // self.row_bytes))
         self._slabs: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()  # of new slabs
-        batch = min(self.num_rows, max(1, STAGING_BYTES // self.row_bytes))
+        batch = min(self.num_rows, STAGING_BYTES // self.row_bytes)
         self._saved, self._loaded = torch.zeros(2, batch, self._row_words, dtype=torch.int32, device=self._device)
         is_gpu = self._device.type == "cuda"
         self._streams = [torch.cuda.Stream(self._device) if is_gpu else None for _ in range(2)]  # type: ignore[no-untyped-call]
         self._row(0)
-        self._copy(self._saved, [0], to_blocks=False)  # compile both now, not beside a step: zeros replace zeros
-        self._copy(self._saved, [0], to_blocks=True)
+        if batch:  # compile both now, not beside a step: zeros replace zeros
+            self._copy(self._saved, [0], to_blocks=False)
+            self._copy(self._saved, [0], to_blocks=True)
 
     def views(self, row: int) -> list[memoryview]:
         return [self._row(row).numpy().data.cast("B")]
 
     def save(self, blocks: Sequence[int], rows: Sequence[int]) -> None:
         with self._on_stream(0) as stream:
-            for first in range(0, len(blocks), len(self._saved)):
-                batch = slice(first, first + len(self._saved))
+            for batch in self._batches(len(blocks)):
                 self._copy(self._saved, blocks[batch], to_blocks=False)
                 for staged, row in zip(self._saved, rows[batch], strict=False):
                     self._row(row).copy_(staged, non_blocking=True)
+            if not len(self._saved):
+                for part, target in self._parts_of(blocks, rows):
+                    target.copy_(part, non_blocking=True)
             if stream is not None:
                 stream.synchronize()
 
     def load(self, rows: Sequence[int], blocks: Sequence[int]) -> None:
         with self._on_stream(1):
-            for first in range(0, len(blocks), len(self._loaded)):
-                batch = slice(first, first + len(self._loaded))
+            for batch in self._batches(len(blocks)):
                 for staged, row in zip(self._loaded, rows[batch], strict=False):
                     staged.copy_(self._row(row), non_blocking=True)
                 self._copy(self._loaded, blocks[batch], to_blocks=True)
+            if not len(self._loaded):
+                for part, source in self._parts_of(blocks, rows):
+                    part.copy_(source, non_blocking=True)
+
+    def _batches(self, count: int) -> list[slice]:
+        """Return the parts of a copy that have room in the staging memory at a time."""
+        size = len(self._saved)
+        return [slice(first, first + size) for first in range(0, count, size)] if size else []
+
+    def _parts_of(self, blocks: Sequence[int], rows: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each part of blocks, and where it is in their rows."""
+        for block, number in zip(blocks, rows, strict=True):
+            parts = [array[block] for array in self._arrays]
+            yield from zip(parts, torch.split(self._row(number), [len(part) for part in parts]), strict=True)
 
     def finish(self) -> None:
         if (stream := self._streams[1]) is not None:

@@ -1,8 +1,9 @@
 """The launches of one step, in the order of the fused ops: decoding tokens first, then prompt tokens (prefill).
 
 Up to 4 decoding tokens take GEMV: five kernels per layer, whose epilogues do the rest, each launched before the
-previous one has ended (PDL). More tokens take tensor cores; small kernels between sum the splits of a product, add to
-the residual stream, norm, and lay the activations out for the next product.
+previous one has ended (PDL). More tokens take tensor cores, on GPUs of capability 9.0 seven kernels per layer, which
+start early too; small ones between sum the splits of a product, add to the residual stream, norm, and lay the
+activations out for the next product.
 
 `mark` is called with the component that has just been launched, for profiles (profile.py).
 """
@@ -26,6 +27,7 @@ from .kernels.gated_delta import has_chunks, launch_delta, launch_delta_chunks, 
 from .kernels.gemv import GATED, RESIDUAL
 from .kernels.rope import CosSin, launch_rope_store
 from .linear import (
+    GROUP_COLUMNS,
     MAX_SPLITS,
     BatchedLinear,
     Stream,
@@ -45,6 +47,7 @@ from .lowering import (
     LinearAdd,
     LinearAddNorm,
     Logits,
+    Mixer,
     PerLayerGate,
     SharedExpert,
     ShortConv,
@@ -90,8 +93,10 @@ class Launcher:
         assert isinstance(last, LinearAddNorm | ExpertsAddNorm)
         self.head, self.last, self.device = head, last, device
         self._has_pdl = has_pdl(device)
+        self._mixers = [op for op in self.layers if isinstance(op, Mixer)]
         self.linear = BatchedLinear(device, batch_invariant=batch_invariant)
         self._streams = torch.empty(0, len(last.norm), device=device)
+        self._ones = torch.empty(0, device=device)  # factors of tokens
         self._counters: dict[int, torch.Tensor] = {}  # by heads
         self.step: Any = None
         self.residual: Any = None
@@ -100,14 +105,19 @@ class Launcher:
 
     @property
     def pdl(self) -> bool:
-        """Whether kernels start before the previous ones have ended: in batches that would crowd their programs."""
-        return bool(self.step.takes_gemv) and self._has_pdl
+        """Whether kernels start before the previous ones have ended: in batches of models with attention alone, not
+        beside the products of cuBLAS."""
+        first = self._mixers[0].qkv
+        starts = all(isinstance(op, Attention) for op in self._mixers)
+        starts = starts and self.linear.stays_packed(first, self.step.tokens)
+        return self._has_pdl and bool(self.step.takes_gemv or starts)
 
     def reserve(self, tokens: int) -> bool:
         """Make room for the residual stream of a step; return whether its address has changed."""
         if tokens <= len(self._streams):
             return False
         self._streams = torch.empty(tokens, self._streams.shape[1], device=self.device)
+        self._ones = torch.ones(tokens, device=self.device)
         return True
 
     def run(self, step: StepInputs, ops: Iterable[FusedOp] | None = None) -> torch.Tensor:
@@ -201,12 +211,22 @@ class Launcher:
         if _has_epilogue(x, op.w, out):
             launch_gemv("gate_up", x, op.w, out.values, GATED, activation=op.activation, pdl=self.pdl)
             self.mark("gate_up_activation")
+        elif (activations := self._multiply_gated(op, x, out)) is not None:
+            self.mark("gate_up_activation")
+            return activations
         else:
             gate_up = self._multiply("qkv", x, op.w)
             self.mark("gate_up")
             launch_gated(gate_up, out, op.activation, self.pdl)
             self.mark("activation")
         return out
+
+    def _multiply_gated(self, op: GatedLinear, x: AnyActivations, out: AnyActivations) -> Activations | None:
+        """Store activation(gate) * up in the product and return it, if that is possible."""
+        if op.factor is None or not (isinstance(x, Activations) and isinstance(out, Activations)):
+            return None
+        out = out._replace(factors=self._ones[: self.step.tokens], unit=op.factor)
+        return out if self.linear.multiply_gated(x, op.w, op.activation, out, pdl=self.pdl) else None
 
     def add_norm(self, name: str, op: LinearAdd | LinearAddNorm, x: AnyActivations) -> AnyActivations:
         """Multiply, add to the residual stream, and return it or its norm as activations of the following product."""
@@ -282,7 +302,7 @@ class Launcher:
         gate_up = grouped_gemm(x, op.w, tiles, slots, op.params.k, op.bias)
         self.mark("experts_gate_up")
         gated = empty_expert_activations(op.down, slots)
-        launch_gated(gate_up[None], gated, op.activation)
+        launch_gated(gate_up[None], gated, op.activation, self.pdl)
         self.mark("activation")
         out = grouped_gemm(gated, op.down, tiles, slots, 1, op.down_bias)
         self.mark("experts_down")
@@ -341,7 +361,7 @@ class Launcher:
     def _multiply(self, name: str, x: AnyActivations, w: PackedWeight, max_splits: int = MAX_SPLITS) -> torch.Tensor:
         """Return (splits, tokens, rows), whose sum is the product."""
         if isinstance(x, Activations):
-            return self.linear.multiply(x, w, max_splits)
+            return self.linear.multiply(x, w, max_splits, self.pdl)
         out = torch.empty(1, x.tokens, w.rows, device=self.device)
         launch_gemv(name, x, w, out, pdl=self.pdl)
         return out
@@ -357,6 +377,11 @@ class Launcher:
             out: Any = empty_gemv_activations(following, step.tokens, self.device)
             self._decode(qkv, op, out)
             return GemvActivations(out)
+        if self._stores_interleaved(following):
+            stored = self.linear.empty_activations(following, step.tokens)
+            stored = stored._replace(factors=self._ones[: step.tokens])
+            self._decode(qkv, op, stored)
+            return stored
         takes_rows = self.linear.takes_rows(following, step.tokens)
         make = torch.zeros if is_interpreted() else torch.empty  # padding rows are not written
         dtype = following.dense_dtype if takes_rows else torch.float32
@@ -364,9 +389,16 @@ class Launcher:
         self._attend_rows(qkv, op, out)
         if takes_rows:
             return Activations(out, None, False)
-        converted = self.linear.convert(out, following)
+        converted = self.linear.convert(out, following, pdl=self.pdl)
         self.mark("quantize")
         return converted
+
+    def _stores_interleaved(self, w: PackedWeight) -> bool:
+        """Return whether attention stores what the packed product with `w` reads: in steps that only decode, as then
+        every row is a weighted mean of values that fit float16."""
+        tokens, is_whole = self.step.tokens, w.columns % GROUP_COLUMNS == 0
+        decodes = tokens == self.step.decoding and "tile_first" not in self.step.arrays
+        return decodes and is_whole and w.is_packed and self.linear.stays_packed(w, tokens)
 
     def _attend_rows(self, qkv: torch.Tensor, op: Attention, out: torch.Tensor) -> None:
         if self.step.decoding:
@@ -450,9 +482,10 @@ class Launcher:
         q = torch.empty(len(out), op.n_heads, op.head_dim, dtype=query_dtype(kv.k.dtype), device=self.device)
         norms = op.bias, op.q_norm, op.k_norm, op.eps
         exact = self.linear.batch_invariant
-        launch_rope_store(qkv, kv, rope, arrays["positions"], arrays["slots"], q, *norms, exact=exact, v_norm=op.v_norm)
+        options: dict[str, Any] = {"exact": exact, "v_norm": op.v_norm, "pdl": self.pdl}
+        launch_rope_store(qkv, kv, rope, arrays["positions"], arrays["slots"], q, *norms, **options)
         self.mark("rope_kv_write")
-        launch_prefill_attention(q, kv, self.step.tiles, op.params, out, op.sinks)
+        launch_prefill_attention(q, kv, self.step.tiles, op.params, out, op.sinks, self.pdl)
         self.mark("attention")
 
     def _counters_for(self, decoding: int, heads: int) -> torch.Tensor:

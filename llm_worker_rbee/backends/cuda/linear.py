@@ -32,6 +32,8 @@ from .kernels.gemv import STORE, gemv_dense, gemv_packed
 from .packed_weight import (
     E4M3,
     FP8,
+    HIGH_WORDS,
+    LOW_WORDS,
     Activations,
     GemvActivations,
     Int8Activations,
@@ -71,9 +73,15 @@ LARGE_TILE = GemmTile(128, 128, 8, 3, 1)
 MANY_ROWS = 8192  # from which a matrix has tiles of its own; of more than 128 tokens only 4-bit kinds: shared memory
 LARGE_TILE_OF_MANY_ROWS, LARGEST_TILE = GemmTile(64, 128, 4, 2, 3), GemmTile(128, 256, 8, 3, 1)
 SMALL_SHARED_TILE = GemmTile(64, 64, 4, 2)  # from 33 tokens where shared memory is less than on Hopper
-# Of kernels/gemm_hopper.py, for kinds that are not compact: measured on an H200 (docs/decisions/gpu.md#d117).
-HOPPER_TILES_BY_TOKENS = {16: GemmTile(64, 16, 4, 2, 3), 32: GemmTile(64, 32, 4, 4, 4), 64: GemmTile(64, 64, 4, 3, 3)}
+# Of kernels/gemm_hopper.py, for kinds that are not compact: measured on an H200 (docs/decisions/gpu.md#d121).
+HOPPER_TILES_BY_TOKENS = {
+    8: GemmTile(64, 8, 4, 2, 3),
+    16: GemmTile(64, 16, 4, 2, 3),
+    32: GemmTile(64, 32, 4, 4, 4),
+    64: GemmTile(64, 64, 4, 3, 3),
+}
 HOPPER_LARGE_TILE = GemmTile(64, 128, 4, 3, 2)
+HOPPER_WIDE_TILE = GemmTile(128, 128, 8, 3, 1)  # of kinds of which the shared memory does not hold two of the last
 # Compact kinds multiply four words of activations an iteration.
 COMPACT_TILES_BY_TOKENS = {16: GemmTile(64, 16, 4, 3), 32: GemmTile(64, 32, 4, 3)}
 COMPACT_TILE, SMALL_SHARED_COMPACT_TILE = GemmTile(128, 64, 8, 2), GemmTile(64, 32, 4, 2)
@@ -116,26 +124,44 @@ class BatchedLinear:
         values = torch.empty(tokens, columns, dtype=dtype, device=self.device)
         return Activations(values, torch.empty(tokens, device=self.device), packed)
 
-    def convert(self, x: torch.Tensor, w: PackedWeight, *, is_head: bool = False) -> Activations:
+    def convert(self, x: torch.Tensor, w: PackedWeight, *, is_head: bool = False, pdl: bool = False) -> Activations:
         """Return rows (tokens, columns) of any float type as activations for `w`."""
         out = self.empty_activations(w, len(x), is_head=is_head)
-        launch_convert(x, out)
+        launch_convert(x, out, pdl)
         return out
 
-    def multiply(self, x: Activations, w: PackedWeight, max_splits: int = MAX_SPLITS) -> torch.Tensor:
+    def multiply(
+        self, x: Activations, w: PackedWeight, max_splits: int = MAX_SPLITS, pdl: bool = False
+    ) -> torch.Tensor:
         """Return (splits, tokens, rows), whose sum is the product."""
-        splits, factors = self.multiply_unscaled(x, w, max_splits)
+        splits, factors = self.multiply_unscaled(x, w, max_splits, pdl)
         return splits if factors is None else splits * factors[:, None]
 
+    def multiply_gated(
+        self, x: Activations, w: PackedWeight, activation: str, out: Activations, *, pdl: bool = False
+    ) -> bool:
+        """Store activation(gate) * up in units of `out`, in the product with gate and up; return whether that was
+        possible: by one kernel, without splits."""
+        (part, *more), tokens, device = w.parts, len(x.values), x.values.device
+        if more or not (x.is_interleaved and out.is_interleaved and tokens and takes_hopper_kernel(part.kind, device)):
+            return False
+        tile = _part_tile(part, tokens, device, batch_invariant=self.batch_invariant)
+        splits = num_splits(part.rows, part.columns, tokens, tile, device)
+        if (invariant_splits(part, device) if self.batch_invariant else splits) > 1:
+            return False
+        starts_next = _starts_next(pdl, is_late=self.batch_invariant)
+        launch_gemm(x, part, out.values, 0, 1, tile[:4], starts_next=starts_next, gate=(activation, 1 / out.unit))
+        return True
+
     def multiply_unscaled(
-        self, x: Activations, w: PackedWeight, max_splits: int = MAX_SPLITS
+        self, x: Activations, w: PackedWeight, max_splits: int = MAX_SPLITS, pdl: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the same, and the factors (tokens) by which it is still to be multiplied, if any."""
         tokens, part = len(x.values), w.parts[0]
         if not tokens:
             return torch.empty(1, 0, w.rows, device=self.device), None
         if x.is_interleaved:
-            return gemm(x, w, max_splits, batch_invariant=self.batch_invariant), None
+            return gemm(x, w, max_splits, batch_invariant=self.batch_invariant, pdl=pdl), None
         factors = x.factors if x.values.dtype == torch.float16 else None
         if self.batch_invariant:
             return gemm_dense_batch_invariant(x.values, part), factors
@@ -191,7 +217,7 @@ def gemm_tile(tokens: int, kind: str, rows: int, device: torch.device) -> GemmTi
     if kind in COMPACT_KINDS:
         return _compact_tile(tokens, kind, device)
     if takes_hopper_kernel(kind, device):
-        return hopper_tile(tokens)
+        return hopper_tile(tokens, kind)
     if tokens > SMALL_SHARED_TILE.tokens // 2 and shared_memory_bytes(device) < HOPPER_SHARED_BYTES:
         return SMALL_SHARED_TILE
     tile = next((tile for limit, tile in TILES_BY_TOKENS.items() if tokens <= limit), LARGE_TILE)
@@ -203,9 +229,11 @@ def gemm_tile(tokens: int, kind: str, rows: int, device: torch.device) -> GemmTi
     return tile._replace(stages=max(2, tile.stages - 1)) if kind in ("q5", "q5m") else tile
 
 
-def hopper_tile(tokens: int) -> GemmTile:
+def hopper_tile(tokens: int, kind: str) -> GemmTile:
     """Return the tile of kernels/gemm_hopper.py."""
-    return next((tile for limit, tile in HOPPER_TILES_BY_TOKENS.items() if tokens <= limit), HOPPER_LARGE_TILE)
+    is_wide = kind in HIGH_WORDS or kind in LOW_WORDS
+    large = HOPPER_WIDE_TILE if is_wide else HOPPER_LARGE_TILE
+    return next((tile for limit, tile in HOPPER_TILES_BY_TOKENS.items() if tokens <= limit), large)
 
 
 def takes_hopper_kernel(kind: str, device: torch.device) -> bool:
@@ -246,12 +274,18 @@ def invariant_splits(part: WeightPart, device: torch.device, max_splits: int = M
     return num_splits(part.rows, part.columns, INVARIANT_TOKENS, tile, device, min(max_splits, INVARIANT_SPLITS))
 
 
-def gemm(x: Activations, w: PackedWeight, max_splits: int, *, batch_invariant: bool) -> torch.Tensor:
+def _starts_next(pdl: bool, *, is_late: bool) -> str:
+    """Return when a product lets the next kernel start: late before those of prefill attention, which it would slow."""
+    return ("late" if is_late else "early") if pdl else ""
+
+
+def gemm(x: Activations, w: PackedWeight, max_splits: int, *, batch_invariant: bool, pdl: bool = False) -> torch.Tensor:
     """Multiply interleaved activations by all parts of a weight: (splits, tokens, rows) float32, to be summed."""
     tokens, device = len(x.values), x.values.device
     largest = max(w.parts, key=lambda part: part.rows)
     tile = _part_tile(largest, tokens, device, batch_invariant=batch_invariant)
-    splits = num_splits(largest.rows, w.columns, tokens, tile, device, max_splits)
+    rows = w.rows if takes_hopper_kernel(largest.kind, device) else largest.rows  # of kernels that run together
+    splits = num_splits(rows, w.columns, tokens, tile, device, max_splits)
     if batch_invariant:
         splits = invariant_splits(largest, device, max_splits)
     out = torch.empty(splits, tokens, w.rows, device=device)
@@ -259,12 +293,16 @@ def gemm(x: Activations, w: PackedWeight, max_splits: int, *, batch_invariant: b
     for part in w.parts:
         tile = _part_tile(part, tokens, device, batch_invariant=batch_invariant)
         if takes_hopper_kernel(part.kind, device):
-            launch_gemm(x, part, out.view(-1)[first:], w.rows, splits, tile[:4])
+            is_first, is_last = part is w.parts[0], part is w.parts[-1]
+            starts_next = _starts_next(pdl, is_late=batch_invariant and is_last)
+            launch_gemm(
+                x, part, out.view(-1)[first:], w.rows, splits, tile[:4], starts_next=starts_next, waits_first=is_first
+            )
         else:
             gemm_packed[(cdiv(part.rows, tile.rows), cdiv(tokens, tile.tokens), splits)](
                 x.values,
                 x.factors,
-                part.unit,
+                part.unit * x.unit,
                 part.low,
                 part.high,
                 part.scales,

@@ -7,6 +7,8 @@ product takes. REWRITES fuse the recorded ops; a model in which an op is left ov
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from math import ceil, inf, log2, sqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +17,11 @@ from ..graph import Graph, Node, Rewrite, apply_rewrites, have_one_eps
 from ..ops import AttentionParams, GatedDeltaParams, GatedDeltaWeights, RopeTable, RouteParams
 from .kernels.elementwise import ACTIVATIONS
 from .kernels.gated_delta import has_kernels
-from .packed_weight import DENSE, PackedExperts, PackedWeight
+from .kernels.gemm import SCALE_LAYOUT
+from .packed_weight import DENSE, PackedExperts, PackedWeight, row_squares
+
+BOUND_SLACK = 1.05  # for the rounding of weights and activations
+MAX_HALF_EXPONENT = 15  # 2**15 fits float16
 
 
 def _has_blocks(node: Node) -> bool:
@@ -231,6 +237,7 @@ class GatedLinear(NamedTuple):
     w: PackedWeight
     activation: str
     following: PackedWeight
+    factor: float | None = None  # power of two that brings every result within float16; None: unknown
 
 
 class PerLayerGate(NamedTuple):
@@ -397,6 +404,27 @@ def _kernel_signature(value: Any) -> Any:
     if isinstance(value, float):
         return value == 1.0  # a scale of 1 is left out of kernels
     return None if isinstance(value, int) else value
+
+
+def with_gate_factors(ops: Sequence[FusedOp]) -> tuple[FusedOp, ...]:
+    """Return ops whose gates know the factor that brings their results within float16.
+
+    The norm n of a row has a length of sqrt(columns) at most, so that row w of a matrix gives at most sqrt(columns)
+    times the length of w * weight of the norm; no activation is larger than its gate."""
+    bounded = list(ops)
+    for i, (before, op) in enumerate(pairwise(ops), 1):
+        if isinstance(op, GatedLinear) and isinstance(before, StreamNorm | LinearAddNorm | ExpertsAddNorm):
+            bounded[i] = op._replace(factor=_gate_factor(op, before.norm))
+    return tuple(bounded)
+
+
+def _gate_factor(op: GatedLinear, norm: torch.Tensor) -> float | None:
+    part, *more = op.w.parts
+    if more or part.kind not in SCALE_LAYOUT or op.activation == "swiglu_oai":  # which adds to what it multiplies
+        return None
+    gate, up = row_squares(part, norm).view(2, -1).amax(1).tolist()
+    largest = sqrt(gate * up) * len(norm) * BOUND_SLACK
+    return 2.0 ** (ceil(log2(largest)) - MAX_HALF_EXPONENT) if 0 < largest < inf else None
 
 
 def _following(node: Node, readers: dict[Any, Node]) -> Any:

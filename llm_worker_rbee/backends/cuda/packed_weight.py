@@ -40,6 +40,7 @@ CODE_OFFSETS = {"q4": 8, "q5": 16, "q6": 32}
 DENSE, FP8 = "dense", "fp8"
 E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0
 SCALED_MM_ALIGNMENT = 16  # of rows and columns
+SLICE_ROWS = 1024  # that are dequantized at a time
 
 
 @dataclass(slots=True, eq=False)
@@ -213,6 +214,18 @@ def dequantize(w: WeightPart) -> torch.Tensor:
     return out.view(w.rows, w.blocks * 32) * w.unit
 
 
+def row_squares(part: WeightPart, factors: torch.Tensor) -> torch.Tensor:
+    """Return the sums of squares of the rows, whose columns are multiplied by factors; a slice of them at a time."""
+    sums = []
+    for first in range(0, part.rows, SLICE_ROWS):
+        last = min(first + SLICE_ROWS, part.rows)
+        high = part.high[first:last] if part.high.dim() > 1 else part.high
+        planes = part.low[first:last], high, part.scales[first:last]
+        rows = dequantize(WeightPart(part.kind, last - first, part.blocks, *planes, part.unit))
+        sums.append((rows * factors).square().sum(1))
+    return torch.cat(sums)
+
+
 def dequantize_rows(part: WeightPart, start: int, out: torch.Tensor) -> None:
     """Write the rows from `start` on before the unit, as many as `out` has, in its dtype, by a kernel."""
     count = len(out)
@@ -262,6 +275,7 @@ class Activations(NamedTuple):
     values: torch.Tensor
     factors: torch.Tensor | None = None  # (tokens,)
     is_interleaved: bool = False
+    unit: float = 1.0  # factor of all rows; of interleaved ones alone
 
 
 class GemvActivations(NamedTuple):

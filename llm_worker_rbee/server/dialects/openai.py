@@ -200,6 +200,7 @@ COMMON: dict[str, Field] = {
     "grammar": Field(Text(1)),
     "close_on_length": Field(Boolean(), False),
     "logprobs_mode": Field(Enum(("raw", "masked")), "raw"),
+    "cache_salt": Field(Text(1), is_secret=True),
     # Accepted without effect: some clients always send them.
     "metadata": Field(AnyObject()),
     "safety_identifier": Field(Text()),
@@ -227,7 +228,7 @@ def shared_fields(
         values, limits, max_tokens, structured_outputs=guided, **{name: values[name] for name in GUIDED}, **extra
     )
     return {
-        **{name: values[name] for name in ("model", "n", "stream", "priority", "timeout_ms")},
+        **{name: values[name] for name in ("model", "n", "stream", "priority", "timeout_ms", "cache_salt")},
         "params": params,
         "structured_outputs_field": field,
         "values": {"includes_usage": includes_usage, "has_continuous_usage": is_continuous},

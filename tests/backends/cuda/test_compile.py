@@ -21,8 +21,9 @@ GROUPS = {
     ],
     "gemm": [f"gemm {kind}" for kind in PACKED] + ["gemm experts", "gemm dense", "gemm dense e4m3"],
     "hopper": [
-        *(f"gemm hopper q4m {tokens}" for tokens in (16, 32, 64, 128)),
+        *(f"gemm hopper q4m {tokens}{gate}" for tokens in (8, 16, 32, 64, 128) for gate in ("", " silu")),
         *(f"gemm hopper {kind} {tokens}" for kind in ("q5m", "q6", "q8") for tokens in (16, 128)),
+        "gemm hopper q6 128 gelu", "gemm hopper q8 64 gelu_tanh",
         "gemm hopper experts",
     ],
     "dequantize": [

@@ -5,6 +5,7 @@ The interpreter takes the plain twin, and a machine without a GPU runs no PTX, s
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from llm_worker_rbee.backends.cuda import device, linear, packed_weight  # noqa: E402
-from llm_worker_rbee.backends.cuda.kernels import compact_kinds, gemm, intrinsics  # noqa: E402
+from llm_worker_rbee.backends.cuda.kernels import compact_kinds, elementwise, gemm, intrinsics  # noqa: E402
 from llm_worker_rbee.weights.quants import codebooks  # noqa: E402
 from tests.helpers.random_planes import random_planes  # noqa: E402
 
@@ -164,3 +165,40 @@ def test_hopper_kernel_matches_its_twin(kind: str, monkeypatch: pytest.MonkeyPat
                 patch.setattr(linear, "invariant_splits", lambda *_, splits=splits: splits)
                 wanted = multiply(x[:tokens], w)
             assert (found - wanted).norm() <= tolerance * wanted.norm(), (rows, columns, tokens)
+
+
+def random_matrix(kind: str, rows: int, columns: int) -> packed_weight.PackedWeight:
+    return packed_weight.PackedWeight((random_planes(kind, rows, columns, DEVICE),))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not device.has_wgmma(DEVICE), reason="needs a GPU of capability 9.0")
+@pytest.mark.parametrize("kind", ["q4", "q4m", "q5m", "q6", "q8", "mxfp4"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_product_with_gates_matches_product_and_activation(
+    kind: str, activation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of rows that fill no tile and no group of blocks; what a group lacks is zeros, and a token's result has the
+    same bits in every tile."""
+    torch.manual_seed(7)
+    monkeypatch.setattr(linear, "invariant_splits", lambda *_: 1)
+    multiply = linear.BatchedLinear(DEVICE, batch_invariant=True)
+    for width in (608, 1024, 32):
+        ones = multiply.convert(torch.ones(1, width, device=DEVICE), random_matrix("q4", 64, width))
+        w, following = random_matrix(kind, 2 * width, 1408), random_matrix(kind, 64, width)
+        rows, unit, first = torch.randn(300, 1408, device=DEVICE), 1.0, None
+        for tokens in (1, 5, 8, 16, 33, 64, 100, 300):
+            x = multiply.convert(rows[:tokens], w)
+            found, wanted = (multiply.empty_activations(following, tokens) for _ in range(2))
+            elementwise.launch_gated(multiply.multiply(x, w), wanted, activation)
+            assert wanted.factors is not None
+            theirs = wanted.values.view(4, tokens, -1).float() * wanted.factors[:, None]
+            if first is None:
+                unit = 2.0 ** (math.ceil(math.log2(float(theirs.abs().max()))) - 10)
+            found.values.fill_(float("nan"))
+            assert multiply.multiply_gated(x, w, activation, found._replace(unit=unit))
+            ours = found.values.view(4, tokens, -1)
+            assert (ours.float() * unit - theirs).norm() <= 1e-3 * theirs.norm(), (width, tokens)
+            assert not ours[(ones.values.view(4, 1, -1) == 0).expand_as(ours)].any()
+            first = ours[:, 0] if first is None else first
+            assert torch.equal(ours[:, 0], first), (width, tokens)

@@ -30,10 +30,10 @@ cuda = CudaBackend()
 N_BLOCKS = 40
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "float8"])
-def test_copies_are_the_same_bytes(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "staging"), [("bfloat16", 100_000), ("float8", 100_000), ("bfloat16", 1)])
+def test_copies_are_the_same_bytes(monkeypatch: pytest.MonkeyPatch, kind: str, staging: int) -> None:
     """Layers have other shapes; the staging memory is shorter than the copy, a slab shorter than the rows."""
-    monkeypatch.setattr(host_rows, "STAGING_BYTES", 100_000)
+    monkeypatch.setattr(host_rows, "STAGING_BYTES", staging)
     monkeypatch.setattr(host_rows, "SLAB_BYTES", 200_000)
     layers = [cuda.empty_kv(N_BLOCKS, 16, 2, dim, kind) for dim in (32, 64, 64)]
     layers.append(cuda.empty_state(N_BLOCKS, (3, 10), (2, 8, 8)))

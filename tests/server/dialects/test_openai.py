@@ -113,6 +113,26 @@ def test_fields_without_effect_are_accepted(server: Server, path: str) -> None:
         assert (error["param"], error["code"]) == (name, "INVALID_REQUEST")
 
 
+@pytest.mark.parametrize("path", [CHATS, COMPLETIONS])
+def test_salt_separates_cached_prompts(server: Server, path: str) -> None:
+    """The answers are the same."""
+    body = (
+        {"prompt": "salted " * 30}
+        if path == COMPLETIONS
+        else {"messages": [{"role": "user", "content": "salted " * 30}]}
+    )
+    texts, cached = set(), []
+    for salt in ("a", "a", "b", None, "b", None):
+        salted = {} if salt is None else {"cache_salt": salt}
+        reply = server.post(path, {**body, "temperature": 0, "max_tokens": 3, **salted}).json()
+        cached.append(reply["usage"]["prompt_tokens_details"]["cached_tokens"] > 100)
+        texts.add(str(reply["choices"]))
+    assert cached == [False, True, False, False, True, True]
+    assert len(texts) == 1
+    error = server.post(path, {**body, "cache_salt": ""}).json()["error"]
+    assert error["param"] == "cache_salt"
+
+
 @pytest.mark.parametrize(("path", "name"), UNHONOURED)
 def test_unsupported_field_is_refused_unless_default(server: Server, path: str, name: str) -> None:
     """Refused by name, unless its value changes nothing."""

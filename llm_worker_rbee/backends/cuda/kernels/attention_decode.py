@@ -21,12 +21,14 @@ import triton.language as tl
 
 from ...ops import KVLayer
 from ..device import is_interpreted, pdl_options
-from ..packed_weight import Int8Activations, kernel_outputs
+from ..packed_weight import Activations, Int8Activations, kernel_outputs
+from .gemm import GROUP_BLOCKS, interleaved_offset
 from .gemv import store_int8_blocks
 from .intrinsics import high_half, launch_next, low_half, wait_for_previous
 from .rope import CosSin, load_cos_sin, load_rotated, new_kv, padded_dim
 
 SMALL_BATCH, LARGE_BATCH = 4, 128  # requests: up to SMALL_BATCH latency counts, not bandwidth
+MAX_EARLY_REQUESTS = 16  # up to which the kernel starts before the previous one has ended
 TARGET_PROGRAMS = 2048
 MAX_SPLITS = 16
 WIDE_HEAD_BYTES = 512  # of a key; of longer ones fewer fit into registers and shared memory
@@ -79,6 +81,8 @@ def tile_runs(config: SplitKVConfig, dim: int, item: int, block_size: int) -> tu
 
 
 LOG2E = tl.constexpr(1.4426950408889634)
+ROWS, INT8, INTERLEAVED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # forms of results
+MAX_HALF = tl.constexpr(65504.0)  # which weighted means of a float16 cache cannot exceed
 
 
 @triton.jit
@@ -100,12 +104,12 @@ def scale_scores_log2(scores, CAP: tl.constexpr):
 
 
 @triton.jit
-def store_heads(y, t, heads, mask, outputs, width, DIM: tl.constexpr, INT8: tl.constexpr):
-    """Store the results (rows, padded DIM) of the heads in `mask` to `outputs`, (values, scales, sums): as int8 blocks
-    (then a head is whole blocks), or as values of any dtype alone."""
-    out, out_scales, out_sums = outputs
+def store_heads(y, t, heads, mask, outputs, width, DIM: tl.constexpr, FORM: tl.constexpr):
+    """Store the results (rows, padded DIM) of the heads in `mask` to `outputs`, (values, scales, sums, tokens): as int8
+    blocks (then a head is whole blocks), or as values of any dtype alone, interleaved (gemm.py) as float16."""
+    out, out_scales, out_sums, tokens = outputs
     SIZE: tl.constexpr = padded_dim(DIM)
-    if INT8:
+    if FORM == INT8:
         GROUPS: tl.constexpr = SIZE // 32
         ROWS: tl.constexpr = y.shape[0] * GROUPS
         group = tl.arange(0, GROUPS)
@@ -117,18 +121,23 @@ def store_heads(y, t, heads, mask, outputs, width, DIM: tl.constexpr, INT8: tl.c
         store_int8_blocks(y, t, block, mask, out, out_scales, out_sums, width // 32)
     else:
         i = tl.arange(0, SIZE)
-        at = t * width + heads[:, None] * DIM + i[None, :]
+        column = heads[:, None] * DIM + i[None, :]
         mask = mask[:, None]
         if SIZE != DIM:
             mask = mask & (i < DIM)[None, :]
+        if FORM == INTERLEAVED:
+            at = interleaved_offset(t, column // 32, column % 32, tokens, width // (32 * GROUP_BLOCKS))
+            y = tl.minimum(tl.maximum(y, -MAX_HALF), MAX_HALF)
+        else:
+            at = t * width + column
         tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def store_head(y, t, head, outputs, width, DIM: tl.constexpr, INT8: tl.constexpr):
+def store_head(y, t, head, outputs, width, DIM: tl.constexpr, FORM: tl.constexpr):
     """Store the result of one head."""
     one = tl.zeros((1,), tl.int32)
-    store_heads(y[None, :], t, one + head, one == 0, outputs, width, DIM, INT8)
+    store_heads(y[None, :], t, one + head, one == 0, outputs, width, DIM, FORM)
 
 
 @triton.jit
@@ -158,7 +167,7 @@ def words_pointer(cache):
 @triton.jit
 def combine_splits(
     partial, stats, counters, t, kv_head, splits, outputs, sinks,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, INT8: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Combine the results of all splits in the program that finishes last, which resets the counter to zero."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -172,7 +181,7 @@ def combine_splits(
             first = (t * HEADS + head) * SPLITS
             y = y + (combine_head(partial, stats, first, splits, sinks, head, padded_dim(DIM), SPLITS),)
         for g in tl.static_range(GROUP):
-            store_head(y[g], t, kv_head * GROUP + g, outputs, HEADS * DIM, DIM, INT8)
+            store_head(y[g], t, kv_head * GROUP + g, outputs, HEADS * DIM, DIM, FORM)
 
 
 @triton.jit
@@ -207,7 +216,7 @@ def combine_head(partial, stats, first, splits, sinks, head, SIZE: tl.constexpr,
 @triton.jit
 def combine_group(
     partial, stats, counters, t, kv_head, splits, outputs, sinks,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, INT8: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, FORM: tl.constexpr,
     GROUP_PAD: tl.constexpr,
 ):  # fmt: skip
     """Do what combine_splits does, all heads of the group at once: the loads of CHUNK splits wait together."""
@@ -236,7 +245,7 @@ def combine_group(
                 rows = partial + at[:, None] * SIZE + i[None, :]
                 acc += tl.load(rows, mask=mask[:, None], other=0.0, cache_modifier=".cg") * weight[:, None]
         l_i = add_sinks(l_i, m_i, sinks, head)
-        store_heads(acc / l_i[:, None], t, head, r < GROUP, outputs, HEADS * DIM, DIM, INT8)
+        store_heads(acc / l_i[:, None], t, head, r < GROUP, outputs, HEADS * DIM, DIM, FORM)
 
 
 @triton.jit
@@ -347,7 +356,7 @@ def decode_attention(
     out, out_scales, out_sums, scale, bias, q_norm, k_norm, eps, tokens,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
     RUN_KEYS: tl.constexpr, RUNS: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, INT8: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, sinks=None,
+    CAP: tl.constexpr, FORM: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, sinks=None,
     V_NORM: tl.constexpr = False, SHARED: tl.constexpr = False,
 ):  # fmt: skip
     """Attend with one token per request. RoPE turns the first 2 * HALF of the DIM values of a head.
@@ -364,7 +373,7 @@ def decode_attention(
     KV_TYPE: tl.constexpr = k_cache.dtype.element_ty
     PER_WORD: tl.constexpr = 32 // KV_TYPE.primitive_bitwidth
     k_words, v_words = words_pointer(k_cache), words_pointer(v_cache)
-    outputs = (out, out_scales, out_sums)
+    outputs = (out, out_scales, out_sums, tokens)
     split, kv_head, t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     launch_next(PDL)
     position = tl.load(positions + t)
@@ -431,9 +440,9 @@ def decode_attention(
         y = y + (one,)
     if splits == 1:
         for g in tl.static_range(GROUP):
-            store_head(y[g], t, kv_head * GROUP + g, outputs, HEADS * DIM, DIM, INT8)
+            store_head(y[g], t, kv_head * GROUP + g, outputs, HEADS * DIM, DIM, FORM)
     else:
-        combine_splits(partial, stats, counters, t, kv_head, splits, outputs, sinks, HEADS, KV_HEADS, DIM, SPLITS, INT8)
+        combine_splits(partial, stats, counters, t, kv_head, splits, outputs, sinks, HEADS, KV_HEADS, DIM, SPLITS, FORM)
 
 
 @triton.jit
@@ -499,7 +508,7 @@ def decode_attention_gqa(
     out, out_scales, out_sums, scale, bias, q_norm, k_norm, eps, tokens,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    INT8: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, GROUP_PAD: tl.constexpr,
+    FORM: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, GROUP_PAD: tl.constexpr,
     DOT_TYPE: tl.constexpr, sinks=None, V_NORM: tl.constexpr = False, SHARED: tl.constexpr = False,
 ):  # fmt: skip
     """Do what decode_attention does, with the heads of a group as rows of one product on tensor cores.
@@ -513,7 +522,7 @@ def decode_attention_gqa(
     WORDS: tl.constexpr = DIM * KV_TYPE.primitive_bitwidth // 32  # of a key
     PADDED_WORDS: tl.constexpr = SIZE * KV_TYPE.primitive_bitwidth // 32
     k_words, v_words = words_pointer(k_cache), words_pointer(v_cache)
-    outputs = (out, out_scales, out_sums)
+    outputs = (out, out_scales, out_sums, tokens)
     split, kv_head, t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     launch_next(PDL)
     position = tl.load(positions + t)
@@ -558,14 +567,14 @@ def decode_attention_gqa(
     r = tl.arange(0, DOT_ROWS)
     if splits == 1:
         l_i = add_sinks(l_i, m_i, sinks, kv_head * GROUP + tl.minimum(r % GROUP_PAD, GROUP - 1))
-        store_heads(acc / l_i[:, None], t, kv_head * GROUP + r, r < GROUP, outputs, HEADS * DIM, DIM, INT8)
+        store_heads(acc / l_i[:, None], t, kv_head * GROUP + r, r < GROUP, outputs, HEADS * DIM, DIM, FORM)
     else:
         index = (t * HEADS + kv_head * GROUP + r) * SPLITS + split
         tl.store(partial + index[:, None] * SIZE + i[None, :], acc, mask=(r < GROUP)[:, None])
         tl.store(stats + index * 2, m_i, mask=r < GROUP)
         tl.store(stats + index * 2 + 1, l_i, mask=r < GROUP)
         combine_group(
-            partial, stats, counters, t, kv_head, splits, outputs, sinks, HEADS, KV_HEADS, DIM, SPLITS, INT8, GROUP_PAD
+            partial, stats, counters, t, kv_head, splits, outputs, sinks, HEADS, KV_HEADS, DIM, SPLITS, FORM, GROUP_PAD
         )
 
 
@@ -588,7 +597,10 @@ def launch_decode_attention(
     out: Any,
     pdl: bool,
 ) -> None:
-    """Attend with decoding tokens by the fused op; qkv (parts, tokens, rows), scratch (partial, stats, counters)."""
+    """Attend with decoding tokens by the fused op; qkv (parts, tokens, rows), scratch (partial, stats, counters);
+    interleaved activations have factors of 1."""
+    form = INT8 if isinstance(out, Int8Activations) else INTERLEAVED if isinstance(out, Activations) else ROWS
+    out = out.values if isinstance(out, Activations) else out
     scale, window, cap, _ = op.params
     (kv_heads, block_size), item, is_shared = kv.k.shape[1:3], kv.k.element_size(), op.n_kv_heads == 0
     common = (
@@ -602,9 +614,9 @@ def launch_decode_attention(
     elif config.tensor_cores and padded_dim(op.head_dim) * item > WIDE_HEAD_BYTES and not is_interpreted():
         warps, stages = max(4, config.num_warps), min(2, config.num_stages)
         config = config._replace(tile_keys=16, num_warps=warps, num_stages=stages)
-    is_int8 = isinstance(out, Int8Activations)
-    rest = (config.max_splits, config.min_tiles, window, cap, is_int8, pdl, qkv.shape[0], config.num_stages)
-    options: Any = {"num_warps": config.num_warps, **pdl_options(pdl)}
+    rest = (config.max_splits, config.min_tiles, window, cap, form.value, pdl, qkv.shape[0], config.num_stages)
+    # The programs of many requests that start early crowd the multiprocessors that are free first.
+    options: Any = {"num_warps": config.num_warps, **pdl_options(pdl and tokens <= MAX_EARLY_REQUESTS)}
     grid = (config.max_splits, kv_heads, tokens)
     if config.tensor_cores:
         group = triton.next_power_of_2(op.n_heads // kv_heads)

@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 
 from ...ops import AttentionParams, Ints, KVLayer
-from ..device import HOPPER_SHARED_BYTES, is_interpreted, shared_memory_bytes
+from ..device import HOPPER_SHARED_BYTES, is_interpreted, pdl_options, shared_memory_bytes
 from ..packed_weight import E4M3
 from .attention_decode import WIDE_HEAD_BYTES, cap_scores
+from .intrinsics import launch_next, wait_for_previous
 from .rope import padded_dim
 
 SMALL_QUERY_TILE, QUERY_TILE = 16, 64  # queries of a program
@@ -156,11 +157,14 @@ def prefill_attention(
     q, k_cache, v_cache, block_tables, table_width, query_start, context_len, num_tiles, tile_request, tile_first, out,
     scale, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, P: tl.constexpr, TILE_QUERIES: tl.constexpr,
     TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, sinks=None, CAUSAL: tl.constexpr = True,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Attend with TILE_QUERIES queries of request tile_request[tile], from its tile_first[tile]-th of this step on.
 
     Program (i, head) has tiles i, i + programs, .. of num_tiles[0]. block_tables (requests, table_width[0]). `sinks`
     (HEADS) join the denominators of the softmax."""
+    launch_next(PDL)
+    wait_for_previous(PDL)
     for tile in range(tl.program_id(0), tl.load(num_tiles), tl.num_programs(0)):
         attend_tile(
             q, k_cache, v_cache, block_tables, table_width, query_start, context_len, tl.load(tile_request + tile),
@@ -197,6 +201,7 @@ def launch_prefill_attention(
     params: AttentionParams,
     out: torch.Tensor,
     sinks: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> None:
     """Attend with queries (tokens, heads, dim); out (tokens, heads * dim)."""
     (_, heads, dim), (kv_heads, block_size) = q.shape, kv.k.shape[1:3]
@@ -204,5 +209,6 @@ def launch_prefill_attention(
     warps = 4 if dim * q.element_size() <= WIDE_HEAD_BYTES else 8
     prefill_attention[(tiles.programs, heads)](
         q, kv.k, kv.v, *tiles[2:], out, params.scale, heads, kv_heads, dim, block_size, tiles.queries, keys,
-        params.window, params.soft_cap, sinks, params.causal, num_warps=warps, num_stages=stages,
+        params.window, params.soft_cap, sinks, params.causal, pdl, num_warps=warps, num_stages=stages,
+        **pdl_options(pdl),
     )  # fmt: skip

@@ -17,7 +17,7 @@ from ..packed_weight import Activations, GemvActivations, Int8Activations, Packe
 from .compact_kinds import COMPACT, block_values, is_compact, load_block
 from .gemm import GROUP_BLOCKS, dequantize_columns, interleaved_offset
 from .gemv import apply_gate, plane_stride, store_int8_block, store_int8_blocks
-from .intrinsics import launch_next, sum_squares, wait_for_previous
+from .intrinsics import launch_next, pack_halves, sum_squares, wait_for_previous
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")  # of gates
 
@@ -146,9 +146,20 @@ def swiglu_rows(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def convert_rows(x, out, factors, tokens, width: tl.constexpr, SIZE: tl.constexpr, INTERLEAVED: tl.constexpr):
+def convert_rows(
+    x,
+    out,
+    factors,
+    tokens,
+    width: tl.constexpr,
+    SIZE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    PDL: tl.constexpr = False,
+):
     """Store rows x (tokens, width) as activations."""
     t = tl.program_id(0).to(tl.int64)
+    launch_next(PDL)
+    wait_for_previous(PDL)
     n = tl.arange(0, SIZE)[:, None] * 32 + tl.arange(0, 32)[None, :]
     z = tl.load(x + t * width + n, mask=n < width, other=0.0).to(tl.float32)
     store_row(z, t, tokens, out, factors, width, INTERLEAVED)
@@ -178,8 +189,13 @@ def store_row(
         factor = float16_factor(z)
         tl.store(factors + t, factor)
         groups = (width // 32 + GROUP_BLOCKS - 1) // GROUP_BLOCKS
-        at = out + interleaved_offset(t, b, c, tokens, groups)
-        tl.store(at, (z / factor).to(out.dtype.element_ty), mask=b < groups * GROUP_BLOCKS)
+        # Columns c and c + 2 are neighbours: one word.
+        q, p = tl.arange(0, 8)[None, :, None], tl.arange(0, 2)[None, None, :]
+        first, second = tl.split(tl.permute(tl.reshape(z / factor, (z.shape[0], 8, 2, 2)), (0, 1, 3, 2)))
+        at = interleaved_offset(t, block[:, None, None], q * 4 + p, tokens, groups) // 2
+        words = out.to(tl.pointer_type(tl.int32), bitcast=True)
+        is_there = (block < groups * GROUP_BLOCKS)[:, None, None] & (p >= 0) & (q >= 0)
+        tl.store(words + at, pack_halves(first, second), mask=is_there)
     elif out.dtype.element_ty == tl.float8e4nv:
         factor = tl.maximum(tl.max(tl.max(tl.abs(z), 1), 0), 1e-30) / 448.0  # the largest e4m3
         tl.store(factors + t, factor)
@@ -342,7 +358,7 @@ def launch_add_norm(
         parts, parts.shape[1], residual, norm, values, factors, tokens, eps, width, size,
         splits, is_interleaved, pdl, exact, post, index, scales, sums, weights, k, shared, gate, bias,
         None if stream_scale == 1.0 else stream_scale, *norms,
-        num_warps=max(1, min(8, size // 8)), enable_fp_fusion=False, **pdl_options(pdl),
+        num_warps=max(1, min(16, size // 8)), enable_fp_fusion=False, **pdl_options(pdl),
     )  # fmt: skip
 
 
@@ -366,14 +382,13 @@ def launch_gated(
     )  # fmt: skip
 
 
-def launch_convert(x: torch.Tensor, out: Activations) -> None:
+def launch_convert(x: torch.Tensor, out: Activations, pdl: bool = False) -> None:
     """Store rows of any float type as activations."""
     tokens, width = x.shape
     size = num_blocks(width)
     values, factors, _, _, is_interleaved = targets(out)
-    convert_rows[(tokens,)](
-        x.contiguous(), values, factors, tokens, width, size, is_interleaved, num_warps=max(1, min(16, size // 16))
-    )
+    options: Any = {"num_warps": max(1, min(16, size // 16)), **pdl_options(pdl)}
+    convert_rows[(tokens,)](x.contiguous(), values, factors, tokens, width, size, is_interleaved, pdl, **options)
 
 
 def launch_head_norm(

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 
 from ...ops import KVLayer, RopeTable
-from ..device import is_interpreted
+from ..device import is_interpreted, pdl_options
 from ..packed_weight import E4M3, E4M3_MAX
-from .intrinsics import sum_squares
+from .intrinsics import launch_next, sum_squares, wait_for_previous
 
 
 class CosSin(NamedTuple):
@@ -161,7 +161,7 @@ def rope_store_qkv(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
     bias=None, q_norm=None, k_norm=None, eps=0.0, tokens=0, PARTS: tl.constexpr = 1,
     HEADS_PER_PROGRAM: tl.constexpr = 1, EXACT: tl.constexpr = False, q_scale=None, V_NORM: tl.constexpr = False,
-    row_factors=None, GROUPS: tl.constexpr = 1,
+    row_factors=None, GROUPS: tl.constexpr = 1, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Rotate queries of qkv (PARTS, tokens, ...) into q_out (tokens, HEADS, DIM) and keys into their slot, and copy
     values there.
@@ -172,7 +172,9 @@ def rope_store_qkv(
     head = first + tl.arange(0, HEADS_PER_PROGRAM)[:, None]
     t = tl.program_id(0) // GROUPS
     i = tl.arange(0, padded_dim(DIM))
+    launch_next(PDL)
     slot = tl.load(slot_mapping + t).to(tl.int64)
+    wait_for_previous(PDL)
     if slot < 0:
         return
     factor = row_factors
@@ -200,7 +202,7 @@ def rope_store_qkv(
 def launch_rope_store(
     qkv: torch.Tensor, kv: KVLayer, rope: CosSin, positions: torch.Tensor, slots: torch.Tensor, out: torch.Tensor,
     bias: Any = None, q_norm: Any = None, k_norm: Any = None, eps: float = 0.0, *, exact: bool = False,
-    v_norm: bool = False, factors: torch.Tensor | None = None,
+    v_norm: bool = False, factors: torch.Tensor | None = None, pdl: bool = False,
 ) -> None:  # fmt: skip
     """Rotate queries of qkv (parts, tokens, rows) to out (tokens, heads, dim), keys to the cache; copy values there.
     `exact`: sums of squares of the norms depend on no order. `factors` multiply the rows of qkv."""
@@ -219,5 +221,5 @@ def launch_rope_store(
     rope_store_qkv[(groups * tokens,)](
         qkv, rope.cos, rope.sin, positions, slots, out, kv.k, kv.v, heads, kv_heads, dim, rope.cos.shape[1], block_size,
         bias, q_norm, k_norm, eps, qkv.shape[1], qkv.shape[0], each, exact, rope.q_scale, v_norm, factors, groups,
-        num_warps=max(1, each // 2), enable_fp_fusion=False,
+        pdl, num_warps=max(1, each // 2), enable_fp_fusion=False, **pdl_options(pdl),
     )  # fmt: skip
