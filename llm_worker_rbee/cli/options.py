@@ -144,7 +144,7 @@ class PoolFlags:
         None, "DIR", "Serve the models of this folder too: GGUF files and folders, by their names."
     )
     max_models: int | None = _several(
-        None, "N", "Models that are loaded at the same time.", min=1, show_default="those of --model, at least 3"
+        None, "N", "Models that are loaded at the same time.", min=1, show_default="as many as are named, at least 3"
     )
     model_memory: str | None = _several(
         None, "SIZE", "Memory for all loaded models: 8GB, 20GiB.", show_default="what is free at the start"

@@ -24,6 +24,7 @@ from ..errors import (
     DeadlineError,
     InferenceError,
     InsufficientMemoryError,
+    ModelNotFoundError,
     QueueFullError,
     ShuttingDownError,
     WorkerError,
@@ -269,6 +270,8 @@ class ModelPool:
         """Raise if no request may wait for this member."""
         if self._is_stopped:
             raise ShuttingDownError("the worker is shutting down")
+        if member not in self.members:  # its file went while the request was read
+            raise ModelNotFoundError(f"there is no model {member.name!r} here any more")
         if self.num_waiting >= self.max_waiting:
             count = counted(self.num_waiting, "request")
             raise QueueFullError(f"{count} wait for models to be loaded: the queue is full", 1)

@@ -190,8 +190,7 @@ def make_source(name: str, path: Path, options: PoolOptions, *names: str, kind: 
 
 
 class ModelsFolder:
-    """The models of --models-dir: GGUF files, and folders with a config.json. Their names are those of files and
-    folders."""
+    """The models of --models-dir, by the names of their GGUF files, or of their folders with a config.json."""
 
     def __init__(self, folder: Path, options: PoolOptions) -> None:
         self.folder, self._options = folder.resolve(), options

@@ -42,6 +42,7 @@ class PoolWorker(Front):
         super().__init__(settings, PoolingModels(), offload)
         self.pool, self._add_models, self.folder = pool, add_models, folder
         self._of_folder: set[Member] = set()
+        self._scanning = asyncio.Lock()
         self._preloading: asyncio.Task[None] | None = None
         self._is_located = False
 
@@ -92,7 +93,8 @@ class PoolWorker(Front):
         """Add the models that are new in the folder, and forget those that are gone; loaded ones stay until then."""
         if self.folder is None:
             return
-        sources = await asyncio.to_thread(self.folder.scan)
+        async with self._scanning:
+            sources = await asyncio.to_thread(self.folder.scan)
         for member in list(self._of_folder):
             if member.source not in sources and not (member.rows or member.loading or member.waiters):
                 self._of_folder.remove(member)
@@ -121,7 +123,9 @@ class PoolWorker(Front):
         return member
 
     def _default(self, kinds: tuple[str, ...]) -> Member | None:
-        return next((member for kind in kinds for member in self.pool.members if member.source.kind == kind), None)
+        """Return the first model of the first of these kinds whose files can be used."""
+        usable = [member for member in self.pool.members if member.source.facts is not None]
+        return next((member for kind in kinds for member in usable if member.source.kind == kind), None)
 
     @asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[Worker]:

@@ -113,6 +113,10 @@ def test_request_names_a_model_of_the_folder(serve: Serve, folder: Path) -> None
     assert ranked.json()["model"] == "ranker"
     loaded = {name for name, state in states(running).items() if state == "loaded"}
     assert loaded == {"one", "embedder", "ranker"}  # three models at a time
+    assert text(complete(running, None)) == SAID  # the first whose file can be used
+    with ThreadPoolExecutor(8) as clients:  # unknown names: each looks at the folder again
+        assert {reply.status_code for reply in clients.map(lambda i: complete(running, f"no-{i}"), range(24))} == {404}
+    assert len(running.http.get("/v1/models").json()["data"]) == 6
 
 
 @pytest.mark.parametrize("name", ["../one", "/etc/passwd", "link", "hf:owner/repo", "one.gguf/..", "no\x00", "smollm2"])
