@@ -250,6 +250,24 @@ def test_router_verbs_of_llama_server_and_sleep_of_vllm(serve: Serve, folder: Pa
     assert listed()["one"]["value"] == "unloaded"
 
 
+def test_woken_model_goes_on_with_its_conversation(serve: Serve, folder: Path, tmp_path: Path) -> None:
+    """With a folder for keys and values: asleep, unloaded for another model, and killed while it sleeps."""
+    running = serve("-m", folder / "one.gguf", "--models-dir", folder, "--max-models", "1", "--kv-dir", tmp_path / "kv")
+    prompt = "#" + "ab" * 300
+
+    def cached() -> int:
+        usage = complete(running, "one", prompt).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached() == 0
+    assert running.http.post("/sleep").is_success
+    assert states(running)["one"] == "sleeping"
+    assert cached() > 500
+    assert text(complete(running, "two")) == SAID
+    assert states(running)["one"] == "unloaded"
+    assert cached() > 500
+
+
 def test_openai_client_streams_while_another_model_is_loaded_and_killed(serve: Serve, folder: Path) -> None:
     running = serve("-m", folder / "one.gguf", "-m", folder / "two.gguf")
     until(lambda: set(states(running).values()) == {"loaded"})
