@@ -403,6 +403,25 @@ def parse_size(text: str, name: str = "kv_memory") -> int:
     return size
 
 
+FOREVER_S = 100 * 365 * 86_400.0  # longer durations, whose end may have no date
+DURATION_PART = re.compile(r"(\d+\.?\d*|\.\d+)(ms|s|m|h|d|us|µs|ns)")
+SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+
+
+def parse_duration(value: str | float, name: str) -> float:
+    """Return the seconds of `5m`, `1h30m`, `90s`, `0` or a number; a negative duration is infinite, as in Ollama."""
+    if isinstance(value, str):
+        text, sign = value.strip().lstrip("+-"), value.strip()[:1]
+        parts = DURATION_PART.findall(text)
+        if "".join(map("".join, parts)) != text or not text:
+            if text != "0":
+                raise InvalidRequestError(f"{name} is {value[:100]!r}: give a duration such as 5m, 1h30m or 0", name)
+            return 0.0
+        seconds = sum(float(number) * SECONDS[unit] for number, unit in parts)
+        return math.inf if sign == "-" or seconds > FOREVER_S else seconds
+    return math.inf if value < 0 or value > FOREVER_S else float(value)
+
+
 class SchedulerLimits(NamedTuple):
     """Requests and tokens of a step."""
 

@@ -64,6 +64,7 @@ M_MMAP_THRESHOLD = -3  # of malloc.h
 PR_SET_PDEATHSIG = 1  # of prctl
 SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18  # of x86-64 Linux
 PARENT_POLL_S = 0.25
+GROUP_TRIES, GROUP_RETRY_S = 10, 0.1
 NO_LIMIT = 1 << 60  # cgroup v1 writes a huge number for "none"
 
 
@@ -264,6 +265,12 @@ def return_large_blocks() -> None:
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
+def trim_heap() -> None:
+    """Return freed memory of any size to the system; glibc keeps what lies between blocks that are in use."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def raise_open_files(count: int) -> int | None:
     """Raise the soft limit of open files towards `count`, as far as the hard one allows; return it, None if unlimited.
 
@@ -280,22 +287,50 @@ def raise_open_files(count: int) -> int | None:
     return soft
 
 
-def lower_priority(nice: int) -> None:
-    """Give the threads of this process, and those that they start, a lower priority; on Linux each has its own.
+def set_priority(nice: int, *, with_threads: bool = True) -> None:
+    """Give the threads of this process, and those that they start, a priority; on Linux each has its own.
 
     Where the kernel groups processes by session (autogroup), it shares the cores among the groups first: the leader of
-    a session lowers the priority of its group, too.
+    a session sets the priority of its group, too. A group's may be raised again, a thread's by privileged users only.
     """
     try:
-        threads = [int(name) for name in os.listdir("/proc/self/task")]
+        threads = [int(name) for name in os.listdir("/proc/self/task")] if with_threads else []
     except OSError:
         threads = [0]
     for thread in threads:
         with suppress(OSError):  # it has ended, or has a lower one already
             os.setpriority(os.PRIO_PROCESS, thread, nice)
-    if os.getsid(0) == os.getpid():
-        with suppress(OSError):  # a system without such groups
+    if os.getsid(0) != os.getpid():
+        return
+    for _ in range(GROUP_TRIES):
+        try:
             Path("/proc/self/autogroup").write_text(str(nice), encoding="ascii")
+        except BlockingIOError:  # the kernel takes few changes in a second
+            time.sleep(GROUP_RETRY_S)
+            continue
+        except OSError:  # a system without such groups
+            pass
+        return
+
+
+def can_raise_priority() -> bool:
+    """Return whether this process may raise its priority again after lowering it; a thread of its own tries that."""
+    results: list[bool] = []
+
+    def attempt() -> None:
+        thread = threading.get_native_id()
+        try:
+            nice = os.getpriority(os.PRIO_PROCESS, thread)
+            os.setpriority(os.PRIO_PROCESS, thread, min(19, nice + 1))
+            os.setpriority(os.PRIO_PROCESS, thread, nice)
+            results.append(True)
+        except OSError:
+            results.append(False)
+
+    trial = threading.Thread(target=attempt)
+    trial.start()
+    trial.join()
+    return results == [True]
 
 
 def exit_with_parent(parent: int) -> None:

@@ -61,6 +61,13 @@ class TextModel:
         self._chat_format = ChatFormat()
         self._template_source = tokenizer.chat_template if chat_template is None else chat_template
 
+    def close(self) -> None:
+        """End the processes that check grammars and render the template; they start again if they are needed."""
+        self.grammar_checker.close()
+        template: ChatTemplate | None = self.__dict__.get("chat_template")
+        if template is not None:
+            template.close()
+
     @property
     def has_chat_template(self) -> bool:
         return self._template_source is not None

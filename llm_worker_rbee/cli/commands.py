@@ -19,8 +19,11 @@ from .options import (
     EngineFlags,
     LoadFlags,
     ModelFlags,
+    PoolFlags,
     PoolingFlags,
     SamplingFlags,
+    ServedFlags,
+    WorkerFlags,
     option_fields,
 )
 
@@ -250,7 +253,10 @@ class MeasuringFlags:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class ServeCommand:
-    """Serve a model over HTTP: the APIs of OpenAI, Anthropic and Ollama, embeddings, reranking, jobs, a chat page.
+    """Serve models over HTTP: the APIs of OpenAI, Anthropic and Ollama, embeddings, reranking, jobs, a chat page.
+
+    With several models (--model twice, or --models-dir) a request names one; what is not loaded is loaded, and idle
+    models are unloaded for it where memory is short.
 
     The key comes from --api-key-file, LLM_WORKER_API_KEY or LLORCH_API_TOKEN. The log goes to standard error, as JSON
     with LLORCH_LOG_FORMAT=json. Ctrl-C or SIGTERM lets running requests finish. SIGUSR2 restarts the engines one after
@@ -263,16 +269,53 @@ class ServeCommand:
       llm-worker-rbee serve --host 0.0.0.0 --api-key-file key.txt
       llm-worker-rbee serve -m model.gguf --device cuda:0,cuda:1
       llm-worker-rbee serve --embedding-model all-minilm-l6-v2
+      llm-worker-rbee serve --models-dir models --sleep-after 10m
     """
 
     wire: WireFlags
     limits: LimitFlags
-    model: ModelFlags
+    model: ServedFlags
+    pool: PoolFlags
     pooling: PoolingServeFlags
     computing: LoadFlags
     sharing: EngineFlags
     process: ProcessFlags
     measuring: MeasuringFlags
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class PsCommand:
+    """Show the models of a running worker: which are loaded, and their memory.
+
+    The size is what the plan of memory counts for a model: weights, keys and values, and its process.
+
+    \b
+    Examples:
+      llm-worker-rbee ps
+      llm-worker-rbee ps --all --url http://127.0.0.1:9000
+      llm-worker-rbee ps --json
+    """
+
+    all_: bool = _option(False, None, "Show the models that are not loaded, too.", "--all", "-a")
+    as_json: bool = _option(False, None, "Print one JSON object: models.", "--json")
+    worker: WorkerFlags
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class StopCommand:
+    """Unload a model of a running worker once its requests have ended.
+
+    The memory is free when the command returns. The next request that names the model loads it again.
+
+    \b
+    Examples:
+      llm-worker-rbee stop qwen2.5-coder-1.5b
+      llm-worker-rbee stop --all
+    """
+
+    model: Annotated[str | None, typer.Argument(metavar="NAME", help="The name of the model, as ps shows it.")] = None
+    all_: bool = _option(False, None, "Unload all models, until they are used again.", "--all", "-a")
+    worker: WorkerFlags
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -467,12 +510,18 @@ class ConvertCommand:
 class ModelsCommand:
     """List the models in the cache, with their sizes.
 
+    `show` describes one of them, `rm` removes it and says what that frees: files that another model needs stay.
+
     \b
     Examples:
       llm-worker-rbee models
       llm-worker-rbee models --json
+      llm-worker-rbee models show all-minilm-l6-v2
+      llm-worker-rbee models rm hf:bartowski/SmolLM2-135M-Instruct-GGUF:Q4_K_M
     """
 
+    action: Annotated[str, typer.Argument(metavar="[ls|show|rm]", help="What to do.")] = "ls"
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="The model to show or to remove.")] = None
     as_json: bool = _option(False, None, "Print one JSON object: cache, defaults, models.", "--json")
 
 

@@ -1,5 +1,6 @@
 """`llm-worker-rbee pull` and `models`: fetch a model into the cache, list those that are there."""
 
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from ..weights import hub
 from ..weights.hub import pypi_model
 from .commands import ModelsCommand, PullCommand
 from .terminal import cell, columns, print_json
+
+ACTIONS = ("ls", "show", "rm")
 
 
 def pull(options: PullCommand) -> None:
@@ -32,7 +35,27 @@ def pull(options: PullCommand) -> None:
 
 
 def models(options: ModelsCommand) -> None:
-    """Print the cached models."""
+    """List the cached models, or show or remove one of them."""
+    if options.action not in ACTIONS:
+        raise typer.BadParameter(f"{options.action!r} is no action: use {', '.join(ACTIONS)}")
+    if (options.action == "ls") != (options.name is None):
+        needed = "takes no name" if options.action == "ls" else "needs the name of a model"
+        raise typer.BadParameter(f"models {options.action} {needed}")
+    if options.name is not None:
+        model = hub.cached_model(options.name)
+        fields: dict[str, Any] = asdict(model) | {"path": str(model.path)}
+        if options.action == "rm":
+            fields["freed_bytes"] = freed = hub.remove_model(model)
+            text = f"{model.name} is removed, which frees {human_bytes(freed)}"
+        else:
+            facts = {"name": model.name, "reference": model.reference, "path": model.path}
+            sizes = {
+                "size": human_bytes(model.bytes),
+                "changed": time.strftime("%F %T", time.localtime(model.modified)),
+            }
+            text = "\n".join(f"{field:<10} {value}" for field, value in {**facts, **sizes}.items())
+        print_json(fields) if options.as_json else print(text)
+        return
     cached = hub.cached_models()
     default = hub.BUILTIN[hub.DEFAULT_MODEL]
     if options.as_json:

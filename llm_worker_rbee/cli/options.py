@@ -50,6 +50,7 @@ def option_fields(panel: str | None) -> Callable[..., Any]:
 
 _model, _sampling = option_fields("Model"), option_fields("Sampling")
 _device, _engine = option_fields("Computing"), option_fields("Memory and batches")
+_several, _worker = option_fields("Several models"), option_fields(None)
 
 
 def _defaulted(name: str, metavar: str, help: str, *names: str) -> Any:
@@ -114,6 +115,55 @@ class ModelFlags:
         None, "N", "Limit the context, prompt and answer together, to N tokens.", min=2, show_default="the model's"
     )
     chat_template: Path | None = _model(None, "FILE", "Jinja file that replaces the model's chat template.")
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class ServedFlags:
+    """Which models."""
+
+    models: list[str] | None = _model(
+        None, "MODEL", f"{MODEL_HELP} Repeatable: a request names one of them, and it is loaded.", "--model", "-m"
+    )
+    max_context: int | None = _model(
+        None, "N", "Limit the context, prompt and answer together, to N tokens.", min=2, show_default="the model's"
+    )
+    chat_template: Path | None = _model(None, "FILE", "Jinja file that replaces the model's chat template.")
+
+    @property
+    def first(self) -> ModelFlags:
+        """The only model, or the first."""
+        model = self.models[0] if self.models else None
+        return ModelFlags(model=model, max_context=self.max_context, chat_template=self.chat_template)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class PoolFlags:
+    """Several models behind one port."""
+
+    models_dir: Path | None = _several(
+        None, "DIR", "Serve the models of this folder too: GGUF files and folders, by their names."
+    )
+    max_models: int | None = _several(
+        None, "N", "Models that are loaded at the same time.", min=1, show_default="as many as are named, at least 3"
+    )
+    model_memory: str | None = _several(
+        None, "SIZE", "Memory for all loaded models: 8GB, 20GiB.", show_default="what is free at the start"
+    )
+    sleep_after: str | None = _several(
+        None,
+        "TIME",
+        "Unload a model after so long without a request (90s, 5m, 1h); the next one loads it again.",
+        show_default="never",
+    )
+    load_timeout: float = _several(300.0, "S", "A request waits S seconds for its model to be loaded.", min=0.1)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class WorkerFlags:
+    """A worker that runs."""
+
+    url: str = _worker("http://127.0.0.1:8080", "URL", "Address of the worker.")
+    api_key_file: Path | None = _worker(None, "FILE", "File with the worker's key. Or LLM_WORKER_API_KEY.")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -5,53 +5,44 @@ import re
 import shlex
 import ssl
 import sys
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import typer
 
 from ..backends.ops import CAPTURING, COMPILING
-from ..config import ComputeOptions, PoolingOptions, SchedulerLimits
+from ..config import SchedulerLimits
 from ..engine.engine import Engine
-from ..errors import InvalidRequestError, WorkerError
-from ..models import read_model_config
-from ..models.sampling_defaults import read_sampling_defaults
+from ..errors import InvalidRequestError, WorkerError, counted
 from ..progress import OnStage, transfer_progress
 from ..server import log
 from ..server.middleware import host_name, require_key
+from ..server.model_source import POOLING_WORKSPACE_BYTES, open_ahead, open_text, pooling_service
 from ..server.orchestrator import require_url
-from ..server.pooling import TASKS, Kind, PoolingModels, PoolingService, open_text_side
+from ..server.pooling import Kind, PoolingModels
 from ..server.serve import Signals, base_url, bind
 from ..server.serve import serve as run_server
 from ..server.settings import Key, ServerSettings, find_key
-from ..server.worker import Worker
-from ..text_model import TextModel, check_chat_template, open_tokenizer
+from ..server.worker import Front, Worker
+from ..text_model import TextModel, check_chat_template
 from ..token_engine.launch import replace_with_dummy, warm_up
-from ..token_engine.pooling_supervisor import SupervisedPooling
 from ..token_engine.protocol import Load, ModelInfo
 from ..token_engine.replicas import ReplicaSet
 from ..token_engine.supervisor import SupervisedEngine
 from ..token_engine.threaded import ThreadedEngine
 from ..tokenizer.chat.template import start_ahead
-from ..weights import open_checkpoint
 from ..weights.hub import DEFAULT_MODEL, find_model
+from . import serve_pool
 from .commands import ENGINES, SWITCH, MeasuringFlags, PoolingServeFlags, ProcessFlags, ServeCommand, WireFlags
 from .loading import load_model, load_options, option_names_in_errors, set_up, with_option_names
 from .terminal import OutputThread, Status, discard_output, note, read_template, style, visible
 
 MAX_PEM_BYTES = 1 << 20
-POOLING_WORKSPACE_BYTES = 1 << 30  # of a pooling model, beside its weights: an estimate for planning the KV cache
-POOLING_NICE = (
-    10  # of the process of a pooling model: a tenth of the cores beside chat that never pauses (decision 103)
-)
-T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
 ORIGIN = re.compile(r"https?://[A-Za-z0-9.\[\]:-]+|\*")
 
@@ -133,7 +124,8 @@ def _is_null_engine(measuring: MeasuringFlags) -> bool:
 def serve(options: ServeCommand) -> None:
     """Start the engines, and serve until a signal."""
     wire, process = options.wire, options.process
-    load = load_options(options.model, options.computing, options.sharing)
+    load = load_options(options.model.first, options.computing, options.sharing)
+    has_pool = serve_pool.has_pool(options)
     devices = _engine_devices(process, options.computing.device)
     references = _pooling_references(options.pooling, process.engine_process)
     is_null = _is_null_engine(options.measuring)
@@ -142,12 +134,13 @@ def serve(options: ServeCommand) -> None:
     set_up(options.computing)
     key = find_key(wire.api_key_file, os.environ)
     require_key(key, wire.host)
-    settings = _settings(options, key)
+    settings = _settings(options, key, has_pool=has_pool)
     log.set_up(os.environ)
     sock = bind(wire.host, wire.port)
     signals = Signals()
     url = base_url(wire.host, sock.getsockname()[1], "https" if tls else "http")
-    _print_line(f"{style(settings.names[0], 'bold')} at {style(url, 'bold')}, loading")
+    name = "several models" if has_pool else settings.names[0]
+    _print_line(f"{style(name, 'bold')} at {style(url, 'bold')}, loading")
     if key is None:
         _say_that_no_key_is_needed(settings)
     if is_null:
@@ -155,7 +148,10 @@ def serve(options: ServeCommand) -> None:
 
     dummy_step_s = (options.measuring.null_step_ms or 0.0) / 1000 if is_null else None
     with _shown_until_ready() as (shown, output), option_names_in_errors():
-        if process.engine_process == "off":
+        worker: Front
+        if has_pool:
+            worker = serve_pool.make_worker(settings, options, load, references, dummy_step_s, shown, output)
+        elif process.engine_process == "off":
             worker = _one_process(settings, options, dummy_step_s)
         else:
             chat = replace(load, reserved_memory=_reserved_bytes(references))
@@ -192,7 +188,7 @@ def _one_process(settings: ServerSettings, options: ServeCommand, dummy_step_s: 
     loaded: list[TextModel] = []
 
     def load(on_stage: OnStage) -> tuple[Engine, ModelInfo]:
-        flags = options.model, options.computing, Status(), options.sharing
+        flags = options.model.first, options.computing, Status(), options.sharing
         llm = load_model(*flags, on_stage, lambda llm: warm_up(llm.engine, llm.loading))
         if dummy_step_s is not None:
             replace_with_dummy(llm.engine, llm.tokenizer, dummy_step_s)
@@ -213,7 +209,7 @@ def _with_children(
     """Return a worker whose engines run in child processes, those of the pooling models at `references` too; progress
     is shown until `shown` is closed."""
     status = Status()
-    output.call(partial(status.show, f"loading {options.model.model or 'the default model'} ..."))
+    output.call(partial(status.show, f"loading {options.model.first.model or 'the default model'} ..."))
     shown.callback(status.clear)
     bar = shown.enter_context(transfer_progress(COMPILING, CAPTURING))
     last_report: deque[tuple[str, int, int | None]] = deque(maxlen=1)
@@ -229,7 +225,7 @@ def _with_children(
 
     start_ahead()
     open_text = partial(_open_text, template_path=options.model.chat_template)
-    on_located, opened = _open_ahead(open_text, options.model.model)
+    on_located, opened = open_ahead(open_text, options.model.first.model)
 
     def open_model(info: ModelInfo) -> TextModel:
         text_model = opened()
@@ -240,25 +236,8 @@ def _with_children(
     watching = {**supervision, "restart_on_stall": options.process.restart_on_stall}
     watching |= {"progress": progress, "on_located": on_located}
     engine = SupervisedEngine(loads[0], **watching) if len(loads) == 1 else ReplicaSet(loads, **watching)
-    pooling = [_pooling_service(kind, name, loads[0].compute, supervision) for kind, name in references.items()]
+    pooling = [pooling_service(kind, name, loads[0].compute, supervision) for kind, name in references.items()]
     return Worker(settings, engine, open_model, PoolingModels(pooling))
-
-
-def _pooling_service(kind: Kind, name: str, chat: ComputeOptions, supervision: Any) -> PoolingService:
-    """Start the process of a pooling model, with the compute options of the chat model."""
-    options = PoolingOptions(
-        model=name,
-        device=chat.device,
-        backend=chat.backend,
-        threads=chat.threads,
-        deterministic=chat.deterministic,
-        task=TASKS[kind],
-        refuses_chat_models=True,
-    )
-    on_located, opened = _open_ahead(partial(open_text_side, kind=kind), name)
-    load, label = Load(pooling=options, nice=POOLING_NICE), f"the engine of {name}"
-    engine = SupervisedPooling(load, label=label, on_located=on_located, **supervision)
-    return PoolingService(name, kind, engine, lambda info: opened())
 
 
 def _reserved_bytes(references: dict[Kind, str]) -> int:
@@ -270,44 +249,22 @@ def _reserved_bytes(references: dict[Kind, str]) -> int:
     return total
 
 
-def _open_ahead(open_text: Callable[[Path], T], model: str | None) -> tuple[Callable[[str], None], Callable[[], T]]:
-    """Open the text side of a model in a thread, while an engine loads the weights: at once if it is on this machine.
-    Return a callback that opens it once the engine has fetched it, and a function that waits for the thread."""
-    opening: Future[T] = Future()
-
-    def run(path: str) -> None:
-        try:
-            opening.set_result(open_text(Path(path)))
-        except Exception as error:
-            opening.set_exception(error)
-
-    def start(path: str) -> None:
-        threading.Thread(target=run, args=[path], name="tokenizer", daemon=True).start()
-
-    with suppress(WorkerError, OSError):
-        start(str(find_model(model, pull=False).path))
-        return lambda path: None, opening.result
-    return start, opening.result
-
-
 def _open_text(path: Path, template_path: Path | None) -> TextModel:
-    """Open tokenizer, sampling defaults and chat template; the context is that of the model's file."""
+    """Open the text side of the model, with the chat template of the option."""
     template = None if template_path is None else read_template(template_path)
-    checkpoint = open_checkpoint(path)
-    config, defaults = read_model_config(checkpoint), read_sampling_defaults(checkpoint)
-    sizes = config.vocab_size, config.context_length
-    text_model = TextModel(open_tokenizer(checkpoint), checkpoint.path.name, *sizes, defaults, template)
-    _check_template(text_model, template_path)
-    text_model.grammar_checker.start()
-    return text_model
+    return open_text(path, template, _origin(template_path))
 
 
 def _check_template(model: TextModel, path: Path | None) -> TextModel:
-    check_chat_template(model, None if path is None else f"--chat-template {path}")
+    check_chat_template(model, _origin(path))
     return model
 
 
-def _settings(options: ServeCommand, key: Key | None) -> ServerSettings:
+def _origin(template_path: Path | None) -> str | None:
+    return None if template_path is None else f"--chat-template {template_path}"
+
+
+def _settings(options: ServeCommand, key: Key | None, *, has_pool: bool = False) -> ServerSettings:
     wire = options.wire
     for origin in wire.cors_origin or ():
         if not ORIGIN.fullmatch(origin):
@@ -322,7 +279,8 @@ def _settings(options: ServeCommand, key: Key | None) -> ServerSettings:
     )
     served = wire.served_model_name
     return ServerSettings(
-        model_ref=options.model.model or DEFAULT_MODEL,
+        model_ref=options.model.first.model or DEFAULT_MODEL,
+        has_pool=has_pool,
         served_name=None if served is None else _validate_name(served, "--served-model-name"),
         embedding_model=options.pooling.embedding_model,
         rerank_model=options.pooling.rerank_model,
@@ -343,8 +301,12 @@ def _validate_name(name: str, option: str) -> str:
     return name
 
 
-def _print_ready(worker: Worker, url: str, key: Key | None, shown: ExitStack) -> None:
+def _print_ready(worker: Front, url: str, key: Key | None, shown: ExitStack) -> None:
     shown.close()
+    if not isinstance(worker, Worker):
+        models = counted(len(worker.pool.members), "model") if worker.pool is not None else "no model"
+        _print_line(f"ready with {models}; open {url} in a browser, or see {url}/v1/models")
+        return
     if not isinstance(worker.engine, ThreadedEngine):  # which printed them as it loaded
         for text in worker.engine.info.notes:
             note(with_option_names(text))

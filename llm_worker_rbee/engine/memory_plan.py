@@ -22,6 +22,8 @@ from .. import machine
 from ..backends import Backend, resolve_kv_type, select, select_backend
 from ..config import (
     DEVICE_SPARE_BYTES,
+    KV_AUTO,
+    KV_DEFAULT,
     MAX_BATCH,
     STEP_TOKENS,
     ComputeOptions,
@@ -46,6 +48,7 @@ ADDRESS_SPARE_BYTES = 256 << 20  # of a limited address space: stacks and arenas
 STATE_FRACTION = 0.5  # of the cache, that the states of running requests may take: fewer requests run if it is less
 SNAPSHOT_FRACTION = 0.25  # of the rest, that snapshots may take
 MAX_SNAPSHOTS_PER_REQUEST = 64
+PROCESS_BYTES = 192 << 20  # of an engine's process on a CPU, beside weights, keys and values
 MIN_CONTEXT = 128  # tokens: a short question and its answer
 HEAD_STEP = 16  # the CPU backend pads each head to a multiple of this
 BLOCK_SIZE = EngineConfig.block_size
@@ -183,6 +186,31 @@ def plan_memory(
     plan.limits = _choose_limits(workspace, (plan.available or 0) // sharing, drafts, kv_type, options)
     plan.add("step", sharing * workspace.bytes(plan.limits), f"arrays of the largest step{plural}: {plan.limits}")
     return plan
+
+
+def plan_member(checkpoint: Checkpoint, options: LoadOptions, total: int | None, fraction: float) -> MemoryPlan:
+    """Return the rows of a chat model that shares `total` bytes of the host's memory with others, of which its KV cache
+    takes at most `fraction`; and its KV cache. Raise if it does not fit even alone."""
+    limits = SchedulerLimits()
+    limits = SchedulerLimits(options.max_batch or limits.max_batch, options.max_step_tokens or limits.max_step_tokens)
+    plan = MemoryPlan("host", total, fraction, limits)
+    plan.add("weights", _host_bytes(checkpoint), "the files, mapped or unpacked")
+    plan.add("process", PROCESS_BYTES, "interpreter, kernels, the arrays of a step")
+    require_room(plan)
+    default = "float32" if options.backend == "reference" else KV_DEFAULT
+    plan_cache(plan, [checkpoint], default if options.kv_type == KV_AUTO else options.kv_type, options)
+    return plan
+
+
+def require_room(plan: MemoryPlan) -> None:
+    """Raise if the rows exceed the memory, with the size of each."""
+    needed = sum(row.bytes for row in plan.rows)
+    if plan.free is not None and needed > plan.free:
+        rows = ", ".join(f"{row.owner} {human_bytes(row.bytes)}" for row in plan.rows)
+        raise InsufficientMemoryError(
+            f"the model takes {human_bytes(needed)} ({rows}), and all models together may take "
+            f"{human_bytes(plan.free)}: use a smaller model, or allow more (--model-memory)"
+        )
 
 
 def plan_cache(plan: MemoryPlan, models: Sequence[Checkpoint], kv_type: str, options: LoadOptions) -> KVCacheBudget:

@@ -9,6 +9,7 @@ import hashlib
 import logging
 import platform
 import re
+import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from functools import cache, partial
 from importlib import metadata
 from importlib.resources import files
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 from starlette.applications import Starlette
@@ -29,6 +31,7 @@ from .. import __version__
 from ..errors import (
     ContextLengthError,
     DeadlineError,
+    HostNotAllowedError,
     InferenceError,
     InvalidRequestError,
     MethodNotAllowedError,
@@ -39,22 +42,26 @@ from ..errors import (
 )
 from ..text_model import TextModel
 from ..tokenizer.tokenizer import MARK
-from . import metrics, openapi
+from . import openapi
 from .bodies import Conversation, GenerateRequest, PackedIds
 from .dialect import GenerateRoute, Handler
 from .dialects import DIALECTS, body_parsers, dialect_of, generate_routes
+from .metrics import CONTENT_TYPE
 from .middleware import RequestMiddleware, error_response
-from .pooling import PoolingService, pooling_metrics
-from .reply import start_reply
+from .model_pool import Member
+from .pool_worker import PoolWorker
+from .pooling import PoolingService
+from .reply import Reply, start_reply
 from .schema import CHUNK_ITEMS, JSON_TYPE
 from .sse import DONE, HEADERS, EventStream, PushStream, encode_event, watch_disconnect
-from .worker import Worker
+from .worker import Front, Worker
 
 BODY_TIMEOUT_S = 60.0
 CORS_METHODS = ("GET", "POST", "DELETE")
 CORS_HEADERS = ("retry-after", "x-correlation-id", "x-effective-max-tokens", "x-ignored-fields", "x-skipped-tools")
 INLINE_BLOCK = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 logger = logging.getLogger("llm_worker_rbee.server")
+KINDS = ("chat", "embedding", "rerank")
 PACKAGES, CUDA_PACKAGES = ("numpy", "numba"), ("torch", "triton")  # whose versions /info reports
 
 
@@ -76,6 +83,16 @@ class RequestCall:
     @property
     def path_params(self) -> dict[str, Any]:
         return self._request.path_params
+
+    @property
+    def query(self) -> Mapping[str, str]:
+        return self._request.query_params
+
+    def require_own_page(self) -> None:
+        """Raise if a page of another site sent the request."""
+        headers = self._request.headers
+        if "origin" in headers and urlsplit(headers["origin"]).netloc != headers.get("host"):
+            raise HostNotAllowedError("a page of another site must not call this route")
 
     async def body(self) -> bytes:
         """Return the body; raise unless it is JSON and arrives in time."""
@@ -136,7 +153,7 @@ class CancelOnDisconnect:
 class Routes:
     """The handlers of all routes, for one worker."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Front) -> None:
         self.worker = worker
         self._openapi = msgspec.json.encode(openapi.description(worker.settings))
 
@@ -159,7 +176,7 @@ class Routes:
 
     async def ready(self, _: Request) -> Response:
         state = {"loading": "loading", "failed": "error", "stopping": "error"}.get(self.worker.state)
-        if state is None and self.worker.engine.status() == "failed":
+        if state is None and self.worker.engine_status() == "failed":
             state = "error"
         reply: dict[str, Any] = {"ready": state is None, "state": state or ("busy" if self.worker.is_busy else "idle")}
         return json_response(reply if state != "loading" else {**reply, "progress_url": "/v1/loading/progress"})
@@ -183,26 +200,30 @@ class Routes:
         return self._events(events())
 
     async def metrics(self, _: Request) -> Response:
-        worker = self.worker
-        load = worker.admission.load
-        engine = worker.engine if worker.is_loaded else None
-        pooling = worker.pooling.services if worker.is_loaded else ()
-        text = metrics.exposition(worker.latencies, load.running, load.waiting, engine, pooling_metrics(pooling))
-        return Response(text, 200, {"content-type": metrics.CONTENT_TYPE})
+        return Response(self.worker.metrics(), 200, {"content-type": CONTENT_TYPE})
 
     async def models(self, _: Request) -> Response:
-        pooling = [self._pooling_model(service) for service in self.worker.pooling.loaded]
-        return json_response({"object": "list", "data": [self._model(), *pooling]})
+        return json_response({"object": "list", "data": await self._listed()})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
+        if isinstance(self.worker, PoolWorker):
+            return json_response(self._member(await self.worker.find(name, *KINDS)))
         if (service := self.worker.pooling.named(name)) is not None:
             return json_response(self._pooling_model(service))
-        self.worker.require_model(name)
-        return json_response(self._model())
+        async with self.worker.use(name) as chat:
+            return json_response(self._model(chat))
 
-    def _model(self) -> dict[str, Any]:
-        return self._entry(self.worker.names[0], "chat", self.worker.model.max_context)
+    async def _listed(self) -> list[dict[str, Any]]:
+        if isinstance(self.worker, PoolWorker):
+            await self.worker.refresh()
+            return [self._member(member) for member in self.worker.pool.members]
+        pooling = [self._pooling_model(service) for service in self.worker.pooling.loaded]
+        async with self.worker.use(None) as chat:
+            return [self._model(chat), *pooling]
+
+    def _model(self, chat: Worker) -> dict[str, Any]:
+        return self._entry(chat.names[0], "chat", chat.model.max_context)
 
     def _pooling_model(self, service: PoolingService) -> dict[str, Any]:
         self.worker.require_ready()
@@ -210,33 +231,66 @@ class Routes:
         info = service.engine.info
         return self._entry(service.name, service.kind, info.max_length) | {"dimensions": info.output_dim}
 
+    def _member(self, member: Member) -> dict[str, Any]:
+        """Return the entry of a model of a pool, with its state."""
+        service, facts = member.service, member.source.facts
+        entry = self._entry(member.name, member.source.kind, 0 if facts is None else facts.context_length)
+        if isinstance(service, PoolingService):
+            entry = self._pooling_model(service)
+        elif isinstance(service, Worker):
+            entry = self._model(service)
+        return entry | {"status": member.status(), "size_bytes": member.size_bytes}
+
     def _entry(self, name: str, kind: str, context_length: int) -> dict[str, Any]:
         created, owner = int(self.worker.started_at), "llm-worker-rbee"
         entry = {"id": name, "object": "model", "created": created, "owned_by": owner, "context_length": context_length}
         return entry | {"kind": kind}
 
     async def info(self, _: Request) -> Response:
-        return json_response(describe_worker(self.worker))
+        if isinstance(self.worker, PoolWorker):
+            return json_response(describe_pool(self.worker))
+        async with self.worker.use(None) as chat:
+            return json_response(describe_worker(chat))
 
     async def _generate(self, route: GenerateRoute, request: Request) -> Response | PushStream:
         """Parse a body and reply with the model's answer, streamed or whole."""
         body = await read_body(request, dialect_of(route.path).takes_any_content_type)
         async with CancelOnDisconnect(request):
-            parsed: GenerateRequest = await self.worker.parse(route.path, body)
-            try:
-                reply = await start_reply(self.worker, parsed, route.printer)
-            except ContextLengthError as error:
-                if not parsed.stream or route.print_overflow is None:
-                    raise
-                return Response(route.print_overflow(parsed, error), 200, HEADERS)
-            headers = {"x-effective-max-tokens": str(reply.max_tokens), **parsed.notice_headers()}
-            if parsed.skipped:
-                logger.warning("tools of types that this worker does not have: %s", headers["x-skipped-tools"])
-            if not parsed.stream:
-                return Response(await reply.complete(), 200, headers, JSON_TYPE)
-            printer = reply.printer
-            headers["content-type"] = printer.media_type
-            return PushStream(reply, ping_s=self.worker.settings.ping_s, headers=headers, ping=printer.ping)
+            if (chat := self.worker.chat) is not None:
+                return await self._answer(chat, route, await chat.parse(route.path, body))
+            assert isinstance(self.worker, PoolWorker)
+            member = await self.worker.find(model_of(body), "chat")
+            if not member.is_serving or route.unloads:  # a body that is not valid loads no model
+                parsed = await self.worker.parse(route.path, body)
+                if parsed.keep_alive == 0 and not parsed.prompts:
+                    await self.worker.pool.unload(member)
+                    return await self._reply(Reply(self.worker, parsed, [], [], route.printer, time.perf_counter()))
+            async with self.worker.use_member(member) as chat:
+                parsed = await chat.parse(route.path, body)
+                if parsed.keep_alive is not None:
+                    self.worker.pool.set_keep_alive(member, parsed.keep_alive)
+                return await self._answer(chat, route, parsed)
+
+    async def _answer(self, chat: Worker, route: GenerateRoute, parsed: GenerateRequest) -> Response | PushStream:
+        """Return the model's answer to a parsed body."""
+        try:
+            reply = await start_reply(chat, parsed, route.printer)
+        except ContextLengthError as error:
+            if not parsed.stream or route.print_overflow is None:
+                raise
+            return Response(route.print_overflow(parsed, error), 200, HEADERS)
+        return await self._reply(reply)
+
+    async def _reply(self, reply: Reply) -> Response | PushStream:
+        parsed = reply.request
+        headers = {"x-effective-max-tokens": str(reply.max_tokens), **parsed.notice_headers()}
+        if parsed.skipped:
+            logger.warning("tools of types that this worker does not have: %s", headers["x-skipped-tools"])
+        if not parsed.stream:
+            return Response(await reply.complete(), 200, headers, JSON_TYPE)
+        printer = reply.printer
+        headers["content-type"] = printer.media_type
+        return PushStream(reply, ping_s=self.worker.settings.ping_s, headers=headers, ping=printer.ping)
 
     async def _handle(self, handler: Handler, request: Request) -> Any:
         """Call a dialect's handler; convert its result to a response if it is none."""
@@ -249,9 +303,11 @@ class Routes:
         """Parse a body and make the reply to it in a thread."""
         body = await read_body(request)
         async with CancelOnDisconnect(request):
-            parsed, model = await self.worker.parse(parser, body), self.worker.model
-            encoded = await self.worker.offload.run(len(body), lambda: reply(model, parsed))
-            return Response(encoded, 200, media_type=JSON_TYPE)
+            parsed = await self.worker.parse(parser, body)
+            async with self.worker.use(model_of(body)) as chat:
+                model = chat.model
+                encoded = await self.worker.offload.run(len(body), lambda: reply(model, parsed))
+                return Response(encoded, 200, media_type=JSON_TYPE)
 
     def _events(self, source: AsyncGenerator[bytes, None], on_end: Callable[[], None] = lambda: None) -> EventStream:
         return EventStream(source, ping_s=self.worker.settings.ping_s, on_end=on_end)
@@ -275,7 +331,8 @@ class Routes:
         for dialect in DIALECTS:
             handlers, methods = dialect.make_handlers(self.worker), defaultdict[str, list[str]](list)
             for route in dialect.routes:
-                methods[route.path].append(route.method)
+                if self.worker.pool is not None or not route.needs_pool:
+                    methods[route.path].append(route.method)
             routes += [(path, partial(self._handle, handlers[path]), " ".join(methods[path])) for path in methods]
         return [Route(path, handler, methods=methods.split()) for path, handler, methods in routes]
 
@@ -287,7 +344,7 @@ class Routes:
         return table | {("GET", "/health"): self.health}
 
 
-def application(worker: Worker) -> RequestMiddleware | CORSMiddleware:
+def application(worker: Front) -> RequestMiddleware | CORSMiddleware:
     """Return the server as an ASGI application; it loads the model when it starts."""
 
     @asynccontextmanager
@@ -309,6 +366,21 @@ def application(worker: Worker) -> RequestMiddleware | CORSMiddleware:
     return (
         wrapped if not origins else CORSMiddleware(wrapped, origins, CORS_METHODS, ("*",), expose_headers=CORS_HEADERS)
     )
+
+
+class NamedModel(msgspec.Struct):
+    """What a body is read for before its model is known."""
+
+    model: Any = None
+
+
+def model_of(body: bytes) -> str | None:
+    """Return the model that a body names; one that is not valid is left to its parser."""
+    try:
+        name = msgspec.json.decode(body, type=NamedModel).model
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return name if isinstance(name, str) else None
 
 
 class DirectRoutes:
@@ -362,6 +434,27 @@ def load_page() -> tuple[bytes, str]:
         "frame-ancestors": "'none'",
     }
     return text.encode(), "; ".join(f"{name} {value}" for name, value in policy.items())
+
+
+def describe_pool(worker: PoolWorker) -> dict[str, Any]:
+    """Return the reply of `/info` of a pool: its memory, and what each loaded model is."""
+    members, backends = [], {"cpu"}
+    for member in worker.pool.members:
+        described = member.describe()
+        if isinstance(member.service, PoolingService):
+            described["info"] = member.service.describe()
+        elif isinstance(member.service, Worker):
+            described["info"] = describe_worker(member.service)
+            backends.add(member.service.engine.info.backend)
+        rows = [{"owner": row.owner, "bytes": row.bytes, "reason": row.reason} for row in member.rows]
+        members.append(described | {"memory": rows, "loads": member.num_loads})
+    return {
+        "models": members,
+        "memory": {"used_bytes": worker.pool.used_bytes, "limit_bytes": worker.pool.max_bytes},
+        "limits": {"max_models": worker.pool.max_models, "max_waiting": worker.pool.max_waiting},
+        "worker_id": worker.settings.worker_id,
+        "versions": _versions("cuda" if "cuda" in backends else "cpu"),
+    }
 
 
 def describe_worker(worker: Worker) -> dict[str, Any]:

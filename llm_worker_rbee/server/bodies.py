@@ -101,6 +101,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     priority: int = 0
     timeout_ms: int | None = None
+    keep_alive: float | None = None  # seconds that the model stays loaded; infinite: for ever
     cache_salt: str | None = None  # requests with another one share no cached blocks
     is_scored_only: bool = False  # the prompt's log-probabilities are all that is wanted
     structured_outputs_field: str = "structured_outputs"  # what the body calls it, for errors
@@ -158,6 +159,7 @@ class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
     input_type: str | None = None  # "query" or "document", instead of it
     truncate: bool = False
     is_base64: bool = False
+    keep_alive: float | None = None
     ignored: list[str] = []  # names of unknown fields
 
     def notice_headers(self) -> dict[str, str]:

@@ -27,10 +27,14 @@ if TYPE_CHECKING:
     from ..generation import Generation as Generation
     from ..generation import TextDelta as TextDelta
     from ..text_model import TextModel as TextModel
+    from .model_pool import Member as Member
+    from .model_pool import ModelFacts as ModelFacts
+    from .pool_worker import PoolWorker as PoolWorker
     from .pooling import PoolingService as PoolingService
+    from .worker import Front as Front
     from .worker import Worker as Worker
 else:
-    Generation = TextDelta = TextModel = PoolingService = Worker = Any
+    Generation = TextDelta = TextModel = PoolingService = Front = Worker = PoolWorker = Member = ModelFacts = Any
 
 Parse = Callable[[bytes, ParseOptions], Any]
 
@@ -147,6 +151,9 @@ class Call(Protocol):
     def method(self) -> str: ...
     @property
     def path_params(self) -> dict[str, Any]: ...
+    @property
+    def query(self) -> Mapping[str, str]: ...
+    def require_own_page(self) -> None: ...  # raises if a page of another site sent it, which needs no body to do so
     async def body(self) -> bytes: ...  # raises unless it is JSON and arrives in time
     def until_disconnect(self) -> AbstractAsyncContextManager[None]: ...  # its task is cancelled then
 
@@ -176,6 +183,7 @@ class GenerateRoute:
     operation: Operation
     # The events of a stream whose prompt does not fit, where the API has them; elsewhere it is an error with a status.
     print_overflow: Callable[[GenerateRequest, WorkerError], bytes] | None = None
+    unloads: bool = False  # in a pool a body without a prompt may unload the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +193,7 @@ class Route:
     method: str
     path: str
     operation: Operation
+    needs_pool: bool = False  # a worker with one model does not have it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +204,7 @@ class Dialect:
     error_body: Callable[[WorkerError], dict[str, Any]]
     generate: tuple[GenerateRoute, ...] = ()
     routes: tuple[Route, ...] = ()
-    make_handlers: Callable[[Worker], Mapping[str, Handler]] = lambda _: {}  # of `routes`, by their paths
+    make_handlers: Callable[[Front], Mapping[str, Handler]] = lambda _: {}  # of `routes`, by their paths
     # Besides the parsers of `generate`: by name, with the type of the record.
     parsers: dict[str, tuple[Parse, Any]] = field(default_factory=dict)
     schemas: Callable[[ServerSettings], dict[str, Schema]]  # of bodies and replies, by name

@@ -84,14 +84,34 @@ def exposition(
     pooling: Iterable[Metric] = (),
 ) -> bytes:
     """Return the text that Prometheus scrapes; `engine` is None until the model is loaded."""
-    families: list[Metric] = [
-        _gauge("num_requests_running", "Requests in the running batch.", num_running),
-        _gauge("num_requests_waiting", "Requests that wait, preempted ones included.", num_waiting),
-        _counter("generation_tokens", "Output tokens.", latencies.num_tokens),
-        *(histogram.family() for histogram in (latencies.ttft, latencies.itl, latencies.e2e, latencies.queue)),
-        *(() if engine is None else _engine_metrics(engine)),
-        *pooling,
-    ]
+    return encode_families([*chat_families(latencies, num_running, num_waiting, engine), *pooling])
+
+
+def chat_families(
+    latencies: LatencyHistograms, num_running: int, num_waiting: int, engine: TokenEngine | None
+) -> Iterator[Metric]:
+    """Yield the metrics of a chat model."""
+    yield _gauge("num_requests_running", "Requests in the running batch.", num_running)
+    yield _gauge("num_requests_waiting", "Requests that wait, preempted ones included.", num_waiting)
+    yield _counter("generation_tokens", "Output tokens.", latencies.num_tokens)
+    yield from (histogram.family() for histogram in (latencies.ttft, latencies.itl, latencies.e2e, latencies.queue))
+    if engine is not None:
+        yield from _engine_metrics(engine)
+
+
+def label_families(groups: Iterable[tuple[str, Iterable[Metric]]]) -> list[Metric]:
+    """Return the metrics of several models, each with its name and help once, and its samples labelled by model."""
+    merged: dict[str, Metric] = {}
+    for model, group in groups:
+        for family in group:
+            samples = [sample._replace(labels={"model": model, **sample.labels}) for sample in family.samples]
+            empty = Metric(family.name, family.documentation, family.type, family.unit)
+            merged.setdefault(family.name, empty).samples.extend(samples)
+    return list(merged.values())
+
+
+def encode_families(families: list[Metric]) -> bytes:
+    """Return the text of metrics."""
     return generate_latest(_Collector(families))
 
 

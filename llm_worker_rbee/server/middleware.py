@@ -109,7 +109,9 @@ class RequestMiddleware:
         self._key = None if settings.api_key is None else settings.api_key.encode()
         self._allowed_hosts = allowed_hosts(settings)
         self._max_body = settings.max_body
-        self._max_pooling_body = settings.max_pooling_body if settings.pooling_names else settings.max_body
+        self._max_pooling_body = (
+            settings.max_pooling_body if settings.pooling_names or settings.has_pool else settings.max_body
+        )
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":

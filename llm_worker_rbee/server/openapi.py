@@ -60,18 +60,19 @@ STATUSES = {
 }
 
 
-def all_operations() -> Iterator[tuple[str, str, Operation]]:
+def all_operations(*, has_pool: bool) -> Iterator[tuple[str, str, Operation]]:
     """Yield method, path and operation of every route."""
     yield from ROUTES
     for dialect in DIALECTS:
         yield from (("post", route.path, route.operation) for route in dialect.generate)
-        yield from ((route.method.lower(), route.path, route.operation) for route in dialect.routes)
+        routes = (route for route in dialect.routes if has_pool or not route.needs_pool)
+        yield from ((route.method.lower(), route.path, route.operation) for route in routes)
 
 
 def description(settings: ServerSettings) -> dict[str, Any]:
     """Return the whole description."""
     paths: dict[str, Any] = {}
-    for method, path, operation in all_operations():
+    for method, path, operation in all_operations(has_pool=settings.has_pool):
         paths.setdefault(path, {})[method] = _operation(method, path, operation)
     schemas = {
         "TokenizeRequest": table_schema(TOKENIZE),

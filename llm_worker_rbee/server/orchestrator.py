@@ -21,7 +21,7 @@ import msgspec
 
 from .. import __version__
 from ..errors import InvalidRequestError
-from .worker import Worker
+from .worker import Front
 
 HEARTBEAT_S = 30.0
 POST_TIMEOUT_S = 5.0
@@ -42,13 +42,13 @@ def require_url(url: str | None, option: str) -> str | None:
     return url
 
 
-async def announce(worker: Worker, url: str, port: int) -> None:
+async def announce(worker: Front, url: str, port: int) -> None:
     """Send the callback and heartbeats of a ready worker until cancelled."""
     tasks = []
     first_try = asyncio.Event()
     if worker.settings.callback_url is not None:
         body = ready_message(worker, url)
-        tasks.append(asyncio.ensure_future(send_callback(worker.settings.callback_url, body, first_try)))
+        tasks.append(asyncio.ensure_future(_send_callbacks(worker, worker.settings.callback_url, body, first_try)))
     else:
         first_try.set()
     if worker.settings.heartbeat_url is not None:
@@ -58,6 +58,13 @@ async def announce(worker: Worker, url: str, port: int) -> None:
     finally:
         for task in tasks:
             task.cancel()
+
+
+async def _send_callbacks(worker: Front, url: str, ready: Mapping[str, Any], first_try: asyncio.Event) -> None:
+    """Post that the worker is ready, then the ends of jobs about models, in their order."""
+    await send_callback(url, ready, first_try)
+    while True:
+        await send_callback(url, await worker.messages.get(), first_try)
 
 
 async def send_callback(url: str, body: Mapping[str, Any], first_try: asyncio.Event) -> None:
@@ -74,7 +81,7 @@ async def send_callback(url: str, body: Mapping[str, Any], first_try: asyncio.Ev
         pause = min(2 * pause, MAX_RETRY_S)
 
 
-async def _send_heartbeats(worker: Worker, url: str, port: int, first_try: asyncio.Event) -> None:
+async def _send_heartbeats(worker: Front, url: str, port: int, first_try: asyncio.Event) -> None:
     await first_try.wait()
     while True:
         error = await _post(url, heartbeat_message(worker, port))
@@ -83,31 +90,40 @@ async def _send_heartbeats(worker: Worker, url: str, port: int, first_try: async
         await asyncio.sleep(HEARTBEAT_S)
 
 
-def ready_message(worker: Worker, url: str) -> dict[str, Any]:
+def ready_message(worker: Front, url: str) -> dict[str, Any]:
     """Return the body of the callback."""
-    info = worker.engine.info
-    return {
-        "worker_id": worker.settings.worker_id,
-        "url": url,
-        "model_ref": worker.settings.model_ref,
+    ready = {"worker_id": worker.settings.worker_id, "url": url, "model_ref": worker.settings.model_ref}
+    if worker.chat is None:
+        return ready | {"backend": "cpu", "device": "cpu", "vram_bytes": 0, "phases": {}, **_pool_message(worker)}
+    info = worker.chat.engine.info
+    return ready | {
         "backend": info.backend,
         "device": info.device,
-        "vram_bytes": worker.engine.stats().device_bytes,
+        "vram_bytes": worker.chat.engine.stats().device_bytes,
         "phases": {phase: round(seconds, 6) for phase, seconds in info.phases.items() if math.isfinite(seconds)},
     }
 
 
-def heartbeat_message(worker: Worker, port: int) -> dict[str, Any]:
+def _pool_message(worker: Front) -> dict[str, Any]:
+    """Return what messages tell of the models of a pool: states, memory and queue of each."""
+    if worker.pool is None:
+        return {}
+    memory = {"used_bytes": worker.pool.used_bytes, "limit_bytes": worker.pool.max_bytes}
+    return {"models": [member.describe() for member in worker.pool.members], "memory": memory}
+
+
+def heartbeat_message(worker: Front, port: int) -> dict[str, Any]:
     """Return the body of a heartbeat."""
     return {
         "worker": {
             "id": worker.settings.worker_id,
             "model_id": worker.settings.served_name or worker.settings.model_ref,
-            "device": worker.engine.info.device,
+            "device": "cpu" if worker.chat is None else worker.chat.engine.info.device,
             "port": port,
             "status": worker.health()["status"],
             "implementation": "python",
             "version": __version__,
+            **_pool_message(worker),
         },
         "timestamp": datetime.now(UTC).isoformat(timespec="milliseconds"),
     }

@@ -36,6 +36,7 @@ from ..errors import (
 from ..load_pooling import open_pooling_text
 from ..models import read_model_config
 from ..models.pooling_config import read_pooling_config
+from ..progress import OnStage
 from ..token_engine.pooling_supervisor import SupervisedPooling
 from ..token_engine.protocol import PoolingInfo
 from ..tokenizer.pooling_text import PoolingText
@@ -91,9 +92,9 @@ class PoolingService:
         )
         self.seconds = Histogram("pooling_request_seconds", "From a request to its end.", REQUEST_BOUNDS)
 
-    async def start(self) -> None:
+    async def start(self, on_stage: OnStage = lambda stage: None) -> None:
         """Load the model."""
-        info = await self.engine.start(lambda stage: None)  # the stages of loading are those of the chat model
+        info = await self.engine.start(on_stage)
         self._text = await asyncio.to_thread(self._open_text, info)
         logger.info("the model %s is loaded", self.name)
         for note in info.notes:
@@ -102,6 +103,19 @@ class PoolingService:
     @property
     def is_loaded(self) -> bool:
         return self._text is not None
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are not finished."""
+        return self.admission.num_reservations
+
+    @property
+    def context_length(self) -> int:
+        return self.engine.info.max_length
+
+    async def close(self, error: WorkerError) -> None:
+        """End the engine; requests that are left end with the error."""
+        await self.engine.stop(error)
 
     def require_loaded(self) -> None:
         """Raise while the model loads."""
@@ -377,7 +391,7 @@ class PoolingModels:
 
     @property
     def num_open(self) -> int:
-        return sum(service.admission.num_reservations for service in self.services)
+        return sum(service.num_open for service in self.services)
 
     @property
     def loaded(self) -> list[PoolingService]:

@@ -24,7 +24,7 @@ from . import log
 from .bodies import GenerateRequest, estimate_tokens
 from .dialect import Answer, Printer, ReplyState, Usage
 from .sse import EventSource
-from .worker import Worker
+from .worker import Front, Worker
 
 TOKEN_BYTES = 16  # of a reply, an estimate
 
@@ -97,7 +97,7 @@ class Reply(EventSource):
 
     def __init__(
         self,
-        worker: Worker,
+        worker: Front,
         request: GenerateRequest,
         prompts: list[list[int]],
         generations: list[Generation],
@@ -119,7 +119,8 @@ class Reply(EventSource):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self._worker.loaded.tokenizer
+        assert self._worker.chat is not None
+        return self._worker.chat.loaded.tokenizer
 
     @property
     def max_tokens(self) -> int:

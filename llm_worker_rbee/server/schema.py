@@ -90,6 +90,7 @@ class ParseOptions(msgspec.Struct, frozen=True):
     limits: ModelLimits | None = None  # None while the model is loading
     ignores_unknown: bool = False  # unknown fields are listed in the record instead of refused
     is_stream: bool = False  # of a job: the reply is its stream
+    has_pool: bool = False  # models are loaded and unloaded: `keep_alive` has an effect
 
 
 class FieldType(ABC):

@@ -33,7 +33,7 @@ from .app import BODY_TIMEOUT_S, application
 from .middleware import HEADERS_TOO_LONG, MAX_HEADER_BYTES, error_response
 from .orchestrator import announce
 from .sse import ON_DISCONNECT, PING, WRITE
-from .worker import Worker
+from .worker import Front
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 BACKLOG = 2048
@@ -75,7 +75,7 @@ def base_url(host: str, port: int, scheme: str = "http") -> str:
 
 
 def serve(
-    worker: Worker, sock: socket.socket, url: str, on_ready: Callable[[], None], signals: Signals, **tls: Any
+    worker: Front, sock: socket.socket, url: str, on_ready: Callable[[], None], signals: Signals, **tls: Any
 ) -> None:
     """Serve until a signal; raise the error of a model that could not be loaded."""
     machine.return_large_blocks()
@@ -327,7 +327,7 @@ def write_chunk(cycle: RequestResponseCycle, data: bytes) -> bool:
     return True
 
 
-def connection_class(worker: Worker) -> type[Connection]:
+def connection_class(worker: Front) -> type[Connection]:
     """Return the class of connections with the worker's stall timeout."""
     return type("Connection", (Connection,), {"stall_s": worker.settings.stall_timeout_s})
 
@@ -344,7 +344,7 @@ class Server(uvicorn.Server):
     """Uvicorn's server with the worker's startup and drain."""
 
     def __init__(
-        self, config: uvicorn.Config, worker: Worker, url: str, on_ready: Callable[[], None], signals: Signals
+        self, config: uvicorn.Config, worker: Front, url: str, on_ready: Callable[[], None], signals: Signals
     ) -> None:
         super().__init__(config)
         self._worker, self._url, self._on_ready, self._signals = worker, url, on_ready, signals

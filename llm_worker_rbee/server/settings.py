@@ -71,6 +71,7 @@ class ServerSettings:
 
     model_ref: str  # as given by the user
     served_name: str | None = None  # another name that clients may use
+    has_pool: bool = False  # any of several models may be loaded; `model_ref` is the first of them
     embedding_model: str | None = None  # an additional embedding model, as the user wrote it
     rerank_model: str | None = None  # likewise one that ranks
     worker_id: str = field(default_factory=lambda: f"worker-{uuid4().hex[:12]}")
@@ -106,6 +107,12 @@ class ServerSettings:
         return tuple(dict.fromkeys((*self.listed_names, self.model_ref)))
 
     @property
+    def schema_names(self) -> tuple[str, ...]:
+        """The values of `model` in bodies; none where any of several models may be named."""
+        return () if self.has_pool else self.names
+
+    @property
     def pooling_names(self) -> tuple[str, ...]:
         """The names of the pooling models."""
-        return tuple(model_name(name) for name in (self.embedding_model, self.rerank_model) if name)
+        models = () if self.has_pool else (self.embedding_model, self.rerank_model)
+        return tuple(model_name(name) for name in models if name)

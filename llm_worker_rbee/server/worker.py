@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from typing import Any, Literal
 
 from ..errors import (
@@ -23,15 +24,16 @@ from ..errors import (
     WorkerError,
 )
 from ..generation import Generation, GenerationListener, make_generations
-from ..progress import Stage
+from ..progress import OnStage, Stage
 from ..sampling_params import SamplingParams
 from ..text_model import TextModel
 from ..token_engine.protocol import ModelInfo, TokenEngine
 from ..tokenizer.chat.parser import ChatParser
 from .admission import Admission, Reservation
-from .metrics import LatencyHistograms
+from .metrics import LatencyHistograms, exposition
+from .model_pool import ModelPool
 from .offload import OffloadPool, PromptEncoder
-from .pooling import Kind, PoolingModels, PoolingService
+from .pooling import Kind, PoolingModels, PoolingService, pooling_metrics
 from .schema import ModelLimits, ParseOptions, is_name_of
 from .settings import ServerSettings
 
@@ -40,8 +42,111 @@ LOADING_RETRY_S = 2
 logger = logging.getLogger("llm_worker_rbee.server")
 
 
-class Worker(GenerationListener):
-    """One model on the wire."""
+class Front(ABC):
+    """What the routes need of a worker, be it of one chat model (`Worker`) or of a pool of models (`PoolWorker`)."""
+
+    pool: ModelPool | None = None
+
+    def __init__(self, settings: ServerSettings, pooling: PoolingModels, offload: OffloadPool | None) -> None:
+        self.settings, self.names, self.pooling = settings, settings.names, pooling
+        self.state: State = "loading"
+        self.started_at = time.time()  # a date; uptime comes from the monotonic clock
+        self._start_clock = time.monotonic()
+        self.loading_events: list[dict[str, Any]] = []  # of /v1/loading/progress
+        self.loading_changed = asyncio.Event()  # replaced with each event
+        self.failure: WorkerError | None = None
+        self.messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()  # for the callback URL
+        self._owns_offload, self.offload = offload is None, offload or OffloadPool()
+
+    @property
+    def chat(self) -> Worker | None:
+        """The chat model of a worker that has no pool."""
+        return None
+
+    @abstractmethod
+    def use(self, name: str | None) -> AbstractAsyncContextManager[Worker]:
+        """Provide the chat model of a request; in a pool it is loaded first if it is not, and kept meanwhile."""
+
+    @abstractmethod
+    def use_pooling(
+        self, name: str | None, *kinds: Kind, keep_alive: float | None = None
+    ) -> AbstractAsyncContextManager[PoolingService]:
+        """Provide the pooling model of a request, of one of these kinds; a pool keeps it so long after the request."""
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Load the models."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """Take no new requests, let running ones finish within the shutdown timeout, end the others with an error."""
+
+    @abstractmethod
+    async def restart_engines(self) -> None:
+        """Replace the engines' processes, one after another."""
+
+    @abstractmethod
+    def health(self) -> dict[str, Any]:
+        """Return the health from cached state: forward progress, not that the process exists."""
+
+    @abstractmethod
+    def engine_status(self) -> str:
+        """Return the state of the engines: "healthy", "loading", "stalled", "degraded" or "failed"."""
+
+    @abstractmethod
+    def metrics(self) -> bytes:
+        """Return what Prometheus scrapes."""
+
+    @property
+    @abstractmethod
+    def is_loaded(self) -> bool:
+        """Whether the worker has loaded what it loads at its start."""
+
+    @property
+    @abstractmethod
+    def is_busy(self) -> bool:
+        """Whether there is any request."""
+
+    async def parse(self, parser: str, body: bytes, *, is_stream: bool = False) -> Any:
+        """Parse a body with one of `body_parsers`, without the limits of a model."""
+        options = ParseOptions(None, self.settings.ignore_unknown_fields, is_stream, self.pool is not None)
+        return await self.offload.parse(parser, body, options)
+
+    async def parse_pooling(self, parser: str, body: bytes) -> Any:
+        """Return the record of a body for a pooling model, without delaying the chat model."""
+        options = ParseOptions(None, self.settings.ignore_unknown_fields, has_pool=self.pool is not None)
+        return await self.pooling.offload.parse(parser, body, options)
+
+    @property
+    def uptime_s(self) -> float:
+        return round(time.monotonic() - self._start_clock, 3)
+
+    def report(self, message: dict[str, Any]) -> None:
+        """Send a message to the callback URL, if there is one."""
+        if self.settings.callback_url is not None:
+            self.messages.put_nowait({"worker_id": self.settings.worker_id, **message})
+
+    def require_ready(self) -> None:
+        """Raise unless requests are accepted."""
+        if self.state == "stopping":
+            raise ShuttingDownError("the worker is shutting down")
+        if self.failure is not None:
+            raise InferenceError("the model could not be loaded")
+        if not self.is_loaded or self.state != "ready":
+            raise ModelLoadingError("the model is loading", LOADING_RETRY_S)
+
+    def _publish_stage(self, stage: Stage) -> None:
+        event = {"stage": stage.stage, "done": stage.done, "total": stage.total, "seconds": round(stage.seconds, 6)}
+        self._publish(event if stage.detail is None else event | {"detail": stage.detail})
+
+    def _publish(self, event: dict[str, Any]) -> None:
+        self.loading_events.append(event)
+        changed, self.loading_changed = self.loading_changed, asyncio.Event()
+        changed.set()
+
+
+class Worker(Front, GenerationListener):
+    """One chat model on the wire, alone or as a member of a pool."""
 
     def __init__(
         self,
@@ -49,25 +154,39 @@ class Worker(GenerationListener):
         engine: TokenEngine,
         open_model: Callable[[ModelInfo], TextModel],
         pooling: PoolingModels | None = None,
+        *,
+        offload: OffloadPool | None = None,
+        on_stage: OnStage = lambda stage: None,
+        on_idle: Callable[[], None] = lambda: None,
     ) -> None:
         """`open_model` returns the text side of the model that the engine has loaded; it is called in a thread.
-        `pooling` are the embedding models and rerankers."""
-        self.settings, self.names, self.engine = settings, settings.names, engine
-        self.pooling = pooling or PoolingModels()
-        self.state: State = "loading"
-        self.started_at = time.time()  # a date; uptime comes from the monotonic clock
-        self._start_clock = time.monotonic()
-        self.loading_events: list[dict[str, Any]] = []  # of /v1/loading/progress
-        self.loading_changed = asyncio.Event()  # replaced with each event
-        self.failure: WorkerError | None = None
+        `pooling` are the embedding models and rerankers. In a pool `offload` is that of all members, `on_stage` and
+        `on_idle` are called with the stages of loading and when the last request has ended."""
+        super().__init__(settings, pooling or PoolingModels(), offload)
+        self.engine = engine
         self._is_restarting = False
         self._open: set[Generation] = set()  # not read to their end
         self._unstarted: set[Generation] = set()  # of these, without a token
-        self.admission, self.offload = Admission.of_chat(engine, settings), OffloadPool()
+        self.admission = Admission.of_chat(engine, settings)
         self.latencies = LatencyHistograms()
-        self._open_model = open_model
+        self._open_model, self._on_stage, self._on_idle = open_model, on_stage, on_idle
         self._model: TextModel | None = None
         self.encoder: PromptEncoder  # once the model is loaded
+
+    @property
+    def chat(self) -> Worker | None:
+        return self
+
+    @asynccontextmanager
+    async def use(self, name: str | None) -> AsyncIterator[Worker]:
+        self.require_model(name)
+        yield self
+
+    @asynccontextmanager
+    async def use_pooling(
+        self, name: str | None, *kinds: Kind, keep_alive: float | None = None
+    ) -> AsyncIterator[PoolingService]:
+        yield self.find_pooling(name, *kinds)
 
     async def start(self) -> None:
         """Load the models; chat is served while pooling models still load. A failure is kept and raised."""
@@ -91,6 +210,7 @@ class Worker(GenerationListener):
 
         def on_stage(stage: Stage) -> None:
             loop.call_soon_threadsafe(self._publish_stage, stage)
+            loop.call_soon_threadsafe(self._on_stage, stage)
 
         info = await self.engine.start(on_stage)
         self._model = await self._open_text(info)
@@ -141,29 +261,19 @@ class Worker(GenerationListener):
         await asyncio.gather(self.engine.stop(error), self.pooling.stop(error))
         self.offload.close()
 
-    def _publish_stage(self, stage: Stage) -> None:
-        event = {"stage": stage.stage, "done": stage.done, "total": stage.total, "seconds": round(stage.seconds, 6)}
-        self._publish(event if stage.detail is None else event | {"detail": stage.detail})
-
-    def _publish(self, event: dict[str, Any]) -> None:
-        self.loading_events.append(event)
-        changed, self.loading_changed = self.loading_changed, asyncio.Event()
-        changed.set()
+    async def close(self, error: WorkerError) -> None:
+        """End the engine at once, and let go of the text side; requests that are left end with the error."""
+        self.state = "stopping"
+        await self.engine.stop(error)
+        self._model = None  # replies that ended hold the worker until they are collected
+        self.__dict__.pop("encoder", None)
+        self.__dict__.pop("_open_model", None)
 
     @property
     def model(self) -> TextModel:
         """The text side of the model; raises while it loads, after it failed and while the worker stops."""
         self.require_ready()
         return self.loaded
-
-    def require_ready(self) -> None:
-        """Raise unless requests are accepted."""
-        if self.state == "stopping":
-            raise ShuttingDownError("the worker is shutting down")
-        if self.failure is not None:
-            raise InferenceError("the model could not be loaded")
-        if self._model is None or self.state != "ready":
-            raise ModelLoadingError("the model is loading", LOADING_RETRY_S)
 
     @property
     def is_loaded(self) -> bool:
@@ -191,13 +301,9 @@ class Worker(GenerationListener):
         """Parse a body with one of `body_parsers`; a large one is parsed in another process."""
         model = self._model
         limits = None if model is None else ModelLimits(model.max_context, model.vocab_size)
-        options = ParseOptions(limits, self.settings.ignore_unknown_fields, is_stream)
+        has_pool = not self._owns_offload
+        options = ParseOptions(limits, self.settings.ignore_unknown_fields, is_stream, has_pool)
         return await self.offload.parse(parser, body, options)
-
-    async def parse_pooling(self, parser: str, body: bytes) -> Any:
-        """Return the record of a body for a pooling model, without delaying the chat model."""
-        options = ParseOptions(None, self.settings.ignore_unknown_fields)
-        return await self.pooling.offload.parse(parser, body, options)
 
     def find_pooling(self, name: str | None, *kinds: Kind) -> PoolingService:
         """Return a request's pooling model of one of these kinds; raise if there is none, or it still loads."""
@@ -272,6 +378,21 @@ class Worker(GenerationListener):
         self._open.discard(generation)
         self.admission.remove(generation.request)
         self.latencies.e2e.observe(time.perf_counter() - generation.started_at)
+        if not self._open:
+            self._on_idle()
+
+    def engine_status(self) -> str:
+        return self.engine.status()
+
+    @property
+    def context_length(self) -> int:
+        return self.engine.info.max_context
+
+    def metrics(self) -> bytes:
+        load = self.admission.load
+        engine = self.engine if self.is_loaded else None
+        pooling = self.pooling.services if self.is_loaded else ()
+        return exposition(self.latencies, load.running, load.waiting, engine, pooling_metrics(pooling))
 
     def health(self) -> dict[str, Any]:
         """Return the health from cached state: forward progress, not that the process exists."""
@@ -287,7 +408,7 @@ class Worker(GenerationListener):
         return {
             "status": status,
             "model": self.names[0],
-            "uptime_s": round(time.monotonic() - self._start_clock, 3),
+            "uptime_s": self.uptime_s,
             "last_step_age_s": round(age, 3),
             "running": load.running,
             "waiting": load.waiting,

@@ -151,7 +151,10 @@ def _load(message: Load, connection: Connection) -> EngineLoop | PoolingLoop:
 
     phases = LoadPhases(on_stage, progress)
     if message.nice:
-        machine.lower_priority(message.nice)
+        machine.set_priority(message.nice)
+    elif message.loading_nice:
+        with_threads = machine.can_raise_priority()
+        machine.set_priority(message.loading_nice, with_threads=with_threads)
     if message.options is None:
         assert message.pooling is not None
         loaded = load_pooling(message.pooling, phases, on_located=on_located)
@@ -163,6 +166,8 @@ def _load(message: Load, connection: Connection) -> EngineLoop | PoolingLoop:
     loop = EngineLoop(
         engine, lambda events: connection.send(StepResult(events=events)), records_blocks=message.records_blocks
     )
+    if message.loading_nice:
+        machine.set_priority(0, with_threads=with_threads)
     connection.send(info)
     connection.send(StepResult(stats=loop.stats()))
     return loop

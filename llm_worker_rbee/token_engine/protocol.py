@@ -65,6 +65,7 @@ class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     dummy_step_s: float | None = None  # replace the model by a `DummyModel` whose steps take so long
     records_blocks: bool = False  # report the hashes of cached blocks
     nice: int = 0  # of the process: lower priority than others up to 19
+    loading_nice: int = 0  # the same until the model is loaded
     version: int = VERSION
 
     @property

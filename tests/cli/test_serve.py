@@ -21,8 +21,8 @@ import httpx
 import pytest
 
 from llm_worker_rbee import __version__
-from llm_worker_rbee.cli import serve as serve_module
 from llm_worker_rbee.cli.commands import LimitFlags
+from llm_worker_rbee.server.model_source import open_ahead
 from llm_worker_rbee.server.settings import ServerSettings
 from tests.conftest import with_kernels
 from tests.helpers.process import spawn as spawn_process
@@ -406,9 +406,9 @@ def test_limit_defaults_are_as_documented() -> None:
 
 
 def test_text_side_is_opened_before_the_engine_has_found_the_model(tiny: Path) -> None:
-    on_located, opened = serve_module._open_ahead(lambda path: path.name, str(tiny))
+    on_located, opened = open_ahead(lambda path: path.name, str(tiny))
     assert opened() == tiny.name
     on_located(str(tiny))  # the engine's report comes later, and changes nothing
-    on_located, opened = serve_module._open_ahead(lambda path: path.name, "not-yet-fetched")
+    on_located, opened = open_ahead(lambda path: path.name, "not-yet-fetched")
     on_located(str(tiny))
     assert opened() == tiny.name

@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ import pytest
 from llm_worker_rbee import LLM
 from llm_worker_rbee.engine.step_time import StepTimeCoefficients
 from llm_worker_rbee.progress import OnStage, Stage
+from tests.conftest import ON_CPU
 from tests.helpers.chat_page import LIMIT_MS, PHONE, ask, finished, opened, press, setup
-from tests.helpers.server import Server, until
+from tests.helpers.serve_process import ServeProcess
+from tests.helpers.server import Server, until, write_model
 from tests.server.conftest import KEY, Start
 
 
@@ -240,3 +243,28 @@ def test_page_is_public_with_strict_policy(locked: Server) -> None:
     assert "default-src 'none'" in reply.headers["content-security-policy"]
     assert "http://" not in reply.text.replace("http://www.w3.org/2000/svg", "")
     assert "https://" not in reply.text
+
+
+@ON_CPU
+def test_page_switches_models(browser: Any, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        write_model(tmp_path / f"{name}.gguf")
+    running = ServeProcess("--models-dir", tmp_path, "--backend", "reference", "--kv-memory", "16M").ready()
+    try:
+        page = browser.new_page()
+        page.goto(running.url)
+        page.wait_for_selector("[data-status=healthy]")
+        assert page.locator("#model option").all_inner_texts() == ["first", "second"]
+        page.select_option("#model", "second")
+        page.fill("#text", ">")
+        with page.expect_request("**/v1/chat/completions") as sent:
+            page.press("#text", "Enter")
+        assert sent.value.post_data_json["model"] == "second"
+        page.wait_for_selector("#model option:has-text('second (loaded)')", state="attached")
+        assert "are in use" in page.get_attribute("#model", "title")
+        page.reload()
+        page.wait_for_selector("[data-status=healthy]")
+        assert page.input_value("#model") == "second"
+        page.close()
+    finally:
+        running.close()

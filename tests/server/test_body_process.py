@@ -39,6 +39,7 @@ OPTIONS = [
 ]
 CHAT = {"role": "user", "content": "x"}
 BODIES: list[bytes] = [
+    b'{"model": "one"}',
     b"", b"[]", b"{", b"null", b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', b'{"prompt": "a", "prompt": "b"}',
     b'{"prompt":' + b"[" * 5000 + b"]" * 5000 + b"}", b'{"prompt": "x", "seed": 1e999}',
     *(json.dumps(body).encode() for body in (

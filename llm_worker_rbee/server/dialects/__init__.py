@@ -23,6 +23,7 @@ from . import (
     ollama_models,
     openai,
     openai_completions,
+    openai_models,
     openai_pooling,
     openai_responses,
 )
@@ -35,16 +36,19 @@ DIALECTS: tuple[Dialect, ...] = (
     ollama_models.DIALECT,
     openai.DIALECT,
     openai_completions.DIALECT,
+    openai_models.DIALECT,
     openai_pooling.DIALECT,
     openai_responses.DIALECT,
 )
 TOKENIZE = {
+    "model": Field(Text()),
     "text": Field(Text(), required=True, is_secret=True),
     "add_special": Field(Boolean(), True),
     "parse_special": Field(Boolean(), False),
 }
-DETOKENIZE = {"tokens": Field(TokenIds(), required=True, is_secret=True)}
+DETOKENIZE = {"model": Field(Text()), "tokens": Field(TokenIds(), required=True, is_secret=True)}
 APPLY_TEMPLATE = {
+    "model": Field(Text()),
     "messages": Field(Messages(), required=True, is_secret=True),
     "chat_template_kwargs": Field(BoundedObject(), {}),
 }

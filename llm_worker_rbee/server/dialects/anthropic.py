@@ -41,6 +41,7 @@ from ..dialect import (
     Answer,
     Call,
     Dialect,
+    Front,
     GenerateRoute,
     Handler,
     Operation,
@@ -49,7 +50,6 @@ from ..dialect import (
     Route,
     TextDelta,
     Usage,
-    Worker,
     chat_events,
 )
 from ..json_schema import COUNT, TEXT, Schema, array_schema, or_null, ref, reply_schema
@@ -520,16 +520,16 @@ def encode_usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def make_handlers(worker: Worker) -> Mapping[str, Handler]:
+def make_handlers(worker: Front) -> Mapping[str, Handler]:
     """Return the handler of the route that generates nothing."""
 
     async def count_tokens(call: Call) -> Any:
         body = await call.body()
         async with call.until_disconnect():
             request: GenerateRequest = await worker.parse(COUNT_PATH, body)
-            worker.require_model(request.model)
-            worker.require_ready()
-            (prompt,) = await worker.encoder.encode(request.prompts)
+            async with worker.use(request.model) as chat:
+                chat.require_ready()
+                (prompt,) = await chat.encoder.encode(request.prompts)
             return {"input_tokens": len(prompt.ids)}, 200, request.notice_headers()
 
     return {COUNT_PATH: count_tokens}
@@ -545,8 +545,8 @@ def _schemas(settings: ServerSettings) -> dict[str, Schema]:
     reason: Schema = {"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]}
     ended = {"stop_reason": or_null(reason), "stop_sequence": or_null(TEXT)}
     return {
-        "AnthropicRequest": table_schema(create_fields(is_open), settings.names, is_open=is_open),
-        "AnthropicCountRequest": table_schema(message_fields(is_open), settings.names, is_open=is_open),
+        "AnthropicRequest": table_schema(create_fields(is_open), settings.schema_names, is_open=is_open),
+        "AnthropicCountRequest": table_schema(message_fields(is_open), settings.schema_names, is_open=is_open),
         "AnthropicCount": reply_schema(input_tokens=COUNT),
         "AnthropicUsage": reply_schema(
             input_tokens=COUNT, cache_creation_input_tokens=COUNT, cache_read_input_tokens=COUNT, output_tokens=COUNT),

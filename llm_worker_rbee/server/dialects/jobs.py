@@ -9,9 +9,8 @@ import asyncio
 import re
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
@@ -29,7 +28,7 @@ from ...token_engine.protocol import RequestState
 from ...tokenizer.chat.events import EventFold
 from .. import log
 from ..bodies import Conversation, GenerateRequest, Messages, estimate_tokens
-from ..dialect import Call, Dialect, Generation, Handler, Operation, Route, Worker
+from ..dialect import Call, Dialect, Front, Generation, Handler, Operation, Route, Worker
 from ..json_schema import COUNT, FLAG, NUMBER, TEXT, Schema, array_schema, ref, reply_schema, with_field
 from ..schema import (
     MISSING,
@@ -53,7 +52,8 @@ from ..schema import (
     validate_body,
 )
 from ..settings import ServerSettings
-from ..sse import DONE, EventStream, encode_event
+from ..sse import DONE, EventStream
+from .jobs_models import OPERATIONS, JobEvents, ModelJob, model_job, now, parse_model_job
 
 JOB_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -88,12 +88,12 @@ JOB: dict[str, Field] = {
     "timeout_ms": TIMEOUT_MS,
     "stream": Field(Boolean(), True),
 }
+MODEL_JOB = model_job(JobId())
 CANCEL = {"job_id": Field(JobId(), required=True)}
 
 METRICS_S = 1.0  # between two metrics events
 POLL_S = 0.1  # between two looks at running jobs
 MAX_FINISHED_BYTES = 256 << 20  # of finished jobs: past it the oldest are dropped before their time
-JOB_BYTES, EVENT_BYTES = 4096, 64  # overhead, an estimate
 STOP_REASONS = {"length": "MAX_TOKENS", "stop": "EOS"}
 
 
@@ -114,6 +114,8 @@ def _encode_issue(issue: ValidationIssue) -> dict[str, Any]:
 def parse_job(body: bytes, options: ParseOptions) -> GenerateRequest:
     """Validate a job's body: either prompt or messages. With `is_stream` the job_id is required."""
     fields = decode_object(body)
+    if fields.get("operation") in OPERATIONS:
+        return parse_model_job(fields, MODEL_JOB)
     issues: list[ValidationIssue] = []
     try:
         values = validate_body(fields, JOB)
@@ -190,24 +192,20 @@ class Narrator:
         self._emit({**event, "job_id": self._job_id})
 
 
-class Job:
+class Job(JobEvents):
     """A generation and its events."""
 
     def __init__(self, job_id: str, generation: Generation, worker: Worker) -> None:
-        self.id = job_id
+        super().__init__(job_id)
         self.generation: Generation | None = generation  # until its end
         self.narrator: Narrator | None = Narrator(worker.settings.worker_id, job_id, generation.request, self._emit)
         self.num_tokens, self.decode_ms = 0, 0.0
-        self.events: list[bytes] = []
-        self.error: WorkerError | None = None
-        self.finished_at: float | None = None  # on the monotonic clock
         self._seed = generation.request.submitted.seed
         self._worker = worker
         self._num_others = worker.num_unstarted - 1
         self._texts: list[str] = []
         self._stop_reason: str | None = None
         self._stop_sequence: str | None = None
-        self._changed = asyncio.Event()
         self._next_metrics_at = time.monotonic() + METRICS_S
         self._num_sent = self._num_held_back = 0  # tokens in token events; tokens whose text is not visible yet
 
@@ -216,9 +214,8 @@ class Job:
         generation, narrator = self.generation, self.narrator
         assert generation is not None
         assert narrator is not None
-        started_at = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         model = self._worker.names[0]
-        self._emit({"type": "started", "job_id": self.id, "model": model, "started_at": started_at, "seed": self._seed})
+        self._emit({"type": "started", "job_id": self.id, "model": model, "started_at": now(), "seed": self._seed})
         narrator.queued(self._num_others)
         events = EventFold()
         try:
@@ -248,19 +245,7 @@ class Job:
 
     @property
     def nbytes(self) -> int:
-        """An estimate of the memory that the job takes after its end."""
-        return JOB_BYTES + sum(len(event) + EVENT_BYTES for event in self.events) + sum(map(len, self._texts))
-
-    def _emit(self, event: dict[str, Any]) -> None:
-        self._append(encode_event(event))
-
-    def _append(self, event: bytes) -> None:
-        """Add an event, unless the last one was added."""
-        if self.events and self.events[-1] is DONE:
-            return
-        self.events.append(event)
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        return super().nbytes + sum(map(len, self._texts))
 
     def _emit_token(self, text: str) -> None:
         """Emit all tokens since the last token event, including tokens whose text was held back."""
@@ -278,10 +263,6 @@ class Job:
             "stop_reason": self._stop_reason,
         }
         return event if self._stop_sequence is None else {**event, "stop_sequence_matched": self._stop_sequence}
-
-    def _fail(self, error: WorkerError) -> None:
-        self.error = error.with_traceback(None)  # a traceback would keep the request alive
-        self._emit({"type": "error", "code": error.code, "message": str(error), "retriable": error.retriable})
 
     def _emit_metrics(self, generation: Generation) -> None:
         now = time.monotonic()
@@ -301,18 +282,6 @@ class Job:
                 "vram_bytes": stats.device_bytes,
             }
         )
-
-    async def read(self) -> AsyncGenerator[bytes, None]:
-        """Yield all events from the first to the last; those that exist already come as one chunk."""
-        position = 0
-        while True:
-            if position == len(self.events):
-                if self.finished_at is not None and self.events and self.events[-1] is DONE:
-                    return
-                await self._changed.wait()
-            else:
-                chunk, position = b"".join(self.events[position:]), len(self.events)
-                yield chunk
 
     def poll(self) -> None:
         """Emit the changes between two tokens; nothing before the started event."""
@@ -347,22 +316,26 @@ class Job:
 class Jobs:
     """All known jobs: until some time after their end, or until finished ones take too much memory."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Front) -> None:
         self._worker = worker
-        self._jobs: dict[str, Job] = {}
-        self._running: dict[asyncio.Task[None], Job] = {}
-        self._finished: deque[tuple[Job, int]] = deque()  # by their end, with the memory of each
+        self._jobs: dict[str, JobEvents] = {}
+        self._running: dict[asyncio.Task[None], JobEvents] = {}
+        self._finished: deque[tuple[JobEvents, int]] = deque()  # by their end, with the memory of each
         self._finished_bytes = 0
         self._polling: asyncio.Task[None] | None = None
 
-    async def start_job(self, request: GenerateRequest) -> Job:
+    async def start_job(self, request: GenerateRequest) -> JobEvents:
         """Start a job from a validated body."""
-        worker, (prompt,) = self._worker, request.prompts
         self._drop_expired()
         job_id = request.values["job_id"] or f"job-{uuid4()}"
         self._require_unused(job_id)
-        worker.require_model(request.model)
-        context = worker.model.max_context
+        if "operation" in request.values:
+            return self._run(await ModelJob.start(job_id, request, self._worker))
+        async with self._worker.use(request.model) as worker:
+            return self._run(await self._start(worker, request, job_id))
+
+    async def _start(self, worker: Worker, request: GenerateRequest, job_id: str) -> Job:
+        (prompt,), context = request.prompts, worker.model.max_context
         worker.encoder.check_texts([prompt])
         with worker.reserve(1, estimate_tokens(prompt, context)) as reservation:
             (encoded,) = await worker.encoder.encode([prompt], request.params.structured_outputs)
@@ -375,7 +348,10 @@ class Jobs:
             (generation,) = worker.start_generations(
                 ids, params, priority=request.priority, timeout_s=timeout_s, make_parser=encoded.make_parser
             )
-        job = self._jobs[job_id] = Job(job_id, generation, worker)
+        return Job(job_id, generation, worker)
+
+    def _run(self, job: JobEvents) -> JobEvents:
+        self._jobs[job.id] = job
         task = asyncio.ensure_future(job.run())
         self._running[task] = job
         task.add_done_callback(self._on_done)
@@ -387,7 +363,7 @@ class Jobs:
         if job_id in self._jobs:
             raise ConflictError(f"there is a job {job_id} already")
 
-    def find(self, job_id: str) -> Job:
+    def find(self, job_id: str) -> JobEvents:
         """Return a known job; raise `NotFoundError` otherwise."""
         self._drop_expired()
         if job_id not in self._jobs:
@@ -423,7 +399,7 @@ class Jobs:
 class Handlers:
     """The routes of jobs, for one worker."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Front) -> None:
         self._worker, self._jobs = worker, Jobs(worker)
 
     def table(self) -> dict[str, Handler]:
@@ -455,7 +431,7 @@ class Handlers:
         _, job = await self._start(call, is_stream=True)
         return EventStream(job.read(), ping_s=self._worker.settings.ping_s, on_end=job.cancel)
 
-    async def _start(self, call: Call, is_stream: bool = False) -> tuple[GenerateRequest, Job]:
+    async def _start(self, call: Call, is_stream: bool = False) -> tuple[GenerateRequest, JobEvents]:
         body = await call.body()
         async with call.until_disconnect():
             request: GenerateRequest = await self._worker.parse("job", body, is_stream=is_stream)
@@ -487,10 +463,12 @@ def _event(kind: str, **properties: Schema) -> Schema:
 
 
 def _schemas(settings: ServerSettings) -> dict[str, Schema]:
-    job = {**table_schema(JOB, settings.names), "oneOf": [with_field("prompt"), with_field("messages")]}
+    job = {**table_schema(JOB, settings.schema_names), "oneOf": [with_field("prompt"), with_field("messages")]}
     named = {**job, "required": [*job["required"], "job_id"]}
     narrower = {"job_id": JOB["job_id"].type.json_schema(), "stream": {"enum": [True, None], "default": True}}
     named["properties"] = {**job["properties"], **narrower}
+    about_model = table_schema(MODEL_JOB, settings.schema_names)
+    job = {"anyOf": [job, about_model]} if settings.has_pool else job
     return {"JobRequest": job, "NamedJobRequest": named, "CancelRequest": table_schema(CANCEL), **REPLIES}
 
 
@@ -498,7 +476,8 @@ REPLIES: dict[str, Schema] = {
     "JobAccepted": reply_schema(job_id=TEXT, sse_url=TEXT),
     "JobResult": reply_schema(
         job_id=TEXT, text=TEXT, tokens_out=COUNT, stop_reason=STOP_REASON, decode_time_ms=NUMBER, seed=COUNT),
-    "JobReply": {"anyOf": [ref("JobAccepted"), ref("JobResult")]},
+    "ModelJobResult": reply_schema(job_id=TEXT, operation=TEXT, model=TEXT, status=TEXT, bytes=COUNT, seconds=NUMBER),
+    "JobReply": {"anyOf": [ref("JobAccepted"), ref("JobResult"), ref("ModelJobResult")]},
     "JobName": reply_schema(job_id=TEXT),
     "JobState": reply_schema(
         job_id=TEXT, state={"enum": ["queued", "running", "done", "failed", "cancelled"]}, tokens_out=COUNT),

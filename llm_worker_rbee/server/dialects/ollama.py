@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from ...config import parse_duration
 from ...errors import WorkerError
 from ...sampling_params import (
     MAX_COUNT,
@@ -264,7 +265,7 @@ def _request(
     fields = {f"options.{name}": value for name, value in values["options"].items()} | dict.fromkeys(unknown)
     known_values, extra = validate_known(fields, OPTIONS, options)
     ignored += extra + [name for name in map("options.{}".format, WITHOUT_EFFECT) if known_values[name] is not None]
-    ignored += ["keep_alive"] if values["keep_alive"] is not None else []
+    keep_alive = read_keep_alive(values, ignored, options)
     require(
         values["logprobs"] or not values["top_logprobs"],
         "top_logprobs",
@@ -278,9 +279,21 @@ def _request(
         model=values["model"],
         stream=values["stream"],
         ignored=ignored,
+        keep_alive=keep_alive,
         structured_outputs_field="format",
         tool_places=function_places(values.get("tools", ())),
     )
+
+
+def read_keep_alive(values: Mapping[str, Any], ignored: list[str], options: ParseOptions) -> float | None:
+    """Return the seconds that a model stays loaded after the request; without a pool it always stays."""
+    keep_alive = values["keep_alive"]
+    if keep_alive is None:
+        return None
+    if not options.has_pool:
+        ignored.append("keep_alive")
+        return None
+    return parse_duration(keep_alive, "keep_alive")
 
 
 def _sampling_params(values: Mapping[str, Any], fields: dict[str, Any], options: ParseOptions) -> SamplingParams:
@@ -426,7 +439,8 @@ class OllamaPrinter(Printer):
     def _last(self, fields: dict[str, Any], finish_reason: FinishReason | None) -> dict[str, Any]:
         """Return the fields of the last line; without a prompt the model was only loaded."""
         if not self.reply.generations:
-            return {**fields, "done": True, "done_reason": "load"}
+            reason = "unload" if self.reply.request.keep_alive == 0 else "load"
+            return {**fields, "done": True, "done_reason": reason}
         return {**fields, "done": True, "done_reason": finish_reason, **statistics(self.reply)}
 
     def print_error(self, error: WorkerError) -> bytes:
@@ -488,7 +502,7 @@ def error_body(error: WorkerError) -> dict[str, Any]:
 
 
 def _schemas(settings: ServerSettings) -> dict[str, Schema]:
-    is_open, names = settings.ignore_unknown_fields, settings.names
+    is_open, names = settings.ignore_unknown_fields, settings.schema_names
     with_logprobs: Schema = {
         "anyOf": [with_values(top_logprobs={"enum": [0, None]}), with_field("logprobs", const=True)]
     }
@@ -515,9 +529,9 @@ DIALECT = Dialect(
     generate=(
         GenerateRoute("/api/chat", parse_chat, ChatPrinter, Operation(
             summary="Complete a conversation (Ollama)", request="OllamaChatRequest", reply="OllamaChatReply",
-            event="OllamaChatReply")),
+            event="OllamaChatReply"), unloads=True),
         GenerateRoute("/api/generate", parse_generate, GeneratePrinter, Operation(
             summary="Answer a prompt (Ollama)", request="OllamaGenerateRequest", reply="OllamaGenerateReply",
-            event="OllamaGenerateReply")),
+            event="OllamaGenerateReply"), unloads=True),
     ),
 )  # fmt: skip

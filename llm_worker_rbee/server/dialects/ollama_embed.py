@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from ..bodies import DIMENSIONS, MAX_INPUTS, EmbedRequest, Inputs
-from ..dialect import Call, Dialect, Operation, Route, Worker
+from ..dialect import Call, Dialect, Front, Operation, Route
 from ..json_schema import COUNT, NUMBER, TEXT, Schema, array_schema, reply_schema
 from ..schema import (
     AnyObject,
@@ -23,7 +23,7 @@ from ..schema import (
     validate_known,
 )
 from ..settings import ServerSettings
-from .ollama import ANY_NUMBER, SECOND, Either, error_body
+from .ollama import ANY_NUMBER, SECOND, Either, error_body, read_keep_alive
 
 EMBED_PATH, LEGACY_PATH = "/api/embed", "/api/embeddings"
 
@@ -52,7 +52,6 @@ SHARED: dict[str, Field] = {
     "options": Field(AnyObject()),
     "keep_alive": Field(Either((ANY_NUMBER, Text()), "a duration")),
 }
-WITHOUT_EFFECT = ("options", "keep_alive")  # an embedding has no options, and the model stays
 EMBED: dict[str, Field] = {
     **SHARED,
     "input": Field(OllamaInput(), (), is_secret=True),
@@ -65,9 +64,10 @@ LEGACY: dict[str, Field] = {**SHARED, "prompt": Field(Text(), "", is_secret=True
 def parse_embed(body: bytes, options: ParseOptions) -> EmbedRequest:
     """Validate the body of `/api/embed`."""
     values, ignored = validate_known(body, EMBED, options)
-    ignored += [name for name in WITHOUT_EFFECT if values[name]]
+    ignored += ["options"] if values["options"] else []
     return EmbedRequest(
         inputs=Inputs(list(values["input"])),
+        keep_alive=read_keep_alive(values, ignored, options),
         model=values["model"],
         dimensions=values["dimensions"],
         truncate=values["truncate"],
@@ -78,15 +78,18 @@ def parse_embed(body: bytes, options: ParseOptions) -> EmbedRequest:
 def parse_legacy(body: bytes, options: ParseOptions) -> EmbedRequest:
     """Validate the body of `/api/embeddings`."""
     values, ignored = validate_known(body, LEGACY, options)
-    ignored += [name for name in WITHOUT_EFFECT if values[name]]
+    ignored += ["options"] if values["options"] else []  # an embedding has none
+    keep_alive = read_keep_alive(values, ignored, options)
     texts = [values["prompt"]] * bool(values["prompt"])
-    return EmbedRequest(inputs=Inputs(texts), model=values["model"], truncate=True, ignored=ignored)
+    return EmbedRequest(
+        inputs=Inputs(texts), model=values["model"], truncate=True, keep_alive=keep_alive, ignored=ignored
+    )
 
 
 class Handlers:
     """The routes, for one worker."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Front) -> None:
         self._worker = worker
 
     async def embed(self, call: Call) -> Any:
@@ -119,10 +122,10 @@ class Handlers:
         body = await call.body()
         async with call.until_disconnect():
             request: EmbedRequest = await self._worker.parse_pooling(parser, body)
-            service = self._worker.find_pooling(request.model, "embedding")
-            if not request.inputs.texts:
-                return request, service.name, None
-            return request, service.name, await service.embed(request, self._worker.pooling.offload)
+            async with self._worker.use_pooling(request.model, "embedding", keep_alive=request.keep_alive) as service:
+                if not request.inputs.texts:
+                    return request, service.name, None
+                return request, service.name, await service.embed(request, self._worker.pooling.offload)
 
 
 def _schemas(settings: ServerSettings) -> dict[str, Schema]:

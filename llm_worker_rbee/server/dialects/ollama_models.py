@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import time
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from ...errors import NotFoundError
 from ...token_engine.protocol import ModelInfo, PoolingInfo
-from ..dialect import Call, Dialect, Handler, Operation, PoolingService, Route, TextModel, Worker
+from ..dialect import (
+    Call,
+    Dialect,
+    Front,
+    Handler,
+    Member,
+    ModelFacts,
+    Operation,
+    PoolingService,
+    PoolWorker,
+    Route,
+    TextModel,
+    Worker,
+)
 from ..json_schema import COUNT, TEXT, Schema, array_schema, reply_schema
 from ..schema import Boolean, Field, ParseOptions, Text, table_schema, tagged_name, validate_known
 from ..settings import ServerSettings
 from .ollama import TIME, error_body, timestamp
 
+Facts = ModelInfo | PoolingInfo | ModelFacts
 VERSION = "0.14.0"  # of Ollama, whose API this is: clients compare it with the one that they need
 FOREVER = "9999-12-31T23:59:59Z"
 SHOW: dict[str, Field] = {
@@ -36,6 +52,7 @@ class Handlers:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+        self._started_at, self._offload = worker.started_at, worker.offload
 
     def table(self) -> dict[str, Handler]:
         handlers = {"/api/version": self.version, "/api/tags": self.tags, "/api/ps": self.ps, "/api/show": self.show}
@@ -72,18 +89,18 @@ class Handlers:
             "context_length": context,
         }
 
-    def _model(self, name: str, info: ModelInfo | PoolingInfo) -> dict[str, Any]:
+    def _model(self, name: str, info: Facts) -> dict[str, Any]:
         identity = f"{info.path} {info.architecture} {info.quant} {info.parameters} {info.weights_bytes}"
         return {
             "name": name,
             "model": name,
-            "modified_at": timestamp(self._worker.started_at),
+            "modified_at": timestamp(self._started_at),
             "size": info.weights_bytes,
             "digest": hashlib.sha256(identity.encode()).hexdigest(),
             "details": self._details(info),
         }
 
-    def _details(self, info: ModelInfo | PoolingInfo) -> dict[str, Any]:
+    def _details(self, info: Facts) -> dict[str, Any]:
         return {
             "parent_model": "",
             "format": "gguf" if info.path.endswith(".gguf") else "safetensors",
@@ -102,8 +119,10 @@ class Handlers:
             service.require_loaded()
             return self._shown_pooling(service)
         self._worker.require_model(name)
-        model, info = self._worker.model, self._worker.engine.info
-        capabilities, template = await self._worker.offload.run(0, lambda: describe_chat(model))
+        return await self._shown_chat(self._worker.engine.info, self._worker.model)
+
+    async def _shown_chat(self, info: Facts, model: TextModel) -> dict[str, Any]:
+        capabilities, template = await self._offload.run(0, lambda: describe_chat(model))
         defaults = model.sampling_defaults.values | {"num_ctx": model.max_context}
         parameters = "\n".join(f"{OPTION_NAMES.get(name, name):<30} {value}" for name, value in defaults.items())
         chat = {"parameters": parameters, "template": template}
@@ -116,27 +135,80 @@ class Handlers:
         shown["model_info"][f"{info.architecture}.embedding_length"] = info.output_dim
         return shown
 
-    def _shown(
-        self, info: ModelInfo | PoolingInfo, context: int, vocab_size: int, capabilities: list[str]
-    ) -> dict[str, Any]:
+    def _shown(self, info: Facts, context: int, vocab_size: int | None, capabilities: list[str]) -> dict[str, Any]:
+        model_info = {
+            "general.architecture": info.architecture,
+            "general.parameter_count": info.parameters,
+            f"{info.architecture}.context_length": context,
+        }
+        if vocab_size is not None:
+            model_info[f"{info.architecture}.vocab_size"] = vocab_size
         return {
             "modelfile": "",
             "license": "",
-            "modified_at": timestamp(self._worker.started_at),
+            "modified_at": timestamp(self._started_at),
             "parameters": "",
             "template": "",
             "details": self._details(info),
             "capabilities": capabilities,
-            "model_info": {
-                "general.architecture": info.architecture,
-                "general.parameter_count": info.parameters,
-                f"{info.architecture}.context_length": context,
-                f"{info.architecture}.vocab_size": vocab_size,
-            },
+            "model_info": model_info,
         }
 
     async def refuse(self, path: str, _: Call) -> dict[str, Any]:
         raise NotFoundError(f"{path} is not supported: {REFUSED[path]}")
+
+
+class PoolHandlers(Handlers):
+    """The same for the models of a pool, whether they are loaded or not."""
+
+    def __init__(self, worker: PoolWorker) -> None:
+        self._models = worker
+        self._started_at, self._offload = worker.started_at, worker.offload
+
+    async def tags(self, _: Call) -> dict[str, Any]:
+        self._models.require_ready()
+        await self._models.refresh()
+        return {"models": [self._member(member) for member in self._models.pool.members if member.source.facts]}
+
+    async def ps(self, _: Call) -> dict[str, Any]:
+        self._models.require_ready()
+        return {"models": [self._resident(member) for member in self._models.pool.residents]}
+
+    def _member(self, member: Member) -> dict[str, Any]:
+        facts = member.source.require_facts()
+        listed = self._model(tagged_name(member.name), facts)
+        return listed | {"modified_at": timestamp(facts.modified_at), "status": member.state}
+
+    def _resident(self, member: Member) -> dict[str, Any]:
+        """Describe a model that takes memory."""
+        seconds, context = member.expires_in_s, member.source.require_facts().context_length
+        if member.service is not None:
+            context = member.service.context_length
+        return self._member(member) | {
+            "expires_at": FOREVER if seconds is None else timestamp(time.time() + seconds),
+            "size": member.size_bytes,
+            "size_vram": 0,
+            "context_length": context,
+        }
+
+    async def show(self, call: Call) -> dict[str, Any]:
+        values: dict[str, Any] = await self._models.parse("ollama_show", await call.body())
+        member = await self._models.find(values["model"] or values["name"], "chat", "embedding", "rerank")
+        facts, text = member.source.require_facts(), member.source.text
+        if member.source.kind != "chat":
+            capabilities = ["embedding"] if member.source.kind == "embedding" else []
+            return self._shown(facts, facts.context_length, None, capabilities)
+        if text is not None:
+            return await self._shown_chat(facts, text)
+        opened: TextModel = await asyncio.to_thread(member.source.open_text)
+        try:
+            return await self._shown_chat(facts, opened)
+        finally:
+            opened.close()
+
+
+def _make_handlers(worker: Front) -> dict[str, Handler]:
+    return (Handlers(worker.chat) if worker.chat is not None else PoolHandlers(cast(PoolWorker, worker))).table()
 
 
 OPTION_NAMES = {"repetition_penalty": "repeat_penalty"}
@@ -177,7 +249,7 @@ LISTED: dict[str, Schema] = {
 def _schemas(settings: ServerSettings) -> dict[str, Schema]:
     running = reply_schema(**LISTED, expires_at=TIME, size_vram=COUNT, context_length=COUNT)
     return {
-        "OllamaShowRequest": table_schema(SHOW, settings.names, is_open=settings.ignore_unknown_fields),
+        "OllamaShowRequest": table_schema(SHOW, settings.schema_names, is_open=settings.ignore_unknown_fields),
         "OllamaVersion": reply_schema(version=TEXT),
         "OllamaModels": reply_schema(models=array_schema(reply_schema(**LISTED))),
         "OllamaRunningModels": reply_schema(models=array_schema(running)),
@@ -199,7 +271,7 @@ DIALECT = Dialect(
     error_schema="OllamaError",
     takes_any_content_type=True,
     parsers={"ollama_show": (parse_show, dict[str, Any])},
-    make_handlers=lambda worker: Handlers(worker).table(),
+    make_handlers=_make_handlers,
     routes=(
         Route("GET", "/api/version", Operation(summary="The version of Ollama's API", reply="OllamaVersion")),
         Route("GET", "/api/tags", Operation(summary="The served models (Ollama)", reply="OllamaModels")),

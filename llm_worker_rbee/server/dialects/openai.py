@@ -475,7 +475,7 @@ def _schemas(settings: ServerSettings) -> dict[str, Schema]:
     return {
         **SCHEMAS,
         "ChatRequest": {
-            **table_schema(CHAT, settings.names, is_open=settings.ignore_unknown_fields),
+            **table_schema(CHAT, settings.schema_names, is_open=settings.ignore_unknown_fields),
             "anyOf": [with_values(top_logprobs={"type": "null"}), with_field("logprobs", const=True)],
             "allOf": [STREAM_OPTIONS],
         },

@@ -223,7 +223,7 @@ def _schemas(settings: ServerSettings) -> dict[str, Schema]:
     return {
         **SCHEMAS,
         "CompletionRequest": {
-            **table_schema(COMPLETION, settings.names, is_open=settings.ignore_unknown_fields),
+            **table_schema(COMPLETION, settings.schema_names, is_open=settings.ignore_unknown_fields),
             "anyOf": [with_values(max_tokens={"not": {"const": 0}}), with_field("echo", const=True)],
             "allOf": [STREAM_OPTIONS],
         },

@@ -11,7 +11,7 @@ from uuid import uuid4
 import msgspec
 
 from ..bodies import DIMENSIONS, MAX_INPUTS, EmbedRequest, Inputs, RankRequest
-from ..dialect import Call, Dialect, Operation, Route, Worker
+from ..dialect import Call, Dialect, Front, Operation, Route
 from ..json_schema import COUNT, NUMBER, TEXT, Schema, array_schema, reply_schema, with_field, with_values
 from ..object_fields import ListOf, ObjectOf
 from ..schema import (
@@ -222,15 +222,15 @@ def parse_score(body: bytes, options: ParseOptions) -> RankRequest:
 class Handlers:
     """The routes, for one worker."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Front) -> None:
         self._worker = worker
 
     async def embed(self, call: Call) -> Any:
         body = await call.body()
         async with call.until_disconnect():
             request: EmbedRequest = await self._worker.parse_pooling(PATH, body)
-            service = self._worker.find_pooling(request.model, "embedding")
-            pooled = await service.embed(request, self._worker.pooling.offload)
+            async with self._worker.use_pooling(request.model, "embedding") as service:
+                pooled = await service.embed(request, self._worker.pooling.offload)
         usage = msgspec.json.encode({"prompt_tokens": pooled.num_tokens, "total_tokens": pooled.num_tokens})
         name = msgspec.json.encode(service.name)
         return self._worker.pooling.rows_response(
@@ -268,8 +268,8 @@ class Handlers:
         body = await call.body()
         async with call.until_disconnect():
             request: RankRequest = await self._worker.parse_pooling(parser, body)
-            service = self._worker.find_pooling(request.model, *kinds)
-            pooled = await service.score(request, self._worker.pooling.offload)
+            async with self._worker.use_pooling(request.model, *kinds) as service:
+                pooled = await service.score(request, self._worker.pooling.offload)
         usage = {"prompt_tokens": pooled.num_tokens, "total_tokens": pooled.num_tokens}
         return request, service.name, pooled.rows, usage
 

@@ -29,7 +29,7 @@ from ..bodies import (
     input_arguments,
     to_tool,
 )
-from ..dialect import Call, Dialect, GenerateRoute, Handler, Operation, Route, Worker
+from ..dialect import Call, Dialect, Front, GenerateRoute, Handler, Operation, Route
 from ..json_schema import COUNT, TEXT, Schema, array_schema, object_schema, or_null, reply_schema
 from ..lark_regex import lark_to_regex
 from ..schema import (
@@ -583,7 +583,7 @@ def _response_format(form: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {"schema": form["schema"]}}
 
 
-def _make_handlers(_: Worker) -> dict[str, Handler]:
+def _make_handlers(_: Front) -> dict[str, Handler]:
     async def stored(_: Call) -> NoReturn:
         raise NotFoundError(f"there is no such response: {NO_STATE}")
 
@@ -601,7 +601,7 @@ def _schemas(settings: ServerSettings) -> dict[str, Schema]:
     item = reply_schema(id=TEXT, type=TEXT)
     status: Schema = {"enum": ["completed", "incomplete", "in_progress", "failed"]}
     return {
-        "ResponseRequest": table_schema(RESPONSES, settings.names, is_open=settings.ignore_unknown_fields),
+        "ResponseRequest": table_schema(RESPONSES, settings.schema_names, is_open=settings.ignore_unknown_fields),
         "Response": reply_schema(
             id=TEXT,
             object={"const": "response"},

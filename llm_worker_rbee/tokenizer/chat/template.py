@@ -183,6 +183,12 @@ class ChatTemplate:
         prompt = self.render(validate_messages(messages), protected=tokenizer, **fields)
         return tokenizer.encode(prompt, parse_special=True, protected=True)
 
+    def close(self) -> None:
+        """End the process; rendering starts it again."""
+        with self._lock:
+            if self._worker is not None:
+                self._worker.stop()
+
     def _ensure_worker(self) -> PipeProcess:
         """Return the process that holds the compiled template; start a new one if it has ended."""
         if self._worker is None or self._worker.poll() is not None:

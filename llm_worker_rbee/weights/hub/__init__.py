@@ -8,6 +8,7 @@ Returns paths on this machine and lists what is cached; file contents are not re
 import difflib
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,12 +17,21 @@ from pathlib import Path
 from ...errors import InvalidRequestError, ModelNotFoundError
 from ..gguf import SPLIT_NAME, list_gguf_models, split_set_paths
 from . import huggingface, pypi_model
-from .cache_dir import Progress, cache_dir, no_progress
+from .cache_dir import Progress, cache_dir, explain_os_errors, no_progress
 from .huggingface import REFERENCE_PATTERN, HubModel, find_cached, parse_reference
 from .pypi_model import ALIASES, BUILTIN
 
 __all__ = ["ALIASES", "BUILTIN", "DEFAULT_EMBEDDING_MODEL", "DEFAULT_MODEL", "CachedModel", "LocatedModel", "Progress"]
-__all__ += ["cache_dir", "cached_models", "find_model", "locate_model", "model_files", "verify_model"]
+__all__ += [
+    "cache_dir",
+    "cached_model",
+    "cached_models",
+    "find_model",
+    "locate_model",
+    "model_files",
+    "remove_model",
+    "verify_model",
+]
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_EMBEDDING_MODEL = "all-minilm-l6-v2"
@@ -110,6 +120,41 @@ def cached_models() -> list[CachedModel]:
     return sorted(models, key=lambda model: model.name)
 
 
+def cached_model(name: str) -> CachedModel:
+    """Return a model of the cache by its name, its reference or its file's name; it is not fetched."""
+    name = ALIASES.get(name, name)
+    for model in cached_models():
+        if name in (model.name, model.path.name, model.reference):
+            return model
+    raise _not_found_error(name)
+
+
+def remove_model(model: CachedModel) -> int:
+    """Remove a cached model, and return the bytes that this frees: files that another one needs stay."""
+    paths = [other.path for other in cached_models() if other != model]
+    others = {file.resolve() for path in paths for file in model_files(path)}
+    freed = 0
+    with explain_os_errors(model.path):
+        for file in model_files(model.path):
+            blob, size, is_link = file.resolve(), file.stat().st_size, file.is_symlink()
+            if blob in others and not is_link:
+                continue
+            file.unlink()
+            if not is_link or (blob not in others and blob.is_relative_to(huggingface.hub_cache())):
+                blob.unlink(missing_ok=True)  # a file in the cache of the hub is a link to it
+                freed += size
+        if model.path.is_dir() and not any(path.is_relative_to(model.path) for path in paths):
+            shutil.rmtree(model.path)
+        _record(model.reference).unlink(missing_ok=True)
+    return freed
+
+
+def _record(reference: str) -> Path:
+    """Return the path of the record of a model of the hub."""
+    name = reference.removeprefix("hf:").replace("/", "--").replace(":", "--")
+    return cache_dir() / "hf" / f"{name}.json"
+
+
 def model_files(path: Path) -> list[Path]:
     """Return the files of the model at `path`: the file, its split set, or all files of the folder."""
     if path.is_dir():
@@ -141,13 +186,12 @@ def _is_model(path: Path) -> bool:
 def _pull_from_hub(model: HubModel, progress: Progress) -> Path:
     """Pull a model and record it for `cached_models`; an unwritable cache folder is not an error."""
     path = huggingface.pull_model(model, progress)
-    name = model.reference.removeprefix("hf:").replace("/", "--").replace(":", "--")
-    record = cache_dir() / "hf" / f"{name}.json"
+    record = _record(model.reference)
     content = json.dumps({"reference": model.reference, "path": str(path)})
     with suppress(OSError):
         if not record.is_file() or record.read_text() != content:
             record.parent.mkdir(parents=True, exist_ok=True)
-            partial = record.with_name(f".{name}.{os.getpid()}")
+            partial = record.with_name(f".{record.stem}.{os.getpid()}")
             partial.write_text(content)
             os.replace(partial, record)
     return path
