@@ -133,7 +133,7 @@ LOG: tuple[Raise, ...] = (
     Raise(
         43,
         "lines of llm_worker_rbee/server",
-        1787,
+        1825,
         "model_pool.py, model_source.py, pool_worker.py, verbs about models, keep_alive",
     ),
     Raise(
@@ -146,7 +146,7 @@ LOG: tuple[Raise, ...] = (
     Raise(43, "lines of llm_worker_rbee/weights", 44, "removing a cached model"),
     Raise(43, "files of llm_worker_rbee/cli", 2, "serve_pool.py, ps.py"),
     Raise(43, "files of llm_worker_rbee/server", 5, "the three, openai_models.py, jobs_models.py"),
-    Raise(43, "lines of the worker", 2255, "a pool of models"),
+    Raise(43, "lines of the worker", 2293, "a pool of models"),
     Raise(43, "files of the worker", 7, "the above"),
 )
 
@@ -163,7 +163,7 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "llm_worker_rbee/engine": (Budget(3_307, 4_846), Budget(18, 19)),
     "llm_worker_rbee/layers": (Budget(527, 527), Budget(8, 8)),
     "llm_worker_rbee/models": (Budget(3_580, 3_607), Budget(20, 20)),
-    "llm_worker_rbee/server": (Budget(9_136, 11_152), Budget(42, 38)),
+    "llm_worker_rbee/server": (Budget(9_136, 11_190), Budget(42, 38)),
     "llm_worker_rbee/structured_outputs": (Budget(1_658, 1_676), Budget(7, 7)),
     "llm_worker_rbee/token_engine": (Budget(2_499, 2_544), Budget(16, 14)),
     "llm_worker_rbee/tokenizer": (Budget(4_633, 4_718), Budget(17, 17)),
@@ -175,7 +175,7 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "benchmarks/pages": (Budget(1_045, 1_043), Budget(8, 8)),
 }
 COUNTS = {
-    "lines of the worker": Budget(57_243, 63_791),
+    "lines of the worker": Budget(57_243, 63_829),
     "files of the worker": Budget(252, 259),
     "files of a streamed chat": Budget(62, 54),
     "largest number of imported modules": Budget(27, 26),

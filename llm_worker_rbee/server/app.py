@@ -52,7 +52,7 @@ from .model_pool import Member
 from .pool_worker import PoolWorker
 from .pooling import PoolingService
 from .reply import Reply, start_reply
-from .schema import CHUNK_ITEMS, JSON_TYPE
+from .schema import CHUNK_ITEMS, JSON_TYPE, KINDS
 from .sse import DONE, HEADERS, EventStream, PushStream, encode_event, watch_disconnect
 from .worker import Front, Worker
 
@@ -61,7 +61,6 @@ CORS_METHODS = ("GET", "POST", "DELETE")
 CORS_HEADERS = ("retry-after", "x-correlation-id", "x-effective-max-tokens", "x-ignored-fields", "x-skipped-tools")
 INLINE_BLOCK = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 logger = logging.getLogger("llm_worker_rbee.server")
-KINDS = ("chat", "embedding", "rerank")
 PACKAGES, CUDA_PACKAGES = ("numpy", "numba"), ("torch", "triton")  # whose versions /info reports
 
 

@@ -124,7 +124,8 @@ class Member:
     num_users: int = 0  # requests that hold it
     num_loads: int = 0
     waiters: set[asyncio.Future[Service]] = field(default_factory=set)
-    drained_for: set[Member] = field(default_factory=set)  # members that wait for its memory
+    drained_for: set[object] = field(default_factory=set)  # members that wait for its memory, calls that unload it
+    background: asyncio.Task[None] | None = None  # a load that no request waits for
     loading: asyncio.Task[None] | None = None
     unloading: asyncio.Task[None] | None = None
     waits_for_room: bool = False
@@ -195,6 +196,7 @@ class ModelPool:
         self.max_models, self.max_bytes = max_models, max_bytes
         self.keep_alive_s, self.load_timeout_s, self.max_waiting = keep_alive_s, load_timeout_s, max_waiting
         self._by_name: dict[str, Member] = {}
+        self._queue: list[Member] = []  # that wait for room, the first one first: small models would starve a large one
         self._changed = asyncio.Event()  # replaced with each change of memory
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_stopped = False
@@ -280,6 +282,8 @@ class ModelPool:
             raise copy_error(member.error)
 
     def _describe_wait(self, member: Member) -> str:
+        if member.state == "loaded":
+            return f"{member.name!r} is being unloaded, and its requests did not end within {self.load_timeout_s:g} s"
         seconds = f"the model {member.name!r} was not loaded within {self.load_timeout_s:g} s"
         if not member.waits_for_room:
             return seconds
@@ -341,7 +345,7 @@ class ModelPool:
                 async with asyncio.timeout(self.load_timeout_s):
                     member.service = await self._open(member)
             except TimeoutError:
-                raise InferenceError(
+                raise DeadlineError(
                     f"the model {member.name!r} was not loaded within {self.load_timeout_s:g} s"
                 ) from None
             logger.info("the model %s is loaded after %.2f s", member.name, time.monotonic() - start)
@@ -417,14 +421,17 @@ class ModelPool:
         """Reserve the memory of a load; wait until others have left it."""
         self._require_fits(member, rows)
         size = sum(row.bytes for row in rows)
+        self._queue.append(member)
         try:
-            while self._unload_for(member, size):
+            while self._queue[0] is not member or self._unload_for(member, size):
                 member.waits_for_room = True
                 await self._changed.wait()
             member.rows = rows
         finally:
+            self._queue.remove(member)
             member.waits_for_room = False
             self._stop_draining(member)
+            self._notify()
 
     def _unload_for(self, member: Member, size: int) -> bool:
         """Unload idle members, and drain busy ones, until there is room; return whether it must be waited for."""
@@ -440,7 +447,7 @@ class ModelPool:
             return False
         leaving = [other for other in others if other.unloading is not None]
         loaded = [other for other in others if other.state == "loaded" and other.unloading is None]
-        loaded.sort(key=lambda other: (other.is_busy, other.last_used_at))
+        loaded.sort(key=lambda other: (other.is_busy, member not in other.drained_for, other.last_used_at))
         for other in (*leaving, *loaded):
             if fits():
                 break
@@ -452,11 +459,11 @@ class ModelPool:
                 self._start_unload(other, "unloaded")
         return True
 
-    def _stop_draining(self, member: Member) -> None:
-        """Let members that were drained for this one serve again; the wait is over."""
+    def _stop_draining(self, reason: object) -> None:
+        """Let members that were drained for this reason serve again; the wait is over."""
         for other in self.members:
-            if member in other.drained_for:
-                other.drained_for.discard(member)
+            if reason in other.drained_for:
+                other.drained_for.discard(reason)
                 if other.is_serving:
                     self._serve_waiters(other)
                     self._on_idle(other)
@@ -465,8 +472,9 @@ class ModelPool:
         """Load members one after another, as long as there is room without unloading any."""
         for member in members:
             with suppress(WorkerError):  # it is the member's reason
-                size = self.used_bytes + await self.require_fits(member)
-                if len(self.residents) < self.max_models and (self.max_bytes is None or size <= self.max_bytes):
+                size = await self.require_fits(member)
+                has_room = self.max_bytes is None or self.used_bytes + size <= self.max_bytes
+                if len(self.residents) < self.max_models and has_room:
                     await self.load(member)
 
     async def load(self, member: Member) -> None:
@@ -475,20 +483,23 @@ class ModelPool:
             pass
 
     def start_load(self, member: Member) -> None:
-        """Load a member in the background."""
+        """Load a member in the background, unless that is under way; raise if too many requests wait for loads."""
+        if member.is_serving or (member.background is not None and not member.background.done()):
+            return
+        self._require_place(member)
 
         async def load() -> None:
             with suppress(WorkerError):  # it is the member's reason
                 await self.load(member)
 
-        self._start_task(load())
+        member.background = self._start_task(load())
 
     async def unload(self, member: Member, state: State = "unloaded") -> None:
         """Unload a member once its requests have ended; new ones wait, and load it again."""
         if member.loading is not None:
-            with suppress(asyncio.CancelledError):
-                await asyncio.shield(member.loading)
-        member.drained_for.add(member)
+            await asyncio.wait({member.loading})
+        reason = object()  # of this call: another one may end before
+        member.drained_for.add(reason)
         try:
             while member.state == "loaded" and member.unloading is None and member.is_busy:
                 await self._changed.wait()
@@ -497,7 +508,7 @@ class ModelPool:
             if member.unloading is not None:
                 await asyncio.shield(member.unloading)
         finally:
-            self._stop_draining(member)
+            self._stop_draining(reason)
         if member.state in ("sleeping", "failed") and state == "unloaded":
             member.state, member.error = "unloaded", None
         if member.state == "unloaded":

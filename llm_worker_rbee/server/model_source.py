@@ -201,14 +201,16 @@ class ModelsFolder:
         """Return the models that are in the folder now; called in a thread."""
         sources: dict[tuple[str, int, int], ModelSource] = {}
         for name, path in self._models():
-            try:
-                stats = [file.stat() for file in model_files(path)]
-            except OSError:  # it was removed meanwhile
+            if (key := _file_key(name, path)) is None:  # it was removed meanwhile
                 continue
-            key = name, sum(stat.st_size for stat in stats), max((stat.st_mtime_ns for stat in stats), default=0)
             sources[key] = self._sources.get(key) or self._open(name, path)
         self._sources = sources
         return list(sources.values())
+
+    def is_current(self, source: ModelSource) -> bool:
+        """Return whether the files of a model are as they were in the last scan; called in a thread."""
+        keys = [key for key, other in self._sources.items() if other is source]
+        return isinstance(source, FileSource | BrokenSource) and keys == [_file_key(source.names[0], source.path)]
 
     def _open(self, name: str, path: Path) -> ModelSource:
         try:
@@ -248,6 +250,15 @@ class ModelsFolder:
             self._refused.add(path.name)
             logger.warning("%s is passed over: its name is not printable, or it leads out of --models-dir", path)
         return is_inside
+
+
+def _file_key(name: str, path: Path) -> tuple[str, int, int] | None:
+    """Return what differs once a model's files are changed or replaced; None if they are gone."""
+    try:
+        stats = [file.stat() for file in model_files(path)]
+    except OSError:
+        return None
+    return name, sum(stat.st_size for stat in stats), max((stat.st_mtime_ns for stat in stats), default=0)
 
 
 def pooling_service(

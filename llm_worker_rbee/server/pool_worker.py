@@ -11,12 +11,20 @@ from typing import Any, cast
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from ..errors import InferenceError, InvalidRequestError, ModelNotFoundError, ShuttingDownError, WorkerError
+from ..errors import (
+    DeadlineError,
+    InferenceError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    ShuttingDownError,
+    WorkerError,
+)
 from .metrics import PREFIX, chat_families, encode_families, label_families
 from .model_pool import Member, ModelPool
 from .model_source import ChatSource, ModelsFolder
 from .offload import OffloadPool
 from .pooling import Kind, PoolingModels, PoolingService, pooling_metrics
+from .schema import KINDS
 from .settings import ServerSettings
 from .worker import Front, Worker
 
@@ -99,6 +107,7 @@ class PoolWorker(Front):
             if member.source not in sources and not (member.rows or member.loading or member.waiters):
                 self._of_folder.remove(member)
                 self.pool.remove(member)
+                member.source.drop()
         for source in sources:
             if self.pool.named(source.names[0]) is None:
                 self._of_folder.add(self.pool.add(source))
@@ -109,7 +118,7 @@ class PoolWorker(Front):
             raise ShuttingDownError("the worker is shutting down")
         self.require_ready()
         member = self._default(kinds) if name is None else self.pool.named(name)
-        if member is None and self.folder is not None:
+        if self.folder is not None and (member is None or await self._has_changed(member)):
             await self.refresh()
             member = self._default(kinds) if name is None else self.pool.named(name)
         fitting = [other.name for other in self.pool.members if other.source.kind in kinds]
@@ -121,6 +130,12 @@ class PoolWorker(Front):
             kind = f"of kind {member.source.kind!r}, which does not do this"
             raise InvalidRequestError(f"the model {member.name!r} is {kind}: {use}", "model")
         return member
+
+    async def _has_changed(self, member: Member) -> bool:
+        """Return whether the files of a model that is not loaded have changed since the folder was read."""
+        if member not in self._of_folder or member.rows or member.loading is not None or self.folder is None:
+            return False
+        return not await asyncio.to_thread(self.folder.is_current, member.source)
 
     def _default(self, kinds: tuple[str, ...]) -> Member | None:
         """Return the first model of the first of these kinds whose files can be used."""
@@ -163,7 +178,8 @@ class PoolWorker(Front):
         self.pool.notice_failures()
         states = {cast(Any, member.service).engine.status() for member in self.pool.members if member.service}
         worst = next((state for state in ("stalled", "loading") if state in states), "healthy")
-        has_failed = any(member.state == "failed" for member in self.pool.members)
+        errors = [member.error for member in self.pool.members if member.state == "failed"]
+        has_failed = any(isinstance(error, InferenceError | DeadlineError) for error in errors)  # not by its files
         if worst != "healthy" or has_failed:
             return worst if len(states) == 1 and worst != "healthy" and not has_failed else "degraded"
         return "healthy"
@@ -177,7 +193,7 @@ class PoolWorker(Front):
         ages = [worker.engine.last_step_age_s for worker in workers]
         return {
             "status": status,
-            "model": self.pool.members[0].name if self.pool.members else None,
+            "model": None if (first := self._default(KINDS)) is None else first.name,
             "uptime_s": self.uptime_s,
             "last_step_age_s": round(max(ages, default=0.0), 3),
             "running": sum(load.running for load in loads),

@@ -44,6 +44,7 @@ MEDIA = {
     "document": "documents are",
 }
 LATEST = ":latest"  # the tag that clients of Ollama add to the name of a model, or leave out
+KINDS = ("chat", "embedding", "rerank")  # of models
 TYPE_NAMES = {
     bool: "a truth value",
     int: "a number",

@@ -301,6 +301,60 @@ async def test_unload_waits_for_running_requests_and_new_ones_load_it_again() ->
 
 
 @in_loop
+async def test_unload_outlives_another_that_was_abandoned() -> None:
+    pool, members, _ = make_pool(4)
+    end = asyncio.Event()
+    holding = asyncio.ensure_future(hold(pool, members[0], end))
+    await settle()
+    abandoned, unloading = (asyncio.ensure_future(pool.unload(members[0])) for _ in range(2))
+    await settle()
+    abandoned.cancel()
+    await settle()
+    end.set()
+    await asyncio.wait_for(asyncio.gather(holding, unloading), 5)
+    assert states(members) == "a:unloaded"
+
+
+@in_loop
+async def test_large_model_is_not_starved_by_small_ones() -> None:
+    """The small ones fit together, and are always busy."""
+    pool, members, sources = make_pool(8, 3, 3, 3, limit=10)
+    is_over = False
+
+    async def use_again(member: Member) -> None:
+        while not is_over:
+            async with pool.use(member):
+                await asyncio.sleep(0.001)
+
+    small = [asyncio.ensure_future(use_again(member)) for member in members[1:] for _ in range(2)]
+    await settle()
+    for _ in range(3):
+        await asyncio.wait_for(pool.load(members[0]), 5)
+        await settle()
+    is_over = True
+    await asyncio.gather(*small)
+    assert sources[0].num_opened == 3
+    assert max(source.num_opened for source in sources[1:]) < 20
+
+
+@in_loop
+async def test_background_loads_of_one_model_are_one() -> None:
+    """An orchestrator may ask again and again; only requests fill the queue."""
+    pool, members, _ = make_pool(6, 6, max_waiting=4)
+    end = asyncio.Event()
+    holding = asyncio.ensure_future(hold(pool, members[0], end))
+    await settle()
+    for _ in range(20):
+        pool.start_load(members[1])
+        await asyncio.sleep(0)
+    assert pool.num_waiting == 1
+    end.set()
+    await holding
+    await settle()
+    assert states(members) == "a:unloaded b:loaded"
+
+
+@in_loop
 async def test_models_of_the_start_are_loaded_while_there_is_room() -> None:
     pool, members, _ = make_pool(11, 4, 7, 6)
     await pool.preload(members)

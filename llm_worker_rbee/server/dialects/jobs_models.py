@@ -17,11 +17,10 @@ from ...sampling_params import SamplingParams
 from .. import log
 from ..bodies import GenerateRequest
 from ..dialect import Front, Member, PoolWorker
-from ..schema import Boolean, Enum, Field, FieldType, Text, validate_body
+from ..schema import KINDS, Boolean, Enum, Field, FieldType, Text, validate_body
 from ..sse import DONE, encode_event
 
 OPERATIONS = ("load", "unload", "sleep")
-KINDS = ("chat", "embedding", "rerank")
 JOB_BYTES, EVENT_BYTES = 4096, 64  # overhead, an estimate
 
 

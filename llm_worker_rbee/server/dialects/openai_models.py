@@ -10,11 +10,10 @@ from typing import Any, cast
 from ...errors import InvalidRequestError
 from ..dialect import Call, Dialect, Front, Handler, Member, Operation, PoolWorker, Route
 from ..json_schema import FLAG, TEXT, Schema, array_schema, reply_schema
-from ..schema import Field, ParseOptions, Text, table_schema, validate_known
+from ..schema import KINDS, Field, ParseOptions, Text, table_schema, validate_known
 from ..settings import ServerSettings
 from .openai import error_body
 
-KINDS = ("chat", "embedding", "rerank")
 NAMED = {"model": Field(Text(1), required=True)}
 LEVELS = ("1", "2")
 
@@ -68,12 +67,14 @@ class Handlers:
         call.require_own_page()
         if (level := call.query.get("level", LEVELS[0])) not in LEVELS:
             raise InvalidRequestError(f"level is {level[:20]!r}: it must be 1 or 2, which do the same here", "level")
-        await self._models.pool.sleep()
+        async with call.until_disconnect():
+            await self._models.pool.sleep()
         return {"is_sleeping": True}
 
     async def wake_up(self, call: Call) -> dict[str, Any]:
         call.require_own_page()
-        await self._models.pool.wake()
+        async with call.until_disconnect():
+            await self._models.pool.wake()
         return {"is_sleeping": False}
 
     async def is_sleeping(self, _: Call) -> dict[str, Any]:
