@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -43,6 +43,7 @@ def has_pool(options: ServeCommand) -> bool:
         "--served-model-name": options.wire.served_model_name is not None,
         "--chat-template": options.model.chat_template is not None,
         "--draft-model": options.sharing.draft_model is not None,
+        "--lora": bool(options.sharing.lora) or options.adapters.lora_dir is not None,
         "--replicas": (options.process.replicas or 1) > 1,
         "--device with several devices": "," in options.computing.device,
         "--engine-process off": options.process.engine_process == "off",
@@ -50,6 +51,9 @@ def has_pool(options: ServeCommand) -> bool:
     for name, is_given in single.items():
         if is_given:
             raise typer.BadParameter(f"{name} is for a single model: serve it without a pool of models")
+    if flags.models_dir is not None:
+        with suppress(OSError):  # it is there
+            flags.models_dir.mkdir()
     if flags.models_dir is not None and not flags.models_dir.is_dir():
         raise typer.BadParameter(f"--models-dir {flags.models_dir} is not a folder")
     if len(set(models)) < len(models):
@@ -101,7 +105,7 @@ def make_worker(
     )
     folder = None if flags.models_dir is None else ModelsFolder(flags.models_dir.expanduser(), shared)
     add = partial(_add_models, pool, models, shared, _shown_progress(shown, output))
-    return PoolWorker(settings, pool, add, folder, offload)
+    return PoolWorker(settings, pool, add, folder, offload, check_usage(parse_size, flags.max_pull, "max_pull"))
 
 
 def _shown_progress(shown: ExitStack, output: OutputThread) -> Progress:

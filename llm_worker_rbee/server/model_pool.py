@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 from ..engine.memory_plan import MemoryRow
@@ -27,6 +28,7 @@ from ..errors import (
     ModelNotFoundError,
     QueueFullError,
     ShuttingDownError,
+    UnavailableError,
     WorkerError,
     copy_error,
     counted,
@@ -39,21 +41,16 @@ from .schema import LATEST
 
 State = Literal["unloaded", "loading", "loaded", "sleeping", "failed"]
 MAX_WAITING = 512  # requests that wait for a model to be loaded
+TURN_S = 30.0  # so long a busy model takes no new requests for one that waits for its memory, then it serves as long
 RETRY_FAILED_S = 5.0  # so long after a failed load requests get its error, and no new try
 logger = logging.getLogger("llm_worker_rbee.server")
-
-
-class Engine(Protocol):
-    """The engine of a service, as the pool sees it."""
-
-    def status(self) -> str: ...
 
 
 class Service(Protocol):
     """A model that is loaded and answers requests."""
 
     @property
-    def engine(self) -> Engine: ...
+    def engine(self) -> Any: ...
     @property
     def num_open(self) -> int: ...  # requests that are not finished
     @property
@@ -78,6 +75,7 @@ class ModelSource(ABC):
     """What the pool asks of a model: its names and its memory, and to load it."""
 
     names: tuple[str, ...]  # of requests; replies use the first
+    path = Path()  # of its files
     kind: str  # chat, embedding or rerank
     facts: ModelFacts | None = None  # None: the files cannot be used, for `error`
     error: WorkerError
@@ -306,14 +304,11 @@ class ModelPool:
         elif member.keep_alive_s == 0:
             self._start_unload(member, "unloaded")
         else:
-            self._start_timer(member)
-
-    def _start_timer(self, member: Member) -> None:
-        if member.timer is not None:
-            member.timer.cancel()
-        if member.keep_alive_s is not None:
-            loop = asyncio.get_running_loop()
-            member.timer = loop.call_later(member.keep_alive_s, self._on_expiry, member)
+            if member.timer is not None:
+                member.timer.cancel()
+            if member.keep_alive_s is not None:
+                loop = asyncio.get_running_loop()
+                member.timer = loop.call_later(member.keep_alive_s, self._on_expiry, member)
 
     def _on_expiry(self, member: Member) -> None:
         if member.is_serving and not member.is_busy:
@@ -339,16 +334,12 @@ class ModelPool:
             if member.unloading is not None:
                 await asyncio.shield(member.unloading)
                 before, member.state = member.state, "loading"
-            await self._take_room(member, await asyncio.to_thread(member.source.plan))
-            start = time.monotonic()
+            await self._take_room(member, await self._plan(member))
             try:
-                async with asyncio.timeout(self.load_timeout_s):
-                    member.service = await self._open(member)
-            except TimeoutError:
-                raise DeadlineError(
-                    f"the model {member.name!r} was not loaded within {self.load_timeout_s:g} s"
-                ) from None
-            logger.info("the model %s is loaded after %.2f s", member.name, time.monotonic() - start)
+                member.service = await self._open(member)
+            except (InferenceError, UnavailableError, ConnectionError) as error:  # its process has died
+                logger.warning("the model %s is loaded again: %s", member.name, error)
+                member.service = await self._open(member)
             member.state, member.num_loads = "loaded", member.num_loads + 1
         except asyncio.CancelledError:
             member.state, member.rows = "unloaded" if before == "loading" else before, []
@@ -372,8 +363,14 @@ class ModelPool:
         def on_idle() -> None:
             self._on_idle(member)
 
-        is_alone = not any(other.is_busy for other in self.residents)
-        return await member.source.load(on_stage, on_idle, is_alone=is_alone)
+        start, is_alone = time.monotonic(), not any(other.is_busy for other in self.residents)
+        try:
+            async with asyncio.timeout(self.load_timeout_s):
+                service = await member.source.load(on_stage, on_idle, is_alone=is_alone)
+        except TimeoutError:
+            raise DeadlineError(f"the model {member.name!r} was not loaded within {self.load_timeout_s:g} s") from None
+        logger.info("the model %s is loaded after %.2f s", member.name, time.monotonic() - start)
+        return service
 
     def _serve_waiters(self, member: Member) -> None:
         """Hand a loaded member to the requests that wait for it."""
@@ -386,6 +383,7 @@ class ModelPool:
     def _fail(self, member: Member, error: Exception) -> None:
         """Note why a member cannot serve; requests that wait end with the error."""
         known = error if isinstance(error, WorkerError) else InferenceError(f"{type(error).__name__}: {error}")
+        known.args = (str(known).replace(f"{member.source.path.parent}/", ""), *known.args[1:])  # clients see it
         logger.error("the model %s failed: %s", member.name, known)
         member.state, member.rows, member.service = "failed", [], None
         member.error, member.failed_at = known.with_traceback(None), time.monotonic()
@@ -399,15 +397,15 @@ class ModelPool:
         if member.rows or member.loading is not None:
             return 0
         try:
-            rows = await asyncio.to_thread(member.source.plan)
-            self._require_fits(member, rows)
-            return sum(row.bytes for row in rows)
+            return sum(row.bytes for row in await self._plan(member))
         except WorkerError as error:
             if not member.rows and member.loading is None:
                 self._fail(member, error)
             raise
 
-    def _require_fits(self, member: Member, rows: list[MemoryRow]) -> None:
+    async def _plan(self, member: Member) -> list[MemoryRow]:
+        """Return the memory that a member takes; raise if it is more than all may have."""
+        rows = await asyncio.to_thread(member.source.plan)
         size = sum(row.bytes for row in rows)
         if self.max_bytes is not None and size > self.max_bytes:
             parts = ", ".join(f"{row.owner} {human_bytes(row.bytes)}" for row in rows)
@@ -416,16 +414,18 @@ class ModelPool:
                 f"{human_bytes(self.max_bytes)}: use a smaller model, --max-context or --kv-memory, or give more "
                 "with --model-memory"
             )
+        return rows
 
     async def _take_room(self, member: Member, rows: list[MemoryRow]) -> None:
         """Reserve the memory of a load; wait until others have left it."""
-        self._require_fits(member, rows)
-        size = sum(row.bytes for row in rows)
+        size, start = sum(row.bytes for row in rows), time.monotonic()
         self._queue.append(member)
         try:
-            while self._queue[0] is not member or self._unload_for(member, size):
+            while self._queue[0] is not member or self._unload_for(member, size, (time.monotonic() - start) // TURN_S):
                 member.waits_for_room = True
-                await self._changed.wait()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(TURN_S - (time.monotonic() - start) % TURN_S):
+                        await self._changed.wait()
             member.rows = rows
         finally:
             self._queue.remove(member)
@@ -433,8 +433,9 @@ class ModelPool:
             self._stop_draining(member)
             self._notify()
 
-    def _unload_for(self, member: Member, size: int) -> bool:
-        """Unload idle members, and drain busy ones, until there is room; return whether it must be waited for."""
+    def _unload_for(self, member: Member, size: int, turn: float) -> bool:
+        """Unload idle members, and in even turns drain busy ones, until there is room; return whether it must be waited
+        for. In odd turns those serve again: the answers that they compute may be long."""
         others = [other for other in self.residents if other is not member]
         for other in others:
             self._notice_failure(other)
@@ -448,12 +449,14 @@ class ModelPool:
         leaving = [other for other in others if other.unloading is not None]
         loaded = [other for other in others if other.state == "loaded" and other.unloading is None]
         loaded.sort(key=lambda other: (other.is_busy, member not in other.drained_for, other.last_used_at))
+        if turn % 2:
+            self._stop_draining(member)
         for other in (*leaving, *loaded):
             if fits():
                 break
             used, count = used - other.size_bytes, count - 1
             if other.unloading is None and other.is_busy:
-                other.drained_for.add(member)
+                other.drained_for |= set() if turn % 2 else {member}
             elif other.unloading is None:
                 logger.info("the model %s is unloaded for %s", other.name, member.name)
                 self._start_unload(other, "unloaded")
@@ -534,7 +537,7 @@ class ModelPool:
         service, member.service = member.service, None
         assert service is not None
         try:
-            await service.close(UNLOADED)
+            await service.close(InferenceError("the model was unloaded"))
         finally:
             member.rows, member.unloading = [], None
             if member.loading is None:
@@ -593,6 +596,3 @@ class ModelPool:
                 self._start_unload(member, "unloaded")
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-UNLOADED = InferenceError("the model was unloaded")

@@ -1,4 +1,4 @@
-"""The models of a pool: what a file needs, and loading it; the models of a folder by their names.
+"""The models of a pool: what a file needs, and loading it; the models of a folder by their names; a model's defaults.
 
 The text side of a model is opened in a thread while its engine loads the weights, and kept while the model sleeps.
 Files outside the folder of --models-dir are reached through options only: a name in a request is looked up among the
@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from ..config import ComputeOptions, LoadOptions, PoolingOptions
 from ..engine.memory_plan import MemoryPlan, MemoryRow, plan_member, require_room
 from ..errors import InferenceError, ModelFileError, WorkerError
@@ -35,8 +37,10 @@ from ..weights import open_checkpoint
 from ..weights.gguf import list_gguf_models
 from ..weights.hub import find_model, model_files
 from ..weights.quant_mix import quant_name
+from .bodies import ModelDefaults, defaults_file
 from .metrics import LatencyHistograms
 from .model_pool import ModelFacts, ModelSource, Service
+from .model_store import MAX_DEPTH
 from .offload import OffloadPool
 from .pooling import TASKS, Kind, PoolingService, open_text_side
 from .settings import ServerSettings, model_name
@@ -49,7 +53,7 @@ POOLING_NICE = (
 )
 POOLING_WORKSPACE_BYTES = 1 << 30  # of a pooling model, beside its weights: an estimate for planning the KV cache
 POOLING_STEP_BYTES = 256 << 20  # the same on a CPU, in a pool: the arrays of a step of 1,024 tokens
-MAX_DEPTH, MAX_ENTRIES = 3, 10_000  # of --models-dir
+MAX_ENTRIES = 10_000  # of --models-dir
 T = TypeVar("T")
 logger = logging.getLogger("llm_worker_rbee.server")
 
@@ -111,8 +115,9 @@ class ChatSource(FileSource):
     def plan(self) -> list[MemoryRow]:
         checkpoint, options = open_checkpoint(self.path), self._options
         load = replace(options.load, model=str(self.path))
-        if load.max_context is not None:
-            load = replace(load, max_context=min(load.max_context, self.facts.context_length))
+        limits = [limit for limit in (load.max_context, ModelDefaults.read(self.path).context) if limit]
+        if limits:
+            load = replace(load, max_context=min(*limits, self.facts.context_length))
         rows = plan_member(checkpoint, load, options.max_bytes, options.kv_fraction).rows
         self._planned = replace(load, kv_memory=rows[-1].bytes)
         return rows
@@ -214,9 +219,11 @@ class ModelsFolder:
 
     def _open(self, name: str, path: Path) -> ModelSource:
         try:
-            return make_source(name, path, self._options)
+            alias = [f"hf:{name.removeprefix('hf.co/')}"] if name.startswith("hf.co/") else []
+            return make_source(name, path, self._options, *alias)
         except (WorkerError, OSError) as error:
             known = error if isinstance(error, WorkerError) else ModelFileError(f"{name} cannot be read: {error}")
+            known.args = (str(known).replace(f"{self.folder}/", ""), *known.args[1:])
             logger.warning("the model %s of --models-dir cannot be used: %s", name, known)
             return BrokenSource(name, path, known)
 
@@ -253,9 +260,11 @@ class ModelsFolder:
 
 
 def _file_key(name: str, path: Path) -> tuple[str, int, int] | None:
-    """Return what differs once a model's files are changed or replaced; None if they are gone."""
+    """Return what differs once a model's files or its defaults are changed or replaced; None if they are gone."""
     try:
         stats = [file.stat() for file in model_files(path)]
+        if (file := defaults_file(path)).exists():
+            stats.append(file.stat())
     except OSError:
         return None
     return name, sum(stat.st_size for stat in stats), max((stat.st_mtime_ns for stat in stats), default=0)
@@ -321,6 +330,14 @@ def open_text(path: Path, template: str | None = None, origin: str | None = None
     config, defaults = read_model_config(checkpoint), read_sampling_defaults(checkpoint)
     sizes = config.vocab_size, config.context_length
     text_model = TextModel(open_tokenizer(checkpoint), checkpoint.path.name, *sizes, defaults, template)
+    use_defaults(text_model, path)
     check_chat_template(text_model, origin)
     text_model.grammar_checker.start()
     return text_model
+
+
+def use_defaults(text: TextModel, path: Path) -> None:
+    """Let a text side start from the defaults beside the model."""
+    own = ModelDefaults.read(path)
+    text.sampling_defaults = own.sampling_over(text.sampling_defaults)
+    text.system, text.first_messages = own.system, msgspec.to_builtins(own.messages)

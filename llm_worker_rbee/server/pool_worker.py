@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -19,9 +18,10 @@ from ..errors import (
     ShuttingDownError,
     WorkerError,
 )
-from .metrics import PREFIX, chat_families, encode_families, label_families
+from .metrics import PREFIX, batch_metrics, chat_families, encode_families, label_families
 from .model_pool import Member, ModelPool
 from .model_source import ChatSource, ModelsFolder
+from .model_store import ModelStore
 from .offload import OffloadPool
 from .pooling import Kind, PoolingModels, PoolingService, pooling_metrics
 from .schema import KINDS
@@ -44,11 +44,14 @@ class PoolWorker(Front):
         add_models: Callable[[], Awaitable[list[Member]]],
         folder: ModelsFolder | None,
         offload: OffloadPool,
+        max_pull: int = 0,
     ) -> None:
         """`add_models` adds the models that the options name to the pool, and fetches those that are not here; it
-        returns those to load at once. `folder` are the models of --models-dir."""
+        returns those to load at once. `folder` are the models of --models-dir, `max_pull` the bytes that one of the hub
+        may have which a request fetches."""
         super().__init__(settings, PoolingModels(), offload)
         self.pool, self._add_models, self.folder = pool, add_models, folder
+        self.store = None if folder is None else ModelStore(folder.folder, pool, self.refresh, max_pull)
         self._of_folder: set[Member] = set()
         self._scanning = asyncio.Lock()
         self._preloading: asyncio.Task[None] | None = None
@@ -63,11 +66,7 @@ class PoolWorker(Front):
         except Exception as error:
             if self.state == "stopping":
                 return
-            message = f"the models could not be located: {type(error).__name__}: {error}"
-            self.failure = error if isinstance(error, WorkerError) else InferenceError(message)
-            self.state = "failed"
-            self._publish({"stage": "failed", "message": "the models could not be located"})
-            raise self.failure from error
+            raise self._note_failure(error, "the models could not be located") from error
         if self.state != "loading":
             return
         self.state, self._is_located = "ready", True
@@ -75,15 +74,11 @@ class PoolWorker(Front):
         self._preloading = asyncio.ensure_future(self.pool.preload(named[1:]))
 
     async def stop(self) -> None:
-        was_loading, self.state = self.state == "loading", "stopping"
-        if was_loading:
-            self._publish({"stage": "stopping"})
         if self._preloading is not None:
             self._preloading.cancel()
-        end = time.monotonic() + self.settings.shutdown_timeout_s
-        while any(member.is_busy for member in self.pool.members) and time.monotonic() < end:
-            await asyncio.sleep(0.02)
-        error = ShuttingDownError("the worker is shutting down")
+        error = await self._drain(lambda: any(member.is_busy for member in self.pool.members))
+        if self.store is not None:
+            await self.store.close()
         await self.pool.stop(error)
         await self.pooling.stop(error)
         self.offload.close()
@@ -93,7 +88,7 @@ class PoolWorker(Front):
             if member.is_serving:
                 try:
                     async with self.pool.use(member) as service:
-                        await cast(Any, service).engine.restart()
+                        await service.engine.restart()
                 except WorkerError as error:
                     logger.warning("the engine of %s is not restarted: %s", member.name, error)
 
@@ -173,10 +168,16 @@ class PoolWorker(Front):
     def is_busy(self) -> bool:
         return self.pool.num_waiting > 0 or any(member.is_busy for member in self.pool.members)
 
+    @property
+    def pulls(self) -> list[dict[str, Any]]:
+        """The models that are being fetched, and how far they are."""
+        pulls = () if self.store is None else self.store.pulls.values()
+        return [{"model": pull.name, "progress": pull.progress} for pull in pulls]
+
     def engine_status(self) -> str:
         """Return the worst state of the loaded members; one that is not loaded is no fault."""
         self.pool.notice_failures()
-        states = {cast(Any, member.service).engine.status() for member in self.pool.members if member.service}
+        states = {member.service.engine.status() for member in self.pool.members if member.service}
         worst = next((state for state in ("stalled", "loading") if state in states), "healthy")
         errors = [member.error for member in self.pool.members if member.state == "failed"]
         has_failed = any(isinstance(error, InferenceError | DeadlineError) for error in errors)  # not by its files
@@ -200,6 +201,7 @@ class PoolWorker(Front):
             "waiting": sum(load.waiting for load in loads) + self.pool.num_waiting,
             "pooling": [],
             "models": [member.describe() for member in self.pool.members],
+            "pulls": None if self.store is None else self.pulls,
             "memory": {"used_bytes": self.pool.used_bytes, "limit_bytes": self.pool.max_bytes},
         }
 
@@ -215,7 +217,8 @@ class PoolWorker(Front):
             loads.add_metric([member.name], member.num_loads)
             waiting.add_metric([member.name], len(member.waiters))
         groups = ((member.name, _families(member)) for member in self.pool.members)
-        return encode_families([states, sizes, loads, waiting, *label_families(groups)])
+        families = [states, sizes, loads, waiting, *batch_metrics(self.batches)]
+        return encode_families([*families, *label_families(groups)])
 
 
 def _families(member: Member) -> Iterator[Metric]:

@@ -16,6 +16,7 @@ from llm_worker_rbee.engine.step_time import StepTimeCoefficients
 from llm_worker_rbee.progress import OnStage, Stage
 from tests.conftest import ON_CPU
 from tests.helpers.chat_page import LIMIT_MS, PHONE, ask, finished, opened, press, setup
+from tests.helpers.hub_server import running_hub
 from tests.helpers.serve_process import ServeProcess
 from tests.helpers.server import Server, until, write_model
 from tests.server.conftest import KEY, Start
@@ -265,6 +266,49 @@ def test_page_switches_models(browser: Any, tmp_path: Path) -> None:
         page.reload()
         page.wait_for_selector("[data-status=healthy]")
         assert page.input_value("#model") == "second"
+        page.click("#options")
+        page.wait_for_selector("#models li:has-text('second'):has-text('loaded'):has-text('MiB')")
+        assert page.inner_text("#models-state") == "1 of 2 loaded"
+        assert " MiB of " in page.inner_text("#memory-used")
+        page.click("[data-verb='load first']")
+        page.wait_for_selector("[data-verb='unload first']:enabled")
+        page.click("[data-verb='unload second']")
+        page.wait_for_selector("[data-verb='load second']")
+        page.fill("#pull input", "nothing")
+        page.press("#pull input", "Enter")
+        page.wait_for_selector("#toast:has-text('file does not exist')")
         page.close()
     finally:
         running.close()
+
+
+@ON_CPU
+def test_page_shows_and_stops_a_pull(browser: Any, tmp_path: Path) -> None:
+    data = write_model(tmp_path / "first.gguf").read_bytes() + bytes(30 << 20)
+    with running_hub({"me/slow": {"X-Q8_0.gguf": data}}) as hub:
+        hub_only = {
+            "HF_HUB_DOWNLOAD_TIMEOUT": "90",
+            "HF_ENDPOINT": hub.url,
+            "HF_HUB_DISABLE_XET": "1",
+            "NO_PROXY": "127.0.0.1",
+            "HF_HUB_OFFLINE": "",
+        }
+        running = ServeProcess("--models-dir", tmp_path, "--backend", "reference", "--kv-memory", "16M", **hub_only)
+        try:
+            page = browser.new_page()
+            page.goto(running.ready().url)
+            page.wait_for_selector("[data-status=healthy]")
+            page.click("#options")
+            page.fill("#pull input", "hf:me/slow:Q8_0")
+            page.press("#pull input", "Enter")
+            page.wait_for_selector("li[data-state=pulling]:has-text('MiB of') progress")
+            page.click("[data-verb='stop hf.co/me/slow:Q8_0']")
+            page.wait_for_selector("#toast:has-text('goes on from here')")
+            page.wait_for_selector("li[data-state=pulling]", state="detached")
+            hub.gate.set()
+            page.fill("#pull input", "hf:me/slow:Q8_0")
+            page.press("#pull input", "Enter")
+            page.wait_for_selector("#models li:has-text('hf.co/me/slow:Q8_0'):has-text('unloaded')")
+            page.close()
+        finally:
+            running.close()

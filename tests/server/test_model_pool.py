@@ -70,6 +70,7 @@ class ScriptedSource(ModelSource):
     def __init__(self, name: str, size: int) -> None:
         self.names, self.size, self.live = (name,), size, 0
         self.failure: WorkerError | None = None
+        self.failures: list[WorkerError] = []  # of the next loads
         self.gate = asyncio.Event()
         self.gate.set()
         self.num_opened = 0
@@ -84,6 +85,8 @@ class ScriptedSource(ModelSource):
         try:
             on_stage(Stage("weights", 1, 2, 0.0))
             await self.gate.wait()
+            if self.failures:
+                raise self.failures.pop(0)
             if self.failure is not None:
                 raise self.failure
         except BaseException:
@@ -156,6 +159,40 @@ async def test_busy_model_stays_and_both_take_turns() -> None:
     third_end.set()
     await asyncio.gather(first, second, third)
     assert [source.num_opened for source in sources] == [2, 1]
+
+
+@in_loop
+async def test_long_answer_holds_up_its_own_model_for_a_turn_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model that waits gets the memory in a later turn, once no answer is computed."""
+    monkeypatch.setattr(model_pool, "TURN_S", 0.2)
+    pool, members, sources = make_pool(6, 6)
+    long_end, other_end = asyncio.Event(), asyncio.Event()
+    long = asyncio.ensure_future(hold(pool, members[0], long_end))
+    await settle()
+    other = asyncio.ensure_future(hold(pool, members[1], other_end))
+    await settle()
+    async with asyncio.timeout(10):
+        await pool.load(members[0])  # beside the long answer
+    assert states(members) == "a:loaded b:loading"
+    long_end.set()
+    while members[1].state != "loaded":
+        await settle()
+    other_end.set()
+    await asyncio.gather(long, other)
+    assert [source.num_opened for source in sources] == [1, 1]
+
+
+@in_loop
+async def test_load_whose_process_dies_is_tried_again_once() -> None:
+    pool, members, sources = make_pool(4)
+    sources[0].failures = [InferenceError("it was killed")]
+    await pool.load(members[0])
+    assert (states(members), sources[0].num_opened) == ("a:loaded", 2)
+    await pool.unload(members[0])
+    sources[0].failures = [InferenceError("it was killed"), InferenceError("again")]
+    with pytest.raises(InferenceError, match="again"):
+        await pool.load(members[0])
+    assert (states(members), sources[0].live) == ("a:failed", 0)
 
 
 @in_loop

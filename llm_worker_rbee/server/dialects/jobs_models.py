@@ -89,9 +89,29 @@ class JobEvents(ABC):
                 chunk, position = b"".join(self.events[position:]), len(self.events)
                 yield chunk
 
-    @abstractmethod
     async def run(self) -> None:
         """Make all events."""
+        try:
+            await self._work()
+        except asyncio.CancelledError:
+            self._fail(RequestCancelledError("the job was cancelled"))
+        except WorkerError as error:
+            self._fail(error)
+        except Exception as error:
+            log.request_failed(error)
+            self._fail(InferenceError(f"the job failed ({type(error).__name__})"))
+        finally:
+            self.finished_at = time.monotonic()
+            self._release()
+            self._append(DONE)
+
+    @abstractmethod
+    async def _work(self) -> None:
+        """Make the events up to the end, or raise."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Let go of what a finished job does not need."""
 
     @abstractmethod
     def poll(self) -> None:
@@ -105,9 +125,17 @@ class JobEvents(ABC):
     def result(self) -> dict[str, Any]:
         """Return the whole result; raise the error that ended the job."""
 
-    @abstractmethod
+    num_tokens = 0
+
     def state(self) -> dict[str, Any]:
         """Return state and counts."""
+        state = "failed" if self.error is not None else "done" if self.finished_at is not None else self._progress()
+        state = "cancelled" if isinstance(self.error, RequestCancelledError) else state
+        return {"job_id": self.id, "state": state, "tokens_out": self.num_tokens, "events": len(self.events)}
+
+    def _progress(self) -> str:
+        """Return the state of a job that has not finished."""
+        return "running"
 
 
 class ModelJob(JobEvents):
@@ -118,6 +146,7 @@ class ModelJob(JobEvents):
         self._operation, self._member, self._worker = operation, member, worker
         self._stage: Any = None
         self._task: asyncio.Task[Any] | None = None
+        self._about = {"operation": operation, "model": member.name}
         self._end: dict[str, Any] = {}
 
     @classmethod
@@ -128,32 +157,23 @@ class ModelJob(JobEvents):
         member = await cast(PoolWorker, worker).find(request.model, *KINDS)
         return cls(job_id, request.values["operation"], member, worker)
 
-    async def run(self) -> None:
+    async def _work(self) -> None:
         member, start, pool = self._member, time.monotonic(), self._worker.pool
         assert pool is not None
         self._task = asyncio.current_task()
-        about = {"operation": self._operation, "model": member.name}
-        self._emit({"type": "started", "job_id": self.id, **about, "started_at": now()})
-        try:
-            if self._operation == "load":
-                await pool.load(member)
-            else:
-                await pool.unload(member, "sleeping" if self._operation == "sleep" else "unloaded")
-            seconds = round(time.monotonic() - start, 3)
-            self._end = {**about, "status": member.state, "bytes": member.size_bytes, "seconds": seconds}
-            self._emit({"type": "end", **self._end})
-        except asyncio.CancelledError:
-            self._fail(RequestCancelledError("the job was cancelled"))
-        except WorkerError as error:
-            self._fail(error)
-        except Exception as error:
-            log.request_failed(error)
-            self._fail(InferenceError(f"the job failed ({type(error).__name__})"))
-        finally:
-            self.finished_at, self._task = time.monotonic(), None
-            self._append(DONE)
-            ended = self._end or {**about, "status": member.state, "error": str(self.error)}
-            self._worker.report({"job_id": self.id, **ended})
+        self._emit({"type": "started", "job_id": self.id, **self._about, "started_at": now()})
+        if self._operation == "load":
+            await pool.load(member)
+        else:
+            await pool.unload(member, "sleeping" if self._operation == "sleep" else "unloaded")
+        seconds = round(time.monotonic() - start, 3)
+        self._end = {**self._about, "status": member.state, "bytes": member.size_bytes, "seconds": seconds}
+        self._emit({"type": "end", **self._end})
+
+    def _release(self) -> None:
+        self._task = None
+        ended = self._end or {**self._about, "status": self._member.state, "error": str(self.error)}
+        self._worker.report({"job_id": self.id, **ended})
 
     def poll(self) -> None:
         stage = self._member.stage
@@ -169,8 +189,3 @@ class ModelJob(JobEvents):
         if self.error is not None:
             raise self.error
         return {"job_id": self.id, **self._end}
-
-    def state(self) -> dict[str, Any]:
-        state = "failed" if self.error is not None else "done" if self.finished_at is not None else "running"
-        state = "cancelled" if isinstance(self.error, RequestCancelledError) else state
-        return {"job_id": self.id, "state": state, "tokens_out": 0, "events": len(self.events)}

@@ -1,15 +1,14 @@
-"""Ollama's routes for the version and the models. Routes that change models are refused."""
+"""Ollama's routes for the version and the models."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import time
-from functools import partial
 from typing import Any, cast
 
-from ...errors import NotFoundError
 from ...token_engine.protocol import ModelInfo, PoolingInfo
+from ..bodies import OPTION_NAMES
 from ..dialect import (
     Call,
     Dialect,
@@ -25,7 +24,7 @@ from ..dialect import (
     Worker,
 )
 from ..json_schema import COUNT, TEXT, Schema, array_schema, reply_schema
-from ..schema import Boolean, Field, ParseOptions, Text, table_schema, tagged_name, validate_known
+from ..schema import Boolean, Field, Text, table_parser, table_schema, tagged_name
 from ..settings import ServerSettings
 from .ollama import TIME, error_body, timestamp
 
@@ -37,14 +36,6 @@ SHOW: dict[str, Field] = {
     "name": Field(Text()),  # the same, as older clients call it
     "verbose": Field(Boolean(), False),  # without effect
 }
-NO_STORE = "the models of this worker are chosen when it starts (llm-worker-rbee serve --model)"
-REFUSED = {
-    "/api/pull": NO_STORE,
-    "/api/push": NO_STORE,
-    "/api/create": NO_STORE,
-    "/api/copy": NO_STORE,
-    "/api/delete": NO_STORE,
-}
 
 
 class Handlers:
@@ -55,8 +46,7 @@ class Handlers:
         self._started_at, self._offload = worker.started_at, worker.offload
 
     def table(self) -> dict[str, Handler]:
-        handlers = {"/api/version": self.version, "/api/tags": self.tags, "/api/ps": self.ps, "/api/show": self.show}
-        return handlers | {path: partial(self.refuse, path) for path in REFUSED}
+        return {"/api/version": self.version, "/api/tags": self.tags, "/api/ps": self.ps, "/api/show": self.show}
 
     async def version(self, _: Call) -> dict[str, Any]:
         return {"version": VERSION}
@@ -124,8 +114,11 @@ class Handlers:
     async def _shown_chat(self, info: Facts, model: TextModel) -> dict[str, Any]:
         capabilities, template = await self._offload.run(0, lambda: describe_chat(model))
         defaults = model.sampling_defaults.values | {"num_ctx": model.max_context}
-        parameters = "\n".join(f"{OPTION_NAMES.get(name, name):<30} {value}" for name, value in defaults.items())
-        chat = {"parameters": parameters, "template": template}
+        stops = [("stop", f'"{stop}"') for stop in defaults.pop("stop", ())]
+        names = {own: name for name, own in OPTION_NAMES.items()}
+        parameters = "\n".join(f"{names.get(name, name):<30} {value}" for name, value in (*defaults.items(), *stops))
+        chat = {"parameters": parameters, "template": template, "messages": model.first_messages}
+        chat |= {} if model.system is None else {"system": model.system}
         return self._shown(info, model.max_context, model.vocab_size, capabilities) | chat
 
     def _shown_pooling(self, service: PoolingService) -> dict[str, Any]:
@@ -153,9 +146,6 @@ class Handlers:
             "capabilities": capabilities,
             "model_info": model_info,
         }
-
-    async def refuse(self, path: str, _: Call) -> dict[str, Any]:
-        raise NotFoundError(f"{path} is not supported: {REFUSED[path]}")
 
 
 class PoolHandlers(Handlers):
@@ -211,9 +201,6 @@ def _make_handlers(worker: Front) -> dict[str, Handler]:
     return (Handlers(worker.chat) if worker.chat is not None else PoolHandlers(cast(PoolWorker, worker))).table()
 
 
-OPTION_NAMES = {"repetition_penalty": "repeat_penalty"}
-
-
 def human_parameters(count: int) -> str:
     """Return a number of parameters as in the name of a model, such as 1.7B."""
     return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
@@ -226,11 +213,6 @@ def describe_chat(model: TextModel) -> tuple[list[str], str]:
     chat = model.chat_format
     tools, thinking = ["tools"] * chat.has_native_tools, ["thinking"] * chat.has_reasoning
     return ["completion", *tools, *thinking], model.chat_template.source
-
-
-def parse_show(body: bytes, options: ParseOptions) -> dict[str, Any]:
-    """Validate the body of `/api/show`."""
-    return validate_known(body, SHOW, options)[0]
 
 
 DETAILS = reply_schema(
@@ -263,14 +245,13 @@ def _schemas(settings: ServerSettings) -> dict[str, Schema]:
     }
 
 
-REFUSAL = Operation(summary="Refused: models are not changed while they are served", reply="OllamaError", status=404)
 DIALECT = Dialect(
     prefixes=("/api",),
     error_body=error_body,
     schemas=_schemas,
     error_schema="OllamaError",
     takes_any_content_type=True,
-    parsers={"ollama_show": (parse_show, dict[str, Any])},
+    parsers={"ollama_show": table_parser(SHOW)},
     make_handlers=_make_handlers,
     routes=(
         Route("GET", "/api/version", Operation(summary="The version of Ollama's API", reply="OllamaVersion")),
@@ -281,6 +262,5 @@ DIALECT = Dialect(
             "/api/show",
             Operation(summary="A description of a model (Ollama)", request="OllamaShowRequest", reply="OllamaModel"),
         ),
-        *(Route("DELETE" if path == "/api/delete" else "POST", path, REFUSAL) for path in REFUSED),
     ),
 )

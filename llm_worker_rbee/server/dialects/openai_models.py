@@ -1,21 +1,24 @@
-"""The verbs about models: `GET /models`, `/models/load` and `/models/unload` as in the router of llama-server, and
-`/sleep`, `/wake_up` and `/is_sleeping` as in vLLM. Errors have the form of OpenAI's."""
+"""The verbs about models: `/models`, `/models/load`, `/models/unload` and `/models/sse` as in llama-server's router,
+and `/sleep`, `/wake_up` and `/is_sleeping` as in vLLM. Errors have the form of OpenAI's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from ...errors import InvalidRequestError
+from ...errors import InvalidRequestError, NotFoundError
 from ..dialect import Call, Dialect, Front, Handler, Member, Operation, PoolWorker, Route
 from ..json_schema import FLAG, TEXT, Schema, array_schema, reply_schema
-from ..schema import KINDS, Field, ParseOptions, Text, table_schema, validate_known
+from ..schema import KINDS, Field, Text, require, table_parser, table_schema
 from ..settings import ServerSettings
+from ..sse import EventStream, encode_event
 from .openai import error_body
 
 NAMED = {"model": Field(Text(1), required=True)}
 LEVELS = ("1", "2")
+WATCH_S, DOWNLOAD = 0.1, "download_progress"  # between two looks at the models; an event
 
 
 class Handlers:
@@ -30,6 +33,7 @@ class Handlers:
             "/models": self.models,
             "/models/load": self.load,
             "/models/unload": self.unload,
+            "/models/sse": self.watch,
             "/sleep": self.sleep,
             "/wake_up": self.wake_up,
             "/is_sleeping": self.is_sleeping,
@@ -39,7 +43,9 @@ class Handlers:
         values: dict[str, Any] = await self._worker.parse("model_verb", await call.body())
         return await self._models.find(values["model"], *KINDS)
 
-    async def models(self, _: Call) -> dict[str, Any]:
+    async def models(self, call: Call) -> dict[str, Any]:
+        if call.method in ("POST", "DELETE"):
+            return await self._change(call)
         if self._worker.pool is None:
             self._worker.require_ready()
             names = [self._worker.names[0], *(service.name for service in self._worker.pooling.loaded)]
@@ -47,6 +53,40 @@ class Handlers:
         self._models.require_ready()
         await self._models.refresh()
         return _list([_entry(member) for member in self._models.pool.members])
+
+    async def _change(self, call: Call) -> dict[str, Any]:
+        """Fetch a model of the hub in the background, or remove one."""
+        if (store := self._worker.store) is None:
+            raise NotFoundError("models are changed where the worker has a folder for them: serve --models-dir")
+        call.require_trusted(has_key=self._worker.settings.api_key is not None)
+        self._models.require_ready()
+        if call.method == "POST":
+            values: dict[str, Any] = await self._worker.parse("model_verb", await call.body())
+            store.start_pull(values["model"])
+        else:
+            require("model" in call.query, "model", "required", "?model= is required: the name of a model")
+            await store.delete(await self._models.find(call.query["model"], *KINDS))
+        return {"success": True}
+
+    async def watch(self, _: Call) -> EventStream:
+        return EventStream(self._events(), ping_s=self._worker.settings.ping_s)
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        """Yield what changes of the models, and at first how they all are."""
+        shown: dict[tuple[str, str], dict[str, Any]] = {}
+        while self._worker.state != "stopping":
+            present: dict[tuple[str, str], dict[str, Any]] = {}
+            for member in self._models.pool.members:
+                status = member.status()
+                present[member.name, "model_status"] = {"status": status.pop("value"), **status}
+            for pull in self._models.pulls:
+                present[pull["model"], DOWNLOAD] = pull["progress"]
+            removed = [(name, "model_remove") for name, event in shown.keys() - present.keys() if event != DOWNLOAD]
+            changed = [key for key, data in present.items() if shown.get(key) != data]
+            for name, event in (*removed, *changed):
+                yield encode_event({"model": name, "event": event, "data": present.get((name, event), {})})
+            shown = present
+            await asyncio.sleep(WATCH_S)
 
     async def load(self, call: Call) -> dict[str, Any]:
         """Begin to load a model; `GET /models` has the progress."""
@@ -101,11 +141,6 @@ def _entry(member: Member) -> dict[str, Any]:
     }
 
 
-def parse_named(body: bytes, options: ParseOptions) -> dict[str, Any]:
-    """Validate a body that names a model."""
-    return validate_known(body, NAMED, options)[0]
-
-
 def _schemas(settings: ServerSettings) -> dict[str, Schema]:
     status = reply_schema(value={"enum": ["unloaded", "loading", "loaded", "sleeping", "failed"]})
     entry = reply_schema(id=TEXT, object={"const": "model"}, status=status)
@@ -113,6 +148,7 @@ def _schemas(settings: ServerSettings) -> dict[str, Schema]:
         "NamedModel": table_schema(NAMED, settings.schema_names, is_open=settings.ignore_unknown_fields),
         "RouterModels": reply_schema(object={"const": "list"}, data=array_schema(entry)),
         "Success": reply_schema(success=FLAG),
+        "ModelEvent": reply_schema(model=TEXT, event=TEXT, data={"type": "object"}),
         "Sleeping": reply_schema(is_sleeping=FLAG),
     }
 
@@ -124,10 +160,13 @@ DIALECT = Dialect(
     error_body=error_body,
     schemas=_schemas,
     error_schema="OpenAIError",
-    parsers={"model_verb": (parse_named, dict[str, Any])},
+    parsers={"model_verb": table_parser(NAMED)},
     make_handlers=lambda worker: Handlers(worker).table(),
     routes=(
         Route("GET", "/models", Operation(summary="The models and their states (llama-server)", reply="RouterModels")),
+        Route("POST", "/models", replace(LOAD, summary="Fetch a model of the hub"), needs_pool=True),
+        Route("DELETE", "/models", replace(LOAD, summary="Remove a model", request=None), needs_pool=True),
+        Route("GET", "/models/sse", Operation(summary="Changes of the models", event="ModelEvent"), needs_pool=True),
         Route("POST", "/models/load", LOAD, needs_pool=True),
         Route("POST", "/models/unload", replace(LOAD, summary="Unload a model"), needs_pool=True),
         Route("POST", "/sleep", SLEEP, needs_pool=True),

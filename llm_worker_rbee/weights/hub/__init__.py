@@ -6,15 +6,20 @@ Returns paths on this machine and lists what is cached; file contents are not re
 """
 
 import difflib
+import hashlib
 import json
 import os
+import resource
 import shutil
+import signal
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ...errors import InvalidRequestError, ModelNotFoundError
+from ...errors import DownloadError, InvalidRequestError, ModelNotFoundError, WorkerError, human_bytes
 from ..gguf import SPLIT_NAME, list_gguf_models, split_set_paths
 from . import huggingface, pypi_model
 from .cache_dir import Progress, cache_dir, explain_os_errors, no_progress
@@ -27,9 +32,11 @@ __all__ += [
     "cached_model",
     "cached_models",
     "find_model",
+    "locate_adapter",
     "locate_model",
     "model_files",
     "remove_model",
+    "report_pull",
     "verify_model",
 ]
 
@@ -85,6 +92,15 @@ def find_model(reference: str | None, *, progress: Progress | None = None, pull:
         if reference in (model.name, model.path.name):
             return LocatedModel(model.path, model.reference)
     raise _not_found_error(reference)
+
+
+def locate_adapter(reference: str, *, progress: Progress | None = None) -> Path:
+    """Return the path of a LoRA adapter, an existing one or `hf:owner/repo`, which is fetched if it is not here."""
+    if path := _existing_path(reference):
+        return path
+    if not reference.startswith("hf:"):
+        raise ModelNotFoundError(f"adapter {reference[:200]!r}: no such file or folder, nor hf:owner/repo")
+    return huggingface.pull_model(parse_reference(reference), progress or no_progress)
 
 
 def verify_model(reference: str | None, *, progress: Progress | None = None) -> LocatedModel:
@@ -160,6 +176,33 @@ def model_files(path: Path) -> list[Path]:
     if path.is_dir():
         return sorted(inner for inner in path.rglob("*") if inner.is_file())
     return [part for part in split_set_paths(path) if part.exists()]
+
+
+def report_pull() -> None:
+    """Fetch a model of the hub for another process: the arguments are its reference, a folder and a limit in bytes.
+
+    Each line of the output is JSON: progress in the form of Ollama, the path at the end, or an error.
+    """
+    reference, folder, max_bytes = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    digest = (
+        f"sha256:{hashlib.sha256(reference.encode()).hexdigest()}"  # names the whole model: clients show a bar each
+    )
+
+    def write(**line: Any) -> None:
+        print(json.dumps(line), flush=True)
+
+    def show(what: str, done: int, total: int | None) -> None:
+        if max(done, total or 0) > max_bytes:
+            raise DownloadError(f"{reference} has more than the {human_bytes(max_bytes)} that --max-pull allows")
+        status = "verifying sha256 digest" if what.startswith("verifying") else f"pulling {digest[7:19]}"
+        write(progress={"status": status, "digest": digest, "total": total or done, "completed": done})
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, max_bytes))  # of files whose size the hub does not tell
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        write(path=str(huggingface.fetch_into(parse_reference(reference), folder, show)))
+    except WorkerError as error:
+        write(error=str(error), is_unknown=isinstance(error, ModelNotFoundError))
 
 
 def _existing_path(reference: str) -> Path | None:

@@ -32,6 +32,7 @@ COMPANION_FILES = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
     *("chat_template.jinja", "chat_template.json", "modules.json", "config_sentence_transformers.json"),
 )
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # of a PEFT adapter
 MODULE_FILE = re.compile(r"sentence_\w+_config\.json|\d+_\w+/(?:config\.json|model\.safetensors)", re.ASCII)
 
 
@@ -64,6 +65,8 @@ def choose_files(model: HubModel, listing: list[str]) -> list[str]:
     if "config.json" in safe and (weights := _safetensors(safe)):
         modules = sorted(filter(MODULE_FILE.fullmatch, safe)) if "modules.json" in safe else []
         return [name for name in COMPANION_FILES if name in safe] + modules + weights
+    if set(ADAPTER_FILES) <= set(safe):
+        return list(ADAPTER_FILES)
     if not sets:
         raise _no_model_error(model, safe)
     if len(sets) == 1:
@@ -213,6 +216,7 @@ def _import_library() -> Any:
     """Import huggingface_hub (slow) with the submodules that it does not load by itself."""
     import huggingface_hub
     import huggingface_hub.errors
+    import huggingface_hub.file_download
     import huggingface_hub.utils
 
     return huggingface_hub
@@ -243,6 +247,37 @@ def _fetch(model: HubModel, commit: str, sizes: Mapping[str, int | None], progre
             if not Path(path).is_relative_to(snapshot):
                 raise DownloadError(f"{model.repo} changed during the download: pull again")
     return snapshot
+
+
+def fetch_into(model: HubModel, folder: Path, progress: Progress) -> Path:
+    """Fetch a model into a folder of its own, and return it as `pull_model` does. What an earlier call had fetched is
+    not fetched again, in the middle of a file too, which the library's cache does not do."""
+    commit, sizes = _listing(model)
+    names, blobs, snapshot = choose_files(model, list(sizes)), folder / "blobs", folder / commit
+    library, absent = _import_library(), {name: sizes[name] for name in names}
+    needed = sum(size or 0 for size in absent.values())
+    with explain_os_errors(folder, needed):
+        blobs.mkdir(parents=True, exist_ok=True)
+        require_space(folder, needed - _blob_bytes(blobs, finished=False))
+    with _report_growth(blobs, model, absent, progress), _library_calls(model, needed):
+        urls = {name: library.hf_hub_url(model.repo, name, revision=commit, endpoint=endpoint()) for name in names}
+        files = {name: blobs / library.get_hf_file_metadata(url).etag for name, url in urls.items()}
+        for name, file in files.items():
+            if file.exists():
+                continue
+            part = file.with_suffix(".incomplete")
+            with open(part, "ab") as target:
+                resumed = {"resume_size": target.tell(), "expected_size": sizes[name]}
+                library.file_download.http_get(urls[name], target, headers=library.utils.build_hf_headers(), **resumed)
+            os.replace(part, file)
+    for name, file in files.items():
+        if not _matches_name(file, progress):
+            file.unlink()
+            raise DownloadError(f"{name} of {model.reference} was damaged on its way: pull it again")
+        (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / name).unlink(missing_ok=True)
+        os.link(file, snapshot / name)
+    return _entry(snapshot, names)
 
 
 @contextmanager

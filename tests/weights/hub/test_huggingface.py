@@ -1,25 +1,20 @@
 """`hf:owner/repo[:quant]` against a local server with the part of the hub's API that a pull needs."""
 
-import hashlib
-import json
 import os
 import subprocess
 import sys
-import threading
 from collections import Counter
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import pytest
 
 from llm_worker_rbee.errors import DownloadError, ModelNotFoundError, UnsupportedModelError, WorkerError
 from llm_worker_rbee.weights import hub
 from llm_worker_rbee.weights.hub.huggingface import choose_files, parse_reference
+from tests.helpers.hub_server import running_hub
 
 ROOT = Path(__file__).parents[3]
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 QUANTS = {f"X-{quant}.gguf": quant.encode() * 1000 for quant in ("Q4_K_S", "Q4_K_M", "Q8_0", "BF16")}
 SPLIT = {f"big/Y-Q6_K-0000{part}-of-00003.gguf": b"%d" % part * 500 for part in (1, 2, 3)}
 FOLDER = {
@@ -43,68 +38,19 @@ REPOS: dict[str, dict[str, bytes]] = {
 }
 
 
-class Handler(BaseHTTPRequestHandler):
-    """GET /api/models/{repo}; HEAD and GET /{repo}/resolve/{revision}/{file}."""
-
-    seen: "Counter[str]"
-
-    def do_HEAD(self) -> None:
-        self.dispatch()
-
-    def do_GET(self) -> None:
-        self.dispatch()
-
-    def dispatch(self) -> None:
-        path = unquote(urlsplit(self.path).path)
-        listing = path.startswith("/api/models/")
-        repo = "/".join(path.removeprefix("/api/models").strip("/").split("/")[:2])
-        self.seen[f"{self.command} {path}"] += 1
-        self.seen[f"token {self.headers.get('Authorization')}"] += 1
-        if repo == "me/broken":
-            return self.reply(500, b"sorry")
-        if repo not in REPOS:
-            return self.reply(404, b"", {"X-Error-Code": "RepoNotFound"})
-        if listing:
-            siblings = [{"rfilename": name, "size": len(data)} for name, data in REPOS[repo].items()]
-            return self.reply(200, json.dumps({"id": repo, "sha": COMMIT, "siblings": siblings}).encode())
-        if repo == "me/gated":
-            return self.reply(403, b"", {"X-Error-Code": "GatedRepo"})
-        body = REPOS[repo][path.split("/resolve/main/")[1]]
-        self.reply(200, body, {"ETag": f'"{hashlib.sha256(body).hexdigest()}"', "X-Repo-Commit": COMMIT})
-
-    def reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        for name, value in (headers or {}).items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator["Counter[str]"]:
     """Yield the counted requests of the hub; the environment points at it and at an empty cache."""
 
-    class Counting(Handler):
-        seen = Counter()  # noqa: RUF012 - one for each server
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Counting)
-    http.daemon_threads = True
-    threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{http.server_address[1]}")
     monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    yield Counting.seen
-    http.shutdown()
-    http.server_close()
+    with running_hub(REPOS) as running:
+        monkeypatch.setenv("HF_ENDPOINT", running.url)
+        yield running.seen
 
 
 def downloads(seen: "Counter[str]") -> list[str]:

@@ -1,0 +1,258 @@
+"""The folder of --models-dir as a store: copies and removals of its models, their defaults, and pulls from the hub.
+
+A name is a path in the folder without a suffix: `qwen`, `owner/qwen`, `hf.co/owner/repo:Q4_K_M`; no name leads out of
+it. A copy is a hard link to the same files. A pull runs in a process of its own, and its files get their names in the
+folder once they are complete; what a stopped one has fetched stays in `.pulls`, so that the next one resumes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import shutil
+from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..errors import (
+    ConflictError,
+    DownloadError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    QueueFullError,
+    RequestCancelledError,
+    WorkerError,
+    copy_error,
+)
+from ..pipe_process import package_command
+from ..weights.gguf import SPLIT_NAME
+from ..weights.hub import model_files
+from .bodies import ModelDefaults, defaults_file
+from .model_pool import Member, ModelPool
+
+MAX_DEPTH = 3  # of the folder
+WORD = r"[A-Za-z0-9_][\w.-]*"
+NAME = re.compile(rf"(?=.{{1,200}}$){WORD}(?:/{WORD}){{0,{MAX_DEPTH - 1}}}(?::{WORD})?", re.ASCII)
+HUB_NAME = re.compile(rf"(?:hf:|hf\.co/|huggingface\.co/)(?P<repo>{WORD}/{WORD})(?P<quant>:{WORD})?", re.ASCII)
+MAX_PULLS = 2  # at the same time
+MAX_LINE_BYTES = 1 << 16
+PROGRAM = "from llm_worker_rbee.weights.hub import report_pull; report_pull()"
+logger = logging.getLogger("llm_worker_rbee.server")
+
+
+class Pull:
+    """A model that is being fetched, for any number of clients; it stops when the last one has left."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.num_readers = name, 0
+        self.progress: dict[str, Any] = {"status": "pulling manifest"}  # in Ollama's form; replaced with each report
+        self.error: WorkerError | None = None
+        self.is_done = False
+        self.task: asyncio.Task[None]
+        self._changed = asyncio.Event()
+
+    def report(self, **progress: Any) -> None:
+        self.progress = progress
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def end(self) -> None:
+        self.is_done = True
+        self._changed.set()
+
+    async def read(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the latest progress until the end; raise the error that ended the pull."""
+        shown = None
+        while not self.is_done or shown is not self.progress:
+            changed = self._changed
+            if shown is self.progress:
+                await changed.wait()
+            else:
+                shown = self.progress
+                yield shown
+        if self.error is not None:
+            raise copy_error(self.error)
+
+    def leave(self) -> None:
+        """Count a client less."""
+        self.num_readers -= 1
+        if self.num_readers == 0:
+            self.task.cancel()
+
+
+class ModelStore:
+    """Changes what is in the folder; the pool's members follow."""
+
+    def __init__(self, folder: Path, pool: ModelPool, refresh: Callable[[], Awaitable[None]], max_bytes: int) -> None:
+        """`refresh` reads the folder again; `max_bytes` is for a model that is pulled."""
+        self._folder, self._pool, self._refresh, self._max_bytes = folder, pool, refresh, max_bytes
+        self.pulls: dict[str, Pull] = {}
+        self._changing = asyncio.Lock()
+
+    async def create(self, origin: Member, name: str, defaults: ModelDefaults | None = None) -> None:
+        """Add a model with the files of another one and defaults of its own; without them it is a copy."""
+        path = self._require_own(origin)
+        target = self._target(name)
+        async with self._changing:
+            existing = self._pool.named(name)
+            if existing is None:
+                await asyncio.to_thread(_place, path, target, os.link)
+            elif defaults is None or not _are_same(path, self._require_own(existing)):
+                raise ConflictError(f"there is a model {name!r} with other files: delete it first")
+            await asyncio.to_thread(_write_defaults, path, target, defaults)
+        if existing is not None:  # the next load reads them
+            await self._pool.unload(existing)
+        await self._refresh()
+
+    async def delete(self, member: Member) -> None:
+        """Remove the files of a model once its requests have ended."""
+        path = self._require_own(member)
+        await self._pool.unload(member)
+        async with self._changing:
+            await asyncio.to_thread(_remove, path, self._folder)
+        await self._refresh()
+
+    def start_pull(self, reference: str) -> Pull:
+        """Begin to fetch a model of the hub, unless that is under way. The caller is one of its clients: it reads, and
+        leaves."""
+        if (match := HUB_NAME.fullmatch(reference)) is None or ".." in reference:
+            known = "this worker pulls hf.co/owner/repo and hf.co/owner/repo:quant only"
+            raise ModelNotFoundError(f"pull model manifest: file does not exist: {reference[:100]!r}; {known}")
+        name = f"hf.co/{match['repo']}{match['quant'] or ''}".removesuffix(":latest")
+        pull = stopping = self.pulls.get(name)
+        if pull is None or pull.num_readers == 0:
+            if len(self.pulls) >= MAX_PULLS and stopping is None:
+                raise QueueFullError(f"{MAX_PULLS} models are being pulled: wait for one of them", 60)
+            pull = self.pulls[name] = Pull(name)
+            pull.task = asyncio.ensure_future(self._run_pull(pull, stopping))
+            pull.task.add_done_callback(partial(self._end, pull))
+        pull.num_readers += 1
+        return pull
+
+    async def _run_pull(self, pull: Pull, stopping: Pull | None) -> None:
+        """Fetch a model that is not in the folder, and note how it ended; wait for an earlier pull that stops."""
+        try:
+            if stopping is not None:
+                await asyncio.wait({stopping.task})
+            if self._pool.named(pull.name) is None:
+                await self._fetch(pull, self._target(pull.name))
+            pull.report(status="success")
+        except asyncio.CancelledError:
+            pull.error = RequestCancelledError("the pull was stopped; the next one resumes")
+        except Exception as error:
+            known = error if isinstance(error, WorkerError) else DownloadError(f"{type(error).__name__}: {error}")
+            known.args = (str(known).replace(f"{self._folder}/", ""), *known.args[1:])
+            pull.error = known
+            logger.warning("the pull of %s failed: %s", pull.name, pull.error)
+
+    def _end(self, pull: Pull, _: asyncio.Task[None]) -> None:
+        """Forget a pull that has ended."""
+        if self.pulls[pull.name] is pull:
+            del self.pulls[pull.name]
+        pull.end()
+
+    async def _fetch(self, pull: Pull, target: Path) -> None:
+        work = self._folder / ".pulls" / pull.name
+        command = package_command(PROGRAM, "hf:" + pull.name.removeprefix("hf.co/"), work, self._max_bytes)
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL, limit=MAX_LINE_BYTES
+        )
+        last: dict[str, Any] = {"error": "the process that fetches it has ended"}
+        try:
+            assert process.stdout is not None
+            async for line in process.stdout:
+                last = msgspec.json.decode(line)
+                if "progress" in last:
+                    pull.report(**last["progress"])
+        finally:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        if "path" not in last:
+            raise (ModelNotFoundError if last.get("is_unknown") else DownloadError)(str(last.get("error")))
+        pull.report(status="writing manifest")
+        async with self._changing:
+            await asyncio.to_thread(_place, Path(last["path"]), target, _move)
+            await asyncio.to_thread(shutil.rmtree, work)
+        await self._refresh()
+
+    async def close(self) -> None:
+        """Stop all pulls."""
+        tasks = [pull.task for pull in self.pulls.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _target(self, name: str) -> Path:
+        """Return the path of a new model, without a suffix; raise for a name that the folder cannot have."""
+        target = self._folder / name.removesuffix(":latest")
+        is_name = NAME.fullmatch(name) and ".." not in name and not SPLIT_NAME.fullmatch(f"{target.name}.gguf")
+        if not is_name or not Path(os.path.realpath(target)).is_relative_to(self._folder):
+            rule = f"use up to {MAX_DEPTH} words of letters, digits and . _ - with / between them, and a :tag"
+            raise InvalidRequestError(f"{name[:100]!r} cannot be the name of a model: {rule}", "model")
+        return target
+
+    def _require_own(self, member: Member) -> Path:
+        """Return the path of a model of the folder; raise for one that an option names."""
+        path = member.source.path
+        if not path.is_relative_to(self._folder):
+            raise InvalidRequestError(f"{member.name!r} is not in --models-dir: it is not changed", "model")
+        return path
+
+
+def _are_same(path: Path, other: Path) -> bool:
+    """Return whether two models are copies of each other."""
+    return [file.stat().st_ino for file in model_files(path)] == [file.stat().st_ino for file in model_files(other)]
+
+
+def _place(path: Path, target: Path, move: Callable[[Path, Path], None]) -> None:
+    """Link or move the files of a model to `target`, which has no suffix."""
+    try:
+        for file in model_files(path):
+            if path.is_dir():
+                place = target / file.relative_to(path)
+            else:
+                part = SPLIT_NAME.fullmatch(file.name)
+                number = "" if part is None else f"-{part['part']}-of-{part['parts']}"
+                place = target.with_name(f"{target.name}{number}.gguf")
+            place.parent.mkdir(parents=True, exist_ok=True)
+            move(file.resolve(), place)
+    except OSError as error:
+        raise ConflictError(f"cannot write {target.name}: {error.strerror}") from None
+
+
+def _move(file: Path, place: Path) -> None:
+    os.replace(file, place)
+
+
+def _write_defaults(path: Path, target: Path, defaults: ModelDefaults | None) -> None:
+    """Write the defaults of a model beside it: those of its origin, and what replaces them."""
+    file, base = defaults_file(target), defaults_file(path)
+    merged = ModelDefaults.read(path).merge(defaults or ModelDefaults())
+    if defaults is not None or base.exists():
+        partial_file = file.with_name(f".{file.name}.part")
+        partial_file.write_bytes(msgspec.json.format(msgspec.json.encode(merged)) + b"\n")
+        os.replace(partial_file, file)
+
+
+def _remove(path: Path, folder: Path) -> None:
+    """Remove a model, and the folders that are empty then."""
+    with suppress(FileNotFoundError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            for file in [path] if path.is_dir() else model_files(path):  # a folder that is a link stays
+                file.unlink()
+    defaults_file(path).unlink(missing_ok=True)
+    for parent in path.parents:
+        if parent == folder:
+            return
+        with suppress(OSError):  # it holds others
+            parent.rmdir()
