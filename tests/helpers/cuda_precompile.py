@@ -22,6 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from llm_worker_rbee.backends.cuda import CudaBackend, device, linear, precompile
+from llm_worker_rbee.backends.cuda import launch as launcher
 from llm_worker_rbee.backends.cuda.kernels.elementwise import launch_convert
 from llm_worker_rbee.backends.cuda.kernels.sampling import argmax_rows
 from llm_worker_rbee.backends.cuda.packed_weight import Activations
@@ -122,6 +123,7 @@ def compare_steps(seed: int) -> dict[str, Any]:
     """Record the warm-up of models, then random steps; return how many variants the warm-up has, and new ones."""
     random, found = np.random.default_rng(seed), {}
     device.open_device = lambda index: torch.device("cpu")  # kernels do not run: any memory will do
+    launcher.has_pdl = lambda device: True
     linear._cublas = empty_product
     for name, (shape, mix, kv_type, is_deterministic) in MODELS.items():
         backend = CudaBackend(deterministic=is_deterministic)

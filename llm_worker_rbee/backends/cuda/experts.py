@@ -43,7 +43,7 @@ TILES_BY_SLOTS = {
     1 << 30: GemmTile(128, 128, 8, 3),
 }
 # Tiles and columns for which kernels/gemm_hopper.py is faster, although activations are gathered for it
-# (docs/decisions/gpu.md#d117). Its results have the same bits as those of `gemm_packed`.
+# (docs/decisions/gpu.md#d117). Its results have the same bits as results of `gemm_packed`.
 MAX_GATHERED_TILE, MIN_GATHERED_COLUMNS = 32, 2560
 
 

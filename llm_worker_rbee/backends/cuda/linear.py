@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from triton import cdiv, next_power_of_2
 
+from ..ops import LoraSite, SitePairs
 from .device import (
     HOPPER_SHARED_BYTES,
     has_wgmma,
@@ -29,6 +30,7 @@ from .kernels.elementwise import launch_convert
 from .kernels.gemm import SCALE_LAYOUT, gemm_dense, gemm_packed
 from .kernels.gemm_hopper import launch_gemm
 from .kernels.gemv import STORE, gemv_dense, gemv_packed
+from .kernels.lora import PackedPairs, SiteTable, pack_pairs
 from .packed_weight import (
     E4M3,
     FP8,
@@ -44,7 +46,8 @@ from .packed_weight import (
     quantize_e4m3,
 )
 
-MAX_GEMM_TOKENS = 256  # up to which packed weights are faster than cuBLAS on a dequantized matrix
+# Tokens up to which packed weights are faster than cuBLAS on a dequantized matrix (docs/decisions/gpu.md#d124).
+MAX_GEMM_TOKENS, MAX_HOPPER_TOKENS = 256, 512
 MAX_GEMM_TOKENS_BY_KIND = dict.fromkeys(COMPACT_KINDS, 128)  # which are decoded again for every 64; not measured
 SCRATCH_BYTES = 1 << 28  # of a matrix that is dequantized at a time
 INVARIANT_TOKENS = 64  # that splits are chosen for in batch-invariant mode
@@ -101,11 +104,25 @@ class BatchedLinear:
         x = x if w.order is None else x[:, w.order]
         return sum_splits(self.multiply(self.convert(x, w, is_head=is_head), w))
 
+    def pack_adapter(self, site: LoraSite, pairs: SitePairs) -> PackedPairs:
+        """Copy an adapter's pairs for a site to the device."""
+        return pack_pairs(site, pairs, self.device)
+
+    def place_adapter(self, site: LoraSite, slot: int, packed: PackedPairs | None, num_slots: int) -> None:
+        """Let a slot of a site hold them."""
+        site.packed = SiteTable(site, num_slots, self.device) if site.packed is None else site.packed
+        site.packed.place(slot, packed)
+
     def stays_packed(self, w: PackedWeight, tokens: int, *, is_head: bool = False) -> bool:
         """Return whether a matrix is multiplied as it is packed; the output head always, as results are float32."""
         if not w.is_packed or self.batch_invariant or is_head:
             return w.is_packed
-        return tokens <= min(MAX_GEMM_TOKENS_BY_KIND.get(part.kind, MAX_GEMM_TOKENS) for part in w.parts)
+        return tokens <= min(self._max_gemm_tokens(part.kind) for part in w.parts)
+
+    def _max_gemm_tokens(self, kind: str) -> int:
+        if takes_hopper_kernel(kind, self.device):
+            return MAX_HOPPER_TOKENS
+        return MAX_GEMM_TOKENS_BY_KIND.get(kind, MAX_GEMM_TOKENS)
 
     def takes_rows(self, w: PackedWeight, tokens: int) -> bool:
         """Return whether activations are plain rows of `w.dense_dtype`, without factors."""
@@ -121,7 +138,8 @@ class BatchedLinear:
         packed = self.stays_packed(w, tokens, is_head=is_head)
         dtype = torch.float16 if packed else E4M3 if self._takes_e4m3(w) else w.dense_dtype
         columns = cdiv(w.columns, GROUP_COLUMNS) * GROUP_COLUMNS if packed else w.columns
-        values = torch.empty(tokens, columns, dtype=dtype, device=self.device)
+        room = tokens + (LARGE_TILE.tokens // 4 if packed else 0)  # whole tiles of tokens (gemm_hopper.view_tiles)
+        values = torch.empty(room, columns, dtype=dtype, device=self.device)[:tokens]
         return Activations(values, torch.empty(tokens, device=self.device), packed)
 
     def convert(self, x: torch.Tensor, w: PackedWeight, *, is_head: bool = False, pdl: bool = False) -> Activations:
@@ -255,7 +273,7 @@ def num_splits(
     programs = cdiv(rows, tile.rows) * cdiv(tokens, tile.tokens)
     max_splits = min(max_splits, max(1, columns // GROUP_COLUMNS))
     if tokens > LARGE_TILE.tokens:
-        max_splits = min(max_splits, MAX_LARGE_SPLITS)
+        max_splits = min(max_splits, MAX_LARGE_SPLITS if tokens <= MAX_GEMM_TOKENS else 1)
     counts, at_a_time = [n for n in SPLIT_COUNTS if n <= max_splits], num_multiprocessors(device) * tile.programs
     best: int = min(counts, key=lambda n: cdiv(programs * n, at_a_time) * columns / n + SPLIT_COST * n)
     return best
@@ -275,7 +293,7 @@ def invariant_splits(part: WeightPart, device: torch.device, max_splits: int = M
 
 
 def _starts_next(pdl: bool, *, is_late: bool) -> str:
-    """Return when a product lets the next kernel start: late before those of prefill attention, which it would slow."""
+    """Return when a product lets the next kernel start: late before prefill attention, which it would slow."""
     return ("late" if is_late else "early") if pdl else ""
 
 

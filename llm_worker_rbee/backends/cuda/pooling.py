@@ -253,7 +253,7 @@ class PoolingLauncher:
 
 
 def _form(w: PackedWeight) -> tuple[Any, ...]:
-    """Return what determines the form of a matrix's activations."""
+    """Return the key that determines the form of a matrix's activations."""
     return w.is_packed, w.is_fp8, w.dense_dtype, frozenset((part.kind, part.fits_scaled_mm) for part in w.parts)
 
 

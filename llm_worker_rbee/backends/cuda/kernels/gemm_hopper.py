@@ -1,11 +1,10 @@
 """GEMM of packed weights for GPUs of capability 9.0, in Gluon (Triton's lower level): the twin of `gemm_packed`.
 
-Planes are those of gemv.py, activations those of gemm.py. TMA brings both to shared memory, some stages ahead; words
+Planes are laid out as in gemv.py, activations as in gemm.py. TMA brings both to shared memory, some stages ahead; words
 are dequantized in registers, in the layout of wgmma's left operand, while the product of the words before them runs.
 
-ptxas makes each wgmma wait for the one before, which costs 10 to 30% and is no error, if something waits for a barrier
-while a product runs, or if the loop is not unrolled over the words of a group. Then `ptxas -v` prints C7510 to C7515;
-the tests look for it.
+ptxas makes each wgmma wait for the one before, which costs 10 to 30% and is no error, if it is short of registers or if
+the loop is not unrolled over the words of a group. Then `ptxas -v` prints C7510 to C7515; the tests look for it.
 """
 
 # Kernels add to tuples that are empty at first.
@@ -40,6 +39,7 @@ load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glob
 IS_TRITON_3_6 = gl.constexpr(hasattr(gl.shared_memory_descriptor, "_reinterpret"))
 interleaved_offset, apply_gate = gluon.jit(gemm.interleaved_offset.fn), gluon.jit(gemv.apply_gate.fn)
 SMALL_TILE_TOKENS = 16  # up to which a stage holds a whole group, which saves barriers
+QUEUE_TOKENS = gl.constexpr(128)  # of a tile from which a product waits behind the one before, which takes registers
 PIECE_TOKENS = gl.constexpr(16)  # of results that are stored at a time: more take too many registers
 
 
@@ -132,9 +132,30 @@ def read_words(buffers, stage, WORD: gl.constexpr, KIND: gl.constexpr, W: gl.con
 
 
 @gluon.jit
+def prepare_next(descs, buffers, group, i: gl.constexpr, s, first, last, row, m0, KIND: gl.constexpr, W: gl.constexpr):
+    """Load into the stage that the products have left, wait for the word after word i of a group, and read it: return
+    (word, what belongs to it, scales of its group)."""
+    WORDS: gl.constexpr = descs[0].block_shape[0]
+    STAGES: gl.constexpr = buffers[0].shape[0]
+    barriers, scales_buffer = buffers[4], buffers[3]
+    t = group * (4 // WORDS) + i // WORDS
+    if i % WORDS == 0:
+        load_weights(descs, buffers, t + STAGES - 1, (i + (STAGES - 1) * WORDS) % 4, first, last, row, KIND)
+        load_activations(descs, buffers, t + STAGES - 1, (i + (STAGES - 1) * WORDS) % 4, first, last, m0)
+    if (i + 1) % WORDS == 0:
+        is_there = group + (i + 1) // 4 < last - first
+        mbarrier.wait(barriers.index((t + 1) % STAGES), (t + 1) // STAGES & 1, pred=is_there)
+    next_t = group * (4 // WORDS) + (i + 1) // WORDS
+    word, extra = read_words(buffers, next_t % STAGES, (i + 1) % 4, KIND, W)
+    if i == 3:
+        s = read_rows(scales_buffer.index((group + 1) % scales_buffer.shape[0]), 0, 1, descs[1].block_shape[2] == 2, W)
+    return word, extra, s
+
+
+@gluon.jit
 def read_rows(box, i, COUNT: gl.constexpr, GATED: gl.constexpr, W: gl.constexpr):
     """Read matrix i of a box. Gated, the first half of its rows are gates: then eight of them come before the eight
-    rows that they belong to, those of columns 16 last + 2 r + p of a word of interleaved activations. No value moves.
+    rows that they belong to, of columns 16 last + 2 r + p of a word of interleaved activations. No value moves.
     """
     BN: gl.constexpr = W.shape[0]
     words = box_matrix(box, i, COUNT, BN).load(W)
@@ -236,7 +257,7 @@ def gemm_hopper(
 
     With `tile_experts`, as in `gemm_packed`, but x holds the activations of the slots in the order of tiles. With
     `ACTIVATION`, the first half of all rows are gates, and out holds activation(gate) * up * out_factor as interleaved
-    activations; rows are those of a half.
+    activations; rows belong to a half.
 
     STARTS_NEXT: the next kernel starts "early", once activations are on their way, or "late", after the products.
     Weights come before the previous kernel has ended; without WAITS_FIRST, when that multiplies by another part of the
@@ -252,6 +273,7 @@ def gemm_hopper(
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     GROUPS: gl.constexpr = (BLOCKS + 15) // 16
     WORDS: gl.constexpr = x_desc.block_shape[0]
+    QUEUES: gl.constexpr = BM >= QUEUE_TOKENS
     row, m0, split = gl.program_id(1) * (BN // HALVES), gl.program_id(0) * BM, gl.program_id(2)
     first, last = split * GROUPS // gl.num_programs(2), (split + 1) * GROUPS // gl.num_programs(2)
     expert_row = row
@@ -298,27 +320,21 @@ def gemm_hopper(
             extra_first, extra_last = split_blocks(extra)
             next_a = dequantize_half(word_first, extra_first, s_first, i, KIND, A)
             next_b = dequantize_half(word_last, extra_last, s_last, i, KIND, A)
-            acc, _, _ = warpgroup_mma_wait(0, deps=(acc, a, b))
-            a, b = next_a, next_b
-            if i % WORDS == 0:  # the stage before is free
-                load_weights(
-                    descs, buffers, t + STAGES - 1, (i + (STAGES - 1) * WORDS) % 4, first, last, expert_row, KIND
-                )
-                load_activations(descs, buffers, t + STAGES - 1, (i + (STAGES - 1) * WORDS) % 4, first, last, m0)
-            if (i + 1) % WORDS == 0:
-                is_there = group + (i + 1) // 4 < last - first
-                mbarrier.wait(barriers.index((t + 1) % STAGES), (t + 1) // STAGES & 1, pred=is_there)
-            next_t = group * (4 // WORDS) + (i + 1) // WORDS
-            word, extra = read_words(buffers, next_t % STAGES, (i + 1) % 4, KIND, W)
-            if i == 3:
-                s = read_rows(scales_buffer.index((group + 1) % scales_buffer.shape[0]), 0, 1, GATED, W)
+            if not QUEUES:
+                acc, _, _ = warpgroup_mma_wait(0, deps=(acc, a, b))
+                word, extra, s = prepare_next(descs, buffers, group, i, s, first, last, expert_row, m0, KIND, W)
             x = x_buffer.index(t % STAGES)
             x_first, x_last = (
                 box_matrix(x, i % WORDS * 2, WORDS * 2, BM),
                 box_matrix(x, i % WORDS * 2 + 1, WORDS * 2, BM),
             )
-            acc = warpgroup_mma(a, x_first.permute((1, 0)), acc, is_async=True)
-            acc = warpgroup_mma(b, x_last.permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma(next_a, x_first.permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma(next_b, x_last.permute((1, 0)), acc, is_async=True)
+            if QUEUES:
+                acc, _, _ = warpgroup_mma_wait(2, deps=(acc, a, b))
+                acc = warpgroup_mma_init(acc)
+                word, extra, s = prepare_next(descs, buffers, group, i, s, first, last, expert_row, m0, KIND, W)
+            a, b = next_a, next_b
     m = m0 + gl.arange(0, BM, gl.SliceLayout(0, MMA))
     is_there = m < tokens
     if slots is not None:
@@ -361,6 +377,13 @@ def view_halves(plane: torch.Tensor, count: int, rows: int) -> torch.Tensor:
     return plane.as_strided(size, (*strides, rows * of_row, of_row, of_block))
 
 
+def view_tiles(x: torch.Tensor, tokens: int) -> torch.Tensor:
+    """View interleaved activations as (words, halves of groups, tokens, 64) with more tokens than there are: boxes that
+    lie partly outside a tensor are slow. The rows of no token are rows of the next word, or uninitialized."""
+    of_word, of_token = x.numel() // 4, x.shape[1] // 4
+    return x.as_strided((4, of_token // 64, tokens, 64), (of_word, 64, of_token, 1))
+
+
 def launch_gemm(
     x: Activations,
     part: WeightPart,
@@ -386,7 +409,7 @@ def launch_gemm(
     rows = part.rows // (experts.count if experts else box[0])
     row_tiles, token_tiles = cdiv(rows, box[1]), cdiv(tokens, columns)
     gemm_hopper[(row_tiles, token_tiles, 1) if experts else (token_tiles, row_tiles, splits)](
-        describe_boxes(x.values.view(4, tokens, -1, 64).transpose(1, 2), words, 2, columns, 64),
+        describe_boxes(view_tiles(x.values, token_tiles * columns), words, 2, columns, 64),
         x.factors,
         part.unit * x.unit,
         describe_boxes(view_halves(low, box[0], rows), len(low), words, *box),

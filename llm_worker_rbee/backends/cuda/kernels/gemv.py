@@ -5,7 +5,7 @@ these are 16-byte loads, and no value changes lanes before the final sum:
 
     low     int32 (rows, 4, blocks)   word i of a block: columns 4i..4i+3 in the low nibbles, 16+4i.. in the high ones
     high    int16 (rows, 4 | 2, blocks)   half word i: two bits of each column of word i, at `high_bit_shift`; of
-                                      5-bit kinds one bit, that of word 2i before that of word 2i+1
+                                      5-bit kinds one bit, the bit of word 2i before the bit of word 2i+1
     bytes   int32 (rows, 8, blocks)   word q: columns 4q..4q+3
     scales  float16 (rows, blocks), or two of them in an int32 (scale, minimum; or the scales of 16 columns each)
 
