@@ -1,0 +1,164 @@
+"""LoRA adapters in the engine: bits that do not depend on the batch, the prefix cache, places, unloading."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from llm_worker_rbee import LLM
+from llm_worker_rbee.errors import InvalidRequestError
+from llm_worker_rbee.llm import Stream, together
+from llm_worker_rbee.token_engine.protocol import LoadLora, LoraUse, UnloadLora
+from llm_worker_rbee.weights.hub import locate_model
+from tests.helpers import lora_zoo
+
+PROMPT = "Once upon a time, in a small town by the sea, there lived"
+LONG = " ".join(f"Number {i} is followed by {i + 1}." for i in range(40))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder, model = tmp_path_factory.mktemp("adapters"), locate_model(None)
+    sizes = {"one": 8, "two": 16, "three": 3}
+    return {
+        name: lora_zoo.write_random_peft(model, folder / name, rank=rank, seed=rank, size=2)
+        for name, rank in sizes.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def llm(folders: dict[str, Path]) -> LLM:
+    return LLM(loras=dict(folders), max_loras=5, max_context=2048, max_step_tokens=192)
+
+
+def facts(stream: Stream) -> list[tuple[int, float]]:
+    """Return tokens with their log-probabilities, which show every bit."""
+    completion = stream.so_far()
+    assert completion.logprobs is not None
+    return [(entry.token, entry.logprob) for entry in completion.logprobs]
+
+
+def run(llm: LLM, *requests: tuple[str, Any], **options: Any) -> list[list[tuple[int, float]]]:
+    """Compute requests in one batch: prompt and adapters of each."""
+    options = {"max_tokens": 24, "temperature": 0, "logprobs": 0, "ignore_eos": True, **options}
+    streams = [llm.stream(prompt, lora=lora, **options) for prompt, lora in requests]
+    for _ in together(streams):
+        pass
+    return [facts(stream) for stream in streams]
+
+
+CASES: list[tuple[str, Any]] = [
+    (PROMPT, None),
+    (PROMPT, "one"),
+    (LONG, "two"),
+    (PROMPT + " a", {"one": 0.5}),
+    (LONG + "!", None),
+    (PROMPT, "three"),
+    (PROMPT, {"one": 0.5, "three": -0.25}),
+    (PROMPT, "one"),
+]
+
+
+def test_same_bits_alone_and_beside_any_other_adapter(llm: LLM) -> None:
+    alone = [run(llm, case)[0] for case in CASES]
+    assert len({tuple(token for token, _ in one) for one in alone}) >= 6, "the check would be vacuous"
+    assert run(llm, *CASES) == alone
+    assert run(llm, *CASES[::-1]) == alone[::-1]
+
+
+def test_same_bits_without_the_prefix_cache_and_in_other_chunks(llm: LLM, folders: dict[str, Path]) -> None:
+    other = LLM(loras=dict(folders), max_loras=5, max_context=2048, max_step_tokens=64, max_batch=3, prefix_cache=False)
+    assert run(other, *CASES) == run(llm, *CASES)
+
+
+def test_request_without_adapter_has_the_bits_of_a_model_without_any(llm: LLM) -> None:
+    plain = LLM(max_context=2048, max_step_tokens=192)
+    expected = run(plain, (PROMPT, None), (LONG, None))
+    assert plain.model.adapters is None
+    assert run(llm, (PROMPT, None), (LONG, None)) == expected
+    assert run(llm, (PROMPT, None), (LONG, None), (PROMPT, "two"))[:2] == expected
+
+
+def test_scale_of_zero_is_the_base_and_one_is_the_adapter(llm: LLM) -> None:
+    base, one = run(llm, (PROMPT, None)), run(llm, (PROMPT, "one"))
+    assert run(llm, (PROMPT, {"one": 0})) == base
+    assert run(llm, (PROMPT, {"one": 1})) == one != base
+
+
+def test_blocks_of_one_adapter_are_not_those_of_another(llm: LLM) -> None:
+    first = llm.generate(LONG, lora="one", max_tokens=1)
+    again = llm.generate(LONG, lora="one", max_tokens=1)
+    assert again.cached_tokens > 0
+    for lora in ("two", {"one": 0.5}, None):
+        prompt = LONG.replace("Number", "Item")
+        llm.generate(prompt, lora="one", max_tokens=1)
+        assert llm.generate(prompt, lora=lora, max_tokens=1).cached_tokens == 0
+        llm.engine.scheduler.pool.unpublish(list(range(llm.engine.config.n_blocks)))
+    assert first.prompt_tokens == again.prompt_tokens
+
+
+def test_unknown_adapter_and_wrong_scales_are_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="there is no adapter 'four': there are 'one', 'two', 'three'"):
+        llm.generate(PROMPT, lora="four")
+    for scale in (float("nan"), 1e9, True, "1"):
+        with pytest.raises(InvalidRequestError, match="scale"):
+            llm.generate(PROMPT, lora={"one": scale})
+
+
+def test_combination_of_too_many_ranks_is_refused(folders: dict[str, Path]) -> None:
+    llm = LLM(loras=dict(folders), max_loras=4, max_lora_rank=16, max_context=256)
+    four = llm.generate(PROMPT, lora={"one": 1.0, "two": 1.0, "three": 1.0}, max_tokens=2)
+    assert four.tokens
+    other = llm.generate(PROMPT, lora={"one": 0.5, "two": 1.0}, max_tokens=2)  # in the place of the first combination
+    assert other.tokens
+    with pytest.raises(InvalidRequestError, match="max_lora_rank is 4"):
+        LLM(loras=dict(folders), max_lora_rank=4)
+    with pytest.raises(InvalidRequestError, match="3 adapters are named, max_loras is 2"):
+        LLM(loras=dict(folders), max_loras=2)
+
+
+def test_unloaded_adapter_stays_for_its_requests(llm: LLM, folders: dict[str, Path]) -> None:
+    """A request that runs ends as it began; a later one is refused; the place is free afterwards."""
+    pool, loop = llm.engine.adapters, llm._sync_engine._loop
+    assert pool is not None
+    digest, expected = llm.loras["three"].digest, run(llm, (PROMPT, "three"))
+    stream = llm.stream(PROMPT, lora="three", max_tokens=24, temperature=0, logprobs=0, ignore_eos=True)
+    next(stream)
+    loop.receive(UnloadLora(1, digest))
+    assert pool.num_loaded == 2
+    with pytest.raises(InvalidRequestError, match="not loaded"):
+        pool.acquire(((b"another", 1.0),))
+    for _ in stream:
+        pass
+    assert [facts(stream)] == expected
+    with pytest.raises(InvalidRequestError, match="not loaded"):
+        llm.generate(PROMPT, lora="three")
+    loop.receive(LoadLora(2, str(folders["three"]), digest))
+    replies = []
+    while not replies:
+        replies = loop.step().loras
+    assert replies[0].info is not None
+    assert replies[0].info.digest == digest
+    assert run(llm, (PROMPT, "three")) == expected
+
+
+def test_changed_content_is_refused_by_its_digest(llm: LLM, folders: dict[str, Path]) -> None:
+    loop = llm._sync_engine._loop
+    loop.receive(LoadLora(3, str(folders["two"]), llm.loras["one"].digest))
+    replies = []
+    while not replies:
+        replies = loop.step().loras
+    assert "has changed" in str(replies[0].error)
+
+
+def test_keys_of_blocks_differ_by_content_scale_and_salt(llm: LLM) -> None:
+    stream = llm.stream(PROMPT)
+    submitted = stream._generation.request.submitted
+    uses = ([], [LoraUse(b"a" * 16)], [LoraUse(b"a" * 16, 0.5)], [LoraUse(b"b" * 16)], [LoraUse(b"a" * 16)] * 2)
+    keys = [tuple(replace(submitted, loras=use).extra_keys) for use in uses]
+    assert len(set(keys)) == len(uses)
+    assert all(not key.isascii() for _, key in keys[1])
+    stream.close()
