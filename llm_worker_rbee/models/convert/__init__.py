@@ -10,28 +10,31 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...backends.ops import Backend
 from ...config import FP8, WRITTEN_TYPES, ModelConfig
 from ...errors import InvalidRequestError, UnsupportedModelError
 from ...weights import Checkpoint, Tensor
-from ...weights.checkpoint import DeferredTensor
+from ...weights.checkpoint import NO_BYTES, DeferredTensor
 from ...weights.encoder_names import is_training_head
-from ...weights.gguf_writer import write_quantized_gguf
+from ...weights.gguf_writer import write_gguf, write_quantized_gguf
+from ...weights.lora import EXPERT_STACK, Adapter, LowRank, concatenated, float_tensor
 from ...weights.quant_mix import MIXES, Mix, Place, matrix_type
 from ...weights.quantize import Progress, TensorJob, quantize_in_memory
 from ...weights.quants import BLOCK_TYPES
 from ..families import BY_GGUF, gguf_architecture, read_model_config
 from ..loader import IGNORED_SUFFIXES, LAYER_NUMBER, load_model, load_model_with_head, rope_row_order
+from ..lora import file_adapters
 from ..mtp import has_head
 from ..pooling_config import is_pooling_model
-from .expert_stacks import stack_experts
+from .expert_stacks import EXPERT, stack_experts
 from .gguf_metadata import gguf_metadata, rope_tensors
 from .linear_attention import gguf_linear_attention
 from .pooling_keys import CHECK_ONLY_BACKEND, TABLES, check_pooling_model, label_rows
@@ -72,6 +75,97 @@ def convert(
     work = plan_file(replace(checkpoint, tensors=tensors), config, mix, extra)
     write_quantized_gguf(path, metadata, work, threads=threads, progress=progress)
     return ConvertResult(path, path.stat().st_size, dict(Counter(job.kind.name for job in work)))
+
+
+def merge_adapters(checkpoint: Checkpoint, adapters: Sequence[tuple[Adapter, float]]) -> Checkpoint:
+    """Return the model with adapters, each times a scale, added to its matrices, which become float32."""
+    config = read_model_config(checkpoint)
+    fits = file_adapters(checkpoint, config, max(adapter.rank for adapter, _ in adapters))
+    is_tied = "output.weight" not in checkpoint.tensors
+    pairs: dict[str, list[LowRank]] = {}
+    for adapter, scale in adapters:
+        fits.pairs(adapter)
+        if is_tied and adapter.pairs.keys() & {EMBEDDING, "output.weight"}:
+            problem = "changes the embedding or the head, which are one matrix in the base"
+            raise UnsupportedModelError(f"adapter {adapter.path.name} {problem}: it cannot be merged")
+        if adapter.format != checkpoint.format:
+            adapter = gguf_adapter(adapter, config) if checkpoint.format == "gguf" else _refuse_gguf(adapter)
+        for name, pair in adapter.pairs.items():
+            pairs.setdefault(name, []).append(pair.times(scale))
+    sums = {name: concatenated(each) for name, each in pairs.items()}
+    merged = {name: _merged(tensor, sums) for name, tensor in checkpoint.tensors.items()}
+    metadata = {key: value for key, value in checkpoint.metadata.items() if key != "quantization"}
+    return replace(checkpoint, tensors=merged, metadata=metadata)
+
+
+def _refuse_gguf(adapter: Adapter) -> NoReturn:
+    problem = "is a GGUF file, and the base a folder of safetensors"
+    raise UnsupportedModelError(f"adapter {adapter.path.name} {problem}: convert the base to GGUF, and merge there")
+
+
+def _merged(tensor: Tensor, pairs: Mapping[str, LowRank]) -> Tensor:
+    """Return a matrix, or a stack of experts, with what adapters add to it."""
+    stack = EXPERT_STACK.fullmatch(tensor.name)
+    count = tensor.shape[0] if stack else 1
+    names = [f"{stack[1]}.{i}.weight" for i in range(count)] if stack else [tensor.name]
+    if not any(name in pairs for name in names):
+        return tensor
+
+    def make() -> NDArray[np.uint8]:
+        values = np.array(tensor.dequantize(), np.float32).reshape(count, -1, tensor.shape[-1])
+        for i, name in enumerate(names):
+            if (pair := pairs.get(name)) is not None:
+                values[i] += (pair.b @ pair.a).T if name == EMBEDDING else pair.b @ pair.a
+        return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+
+    return DeferredTensor(tensor.name, BLOCK_TYPES["F32"], tensor.shape, NO_BYTES, sources=(tensor,), make=make)
+
+
+def gguf_adapter(adapter: Adapter, config: ModelConfig) -> Adapter:
+    """Return an adapter of PEFT with the rows of its matrices in the order of GGUF files."""
+    pairs = dict(adapter.pairs)
+    for name, pair in adapter.pairs.items():
+        job = _adapt_to_gguf(TensorJob(name, float_tensor(name, pair.b), BLOCK_TYPES["F32"]), config)
+        if job.order is not None:
+            pairs[name] = LowRank(pair.a, pair.b[job.order])
+        role = name.split(".")[-2]
+        if config.linear is not None and (role.startswith("ssm_") or role in ("attn_qkv", "attn_gate")):
+            raise UnsupportedModelError(f"adapter {adapter.path.name}: linear attention has no GGUF form for adapters")
+    return replace(adapter, format="gguf", architecture=gguf_architecture(config), pairs=pairs)
+
+
+def write_adapter(adapter: Adapter, base: Checkpoint, path: Path, type_name: str) -> int:
+    """Write an adapter of PEFT as a GGUF file, with its pairs in a float type; return how many there are."""
+    if type_name not in ("F32", "F16"):
+        raise InvalidRequestError(f"an adapter is written as F32 or F16, not {type_name}", "type")
+    config = read_model_config(base)
+    file_adapters(base, config, adapter.rank).pairs(adapter)
+    written = adapter if adapter.format == "gguf" else gguf_adapter(adapter, config)
+    kind = np.float32 if type_name == "F32" else np.float16
+    tensors: dict[str, NDArray[Any]] = {}
+    stacks: dict[str, dict[int, LowRank]] = {}
+    for name, pair in written.pairs.items():
+        if expert := EXPERT.match(name):
+            stacks.setdefault(f"{expert[1]}_exps.weight", {})[int(expert[2])] = pair
+        else:
+            tensors |= {f"{name}.lora_a": pair.a.T if name == EMBEDDING else pair.a, f"{name}.lora_b": pair.b}
+    for name, pairs in stacks.items():
+        count, rank = config.experts.count if config.experts else 0, max(pair.rank for pair in pairs.values())
+        first = next(iter(pairs.values()))
+        a = np.zeros((count, rank, first.a.shape[1]), np.float32)
+        b = np.zeros((count, first.b.shape[0], rank), np.float32)
+        for i, pair in pairs.items():
+            a[i, : pair.rank], b[i, :, : pair.rank] = pair.a, pair.b
+        tensors |= {f"{name}.lora_a": a, f"{name}.lora_b": b}
+    metadata = {
+        "general.type": "adapter",
+        "general.architecture": gguf_architecture(config),
+        "general.name": adapter.path.name,
+        "adapter.type": "lora",
+        "adapter.lora.alpha": 0.0,  # the scale is in B
+    }
+    write_gguf(path, metadata, {name: np.ascontiguousarray(values, kind) for name, values in tensors.items()})
+    return len(written.pairs)
 
 
 def quantize_checkpoint(

@@ -17,7 +17,7 @@ import numpy as np
 
 from ...backends.ops import RopeTable
 from ...config import LinearAttentionConfig, ModelConfig, PoolingConfig
-from ...errors import ModelFileError, UnsupportedModelError
+from ...errors import UnsupportedModelError
 from ...layers.rope import inverse_frequencies, rope_table, scaled_table, yarn_mscale
 from ...weights import Checkpoint, Tensor
 from ...weights.gguf_writer import Typed
@@ -30,7 +30,6 @@ from .tokenizer_export import tokenizer_keys
 _log = logging.getLogger("llm_worker_rbee")
 QUANTIZATION_VERSION = 2  # of ggml's block layouts
 MAX_INT32 = 1 << 31
-DEFAULT_SECTIONS = [11, 11, 10]  # of M-RoPE
 STILL = 1e30  # divisor of the frequency of a pair that is not rotated
 # Keys of one file (split set, alignment), not of the model.
 DROPPED_KEYS = ("split.no", "split.count", "split.tensors.count", "general.alignment")
@@ -66,11 +65,11 @@ def gguf_metadata(
     arch = gguf_architecture(config)
     stated = encoder_keys(config) if config.family.norms.layer else _architecture_keys(config)
     stated |= {} if pooling is None else pooling_keys(config, pooling)
+    stated |= _image_keys(checkpoint, config)
     keys = {f"{arch}.{key}": value for key, value in stated.items()}
     name = _model_name(checkpoint)
     general = {"general.architecture": arch, "general.type": "model", "general.name": name, **own}
     _check_round_trip(config, {"general.architecture": arch, **keys})
-    keys |= {f"{arch}.{key}": value for key, value in _rope_sections(checkpoint, config).items()}
     if any(config.windows) and not config.family.attention.full_every:
         _log.warning("llama.cpp ignores the sliding window of %s files: its results differ for long texts", arch)
     tokenizer = tokenizer_keys(checkpoint.path, config.vocab_size, name)
@@ -178,15 +177,13 @@ def _linear_keys(c: ModelConfig, n: LinearAttentionConfig) -> dict[str, Any]:
     return keys | {"attention.recurrent_layers": flags + [False] * c.nextn_layers}
 
 
-def _rope_sections(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any]:
-    """Return the sections of M-RoPE, which readers of Qwen 3.5 require; text has the same position in all of them."""
-    if not config.family.tensors.gguf_tiled_heads:
+def _image_keys(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any]:
+    """Return the sections of M-RoPE, and the number of layers to which rows of images are added; text needs neither."""
+    if not config.rope_sections:
         return {}
-    rope = checkpoint.metadata["config"].get("rope_parameters") or {}
-    sections = rope.get("mrope_section", DEFAULT_SECTIONS)
-    if not isinstance(sections, list) or not all(type(n) is int and 0 <= n < MAX_INT32 for n in sections):
-        raise ModelFileError("config.json: 'mrope_section' is not a list of numbers")
-    return {"rope.dimension_sections": Typed("int32", [*sections, 0, 0, 0, 0][:4])}
+    layers = (checkpoint.metadata.get("vision") or {}).get("deepstack_visual_indexes") or []
+    keys = {"rope.dimension_sections": Typed("int32", [*config.rope_sections, 0])}
+    return keys | ({"n_deepstack_layers": len(layers)} if layers else {})
 
 
 def _layer_keys(c: ModelConfig) -> dict[str, Any]:

@@ -1,0 +1,117 @@
+"""Encodes the images of requests: a kind of step of its own, between the steps of the decoder.
+
+A request with images waits, held, until those that the prefix cache lacks are encoded. A step takes images of several
+requests together, as many as fit into a budget of tokens, and at least one. Rows are kept by content, so that the same
+picture is encoded once.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..images.prompt import PromptImages
+from ..models.vision import VisionTower
+from .request import Request, ScheduledTokens
+
+Floats = NDArray[np.float32]
+CACHE_BYTES = 256 << 20  # of rows
+
+
+class ImageEncoder:
+    """The tower of an engine, requests that wait for it, and the rows of the last images."""
+
+    def __init__(self, tower: VisionTower, max_step_tokens: int, max_bytes: int = CACHE_BYTES) -> None:
+        self.tower, self.max_step_tokens, self.max_bytes = tower, max_step_tokens, max_bytes
+        self.waiting: dict[Request, int] = {}  # the prompt tokens that the prefix cache had, in the order of arrival
+        self.num_encoded = 0  # parts of images
+        self._rows: OrderedDict[bytes, Floats] = OrderedDict()
+        self._num_bytes = 0
+
+    def hold(self, request: Request, num_cached: int) -> None:
+        """Let a request wait for its images behind the first `num_cached` tokens, if they are not encoded yet."""
+        if self._missing(request, num_cached):
+            request.is_held = True
+            self.waiting[request] = num_cached
+
+    def next_requests(self) -> list[Request]:
+        """Return the requests whose images the next step encodes; forget those that ended meanwhile."""
+        for request in [item for item in self.waiting if item.is_finished]:
+            del self.waiting[request]
+        chosen, tokens = list[Request](), 0
+        for request, num_cached in self.waiting.items():
+            chosen.append(request)
+            tokens += sum(len(_span(request, i)) for i in self._missing(request, num_cached))
+            if tokens >= self.max_step_tokens:
+                break
+        return chosen
+
+    def run_step(self, requests: Sequence[Request]) -> None:
+        """Encode images of these requests, up to the budget; those that have all of theirs go on."""
+        chosen_parts, tokens = list[tuple[Request, int]](), 0
+        for request in requests:
+            for i in self._missing(request, self.waiting[request]):
+                if chosen_parts and tokens + len(_span(request, i)) > self.max_step_tokens:
+                    break
+                chosen_parts.append((request, i))
+                tokens += len(_span(request, i))
+        self._encode(chosen_parts)
+        for request in requests:
+            if not self._missing(request, self.waiting[request]):
+                del self.waiting[request]
+                request.is_held = False
+
+    def drop(self, requests: Sequence[Request]) -> None:
+        """Forget requests that failed."""
+        for request in requests:
+            self.waiting.pop(request, None)
+
+    def prepare(self, scheduled: Sequence[ScheduledTokens]) -> None:
+        """Encode what a step lacks, where cached blocks went away meanwhile; drop rows that are behind it."""
+        needed = list[tuple[Request, int]]()
+        for request, start, stop, _ in scheduled:
+            if request.images is not None:
+                needed += [(request, i) for i in request.images.inside(start, stop) if request.images.rows[i] is None]
+                for i, span in enumerate(request.images.spans):
+                    if span.stop <= start:
+                        request.images.rows[i] = None
+        self._encode(needed)
+
+    def _missing(self, request: Request, num_cached: int) -> list[int]:
+        """Return the numbers of a request's images that are behind so many tokens and not encoded."""
+        images = request.images
+        assert images is not None
+        return [i for i in images.inside(num_cached, len(request.ids)) if not self._recall(images, i)]
+
+    def _recall(self, images: PromptImages, i: int) -> bool:
+        """Give an image its rows, if they are kept; return whether it has them."""
+        if images.rows[i] is None and (rows := self._rows.get(images.digests[i])) is not None:
+            self._rows.move_to_end(images.digests[i])
+            images.rows[i] = rows
+        return images.rows[i] is not None
+
+    def _encode(self, items: Sequence[tuple[Request, int]]) -> None:
+        """Encode images, each content once."""
+        named = [(request.images, i) for request, i in items if request.images is not None]
+        parts = {images.digests[i]: images.parts[i] for images, i in named if not self._recall(images, i)}
+        encoded = dict(zip(parts, self.tower.encode(list(parts.values())), strict=True)) if parts else {}
+        self.num_encoded += len(parts)
+        for images, i in named:
+            if images.rows[i] is None:
+                images.rows[i] = encoded[images.digests[i]]
+        for digest, rows in encoded.items():
+            self._keep(digest, rows.copy())  # not a part of the rows of all
+
+    def _keep(self, digest: bytes, rows: Floats) -> None:
+        self._rows[digest] = rows
+        self._num_bytes += rows.nbytes
+        while self._num_bytes > self.max_bytes:
+            self._num_bytes -= self._rows.popitem(last=False)[1].nbytes
+
+
+def _span(request: Request, i: int) -> range:
+    assert request.images is not None
+    return range(request.images.spans[i].start, request.images.spans[i].stop)

@@ -1,0 +1,117 @@
+"""`ImageDecoder`: bytes of a client's image to the parts that a tower takes, decoded in another process.
+
+Limits are of one image. Errors say what is wrong with the image; the caller names its place in the request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import logging
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import InvalidRequestError, MissingDependencyError, UnavailableError
+from ..pipe_process import PipeProcess, ProgramError, package_command
+from .sizes import ImageSettings, PartPlan, count_tokens
+
+logger = logging.getLogger("llm_worker_rbee")
+PROGRAM = f"from {__package__}.decode_process import main; main()"
+MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS = 20 << 20, 50_000_000
+MAX_WAIT_S = 90.0
+MAX_REPLY_BYTES = 4096  # of its line
+CHANNELS = 3
+Pixels = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodedImage:
+    """The parts of an image as pixels, (height, width, RGB), before normalization."""
+
+    width: int  # of the picture, upright
+    height: int
+    plan: PartPlan
+    parts: tuple[Pixels, ...]
+    digests: tuple[bytes, ...]  # of each: pixels and size
+
+    def num_tokens(self, settings: ImageSettings) -> int:
+        return count_tokens(self.plan, settings)
+
+
+class ImageDecoder:
+    """Decodes images with the settings of one model, in a process that is started when it is needed. Safe to use from
+    several threads, each of which has a process while it decodes."""
+
+    def __init__(
+        self, settings: ImageSettings, max_bytes: int = MAX_IMAGE_BYTES, max_pixels: int = MAX_IMAGE_PIXELS
+    ) -> None:
+        self.settings, self.max_bytes, self.max_pixels = settings, max_bytes, max_pixels
+        self._idle: list[PipeProcess] = []
+        self._lock = threading.Lock()
+        weakref.finalize(self, _stop_all, self._idle)
+
+    def decode(self, data: bytes) -> DecodedImage:
+        """Return an image's parts; raise for one that is too large, damaged or of another format."""
+        if len(data) > self.max_bytes:
+            raise InvalidRequestError(f"the image has {len(data)} bytes, and at most {self.max_bytes} are read")
+        header = {"bytes": len(data), "max_pixels": self.max_pixels, "settings": self.settings}
+        reply, pixels = self._request([json.dumps(header).encode() + b"\n", data])
+        if "error" in reply:
+            raise InvalidRequestError(f"the image cannot be used: {reply['error']}")
+        plan = PartPlan(**{**reply["plan"], "resizes": tuple(map(tuple, reply["plan"]["resizes"]))})
+        return _decoded(reply["width"], reply["height"], plan, pixels)
+
+    def _request(self, request: Sequence[bytes]) -> tuple[dict[str, Any], bytearray]:
+        """Ask a process; one that was ended from outside is replaced once."""
+        for is_last in (False, True):
+            with self._lock:
+                process = self._idle.pop() if self._idle else None
+            try:
+                if process is None or process.poll() is not None:
+                    process = self._start_process()
+                answer = process.ask(request, lambda end, child=process: _read_reply(child, end), MAX_WAIT_S)  # type: ignore[misc]
+            except ProgramError as error:
+                logger.warning("the process that decodes images %s%s", error, "" if is_last else ": decoding again")
+                continue
+            with self._lock:
+                self._idle.append(process)
+            return answer
+        raise UnavailableError("the image could not be decoded: the process that decodes images was ended from outside")
+
+    def _start_process(self) -> PipeProcess:
+        if importlib.util.find_spec("PIL") is None:
+            raise MissingDependencyError("images need Pillow: install llm-worker-rbee[vision]")
+        return PipeProcess(package_command(PROGRAM))
+
+    def close(self) -> None:
+        """End the processes that wait for work."""
+        with self._lock:
+            idle, self._idle[:] = list(self._idle), []
+        _stop_all(idle)
+
+
+def _read_reply(process: PipeProcess, deadline: float) -> tuple[dict[str, Any], bytearray]:
+    reply: dict[str, Any] = json.loads(process.read_line(deadline, MAX_REPLY_BYTES))
+    return reply, process.read(reply.get("bytes", 0), deadline)
+
+
+def _decoded(width: int, height: int, plan: PartPlan, pixels: bytearray) -> DecodedImage:
+    parts, at = list[Pixels](), 0
+    for rows, columns in plan.sizes:
+        count = rows * columns * CHANNELS
+        parts.append(np.frombuffer(pixels, np.uint8, count, at).reshape(rows, columns, CHANNELS))
+        at += count
+    digests = [hashlib.sha256(json.dumps(part.shape).encode() + part.tobytes()).digest() for part in parts]
+    return DecodedImage(width, height, plan, tuple(parts), tuple(digests))
+
+
+def _stop_all(processes: list[PipeProcess]) -> None:
+    for process in processes:
+        process.stop()

@@ -1,0 +1,169 @@
+"""Images within a prompt: what stands for them in its text, their tokens and positions, the arrays of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ChatTemplateError
+from .sizes import ImageSettings, PartPlan
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
+AXES = 3  # time, row, column
+
+
+class PromptStyle(NamedTuple):
+    """What a family writes for an image, in the place of what its chat template writes."""
+
+    placeholder: str  # of the chat template
+    token: str  # for each row of the encoded image
+    before: str = ""  # the tokens of the whole image
+    after: str = ""
+    tile: str = ""  # before the tokens of a tile, which has a row and a column
+
+
+def expand_prompt(prompt: str, style: PromptStyle, plans: Sequence[PartPlan], settings: ImageSettings) -> str:
+    """Return a rendered prompt with all tokens of its images."""
+    texts = prompt.split(style.placeholder)
+    if len(texts) != len(plans) + 1:
+        raise ChatTemplateError(
+            f"the chat template wrote {len(texts) - 1} of {len(plans)} images: a template for images is needed",
+            "messages",
+        )
+    images = [_image_text(style, plan, settings) for plan in plans]
+    return texts[0] + "".join(image + text for image, text in zip(images, texts[1:], strict=True))
+
+
+def _image_text(style: PromptStyle, plan: PartPlan, settings: ImageSettings) -> str:
+    *tiles, whole = (style.token * math.prod(settings.tokens(*size)) for size in plan.sizes)
+    text = ""
+    for i, tokens in enumerate(tiles):
+        row, column = divmod(i, plan.columns)
+        text += style.tile.format(row=row + 1, column=column + 1) + tokens + "\n" * (column + 1 == plan.columns)
+    return f"{text}{chr(10) if tiles else ''}{style.before}{whole}{style.after}"
+
+
+def find_spans(ids: Sequence[int], token: int, sizes: Sequence[tuple[int, int]]) -> list[ImageSpan]:
+    """Return where the parts of images stand, each of so many rows and columns of a token."""
+    places, spans, at = [i for i, other in enumerate(ids) if other == token], list[ImageSpan](), 0
+    for rows, columns in sizes:
+        own = places[at : at + rows * columns]
+        if len(own) != rows * columns or own[-1] - own[0] >= len(own):
+            raise ChatTemplateError("the tokens of an image are not adjacent in the prompt", "messages")
+        spans.append(ImageSpan(own[0], rows, columns))
+        at += len(own)
+    if at != len(places):
+        raise ChatTemplateError("the prompt has tokens of images without an image", "messages")
+    return spans
+
+
+class ImageSpan(NamedTuple):
+    """Adjacent tokens of a prompt that stand for one part of an image, row by row."""
+
+    start: int
+    rows: int
+    columns: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.rows * self.columns
+
+
+def rope_positions(spans: Sequence[ImageSpan]) -> Ints:
+    """Return the positions of the tokens up to the end of the last image: (tokens, AXES).
+
+    Text advances on all axes alike; an image stands still in time, and what follows it begins behind its longer side.
+    """
+    pieces, place, position = [np.empty((0, AXES), np.int64)], 0, 0
+    for span in spans:
+        text = np.arange(position, position + span.start - place)
+        pieces.append(np.repeat(text[:, None], AXES, axis=1))
+        position += span.start - place
+        row, column = np.divmod(np.arange(span.rows * span.columns), span.columns)
+        pieces.append(position + np.stack((np.zeros_like(row), row, column), axis=1))
+        place, position = span.stop, position + max(span.rows, span.columns)
+    return np.concatenate(pieces)
+
+
+def next_position(spans: Sequence[ImageSpan]) -> int:
+    """Return the position of the token after the last image."""
+    inside = sum(span.stop - span.start for span in spans)
+    last = spans[-1].stop if spans else 0
+    return last - inside + sum(max(span.rows, span.columns) for span in spans)
+
+
+@dataclass(eq=False)
+class PromptImages:
+    """The images of one request, and their rows where they are encoded."""
+
+    spans: Sequence[ImageSpan]  # in their order
+    parts: Sequence[NDArray[np.uint8]]  # the pixels of each
+    digests: Sequence[bytes]  # of what each shows
+    rows: list[Floats | None] = field(init=False)  # (tokens, width) of each
+    positions: Ints = field(init=False)  # (tokens up to the end of the last image, AXES)
+    delta: int = field(init=False)  # the position of a later token less its place in the cache
+
+    def __post_init__(self) -> None:
+        self.rows = [None] * len(self.spans)
+        self.positions = rope_positions(self.spans)
+        self.delta = next_position(self.spans) - len(self.positions)
+
+    @property
+    def extra_keys(self) -> list[tuple[int, bytes]]:
+        """What the hashes of blocks have beside tokens: the content of an image at its first token."""
+        return [(span.start, digest) for span, digest in zip(self.spans, self.digests, strict=True)]
+
+    def inside(self, start: int, stop: int) -> list[int]:
+        """Return the numbers of the images with tokens in start .. stop - 1."""
+        return [i for i, span in enumerate(self.spans) if span.start < stop and span.stop > start]
+
+    def whole_stop(self, start: int, stop: int) -> int:
+        """Return an end near `stop` that cuts no image in two: before the last one, or behind it."""
+        cut = next((span for span in self.spans if span.start < stop < span.stop), None)
+        if cut is None:
+            return stop
+        return cut.start if cut.start > start else cut.stop
+
+    def rope_positions(self, start: int, stop: int) -> Ints:
+        """Return the positions of tokens start .. stop - 1: (tokens, AXES)."""
+        known = len(self.positions)
+        later = np.arange(max(start, known), max(stop, known)) + self.delta
+        return np.concatenate((self.positions[start:stop], np.repeat(later[:, None], AXES, axis=1)))
+
+
+NO_IMAGES = PromptImages((), (), ())
+Chunk = tuple[PromptImages | None, int, int]  # of a request's tokens: first, last + 1
+
+
+def step_arrays(chunks: Sequence[Chunk], *, has_axes: bool, sees_both_ways: bool) -> dict[str, Any]:
+    """Return the fields of a `Batch` for the chunks of a step.
+
+    `has_axes`: RoPE positions of the model have several axes; `sees_both_ways`: tokens of an image see each other.
+    """
+    fields: dict[str, Any] = {}
+    if has_axes:
+        fields["rope_positions"] = np.concatenate([(i or NO_IMAGES).rope_positions(a, b) for i, a, b in chunks])
+    if not any(images is not None and images.inside(start, stop) for images, start, stop in chunks):
+        return fields
+    ends = np.concatenate([np.arange(start + 1, stop + 1) for _, start, stop in chunks])
+    image_rows, pieces, at, first = np.full(len(ends), -1), list[Floats](), 0, 0
+    for images, start, stop in chunks:
+        for i in [] if images is None else images.inside(start, stop):
+            span, rows = images.spans[i], images.rows[i]  # type: ignore[union-attr]
+            assert rows is not None, "an image is encoded before its tokens are computed"
+            begin, end = max(span.start, start), min(span.stop, stop)
+            pieces.append(rows[begin - span.start : end - span.start])
+            places = slice(first + begin - start, first + end - start)
+            image_rows[places], ends[places] = np.arange(at, at + end - begin), span.stop
+            at += end - begin
+        first += stop - start
+    fields |= {"images": np.concatenate(pieces), "image_rows": image_rows}
+    if sees_both_ways:
+        fields["spans"] = np.stack((np.zeros_like(ends), ends), axis=1)
+    return fields

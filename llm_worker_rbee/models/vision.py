@@ -1,0 +1,304 @@
+"""Vision towers: pixels of images to rows that stand in for tokens of a decoder; and their loader.
+
+A step takes parts of several images, whatever their sizes. A part is a sequence of patches in an order of the tower's:
+the patches of a token are adjacent, and so are those of a window of attention. There is no KV cache, as in pooling.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..backends.graph import Graph, record
+from ..backends.ops import NO_TOKENS, Array, Backend, Batch, FusedForward, Ints, KVLayer, RopeTable
+from ..errors import UnsupportedModelError
+from ..images.sizes import ImageSettings
+from ..layers.block import Block, Norm
+from ..layers.encoder import Merger, PatchEmbedding
+from ..layers.linear import Linear
+from ..layers.norm import LayerNorm, RMSNorm
+from ..layers.rope import inverse_frequencies, still_table
+from ..weights import Checkpoint, Tensor
+from ..weights.checkpoint import release_pages
+from ..weights.quants import BLOCK_TYPES
+from .pooling import BLOCK_SIZE, Workspace
+from .pooling_loader import PoolingLoader
+from .vision_config import VisionConfig, read_vision_config
+
+Floats = NDArray[np.float32]
+CHANNELS, MAX_VALUE = 3, 255
+MAX_KEPT_ORDERS = 32
+SAMPLE_BYTES = 1 << 16  # of each end of a tensor
+ROW_AXIS, COLUMN_AXIS = 1, 2  # of `Batch.rope_positions`
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VisionTower:
+    """A tower whose weights are packed for one backend."""
+
+    config: VisionConfig
+    ops: Backend
+    embedding: PatchEmbedding
+    blocks: tuple[Block, ...]
+    norm: Norm | None
+    merger: Merger
+    deepstack: dict[int, Merger]  # by block: what the tower returns beside its own rows, for layers of the decoder
+    workspace: Workspace
+    digest: bytes  # of its weights
+    fused: FusedForward | None = None
+
+    @property
+    def row_width(self) -> int:
+        """The columns of what `encode` returns: the width of the decoder, once more for each merger of deepstack."""
+        return self.config.output_dim * (1 + len(self.deepstack))
+
+    def encode(self, parts: Sequence[NDArray[np.uint8]]) -> list[Floats]:
+        """Return the rows of each part, (tokens, row_width), on the host; a part has the same bits in any step."""
+        batch = make_batch(parts, self.config)
+        rows = self.ops.to_host(self.forward(batch, self.workspace.layers(int(batch.block_table.max()) + 1)))
+        per_token = self.config.merge**2
+        ends = np.cumsum(np.diff(batch.query_start) // per_token)
+        return np.split(rows, ends[:-1])
+
+    def forward(self, batch: Batch, kv: Sequence[KVLayer]) -> Array:
+        """Compute a step: (N, row_width)."""
+        return self.compute(self.ops, batch, kv)[0] if self.fused is None else self.fused(batch, kv)
+
+    def compute(self, ops: Backend, batch: Batch, kv: Sequence[KVLayer]) -> tuple[Array, None]:
+        """Compute a step with these ops: the definition of the tower."""
+        x, residual, features = self.embedding(ops, batch), None, list[Array]()
+        for i, (block, layer) in enumerate(zip(self.blocks, kv, strict=True)):
+            x, residual = block(ops, x, residual, layer, batch)
+            if i in self.deepstack:
+                x, residual = ops.add(x, residual), None
+                features.append(self.deepstack[i](ops, x, batch))
+        if residual is not None and self.norm is not None:
+            x, _ = self.norm.add_and_norm(ops, x, residual)
+        elif residual is not None:
+            x = ops.add(x, residual)
+        elif self.norm is not None:
+            x = self.norm(ops, x)
+        rows = self.merger(ops, x, batch)
+        for feature in features:
+            rows = ops.join(rows, feature)
+        return rows, None
+
+    def graph(self) -> Graph:
+        """Return the ops of a step, for a fused forward."""
+        return record(self.compute, len(self.blocks), hidden_width=self.config.patch_values)
+
+
+class PatchOrder(NamedTuple):
+    """The order of the patches of a part; arrays of one size are kept and not changed."""
+
+    patches: Ints  # (P,) numbers of patches, counted row by row
+    places: Ints  # (P, 2) their rows and columns
+    tokens: Ints  # (tokens,) row by row: which group of patches is the token
+    spans: Ints  # (P, 2) the window of each, as a range of the order; empty without windows
+
+
+@lru_cache(maxsize=MAX_KEPT_ORDERS)
+def patch_order(rows: int, columns: int, merge: int, window: int) -> PatchOrder:
+    """Return the order of a grid of patches: by window of `window` x `window` tokens (0: none), then by token."""
+    token_rows, token_columns, per_token = rows // merge, columns // merge, merge**2
+    tokens = np.arange(token_rows * token_columns)
+    row, column = np.divmod(tokens, token_columns)
+    spans = NO_TOKENS
+    if window:
+        in_window = row // window * -(-token_columns // window) + column // window
+        tokens = np.argsort(in_window, kind="stable")
+        counts = np.unique(in_window, return_counts=True)[1] * per_token
+        ends = np.cumsum(counts)
+        spans = np.repeat(np.stack((ends - counts, ends), axis=1), counts, axis=0)
+    inner_row, inner_column = np.divmod(np.arange(per_token), merge)
+    patch_row = row[tokens][:, None] * merge + inner_row
+    patch_column = column[tokens][:, None] * merge + inner_column
+    places = np.stack((patch_row.ravel(), patch_column.ravel()), axis=1)
+    return PatchOrder(places[:, 0] * columns + places[:, 1], places, np.argsort(tokens), spans)
+
+
+def make_batch(parts: Sequence[NDArray[np.uint8]], config: VisionConfig) -> Batch:
+    """Return a step of parts, (height, width, RGB); `logits_index` are the groups of patches that are its tokens."""
+    patch, settings = config.images.patch, config.images
+    grids = [(part.shape[0] // patch, part.shape[1] // patch) for part in parts]
+    orders = [patch_order(*grid, config.merge, config.window) for grid in grids]
+    counts = np.array([len(order.patches) for order in orders], np.int64)
+    start = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
+    positions = np.arange(start[-1]) - np.repeat(start[:-1], counts)
+    blocks = -(-counts // BLOCK_SIZE)
+    first, column = np.cumsum(blocks) - blocks, np.arange(blocks.max())
+    places = np.concatenate([order.places for order in orders])
+    groups = start[:-1] // config.merge**2
+    pixels = [cut_patches(part, settings)[order.patches] for part, order in zip(parts, orders, strict=True)]
+    return Batch(
+        ids=np.zeros(int(start[-1]), np.int64),
+        positions=positions,
+        slot_mapping=np.repeat(first * BLOCK_SIZE, counts) + positions,
+        query_start=start,
+        context_len=counts,
+        block_table=np.where(column < blocks[:, None], first[:, None] + column, 0),
+        logits_index=np.concatenate([order.tokens + group for order, group in zip(orders, groups, strict=True)]),
+        rope_positions=np.concatenate((np.zeros((len(places), 1), np.int64), places), axis=1),
+        spans=np.concatenate([order.spans for order in orders]),
+        places=np.concatenate([table_places(*grid, config)[o.patches] for grid, o in zip(grids, orders, strict=True)]),
+        hidden=np.concatenate(pixels),
+    )
+
+
+def cut_patches(part: NDArray[np.uint8], settings: ImageSettings) -> Floats:
+    """Return the normalized pixels of each patch, row by row: (patches, channels * patch * patch)."""
+    size, (rows, columns) = settings.patch, (n // settings.patch for n in part.shape[:2])
+    by_patch = part.reshape(rows, size, columns, size, CHANNELS).transpose(0, 2, 4, 1, 3)
+    values = np.stack([normal[by_patch[:, :, i]] for i, normal in enumerate(normal_values(settings))], axis=2)
+    return values.reshape(rows * columns, -1)
+
+
+@lru_cache(maxsize=8)
+def normal_values(settings: ImageSettings) -> Floats:
+    """Return what the values 0 .. 255 of each channel become: (channels, 256)."""
+    values = (np.arange(MAX_VALUE + 1) * np.float64(1 / MAX_VALUE)).astype(np.float32)
+    mean, std = (np.array(numbers, np.float32)[:, None] for numbers in (settings.mean, settings.std))
+    return np.asarray((values - mean) / std, np.float32)
+
+
+def table_places(rows: int, columns: int, config: VisionConfig) -> Floats:
+    """Return the places of the patches of a grid in the table of positions, row by row: (patches, 2).
+
+    The corners of a grid are those of the table.
+    """
+    if config.table is None:
+        return np.zeros((rows * columns, 2), np.float32)
+    sides = zip((rows, columns), config.table, strict=True)
+    row, column = (
+        np.arange(n, dtype=np.float32) * np.float32(side - 1) / np.float32(max(n - 1, 1)) for n, side in sides
+    )
+    return np.stack(np.meshgrid(row, column, indexing="ij"), axis=-1).reshape(-1, 2)
+
+
+def load_vision_tower(checkpoint: Checkpoint, ops: Backend, kv_type: str = "") -> VisionTower:
+    """Build the tower; `kv_type` is the type of keys and values within a step."""
+    if ops.has_device_memory:
+        raise UnsupportedModelError(f"images are not computed on {ops.name} yet: use backend cpu or reference")
+    config = read_vision_config(checkpoint)
+    loader = VisionLoader(checkpoint, config.model, ops, 1, lambda packed_bytes: None)
+    return loader.vision_tower(config, kv_type or ops.default_kv_type)
+
+
+def float_tensor(name: str, values: NDArray[np.float32]) -> Tensor:
+    """Return values as a tensor."""
+    data = np.ascontiguousarray(values, np.float32)
+    return Tensor(name, BLOCK_TYPES["F32"], data.shape, data.reshape(-1).view(np.uint8))
+
+
+class VisionLoader(PoolingLoader):
+    """Builds a tower from the tensors of a checkpoint."""
+
+    __slots__ = ()
+
+    def vision_tower(self, v: VisionConfig, kv_type: str) -> VisionTower:
+        c = self.config
+        self.check_layer_count()
+        rope = self.axes_table() if v.family.has_rope else still_table(c)
+        blocks = self.blocks([rope] * c.n_layers, partial(self.tower_block, v))
+        tower = VisionTower(
+            config=v,
+            ops=self.ops,
+            embedding=self.patch_embedding(v),
+            blocks=blocks,
+            norm=self.width_norm(c.family.tensors.output_norm),
+            merger=self.merger(v),
+            deepstack={i: self.deepstack_merger(v, i) for i in v.deepstack},
+            workspace=Workspace(self.ops, c, kv_type),
+            digest=self.digest(),
+        )
+        self.refuse_unused_tensors()
+        for tensor in self.checkpoint.tensors.values():
+            release_pages(tensor.data)
+        return replace(tower, fused=self.ops.fuse(tower.graph))
+
+    def digest(self) -> bytes:
+        """Return a digest of names, shapes and a sample of each tensor: another projector has others."""
+        state = hashlib.sha256(repr(self.checkpoint.metadata.get("general.name")).encode())
+        for name, tensor in sorted(self.checkpoint.tensors.items()):
+            state.update(f"{name} {tensor.kind.name} {tensor.shape}".encode())
+            state.update(tensor.data[:SAMPLE_BYTES].tobytes())
+            state.update(tensor.data[-SAMPLE_BYTES:].tobytes())
+        return state.digest()
+
+    def axes_table(self) -> RopeTable:
+        """Return the RoPE of two axes: pairs of the first half of a head turn by the row, the others by the column."""
+        single = inverse_frequencies(self.config.rope_base, self.config.head_dim // 2)
+        axes = np.repeat(np.array([ROW_AXIS, COLUMN_AXIS], np.int64), len(single))
+        return RopeTable(np.concatenate((single, single)), 1.0, axes=axes)
+
+    def tower_block(self, v: VisionConfig, i: int, rope: RopeTable) -> Block:
+        prefix, has_windows = f"blk.{i}.", v.window > 0 and i not in v.full_layers
+        attention = self.attention(i, prefix, rope)
+        return Block(
+            attention_norm=self.width_norm(prefix + "attn_norm"),
+            attention=replace(attention, params=attention.params._replace(spans=has_windows)),
+            mlp_norm=self.width_norm(prefix + "ffn_norm"),
+            mlp=self.encoder_mlp(i, prefix),
+        )
+
+    def width_norm(self, name: str) -> Norm:
+        return (
+            self.layer_norm(name)
+            if self.config.family.norms.layer
+            else self.norm(f"{name}.weight", self.config.d_model)
+        )
+
+    def patch_embedding(self, v: VisionConfig) -> PatchEmbedding:
+        """Return the convolution as a product; the frames of a picture are alike, so their weights are added."""
+        name, width, values = "patch_embd.weight", self.config.d_model, v.patch_values
+        weight = self.tensor(name)
+        if (
+            weight.shape == (width, CHANNELS, v.images.patch, v.images.patch)
+            and f"{name}.1" not in self.checkpoint.tensors
+        ):
+            matrix = replace(weight, shape=(width, values))
+        else:
+            frames = [weight.dequantize().reshape(width, CHANNELS, -1, v.images.patch**2).sum(axis=2)]
+            if f"{name}.1" in self.checkpoint.tensors:
+                frames.append(self.tensor(f"{name}.1").dequantize().reshape(frames[0].shape))
+            matrix = float_tensor(name, np.sum(frames, axis=0).reshape(width, values))
+        bias = self.optional_vector("patch_embd.bias", width)
+        table = None
+        if v.table is not None:
+            rows = self.vector("position_embd.weight", v.table[0] * v.table[1], width)
+            table = self.ops.prepare_vector(rows.reshape(*v.table, width))
+        projection = Linear(self.pack([matrix]), None if bias is None else self.ops.prepare_vector(bias))
+        return PatchEmbedding(projection, table)
+
+    def merger(self, v: VisionConfig) -> Merger:
+        width, count = self.config.d_model, v.merge**2
+        joined = count * width
+        if v.family.merger == "pool":
+            norm = self.vector("mm.soft_emb_norm.weight", width)
+            if self.checkpoint.format == "safetensors":
+                norm = norm + np.float32(1)
+            projection = self.vector("mm.input_projection.weight", width, v.output_dim).T
+            first = Linear(self.pack([float_tensor("mm.input_projection.weight", projection)]))
+            return Merger(count, True, RMSNorm(self.ops.prepare_vector(norm), self.config.norm_eps), first)
+        if v.family.merger == "linear":
+            return Merger(count, False, None, self.linear(["mm.model.fc"], [v.output_dim], joined))
+        first, last = self.linear(["mm.0"], [joined], joined), self.linear(["mm.2"], [v.output_dim], joined)
+        return Merger(count, False, None, first, last)
+
+    def deepstack_merger(self, v: VisionConfig, i: int) -> Merger:
+        prefix, count = f"deepstack.{i}.", v.merge**2
+        width = count * self.config.d_model
+        weight, bias = (
+            self.ops.prepare_vector(self.vector(f"{prefix}norm.{part}", width)) for part in ("weight", "bias")
+        )
+        first, last = (
+            self.linear([prefix + "fc1"], [width], width),
+            self.linear([prefix + "fc2"], [v.output_dim], width),
+        )
+        return Merger(count, False, LayerNorm(weight, bias, self.config.norm_eps), first, last)

@@ -1,0 +1,229 @@
+"""Requests with images in an engine: the answer of a request alone, whatever its company, chunks and cached blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llm_worker_rbee.backends import select_backend
+from llm_worker_rbee.config import EngineConfig
+from llm_worker_rbee.engine.engine import Engine
+from llm_worker_rbee.engine.model_runner import SingleSequence, forward
+from llm_worker_rbee.engine.request import Request
+from llm_worker_rbee.errors import InvalidRequestError, ModelFileError
+from llm_worker_rbee.images.prompt import ImageSpan, PromptImages, step_arrays
+from llm_worker_rbee.models import load_model, read_model_config
+from llm_worker_rbee.models.vision import load_vision_tower
+from llm_worker_rbee.sampling_params import SamplingParams
+from llm_worker_rbee.weights import open_checkpoint
+from llm_worker_rbee.weights.vision_names import open_projector
+from tests.helpers import tiny_vision
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "idefics3")
+TOKENS = 6
+Loaded = tuple[Any, Any]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Loaded]:
+    """Return a random model and its tower on the CPU, built once."""
+    kept: dict[str, Loaded] = {}
+
+    def load(name: str) -> Loaded:
+        if name not in kept:
+            folder: Path = tiny_vision.save_model(name, tmp_path_factory.mktemp(name))
+            ops, checkpoint = select_backend("cpu", "cpu", threads=2), open_checkpoint(folder)
+            tower = load_vision_tower(open_projector(folder), ops)
+            config = read_model_config(checkpoint)
+            kept[name] = load_model(checkpoint, ops, config, image_parts=tower.row_width // config.d_model), tower
+        return kept[name]
+
+    return load
+
+
+def make_engine(loaded: Loaded, **changes: Any) -> Engine:
+    model, tower = loaded
+    settings = {"max_context": 512, "n_blocks": 64, "max_batch": 4, "max_step_tokens": 64, "debug": True, **changes}
+    engine = Engine(model, EngineConfig(**settings))
+    engine.use_tower(tower)
+    return engine
+
+
+def question(loaded: Loaded, seed: int, sizes: tuple[tuple[int, int], ...], tail: int = 0) -> Request:
+    """Return a request about random pictures; `tail`: words after the last one are others."""
+    settings, name = loaded[1].config.images, loaded[1].config.family.hf[0]
+    rng = np.random.default_rng(seed)
+    parts, _ = tiny_vision.plain_parts(name, settings, [tiny_vision.picture(rng, *size) for size in sizes])
+    ids, spans = tiny_vision.image_prompt(rng, settings, parts)
+    ids += np.random.default_rng(tail).integers(1, 90, 8).tolist()
+    images = PromptImages(spans, parts, [part.tobytes() for part in parts])
+    params = SamplingParams(temperature=0.0).resolve()
+    return Request(ids, params, TOKENS, 0, frozenset(), extra_keys=images.extra_keys, images=images)
+
+
+def words(seed: int, count: int) -> Request:
+    ids = np.random.default_rng(seed).integers(1, 90, count).tolist()
+    return Request(ids, SamplingParams(temperature=0.0).resolve(), TOKENS, 0, frozenset())
+
+
+def run(engine: Engine, *requests: Request) -> list[list[int]]:
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        for output in engine.step():
+            assert output.error is None, output.error
+    return [request.tokens for request in requests]
+
+
+def alone(loaded: Loaded, request: Request) -> list[int]:
+    """Return the answer of a request without engine, scheduler or batch."""
+    model, tower = loaded
+    images = request.images or PromptImages((), (), ())
+    images = PromptImages(images.spans, images.parts, images.digests)
+    images.rows = list(tower.encode(images.parts)) if images.parts else []
+    sequence, ids, start = SingleSequence(model, len(request.prompt) + TOKENS), list(request.prompt), 0
+    for _ in range(TOKENS):
+        batch = sequence.batch(ids[start:], start, all_logits=False)
+        fields = step_arrays([(images, start, len(ids))], has_axes=model.has_axes, sees_both_ways=model.sees_both_ways)
+        logits = forward(model, replace(batch, **fields), sequence.cache)
+        start = len(ids)
+        ids.append(int(logits[0].argmax()))
+    return ids[len(request.prompt) :]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_answers_are_those_of_requests_alone(name: str, loaded: Callable[[str], Loaded]) -> None:
+    pair = loaded(name)
+    requests = [
+        question(pair, 1, ((100, 150), (60, 90))), words(3, 40), question(pair, 2, ((120, 120),)), words(4, 7),
+    ]  # fmt: skip
+    expected = [alone(pair, request) for request in requests]
+    engine = make_engine(pair)
+    assert run(engine, *requests) == expected
+    assert engine.encoder is not None
+    assert engine.encoder.num_encoded == sum(len(r.images.parts) for r in requests if r.images is not None)
+    assert not engine.encoder.waiting
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_second_question_computes_no_token_of_the_picture(name: str, loaded: Callable[[str], Loaded]) -> None:
+    pair = loaded(name)
+    engine = make_engine(pair)
+    first, second = (question(pair, 5, ((150, 150),), tail=tail) for tail in (1, 2))
+    run(engine, first)
+    encoded = engine.encoder.num_encoded if engine.encoder else 0
+    expected = alone(pair, second)
+    assert run(engine, second) == [expected]
+    assert engine.encoder is not None
+    assert engine.encoder.num_encoded == encoded
+    if name != "qwen3_5":  # which goes on from a snapshot of its states
+        end = max(span.stop for span in second.images.spans)  # type: ignore[union-attr]
+        assert second.num_cached_tokens >= end // engine.config.block_size * engine.config.block_size
+
+
+def test_other_picture_of_the_same_size_is_not_found_in_the_prefix_cache(loaded: Callable[[str], Loaded]) -> None:
+    pair = loaded("qwen3_vl")
+    engine = make_engine(pair)
+    first, second = question(pair, 5, ((150, 150),)), question(pair, 5, ((150, 150),))
+    assert second.images is not None
+    changed = [255 - part for part in second.images.parts]
+    images = PromptImages(second.images.spans, changed, [part.tobytes() for part in changed])
+    second.images, second.extra_keys = images, images.extra_keys
+    run(engine, first)
+    assert run(engine, second) == [alone(pair, second)]
+    assert second.num_cached_tokens <= images.spans[0].start
+    assert engine.encoder is not None
+    assert engine.encoder.num_encoded == 2
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
+def test_preempted_requests_give_the_same(name: str, loaded: Callable[[str], Loaded]) -> None:
+    pair = loaded(name)
+    requests = [question(pair, seed, ((150, 150),)) for seed in range(6, 10)]
+    expected = [alone(pair, request) for request in requests]
+    length = len(requests[0].prompt)
+    blocks = -(-(length + TOKENS) // 16) + -(-length // 16) + 1
+    engine = make_engine(pair, n_blocks=blocks, prefix_cache=False)
+    assert run(engine, *requests) == expected
+
+
+def test_steps_encode_images_of_several_requests_together(loaded: Callable[[str], Loaded]) -> None:
+    pair = loaded("gemma3")
+    engine, sizes = make_engine(pair), list[int]()
+    encode = pair[1].encode
+    requests = [question(pair, seed, ((50, 50),)) for seed in range(20, 26)]
+    for request in requests:
+        engine.add(request)
+    assert engine.encoder is not None
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(pair[1], name)
+
+        def encode(self, parts: list[Any]) -> Any:
+            sizes.append(len(parts))
+            return encode(parts)
+
+    engine.encoder.tower = Counting()  # type: ignore[assignment]
+    while engine.has_work:
+        engine.step()
+    assert sizes == [4, 2], "16 tokens each, a budget of 64"
+
+
+def test_aborted_request_is_not_encoded(loaded: Callable[[str], Loaded]) -> None:
+    pair = loaded("gemma3")
+    engine = make_engine(pair)
+    first, second = question(pair, 30, ((50, 50),)), question(pair, 31, ((50, 50),))
+    engine.add(first)
+    engine.add(second)
+    assert engine.abort(first)
+    while engine.has_work:
+        engine.step()
+    assert engine.encoder is not None
+    assert engine.encoder.num_encoded == 1
+
+
+def test_failing_tower_fails_its_requests_alone(loaded: Callable[[str], Loaded]) -> None:
+    pair = loaded("gemma3")
+    engine = make_engine(pair)
+    assert engine.encoder is not None
+    engine.encoder.tower = replace(pair[1], config=None)
+    bad, good = question(pair, 40, ((50, 50),)), words(41, 9)
+    for request in (bad, good):
+        engine.add(request)
+    errors = {}
+    while engine.has_work:
+        errors |= {output.request: output.error for output in engine.step() if output.error is not None}
+    assert list(errors) == [bad]
+    assert len(good.tokens) == TOKENS
+    assert not engine.encoder.waiting
+
+
+def test_rows_are_dropped_by_age(loaded: Callable[[str], Loaded]) -> None:
+    pair = loaded("gemma3")
+    engine = make_engine(pair, prefix_cache=False)
+    assert engine.encoder is not None
+    engine.encoder.max_bytes = 2 * 16 * pair[1].row_width * 4
+    for seed in (50, 51, 52, 52, 50):
+        run(engine, question(pair, seed, ((50, 50),)))
+    assert engine.encoder.num_encoded == 4, "the fourth is kept, the fifth went away"
+
+
+def test_image_is_cut_by_no_chunk() -> None:
+    images = PromptImages([ImageSpan(5, 2, 4), ImageSpan(20, 1, 6)], [], [])
+    assert [images.whole_stop(0, stop) for stop in (3, 5, 8, 13, 21, 26, 30)] == [3, 5, 5, 13, 20, 26, 30]
+    assert images.whole_stop(5, 8) == 13, "it begins with an image: that is longer than the budget"
+
+
+def test_model_without_a_tower_refuses_images(loaded: Callable[[str], Loaded]) -> None:
+    pair = loaded("gemma3")
+    engine = Engine(pair[0], EngineConfig(max_context=512, n_blocks=64))
+    with pytest.raises(InvalidRequestError, match="no vision tower"):
+        engine.add(question(pair, 1, ((50, 50),)))
+    with pytest.raises(ModelFileError, match="do not belong together"):
+        engine.use_tower(loaded("qwen3_vl")[1])
