@@ -3,29 +3,43 @@
 There are no phases: a request has `num_tokens` and `num_computed_tokens`, and every step lets the second catch up with
 the first. Decodes go first, then running prefills, then waiting requests: by priority, then by arrival. A request gets
 the blocks of all its tokens when it is admitted; one that grows and finds no free block preempts the last in the order,
-which then waits and is recomputed. No arrays here.
+which then waits and is recomputed. Batch work comes after all others: `BatchShare` says how much of it joins a step.
+A request that waits for `MAX_WAIT_S` behind more urgent ones becomes as urgent as these. No arrays here.
 """
 
 from __future__ import annotations
 
 import time
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import islice
+from operator import attrgetter
 
 from ..config import EngineConfig
 from ..errors import DeadlineError, WorkerError, copy_error
 from ..sampling_params import FinishReason, TokenLogprob
 from .block_pool import BlockPool, InFlightBlocks, extend_hashes
-from .request import Request, SamplerOutput, ScheduledTokens, SchedulerStats, SchedulingEvent, StepOutput, error_output
+from .request import (
+    BATCH_PRIORITY,
+    Request,
+    SamplerOutput,
+    ScheduledTokens,
+    SchedulerStats,
+    SchedulingEvent,
+    StepOutput,
+    error_output,
+)
 from .state_pool import MIN_SNAPSHOT_BLOCKS, StatePool
+from .step_time import BatchShare, Room
 
 # Prompt tokens next to these decodes, the deepest of them after so many computed tokens.
 PrefillBudget = Callable[[Sequence[ScheduledTokens], int], int]
 MIN_PREFILL_TOKENS = 16  # in a step, however slow it is and however many requests decode: prefills must progress
 MAX_SCORED_TOKENS = 512  # in a step, of prompts whose log-probabilities are requested: each needs a row of logits
 MIN_SCORED_TOKENS = 64
+MAX_WAIT_S = 60.0  # behind more urgent requests, where none of its own priority runs
+_priority_of = attrgetter("priority")
 
 
 def max_scored_tokens(max_step_tokens: int) -> int:
@@ -36,9 +50,16 @@ def max_scored_tokens(max_step_tokens: int) -> int:
 class Scheduler:
     """The waiting and running requests of an engine."""
 
-    def __init__(self, config: EngineConfig, stats: SchedulerStats | None = None, n_slots: int = 0) -> None:
-        """`n_slots`: of states, for a model that has them."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        stats: SchedulerStats | None = None,
+        n_slots: int = 0,
+        share: BatchShare | None = None,
+    ) -> None:
+        """`n_slots`: of states, for a model that has them; `share` is what batch work gets of a step."""
         self.config = config
+        self.share = share or BatchShare()
         self.pool = BlockPool(config.n_blocks, config.block_size, caching=config.prefix_cache)
         self.events: list[tuple[Request, SchedulingEvent]] | None = None  # a list where someone reads and clears it
         self.on_publish: Callable[[bytes, list[int]], None] | None = None  # called with the hash and tokens of a block
@@ -54,17 +75,32 @@ class Scheduler:
             size, caching = config.block_size, config.prefix_cache
             self.states = StatePool(n_slots, config.max_batch, size, caching=caching)
             self.max_running = self.states.max_running
-        self._free_slots = list(range(self.max_running))
+        self.keeps_images_whole, self._free_slots = False, list(range(self.max_running))
         self.max_scored_tokens = max_scored_tokens(config.max_step_tokens)
         self._in_flight = InFlightBlocks()
         self._deadlines = Deadlines()
+        self._next_promotion = 0.0
 
     @property
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
+    @property
+    def is_batch_alone(self) -> bool:
+        """Whether there is no request but batch work."""
+        is_interactive = self.running and self.running[0].priority < BATCH_PRIORITY
+        return not (is_interactive or (self.waiting and self.waiting[-1].priority < BATCH_PRIORITY))
+
+    @property
+    def foremost(self) -> list[Request]:
+        """The running requests, without batch work beside others: what drafts are for."""
+        if not self.running or self.running[-1].priority < BATCH_PRIORITY or self.is_batch_alone:
+            return self.running
+        return self.running[: bisect_left(self.running, BATCH_PRIORITY, key=_priority_of)]
+
     def add(self, request: Request) -> None:
         request.is_finished = False
+        request.waiting_since, request.num_waited_tokens = self.share.clock(), len(request.ids)
         if self.pool.caching:
             size = self.config.block_size
             extend_hashes(request.hashes, request.ids, (len(request.ids) - 1) // size, size, request.extra_keys)
@@ -115,12 +151,50 @@ class Scheduler:
         Where `num_in_flight_tokens` and `pending_row` of requests are set, it is the step after the one in flight.
         """
         if self.waiting:
+            self._promote_starved()
             self._preempt_for_urgent()
+        running, waiting = self.running, self.waiting
+        has_batch = running and running[-1].priority >= BATCH_PRIORITY
+        if not (has_batch or (waiting and waiting[0].priority >= BATCH_PRIORITY)):
+            return self._prepare_states(self._schedule_requests(running[:], budget))
+        scheduled, is_alone = list[ScheduledTokens](), self.is_batch_alone
+        if not is_alone:
+            others = running[: bisect_left(running, BATCH_PRIORITY, key=_priority_of)]
+            scheduled = self._schedule_requests(others, budget)
+        if (room := self.share.room(scheduled, is_alone=is_alone)) is not None:
+            joined = self._schedule_batch(room, is_alone=is_alone)
+            if joined:
+                self.share.end_turn()
+            scheduled += joined
+        return self._prepare_states(scheduled)
+
+    def _schedule_batch(self, room: Room, *, is_alone: bool) -> list[ScheduledTokens]:
+        """Return the tokens of batch work in this step."""
+        batch = self.running[bisect_left(self.running, BATCH_PRIORITY, key=_priority_of) :]
+        decodes, prefills = list[Request](), list[Request]()
+        for request in batch:
+            if not request.is_held:
+                is_prefill = request.num_unscheduled_tokens + (request.pending_row >= 0) > 1
+                (prefills if is_prefill else decodes).append(request)
+        joined = self.share.decodes(room, decodes)
+        if not is_alone:
+            for request in joined:
+                request.drafts = []
+
+        def budget(scheduled: Sequence[ScheduledTokens], start: int) -> int:
+            return self.share.prefill_tokens(room, scheduled, start, self.config.max_step_tokens)
+
+        return self._schedule_requests(joined + prefills, budget, is_batch=True)
+
+    def _schedule_requests(
+        self, requests: Sequence[Request], budget: int | PrefillBudget, *, is_batch: bool = False
+    ) -> list[ScheduledTokens]:
+        """Return the tokens of these running requests, and of requests that are admitted: batch work, or all others."""
         scheduled: list[ScheduledTokens] = []
         prefills: list[Request] = []
         drafted: list[Request] = []
         size = self.config.block_size
-        for request in self.running[:]:
+        for request in requests:
             if request.is_held:
                 continue
             start = request.num_computed_tokens + request.num_in_flight_tokens
@@ -137,22 +211,26 @@ class Scheduler:
         scheduled += [self._schedule_drafts(request) for request in drafted]
         if prefills:  # not preempted in this very step
             prefills = [request for request in prefills if request.batch_slot >= 0]
-        if not (prefills or (self.waiting and self._free_slots)):
-            return self._prepare_states(scheduled)
+        may_admit = self._free_slots and self.waiting and (self.waiting[-1].priority >= BATCH_PRIORITY) == is_batch
+        if not (prefills or may_admit):
+            return scheduled
         if isinstance(budget, int):
             budget_left = budget - sum(item.stop - item.start for item in scheduled)
         else:
             start = max((request.num_computed_tokens + request.num_in_flight_tokens for request in prefills), default=0)
             budget_left = budget(scheduled, start)
-        budget_left = max(budget_left, min(MIN_PREFILL_TOKENS, self.config.max_step_tokens))
-        order = self._prefill_order(prefills)
+        if not is_batch:
+            budget_left = max(budget_left, min(MIN_PREFILL_TOKENS, self.config.max_step_tokens))
+        order = self._prefill_order(prefills, is_batch=is_batch)
         chunks = split_prefill_budget(order, budget_left, self.max_scored_tokens)
-        return self._prepare_states(scheduled + [self._next_chunk(request, count) for request, count in chunks])
+        return scheduled + [self._next_chunk(request, count) for request, count in chunks]
 
     def _next_chunk(self, request: Request, count: int) -> ScheduledTokens:
+        start = request.num_computed_tokens + request.num_in_flight_tokens
         if self.states is not None:
-            start = request.num_computed_tokens + request.num_in_flight_tokens
             count = self.states.chunk_stop(request, start, start + count) - start
+        if self.keeps_images_whole and request.images is not None:
+            count = request.images.whole_stop(start, start + count) - start
         return next_chunk(request, count)
 
     def _prepare_states(self, scheduled: list[ScheduledTokens]) -> list[ScheduledTokens]:
@@ -271,9 +349,9 @@ class Scheduler:
         self._prepare_states([scheduled])  # at once: the next request gets what is left
         return scheduled
 
-    def _prefill_order(self, prefills: Sequence[Request]) -> Iterator[Request]:
+    def _prefill_order(self, prefills: Sequence[Request], *, is_batch: bool) -> Iterator[Request]:
         """Yield running prefills and requests that are admitted, in schedule order."""
-        admitted = self._admit_waiting()
+        admitted = self._admit_waiting(is_batch=is_batch)
         for request in prefills:
             while self.waiting and _schedule_order(self.waiting[-1]) < _schedule_order(request):
                 more_urgent = next(admitted, None)
@@ -298,20 +376,37 @@ class Scheduler:
                 return  # even all of them would not make enough room
             self._preempt(self.running[-1])
 
+    def _promote_starved(self) -> None:
+        """Make a request as urgent as the first, if it has waited for long and none like it runs; one at a time."""
+        now = self.share.clock()
+        if now < self._next_promotion or not self.running:
+            return
+        self._next_promotion = now + 1.0
+        last = self.running[-1].priority
+        starved = [item for item in self.waiting if item.priority > last and now - item.waiting_since >= MAX_WAIT_S]
+        if starved:
+            request = min(starved, key=attrgetter("waiting_since"))
+            self.waiting.remove(request)
+            request.priority = self.running[0].priority
+            insort(self.waiting, request, key=_reverse_schedule_order)
+            self._next_promotion = now + MAX_WAIT_S
+
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
         self._release(request)
+        if len(request.ids) > request.num_waited_tokens:
+            request.waiting_since, request.num_waited_tokens = self.share.clock(), len(request.ids)
         insort(self.waiting, request, key=_reverse_schedule_order)
         request.num_preemptions += 1
         request.is_looked_up = False
         self.stats.num_preemptions += 1
         self._record(request, "preempted")
 
-    def _admit_waiting(self) -> Iterator[Request]:
-        """Admit waiting requests while there is room; none overtakes one that lacks blocks."""
+    def _admit_waiting(self, *, is_batch: bool) -> Iterator[Request]:
+        """Admit waiting requests, batch work or others, while there is room; none overtakes one that lacks blocks."""
         for i in range(len(self.waiting) - 1, -1, -1):
             request = self.waiting[i]
-            if not self._free_slots:
+            if not self._free_slots or (request.priority >= BATCH_PRIORITY) != is_batch:
                 return
             if request.is_held or self._prefix_in_flight(request):
                 continue
@@ -362,6 +457,10 @@ class Scheduler:
         if not self.pool.caching or request.num_unscored_tokens:
             return []
         return request.hashes[: (len(request.ids) - 1) // self.config.block_size]
+
+    def count_matched(self, request: Request) -> int:
+        """Return the tokens of a request that the prefix cache has now."""
+        return len(self._match(request)) * self.config.block_size
 
     def _match(self, request: Request) -> list[int]:
         """Return the blocks of the longest cached prefix, with states of the longest one that has a snapshot."""

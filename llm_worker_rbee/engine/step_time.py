@@ -11,18 +11,24 @@ Samples are kept by size, the last few of each, so that prefill is still known a
 the mean of its middle samples, so slow steps (a page fault, a compilation) move nothing; the coefficients are the least
 squares of relative errors, none negative, where sizes that were not seen lately count less. Effects that samples do not
 separate count as `per_token`, the careful guess. No arrays here.
+
+`BatchShare` is the share of batch work, requests with `BATCH_PRIORITY`, in a step. Where no other request is present,
+a step takes at most `MAX_BATCH_STEP_S`: a request that arrives waits until it has ended. Beside other requests, batch
+rows join a step while its predicted time grows by at most `MAX_GROWTH`: on a CPU usually none, on a GPU many. So that
+batch work ends even if others never do, it gets one step every `TURN_S` in any case.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter, mul
 from typing import Literal, NamedTuple
 
-from .request import ScheduledTokens
+from .request import Request, ScheduledTokens
 
 StepKind = Literal["prefill", "decode", "mixed"]
 STEP_KINDS: tuple[StepKind, ...] = ("prefill", "decode", "mixed")
@@ -45,6 +51,12 @@ MIN_AGE_WEIGHT = 0.01
 RIDGE = (1e-3, 2e-3, 0.0, 5e-4)  # relative penalty of each coefficient: decides where samples cannot tell them apart
 MIN_PIVOT = 1e-9  # of an equation, relative to its diagonal: below it a coefficient is not determined
 
+MAX_BATCH_STEP_S = 0.08  # of batch work: a first token may come 0.1 s later for it, and steps vary
+MAX_GROWTH = 0.05  # of a step of other requests
+TURN_S = 5.0  # between two steps that batch work joins beside others in any case
+FIRST_ROWS = 8  # in a step while nothing is known of its time
+MIN_CHUNK = 16  # prompt tokens: fewer are not worth a step with prefill
+
 _seconds_of = itemgetter(2)
 
 
@@ -55,6 +67,9 @@ class StepSize(NamedTuple):
     is_uniform: bool  # each request computes one token
     tokens: int
     context: float  # keys that attention reads, in passes over all heads and layers
+
+
+NOTHING = StepSize("decode", True, 0, 0.0)
 
 
 class StepTimeCoefficients(NamedTuple):
@@ -180,15 +195,26 @@ class StepTimeModel:
         """
         if self.coefficients is None:
             return min(max_tokens, FIRST_BUDGET)
-        constant, prefill_constant, per_token, per_context = self.coefficients
-        before = constant + prefill_constant + per_token * decodes.tokens + per_context * decodes.context
-        seconds = max(TARGET_FRACTION * target_s, MAX_SLOWDOWN * before) - before
+        step_s = max(TARGET_FRACTION * target_s, MAX_SLOWDOWN * self._seconds_before(decodes))
+        return self.prefill_tokens_within(step_s, decodes, start, max_tokens)
+
+    def prefill_tokens_within(self, step_s: float, others: StepSize, start: int, max_tokens: int) -> int:
+        """Return the number of prompt tokens, after `start` others, with which a step takes at most `step_s`."""
+        if self.coefficients is None:
+            return min(max_tokens, FIRST_BUDGET)
+        _, _, per_token, per_context = self.coefficients
+        seconds = max(0.0, step_s - self._seconds_before(others))
         # left = linear * n + square * n ** 2, where the n tokens read `start` + n / 2 keys each, a tile in one pass
         square = per_context / (2 * self.query_tile)
         linear = per_token + per_context * start / self.query_tile
         slope = linear + math.sqrt(linear * linear + 4 * square * seconds)
-        limit = max(FIRST_BUDGET, MAX_EXTRAPOLATION * self._max_tokens - decodes.tokens)
+        limit = max(FIRST_BUDGET, MAX_EXTRAPOLATION * self._max_tokens - others.tokens)
         return min(max_tokens, limit, int(2 * seconds / slope) if slope else limit)
+
+    def _seconds_before(self, others: StepSize) -> float:
+        """Return the seconds of a step with prefill before its prompt tokens."""
+        constant, prefill_constant, per_token, per_context = self.coefficients or StepTimeCoefficients()
+        return constant + prefill_constant + per_token * others.tokens + per_context * others.context
 
     def _samples_of(self, size: StepSize) -> SizeSamples:
         """Return the samples of a size: tokens up to twice, context up to four times as many."""
@@ -218,6 +244,71 @@ class StepTimeModel:
             matrix[i][i] *= 1.0 + penalty
         self.coefficients = StepTimeCoefficients(*solve_nonnegative(matrix))
         self._num_fitted = self._num_samples
+
+
+class Room(NamedTuple):
+    """The time that a step may take with batch rows."""
+
+    limit_s: float
+    is_turn: bool  # at least one of them joins, whatever its predicted time
+    others: StepSize  # the rest of the step
+
+
+class BatchShare:
+    """Decides which batch rows join a step."""
+
+    def __init__(self, step_time: StepTimeModel | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.step_time, self.clock = step_time or StepTimeModel(), clock
+        self.max_step_s = MAX_BATCH_STEP_S
+        self._last_turn = clock()
+
+    def room(self, others: Sequence[ScheduledTokens], *, is_alone: bool) -> Room | None:
+        """Return the room beside the other requests of a step; None: batch work waits."""
+        if is_alone:
+            return Room(self.max_step_s, True, NOTHING)
+        is_turn = self.clock() - self._last_turn >= TURN_S
+        size = step_size(others, self.step_time.query_tile) if others else NOTHING
+        seconds = self.step_time.predict(size) if others else None
+        if is_turn:
+            return Room((seconds or 0.0) + self.max_step_s, True, size)
+        if seconds is None or self.step_time.coefficients is None:
+            return None
+        room = Room((1 + MAX_GROWTH) * seconds, False, size)
+        return room if seconds + self.step_time.coefficients.per_token <= room.limit_s else None  # as on most CPUs
+
+    def decodes(self, room: Room, requests: Iterable[Request]) -> list[Request]:
+        """Return the first of these requests, each at its last token, whose tokens fit into the step."""
+        coefficients, joined, seconds = (
+            self.step_time.coefficients,
+            list[Request](),
+            self.step_time.predict(room.others),
+        )
+        if not room.others.tokens and coefficients is not None:
+            seconds = coefficients.constant
+        for request in requests:
+            if coefficients is None or seconds is None:
+                if len(joined) == FIRST_ROWS:
+                    break
+            else:
+                tokens = 1 + len(request.drafts)
+                seconds += coefficients.per_token * tokens + coefficients.per_context * tokens * len(request.ids)
+                if seconds > room.limit_s and (joined or not room.is_turn):
+                    break
+            joined.append(request)
+        return joined
+
+    def prefill_tokens(self, room: Room, decodes: Sequence[ScheduledTokens], start: int, max_tokens: int) -> int:
+        """Return the prompt tokens that fit into the step beside other requests and these batch rows."""
+        size, others = step_size(decodes, self.step_time.query_tile) if decodes else NOTHING, room.others
+        both = StepSize("mixed", False, size.tokens + others.tokens, size.context + others.context)
+        count = self.step_time.prefill_tokens_within(room.limit_s, both, start, max_tokens - both.tokens)
+        if count >= MIN_CHUNK:
+            return count
+        return MIN_CHUNK if room.is_turn else 0
+
+    def end_turn(self) -> None:
+        """Record that batch rows joined a step."""
+        self._last_turn = self.clock()
 
 
 def solve_nonnegative(matrix: Sequence[Sequence[float]]) -> list[float]:

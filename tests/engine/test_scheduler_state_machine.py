@@ -22,7 +22,8 @@ from hypothesis.stateful import (
 )
 
 from llm_worker_rbee.engine import scheduler
-from llm_worker_rbee.engine.request import Request
+from llm_worker_rbee.engine.request import BATCH_PRIORITY, Request
+from llm_worker_rbee.engine.step_time import StepTimeCoefficients
 from tests.helpers.engine_runs import clear_prefix_cache
 from tests.helpers.paper_scheduler import ALPHABET, END, PaperScheduler, answer_of, some_drafts
 
@@ -46,7 +47,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         prompt=Prompts,
         answer=st.integers(1, LONGEST),
-        priority=st.sampled_from((0, 0, 0, 1, -1)),
+        priority=st.sampled_from((0, 0, 0, 1, -1, BATCH_PRIORITY, BATCH_PRIORITY)),
         scored=st.booleans(),
         end=st.booleans(),
         like_the_last=st.integers(0, LONGEST - 1),
@@ -104,6 +105,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         outputs = self.paper.scheduler.expire(now)
         self.paper.take(outputs)
         self.ended |= {output.request for output in outputs}
+
+    @rule(seconds=st.sampled_from((1.0, 6.0, 61.0)))
+    def requests_wait(self, seconds: float) -> None:
+        self.paper.now += seconds
+
+    @rule(coefficients=st.sampled_from((None, (1.0, 0.5, 0.1, 0.0), (0.01, 0.0, 1e-4, 1e-6), (1e-3, 1e-3, 1.0, 0.1))))
+    def steps_take(self, coefficients: tuple[float, float, float, float] | None) -> None:
+        known = None if coefficients is None else StepTimeCoefficients(*coefficients)
+        self.paper.share.step_time.coefficients = known
 
     @rule()
     def evict(self) -> None:

@@ -12,6 +12,7 @@ from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.engine.async_scheduling import InFlightStep, still_running
 from llm_worker_rbee.engine.request import Request, SamplerOutput, ScheduledTokens, StepOutput
 from llm_worker_rbee.engine.scheduler import PrefillBudget, Scheduler
+from llm_worker_rbee.engine.step_time import BatchShare
 from llm_worker_rbee.errors import InferenceError
 from llm_worker_rbee.sampling_params import SamplingParams, TokenLogprob
 
@@ -49,7 +50,9 @@ class PaperScheduler:
         # max_step_tokens: the fewest tokens of prompts in a step, however small the budget
         settings = {"max_context": 10_000, "n_blocks": 64, "block_size": 4, "max_batch": 8, "max_step_tokens": 1}
         self.config = EngineConfig(**{**settings, **options})
-        self.scheduler = Scheduler(self.config, n_slots=self.config.n_slots)
+        self.now = 0.0
+        self.share = BatchShare(clock=lambda: self.now)
+        self.scheduler = Scheduler(self.config, n_slots=self.config.n_slots, share=self.share)
         self.states: list[tuple[int, ...]] = [()] * self.config.n_slots  # what each slot's state stands for
         self.slots: list[list[tuple[int, ...]]] = [[()] * self.config.block_size for _ in range(self.config.n_blocks)]
         self.answers: dict[Request, list[int]] = {}

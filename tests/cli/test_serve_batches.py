@@ -1,0 +1,152 @@
+"""Batches of a `serve` that is killed, and of `run-batch`: every line has one result, whatever dies when."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from llm_worker_rbee.cli.run_batch import BATCH
+from tests.conftest import with_kernels
+from tests.helpers.process import spawn
+from tests.helpers.serve_process import LIMIT_S, ServeProcess, until
+from tests.helpers.server import SAID, write_model
+from tests.server.test_batches import CHATS, COMPLETIONS, line, results
+
+from .conftest import Run
+
+ENDED = ("completed", "failed", "expired", "cancelled")
+NUM_LINES = 120
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_kernels(write_model(tmp_path_factory.mktemp("batches") / "tiny.gguf"))
+
+
+def client_of(serve: ServeProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{serve.url}/v1", api_key="none", max_retries=20)
+
+
+def lines() -> Iterator[str]:
+    """Yield lines whose answers take some steps, each with another prompt."""
+    for i in range(NUM_LINES):
+        yield line(f"id-{i}", prompt=f"{i}?", max_tokens=120, seed=i, temperature=1.0)
+
+
+def submit(client: openai.OpenAI) -> str:
+    file = client.files.create(file=("in.jsonl", "\n".join(lines()).encode()), purpose="batch")
+    return client.batches.create(input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h").id
+
+
+def require_once(client: openai.OpenAI, batch: Any) -> None:
+    assert batch.request_counts.model_dump() == {"total": NUM_LINES, "completed": NUM_LINES, "failed": 0}
+    ids = [one["custom_id"] for one in results(client, batch.output_file_id)]
+    assert sorted(ids) == sorted(f"id-{i}" for i in range(NUM_LINES))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_worker_is_killed_at_any_time(model: Path, tmp_path: Path, seed: int) -> None:
+    """While lines are parsed, answered or written, and while the files of results are made."""
+    rng, kills, batch_id = random.Random(seed), 0, ""
+    args = ("-m", model, "--files-dir", tmp_path / "files")
+    while True:
+        serve = ServeProcess(*args)
+        with client_of(serve) as client:
+            batch_id = batch_id or submit(client)
+            die_at = time.monotonic() + rng.choice((0.0, 0.05, 0.3, 1.0, 2.0, 3.0)) if kills < 5 else None
+            while (batch := client.batches.retrieve(batch_id)).status not in ENDED:
+                if die_at is not None and time.monotonic() >= die_at:
+                    break
+                time.sleep(0.02)
+            if batch.status in ENDED:
+                assert batch.status == "completed"
+                require_once(client, batch)
+                serve.close()
+                return
+        serve.close()
+        kills += 1
+
+
+def test_engine_is_killed_and_worker_restarted_in_a_batch(model: Path, tmp_path: Path) -> None:
+    args = ("-m", model, "--files-dir", tmp_path / "files")
+    serve = ServeProcess(*args).ready()
+    with client_of(serve) as client:
+        batch_id = submit(client)
+        for kill in range(3):
+            while client.batches.retrieve(batch_id).request_counts.completed < 10 * kill + 1:
+                time.sleep(0.01)
+            for pid in serve.engines():
+                os.kill(pid, signal.SIGKILL)
+    serve.process.terminate()
+    assert serve.process.wait(LIMIT_S) == 0
+    serve.close()
+    serve = ServeProcess(*args).ready()
+    with client_of(serve) as client:
+        end = time.monotonic() + LIMIT_S
+        while (batch := client.batches.retrieve(batch_id)).status not in ENDED:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        require_once(client, batch)
+    serve.close()
+
+
+def test_run_batch(cli: Run, model: Path, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    chat = line("chat", CHATS, messages=[{"role": "user", "content": "#"}], max_tokens=3, temperature=0)
+    source.write_text("\n".join([line("a"), "{", chat, line("a")]))
+    done = cli("run-batch", source, target, "-m", model)
+    assert done.returncode == 0, done.stderr
+    assert b"4 lines in" in done.stderr
+    printed = {one["custom_id"]: one for one in map(json.loads, target.read_text().splitlines()) if one["custom_id"]}
+    assert printed["a"]["response"]["body"]["choices"][0]["text"] == SAID
+    assert printed["chat"]["response"]["status_code"] == 200
+    assert len(target.read_text().splitlines()) == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+    again = cli("run-batch", source, target, "-m", model)
+    assert again.returncode == 1
+    assert b"exists already" in again.stderr
+
+
+def spawn_batch(*args: str | Path) -> subprocess.Popen[bytes]:
+    source, target, model = args
+    line = [sys.executable, "-m", "llm_worker_rbee", "run-batch", source, target, "-m", model]
+    return spawn(line, stderr=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("kind", ["ctrl-c", "killed"])
+def test_run_batch_goes_on(cli: Run, model: Path, tmp_path: Path, kind: str) -> None:
+    """After its results were cut off in the middle of one; not with another input."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(lines()))
+    assert cli("run-batch", source, tmp_path / "whole.jsonl", "-m", model, "-q").returncode == 0
+    bad = tmp_path / "other.jsonl"
+    bad.write_text("\n")
+    empty = cli("run-batch", bad, target, "-m", model)
+    assert empty.returncode == 1
+    assert b"no lines" in empty.stderr
+    with spawn_batch(source, target, model) as process:
+        journal = tmp_path / "out.jsonl.batch" / f"{BATCH}.journal"
+        until(lambda: journal.exists() and journal.read_bytes().count(b"\n") > 20)
+        process.send_signal(signal.SIGINT if kind == "ctrl-c" else signal.SIGKILL)
+        assert process.wait(LIMIT_S) == (130 if kind == "ctrl-c" else -signal.SIGKILL)
+    with journal.open("r+b") as file:
+        file.truncate(journal.stat().st_size - 3)
+    source.write_text(text := source.read_text() + "\n" + line("one more"))
+    refused = cli("run-batch", source, target, "-m", model)
+    assert b"another input" in refused.stderr
+    source.write_text(text.rpartition("\n")[0])
+    assert cli("run-batch", source, target, "-m", model, "-q").returncode == 0
+    whole, own = (sorted(json.loads(text)["custom_id"] for text in path.read_text().splitlines()) for path in
+                  (tmp_path / "whole.jsonl", target))  # fmt: skip
+    assert whole == own

@@ -1,0 +1,195 @@
+"""Journals and files of batches: cut at every byte, flipped bits, a full disk, links, two writers."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import openai
+import pytest
+
+from llm_worker_rbee.errors import InvalidRequestError, NotFoundError, StorageFullError
+from llm_worker_rbee.server.batch_store import Entry, FileStore, Result, decode_entry, encode_entry
+from llm_worker_rbee.server.batches import Batch
+from tests.server.conftest import Start
+from tests.server.test_batches import finish, line
+
+BATCH = "batch_" + "1" * 32
+STATE = {"status": "in_progress", "created_at": 1, "expires_at": 2, "input_file_id": "x", "endpoint": None}
+
+
+def open_store(path: Path) -> FileStore:
+    return FileStore(path, max_bytes=1 << 20, max_age_s=1e9)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[FileStore]:
+    opened = open_store(tmp_path / "files")
+    yield opened
+    opened.close()
+
+
+def result(number: int) -> Result:
+    return Result(number, f"id-{number}", 200, "r", msgspec.Raw(b'{"text":"\\n"}'))
+
+
+@contextmanager
+def full_disk(limit: int) -> Iterator[None]:
+    """No file of this process becomes larger than this."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_journal_that_is_cut_at_any_byte(store: FileStore, tmp_path: Path) -> None:
+    journal = store.create_journal(BATCH, STATE)
+    path = tmp_path / "files" / journal.name
+    ends = [path.stat().st_size]
+    for number in (1, 2, 3):
+        journal.append([Entry(result=result(number))])
+        ends.append(path.stat().st_size)
+    data = path.read_bytes()
+    for size in range(len(data) + 1):
+        path.write_bytes(data[:size])
+        ((_, opened),) = store.journals()
+        batch = Batch.recover(BATCH, opened)
+        if size < ends[0]:
+            assert batch is None
+            continue
+        assert batch is not None
+        whole = {number for number in (1, 2, 3) if ends[number] <= size}
+        assert batch.finished == whole
+        opened.append([Entry(result=result(number)) for number in {1, 2, 3} - whole])
+        assert sorted(one.line for one in batch.results()) == [1, 2, 3]
+        ((_, again),) = store.journals()
+        assert [decode_entry(text) is not None for text in path.read_bytes().splitlines(keepends=True)] == [True] * 4
+        recovered = Batch.recover(BATCH, again)
+        assert recovered is not None
+        assert recovered.finished == {1, 2, 3}
+
+
+def test_flipped_bit_costs_a_line_and_gives_no_wrong_one(store: FileStore, tmp_path: Path) -> None:
+    journal = store.create_journal(BATCH, STATE)
+    journal.append([Entry(result=result(number)) for number in (1, 2, 3)])
+    path = tmp_path / "files" / journal.name
+    data = path.read_bytes()
+    first = data.index(b"\n") + 1
+    for bit in range(8 * first, 8 * len(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        ((_, opened),) = store.journals()
+        batch = Batch.recover(BATCH, opened)
+        assert batch is not None
+        assert len(batch.finished) >= 1
+        for one in batch.results():
+            assert one == result(one.line)
+
+
+def test_damaged_beginning_sets_the_journal_aside(store: FileStore, tmp_path: Path) -> None:
+    journal = store.create_journal(BATCH, STATE)
+    path = tmp_path / "files" / journal.name
+    path.write_bytes(b"x" + path.read_bytes())
+    ((_, opened),) = store.journals()
+    assert Batch.recover(BATCH, opened) is None
+    store.set_aside(opened)
+    assert [path.name for path in (tmp_path / "files").iterdir()] == [f"{BATCH}.journal.damaged"]
+
+
+def test_journal_on_a_full_disk_keeps_what_it_had(store: FileStore, tmp_path: Path) -> None:
+    journal = store.create_journal(BATCH, STATE)
+    journal.append([Entry(result=result(1))])
+    path = tmp_path / "files" / journal.name
+    before = path.read_bytes()
+    for room in range(len(encode_entry(Entry(result=result(2))))):
+        with full_disk(len(before) + room), pytest.raises(OSError, match="File too large"):
+            journal.append([Entry(result=result(2))])
+        assert path.read_bytes() == before
+    journal.append([Entry(result=result(2))])
+    assert Batch(BATCH, {}, journal, journal.entries()).finished == {1, 2}
+
+
+def test_upload_on_a_full_disk_leaves_nothing(store: FileStore, tmp_path: Path) -> None:
+    upload = store.begin()
+    with full_disk(100), pytest.raises(OSError, match="File too large"):
+        upload.write(b"x" * 200)
+    upload.close()
+    upload = store.begin()
+    upload.write(b"x" * 50)
+    with full_disk(60), pytest.raises(OSError, match="File too large"):
+        upload.finish("name" * 20, "batch", None)
+    upload.close()
+    assert not list((tmp_path / "files").iterdir())
+    assert not store.num_bytes
+
+
+def test_what_a_crash_left_is_removed(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "files")
+    kept, cut, alone = (store.add([b"data"], "n", "batch") for _ in range(3))
+    store.close()
+    folder = tmp_path / "files"
+    (folder / f"{cut.id}.data").write_bytes(b"dat")
+    (folder / f"{alone.id}.json").unlink()
+    (folder / f"file-{'0' * 32}.data.tmp").write_bytes(b"x")
+    (folder / "notes.txt").write_bytes(b"of the user")
+    store = open_store(folder)
+    assert list(store.files) == [kept.id]
+    assert sorted(path.name for path in folder.iterdir()) == sorted([f"{kept.id}.data", f"{kept.id}.json", "notes.txt"])
+    store.close()
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "files")
+    file = store.add([b"data"], "n", "batch")
+    data = tmp_path / "files" / f"{file.id}.data"
+    data.unlink()
+    (tmp_path / "secret").write_bytes(b"mine")
+    data.symlink_to(tmp_path / "secret")
+    with pytest.raises(OSError, match="symbolic"):
+        store.open(file.id)
+    store.close()
+    (tmp_path / "link").symlink_to(tmp_path / "files")
+    with pytest.raises(InvalidRequestError, match="files_dir"):
+        open_store(tmp_path / "link")
+    os.chmod(tmp_path / "files", 0o755)
+    with pytest.raises(InvalidRequestError, match="chmod 700"):
+        open_store(tmp_path / "files")
+
+
+def test_folder_has_one_worker_at_a_time(store: FileStore, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="another process uses it"):
+        open_store(tmp_path / "files")
+    with pytest.raises(NotFoundError):
+        store.get("file-" + "0" * 32)
+    with pytest.raises(StorageFullError):
+        store.require_room(2 << 20)
+
+
+def test_batch_waits_for_room_on_the_disk(start: Start, tmp_path: Path) -> None:
+    serving = start(files_dir=tmp_path / "files")
+    with openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", max_retries=0) as client:
+        lines = "\n".join(line(f"id-{i}") for i in range(20)).encode()
+        file = client.files.create(file=("in.jsonl", lines), purpose="batch")
+        with full_disk(3000):
+            batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+            end = time.monotonic() + 30
+            while not (problem := serving.http.get("/info").json()["batches"]["problem"]):
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            assert problem == "nothing can be written: File too large"
+            assert "llm_worker_batch_storage_full 1.0" in serving.http.get("/metrics").text
+            assert client.batches.retrieve(batch.id).status == "in_progress"
+            with pytest.raises(openai.InternalServerError) as caught:
+                client.files.create(file=("in.jsonl", b"x" * 5000), purpose="batch")
+            assert caught.value.status_code == 507
+        ended = finish(client, batch.id)
+        assert (ended.status, ended.request_counts.completed) == ("completed", 20)
+        assert serving.http.get("/info").json()["batches"]["problem"] is None
