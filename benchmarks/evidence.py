@@ -107,6 +107,8 @@ STEPS = (
         "-m benchmarks.kv_disk {coder_15b} --tokens 8000 --batch 1,4 --pairs 5 --streams 0",
         ("cpu", "coder-1.5b"),
     ),
+    Step("batch", "-m benchmarks.batch", ("cpu",)),
+    Step("models", "-m benchmarks.model_switch smollm2 {coder_15b}", ("cpu", "coder-1.5b")),
     Step("e2e", "bench e2e --batch 1,16 --prefix 1000", ("cpu",)),
     Step("e2e-cuda", f"bench e2e --device cuda {SHAPE_7B} --batch 1,64 --burst 64x27", ("cuda",)),
     Step("e2e-cuda-256", f"bench e2e --device cuda {SHAPE_7B} --pp 0 --batch 256 --depth 150 -r 3", ("cuda",)),

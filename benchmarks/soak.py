@@ -206,7 +206,7 @@ def main() -> int:
     try:
         if options.url is not None:
             return 0 if run_soak(options.url, None, options) else 1
-        args = ["--kv-memory", options.kv_memory, "--job-ttl", options.job_ttl]
+        args = ["--allow-priority", "--kv-memory", options.kv_memory, "--job-ttl", options.job_ttl]
         with worker_server([*args, *(("-m", options.model) if options.model else ())]) as server:
             good = run_soak(server.url, server.pid, options)
             server.require_alive()

@@ -109,7 +109,7 @@ class Result:
 class Run:
     """One saved measurement of a command."""
 
-    kind: str  # micro, e2e, embed, load, kv, serving, peers, accuracy, profile, experiments
+    kind: str  # micro, e2e, embed, load, kv, models, serving, peers, accuracy, profile, experiments
     results: tuple[Result, ...]
     created: str  # ISO 8601, UTC
     machine: Mapping[str, Any]

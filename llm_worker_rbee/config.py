@@ -40,18 +40,19 @@ DEVICE_SPARE_BYTES = 1 << 30  # of a GPU beside weights, KV cache and the arrays
 
 
 class AttentionSpec(NamedTuple):
-    """The attention of a family. Window, scale and cap are those of a GGUF without their keys."""
+    """The attention of a family. Window, scale and cap hold for a GGUF without their keys."""
 
     qkv_bias: bool = False  # bias tensors are expected beside q, k and v
     output_bias: bool = False  # and beside the output projection
     qk_norm: Literal["", "head", "optional", "wide"] = ""  # of each head, in some models alone, or of all together
     v_norm: bool = False  # a norm of v without a weight
     keys_as_values: bool = False  # a layer without v has its keys, before their norm, as values
-    gated: bool = False  # rows of q hold those of a gate, head by head: attention times its sigmoid
+    gated: bool = False  # rows of q hold a gate's rows too, head by head: attention times its sigmoid
     sinks: bool = False  # a logit of each head joins the denominator of the softmax
     window: int = 0
     full_every: int = 0  # with a window: every n-th layer has none (0: all have it)
     full_first: bool = False  # the first of every n layers, not the last
+    image_spans: bool = False  # tokens of an image see each other, whichever comes first
     scale: float = 0.0  # 0: head_dim ** -0.5
     cap: float = 0.0
 
@@ -64,6 +65,8 @@ class RopeSpec(NamedTuple):
     local_base: float = 0.0  # of layers with a window, where it differs and a GGUF lacks its key
     unscaled_windows: bool = False  # scaling is of the layers without a window alone
     yarn_truncate: bool = True  # YaRN's ramp is between whole pairs, unless a key says
+    sections: tuple[int, ...] = ()  # M-RoPE: pairs that turn by time, row, column, unless a key says
+    alternates: bool = False  # from pair to pair, not section by section
 
 
 class NormSpec(NamedTuple):
@@ -208,10 +211,11 @@ class ModelConfig:
     attention_scale: float
     windows: tuple[int, ...]  # per layer; 0 sees everything
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    rope_sections: tuple[int, ...] = ()  # of M-RoPE: pairs by time, row, column; text is the same in all of them
     rope_local_base: float = 0.0  # 0: layers with a window use rope_base and rope_scaling like the others
     nope_layers: tuple[int, ...] = ()  # layers without rope
     temperature_beta: float = 0.0  # queries times 1 + beta * ln(1 + position // original context); 0: none
-    embedding_scale: float = 1.0  # beside that of `Family.scaled_embedding`
+    embedding_scale: float = 1.0  # beside the factor of `Family.scaled_embedding`
     residual_scale: float = 1.0  # what attention and MLP add to the residual stream is multiplied by it
     logit_scale: float = 1.0  # logits are divided by it
     attention_cap: float = 0.0  # soft cap of the scores; 0: none
@@ -260,7 +264,7 @@ class ModelConfig:
             raise ModelFileError(f"model shape: conv_kernel is {self.conv_kernel}, outside 2..{MAX_CONV_KERNEL}")
 
     def layer_kind(self, i: int) -> str:
-        """Return what layer `i` mixes tokens with, of LAYER_KINDS."""
+        """Return the name of the mixer of layer `i`, of LAYER_KINDS."""
         return self.layer_kinds[i] if self.layer_kinds else "attention"
 
     def _check_layers(self) -> None:
@@ -345,7 +349,7 @@ class PoolingConfig:
     normalize: bool = True  # embeddings have length 1
     dense: tuple[DenseConfig, ...] = ()
     score: str = ""  # of a ranker, what its logits become: "sigmoid", "softmax" (of yes and no), "identity"
-    label_words: tuple[str, ...] = ()  # of a ranker without a classifier: tokens whose logits are those of its labels
+    label_words: tuple[str, ...] = ()  # of a ranker without a classifier: tokens whose logits score its labels
     label_tokens: tuple[int, ...] = ()  # their numbers
     max_length: int = 0  # tokens of a sequence; 0: as many as the model has positions for
     prompts: Mapping[str, str] = field(default_factory=dict)  # text before an input, by name
@@ -403,6 +407,7 @@ def parse_size(text: str, name: str = "kv_memory") -> int:
     return size
 
 
+MAX_LORAS, MAX_LORA_RANK = 1024, 1024
 FOREVER_S = 100 * 365 * 86_400.0  # longer durations, whose end may have no date
 DURATION_PART = re.compile(r"(\d+\.?\d*|\.\d+)(ms|s|m|h|d|us|µs|ns)")
 SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
@@ -489,6 +494,16 @@ class ComputeOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraSpec:
+    """A LoRA adapter to load with a model: a GGUF file, a PEFT folder or hf:owner/repo."""
+
+    name: str
+    path: str
+    scale: float = 1.0
+    digest: bytes = b""  # of the content that it had; one that has changed since, or is gone, is left out
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoadOptions(ComputeOptions, SchedulingOptions):
     """Everything that may be said about a model and its engine, from the command line to the engine's process."""
 
@@ -504,6 +519,9 @@ class LoadOptions(ComputeOptions, SchedulingOptions):
     kv_ram: int = 0  # bytes of the host's memory for blocks of a GPU
     num_sharing: int = 1  # engines that share the cores and the memory of the device, this one included
     reserved_memory: int = 0  # bytes that engines of other models will take
+    loras: tuple[LoraSpec, ...] = ()
+    max_loras: int | None = None  # adapters at the same time; None: those that are named
+    max_lora_rank: int | None = None  # of an adapter; None: 16, or that of the largest named one
 
     def __post_init__(self) -> None:
         for name, maximum in (("max_batch", MAX_BATCH), ("max_step_tokens", None)):
@@ -514,6 +532,14 @@ class LoadOptions(ComputeOptions, SchedulingOptions):
             if getattr(self, name) and not self.prefix_cache:
                 raise InvalidRequestError(f"{name} keeps the blocks of the prefix cache: leave that on", name)
         _require_whole("kv_disk", self.kv_disk, None)
+        for name, least, most in (("max_loras", 0, MAX_LORAS), ("max_lora_rank", 1, MAX_LORA_RANK)):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or not least <= value <= most):
+                raise InvalidRequestError(f"{name} is {value!r}: it must be a whole number, {least} to {most}", name)
+        if self.max_loras is not None and len(self.loras) > self.max_loras:
+            raise InvalidRequestError(
+                f"{len(self.loras)} adapters are named, max_loras is {self.max_loras}", "max_loras"
+            )
         if self.kv_ram:
             _require_whole("kv_ram", self.kv_ram, None)
         if self.draft_model is not None and self.speculative != "off":
@@ -524,6 +550,11 @@ class LoadOptions(ComputeOptions, SchedulingOptions):
     def scheduling(self) -> dict[str, Any]:
         """The fields of `SchedulingOptions`, for an `EngineConfig`."""
         return {field.name: getattr(self, field.name) for field in fields(SchedulingOptions)}
+
+    @property
+    def lora_slots(self) -> int:
+        """Adapters at the same time."""
+        return len(self.loras) if self.max_loras is None else self.max_loras
 
     @property
     def has_mtp(self) -> bool:

@@ -130,6 +130,10 @@ class InsufficientMemoryError(WorkerError, code="INSUFFICIENT_MEMORY", status=50
     """There is not enough memory."""
 
 
+class StorageFullError(WorkerError, code="INSUFFICIENT_STORAGE", status=507, retriable=True):
+    """A file could not be written: the disk is full, or what clients may keep on it."""
+
+
 class InvalidRequestError(WorkerError, code="INVALID_REQUEST", status=400):
     """A request, option or argument is invalid; `field` is its name."""
 

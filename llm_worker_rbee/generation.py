@@ -15,19 +15,45 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from .config import EngineConfig
+from .config import EngineConfig, LoraSpec
 from .engine.request import NO_TOKEN, resolve_max_tokens
 from .engine.sampler import draw_seed
 from .errors import InvalidRequestError
 from .sampling_params import FinishReason, SamplingParams, TokenLogprob
-from .token_engine.protocol import RequestState, RequestStream, Submit, TokenEngine, TokenOutput
+from .token_engine.protocol import LoraUse, ModelInfo, RequestState, RequestStream, Submit, TokenEngine, TokenOutput
 from .tokenizer import Detokenizer, Tokenizer
 from .tokenizer.chat.events import ChatEvent, ToolCall, ToolCallEnd
 from .tokenizer.chat.parser import ChatParser
 
+MAX_SCALE = 1000.0  # of an adapter
 _request_ids = count(1)
+
+
+class NamedLora(NamedTuple):
+    """An adapter by the name that requests use, with its own scale."""
+
+    name: str
+    path: str
+    scale: float
+    digest: bytes
+    rank: int
+
+
+def named_loras(specs: Sequence[LoraSpec], info: ModelInfo) -> dict[str, NamedLora]:
+    """Return the adapters that an engine was loaded with, by their names."""
+    pairs = zip(specs, info.loras, strict=True)
+    return {spec.name: NamedLora(spec.name, spec.path, spec.scale, i.digest, i.rank) for spec, i in pairs if i}
+
+
+def check_lora_scale(scale: Any) -> float:
+    """Return the scale of an adapter; raise if it is no number."""
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not -MAX_SCALE <= scale <= MAX_SCALE:
+        raise InvalidRequestError(
+            f"the scale of an adapter is {scale!r}: it must be a number up to {MAX_SCALE:g}", "lora"
+        )
+    return float(scale)
 
 
 class TextDelta(NamedTuple):
@@ -276,6 +302,7 @@ def make_generations(
     timeout_s: float | None = None,
     cache_salt: str | None = None,
     is_scored_only: bool = False,
+    loras: Sequence[LoraUse] = (),
     listener: GenerationListener | None = None,
     make_parser: Callable[[], ChatParser] | None = None,
 ) -> list[Generation]:
@@ -301,6 +328,7 @@ def make_generations(
             priority=priority,
             timeout_s=timeout_s,
             cache_salt=cache_salt,
+            loras=list(loras),
         )
         for i in range(n)
     ]

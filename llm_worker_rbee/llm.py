@@ -21,18 +21,23 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, overload
 
-from .config import LoadOptions
+from .config import LoadOptions, LoraSpec
 from .engine.engine import Engine
 from .engine.kv_store import check_folder
 from .errors import InvalidRequestError, RequestCancelledError, WorkerError
-from .generation import Chunk, Completion, Generation, Timings, make_generations
+from .generation import Chunk, Completion, Generation, Timings, check_lora_scale, make_generations, named_loras
 from .load import LoadPhases, load, make_engine
 from .progress import OnStage, request_progress
 from .sampling_params import MAX_COMPLETIONS, SamplingParams, StructuredOutputsParams, TokenLogprob
 from .text_model import TextModel, open_tokenizer
 from .token_engine.engine_loop import EngineLoop
 from .token_engine.launch import model_info
-from .token_engine.protocol import RequestState, StepResult, TokenOutput
+from .token_engine.protocol import (
+    LoraUse,
+    RequestState,
+    StepResult,
+    TokenOutput,
+)
 from .tokenizer.chat.events import ChatOptions, EventFold, Tool, ToolCall, thinking_variables
 from .tokenizer.chat.parser import ChatParser
 from .tokenizer.chat.template import Message
@@ -67,6 +72,7 @@ class LLM(TextModel):
         open_objects: bool = False,
         progress: Progress | None = None,
         on_stage: OnStage | None = None,
+        loras: Mapping[str, str | Path | tuple[str | Path, float]] | None = None,
         **options: Any,
     ) -> None:
         """Load a model: a path, a short name, `hf:owner/repo[:quant]`, or None for the built-in one.
@@ -83,10 +89,16 @@ class LLM(TextModel):
         and values, up to `kv_disk` bytes, so that later processes continue the same texts without computing them;
         `kv_ram` is bytes of the host's memory for what a GPU has no room for.
 
+        `loras` are LoRA adapters by name: a GGUF file, a PEFT folder or hf:owner/repo, or a pair of that and a scale;
+        `max_loras` and `max_lora_rank` bound what is kept of them. The option `lora` of a request names one, or several
+        with the scale of each: `llm.generate("Hello", lora="legal")`, `lora={"legal": 0.5, "short": 1.0}`.
+
         `chat_template` is Jinja source that replaces the file's own; `open_objects` lets objects have properties that
         their JSON schemas do not name. `progress` is called during downloads, compiling and quantizing, `on_stage`
         during every phase of loading; `phases` has their seconds afterwards.
         """
+        if loras:
+            options["loras"] = lora_specs(loras)
         if not isinstance(model, LoadOptions):
             model = LoadOptions.from_arguments({"model": model, **options})
         elif options:
@@ -105,6 +117,8 @@ class LLM(TextModel):
         name, sizes = self.checkpoint.path.name, (self.config.vocab_size, self.capacity.max_context)
         super().__init__(loaded.tokenizer, name, *sizes, loaded.sampling_defaults, chat_template)
         self.open_objects = open_objects
+        self.loras = named_loras(model.loras, self.info)
+        self.default_lora: Mapping[str, float] = {}  # of requests without the option `lora`
         self._sync_engine = SyncEngine(self.engine)
 
     @property
@@ -211,6 +225,7 @@ class LLM(TextModel):
         n: int | None = None,
         *,
         make_parser: Callable[[], ChatParser] | None = None,
+        lora: str | Mapping[str, float] | None = None,
         **options: Any,
     ) -> list[Stream]:
         """Return `n` completions of one prompt, a stream each; they share prompt and seed, not draws."""
@@ -219,6 +234,7 @@ class LLM(TextModel):
         priority, timeout = _check_scheduling(options.pop("priority", 0), options.pop("timeout", None))
         params = _merge_params(params, options).resolve(self.sampling_defaults.values)
         params = params.with_structured_outputs(self.check_grammar(params.structured_outputs))
+        uses = self._lora_uses(lora)
         ids = self.tokenize(prompt) if isinstance(prompt, str) else self._check_ids(prompt)
         generations = make_generations(
             self.tokenizer,
@@ -230,8 +246,23 @@ class LLM(TextModel):
             priority=priority,
             timeout_s=timeout,
             make_parser=make_parser,
+            loras=uses,
         )
         return [Stream(self._sync_engine, generation) for generation in generations]
+
+    def _lora_uses(self, lora: str | Mapping[str, float] | None) -> list[LoraUse]:
+        """Return the adapters of a request: by name, or several with their scales."""
+        if lora is None:
+            lora = self.default_lora
+        elif isinstance(lora, str):
+            lora = {lora: self.loras[lora].scale if lora in self.loras else 1.0}
+        uses = []
+        for name, scale in lora.items():
+            if name not in self.loras:
+                names = ", ".join(map(repr, self.loras)) or "none"
+                raise InvalidRequestError(f"there is no adapter {name[:100]!r}: there are {names}", "lora")
+            uses.append(LoraUse(self.loras[name].digest, check_lora_scale(scale)))
+        return [use for use in uses if use.scale]
 
     def _run_streams(self, streams: Sequence[Stream], progress: bool | None) -> list[Completion]:
         """Compute streams in one batch; if one fails, the others are closed."""
@@ -482,6 +513,12 @@ def _merge_params(params: SamplingParams | None, options: Mapping[str, Any]) -> 
     if unknown:
         raise InvalidRequestError(f"unknown sampling option {min(unknown)!r}", min(unknown))
     return replace(params or SamplingParams(), **options)
+
+
+def lora_specs(loras: Mapping[str, Any]) -> tuple[LoraSpec, ...]:
+    """Return adapters as the options of a load have them."""
+    pairs = {name: value if isinstance(value, tuple) else (value, 1.0) for name, value in loras.items()}
+    return tuple(LoraSpec(name=name, path=str(path), scale=check_lora_scale(x)) for name, (path, x) in pairs.items())
 
 
 def _is_batch(prompt: Any) -> bool:

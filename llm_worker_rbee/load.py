@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,22 @@ from .config import FP8, EngineConfig, LoadOptions, ModelConfig, SchedulerLimits
 from .engine.engine import Engine
 from .engine.kv_store import BlockStore, file_facts, model_digest, open_folder
 from .engine.kv_tier import KVTier
-from .engine.memory_plan import KVCacheBudget, Placement, place_model
+from .engine.memory_plan import DEFAULT_LORA_RANK, KVCacheBudget, Placement, place_model
 from .engine.mtp import MtpDrafter
 from .engine.speculative import Drafter, DraftModel
 from .engine.state_pool import SLOTS_PER_REQUEST
-from .errors import InvalidRequestError, human_bytes
+from .errors import InvalidRequestError, ModelFileError, WorkerError, human_bytes
 from .layers.attention import Attention
-from .models import MtpHead, Transformer, load_model, load_model_with_head, read_model_config, require_decoder
+from .models import (
+    ModelAdapters,
+    MtpHead,
+    PackedAdapter,
+    Transformer,
+    load_model,
+    load_model_with_head,
+    read_model_config,
+    require_decoder,
+)
 from .models.convert import quantize_checkpoint
 from .models.mtp import require_head
 from .models.sampling_defaults import read_sampling_defaults
@@ -40,10 +50,11 @@ from .sampling_params import SamplingDefaults
 from .structured_outputs.grammar import GrammarCompiler
 from .text_model import open_tokenizer
 from .tokenizer import Tokenizer
-from .weights import Checkpoint, open_checkpoint
-from .weights.hub import Progress, locate_model, model_files
+from .weights import Adapter, Checkpoint, open_checkpoint, read_adapter
+from .weights.hub import Progress, locate_adapter, locate_model, model_files
 from .weights.quant_mix import quant_name
 
+logger = logging.getLogger("llm_worker_rbee")
 REPORTS_PER_PHASE = 10
 FLUSH_S = 2.0  # for blocks that wait to be written when an engine ends
 MAX_REPORT_INTERVAL_S = 2.0
@@ -106,6 +117,7 @@ class LoadedModel:
     draft_model: Transformer | None
     mtp_head: MtpHead | None
     file_facts: list[list[int]]  # of the model's files when they were opened; empty where nothing is kept on disk
+    loras: list[tuple[Path, PackedAdapter] | None]  # in the order of the options; None: left out
 
 
 @machine.without_collection()
@@ -134,6 +146,7 @@ def load(
             require_decoder(opened)
         if options.has_mtp:
             require_head(checkpoint, read_model_config(checkpoint))
+        options, adapters = _read_adapters(options, phases)
         placed = place_model(backend, [checkpoint] if draft is None else [checkpoint, draft], options)
     on_located(path)
     tokenizer = None
@@ -144,6 +157,7 @@ def load(
                 _check_same_vocabulary(tokenizer, open_tokenizer(draft))
     sampling_defaults = read_sampling_defaults(checkpoint)
     model, head = _load_weights(checkpoint, placed, options.quantize, phases, with_head=options.has_mtp)
+    model, packed = _add_adapters(model, checkpoint, options, adapters, phases)
     is_inexact = placed.kv_type == "int8" and model.config.family.attention.qkv_bias
     kv_notes = ["the model's keys have biases, which kv_type int8 stores coarsely: float16 is more exact"] * is_inexact
     return LoadedModel(
@@ -160,7 +174,46 @@ def load(
         draft_model=None if draft is None else _load_weights(draft, placed, None, phases)[0],
         mtp_head=head,
         file_facts=facts,
+        loras=packed,
     )
+
+
+def _read_adapters(options: LoadOptions, phases: LoadPhases) -> tuple[LoadOptions, list[Adapter | None]]:
+    """Read the LoRA adapters; return the options with the rank that they need. One of an engine that is started again
+    is left out if its content has changed."""
+    adapters: list[Adapter | None] = []
+    for spec in options.loras:
+        try:
+            adapter = read_adapter(locate_adapter(spec.path, progress=phases.progress))
+            if spec.digest and adapter.digest != spec.digest:
+                raise ModelFileError(f"adapter {spec.path} has changed since it was loaded")
+            adapters.append(adapter)
+        except WorkerError as error:
+            if not spec.digest:
+                raise
+            logger.warning("the adapter %s is left out: %s", spec.name, error)
+            adapters.append(None)
+    rank = options.max_lora_rank or max([DEFAULT_LORA_RANK, *(adapter.rank for adapter in adapters if adapter)])
+    return replace(options, max_lora_rank=rank, max_loras=options.lora_slots), adapters
+
+
+def _add_adapters(
+    model: Transformer,
+    checkpoint: Checkpoint,
+    options: LoadOptions,
+    adapters: list[Adapter | None],
+    phases: LoadPhases,
+) -> tuple[Transformer, list[tuple[Path, PackedAdapter] | None]]:
+    """Return the model with places for adapters, and the packed ones; without places the model as it is."""
+    if not options.lora_slots:
+        return model, []
+    assert options.max_lora_rank is not None
+    places = ModelAdapters(model, checkpoint, options.max_lora_rank, options.lora_slots)
+    with phases.timed("adapters"):
+        if model.ops.has_device_memory:
+            places.prepare()
+        packed = [None if adapter is None else (adapter.path, places.pack(adapter)) for adapter in adapters]
+    return replace(model, adapters=places), packed
 
 
 def make_engine(loaded: LoadedModel, options: LoadOptions) -> Engine:
@@ -182,6 +235,9 @@ def make_engine(loaded: LoadedModel, options: LoadOptions) -> Engine:
     if loaded.draft_model is not None:
         drafter = DraftModel(loaded.draft_model, config, loaded.config.vocab_size, loaded.kv_type)
     engine = Engine(loaded.model, config, loaded.kv_type, drafter)
+    for path, packed in filter(None, loaded.loras):
+        assert engine.adapters is not None
+        engine.adapters.place(packed, path)
     engine.grammar_compiler = GrammarCompiler(
         lambda: loaded.tokenizer or open_tokenizer(loaded.checkpoint), loaded.config.vocab_size
     )
@@ -308,7 +364,7 @@ def _check_same_vocabulary(tokenizer: Tokenizer, draft: Tokenizer) -> None:
     sizes = tokenizer.vocab_size, draft.vocab_size
     if sizes[0] != sizes[1] or any(tokenizer.piece(i) != draft.piece(i) for i in range(sizes[0])):
         raise InvalidRequestError(
-            f"the draft model's tokenizer ({sizes[1]} tokens) is not that of the model ({sizes[0]} tokens): "
+            f"the draft model's tokenizer ({sizes[1]} tokens) is not the model's ({sizes[0]} tokens): "
             "a draft model needs the same vocabulary",
             "draft_model",
         )

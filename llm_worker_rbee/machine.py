@@ -64,6 +64,7 @@ M_MMAP_THRESHOLD = -3  # of malloc.h
 PR_SET_PDEATHSIG = 1  # of prctl
 SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18  # of x86-64 Linux
 PARENT_POLL_S = 0.25
+_priorities: list[int] = []  # of this process, the last one counts
 GROUP_TRIES, GROUP_RETRY_S = 10, 0.1
 NO_LIMIT = 1 << 60  # cgroup v1 writes a huge number for "none"
 
@@ -293,6 +294,7 @@ def set_priority(nice: int, *, with_threads: bool = True) -> None:
     Where the kernel groups processes by session (autogroup), it shares the cores among the groups first: the leader of
     a session sets the priority of its group, too. A group's may be raised again, a thread's by privileged users only.
     """
+    _priorities.append(nice)
     try:
         threads = [int(name) for name in os.listdir("/proc/self/task")] if with_threads else []
     except OSError:
@@ -311,6 +313,11 @@ def set_priority(nice: int, *, with_threads: bool = True) -> None:
         except OSError:  # a system without such groups
             pass
         return
+
+
+def is_behind_others() -> bool:
+    """Return whether this process has a lower priority: each thread that computes delays other processes by a slice."""
+    return bool(_priorities) and _priorities[-1] > 0
 
 
 def can_raise_priority() -> bool:

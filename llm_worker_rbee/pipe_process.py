@@ -51,7 +51,7 @@ class PipeProcess:
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str] | None = None, errors: IO[bytes] | None = None
     ) -> None:
-        """`environment` are variables beside those of this process; `errors` gets its standard error."""
+        """`environment` are variables beside this process's own; `errors` gets its standard error."""
         env = {**os.environ, **(environment or {})}
         try:
             self._process = Popen(

@@ -233,9 +233,8 @@ class SamplingParams:
 
     def resolve(self, defaults: Mapping[str, Any] = NEUTRAL_SAMPLING) -> SamplingParams:
         """Return the parameters with the fields that are not set taken from `defaults`."""
-        if self.is_resolved:
-            return self
-        return self._copy({name: defaults[name] for name in NEUTRAL_SAMPLING if getattr(self, name) is None})
+        unset = {name: value for name, value in defaults.items() if getattr(self, name) in (None, ())}
+        return self._copy(unset) if unset else self
 
     def with_max_tokens(self, max_tokens: int) -> SamplingParams:
         """Return the parameters with another limit."""
@@ -309,9 +308,9 @@ BUILT_IN = "built-in"
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """A value for each field of `NEUTRAL_SAMPLING`, and its source."""
+    """A value for each field of `NEUTRAL_SAMPLING`, and its source; a served model may have more, such as `stop`."""
 
-    values: dict[str, float]
+    values: dict[str, Any]
     sources: dict[str, str]
     warnings: list[str]  # on values that were left out
 

@@ -57,6 +57,8 @@ class TextModel:
         self.tokenizer, self.vocab_size, self.max_context = tokenizer, vocab_size, max_context
         self.sampling_defaults = sampling_defaults
         self.open_objects = False  # whether objects may have properties that their schemas do not name
+        self.system: str | None = None  # of conversations without a system message
+        self.first_messages: list[Message] = []  # before those of a conversation
         self._name = name
         self._chat_format = ChatFormat()
         self._template_source = tokenizer.chat_template if chat_template is None else chat_template
@@ -139,8 +141,21 @@ class TextModel:
         """Return the prompt of messages as JSON, with names of control tokens in them broken up."""
         variables = self.chat_format.template_variables(options.template_kwargs)
         return self.chat_template.render_json(
-            messages, protected=self.tokenizer, tools=options.tools or None, template_kwargs=variables
+            self._with_defaults(messages),
+            protected=self.tokenizer,
+            tools=options.tools or None,
+            template_kwargs=variables,
         )
+
+    def _with_defaults(self, messages: bytes) -> bytes:
+        """Return a conversation with the model's own system message and first messages."""
+        if self.system is None and not self.first_messages:
+            return messages
+        own: list[Message] = json.loads(messages)
+        system = [own.pop(0)] if own and own[0]["role"] == "system" else []
+        if self.system is not None and not system:
+            system = [{"role": "system", "content": self.system}]
+        return json.dumps([*system, *self.first_messages, *own]).encode()
 
     def encode_chat(
         self, prompt: str, options: ChatOptions, structured_outputs: StructuredOutputsParams | None

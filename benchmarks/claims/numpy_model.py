@@ -23,6 +23,7 @@ from llm_worker_rbee.config import ModelConfig
 from llm_worker_rbee.errors import UnsupportedModelError
 from llm_worker_rbee.layers.attention import Attention
 from llm_worker_rbee.layers.block import Block, Norm
+from llm_worker_rbee.layers.mlp import SwiGLU
 from llm_worker_rbee.layers.norm import RMSNorm
 from llm_worker_rbee.models import Transformer
 from llm_worker_rbee.weights import Tensor
@@ -172,6 +173,7 @@ def run_block(b: Block, stream: Floats, cos: Floats, sin: Floats, kv: KVBuffers,
         mixed[first : first + n] = out.reshape(a.n_kv_heads, group, n, a.head_dim).transpose(2, 0, 1, 3)
     stream = mixed.reshape(tokens, -1) @ a.output.weight.T + stream
 
+    assert isinstance(b.mlp, SwiGLU)
     both = normalize(stream, b.mlp_norm) @ b.mlp.gate_up.weight.T
     gate, up = both[:, : both.shape[1] // 2], both[:, both.shape[1] // 2 :]
     up *= gate

@@ -62,7 +62,7 @@ def score_heads(args, step, piece):
         for r in range(count):
             SCORE(view, f32(q), r * view.dim, scale, 0, tokens, f32(scores + 4 * r * KEY_BLOCK))
     else:
-        rows = Rows(i64(s[Step.POSITIONS]), first, count, 1, 0, 0)
+        rows = Rows(i64(s[Step.POSITIONS]), first, count, 1, 0, 0, i64(s[Step.POSITIONS]), False)
         SCORE_ROWS(view, rows, count, f32(q), scale, 0, tokens, f32(scores), scratch(SPAN * (view.dim + 1)))
 
 

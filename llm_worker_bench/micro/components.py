@@ -64,7 +64,9 @@ class DecodingScheduler:
         """Give each request a prompt of its own, and prefill it."""
         rng, config = random.Random(7), self._config
         self.scheduler = Scheduler(config)
-        no_model = cast(Any, SimpleNamespace(ops=SimpleNamespace(has_device_memory=False)))
+        no_model = cast(
+            Any, SimpleNamespace(ops=SimpleNamespace(has_device_memory=False), adapters=None, image_parts=0)
+        )
         cache = cast(Any, SimpleNamespace(block_size=BLOCK_SIZE, n_slots=0))
         self._runner = ModelRunner(no_model, cache, config.max_batch, config.max_context)
         for number in range(self.count):

@@ -43,6 +43,7 @@ TITLES = {
     "e2e": "End to end",
     "load": "Loading a model",
     "kv": "Keys and values on disk",
+    "models": "Several models on one port",
     "serving": "Serving",
     "peers": "Beside its peers",
     "accuracy": "Accuracy",

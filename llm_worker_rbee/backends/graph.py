@@ -82,16 +82,20 @@ class Recorder(Ops):
 
 
 def record(
-    forward: Callable[[Any, Batch, Sequence[Any]], tuple[Value, Value | None]], n_layers: int, hidden_width: int = 0
+    forward: Callable[[Any, Batch, Sequence[Any]], tuple[Value, Value | None]],
+    n_layers: int,
+    hidden_width: int = 0,
+    image_width: int = 0,
 ) -> Graph:
     """Return the graph of `forward(ops, batch, kv)`, which returns logits and hidden states; in it, `kv` is the number
-    of a layer. `hidden_width`: of the hidden states that come with the batch."""
+    of a layer. `hidden_width`: of the hidden states that come with the batch; `image_width`: of encoded images."""
     recorder = Recorder()
-    sizes = dict.fromkeys(("ids", "positions", "slot_mapping", "state_out", "token_types"), TOKENS) | {
-        "logits_index": LOGITS
-    }
+    of_tokens = "ids", "positions", "slot_mapping", "state_out", "token_types", "rope_positions", "spans", "image_rows"
+    sizes = dict.fromkeys((*of_tokens, "adapters", "adapter_scales"), TOKENS) | {"logits_index": LOGITS}
     arrays: Any = {field.name: Value((sizes.get(field.name, field.name),), field.name) for field in fields(Batch)}
-    arrays["hidden"] = Value((TOKENS, hidden_width), "hidden") if hidden_width else None
+    arrays["places"] = Value((TOKENS, 2), "places")
+    for name, width in (("hidden", hidden_width), ("images", image_width)):
+        arrays[name] = Value((TOKENS, width), name) if width else None
     output, hidden = forward(recorder, Batch(**arrays), range(n_layers))
     return Graph(tuple(recorder.nodes), output, hidden)
 

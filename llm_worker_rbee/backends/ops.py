@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from ..config import KV_DEFAULT, KV_ON_CPU, ModelConfig
 from ..errors import InvalidRequestError
 from ..weights import Checkpoint, Tensor
+from ..weights.lora import LowRank
 from . import cpu_info
 
 Array = Any  # the backend's own array: NumPy on a CPU, a torch tensor on a GPU
@@ -29,6 +30,8 @@ LayerCache = Any  # a `KVLayer`, or the `StateLayer` of a layer that has a state
 Ints = NDArray[np.int64]
 KV_TYPES = KV_ON_CPU  # types of the KV cache
 NO_TOKENS: Ints = np.empty(0, np.int64)
+ROPE_AXES = 3  # of positions in images: time, row, column
+NO_SCALES: NDArray[np.float32] = np.empty(0, np.float32)
 # sizes of a step in the shapes of a graph: all its tokens, those whose logits are computed, and its requests
 TOKENS, LOGITS, REQUESTS = "tokens", "logits", "requests"
 Shape = tuple[int | str, ...]
@@ -51,11 +54,20 @@ class Batch:
     block_table: Ints  # (R, blocks) the blocks of each request, in order
     logits_index: Ints  # (N,) the tokens whose logits are computed
     pending: Array | None = None  # tokens of the step in flight, on the device
-    hidden: Array | None = None  # (T, width) hidden states of the tokens, for multi-token prediction
+    hidden: Array | None = None  # (T, width) hidden states of the tokens, for multi-token prediction; pixels of patches
     # Slots of states, empty for a model without: a slot is read and written in one step by the same request alone.
     state_in: Ints = field(default_factory=lambda: NO_TOKENS)  # (R,) the state a request goes on from; -1: it begins
     state_out: Ints = field(default_factory=lambda: NO_TOKENS)  # (T,) where the state after a token goes; -1: nowhere
     token_types: Ints = field(default_factory=lambda: NO_TOKENS)  # (T,) segments of a pair, for encoders that have them
+    # Images: `positions` are places in the cache, and RoPE has positions of its own.
+    rope_positions: Ints = field(default_factory=lambda: NO_TOKENS)  # (T, ROPE_AXES)
+    spans: Ints = field(default_factory=lambda: NO_TOKENS)  # (T, 2) of the request's keys: first, last + 1
+    places: Array | None = None  # (T, 2) row and column of a patch in a table of positions
+    images: Array | None = None  # (N, width) encoded images: rows that stand in for tokens
+    image_rows: Ints = field(default_factory=lambda: NO_TOKENS)  # (T,) the row of each token, -1: it has none
+    # The LoRA adapter of each token, and its factor. Empty: no token of the step has one.
+    adapters: Ints = field(default_factory=lambda: NO_TOKENS)  # (T,) a slot; -1: none
+    adapter_scales: NDArray[np.float32] = field(default_factory=lambda: NO_SCALES)  # (T,)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,16 +145,39 @@ class StackedWeight:
         return sum(part.nbytes for part in self.parts)
 
 
+@dataclass(slots=True, eq=False)
+class LoraSite:
+    """A product that LoRA adapters add to. Its rows have parts, one after the other, each with a pair of its own."""
+
+    op: str  # whose result they add to: linear, logits, embed or grouped_linear
+    columns: int  # of an embedding: its tokens
+    part_rows: tuple[int, ...]
+    num_experts: int  # 0: it is one matrix
+    max_rank: int  # of all parts together, in fours
+    is_exact: bool  # the matrix is float32: adapters stay so, too
+    packed: Any = None  # what the backend keeps of the adapters, by slot
+
+    @property
+    def rows(self) -> int:
+        return sum(self.part_rows)
+
+
+# The pairs of one site: for each expert, or once, a pair for each part that the adapter changes.
+SitePairs = Sequence[Sequence[LowRank | None]]
+
+
 class RopeTable(NamedTuple):
     """Rotary frequencies: angle = position * inv_freq; cos and sin are multiplied by `scale`.
 
-    With `temperature_beta`, rotated queries are multiplied by 1 + beta * ln(1 + position // temperature_length).
+    With `temperature_beta`, rotated queries are multiplied by 1 + beta * ln(1 + position // temperature_length). With
+    `axes`, pair i turns by the position on axis axes[i].
     """
 
     inv_freq: NDArray[np.float32]  # (rope_dim / 2,)
     scale: float
     temperature_beta: float = 0.0
     temperature_length: int = 1
+    axes: Ints | None = None  # (rope_dim / 2,)
 
 
 class AttentionParams(NamedTuple):
@@ -152,6 +187,7 @@ class AttentionParams(NamedTuple):
     window: int = 0  # a query sees the last `window` positions, itself included; 0: no limit
     soft_cap: float = 0.0  # scores become cap * tanh(scores / cap); 0: none
     causal: bool = True  # False: a query sees all tokens of its sequence, or `window // 2` of them on each side
+    spans: bool = False  # if a step has spans: all of a query's span, and what is outside only before a causal query
 
 
 class RouteParams(NamedTuple):
@@ -425,10 +461,38 @@ class Ops:
     ) -> Array: ...
     @op(lambda x, index: [(index.shape[0], *x.shape[1:])])
     def take(self, x: Array, index: Ints) -> Array: ...
+    @op(lambda x, index, count: [(index.shape[0], count * x.shape[1])])
+    def merge(self, x: Array, index: Ints, count: int) -> Array: ...
+    @op(lambda x, index, count: [(index.shape[0], x.shape[1])])
+    def pool(self, x: Array, index: Ints, count: int) -> Array: ...
+    @op(lambda x, y: [(x.shape[0], x.shape[1] + y.shape[1])])
+    def join(self, x: Array, y: Array) -> Array: ...
+    @op(lambda table, places: [(places.shape[0], table.shape[2])])
+    def interpolate(self, table: Vector, places: Array) -> Array: ...
+    @op(lambda x, images, rows, part, adds: [x.shape])
+    def place_images(self, x: Array, images: Array, rows: Ints, part: int, adds: bool = False) -> Array: ...
     @op(lambda x, batch: [(REQUESTS, *x.shape[1:])])
     def mean_rows(self, x: Array, batch: Batch) -> Array: ...
     @op(lambda x, head, soft_cap: [(x.shape[0], head.rows)])
     def logits(self, x: Array, head: PackedWeight, soft_cap: float = 0.0) -> Array: ...
+    @op(
+        lambda x, site, batch, index, experts, scale: [
+            (*(x.shape[:1] if experts is None else experts.shape), site.max_rank)
+        ]
+    )
+    def shrink(
+        self,
+        x: Array,
+        site: LoraSite,
+        batch: Batch,
+        index: Any = None,
+        experts: Array | None = None,
+        scale: float = 1.0,
+    ) -> Array: ...
+    @op(lambda out, low, site, batch, index, experts: [out.shape])
+    def expand(
+        self, out: Array, low: Array, site: LoraSite, batch: Batch, index: Any = None, experts: Array | None = None
+    ) -> Array: ...
 
 
 class Backend(Ops, ABC):
@@ -474,6 +538,17 @@ class Backend(Ops, ABC):
         `pending`: the tokens of the step in flight, for rows whose lists hold a `pending_id`.
         """
         raise NotImplementedError(f"the {self.name} backend samples synchronously")
+
+    def pack_adapter(self, site: LoraSite, pairs: SitePairs) -> Any:
+        """Return an adapter's pairs for a site as the ops read them; steps may run meanwhile."""
+        return pairs
+
+    def place_adapter(self, site: LoraSite, slot: int, packed: Any, num_slots: int) -> None:
+        """Let a slot of a site hold what `pack_adapter` returned, or nothing (None); no step runs meanwhile."""
+        site.packed = site.packed or {}
+        site.packed.pop(slot, None)
+        if packed is not None:
+            site.packed[slot] = packed
 
     @property
     def versions(self) -> Sequence[str]:

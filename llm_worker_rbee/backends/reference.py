@@ -7,7 +7,7 @@ reads the mapping for its lifetime, so truncating the file is a bus error; the f
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from .ops import (
     GatedDeltaWeights,
     Ints,
     KVLayer,
+    LoraSite,
     RopeTable,
     RouteParams,
     SampleRow,
@@ -163,7 +164,8 @@ def split_heads(qkv: Any, n_heads: int, n_kv_heads: int, head_dim: int) -> tuple
 def rope(x: Floats, positions: Ints, table: RopeTable) -> Floats:
     """Rotate the first 2 * len(inv_freq) values of each head; value i pairs with value i + half."""
     half = table.inv_freq.shape[0]
-    angle = positions[:, None].astype(np.float32) * table.inv_freq  # (T, half)
+    by_pair = positions[:, None] if table.axes is None else positions[:, table.axes]
+    angle = by_pair.astype(np.float32) * table.inv_freq  # (T, half)
     cos, sin = (np.float32(table.scale) * f(angle)[:, None, :] for f in (np.cos, np.sin))
     low, high = x[..., :half], x[..., half : 2 * half]
     return np.concatenate((low * cos - high * sin, high * cos + low * sin, x[..., 2 * half :]), axis=-1)
@@ -221,6 +223,18 @@ def bidirectional_mask(queries: Ints, keys: Ints, window: int = 0) -> NDArray[np
     return np.asarray(distance <= (window // 2 if window else len(keys)))
 
 
+def span_mask(spans: Ints, queries: Ints, keys: Ints, params: AttentionParams) -> NDArray[np.bool_]:
+    """Return which keys each query attends to: its span; a causal one also what lies before it, as far as the window.
+
+    Keys of a causal query end where its span ends, or with itself; the window counts back from the query.
+    """
+    first, last = spans[:, :1], spans[:, 1:]
+    if not params.causal:
+        return np.asarray((keys >= first) & (keys < last))
+    oldest = queries[:, None] - params.window if params.window else np.full_like(first, -1)
+    return np.asarray((keys > oldest) & (keys < np.maximum(last, queries[:, None] + 1)))
+
+
 def softmax(x: Floats, sinks: Floats | None = None) -> Floats:
     """Return the softmax over the last axis; a sink, (..., 1), is one more logit, of a value of zeros."""
     largest = np.max(x, axis=-1, keepdims=True)
@@ -253,8 +267,11 @@ def attention(q: Floats, kv: KVLayer, batch: Batch, params: AttentionParams, sin
         pairs = ((kv.k, kv.k_scales), (kv.v, kv.v_scales))
         keys, values = (gather(cache, batch.block_table[r], length, scales) for cache, scales in pairs)
         scores = attention_scores(q[span].transpose(1, 0, 2), keys, params)
-        visible = causal_mask if params.causal else bidirectional_mask
-        mask = visible(batch.positions[span], np.arange(length), params.window)
+        queries, places = batch.positions[span], np.arange(length)
+        if params.spans and len(batch.spans):
+            mask = span_mask(batch.spans[span], queries, places, params)
+        else:
+            mask = (causal_mask if params.causal else bidirectional_mask)(queries, places, params.window)
         weights = softmax(np.where(mask, scores, np.float32(-np.inf)), sink_logits)
         mixed = weights.reshape(keys.shape[0], -1, length) @ values  # (kv_heads, group * T, dim)
         mixed = mixed.reshape(q.shape[1], -1, q.shape[2]).transpose(1, 0, 2)
@@ -479,6 +496,42 @@ def take(x: Floats, index: Ints) -> Floats:
     return x[index]
 
 
+def merge(x: Floats, index: Ints, count: int) -> Floats:
+    """Return groups of `count` adjacent rows of x, each joined to one row, in the order of the index."""
+    return x.reshape(-1, count * x.shape[1])[index]
+
+
+def pool(x: Floats, index: Ints, count: int) -> Floats:
+    """Return the means of groups of `count` adjacent rows of x, in the order of the index."""
+    return np.asarray(x.reshape(-1, count, x.shape[1])[index].mean(axis=1, dtype=np.float32), np.float32)
+
+
+def join(x: Floats, y: Floats) -> Floats:
+    """Return each row of x with that of y behind it."""
+    return np.concatenate((x, y), axis=1)
+
+
+def interpolate(table: Floats, places: Floats) -> Floats:
+    """Return the vectors at places between those of a table, (rows, columns, width), by bilinear interpolation."""
+    low = np.floor(places)
+    share = (places - low).astype(np.float32)
+    (row, column), (next_row, next_column) = (
+        np.minimum(low.astype(np.int64) + step, np.array(table.shape[:2]) - 1).T for step in (0, 1)
+    )
+    down, right = share[:, :1], share[:, 1:]
+    above = table[row, column] * (1 - right) + table[row, next_column] * right
+    below = table[next_row, column] * (1 - right) + table[next_row, next_column] * right
+    return np.asarray(above * (1 - down) + below * down, np.float32)
+
+
+def place_images(x: Floats, images: Floats, rows: Ints, part: int, adds: bool = False) -> Floats:
+    """Put rows of images in the place of tokens, or add them; a part is as many columns of images as x has."""
+    width, out, chosen = x.shape[1], x.copy(), rows >= 0
+    values = images[rows[chosen], part * width : (part + 1) * width]
+    out[chosen] = out[chosen] + values if adds else values
+    return out
+
+
 def mean_rows(x: Floats, batch: Batch) -> Floats:
     """Return the mean of each request's rows, added in their order: (T, width) -> (R, width)."""
     totals = np.add.reduceat(x, batch.query_start[:-1], axis=0)
@@ -489,6 +542,53 @@ def logits(x: Floats, head: Matrix, soft_cap: float = 0.0) -> Floats:
     """Apply the output head: (N, width) -> (N, vocabulary)."""
     raw = linear(x, head)
     return np.float32(soft_cap) * np.tanh(raw / np.float32(soft_cap)) if soft_cap else raw
+
+
+def shrink(
+    x: Floats, site: LoraSite, batch: Batch, index: Ints | None = None, experts: Ints | None = None, scale: float = 1.0
+) -> Floats:
+    """Multiply rows by the first halves of their adapters, part after part: (T, columns) -> (T, max_rank).
+
+    `index` are the tokens of the rows, if the rows are not all tokens. Of an embedding x are token ids. With the
+    experts of each token x is (T, columns) or (T, k, columns), and the result (T, k, max_rank).
+    """
+    low = np.zeros((*(x.shape[:1] if experts is None else experts.shape), site.max_rank), np.float32)
+    for rows, parts, factors in _adapted_rows(site, batch, index, experts):
+        at = 0
+        for pair in filter(None, parts):
+            inputs = x[rows[: x.ndim - 1]] if site.op != "embed" else None
+            product = pair.a.T[x[rows]] if inputs is None else inputs @ pair.a.T
+            low[(*rows, slice(at, at + pair.rank))] = product * (factors * np.float32(scale))[:, None]
+            at += pair.rank
+    return low
+
+
+def expand(
+    out: Floats, low: Floats, site: LoraSite, batch: Batch, index: Ints | None = None, experts: Ints | None = None
+) -> Floats:
+    """Add the products of those with the second halves to the rows: (T, rows), or (T, k, rows) of experts."""
+    total = np.array(out, np.float32)
+    for rows, parts, _ in _adapted_rows(site, batch, index, experts):
+        at = first = 0
+        for pair, count in zip(parts, site.part_rows, strict=True):
+            if pair is not None:
+                total[(*rows, slice(first, first + count))] += low[(*rows, slice(at, at + pair.rank))] @ pair.b.T
+                at += pair.rank
+            first += count
+    return total
+
+
+def _adapted_rows(site: LoraSite, batch: Batch, index: Ints | None, experts: Ints | None) -> Iterator[Any]:
+    """Yield the indices of rows with one adapter and one expert, its pairs, and the factors of the rows."""
+    slots, scales = batch.adapters, batch.adapter_scales
+    if index is not None:
+        slots, scales = slots[index], scales[index]
+    for slot, experts_pairs in (site.packed or {}).items():
+        for expert, parts in enumerate(experts_pairs):
+            chosen = slots == slot
+            rows = np.nonzero(chosen if experts is None else chosen[:, None] & (experts == expert))
+            if len(rows[0]):
+                yield rows, parts, scales[rows[0]]
 
 
 def sample(raw_logits: Floats, rows: Sequence[SampleRow]) -> Ints:

@@ -44,6 +44,8 @@ COMMANDS = {
     "chat": Command("Use a model", ".chat", "Talk with a model."),
     "serve": Command("Use a model", ".serve",
         "Serve models over HTTP: the APIs of OpenAI, Anthropic and Ollama, embeddings, reranking, jobs, a chat page."),
+    "run-batch": Command("Use a model", ".run_batch",
+        "Answer the lines of a batch file, as OpenAI's batches have them, and write a file of their results."),
     "ps": Command("Use a model", ".ps", "Show the models of a running worker: which are loaded, and their memory."),
     "stop": Command("Use a model", ".ps", "Unload a model of a running worker once its requests have ended."),
     "embed": Command("Use a model", ".embed", "Write the embeddings of the texts of a file."),
@@ -114,7 +116,7 @@ def load_command(name: str) -> Any:
     """Return a command with its options; its body is imported when it is called."""
     word = name.split()[-1]
     module = importlib.import_module(OPTIONS if COMMANDS[name].module.startswith(".") else BENCH_OPTIONS, __name__)
-    group = getattr(module, f"{word.capitalize()}Command")
+    group = getattr(module, "".join(map(str.capitalize, word.split("-"))) + "Command")
     function = importlib.import_module(".options", __name__).with_options(group, lambda: _import_body(name, word))
     single = typer.Typer(add_completion=False, context_settings=app.info.context_settings)
     paragraphs = cleandoc(group.__doc__).split("\n\n")  # typer would keep the ends of their lines
@@ -133,7 +135,7 @@ def _import_body(name: str, word: str) -> Any:
         raise WorkerError(f"{PROGRAM} {name} is part of the repository, not of the package: run it there") from None
     if not gc.isenabled():  # the entry point disabled it
         importlib.import_module("..machine", __name__).resume_collection()
-    return getattr(module, word)
+    return getattr(module, word.replace("-", "_"))
 
 
 app = typer.Typer(

@@ -17,6 +17,7 @@ from .options import (
     MODEL_HELP,
     CapacityFlags,
     EngineFlags,
+    FilesFlags,
     LoadFlags,
     ModelFlags,
     PoolFlags,
@@ -36,11 +37,9 @@ ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL
 
 _option = option_fields(None)
 _prompt, _guided, _output, _input = map(option_fields, ("Prompt", "Structured output", "Output", "Input"))
-_device = option_fields("Computing")
-_wire, _limit, _pooling, _process, _measuring = map(
-    option_fields,
-    ("Network", "Limits", "Embeddings and reranking", "The engine's process", "Measuring the server itself"),
-)
+_device, _adapters = map(option_fields, ("Computing", "LoRA adapters"))
+_wire, _limit, _pooling = map(option_fields, ("Network", "Limits", "Embeddings and reranking"))
+_process, _measuring = map(option_fields, ("The engine's process", "Measuring the server itself"))
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -206,6 +205,7 @@ class LimitFlags:
         "--stall-timeout",
         min=0.1,
     )
+    allow_priority: bool = _limit(False, None, "Honour the field priority of requests: lower goes first.")
     ignore_unknown_fields: bool = _limit(False, None, "Ignore unknown fields and list them in x-ignored-fields.")
     open_objects: bool = _limit(False, None, "Let objects have properties that their JSON schema does not name.")
 
@@ -252,6 +252,13 @@ class MeasuringFlags:
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
+class LoraServeFlags:
+    """LoRA adapters over HTTP."""
+
+    lora_dir: Path | None = _adapters(None, "DIR", "Let clients load LoRA adapters that lie below this folder.")
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
 class ServeCommand:
     """Serve models over HTTP: the APIs of OpenAI, Anthropic and Ollama, embeddings, reranking, jobs, a chat page.
 
@@ -270,17 +277,42 @@ class ServeCommand:
       llm-worker-rbee serve -m model.gguf --device cuda:0,cuda:1
       llm-worker-rbee serve --embedding-model all-minilm-l6-v2
       llm-worker-rbee serve --models-dir models --sleep-after 10m
+      llm-worker-rbee serve --lora legal=adapters/legal --lora-dir adapters
     """
 
     wire: WireFlags
     limits: LimitFlags
+    files: FilesFlags
     model: ServedFlags
     pool: PoolFlags
     pooling: PoolingServeFlags
     computing: LoadFlags
     sharing: EngineFlags
+    adapters: LoraServeFlags
     process: ProcessFlags
     measuring: MeasuringFlags
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class RunBatchCommand:
+    """Answer the lines of a batch file, as OpenAI's batches have them, and write a file of their results.
+
+    A line is {"custom_id", "method": "POST", "url", "body"}. A line that is not valid has its error in the results.
+    After Ctrl-C or a crash the same command goes on: until its end, results are in the folder OUT.batch.
+
+    \b
+    Examples:
+      llm-worker-rbee run-batch in.jsonl out.jsonl
+      llm-worker-rbee run-batch in.jsonl out.jsonl -m model.gguf --max-batch 128
+    """
+
+    source: Annotated[Path, typer.Argument(metavar="IN", help="JSON Lines, each a request.")]
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="JSON Lines, each a result; it must not exist.")]
+    embedding_model: str | None = _pooling(None, "MODEL", f"Model of /v1/embeddings. {POOLING_HELP}")
+    quiet: bool = _option(False, None, "Print neither progress nor statistics.", "-q")
+    model: ModelFlags
+    computing: LoadFlags
+    sharing: EngineFlags
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -490,10 +522,16 @@ class ConvertCommand:
 
     Matrices are quantized, norms and biases stay F32. A failed or stopped conversion leaves no file.
 
+    With --merge-lora the increments of LoRA adapters are added first. With --lora-base SOURCE is an adapter of PEFT
+    itself, which becomes a GGUF file.
+
     \b
     Examples:
       llm-worker-rbee convert model-folder model.Q4_K_M.gguf --type Q4_K_M
+      llm-worker-rbee convert model-folder tuned.gguf --type Q8_0 --merge-lora adapters/legal
+      llm-worker-rbee convert adapters/legal legal.gguf --type F16 --lora-base model.gguf
       llm-worker-rbee convert smollm2 smollm2.Q8_0.gguf --type Q8_0
+      llm-worker-rbee convert model-folder mmproj-F16.gguf --type F16 --mmproj
     """
 
     source: Annotated[
@@ -501,6 +539,11 @@ class ConvertCommand:
     ]
     out: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The file to write.")]
     to: str = _option(..., "T", f"One of {' '.join(WRITTEN_TYPES)}.", "--type", "-t")
+    mmproj: bool = _option(False, None, "Write the vision tower of the model, a projector file, in its place.")
+    merge_lora: list[str] | None = _option(
+        None, "PATH[:SCALE]", "Add a LoRA adapter to the weights before they are written. Repeatable."
+    )
+    lora_base: str | None = _option(None, "MODEL", "SOURCE is a LoRA adapter of this model.")
     force: bool = _option(False, None, "Replace OUT.gguf if it exists.")
     threads: int | None = _option(None, "N", "Threads to use. Default: all cores.", min=1, max=1024)
     as_json: bool = _option(False, None, "Print one JSON object: source, path, type, bytes, tensors.", "--json")

@@ -25,8 +25,8 @@ from .terminal import Status, note, read_template
 
 # Arguments of `LLM` that error messages name and the user types as options.
 SETTING = re.compile(
-    r"(?<![\w-])(?:kv_memory|kv_type|max_context|max_tokens|max_batch|max_step_tokens|draft_model|quantize|max_length|"
-    r"prompt_name)(?!\w)"
+    r"(?<![\w-])(?:kv_memory|kv_type|max_context|max_tokens|max_batch|max_step_tokens|draft_model|quantize|max_length|max_loras|"
+    r"max_lora_rank|prompt_name)(?!\w)"
 )
 
 
@@ -71,13 +71,15 @@ def load_model(
     engine: EngineFlags | None = None,
     on_stage: OnStage | None = None,
     prepare: Callable[[LLM], object] = lambda llm: None,
+    options: LoadOptions | None = None,
 ) -> LLM:
     """Load the model and `prepare` it, with a status line or bars; `on_stage` is called for each stage."""
-    options = load_options(model, computing, engine)
+    options = options or load_options(model, computing, engine)
     set_up(computing)
     with shown_loading(model.model or "the default model", status) as progress:
         template = None if model.chat_template is None else read_template(model.chat_template)
         llm = LLM(options, chat_template=template, progress=progress, on_stage=on_stage)
+        llm.default_lora = {spec.name: spec.scale for spec in options.loras}
         prepare(llm)
     for text in llm.notes if engine is None else llm.info.notes:
         note(with_option_names(text))

@@ -23,6 +23,7 @@ from ..config import (
     WRITTEN_TYPES,
     EngineConfig,
     LoadOptions,
+    LoraSpec,
     parse_size,
 )
 from ..errors import InvalidRequestError
@@ -34,6 +35,7 @@ DEFAULT_MAX_TOKENS = 512
 KV_TYPES = (KV_AUTO, *KV_VALUE_BYTES)
 # Nine digits are more than any vocabulary needs. Python's int and float would take 1_0 and other scripts' digits too.
 LOGIT_BIAS = re.compile(r"(-?[0-9]{1,9})=([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|[+-]?inf|nan)")
+LORA = re.compile(r"(?:(?P<name>[^=/]+)=)?(?P<path>.+?)(?::(?P<scale>-?[0-9]{1,3}(?:\.[0-9]{0,6})?))?")
 SAMPLING = SamplingParams()
 ENGINE_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(EngineConfig)}
 
@@ -50,7 +52,8 @@ def option_fields(panel: str | None) -> Callable[..., Any]:
 
 _model, _sampling = option_fields("Model"), option_fields("Sampling")
 _device, _engine = option_fields("Computing"), option_fields("Memory and batches")
-_several, _worker = option_fields("Several models"), option_fields(None)
+_adapters = option_fields("LoRA adapters")
+_several, _files, _worker = map(option_fields, ("Several models", "Files and batches", None))
 
 
 def _defaulted(name: str, metavar: str, help: str, *names: str) -> Any:
@@ -155,7 +158,21 @@ class PoolFlags:
         "Unload a model after so long without a request (90s, 5m, 1h); the next one loads it again.",
         show_default="never",
     )
+    max_pull: str = _several(
+        "100GB", "SIZE", "The largest model of the hub that a request may fetch into --models-dir."
+    )
     load_timeout: float = _several(300.0, "S", "A request waits S seconds for its model to be loaded.", min=0.1)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class FilesFlags:
+    """Files and batches."""
+
+    files_dir: Path | None = _files(
+        None, "FOLDER", "Serve files and batches: they are kept in this folder, and go on after a restart."
+    )
+    files_size: str = _files("1GiB", "SIZE", "Limit of that folder; uploads beyond it are refused.")
+    files_age: str = _files("720h", "TIME", "Delete files, and batches that have ended, after so long.")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -324,6 +341,16 @@ class CapacityFlags:
         return check_usage(replace, options, kv_memory=kv_memory, **limits)  # type: ignore[no-any-return]
 
 
+def parse_lora(text: str) -> LoraSpec:
+    """Parse [NAME=]PATH[:SCALE]; the name is otherwise the file's or the folder's."""
+    match = LORA.fullmatch(text)
+    if match is None:
+        raise typer.BadParameter(f"--lora {text!r} is not of the form [NAME=]PATH[:SCALE]")
+    path = match["path"] if match["path"].startswith("hf:") else str(Path(match["path"]).expanduser().absolute())
+    name = match["name"] or Path(match["path"]).name.removesuffix(".gguf")
+    return LoraSpec(name=name, path=path, scale=float(match["scale"] or 1.0))
+
+
 @dataclass(kw_only=True, eq=False, repr=False)
 class EngineFlags(CapacityFlags):
     """The same, and how steps are divided."""
@@ -364,6 +391,18 @@ class EngineFlags(CapacityFlags):
         None, "SIZE", "Host memory that keeps keys and values when a GPU has no room for them.", show_default="none"
     )
 
+    lora: list[str] | None = _adapters(
+        None,
+        "[NAME=]PATH[:SCALE]",
+        "A LoRA adapter: a GGUF file, a PEFT folder, or hf:owner/repo. Repeatable. `serve` offers each as a model.",
+    )
+    max_loras: int | None = _adapters(
+        None, "N", "Maximum number of adapters that are loaded.", min=0, show_default="those of --lora; with a folder 8"
+    )
+    max_lora_rank: int | None = _adapters(
+        None, "R", "Largest rank of an adapter.", min=1, show_default="16, or that of the largest of --lora"
+    )
+
     def apply(self, options: LoadOptions) -> LoadOptions:
         off = self.speculative in (None, "off")
         if self.draft_model is not None and not off:
@@ -381,6 +420,9 @@ class EngineFlags(CapacityFlags):
             kv_dir=None if self.kv_dir is None else str(Path(self.kv_dir).expanduser().absolute()),
             kv_disk=check_usage(parse_size, self.kv_disk, "kv_disk"),
             kv_max_age_days=self.kv_max_age,
+            loras=tuple(map(parse_lora, self.lora or ())),
+            max_loras=self.max_loras,
+            max_lora_rank=self.max_lora_rank,
             kv_ram=0 if self.kv_ram is None else check_usage(parse_size, self.kv_ram, "kv_ram"),
             **{name: value for name, value in values.items() if value is not None},
         )

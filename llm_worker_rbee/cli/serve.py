@@ -16,19 +16,19 @@ from typing import Any
 import typer
 
 from ..backends.ops import CAPTURING, COMPILING
-from ..config import SchedulerLimits
+from ..config import LoadOptions, SchedulerLimits, parse_duration, parse_size
 from ..engine.engine import Engine
 from ..errors import InvalidRequestError, WorkerError, counted
 from ..progress import OnStage, transfer_progress
 from ..server import log
 from ..server.middleware import host_name, require_key
-from ..server.model_source import POOLING_WORKSPACE_BYTES, open_ahead, open_text, pooling_service
+from ..server.model_source import POOLING_WORKSPACE_BYTES, open_ahead, open_text, pooling_service, use_defaults
 from ..server.orchestrator import require_url
 from ..server.pooling import Kind, PoolingModels
 from ..server.serve import Signals, base_url, bind
 from ..server.serve import serve as run_server
 from ..server.settings import Key, ServerSettings, find_key
-from ..server.worker import Front, Worker
+from ..server.worker import NAME, Front, Worker
 from ..text_model import TextModel, check_chat_template
 from ..token_engine.launch import replace_with_dummy, warm_up
 from ..token_engine.protocol import Load, ModelInfo
@@ -40,10 +40,11 @@ from ..weights.hub import DEFAULT_MODEL, find_model
 from . import serve_pool
 from .commands import ENGINES, SWITCH, MeasuringFlags, PoolingServeFlags, ProcessFlags, ServeCommand, WireFlags
 from .loading import load_model, load_options, option_names_in_errors, set_up, with_option_names
+from .options import check_usage
 from .terminal import OutputThread, Status, discard_output, note, read_template, style, visible
 
+DEFAULT_MAX_LORAS = 8  # with --lora-dir
 MAX_PEM_BYTES = 1 << 20
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
 ORIGIN = re.compile(r"https?://[A-Za-z0-9.\[\]:-]+|\*")
 
 
@@ -88,7 +89,7 @@ def _check_tls_files(certificate: Path, key: Path | None) -> None:
         raise InvalidRequestError(f"{key_option} cannot be used: {why}") from None
 
 
-def _pooling_references(pooling: PoolingServeFlags, engine_process: str) -> dict[Kind, str]:
+def pooling_references(pooling: PoolingServeFlags, engine_process: str) -> dict[Kind, str]:
     """Validate the options and return the models by kind."""
     models: dict[Kind, str | None] = {"embedding": pooling.embedding_model, "rerank": pooling.rerank_model}
     references = {kind: reference for kind, reference in models.items() if reference is not None}
@@ -125,16 +126,18 @@ def serve(options: ServeCommand) -> None:
     """Start the engines, and serve until a signal."""
     wire, process = options.wire, options.process
     load = load_options(options.model.first, options.computing, options.sharing)
+    if options.adapters.lora_dir is not None and load.max_loras is None:
+        load = replace(load, max_loras=max(DEFAULT_MAX_LORAS, len(load.loras)))
     has_pool = serve_pool.has_pool(options)
     devices = _engine_devices(process, options.computing.device)
-    references = _pooling_references(options.pooling, process.engine_process)
+    references = pooling_references(options.pooling, process.engine_process)
     is_null = _is_null_engine(options.measuring)
     tls = _tls(wire)
     options = replace(options, computing=replace(options.computing, device=devices[0]))
     set_up(options.computing)
     key = find_key(wire.api_key_file, os.environ)
     require_key(key, wire.host)
-    settings = _settings(options, key, has_pool=has_pool)
+    settings = server_settings(options, key, load, has_pool=has_pool)
     log.set_up(os.environ)
     sock = bind(wire.host, wire.port)
     signals = Signals()
@@ -147,17 +150,17 @@ def serve(options: ServeCommand) -> None:
         _print_line("the null engine: replies are a fixed text")
 
     dummy_step_s = (options.measuring.null_step_ms or 0.0) / 1000 if is_null else None
-    with _shown_until_ready() as (shown, output), option_names_in_errors():
+    with shown_until_ready() as (shown, output), option_names_in_errors():
         worker: Front
         if has_pool:
             worker = serve_pool.make_worker(settings, options, load, references, dummy_step_s, shown, output)
         elif process.engine_process == "off":
-            worker = _one_process(settings, options, dummy_step_s)
+            worker = _one_process(settings, options, load, dummy_step_s)
         else:
-            chat = replace(load, reserved_memory=_reserved_bytes(references))
+            chat = replace(load, reserved_memory=reserved_bytes(references))
             engines = [replace(chat, device=name, num_sharing=devices.count(name)) for name in devices]
             loads = [Load(options=engine, dummy_step_s=dummy_step_s) for engine in engines]
-            worker = _with_children(settings, options, loads, references, shown, output)
+            worker = with_children(settings, options, loads, references, shown, output)
         ready = partial(output.call, partial(_print_ready, worker, url, key, shown))
         run_server(worker, sock, settings.advertise_url or url, ready, signals, **tls)
 
@@ -172,7 +175,7 @@ def _say_that_no_key_is_needed(settings: ServerSettings) -> None:
 
 
 @contextmanager
-def _shown_until_ready() -> Iterator[tuple[ExitStack, OutputThread]]:
+def shown_until_ready() -> Iterator[tuple[ExitStack, OutputThread]]:
     """Provide what is shown while the model loads, and the thread that shows it; the terminal may take nothing."""
     shown, output = ExitStack(), OutputThread()
     try:
@@ -183,22 +186,28 @@ def _shown_until_ready() -> Iterator[tuple[ExitStack, OutputThread]]:
             os._exit(0 if sys.exc_info()[0] is None else 1)  # any other exit waits for the terminal
 
 
-def _one_process(settings: ServerSettings, options: ServeCommand, dummy_step_s: float | None) -> Worker:
+def _one_process(
+    settings: ServerSettings, options: ServeCommand, chosen: LoadOptions, dummy_step_s: float | None
+) -> Worker:
     """Return a worker whose engine runs in a thread."""
     loaded: list[TextModel] = []
 
     def load(on_stage: OnStage) -> tuple[Engine, ModelInfo]:
         flags = options.model.first, options.computing, Status(), options.sharing
-        llm = load_model(*flags, on_stage, lambda llm: warm_up(llm.engine, llm.loading))
+        llm = load_model(*flags, on_stage, lambda llm: warm_up(llm.engine, llm.loading), chosen)
         if dummy_step_s is not None:
             replace_with_dummy(llm.engine, llm.tokenizer, dummy_step_s)
         loaded.append(llm)
         return llm.engine, llm.info
 
-    return Worker(settings, ThreadedEngine(load), lambda info: _check_template(loaded[0], options.model.chat_template))
+    def open_model(info: ModelInfo) -> TextModel:
+        use_defaults(loaded[0], Path(info.path))
+        return _check_template(loaded[0], options.model.chat_template)
+
+    return Worker(settings, ThreadedEngine(load), open_model)
 
 
-def _with_children(
+def with_children(
     settings: ServerSettings,
     options: ServeCommand,
     loads: list[Load],
@@ -206,7 +215,7 @@ def _with_children(
     shown: ExitStack,
     output: OutputThread,
 ) -> Worker:
-    """Return a worker whose engines run in child processes, those of the pooling models at `references` too; progress
+    """Return a worker whose engines run in child processes, as do the pooling models at `references`; progress
     is shown until `shown` is closed."""
     status = Status()
     output.call(partial(status.show, f"loading {options.model.first.model or 'the default model'} ..."))
@@ -240,7 +249,7 @@ def _with_children(
     return Worker(settings, engine, open_model, PoolingModels(pooling))
 
 
-def _reserved_bytes(references: dict[Kind, str]) -> int:
+def reserved_bytes(references: dict[Kind, str]) -> int:
     """Return the memory that the KV cache of the chat model leaves to pooling models that are on this machine."""
     total = POOLING_WORKSPACE_BYTES * len(references)
     for reference in references.values():
@@ -264,8 +273,15 @@ def _origin(template_path: Path | None) -> str | None:
     return None if template_path is None else f"--chat-template {template_path}"
 
 
-def _settings(options: ServeCommand, key: Key | None, *, has_pool: bool = False) -> ServerSettings:
-    wire = options.wire
+def server_settings(
+    options: ServeCommand, key: Key | None, load: LoadOptions, *, has_pool: bool = False
+) -> ServerSettings:
+    """Return the settings of the server; raise for options that are not valid."""
+    wire, lora_dir = options.wire, options.adapters.lora_dir
+    if lora_dir is not None and not lora_dir.is_dir():
+        raise typer.BadParameter(f"--lora-dir {lora_dir} is not a folder")
+    for spec in load.loras:
+        _validate_name(spec.name, "--lora")
     for origin in wire.cors_origin or ():
         if not ORIGIN.fullmatch(origin):
             raise typer.BadParameter(
@@ -290,6 +306,11 @@ def _settings(options: ServeCommand, key: Key | None, *, has_pool: bool = False)
         callback_url=require_url(wire.callback_url, "--callback-url"),
         heartbeat_url=require_url(wire.heartbeat_url, "--heartbeat-url"),
         advertise_url=require_url(wire.advertise_url, "--advertise-url"),
+        loras=load.loras,
+        lora_dir=lora_dir,
+        files_dir=options.files.files_dir,
+        files_bytes=check_usage(parse_size, options.files.files_size, "files_size"),
+        files_age_s=check_usage(parse_duration, options.files.files_age, "files_age"),
         **vars(options.limits),
         **worker_id,
     )

@@ -14,13 +14,16 @@ from functools import partial
 
 from ..backends.ops import Array, Progress, StepLimits, WarmUp
 from ..config import EngineConfig
-from ..errors import InferenceError, InsufficientMemoryError, InvalidRequestError, WorkerError
-from ..models import Transformer
+from ..errors import InferenceError, InsufficientMemoryError, InvalidRequestError, ModelFileError, WorkerError
+from ..models import ModelAdapters, Transformer
 from ..models.kv_cache import KVCache
+from ..models.vision import VisionTower
 from ..structured_outputs.grammar import GrammarCompiler
 from .async_scheduling import StepPipeline
 from .draft_control import DraftControl
+from .encoder import ImageEncoder
 from .kv_tier import KVTier
+from .lora import AdapterPool
 from .mask_filler import MaskFiller, collect_held, consume_outputs
 from .model_runner import ModelRunner, forward
 from .request import Request, SamplerOutput, ScheduledTokens, StepOutput
@@ -28,7 +31,7 @@ from .sampler import sample
 from .scheduler import MIN_PREFILL_TOKENS, Scheduler, max_scored_tokens
 from .speculative import Drafter, NgramDrafter, max_drafts
 from .state_pool import default_slots
-from .step_time import StepSize, StepTimeModel, chunk_context, step_size
+from .step_time import BatchShare, StepSize, StepTimeModel, chunk_context, step_size
 
 logger = logging.getLogger("llm_worker_rbee.engine")
 
@@ -49,19 +52,25 @@ class Engine:
         drafts = 0 if self.drafter is None else config.draft_tokens
         slots = (config.n_slots or default_slots(config.max_batch, drafts)) if model.config.state_bytes else 0
         self.cache = KVCache(model.ops, model.config, config.n_blocks, config.block_size, kv_type, slots)
-        self.scheduler = Scheduler(config, n_slots=slots)
+        self.step_time = StepTimeModel(model.ops.query_tile)
+        self.share = BatchShare(self.step_time)
+        self.scheduler = Scheduler(config, n_slots=slots, share=self.share)
         self.runner = ModelRunner(model, self.cache, config.max_batch, config.max_context)
         self.draft_control = DraftControl()
         self.draft_control.can_pause = self.drafter is None or self.drafter.can_pause
-        self.step_time = StepTimeModel(model.ops.query_tile)
         self.grammar_compiler: GrammarCompiler | None = None  # where the model's tokenizer is known
         self.mask_filler = MaskFiller(lambda: self.grammar_compiler and self.grammar_compiler.make_executor())
         self.tier: KVTier | None = None
+        self.encoder: ImageEncoder | None = None
+        places = model.adapters  # where requests may have LoRA adapters
+        self.adapters = AdapterPool(places) if isinstance(places, ModelAdapters) else None
         self.num_steps = 0
         self.is_computing = False  # during a forward pass: the scheduler's state is then consistent
         self.device_failed = False  # every step will fail until the process is restarted
         self.on_schedule: Callable[[], None] = lambda: None  # called after scheduling, before the forward pass
         self.pipeline = StepPipeline(self)
+        if self.pipeline.is_enabled:  # a request that arrives waits for the step in flight and the one after it
+            self.share.max_step_s /= 2
         self._called_at = self._returned_at = 0.0  # of the last call of `step`
         self._began_at = 0.0  # of the present step: when it was launched, or when the result before it arrived
         self._arrivals = 0
@@ -71,6 +80,16 @@ class Engine:
         self._set_tier(None)  # there are no keys and values
         vars(self).update(_run=lambda scheduled: (compute(scheduled), None), _sample=lambda _, sampled, tokens: sampled)
         self.pipeline.is_enabled = False
+
+    def use_tower(self, tower: VisionTower) -> None:
+        """Take requests with images."""
+        if tower.row_width != self.model.image_parts * self.model.config.d_model:
+            raise ModelFileError(
+                f"the projector gives rows of {tower.row_width} values, the model takes "
+                f"{self.model.image_parts} x {self.model.config.d_model}: they do not belong together"
+            )
+        self.encoder = ImageEncoder(tower, self.config.max_step_tokens)
+        self.scheduler.keeps_images_whole = self.model.sees_both_ways
 
     def use_tier(self, tier: KVTier) -> None:
         """Write full blocks behind the steps, and read them back before requests are admitted."""
@@ -123,7 +142,11 @@ class Engine:
             raise InvalidRequestError("a request can be added only once: make a new one", "request")
         request.arrival = self._arrivals
         self._arrivals += 1
+        if request.images is not None and self.encoder is None:
+            raise InvalidRequestError("the model takes no images: it has no vision tower", "messages")
         self.scheduler.add(request)
+        if request.images is not None and self.encoder is not None:
+            self.encoder.hold(request, self.scheduler.count_matched(request))
 
     def has_room_for(self, request: Request) -> bool:
         """Return whether an otherwise idle engine can compute the whole request."""
@@ -149,6 +172,9 @@ class Engine:
         )
         run = partial(forward, self.model, cache=self.cache)
         own = self.model.ops.warm_up(run, self.model.fused, self.cache.layers, limits, progress)
+        if (adapted := self.model.adapters) is not None and adapted.fused is not None:
+            more = self.model.ops.warm_up(run, adapted.fused, self.cache.layers, limits, progress)
+            own = WarmUp(own.kernels + more.kernels, own.compiled + more.compiled)
         drafting = WarmUp(0, 0) if self.drafter is None else self.drafter.warm_up(limits, progress)
         self.step_time.ignores_first_runs = not self.model.ops.has_device_memory
         return WarmUp(own.kernels + drafting.kernels, own.compiled + drafting.compiled)
@@ -173,10 +199,22 @@ class Engine:
             is_idle, has_next = not running and self.pipeline.in_flight is None, not all(r.is_held for r in waiting)
             with self._tier_may_fail():
                 self.tier.collect(is_idle=is_idle, has_next=has_next, num_running=len(running))
+        if self.encoder is not None and self.encoder.waiting:
+            outputs += self._encode_images(self.encoder)
         if self.mask_filler.held:
             is_idle = self.pipeline.in_flight is None and all(request.is_held for request in self.scheduler.running)
             outputs += collect_held(self.mask_filler, self.scheduler.remove, is_idle=is_idle)
         return outputs
+
+    def _encode_images(self, encoder: ImageEncoder) -> list[StepOutput]:
+        """Encode some images of waiting requests; return the errors of those for which that failed."""
+        requests = encoder.next_requests()
+        try:
+            encoder.run_step(requests)
+        except Exception as error:
+            encoder.drop(requests)
+            return self.scheduler.fail([ScheduledTokens(r, 0, 0, 0) for r in requests], _to_worker_error(error))
+        return []
 
     def _end_step(self, outputs: list[StepOutput]) -> list[StepOutput]:
         if self.config.debug:
@@ -200,7 +238,10 @@ class Engine:
             tier.settle()
         for request in (*self.scheduler.running, *self.scheduler.waiting):
             request.is_finished, request.batch_slot, request.blocks, request.states = True, -1, [], {}
-        self.scheduler = Scheduler(self.config, self.scheduler.stats, self.cache.n_slots)
+        self.scheduler = Scheduler(self.config, self.scheduler.stats, self.cache.n_slots, self.share)
+        self.scheduler.keeps_images_whole = self.model.sees_both_ways
+        if self.encoder is not None:
+            self.encoder.waiting.clear()
         if tier is not None:
             tier.reset(self.scheduler.pool, self.scheduler.states)
             self.use_tier(tier)
@@ -279,6 +320,8 @@ class Engine:
         return sample(self.model.ops, scheduled, logits, tokens)
 
     def _run_model(self, scheduled: list[ScheduledTokens]) -> tuple[Array, list[int] | None]:
+        if self.encoder is not None:
+            self.encoder.prepare(scheduled)
         if self.drafter is None or not self.drafter.needs_hidden:
             return self.runner.run(scheduled)
         logits, hidden = self.runner.run_hidden(scheduled)
@@ -313,7 +356,7 @@ class Engine:
     def grammar_drafts(self) -> list[tuple[Request, list[int]]]:
         """Return the next tokens of decoding guided requests: forced tokens, or allowed drafts."""
         pairs, budget = [], self.scheduler.max_scored_tokens
-        for request in self.scheduler.running:
+        for request in self.scheduler.foremost:
             if request.constraint is not None:
                 room = min(budget, max_drafts(request))
                 drafts = request.constraint.next_drafts(request.drafts, room) if room else []
@@ -325,7 +368,7 @@ class Engine:
         """Let a drafter set drafts. They are optional: a failing drafter is not used again."""
         try:
             batch = partial(self.runner.batch, has_states=False)
-            drafter.draft(self.scheduler.running, self.scheduler.reserve, batch)
+            drafter.draft(self.scheduler.foremost, self.scheduler.reserve, batch)
         except Exception as error:
             for request in self.scheduler.running:
                 request.drafts = []
@@ -345,7 +388,7 @@ class Engine:
     def seconds_per_prefill_token(self, start: int = 0) -> float:
         """Return the predicted seconds of a prompt token, after `start` others, in a step with the current decodes; 0:
         not known yet."""
-        running = [item for item in self.scheduler.running[:] if len(item.ids) > item.num_prompt_tokens]
+        running = [item for item in self.scheduler.foremost[:] if len(item.ids) > item.num_prompt_tokens]
         decodes = [ScheduledTokens(item, len(item.ids) - 1, len(item.ids), 0) for item in running]
         count = max(MIN_PREFILL_TOKENS, self.max_prefill_tokens(decodes, start))
         context = sum(item.stop for item in decodes) + chunk_context(start, count, self.step_time.query_tile)

@@ -87,7 +87,7 @@ class Segment:
         self.touched_at = 0.0
 
 
-def open_folder(path: str | Path, *, create: bool = True) -> int:
+def open_folder(path: str | Path, *, create: bool = True, option: str = "kv_dir") -> int:
     """Return the descriptor of a folder that is this user's alone; make it if it is missing. Raise if others could read
     or replace what is in it."""
     if create:
@@ -97,7 +97,7 @@ def open_folder(path: str | Path, *, create: bool = True) -> int:
         fd = os.open(path, READ | os.O_DIRECTORY)
     except OSError as error:
         if error.errno in (errno.ENOTDIR, errno.ELOOP):
-            raise InvalidRequestError(f"kv_dir is {path}: it is a link or a file, not a folder", "kv_dir") from None
+            raise InvalidRequestError(f"{option} is {path}: it is a link or a file, not a folder", option) from None
         raise
     info = os.fstat(fd)
     problem = ""
@@ -107,7 +107,7 @@ def open_folder(path: str | Path, *, create: bool = True) -> int:
         problem = f"other users may open it (mode {stat.S_IMODE(info.st_mode):o}): run `chmod 700 {path}`"
     if problem:
         os.close(fd)
-        raise InvalidRequestError(f"kv_dir is {path}: {problem}", "kv_dir")
+        raise InvalidRequestError(f"{option} is {path}: {problem}", option)
     return fd
 
 

@@ -7,7 +7,7 @@ published like computed blocks, so that the scheduler finds it as any other pref
 read is held; others go on. Whatever fails in here costs a prefix hit, never a request.
 
     pool.pin, pool.unpin    blocks that a thread reads from or writes to belong to no request meanwhile
-    area.ram                which row of the host's memory holds which block: a pool like that of the device
+    area.ram                which row of the host's memory holds which block: a pool like the device's
 """
 
 from __future__ import annotations

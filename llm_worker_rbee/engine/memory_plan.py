@@ -57,6 +57,7 @@ BATCH_STEP = 64  # the default is a multiple of this
 # Tokens that each request of a full batch has room for: an eighth of the context, within these bounds.
 CONTEXT_SHARE, MIN_REQUEST_TOKENS, MAX_REQUEST_TOKENS = 8, 512, 1024
 MIN_STEP_TOKENS_BY_TIME = 2048  # however large the model: fewer would leave tensor cores idle
+DEFAULT_LORA_RANK = 16
 MAX_STEP_FLOPS = 1.5e14  # of the matrix products of a step: 8,192 tokens of 8B parameters, 0.2 to 0.4 s on an H200
 WORKSPACE_SHARE = 0.1  # of the memory after the weights: the default share for the arrays of a step
 GRAPH_TOKENS = 1024  # of the largest captured step: graphs keep their arrays in a memory pool of their own
@@ -176,16 +177,27 @@ def plan_memory(
         plan = MemoryPlan("host", free_memory(), HOST_MEMORY_FRACTION / sharing, limits)
         plan.add("weights", sharing * sum(map(_host_bytes, models)), f"the files{plural}, mapped or unpacked")
         plan.add("other models", options.reserved_memory, "beside this one: weights and the arrays of a step")
+        _add_adapters(plan, models[0], options)
         return plan
     plan = MemoryPlan("device", free_memory(backend), DEVICE_MEMORY_FRACTION / sharing, SchedulerLimits())
     plan.add("weights", sharing * device_weight_bytes(models, options), f"packed for the GPU{plural}")
     plan.add("runtime", sharing * DEVICE_SPARE_BYTES, f"CUDA context, kernels, graphs{plural}")
     plan.add("other models", options.reserved_memory, "beside this one: weights and the arrays of a step")
+    _add_adapters(plan, models[0], options)
     config, *drafts = _configs(models, options)
     workspace = Workspace(config, options.drafts_per_step, options.deterministic, options.has_mtp)
     plan.limits = _choose_limits(workspace, (plan.available or 0) // sharing, drafts, kv_type, options)
     plan.add("step", sharing * workspace.bytes(plan.limits), f"arrays of the largest step{plural}: {plan.limits}")
     return plan
+
+
+def _add_adapters(plan: MemoryPlan, model: Checkpoint, options: LoadOptions) -> None:
+    """Add room for as many LoRA adapters as there may be, of all matrices of the layers but experts."""
+    rank = options.max_lora_rank or DEFAULT_LORA_RANK
+    shapes = [(t.shape, t.kind.name) for name, t in model.tensors.items() if name.startswith("blk.")]
+    each = sum(rank * sum(shape) * (4 if kind == "F32" else 2) for shape, kind in shapes if len(shape) == 2)
+    count = options.lora_slots
+    plan.add("adapters", options.num_sharing * count * each, f"{counted(count, 'LoRA adapter')} of rank {rank}")
 
 
 def plan_member(checkpoint: Checkpoint, options: LoadOptions, total: int | None, fraction: float) -> MemoryPlan:
@@ -195,6 +207,7 @@ def plan_member(checkpoint: Checkpoint, options: LoadOptions, total: int | None,
     limits = SchedulerLimits(options.max_batch or limits.max_batch, options.max_step_tokens or limits.max_step_tokens)
     plan = MemoryPlan("host", total, fraction, limits)
     plan.add("weights", _host_bytes(checkpoint), "the files, mapped or unpacked")
+    _add_adapters(plan, checkpoint, options)
     plan.add("process", PROCESS_BYTES, "interpreter, kernels, the arrays of a step")
     require_room(plan)
     default = "float32" if options.backend == "reference" else KV_DEFAULT

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..backends.ops import Array, Batch, Ints, pending_id
+from ..backends.ops import ROPE_AXES, Array, Batch, Ints, pending_id
+from ..images.prompt import step_arrays
 from ..models import Transformer
 from ..models.kv_cache import KVCache
 from .request import Request, ScheduledTokens
@@ -33,10 +34,12 @@ class ModelRunner:
         self._arange: Ints = np.arange(max_batch + 1)
         self._keeps_arrays = not model.ops.has_device_memory  # which copies arrays, and knows copies by identity
         self._decode: _DecodeBatch | None = None  # the last one that a step may follow with the same arrays
+        self._has_adapters = model.adapters is not None
 
     def run(self, scheduled: Sequence[ScheduledTokens]) -> tuple[Array, list[int] | None]:
         """Compute a step; return the logits that it needs, one row each, and their tokens, if the step samples them."""
-        batch, fused = self.batch(scheduled), self.model.fused
+        batch = self.batch(scheduled)
+        fused = self.model.fused_for(batch)
         if fused is None or not fused.samples or not (rows := rows_before_logits(scheduled)):
             return forward(self.model, batch, self.cache), None
         logits, tokens = fused.sample(batch, self.cache.layers, rows)
@@ -66,16 +69,31 @@ class ModelRunner:
                 ids += request.ids[start:stop]
                 ids += request.drafts[max(0, start - length) : max(0, stop - length)]
         has_states = has_states and self.cache.n_slots > 0
-        if len(ids) == len(requests) and logits_from == starts:
+        if len(ids) == len(requests) and logits_from == starts and not self._has_image_tokens(scheduled):
             batch = self._decode_batch(requests, ids, starts, pending, has_states)
         else:
             slots = [request.batch_slot for request in requests]
             batch = self._mixed_batch(ids, slots, pending, *map(_array, (starts, stops, logits_from)))
+            batch = self._with_images(batch, scheduled) if self.model.image_parts else batch
             if has_states:
                 batch = replace(batch, state_in=np.empty_like(batch.context_len), state_out=np.empty_like(batch.ids))
+            if self._has_adapters:
+                batch = replace(batch, **_adapters(requests, [stop - start for _, start, stop, _ in scheduled]))
         if has_states:
             batch.state_in[:], batch.state_out[:] = _states(scheduled, len(ids))
         return batch
+
+    def _has_image_tokens(self, scheduled: Sequence[ScheduledTokens]) -> bool:
+        if not self.model.image_parts:
+            return False
+        return any(item.images is not None and item.images.inside(start, stop) for item, start, stop, _ in scheduled)
+
+    def _with_images(self, batch: Batch, scheduled: Sequence[ScheduledTokens]) -> Batch:
+        """Return a step with the rows of images, and with positions on several axes, where it has any."""
+        chunks = [(request.images, start, stop) for request, start, stop, _ in scheduled]
+        model = self.model
+        fields = step_arrays(chunks, has_axes=model.has_axes, sees_both_ways=model.sees_both_ways)
+        return replace(batch, **fields) if fields else batch
 
     def release(self) -> None:
         """Keep nothing of finished requests, after the last one."""
@@ -91,6 +109,7 @@ class ModelRunner:
             count, is_kept = len(ids), pending is None and self._keeps_arrays
             width += -width % SPARE_BLOCKS if is_kept else 0
             arrays: list[Ints] = [np.empty(count, np.int64) for _ in range(4)]
+            has_axes = self.model.image_parts and self.model.has_axes
             batch = Batch(
                 ids=arrays[0],
                 positions=arrays[1],
@@ -102,6 +121,8 @@ class ModelRunner:
                 pending=pending,
                 state_in=np.empty(num_states, np.int64),
                 state_out=np.empty(num_states, np.int64),
+                rope_positions=np.empty((count if has_axes else 0, ROPE_AXES), np.int64),
+                **(_adapters(requests, [1] * count) if self._has_adapters else {}),
             )
             held = _DecodeBatch(requests, batch, [array.data for array in arrays])
             self._decode = held if is_kept else None
@@ -109,6 +130,9 @@ class ModelRunner:
         for i, at in enumerate(starts):
             token_ids[i], positions[i], context_len[i] = ids[i], at, at + 1
             slot_mapping[i] = requests[i].blocks[at // size] * size + at % size
+        if held.batch.rope_positions.size:
+            deltas = [0 if request.images is None else request.images.delta for request in requests]
+            held.batch.rope_positions[:] = np.add(starts, deltas)[:, None]
         return held.batch
 
     def _mixed_batch(
@@ -149,9 +173,18 @@ class _DecodeBatch(NamedTuple):
     views: Sequence[memoryview]  # of ids, positions, slot_mapping, context_len: they write numbers faster than arrays
 
     def fits(self, requests: tuple[Request, ...], width: int, num_states: int) -> bool:
-        """Return whether the arrays are those of a step of these requests, with so many columns and states."""
+        """Return whether the arrays belong to a step of these requests, with so many columns and states."""
         has_columns = width <= self.batch.block_table.shape[1]
         return has_columns and num_states == self.batch.state_out.size and requests == self.requests
+
+
+def _adapters(requests: Sequence[Request], counts: Sequence[int]) -> dict[str, Any]:
+    """Return the adapters of a step's tokens, as fields of its batch; none if no token has one."""
+    if all(request.adapter_slot < 0 for request in requests):
+        return {}
+    slots = np.array([request.adapter_slot for request in requests], np.int64)
+    scales = np.array([request.adapter_scale for request in requests], np.float32)
+    return {"adapters": np.repeat(slots, counts), "adapter_scales": np.repeat(scales, counts)}
 
 
 def _states(scheduled: Sequence[ScheduledTokens], num_tokens: int) -> tuple[list[int], list[int]]:
@@ -168,7 +201,7 @@ def _states(scheduled: Sequence[ScheduledTokens], num_tokens: int) -> tuple[list
 
 def forward(model: Transformer, batch: Batch, cache: KVCache) -> Array:
     """Run the model; an overflow gives no warning here, but an error where logits are sampled."""
-    if model.fused is not None:  # kernels give none
+    if model.fused_for(batch) is not None:  # kernels give none
         return model.forward(batch, cache)
     with np.errstate(all="ignore"):
         return model.forward(batch, cache)
@@ -206,14 +239,15 @@ class SingleSequence:
         """Compute up to `limit` of the remaining tokens; return the logits of the last one, or of all."""
         start = request.num_computed_tokens
         ids = request.ids[start : start + limit]
-        logits = forward(self.model, self.batch(ids, start, all_logits=all_logits), self.cache)
+        batch = replace(self.batch(ids, start, all_logits=all_logits), **_adapters([request], [len(ids)]))
+        logits = forward(self.model, batch, self.cache)
         request.num_computed_tokens += len(ids)
         return logits
 
     def batch(self, ids: list[int], start: int, *, all_logits: bool) -> Batch:
         n = len(ids)
         positions = np.arange(start, start + n, dtype=np.int64)
-        states = {"state_in": _array([0 if start else -1]), "state_out": _array([*[-1] * (n - 1), 0])}
+        states: dict[str, Any] = {"state_in": _array([0 if start else -1]), "state_out": _array([*[-1] * (n - 1), 0])}
         if not self.cache.n_slots:
             states = {}
         return Batch(

@@ -15,8 +15,10 @@ from ..sampling_params import FinishReason, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:  # it holds arrays
     from ..backends.ops import SampleRow
+    from ..images.prompt import PromptImages
 
 SchedulingEvent = Literal["admitted", "preempted", "resumed"]
+BATCH_PRIORITY = 1 << 31  # and above: batch work, past the priorities that a client can give (step_time.py)
 NO_TOKEN = -1  # instead of an end-of-text id that was not sampled
 
 
@@ -34,6 +36,9 @@ class Request:
     deadline: float | None = None  # in the time of time.monotonic
     generated: Sequence[int] = ()  # earlier output tokens, for example of an engine that died
     extra_keys: Sequence[tuple[int, bytes]] = ()  # of the block hash: position of a token, key
+    images: PromptImages | None = None
+    adapter_slot: int = -1  # of its LoRA adapter in the model; -1: none
+    adapter_scale: float = 1.0
 
     # State of the scheduler. There are no phases: each step brings num_computed_tokens nearer to num_tokens.
     ids: list[int] = field(default_factory=list)  # prompt and output tokens
@@ -54,6 +59,8 @@ class Request:
     num_shared_tokens: int = 0  # prefix hit when it was last scheduled
     num_matched_tokens: int = 0  # of cached blocks when it was last matched, with a snapshot after them or not
     num_preemptions: int = 0
+    waiting_since: float = 0.0  # the scheduler's clock when it last had a new token, or was added
+    num_waited_tokens: int = 0  # that it had then
     batch_slot: int = -1  # its row of the block tables while it is running, -1 otherwise
     num_blocks_in_table: int = 0  # written to that row
     states: dict[int, int] = field(default_factory=dict)  # tokens -> the slot of the state after them (state_pool.py)

@@ -50,7 +50,8 @@ class Attention:
         q = q if self.q_norm is None else self.q_norm(ops, q)
         k = k if self.k_norm is None else self.k_norm(ops, k)
         v = v if self.v_norm is None else self.v_norm(ops, v)
-        q = ops.rope_store(q, k, v, batch.positions, self.rope, kv, batch.slot_mapping)
+        positions = batch.positions if self.rope.axes is None else batch.rope_positions
+        q = ops.rope_store(q, k, v, positions, self.rope, kv, batch.slot_mapping)
         mixed = ops.attention(q, kv, batch, self.params, self.sinks)
         return self.output(ops, mixed if self.gate is None else ops.sigmoid_gate(mixed, self.gate(ops, x)))
 

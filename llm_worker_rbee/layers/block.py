@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ..backends.ops import Array, Backend, Batch, Ints, LayerCache, PackedWeight
 from .attention import Attention, GatedDelta, ShortConv
 from .linear import Linear
-from .mlp import MoE, ParallelExperts, SwiGLU
+from .mlp import MLP, MoE, ParallelExperts, SwiGLU
 from .norm import LayerNorm, RMSNorm
 
 
@@ -55,7 +55,7 @@ class Block:
     attention_norm: Norm | None
     attention: Attention | ShortConv | GatedDelta
     mlp_norm: Norm | None
-    mlp: SwiGLU | MoE
+    mlp: SwiGLU | MoE | MLP
     post_attention_norm: RMSNorm | None = None
     post_mlp_norm: RMSNorm | None = None
     experts: ParallelExperts | None = None  # in parallel with the MLP

@@ -1,4 +1,5 @@
-"""The parts of an encoder: embeddings, the block of BERT, and the rows of the sequences.
+"""The parts of an encoder: embeddings, the block of BERT, and the rows of the sequences; patches and mergers of vision
+towers.
 
 Embeddings of tokens, positions and segments are added and normalized. The sum of the residual stream and the output of
 attention or MLP is normalized (post-LN). The pooler makes one row for each sequence from the hidden states of a step.
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 from ..backends.ops import Array, Backend, Batch, LayerCache, PackedWeight
 from .attention import Attention
+from .block import Norm
 from .linear import Linear
 from .mlp import MLP, SwiGLU
 from .norm import LayerNorm
@@ -79,3 +81,34 @@ class Pooler:
         for layer in self.layers:
             x = layer(ops, x)
         return x
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PatchEmbedding:
+    """A projection of the pixels of each patch, plus the vector of its place in a table of positions."""
+
+    projection: Linear
+    table: Array | None = None  # (rows, columns, width)
+
+    def __call__(self, ops: Backend, batch: Batch) -> Array:
+        """Return (T, width)."""
+        x = self.projection(ops, batch.hidden)
+        return x if self.table is None else ops.add(ops.interpolate(self.table, batch.places), x)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Merger:
+    """Groups of adjacent patches, joined to one row or averaged, then a norm and projections with GELU in between."""
+
+    count: int  # patches of a token
+    pools: bool
+    norm: Norm | None
+    first: Linear
+    last: Linear | None = None
+
+    def __call__(self, ops: Backend, x: Array, batch: Batch) -> Array:
+        """Map (T, width) to the tokens of `batch.logits_index`, (N, width of the decoder)."""
+        index = batch.logits_index
+        x = ops.pool(x, index, self.count) if self.pools else ops.merge(x, index, self.count)
+        x = self.first(ops, x if self.norm is None else self.norm(ops, x))
+        return x if self.last is None else self.last(ops, ops.activate(x, "gelu"))

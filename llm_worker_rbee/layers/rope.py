@@ -38,6 +38,18 @@ def _with_temperature(table: RopeTable, config: ModelConfig) -> RopeTable:
     return table._replace(temperature_beta=beta, temperature_length=length) if beta else table
 
 
+def section_axes(sections: tuple[int, ...], pairs: int, *, alternates: bool) -> NDArray[np.int64]:
+    """Return the axis of each pair of M-RoPE: 0 time, 1 row, 2 column. Pairs that are left over turn by time."""
+    axes = np.zeros(pairs, np.int64)
+    if alternates:
+        for axis in (1, 2):
+            axes[axis : 3 * sections[axis] : 3] = axis
+        return axes
+    stated = np.repeat(np.arange(3), sections[:3])[:pairs]
+    axes[: len(stated)] = stated
+    return axes
+
+
 def inverse_frequencies(base: float, rope_dim: int) -> Floats:
     """Return base^(-2i / rope_dim) for each pair i; the power in float64, as its error grows with the position."""
     exponent = np.arange(0, rope_dim, 2, dtype=np.float32) / np.float32(rope_dim)

@@ -3,11 +3,14 @@
 from .decoder import Transformer
 from .families import FAMILIES, read_model_config, require_decoder
 from .loader import load_model, load_model_with_head
+from .lora import ModelAdapters, PackedAdapter
 from .mtp import MtpHead
 
 __all__ = [
     "FAMILIES",
+    "ModelAdapters",
     "MtpHead",
+    "PackedAdapter",
     "Transformer",
     "load_model",
     "load_model_with_head",

@@ -31,9 +31,18 @@ FAMILIES = (
             "num_key_value_heads": 32, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
         },
     ),
-    Family(
+    # text sides of models that see images
+    replace(
+        qwen2, name="qwen2vl", gguf=("qwen2vl",), hf=("qwen2_5_vl_text",), rope=RopeSpec(sections=(16, 24, 24)),
+        hf_defaults={**qwen2.hf_defaults, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    ),
+    qwen3 := Family(
         "qwen3", gguf=("qwen3",), hf=("qwen3",), attention=AttentionSpec(qk_norm="head"),
         hf_defaults={**qwen2.hf_defaults, "head_dim": 128},
+    ),
+    replace(
+        qwen3, name="qwen3vl", gguf=("qwen3vl",), hf=("qwen3_vl_text",),
+        rope=RopeSpec(sections=(24, 20, 20), alternates=True), hf_defaults={**qwen3.hf_defaults, "rope_theta": 5e5},
     ),
     replace(
         qwen2, name="qwen2moe", gguf=("qwen2moe",), hf=("qwen2_moe",),
@@ -43,7 +52,7 @@ FAMILIES = (
             "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "norm_topk_prob": False,
         },
     ),
-    Family(
+    qwen3moe := Family(
         "qwen3moe", gguf=("qwen3moe",), hf=("qwen3_moe",), attention=AttentionSpec(qk_norm="head"),
         experts=ExpertSpec(),
         hf_defaults={
@@ -51,8 +60,17 @@ FAMILIES = (
             "moe_intermediate_size": 768, "norm_topk_prob": False,
         },
     ),
+    replace(
+        qwen3moe, name="qwen3vlmoe", gguf=("qwen3vlmoe",), hf=("qwen3_vl_moe_text",),
+        rope=RopeSpec(sections=(24, 20, 20), alternates=True),
+        hf_defaults={
+            **qwen3moe.hf_defaults, "rope_theta": 5e5, "num_key_value_heads": 16, "num_experts": 60,
+            "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+        },
+    ),
     qwen35 := Family(
         "qwen35", gguf=("qwen35",), hf=("qwen3_5_text", "qwen3_5"), mixer="gated_delta",
+        rope=RopeSpec(sections=(11, 11, 10), alternates=True),
         attention=AttentionSpec(qk_norm="head", gated=True),
         tensors=TensorLayout(norm_plus_one=True, gguf_mlp_norm="post_attention_norm", gguf_tiled_heads=True),
         hf_defaults={
@@ -93,7 +111,7 @@ FAMILIES = (
     ),
     gemma3 := Family(
         "gemma3", gguf=("gemma3",), hf=("gemma3_text",), activation="gelu_tanh", scaled_embedding=True,
-        attention=AttentionSpec(qk_norm="head", full_every=6), rope=RopeSpec(local_base=10000.0),
+        attention=AttentionSpec(qk_norm="head", full_every=6, image_spans=True), rope=RopeSpec(local_base=10000.0),
         norms=NormSpec(post=True), tensors=TensorLayout(norm_plus_one=True),
         hf_defaults={
             "head_dim": 256, "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "sliding_window": 4096,
@@ -243,7 +261,7 @@ def register_family(family: Family) -> None:
     for names, table in ((family.gguf, BY_GGUF), (family.hf, BY_HF)):
         for name in names:
             if name in table:
-                raise ValueError(f"the architecture {name!r} is already that of {table[name].name}")
+                raise ValueError(f"the architecture {name!r} already belongs to {table[name].name}")
             table[name] = family
 
 

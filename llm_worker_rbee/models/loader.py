@@ -18,6 +18,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import machine
 from ..backends.ops import (
     Array,
     AttentionParams,
@@ -35,7 +36,7 @@ from ..layers.block import Block, PerLayerGate, PerLayerInputs
 from ..layers.linear import Linear
 from ..layers.mlp import GroupedLinear, MoE, ParallelExperts, SwiGLU
 from ..layers.norm import RMSNorm
-from ..layers.rope import rope_table, still_table
+from ..layers.rope import rope_table, section_axes, still_table
 from ..weights import Checkpoint, Tensor
 from ..weights.checkpoint import refuse_order, release_pages
 from ..weights.encoder_names import is_training_head
@@ -57,9 +58,12 @@ def load_model(
     config: ModelConfig,
     max_context: int | None = None,
     advance: Callable[[int], None] = lambda packed_bytes: None,
+    image_parts: int = 0,
 ) -> Transformer:
-    """Build the decoder for contexts of up to `max_context` tokens; `advance` receives the bytes packed so far."""
-    return ModelLoader(checkpoint, config, ops, max_context or config.context_length, advance).model()
+    """Build the decoder for contexts of up to `max_context` tokens; `advance` receives the bytes packed so far, and
+    `image_parts` is how many times its own width the rows of encoded images have (0: it takes text alone)."""
+    loader = ModelLoader(checkpoint, config, ops, max_context or config.context_length, advance, image_parts)
+    return loader.model()
 
 
 def load_model_with_head(
@@ -98,6 +102,7 @@ class ModelLoader:
     ops: Backend
     max_context: int
     advance: Callable[[int], None]
+    image_parts: int = 0
     used: set[str] = field(default_factory=set)
     packed_bytes: int = 0
     packed_lock: Lock = field(default_factory=Lock)
@@ -122,13 +127,15 @@ class ModelLoader:
             head=self.head(table),
             per_layer_inputs=self.per_layer_inputs() if c.layer_input_dim else None,
             keeps_hidden=keeps_hidden,
+            image_parts=self.image_parts,
         )
         self.refuse_unused_tensors()
-        if left_out := self.checkpoint.metadata.get("left_out"):
+        if (left_out := self.checkpoint.metadata.get("left_out")) and not self.image_parts:
             _log.warning("%s takes text alone: %s left out", self.checkpoint.path.name, ", ".join(left_out))
         for tensor in self.checkpoint.tensors.values():  # permuted rows were read here, not by the backend
             release_pages(tensor.data)
-        return replace(model, fused=self.ops.fuse(model.graph))
+        of_images = self.ops.fuse(model.image_graph) if self.image_parts else None
+        return replace(model, fused=self.ops.fuse(model.graph), fused_images=of_images)
 
     def mtp_head(self, model: Transformer) -> MtpHead:
         """Build the first block after the model's own; a matrix that the file has twice is packed once."""
@@ -166,6 +173,11 @@ class ModelLoader:
         if is_same_form and np.array_equal(own.load().data, other.load().data):
             return shared
         return self.pack([own])
+
+    @property
+    def has_spans(self) -> bool:
+        """Whether tokens of an image see each other."""
+        return self.image_parts > 0 and self.config.family.attention.image_spans
 
     def check_quantization(self) -> None:
         quantization = self.checkpoint.metadata.get("quantization")
@@ -234,6 +246,10 @@ class ModelLoader:
         factors = self.optional_vector("rope_freqs.weight", config.rope_dim // 2)
         table = partial(rope_table, config, max_context=self.max_context, freq_factors=factors)
         full, still = table(local=False), still_table(config)
+        if self.image_parts and config.rope_sections:
+            spec = config.family.rope
+            axes = section_axes(config.rope_sections, len(full.inv_freq), alternates=spec.alternates)
+            full = full._replace(axes=axes)
         local = table(local=True) if config.rope_local_base or config.window_rope_dim else full
         chosen = [local if window else full for window in config.windows]
         return [still if i in config.nope_layers else rope for i, rope in enumerate(chosen)]
@@ -255,7 +271,8 @@ class ModelLoader:
 
     def blocks(self, ropes: list[RopeTable], block: Callable[[int, RopeTable], AnyBlock]) -> tuple[AnyBlock, ...]:
         """Build all blocks, several at once on the CPU: its kernels pack and read the file without the GIL."""
-        threads = 1 if self.ops.has_device_memory else min(self.ops.threads or 1, MAX_BLOCKS_AT_ONCE)
+        is_alone = self.ops.has_device_memory or machine.is_behind_others()
+        threads = 1 if is_alone else min(self.ops.threads or 1, MAX_BLOCKS_AT_ONCE)
         if threads == 1:
             return tuple(map(block, range(len(ropes)), ropes))
         with ThreadPoolExecutor(threads) as pool:
@@ -321,7 +338,7 @@ class ModelLoader:
             n_kv_heads=kv_heads,
             head_dim=dim,
             rope=rope,
-            params=AttentionParams(c.attention_scale, c.windows[i], c.attention_cap, c.causal),
+            params=AttentionParams(c.attention_scale, c.windows[i], c.attention_cap, c.causal, self.has_spans),
             q_norm=q_norm,
             k_norm=k_norm,
             v_norm=self.unit_norm(dim) if c.family.attention.v_norm and kv_heads else None,

@@ -104,6 +104,7 @@ def model_config_from_gguf(metadata: Mapping[str, Any], family: Family, vocab_si
         rope_dim=rope_dim,
         rope_base=keys.positive("rope.freq_base", 10000.0, MIN_ROPE_BASE),
         rope_scaling=_gguf_rope_scaling(keys, family),
+        rope_sections=_sections(keys.array("rope.dimension_sections"), family, rope_dim // 2, keys),
         rope_local_base=_gguf_local_base(keys, family),
         nope_layers=_gguf_nope_layers(keys, family, n_layers),
         temperature_beta=keys.number("attention.temperature_scale", 0.0),
@@ -234,14 +235,28 @@ def _gguf_local_base(keys: MetadataReader, family: Family) -> float:
 
 
 def _gguf_nope_layers(keys: MetadataReader, family: Family, n_layers: int) -> tuple[int, ...]:
-    has_sections = any(keys.array("rope.dimension_sections") or ())
-    if has_sections and family.mixer != "gated_delta":  # there, M-RoPE of text is a plain RoPE
+    if any(keys.array("rope.dimension_sections") or ()) and not family.rope.sections:  # M-RoPE of text is a plain RoPE
         raise UnsupportedModelError(f"{keys.describe_key('rope.dimension_sections')} (M-RoPE) is not supported")
     if family.learned_positions:
         return tuple(range(n_layers))
     if family.multipliers and not keys.get("rope.scaling.finetuned", bool, True):  # how Granite's files state it
         return tuple(range(n_layers))
     return every_nth(family.rope.nope_every, n_layers)
+
+
+def _sections(stated: Any, family: Family, pairs: int, keys: MetadataReader) -> tuple[int, ...]:
+    """Return the sections of M-RoPE, the family's where a model names none."""
+    usual = family.rope.sections
+    if not usual or not stated:
+        return usual
+    if not isinstance(stated, list) or len(stated) < 3 or any(type(n) is not int or n < 0 for n in stated):
+        raise keys.error("rope.dimension_sections", "must be at least three numbers of pairs")
+    first = tuple(stated[:3])
+    if not any(first):
+        return usual
+    if not family.rope.alternates and sum(first) != pairs:
+        raise keys.error("rope.dimension_sections", f"is {stated}: {pairs} pairs are to be divided")
+    return first
 
 
 def every_nth(n: int, n_layers: int) -> tuple[int, ...]:
@@ -329,6 +344,7 @@ def model_config_from_hf(config: Mapping[str, Any], family: Family, vocab_size: 
         rope_dim=head_dim if scaling.kind == "proportional" else int(head_dim * rotary_fraction),
         rope_base=rope.positive("rope_theta", 10000.0, MIN_ROPE_BASE),
         rope_scaling=scaling,
+        rope_sections=_sections(rope.values.get("mrope_section"), family, int(head_dim * rotary_fraction) // 2, keys),
         rope_local_base=_hf_local_base(keys, family, rope),
         nope_layers=_hf_nope_layers(keys, family, n_layers),
         temperature_beta=rope.number("llama_4_scaling_beta", 0.0),
@@ -490,6 +506,7 @@ def _hf_local_base(keys: MetadataReader, family: Family, rope: MetadataReader) -
 
 def _hf_rope_scaling(rope: MetadataReader, keys: MetadataReader, family: Family) -> RopeScaling:
     kind = rope.get("rope_type", str, rope.get("type", str, "default"))
+    kind = "default" if kind == "mrope" and family.rope.sections else kind
     if kind not in HF_SCALINGS:
         raise UnsupportedModelError(f"rope scaling {kind!r} is not supported (supported: {', '.join(HF_SCALINGS)})")
     key = "original_max_position_embeddings"

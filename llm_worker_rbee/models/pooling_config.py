@@ -86,7 +86,7 @@ def _from_gguf(checkpoint: Checkpoint, config: ModelConfig, task: str) -> Poolin
     pooling = _pooled(kind if number >= 0 else "", config, note, dense=tuple(dense))
     if config.family.name != "gemma-embedding" or dense:
         return pooling
-    lacking = f"{checkpoint.path.name} has no dense layers after pooling: its rows are not those of EmbeddingGemma"
+    lacking = f"{checkpoint.path.name} has no dense layers after pooling: its rows are not EmbeddingGemma's"
     return replace(pooling, notes=(*pooling.notes, lacking))
 
 
@@ -99,7 +99,7 @@ def _gguf_ranker(checkpoint: Checkpoint, config: ModelConfig) -> PoolingConfig:
         if "cls.weight" in checkpoint.tensors
         else (
             f"{checkpoint.path.name} has no dense layer before its classifier, which llama.cpp's converter leaves "
-            "out of BERT: its scores are not those of the model; convert the folder instead",
+            "out of BERT: its scores are not the model's; convert the folder instead",
         )
     )
     kind = config.family.classifier_pooling

@@ -11,7 +11,7 @@ import platform
 import re
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from functools import cache, partial
@@ -24,7 +24,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from .. import __version__
@@ -40,14 +40,16 @@ from ..errors import (
     UnsupportedMediaTypeError,
     WorkerError,
 )
+from ..generation import NamedLora
 from ..text_model import TextModel
 from ..tokenizer.tokenizer import MARK
 from . import openapi
+from .batches import BatchRunner, BatchService, FileReply, as_batch_work
 from .bodies import Conversation, GenerateRequest, PackedIds
 from .dialect import GenerateRoute, Handler
 from .dialects import DIALECTS, body_parsers, dialect_of, generate_routes
 from .metrics import CONTENT_TYPE
-from .middleware import RequestMiddleware, error_response
+from .middleware import RequestMiddleware, error_response, host_name, is_loopback
 from .model_pool import Member
 from .pool_worker import PoolWorker
 from .pooling import PoolingService
@@ -80,6 +82,10 @@ class RequestCall:
         return self._request.method
 
     @property
+    def path(self) -> str:
+        return self._request.url.path
+
+    @property
     def path_params(self) -> dict[str, Any]:
         return self._request.path_params
 
@@ -93,9 +99,35 @@ class RequestCall:
         if "origin" in headers and urlsplit(headers["origin"]).netloc != headers.get("host"):
             raise HostNotAllowedError("a page of another site must not call this route")
 
+    def require_trusted(self, has_key: bool) -> None:
+        """Raise unless the client has the key, which was checked, or is on this machine, and no proxy or page."""
+        self.require_own_page()
+        headers, client = self._request.headers, self._request.client
+        is_forwarded = any(name == "forwarded" or name.startswith("x-forwarded-") for name in headers)
+        is_local = (
+            client is not None and is_loopback(client.host) and is_loopback(host_name(headers.get("host", "")) or "")
+        )
+        if not has_key and (is_forwarded or not is_local or headers.get("sec-fetch-site") == "cross-site"):
+            raise HostNotAllowedError(
+                "models are changed by clients with the worker's key, or on its own machine without a proxy: start it "
+                "with --api-key-file"
+            )
+
     async def body(self) -> bytes:
         """Return the body; raise unless it is JSON and arrives in time."""
         return await read_body(self._request, self._takes_any)
+
+    @property
+    def content_type(self) -> str:
+        return self._request.headers.get("content-type", "")
+
+    @property
+    def base_url(self) -> str:
+        return str(self._request.base_url)
+
+    def stream(self) -> AsyncIterator[bytes]:
+        """Return the body in parts, of any type."""
+        return self._request.stream()
 
     def until_disconnect(self) -> CancelOnDisconnect:
         """Return a context whose task is cancelled, as by `asyncio.timeout`, if the client disconnects."""
@@ -211,7 +243,8 @@ class Routes:
         if (service := self.worker.pooling.named(name)) is not None:
             return json_response(self._pooling_model(service))
         async with self.worker.use(name) as chat:
-            return json_response(self._model(chat))
+            adapter = chat.loras.find(name)
+            return json_response(self._model(chat) if adapter is None else self._adapter(chat, adapter))
 
     async def _listed(self) -> list[dict[str, Any]]:
         if isinstance(self.worker, PoolWorker):
@@ -219,10 +252,13 @@ class Routes:
             return [self._member(member) for member in self.worker.pool.members]
         pooling = [self._pooling_model(service) for service in self.worker.pooling.loaded]
         async with self.worker.use(None) as chat:
-            return [self._model(chat), *pooling]
+            return [self._model(chat), *(self._adapter(chat, named) for named in chat.loras.listed), *pooling]
 
     def _model(self, chat: Worker) -> dict[str, Any]:
         return self._entry(chat.names[0], "chat", chat.model.max_context)
+
+    def _adapter(self, chat: Worker, named: NamedLora) -> dict[str, Any]:
+        return self._model(chat) | {"id": named.name, "root": named.path, "parent": chat.names[0]}
 
     def _pooling_model(self, service: PoolingService) -> dict[str, Any]:
         self.worker.require_ready()
@@ -256,7 +292,7 @@ class Routes:
         body = await read_body(request, dialect_of(route.path).takes_any_content_type)
         async with CancelOnDisconnect(request):
             if (chat := self.worker.chat) is not None:
-                return await self._answer(chat, route, await chat.parse(route.path, body))
+                return await self._answer(chat, route, as_batch_work(request.scope, await chat.parse(route.path, body)))
             assert isinstance(self.worker, PoolWorker)
             member = await self.worker.find(model_of(body), "chat")
             if not member.is_serving or route.unloads:  # a body that is not valid loads no model
@@ -265,7 +301,7 @@ class Routes:
                     await self.worker.pool.unload(member)
                     return await self._reply(Reply(self.worker, parsed, [], [], route.printer, time.perf_counter()))
             async with self.worker.use_member(member) as chat:
-                parsed = await chat.parse(route.path, body)
+                parsed = as_batch_work(request.scope, await chat.parse(route.path, body))
                 if parsed.keep_alive is not None:
                     self.worker.pool.set_keep_alive(member, parsed.keep_alive)
                 return await self._answer(chat, route, parsed)
@@ -294,6 +330,9 @@ class Routes:
     async def _handle(self, handler: Handler, request: Request) -> Any:
         """Call a dialect's handler; convert its result to a response if it is none."""
         answer = await handler(RequestCall(request, dialect_of(request.url.path).takes_any_content_type))
+        if isinstance(answer, FileReply):
+            headers = {"content-length": str(answer.size)}
+            return StreamingResponse(answer.chunks(), 200, headers, answer.media_type)
         if isinstance(answer, tuple):
             return json_response(*answer)
         return json_response(answer) if isinstance(answer, dict) else answer
@@ -350,16 +389,18 @@ def application(worker: Front) -> RequestMiddleware | CORSMiddleware:
     async def lifespan(_: Starlette) -> Any:
         loading = asyncio.ensure_future(worker.start())
         loading.add_done_callback(lambda task: task.cancelled() or task.exception())
+        if worker.batches is not None:
+            worker.batches.start()
         yield
+        if worker.batches is not None:
+            await worker.batches.stop()
+            worker.batches.store.close()
         await worker.stop()
 
-    worker.offload.parsers = worker.pooling.offload.parsers = body_parsers()
     routes = Routes(worker)
-    app = Starlette(
-        routes=routes.table(),
-        lifespan=lifespan,
-        exception_handlers={404: _on_no_route, 405: _on_no_route, WorkerError: _on_error, Exception: _on_error},
-    )
+    app = starlette(routes, lifespan=lifespan)
+    if worker.settings.files_dir is not None:
+        worker.batches = BatchService(worker.settings, BatchRunner(worker, app))
     wrapped = RequestMiddleware(DirectRoutes(app, routes.direct_table()), worker.settings)
     origins = worker.settings.cors_origins
     return (
@@ -398,6 +439,18 @@ class DirectRoutes:
             return
         response = await handler(Request(scope, receive))
         await response(scope, receive, send)
+
+
+def make_runner(worker: Front) -> BatchRunner:
+    """Return what answers the lines of batches of a worker without clients: their lines are its requests."""
+    return BatchRunner(worker, starlette(Routes(worker)), has_clients=False)
+
+
+def starlette(routes: Routes, **options: Any) -> Starlette:
+    """Return the application without the checks of the middleware."""
+    routes.worker.offload.parsers = routes.worker.pooling.offload.parsers = body_parsers()
+    handlers: Any = {404: _on_no_route, 405: _on_no_route, WorkerError: _on_error, Exception: _on_error}
+    return Starlette(routes=routes.table(), exception_handlers=handlers, **options)
 
 
 async def _on_no_route(request: Request, error: Exception) -> Response:
@@ -452,6 +505,7 @@ def describe_pool(worker: PoolWorker) -> dict[str, Any]:
         "memory": {"used_bytes": worker.pool.used_bytes, "limit_bytes": worker.pool.max_bytes},
         "limits": {"max_models": worker.pool.max_models, "max_waiting": worker.pool.max_waiting},
         "worker_id": worker.settings.worker_id,
+        "batches": None if worker.batches is None else worker.batches.describe(),
         "versions": _versions("cuda" if "cuda" in backends else "cpu"),
     }
 
@@ -467,6 +521,7 @@ def describe_worker(worker: Worker) -> dict[str, Any]:
         "memory": {
             "weights_bytes": info.weights_bytes, "kv_cache_bytes": info.kv_cache_bytes,
             "process_bytes": stats.process_bytes, "device_bytes": stats.device_bytes, "graph_bytes": stats.graph_bytes,
+            "lora_bytes": stats.lora_bytes,
         },
         "limits": {
             "max_batch": info.engine.max_batch, "max_step_tokens": info.engine.max_step_tokens,
@@ -480,7 +535,12 @@ def describe_worker(worker: Worker) -> dict[str, Any]:
              "requests": replica.num_requests, "kv_cache_usage": round(replica.stats().kv_cache_usage, 6)}
             for replica in worker.engine.replicas
         ],
+        "loras": [
+            {"name": named.name, "rank": named.rank, "scale": named.scale, "digest": named.digest.hex()}
+            for named in worker.loras.listed
+        ],
         "pooling": [service.describe() for service in worker.pooling.loaded],
+        "batches": None if worker.batches is None else worker.batches.describe(),
         "sampling_defaults": worker.model.sampling_defaults.report(),
         "worker_id": worker.settings.worker_id, "versions": _versions(info.backend),
     }  # fmt: skip

@@ -1,5 +1,5 @@
 """The records that request bodies become: token ids, conversations with their tools, the request that every dialect
-makes, and the requests for pooling models.
+makes, the requests for pooling models, and the defaults of a model.
 
 Messages come from chat completions, jobs and `/apply-template`. Answers come back as clients keep them: without
 content, with a refusal, with calls of custom tools. A record passes between processes: a large body is parsed in
@@ -12,13 +12,14 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 
-from ..errors import InvalidRequestError
-from ..sampling_params import MAX_COUNT, SamplingParams, StructuredOutputsParams
+from ..errors import InvalidRequestError, ModelFileError
+from ..sampling_params import MAX_COUNT, SamplingDefaults, SamplingParams, StructuredOutputsParams
 from ..tokenizer.chat.events import ChatOptions, Tool, thinking_variables
 from .json_schema import TEXT, Schema, array_schema, object_schema, or_null
 from .schema import (
@@ -32,6 +33,7 @@ from .schema import (
     type_name,
     unsupported_part,
 )
+from .settings import model_name
 
 BYTES_PER_TOKEN = 4  # an estimate
 MAX_INPUTS = 2048  # of a request to a pooling model
@@ -43,6 +45,12 @@ MAX_TOOL_NAME = 256
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 BOUNDED_OBJECT = BoundedObject(max_values=100_000, max_depth=100)
 ROLES = ("system", "developer", "user", "assistant", "tool")
+DEFAULTS_SUFFIX, MAX_DEFAULTS_BYTES = ".defaults.json", 1 << 20
+OPTION_NAMES = {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens"}  # of Ollama, which differ
+PARAMETERS = (  # of the defaults of a model
+    *("temperature", "top_k", "top_p", "min_p", "typical_p", "repeat_penalty", "repeat_last_n"),
+    *("seed", "stop", "num_predict", "num_ctx"),
+)
 CUSTOM = ("name", "input")  # of a call of a custom tool
 
 
@@ -103,6 +111,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout_ms: int | None = None
     keep_alive: float | None = None  # seconds that the model stays loaded; infinite: for ever
     cache_salt: str | None = None  # requests with another one share no cached blocks
+    lora: list[tuple[int, float]] | None = None  # adapters by their ids, and their scales
     is_scored_only: bool = False  # the prompt's log-probabilities are all that is wanted
     structured_outputs_field: str = "structured_outputs"  # what the body calls it, for errors
     messages_field: str = "messages"  # likewise
@@ -416,3 +425,80 @@ def chat_options(
     )
     variables = thinking_variables(template_kwargs, effort)
     return ChatOptions(tools, mode, name, parallel is not False, variables, thinking_budget)
+
+
+class DefaultMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A message before those of a request."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class ModelDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The file NAME.defaults.json beside a model: what requests start from that do not say otherwise."""
+
+    system: str | None = None
+    parameters: dict[str, Any] = {}  # by Ollama's names
+    messages: list[DefaultMessage] = []
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> ModelDefaults:
+        """Return the defaults of the fields of a request that are not None; raise for one that cannot be used."""
+        try:
+            defaults = msgspec.convert({name: value for name, value in fields.items() if value is not None}, cls)
+        except msgspec.ValidationError as error:
+            raise InvalidRequestError(f"the defaults cannot be used: {error}", "parameters") from None
+        defaults.sampling()
+        limit = MAX_DEFAULTS_BYTES // 8  # indented, and with those of another model, the file has more
+        message = f"system and messages have more than {limit} bytes"
+        require(len(msgspec.json.encode(defaults)) <= limit, "messages", "length", message)
+        return defaults
+
+    @classmethod
+    def read(cls, path: Path) -> ModelDefaults:
+        """Return the defaults of a model; raise if their file cannot be used."""
+        file = defaults_file(path)
+        try:
+            data = file.read_bytes() if file.exists() else b"{}"
+            defaults = msgspec.json.decode(data[: MAX_DEFAULTS_BYTES + 1], type=cls)
+            defaults.sampling()
+        except (OSError, msgspec.DecodeError, InvalidRequestError) as error:
+            raise ModelFileError(f"{file.name} cannot be used: {error}") from None
+        return defaults
+
+    def merge(self, other: ModelDefaults) -> ModelDefaults:
+        """Return these defaults with what others replace: parameters one by one."""
+        system = self.system if other.system is None else other.system
+        return ModelDefaults(system, self.parameters | other.parameters, other.messages or self.messages)
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the parameters by the names of `SamplingParams`; raise for one that is unknown or out of bounds."""
+        if unknown := [name for name in self.parameters if name not in PARAMETERS]:
+            known = ", ".join(PARAMETERS)
+            raise InvalidRequestError(f"{unknown[0][:100]!r} is no default of a model: use {known}", "parameters")
+        if "num_ctx" in self.parameters and self.context is None:
+            raise InvalidRequestError("num_ctx must be a whole number above 0", "num_ctx")
+        stated = {OPTION_NAMES.get(name, name): value for name, value in self.parameters.items() if name != "num_ctx"}
+        if stated.get("max_tokens") in (-1, -2):  # no limit
+            del stated["max_tokens"]
+        if stated.get("repeat_last_n") == -1:  # the whole context
+            stated["repeat_last_n"] = MAX_COUNT
+        params = SamplingParams(**stated)
+        return {name: getattr(params, name) for name in stated}
+
+    @property
+    def context(self) -> int | None:
+        """The longest context."""
+        length = self.parameters.get("num_ctx")
+        return length if isinstance(length, int) and length > 0 else None
+
+    def sampling_over(self, base: SamplingDefaults) -> SamplingDefaults:
+        """Return the sampling defaults of the model with these parameters instead."""
+        values = self.sampling()
+        sources = base.sources | dict.fromkeys(values, f"NAME{DEFAULTS_SUFFIX}")
+        return replace(base, values=base.values | values, sources=sources)
+
+
+def defaults_file(path: Path) -> Path:
+    """Return the path of the defaults of a model."""
+    return path.with_name(model_name(f"./{path.name}") + DEFAULTS_SUFFIX)

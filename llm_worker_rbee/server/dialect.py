@@ -6,7 +6,7 @@ A reply passes each delta to a printer, with the records here.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -29,12 +29,15 @@ if TYPE_CHECKING:
     from ..text_model import TextModel as TextModel
     from .model_pool import Member as Member
     from .model_pool import ModelFacts as ModelFacts
+    from .model_store import ModelStore as ModelStore
     from .pool_worker import PoolWorker as PoolWorker
     from .pooling import PoolingService as PoolingService
     from .worker import Front as Front
     from .worker import Worker as Worker
 else:
-    Generation = TextDelta = TextModel = PoolingService = Front = Worker = PoolWorker = Member = ModelFacts = Any
+    Generation = TextDelta = TextModel = PoolingService = Front = Worker = PoolWorker = Member = ModelFacts = (
+        ModelStore
+    ) = Any
 
 Parse = Callable[[bytes, ParseOptions], Any]
 
@@ -150,10 +153,18 @@ class Call(Protocol):
     @property
     def method(self) -> str: ...
     @property
+    def path(self) -> str: ...
+    @property
     def path_params(self) -> dict[str, Any]: ...
     @property
     def query(self) -> Mapping[str, str]: ...
     def require_own_page(self) -> None: ...  # raises if a page of another site sent it, which needs no body to do so
+    @property
+    def content_type(self) -> str: ...
+    @property
+    def base_url(self) -> str: ...
+    def stream(self) -> AsyncIterator[bytes]: ...  # the body in parts, of any type
+    def require_trusted(self, has_key: bool) -> None: ...  # raises unless it has the key, or comes from this machine
     async def body(self) -> bytes: ...  # raises unless it is JSON and arrives in time
     def until_disconnect(self) -> AbstractAsyncContextManager[None]: ...  # its task is cancelled then
 
@@ -209,6 +220,7 @@ class Dialect:
     parsers: dict[str, tuple[Parse, Any]] = field(default_factory=dict)
     schemas: Callable[[ServerSettings], dict[str, Schema]]  # of bodies and replies, by name
     takes_any_content_type: bool = False  # of a body, unless a page sends it, as its clients and documents expect
+    body_limits: Mapping[str, int] = field(default_factory=dict)  # of paths, instead of the usual limit
     has_large_bodies: bool = False  # the limit of pooling models applies
     error_schema: str = "Error"
     invalid_schema: str | None = None  # of status 400, where it differs

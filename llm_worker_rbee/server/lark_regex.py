@@ -130,7 +130,7 @@ class _Grammar:
 
 
 class _Translator:
-    """Translates the right side of a rule token by token: most of Lark's operators are those of expressions."""
+    """Translates the right side of a rule token by token: most of Lark's operators are operators of expressions."""
 
     def __init__(self, tokens: list[Token], expand: Callable[[str], str], gap: str) -> None:
         self._rest, self._expand, self._gap = tokens[::-1], expand, gap

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ..token_engine.protocol import EngineStats, TokenEngine
+
+if TYPE_CHECKING:
+    from .batches import BatchService
 
 PREFIX = "llm_worker_"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -97,6 +101,18 @@ def chat_families(
     yield from (histogram.family() for histogram in (latencies.ttft, latencies.itl, latencies.e2e, latencies.queue))
     if engine is not None:
         yield from _engine_metrics(engine)
+
+
+def batch_metrics(batches: BatchService | None) -> Iterator[Metric]:
+    """Yield the metrics of batches."""
+    if batches is not None:
+        runner = batches.runner
+        yield _gauge("batches_open", "Batches that have not ended.", len(batches.open))
+        yield _gauge("batch_lines_running", "Lines of batches at work.", runner.num_running)
+        yield _gauge("batch_storage_full", "1 while batches wait because nothing can be written.", bool(runner.problem))
+        yield _counter("batch_lines_finished", "Lines of batches that have a result on disk.", runner.num_lines)
+        yield _counter("batch_lines_failed", "Of these, lines with an error.", runner.num_failed)
+        yield _gauge("files_bytes", "Bytes of the files of clients and of results.", batches.store.num_bytes)
 
 
 def label_families(groups: Iterable[tuple[str, Iterable[Metric]]]) -> list[Metric]:

@@ -128,7 +128,9 @@ class RequestMiddleware:
             check_host(hosts, scope["http_version"], self._allowed_hosts)
             if self._key is not None and scope["path"] not in PUBLIC_PATHS:
                 check_authorization(headers.get(b"authorization", b""), headers.get(b"x-api-key", b""), self._key)
-            max_body = self._max_pooling_body if dialect_of(scope["path"]).has_large_bodies else self._max_body
+            dialect = dialect_of(scope["path"])
+            max_body = self._max_pooling_body if dialect.has_large_bodies else self._max_body
+            max_body = dialect.body_limits.get(scope["path"], max_body)
             _check_lengths(scope["headers"], headers, max_body)
             is_checked = True
             await self._app(scope, _limit_body(receive, max_body), reply.send)

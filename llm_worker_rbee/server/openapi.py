@@ -82,6 +82,10 @@ def description(settings: ServerSettings) -> dict[str, Any]:
     }
     for dialect in DIALECTS:
         schemas |= dialect.schemas(settings)
+    if not settings.allow_priority:
+        for schema in schemas.values():
+            if "priority" in schema.get("properties", {}):
+                schema["properties"]["priority"] = {"enum": [0, None]}
     return {
         "openapi": "3.2.0",
         "info": {"title": "llm-worker-rbee", "version": __version__, "description": "An LLM inference worker."},

@@ -54,7 +54,7 @@ OPTIONS: dict[Kind, str] = {"embedding": "--embedding-model", "rerank": "--reran
 MAX_QUEUED_TOKENS = 2 << 20  # of one model; a request may enter alone whatever its size
 MAX_QUEUED_SEQUENCES = 16_384
 MAX_REQUEST_TOKENS = 1 << 24  # estimated: 2,048 inputs of 8,192
-MAX_OFFLOADED_BYTES = 256 << 20  # that wait to be parsed or tokenized: bodies are larger than those of chat
+MAX_OFFLOADED_BYTES = 256 << 20  # that wait to be parsed or tokenized: bodies are larger than a chat's
 LOADING_RETRY_S = 2
 PROMPTS_OF_TYPE = {  # the names that models give the prompts of a type of input
     "query": ("query", "search_query"),
@@ -204,7 +204,7 @@ class PoolingService:
         return Pooled(cosines[:, None], found.num_tokens)
 
     def describe(self) -> dict[str, Any]:
-        """Return what `/info` tells of the model."""
+        """Return the entry of the model in `/info`."""
         info, stats = self.engine.info, self.engine.stats
         return {
             "model": self.name,
@@ -261,7 +261,7 @@ async def _encode_pairs(offload: OffloadPool, text: PoolingText, request: RankRe
 
 
 def _cut(text: PoolingText, one: str, field: str, index: int, truncate: bool) -> str:
-    """Return what is tokenized of a text: what is far past the limit is cut, or raises."""
+    """Return the part of a text that is tokenized: text far past the limit is cut, or raises."""
     longest = CHARS_PER_TOKEN * text.max_length
     if len(one) > longest and not truncate:
         raise ContextLengthError(

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from ..engine.request import check_prompt_fits, fit_max_tokens
+from ..engine.request import BATCH_PRIORITY, check_prompt_fits, fit_max_tokens
 from ..errors import ContextLengthError, InferenceError, InvalidRequestError, WorkerError
 from ..generation import Generation
 from ..sampling_params import STRUCTURED, SamplingParams
@@ -33,6 +33,7 @@ async def start_reply(worker: Worker, request: GenerateRequest, make_printer: Ca
     """Start the generations of a request: all of them or none. Without prompts it starts none."""
     started_at = time.perf_counter()
     worker.require_model(request.model)
+    loras = worker.loras.uses_of(request.model, request.lora)
     if not request.prompts:
         worker.require_ready()
         return Reply(worker, request, [], [], make_printer, started_at)
@@ -40,8 +41,9 @@ async def start_reply(worker: Worker, request: GenerateRequest, make_printer: Ca
     if chat is None:
         worker.require_capacity(len(request.prompts) * n)
         worker.encoder.check_texts(request.prompts)
-    num_tokens = n * sum(estimate_tokens(prompt, context) for prompt in request.prompts)
-    with worker.reserve(len(request.prompts) * n, num_tokens) as reservation:
+    is_batch = request.priority >= BATCH_PRIORITY  # the runner of batches bounds it
+    num_tokens = 0 if is_batch else n * sum(estimate_tokens(prompt, context) for prompt in request.prompts)
+    with worker.reserve(0 if is_batch else len(request.prompts) * n, num_tokens) as reservation:
         try:
             prompts = await worker.encoder.encode(request.prompts, request.params.structured_outputs)
         except InvalidRequestError as error:
@@ -52,7 +54,8 @@ async def start_reply(worker: Worker, request: GenerateRequest, make_printer: Ca
         try:
             for prompt in prompts:
                 check_prompt_fits(len(prompt.ids), context, is_scored_only=request.is_scored_only)
-            reservation.set_actual(n * sum(len(prompt.ids) for prompt in prompts))
+            if not is_batch:
+                reservation.set_actual(n * sum(len(prompt.ids) for prompt in prompts))
             for prompt in prompts:
                 generations += worker.start_generations(
                     prompt.ids,
@@ -62,6 +65,7 @@ async def start_reply(worker: Worker, request: GenerateRequest, make_printer: Ca
                     timeout_s=timeout_s,
                     cache_salt=request.cache_salt,
                     is_scored_only=request.is_scored_only,
+                    loras=loras,
                     make_parser=prompt.make_parser,
                 )
         except WorkerError as error:
@@ -88,7 +92,8 @@ def _rename_field(error: InvalidRequestError, request: GenerateRequest) -> None:
 
 def fit_params(worker: Worker, params: SamplingParams, prompt: EncodedPrompt) -> SamplingParams:
     """Return the parameters with `max_tokens` reduced to the room after the prompt, and with the answer's grammar."""
-    max_tokens = fit_max_tokens(len(prompt.ids), params.max_tokens, worker.engine.info.engine)
+    limit = params.max_tokens or worker.model.sampling_defaults.values.get("max_tokens")
+    max_tokens = fit_max_tokens(len(prompt.ids), limit, worker.engine.info.engine)
     return params.with_max_tokens(max_tokens).with_structured_outputs(prompt.structured_outputs)
 
 
@@ -114,8 +119,10 @@ class Reply(EventSource):
 
     @property
     def model(self) -> str:
-        """The name of the model."""
-        return self._worker.names[0]
+        """The name of the model, or of the adapter that the request names."""
+        chat, name = self._worker.chat, self.request.model
+        adapter = None if chat is None or name is None else chat.loras.find(name)
+        return self._worker.names[0] if adapter is None else adapter.name
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -214,6 +214,11 @@ def validate_known(
     ignored: list[str] = []
     fields = decode_object(body) if isinstance(body, bytes) else body
     return validate_body(fields, table, ignored=ignored if options.ignores_unknown else None), ignored
+
+
+def table_parser(table: Mapping[str, Field]) -> tuple[Callable[[bytes, ParseOptions], dict[str, Any]], Any]:
+    """Return the parser of a body that is a table of fields, and the type of its record."""
+    return lambda body, options: validate_known(body, table, options)[0], dict[str, Any]
 
 
 def _unknown_fields(names: list[str]) -> list[ValidationIssue]:

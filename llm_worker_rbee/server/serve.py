@@ -396,6 +396,8 @@ class Server(uvicorn.Server):
 
     async def _drain(self) -> None:
         try:
+            if self._worker.batches is not None:
+                await self._worker.batches.stop()
             await self._worker.stop()
         finally:
             self.should_exit = True

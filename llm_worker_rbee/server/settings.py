@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 from uuid import uuid4
 
+from ..config import LoraSpec
 from ..errors import InvalidRequestError
 
 VARIABLES = ("LLM_WORKER_API_KEY", "LLORCH_API_TOKEN")  # the second is the Rust worker's
@@ -82,15 +83,21 @@ class ServerSettings:
     max_pooling_body: int = 64 << 20  # of requests to pooling models: 2,048 long texts
     job_ttl_s: float = 300.0  # how long a finished job is kept
     ping_s: float = 15.0  # after which an idle stream gets a ping
+    files_dir: Path | None = None  # of files and batches; None: there are none
+    files_bytes: int = 1 << 30  # that clients may keep there
+    files_age_s: float = 30 * 86400.0  # after which a file, or a batch that has ended, is deleted
     shutdown_timeout_s: float = 30.0
     stall_timeout_s: float = 30.0  # without a step while there is work; of a reader, without reading
     ignore_unknown_fields: bool = False
+    allow_priority: bool = False  # requests may say how urgent they are
     open_objects: bool = False  # objects may have properties that their schemas do not name
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()  # names in `Host` of a worker without a key; loopback always; "*": any
     callback_url: str | None = None
     heartbeat_url: str | None = None
     advertise_url: str | None = None
+    loras: tuple[LoraSpec, ...] = ()  # adapters that the model is loaded with
+    lora_dir: Path | None = None  # below it are those that may be loaded over HTTP
 
     def __post_init__(self) -> None:
         if self.api_key is not None and not self.api_key.strip():
@@ -109,7 +116,7 @@ class ServerSettings:
     @property
     def schema_names(self) -> tuple[str, ...]:
         """The values of `model` in bodies; none where any of several models may be named."""
-        return () if self.has_pool else self.names
+        return () if self.has_pool or self.loras or self.lora_dir else self.names
 
     @property
     def pooling_names(self) -> tuple[str, ...]:

@@ -9,43 +9,58 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
+from pathlib import Path
 from typing import Any, Literal
 
+from ..engine.request import BATCH_PRIORITY
 from ..errors import (
+    ConflictError,
     InferenceError,
     InvalidRequestError,
     ModelLoadingError,
     ModelNotFoundError,
+    NotFoundError,
     ShuttingDownError,
     WorkerError,
 )
-from ..generation import Generation, GenerationListener, make_generations
+from ..generation import Generation, GenerationListener, NamedLora, make_generations, named_loras
 from ..progress import OnStage, Stage
 from ..sampling_params import SamplingParams
 from ..text_model import TextModel
-from ..token_engine.protocol import ModelInfo, TokenEngine
+from ..token_engine.protocol import LoraUse, ModelInfo, TokenEngine
 from ..tokenizer.chat.parser import ChatParser
 from .admission import Admission, Reservation
-from .metrics import LatencyHistograms, exposition
+from .batches import BatchService
+from .metrics import LatencyHistograms, batch_metrics, exposition
 from .model_pool import ModelPool
+from .model_store import ModelStore
 from .offload import OffloadPool, PromptEncoder
 from .pooling import Kind, PoolingModels, PoolingService, pooling_metrics
-from .schema import ModelLimits, ParseOptions, is_name_of
+from .schema import ModelLimits, ParseOptions, ValidationError, ValidationIssue, is_name_of
 from .settings import ServerSettings
 
 State = Literal["loading", "ready", "stopping", "failed"]
 LOADING_RETRY_S = 2
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")  # of a model or an adapter
 logger = logging.getLogger("llm_worker_rbee.server")
+
+
+def is_batch_work(generation: Generation) -> bool:
+    """Return whether a generation belongs to a batch: its latencies concern no client, and the queue is not its own."""
+    return generation.request.submitted.priority >= BATCH_PRIORITY
 
 
 class Front(ABC):
     """What the routes need of a worker, be it of one chat model (`Worker`) or of a pool of models (`PoolWorker`)."""
 
     pool: ModelPool | None = None
+    batches: BatchService | None = None  # with --files-dir
+    store: ModelStore | None = None  # of --models-dir
 
     def __init__(self, settings: ServerSettings, pooling: PoolingModels, offload: OffloadPool | None) -> None:
         self.settings, self.names, self.pooling = settings, settings.names, pooling
@@ -95,7 +110,7 @@ class Front(ABC):
 
     @abstractmethod
     def metrics(self) -> bytes:
-        """Return what Prometheus scrapes."""
+        """Return the metrics as Prometheus scrapes them."""
 
     @property
     @abstractmethod
@@ -110,12 +125,36 @@ class Front(ABC):
     async def parse(self, parser: str, body: bytes, *, is_stream: bool = False) -> Any:
         """Parse a body with one of `body_parsers`, without the limits of a model."""
         options = ParseOptions(None, self.settings.ignore_unknown_fields, is_stream, self.pool is not None)
-        return await self.offload.parse(parser, body, options)
+        return self._checked(await self.offload.parse(parser, body, options))
+
+    def _checked(self, record: Any) -> Any:
+        """Return the record of a body; raise if it has a priority where priorities are not honoured."""
+        if getattr(record, "priority", 0) and not self.settings.allow_priority:
+            message = "priority is not honoured here: send 0 or none, or start the worker with --allow-priority"
+            raise ValidationError([ValidationIssue("priority", "unsupported", message, record.priority)])
+        return record
 
     async def parse_pooling(self, parser: str, body: bytes) -> Any:
         """Return the record of a body for a pooling model, without delaying the chat model."""
         options = ParseOptions(None, self.settings.ignore_unknown_fields, has_pool=self.pool is not None)
         return await self.pooling.offload.parse(parser, body, options)
+
+    def _note_failure(self, error: Exception, what: str) -> WorkerError:
+        """Keep and return why nothing can be served."""
+        known = error if isinstance(error, WorkerError) else InferenceError(f"{what}: {type(error).__name__}: {error}")
+        self.failure, self.state = known, "failed"
+        self._publish({"stage": "failed", "message": what})
+        return known
+
+    async def _drain(self, is_busy: Callable[[], bool]) -> ShuttingDownError:
+        """Take no new requests, and wait for running ones within the shutdown timeout; return the error of the rest."""
+        was_loading, self.state = self.state == "loading", "stopping"
+        if was_loading:
+            self._publish({"stage": "stopping"})
+        end = time.monotonic() + self.settings.shutdown_timeout_s
+        while is_busy() and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        return ShuttingDownError("the worker is shutting down")
 
     @property
     def uptime_s(self) -> float:
@@ -145,6 +184,100 @@ class Front(ABC):
         changed.set()
 
 
+class LoraNames:
+    """The names of a model's adapters, in the order in which they came; engines know adapters by their content."""
+
+    def __init__(self, engine: TokenEngine, settings: ServerSettings) -> None:
+        self._engine, self._settings = engine, settings
+        self._named: dict[str, NamedLora] = {}
+        self._changing = asyncio.Lock()
+        self.defaults: dict[str, float] = {}  # scales of requests that name no adapter
+
+    @property
+    def listed(self) -> list[NamedLora]:
+        return list(self._named.values())
+
+    def add_loaded(self, info: ModelInfo) -> None:
+        """Add those that the engine was loaded with."""
+        self._named = named_loras(self._settings.loras, info)
+
+    def find(self, name: str) -> NamedLora | None:
+        """Return the adapter of a model's name: its own, or `base:adapter`."""
+        if not self._named or name in self._named:
+            return self._named.get(name)
+        bases = (base for base in self._settings.names if name.startswith(f"{base}:"))
+        return next((self._named.get(name.removeprefix(f"{base}:")) for base in bases), None)
+
+    def uses_of(self, name: str | None, scales: Sequence[tuple[int, float]] | None) -> list[LoraUse]:
+        """Return the adapters of a request: what it names as its model, or by ids, or what it has by default."""
+        named = None if name is None else self.find(name)
+        if scales is not None:
+            if named is not None:
+                raise InvalidRequestError(f"the model {named.name!r} is an adapter, and lora names others", "lora")
+            self._require_numbers(scales)
+            listed = self.listed
+            return [LoraUse(listed[number].digest, scale) for number, scale in scales if scale]
+        if named is not None:
+            return [LoraUse(named.digest, named.scale)] if named.scale else []
+        return [LoraUse(self._named[key].digest, scale) for key, scale in self.defaults.items() if key in self._named]
+
+    def set_defaults(self, scales: Sequence[tuple[int, float]]) -> None:
+        """Set the scales of requests that name no adapter; of adapters that are left out, 0."""
+        self._require_numbers(scales)
+        self.defaults = {self.listed[number].name: scale for number, scale in scales if scale}
+
+    def _require_numbers(self, scales: Sequence[tuple[int, float]]) -> None:
+        numbers = [number for number, _ in scales]
+        for number in numbers:
+            if number >= len(self._named):
+                raise NotFoundError(f"there is no adapter {number}: see /lora-adapters")
+        if len(set(numbers)) < len(numbers):
+            raise InvalidRequestError("lora names an adapter twice", "lora")
+
+    def require_path(self, text: str) -> str:
+        """Return the path of an adapter below --lora-dir; raise for any other."""
+        folder = self._settings.lora_dir
+        if folder is None:
+            raise NotFoundError("adapters are loaded over HTTP from a folder: start with --lora-dir")
+        try:
+            path = (folder / text).resolve(strict=True)
+        except (OSError, ValueError, RuntimeError):
+            path = Path("/")
+        if not path.is_relative_to(folder.resolve()) or path == folder.resolve():
+            raise InvalidRequestError(f"there is no adapter {text[:200]!r} below --lora-dir", "lora_path")
+        return str(path)
+
+    async def load(self, name: str, path: str, scale: float, *, replaces: bool) -> NamedLora:
+        """Load an adapter under a name; `replaces` gives a name that is taken to the new one."""
+        if not NAME.fullmatch(name):
+            allowed = "use up to 128 letters, digits and . _ : / @ + -"
+            raise InvalidRequestError(f"lora_name {name[:100]!r}: {allowed}", "lora_name")
+        async with self._changing:
+            if any(is_name_of(name, served) for served in self._settings.names):
+                raise ConflictError(f"{name!r} is the name of the model: give the adapter another one")
+            old = self._named.get(name)
+            if old is not None and not replaces:
+                raise ConflictError(f"the adapter {name!r} is loaded already: unload it first, or use load_inplace")
+            info = await self._engine.load_lora(path)
+            self._named[name] = NamedLora(name, path, scale, info.digest, info.rank)
+            if old is not None:
+                await self._drop(old)
+            return self._named[name]
+
+    async def unload(self, name: str) -> None:
+        """Take a name away; its adapter goes with the last request that uses it."""
+        async with self._changing:
+            if name not in self._named:
+                raise ModelNotFoundError(f"there is no adapter {name[:100]!r}: see /lora-adapters")
+            named = self._named.pop(name)
+            self.defaults.pop(name, None)
+            await self._drop(named)
+
+    async def _drop(self, old: NamedLora) -> None:
+        if all(named.digest != old.digest for named in self._named.values()):
+            await self._engine.unload_lora(old.digest)
+
+
 class Worker(Front, GenerationListener):
     """One chat model on the wire, alone or as a member of a pool."""
 
@@ -160,7 +293,7 @@ class Worker(Front, GenerationListener):
         on_idle: Callable[[], None] = lambda: None,
     ) -> None:
         """`open_model` returns the text side of the model that the engine has loaded; it is called in a thread.
-        `pooling` are the embedding models and rerankers. In a pool `offload` is that of all members, `on_stage` and
+        `pooling` are the embedding models and rerankers. In a pool all members share `offload`, `on_stage` and
         `on_idle` are called with the stages of loading and when the last request has ended."""
         super().__init__(settings, pooling or PoolingModels(), offload)
         self.engine = engine
@@ -168,6 +301,7 @@ class Worker(Front, GenerationListener):
         self._open: set[Generation] = set()  # not read to their end
         self._unstarted: set[Generation] = set()  # of these, without a token
         self.admission = Admission.of_chat(engine, settings)
+        self.loras = LoraNames(engine, settings)
         self.latencies = LatencyHistograms()
         self._open_model, self._on_stage, self._on_idle = open_model, on_stage, on_idle
         self._model: TextModel | None = None
@@ -198,11 +332,7 @@ class Worker(Front, GenerationListener):
                 task.cancel()
             if self.state == "stopping":  # an engine that is stopped cannot load
                 return
-            message = f"the model could not be loaded: {type(error).__name__}: {error}"
-            self.failure = error if isinstance(error, WorkerError) else InferenceError(message)
-            self.state = "failed"
-            self._publish({"stage": "failed", "message": "the model could not be loaded"})
-            raise self.failure from error
+            raise self._note_failure(error, "the model could not be loaded") from error
 
     async def _load_chat(self) -> None:
         """Load the chat model, then serve it."""
@@ -216,6 +346,7 @@ class Worker(Front, GenerationListener):
         self._model = await self._open_text(info)
         if self.state != "loading":  # stopped meanwhile
             return
+        self.loras.add_loaded(info)
         self.encoder = PromptEncoder(self._model, self.offload)
         self.state = "ready"
         self._publish({"stage": "ready"})
@@ -250,14 +381,7 @@ class Worker(Front, GenerationListener):
             self._is_restarting = False
 
     async def stop(self) -> None:
-        """Take no new requests, let running ones finish within the shutdown timeout, end the others with an error."""
-        was_loading, self.state = self.state == "loading", "stopping"
-        if was_loading:
-            self._publish({"stage": "stopping"})
-        end = time.monotonic() + self.settings.shutdown_timeout_s
-        while (self.num_open or self.pooling.num_open) and time.monotonic() < end:
-            await asyncio.sleep(0.02)
-        error = ShuttingDownError("the worker is shutting down")
+        error = await self._drain(lambda: bool(self.num_open or self.pooling.num_open))
         await asyncio.gather(self.engine.stop(error), self.pooling.stop(error))
         self.offload.close()
 
@@ -303,7 +427,7 @@ class Worker(Front, GenerationListener):
         limits = None if model is None else ModelLimits(model.max_context, model.vocab_size)
         has_pool = not self._owns_offload
         options = ParseOptions(limits, self.settings.ignore_unknown_fields, is_stream, has_pool)
-        return await self.offload.parse(parser, body, options)
+        return self._checked(await self.offload.parse(parser, body, options))
 
     def find_pooling(self, name: str | None, *kinds: Kind) -> PoolingService:
         """Return a request's pooling model of one of these kinds; raise if there is none, or it still loads."""
@@ -314,7 +438,9 @@ class Worker(Front, GenerationListener):
 
     def require_model(self, name: str | None) -> None:
         """Raise unless this is the chat model's name, or none."""
-        if name is not None and not any(is_name_of(name, served) for served in self.names):
+        if name is None or any(is_name_of(name, served) for served in self.names):
+            return
+        if self.loras.find(name) is None:
             if (other := self.pooling.named(name)) is not None:
                 message = f"the model {name[:100]!r} is of kind {other.kind!r}, not a chat model: use {self.names[0]!r}"
                 raise InvalidRequestError(message, "model")
@@ -340,6 +466,7 @@ class Worker(Front, GenerationListener):
         timeout_s: float | None = None,
         cache_salt: str | None = None,
         is_scored_only: bool = False,
+        loras: Sequence[LoraUse] = (),
         make_parser: Callable[[], ChatParser] | None = None,
     ) -> list[Generation]:
         """Start `n` generations of one prompt, within a reservation; they share one seed."""
@@ -355,29 +482,38 @@ class Worker(Front, GenerationListener):
             timeout_s=timeout_s,
             cache_salt=cache_salt,
             is_scored_only=is_scored_only,
+            loras=loras,
             listener=self,
             make_parser=make_parser,
         )
         for generation in generations:
             generation.submit(self.engine)
-            self.admission.add(generation.request)
             self._open.add(generation)
-            self._unstarted.add(generation)
+            if not is_batch_work(generation):
+                self.admission.add(generation.request)
+                self._unstarted.add(generation)
         return generations
 
     def on_first_outputs(self, generation: Generation, seconds: float, count: int) -> None:
+        if is_batch_work(generation):
+            self.latencies.num_tokens += count
+            return
         self._unstarted.discard(generation)
         self.latencies.observe_first(seconds, count, generation.request.queue_s)
 
     def on_outputs(self, generation: Generation, seconds: float, count: int) -> None:
+        if is_batch_work(generation):
+            self.latencies.num_tokens += count
+            return
         self.latencies.observe_outputs(seconds, count)
         self.admission.observe_itl(seconds, count)
 
     def on_close(self, generation: Generation) -> None:
         self._unstarted.discard(generation)
         self._open.discard(generation)
-        self.admission.remove(generation.request)
-        self.latencies.e2e.observe(time.perf_counter() - generation.started_at)
+        if not is_batch_work(generation):
+            self.admission.remove(generation.request)
+            self.latencies.e2e.observe(time.perf_counter() - generation.started_at)
         if not self._open:
             self._on_idle()
 
@@ -392,7 +528,8 @@ class Worker(Front, GenerationListener):
         load = self.admission.load
         engine = self.engine if self.is_loaded else None
         pooling = self.pooling.services if self.is_loaded else ()
-        return exposition(self.latencies, load.running, load.waiting, engine, pooling_metrics(pooling))
+        more = [*pooling_metrics(pooling), *batch_metrics(self.batches)]
+        return exposition(self.latencies, load.running, load.waiting, engine, more)
 
     def health(self) -> dict[str, Any]:
         """Return the health from cached state: forward progress, not that the process exists."""

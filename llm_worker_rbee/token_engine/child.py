@@ -33,7 +33,7 @@ from ..text_model import open_tokenizer
 from ..weights import open_checkpoint
 from .engine_loop import EngineLoop, PoolingLoop
 from .launch import common_facts, load_engine, replace_with_dummy, warm_up
-from .protocol import VERSION, Abort, Failed, Load, Located, LogLine, Pool, PoolingInfo, StageReport, StepResult, Submit
+from .protocol import VERSION, Abort, Failed, Load, Located, LogLine, Pool, PoolingInfo, StageReport, StepResult
 from .wire import FrameReader, FromEngine, ProtocolError, ToEngine, encode
 
 STATS_INTERVAL_S = 0.1
@@ -188,7 +188,7 @@ def _serve(loop: EngineLoop, connection: Connection) -> NoReturn:
     stats_at = 0.0
     while True:
         for message in connection.receive(wait=not loop.has_work):
-            if isinstance(message, Submit | Abort):
+            if not isinstance(message, Load | Pool):
                 loop.receive(message)
         if not loop.has_work:  # the last request was aborted: its blocks are free
             connection.send(StepResult(stats=loop.stats()))
@@ -205,6 +205,7 @@ def _serve(loop: EngineLoop, connection: Connection) -> NoReturn:
                 events=result.events,
                 stored=result.stored,
                 removed=result.removed,
+                loras=result.loras,
                 stats=loop.stats(),
             )
         connection.send(result)

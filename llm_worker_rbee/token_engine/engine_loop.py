@@ -6,17 +6,39 @@ Whoever owns the engine (a thread, a child process, a caller of the offline API)
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from .. import machine
 from ..engine.engine import Engine
+from ..engine.lora import AdapterPool, Uses
 from ..engine.pooling_engine import PoolingEngine
 from ..engine.request import Request, StepOutput
 from ..errors import ContextLengthError, InferenceError, InvalidRequestError, WorkerError, copy_error
+from ..images.prompt import ImageSpan, PromptImages
+from ..models.lora import PackedAdapter
 from ..structured_outputs.constraint import Constraint
-from .protocol import Abort, EngineStats, Pool, PooledRows, PoolingStep, RequestEvent, StepResult, Submit, TokenOutput
+from .protocol import (
+    Abort,
+    EngineStats,
+    ImagePart,
+    LoadLora,
+    LoraInfo,
+    LoraReply,
+    Pool,
+    PooledRows,
+    PoolingStep,
+    RequestEvent,
+    StepResult,
+    Submit,
+    TokenOutput,
+    UnloadLora,
+)
 from .wire import unpack_sequences
 
 OnEvents = Callable[[list[RequestEvent]], None]
@@ -34,6 +56,9 @@ class EngineLoop:
         self._arrived_at: dict[Request, float] = {}  # of requests that were never admitted
         self._early: list[TokenOutput] = []  # of requests that the engine refused
         self._compiling: dict[Request, Future[Constraint]] = {}  # that wait for their grammar
+        self._combining: dict[Request, tuple[Submit, Future[PackedAdapter]]] = {}  # that wait for their adapters
+        self._loading: list[tuple[LoadLora, Future[PackedAdapter]]] = []
+        self._replies: list[LoraReply] = []
         self._on_events = on_events
         self._events: list[RequestEvent] = []
         self._records_blocks = records_blocks
@@ -42,18 +67,43 @@ class EngineLoop:
 
     @property
     def has_work(self) -> bool:
-        return self.engine.has_work or bool(self._early or self._compiling)
+        return self.engine.has_work or bool(self._early or self._replies or self._pending)
+
+    @property
+    def _pending(self) -> list[Future[Any]]:
+        """What threads compute for requests that the engine does not have yet, and adapters that they load."""
+        combining = [future for _, future in self._combining.values()]
+        return [*self._compiling.values(), *combining, *(future for _, future in self._loading)]
 
     @property
     def num_requests(self) -> int:
         return len(self._requests)
 
-    def receive(self, message: Submit | Abort) -> None:
+    def receive(self, message: Submit | Abort | LoadLora | UnloadLora) -> None:
         """Take in a message of the front."""
-        if isinstance(message, Submit):
-            self.submit(message)
-        else:
-            self.abort(message.id)
+        match message:
+            case Submit():
+                self.submit(message)
+            case Abort():
+                self.abort(message.id)
+            case _:
+                self._change_adapters(message)
+
+    def _change_adapters(self, message: LoadLora | UnloadLora) -> None:
+        try:
+            pool = self._adapters()
+            if isinstance(message, LoadLora):
+                self._loading.append((message, pool.start_loading(Path(message.path), message.digest)))
+            else:
+                pool.unload(message.digest)
+                self._replies.append(LoraReply(message.id))
+        except WorkerError as error:
+            self._replies.append(LoraReply(message.id, error=error))
+
+    def _adapters(self) -> AdapterPool:
+        if self.engine.adapters is None:
+            raise InvalidRequestError("this engine was started without adapters: give it max_loras", "lora")
+        return self.engine.adapters
 
     def submit(self, message: Submit) -> None:
         """Add a request; one that the engine refuses ends with the next step, without harm to the others."""
@@ -67,6 +117,7 @@ class EngineLoop:
             message.priority,
             generated=message.generated,
             extra_keys=message.extra_keys,
+            images=_images(message.images) if message.images else None,
         )
         if message.timeout_s is not None:
             request.deadline = time.monotonic() + message.timeout_s
@@ -75,12 +126,44 @@ class EngineLoop:
         try:
             if not self.engine.has_room_for(request):
                 raise ContextLengthError("the request is longer than the context or the KV cache", "max_tokens")
-            if message.params.structured_outputs is None:
-                self.engine.add(request)
+            uses = tuple((use.digest, use.scale) for use in message.loras)
+            combining = self._adapters().start_combining(uses) if uses else None
+            if combining is None:
+                self._add(request, uses)
             else:
-                self._compiling[request] = self._compile(request)
+                self._combining[request] = message, combining
         except WorkerError as error:
             self._refuse(request, error)
+
+    def _add(self, request: Request, uses: Uses, combination: PackedAdapter | None = None) -> None:
+        """Add a request whose adapters are there; with a grammar, once that is compiled."""
+        if uses:
+            request.adapter_slot, request.adapter_scale = self._adapters().acquire(uses, combination)
+        if request.params.structured_outputs is None:
+            self.engine.add(request)
+        else:
+            self._compiling[request] = self._compile(request)
+
+    def _place_adapters(self) -> None:
+        """Place the adapters that are read by now, and add the requests that waited for them."""
+        for message, future in [item for item in self._loading if item[1].done()]:
+            self._loading.remove((message, future))
+            try:
+                packed = future.result()
+                self._adapters().place(packed, Path(message.path))
+                info = LoraInfo(path=message.path, digest=packed.digest, rank=packed.rank, nbytes=packed.nbytes)
+                self._replies.append(LoraReply(message.id, info))
+            except Exception as error:
+                self._replies.append(
+                    LoraReply(message.id, error=_to_worker_error("the adapter could not be loaded", error))
+                )
+        for request, (submitted, combining) in [item for item in self._combining.items() if item[1][1].done()]:
+            del self._combining[request]
+            try:
+                uses = tuple((use.digest, use.scale) for use in submitted.loras)
+                self._add(request, uses, combining.result())
+            except Exception as error:
+                self._refuse(request, _to_worker_error("the adapters could not be combined", error))
 
     def _compile(self, request: Request) -> Future[Constraint]:
         """Start to compile the grammar of a request, in a thread: other requests go on."""
@@ -99,9 +182,7 @@ class EngineLoop:
         )
 
     def _add_compiled(self) -> None:
-        """Add the requests whose grammars are compiled; without other work, wait a moment for one of them."""
-        if not (self.engine.has_work or self._early):
-            wait(self._compiling.values(), COMPILE_WAIT_S, FIRST_COMPLETED)
+        """Add the requests whose grammars are compiled."""
         for request, future in [one for one in self._compiling.items() if one[1].done()]:
             del self._compiling[request]
             try:
@@ -111,12 +192,8 @@ class EngineLoop:
                     self._forget(request)
                 else:
                     self.engine.add(request)
-            except WorkerError as error:
-                self._refuse(request, error)
             except Exception as error:
-                failure = InferenceError(f"the grammar could not be compiled ({type(error).__name__})")
-                failure.__cause__ = error
-                self._refuse(request, failure)
+                self._refuse(request, _to_worker_error("the grammar could not be compiled", error))
 
     def _refuse(self, request: Request, error: WorkerError) -> None:
         self._early.append(TokenOutput(self._ids[request], [], "error", error=error))
@@ -128,12 +205,16 @@ class EngineLoop:
         if request is not None:
             self._events = [event for event in self._events if event.id != request_id]
             self._forget(request)
-            if self._compiling.pop(request, None) is None:
+            if self._compiling.pop(request, None) is None and self._combining.pop(request, None) is None:
                 self.engine.abort(request)
+            self._release_adapter(request)
 
     def step(self) -> StepResult:
         """Compute a step; an error that is not of one request is raised."""
-        if self._compiling:
+        if self._compiling or self._combining or self._loading:
+            if not (self.engine.has_work or self._early or self._replies):  # without other work, wait for one of them
+                wait(self._pending, COMPILE_WAIT_S, FIRST_COMPLETED)
+            self._place_adapters()
             self._add_compiled()
         outputs = self.engine.step()
         self._collect_events()
@@ -152,6 +233,9 @@ class EngineLoop:
         self.engine.reset()
         self._observe_scheduler()
         failed = [TokenOutput(request_id, [], "error", error=copy_error(error)) for request_id in self._requests]
+        for request in list(self._ids):
+            self._release_adapter(request)
+        self._combining.clear()
         for kept in (self._requests, self._ids, self._arrived_at, self._early, self._events, self._compiling):
             kept.clear()
         return StepResult(outputs=failed, removed=removed)
@@ -180,19 +264,21 @@ class EngineLoop:
             graph_bytes=0 if fused is None else fused.graph_bytes,
             process_bytes=machine.resident_bytes(),
             kv_disk=None if engine.tier is None else engine.tier.stats,
+            lora_bytes=0 if engine.adapters is None else engine.adapters.nbytes,
             device_failed=engine.device_failed,
         )
 
     def _result(self, outputs: list[TokenOutput]) -> StepResult:
         early, self._early = self._early, []
         events, self._events = self._events, []
+        replies, self._replies = self._replies, []
         pool = self.engine.scheduler.pool
         if pool.changes is None:
-            return StepResult(outputs=early + outputs, events=events)
+            return StepResult(outputs=early + outputs, events=events, loras=replies)
         changes, pool.changes = pool.changes, {}
         stored = [block_hash for block_hash, is_cached in changes.items() if is_cached]
         removed = [block_hash for block_hash, is_cached in changes.items() if not is_cached]
-        return StepResult(outputs=early + outputs, events=events, stored=stored, removed=removed)
+        return StepResult(outputs=early + outputs, events=events, stored=stored, removed=removed, loras=replies)
 
     def _output(self, outputs: list[StepOutput]) -> list[TokenOutput]:
         """Return the outputs of one request as one; an error follows the tokens before it."""
@@ -213,8 +299,16 @@ class EngineLoop:
         made = TokenOutput(request_id, tokens, last.finish_reason, logprobs, prompt_logprobs)
         return [made] if failed is None else [made, failed]
 
+    def _release_adapter(self, request: Request) -> None:
+        """Let go of a request's adapter; the engine computes nothing more of it."""
+        if request.adapter_slot >= 0 and self.engine.adapters is not None:
+            self.engine.adapters.release(request.adapter_slot)
+            request.adapter_slot = -1
+
     def _forget(self, request: Request) -> None:
         self._arrived_at.pop(request, None)
+        if request.is_finished:
+            self._release_adapter(request)
         del self._requests[self._ids.pop(request)]
 
     def _collect_events(self) -> None:
@@ -233,7 +327,7 @@ class EngineLoop:
             self._events = []
 
     def _collect_prefills(self) -> None:
-        for request in self.engine.scheduler.running:
+        for request in self.engine.scheduler.foremost:
             if request.num_computed_tokens < request.num_prompt_tokens:
                 self._events.append(RequestEvent(self._ids[request], "prefill", request.num_computed_tokens))
 
@@ -242,6 +336,14 @@ class EngineLoop:
         scheduler = self.engine.scheduler
         scheduler.events = []
         scheduler.pool.changes = {} if self._records_blocks else None
+
+
+def _to_worker_error(what: str, error: Exception) -> WorkerError:
+    if isinstance(error, WorkerError):
+        return error
+    failure = InferenceError(f"{what} ({type(error).__name__})")
+    failure.__cause__ = error
+    return failure
 
 
 class PoolingLoop:
@@ -276,3 +378,9 @@ class PoolingLoop:
             seconds=time.perf_counter() - start,
             process_bytes=machine.resident_bytes(),
         )
+
+
+def _images(parts: Sequence[ImagePart]) -> PromptImages:
+    spans = [ImageSpan(part.start, part.rows, part.columns) for part in parts]
+    pixels = [np.frombuffer(part.pixels, np.uint8).reshape(part.height, part.width, 3) for part in parts]
+    return PromptImages(spans, pixels, [part.digest for part in parts])

@@ -12,9 +12,10 @@ from ..engine.dummy_model import DummyModel
 from ..engine.engine import Engine
 from ..engine.request import Request, SchedulerStats
 from ..load import LoadedModel, LoadPhases, load, make_engine
+from ..models.lora import PackedAdapter
 from ..sampling_params import SamplingParams
 from ..tokenizer import Tokenizer
-from .protocol import ModelInfo
+from .protocol import LoraInfo, ModelInfo
 
 if TYPE_CHECKING:
     from ..load_pooling import LoadedPooling  # the offline API imports this module
@@ -36,7 +37,15 @@ def model_info(loaded: LoadedModel, engine: Engine, phases: LoadPhases) -> Model
     facts = common_facts(loaded, phases)
     if loaded.capacity.is_context_reduced:
         facts["notes"].append(f"{loaded.capacity}; kv_memory or a smaller kv_type gives longer contexts")
-    return ModelInfo(kv_type=loaded.kv_type, kv_cache_bytes=loaded.capacity.bytes, engine=engine.config, **facts)
+    loras = [None if pair is None else lora_info(*pair) for pair in loaded.loras]
+    return ModelInfo(
+        kv_type=loaded.kv_type, kv_cache_bytes=loaded.capacity.bytes, engine=engine.config, loras=loras, **facts
+    )
+
+
+def lora_info(path: Path, packed: PackedAdapter) -> LoraInfo:
+    """Return the facts about an adapter."""
+    return LoraInfo(path=str(path), digest=packed.digest, rank=packed.rank, nbytes=packed.nbytes)
 
 
 def common_facts(loaded: LoadedModel | LoadedPooling, phases: LoadPhases) -> dict[str, Any]:

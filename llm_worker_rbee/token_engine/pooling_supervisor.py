@@ -92,7 +92,7 @@ class SupervisedPooling(SupervisedProcess[PoolingInfo, PoolingRequest]):
         return rows
 
     def _encode(self, request: PoolingRequest) -> Pool:
-        """Return what is missing of a request."""
+        """Return the inputs of a request that lack a result."""
         indices = request.submitted = list(request.missing)
         packed, request.packed = request.packed, None
         if packed is None:

@@ -12,9 +12,12 @@ change raises `VERSION`.
 
 from __future__ import annotations
 
+import asyncio
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, replace
+from itertools import count
 from statistics import fmean
 from typing import Any, Literal
 
@@ -23,13 +26,41 @@ import msgspec
 from ..config import EngineConfig, LoadOptions, PoolingOptions
 from ..engine.kv_store import TierStats
 from ..engine.step_time import StepTimeCoefficients, StepTimes
-from ..errors import RequestCancelledError, WorkerError
+from ..errors import InvalidRequestError, RequestCancelledError, WorkerError, copy_error
 from ..progress import OnStage, Stage
 from ..sampling_params import FinishReason, SamplingParams, TokenLogprob
 
 MAX_BUFFERED_OUTPUTS = 4096  # of one request
 VERSION = 1  # of the messages; both ends must have the same
 EventKind = Literal["admitted", "prefill", "preempted", "resumed"]
+
+
+class ImagePart(msgspec.Struct, frozen=True, array_like=True):
+    """A part of an image in a prompt: its tokens stand from `start` on, row by row; its pixels are RGB."""
+
+    start: int
+    rows: int  # of tokens
+    columns: int
+    height: int  # pixels
+    width: int
+    digest: bytes  # of its content
+    pixels: bytes
+
+
+class LoraUse(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter of a request, by the digest of its content."""
+
+    digest: bytes
+    scale: float = 1.0
+
+
+class LoraInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A loaded adapter."""
+
+    path: str
+    digest: bytes
+    rank: int
+    nbytes: int
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -50,11 +81,16 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     timeout_s: float | None = None  # from its arrival at the engine
     cache_salt: str | None = None  # what its blocks depend on beside their tokens
     generated: list[int] = []
+    images: list[ImagePart] = []
+    loras: list[LoraUse] = []  # their increments are added
 
     @property
     def extra_keys(self) -> list[tuple[int, bytes]]:
-        """What the hashes of its blocks have beside the tokens."""
-        return [] if self.cache_salt is None else [(0, self.cache_salt.encode())]
+        """What the hashes of its blocks have beside the tokens: a salt is text, which has no byte 255."""
+        keys = [] if self.cache_salt is None else [(0, self.cache_salt.encode())]
+        if self.loras:
+            keys.append((0, b"\xff" + b"".join(use.digest + struct.pack("<d", use.scale) for use in self.loras)))
+        return keys + [(part.start, part.digest) for part in self.images]
 
 
 class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -93,6 +129,29 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     """Drop a request; nothing more comes of it."""
 
     id: int
+
+
+class LoadLora(msgspec.Struct, frozen=True, tag=True):
+    """Load an adapter; `LoraReply` follows."""
+
+    id: int
+    path: str
+    digest: bytes = b""  # that its content must have
+
+
+class UnloadLora(msgspec.Struct, frozen=True, tag=True):
+    """Let an adapter go, once the last request with it has ended; `LoraReply` follows at once."""
+
+    id: int
+    digest: bytes
+
+
+class LoraReply(msgspec.Struct, frozen=True, tag=True):
+    """The end of a `LoadLora` or `UnloadLora`."""
+
+    id: int
+    info: LoraInfo | None = None
+    error: WorkerError | None = None
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -151,6 +210,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     graph_bytes: int = 0
     process_bytes: int | None = None
     kv_disk: TierStats | None = None  # None: blocks are not kept on disk
+    lora_bytes: int = 0  # of adapters
     device_failed: bool = False  # every step will fail until the process is restarted
 
     @property
@@ -177,6 +237,7 @@ SUMMED_GAUGES = (
     "num_paused_drafters",
     "device_bytes",
     "graph_bytes",
+    "lora_bytes",
 )
 
 
@@ -215,6 +276,7 @@ class StepResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     events: list[RequestEvent] = []
     stored: list[bytes] = []  # hashes of blocks that the prefix cache can find from now on
     removed: list[bytes] = []  # of those that it cannot find any more
+    loras: list[LoraReply] = []
     stats: EngineStats | None = None
 
 
@@ -286,6 +348,7 @@ class ModelInfo(EngineInfo, frozen=True, tag=True, kw_only=True):
     kv_cache_bytes: int
     engine: EngineConfig
     num_replicas: int = 1
+    loras: list[LoraInfo | None] = []  # those that it was loaded with, in their order; None: left out
 
     @property
     def max_context(self) -> int:
@@ -433,6 +496,50 @@ class RequestStream:
             self.on_abort(self.request)
 
 
+ToEngineLoop = Submit | Abort | LoadLora | UnloadLora
+
+
+class LoraCalls:
+    """The calls about adapters that wait for their replies."""
+
+    def __init__(self, send: Callable[[LoadLora | UnloadLora], object]) -> None:
+        self._send = send
+        self._waiting: dict[int, Any] = {}  # futures by the numbers of calls
+        self._numbers = count(1)
+
+    async def load(self, path: str, digest: bytes) -> LoraInfo:
+        info = await self._call(LoadLora(next(self._numbers), path, digest))
+        assert info is not None
+        return info
+
+    async def unload(self, digest: bytes) -> None:
+        await self._call(UnloadLora(next(self._numbers), digest))
+
+    async def _call(self, message: LoadLora | UnloadLora) -> LoraInfo | None:
+        future = self._waiting[message.id] = asyncio.get_running_loop().create_future()
+        self._send(message)
+        try:
+            return await future  # type: ignore[no-any-return]
+        finally:
+            self._waiting.pop(message.id, None)
+
+    def take(self, replies: Sequence[LoraReply]) -> None:
+        """Take in replies of the engine."""
+        for reply in replies:
+            if (future := self._waiting.get(reply.id)) is None or future.done():
+                continue
+            if reply.error is None:
+                future.set_result(reply.info)
+            else:
+                future.set_exception(reply.error)
+
+    def fail(self, error: WorkerError) -> None:
+        """End the calls: their engine is gone."""
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(copy_error(error))
+
+
 class TokenEngine(ABC):
     """An engine, wherever it runs. All methods belong to one event loop."""
 
@@ -475,6 +582,14 @@ class TokenEngine(ABC):
     def replicas(self) -> Sequence[TokenEngine]:
         """The engines that it consists of."""
         return [self]
+
+    async def load_lora(self, path: str, digest: bytes = b"") -> LoraInfo:
+        """Load an adapter, while requests run; with a digest, of this content alone."""
+        raise InvalidRequestError("this engine takes adapters at its start alone: name them there", "lora")
+
+    async def unload_lora(self, digest: bytes) -> None:
+        """Let an adapter go, once the last request with it has ended."""
+        raise InvalidRequestError("this engine keeps the adapters that it was started with", "lora")
 
     @abstractmethod
     async def restart(self) -> None:

@@ -15,6 +15,7 @@ from .protocol import (
     Abort,
     Failed,
     Load,
+    LoadLora,
     Located,
     LogLine,
     ModelInfo,
@@ -24,12 +25,13 @@ from .protocol import (
     StageReport,
     StepResult,
     Submit,
+    UnloadLora,
 )
 
 T = TypeVar("T")
 HEADER = struct.Struct("<I")
 MAX_FRAME_BYTES = 1 << 28
-ToEngine = Load | Submit | Pool | Abort
+ToEngine = Load | Submit | Pool | Abort | LoadLora | UnloadLora
 FromEngine = StageReport | Located | LogLine | Failed | ModelInfo | StepResult | PoolingInfo | PoolingStep
 
 

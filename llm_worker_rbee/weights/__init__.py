@@ -5,9 +5,10 @@ from pathlib import Path
 from ..errors import ModelFileError, ModelNotFoundError, UnsupportedModelError
 from .checkpoint import PICKLE_SUFFIXES, Checkpoint, Tensor
 from .gguf import list_gguf_models, open_gguf
+from .lora import Adapter, read_adapter
 from .safetensors import open_hf
 
-__all__ = ["Checkpoint", "Tensor", "open_checkpoint"]
+__all__ = ["Adapter", "Checkpoint", "Tensor", "open_checkpoint", "read_adapter"]
 MODEL_FILES = ("config.json", "tokenizer.json")  # of a folder; one of them is enough for `inspect` and `tokenize`
 
 

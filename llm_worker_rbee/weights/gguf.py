@@ -21,6 +21,7 @@ from ..errors import ModelFileError, UnsupportedModelError
 from .checkpoint import Checkpoint, Tensor, count_values, map_file
 from .quants import BY_ID, REMOVED_TYPES
 
+PROJECTOR = "mmproj"  # in the names of files that hold no model, but the vision tower of one
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
@@ -331,8 +332,9 @@ def read_split_parts(first: GGUFFile) -> list[GGUFFile]:
 
 
 def list_gguf_models(folder: Path) -> list[Path]:
-    """Return the GGUF models of a folder: single files, and first files of split sets."""
-    names = sorted(path for path in folder.iterdir() if path.suffix.lower() == ".gguf")
+    """Return the GGUF models of a folder: single files, and first files of split sets. Projectors are none."""
+    files = (path for path in folder.iterdir() if path.suffix.lower() == ".gguf")
+    names = sorted(path for path in files if PROJECTOR not in path.name.lower())
     splits = {path: SPLIT_NAME.fullmatch(path.name) for path in names}
     return [path for path, split in splits.items() if split is None or int(split["part"]) == 1]
 

@@ -163,25 +163,27 @@ OTHER_PARTS = (
     "vision_embed_tokens",
     "embed_vision",
     "multi_modal_projector",
+    "connector",
     "audio_tower",
     "audio_model",
     "embed_audio",
     "vision_embedder",
     "audio_embedder",
 )
-TEXT_PREFIX = re.compile(r"^(model\.)?language_model\.")
+TEXT_PREFIX = re.compile(r"^(model\.)?(?:language|text)_model\.")
 
 
 def open_hf(folder: Path, *, weights: bool = True) -> Checkpoint:
     """Open a model folder; known tensors get GGUF names. `weights=False` also accepts a tokenizer or config alone."""
     config = read_json(folder / "config.json") if weights or (folder / "config.json").exists() else {}
-    tensors = _read_shards(folder) if weights or any(folder.glob("*.safetensors")) else {}
+    tensors = read_shards(folder) if weights or any(folder.glob("*.safetensors")) else {}
     metadata: dict[str, Any] = {"config": config}
     generation = folder / "generation_config.json"
     if generation.exists():
         metadata["generation_config"] = read_json(generation)
     quantization = read_quantization(_quantization_config(folder, config))
-    if isinstance(config.get("text_config"), dict):
+    if isinstance(config.get("text_config"), dict) or isinstance(config.get("vision_config"), dict):
+        metadata["vision"] = config.get("vision_config")
         metadata["config"] = config = _text_config(config)
         tensors, metadata["left_out"] = _text_tensors(tensors)
     if quantization is not None:
@@ -220,6 +222,9 @@ def _quantization_config(folder: Path, config: Mapping[str, Any]) -> object:
 
 def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the text model's configuration in a model of several parts; missing keys come from the whole's."""
+    if not isinstance(config.get("text_config"), dict):  # an old folder of Qwen2.5-VL: its keys are the whole's
+        text = {key: value for key, value in config.items() if key != "vision_config"}
+        return {**text, "model_type": f"{config.get('model_type')}_text"}
     whole = {key: value for key, value in config.items() if key != "model_type" and not key.endswith("_config")}
     return {"tie_word_embeddings": True, **whole, **config["text_config"]}
 
@@ -309,7 +314,8 @@ def gguf_name(name: str, layer_names: Mapping[str, str] = LAYER_NAMES) -> str:
     return name
 
 
-def _read_shards(folder: Path) -> dict[str, Tensor]:
+def read_shards(folder: Path) -> dict[str, Tensor]:
+    """Return all tensors of a folder by their names in the files."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         return _read_indexed(folder, read_json(index))
@@ -350,12 +356,12 @@ def _read_indexed(folder: Path, index: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: shards[file][name] for name, file in weight_map.items()}
 
 
-def read_safetensors(path: Path) -> dict[str, Tensor]:
+def read_safetensors(path: Path, max_header_bytes: int = MAX_HEADER_BYTES) -> dict[str, Tensor]:
     """Return all tensors of one file as views of its mapping; checks the header against the file size first."""
     view = map_file(path, 8)
     size = len(view)
     length = int.from_bytes(view[:8], "little")
-    if length > min(size - 8, MAX_HEADER_BYTES):
+    if length > min(size - 8, max_header_bytes):
         raise ModelFileError(f"{path.name}: a header of {length} bytes does not fit (the file has {size})")
     header = _parse_header(path, view[8 : 8 + length])
     base = 8 + length

@@ -398,7 +398,7 @@ def test_limit_defaults_are_as_documented() -> None:
         "max_queue": None, "max_queued_tokens": None, "max_body": 4 << 20,
             "max_pooling_body": 64 << 20, "job_ttl_s": 300.0,
         "shutdown_timeout_s": 30.0, "stall_timeout_s": 30.0, "ignore_unknown_fields": False,
-        "open_objects": False,
+        "open_objects": False, "allow_priority": False,
     }  # fmt: skip
     assert vars(LimitFlags()) == documented
     settings = ServerSettings(model_ref="x")

@@ -117,7 +117,7 @@ def test_answers_stay_the_same_while_engines_are_killed(tmp_path: Path, num_engi
     """Each token depends on all before it. The first rounds, undisturbed, are the measure of the others."""
     model = with_kernels(tiny_models.write_random(tmp_path / "random.gguf"))
     with (tmp_path / "log").open("wb") as log:
-        options = "--engine-restarts", "100", "--replicas", str(num_engines)
+        options = "--engine-restarts", "100", "--replicas", str(num_engines), "--allow-priority"
         running = ServeProcess("-m", model, *options, stderr=log.fileno()).ready()
     try:
         soak = Soak(running)

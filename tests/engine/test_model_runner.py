@@ -22,7 +22,7 @@ MAX_CONTEXT = 600
 def runner_of(paper: PaperScheduler) -> ModelRunner:
     config = paper.config
     cache = SimpleNamespace(block_size=config.block_size, n_slots=config.n_slots)
-    model = SimpleNamespace(ops=SimpleNamespace(has_device_memory=False))
+    model = SimpleNamespace(ops=SimpleNamespace(has_device_memory=False), adapters=None, image_parts=0)
     return ModelRunner(cast(Any, model), cast(Any, cache), config.max_batch, MAX_CONTEXT)
 
 

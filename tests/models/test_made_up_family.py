@@ -147,7 +147,7 @@ def test_parallel_blocks_copy_the_residual_stream_only_where_it_is_read_again() 
 
 
 def test_register_family_with_a_known_name_raises() -> None:
-    with pytest.raises(ValueError, match="'llama' is already that of llama"):
+    with pytest.raises(ValueError, match="'llama' already belongs to llama"):
         families.register_family(Family("other", gguf=("llama",), hf=()))
 
 

@@ -24,17 +24,20 @@ from ..ops import (
     Ints,
     KVLayer,
     Logprobs,
+    LoraSite,
     Progress,
     RopeTable,
     RouteParams,
     SampleRow,
+    SitePairs,
     StateLayer,
     TokenMask,
 )
 from . import forward, precompile, sampling
 from .experts import PackedExperts, combine_rows, grouped_linear, pack_experts, route_tokens
-from .kernels import elementwise, gated_delta, kv_layout
+from .kernels import elementwise, gated_delta, kv_layout, lora
 from .kernels.attention import NUMBERS_PER_TILE, attention_tasks, partial_bytes, split_work_task
+from .kernels.encoder import axes_angles_task
 from .kernels.kv_layout import kv_type_of, layer_addresses, padded_dim
 from .kernels.pointers import aligned
 from .kernels.program import Step
@@ -101,7 +104,16 @@ class CpuBackend(Backend):
         shapes = (conv_shape,) if matrix_shape is None else (conv_shape, matrix_shape)
         return StateLayer(*(aligned(np.zeros, (slots, *shape), np.float32) for shape in shapes))
 
+    def pack_adapter(self, site: LoraSite, pairs: SitePairs) -> lora.PackedPairs:
+        return lora.pack_pairs(site, pairs)
+
+    def place_adapter(self, site: LoraSite, slot: int, packed: lora.PackedPairs | None, num_slots: int) -> None:
+        site.packed = lora.SiteTable(site, num_slots) if site.packed is None else site.packed
+        site.packed.place(slot, packed)
+
     def compute(self, op: str, args: dict[str, Any]) -> Any:
+        if op in ("shrink", "expand"):
+            return forward.run_adapters(op, args, self.threads)
         return forward.run_alone(op, args, self.threads)
 
     def embed(self, table: PackedWeight, ids: Ints, scale: float = 1.0) -> Floats:
@@ -134,6 +146,11 @@ class CpuBackend(Backend):
         return out if bias is None else out + bias
 
     split_heads = staticmethod(reference.split_heads)
+    merge = staticmethod(reference.merge)
+    pool = staticmethod(reference.pool)
+    join = staticmethod(reference.join)
+    interpolate = staticmethod(reference.interpolate)
+    place_images = staticmethod(reference.place_images)
 
     def rope_store(
         self, q: Floats, k: Floats, v: Floats, positions: Ints, table: RopeTable, kv: KVLayer, slot_mapping: Ints
@@ -145,15 +162,16 @@ class CpuBackend(Backend):
         angles = (np.empty(tokens * pairs, np.float32) for _ in range(2))
         buffers = dict(enumerate((*angles, np.concatenate((q, k, v), axis=1, dtype=np.float32), out), Step.END))
         cos, _, qkv, queries = buffers
+        angle_task = angles_task if table.axes is None else axes_angles_task
         inputs: dict[int, NDArray[Any]] = {
-            Step.POSITIONS: positions.astype(np.int64),
+            Step.POSITIONS if table.axes is None else Step.ROPE_POSITIONS: positions.astype(np.int64),
             Step.SLOT_MAPPING: slot_mapping.astype(np.int64),
             Step.KV: layer_addresses([kv]),
         }
         kind, temperature = kv_type_of(kv), temperature_of(table)
         store = rope_store_task(0, cos, pairs, heads, kv_heads, dim, kind, qkv, queries, temperature)
         counts: dict[int, int] = {Step.TOKENS: tokens, Step.BLOCK_SIZE: kv.v.shape[2]}
-        run_step(Program([angles_task(table, cos), store]), {**inputs, **buffers}, counts, self.threads)
+        run_step(Program([angle_task(table, cos), store]), {**inputs, **buffers}, counts, self.threads)
         return out[:, :, :dim]
 
     def attention(
@@ -184,6 +202,8 @@ class CpuBackend(Backend):
             Step.KV: layer_addresses([kv]),
             **buffers,
         }
+        if params.spans and batch.spans.size:
+            entries[Step.SPANS] = batch.spans
         if partials.size:
             entries[Step.PARTIALS] = partials
         counts: dict[int, int] = {

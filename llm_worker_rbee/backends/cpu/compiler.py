@@ -197,7 +197,7 @@ class _KernelCompiler(_PartCompiler):
 
 
 def compile_part(function: Callable[..., Any], *, optimized: bool) -> Any:
-    """Return what kernels call. A constant is an argument as any other, or each would be compiled for itself."""
+    """Return a function for kernels. A constant is an argument as any other, or each would be compiled for itself."""
     pipeline = _PartCompiler if optimized else _SimplePartCompiler
     part: Any = nb.njit(pipeline_class=pipeline, **_PART_OPTIONS)(function)
     template_for = part.get_call_template
@@ -206,7 +206,7 @@ def compile_part(function: Callable[..., Any], *, optimized: bool) -> Any:
 
 
 def compile_for_python(function: Callable[..., Any]) -> Any:
-    """Return what Python calls, compiled for the argument types that it meets."""
+    """Return a function that Python calls, compiled for the argument types that it meets."""
     dispatcher: Any = nb.njit(pipeline_class=_KernelCompiler, **_OPTIONS)(function)
     dispatcher._cache = KernelCache(function)
     return dispatcher
@@ -218,7 +218,7 @@ def compile_inline(function: Callable[..., Any]) -> Any:
 
 
 def compile_native(function: Callable[..., Any], signature: Any) -> Any:
-    """Return a function with a C signature, from the cache or compiled; its `address` is that of the machine code."""
+    """Return a function with a C signature, from the cache or compiled; `address` leads to the machine code."""
     native: Any = CFunc(
         function, (signature.args, signature.return_type), {}, {"error_model": "numpy"}, pipeline_class=_KernelCompiler
     )

@@ -9,7 +9,8 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from math import isqrt, log2
 from typing import Any, cast
@@ -36,11 +37,13 @@ from ..ops import (
     TaskLabel,
     first_kv,
 )
+from .kernels import lora
+from .kernels.experts import GroupEntry
 from .kernels.kv_layout import kv_type_of, layer_addresses
 from .kernels.pointers import aligned
 from .kernels.program import Step, Table, Task
 from .kernels.quantize_activations import pad_to_panels
-from .lowering import HostCall, Lowering, fuse
+from .lowering import EXPERTS, HostCall, Lowering, fuse
 from .program import Program, new_step, run_step
 from .sampling import SAMPLE, RowTables
 
@@ -113,6 +116,48 @@ def run_alone(op: str, args: dict[str, Any], threads: int) -> Any:
     return results if len(results) > 1 else results[0]
 
 
+def adapter_entries(places: Mapping[Any, int], batch: Batch) -> tuple[dict[int, int], list[NDArray[Any]]]:
+    """Return the entries of a step about adapters, and the arrays that they point at."""
+    entries, arrays = dict[int, int](), list[NDArray[Any]]()
+    for kind, first in places.items():
+        slots, scales = batch.adapters, batch.adapter_scales
+        if kind == LOGITS:
+            slots, scales = slots[batch.logits_index], scales[batch.logits_index]
+        own: list[NDArray[Any]] = [np.ascontiguousarray(slots, np.int64), np.ascontiguousarray(scales, np.float32)]
+        if kind != EXPERTS:
+            own = lora.group_by_adapter(own[0], own[1])
+            entries[first + lora.LoraEntry.NUM_UNITS] = len(own[lora.LoraEntry.UNITS])
+        entries |= {first + i: array.ctypes.data for i, array in enumerate(own)}
+        arrays += own
+    return entries, arrays
+
+
+def run_adapters(op: str, args: dict[str, Any], threads: int) -> Floats:
+    """Compute `shrink` or `expand` by its kernels, on rows in the order of the caller."""
+    site, chosen, is_shrink = args["site"], args["experts"], op == "shrink"
+    dtype = np.int64 if site.op == "embed" and is_shrink else np.float32
+    values: NDArray[Any] = np.array(args["x" if is_shrink else "out"], dtype)
+    shape = (*(values.shape[:1] if chosen is None else chosen.shape), site.max_rank)
+    low: Floats = np.zeros(shape, np.float32) if is_shrink else np.ascontiguousarray(args["low"], np.float32)
+    kind: Any
+    kind, places, experts = LOGITS if args["index"] is not None else TOKENS, Step.END + 4, tuple[int, ...]()
+    step, arrays = new_step(places + len(lora.LoraEntry) + len(GroupEntry)), [values, low]
+    if chosen is not None:
+        kind, grouping = EXPERTS, places + len(lora.LoraEntry)
+        arrays += [np.ascontiguousarray(chosen, np.int64), np.arange(chosen.size)]
+        step[grouping], step[grouping + GroupEntry.ROWS] = arrays[3].ctypes.data, chosen.size
+        experts = grouping, Step.END + 2, chosen.shape[1], values.ndim == 3
+    step[Step.END : Step.END + len(arrays)] = [array.ctypes.data for array in arrays]
+    batch = args["batch"] if args["index"] is None else replace(args["batch"], logits_index=args["index"])
+    numbers, held = adapter_entries({kind: places}, batch)
+    for entry, number in numbers.items():
+        step[entry] = number
+    scale = args.get("scale", 1.0)
+    Program([lora.lora_task(op, site, places, Step.END, Step.END + 1, threads, experts, scale)]).run(step, threads)
+    del held  # until here
+    return low if is_shrink else values
+
+
 class CpuForward:
     """The fused forward pass of a model.
 
@@ -143,6 +188,8 @@ class CpuForward:
         self._ids: list[tuple[str, int, memoryview]] = []  # of them, those that are rows of a table
         self._logits: Floats = np.empty((0, self._num_logits), np.float32)
         self._counts: list[int] = []  # entries of numbers that tasks write
+        self._adapters: dict[int, int] = {}  # entries about adapters, for the batch
+        self._adapter_arrays: list[NDArray[Any]] = []  # that they point at
         self._hidden = graph.hidden
         self._held = ("", 0)  # KV type and tokens of the buffers
         self._partials = np.empty(0, np.uint8)  # of attention
@@ -217,9 +264,12 @@ class CpuForward:
             logits = self._logits_for(rows)
             for entry in self._counts:
                 self._entries[entry] = 0  # not counted in a step without tokens
+            for entry, value in self._adapters.items():
+                self._entries[entry] = value
             self._rows.set_rows(sampled, self._entries)
-            if batch.hidden is not None and (entry := self._lower(kv_type).hidden_in):
-                self._buffers[entry][: batch.hidden.size] = batch.hidden.reshape(-1)
+            for name, entry in self._lower(kv_type).inputs.items():
+                values = getattr(batch, name)
+                self._buffers[entry][: values.size] = values.reshape(-1)
             threads = self._threads_for(batch, kv, parts)
             for labels, part in parts:
                 if isinstance(part, HostCall):
@@ -248,7 +298,7 @@ class CpuForward:
         self._programs(kv_type)
         step = self._step_for(kv_type, pad_to_panels(max(tokens, n_logits)))
         numbers = b.ids, b.positions, b.slot_mapping, b.query_start, b.block_table, b.logits_index
-        arrays = *numbers, b.state_in, b.state_out, b.token_types
+        arrays = *numbers, b.state_in, b.state_out, b.token_types, b.rope_positions, b.spans, b.image_rows
         self._inputs = [np.ascontiguousarray(array, np.int64) for array in arrays]
         step[: Step.PARTIALS + 1] = [
             tokens,
@@ -257,17 +307,18 @@ class CpuForward:
             width,
             len(b.context_len),
             self._num_logits,
-            *(array.ctypes.data for array in self._inputs),
+            *(array.ctypes.data if array.size else 0 for array in self._inputs),
             self._kv.ctypes.data,
             self._logits.ctypes.data,
             self._partials_for(kv_type, width * block_size),
         ]
+        self._adapters, self._adapter_arrays = adapter_entries(self._lower(kv_type).adapters, b)
         self._ids = [(name, rows, getattr(batch, name).data) for name, rows in self._table_rows.items()]
         if all(held is array for held, array in zip(self._inputs, arrays, strict=True)):  # changes will be seen
             self._batch = batch
 
     def _logits_for(self, rows: int) -> Floats:
-        """Return memory for logits: that of the last step, unless an array still refers to it or it is too large."""
+        """Return memory for logits: the last step's, unless an array still refers to it or it is too large."""
         if sys.getrefcount(self._logits) > UNSHARED or not rows <= len(self._logits) <= 2 * rows:
             self._logits = np.empty((rows, self._num_logits), np.float32)
             self._entries[Step.LOGITS] = self._logits.ctypes.data

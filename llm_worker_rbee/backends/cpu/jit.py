@@ -72,7 +72,7 @@ def simple_kernel(function: Callable[..., Any]) -> KernelFunction:
 
 
 def variant(template: Any, name: str, **values: Any) -> FunctionType:
-    """Return the function with its capitals set; `name` tells its machine code from that of other variants."""
+    """Return the function with its capitals set; `name` tells its machine code from the code of other variants."""
     copy = FunctionType(template.__code__, {**template.__globals__, **values}, template.__name__)
     copy.__qualname__ = f"{template.__name__}[{name}]"
     copy.__module__ = template.__module__

@@ -12,7 +12,9 @@
     layer_norm, add_ quantize                  layer_norm: residual add, norm, activation quantization
     activate                                   activate: activation, activation quantization
     mean_rows, take                            means of each request's rows, rows of some tokens
+    merge, pool, join, interpolate, place_images   what models that see images have
     logits           quantize, matmul, soft_cap
+    shrink, expand   shrink, expand (kernels/lora.py); expand adds in place
     route                                      route
     grouped_linear   group, gather (once for each choice of experts), quantize, grouped_matmul
     combine                                    combine
@@ -32,9 +34,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..graph import Graph, Node, Rewrite, Value, apply_rewrites, have_one_eps
-from ..ops import LOGITS, REQUESTS, TOKENS, Shape
+from ..ops import ARRAYS, LOGITS, REQUESTS, TOKENS, Shape
 from .experts import grouped_tasks
-from .kernels import elementwise, encoder, experts, gated_delta, per_layer_inputs, quantize_activations
+from .kernels import elementwise, encoder, experts, gated_delta, lora, per_layer_inputs, quantize_activations
 from .kernels.attention import (
     NUMBERS_PER_TILE,
     WorkEntry,
@@ -53,7 +55,9 @@ from .kernels.rope import angles_task, rope_store_task, temperature_of
 from .linear import linear_tasks
 
 WORK_NUMBERS = ((0, np.int64),) * (len(WorkEntry) - 1)  # entries for numbers, without an array
+EXPERTS = "experts"
 COUNTS: dict[Any, Step] = {TOKENS: Step.TOKENS, LOGITS: Step.NUM_LOGITS, REQUESTS: Step.REQUESTS}
+FLOAT_INPUTS = ("hidden", "places", "images")  # arrays of a batch that a step copies to buffers
 TOKEN_ARRAYS = {"ids": Step.TOKEN_IDS, "positions": Step.POSITIONS, "token_types": Step.TOKEN_TYPES}
 
 
@@ -101,6 +105,10 @@ class _Expander:
         self._grouped_inputs = {node["x"]: node for node in graph.nodes if node.op == "grouped_linear"}
         self._readers = {value: node.op for node in graph.nodes for value in node.inputs}
         self._producers = {value: node.op for node in graph.nodes for value in node.outputs}
+        self._expanded = {node["out"]: node.output for node in graph.nodes if node.op == "expand"}
+        self._readers = {
+            value: self._readers.get(self._expanded.get(value, value), op) for value, op in self._readers.items()
+        }
         for node in graph.nodes:
             self._expand(node)
         hidden = None if graph.hidden is None else self._new(graph.hidden)
@@ -133,11 +141,25 @@ class _Expander:
             elif node.op == "combine":
                 args["groups"] = self._groups[args["x"]]
             outputs = node.outputs
+            if node.op in ("shrink", "expand") and node["experts"] is not None:
+                outputs = (self._adapter_rows(node, args),)
             if node.op == "gated" and args["gate_up"] in self._groups:
                 args["groups"], by_pairs = self._groups[args["gate_up"]], node.output
                 outputs = (Value((TOKENS, args["gate_up"].shape[1], by_pairs.shape[2])),)
                 self._replaced[by_pairs], self._groups[outputs[0]] = outputs[0], args["groups"]
             self.nodes.append(Node(node.op, args, outputs))
+
+    def _adapter_rows(self, node: Node, args: dict[str, Any]) -> Value:
+        """Return the result of an adapter of experts by rows, as they are grouped."""
+        chosen = args["experts"]
+        k = chosen.shape[1]
+        args["groups"] = groups = self._once(
+            self.nodes, "group", chosen, (TOKENS,), experts=chosen, k=k, count=args["site"].num_experts
+        )
+        args["by_rows"] = args[ARRAYS[node.op][0]] in self._groups
+        out = Value((TOKENS, experts.rows_per_token(k), node.output.shape[2]))
+        self._replaced[node.output], self._groups[out] = out, groups
+        return out
 
     def _grouped_linear(self, args: dict[str, Any]) -> Value:
         """Group the pairs and copy activations once for each choice of experts; the result is by rows."""
@@ -268,11 +290,14 @@ class Lowering:
         self.parts: list[Lowered] = []
         self._held: list[NDArray[np.float32]] = []  # arrays that tasks read
         self._geometries: set[tuple[int, int, int]] = set()  # heads, KV heads and their size, of attention
+        self.adapters: dict[Any, int] = {}  # the first `LoraEntry` for tokens, rows of logits, and tokens of experts
         self.last_uses, self.index = graph.last_uses(), 0
         for value in arguments:
             self._new(value)
-        states = {value for node in graph.nodes for value in node.inputs if value.name == "hidden"}
-        self.hidden_in = next((self._new(value) for value in states), 0)
+        values = {value.name: value for node in graph.nodes for value in node.inputs}
+        self.inputs = {name: self._new(values[name]) for name in FLOAT_INPUTS if name in values}  # entries
+        if graph.nodes[-1].op == "expand":  # adds to the logits, in place
+            self.entries[graph.nodes[-1]["out"]] = Step.LOGITS
         for self.index, node in enumerate(graph.nodes):
             lower = self._BY_OP.get(node.op)
             component, tasks = lower(self, node) if lower else ("host", self._host(node))
@@ -321,7 +346,8 @@ class Lowering:
     def _rope_angles(self, node: Node) -> tuple[str, list[Task]]:
         pairs = len(node["table"].inv_freq)
         entry = self._new(node.output, (pairs, np.float32), (pairs, np.float32))
-        return "rope_angles", [angles_task(node["table"], entry)]
+        task = angles_task if node["table"].axes is None else encoder.axes_angles_task
+        return "rope_angles", [task(node["table"], entry)]
 
     def _split_work(self, node: Node) -> tuple[str, list[Task]]:
         work = self._new(node.output, (node["n_heads"] * NUMBERS_PER_TILE, np.int64), *WORK_NUMBERS)
@@ -391,6 +417,26 @@ class Lowering:
     def _take(self, node: Node) -> tuple[str, list[Task]]:
         places = self.entries[node["x"]], self._new(node.output)
         return "pooling", [encoder.take_rows_task(*places, _width(node.output))]
+
+    def _merge(self, node: Node) -> tuple[str, list[Task]]:
+        places, task = (self.entries[node["x"]], self._new(node.output)), encoder.MERGE_TASKS[node.op]
+        return "merger", [task(*places, _width(node["x"]), node["count"])]
+
+    def _join(self, node: Node) -> tuple[str, list[Task]]:
+        x, y = node["x"], node["y"]
+        places = self.entries[x], self.entries[y], self._new(node.output)
+        return "merger", [encoder.join_task(COUNTS[x.shape[0]], *places, (_width(x), _width(y)))]
+
+    def _interpolate(self, node: Node) -> tuple[str, list[Task]]:
+        places = self.entries[node["places"]], self._new(node.output)
+        return "embedding", [encoder.interpolate_task(node["table"], *places)]
+
+    def _place_images(self, node: Node) -> tuple[str, list[Task]]:
+        tasks, x, images = list[Task](), node["x"], node["images"]
+        entry = self._overwrite(x, node.output, tasks)
+        widths = _width(x), _width(images)
+        tasks.append(encoder.place_task(entry, self.entries[images], *widths, node["part"], adds=node["adds"]))
+        return "images", tasks
 
     def _add(self, node: Node) -> tuple[str, list[Task]]:
         """Lower the residual add with the norm of the delta, both of which are done in place."""
@@ -557,6 +603,27 @@ class Lowering:
         inputs = self.entries[x], self.entries[weights], places, (self._entry(shared), self._entry(node["shared_gate"]))
         return "combine", [experts.combine_task(*inputs, self._new(out), _width(out), weights.shape[1])]
 
+    def _adapter_entries(self, kind: Any) -> int:
+        if kind not in self.adapters:
+            self.adapters[kind] = self.buffers.allocate(((0, np.int64),) * len(lora.LoraEntry))
+        return self.adapters[kind]
+
+    def _adapt(self, node: Node) -> tuple[str, list[Task]]:
+        """Lower `shrink`, or `expand`, which adds in place."""
+        site, rows, values, tasks = node["site"], self._rows_of_experts(node), node.args.get("x"), list[Task]()
+        groups = self._adapter_entries(EXPERTS if rows else node.output.shape[0])
+        if node.op == "expand":
+            places = self._overwrite(node["out"], node.output, tasks), self.entries[node["low"]]
+        else:
+            places = TOKEN_ARRAYS["ids"] if site.op == "embed" else self._entry(values), self._new(node.output)
+        scale = node.args.get("scale", 1.0)
+        return "adapters", [*tasks, lora.lora_task(node.op, site, groups, *places, self.threads, rows, scale)]
+
+    def _rows_of_experts(self, node: Node) -> tuple[int, ...]:
+        if (chosen := node["experts"]) is None:
+            return ()
+        return self.entries[node["groups"]], self.entries[chosen], chosen.shape[1], node["by_rows"]
+
     def _host(self, node: Node) -> HostCall:
         inputs = {name: self.entries[value] for name, value in node.args.items() if isinstance(value, Value)}
         return HostCall(node, inputs, tuple(self._new(value) for value in node.outputs))
@@ -564,11 +631,12 @@ class Lowering:
     _BY_OP: ClassVar[dict[str, Callable[[Lowering, Node], Any]]] = {
         "rope_angles": _rope_angles, "split_work": _split_work, "embed": _embed, "norm": _norm,
         "layer_norm": _layer_norm, "activate": _activate, "mean_rows": _mean_rows, "take": _take, "add": _add,
+        "merge": _merge, "pool": _merge, "join": _join, "interpolate": _interpolate, "place_images": _place_images,
         "rope_kv_write": _rope_kv_write, "attention": _attention, "quantize": _quantize,
         "take_columns": _take_columns, "gated": _gated, "gated_delta": _gated_delta, "sigmoid_gate": _sigmoid_gate,
         "per_layer_inputs": _per_layer_inputs, "per_layer_gate": _per_layer_gate, "causal_conv": _causal_conv,
         "linear": _linear, "route": _route, "group": _group, "gather": _gather, "grouped_matmul": _grouped_matmul,
-        "combine": _combine,
+        "combine": _combine, "shrink": _adapt, "expand": _adapt,
     }  # fmt: skip
 
 

@@ -56,7 +56,7 @@ NEEDED_BY: dict[str, Callable[[AttentionSpec], object]] = {
 def all_kernels() -> list[NativeKernel]:
     """Return every kernel of any known model."""
     kernels = _kernels_for(LAYOUT_BY_TYPE, HEADS_PER_KV_HEAD, KV_TYPES)
-    modules = "encoder", "experts", "per_layer_inputs", "causal_conv", "gated_delta"
+    modules = "encoder", "experts", "per_layer_inputs", "causal_conv", "gated_delta", "lora"
     return kernels + [kernel for name in modules for kernel in _kernels_of(name)]
 
 
@@ -110,7 +110,7 @@ def _kernels_in(value: Any) -> Iterable[NativeKernel]:
 def load_kernels(kernels: Sequence[NativeKernel], progress: Progress | None = None, *, defers_some: bool = True) -> int:
     """Load these, compiling missing ones; return the number compiled.
 
-    With `defers_some` a process of the lowest priority compiles those of `LATER`. It ends when it has, or a worker that
+    With `defers_some` a process of the lowest priority compiles `LATER`. It ends when it has, or a worker that
     answers one short prompt after the other would never have them.
     """
     missing = [kernel for kernel in kernels if not kernel.is_cached]

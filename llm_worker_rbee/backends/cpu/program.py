@@ -16,7 +16,7 @@ Profiles run a variant of the loop (TIMED) that also notes when each task ends; 
            -> pieces_per_unit * ceil(step[unit_slot] / units_per_piece) pieces
     step:  a table of integers that all tasks see (`Step`): counts first, then addresses of the batch and of buffers
 
-How many threads a backend uses is its own field. The threads are those of one pool (`ThreadPool`) for the process: a
+How many threads a backend uses is its own field. The threads belong to one pool (`ThreadPool`) for the process: a
 program that is run while another runs waits for it. A region starts in about 1 us while the threads of the pool spin,
 and the calling thread works from the first moment. A forked child makes a pool of its own.
 """

@@ -125,6 +125,14 @@ class CudaBackend(ops.Backend):
     def prepare_vector(self, values: NDArray[np.float32]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=self.torch_device)
 
+    def pack_adapter(self, site: ops.LoraSite, pairs: ops.SitePairs) -> Any:
+        device.activate(self.torch_device)  # in a thread that loads adapters
+        with device.as_memory_error():
+            return self._linear.pack_adapter(site, pairs)
+
+    def place_adapter(self, site: ops.LoraSite, slot: int, packed: Any, num_slots: int) -> None:
+        self._linear.place_adapter(site, slot, packed, num_slots)
+
     def empty_kv(self, blocks: int, block_size: int, kv_heads: int, head_dim: int, kind: str = "bfloat16") -> KVLayer:
         if kind not in KV_DTYPES:
             remedy = f"use one of {', '.join(KV_DTYPES)}"

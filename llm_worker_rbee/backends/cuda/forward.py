@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ..graph import Graph, Node, ProgramLine, op_names
-from ..ops import CAPTURING, Backend, Batch, LayerCache, Profiler, Progress, StepLimits, first_kv
+from ..ops import CAPTURING, Backend, Batch, LayerCache, LoraSite, Profiler, Progress, StepLimits, first_kv
 from . import precompile, profile
 from .cuda_graphs import CudaGraphs
 from .device import activate, as_memory_error, has_wgmma
@@ -37,6 +37,7 @@ from .lowering import (
     distinct_layers,
     fuse_graph,
     with_gate_factors,
+    without_adapters,
     without_hidden,
 )
 from .step_inputs import (
@@ -46,11 +47,12 @@ from .step_inputs import (
     Arrays,
     InputStaging,
     StepSizes,
+    adapter_arrays,
     all_logits_sizes,
     all_sizes,
     decode_sizes,
     leading_ones,
-    one_request,
+    new_requests,
     prefill_sizes,
     state_arrays,
     step_arrays,
@@ -105,7 +107,7 @@ class CapturedForward(ABC):
         """Return the fused ops with the kernels that they launch for one token and for a prompt; none is launched."""
         activate(self.device)
         kv = self._smallest_cache(kv_type)
-        steps = [self._launched(one_request(tokens, PROGRAM_BLOCK), kv) for tokens in (1, PROGRAM_TOKENS)]
+        steps = [self._launched(new_requests(tokens, PROGRAM_BLOCK), kv) for tokens in (1, PROGRAM_TOKENS)]
         lines = []
         for node, few, many in zip(self.nodes, *(map(", ".join, step) for step in steps), strict=True):
             runs = few if few == many else f"1 token: {few}; {PROGRAM_TOKENS}: {many}"
@@ -143,7 +145,7 @@ class CapturedForward(ABC):
 
     @abstractmethod
     def _sizes(self, batch: Batch, *, is_captured: bool) -> StepSizes:
-        """Return what the arrays of a step have room for; `is_captured`: it may run from a graph."""
+        """Return the size that the arrays of a step have room for; `is_captured`: it may run from a graph."""
 
     @abstractmethod
     def _launch(self, step: StepInputs, sizes: StepSizes, layers: Iterable[Any] | None = None) -> Any:
@@ -157,7 +159,7 @@ class CapturedForward(ABC):
     def launch_all(self, kv: Sequence[LayerCache], limits: StepLimits, *, every_size: bool = False) -> int:
         """Launch every kernel of steps within the limits. Return the size of the vocabulary, 0 without logits.
 
-        `every_size`: also uncaptured steps whose kernels of Triton are those of others: cuBLAS may have its own."""
+        `every_size`: also uncaptured steps that share Triton's kernels with others: cuBLAS may have its own."""
 
     def _more_arrays(self, batch: Batch, sizes: StepSizes) -> Arrays | None:
         """Return the arrays of a step that only this kind of model reads."""
@@ -229,12 +231,15 @@ class CudaForward(CapturedForward):
         *,
         batch_invariant: bool,
         keeps_hidden: bool,
+        sites: Mapping[int, LoraSite] | None = None,
     ) -> None:
+        """`sites`: of adapters, by the identities of weights; every step of this forward has adapters."""
         super().__init__(ops, device, nodes, (op for op in fused if isinstance(op, Mixer)))
-        self.launcher = Launcher(fused, device, batch_invariant=batch_invariant)
+        self.launcher = Launcher(fused, device, batch_invariant=batch_invariant, sites=sites)
+        self._num_slots = max((len(site.packed.records) for site in (sites or {}).values()), default=0)
         self.fused, self._is_tiled, self._keeps_hidden = fused, batch_invariant, keeps_hidden
         self._has_states = any(isinstance(op, GatedDelta | ShortConv) for op in fused)
-        self._max_gemv = max_gemv_tokens(fused, batch_invariant=batch_invariant)
+        self._max_gemv = 0 if sites else max_gemv_tokens(fused, batch_invariant=batch_invariant)
 
     def with_hidden(self, batch: Batch, kv: Sequence[LayerCache]) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the same step; return the hidden states of its tokens too, which the residual stream has."""
@@ -263,7 +268,8 @@ class CudaForward(CapturedForward):
         return None
 
     def _more_arrays(self, batch: Batch, sizes: StepSizes) -> Arrays | None:
-        return state_arrays(batch, sizes.tokens) if self._has_states else None
+        states = state_arrays(batch, sizes.tokens) if self._has_states else {}
+        return {**states, **adapter_arrays(batch, sizes.tokens, self._num_slots)} if self._num_slots else states
 
     def _warm_up_steps(self, kv: Sequence[LayerCache], limits: StepLimits) -> list[tuple[Batch, StepSizes]]:
         """Return steps without tokens: all are padding."""
@@ -275,9 +281,12 @@ class CudaForward(CapturedForward):
         sizes = [size for _, size in self._warm_up_steps(kv, limits)]
         layers = distinct_layers(self.fused)
         for size in (*sizes, *(uncaptured_sizes(limits, is_tiled=self._is_tiled) if every_size else ())):
-            x = self.launcher.run_layers(self._stage(NO_BATCH, size, kv), layers)
+            step = self._stage(NO_BATCH, size, kv)
+            x = self.launcher.run_layers(step, layers)
             if size.has_head:
                 self.launcher.compute_logits(self.launcher.head, x)
+            elif size.num_logits is None:
+                self.launcher.run_head(step)
         for count in all_logits_sizes(limits):
             self.launcher.run_head(self._stage(NO_BATCH, prefill_sizes(1, 0, count, is_tiled=True), kv))
         if self._keeps_hidden:
@@ -303,11 +312,14 @@ def max_gemv_tokens(ops: Sequence[FusedOp], *, batch_invariant: bool) -> int:
 
 def make_forward(recorded: Graph, ops: Backend, device: torch.device, *, batch_invariant: bool) -> CudaForward | None:
     """Return the decoder of a model; None if it has a feature that these kernels lack: then it runs unfused."""
-    graph = without_hidden(recorded)
+    graph, sites = without_hidden(recorded), dict[int, LoraSite]()
+    if graph is not None and any(node.op == "expand" for node in graph.nodes):
+        graph, sites = without_adapters(graph) or (None, {})
     program = None if graph is None else fuse_graph(graph)
     if program is None:
         return None
     if has_wgmma(device):
         program = program[0], with_gate_factors(program[1])
     keeps_hidden = recorded.hidden is not None
-    return CudaForward(ops, device, *program, batch_invariant=batch_invariant, keeps_hidden=keeps_hidden)
+    options: dict[str, Any] = {"batch_invariant": batch_invariant, "keeps_hidden": keeps_hidden, "sites": sites}
+    return CudaForward(ops, device, *program, **options)

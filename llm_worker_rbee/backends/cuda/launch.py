@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
-from ..ops import Batch, LayerCache
+from ..ops import Batch, LayerCache, LoraSite
 from .device import has_pdl, is_interpreted
 from .experts import empty_expert_activations, expert_tile, grouped_gemm, grouped_gemv
 from .kernels.attention_decode import launch_decode_attention, split_kv_config, split_kv_scratch
@@ -25,6 +25,7 @@ from .kernels.elementwise import WeightedExperts, launch_add_norm, launch_embedd
 from .kernels.experts import launch_group, launch_route, launch_router, router_is_fused
 from .kernels.gated_delta import has_chunks, launch_delta, launch_delta_chunks, launch_gate
 from .kernels.gemv import GATED, RESIDUAL
+from .kernels.lora import launch_adapter
 from .kernels.rope import CosSin, launch_rope_store
 from .linear import (
     GROUP_COLUMNS,
@@ -86,8 +87,17 @@ class StepInputs(NamedTuple):
 class Launcher:
     """Launches the fused ops of a model. It holds the residual stream of the step in progress."""
 
-    def __init__(self, ops: Sequence[FusedOp], device: torch.device, *, batch_invariant: bool) -> None:
+    def __init__(
+        self,
+        ops: Sequence[FusedOp],
+        device: torch.device,
+        *,
+        batch_invariant: bool,
+        sites: Mapping[int, LoraSite] | None = None,
+    ) -> None:
+        """`sites`: of adapters, by the identities of weights."""
         *self.layers, head = ops
+        self._sites = sites or {}
         last = self.layers[-1]
         assert isinstance(head, Logits)
         assert isinstance(last, LinearAddNorm | ExpertsAddNorm)
@@ -102,15 +112,14 @@ class Launcher:
         self.residual: Any = None
         self.layer_inputs: Any = None  # (tokens, layers * dim)
         self.mark: Callable[[str], None] = lambda component: None
+        self.pdl = False  # whether kernels start before the previous ones have ended
 
-    @property
-    def pdl(self) -> bool:
-        """Whether kernels start before the previous ones have ended: in batches of models with attention alone, not
-        beside the products of cuBLAS."""
-        first = self._mixers[0].qkv
+    def _starts_early(self, step: StepInputs) -> bool:
+        """Return whether kernels of the layers start early: in batches of models with attention alone, not beside the
+        products of cuBLAS."""
         starts = all(isinstance(op, Attention) for op in self._mixers)
-        starts = starts and self.linear.stays_packed(first, self.step.tokens)
-        return self._has_pdl and bool(self.step.takes_gemv or starts)
+        starts = starts and self.linear.stays_packed(self._mixers[0].qkv, step.tokens)
+        return self._has_pdl and bool(step.takes_gemv or starts)
 
     def reserve(self, tokens: int) -> bool:
         """Make room for the residual stream of a step; return whether its address has changed."""
@@ -126,7 +135,7 @@ class Launcher:
 
     def run_layers(self, step: StepInputs, ops: Iterable[FusedOp] | None = None) -> AnyActivations:
         """Run all layers, or `ops`; return the activations of the output head. The residual stream stays as it is."""
-        self.step = step
+        self.step, self.pdl = step, self._starts_early(step)
         self.mark("copies")
         x: Any = None
         name = ""
@@ -157,8 +166,9 @@ class Launcher:
         return activations
 
     def run_head(self, step: StepInputs) -> torch.Tensor:
-        """Return the logits of a step whose layers have run: of the tokens in "logits_index", else of all."""
-        self.step, self.residual = step, self._streams[: step.tokens]
+        """Return the logits of a step whose layers have run: of the tokens in "logits_index", else of all. Its kernels
+        are the same after layers of any size: none starts early."""
+        self.step, self.residual, self.pdl = step, self._streams[: step.tokens], False
         x = self._norm(None, self.last.norm, self.last.eps, self.head.head, index=step.arrays.get("logits_index"))
         return self.compute_logits(self.head, x)
 
@@ -224,6 +234,8 @@ class Launcher:
     def _multiply_gated(self, op: GatedLinear, x: AnyActivations, out: AnyActivations) -> Activations | None:
         """Store activation(gate) * up in the product and return it, if that is possible."""
         if op.factor is None or not (isinstance(x, Activations) and isinstance(out, Activations)):
+            return None
+        if id(op.w) in self._sites:  # the increments come before the activation
             return None
         out = out._replace(factors=self._ones[: self.step.tokens], unit=op.factor)
         return out if self.linear.multiply_gated(x, op.w, op.activation, out, pdl=self.pdl) else None
@@ -330,7 +342,7 @@ class Launcher:
         **options: Any,
     ) -> AnyActivations:
         """Add delta (splits, tokens, width) to the residual stream, and return its norm, or without one itself; with
-        `index` of these tokens alone. The options are those of `launch_add_norm`."""
+        `index` of these tokens alone. `launch_add_norm` explains the options."""
         out = self._activations(following, len(self.residual if index is None else index))
         options |= {"index": index, "pdl": self.pdl, "exact": self.linear.batch_invariant}
         launch_add_norm(delta, self.residual, norm, eps, out, **options)
@@ -361,7 +373,11 @@ class Launcher:
     def _multiply(self, name: str, x: AnyActivations, w: PackedWeight, max_splits: int = MAX_SPLITS) -> torch.Tensor:
         """Return (splits, tokens, rows), whose sum is the product."""
         if isinstance(x, Activations):
-            return self.linear.multiply(x, w, max_splits, self.pdl)
+            out = self.linear.multiply(x, w, max_splits, self.pdl)
+            if (site := self._sites.get(id(w))) is not None:
+                launch_adapter(x, out, site.packed, self.step.arrays, w.columns)
+                self.mark("adapters")
+            return out
         out = torch.empty(1, x.tokens, w.rows, device=self.device)
         launch_gemv(name, x, w, out, pdl=self.pdl)
         return out
@@ -380,7 +396,7 @@ class Launcher:
         if self._stores_interleaved(following):
             stored = self.linear.empty_activations(following, step.tokens)
             stored = stored._replace(factors=self._ones[: step.tokens])
-            self._decode(qkv, op, stored)
+            self._attend_rows(qkv, op, stored)
             return stored
         takes_rows = self.linear.takes_rows(following, step.tokens)
         make = torch.zeros if is_interpreted() else torch.empty  # padding rows are not written
@@ -394,13 +410,11 @@ class Launcher:
         return converted
 
     def _stores_interleaved(self, w: PackedWeight) -> bool:
-        """Return whether attention stores what the packed product with `w` reads: in steps that only decode, as then
-        every row is a weighted mean of values that fit float16."""
-        tokens, is_whole = self.step.tokens, w.columns % GROUP_COLUMNS == 0
-        decodes = tokens == self.step.decoding and "tile_first" not in self.step.arrays
-        return decodes and is_whole and w.is_packed and self.linear.stays_packed(w, tokens)
+        """Return whether attention stores what the packed product with `w` reads: every row is a weighted mean of
+        values, which fit float16."""
+        return w.columns % GROUP_COLUMNS == 0 and self.linear.stays_packed(w, self.step.tokens)
 
-    def _attend_rows(self, qkv: torch.Tensor, op: Attention, out: torch.Tensor) -> None:
+    def _attend_rows(self, qkv: torch.Tensor, op: Attention, out: torch.Tensor | Activations) -> None:
         if self.step.decoding:
             self._decode(qkv, op, out)
         if "tile_first" in self.step.arrays:
@@ -476,10 +490,10 @@ class Launcher:
         )
         self.mark("rope_kv_attention")
 
-    def _prefill(self, qkv: torch.Tensor, op: Attention, out: torch.Tensor) -> None:
+    def _prefill(self, qkv: torch.Tensor, op: Attention, out: torch.Tensor | Activations) -> None:
         """Rotate, store and attend for the tokens of prompts."""
         arrays, kv, rope = self.step.arrays, self.step.kv[op.layer], self.step.ropes[id(op.rope)]
-        q = torch.empty(len(out), op.n_heads, op.head_dim, dtype=query_dtype(kv.k.dtype), device=self.device)
+        q = torch.empty(self.step.tokens, op.n_heads, op.head_dim, dtype=query_dtype(kv.k.dtype), device=self.device)
         norms = op.bias, op.q_norm, op.k_norm, op.eps
         exact = self.linear.batch_invariant
         options: dict[str, Any] = {"exact": exact, "v_norm": op.v_norm, "pdl": self.pdl}

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..graph import Graph, Node, Rewrite, apply_rewrites, have_one_eps
-from ..ops import AttentionParams, GatedDeltaParams, GatedDeltaWeights, RopeTable, RouteParams
+from ..graph import Graph, Node, Rewrite, Value, apply_rewrites, have_one_eps
+from ..ops import AttentionParams, GatedDeltaParams, GatedDeltaWeights, LoraSite, RopeTable, RouteParams
 from .kernels.elementwise import ACTIVATIONS
 from .kernels.gated_delta import has_kernels
 from .kernels.gemm import SCALE_LAYOUT
@@ -333,6 +333,31 @@ def fuse_graph(graph: Graph) -> tuple[Sequence[Node], tuple[FusedOp, ...]] | Non
     norms = {node.outputs[0]: node for node in graph.nodes if node.op in ("rms_norm", "add_rms_norm")}
     ops = tuple(_fused_op(node, _following(node, readers), norms) for node in fused.nodes)
     return (fused.nodes, ops) if _is_chain(fused.nodes) else None
+
+
+def without_adapters(graph: Graph) -> tuple[Graph, dict[int, LoraSite]] | None:
+    """Return a graph without the ops of adapters, and their sites by the identities of weights; None if adapters change
+    more than dense products: these run op by op."""
+    sites: dict[int, LoraSite] = {}
+    plain: dict[Any, Any] = {}
+    products = {node.output: node for node in graph.nodes if node.op == "linear"}
+    routers = {node["logits"] for node in graph.nodes if node.op == "route"}
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        if node.op == "shrink":
+            continue
+        if node.op == "expand":
+            if (product := products.get(node["out"])) is None or node.output in routers:
+                return None
+            sites[id(product["w"])] = node["site"]
+            plain[node.output] = node["out"]
+            continue
+        args = {
+            name: plain.get(value, value) if isinstance(value, Value) else value for name, value in node.args.items()
+        }
+        nodes.append(Node(node.op, args, node.outputs))
+    hidden = None if graph.hidden is None else plain.get(graph.hidden, graph.hidden)
+    return Graph(tuple(nodes), plain.get(graph.output, graph.output), hidden), sites
 
 
 def without_hidden(graph: Graph) -> Graph | None:

@@ -13,6 +13,7 @@ from ..ops import Batch, Ints, LayerCache, StepLimits, first_kv
 from .device import is_interpreted
 from .kernels.attention_prefill import QUERY_TILE, SMALL_QUERY_TILE, query_tiles
 from .kernels.elementwise import launch_fill_pending
+from .kernels.lora import TOKENS, group_tokens, max_tiles
 
 DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 STEP_SIZES: tuple[int, ...] = (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
@@ -114,7 +115,7 @@ def all_logits_sizes(limits: StepLimits) -> list[int]:
 STAGING_INTS = 1 << 20
 STATIC_INTS = 1 << 15  # where graphs read, at first
 ALIGNMENT = 4  # int32: 16 bytes
-ARRAYS_PER_TOKEN = 14  # a bound on the values of a step without its block tables
+ARRAYS_PER_TOKEN = 18  # a bound on the values of a step without its block tables
 NO_IDS = np.empty(0, np.int64)
 NO_BATCH = Batch(
     ids=NO_IDS,
@@ -129,29 +130,31 @@ NO_BATCH = Batch(
 Arrays = Mapping[str, tuple[int, NDArray[Any], int]]  # by name: (room, values, padding of the rest of the room)
 
 
-def one_request(tokens: int, block_size: int, num_logits: int = 1) -> Batch:
-    """Return the step of a request that begins, in the first blocks of the cache."""
-    positions = np.arange(tokens)
+def new_requests(tokens: int, block_size: int, num_logits: int = 1, max_length: int | None = None) -> Batch:
+    """Return the first step of a request, or of several of at most `max_length` tokens, in the first blocks."""
+    length = tokens if max_length is None else min(tokens, max_length)
+    starts = np.append(np.arange(0, tokens, length), tokens)
+    positions, requests = np.arange(tokens) % length, len(starts) - 1
     return Batch(
         ids=np.zeros(tokens, np.int64),
         positions=positions,
         slot_mapping=positions,
-        query_start=np.array([0, tokens]),
-        context_len=np.array([tokens]),
-        block_table=np.arange(-(-tokens // block_size))[None],
-        logits_index=positions[-num_logits:],
-        state_in=np.array([-1]),
+        query_start=starts,
+        context_len=np.diff(starts),
+        block_table=np.tile(np.arange(-(-length // block_size)), (requests, 1)),
+        logits_index=np.arange(tokens)[-num_logits:],
+        state_in=np.full(requests, -1),
         state_out=np.full(tokens, -1),
         token_types=np.zeros(tokens, np.int64),
     )
 
 
 def warm_up_batches(kv: Sequence[LayerCache], limits: StepLimits) -> list[Batch]:
-    """Return steps of one request that need every kernel of a model which runs op by op, or pools."""
+    """Return steps that need every kernel of a model which runs op by op, or pools."""
     blocks, _, block_size, _ = first_kv(kv).k.shape
-    most = min(limits.max_tokens, limits.max_context, blocks * block_size)
-    counts = sorted({min(tokens, most) for tokens in (1, *STEP_SIZES)})
-    return [one_request(count, block_size, limits.max_logits) for count in counts]
+    max_length = min(limits.max_context, blocks * block_size)
+    counts = sorted({min(tokens, limits.max_tokens) for tokens in (1, *STEP_SIZES, limits.max_tokens)})
+    return [new_requests(count, block_size, limits.max_logits, max_length) for count in counts]
 
 
 def aligned(count: int) -> int:
@@ -205,6 +208,18 @@ def state_arrays(batch: Batch, size: int) -> Arrays:
         "state_out": (size, batch.state_out, -1),
         "token_request": (size, requests, -1),
         "num_requests": (1, np.array(len(batch.state_in)), 0),
+    }
+
+
+def adapter_arrays(batch: Batch, size: int, num_slots: int) -> Arrays:
+    """Return the arrays of a step of `size` tokens about its adapters."""
+    tiles = max_tiles(size, num_slots)
+    slots, tokens = group_tokens(batch.adapters)
+    scales = np.ascontiguousarray(batch.adapter_scales, np.float32).view(np.int32)
+    return {
+        "lora_slots": (tiles, slots, -1),
+        "lora_tokens": (tiles * TOKENS, tokens, -1),
+        "lora_scales": (size, scales, 0),
     }
 
 

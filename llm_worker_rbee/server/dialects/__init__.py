@@ -12,17 +12,22 @@ from typing import Any
 
 from ...errors import PayloadTooLargeError
 from ...tokenizer.chat.events import ChatOptions
+from ..batch_store import LINES, LineHead, parse_lines
 from ..bodies import Conversation, GenerateRequest, Messages, PackedIds, num_bytes
 from ..dialect import Dialect, GenerateRoute, Parse
 from ..schema import Boolean, BoundedObject, Field, ParseOptions, Text, TokenIds, decode_object, validate_body
 from . import (
     anthropic,
+    anthropic_batches,
     jobs,
     ollama,
     ollama_embed,
     ollama_models,
+    ollama_store,
     openai,
+    openai_batches,
     openai_completions,
+    openai_lora,
     openai_models,
     openai_pooling,
     openai_responses,
@@ -30,12 +35,16 @@ from . import (
 
 DIALECTS: tuple[Dialect, ...] = (
     anthropic.DIALECT,
+    anthropic_batches.DIALECT,
     jobs.DIALECT,
     ollama.DIALECT,
     ollama_embed.DIALECT,
     ollama_models.DIALECT,
+    ollama_store.DIALECT,
     openai.DIALECT,
+    openai_batches.DIALECT,
     openai_completions.DIALECT,
+    openai_lora.DIALECT,
     openai_models.DIALECT,
     openai_pooling.DIALECT,
     openai_responses.DIALECT,
@@ -110,6 +119,7 @@ def body_parsers() -> dict[str, tuple[Parse, Any]]:
         "tokenize": (parse_tokenize, dict[str, Any]),
         "detokenize": (parse_detokenize, PackedIds),
         "apply_template": (parse_apply_template, Conversation),
+        LINES: (parse_lines, list[LineHead]),
     }
     for dialect in DIALECTS:
         parsers |= {route.path: (route.parse, GenerateRequest) for route in dialect.generate} | dialect.parsers

@@ -17,7 +17,6 @@ from uuid import uuid4
 from ...engine.request import resolve_max_tokens
 from ...errors import (
     ConflictError,
-    InferenceError,
     InvalidRequestError,
     NotFoundError,
     RequestCancelledError,
@@ -52,7 +51,7 @@ from ..schema import (
     validate_body,
 )
 from ..settings import ServerSettings
-from ..sse import DONE, EventStream
+from ..sse import EventStream
 from .jobs_models import OPERATIONS, JobEvents, ModelJob, model_job, now, parse_model_job
 
 JOB_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -209,8 +208,7 @@ class Job(JobEvents):
         self._next_metrics_at = time.monotonic() + METRICS_S
         self._num_sent = self._num_held_back = 0  # tokens in token events; tokens whose text is not visible yet
 
-    async def run(self) -> None:
-        """Make all events."""
+    async def _work(self) -> None:
         generation, narrator = self.generation, self.narrator
         assert generation is not None
         assert narrator is not None
@@ -218,30 +216,24 @@ class Job(JobEvents):
         self._emit({"type": "started", "job_id": self.id, "model": model, "started_at": now(), "seed": self._seed})
         narrator.queued(self._num_others)
         events = EventFold()
-        try:
-            async for delta in generation.deltas():
-                self.num_tokens, self.decode_ms = generation.num_tokens, generation.decode_ms
-                narrator.poll()
-                text = delta.text if delta.events is None else events.add(delta.events)  # content, not reasoning
-                self._texts.append(text)
-                self._num_held_back += len(delta.tokens)
-                if text:
-                    self._emit_token(text)
-                self._emit_metrics(generation)
-                if delta.finish_reason is not None:
-                    self._stop_reason = STOP_REASONS[delta.finish_reason]
-                    if delta.stop_sequence is not None:
-                        self._stop_reason, self._stop_sequence = "STOP_SEQUENCE", delta.stop_sequence
-            self._emit(self._end_event())
-        except WorkerError as error:
-            self._fail(error)
-        except Exception as error:
-            log.request_failed(error)
-            self._fail(InferenceError(f"the job failed ({type(error).__name__})"))
-        finally:
-            self.finished_at, self.generation, self.narrator = time.monotonic(), None, None  # frees the request
-            self._texts = ["".join(self._texts)]
-            self._append(DONE)
+        async for delta in generation.deltas():
+            self.num_tokens, self.decode_ms = generation.num_tokens, generation.decode_ms
+            narrator.poll()
+            text = delta.text if delta.events is None else events.add(delta.events)  # content, not reasoning
+            self._texts.append(text)
+            self._num_held_back += len(delta.tokens)
+            if text:
+                self._emit_token(text)
+            self._emit_metrics(generation)
+            if delta.finish_reason is not None:
+                self._stop_reason = STOP_REASONS[delta.finish_reason]
+                if delta.stop_sequence is not None:
+                    self._stop_reason, self._stop_sequence = "STOP_SEQUENCE", delta.stop_sequence
+        self._emit(self._end_event())
+
+    def _release(self) -> None:
+        self.generation, self.narrator = None, None  # frees the request
+        self._texts = ["".join(self._texts)]
 
     @property
     def nbytes(self) -> int:
@@ -303,14 +295,8 @@ class Job(JobEvents):
         del end["type"]
         return {"job_id": self.id, "text": "".join(self._texts), **end, "seed": self._seed}
 
-    def state(self) -> dict[str, Any]:
-        """Return state and counts."""
-        state = "failed" if self.error is not None else "done" if self.finished_at is not None else "running"
-        if state == "running" and not self.num_tokens:
-            state = "queued"
-        if isinstance(self.error, RequestCancelledError):
-            state = "cancelled"
-        return {"job_id": self.id, "state": state, "tokens_out": self.num_tokens, "events": len(self.events)}
+    def _progress(self) -> str:
+        return "running" if self.num_tokens else "queued"
 
 
 class Jobs:

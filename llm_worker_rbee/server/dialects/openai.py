@@ -65,6 +65,8 @@ from ..schema import (
 from ..settings import ServerSettings
 from ..sse import DONE, encode_event, encode_json
 
+MAX_LORAS_EACH = 64  # adapters of a request
+
 
 def error_body(error: WorkerError) -> dict[str, Any]:
     """Return an error in the shape that the official client parses."""
@@ -130,6 +132,34 @@ class StreamOptions(FieldType):
         last = object_schema({"include_usage": flag, "continuous_usage_stats": {**flag, "const": False}})
         each = object_schema({"include_usage": {**flag, "const": True}, "continuous_usage_stats": flag})
         return {"anyOf": [last, each]}
+
+
+class LoraScales(FieldType):
+    """Adapters by their ids, with the scale of each, as in llama-server."""
+
+    def validate(self, name: str, value: Any) -> ValidationIssue | None:
+        message = f'{name} must be a list of up to {MAX_LORAS_EACH} objects {{"id": 0, "scale": 1.0}}'
+        if not isinstance(value, list) or len(value) > MAX_LORAS_EACH:
+            return ValidationIssue(name, "type", message)
+        for entry in value:
+            if not isinstance(entry, dict) or entry.keys() != {"id", "scale"}:
+                return ValidationIssue(name, "type", message)
+            if {type(entry["id"]), type(entry["scale"])} - {int, float} or entry["id"] % 1:
+                return ValidationIssue(name, "type", message)
+            if not (-1000 <= entry["scale"] <= 1000 and entry["id"] >= 0):
+                return ValidationIssue(name, "range", f"{name}: an id is 0 or more, a scale -1000 to 1000")
+        return None
+
+    def json_schema(self) -> Schema:
+        scale: Schema = {"type": "number", "minimum": -1000, "maximum": 1000}
+        entry = object_schema({"id": {"type": "integer", "minimum": 0}, "scale": scale}, "id", "scale")
+        return {**array_schema(entry), "maxItems": MAX_LORAS_EACH}
+
+    def coerce(self, value: Any) -> list[tuple[int, float]]:
+        return [(int(entry["id"]), float(entry["scale"])) for entry in value]
+
+
+LORA_SCALES = LoraScales()
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +231,7 @@ COMMON: dict[str, Field] = {
     "close_on_length": Field(Boolean(), False),
     "logprobs_mode": Field(Enum(("raw", "masked")), "raw"),
     "cache_salt": Field(Text(1), is_secret=True),
+    "lora": Field(LORA_SCALES),
     # Accepted without effect: some clients always send them.
     "metadata": Field(AnyObject()),
     "safety_identifier": Field(Text()),
@@ -213,6 +244,7 @@ REASONING: dict[str, Field] = {
     "thinking_budget_tokens": Field(integer(0, 1 << 31)),
     "chat_template_kwargs": Field(BoundedObject(), {}),
 }
+SHARED = ("model", "n", "stream", "priority", "timeout_ms", "cache_salt", "lora")  # of a body and its request
 GUIDED = ("close_on_length", "logprobs_mode")  # fields of both a body and SamplingParams
 STREAM_CONFLICT = ("stream_options", "conflict", "stream_options needs stream: true")  # for `require`
 
@@ -228,7 +260,7 @@ def shared_fields(
         values, limits, max_tokens, structured_outputs=guided, **{name: values[name] for name in GUIDED}, **extra
     )
     return {
-        **{name: values[name] for name in ("model", "n", "stream", "priority", "timeout_ms", "cache_salt")},
+        **{name: values[name] for name in SHARED},
         "params": params,
         "structured_outputs_field": field,
         "values": {"includes_usage": includes_usage, "has_continuous_usage": is_continuous},

@@ -305,7 +305,7 @@ def _check_tools(name: str, tools: Any, types: Sequence[str]) -> ValidationIssue
         kind = tool.get("type") if isinstance(tool, dict) else None
         issue, here = None, f"{name}[{i}]"
         if not isinstance(kind, str) or (kind in TOOL_TYPES and kind not in types):
-            return ValidationIssue(name, "type", f"{here}.type must be {', '.join(types)}, or that of another tool")
+            return ValidationIssue(name, "type", f"{here}.type must be {', '.join(types)}, or the type of another tool")
         if kind == "namespace":
             issue = check_function(here, {**tool, "parameters": None})
             if issue is None and tool.get("tools") is not None:

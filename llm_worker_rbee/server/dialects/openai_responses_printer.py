@@ -86,7 +86,7 @@ class LogprobQueue:
         self._entries.clear()
 
     def take(self, text: str) -> list[dict[str, Any]]:
-        """Return the log-probabilities of the next text, and drop those of markers before it."""
+        """Return the log-probabilities of the next text, and drop the ones of markers before it."""
         target = text.encode(errors="replace")
         pieces = [self._tokenizer.token_bytes(entry.token) for entry in self._entries]
         joined, starts = b"".join(pieces), accumulate(map(len, pieces), initial=0)

@@ -254,7 +254,7 @@ def test_errors_have_their_form(server: Server, locked: Server) -> None:
     long = {**SOUND, "messages": [{"role": "user", "content": "#" * CONTEXT}]}
     replies = [
         (server.post("/v1/messages", {**SOUND, "model": "claude-x"}), 404, "not_found_error", "--served-model-name"),
-        (server.http.get("/v1/messages/batches"), 404, "not_found_error", "no route"),
+        (server.http.get("/v1/messages/zap"), 404, "not_found_error", "no route"),
         (server.post("/v1/messages", long), 400, "invalid_request_error", "prompt is too long"),
         (server.post("/v1/messages/count_tokens", {"messages": 5}), 400, "invalid_request_error", "messages"),
         (httpx.post(f"{locked.url}/v1/messages", json=SOUND), 401, "authentication_error", "no API key"),

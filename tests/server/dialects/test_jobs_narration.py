@@ -60,7 +60,7 @@ def test_narration_never_precedes_started_event(start: Start, monkeypatch: pytes
 
 
 def test_narration_reports_preemption_and_resumption(start: Start) -> None:
-    server = start({"max_batch": 1})
+    server = start({"max_batch": 1}, allow_priority=True)
     first = server.job(max_tokens=LONG)
     until(lambda: server.http.get(f"/v1/jobs/{first}").json()["state"] == "running")
     waiting = server.job(max_tokens=2)
@@ -99,7 +99,7 @@ def test_narration_after_the_last_event_is_dropped(start: Start) -> None:
 
 async def _job_of(server: Server, job_id: str) -> jobs.Job:
     """Return the job object of an id."""
-    return next(one for one in gc.get_objects() if isinstance(one, jobs.Job) and one.id == job_id)
+    return next(one for one in gc.get_objects() if type(one) is jobs.Job and one.id == job_id)
 
 
 async def _told(job: jobs.Job) -> None:

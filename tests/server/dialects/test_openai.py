@@ -54,7 +54,7 @@ def test_every_chunk_may_have_the_usage_so_far(server: Server, path: str) -> Non
 def test_completion_optional_fields_are_accepted(server: Server, path: str) -> None:
     more = {
         "user": "u", "presence_penalty": 0.5, "frequency_penalty": -0.5, "top_k": 5, "min_p": 0.01, "typical_p": 0.99,
-        "repetition_penalty": 1.1, "repeat_last_n": 8, "priority": -1, "timeout_ms": 60_000, "top_p": 0.9,
+        "repetition_penalty": 1.1, "repeat_last_n": 8, "priority": 0, "timeout_ms": 60_000, "top_p": 0.9,
     }  # fmt: skip
     reply = server.post(path, {**BODIES[path], "max_tokens": 2, **more})
     assert (reply.status_code, reply.json()["usage"]["completion_tokens"]) == (200, 2)
@@ -227,3 +227,14 @@ def test_chunks_from_template_have_the_bytes_of_encoding_each(
     assert text.endswith("data: [DONE]\n\n")
     assert pairs
     assert [pair for pair in pairs if pair[0] != pair[1]] == []
+
+
+@pytest.mark.parametrize("path", [CHATS, COMPLETIONS, "/v1/responses", "/v1/jobs"])
+def test_priority_is_refused_by_name_unless_it_is_allowed(server: Server, start: Start, path: str) -> None:
+    prompts: dict[str, dict[str, Any]] = {"/v1/responses": {"input": "#"}, "/v1/jobs": {"prompt": "#", "max_tokens": 1}}
+    body = BODIES.get(path) or prompts[path]
+    reply = server.post(path, {**body, "priority": 3})
+    assert reply.status_code == 400
+    assert "--allow-priority" in reply.text
+    assert server.post(path, {**body, "priority": 0}).status_code == 200
+    assert start(allow_priority=True).post(path, {**body, "priority": 3}).status_code == 200

@@ -48,7 +48,7 @@ ACCUMULATE_ROWS: Any = None
 SplitArg = IntEnum("SplitArg", "HEADS KV_HEADS THREADS WORK", start=0)
 AttentionArg = IntEnum(
     "AttentionArg",
-    "LAYER HEADS KV_HEADS PADDED WINDOW SCALE SOFT_CAP QUERIES OUT WORK ACTIVATIONS SINKS IS_CAUSAL",
+    "LAYER HEADS KV_HEADS PADDED WINDOW SCALE SOFT_CAP QUERIES OUT WORK ACTIVATIONS SINKS IS_CAUSAL SPANS",
     start=0,
 )
 # Entries of a step from that of the work on: the address of tiles, (first token, tokens, request, first head) each; the
@@ -179,7 +179,8 @@ def rows_of(a, s, token, tokens, per_token, request):
     positions, length = i64(s[Step.POSITIONS]), 0
     if not a[AttentionArg.IS_CAUSAL]:
         length = positions[i64(s[Step.QUERY_START])[request + 1] - 1] + 1
-    return Rows(positions, token, tokens, per_token, a[AttentionArg.WINDOW], length)
+    spans = s[Step.SPANS] if a[AttentionArg.SPANS] else 0
+    return Rows(positions, token, tokens, per_token, a[AttentionArg.WINDOW], length, i64(spans), spans != 0)
 
 
 @kernel
@@ -376,7 +377,7 @@ def attention_tasks(
 ) -> list[Task]:
     """Return the attention of all tokens of a layer; entries are before `sinks` (0: no quantized results)."""
     padded, entries = kv.padded_dim(dim), (queries, out, work, activations)
-    more = 0 if sinks is None else sinks, params.causal
+    more = 0 if sinks is None else sinks, params.causal, params.spans
     args = pack_args(layer, heads, kv_heads, padded, params.window, 0, 0, *entries, *more)
     pack_floats(args, AttentionArg.SCALE, [params.scale, params.soft_cap])
     kernels = attention_kernels(heads // kv_heads, kv_type)

@@ -58,6 +58,8 @@ class Rows(NamedTuple):
     heads: int
     window: int
     length: int  # of the sequence, where rows see both sides; 0: they see what lies before them
+    spans: Any  # first and last + 1 of the positions that a token sees, or that a row sees beside those before it
+    has_spans: bool
 
 
 class Partial(NamedTuple):
@@ -74,7 +76,12 @@ class Partial(NamedTuple):
 @kernel
 def row_span(rows, r):
     """Return (first, last + 1) of the positions that row r sees; rows past the end see what the last one sees."""
-    end = rows.positions[rows.token + min(r // rows.heads, rows.tokens - 1)] + 1
+    token = rows.token + min(r // rows.heads, rows.tokens - 1)
+    end = rows.positions[token] + 1
+    if rows.has_spans:
+        if rows.length:
+            return rows.spans[2 * token], rows.spans[2 * token + 1]
+        return max(0, end - rows.window) if rows.window else 0, max(end, rows.spans[2 * token + 1])
     if rows.length:
         near = rows.window // 2 if rows.window else rows.length
         return max(0, end - 1 - near), min(rows.length, end + near)

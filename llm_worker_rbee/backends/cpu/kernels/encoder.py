@@ -1,5 +1,8 @@
 """What encoders have between products: layer norms, activations without a gate, rows of a step that are taken or added.
 
+Vision towers join or average groups of adjacent patches, look up positions between those of a table, and turn pairs of
+values by the row or by the column of a patch. A decoder puts rows of encoded images in the place of tokens.
+
 Rows are independent: a sequence has the same bits alone and in a batch. Where the next product needs int8, a task
 quantizes its rows while they are in the nearest cache.
 """
@@ -12,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ...ops import ROPE_AXES, RopeTable
 from ..jit import TaskKernel, kernel
 from . import simd as f
 from .elementwise import (
@@ -32,6 +36,11 @@ GELU, GELU_TANH, RELU, TANH = (ACTIVATIONS.index(name) for name in ("gelu", "gel
 # Arguments of each task. OUT, ACTIVATIONS (quantize the rows), BIAS and DELTA (rows that are added first) are optional.
 LayerNormArg = IntEnum("LayerNormArg", "COUNT DELTA RESIDUAL OUT ACTIVATIONS WIDTH WEIGHT BIAS EPS TWO_TERM", start=0)
 RowsArg = IntEnum("RowsArg", "SOURCE OUT WIDTH", start=0)
+AxesArg = IntEnum("AxesArg", "COS INV_FREQ AXES PAIRS SCALE", start=0)
+PoolArg = IntEnum("PoolArg", "SOURCE OUT WIDTH COUNT", start=0)
+JoinArg = IntEnum("JoinArg", "X Y OUT X_WIDTH Y_WIDTH", start=0)
+InterpolateArg = IntEnum("InterpolateArg", "TABLE PLACES OUT ROWS COLUMNS WIDTH", start=0)
+PlaceArg = IntEnum("PlaceArg", "X IMAGES WIDTH IMAGE_WIDTH FIRST ADDS", start=0)
 
 
 @kernel
@@ -141,7 +150,75 @@ def take_rows(args, step, piece):
         out[piece * width + i] = x[row * width + i]
 
 
+def axes_angles(args, step, piece):
+    """Write cos and sin of some tokens, each pair's of the position on its own axis: (tokens, pairs)."""
+    a, s = i64(args), i64(step)
+    pairs, scale, axes = a[AxesArg.PAIRS], np.float32(f64(args)[AxesArg.SCALE]), i64(a[AxesArg.AXES])
+    inv_freq, cos, sin = f32(a[AxesArg.INV_FREQ]), f32(s[a[AxesArg.COS]]), f32(s[a[AxesArg.COS] + 1])
+    for t in range(piece * TOKENS_PER_PIECE, min(s[Step.TOKENS], (piece + 1) * TOKENS_PER_PIECE)):
+        for i in range(pairs):
+            position = i64(s[Step.ROPE_POSITIONS])[t * ROPE_AXES + axes[i]]
+            angle = np.float32(position) * inv_freq[i]
+            cos[t * pairs + i] = scale * np.float32(math.cos(angle))
+            sin[t * pairs + i] = scale * np.float32(math.sin(angle))
+
+
+def pool_rows(args, step, piece):
+    """Write the mean of a group of adjacent rows, added in their order."""
+    a, s = i64(args), i64(step)
+    width, count, x, out = a[PoolArg.WIDTH], a[PoolArg.COUNT], f32(s[a[PoolArg.SOURCE]]), f32(s[a[PoolArg.OUT]])
+    first = i64(s[Step.LOGITS_INDEX])[piece] * count
+    for i in range(width):
+        total = x[first * width + i]
+        for row in range(first + 1, first + count):
+            total += x[row * width + i]
+        out[piece * width + i] = total / np.float32(count)
+
+
+def join_rows(args, step, piece):
+    """Write a row of x, and that of y behind it."""
+    a, s = i64(args), i64(step)
+    x, y, out = f32(s[a[JoinArg.X]]), f32(s[a[JoinArg.Y]]), f32(s[a[JoinArg.OUT]])
+    left, right = a[JoinArg.X_WIDTH], a[JoinArg.Y_WIDTH]
+    to = piece * (left + right)
+    for i in range(left):
+        out[to + i] = x[piece * left + i]
+    for i in range(right):
+        out[to + left + i] = y[piece * right + i]
+
+
+def interpolate(args, step, piece):
+    """Write the vector at the place of a patch between four of a table."""
+    a, s = i64(args), i64(step)
+    table, places, out = f32(a[InterpolateArg.TABLE]), f32(s[a[InterpolateArg.PLACES]]), f32(s[a[InterpolateArg.OUT]])
+    rows, columns, width = a[InterpolateArg.ROWS], a[InterpolateArg.COLUMNS], a[InterpolateArg.WIDTH]
+    row, column = math.floor(places[2 * piece]), math.floor(places[2 * piece + 1])
+    down, right = places[2 * piece] - np.float32(row), places[2 * piece + 1] - np.float32(column)
+    up, left = np.float32(1) - down, np.float32(1) - right
+    next_row, next_column = min(row + 1, rows - 1), min(column + 1, columns - 1)
+    a_at, b_at = (row * columns + column) * width, (row * columns + next_column) * width
+    c_at, d_at = (next_row * columns + column) * width, (next_row * columns + next_column) * width
+    for i in range(width):
+        above = table[a_at + i] * left + table[b_at + i] * right
+        below = table[c_at + i] * left + table[d_at + i] * right
+        out[piece * width + i] = above * up + below * down
+
+
+def place_images(args, step, piece):
+    """Write, or add, some columns of an image's row over the row of its token."""
+    a, s = i64(args), i64(step)
+    row, width = i64(s[Step.IMAGE_ROWS])[piece], a[PlaceArg.WIDTH]
+    if row < 0:
+        return
+    x, images = f32(s[a[PlaceArg.X]]), f32(s[a[PlaceArg.IMAGES]])
+    at, to = row * a[PlaceArg.IMAGE_WIDTH] + a[PlaceArg.FIRST], piece * width
+    for i in range(width):
+        x[to + i] = images[at + i] + (x[to + i] if a[PlaceArg.ADDS] else np.float32(0))
+
+
 LAYER_NORM, ACTIVATE, MEAN_ROWS, TAKE_ROWS = map(TaskKernel, (layer_norm, activate, mean_rows, take_rows))
+AXES_ANGLES, POOL_ROWS, JOIN_ROWS = map(TaskKernel, (axes_angles, pool_rows, join_rows))
+INTERPOLATE, PLACE_IMAGES = map(TaskKernel, (interpolate, place_images))
 
 
 def layer_norm_task(
@@ -174,3 +251,39 @@ def mean_rows_task(source: int, out: int, width: int) -> Task:
 def take_rows_task(source: int, out: int, width: int) -> Task:
     """Return the copy of the rows of LOGITS_INDEX; the arguments are entries and the width."""
     return Task(TAKE_ROWS, pack_args(source, out, width), 1, Step.NUM_LOGITS, 1)
+
+
+def axes_angles_task(rope: RopeTable, cos: int) -> Task:
+    """Return the task that writes the angles of all tokens: cosines to the entry `cos`, sines to the next."""
+    assert rope.axes is not None
+    args = pack_args(cos, rope.inv_freq, rope.axes, len(rope.inv_freq), 0)
+    return Task(AXES_ANGLES, pack_floats(args, AxesArg.SCALE, [rope.scale]), 1, Step.TOKENS, TOKENS_PER_PIECE)
+
+
+def merge_task(source: int, out: int, width: int, count: int) -> Task:
+    """Return the copy of groups of `count` rows, by the numbers of groups in LOGITS_INDEX."""
+    return Task(TAKE_ROWS, pack_args(source, out, width * count), 1, Step.NUM_LOGITS, 1)
+
+
+def pool_task(source: int, out: int, width: int, count: int) -> Task:
+    """Return the means of groups of `count` rows, by the numbers of groups in LOGITS_INDEX."""
+    return Task(POOL_ROWS, pack_args(source, out, width, count), 1, Step.NUM_LOGITS, 1)
+
+
+def join_task(count: int, x: int, y: int, out: int, widths: tuple[int, int]) -> Task:
+    """Return the task that joins the rows of two entries."""
+    return Task(JOIN_ROWS, pack_args(x, y, out, *widths), 1, count, 1)
+
+
+def interpolate_task(table: Any, places: int, out: int) -> Task:
+    """Return the lookup of the places of all tokens in a table, (rows, columns, width)."""
+    return Task(INTERPOLATE, pack_args(table, places, out, *table.shape), 1, Step.TOKENS, 1)
+
+
+def place_task(x: int, images: int, width: int, image_width: int, part: int, *, adds: bool) -> Task:
+    """Return the task that changes the rows of x, in place."""
+    args = pack_args(x, images, width, image_width, part * width, adds)
+    return Task(PLACE_IMAGES, args, 1, Step.TOKENS, 1)
+
+
+MERGE_TASKS = {"merge": merge_task, "pool": pool_task}

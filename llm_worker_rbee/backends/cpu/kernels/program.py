@@ -66,6 +66,9 @@ class Step(IntEnum):
     STATE_IN = auto()
     STATE_OUT = auto()
     TOKEN_TYPES = auto()
+    ROPE_POSITIONS = auto()
+    SPANS = auto()  # or 0
+    IMAGE_ROWS = auto()
     KV = auto()  # for each layer: keys, values, their scales; or the parts of its states
     LOGITS = auto()  # (N, vocabulary)
     PARTIALS = auto()  # results of blocks of keys, if decode attention may be split (attention.py); or 0

@@ -125,12 +125,18 @@ def store_heads(y, t, heads, mask, outputs, width, DIM: tl.constexpr, FORM: tl.c
         mask = mask[:, None]
         if SIZE != DIM:
             mask = mask & (i < DIM)[None, :]
-        if FORM == INTERLEAVED:
-            at = interleaved_offset(t, column // 32, column % 32, tokens, width // (32 * GROUP_BLOCKS))
-            y = tl.minimum(tl.maximum(y, -MAX_HALF), MAX_HALF)
-        else:
-            at = t * width + column
-        tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
+        store_values(y, t, column, mask, out, tokens, width, FORM)
+
+
+@triton.jit
+def store_values(y, t, column, mask, out, tokens, width, FORM: tl.constexpr):
+    """Store columns of tokens in any dtype, or interleaved (gemm.py) as float16."""
+    if FORM == INTERLEAVED:
+        at = interleaved_offset(t, column // 32, column % 32, tokens, width // (32 * GROUP_BLOCKS))
+        y = tl.minimum(tl.maximum(y, -MAX_HALF), MAX_HALF)
+    else:
+        at = t * width + column
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -601,7 +607,7 @@ def launch_decode_attention(
     interleaved activations have factors of 1."""
     form = INT8 if isinstance(out, Int8Activations) else INTERLEAVED if isinstance(out, Activations) else ROWS
     out = out.values if isinstance(out, Activations) else out
-    scale, window, cap, _ = op.params
+    scale, window, cap = op.params[:3]
     (kv_heads, block_size), item, is_shared = kv.k.shape[1:3], kv.k.element_size(), op.n_kv_heads == 0
     common = (
         qkv, rope.cos, rope.sin, rope.q_scale, kv.k, kv.v, block_tables, table_width, positions, *scratch,

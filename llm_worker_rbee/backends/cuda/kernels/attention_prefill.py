@@ -16,8 +16,8 @@ import triton.language as tl
 
 from ...ops import AttentionParams, Ints, KVLayer
 from ..device import HOPPER_SHARED_BYTES, is_interpreted, pdl_options, shared_memory_bytes
-from ..packed_weight import E4M3
-from .attention_decode import WIDE_HEAD_BYTES, cap_scores
+from ..packed_weight import E4M3, Activations
+from .attention_decode import INTERLEAVED, ROWS, WIDE_HEAD_BYTES, cap_scores, store_values
 from .intrinsics import launch_next, wait_for_previous
 from .rope import padded_dim
 
@@ -104,9 +104,10 @@ def is_visible(keys, queries, end, WINDOW: tl.constexpr, CAUSAL: tl.constexpr):
 
 @triton.jit
 def attend_tile(
-    q, k_cache, v_cache, block_tables, table_width, query_start, context_len, request, first, out, scale,
+    q, k_cache, v_cache, block_tables, table_width, query_start, context_len, request, first, out, tokens, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, P: tl.constexpr, TILE_QUERIES: tl.constexpr,
     TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, sinks=None, CAUSAL: tl.constexpr = True,
+    FORM: tl.constexpr = ROWS,
 ):  # fmt: skip
     """Attend with the queries of a request from its first-th of this step on."""
     SIZE: tl.constexpr = padded_dim(DIM)
@@ -116,11 +117,11 @@ def attend_tile(
     past = tl.load(context_len + request) - count  # keys of earlier steps
     m = first + tl.arange(0, TILE_QUERIES)
     i = tl.arange(0, SIZE)
-    rows = (start + m).to(tl.int64)[:, None] * (HEADS * DIM) + head * DIM + i[None, :]
+    row, column = (start + m).to(tl.int64)[:, None], head * DIM + i[None, :]
     query_mask = (m < count)[:, None]
     if SIZE != DIM:
         query_mask = query_mask & (i < DIM)[None, :]
-    queries = tl.load(q + rows, mask=query_mask, other=0.0)
+    queries = tl.load(q + (row * (HEADS * DIM) + column), mask=query_mask, other=0.0)
     table = block_tables + request * tl.load(table_width)
     kv_head = head // (HEADS // KV_HEADS)
     query_positions = past + m
@@ -149,17 +150,18 @@ def attend_tile(
         )  # fmt: skip
     if sinks is not None:
         l_i += tl.exp(tl.load(sinks + head) - m_i)
-    tl.store(out + rows, (acc / l_i[:, None]).to(out.dtype.element_ty), mask=query_mask)
+    store_values(acc / l_i[:, None], row, column, query_mask, out, tokens, HEADS * DIM, FORM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def prefill_attention(
     q, k_cache, v_cache, block_tables, table_width, query_start, context_len, num_tiles, tile_request, tile_first, out,
-    scale, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, P: tl.constexpr, TILE_QUERIES: tl.constexpr,
-    TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, sinks=None, CAUSAL: tl.constexpr = True,
-    PDL: tl.constexpr = False,
+    tokens, scale, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, P: tl.constexpr,
+    TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, sinks=None,
+    CAUSAL: tl.constexpr = True, PDL: tl.constexpr = False, FORM: tl.constexpr = ROWS,
 ):  # fmt: skip
-    """Attend with TILE_QUERIES queries of request tile_request[tile], from its tile_first[tile]-th of this step on.
+    """Attend with TILE_QUERIES queries of request tile_request[tile], from its tile_first[tile]-th of this step on; the
+    step has `tokens`.
 
     Program (i, head) has tiles i, i + programs, .. of num_tiles[0]. block_tables (requests, table_width[0]). `sinks`
     (HEADS) join the denominators of the softmax."""
@@ -168,8 +170,8 @@ def prefill_attention(
     for tile in range(tl.program_id(0), tl.load(num_tiles), tl.num_programs(0)):
         attend_tile(
             q, k_cache, v_cache, block_tables, table_width, query_start, context_len, tl.load(tile_request + tile),
-            tl.load(tile_first + tile), out, scale, HEADS, KV_HEADS, DIM, P, TILE_QUERIES, TILE_KEYS, WINDOW, CAP,
-            sinks, CAUSAL,
+            tl.load(tile_first + tile), out, tokens, scale, HEADS, KV_HEADS, DIM, P, TILE_QUERIES, TILE_KEYS, WINDOW,
+            CAP, sinks, CAUSAL, FORM,
         )  # fmt: skip
 
 
@@ -199,16 +201,17 @@ def launch_prefill_attention(
     kv: KVLayer,
     tiles: QueryTiles,
     params: AttentionParams,
-    out: torch.Tensor,
+    out: torch.Tensor | Activations,
     sinks: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """Attend with queries (tokens, heads, dim); out (tokens, heads * dim)."""
+    """Attend with queries (tokens, heads, dim); out (tokens, heads * dim), or interleaved with factors of 1."""
+    values, form = (out.values, INTERLEAVED) if isinstance(out, Activations) else (out, ROWS)
     (_, heads, dim), (kv_heads, block_size) = q.shape, kv.k.shape[1:3]
     keys, stages = prefill_tile(shared_memory_bytes(q.device), dim, q.element_size())
     warps = 4 if dim * q.element_size() <= WIDE_HEAD_BYTES else 8
     prefill_attention[(tiles.programs, heads)](
-        q, kv.k, kv.v, *tiles[2:], out, params.scale, heads, kv_heads, dim, block_size, tiles.queries, keys,
-        params.window, params.soft_cap, sinks, params.causal, pdl, num_warps=warps, num_stages=stages,
-        **pdl_options(pdl),
+        q, kv.k, kv.v, *tiles[2:], values, len(values), params.scale, heads, kv_heads, dim, block_size, tiles.queries,
+        keys, params.window, params.soft_cap, sinks, params.causal, pdl, form.value, num_warps=warps,
+        num_stages=stages, **pdl_options(pdl),
     )  # fmt: skip

@@ -70,7 +70,7 @@ def add_rms_norm_rows(
     row index[t], and the stream ends here. With `out_scales`, activations are int8 blocks. `stream_scale`
     multiplies the stream. Without `norm` the stream itself is stored.
 
-    With `weights` (tokens, K), parts are those of the K experts of a token, (tokens, K, width), and `shared`, times the
+    With `weights` (tokens, K), parts are the K experts' results of a token, (tokens, K, width), and `shared`, times the
     sigmoid of its gate, that of the expert of all tokens; `sum_norm` is the weight of a norm of the experts' sum alone,
     `shared_norm` of one of `shared`."""
     t = tl.program_id(0).to(tl.int64)
