@@ -175,6 +175,8 @@ class Front(ABC):
             raise ModelLoadingError("the model is loading", LOADING_RETRY_S)
 
     def _publish_stage(self, stage: Stage) -> None:
+        if self.state != "loading":  # an engine that is being stopped still reports
+            return
         event = {"stage": stage.stage, "done": stage.done, "total": stage.total, "seconds": round(stage.seconds, 6)}
         self._publish(event if stage.detail is None else event | {"detail": stage.detail})
 
