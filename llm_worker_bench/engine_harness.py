@@ -178,10 +178,8 @@ class EngineHarness:
         """Return the seconds of `count` steps, after `uncounted` ones: each prefills whole prompts, fresh ones, and
         decodes a token of each of `decoding` requests that have `depth` tokens at first."""
         total = uncounted + count
-        self._fill_cache(depth - depth % self.engine.config.block_size, decoding)
         tokens = 2 * total + self._spare_tokens  # a decode step may come before each of the steps
-        running = [_request(ids[: max(1, depth)].tolist(), tokens) for ids in self.ids[:decoding]]
-        self._start(running)
+        running = self._start_decoding(depth, decoding, tokens)
         seconds = [self._time_step(self._fresh_requests(prompts, prompt_tokens, 1), running) for _ in range(total)]
         self._abort(running)
         return seconds[uncounted:]
@@ -226,6 +224,21 @@ class EngineHarness:
         """Put whole blocks of the first `batch` sequences into the prefix cache, as the most recently used ones."""
         if depth:
             self._start([_request(ids[: depth + 1].tolist(), 1) for ids in self.ids[:batch]])
+
+    def _start_decoding(self, depth: int, batch: int, tokens: int) -> list[Request]:
+        """Return requests of `depth` tokens (at 0 one stands for the BOS token) that have begun to decode.
+
+        The step that starts them computes one token of each behind cached blocks: a budget of `batch` tokens is enough,
+        and none is ahead of the others.
+        """
+        size = self.engine.config.block_size
+        cached = max(0, depth - 1) // size * size
+        self._fill_cache(cached, batch)
+        requests = [_request(ids[: cached + 1].tolist(), depth - cached + tokens) for ids in self.ids[:batch]]
+        self._start(requests)
+        while any(request.num_tokens <= depth for request in requests):
+            self._step()
+        return requests
 
     def _start(self, requests: Sequence[Request]) -> None:
         """Submit all requests and step until each has its first token."""

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from llm_worker_bench.engine_harness import EngineHarness
+from llm_worker_bench.engine_harness import MAX_STARTING_STEPS, EngineHarness
 from llm_worker_rbee import LLM
 from llm_worker_rbee.engine import engine as serving
 from llm_worker_rbee.engine.request import ScheduledTokens
@@ -78,6 +78,16 @@ def test_time_prefill_steps_of_bounded_steps(llm: LLM) -> None:
         InvalidRequestError, match=r"answers of 3 tokens ended before a prompt of 50 was prefilled.*--target"
     ):
         harness.time_prefill_steps(harness.ids[2, 10:60].tolist(), beside, 3)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 30, 32, 33])
+def test_time_steps_of_as_many_requests_as_the_token_budget(
+    llm: LLM, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them begin in one step, however many tokens they have behind their last whole block."""
+    monkeypatch.setitem(MAX_STARTING_STEPS, False, 0)
+    harness = EngineHarness(llm.model, 48, batch=48, max_step_tokens=48)
+    assert len(harness.time_steps(0, 0, 48, depth, 1, 3)) == 3
 
 
 def test_speculative_outputs_are_equal_in_fewer_steps(llm: LLM) -> None:
