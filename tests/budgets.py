@@ -225,7 +225,7 @@ LOG: tuple[Raise, ...] = (
     Raise(45, "lines of llm_worker_bench", 2, "images"),
     Raise(45, "lines of the worker", 2_068, "images: the above"),
     Raise(45, "files of the worker", 10, "images: the above"),
-    Raise(46, "lines of llm_worker_bench", 12, "steps of as many requests as the token budget begin at once"),
+    Raise(46, "lines of llm_worker_bench", 13, "steps of as many requests as the token budget begin at once"),
 )
 
 FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the folders that have a row of their own
@@ -247,7 +247,7 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "llm_worker_rbee/token_engine": (Budget(2_499, 2_843), Budget(16, 14)),
     "llm_worker_rbee/tokenizer": (Budget(4_633, 4_718), Budget(17, 17)),
     "llm_worker_rbee/weights": (Budget(4_502, 5_181), Budget(18, 20)),
-    "llm_worker_bench": (Budget(11_209, 11_570), Budget(55, 55)),
+    "llm_worker_bench": (Budget(11_209, 11_571), Budget(55, 55)),
     "llm_worker_bench/commands": (Budget(1_806, 1_972), Budget(10, 11)),
     "benchmarks": (Budget(1_892, 2_652), Budget(12, 15)),
     "benchmarks/claims": (Budget(2_743, 2_717), Budget(14, 14)),

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from benchmarks.pages import programs
-from llm_worker_rbee.cli import load_command
+from llm_worker_rbee.cli import COMMANDS, load_command
+from llm_worker_rbee.server.openapi import all_operations
 from tests.helpers.tiny_encoders import write_encoder
 
 ROOT = Path(__file__).parent.parent
@@ -108,6 +109,23 @@ def test_page_of_embeddings_shows_commands_and_python_that_work(tmp_path: Path) 
     exec(code.replace("top_n=2", "top_n=2, truncate=True"), names)
     assert names["rows"].shape == (3, names["embedder"].dimension)
     assert 0 <= names["best"] < 3
+
+
+def test_page_for_users_of_other_servers_names_what_exists() -> None:
+    """The last column of its tables: commands, options of `serve`, routes of the OpenAPI document."""
+    text = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|(?! ---| what ).*\| ([^|]+) \|$", text, re.MULTILINE)
+    options = {option for param in load_command("serve").params for option in param.opts}
+    named = {word for row in rows for word in re.findall(r"`(--[\w-]+)", row)}
+    assert len(named) > 25
+    assert named <= options
+    commands = {
+        word for row in rows[: rows.index("`--host`, `--port` (8080)")] for word in re.findall(r"`([a-z]+)", row)
+    }
+    assert commands <= {name.split()[0] for name in COMMANDS} | {"run"}
+    routes = {word for row in rows for word in re.findall(r"`(/[\w/-]+)`", row)}
+    assert len(routes) > 25
+    assert routes <= {path for _, path, _ in all_operations(has_pool=True)}
 
 
 def test_page_of_the_engine_shows_its_code() -> None:
