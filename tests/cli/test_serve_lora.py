@@ -99,9 +99,11 @@ def test_request_names_adapters_with_scales(serve: Serve, folder: Path, expected
     assert text(running) == expected["two"]
     assert text(running, model="one") == expected["one"]
     assert text(running, lora=[]) == expected[""]
-    for wrong in ([{"id": 2, "scale": 1}], [{"id": 0}], [{"id": 0, "scale": 1}] * 2, [{"id": 0, "scale": 1e9}], {}):
-        assert running.http.post("/v1/completions", json={**OPTIONS, "lora": wrong}).status_code == 400
-        assert running.http.post("/lora-adapters", json=wrong).status_code == 400
+    unknown = [{"id": 2, "scale": 1}]
+    malformed: list[Any] = [[{"id": 0}], [{"id": 0, "scale": 1}] * 2, [{"id": 0, "scale": 1e9}], {}]
+    for wrong, status in ((unknown, 404), *((wrong, 400) for wrong in malformed)):
+        assert running.http.post("/v1/completions", json={**OPTIONS, "lora": wrong}).status_code == status
+        assert running.http.post("/lora-adapters", json=wrong).status_code == status
     conflict = running.http.post("/v1/completions", json={**OPTIONS, "model": "one", "lora": [{"id": 1, "scale": 1}]})
     assert conflict.status_code == 400
 
