@@ -500,7 +500,14 @@ class LoraSpec:
     name: str
     path: str
     scale: float = 1.0
-    digest: bytes = b""  # of the content that it had; one that has changed since, or is gone, is left out
+
+
+class LoraUse(NamedTuple):
+    """An adapter of a request; without a digest it is what the file holds when it is read."""
+
+    path: str
+    digest: bytes = b""  # of its content
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,37 +14,46 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, NamedTuple
 
-from .config import EngineConfig, LoraSpec
+from .config import EngineConfig, LoraSpec, LoraUse
 from .engine.request import NO_TOKEN, resolve_max_tokens
 from .engine.sampler import draw_seed
 from .errors import InvalidRequestError
 from .sampling_params import FinishReason, SamplingParams, TokenLogprob
-from .token_engine.protocol import LoraUse, ModelInfo, RequestState, RequestStream, Submit, TokenEngine, TokenOutput
+from .token_engine.protocol import (
+    LoraInfo,
+    ModelInfo,
+    RequestState,
+    RequestStream,
+    Submit,
+    TokenEngine,
+    TokenOutput,
+    request_ids,
+)
 from .tokenizer import Detokenizer, Tokenizer
 from .tokenizer.chat.events import ChatEvent, ToolCall, ToolCallEnd
 from .tokenizer.chat.parser import ChatParser
 
 MAX_SCALE = 1000.0  # of an adapter
-_request_ids = count(1)
 
 
 class NamedLora(NamedTuple):
     """An adapter by the name that requests use, with its own scale."""
 
     name: str
-    path: str
+    path: str  # as it was given
     scale: float
-    digest: bytes
-    rank: int
+    info: LoraInfo
+
+    def use(self, scale: float) -> LoraUse:
+        return LoraUse(self.info.path, self.info.digest, scale)
 
 
 def named_loras(specs: Sequence[LoraSpec], info: ModelInfo) -> dict[str, NamedLora]:
     """Return the adapters that an engine was loaded with, by their names."""
     pairs = zip(specs, info.loras, strict=True)
-    return {spec.name: NamedLora(spec.name, spec.path, spec.scale, i.digest, i.rank) for spec, i in pairs if i}
+    return {spec.name: NamedLora(spec.name, spec.path, spec.scale, own) for spec, own in pairs}
 
 
 def check_lora_scale(scale: Any) -> float:
@@ -318,7 +327,7 @@ def make_generations(
     eos_ids = sorted(tokenizer.eos_ids)
     submissions = [
         Submit(
-            id=next(_request_ids),
+            id=next(request_ids),
             prompt=prompt,
             params=params,
             max_tokens=max_tokens,

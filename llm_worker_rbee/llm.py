@@ -21,7 +21,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, overload
 
-from .config import LoadOptions, LoraSpec
+from .config import LoadOptions, LoraSpec, LoraUse
 from .engine.engine import Engine
 from .engine.kv_store import check_folder
 from .errors import InvalidRequestError, RequestCancelledError, WorkerError
@@ -32,12 +32,7 @@ from .sampling_params import MAX_COMPLETIONS, SamplingParams, StructuredOutputsP
 from .text_model import TextModel, open_tokenizer
 from .token_engine.engine_loop import EngineLoop
 from .token_engine.launch import model_info
-from .token_engine.protocol import (
-    LoraUse,
-    RequestState,
-    StepResult,
-    TokenOutput,
-)
+from .token_engine.protocol import RequestState, StepResult, TokenOutput
 from .tokenizer.chat.events import ChatOptions, EventFold, Tool, ToolCall, thinking_variables
 from .tokenizer.chat.parser import ChatParser
 from .tokenizer.chat.template import Message
@@ -261,7 +256,7 @@ class LLM(TextModel):
             if name not in self.loras:
                 names = ", ".join(map(repr, self.loras)) or "none"
                 raise InvalidRequestError(f"there is no adapter {name[:100]!r}: there are {names}", "lora")
-            uses.append(LoraUse(self.loras[name].digest, check_lora_scale(scale)))
+            uses.append(self.loras[name].use(check_lora_scale(scale)))
         return [use for use in uses if use.scale]
 
     def _run_streams(self, streams: Sequence[Stream], progress: bool | None) -> list[Completion]:

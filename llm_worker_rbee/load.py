@@ -30,7 +30,7 @@ from .engine.memory_plan import DEFAULT_LORA_RANK, KVCacheBudget, Placement, pla
 from .engine.mtp import MtpDrafter
 from .engine.speculative import Drafter, DraftModel
 from .engine.state_pool import SLOTS_PER_REQUEST
-from .errors import InvalidRequestError, ModelFileError, WorkerError, human_bytes
+from .errors import InvalidRequestError, human_bytes
 from .layers.attention import Attention
 from .models import (
     ModelAdapters,
@@ -50,7 +50,7 @@ from .sampling_params import SamplingDefaults
 from .structured_outputs.grammar import GrammarCompiler
 from .text_model import open_tokenizer
 from .tokenizer import Tokenizer
-from .weights import Adapter, Checkpoint, open_checkpoint, read_adapter
+from .weights import Checkpoint, open_checkpoint, read_adapter
 from .weights.hub import Progress, locate_adapter, locate_model, model_files
 from .weights.quant_mix import quant_name
 
@@ -117,7 +117,7 @@ class LoadedModel:
     draft_model: Transformer | None
     mtp_head: MtpHead | None
     file_facts: list[list[int]]  # of the model's files when they were opened; empty where nothing is kept on disk
-    loras: list[tuple[Path, PackedAdapter] | None]  # in the order of the options; None: left out
+    loras: list[PackedAdapter]  # in the order of the options
 
 
 @machine.without_collection()
@@ -146,7 +146,7 @@ def load(
             require_decoder(opened)
         if options.has_mtp:
             require_head(checkpoint, read_model_config(checkpoint))
-        options, adapters = _read_adapters(options, phases)
+        options, adapter_paths = _plan_adapters(options, phases)
         placed = place_model(backend, [checkpoint] if draft is None else [checkpoint, draft], options)
     on_located(path)
     tokenizer = None
@@ -157,7 +157,7 @@ def load(
                 _check_same_vocabulary(tokenizer, open_tokenizer(draft))
     sampling_defaults = read_sampling_defaults(checkpoint)
     model, head = _load_weights(checkpoint, placed, options.quantize, phases, with_head=options.has_mtp)
-    model, packed = _add_adapters(model, checkpoint, options, adapters, phases)
+    model, packed = _add_adapters(model, checkpoint, options, adapter_paths, phases)
     is_inexact = placed.kv_type == "int8" and model.config.family.attention.qkv_bias
     kv_notes = ["the model's keys have biases, which kv_type int8 stores coarsely: float16 is more exact"] * is_inexact
     return LoadedModel(
@@ -178,42 +178,26 @@ def load(
     )
 
 
-def _read_adapters(options: LoadOptions, phases: LoadPhases) -> tuple[LoadOptions, list[Adapter | None]]:
-    """Read the LoRA adapters; return the options with the rank that they need. One of an engine that is started again
-    is left out if its content has changed."""
-    adapters: list[Adapter | None] = []
-    for spec in options.loras:
-        try:
-            adapter = read_adapter(locate_adapter(spec.path, progress=phases.progress))
-            if spec.digest and adapter.digest != spec.digest:
-                raise ModelFileError(f"adapter {spec.path} has changed since it was loaded")
-            adapters.append(adapter)
-        except WorkerError as error:
-            if not spec.digest:
-                raise
-            logger.warning("the adapter %s is left out: %s", spec.name, error)
-            adapters.append(None)
-    rank = options.max_lora_rank or max([DEFAULT_LORA_RANK, *(adapter.rank for adapter in adapters if adapter)])
-    return replace(options, max_lora_rank=rank, max_loras=options.lora_slots), adapters
+def _plan_adapters(options: LoadOptions, phases: LoadPhases) -> tuple[LoadOptions, list[Path]]:
+    """Return the options with the rank that LoRA adapters need, and where they are."""
+    paths = [locate_adapter(spec.path, progress=phases.progress) for spec in options.loras]
+    rank = options.max_lora_rank or max([DEFAULT_LORA_RANK, *(read_adapter(path).rank for path in paths)])
+    return replace(options, max_lora_rank=rank, max_loras=options.lora_slots), paths
 
 
 def _add_adapters(
-    model: Transformer,
-    checkpoint: Checkpoint,
-    options: LoadOptions,
-    adapters: list[Adapter | None],
-    phases: LoadPhases,
-) -> tuple[Transformer, list[tuple[Path, PackedAdapter] | None]]:
-    """Return the model with places for adapters, and the packed ones; without places the model as it is."""
+    model: Transformer, checkpoint: Checkpoint, options: LoadOptions, paths: list[Path], phases: LoadPhases
+) -> tuple[Transformer, list[PackedAdapter]]:
+    """Return the model with slots for adapters, and the packed ones; without slots the model as it is."""
     if not options.lora_slots:
         return model, []
     assert options.max_lora_rank is not None
-    places = ModelAdapters(model, checkpoint, options.max_lora_rank, options.lora_slots)
+    adapters = ModelAdapters(model, checkpoint, options.max_lora_rank, options.lora_slots)
     with phases.timed("adapters"):
         if model.ops.has_device_memory:
-            places.prepare()
-        packed = [None if adapter is None else (adapter.path, places.pack(adapter)) for adapter in adapters]
-    return replace(model, adapters=places), packed
+            adapters.prepare()
+        packed = [adapters.pack(read_adapter(path)) for path in paths]
+    return replace(model, adapters=adapters), packed
 
 
 def make_engine(loaded: LoadedModel, options: LoadOptions) -> Engine:
@@ -235,9 +219,9 @@ def make_engine(loaded: LoadedModel, options: LoadOptions) -> Engine:
     if loaded.draft_model is not None:
         drafter = DraftModel(loaded.draft_model, config, loaded.config.vocab_size, loaded.kv_type)
     engine = Engine(loaded.model, config, loaded.kv_type, drafter)
-    for path, packed in filter(None, loaded.loras):
+    for packed in loaded.loras:
         assert engine.adapters is not None
-        engine.adapters.place(packed, path)
+        engine.adapters.add(packed)
     engine.grammar_compiler = GrammarCompiler(
         lambda: loaded.tokenizer or open_tokenizer(loaded.checkpoint), loaded.config.vocab_size
     )

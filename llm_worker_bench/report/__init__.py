@@ -44,6 +44,7 @@ TITLES = {
     "load": "Loading a model",
     "kv": "Keys and values on disk",
     "models": "Several models on one port",
+    "lora": "LoRA adapters",
     "serving": "Serving",
     "peers": "Beside its peers",
     "accuracy": "Accuracy",

@@ -1,9 +1,9 @@
 """The LoRA adapters of an engine: what is in which slot of the model, and how many requests use it.
 
 An adapter is known by the digest of its content, so that a name may be given to another content at any time. Names are
-the front's. A request may use several adapters, each with a scale: one that it uses alone is scaled as it is applied,
-several together become one adapter with all their ranks, which takes a slot until another needs it. An adapter that is
-unloaded keeps its slot until the last request with it has ended.
+the front's. An adapter is read from its file, in a thread, when a request needs it and no slot has it; without a free
+slot it takes that of the least recently used one that no request has. A request may use several adapters, each with a
+scale: one that it uses alone is scaled as it is applied, several together become one adapter with all their ranks.
 """
 
 from __future__ import annotations
@@ -11,145 +11,147 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from itertools import count
 from pathlib import Path
 
-from ..errors import InvalidRequestError, NotFoundError
+from ..config import LoraUse
+from ..errors import InvalidRequestError
 from ..models.lora import ModelAdapters, PackedAdapter
 from ..weights.lora import Adapter, combined_adapter, read_adapter
 
-Uses = tuple[tuple[bytes, float], ...]  # digest and scale of each adapter of a request
+Key = tuple[tuple[bytes | str, float], ...]  # digest, or path if that is not known yet, and scale of each adapter
 
 
 @dataclass(slots=True)
 class Slot:
     """A slot in use."""
 
-    uses: Uses  # what it holds: an adapter (with scale 1), or several
-    packed: PackedAdapter
-    path: Path | None  # of an adapter; None: it is a combination
+    key: Key  # of what it holds, or of what is read for it
+    reading: Future[PackedAdapter] | None = None
+    packed: PackedAdapter | None = None  # once it is in the model
     num_requests: int = 0
-    is_loaded: bool = True  # False: it goes with its last request
+    is_unloaded: bool = False  # it goes with its last request
     last_use: int = 0
 
 
 class AdapterPool:
-    """Slots of a model. All methods but those of threads belong to the engine's thread, between steps."""
+    """Slots of a model. All methods belong to the engine's thread, between steps."""
 
     def __init__(self, adapters: ModelAdapters) -> None:
         self.adapters = adapters
         self._slots: dict[int, Slot] = {}
-        self._clock = 0
-        self._thread: ThreadPoolExecutor | None = None
+        self._clock = count(1)
+        self._thread = ThreadPoolExecutor(1, "adapters")
 
     @property
     def nbytes(self) -> int:
-        return sum(slot.packed.nbytes for slot in self._slots.values())
+        return sum(slot.packed.nbytes for slot in self._slots.values() if slot.packed is not None)
 
     @property
-    def num_loaded(self) -> int:
-        return sum(slot.path is not None and slot.is_loaded for slot in self._slots.values())
+    def reading(self) -> list[Future[PackedAdapter]]:
+        """What is read, or was, for requests that wait for it."""
+        return [slot.reading for slot in self._slots.values() if slot.packed is None and slot.reading is not None]
 
-    def start_loading(self, path: Path, digest: bytes = b"") -> Future[PackedAdapter]:
-        """Read and pack an adapter, in a thread; raise if its content is not that of the digest, where there is one."""
-        return self._submit(partial(self.read, path, digest))
+    def add(self, packed: PackedAdapter) -> None:
+        """Give an adapter a slot, before there are requests."""
+        key, number = ((packed.digest, 1.0),), len(self._slots)
+        if self._find(key) is None:
+            self._slots[number] = Slot(key, packed=packed)
+            self.adapters.place(number, packed)
 
-    def read(self, path: Path, digest: bytes = b"") -> PackedAdapter:
-        return self.adapters.pack(_read(path, digest))
+    def assign(self, uses: Sequence[LoraUse]) -> bool:
+        """Let a slot have the adapters of a request; return whether there is one."""
+        key = _key(uses)
+        if self._find(key) is not None:
+            return True
+        number = self._vacate()
+        if number is not None:
+            self._slots[number] = Slot(key, self._thread.submit(self._read, uses))
+        return number is not None
 
-    def place(self, packed: PackedAdapter, path: Path) -> None:
-        """Give a packed adapter a slot."""
-        slot = self._find(((packed.digest, 1.0),))
-        if slot is not None:
-            self._slots[slot].is_loaded = True
-            return
-        self._place(Slot(((packed.digest, 1.0),), packed, path))
-
-    def unload(self, digest: bytes) -> None:
-        """Let an adapter go once the last request with it has ended."""
-        number = self._find(((digest, 1.0),))
-        if number is None or not self._slots[number].is_loaded:
-            raise NotFoundError("this adapter is not loaded")
-        self._slots[number].is_loaded = False
-        self._drop_unused()
-
-    def start_combining(self, uses: Uses) -> Future[PackedAdapter] | None:
-        """Read and pack a combination in a thread; None if a slot holds what a request needs."""
-        paths = [self._slot_of(digest).path for digest, _ in uses]
-        if len(uses) < 2 or self._find(uses) is not None:
-            return None
-        return self._submit(partial(self._combine, uses, paths))
-
-    def _combine(self, uses: Uses, paths: Sequence[Path | None]) -> PackedAdapter:
-        pairs = zip(uses, paths, strict=True)
-        parts = [(_read(path, digest), scale) for (digest, scale), path in pairs if path is not None]
-        return self.adapters.pack(combined_adapter(parts))
-
-    def acquire(self, uses: Uses, combination: PackedAdapter | None = None) -> tuple[int, float]:
-        """Return the slot and the scale of a request, which `release` ends; `combination` is what `start_combining`
-        gave."""
-        if len(uses) == 1:
-            ((digest, scale),) = uses
-            slot = self._slot_of(digest)
-            number = self._find(slot.uses)
-        else:
-            scale, number = 1.0, self._find(uses)
-            if number is None:
-                assert combination is not None
-                number = self._place(Slot(uses, combination, None))
-        assert number is not None
-        self._clock += 1
-        self._slots[number].num_requests += 1
-        self._slots[number].last_use = self._clock
-        return number, scale
+    def acquire(self, uses: Sequence[LoraUse]) -> tuple[int, float, PackedAdapter] | None:
+        """Return the slot and the scale of a request, which `release` ends, and what the slot holds; None while it is
+        read. Raise if it cannot be read, or does not fit the model."""
+        key = _key(uses)
+        number = self._find(key)
+        assert number is not None, "assigned before"
+        slot = self._slots[number]
+        if slot.packed is None:
+            assert slot.reading is not None
+            if not slot.reading.done():
+                return None
+            number = self._place(number, slot.reading)
+            slot = self._slots[number]
+        assert slot.packed is not None
+        slot.num_requests, slot.last_use, slot.is_unloaded = slot.num_requests + 1, next(self._clock), False
+        return number, uses[0].scale if len(uses) == 1 else 1.0, slot.packed
 
     def release(self, number: int) -> None:
         """Count a request out."""
         self._slots[number].num_requests -= 1
-        self._drop_unused()
+        self._drop(number)
 
-    def _slot_of(self, digest: bytes) -> Slot:
-        number = self._find(((digest, 1.0),))
-        if number is None:
-            raise InvalidRequestError("the adapter of the request is not loaded any more: load it again", "model")
-        return self._slots[number]
-
-    def _find(self, uses: Uses) -> int | None:
-        return next((number for number, slot in self._slots.items() if slot.uses == uses), None)
-
-    def _place(self, slot: Slot) -> int:
-        free = [number for number in range(self.adapters.num_slots) if number not in self._slots]
-        if not free:  # a combination that no request uses makes room
-            unused = [
-                (s.last_use, number) for number, s in self._slots.items() if s.path is None and not s.num_requests
-            ]
-            if not unused:
-                count = self.adapters.num_slots
-                problem = f"all {count} places for adapters are taken (max_loras)" if count else "max_loras is 0"
-                raise InvalidRequestError(f"{problem}: unload one, or start with a larger max_loras", "lora")
-            free = [min(unused)[1]]
-            self._remove(free[0])
-        self.adapters.place(free[0], slot.packed)
-        self._slots[free[0]] = slot
-        return free[0]
-
-    def _drop_unused(self) -> None:
+    def unload(self, digest: bytes) -> None:
+        """Let an adapter go once the last request with it has ended."""
         for number, slot in list(self._slots.items()):
-            if not slot.is_loaded and not slot.num_requests:
-                self._remove(number)
+            if any(part == digest for part, _ in slot.key):
+                slot.is_unloaded = True
+                self._drop(number)
+
+    def _find(self, key: Key) -> int | None:
+        return next((number for number, slot in self._slots.items() if slot.key == key), None)
+
+    def _place(self, number: int, reading: Future[PackedAdapter]) -> int:
+        """Put what was read into the model; return its slot, which is another one if that has the same content."""
+        slot = self._slots.pop(number)
+        packed = reading.result()
+        if len(slot.key) == 1:
+            slot.key = ((packed.digest, 1.0),)
+        if (same := self._find(slot.key)) is not None and self._slots[same].packed is not None:
+            return same
+        self.adapters.place(number, packed)
+        slot.packed, self._slots[number] = packed, slot
+        return number
+
+    def _vacate(self) -> int | None:
+        """Return a free slot, or one that no request uses: of several adapters first, then the least recently used."""
+        free = (number for number in range(self.adapters.num_slots) if number not in self._slots)
+        if (number := next(free, None)) is not None:
+            return number
+        pending = [future for future in self.reading if not future.done()]
+        idle = [
+            (len(slot.key) == 1, slot.last_use, number)
+            for number, slot in self._slots.items()
+            if not slot.num_requests and slot.reading not in pending
+        ]
+        if not idle:
+            return None
+        number = min(idle)[2]
+        self._remove(number)
+        return number
+
+    def _drop(self, number: int) -> None:
+        slot = self._slots[number]
+        if slot.is_unloaded and not slot.num_requests and slot.packed is not None:
+            self._remove(number)
 
     def _remove(self, number: int) -> None:
-        del self._slots[number]
-        self.adapters.place(number, None)
+        if self._slots.pop(number).packed is not None:
+            self.adapters.place(number, None)
 
-    def _submit(self, work: partial[PackedAdapter]) -> Future[PackedAdapter]:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "adapters")
-        return self._thread.submit(work)
+    def _read(self, uses: Sequence[LoraUse]) -> PackedAdapter:
+        parts = [(_read(use), use.scale) for use in uses]
+        return self.adapters.pack(parts[0][0] if len(parts) == 1 else combined_adapter(parts))
 
 
-def _read(path: Path, digest: bytes) -> Adapter:
-    adapter = read_adapter(path)
-    if digest and adapter.digest != digest:
-        raise InvalidRequestError(f"adapter {path.name} has changed since it was loaded: load it again", "lora")
+def _key(uses: Sequence[LoraUse]) -> Key:
+    scales = [1.0] if len(uses) == 1 else [use.scale for use in uses]
+    return tuple((use.digest or use.path, scale) for use, scale in zip(uses, scales, strict=True))
+
+
+def _read(use: LoraUse) -> Adapter:
+    adapter = read_adapter(Path(use.path))
+    if use.digest and adapter.digest != use.digest:
+        problem = f"adapter {adapter.path.name} has changed since it was loaded"
+        raise InvalidRequestError(f"{problem}: load it again", "model")
     return adapter

@@ -153,6 +153,7 @@ class WithAdapters(Ops):
 class PackedAdapter:
     """An adapter, packed for the sites that it changes."""
 
+    path: str
     digest: bytes
     rank: int
     nbytes: int
@@ -207,7 +208,7 @@ class ModelAdapters:
         packed = {key: self.model.ops.pack_adapter(self.sites[key], each) for key, each in pairs.items()}
         each_pair = (pair for each in pairs.values() for parts in each for pair in parts if pair is not None)
         nbytes = sum(pair.a.nbytes + pair.b.nbytes for pair in each_pair)
-        return PackedAdapter(adapter.digest, adapter.rank, nbytes, packed)
+        return PackedAdapter(str(adapter.path), adapter.digest, adapter.rank, nbytes, packed)
 
     def place(self, slot: int, packed: PackedAdapter | None) -> None:
         """Let a slot hold an adapter, or nothing; no step runs meanwhile."""

@@ -536,7 +536,7 @@ def describe_worker(worker: Worker) -> dict[str, Any]:
             for replica in worker.engine.replicas
         ],
         "loras": [
-            {"name": named.name, "rank": named.rank, "scale": named.scale, "digest": named.digest.hex()}
+            {"name": named.name, "rank": named.info.rank, "scale": named.scale, "digest": named.info.digest.hex()}
             for named in worker.loras.listed
         ],
         "pooling": [service.describe() for service in worker.pooling.loaded],

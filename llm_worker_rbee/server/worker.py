@@ -17,6 +17,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, asyn
 from pathlib import Path
 from typing import Any, Literal
 
+from ..config import LoraUse
 from ..engine.request import BATCH_PRIORITY
 from ..errors import (
     ConflictError,
@@ -32,7 +33,7 @@ from ..generation import Generation, GenerationListener, NamedLora, make_generat
 from ..progress import OnStage, Stage
 from ..sampling_params import SamplingParams
 from ..text_model import TextModel
-from ..token_engine.protocol import LoraUse, ModelInfo, TokenEngine
+from ..token_engine.protocol import ModelInfo, TokenEngine
 from ..tokenizer.chat.parser import ChatParser
 from .admission import Admission, Reservation
 from .batches import BatchService
@@ -218,10 +219,10 @@ class LoraNames:
                 raise InvalidRequestError(f"the model {named.name!r} is an adapter, and lora names others", "lora")
             self._require_numbers(scales)
             listed = self.listed
-            return [LoraUse(listed[number].digest, scale) for number, scale in scales if scale]
+            return [listed[number].use(scale) for number, scale in scales if scale]
         if named is not None:
-            return [LoraUse(named.digest, named.scale)] if named.scale else []
-        return [LoraUse(self._named[key].digest, scale) for key, scale in self.defaults.items() if key in self._named]
+            return [named.use(named.scale)] if named.scale else []
+        return [self._named[key].use(scale) for key, scale in self.defaults.items()]
 
     def set_defaults(self, scales: Sequence[tuple[int, float]]) -> None:
         """Set the scales of requests that name no adapter; of adapters that are left out, 0."""
@@ -260,10 +261,12 @@ class LoraNames:
             old = self._named.get(name)
             if old is not None and not replaces:
                 raise ConflictError(f"the adapter {name!r} is loaded already: unload it first, or use load_inplace")
-            info = await self._engine.load_lora(path)
-            self._named[name] = NamedLora(name, path, scale, info.digest, info.rank)
-            if old is not None:
-                await self._drop(old)
+            others = {named.info.digest for named in self._named.values() if named is not old}
+            if len(others) >= (most := self._engine.info.max_loras) > 0:
+                problem = f"all {most} places for adapters are taken (max_loras)"
+                raise InvalidRequestError(f"{problem}: unload one, or start with a larger max_loras", "lora")
+            self._named[name] = NamedLora(name, path, scale, await self._engine.load_lora(path))
+            self._drop(old)
             return self._named[name]
 
     async def unload(self, name: str) -> None:
@@ -271,13 +274,13 @@ class LoraNames:
         async with self._changing:
             if name not in self._named:
                 raise ModelNotFoundError(f"there is no adapter {name[:100]!r}: see /lora-adapters")
-            named = self._named.pop(name)
             self.defaults.pop(name, None)
-            await self._drop(named)
+            self._drop(self._named.pop(name))
 
-    async def _drop(self, old: NamedLora) -> None:
-        if all(named.digest != old.digest for named in self._named.values()):
-            await self._engine.unload_lora(old.digest)
+    def _drop(self, old: NamedLora | None) -> None:
+        """Let the engine forget a content that has no name any more."""
+        if old is not None and all(named.info.digest != old.info.digest for named in self._named.values()):
+            self._engine.unload_lora(old.info.digest)
 
 
 class Worker(Front, GenerationListener):

@@ -205,7 +205,6 @@ def _serve(loop: EngineLoop, connection: Connection) -> NoReturn:
                 events=result.events,
                 stored=result.stored,
                 removed=result.removed,
-                loras=result.loras,
                 stats=loop.stats(),
             )
         connection.send(result)

@@ -9,27 +9,23 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .. import machine
 from ..engine.engine import Engine
-from ..engine.lora import AdapterPool, Uses
+from ..engine.lora import AdapterPool
 from ..engine.pooling_engine import PoolingEngine
 from ..engine.request import Request, StepOutput
-from ..errors import ContextLengthError, InferenceError, InvalidRequestError, WorkerError, copy_error
+from ..errors import ContextLengthError, DeadlineError, InferenceError, InvalidRequestError, WorkerError, copy_error
 from ..images.prompt import ImageSpan, PromptImages
-from ..models.lora import PackedAdapter
 from ..structured_outputs.constraint import Constraint
 from .protocol import (
     Abort,
     EngineStats,
     ImagePart,
-    LoadLora,
     LoraInfo,
-    LoraReply,
     Pool,
     PooledRows,
     PoolingStep,
@@ -56,9 +52,7 @@ class EngineLoop:
         self._arrived_at: dict[Request, float] = {}  # of requests that were never admitted
         self._early: list[TokenOutput] = []  # of requests that the engine refused
         self._compiling: dict[Request, Future[Constraint]] = {}  # that wait for their grammar
-        self._combining: dict[Request, tuple[Submit, Future[PackedAdapter]]] = {}  # that wait for their adapters
-        self._loading: list[tuple[LoadLora, Future[PackedAdapter]]] = []
-        self._replies: list[LoraReply] = []
+        self._adapting: dict[Request, Submit] = {}  # that wait for their adapters
         self._on_events = on_events
         self._events: list[RequestEvent] = []
         self._records_blocks = records_blocks
@@ -67,38 +61,21 @@ class EngineLoop:
 
     @property
     def has_work(self) -> bool:
-        return self.engine.has_work or bool(self._early or self._replies or self._pending)
-
-    @property
-    def _pending(self) -> list[Future[Any]]:
-        """What threads compute for requests that the engine does not have yet, and adapters that they load."""
-        combining = [future for _, future in self._combining.values()]
-        return [*self._compiling.values(), *combining, *(future for _, future in self._loading)]
+        return self.engine.has_work or bool(self._early or self._compiling or self._adapting)
 
     @property
     def num_requests(self) -> int:
         return len(self._requests)
 
-    def receive(self, message: Submit | Abort | LoadLora | UnloadLora) -> None:
+    def receive(self, message: Submit | Abort | UnloadLora) -> None:
         """Take in a message of the front."""
         match message:
             case Submit():
                 self.submit(message)
             case Abort():
                 self.abort(message.id)
-            case _:
-                self._change_adapters(message)
-
-    def _change_adapters(self, message: LoadLora | UnloadLora) -> None:
-        try:
-            pool = self._adapters()
-            if isinstance(message, LoadLora):
-                self._loading.append((message, pool.start_loading(Path(message.path), message.digest)))
-            else:
-                pool.unload(message.digest)
-                self._replies.append(LoraReply(message.id))
-        except WorkerError as error:
-            self._replies.append(LoraReply(message.id, error=error))
+            case UnloadLora() if self.engine.adapters is not None:
+                self.engine.adapters.unload(message.digest)
 
     def _adapters(self) -> AdapterPool:
         if self.engine.adapters is None:
@@ -126,44 +103,43 @@ class EngineLoop:
         try:
             if not self.engine.has_room_for(request):
                 raise ContextLengthError("the request is longer than the context or the KV cache", "max_tokens")
-            uses = tuple((use.digest, use.scale) for use in message.loras)
-            combining = self._adapters().start_combining(uses) if uses else None
-            if combining is None:
-                self._add(request, uses)
+            if message.loras:
+                self._adapting[request] = message
             else:
-                self._combining[request] = message, combining
+                self._add(request)
         except WorkerError as error:
             self._refuse(request, error)
 
-    def _add(self, request: Request, uses: Uses, combination: PackedAdapter | None = None) -> None:
-        """Add a request whose adapters are there; with a grammar, once that is compiled."""
-        if uses:
-            request.adapter_slot, request.adapter_scale = self._adapters().acquire(uses, combination)
+    def _add(self, request: Request) -> None:
+        """Add a request; with a grammar, once that is compiled."""
         if request.params.structured_outputs is None:
             self.engine.add(request)
         else:
             self._compiling[request] = self._compile(request)
 
-    def _place_adapters(self) -> None:
-        """Place the adapters that are read by now, and add the requests that waited for them."""
-        for message, future in [item for item in self._loading if item[1].done()]:
-            self._loading.remove((message, future))
+    def _add_adapted(self) -> None:
+        """Add the requests whose adapters are in the model by now, in their order."""
+        for request, submitted in list(self._adapting.items()):
             try:
-                packed = future.result()
-                self._adapters().place(packed, Path(message.path))
-                info = LoraInfo(path=message.path, digest=packed.digest, rank=packed.rank, nbytes=packed.nbytes)
-                self._replies.append(LoraReply(message.id, info))
+                pool, uses = self._adapters(), submitted.loras
+                if request.deadline is not None and time.monotonic() > request.deadline:
+                    raise DeadlineError("the request timed out while it waited for its adapter")
+                if not pool.assign(uses):
+                    return  # those behind it wait, too: so that a slot becomes free
+                if (place := pool.acquire(uses)) is None:
+                    continue
+                del self._adapting[request]
+                request.adapter_slot, request.adapter_scale, packed = place
+                if submitted.prompt:
+                    self._add(request)
+                    continue
+                info = LoraInfo(path=packed.path, digest=packed.digest, rank=packed.rank)
+                self._events.append(RequestEvent(submitted.id, "loaded", lora=info))
+                self._early.append(TokenOutput(submitted.id, [], "length"))
+                self._forget(request)
             except Exception as error:
-                self._replies.append(
-                    LoraReply(message.id, error=_to_worker_error("the adapter could not be loaded", error))
-                )
-        for request, (submitted, combining) in [item for item in self._combining.items() if item[1][1].done()]:
-            del self._combining[request]
-            try:
-                uses = tuple((use.digest, use.scale) for use in submitted.loras)
-                self._add(request, uses, combining.result())
-            except Exception as error:
-                self._refuse(request, _to_worker_error("the adapters could not be combined", error))
+                self._adapting.pop(request, None)
+                self._refuse(request, _to_worker_error("the adapter could not be loaded", error))
 
     def _compile(self, request: Request) -> Future[Constraint]:
         """Start to compile the grammar of a request, in a thread: other requests go on."""
@@ -204,17 +180,17 @@ class EngineLoop:
         request = self._requests.get(request_id)
         if request is not None:
             self._events = [event for event in self._events if event.id != request_id]
-            self._forget(request)
-            if self._compiling.pop(request, None) is None and self._combining.pop(request, None) is None:
+            if self._compiling.pop(request, None) is None and self._adapting.pop(request, None) is None:
                 self.engine.abort(request)
-            self._release_adapter(request)
+            self._forget(request)
 
     def step(self) -> StepResult:
         """Compute a step; an error that is not of one request is raised."""
-        if self._compiling or self._combining or self._loading:
-            if not (self.engine.has_work or self._early or self._replies):  # without other work, wait for one of them
-                wait(self._pending, COMPILE_WAIT_S, FIRST_COMPLETED)
-            self._place_adapters()
+        if self._compiling or self._adapting:
+            if not (self.engine.has_work or self._early):  # without other work, wait for one of them
+                reading: list[Future[Any]] = [] if self.engine.adapters is None else [*self.engine.adapters.reading]
+                wait([*reading, *self._compiling.values()], COMPILE_WAIT_S, FIRST_COMPLETED)
+            self._add_adapted()
             self._add_compiled()
         outputs = self.engine.step()
         self._collect_events()
@@ -235,8 +211,8 @@ class EngineLoop:
         failed = [TokenOutput(request_id, [], "error", error=copy_error(error)) for request_id in self._requests]
         for request in list(self._ids):
             self._release_adapter(request)
-        self._combining.clear()
-        for kept in (self._requests, self._ids, self._arrived_at, self._early, self._events, self._compiling):
+        waiting = self._compiling, self._adapting
+        for kept in (self._requests, self._ids, self._arrived_at, self._early, self._events, *waiting):
             kept.clear()
         return StepResult(outputs=failed, removed=removed)
 
@@ -271,14 +247,13 @@ class EngineLoop:
     def _result(self, outputs: list[TokenOutput]) -> StepResult:
         early, self._early = self._early, []
         events, self._events = self._events, []
-        replies, self._replies = self._replies, []
         pool = self.engine.scheduler.pool
         if pool.changes is None:
-            return StepResult(outputs=early + outputs, events=events, loras=replies)
+            return StepResult(outputs=early + outputs, events=events)
         changes, pool.changes = pool.changes, {}
         stored = [block_hash for block_hash, is_cached in changes.items() if is_cached]
         removed = [block_hash for block_hash, is_cached in changes.items() if not is_cached]
-        return StepResult(outputs=early + outputs, events=events, stored=stored, removed=removed, loras=replies)
+        return StepResult(outputs=early + outputs, events=events, stored=stored, removed=removed)
 
     def _output(self, outputs: list[StepOutput]) -> list[TokenOutput]:
         """Return the outputs of one request as one; an error follows the tokens before it."""
@@ -307,8 +282,7 @@ class EngineLoop:
 
     def _forget(self, request: Request) -> None:
         self._arrived_at.pop(request, None)
-        if request.is_finished:
-            self._release_adapter(request)
+        self._release_adapter(request)
         del self._requests[self._ids.pop(request)]
 
     def _collect_events(self) -> None:

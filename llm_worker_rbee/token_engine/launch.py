@@ -12,7 +12,6 @@ from ..engine.dummy_model import DummyModel
 from ..engine.engine import Engine
 from ..engine.request import Request, SchedulerStats
 from ..load import LoadedModel, LoadPhases, load, make_engine
-from ..models.lora import PackedAdapter
 from ..sampling_params import SamplingParams
 from ..tokenizer import Tokenizer
 from .protocol import LoraInfo, ModelInfo
@@ -37,15 +36,16 @@ def model_info(loaded: LoadedModel, engine: Engine, phases: LoadPhases) -> Model
     facts = common_facts(loaded, phases)
     if loaded.capacity.is_context_reduced:
         facts["notes"].append(f"{loaded.capacity}; kv_memory or a smaller kv_type gives longer contexts")
-    loras = [None if pair is None else lora_info(*pair) for pair in loaded.loras]
+    adapters = None if engine.adapters is None else engine.adapters.adapters
     return ModelInfo(
-        kv_type=loaded.kv_type, kv_cache_bytes=loaded.capacity.bytes, engine=engine.config, loras=loras, **facts
+        kv_type=loaded.kv_type,
+        kv_cache_bytes=loaded.capacity.bytes,
+        engine=engine.config,
+        loras=[LoraInfo(path=packed.path, digest=packed.digest, rank=packed.rank) for packed in loaded.loras],
+        max_loras=0 if adapters is None else adapters.num_slots,
+        max_lora_rank=0 if adapters is None else adapters.max_rank,
+        **facts,
     )
-
-
-def lora_info(path: Path, packed: PackedAdapter) -> LoraInfo:
-    """Return the facts about an adapter."""
-    return LoraInfo(path=str(path), digest=packed.digest, rank=packed.rank, nbytes=packed.nbytes)
 
 
 def common_facts(loaded: LoadedModel | LoadedPooling, phases: LoadPhases) -> dict[str, Any]:

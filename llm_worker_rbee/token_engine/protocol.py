@@ -12,7 +12,6 @@ change raises `VERSION`.
 
 from __future__ import annotations
 
-import asyncio
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -23,16 +22,16 @@ from typing import Any, Literal
 
 import msgspec
 
-from ..config import EngineConfig, LoadOptions, PoolingOptions
+from ..config import EngineConfig, LoadOptions, LoraUse, PoolingOptions
 from ..engine.kv_store import TierStats
 from ..engine.step_time import StepTimeCoefficients, StepTimes
-from ..errors import InvalidRequestError, RequestCancelledError, WorkerError, copy_error
+from ..errors import RequestCancelledError, WorkerError
 from ..progress import OnStage, Stage
 from ..sampling_params import FinishReason, SamplingParams, TokenLogprob
 
 MAX_BUFFERED_OUTPUTS = 4096  # of one request
 VERSION = 1  # of the messages; both ends must have the same
-EventKind = Literal["admitted", "prefill", "preempted", "resumed"]
+EventKind = Literal["admitted", "prefill", "preempted", "resumed", "loaded"]
 
 
 class ImagePart(msgspec.Struct, frozen=True, array_like=True):
@@ -47,24 +46,16 @@ class ImagePart(msgspec.Struct, frozen=True, array_like=True):
     pixels: bytes
 
 
-class LoraUse(msgspec.Struct, frozen=True, array_like=True):
-    """An adapter of a request, by the digest of its content."""
-
-    digest: bytes
-    scale: float = 1.0
-
-
 class LoraInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A loaded adapter."""
+    """An adapter that was loaded."""
 
     path: str
     digest: bytes
     rank: int
-    nbytes: int
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A request; `resolve_max_tokens` has checked that it fits.
+    """A request; `resolve_max_tokens` has checked that it fits. Without a prompt it only loads its adapter.
 
     `generated` are output tokens that were delivered before: they count for penalties, limits and draws, and the output
     goes on after them.
@@ -131,27 +122,10 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     id: int
 
 
-class LoadLora(msgspec.Struct, frozen=True, tag=True):
-    """Load an adapter; `LoraReply` follows."""
-
-    id: int
-    path: str
-    digest: bytes = b""  # that its content must have
-
-
 class UnloadLora(msgspec.Struct, frozen=True, tag=True):
-    """Let an adapter go, once the last request with it has ended; `LoraReply` follows at once."""
+    """Let an adapter go, once the last request with it has ended; a later one would read it again."""
 
-    id: int
     digest: bytes
-
-
-class LoraReply(msgspec.Struct, frozen=True, tag=True):
-    """The end of a `LoadLora` or `UnloadLora`."""
-
-    id: int
-    info: LoraInfo | None = None
-    error: WorkerError | None = None
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -179,12 +153,13 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestEvent(msgspec.Struct, frozen=True, array_like=True):
-    """Where a request is: admitted to the batch, in prefill, preempted, or resumed after that."""
+    """Where a request is: admitted to the batch, in prefill, preempted, or resumed after that; or what it loaded."""
 
     id: int
     kind: EventKind
     num_tokens: int = 0  # admitted: prompt tokens found in the prefix cache; prefill: tokens computed
     seconds: float = 0.0  # admitted: since its arrival
+    lora: LoraInfo | None = None  # loaded
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -276,7 +251,6 @@ class StepResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     events: list[RequestEvent] = []
     stored: list[bytes] = []  # hashes of blocks that the prefix cache can find from now on
     removed: list[bytes] = []  # of those that it cannot find any more
-    loras: list[LoraReply] = []
     stats: EngineStats | None = None
 
 
@@ -348,7 +322,9 @@ class ModelInfo(EngineInfo, frozen=True, tag=True, kw_only=True):
     kv_cache_bytes: int
     engine: EngineConfig
     num_replicas: int = 1
-    loras: list[LoraInfo | None] = []  # those that it was loaded with, in their order; None: left out
+    loras: list[LoraInfo] = []  # that it was loaded with, in their order
+    max_loras: int = 0  # that may be loaded
+    max_lora_rank: int = 0  # of an adapter
 
     @property
     def max_context(self) -> int:
@@ -380,6 +356,7 @@ class RequestState:
         self.num_computed_tokens = 0
         self.num_preemptions = self.num_restarts = 0  # restarts: of its engine
         self.queue_s = 0.0  # from its arrival at the engine to its first step
+        self.lora: LoraInfo | None = None  # that it loaded
 
     @property
     def id(self) -> int:
@@ -404,6 +381,9 @@ class RequestState:
 
     def apply(self, event: RequestEvent) -> None:
         """Record an event."""
+        if event.kind == "loaded":
+            self.lora = event.lora
+            return
         self.is_running = event.kind != "preempted"
         if event.kind == "preempted":
             self.num_preemptions += 1
@@ -496,48 +476,8 @@ class RequestStream:
             self.on_abort(self.request)
 
 
-ToEngineLoop = Submit | Abort | LoadLora | UnloadLora
-
-
-class LoraCalls:
-    """The calls about adapters that wait for their replies."""
-
-    def __init__(self, send: Callable[[LoadLora | UnloadLora], object]) -> None:
-        self._send = send
-        self._waiting: dict[int, Any] = {}  # futures by the numbers of calls
-        self._numbers = count(1)
-
-    async def load(self, path: str, digest: bytes) -> LoraInfo:
-        info = await self._call(LoadLora(next(self._numbers), path, digest))
-        assert info is not None
-        return info
-
-    async def unload(self, digest: bytes) -> None:
-        await self._call(UnloadLora(next(self._numbers), digest))
-
-    async def _call(self, message: LoadLora | UnloadLora) -> LoraInfo | None:
-        future = self._waiting[message.id] = asyncio.get_running_loop().create_future()
-        self._send(message)
-        try:
-            return await future  # type: ignore[no-any-return]
-        finally:
-            self._waiting.pop(message.id, None)
-
-    def take(self, replies: Sequence[LoraReply]) -> None:
-        """Take in replies of the engine."""
-        for reply in replies:
-            if (future := self._waiting.get(reply.id)) is None or future.done():
-                continue
-            if reply.error is None:
-                future.set_result(reply.info)
-            else:
-                future.set_exception(reply.error)
-
-    def fail(self, error: WorkerError) -> None:
-        """End the calls: their engine is gone."""
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(copy_error(error))
+ToEngineLoop = Submit | Abort | UnloadLora
+request_ids = count(1)  # of this process
 
 
 class TokenEngine(ABC):
@@ -583,13 +523,20 @@ class TokenEngine(ABC):
         """The engines that it consists of."""
         return [self]
 
-    async def load_lora(self, path: str, digest: bytes = b"") -> LoraInfo:
-        """Load an adapter, while requests run; with a digest, of this content alone."""
-        raise InvalidRequestError("this engine takes adapters at its start alone: name them there", "lora")
+    async def load_lora(self, path: str) -> LoraInfo:
+        """Load an adapter, while requests run; several engines load it when they get a request with it."""
+        params, uses = SamplingParams().resolve(), [LoraUse(path)]
+        submitted = Submit(id=next(request_ids), prompt=[], params=params, max_tokens=0, seed=0, eos_ids=[], loras=uses)
+        stream = self.submit(RequestState(submitted))
+        try:
+            await stream.next_outputs()
+        finally:
+            stream.abort()
+        assert stream.request.lora is not None
+        return stream.request.lora
 
-    async def unload_lora(self, digest: bytes) -> None:
-        """Let an adapter go, once the last request with it has ended."""
-        raise InvalidRequestError("this engine keeps the adapters that it was started with", "lora")
+    def unload_lora(self, digest: bytes) -> None:  # noqa: B027
+        """Let an adapter go, once the last request with it has ended; here not before another one needs its slot."""
 
     @abstractmethod
     async def restart(self) -> None:

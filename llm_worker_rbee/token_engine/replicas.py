@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
-from ..errors import InferenceError, NotFoundError, WorkerError, copy_error
+from ..errors import InferenceError, WorkerError, copy_error
 from ..progress import OnStage, Stage, TransferProgress
-from .protocol import EngineStats, Load, LoraInfo, ModelInfo, RequestState, RequestStream, TokenEngine, add_stats
+from .protocol import EngineStats, Load, ModelInfo, RequestState, RequestStream, TokenEngine, add_stats
 from .routing import choose, prompt_hashes
 from .supervisor import SupervisedEngine, SupervisedRequest
 
@@ -109,21 +109,9 @@ class ReplicaSet(TokenEngine):
     def replicas(self) -> Sequence[TokenEngine]:
         return self._engines
 
-    async def load_lora(self, path: str, digest: bytes = b"") -> LoraInfo:
-        """Load an adapter on all engines, or on none."""
-        first = await self._engines[0].load_lora(path, digest)
-        try:
-            await asyncio.gather(*(engine.load_lora(path, first.digest) for engine in self._engines[1:]))
-        except WorkerError:
-            await self.unload_lora(first.digest)
-            raise
-        return first
-
-    async def unload_lora(self, digest: bytes) -> None:
-        ends = await asyncio.gather(*(e.unload_lora(digest) for e in self._engines), return_exceptions=True)
-        errors = [error for error in ends if error is not None and not isinstance(error, NotFoundError)]
-        if errors:
-            raise errors[0]
+    def unload_lora(self, digest: bytes) -> None:
+        for engine in self._engines:
+            engine.unload_lora(digest)
 
     async def restart(self) -> None:
         for engine in self._engines:

@@ -15,14 +15,11 @@ from typing import Any
 
 import msgspec
 
-from ..config import LoraSpec
-from ..errors import DeadlineError, UnavailableError, WorkerError, counted
+from ..errors import DeadlineError, WorkerError, counted
 from .protocol import (
     EngineStats,
     Load,
     LogLine,
-    LoraCalls,
-    LoraInfo,
     ModelInfo,
     RequestEvent,
     RequestState,
@@ -30,6 +27,7 @@ from .protocol import (
     StepResult,
     Submit,
     TokenEngine,
+    UnloadLora,
     add_stats,
 )
 from .routing import Candidate, PrefixIndex
@@ -92,42 +90,18 @@ class SupervisedEngine(SupervisedProcess[ModelInfo, SupervisedRequest], TokenEng
         self.prefix_index = PrefixIndex()
         self._stats = self._stats_before = EngineStats(num_free_blocks=1, num_blocks=1)
         self._num_queried_tokens = self._num_hit_tokens = 0  # counted here: a request that is replayed counts once
-        self._lora_calls = LoraCalls(lambda message: self._child.send(message))
 
     def _planned_options(self) -> dict[str, object]:
-        limits = {"kv_memory": self.info.kv_cache_bytes, "max_context": self.info.max_context}
-        return super()._planned_options() | limits | self._lora_options(self.info.loras)
-
-    def _lora_options(self, infos: Sequence[LoraInfo | None]) -> dict[str, object]:
-        """Return load options of a restart, which loads the adapters that are there now."""
-        options = self._load.options
+        """Return load options of a restart; adapters are read again for the requests that need them."""
+        options, info = self._load.options, self.info
         assert options is not None
-        specs = tuple(LoraSpec(name=info.path, path=info.path, digest=info.digest) for info in infos if info)
-        return {"loras": specs, "max_loras": options.lora_slots}
+        limits = {"kv_memory": info.kv_cache_bytes, "max_context": info.max_context}
+        adapters = {"loras": (), "max_loras": options.lora_slots, "max_lora_rank": info.max_lora_rank or None}
+        return super()._planned_options() | limits | adapters
 
-    async def load_lora(self, path: str, digest: bytes = b"") -> LoraInfo:
-        self._require_serving()
-        info = await self._lora_calls.load(path, digest)
-        self._keep_loras([*self._loras_but(info.digest), info])
-        return info
-
-    async def unload_lora(self, digest: bytes) -> None:
-        self._keep_loras(self._loras_but(digest))
-        if self._state == "ready":  # else the next process does not load it
-            await self._lora_calls.unload(digest)
-
-    def _require_serving(self) -> None:
-        self._require_alive()
-        if self._state != "ready":
-            raise UnavailableError(f"{self.label} is restarted: load the adapter again in a moment")
-
-    def _loras_but(self, digest: bytes) -> list[LoraInfo | None]:
-        return [info for info in self.info.loras if info is not None and info.digest != digest]
-
-    def _keep_loras(self, infos: list[LoraInfo | None]) -> None:
-        """Let the next process load these adapters."""
-        self.info = msgspec.structs.replace(self.info, loras=infos)
-        self._load = self._load.with_options(**self._lora_options(infos))
+    def unload_lora(self, digest: bytes) -> None:
+        if self._state == "ready":
+            self._child.send(UnloadLora(digest))
 
     def submit(self, request: RequestState, hashes: Sequence[bytes] = ()) -> RequestStream:
         self._require_alive()
@@ -186,7 +160,6 @@ class SupervisedEngine(SupervisedProcess[ModelInfo, SupervisedRequest], TokenEng
         if message.stats is not None:
             self._stats = message.stats
         self.prefix_index.update(message.stored, message.removed)
-        self._lora_calls.take(message.loras)
         for event in message.events:
             if (supervised := self._submitted.get(event.id)) is not None:
                 self._count_admission(event, supervised.request)
@@ -210,7 +183,6 @@ class SupervisedEngine(SupervisedProcess[ModelInfo, SupervisedRequest], TokenEng
         self.prefix_index.clear()
         for supervised in self._submitted.values():
             supervised.request.num_restarts += 1
-        self._lora_calls.fail(UnavailableError(f"{self.label} ended while it loaded an adapter: load it again"))
         super()._lose_process(how)
         self._move_requests()
 

@@ -24,8 +24,6 @@ from .protocol import (
     MAX_BUFFERED_OUTPUTS,
     Abort,
     EngineStats,
-    LoraCalls,
-    LoraInfo,
     ModelInfo,
     RequestEvent,
     RequestState,
@@ -33,6 +31,7 @@ from .protocol import (
     StepResult,
     ToEngineLoop,
     TokenEngine,
+    UnloadLora,
 )
 
 Load = Callable[[OnStage], tuple[Engine, ModelInfo]]
@@ -50,7 +49,6 @@ class ThreadedEngine(TokenEngine):
         self._last_step_at = time.monotonic()  # when a step last ended, or there was no work
         self._max_buffered_outputs = max_buffered_outputs
         self._inbox: deque[ToEngineLoop] = deque()
-        self._lora_calls = LoraCalls(self._send)
         self._streams: dict[int, RequestStream] = {}  # the event loop's own
         self._wake = threading.Event()
         self._is_stopping = False
@@ -80,7 +78,6 @@ class ThreadedEngine(TokenEngine):
             await asyncio.to_thread(self._thread.join)
         for stream in list(self._streams.values()):
             stream.finish_with(error)
-        self._lora_calls.fail(error)
         self._drain_inbox()  # the thread is gone
 
     def submit(self, request: RequestState) -> RequestStream:
@@ -111,11 +108,8 @@ class ThreadedEngine(TokenEngine):
         self._streams.pop(request.id, None)
         self._send(Abort(request.id))
 
-    async def load_lora(self, path: str, digest: bytes = b"") -> LoraInfo:
-        return await self._lora_calls.load(path, digest)
-
-    async def unload_lora(self, digest: bytes) -> None:
-        await self._lora_calls.unload(digest)
+    def unload_lora(self, digest: bytes) -> None:
+        self._send(UnloadLora(digest))
 
     def _send(self, message: ToEngineLoop) -> None:
         self._inbox.append(message)
@@ -162,7 +156,6 @@ class ThreadedEngine(TokenEngine):
         for event in result.events:
             if (stream := self._streams.get(event.id)) is not None:
                 stream.request.apply(event)
-        self._lora_calls.take(result.loras)
         for output in result.outputs:
             if (stream := self._streams.get(output.id)) is not None:
                 if output.finish_reason is not None:

@@ -15,7 +15,6 @@ from .protocol import (
     Abort,
     Failed,
     Load,
-    LoadLora,
     Located,
     LogLine,
     ModelInfo,
@@ -31,7 +30,7 @@ from .protocol import (
 T = TypeVar("T")
 HEADER = struct.Struct("<I")
 MAX_FRAME_BYTES = 1 << 28
-ToEngine = Load | Submit | Pool | Abort | LoadLora | UnloadLora
+ToEngine = Load | Submit | Pool | Abort | UnloadLora
 FromEngine = StageReport | Located | LogLine | Failed | ModelInfo | StepResult | PoolingInfo | PoolingStep
 
 

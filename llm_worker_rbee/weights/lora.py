@@ -8,8 +8,9 @@ beside that is refused by name, and so is a file that is cut off, holds NaN, or 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,11 @@ MAX_HEADER_BYTES = 16 << 20  # of an adapter's safetensors: 100,000 tensors
 MAX_PATTERN_CHARS, MAX_REPEATS = 400, 4  # of patterns in a configuration
 STORED_TYPES = ("F32", "F16", "BF16", "F64", "Q8_0")
 DIGEST_BYTES = 16
-PREFIX = "base_model.model."
-# module, half (A or B), and the name that some versions leave in the key
-PEFT_TENSOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.[\w-]+)??(?:\.weight)?")
-GGUF_TENSOR = re.compile(r"(.+\.weight)\.lora_([ab])")
+# Some versions of PEFT leave the name of the adapter in the key.
+PEFT_TENSOR = re.compile(
+    r"(?:base_model\.model\.)?(?P<name>.+)\.lora_(?:embedding_)?(?P<half>[AB])(?:\.[\w-]+)??(?:\.weight)?"
+)
+GGUF_TENSOR = re.compile(r"(?P<name>.+\.weight)\.lora_(?P<half>[ab])")
 EXPERT_STACK = re.compile(r"(blk\.\d+\.ffn_\w+)_exps\.weight(?:\[(\d+)\])?")
 LAYER = re.compile(r"\.layers\.(\d+)\.")
 # Settings of PEFT that change more than pairs of matrices: what is refused, unless it has one of these values.
@@ -74,10 +76,9 @@ class Adapter:
 
     path: Path
     format: str  # of its names and of the order of rows: "gguf" or "safetensors"
-    architecture: str | None  # of the base, where the file says it
-    base: str | None  # its name, likewise
-    pairs: dict[str, LowRank]
-    digest: bytes  # of the content: names, shapes and values
+    architecture: str | None = None  # of the base, where the file says it
+    pairs: dict[str, LowRank] = field(default_factory=dict)
+    digest: bytes = b""  # of the content: names, shapes and values
     is_combined: bool = False  # the sum of several
 
     @property
@@ -120,21 +121,14 @@ def _read_gguf(path: Path) -> Adapter:
     alpha = file.metadata.get("adapter.lora.alpha", 0.0)
     if not isinstance(alpha, float) or not np.isfinite(alpha):
         raise ModelFileError(f"{path.name}: adapter.lora.alpha is {alpha!r}, not a number")
-    halves: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in file.tensors.items():
-        part = GGUF_TENSOR.fullmatch(name)
-        if part is None:
-            what = "a change of a norm" if name.endswith("_norm.weight") else "not a half of a LoRA pair"
-            raise UnsupportedModelError(f"{path.name}: tensor {name!r} is {what}, which is not supported")
-        halves.setdefault(part[1], {})[part[2].upper()] = tensor
-    pairs: dict[str, LowRank] = {}
-    for name, half in halves.items():
+    architecture = file.metadata.get("general.architecture")
+    adapter = Adapter(path, "gguf", architecture if isinstance(architecture, str) else None)
+    for name, half in _halves(path, file.tensors, GGUF_TENSOR).items():
         a, b = _values(path, name, half)
         if name == EMBEDDING and a.ndim == 2:
             a = a.T  # a token's row of A is contiguous in the file
-        pairs |= _split_experts(path, name, a, b, lambda name, rank: alpha / rank if alpha else 1.0)
-    architecture = file.metadata.get("general.architecture")
-    return _adapter(path, "gguf", architecture if isinstance(architecture, str) else None, None, pairs)
+        _add_pairs(adapter, name, a, b, lambda rank: alpha / rank if alpha else 1.0)
+    return _finished(adapter)
 
 
 def _read_peft(folder: Path) -> Adapter:
@@ -142,25 +136,15 @@ def _read_peft(folder: Path) -> Adapter:
     _check_settings(folder, config)
     if not (folder / WEIGHTS).is_file():
         raise ModelFileError(f"{folder}: {WEIGHTS} is missing: pickled adapters are refused, convert them")
-    halves: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in read_safetensors(folder / WEIGHTS, MAX_HEADER_BYTES).items():
-        part = PEFT_TENSOR.fullmatch(name.removeprefix(PREFIX))
-        if part is None:
-            what = "of DoRA" if "magnitude" in name else "not a half of a LoRA pair"
-            raise UnsupportedModelError(f"{folder.name}: tensor {name!r} is {what}, which is not supported")
-        halves.setdefault(part[1], {})[part[3]] = tensor
-    pairs: dict[str, LowRank] = {}
-    for module, half in halves.items():
+    adapter = Adapter(folder, "safetensors")
+    tensors = read_safetensors(folder / WEIGHTS, MAX_HEADER_BYTES)
+    for module, half in _halves(folder, tensors, PEFT_TENSOR).items():
         _check_is_targeted(folder, module, config)
         a, b = _values(folder, module, half)
         if a.ndim == 3:
             raise UnsupportedModelError(f"{folder.name}: {module}: stacked pairs of experts are read from GGUF alone")
-        name = tensor_name(module)
-        if name in pairs:
-            raise ModelFileError(f"{folder.name}: two modules map to {name!r}, one of them {module!r}")
-        pairs |= _split_experts(folder, name, a, b, lambda _, rank, m=module: _peft_scale(config, m, rank))
-    base = config.get("base_model_name_or_path")
-    return _adapter(folder, "safetensors", None, base if isinstance(base, str) else None, pairs)
+        _add_pairs(adapter, tensor_name(module), a, b, partial(_peft_scale, config, module))
+    return _finished(adapter)
 
 
 def tensor_name(module: str) -> str:
@@ -171,16 +155,16 @@ def tensor_name(module: str) -> str:
     return gguf_name(f"{module}.weight", SANDWICH_NAMES)
 
 
-def _adapter(path: Path, form: str, architecture: str | None, base: str | None, pairs: dict[str, LowRank]) -> Adapter:
-    if not pairs:
-        raise ModelFileError(f"{path.name} holds no LoRA pair")
-    digest = blake2b(digest_size=DIGEST_BYTES)
-    for name in sorted(pairs):
-        pair = pairs[name]
-        digest.update(f"{form} {name} {pair.a.shape} {pair.b.shape}".encode())
-        for half in (pair.a, pair.b):
-            digest.update(np.ascontiguousarray(half).data)
-    return Adapter(path, form, architecture, base, pairs, digest.digest())
+def _halves(path: Path, tensors: Mapping[str, Tensor], pattern: re.Pattern[str]) -> dict[str, dict[str, Tensor]]:
+    """Return A and B of each matrix, by the names that a file gives them."""
+    halves: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if (part := pattern.fullmatch(name)) is None:
+            kinds = {"magnitude": "of DoRA", "norm.weight": "a change of a norm"}
+            what = next((kind for mark, kind in kinds.items() if mark in name), "not a half of a LoRA pair")
+            raise UnsupportedModelError(f"{path.name}: tensor {name!r} is {what}, which is not supported")
+        halves.setdefault(part["name"], {})[part["half"].upper()] = tensor
+    return halves
 
 
 def _values(path: Path, name: str, half: Mapping[str, Tensor]) -> list[Floats]:
@@ -202,19 +186,31 @@ def _values(path: Path, name: str, half: Mapping[str, Tensor]) -> list[Floats]:
     return values
 
 
-def _split_experts(path: Path, name: str, a: Floats, b: Floats, scale: Any) -> dict[str, LowRank]:
-    """Return the pair of a matrix, or the pairs of a stack of experts by their names."""
-    stack = EXPERT_STACK.fullmatch(name)
+def _add_pairs(adapter: Adapter, name: str, a: Floats, b: Floats, scale: Callable[[int], float]) -> None:
+    """Add the pair of a matrix, or of each expert in a stack."""
+    file, stack = adapter.path.name, EXPERT_STACK.fullmatch(name)
     if a.ndim != b.ndim or (a.ndim == 3) != (stack is not None) or (a.ndim == 3 and len(a) != len(b)):
-        raise ModelFileError(f"{path.name}: {name}: A has shape {a.shape} and B {b.shape}: experts have 3 dimensions")
+        raise ModelFileError(f"{file}: {name}: A has shape {a.shape} and B {b.shape}: experts have 3 dimensions")
     each = [(name, a, b)] if stack is None else [(f"{stack[1]}.{i}.weight", a[i], b[i]) for i in range(len(a))]
-    pairs = {}
     for label, low, high in each:
         if low.shape[0] != high.shape[1]:
             sides = f"A has rank {low.shape[0]} (shape {low.shape}) and B rank {high.shape[1]} (shape {high.shape})"
-            raise ModelFileError(f"{path.name}: {label}: {sides}")
-        pairs[label] = LowRank(np.ascontiguousarray(low), high * np.float32(scale(label, low.shape[0])))
-    return pairs
+            raise ModelFileError(f"{file}: {label}: {sides}")
+        if label in adapter.pairs:
+            raise ModelFileError(f"{file}: two pairs are for {label!r}")
+        adapter.pairs[label] = LowRank(np.ascontiguousarray(low), high * np.float32(scale(low.shape[0])))
+
+
+def _finished(adapter: Adapter) -> Adapter:
+    """Return an adapter with its digest."""
+    if not adapter.pairs:
+        raise ModelFileError(f"{adapter.path.name} holds no LoRA pair")
+    digest = blake2b(digest_size=DIGEST_BYTES)
+    for name, pair in sorted(adapter.pairs.items()):
+        digest.update(f"{adapter.format} {name} {pair.a.shape} {pair.b.shape}".encode())
+        for half in (pair.a, pair.b):
+            digest.update(np.ascontiguousarray(half).data)
+    return replace(adapter, digest=digest.digest())
 
 
 def _check_settings(folder: Path, config: Mapping[str, Any]) -> None:
@@ -299,13 +295,12 @@ def combined_adapter(parts: Sequence[tuple[Adapter, float]]) -> Adapter:
         raise UnsupportedModelError(
             "adapters of GGUF files and of PEFT folders cannot be combined: convert one of them"
         )
-    names = dict.fromkeys(name for adapter, _ in parts for name in adapter.pairs)
-    pairs = {
-        name: concatenated([adapter.pairs[name].times(scale) for adapter, scale in parts if name in adapter.pairs])
-        for name in names
-    }
-    combined = _adapter(first.path, first.format, first.architecture, first.base, pairs)
-    return replace(combined, is_combined=True)
+    pairs: dict[str, list[LowRank]] = {}
+    for adapter, scale in parts:
+        for name, pair in adapter.pairs.items():
+            pairs.setdefault(name, []).append(pair.times(scale))
+    sums = {name: concatenated(each) for name, each in pairs.items()}
+    return replace(first, pairs=sums, digest=b"", is_combined=True)
 
 
 def float_tensor(name: str, values: Floats) -> Tensor:

@@ -99,9 +99,11 @@ def test_request_names_adapters_with_scales(serve: Serve, folder: Path, expected
     assert text(running) == expected["two"]
     assert text(running, model="one") == expected["one"]
     assert text(running, lora=[]) == expected[""]
-    for wrong in ([{"id": 2, "scale": 1}], [{"id": 0}], [{"id": 0, "scale": 1}] * 2, [{"id": 0, "scale": 1e9}], {}):
-        assert running.http.post("/v1/completions", json={**OPTIONS, "lora": wrong}).status_code == 400
-        assert running.http.post("/lora-adapters", json=wrong).status_code == 400
+    unknown = [{"id": 2, "scale": 1}]
+    malformed: list[Any] = [[{"id": 0}], [{"id": 0, "scale": 1}] * 2, [{"id": 0, "scale": 1e9}], {}]
+    for wrong, status in ((unknown, 404), *((wrong, 400) for wrong in malformed)):
+        assert running.http.post("/v1/completions", json={**OPTIONS, "lora": wrong}).status_code == status
+        assert running.http.post("/lora-adapters", json=wrong).status_code == status
     conflict = running.http.post("/v1/completions", json={**OPTIONS, "model": "one", "lora": [{"id": 1, "scale": 1}]})
     assert conflict.status_code == 400
 
@@ -109,7 +111,7 @@ def test_request_names_adapters_with_scales(serve: Serve, folder: Path, expected
 def test_adapter_is_loaded_replaced_and_unloaded_over_http(
     serve: Serve, folder: Path, expected: dict[str, str]
 ) -> None:
-    running = serve("--lora-dir", folder, "--max-loras", "2")
+    running = serve("--lora-dir", folder, "--max-loras", "3")
     assert text(running) == expected[""]
     assert load(running, "mine", "one").json()["success"]
     assert text(running, model="mine") == expected["one"]
@@ -118,8 +120,8 @@ def test_adapter_is_loaded_replaced_and_unloaded_over_http(
     assert text(running, model="mine") == expected["two"], "the prefix cache gave blocks of the old content"
     assert load(running, "smollm2", "one").status_code == 409
     assert load(running, "other", str(folder / "one")).status_code == 200
-    refused = load(running, "third", "two", scale=0.5)  # the same content as another one: it takes no place
-    assert refused.status_code == 200
+    again = load(running, "third", "two", scale=0.5)  # the same content as another one: it takes no slot
+    assert again.status_code == 200
     assert text(running, model="third") != expected["two"]
     assert running.http.post("/v1/unload_lora_adapter", json={"lora_name": "mine"}).status_code == 200
     assert running.http.post("/v1/unload_lora_adapter", json={"lora_name": "mine"}).status_code == 404
@@ -157,10 +159,11 @@ def test_one_too_many_is_refused_with_the_remedy(serve_small: ServeProcess, fold
     assert reply.status_code == 400
     assert "max_loras" in reply.text
     shutil.copytree(folder / "big", Path(load_root(serve_small)) / "big")
-    reply = load(serve_small, "second", "big")
+    reply = load(serve_small, "mine", "big", load_inplace=True)
     assert reply.status_code == 400
     assert "rank 32" in reply.text
     assert "max_lora_rank is 16" in reply.text
+    assert text(serve_small, model="mine"), "the name keeps what it had"
 
 
 def load_root(running: ServeProcess) -> str:

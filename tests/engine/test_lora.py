@@ -9,9 +9,10 @@ import pytest
 from msgspec.structs import replace
 
 from llm_worker_rbee import LLM
-from llm_worker_rbee.errors import InvalidRequestError
-from llm_worker_rbee.llm import Stream, together
-from llm_worker_rbee.token_engine.protocol import LoadLora, LoraUse, UnloadLora
+from llm_worker_rbee.config import LoraUse
+from llm_worker_rbee.errors import InvalidRequestError, ModelFileError, WorkerError
+from llm_worker_rbee.llm import Stream, StructuredOutputsParams, together
+from llm_worker_rbee.token_engine.protocol import RequestState, TokenOutput, UnloadLora, request_ids
 from llm_worker_rbee.weights.hub import locate_model
 from tests.helpers import lora_zoo
 
@@ -120,44 +121,83 @@ def test_combination_of_too_many_ranks_is_refused(folders: dict[str, Path]) -> N
         LLM(loras=dict(folders), max_loras=2)
 
 
-def test_unloaded_adapter_stays_for_its_requests(llm: LLM, folders: dict[str, Path]) -> None:
-    """A request that runs ends as it began; a later one is refused; the place is free afterwards."""
+def test_unloaded_adapter_stays_for_its_requests(llm: LLM) -> None:
+    """A request that runs ends as it began, the slot is free afterwards; a later one reads the adapter again."""
     pool, loop = llm.engine.adapters, llm._sync_engine._loop
     assert pool is not None
-    digest, expected = llm.loras["three"].digest, run(llm, (PROMPT, "three"))
+    named, expected = llm.loras["three"], run(llm, (PROMPT, "three"))
     stream = llm.stream(PROMPT, lora="three", max_tokens=24, temperature=0, logprobs=0, ignore_eos=True)
     next(stream)
-    loop.receive(UnloadLora(1, digest))
-    assert pool.num_loaded == 2
-    with pytest.raises(InvalidRequestError, match="not loaded"):
-        pool.acquire(((b"another", 1.0),))
+    before = pool.nbytes
+    loop.receive(UnloadLora(named.info.digest))
+    assert pool.nbytes < before, "combinations with it stay without a request"
+    before = pool.nbytes
     for _ in stream:
         pass
     assert [facts(stream)] == expected
-    with pytest.raises(InvalidRequestError, match="not loaded"):
-        llm.generate(PROMPT, lora="three")
-    loop.receive(LoadLora(2, str(folders["three"]), digest))
-    replies = []
-    while not replies:
-        replies = loop.step().loras
-    assert replies[0].info is not None
-    assert replies[0].info.digest == digest
+    assert pool.nbytes < before
     assert run(llm, (PROMPT, "three")) == expected
 
 
-def test_changed_content_is_refused_by_its_digest(llm: LLM, folders: dict[str, Path]) -> None:
-    loop = llm._sync_engine._loop
-    loop.receive(LoadLora(3, str(folders["two"]), llm.loras["one"].digest))
-    replies = []
-    while not replies:
-        replies = loop.step().loras
-    assert "has changed" in str(replies[0].error)
+def test_adapters_take_turns_in_few_slots(folders: dict[str, Path], llm: LLM) -> None:
+    """Requests wait for a slot, in their order; then they have the bits as beside slots for all."""
+    few = LLM(loras={"one": folders["one"]}, max_loras=1, max_context=2048, max_step_tokens=192)
+    few.loras = dict(llm.loras)
+    assert few.engine.adapters is not None
+    assert run(few, *CASES) == run(llm, *CASES)
+    assert list(few.engine.adapters._slots) == [0]
+
+
+def load(llm: LLM, path: str, digest: bytes = b"") -> RequestState:
+    """Load an adapter as a front does."""
+    submitted = llm.stream(PROMPT)._generation.request.submitted
+    state = RequestState(replace(submitted, id=next(request_ids), prompt=[], loras=[LoraUse(path, digest)]))
+    loop, outputs = llm._sync_engine._loop, list[TokenOutput]()
+    loop.receive(state.submitted)
+    while not outputs:
+        step = loop.step()
+        outputs = [output for output in step.outputs if output.id == state.id]
+        for event in step.events:
+            state.apply(event)
+    if outputs[0].error is not None:
+        raise outputs[0].error
+    return state
+
+
+def test_adapter_is_loaded_without_a_prompt(llm: LLM, folders: dict[str, Path]) -> None:
+    info = load(llm, str(folders["two"])).lora
+    assert info == llm.loras["two"].info
+    assert not llm.engine.has_work
+
+
+def test_changed_content_is_refused_by_its_digest(llm: LLM, folders: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="has changed since it was loaded: load it again"):
+        load(llm, str(folders["two"]), b"another digest..")
+    with pytest.raises(ModelFileError, match="no such file"):
+        load(llm, str(tmp_path / "gone"))
+    assert run(llm, (PROMPT, "two")), "the engine goes on"
+
+
+def test_refused_requests_hold_no_slot(llm: LLM) -> None:
+    """One that fails after it got its adapter, or is aborted while it waits, lets go of it."""
+    pool = llm.engine.adapters
+    assert pool is not None
+    with pytest.raises(WorkerError):
+        llm.generate(PROMPT, lora="one", structured_outputs=StructuredOutputsParams(grammar="root ::= missing"))
+    stream = llm.stream(PROMPT, lora={"one": 0.3, "two": 0.3})
+    next(stream)
+    waiting = llm.stream(PROMPT, lora={"one": 0.2, "two": 0.2})
+    waiting.close()
+    stream.close()
+    llm.generate(PROMPT, max_tokens=1)  # what is closed is dropped before the next step
+    assert all(slot.num_requests == 0 for slot in pool._slots.values())
 
 
 def test_keys_of_blocks_differ_by_content_scale_and_salt(llm: LLM) -> None:
     stream = llm.stream(PROMPT)
     submitted = stream._generation.request.submitted
-    uses = ([], [LoraUse(b"a" * 16)], [LoraUse(b"a" * 16, 0.5)], [LoraUse(b"b" * 16)], [LoraUse(b"a" * 16)] * 2)
+    a, b = LoraUse("path", b"a" * 16), LoraUse("path", b"b" * 16)
+    uses = ([], [a], [a._replace(scale=0.5)], [b], [a, a])
     keys = [tuple(replace(submitted, loras=use).extra_keys) for use in uses]
     assert len(set(keys)) == len(uses)
     assert all(not key.isascii() for _, key in keys[1])

@@ -52,7 +52,7 @@ class Handlers:
         names = self._worker.loras
         path = names.require_path(values["lora_path"])
         named = await names.load(values["lora_name"], path, values["scale"], replaces=values["load_inplace"])
-        return {"success": True, "lora_name": named.name, "rank": named.rank, "digest": named.digest.hex()}
+        return {"success": True, "lora_name": named.name, "rank": named.info.rank, "digest": named.info.digest.hex()}
 
     async def unload(self, call: Call) -> dict[str, Any]:
         """Let an adapter go; requests that use it end as they began."""
