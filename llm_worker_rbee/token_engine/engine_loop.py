@@ -18,7 +18,7 @@ from .. import machine
 from ..engine.engine import Engine
 from ..engine.lora import AdapterPool, Uses
 from ..engine.pooling_engine import PoolingEngine
-from ..engine.request import Request, StepOutput
+from ..engine.request import BATCH_PRIORITY, Request, StepOutput
 from ..errors import ContextLengthError, InferenceError, InvalidRequestError, WorkerError, copy_error
 from ..images.prompt import ImageSpan, PromptImages
 from ..models.lora import PackedAdapter
@@ -43,6 +43,11 @@ from .wire import unpack_sequences
 
 OnEvents = Callable[[list[RequestEvent]], None]
 COMPILE_WAIT_S = 0.005  # of a step without other work than grammars that are compiled
+
+
+def is_urgent(message: object) -> bool:
+    """Return whether a message is a request that comes before batch work."""
+    return isinstance(message, Submit) and message.priority < BATCH_PRIORITY
 
 
 class EngineLoop:

@@ -16,7 +16,6 @@ from typing import Any
 import openai
 import pytest
 
-from llm_worker_rbee.cli.run_batch import BATCH
 from tests.conftest import with_kernels
 from tests.helpers.process import spawn
 from tests.helpers.serve_process import LIMIT_S, ServeProcess, until
@@ -136,10 +135,11 @@ def test_run_batch_goes_on(cli: Run, model: Path, tmp_path: Path, kind: str) -> 
     assert empty.returncode == 1
     assert b"no lines" in empty.stderr
     with spawn_batch(source, target, model) as process:
-        journal = tmp_path / "out.jsonl.batch" / f"{BATCH}.journal"
-        until(lambda: journal.exists() and journal.read_bytes().count(b"\n") > 20)
+        folder = tmp_path / "out.jsonl.batch"
+        until(lambda: any(path.read_bytes().count(b"\n") > 40 for path in folder.glob("batch_*.journal")))
         process.send_signal(signal.SIGINT if kind == "ctrl-c" else signal.SIGKILL)
         assert process.wait(LIMIT_S) == (130 if kind == "ctrl-c" else -signal.SIGKILL)
+    (journal,) = folder.glob("batch_*.journal")
     with journal.open("r+b") as file:
         file.truncate(journal.stat().st_size - 3)
     source.write_text(text := source.read_text() + "\n" + line("one more"))

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from ...errors import ConflictError
-from ..batch_store import MESSAGES
-from ..batches import MAX_LINES, REQUESTS, Batch, batch_service, page_of, storing, stream_file
+from ..batch_store import MAX_LINES, MESSAGES
+from ..batches import REQUESTS, Batch, batch_service, page_of, storing, stream_file
 from ..dialect import Call, Dialect, Front, Handler, Operation, Route
 from ..json_schema import TEXT, Schema, array_schema, object_schema, ref, reply_schema
 from ..schema import ParseOptions, require
@@ -72,7 +72,7 @@ def parse_batch(body: bytes, _: ParseOptions) -> ParsedBatch:
 def encode_batch(batch: Batch, base: str) -> dict[str, Any]:
     """Return a batch as Anthropic shows it."""
     state, counts = batch.state, batch.counts()
-    status, unanswered = STATES.get(state["status"], "in_progress"), counts.get("unanswered", 0)
+    status, unanswered = STATES.get(state["status"], "in_progress"), counts["unanswered"]
     ended = None if batch.is_open else state.get(f"{state['status']}_at")
     return {
         "id": batch.id,
