@@ -246,14 +246,22 @@ class FileStore:
 
     def open(self, file_id: str) -> BinaryIO:
         """Return a file, open at its first byte."""
-        file = self._open(self.get(file_id).id)
+        try:
+            file = self._open(self.get(file_id).id)
+        except OSError as error:
+            raise NotFoundError(f"the file {file_id!r} cannot be read: {error.strerror}") from None
         file.readline(MAX_ABOUT_BYTES)
         return file
 
     def read(self, file_id: str) -> Iterator[bytes]:
-        """Yield the bytes of a file in parts."""
-        with self.open(file_id) as file:
-            yield from iter(partial(file.read, CHUNK_BYTES), b"")
+        """Open a file, and return its bytes in parts."""
+        file = self.open(file_id)
+
+        def parts() -> Iterator[bytes]:
+            with file:
+                yield from iter(partial(file.read, CHUNK_BYTES), b"")
+
+        return parts()
 
     def delete(self, file_id: str) -> None:
         self._unlink(self.get(file_id).id)
@@ -312,10 +320,10 @@ def plan_lines(file: BinaryIO, endpoint: str | None, max_line: int) -> list[Line
     """Return the lines of a batch in the order of work; those that cannot be answered have their errors."""
     lines, numbers = list[Line](), dict[str, int]()
     for number, (offset, data) in enumerate(read_lines(file, max_line), 1):
-        if not data.strip():
-            continue
-        if len(lines) == MAX_LINES:
+        if (data and len(lines) == MAX_LINES) or number > 2 * MAX_LINES:
             raise InvalidRequestError(f"the file has more than {MAX_LINES} lines", "too_many_lines")
+        if not data:
+            continue
         line = parse_line(Line(number, offset, len(data)), data, endpoint, max_line)
         if line.custom_id is not None and (first := numbers.setdefault(line.custom_id, number)) != number:
             error = f"custom_id {line.custom_id[:100]!r} is the id of line {first} already"
@@ -335,7 +343,7 @@ def read_lines(file: BinaryIO, max_line: int) -> Iterator[tuple[int, bytes]]:
         while rest and not rest.endswith(b"\n"):
             rest = file.readline(CHUNK_BYTES)
             size += len(rest)
-        yield offset, data.rstrip(b"\r\n")
+        yield offset, data.rstrip()
         offset += size
 
 

@@ -173,11 +173,14 @@ class BatchService:
             ending = batch.state["ending"]
         except InvalidRequestError as error:
             ending, state["errors"] = "failed", [{"code": error.field, "message": str(error), "line": None}]
-        except (OSError, NotFoundError):
-            ending, state["errors"] = "failed", [{"code": "no_input", "message": "the input file is gone"}]
+        except NotFoundError as error:
+            ending, state["errors"] = "failed", [{"code": "no_input", "message": str(error), "line": None}]
         except Exception as error:
             log.request_failed(error)
-            ending, state["errors"] = "failed", [{"code": "internal", "message": "internal error of the worker"}]
+            ending, state["errors"] = (
+                "failed",
+                [{"code": "internal", "message": "internal error of the worker", "line": None}],
+            )
         state |= {"status": ending, f"{ending}_at": int(time.time()), "counts": batch.counts()}
         await self._append(batch, [Entry(state)])
         with suppress(OSError):  # the results are in their files: the journal needs them no more

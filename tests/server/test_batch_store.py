@@ -173,7 +173,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     data.unlink()
     (tmp_path / "secret").write_bytes(b"mine")
     data.symlink_to(tmp_path / "secret")
-    with pytest.raises(OSError, match="symbolic"):
+    with pytest.raises(NotFoundError, match="symbolic"):
         store.open(file.id)
     store.close()
     (tmp_path / "link").symlink_to(tmp_path / "files")

@@ -38,7 +38,7 @@ from .openai import error_body
 FILES, BATCHES = "/v1/files", "/v1/batches"
 FORM_BYTES = 64 << 10  # beside the file
 MAX_PARTS, MAX_HEAD_BYTES, MAX_FIELD_BYTES = 16, 8 << 10, 4 << 10
-UPLOAD_TIMEOUT_S = 3600.0
+UPLOAD_TIMEOUT_S = 60.0
 MAX_WINDOW_S, MIN_EXPIRY_S = 30 * 86400, 3600
 BOUNDARY = re.compile(r'multipart/form-data\s*;.*?boundary=(?:"([^"\r\n]{1,70})"|([^\s;"]{1,70}))', re.IGNORECASE)
 NAME, FILENAME = re.compile(rb'[;\s]name="([^"\r\n]*)"'), re.compile(rb'[;\s]filename="([^"\r\n]*)"')
@@ -75,6 +75,12 @@ class Part(NamedTuple):
     stop: int
 
 
+def find(data: bytes | mmap, mark: bytes, start: int) -> int:
+    """Return where the mark is, -1 if it is not there; other threads run in between."""
+    places = (data.find(mark, at, at + CHUNK_BYTES + len(mark)) for at in range(start, len(data), CHUNK_BYTES))
+    return next((place for place in places if place >= 0), -1)
+
+
 def form_parts(data: bytes | mmap, content_type: str) -> Iterator[Part]:
     """Yield the parts of a form."""
     match = BOUNDARY.match(content_type)
@@ -88,7 +94,7 @@ def form_parts(data: bytes | mmap, content_type: str) -> Iterator[Part]:
         if at > -3 and data[start : start + 2] == b"--":
             return
         end = data.find(b"\r\n\r\n", start, start + MAX_HEAD_BYTES)
-        at = data.find(delimiter, end + 4)
+        at = find(data, delimiter, end + 4)
         if at < 0 or end < 0:
             raise InvalidRequestError(
                 f"a part of the form is cut off, or its head is over {MAX_HEAD_BYTES} bytes", "body"
@@ -197,7 +203,7 @@ class Handlers:
 
     async def content(self, call: Call) -> Any:
         service, file = self._file(call)
-        return await storing(partial(stream_file, service, file.id, "application/octet-stream"))
+        return await asyncio.to_thread(stream_file, service, file.id, "application/octet-stream")
 
     async def batches(self, call: Call) -> Any:
         service = batch_service(self._worker)
