@@ -2,19 +2,19 @@
 
 import asyncio
 import os
+import shutil
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 from hashlib import file_digest
 from pathlib import Path
-from typing import BinaryIO
 
 from ..errors import InvalidRequestError, counted
 from ..progress import request_progress
-from ..server.app import make_runner
-from ..server.batch_store import FileStore, print_openai, write_file
-from ..server.batches import Batch, BatchRunner
+from ..server.app import Routes
+from ..server.batch_store import CHUNK_BYTES
+from ..server.batches import Batch, BatchService
 from ..server.worker import Worker
 from ..token_engine.protocol import Load
 from .commands import (
@@ -32,9 +32,9 @@ from .options import FilesFlags, PoolFlags, ServedFlags
 from .serve import pooling_references, reserved_bytes, server_settings, shown_until_ready, with_children
 from .terminal import note
 
-BATCH = "batch_" + "0" * 32
 POLL_S = 0.1
-FOR_EVER_S = 1 << 40
+FOR_EVER_S, UNLIMITED = 1 << 40, 1 << 60
+Work = list[str | None]  # the digest of the input, the models
 
 
 def run_batch(options: RunBatchCommand) -> None:
@@ -42,19 +42,12 @@ def run_batch(options: RunBatchCommand) -> None:
     if options.target.exists():
         raise InvalidRequestError(f"{options.target} exists already: remove it, or name another file", "OUT")
     with options.source.open("rb") as file:
-        digest = file_digest(file, "sha256").hexdigest()
+        work = [file_digest(file, "sha256").hexdigest(), options.model.model, options.embedding_model]
     folder = options.target.with_name(options.target.name + ".batch")
-    with closing(FileStore(folder, max_bytes=1, max_age_s=1, option="OUT.batch")) as store:
-        _run_lines(store, _open_batch(store, digest, folder), options)
-    with suppress(OSError):
-        folder.rmdir()
-
-
-def _run_lines(store: FileStore, batch: Batch, options: RunBatchCommand) -> None:
     served = ServeCommand(
         wire=WireFlags(),
         limits=LimitFlags(),
-        files=FilesFlags(),
+        files=FilesFlags(files_dir=folder),
         adapters=LoraServeFlags(),
         model=ServedFlags(
             models=None if options.model.model is None else [options.model.model],
@@ -72,80 +65,89 @@ def _run_lines(store: FileStore, batch: Batch, options: RunBatchCommand) -> None
     references = pooling_references(served.pooling, served.process.engine_process)
     load = load_options(options.model, options.computing, options.sharing)
     loads = [Load(options=replace(load, reserved_memory=reserved_bytes(references)))]
-    settings = server_settings(served, None, load)
+    settings = replace(server_settings(served, None, load), files_bytes=UNLIMITED, files_age_s=float(FOR_EVER_S))
     with option_names_in_errors(), shown_until_ready() as (shown, output):
         worker = with_children(settings, served, loads, references, shown, output)
+        service = BatchService(worker, Routes(worker).answer, "OUT.batch")
         start = time.perf_counter()
         try:
-            asyncio.run(_run(worker, batch, options, lambda: output.call(shown.close)))
+            begun = _find_batch(service, folder, work)
+            batch = asyncio.run(_run(worker, service, begun, work, options, partial(output.call, shown.close)))
         except KeyboardInterrupt:
-            note(f"{counted(len(batch.finished), 'line')} finished: the same command goes on")
+            finished = max((len(batch.finished) for batch in service.batches.values()), default=0)
+            note(f"{counted(finished, 'line')} finished: the same command goes on")
             raise
-    _write(store, batch, options.target)
+        finally:
+            service.store.close()
+    shutil.rmtree(folder, ignore_errors=True)
     if not options.quiet:
-        failed, seconds = batch.num_failed, time.perf_counter() - start
-        note(f"{counted(len(batch.finished), 'line')} in {seconds:.1f} s, {failed:,} of them with an error")
+        counts, seconds = batch.counts(), time.perf_counter() - start
+        note(f"{counted(counts['total'], 'line')} in {seconds:.1f} s, {counts['failed']:,} of them with an error")
 
 
-def _open_batch(store: FileStore, digest: str, folder: Path) -> Batch:
-    """Return the batch of an earlier run of the same input, or a new one."""
-    journal = next((journal for name, journal in store.journals() if name == BATCH), None)
-    batch = None if journal is None else Batch.recover(BATCH, journal)
-    if batch is None or not batch.finished:
-        now = int(time.time())
-        state = {"status": "validating", "endpoint": None, "created_at": now, "expires_at": now + FOR_EVER_S}
-        state["input_file_id"] = digest
-        return Batch(BATCH, state, store.create_journal(BATCH, state))
-    if batch.state["input_file_id"] != digest:
-        raise InvalidRequestError(f"{folder} has results of another input: remove it to begin anew", "OUT")
-    note(f"going on: {counted(len(batch.finished), 'line')} finished")
-    return batch
+def _find_batch(service: BatchService, folder: Path, work: Work) -> Batch | None:
+    """Return the batch of an earlier run of the same work; forget one without results."""
+    for batch in list(service.batches.values()):
+        if batch.state["work"] == work and batch.state["status"] != "failed":
+            note(f"going on: {counted(sum(batch.counts().values()) - batch.counts()['total'], 'line')} finished")
+            return batch
+        if batch.counts()["completed"]:
+            message = f"{folder} has results of another input, or of another model: remove it to begin anew"
+            raise InvalidRequestError(message, "OUT")
+        service.drop(batch)
+    return None
 
 
-async def _run(worker: Worker, batch: Batch, options: RunBatchCommand, on_ready: Callable[[], object]) -> None:
-    runner = make_runner(worker)
+async def _run(
+    worker: Worker,
+    service: BatchService,
+    begun: Batch | None,
+    work: Work,
+    options: RunBatchCommand,
+    on_ready: Callable[[], object],
+) -> Batch:
+    """Run a batch to its end, and write its results."""
     loading = asyncio.ensure_future(worker.start())
     try:
         await loading
         on_ready()
-        await _answer(worker, runner, batch, options)
+        service.start()
+        batch = begun
+        if batch is None:
+            with options.source.open("rb") as file:
+                stored = service.store.add(iter(partial(file.read, CHUNK_BYTES), b""), options.source.name, "batch")
+            batch = await service.create("batch", None, stored.id, FOR_EVER_S, work=work)
+        await _show(worker, batch, options)
     finally:
         loading.cancel()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(POLL_S):
-                await runner.flush()
+        await service.stop()
         worker.settings = replace(worker.settings, shutdown_timeout_s=0.0)
         await worker.stop()
+    _write(service, batch, options.target)
+    return batch
 
 
-async def _answer(worker: Worker, runner: BatchRunner, batch: Batch, options: RunBatchCommand) -> None:
-    """Run the batch, and show how far it is."""
-
-    def open_input() -> BinaryIO:
-        return options.source.open("rb")
-
-    running = asyncio.ensure_future(runner.run(batch, open_input))
-    try:
-        while batch.lines is None and not running.done():
-            await asyncio.wait([running], timeout=POLL_S)
-        lines = tokens = 0
-        with request_progress(batch.state.get("total", 0), not options.quiet, noun="lines") as advance:
-            while True:
-                is_done = running.done()
-                advance(requests=len(batch.finished) - lines, tokens=worker.latencies.num_tokens - tokens)
-                lines, tokens = len(batch.finished), worker.latencies.num_tokens
-                if is_done:
-                    break
-                await asyncio.wait([running], timeout=POLL_S)
-        if await running == "failed":
-            raise InvalidRequestError(f"{options.source}: {batch.state['errors'][0]['message']}", "IN")
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+async def _show(worker: Worker, batch: Batch, options: RunBatchCommand) -> None:
+    """Show how far the batch is, until its end."""
+    while "total" not in batch.state and batch.is_open:
+        await asyncio.sleep(POLL_S)
+    lines = tokens = 0
+    with request_progress(batch.state.get("total", 0), not options.quiet, noun="lines") as advance:
+        while True:
+            is_open, counts = batch.is_open, batch.counts()
+            finished = counts["completed"] + counts["failed"]
+            advance(requests=finished - lines, tokens=worker.latencies.num_tokens - tokens)
+            lines, tokens = finished, worker.latencies.num_tokens
+            if not is_open:
+                break
+            await asyncio.sleep(POLL_S)
+    if batch.state["status"] == "failed":
+        raise InvalidRequestError(f"{options.source}: {batch.state['errors'][0]['message']}", "IN")
 
 
-def _write(store: FileStore, batch: Batch, target: Path) -> None:
-    """Write the results, whole or not at all; the journal is needed no more then."""
-    write_file(store.folder, target.name, (print_openai(result, BATCH) for result in batch.results()))
+def _write(service: BatchService, batch: Batch, target: Path) -> None:
+    """Write the results, whole or not at all."""
+    store = service.store
+    ids = [batch.state[name] for name in ("output_file_id", "error_file_id") if name in batch.state]
+    store.write(target.name, (chunk for file_id in ids for chunk in store.read(file_id)))
     os.replace(target.name, target, src_dir_fd=store.folder)
-    store.delete_journal(BATCH)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from ..backends.ops import Array, Progress, StepLimits, WarmUp
+from ..backends.ops import Array, Progress, StepLimits, StepStopped, WarmUp
 from ..config import EngineConfig
 from ..errors import InferenceError, InsufficientMemoryError, InvalidRequestError, ModelFileError, WorkerError
 from ..models import ModelAdapters, Transformer
@@ -26,12 +26,12 @@ from .kv_tier import KVTier
 from .lora import AdapterPool
 from .mask_filler import MaskFiller, collect_held, consume_outputs
 from .model_runner import ModelRunner, forward
-from .request import Request, SamplerOutput, ScheduledTokens, StepOutput
+from .request import BATCH_PRIORITY, Request, SamplerOutput, ScheduledTokens, StepOutput
 from .sampler import sample
 from .scheduler import MIN_PREFILL_TOKENS, Scheduler, max_scored_tokens
 from .speculative import Drafter, NgramDrafter, max_drafts
 from .state_pool import default_slots
-from .step_time import BatchShare, StepSize, StepTimeModel, chunk_context, step_size
+from .step_time import LONG_STEP_S, BatchShare, StepSize, StepTimeModel, chunk_context, step_size
 
 logger = logging.getLogger("llm_worker_rbee.engine")
 
@@ -69,17 +69,24 @@ class Engine:
         self.device_failed = False  # every step will fail until the process is restarted
         self.on_schedule: Callable[[], None] = lambda: None  # called after scheduling, before the forward pass
         self.pipeline = StepPipeline(self)
+        self.has_urgent: Callable[[], bool] | None = None
+        self._can_stop = model.fused is not None and self.drafter is None and not model.ops.has_device_memory
         if self.pipeline.is_enabled:  # a request that arrives waits for the step in flight and the one after it
             self.share.max_step_s /= 2
         self._called_at = self._returned_at = 0.0  # of the last call of `step`
         self._began_at = 0.0  # of the present step: when it was launched, or when the result before it arrived
         self._arrivals = 0
 
+    def stop_for(self, has_urgent: Callable[[], bool]) -> None:
+        """Let batch work alone have long steps, which are given up once `has_urgent` says that a request has come."""
+        if self._can_stop:
+            self.has_urgent, self.share.long_step_s = has_urgent, LONG_STEP_S
+
     def replace_model(self, compute: Callable[[list[ScheduledTokens]], SamplerOutput]) -> None:
         """Compute steps with another function, such as a `DummyModel`."""
         self._set_tier(None)  # there are no keys and values
         vars(self).update(_run=lambda scheduled: (compute(scheduled), None), _sample=lambda _, sampled, tokens: sampled)
-        self.pipeline.is_enabled = False
+        self.pipeline.is_enabled = self._can_stop = False
 
     def use_tower(self, tower: VisionTower) -> None:
         """Take requests with images."""
@@ -289,6 +296,11 @@ class Engine:
         try:
             logits, tokens = self._run(scheduled)
             sampled = self._sample(scheduled, logits, tokens)
+        except StepStopped:
+            if self.mask_filler.pending is not None:
+                self.mask_filler.wait()
+            self.is_computing = False
+            return []
         except Exception as error:
             return self.fail_step(scheduled, error)
         self.is_computing = False
@@ -323,7 +335,8 @@ class Engine:
         if self.encoder is not None:
             self.encoder.prepare(scheduled)
         if self.drafter is None or not self.drafter.needs_hidden:
-            return self.runner.run(scheduled)
+            is_batch = scheduled[0].request.priority >= BATCH_PRIORITY  # other requests come first
+            return self.runner.run(scheduled, self.has_urgent if is_batch and self.share.is_long else None)
         logits, hidden = self.runner.run_hidden(scheduled)
         self.drafter.observe(scheduled, hidden)
         return logits, None

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -36,9 +36,13 @@ class ModelRunner:
         self._decode: _DecodeBatch | None = None  # the last one that a step may follow with the same arrays
         self._has_adapters = model.adapters is not None
 
-    def run(self, scheduled: Sequence[ScheduledTokens]) -> tuple[Array, list[int] | None]:
+    def run(
+        self, scheduled: Sequence[ScheduledTokens], should_stop: Callable[[], bool] | None = None
+    ) -> tuple[Array, list[int] | None]:
         """Compute a step; return the logits that it needs, one row each, and their tokens, if the step samples them."""
         batch = self.batch(scheduled)
+        if should_stop is not None:
+            batch = replace(batch, should_stop=should_stop)
         fused = self.model.fused_for(batch)
         if fused is None or not fused.samples or not (rows := rows_before_logits(scheduled)):
             return forward(self.model, batch, self.cache), None

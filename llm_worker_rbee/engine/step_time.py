@@ -13,9 +13,11 @@ squares of relative errors, none negative, where sizes that were not seen lately
 separate count as `per_token`, the careful guess. No arrays here.
 
 `BatchShare` is the share of batch work, requests with `BATCH_PRIORITY`, in a step. Where no other request is present,
-a step takes at most `MAX_BATCH_STEP_S`: a request that arrives waits until it has ended. Beside other requests, batch
-rows join a step while its predicted time grows by at most `MAX_GROWTH`: on a CPU usually none, on a GPU many. So that
-batch work ends even if others never do, it gets one step every `TURN_S` in any case.
+a step takes at most `MAX_BATCH_STEP_S`: a request that arrives waits until it has ended. Where steps can be given up
+for such a request they may take `LONG_STEP_S`, which shares the cost of a step among more tokens, once there was no
+other request for `QUIET_S`: what is given up is little of the whole. Beside other requests, batch rows join a step
+while its predicted time grows by at most `MAX_GROWTH`: on a CPU usually none, on a GPU many. So that batch work ends
+even if others never do, it gets one step every `TURN_S` in any case.
 """
 
 from __future__ import annotations
@@ -52,6 +54,8 @@ RIDGE = (1e-3, 2e-3, 0.0, 5e-4)  # relative penalty of each coefficient: decides
 MIN_PIVOT = 1e-9  # of an equation, relative to its diagonal: below it a coefficient is not determined
 
 MAX_BATCH_STEP_S = 0.08  # of batch work: a first token may come 0.1 s later for it, and steps vary
+LONG_STEP_S = 0.3  # likewise, where a request that arrives ends it
+QUIET_S = 5.0  # since another request, before such a step
 MAX_GROWTH = 0.05  # of a step of other requests
 TURN_S = 5.0  # between two steps that batch work joins beside others in any case
 FIRST_ROWS = 8  # in a step while nothing is known of its time
@@ -259,14 +263,18 @@ class BatchShare:
 
     def __init__(self, step_time: StepTimeModel | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.step_time, self.clock = step_time or StepTimeModel(), clock
-        self.max_step_s = MAX_BATCH_STEP_S
-        self._last_turn = clock()
+        self.max_step_s = self.long_step_s = MAX_BATCH_STEP_S
+        self.is_long = False  # the present step, which can be given up
+        self._last_turn, self._last_other = clock(), -math.inf
 
     def room(self, others: Sequence[ScheduledTokens], *, is_alone: bool) -> Room | None:
         """Return the room beside the other requests of a step; None: batch work waits."""
+        now = self.clock()
+        self._last_other = self._last_other if is_alone else now
+        self.is_long = now - self._last_other >= QUIET_S
         if is_alone:
-            return Room(self.max_step_s, True, NOTHING)
-        is_turn = self.clock() - self._last_turn >= TURN_S
+            return Room(self.long_step_s if self.is_long else self.max_step_s, True, NOTHING)
+        is_turn = now - self._last_turn >= TURN_S
         size = step_size(others, self.step_time.query_tile) if others else NOTHING
         seconds = self.step_time.predict(size) if others else None
         if is_turn:

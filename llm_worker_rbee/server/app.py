@@ -43,8 +43,9 @@ from ..errors import (
 from ..generation import NamedLora
 from ..text_model import TextModel
 from ..tokenizer.tokenizer import MARK
-from . import openapi
-from .batches import BatchRunner, BatchService, FileReply, as_batch_work
+from . import log, openapi
+from .batch_store import EMBEDDINGS
+from .batches import IS_BATCH, BatchService, FileReply, as_batch_work
 from .bodies import Conversation, GenerateRequest, PackedIds
 from .dialect import GenerateRoute, Handler
 from .dialects import DIALECTS, body_parsers, dialect_of, generate_routes
@@ -55,7 +56,7 @@ from .pool_worker import PoolWorker
 from .pooling import PoolingService
 from .reply import Reply, start_reply
 from .schema import CHUNK_ITEMS, JSON_TYPE, KINDS
-from .sse import DONE, HEADERS, EventStream, PushStream, encode_event, watch_disconnect
+from .sse import DONE, HEADERS, ON_DISCONNECT, EventStream, PushStream, encode_event, watch_disconnect
 from .worker import Front, Worker
 
 BODY_TIMEOUT_S = 60.0
@@ -186,7 +187,9 @@ class Routes:
 
     def __init__(self, worker: Front) -> None:
         self.worker = worker
+        worker.offload.parsers = worker.pooling.offload.parsers = body_parsers()
         self._openapi = msgspec.json.encode(openapi.description(worker.settings))
+        self._of_lines = {route.path: route.endpoint for route in self.table()}
 
     async def page(self, _: Request) -> Response:
         text, policy = load_page()
@@ -327,12 +330,32 @@ class Routes:
         headers["content-type"] = printer.media_type
         return PushStream(reply, ping_s=self.worker.settings.ping_s, headers=headers, ping=printer.ping)
 
+    async def answer(self, path: str, body: bytes) -> Response:
+        """Return the reply to a line of a batch: that of the route, without a client."""
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        headers = [(b"content-type", JSON_TYPE.encode())]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+        request = Request(scope | {IS_BATCH: True, ON_DISCONNECT: lambda callback: lambda: None}, receive)
+        try:
+            if isinstance(self.worker, PoolWorker) and self.worker.batches is not None:
+                kind = "embedding" if path == EMBEDDINGS else "chat"
+                self.worker.batches.require_turn(await self.worker.find(model_of(body), kind))
+            response: Response = await self._of_lines[path](request)
+        except Exception as error:
+            if not isinstance(error, WorkerError):
+                log.request_failed(error)
+            response = await _on_error(request, error)
+        return response
+
     async def _handle(self, handler: Handler, request: Request) -> Any:
         """Call a dialect's handler; convert its result to a response if it is none."""
         answer = await handler(RequestCall(request, dialect_of(request.url.path).takes_any_content_type))
         if isinstance(answer, FileReply):
             headers = {"content-length": str(answer.size)}
-            return StreamingResponse(answer.chunks(), 200, headers, answer.media_type)
+            return StreamingResponse(answer.chunks, 200, headers, answer.media_type)
         if isinstance(answer, tuple):
             return json_response(*answer)
         return json_response(answer) if isinstance(answer, dict) else answer
@@ -400,7 +423,7 @@ def application(worker: Front) -> RequestMiddleware | CORSMiddleware:
     routes = Routes(worker)
     app = starlette(routes, lifespan=lifespan)
     if worker.settings.files_dir is not None:
-        worker.batches = BatchService(worker.settings, BatchRunner(worker, app))
+        worker.batches = BatchService(worker, routes.answer)
     wrapped = RequestMiddleware(DirectRoutes(app, routes.direct_table()), worker.settings)
     origins = worker.settings.cors_origins
     return (
@@ -441,14 +464,8 @@ class DirectRoutes:
         await response(scope, receive, send)
 
 
-def make_runner(worker: Front) -> BatchRunner:
-    """Return what answers the lines of batches of a worker without clients: their lines are its requests."""
-    return BatchRunner(worker, starlette(Routes(worker)), has_clients=False)
-
-
 def starlette(routes: Routes, **options: Any) -> Starlette:
     """Return the application without the checks of the middleware."""
-    routes.worker.offload.parsers = routes.worker.pooling.offload.parsers = body_parsers()
     handlers: Any = {404: _on_no_route, 405: _on_no_route, WorkerError: _on_error, Exception: _on_error}
     return Starlette(routes=routes.table(), exception_handlers=handlers, **options)
 

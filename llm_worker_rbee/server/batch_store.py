@@ -1,15 +1,16 @@
-"""The lines of batches, and what is on disk of them: files of clients, and journals, in the folder of --files-dir.
+"""What is on disk of files and batches, in the folder of --files-dir, and the lines of batches.
 
-    file-<id>.data, file-<id>.json      the bytes of a file, and what is known of it; there is no file without both
-    batch_<id>.journal                  one batch: its first state, its results, changes of its state
+    file-<id>            a line of JSON about the file, then its bytes
+    batch_<id>.journal   one batch: its first state, its results, changes of its state
 
-A journal is append-only: lines of a checksum and a JSON object. What a crash cut off is the end of the journal; a line
-that does not verify is as if it were not there, so its request is answered again. A result counts once it is on disk
-(`fsync`). One process uses a folder at a time. Names come from ids, never from clients, and links are not followed.
-All of this blocks: it belongs to threads.
+Files are written under another name, synced and renamed: they are here whole or not at all. A journal is append-only;
+the state of a batch is what its entries add up to. An entry is a line of a checksum and a JSON object, with another
+line break before it: one that a crash cut off damages no other. One that does not verify is as if it were not there,
+and its request is answered again. A result counts once it is on disk (`fsync`). One process uses a folder at a time.
+Names come from ids, never from clients, and links are not followed. All of this blocks: it belongs to threads.
 
-A line is `{"custom_id", "method": "POST", "url", "body"}`. Lines are parsed in the process for large bodies. They are
-ordered by model, route and the beginnings of their prompts, so that prompts with a common prefix follow each other.
+A line is `{"custom_id", "method": "POST", "url", "body"}`. Lines are ordered by model, route and the beginnings of
+their prompts, so that prompts with a common prefix follow each other.
 """
 
 from __future__ import annotations
@@ -22,45 +23,48 @@ import re
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
 from hashlib import blake2b
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 from uuid import uuid4
 
 import msgspec
 
 from ..engine.kv_store import open_folder
 from ..errors import InvalidRequestError, NotFoundError, StorageFullError, human_bytes
-from .schema import ParseOptions, decode_object
 
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-WRITE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-DATA, ABOUT, JOURNAL, TEMPORARY, DAMAGED = ".data", ".json", ".journal", ".tmp", ".damaged"
+CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+APPEND = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+JOURNAL, TEMPORARY = ".journal", ".tmp"
 FILE_ID, BATCH_ID = re.compile("file-[0-9a-f]{32}"), re.compile("(batch|msgbatch)_[0-9a-f]{32}")
 MAX_FILES = 10_000
 MAX_NAME = 255
-LINES = "batch_lines"  # the name of their parser
+MAX_ABOUT_BYTES = 4 << 10
+CHUNK_BYTES = 1 << 20
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
-MESSAGES = "/v1/messages"
+MESSAGES, EMBEDDINGS = "/v1/messages", ENDPOINTS[3]
+MAX_LINES, MAX_FILE_BYTES = 50_000, 200 << 20  # as OpenAI has them
 MAX_ID_CHARS = 512
-LINES_BYTES = 1 << 20  # of lines that are parsed at a time
 PREFIXES = (256, 1 << 10, 4 << 10, 16 << 10, 64 << 10)  # bytes of prompts: lines are ordered by the digest of each
 DIGEST_BYTES = 6
 PARTS = ("tools", "system", "instructions", "messages", "prompt", "input")  # of a prompt, as templates have them
 logger = logging.getLogger("llm_worker_rbee.server")
 
 
-class StoredFile(msgspec.Struct, frozen=True):
+class StoredFile(msgspec.Struct, frozen=True, omit_defaults=True):
     """A file of a client, or of the results of a batch."""
 
     id: str
     filename: str
     purpose: str
-    bytes: int
     created_at: int
     expires_at: int | None = None
+    bytes: int = 0  # as the folder has it
 
 
 class Result(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
@@ -80,95 +84,69 @@ class Result(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A line of a journal: fields of the batch's state that change, or a result."""
+    """An entry of a journal: fields of the batch's state that change, or a result."""
 
     state: dict[str, Any] = {}
     result: Result | None = None
 
 
 def encode_entry(entry: Entry) -> bytes:
-    """Return the line of a journal."""
+    """Return the bytes of an entry."""
     payload = msgspec.json.encode(entry)
-    return b"%08x %b\n" % (zlib.crc32(payload), payload)
+    return b"\n%08x %b\n" % (zlib.crc32(payload), payload)
 
 
 def decode_entry(line: bytes) -> Entry | None:
     """Return the entry of a line of a journal; None if it does not verify."""
-    try:
-        if line[8:9] == b" " and line.endswith(b"\n") and int(line[:8], 16) == zlib.crc32(payload := line[9:-1]):
+    payload = line[9:].removesuffix(b"\n")
+    with suppress(ValueError, msgspec.MsgspecError):
+        if int(line[:8], 16) == zlib.crc32(payload):
             return msgspec.json.decode(payload, type=Entry)
-    except (ValueError, msgspec.MsgspecError):
-        pass
     return None
 
 
+def write_all(file: FileIO, data: bytes) -> None:
+    """Write to a file without a buffer; raise if there is no room for all of it."""
+    if file.write(data) < len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 class Journal:
-    """The journal of one batch."""
+    """The journal of one batch. It is open only while it is read or written: there may be thousands."""
 
     def __init__(self, folder: int, name: str) -> None:
         self.name, self._folder, self._lock = name, folder, threading.Lock()
-        self._fd = os.open(name, WRITE & ~os.O_CREAT, dir_fd=folder)
-        self._size = os.fstat(self._fd).st_size  # of whole lines, once it was read
-
-    def __del__(self) -> None:
-        if (fd := vars(self).pop("_fd", -1)) >= 0:
-            os.close(fd)
 
     def entries(self) -> Iterator[Entry]:
-        """Yield what verifies. At the end, what is after the last whole line is cut off."""
-        end = num_damaged = 0
+        """Yield what verifies."""
+        num_damaged = 0
         with open(os.open(self.name, READ, dir_fd=self._folder), "rb") as file:
             for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                end += len(line)
-                if (entry := decode_entry(line)) is None:
-                    num_damaged += 1
-                else:
+                if (entry := decode_entry(line)) is not None:
                     yield entry
+                else:
+                    num_damaged += line != b"\n"
         if num_damaged:
             logger.warning("%d lines of %s are damaged: their requests are answered again", num_damaged, self.name)
-        if end < self._size:
-            os.ftruncate(self._fd, end)
-        self._size = end
 
     def append(self, entries: Iterable[Entry]) -> None:
         """Write entries so that they survive a crash; after an error there is none of them."""
-        data, written = memoryview(b"".join(map(encode_entry, entries))), 0
-        with self._lock:
+        data = b"".join(map(encode_entry, entries))
+        with self._lock, open(os.open(self.name, APPEND, dir_fd=self._folder), "ab", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
             try:
-                while written < len(data):
-                    written += os.pwrite(self._fd, data[written:], self._size + written)
-                os.fsync(self._fd)
+                write_all(file, data)
+                os.fsync(file.fileno())
             except OSError:
                 with suppress(OSError):
-                    os.ftruncate(self._fd, self._size)
+                    os.ftruncate(file.fileno(), size)
                 raise
-            self._size += len(data)
-
-
-def write_file(folder: int, name: str, chunks: Iterable[bytes]) -> int:
-    """Write a file whole or not at all; return its size."""
-    temporary, size = name + TEMPORARY, 0
-    try:
-        with open(os.open(temporary, WRITE | os.O_TRUNC, 0o600, dir_fd=folder), "wb") as file:
-            for chunk in chunks:
-                size += file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary, dir_fd=folder)
-        raise
-    os.fsync(folder)
-    return size
 
 
 class FileStore:
     """The folder."""
 
-    def __init__(self, path: str | Path, *, max_bytes: int, max_age_s: float, option: str = "files_dir") -> None:
+    def __init__(self, path: str | Path, max_bytes: int, max_age_s: float, *, option: str = "files_dir") -> None:
         self.max_bytes, self.max_age_s = max_bytes, max_age_s
         try:
             self.folder = open_folder(path, option=option)
@@ -178,44 +156,40 @@ class FileStore:
             why = "another process uses it: give each worker a folder of its own" if used else error.strerror
             raise InvalidRequestError(f"{option} is {path}: {why}", option) from None
         self.files: dict[str, StoredFile] = {}
-        self.uploads: set[Upload] = set()
-        self._scan()
+        self.journals: dict[str, Journal] = {}  # of earlier runs, by the ids of their batches
+        self.num_received = 0  # bytes of uploads that are under way
+        for name in sorted(os.listdir(self.folder)):
+            if name.endswith(TEMPORARY):
+                self._unlink(name)  # a crash left it
+            elif FILE_ID.fullmatch(name):
+                self._read_about(name)
+            elif BATCH_ID.fullmatch(stem := name.removesuffix(JOURNAL)) and stem != name:
+                self.journals[stem] = Journal(self.folder, name)
 
     def close(self) -> None:
         os.close(self.folder)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(file.bytes for file in self.files.values()) + sum(upload.size for upload in self.uploads)
-
-    def _scan(self) -> None:
-        """Read what is here; remove what a crash left."""
-        names = set(os.listdir(self.folder))
-        for name in sorted(names):
-            stem, suffix = os.path.splitext(name)
-            if suffix == ABOUT and FILE_ID.fullmatch(stem):
-                if (about := self._read_about(name, stem)) is not None and stem + DATA in names:
-                    self.files[stem] = about
-                else:
-                    self._unlink(name)
-        for name in names:
-            stem, suffix = os.path.splitext(name)
-            is_orphan = suffix == DATA and FILE_ID.fullmatch(stem) and stem not in self.files
-            if is_orphan or suffix == TEMPORARY:
-                self._unlink(name)
-
-    def _read_about(self, name: str, file_id: str) -> StoredFile | None:
+    def _read_about(self, name: str) -> None:
+        """Enter a file that is here."""
         try:
-            with open(os.open(name, READ, dir_fd=self.folder), "rb") as file:
-                about = msgspec.json.decode(file.read(1 << 16), type=StoredFile)
-            size = os.stat(file_id + DATA, dir_fd=self.folder, follow_symlinks=False).st_size
+            with self._open(name) as file:
+                about = msgspec.json.decode(file.readline(MAX_ABOUT_BYTES), type=StoredFile)
+                size = os.fstat(file.fileno()).st_size - file.tell()
         except (OSError, ValueError, msgspec.MsgspecError):
-            return None
-        return about if about.id == file_id and about.bytes == size else None
+            logger.error("%s cannot be read: it is left out", name)
+            return
+        self.files[name] = msgspec.structs.replace(about, id=name, bytes=size)
+
+    def _open(self, name: str) -> BinaryIO:
+        return open(os.open(name, READ, dir_fd=self.folder), "rb")
 
     def _unlink(self, name: str) -> None:
         with suppress(OSError):
             os.unlink(name, dir_fd=self.folder)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.bytes for file in self.files.values()) + self.num_received
 
     def require_room(self, size: int = 0) -> None:
         """Raise if clients may not keep so many bytes more."""
@@ -225,26 +199,44 @@ class FileStore:
             held, limit = human_bytes(total), human_bytes(self.max_bytes)
             raise StorageFullError(f"the files would have {held}, the limit is {limit}: delete some of them")
 
-    def begin(self) -> Upload:
-        """Return a file that is received in parts."""
-        self.require_room()
-        return Upload(self)
+    def write(self, name: str, chunks: Iterable[bytes]) -> int:
+        """Write a file whole or not at all; return its size."""
+        temporary, size = name + TEMPORARY, 0
+        self._unlink(temporary)
+        try:
+            with open(os.open(temporary, CREATE, 0o600, dir_fd=self.folder), "wb") as file:
+                for chunk in chunks:
+                    size += file.write(chunk)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, name, src_dir_fd=self.folder, dst_dir_fd=self.folder)
+        except BaseException:
+            self._unlink(temporary)
+            raise
+        os.fsync(self.folder)
+        return size
 
-    def add(self, chunks: Iterable[bytes], filename: str, purpose: str, file_id: str | None = None) -> StoredFile:
-        """Store a file of the worker's own: the results of a batch, which count for the limit but are not refused."""
-        file_id = file_id or f"file-{uuid4().hex}"
-        size = write_file(self.folder, file_id + DATA, chunks)
-        return self.describe(file_id, filename, purpose, size)
-
-    def describe(
-        self, file_id: str, filename: str, purpose: str, size: int, expires_s: int | None = None
+    def add(
+        self,
+        chunks: Iterable[bytes],
+        filename: str,
+        purpose: str,
+        *,
+        file_id: str | None = None,
+        expires_s: int | None = None,
     ) -> StoredFile:
-        """Make a file whose bytes are here known."""
-        now = int(time.time())
+        """Store a file."""
+        now, file_id = int(time.time()), file_id or f"file-{uuid4().hex}"
         expires = None if expires_s is None else now + expires_s
-        about = StoredFile(file_id, filename[:MAX_NAME], purpose, size, now, expires)
-        write_file(self.folder, file_id + ABOUT, [msgspec.json.encode(about)])
-        self.files[file_id] = about
+        about = StoredFile(file_id, filename[:MAX_NAME], purpose, now, expires)
+        head = msgspec.json.encode(about) + b"\n"
+
+        def parts() -> Iterator[bytes]:
+            yield head
+            yield from chunks
+
+        size = self.write(file_id, parts()) - len(head)
+        self.files[file_id] = about = msgspec.structs.replace(about, bytes=size)
         return about
 
     def get(self, file_id: str) -> StoredFile:
@@ -252,154 +244,139 @@ class FileStore:
             raise NotFoundError(f"there is no file {file_id[:100]!r}")
         return about
 
-    def open(self, file_id: str) -> int:
-        """Return a descriptor of the bytes of a file."""
-        return os.open(self.get(file_id).id + DATA, READ, dir_fd=self.folder)
+    def open(self, file_id: str) -> BinaryIO:
+        """Return a file, open at its first byte."""
+        try:
+            file = self._open(self.get(file_id).id)
+        except OSError as error:
+            raise NotFoundError(f"the file {file_id!r} cannot be read: {error.strerror}") from None
+        file.readline(MAX_ABOUT_BYTES)
+        return file
+
+    def read(self, file_id: str) -> Iterator[bytes]:
+        """Open a file, and return its bytes in parts."""
+        file = self.open(file_id)
+
+        def parts() -> Iterator[bytes]:
+            with file:
+                yield from iter(partial(file.read, CHUNK_BYTES), b"")
+
+        return parts()
 
     def delete(self, file_id: str) -> None:
-        self.get(file_id)
-        self._unlink(file_id + ABOUT)
-        self._unlink(file_id + DATA)
+        self._unlink(self.get(file_id).id)
         del self.files[file_id]
+
+    @contextmanager
+    def receive(self) -> Iterator[tuple[FileIO, Callable[[bytes], None]]]:
+        """Provide a file without a name, of which a crash leaves nothing, and what writes to it within the limits."""
+        self.require_room()
+        name, size = uuid4().hex + TEMPORARY, 0
+        with open(os.open(name, CREATE, 0o600, dir_fd=self.folder), "w+b", buffering=0) as file:
+            os.unlink(name, dir_fd=self.folder)
+
+            def write(data: bytes) -> None:
+                nonlocal size
+                self.require_room(len(data))
+                write_all(file, data)
+                size, self.num_received = size + len(data), self.num_received + len(data)
+
+            try:
+                yield file, write
+            finally:
+                self.num_received -= size
 
     def create_journal(self, batch_id: str, state: dict[str, Any]) -> Journal:
         """Return the journal of a new batch, or of one that has ended, with this state alone."""
-        write_file(self.folder, batch_id + JOURNAL, [encode_entry(Entry(state))])
+        self.write(batch_id + JOURNAL, [encode_entry(Entry(state))])
         return Journal(self.folder, batch_id + JOURNAL)
-
-    def journals(self) -> Iterator[tuple[str, Journal]]:
-        """Yield the journals of earlier runs, by the ids of their batches."""
-        for name in sorted(os.listdir(self.folder)):
-            stem, suffix = os.path.splitext(name)
-            if suffix == JOURNAL and BATCH_ID.fullmatch(stem):
-                try:
-                    yield stem, Journal(self.folder, name)
-                except OSError as error:
-                    logger.error("%s cannot be opened: %s", name, error.strerror)
-
-    def set_aside(self, journal: Journal) -> None:
-        """Rename a journal that cannot be used."""
-        logger.error("%s is damaged: it is set aside", journal.name)
-        with suppress(OSError):
-            os.replace(journal.name, journal.name + DAMAGED, src_dir_fd=self.folder, dst_dir_fd=self.folder)
 
     def delete_journal(self, batch_id: str) -> None:
         self._unlink(batch_id + JOURNAL)
 
-    def expired(self, now: float) -> list[str]:
-        """Return the files that are too old."""
-        ages = ((file, file.expires_at or file.created_at + self.max_age_s) for file in self.files.values())
-        return [file.id for file, end in ages if end <= now]
 
-
-class Upload:
-    """A file that is received in parts; nothing is left of one that is not finished."""
-
-    def __init__(self, store: FileStore) -> None:
-        self._store, self._id, self.size = store, f"file-{uuid4().hex}", 0
-        self._fd = os.open(self._id + TEMPORARY, WRITE | os.O_EXCL, 0o600, dir_fd=store.folder)
-        store.uploads.add(self)
-
-    def write(self, data: bytes) -> None:
-        self._store.require_room(len(data))
-        written = 0
-        while written < len(data):
-            written += os.write(self._fd, data[written:])
-        self.size += len(data)
-
-    def finish(self, filename: str, purpose: str, expires_s: int | None) -> StoredFile:
-        """Keep the file."""
-        folder, name = self._store.folder, self._id + DATA
-        os.fsync(self._fd)
-        os.replace(self._id + TEMPORARY, name, src_dir_fd=folder, dst_dir_fd=folder)
-        return self._store.describe(self._id, filename, purpose, self.size, expires_s)
-
-    def close(self) -> None:
-        """End the upload; drop what was not kept."""
-        os.close(self._fd)
-        self._store.uploads.discard(self)
-        for suffix in (TEMPORARY, *(() if self._id in self._store.files else (DATA,))):
-            self._store._unlink(self._id + suffix)
-
-
-class LineHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What is known of a line before it is answered."""
-
-    custom_id: str | None = None
-    url: str = ""
-    order: bytes = b""
-    error: str | None = None
-    is_blank: bool = False
-
-
-class Line(msgspec.Struct, frozen=True, gc=False):
-    """A line, and where it is in its file."""
+class Line(NamedTuple):
+    """A line of a batch, and where it is in its file."""
 
     number: int  # from 1
     offset: int
     size: int
-    head: LineHead
+    custom_id: str | None = None
+    url: str = ""
+    order: bytes = b""
+    error: str | None = None
 
 
-class Envelope(msgspec.Struct):
-    """A line that was parsed before, for its body."""
+class Envelope(msgspec.Struct, forbid_unknown_fields=True):
+    """What a line is read for before it is answered; its body is left to the parser of its route."""
 
-    body: msgspec.Raw
-
-
-def parse_lines(data: bytes, _: ParseOptions) -> list[LineHead]:
-    """Return the heads of lines; one that is not valid has its error."""
-    return [parse_line(line) for line in data.removesuffix(b"\n").split(b"\n")]
+    custom_id: Any = None
+    method: Any = "POST"
+    url: Any = None
+    body: msgspec.Raw = msgspec.Raw(b"null")
 
 
-def parse_line(line: bytes) -> LineHead:
-    """Return the head of a line."""
-    if not line.strip():
-        return LineHead(is_blank=True)
+def plan_lines(file: BinaryIO, endpoint: str | None, max_line: int) -> list[Line]:
+    """Return the lines of a batch in the order of work; those that cannot be answered have their errors."""
+    lines, numbers = list[Line](), dict[str, int]()
+    for number, (offset, data) in enumerate(read_lines(file, max_line), 1):
+        if (data and len(lines) == MAX_LINES) or number > 2 * MAX_LINES:
+            raise InvalidRequestError(f"the file has more than {MAX_LINES} lines", "too_many_lines")
+        if not data:
+            continue
+        line = parse_line(Line(number, offset, len(data)), data, endpoint, max_line)
+        if line.custom_id is not None and (first := numbers.setdefault(line.custom_id, number)) != number:
+            error = f"custom_id {line.custom_id[:100]!r} is the id of line {first} already"
+            line = line._replace(custom_id=None, error=error)
+        lines.append(line)
+    if not lines:
+        raise InvalidRequestError("the file has no lines", "empty_file")
+    lines.sort(key=lambda line: (line.order, line.number))
+    return lines
+
+
+def read_lines(file: BinaryIO, max_line: int) -> Iterator[tuple[int, bytes]]:
+    """Yield the offsets and bytes of lines; of a line over `max_line` one byte more than that."""
+    offset = file.tell()
+    while data := file.readline(max_line + 1):
+        size, rest = len(data), data
+        while rest and not rest.endswith(b"\n"):
+            rest = file.readline(CHUNK_BYTES)
+            size += len(rest)
+        yield offset, data.rstrip()
+        offset += size
+
+
+def parse_line(line: Line, data: bytes, endpoint: str | None, max_line: int) -> Line:
+    """Return a line with what its text says; one that is not valid has its error."""
+    if line.size > max_line:
+        return line._replace(error=f"the line is longer than {max_line} bytes")
     try:
-        value = decode_object(line)
-    except InvalidRequestError as error:
-        return LineHead(error=str(error).replace("the body", "the line", 1))
-    custom_id, url, body = value.get("custom_id"), value.get("url"), value.get("body")
+        envelope = msgspec.json.decode(data, type=Envelope)
+    except RecursionError:
+        return line._replace(error="the line is nested too deeply")
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        return line._replace(error=f"the line is not a request: {error}")
+    custom_id, url = envelope.custom_id, envelope.url
     if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_ID_CHARS:
-        return LineHead(error=f"custom_id must be a string of 1 to {MAX_ID_CHARS} characters")
-    if value.get("method", "POST") != "POST":
-        return LineHead(custom_id, error="method must be POST")
-    if url not in (*ENDPOINTS, MESSAGES):
-        return LineHead(custom_id, error=f"url must be one of {', '.join(ENDPOINTS)}")
-    if not isinstance(body, dict):
-        return LineHead(custom_id, error="body must be an object")
-    if body.get("stream"):
-        return LineHead(custom_id, error="stream must be false: a batch has whole replies")
-    return LineHead(custom_id, url, order_of(url, body))
+        return line._replace(error=f"custom_id must be a string of 1 to {MAX_ID_CHARS} characters")
+    line = line._replace(custom_id=custom_id)
+    if envelope.method != "POST":
+        return line._replace(error="method must be POST")
+    if url not in ((*ENDPOINTS, MESSAGES) if endpoint is None else (endpoint,)):
+        return line._replace(error=f"url must be {endpoint or ' or '.join(ENDPOINTS)}")
+    try:
+        body = msgspec.json.decode(envelope.body, type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return line._replace(error="body must be an object")
+    return line._replace(url=url, order=order_of(url, body))
 
 
-def order_of(url: str, body: dict[str, Any]) -> bytes:
-    """Return the sort key of a line."""
-    text = b"".join(msgspec.json.encode(body[name]) for name in PARTS if body.get(name) is not None)
-    digests = [blake2b(str(body.get("model")).encode(errors="replace") + url.encode(), digest_size=DIGEST_BYTES)]
-    digests += [blake2b(text[:size], digest_size=DIGEST_BYTES) for size in PREFIXES]
-    return b"".join(digest.digest() for digest in digests)
-
-
-def read_chunks(file: BinaryIO, max_line: int) -> Iterator[list[tuple[int, int, bytes]]]:
-    """Yield lists of lines: number, offset, bytes; a line over `max_line` is cut to `max_line` + 1 bytes."""
-    chunk, size, number, offset = list[tuple[int, int, bytes]](), 0, 0, 0
-    while line := file.readline(max_line + 1):
-        number, start = number + 1, offset
-        offset += len(line)
-        while not line.endswith(b"\n") and (rest := file.readline(LINES_BYTES)):
-            offset += len(rest)
-            line = line if len(line) > max_line else line + rest
-            if rest.endswith(b"\n"):
-                break
-        chunk.append((number, start, line.rstrip(b"\r\n")))
-        size += len(line)
-        if size >= LINES_BYTES:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
+def order_of(url: str, body: Mapping[str, bytes | msgspec.Raw]) -> bytes:
+    """Return the sort key of a line: the digests of its model and route, and of longer and longer beginnings."""
+    text = b"".join(bytes(body.get(name, b""))[: PREFIXES[-1]] for name in PARTS)
+    keys = url.encode() + bytes(body.get("model", b"")), *(text[:size] for size in PREFIXES)
+    return b"".join(blake2b(key, digest_size=DIGEST_BYTES).digest() for key in keys)
 
 
 def print_openai(result: Result, batch_id: str) -> bytes:

@@ -106,12 +106,13 @@ def chat_families(
 def batch_metrics(batches: BatchService | None) -> Iterator[Metric]:
     """Yield the metrics of batches."""
     if batches is not None:
-        runner = batches.runner
         yield _gauge("batches_open", "Batches that have not ended.", len(batches.open))
-        yield _gauge("batch_lines_running", "Lines of batches at work.", runner.num_running)
-        yield _gauge("batch_storage_full", "1 while batches wait because nothing can be written.", bool(runner.problem))
-        yield _counter("batch_lines_finished", "Lines of batches that have a result on disk.", runner.num_lines)
-        yield _counter("batch_lines_failed", "Of these, lines with an error.", runner.num_failed)
+        yield _gauge("batch_lines_running", "Lines of batches at work.", batches.num_running)
+        yield _gauge(
+            "batch_storage_full", "1 while batches wait because nothing can be written.", bool(batches.problem)
+        )
+        yield _counter("batch_lines_finished", "Lines of batches that have a result on disk.", batches.num_lines)
+        yield _counter("batch_lines_failed", "Of these, lines with an error.", batches.num_failed)
         yield _gauge("files_bytes", "Bytes of the files of clients and of results.", batches.store.num_bytes)
 
 

@@ -31,7 +31,7 @@ from ..load_pooling import LoadedPooling, load_pooling
 from ..progress import Stage
 from ..text_model import open_tokenizer
 from ..weights import open_checkpoint
-from .engine_loop import EngineLoop, PoolingLoop
+from .engine_loop import EngineLoop, PoolingLoop, is_urgent
 from .launch import common_facts, load_engine, replace_with_dummy, warm_up
 from .protocol import VERSION, Abort, Failed, Load, Located, LogLine, Pool, PoolingInfo, StageReport, StepResult
 from .wire import FrameReader, FromEngine, ProtocolError, ToEngine, encode
@@ -185,9 +185,16 @@ def _warm_up_pooling(loaded: LoadedPooling, phases: LoadPhases, connection: Conn
 
 
 def _serve(loop: EngineLoop, connection: Connection) -> NoReturn:
-    stats_at = 0.0
+    stats_at, early = 0.0, list[ToEngine]()
+
+    def has_urgent() -> bool:
+        early.extend(connection.receive(wait=False))
+        return any(map(is_urgent, early))
+
+    loop.engine.stop_for(has_urgent)
     while True:
-        for message in connection.receive(wait=not loop.has_work):
+        received, early = early, []
+        for message in received + connection.receive(wait=not (loop.has_work or received)):
             if not isinstance(message, Load | Pool):
                 loop.receive(message)
         if not loop.has_work:  # the last request was aborted: its blocks are free

@@ -17,7 +17,7 @@ from .. import machine
 from ..engine.engine import Engine
 from ..engine.lora import AdapterPool
 from ..engine.pooling_engine import PoolingEngine
-from ..engine.request import Request, StepOutput
+from ..engine.request import BATCH_PRIORITY, Request, StepOutput
 from ..errors import ContextLengthError, DeadlineError, InferenceError, InvalidRequestError, WorkerError, copy_error
 from ..images.prompt import ImageSpan, PromptImages
 from ..structured_outputs.constraint import Constraint
@@ -39,6 +39,11 @@ from .wire import unpack_sequences
 
 OnEvents = Callable[[list[RequestEvent]], None]
 COMPILE_WAIT_S = 0.005  # of a step without other work than grammars that are compiled
+
+
+def is_urgent(message: object) -> bool:
+    """Return whether a message is a request that comes before batch work."""
+    return isinstance(message, Submit) and message.priority < BATCH_PRIORITY
 
 
 class EngineLoop:

@@ -19,7 +19,7 @@ from typing import Any
 from ..engine.engine import Engine
 from ..errors import InferenceError, RequestCancelledError, WorkerError
 from ..progress import OnStage
-from .engine_loop import EngineLoop
+from .engine_loop import EngineLoop, is_urgent
 from .protocol import (
     MAX_BUFFERED_OUTPUTS,
     Abort,
@@ -58,6 +58,7 @@ class ThreadedEngine(TokenEngine):
         self._event_loop = asyncio.get_running_loop()
         self.engine, self.info = await asyncio.to_thread(self._load, on_stage)
         self._loop = EngineLoop(self.engine, self._post_events)
+        self.engine.stop_for(lambda: any(map(is_urgent, list(self._inbox))))
         self._thread.start()
         return self.info
 

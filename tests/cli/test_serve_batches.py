@@ -15,17 +15,19 @@ from typing import Any
 
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from llm_worker_rbee.cli.run_batch import BATCH
 from tests.conftest import with_kernels
 from tests.helpers.process import spawn
 from tests.helpers.serve_process import LIMIT_S, ServeProcess, until
 from tests.helpers.server import SAID, write_model
+from tests.helpers.tiny_pooling import write_bert
 from tests.server.test_batches import CHATS, COMPLETIONS, line, results
 
 from .conftest import Run
 
 ENDED = ("completed", "failed", "expired", "cancelled")
+EMBEDDINGS = "/v1/embeddings"
 NUM_LINES = 120
 
 
@@ -136,10 +138,11 @@ def test_run_batch_goes_on(cli: Run, model: Path, tmp_path: Path, kind: str) -> 
     assert empty.returncode == 1
     assert b"no lines" in empty.stderr
     with spawn_batch(source, target, model) as process:
-        journal = tmp_path / "out.jsonl.batch" / f"{BATCH}.journal"
-        until(lambda: journal.exists() and journal.read_bytes().count(b"\n") > 20)
+        folder = tmp_path / "out.jsonl.batch"
+        until(lambda: any(path.read_bytes().count(b"\n") > 40 for path in folder.glob("batch_*.journal")))
         process.send_signal(signal.SIGINT if kind == "ctrl-c" else signal.SIGKILL)
         assert process.wait(LIMIT_S) == (130 if kind == "ctrl-c" else -signal.SIGKILL)
+    (journal,) = folder.glob("batch_*.journal")
     with journal.open("r+b") as file:
         file.truncate(journal.stat().st_size - 3)
     source.write_text(text := source.read_text() + "\n" + line("one more"))
@@ -150,3 +153,76 @@ def test_run_batch_goes_on(cli: Run, model: Path, tmp_path: Path, kind: str) -> 
     whole, own = (sorted(json.loads(text)["custom_id"] for text in path.read_text().splitlines()) for path in
                   (tmp_path / "whole.jsonl", target))  # fmt: skip
     assert whole == own
+
+
+@pytest.fixture
+def models(model: Path, tmp_path: Path) -> Path:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    for name in ("one", "two"):
+        (folder / f"{name}.gguf").write_bytes(model.read_bytes())
+    write_bert(folder / "embedder")
+    return folder
+
+
+def pool_of(models: Path) -> ServeProcess:
+    limits = ("--max-models", "1", "--kv-memory", "16M")
+    return ServeProcess("--models-dir", models, "--files-dir", models / "files", *limits).ready()
+
+
+def run(client: openai.OpenAI, endpoint: Any, *rows: str) -> list[dict[str, Any]]:
+    """The results of a batch."""
+    file = client.files.create(file=("in.jsonl", "\n".join(rows).encode()), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h")
+    until(lambda: client.batches.retrieve(batch.id).status in ENDED)
+    batch = client.batches.retrieve(batch.id)
+    assert batch.request_counts.model_dump() == {"total": len(rows), "completed": len(rows), "failed": 0}
+    return results(client, batch.output_file_id)
+
+
+def loads(serve: ServeProcess) -> dict[str, float]:
+    families = text_string_to_metric_families(serve.http.get("/metrics").text)
+    samples = [sample for family in families for sample in family.samples]
+    return {one.labels["model"]: one.value for one in samples if one.name == "llm_worker_model_loads_total"}
+
+
+def test_lines_of_models_that_take_turns_are_grouped(models: Path) -> None:
+    serve = pool_of(models)
+    with client_of(serve) as client:
+        rows = [line(f"id-{i}", model=("one", "two")[i % 2], temperature=0) for i in range(20)]
+        printed = run(client, COMPLETIONS, *rows)
+        assert {row["response"]["body"]["choices"][0]["text"] for row in printed} == {SAID}
+        assert {row["custom_id"] for row in printed} == {f"id-{i}" for i in range(20)}
+        assert loads(serve) == {"one": 1, "two": 1, "embedder": 0}
+        vectors = run(client, EMBEDDINGS, *(line(f"{i}", EMBEDDINGS, model="embedder", input=f"{i}") for i in range(9)))
+        one = client.embeddings.create(model="embedder", input="7", encoding_format="float").data[0].embedding
+        (same,) = (row["response"]["body"]["data"][0]["embedding"] for row in vectors if row["custom_id"] == "7")
+        assert same == pytest.approx(one, abs=1e-5)
+    serve.close()
+
+
+def test_request_of_another_model_goes_before_lines(models: Path) -> None:
+    """It needs the memory of their model: they are given up, and answered after it."""
+    serve = pool_of(models)
+    with client_of(serve) as client:
+        rows = [line(f"id-{i}", prompt="#", max_tokens=30_000, model="one") for i in range(4)]
+        file = client.files.create(file=("in.jsonl", "\n".join(rows).encode()), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h")
+        until(lambda: "llm_worker_batch_lines_running 4.0" in serve.http.get("/metrics").text and loads(serve)["one"])
+        assert client.completions.create(model="two", prompt=">", max_tokens=20, temperature=0).choices[0].text == SAID
+        assert client.batches.retrieve(batch.id).status == "in_progress"
+        until(lambda: loads(serve)["one"] == 2)
+        assert client.batches.cancel(batch.id).status == "cancelling"
+        until(lambda: client.batches.retrieve(batch.id).status == "cancelled")
+    serve.close()
+
+
+def test_run_batch_of_embeddings(cli: Run, model: Path, models: Path, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join([line("text"), *(line(f"{i}", EMBEDDINGS, input=[f"{i}", "b"]) for i in range(5))]))
+    done = cli("run-batch", source, target, "-m", model, "--embedding-model", models / "embedder")
+    assert done.returncode == 0, done.stderr
+    printed = {one["custom_id"]: one["response"]["body"] for one in map(json.loads, target.read_text().splitlines())}
+    assert {name: len(body.get("data", ())) for name, body in printed.items()} == {"text": 0} | dict.fromkeys(
+        "01234", 2
+    )

@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+import math
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm_worker_rbee.engine.request import BATCH_PRIORITY, Request, ScheduledTokens
 from llm_worker_rbee.engine.scheduler import MAX_WAIT_S
+from llm_worker_rbee.engine.step_time import (
+    LONG_STEP_S,
+    MAX_GROWTH,
+    QUIET_S,
+    TURN_S,
+    StepTimeCoefficients,
+    step_size,
+)
 from llm_worker_rbee.engine.step_time import MAX_BATCH_STEP_S as MAX_STEP_S
-from llm_worker_rbee.engine.step_time import MAX_GROWTH, TURN_S, StepTimeCoefficients, step_size
+from llm_worker_rbee.models import Transformer
+from tests.helpers.engine_runs import (
+    LFM2,
+    SMALL,
+    Listener,
+    Question,
+    alone,
+    engine,
+    load,
+    require_idle,
+    run,
+    small_file,
+)
 from tests.helpers.paper_scheduler import PaperScheduler
 
 CPU = StepTimeCoefficients(0.010, 0.002, 0.002, 1e-7)  # a row more takes a fifth of a step
@@ -86,6 +109,24 @@ def test_step_of_batch_work_alone_is_short(constant: float, per_token: float, le
     paper.require_answers()
 
 
+def test_long_steps_once_no_request_came_for_a_while() -> None:
+    """Where a step can be given up; a request that comes makes them short again."""
+    paper = PaperScheduler(n_blocks=4096, max_batch=16, max_step_tokens=512)
+    paper.share.step_time.coefficients = CPU
+    rows = [paper.request([i] * 400, 100, priority=BATCH_PRIORITY) for i in range(8)]
+    assert seconds(paper, paper.step()) <= MAX_STEP_S
+    paper.share.long_step_s = LONG_STEP_S
+    assert MAX_STEP_S < seconds(paper, paper.step()) <= LONG_STEP_S
+    assert paper.share.is_long
+    chat = paper.request([99] * 5, 2)
+    paper.run_until(lambda: chat in paper.finished)
+    assert seconds(paper, paper.step()) <= MAX_STEP_S
+    assert not paper.share.is_long
+    paper.now += QUIET_S
+    assert seconds(paper, paper.step()) > MAX_STEP_S
+    assert not any(row in paper.finished for row in rows)
+
+
 def test_chat_takes_blocks_and_places_of_batch_rows() -> None:
     paper = PaperScheduler(n_blocks=16, max_batch=4)
     rows = [paper.request([i] * 9, 3, priority=BATCH_PRIORITY) for i in range(4)]
@@ -113,3 +154,50 @@ def test_request_behind_more_urgent_ones_gets_a_place_in_the_end(priority: int) 
     assert MAX_WAIT_S <= paper.now <= MAX_WAIT_S + 15
     paper.run()
     paper.require_answers()
+
+
+@pytest.fixture(scope="module", params=["llama", "lfm2"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Transformer:
+    variant = {"llama": SMALL, "lfm2": LFM2}[request.param]
+    return load(small_file(tmp_path_factory.mktemp("batch-share") / "small.gguf", "Q4_1", variant=variant))
+
+
+def test_steps_that_are_given_up_change_no_answer(model: Transformer) -> None:
+    """Stopped at random places of random steps, with other requests between them."""
+    rng, requests, num_stops = random.Random(3), [], 0
+    questions = [
+        Question(tuple(rng.randint(3, 140) for _ in range(length)), 8, {"temperature": 1.2, "seed": length})
+        for length in (3, 40, 90, 17, 64)
+    ]
+
+    def has_urgent() -> bool:
+        nonlocal num_stops
+        is_urgent = rng.random() < 0.25
+        num_stops += is_urgent
+        return is_urgent
+
+    serving, listener = engine(model, max_step_tokens=32), Listener()
+    serving.stop_for(has_urgent)
+    for question in questions:
+        requests.append(question.request(priority=BATCH_PRIORITY))
+        serving.add(requests[-1])
+    while serving.has_work:
+        before, serving.share._last_other = num_stops, -math.inf  # as if much time had passed
+        outputs = serving.step()
+        assert not (outputs and num_stops > before), "a step that was given up had outputs"
+        listener.take(outputs)
+        if num_stops > before and rng.random() < 0.3:
+            questions.append(questions[0])
+            requests.append(questions[0].request())
+            serving.add(requests[-1])
+    require_idle(serving)
+    assert num_stops > 5
+    assert [listener.answer(request) for request in requests] == [alone(model, question) for question in questions]
+
+
+def test_a_step_with_other_requests_is_not_given_up(model: Transformer) -> None:
+    serving = engine(model)
+    serving.stop_for(lambda: True)
+    chat = Question((5, 6, 7), 4, {"temperature": 0.0})
+    listener = run(serving, request := chat.request())
+    assert listener.answer(request) == alone(model, chat)

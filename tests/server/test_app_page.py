@@ -20,6 +20,7 @@ from tests.helpers.hub_server import running_hub
 from tests.helpers.serve_process import ServeProcess
 from tests.helpers.server import Server, until, write_model
 from tests.server.conftest import KEY, Start
+from tests.server.test_batches import COMPLETIONS, line
 
 
 def test_page_chat_streams_counts_and_survives_reload(browser: Any, server: Server) -> None:
@@ -312,3 +313,20 @@ def test_page_shows_and_stops_a_pull(browser: Any, tmp_path: Path) -> None:
             page.close()
         finally:
             running.close()
+
+
+def test_page_shows_running_batches(browser: Any, start: Start, tmp_path: Path) -> None:
+    server = start(files_dir=tmp_path / "files")
+    lines = "\n".join(line(f"{i}", prompt="#", max_tokens=30_000) for i in range(3)).encode()
+    with opened(browser, server) as page, server.openai() as client:
+        page.click("#options")
+        page.click("#worker-section summary")
+        assert page.is_hidden("#batches")
+        file = client.files.create(file=("in.jsonl", lines), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h")
+        page.wait_for_selector("text=1 open, 3 lines at work")
+        (shown,) = server.http.get("/info").json()["batches"]["open"]
+        assert (shown["id"], shown["total"], shown["completed"]) == (batch.id, 3, 0)
+        client.batches.cancel(batch.id)
+        page.wait_for_selector("#batches", state="hidden")
+    server.require_idle()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +97,83 @@ def test_bad_lines_are_errors_of_their_line(client: openai.OpenAI) -> None:
     assert [one["custom_id"] for one in results(client, batch.output_file_id)] == ["good"]
     errors = results(client, batch.error_file_id)
     by_line = {one["error"]["message"].split(":")[0]: one for one in errors if one["error"]}
-    assert sorted(by_line) == sorted(f"line {i}" for i in (2, 3, 4, 5, 6, 8, 11, 12, 13, 14, 15))
+    assert sorted(by_line) == sorted(f"line {i}" for i in (2, 3, 4, 5, 6, 11, 12, 13, 14, 15))
     assert "line 1" in by_line["line 6"]["error"]["message"]
     assert by_line["line 6"]["custom_id"] is None, "every custom_id once"
     answered = {one["custom_id"]: one["response"] for one in errors if one["response"]}
-    assert {name: one["status_code"] for name, one in answered.items()} == {"bad": 400, "model": 404}
+    assert {name: one["status_code"] for name, one in answered.items()} == {"stream": 400, "bad": 400, "model": 404}
     assert answered["bad"]["body"]["error"]["param"] == "max_tokens"
+
+
+HOSTILE = {
+    "NUL": b"\x00" * 99,
+    "NUL in a text": line("nul", prompt="a\x00b").replace("\\u0000", "\x00").encode(),
+    "not UTF-8": line("latin").encode().replace(b">", b"\xe4"),
+    "not UTF-8, an id": b'{"custom_id":"\xff","method":"POST","url":"/v1/completions","body":{}}',
+    "UTF-16": line("wide").encode("utf-16")[2:].replace(b"\n", b"?"),
+    "cut off": line("cut").encode()[:-9],
+    "huge": line("huge", prompt="x" * 5_000_000).encode(),
+    "huge and no JSON": b"y" * 9_000_000,
+    "nested": b'{"custom_id":"nested","method":"POST","url":"/v1/completions","body":{"a":' + b"[" * 90_000,
+    "nested, an id": b'{"custom_id":' + b'{"a":' * 50_000,
+    "an id that is a number": line(7).encode(),
+    "two values": line("two").encode() + line("values").encode(),
+    "a body that is text": b'{"custom_id":"t","method":"POST","url":"/v1/completions","body":"{}"}',
+    "an unknown field": line("field").encode()[:-1] + b',"priority":-5}',
+    "a route of another kind": line("files", "/v1/files").encode(),
+}
+
+
+def test_hostile_lines_are_errors_of_their_line(client: openai.OpenAI) -> None:
+    rows = [line("first").encode(), *HOSTILE.values(), b"   ", b"\r", line("last").encode() + b"\r", b""]
+    file = client.files.create(file=("in.jsonl", b"\n".join(rows)), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h")
+    batch = finish(client, batch.id)
+    counts = {"total": 2 + len(HOSTILE), "completed": 2, "failed": len(HOSTILE)}
+    assert (batch.status, batch.request_counts.model_dump()) == ("completed", counts)
+    assert {one["custom_id"] for one in results(client, batch.output_file_id)} == {"first", "last"}
+    errors = results(client, batch.error_file_id)
+    texts = [one["error"]["message"] for one in errors if one["error"]]
+    refused = {one["custom_id"]: one["response"]["status_code"] for one in errors if one["response"]}
+    numbers = {f"line {i}" for i, name in enumerate(HOSTILE, 2) if name != "not UTF-8"}
+    assert {text.split(":")[0] for text in texts} == numbers
+    assert refused == {"latin": 400}, "the body is left to the parser of its route"
+
+
+@pytest.mark.parametrize(("num_lines", "blank"), [(50_001, 0), (1, 100_001)])
+def test_file_of_too_many_lines_fails_the_batch(client: openai.OpenAI, num_lines: int, blank: int) -> None:
+    batch = run(client, [line("a")] * num_lines + [""] * blank)
+    assert (batch.status, batch.errors.data[0].code) == ("failed", "too_many_lines")
+    assert batch.output_file_id is None
+
+
+def test_cancellation_at_any_time(client: openai.OpenAI, serving: Server) -> None:
+    """While lines are read, answered, written, and after the end: one result for each line, and one end."""
+    rng = random.Random(5)
+    rows = [line(f"id-{i}", max_tokens=rng.choice((1, 20))) for i in range(12)]
+    file = client.files.create(file=("in.jsonl", "\n".join(rows).encode()), purpose="batch")
+    for _ in range(25):
+        batch = client.batches.create(input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h")
+        time.sleep(rng.choice((0.0, 0.005, 0.02, 0.05, 0.1, 0.2)))
+        with suppress(openai.ConflictError):
+            client.batches.cancel(batch.id)
+        ended = finish(client, batch.id)
+        printed = results(client, ended.output_file_id) + results(client, ended.error_file_id)
+        assert sorted(one["custom_id"] for one in printed) == sorted(f"id-{i}" for i in range(12))
+        counts = ended.request_counts
+        assert (counts.completed + counts.failed, counts.total) == (12, 12)
+        assert (counts.failed == 0) or ended.status == "cancelled"
+    serving.require_idle()
+
+
+def test_batch_whose_input_is_gone_fails(client: openai.OpenAI, serving: Server) -> None:
+    file = client.files.create(file=("in.jsonl", line("a").encode()), purpose="batch")
+    (serving.worker.settings.files_dir / file.id).unlink()
+    with pytest.raises(openai.NotFoundError):
+        client.files.content(file.id)
+    batch = client.batches.create(input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h")
+    ended = finish(client, batch.id)
+    assert (ended.status, ended.errors.data[0].code) == ("failed", "no_input")
 
 
 def test_empty_file_fails_the_batch(client: openai.OpenAI) -> None:
@@ -271,7 +344,7 @@ def test_clients_pass_a_full_batch(client: openai.OpenAI, serving: Server) -> No
     lines = [line(f"{i}", prompt="#", max_tokens=20_000) for i in range(100)]
     file = client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h")
-    while not serving.worker.batches.runner.num_running:
+    while not serving.worker.batches.num_running:
         time.sleep(0.02)
     assert client.completions.create(model="tiny", prompt=">", max_tokens=20).choices[0].text == SAID
     assert serving.http.get("/health").json()["waiting"] == 0
@@ -280,6 +353,11 @@ def test_clients_pass_a_full_batch(client: openai.OpenAI, serving: Server) -> No
 
 
 def test_raw_http_of_a_batch(serving: Server) -> None:
+    for query in ("limit=0", "limit=000000001" + "9" * 5_000, "limit=x", "before_id=x", "limit=1&limit=-1"):
+        assert serving.http.get(f"/v1/batches?{query}").status_code == 400, query
+    assert serving.http.get("/v1/files?after=file-0").status_code == 404
+    form = FIELD + FIELD.replace(b"purpose", b"expires_after[seconds]").replace(b"batch", b"7200" + b"9" * 4_000) + FILE
+    assert serving.http.post("/v1/files", content=form + b"--x--", headers={"content-type": FORM}).status_code == 400
     for body in ({}, {"input_file_id": "x", "endpoint": "/v1/zap"}, {"input_file_id": "x", "endpoint": CHATS, "a": 1}):
         assert serving.post("/v1/batches", body).status_code == 400
     body = {"input_file_id": "file-" + "0" * 32, "endpoint": CHATS, "completion_window": "24h"}

@@ -274,6 +274,8 @@ class CpuForward:
             for labels, part in parts:
                 if isinstance(part, HostCall):
                     self._run_host(part, tokens, n_logits)  # of a profile, a part of the host's time
+                elif batch.should_stop is not None:
+                    part.run_unless(batch.should_stop, step, threads, self._step_address)
                 elif profiler is None:
                     part.run(step, threads, self._step_address)
                 else:

@@ -35,12 +35,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import InferenceError
+from ..ops import StepStopped
 from .jit import NativeKernel
 from .kernels import program as kernels
 from .kernels.pointers import aligned
 from .kernels.program import Pool, Step, Table, Task
 
 CALIBRATION_S = 0.02
+TASKS_PER_PART = 8  # of a step that may be stopped: about a layer
 
 _local = threading.local()  # of a Python thread: `counters` of its programs, zeros for them, and their address
 
@@ -152,6 +154,14 @@ class Program:
         """
         program = self._address, len(self.tasks), address or step.ctypes.data, _zero_counters(threads)
         _run(kernels.WORKER_LOOP, program, threads)
+
+    def run_unless(self, should_stop: Callable[[], bool], step: Table, threads: int, address: int) -> None:
+        """Do the same, unless `should_stop`, which is asked between some tasks, says to give it up."""
+        for first in range(0, len(self.tasks), TASKS_PER_PART):
+            if should_stop():
+                raise StepStopped
+            count, at = min(TASKS_PER_PART, len(self.tasks) - first), self._address + first * self._table.strides[0]
+            _run(kernels.WORKER_LOOP, (at, count, address, _zero_counters(threads)), threads)
 
     def run_timed(self, step: Table, threads: int, address: int = 0) -> NDArray[np.float64]:
         """Do the same, and return the seconds of each task: from the end of the one before it to its own.

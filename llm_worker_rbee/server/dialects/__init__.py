@@ -12,7 +12,6 @@ from typing import Any
 
 from ...errors import PayloadTooLargeError
 from ...tokenizer.chat.events import ChatOptions
-from ..batch_store import LINES, LineHead, parse_lines
 from ..bodies import Conversation, GenerateRequest, Messages, PackedIds, num_bytes
 from ..dialect import Dialect, GenerateRoute, Parse
 from ..schema import Boolean, BoundedObject, Field, ParseOptions, Text, TokenIds, decode_object, validate_body
@@ -119,7 +118,6 @@ def body_parsers() -> dict[str, tuple[Parse, Any]]:
         "tokenize": (parse_tokenize, dict[str, Any]),
         "detokenize": (parse_detokenize, PackedIds),
         "apply_template": (parse_apply_template, Conversation),
-        LINES: (parse_lines, list[LineHead]),
     }
     for dialect in DIALECTS:
         parsers |= {route.path: (route.parse, GenerateRequest) for route in dialect.generate} | dialect.parsers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -10,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from ...errors import ConflictError
-from ..batch_store import MESSAGES
-from ..batches import MAX_LINES, REQUESTS, Batch, batch_service, page_of, storing, stream_file
+from ...errors import ConflictError, StorageFullError
+from ..batch_store import MAX_LINES, MESSAGES
+from ..batches import REQUESTS, Batch, batch_service, page_of, storing, stream_file
 from ..dialect import Call, Dialect, Front, Handler, Operation, Route
 from ..json_schema import TEXT, Schema, array_schema, object_schema, ref, reply_schema
 from ..schema import ParseOptions, require
@@ -39,15 +40,8 @@ class MessageBatch(msgspec.Struct):
     requests: list[BatchedMessage]
 
 
-class ParsedBatch(msgspec.Struct, frozen=True):
-    """The requests of a body, as the lines of a batch."""
-
-    lines: bytes
-    count: int
-
-
-def parse_batch(body: bytes, _: ParseOptions) -> ParsedBatch:
-    """Validate the body of a batch; its messages are left to their lines."""
+def parse_batch(body: bytes, _: ParseOptions) -> bytes:
+    """Validate the body of a batch, and return its lines; their messages are left to the parser of messages."""
     problem = ""
     try:
         requests = msgspec.json.decode(body, type=MessageBatch).requests
@@ -66,13 +60,13 @@ def parse_batch(body: bytes, _: ParseOptions) -> ParsedBatch:
         head = {"custom_id": request.custom_id, "method": "POST", "url": MESSAGES}
         params = msgspec.json.format(bytes(request.params), indent=-1)  # on one line
         lines += msgspec.json.encode(head)[:-1] + b',"body":' + params + b"}\n"
-    return ParsedBatch(bytes(lines), len(requests))
+    return bytes(lines)
 
 
 def encode_batch(batch: Batch, base: str) -> dict[str, Any]:
     """Return a batch as Anthropic shows it."""
     state, counts = batch.state, batch.counts()
-    status, unanswered = STATES.get(state["status"], "in_progress"), counts.get("unanswered", 0)
+    status, unanswered = STATES.get(state["status"], "in_progress"), counts["unanswered"]
     ended = None if batch.is_open else state.get(f"{state['status']}_at")
     return {
         "id": batch.id,
@@ -111,11 +105,15 @@ def make_handlers(worker: Front) -> Mapping[str, Handler]:
         service = batch_service(worker)
         if call.method == "GET":
             return page_of(call.query, [encode_batch(batch, base(call)) for batch in service.listed("msgbatch")])
-        parsed: ParsedBatch = await worker.parse(PATH, await call.body())
+        lines: bytes = await worker.parse(PATH, await call.body())
         worker.require_ready()
-        service.store.require_room(len(parsed.lines))
-        file = await storing(partial(service.store.add, [parsed.lines], "requests.jsonl", REQUESTS))
-        batch = await service.create("msgbatch", MESSAGES, file.id, WINDOW_S, total=parsed.count)
+        service.store.require_room(len(lines))
+        file = await storing(partial(service.store.add, [lines], "requests.jsonl", REQUESTS))
+        try:
+            batch = await service.create("msgbatch", MESSAGES, file.id, WINDOW_S, total=lines.count(b"\n"))
+        except StorageFullError:
+            service.store.delete(file.id)
+            raise
         return encode_batch(batch, base(call))
 
     async def one_batch(call: Call) -> Any:
@@ -133,7 +131,7 @@ def make_handlers(worker: Front) -> Mapping[str, Handler]:
         file_id = find(call).state.get("results_file_id")
         if file_id is None:
             raise ConflictError("the batch has no results yet")
-        return await storing(partial(stream_file, batch_service(worker), file_id, "application/x-jsonl"))
+        return await asyncio.to_thread(stream_file, batch_service(worker), file_id, "application/x-jsonl")
 
     return {PATH: batches, PATH + "/{id}": one_batch, PATH + "/{id}/cancel": cancel, PATH + "/{id}/results": results}
 
@@ -157,7 +155,7 @@ DIALECT = Dialect(
     schemas=_schemas,
     error_schema="AnthropicError",
     body_limits={PATH: MAX_BYTES},
-    parsers={PATH: (parse_batch, ParsedBatch)},
+    parsers={PATH: (parse_batch, bytes)},
     make_handlers=make_handlers,
     routes=(
         Route("POST", PATH, CREATE),

@@ -1,33 +1,45 @@
 """OpenAI's files and batches: `/v1/files`, which takes a form with a file, and `/v1/batches`.
 
-The parser of forms is bounded and knows no more than this route needs: fields, and one file that goes to disk as it
-arrives.
+The body of an upload goes to disk as it arrives, and is parsed there: fields, and one file.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from io import FileIO
+from mmap import ACCESS_READ, mmap
+from typing import Any, NamedTuple
 
 from ...config import parse_duration
 from ...errors import DeadlineError, InvalidRequestError, NotFoundError, PayloadTooLargeError
-from ..batch_store import ENDPOINTS, StoredFile, Upload
-from ..batches import MAX_FILE_BYTES, REQUESTS, Batch, BatchService, batch_service, page_of, storing, stream_file
+from ...sampling_params import Bounds
+from ..batch_store import CHUNK_BYTES, ENDPOINTS, MAX_FILE_BYTES, StoredFile
+from ..batches import REQUESTS, Batch, BatchService, batch_service, page_of, storing, stream_file
 from ..dialect import Call, Dialect, Front, Handler, Operation, Route
 from ..json_schema import COUNT, TEXT, Schema, array_schema, or_null, ref, reply_schema
-from ..schema import AnyObject, Enum, Field, ParseOptions, Text, decode_object, require, table_schema, validate_body
+from ..schema import (
+    AnyObject,
+    Enum,
+    Field,
+    Number,
+    ParseOptions,
+    Text,
+    decode_object,
+    require,
+    table_schema,
+    validate_body,
+)
 from ..settings import ServerSettings
 from .openai import error_body
 
 FILES, BATCHES = "/v1/files", "/v1/batches"
 FORM_BYTES = 64 << 10  # beside the file
 MAX_PARTS, MAX_HEAD_BYTES, MAX_FIELD_BYTES = 16, 8 << 10, 4 << 10
-UPLOAD_TIMEOUT_S = 3600.0
-CHUNK_BYTES = 1 << 20
-MAX_WINDOW_S, MIN_EXPIRY_S, MAX_EXPIRY_S = 30 * 86400, 3600, 30 * 86400
+UPLOAD_TIMEOUT_S = 60.0
+MAX_WINDOW_S, MIN_EXPIRY_S = 30 * 86400, 3600
 BOUNDARY = re.compile(r'multipart/form-data\s*;.*?boundary=(?:"([^"\r\n]{1,70})"|([^\s;"]{1,70}))', re.IGNORECASE)
 NAME, FILENAME = re.compile(rb'[;\s]name="([^"\r\n]*)"'), re.compile(rb'[;\s]filename="([^"\r\n]*)"')
 TIMES = ("in_progress", "expires", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
@@ -36,6 +48,12 @@ CREATE = {
     "endpoint": Field(Enum(ENDPOINTS), required=True),
     "completion_window": Field(Text(1), "24h"),
     "metadata": Field(AnyObject()),
+}
+EXPIRES_S = "expires_after[seconds]"
+FORM = {
+    "purpose": Field(Enum(("batch",)), required=True),
+    "expires_after[anchor]": Field(Enum(("created_at",))),
+    EXPIRES_S: Field(Number(Bounds(MIN_EXPIRY_S, MAX_WINDOW_S, is_integer=True))),
 }
 
 
@@ -48,62 +66,68 @@ def parse_create(body: bytes, _: ParseOptions) -> dict[str, Any]:
     return values
 
 
-class FormReader:
-    """Reads a form in parts: `next_part` gives the head of a part, `content` its bytes."""
+class Part(NamedTuple):
+    """A part of a form: its name, the name of its file, and where its bytes are."""
 
-    def __init__(self, chunks: AsyncIterator[bytes], content_type: str) -> None:
-        match = BOUNDARY.match(content_type)
-        if match is None:
-            message = f"the content type is {content_type[:100]!r}: it must be multipart/form-data with a boundary"
-            raise InvalidRequestError(message, "content-type")
-        self._delimiter = b"\r\n--" + (match[1] or match[2]).encode("latin-1", "replace")
-        self._chunks, self._buffer, self._num_parts = chunks, bytearray(b"\r\n"), 0
+    name: str
+    filename: str | None
+    start: int
+    stop: int
 
-    async def _fill(self) -> None:
-        chunk = await anext(self._chunks, b"")
-        if not chunk:  # an empty one is the last
-            raise InvalidRequestError("the form ends before its last boundary", "body")
-        self._buffer += chunk
 
-    async def _take_until(self, mark: bytes, limit: int) -> bytes:
-        while (end := self._buffer.find(mark)) < 0:
-            if len(self._buffer) > limit:
-                raise InvalidRequestError(f"a part of the form has a head or field over {limit} bytes", "body")
-            await self._fill()
-        taken = bytes(self._buffer[:end])
-        del self._buffer[: end + len(mark)]
-        return taken
+def find(data: bytes | mmap, mark: bytes, start: int) -> int:
+    """Return where the mark is, -1 if it is not there; other threads run in between."""
+    places = (data.find(mark, at, at + CHUNK_BYTES + len(mark)) for at in range(start, len(data), CHUNK_BYTES))
+    return next((place for place in places if place >= 0), -1)
 
-    async def next_part(self) -> tuple[str, str | None] | None:
-        """Return the name of the next part, and the name of its file; None at the end."""
-        if self._num_parts == 0:
-            await self._take_until(self._delimiter, MAX_HEAD_BYTES)
-        while len(self._buffer) < 2:
-            await self._fill()
-        if self._buffer.startswith(b"--"):
-            return None
-        self._num_parts += 1
-        if self._num_parts > MAX_PARTS:
-            raise InvalidRequestError(f"the form has more than {MAX_PARTS} parts", "body")
-        head = await self._take_until(b"\r\n\r\n", MAX_HEAD_BYTES)
-        name, filename = NAME.search(head), FILENAME.search(head)
+
+def form_parts(data: bytes | mmap, content_type: str) -> Iterator[Part]:
+    """Yield the parts of a form."""
+    match = BOUNDARY.match(content_type)
+    if match is None:
+        message = f"the content type is {content_type[:100]!r}: it must be multipart/form-data with a boundary"
+        raise InvalidRequestError(message, "content-type")
+    delimiter = b"\r\n--" + (match[1] or match[2]).encode("latin-1", "replace")
+    at = data.find(delimiter[2:], 0, MAX_HEAD_BYTES) - 2
+    for _ in range(MAX_PARTS + 1):
+        start = at + len(delimiter)
+        if at > -3 and data[start : start + 2] == b"--":
+            return
+        end = data.find(b"\r\n\r\n", start, start + MAX_HEAD_BYTES)
+        at = find(data, delimiter, end + 4)
+        if at < 0 or end < 0:
+            raise InvalidRequestError(
+                f"a part of the form is cut off, or its head is over {MAX_HEAD_BYTES} bytes", "body"
+            )
+        name, filename = NAME.search(data[start:end]), FILENAME.search(data[start:end])
         if name is None:
             raise InvalidRequestError("a part of the form has no name", "body")
-        return name[1].decode(errors="replace"), None if filename is None else filename[1].decode(errors="replace")
+        shown = None if filename is None else filename[1].decode(errors="replace")
+        yield Part(name[1].decode(errors="replace"), shown, end + 4, at)
+    raise InvalidRequestError(f"the form has more than {MAX_PARTS} parts", "body")
 
-    async def field(self) -> str:
-        """Return the value of a part that is no file."""
-        return (await self._take_until(self._delimiter, MAX_FIELD_BYTES)).decode(errors="replace")
 
-    async def content(self) -> AsyncIterator[bytes]:
-        """Yield the bytes of a file."""
-        while (end := self._buffer.find(self._delimiter)) < 0:
-            if (ready := len(self._buffer) - len(self._delimiter)) >= CHUNK_BYTES:
-                yield bytes(self._buffer[:ready])
-                del self._buffer[:ready]
-            await self._fill()
-        yield bytes(self._buffer[:end])
-        del self._buffer[: end + len(self._delimiter)]
+def read_form(body: FileIO, content_type: str) -> tuple[Part, dict[str, Any]]:
+    """Return where the file of a form is, and the values of its fields; raise unless it has one file."""
+    fields, files = dict[str, Any](), list[Part]()
+    with mmap(body.fileno(), 0, access=ACCESS_READ) as data:
+        for part in form_parts(data, content_type):
+            if part.filename is not None:
+                files.append(part)
+                continue
+            value = data[part.start : min(part.stop, part.start + MAX_FIELD_BYTES)].decode(errors="replace")
+            fields[part.name] = int(value) if part.name == EXPIRES_S and re.fullmatch("[0-9]{1,12}", value) else value
+    if len(files) != 1 or files[0].name != "file":
+        names = ", ".join(repr(part.name[:100]) for part in files) or "none"
+        raise InvalidRequestError(f"the files of the form are {names}: it must have one, named 'file'", "file")
+    return files[0], validate_body(fields, FORM)
+
+
+def read_part(body: FileIO, part: Part) -> Iterator[bytes]:
+    """Yield the bytes of a file in parts."""
+    for at in range(part.start, part.stop, CHUNK_BYTES):
+        body.seek(at)
+        yield body.read(min(CHUNK_BYTES, part.stop - at))
 
 
 def encode_file(file: StoredFile) -> dict[str, Any]:
@@ -138,8 +162,11 @@ class Handlers:
         service = batch_service(self._worker)
         if call.method == "POST":
             call.require_own_page()  # a form needs no leave of the worker to be sent by a page
-            async with asyncio.timeout(UPLOAD_TIMEOUT_S):
-                return encode_file(await self._receive(service, call))
+            try:
+                async with asyncio.timeout(UPLOAD_TIMEOUT_S):
+                    return encode_file(await self._receive(service, call))
+            except TimeoutError:
+                raise DeadlineError("the file did not arrive in time") from None
         purpose = call.query.get("purpose")
         files = [file for file in service.store.files.values() if not file.purpose.startswith(REQUESTS)]
         chosen = [file for file in files if purpose in (None, "", file.purpose)]
@@ -147,32 +174,17 @@ class Handlers:
         return page_of(call.query, [encode_file(file) for file in ordered])
 
     async def _receive(self, service: BatchService, call: Call) -> StoredFile:
-        form, fields, filename = FormReader(call.stream(), call.content_type), dict[str, str](), None
-        upload: Upload | None = None
-        try:
-            while (part := await form.next_part()) is not None:
-                name, part_file = part
-                if part_file is None:
-                    fields[name] = await form.field()
-                    continue
-                if name != "file" or upload is not None:
-                    raise InvalidRequestError(
-                        f"the form has a file {name[:100]!r}: it must have one, named file", "file"
-                    )
-                filename, upload = part_file, await storing(service.store.begin)
-                async for data in form.content():
-                    if upload.size + len(data) > MAX_FILE_BYTES:
-                        raise PayloadTooLargeError(f"the file has more than {MAX_FILE_BYTES} bytes")
-                    await storing(partial(upload.write, data))
-            if upload is None or filename is None:
-                raise InvalidRequestError("the form has no file", "file")
-            expires_s = check_fields(fields)
-            return await storing(partial(upload.finish, filename, fields["purpose"], expires_s))
-        except TimeoutError:
-            raise DeadlineError("the file did not arrive in time") from None
-        finally:
-            if upload is not None:
-                upload.close()
+        """Store the file of a form."""
+        with service.store.receive() as (body, write):
+            size = 0
+            async for data in call.stream():
+                if (size := size + len(data)) > MAX_FILE_BYTES + FORM_BYTES:
+                    raise PayloadTooLargeError(f"the file has more than {MAX_FILE_BYTES} bytes")
+                await storing(partial(write, data))
+            require(size > 0, "body", "length", "the form is empty")
+            part, fields = await storing(partial(read_form, body, call.content_type))
+            add = partial(service.store.add, read_part(body, part), part.filename or "", fields["purpose"])
+            return await storing(partial(add, expires_s=fields[EXPIRES_S]))
 
     def _file(self, call: Call) -> tuple[BatchService, StoredFile]:
         service = batch_service(self._worker)
@@ -191,7 +203,7 @@ class Handlers:
 
     async def content(self, call: Call) -> Any:
         service, file = self._file(call)
-        return await storing(partial(stream_file, service, file.id, "application/octet-stream"))
+        return await asyncio.to_thread(stream_file, service, file.id, "application/octet-stream")
 
     async def batches(self, call: Call) -> Any:
         service = batch_service(self._worker)
@@ -200,7 +212,9 @@ class Handlers:
         values = await self._worker.parse(BATCHES, await call.body())
         self._worker.require_ready()
         file_id, endpoint = values["input_file_id"], values["endpoint"]
-        return encode_batch(await service.create("batch", endpoint, file_id, values["window_s"], values["metadata"]))
+        return encode_batch(
+            await service.create("batch", endpoint, file_id, values["window_s"], metadata=values["metadata"])
+        )
 
     async def batch(self, call: Call) -> Any:
         return encode_batch(batch_service(self._worker).get("batch", call.path_params["id"]))
@@ -220,24 +234,6 @@ class Handlers:
             BATCHES + "/{id}": self.batch,
             BATCHES + "/{id}/cancel": self.cancel,
         }
-
-
-def check_fields(fields: Mapping[str, str]) -> int | None:
-    """Check the fields of a form; return the seconds after which the file expires."""
-    known = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
-    if unknown := [name for name in fields if name not in known]:
-        raise InvalidRequestError(f"the form has a field {unknown[0][:100]!r}: it may have {', '.join(known)}", "body")
-    if fields.get("purpose") != "batch":
-        raise InvalidRequestError(f"purpose is {fields.get('purpose', '')[:100]!r}: it must be batch", "purpose")
-    seconds = fields.get(known[2])
-    if seconds is None:
-        return None
-    if fields.get(known[1]) != "created_at" or not seconds.isdecimal():
-        raise InvalidRequestError("expires_after must have the anchor created_at, and seconds", "expires_after")
-    if not MIN_EXPIRY_S <= int(seconds[:12]) <= MAX_EXPIRY_S:
-        message = f"expires_after[seconds] must be from {MIN_EXPIRY_S} to {MAX_EXPIRY_S}"
-        raise InvalidRequestError(message, "expires_after")
-    return int(seconds)
 
 
 def _schemas(settings: ServerSettings) -> dict[str, Schema]:
