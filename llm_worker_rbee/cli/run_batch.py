@@ -15,7 +15,7 @@ from ..progress import request_progress
 from ..server.app import make_runner
 from ..server.batch_store import FileStore, print_openai, write_file
 from ..server.batches import Batch, BatchRunner
-from ..server.worker import Worker
+from ..server.worker import Front
 from ..token_engine.protocol import Load
 from .commands import (
     LimitFlags,
@@ -27,9 +27,9 @@ from .commands import (
     ServeCommand,
     WireFlags,
 )
-from .loading import load_options, option_names_in_errors, set_up
+from .loading import LoadingOutput, load_options, option_names_in_errors, set_up
 from .options import FilesFlags, PoolFlags, ServedFlags
-from .serve import pooling_references, reserved_bytes, server_settings, shown_until_ready, with_children
+from .serve import pooling_references, reserved_bytes, server_settings, with_children
 from .terminal import note
 
 BATCH = "batch_" + "0" * 32
@@ -73,11 +73,11 @@ def _run_lines(store: FileStore, batch: Batch, options: RunBatchCommand) -> None
     load = load_options(options.model, options.computing, options.sharing)
     loads = [Load(options=replace(load, reserved_memory=reserved_bytes(references)))]
     settings = server_settings(served, None, load)
-    with option_names_in_errors(), shown_until_ready() as (shown, output):
-        worker = with_children(settings, served, loads, references, shown, output)
+    with option_names_in_errors(), LoadingOutput() as shown:
+        worker = with_children(settings, served, loads, references, shown)
         start = time.perf_counter()
         try:
-            asyncio.run(_run(worker, batch, options, lambda: output.call(shown.close)))
+            asyncio.run(_run(worker, batch, options, shown.close))
         except KeyboardInterrupt:
             note(f"{counted(len(batch.finished), 'line')} finished: the same command goes on")
             raise
@@ -102,7 +102,7 @@ def _open_batch(store: FileStore, digest: str, folder: Path) -> Batch:
     return batch
 
 
-async def _run(worker: Worker, batch: Batch, options: RunBatchCommand, on_ready: Callable[[], object]) -> None:
+async def _run(worker: Front, batch: Batch, options: RunBatchCommand, on_ready: Callable[[], object]) -> None:
     runner = make_runner(worker)
     loading = asyncio.ensure_future(worker.start())
     try:
@@ -118,13 +118,14 @@ async def _run(worker: Worker, batch: Batch, options: RunBatchCommand, on_ready:
         await worker.stop()
 
 
-async def _answer(worker: Worker, runner: BatchRunner, batch: Batch, options: RunBatchCommand) -> None:
+async def _answer(worker: Front, runner: BatchRunner, batch: Batch, options: RunBatchCommand) -> None:
     """Run the batch, and show how far it is."""
 
     def open_input() -> BinaryIO:
         return options.source.open("rb")
 
-    running = asyncio.ensure_future(runner.run(batch, open_input))
+    assert worker.chat is not None
+    running, latencies = asyncio.ensure_future(runner.run(batch, open_input)), worker.chat.latencies
     try:
         while batch.lines is None and not running.done():
             await asyncio.wait([running], timeout=POLL_S)
@@ -132,8 +133,8 @@ async def _answer(worker: Worker, runner: BatchRunner, batch: Batch, options: Ru
         with request_progress(batch.state.get("total", 0), not options.quiet, noun="lines") as advance:
             while True:
                 is_done = running.done()
-                advance(requests=len(batch.finished) - lines, tokens=worker.latencies.num_tokens - tokens)
-                lines, tokens = len(batch.finished), worker.latencies.num_tokens
+                advance(requests=len(batch.finished) - lines, tokens=latencies.num_tokens - tokens)
+                lines, tokens = len(batch.finished), latencies.num_tokens
                 if is_done:
                     break
                 await asyncio.wait([running], timeout=POLL_S)

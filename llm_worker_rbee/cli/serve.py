@@ -5,9 +5,7 @@ import re
 import shlex
 import ssl
 import sys
-from collections import deque
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,20 +13,26 @@ from typing import Any
 
 import typer
 
-from ..backends.ops import CAPTURING, COMPILING
 from ..config import LoadOptions, SchedulerLimits, parse_duration, parse_size
 from ..engine.engine import Engine
 from ..errors import InvalidRequestError, WorkerError, counted
-from ..progress import OnStage, transfer_progress
+from ..progress import OnStage
 from ..server import log
 from ..server.middleware import host_name, require_key
-from ..server.model_source import POOLING_WORKSPACE_BYTES, open_ahead, open_text, pooling_service, use_defaults
+from ..server.model_source import (
+    POOLING_WORKSPACE_BYTES,
+    fixed_front,
+    open_ahead,
+    open_text,
+    pooling_service,
+    use_defaults,
+)
 from ..server.orchestrator import require_url
-from ..server.pooling import Kind, PoolingModels
+from ..server.pooling import Kind
 from ..server.serve import Signals, base_url, bind
 from ..server.serve import serve as run_server
-from ..server.settings import Key, ServerSettings, find_key
-from ..server.worker import NAME, Front, Worker
+from ..server.settings import Key, ServerSettings, find_key, model_name
+from ..server.worker import NAME, Front
 from ..text_model import TextModel, check_chat_template
 from ..token_engine.launch import replace_with_dummy, warm_up
 from ..token_engine.protocol import Load, ModelInfo
@@ -39,9 +43,9 @@ from ..tokenizer.chat.template import start_ahead
 from ..weights.hub import DEFAULT_MODEL, find_model
 from . import serve_pool
 from .commands import ENGINES, SWITCH, MeasuringFlags, PoolingServeFlags, ProcessFlags, ServeCommand, WireFlags
-from .loading import load_model, load_options, option_names_in_errors, set_up, with_option_names
+from .loading import LoadingOutput, load_model, load_options, option_names_in_errors, set_up, with_option_names
 from .options import check_usage
-from .terminal import OutputThread, Status, discard_output, note, read_template, style, visible
+from .terminal import Status, discard_output, note, read_template, style, visible
 
 DEFAULT_MAX_LORAS = 8  # with --lora-dir
 MAX_PEM_BYTES = 1 << 20
@@ -150,18 +154,17 @@ def serve(options: ServeCommand) -> None:
         _print_line("the null engine: replies are a fixed text")
 
     dummy_step_s = (options.measuring.null_step_ms or 0.0) / 1000 if is_null else None
-    with shown_until_ready() as (shown, output), option_names_in_errors():
-        worker: Front
+    with LoadingOutput() as shown, option_names_in_errors():
         if has_pool:
-            worker = serve_pool.make_worker(settings, options, load, references, dummy_step_s, shown, output)
+            worker = serve_pool.make_worker(settings, options, load, references, dummy_step_s, shown.progress)
         elif process.engine_process == "off":
             worker = _one_process(settings, options, load, dummy_step_s)
         else:
             chat = replace(load, reserved_memory=reserved_bytes(references))
             engines = [replace(chat, device=name, num_sharing=devices.count(name)) for name in devices]
             loads = [Load(options=engine, dummy_step_s=dummy_step_s) for engine in engines]
-            worker = with_children(settings, options, loads, references, shown, output)
-        ready = partial(output.call, partial(_print_ready, worker, url, key, shown))
+            worker = with_children(settings, options, loads, references, shown)
+        ready = partial(shown.close, partial(_print_ready, worker, url, key))
         run_server(worker, sock, settings.advertise_url or url, ready, signals, **tls)
 
 
@@ -174,21 +177,9 @@ def _say_that_no_key_is_needed(settings: ServerSettings) -> None:
         )
 
 
-@contextmanager
-def shown_until_ready() -> Iterator[tuple[ExitStack, OutputThread]]:
-    """Provide what is shown while the model loads, and the thread that shows it; the terminal may take nothing."""
-    shown, output = ExitStack(), OutputThread()
-    try:
-        yield shown, output
-    finally:
-        output.call(shown.close)
-        if not output.wait():
-            os._exit(0 if sys.exc_info()[0] is None else 1)  # any other exit waits for the terminal
-
-
 def _one_process(
     settings: ServerSettings, options: ServeCommand, chosen: LoadOptions, dummy_step_s: float | None
-) -> Worker:
+) -> Front:
     """Return a worker whose engine runs in a thread."""
     loaded: list[TextModel] = []
 
@@ -204,7 +195,7 @@ def _one_process(
         use_defaults(loaded[0], Path(info.path))
         return _check_template(loaded[0], options.model.chat_template)
 
-    return Worker(settings, ThreadedEngine(load), open_model)
+    return fixed_front(settings, ThreadedEngine(load), open_model)
 
 
 def with_children(
@@ -212,26 +203,10 @@ def with_children(
     options: ServeCommand,
     loads: list[Load],
     references: dict[Kind, str],
-    shown: ExitStack,
-    output: OutputThread,
-) -> Worker:
-    """Return a worker whose engines run in child processes, as do the pooling models at `references`; progress
-    is shown until `shown` is closed."""
-    status = Status()
-    output.call(partial(status.show, f"loading {options.model.first.model or 'the default model'} ..."))
-    shown.callback(status.clear)
-    bar = shown.enter_context(transfer_progress(COMPILING, CAPTURING))
-    last_report: deque[tuple[str, int, int | None]] = deque(maxlen=1)
-
-    def draw() -> None:
-        if last_report:  # later ones replace those that were not drawn in time
-            status.clear()
-            bar(*last_report.pop())
-
-    def progress(what: str, done: int, total: int | None) -> None:
-        last_report.append((what, done, total))
-        output.call(draw)
-
+    shown: LoadingOutput,
+) -> Front:
+    """Return a worker whose engines run in child processes, as do the pooling models at `references`."""
+    shown.status(f"loading {options.model.first.model or 'the default model'} ...")
     start_ahead()
     open_text = partial(_open_text, template_path=options.model.chat_template)
     on_located, opened = open_ahead(open_text, options.model.first.model)
@@ -243,10 +218,14 @@ def with_children(
 
     supervision: Any = {"max_restarts": options.process.engine_restarts, "stall_timeout_s": settings.stall_timeout_s}
     watching = {**supervision, "restart_on_stall": options.process.restart_on_stall}
-    watching |= {"progress": progress, "on_located": on_located}
+    watching |= {"progress": shown.progress, "on_located": on_located}
     engine = SupervisedEngine(loads[0], **watching) if len(loads) == 1 else ReplicaSet(loads, **watching)
-    pooling = [pooling_service(kind, name, loads[0].compute, supervision) for kind, name in references.items()]
-    return Worker(settings, engine, open_model, PoolingModels(pooling))
+    compute = loads[0].compute
+    pooling = {
+        reference: pooling_service(model_name(reference), kind, reference, compute, supervision)
+        for kind, reference in references.items()
+    }
+    return fixed_front(settings, engine, open_model, pooling)
 
 
 def reserved_bytes(references: dict[Kind, str]) -> int:
@@ -322,25 +301,23 @@ def _validate_name(name: str, option: str) -> str:
     return name
 
 
-def _print_ready(worker: Front, url: str, key: Key | None, shown: ExitStack) -> None:
-    shown.close()
-    if not isinstance(worker, Worker):
-        models = counted(len(worker.pool.members), "model") if worker.pool is not None else "no model"
+def _print_ready(worker: Front, url: str, key: Key | None) -> None:
+    if (chat := worker.chat) is None:
+        models = counted(len(worker.pool.members), "model")
         _print_line(f"ready with {models}; open {url} in a browser, or see {url}/v1/models")
         return
-    if not isinstance(worker.engine, ThreadedEngine):  # which printed them as it loaded
-        for text in worker.engine.info.notes:
+    info = chat.engine.info
+    if not isinstance(chat.engine, ThreadedEngine):  # which printed them as it loaded
+        for text in info.notes:
             note(with_option_names(text))
-    info = worker.engine.info
     limits = SchedulerLimits(info.engine.max_batch, info.engine.max_step_tokens)
     each = f" in each of {info.num_replicas} engines" if info.num_replicas > 1 else ""
     _print_line(f"ready after {sum(info.phases.values()):.1f} s, {limits}{each}; open {url} in a browser, or try:")
-    _print_line("  " + _curl(worker, url, key))
+    _print_line("  " + _curl(chat.model.has_chat_template, url, key))
 
 
-def _curl(worker: Worker, url: str, key: Key | None) -> str:
+def _curl(has_template: bool, url: str, key: Key | None) -> str:
     """Return a command line that works when pasted; the key itself is not in it."""
-    has_template = worker.model.has_chat_template
     path = "/v1/chat/completions" if has_template else "/v1/completions"
     body = '"messages":[{"role":"user","content":"Hello!"}]' if has_template else '"prompt":"Once upon a time"'
     parts = ["curl", *(["-k"] if url.startswith("https") else []), shlex.quote(url + path)]

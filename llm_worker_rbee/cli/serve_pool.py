@@ -5,28 +5,26 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import typer
 
-from ..backends.ops import CAPTURING, COMPILING
 from ..backends.select import has_driver, missing_packages
 from ..config import LoadOptions, parse_duration, parse_size
 from ..engine.memory_plan import HOST_MEMORY_FRACTION, free_memory
 from ..errors import InvalidRequestError
-from ..progress import transfer_progress
 from ..server.model_pool import Member, ModelPool
-from ..server.model_source import ModelsFolder, PoolOptions, make_source
+from ..server.model_source import PoolOptions, make_source
+from ..server.model_store import ModelsFolder
 from ..server.offload import OffloadPool
-from ..server.pool_worker import PoolWorker
 from ..server.pooling import Kind
 from ..server.settings import ServerSettings, model_name
+from ..server.worker import Front
 from ..weights.hub import DEFAULT_MODEL, Progress, find_model
 from .commands import ServeCommand
 from .options import check_usage
-from .terminal import OutputThread, Status
 
 SWITCH_S = 0.0002  # streams wait so long for a thread that opens the tokenizer of another model; Python's own is 0.005
 MIN_MODELS = 3  # that may be loaded at the same time, unless --max-models says otherwise
@@ -71,10 +69,9 @@ def make_worker(
     load: LoadOptions,
     references: dict[Kind, str],
     dummy_step_s: float | None,
-    shown: ExitStack,
-    output: OutputThread,
-) -> PoolWorker:
-    """Return the worker; the models that are named are fetched when it starts, with their progress shown until then."""
+    progress: Progress,
+) -> Front:
+    """Return the worker; the models that are named are fetched when it starts."""
     sys.setswitchinterval(SWITCH_S)
     flags, named = options.pool, [(name, None) for name in options.model.models or ()]
     models: list[tuple[str, str | None]] = [*named, *((name, kind) for kind, name in references.items())]
@@ -103,17 +100,14 @@ def make_worker(
         kv_fraction=min(HOST_MEMORY_FRACTION, KV_SHARE / max_models),
         dummy_step_s=dummy_step_s,
     )
-    folder = None if flags.models_dir is None else ModelsFolder(flags.models_dir.expanduser(), shared)
-    add = partial(_add_models, pool, models, shared, _shown_progress(shown, output))
-    return PoolWorker(settings, pool, add, folder, offload, check_usage(parse_size, flags.max_pull, "max_pull"))
-
-
-def _shown_progress(shown: ExitStack, output: OutputThread) -> Progress:
-    """Return a function that shows the progress of fetching models."""
-    status = Status()
-    shown.callback(status.clear)
-    bar = shown.enter_context(transfer_progress(COMPILING, CAPTURING))
-    return lambda what, done, total: output.call(partial(bar, what, done, total))
+    folder = (
+        None if flags.models_dir is None else ModelsFolder(flags.models_dir.expanduser(), partial(make_source, shared))
+    )
+    add, max_pull = (
+        partial(_add_models, pool, models, shared, progress),
+        check_usage(parse_size, flags.max_pull, "max_pull"),
+    )
+    return Front(settings, pool, add, offload=offload, folder=folder, max_pull=max_pull)
 
 
 async def _add_models(
@@ -126,6 +120,6 @@ async def _add_models(
         name = model_name(reference)
         if (other := pool.named(name)) is not None:
             raise InvalidRequestError(f"two models have the name {name!r}: {reference} and {other.source.names[-1]}")
-        make: Callable[[], Any] = partial(make_source, name, located.path, shared, reference, kind=kind)
+        make: Callable[[], Any] = partial(make_source, shared, name, located.path, reference, kind=kind)
         members.append(pool.add(await asyncio.to_thread(make)))
     return members

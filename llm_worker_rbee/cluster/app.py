@@ -27,8 +27,8 @@ from ..errors import InvalidRequestError
 from ..models.sampling_defaults import read_sampling_defaults
 from ..server import log
 from ..server.app import application
+from ..server.model_source import fixed_front
 from ..server.settings import VARIABLES, Key, ServerSettings, find_key
-from ..server.worker import Worker
 from ..text_model import TextModel, check_chat_template, open_tokenizer
 from ..token_engine.protocol import ModelInfo
 from ..weights import open_checkpoint
@@ -109,7 +109,7 @@ class Front:
         key = find_required_key(options, os.environ)
         api_key = None if key is None else key.value
         server = ServerSettings(model_ref=model or DEFAULT_MODEL, api_key=api_key, **settings)
-        self._worker = Worker(server, RayEngine(engines), partial(open_text_model, model, options.chat_template))
+        self._worker = fixed_front(server, RayEngine(engines), partial(open_text_model, model, options.chat_template))
         self._cpu_clock = time.monotonic(), time.process_time()
 
     def __serve_build_asgi_app__(self) -> Any:

@@ -14,11 +14,13 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
+
+from prometheus_client.core import Metric
 
 from ..engine.memory_plan import MemoryRow
 from ..errors import (
@@ -27,7 +29,6 @@ from ..errors import (
     InsufficientMemoryError,
     ModelNotFoundError,
     QueueFullError,
-    ShuttingDownError,
     UnavailableError,
     WorkerError,
     copy_error,
@@ -56,6 +57,7 @@ class Service(Protocol):
     @property
     def context_length(self) -> int: ...
     async def close(self, error: WorkerError) -> None: ...  # its process ends; its requests end with the error
+    def metrics(self) -> Iterable[Metric]: ...
 
 
 class ModelFacts(NamedTuple):
@@ -74,7 +76,10 @@ class ModelFacts(NamedTuple):
 class ModelSource(ABC):
     """What the pool asks of a model: its names and its memory, and to load it."""
 
+    is_fixed = False  # loaded once, when the server starts, and never unloaded
+    service: Service | None = None  # of one that is fixed: it is there before it is loaded
     names: tuple[str, ...]  # of requests; replies use the first
+    num_listed = 1  # of these, in Ollama's lists
     path = Path()  # of its files
     kind: str  # chat, embedding or rerank
     facts: ModelFacts | None = None  # None: the files cannot be used, for `error`
@@ -92,6 +97,10 @@ class ModelSource(ABC):
     @abstractmethod
     async def load(self, on_stage: Callable[[Stage], None], on_idle: Callable[[], None], *, is_alone: bool) -> Service:
         """Load it; `on_idle` is called when its last request has ended. `is_alone`: no other model answers now."""
+
+    def metrics(self) -> Iterable[Metric]:
+        """Return the metrics of a model that is not loaded."""
+        return ()
 
     def drop(self) -> None:
         """Free what is kept of a model that is not loaded."""
@@ -176,6 +185,9 @@ class Member:
         described |= {name: status[name] for name in ("reason", "progress") if name in status}
         return described | {"requests": self.num_requests, "waiting": len(self.waiters), "bytes": self.size_bytes}
 
+    def metrics(self) -> Iterable[Metric]:
+        return self.source.metrics() if self.service is None else self.service.metrics()
+
 
 class ModelPool:
     """The members, and the memory that they share."""
@@ -186,22 +198,23 @@ class ModelPool:
         max_models: int,
         max_bytes: int | None,
         keep_alive_s: float | None = None,
-        load_timeout_s: float = 300.0,
+        load_timeout_s: float | None = 300.0,
         max_waiting: int = MAX_WAITING,
     ) -> None:
         """`max_bytes` is for all members together; None: no limit but the system's."""
         self.members: list[Member] = []
         self.max_models, self.max_bytes = max_models, max_bytes
         self.keep_alive_s, self.load_timeout_s, self.max_waiting = keep_alive_s, load_timeout_s, max_waiting
+        self.on_stage: Callable[[Member, Stage], None] = lambda member, stage: None
         self._by_name: dict[str, Member] = {}
         self._queue: list[Member] = []  # that wait for room, the first one first: small models would starve a large one
         self._changed = asyncio.Event()  # replaced with each change of memory
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_stopped = False
+        self._stop_error: WorkerError | None = None
 
     def add(self, source: ModelSource) -> Member:
         """Add a model. A name that an earlier member has stays with that one."""
-        member = Member(source=source, keep_alive_s=self.keep_alive_s)
+        member = Member(source=source, keep_alive_s=self.keep_alive_s, service=source.service)
         self.members.append(member)
         for name in source.names:
             self._by_name.setdefault(name.removesuffix(LATEST), member)
@@ -228,6 +241,11 @@ class ModelPool:
     @property
     def num_waiting(self) -> int:
         return sum(len(member.waiters) for member in self.members)
+
+    def describe(self) -> dict[str, Any]:
+        """Return states, memory and queue of each model, and the memory of all."""
+        memory = {"used_bytes": self.used_bytes, "limit_bytes": self.max_bytes}
+        return {"models": [member.describe() for member in self.members], "memory": memory}
 
     @asynccontextmanager
     async def use(self, member: Member) -> AsyncIterator[Service]:
@@ -268,8 +286,8 @@ class ModelPool:
 
     def _require_place(self, member: Member) -> None:
         """Raise if no request may wait for this member."""
-        if self._is_stopped:
-            raise ShuttingDownError("the worker is shutting down")
+        if self._stop_error is not None:
+            raise copy_error(self._stop_error)
         if member not in self.members:  # its file went while the request was read
             raise ModelNotFoundError(f"there is no model {member.name!r} here any more")
         if self.num_waiting >= self.max_waiting:
@@ -343,7 +361,7 @@ class ModelPool:
             member.state, member.num_loads = "loaded", member.num_loads + 1
         except asyncio.CancelledError:
             member.state, member.rows = "unloaded" if before == "loading" else before, []
-            if self._is_stopped:
+            if self._stop_error:
                 raise
         except Exception as error:
             self._fail(member, error)
@@ -359,6 +377,7 @@ class ModelPool:
     async def _open(self, member: Member) -> Service:
         def on_stage(stage: Stage) -> None:
             member.stage = stage
+            self.on_stage(member, stage)
 
         def on_idle() -> None:
             self._on_idle(member)
@@ -485,6 +504,12 @@ class ModelPool:
         async with self.use(member):
             pass
 
+    async def load_fixed(self, member: Member) -> None:
+        """Load a member that stays; its error is the caller's."""
+        member.state = "loading"
+        member.service = await self._open(member)
+        member.rows, member.state, member.num_loads = member.source.plan(), "loaded", 1
+
     def start_load(self, member: Member) -> None:
         """Load a member in the background, unless that is under way; raise if too many requests wait for loads."""
         if member.is_serving or (member.background is not None and not member.background.done()):
@@ -537,7 +562,7 @@ class ModelPool:
         service, member.service = member.service, None
         assert service is not None
         try:
-            await service.close(InferenceError("the model was unloaded"))
+            await service.close(self._stop_error or InferenceError("the model was unloaded"))
         finally:
             member.rows, member.unloading = [], None
             if member.loading is None:
@@ -545,7 +570,7 @@ class ModelPool:
             self._drop_texts()
             asyncio.get_running_loop().run_in_executor(None, trim_heap)
             self._notify()
-        if member.waiters and not self._is_stopped:
+        if member.waiters and not self._stop_error:
             self._start_load(member)
 
     def _drop_texts(self) -> None:
@@ -558,7 +583,7 @@ class ModelPool:
     def _notice_failure(self, member: Member) -> None:
         """Let go of an engine that died too often to be restarted."""
         service, rows = member.service, member.rows
-        if member.state != "loaded" or member.unloading is not None or service is None:
+        if member.state != "loaded" or member.unloading is not None or service is None or member.source.is_fixed:
             return
         if service.engine.status() == "failed":
             self._fail(member, InferenceError(f"the engine of {member.name!r} died and was restarted too often"))
@@ -582,7 +607,7 @@ class ModelPool:
 
     async def stop(self, error: WorkerError) -> None:
         """End all engines; requests that wait end with the error."""
-        self._is_stopped = True
+        self._stop_error = error
         for member in self.members:
             for future in member.waiters:
                 if not future.done():
@@ -592,7 +617,8 @@ class ModelPool:
             if member.timer is not None:
                 member.timer.cancel()
         for member in self.members:
-            if member.state == "loaded" and member.unloading is None and member.service is not None:
+            is_loaded = member.state == "loaded" or member.source.is_fixed
+            if is_loaded and member.unloading is None and member.service is not None:
                 self._start_unload(member, "unloaded")
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -4,11 +4,11 @@ clients with its key, or on this machine."""
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import Any, cast
+from typing import Any
 
 from ...errors import NotFoundError, WorkerError
 from ..bodies import ModelDefaults
-from ..dialect import Call, Dialect, Front, Handler, Member, ModelStore, Operation, PoolWorker, Route
+from ..dialect import Call, Dialect, Front, Handler, Member, ModelStore, Operation, Route
 from ..json_schema import TEXT, Schema, reply_schema
 from ..object_fields import ListOf, ObjectOf
 from ..schema import (
@@ -72,7 +72,7 @@ class Handlers:
         return store, values
 
     async def _find(self, name: str) -> Member:
-        return await cast(PoolWorker, self._worker).find(name, *KINDS)
+        return await self._worker.find(name, *KINDS)
 
     async def pull(self, call: Call) -> Any:
         store, values = await self._read(call)
