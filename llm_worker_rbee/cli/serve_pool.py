@@ -17,7 +17,7 @@ from ..engine.memory_plan import HOST_MEMORY_FRACTION, free_memory
 from ..errors import InvalidRequestError
 from ..server.model_pool import Member, ModelPool
 from ..server.model_source import PoolOptions, make_source
-from ..server.model_store import ModelsFolder
+from ..server.model_store import ModelsFolder, ModelStore
 from ..server.offload import OffloadPool
 from ..server.pooling import Kind
 from ..server.settings import ServerSettings, model_name
@@ -100,14 +100,11 @@ def make_worker(
         kv_fraction=min(HOST_MEMORY_FRACTION, KV_SHARE / max_models),
         dummy_step_s=dummy_step_s,
     )
-    folder = (
-        None if flags.models_dir is None else ModelsFolder(flags.models_dir.expanduser(), partial(make_source, shared))
-    )
-    add, max_pull = (
-        partial(_add_models, pool, models, shared, progress),
-        check_usage(parse_size, flags.max_pull, "max_pull"),
-    )
-    return Front(settings, pool, add, offload=offload, folder=folder, max_pull=max_pull)
+    store = None
+    if flags.models_dir is not None:
+        folder = ModelsFolder(flags.models_dir.expanduser(), partial(make_source, shared))
+        store = ModelStore(folder, pool, check_usage(parse_size, flags.max_pull, "max_pull"))
+    return Front(settings, pool, partial(_add_models, pool, models, shared, progress), offload=offload, store=store)
 
 
 async def _add_models(

@@ -246,16 +246,13 @@ class Routes:
 
     def _entries(self, member: Member) -> list[dict[str, Any]]:
         """Return the entry of a model, with its state, and those of its adapters."""
-        service, facts = member.service, member.source.facts
-        context_length = 0 if facts is None else facts.context_length
-        if service is not None and member.state == "loaded":
-            context_length = service.context_length
+        service = member.service
         entry = {
             "id": member.name,
             "object": "model",
             "created": int(self.worker.started_at),
             "owned_by": "llm-worker-rbee",
-            "context_length": context_length,
+            "context_length": member.context_length or 0,
             "kind": member.source.kind,
             "status": member.status(),
             "size_bytes": member.size_bytes,

@@ -22,18 +22,16 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from prometheus_client.core import Metric
 
-from ..engine.memory_plan import MemoryRow
+from ..engine.memory_plan import MemoryRow, require_room
 from ..errors import (
     DeadlineError,
     InferenceError,
-    InsufficientMemoryError,
     ModelNotFoundError,
     QueueFullError,
     UnavailableError,
     WorkerError,
     copy_error,
     counted,
-    human_bytes,
 )
 from ..machine import trim_heap
 from ..progress import Stage
@@ -108,12 +106,6 @@ class ModelSource(ABC):
         if text is not None:
             text.close()
 
-    def require_facts(self) -> ModelFacts:
-        """Return the facts; raise if the files cannot be used."""
-        if self.facts is None:
-            raise self.error
-        return self.facts
-
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Member:
@@ -145,6 +137,13 @@ class Member:
     @property
     def size_bytes(self) -> int:
         return sum(row.bytes for row in self.rows)
+
+    @property
+    def context_length(self) -> int | None:
+        """Tokens that it takes, or that its files say; None: the files cannot be used."""
+        if self.service is not None and self.state == "loaded":
+            return self.service.context_length
+        return None if self.source.facts is None else self.source.facts.context_length
 
     @property
     def num_requests(self) -> int:
@@ -184,9 +183,6 @@ class Member:
         described = {"model": self.name, "kind": self.source.kind, "status": status["value"]}
         described |= {name: status[name] for name in ("reason", "progress") if name in status}
         return described | {"requests": self.num_requests, "waiting": len(self.waiters), "bytes": self.size_bytes}
-
-    def metrics(self) -> Iterable[Metric]:
-        return self.source.metrics() if self.service is None else self.service.metrics()
 
 
 class ModelPool:
@@ -251,14 +247,10 @@ class ModelPool:
     async def use(self, member: Member) -> AsyncIterator[Service]:
         """Provide the service of a member that is not unloaded meanwhile; load it first if it is not loaded."""
         self._notice_failure(member)
-        if member.is_serving:
-            member.num_users += 1
-            assert member.service is not None
-            service = member.service
+        if member.is_serving and member.service is not None:
+            service, member.num_users = member.service, member.num_users + 1
         else:
             service = await self._wait_for(member)
-        if member.timer is not None:
-            member.timer.cancel()
         try:
             yield service
         finally:
@@ -309,7 +301,6 @@ class ModelPool:
     def _release(self, member: Member) -> None:
         """Count a user less."""
         member.num_users -= 1
-        member.last_used_at = time.monotonic()
         self._on_idle(member)
 
     def _on_idle(self, member: Member) -> None:
@@ -317,16 +308,15 @@ class ModelPool:
         if member.is_busy or member.state != "loaded" or member.unloading is not None:
             return
         member.last_used_at = time.monotonic()
+        if member.timer is not None:
+            member.timer.cancel()
         if member.drained_for:
             self._notify()
         elif member.keep_alive_s == 0:
             self._start_unload(member, "unloaded")
-        else:
-            if member.timer is not None:
-                member.timer.cancel()
-            if member.keep_alive_s is not None:
-                loop = asyncio.get_running_loop()
-                member.timer = loop.call_later(member.keep_alive_s, self._on_expiry, member)
+        elif member.keep_alive_s is not None:
+            loop = asyncio.get_running_loop()
+            member.timer = loop.call_later(member.keep_alive_s, self._on_expiry, member)
 
     def _on_expiry(self, member: Member) -> None:
         if member.is_serving and not member.is_busy:
@@ -354,10 +344,10 @@ class ModelPool:
                 before, member.state = member.state, "loading"
             await self._take_room(member, await self._plan(member))
             try:
-                member.service = await self._open(member)
+                member.service = await self.open(member)
             except (InferenceError, UnavailableError, ConnectionError) as error:  # its process has died
                 logger.warning("the model %s is loaded again: %s", member.name, error)
-                member.service = await self._open(member)
+                member.service = await self.open(member)
             member.state, member.num_loads = "loaded", member.num_loads + 1
         except asyncio.CancelledError:
             member.state, member.rows = "unloaded" if before == "loading" else before, []
@@ -374,7 +364,9 @@ class ModelPool:
         elif member.state != "failed" and member.waiters:  # they came while it was cancelled
             self._start_load(member)
 
-    async def _open(self, member: Member) -> Service:
+    async def open(self, member: Member) -> Service:
+        """Start the engine of a member, once it has room."""
+
         def on_stage(stage: Stage) -> None:
             member.stage = stage
             self.on_stage(member, stage)
@@ -425,14 +417,7 @@ class ModelPool:
     async def _plan(self, member: Member) -> list[MemoryRow]:
         """Return the memory that a member takes; raise if it is more than all may have."""
         rows = await asyncio.to_thread(member.source.plan)
-        size = sum(row.bytes for row in rows)
-        if self.max_bytes is not None and size > self.max_bytes:
-            parts = ", ".join(f"{row.owner} {human_bytes(row.bytes)}" for row in rows)
-            raise InsufficientMemoryError(
-                f"the model {member.name!r} takes {human_bytes(size)} ({parts}), and all models together may take "
-                f"{human_bytes(self.max_bytes)}: use a smaller model, --max-context or --kv-memory, or give more "
-                "with --model-memory"
-            )
+        require_room(rows, self.max_bytes)
         return rows
 
     async def _take_room(self, member: Member, rows: list[MemoryRow]) -> None:
@@ -504,12 +489,6 @@ class ModelPool:
         async with self.use(member):
             pass
 
-    async def load_fixed(self, member: Member) -> None:
-        """Load a member that stays; its error is the caller's."""
-        member.state = "loading"
-        member.service = await self._open(member)
-        member.rows, member.state, member.num_loads = member.source.plan(), "loaded", 1
-
     def start_load(self, member: Member) -> None:
         """Load a member in the background, unless that is under way; raise if too many requests wait for loads."""
         if member.is_serving or (member.background is not None and not member.background.done()):
@@ -553,8 +532,6 @@ class ModelPool:
         await self.preload(sorted(sleeping, key=lambda member: member.last_used_at, reverse=True))
 
     def _start_unload(self, member: Member, state: State) -> None:
-        if member.timer is not None:
-            member.timer.cancel()
         member.unloading = self._start_task(self._unload(member, state))
 
     async def _unload(self, member: Member, state: State) -> None:
@@ -614,8 +591,6 @@ class ModelPool:
                     future.set_exception(copy_error(error))
             if member.loading is not None:
                 member.loading.cancel()
-            if member.timer is not None:
-                member.timer.cancel()
         for member in self.members:
             is_loaded = member.state == "loaded" or member.source.is_fixed
             if is_loaded and member.unloading is None and member.service is not None:

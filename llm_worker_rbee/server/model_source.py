@@ -24,7 +24,7 @@ import msgspec
 from prometheus_client.core import Metric
 
 from ..config import ComputeOptions, LoadOptions, PoolingOptions
-from ..engine.memory_plan import MemoryPlan, MemoryRow, plan_member, require_room
+from ..engine.memory_plan import MemoryRow, plan_member
 from ..errors import InferenceError, ModelLoadingError, WorkerError
 from ..models import read_model_config
 from ..models.pooling_config import is_pooling_model, read_pooling_config
@@ -158,11 +158,8 @@ class PoolingSource(FileSource):
     """An embedding model or a reranker."""
 
     def plan(self) -> list[MemoryRow]:
-        plan = MemoryPlan("host", self._options.max_bytes, 0.0, limits=None)  # type: ignore[arg-type]  # it has no steps
-        plan.add("weights", self.facts.weights_bytes, "the files, mapped or unpacked")
-        plan.add("process", POOLING_STEP_BYTES, "interpreter, kernels, the arrays of a step")
-        require_room(plan)
-        return plan.rows
+        process = MemoryRow("process", "host", POOLING_STEP_BYTES, "interpreter, kernels, the arrays of a step")
+        return [MemoryRow("weights", "host", self.facts.weights_bytes, "the files, mapped or unpacked"), process]
 
     async def load(self, on_stage: Callable[[Stage], None], on_idle: Callable[[], None], *, is_alone: bool) -> Service:
         kind: Kind = "rerank" if self.kind == "rerank" else "embedding"

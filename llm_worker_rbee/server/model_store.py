@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -181,13 +181,33 @@ class Pull:
 
 
 class ModelStore:
-    """Changes what is in the folder; the pool's members follow."""
+    """The folder and what changes in it; the pool's members follow."""
 
-    def __init__(self, folder: Path, pool: ModelPool, refresh: Callable[[], Awaitable[None]], max_bytes: int) -> None:
-        """`refresh` reads the folder again; `max_bytes` is for a model that is pulled."""
-        self._folder, self._pool, self._refresh, self._max_bytes = folder, pool, refresh, max_bytes
+    def __init__(self, folder: ModelsFolder, pool: ModelPool, max_bytes: int) -> None:
+        """`max_bytes` is for a model that is pulled."""
+        self._models, self._folder, self._pool, self._max_bytes = folder, folder.folder, pool, max_bytes
         self.pulls: dict[str, Pull] = {}
-        self._changing = asyncio.Lock()
+        self._members: set[Member] = set()  # of the folder
+        self._changing, self._scanning = asyncio.Lock(), asyncio.Lock()
+
+    async def refresh(self) -> None:
+        """Add the models that are new in the folder, and forget those that are gone; loaded ones stay until then."""
+        async with self._scanning:
+            sources = await asyncio.to_thread(self._models.scan)
+        for member in list(self._members):
+            if member.source not in sources and not (member.rows or member.loading or member.waiters):
+                self._members.remove(member)
+                self._pool.remove(member)
+                member.source.drop()
+        for source in sources:
+            if self._pool.named(source.names[0]) is None:
+                self._members.add(self._pool.add(source))
+
+    async def has_changed(self, member: Member) -> bool:
+        """Return whether the files of a model that is not loaded have changed since the folder was read."""
+        if member not in self._members or member.rows or member.loading is not None:
+            return False
+        return not await asyncio.to_thread(self._models.is_current, member.source)
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the models that are being fetched, and how far they are."""
@@ -206,7 +226,7 @@ class ModelStore:
             await asyncio.to_thread(_write_defaults, path, target, defaults)
         if existing is not None:  # the next load reads them
             await self._pool.unload(existing)
-        await self._refresh()
+        await self.refresh()
 
     async def delete(self, member: Member) -> None:
         """Remove the files of a model once its requests have ended."""
@@ -214,7 +234,7 @@ class ModelStore:
         await self._pool.unload(member)
         async with self._changing:
             await asyncio.to_thread(_remove, path, self._folder)
-        await self._refresh()
+        await self.refresh()
 
     def start_pull(self, reference: str) -> Pull:
         """Begin to fetch a model of the hub, unless that is under way. The caller is one of its clients: it reads, and
@@ -278,7 +298,7 @@ class ModelStore:
         async with self._changing:
             await asyncio.to_thread(_place, Path(last["path"]), target, _move)
             await asyncio.to_thread(shutil.rmtree, work)
-        await self._refresh()
+        await self.refresh()
 
     async def close(self) -> None:
         """Stop all pulls."""

@@ -40,7 +40,7 @@ from .admission import Admission, Reservation
 from .batches import BatchService
 from .metrics import LatencyHistograms, batch_metrics, chat_families, encode_families, merge_families, pool_metrics
 from .model_pool import Member, ModelPool
-from .model_store import ModelsFolder, ModelStore
+from .model_store import ModelStore
 from .offload import OffloadPool, PromptEncoder
 from .pooling import MAX_OFFLOADED_BYTES, OPTIONS, Kind, PoolingService
 from .schema import KINDS, ModelLimits, ParseOptions, ValidationError, ValidationIssue, is_name_of
@@ -74,12 +74,10 @@ class Front:
         add_models: Callable[[], Awaitable[list[Member]]],
         *,
         offload: OffloadPool,
-        folder: ModelsFolder | None = None,
-        max_pull: int = 0,
+        store: ModelStore | None = None,
     ) -> None:
         """`add_models` adds the models that the options name to the pool, and fetches those that are not here; it
-        returns those to load at once. `folder` are the models of --models-dir, `max_pull` the bytes that one of the hub
-        may have which a request fetches."""
+        returns those to load at once. `store` is --models-dir."""
         self.settings, self.names, self.pool, self.offload = settings, settings.names, pool, offload
         self.pooling_offload = OffloadPool(MAX_OFFLOADED_BYTES)  # bodies and texts of pooling models never delay chat
         self.state: State = "loading"
@@ -89,13 +87,10 @@ class Front:
         self.loading_changed = asyncio.Event()  # replaced with each event
         self.failure: WorkerError | None = None
         self.messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()  # for the callback URL
-        self.folder = folder
-        self.store = None if folder is None else ModelStore(folder.folder, pool, self.refresh, max_pull)
-        self._add_models = add_models
-        self._of_folder: set[Member] = set()
-        self._scanning, self._restarting = asyncio.Lock(), asyncio.Lock()
+        self.store, self._add_models = store, add_models
+        self._restarting = asyncio.Lock()
         self._preloading: asyncio.Task[None] | None = None
-        self._is_located = False
+        self.was_ready = False
         pool.on_stage = self._publish_stage
 
     @property
@@ -124,7 +119,9 @@ class Front:
         """Load the models of a server without a pool at the same time."""
 
         async def load(member: Member) -> None:
-            await self.pool.load_fixed(member)
+            member.state = "loading"
+            member.service = await self.pool.open(member)
+            member.rows, member.state, member.num_loads = member.source.plan(), "loaded", 1
             if member is members[0]:
                 self._become_ready()
                 for other in members:
@@ -139,10 +136,9 @@ class Front:
                 task.cancel()
 
     def _become_ready(self) -> None:
-        if self.state != "loading":  # stopped meanwhile
-            return
-        self.state, self._is_located = "ready", True
-        self._publish({"stage": "ready"})
+        if self.state == "loading":  # else it was stopped meanwhile
+            self.state, self.was_ready = "ready", True
+            self._publish({"stage": "ready"})
 
     def _note_failure(self, error: Exception) -> WorkerError:
         """Keep and return why nothing can be served."""
@@ -183,19 +179,9 @@ class Front:
                         logger.warning("the engine of %s is not restarted: %s", member.name, error)
 
     async def refresh(self) -> None:
-        """Add the models that are new in the folder, and forget those that are gone; loaded ones stay until then."""
-        if self.folder is None:
-            return
-        async with self._scanning:
-            sources = await asyncio.to_thread(self.folder.scan)
-        for member in list(self._of_folder):
-            if member.source not in sources and not (member.rows or member.loading or member.waiters):
-                self._of_folder.remove(member)
-                self.pool.remove(member)
-                member.source.drop()
-        for source in sources:
-            if self.pool.named(source.names[0]) is None:
-                self._of_folder.add(self.pool.add(source))
+        """Add the models that are new in --models-dir, and forget those that are gone."""
+        if self.store is not None:
+            await self.store.refresh()
 
     def require_ready(self) -> None:
         """Raise unless requests are accepted."""
@@ -211,8 +197,8 @@ class Front:
         if self.settings.has_pool:  # else the models are known before they are loaded
             self.require_ready()
         member = self._named(name, kinds)
-        if self.folder is not None and (member is None or await self._has_changed(member)):
-            await self.refresh()
+        if self.store is not None and (member is None or await self.store.has_changed(member)):
+            await self.store.refresh()
             member = self._named(name, kinds)
         if member is not None and member.source.kind in kinds:
             self.require_ready()
@@ -240,12 +226,6 @@ class Front:
         """Return the first model of the first of these kinds whose files can be used."""
         usable = [member for member in self.pool.members if member.source.facts is not None or member.source.is_fixed]
         return next((member for kind in kinds for member in usable if member.source.kind == kind), None)
-
-    async def _has_changed(self, member: Member) -> bool:
-        """Return whether the files of a model that is not loaded have changed since the folder was read."""
-        if member not in self._of_folder or member.rows or member.loading is not None or self.folder is None:
-            return False
-        return not await asyncio.to_thread(self.folder.is_current, member.source)
 
     @asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[Worker]:
@@ -299,11 +279,6 @@ class Front:
         changed.set()
 
     @property
-    def is_loaded(self) -> bool:
-        """Whether the server has loaded what it needs to serve at all."""
-        return self._is_located if self.chat is None else self.chat.is_loaded
-
-    @property
     def is_busy(self) -> bool:
         """Whether there is any request."""
         return self.pool.num_waiting > 0 or any(member.is_busy for member in self.pool.members)
@@ -311,16 +286,14 @@ class Front:
     def engine_status(self) -> str:
         """Return the worst state of the loaded members; one that is not loaded is no fault."""
         self.pool.notice_failures()
-        states: list[str] = [
-            member.service.engine.status() for member in self.pool.members if member.service is not None
-        ]
+        services = [member.service for member in self.pool.members if member.service is not None]
+        states = [str(service.engine.status()) for service in services]
         if self.chat is not None and states[0] != "healthy":
             return states[0]
         errors = [member.error for member in self.pool.members if member.state == "failed"]
         has_failed = any(isinstance(error, InferenceError | DeadlineError) for error in errors)  # not by its files
-        worst = next((state for state in ("stalled", "loading") if state in states), "healthy")
-        if worst != "healthy" and len(set(states)) == 1 and not has_failed:
-            return worst
+        if len(set(states)) == 1 and not has_failed:
+            return states[0]
         return "degraded" if has_failed or set(states) - {"healthy"} else "healthy"
 
     def health(self) -> dict[str, Any]:
@@ -349,7 +322,8 @@ class Front:
     def metrics(self) -> bytes:
         """Return the metrics as Prometheus scrapes them; those of a pool are labelled by model."""
         members, has_pool = self.pool.members, self.settings.has_pool
-        groups = [({"model": member.name} if has_pool else {}, member.metrics()) for member in members]
+        labels = ({"model": member.name} if has_pool else {} for member in members)
+        groups = zip(labels, ((member.service or member.source).metrics() for member in members), strict=True)
         own = [*(pool_metrics(members) if has_pool else ()), *batch_metrics(self.batches)]
         return encode_families([*own, *merge_families(groups)])
 

@@ -43,13 +43,15 @@ class Handlers:
     async def ps(self, _: Call) -> dict[str, Any]:
         self._worker.require_ready()
         members = self._worker.pool.residents
-        return {"models": [entry | _running(member) for member in members for entry in _entries(member)]}
+        return {"models": [_running(member, entry) for member in members for entry in _entries(member)]}
 
     async def show(self, call: Call) -> dict[str, Any]:
         """Describe a model."""
         values: dict[str, Any] = await self._worker.parse("ollama_show", await call.body())
         member = await self._worker.find(values["model"] or values["name"], *KINDS)
-        source, facts = member.source, member.source.require_facts()
+        source, facts = member.source, member.source.facts
+        if facts is None:
+            raise source.error
         if source.kind != "chat":
             shown = _shown(facts, facts.context_length, ["embedding"] if source.kind == "embedding" else [])
             if member.service is not None and member.state == "loaded":
@@ -91,12 +93,10 @@ def _entries(member: Member) -> list[dict[str, Any]]:
     return [{"name": name, "model": name, **entry} for name in names]
 
 
-def _running(member: Member) -> dict[str, Any]:
-    """Return what is added to the entry of a model that takes memory."""
-    seconds, context = member.expires_in_s, member.source.require_facts().context_length
-    if member.service is not None and member.state == "loaded":
-        context = member.service.context_length
-    return {
+def _running(member: Member, entry: dict[str, Any]) -> dict[str, Any]:
+    """Return the entry of a model that takes memory, with how much and for how long."""
+    seconds, context = member.expires_in_s, member.context_length
+    return entry | {
         "expires_at": FOREVER if seconds is None else timestamp(time.time() + seconds),
         "size": member.size_bytes,
         "size_vram": sum(row.bytes for row in member.rows if row.memory == "device"),

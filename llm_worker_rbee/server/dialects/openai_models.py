@@ -118,7 +118,6 @@ class Handlers:
 
 
 def _entry(member: Member) -> dict[str, Any]:
-    facts = member.source.facts
     return {
         "id": member.name,
         "object": "model",
@@ -129,7 +128,7 @@ def _entry(member: Member) -> dict[str, Any]:
         "requests": member.num_requests,
         "waiting": len(member.waiters),
         "expires_in_s": member.expires_in_s,
-        "context_length": None if facts is None else facts.context_length,
+        "context_length": member.context_length,
     }
 
 
