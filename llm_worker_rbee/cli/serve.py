@@ -1,10 +1,12 @@
 """`llm-worker-rbee serve`: a model over HTTP, for OpenAI clients and for an orchestrator."""
 
+import asyncio
 import os
 import re
 import shlex
 import ssl
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -13,20 +15,27 @@ from typing import Any
 
 import typer
 
+from ..backends.select import has_driver, missing_packages
 from ..config import LoadOptions, SchedulerLimits, parse_duration, parse_size
 from ..engine.engine import Engine
+from ..engine.memory_plan import HOST_MEMORY_FRACTION, free_memory
 from ..errors import InvalidRequestError, WorkerError, counted
 from ..progress import OnStage
 from ..server import log
 from ..server.middleware import host_name, require_key
+from ..server.model_pool import Member, ModelPool
 from ..server.model_source import (
     POOLING_WORKSPACE_BYTES,
+    PoolOptions,
     fixed_front,
+    make_source,
     open_ahead,
     open_text,
     pooling_service,
     use_defaults,
 )
+from ..server.model_store import ModelsFolder, ModelStore
+from ..server.offload import OffloadPool
 from ..server.orchestrator import require_url
 from ..server.pooling import Kind
 from ..server.serve import Signals, base_url, bind
@@ -40,14 +49,16 @@ from ..token_engine.replicas import ReplicaSet
 from ..token_engine.supervisor import SupervisedEngine
 from ..token_engine.threaded import ThreadedEngine
 from ..tokenizer.chat.template import start_ahead
-from ..weights.hub import DEFAULT_MODEL, find_model
-from . import serve_pool
+from ..weights.hub import DEFAULT_MODEL, Progress, find_model
 from .commands import ENGINES, SWITCH, MeasuringFlags, PoolingServeFlags, ProcessFlags, ServeCommand, WireFlags
 from .loading import LoadingOutput, load_model, load_options, option_names_in_errors, set_up, with_option_names
 from .options import check_usage
 from .terminal import Status, discard_output, note, read_template, style, visible
 
 DEFAULT_MAX_LORAS = 8  # with --lora-dir
+SWITCH_S = 0.0002  # streams wait so long for a thread that opens the tokenizer of another model; Python's own is 0.005
+MIN_MODELS = 3  # that may be loaded at the same time, unless --max-models says otherwise
+KV_SHARE = 0.8  # of the memory, for the KV caches of as many models as may be loaded
 MAX_PEM_BYTES = 1 << 20
 ORIGIN = re.compile(r"https?://[A-Za-z0-9.\[\]:-]+|\*")
 
@@ -132,7 +143,7 @@ def serve(options: ServeCommand) -> None:
     load = load_options(options.model.first, options.computing, options.sharing)
     if options.adapters.lora_dir is not None and load.max_loras is None:
         load = replace(load, max_loras=max(DEFAULT_MAX_LORAS, len(load.loras)))
-    has_pool = serve_pool.has_pool(options)
+    has_pool = _has_pool(options)
     devices = _engine_devices(process, options.computing.device)
     references = pooling_references(options.pooling, process.engine_process)
     is_null = _is_null_engine(options.measuring)
@@ -156,7 +167,7 @@ def serve(options: ServeCommand) -> None:
     dummy_step_s = (options.measuring.null_step_ms or 0.0) / 1000 if is_null else None
     with LoadingOutput() as shown, option_names_in_errors():
         if has_pool:
-            worker = serve_pool.make_worker(settings, options, load, references, dummy_step_s, shown.progress)
+            worker = _pool_front(settings, options, load, references, dummy_step_s, shown.progress)
         elif process.engine_process == "off":
             worker = _one_process(settings, options, load, dummy_step_s)
         else:
@@ -226,6 +237,97 @@ def with_children(
         for kind, reference in references.items()
     }
     return fixed_front(settings, engine, open_model, pooling)
+
+
+def _has_pool(options: ServeCommand) -> bool:
+    """Return whether models are loaded by request; raise for options that belong to a single one."""
+    flags, models = options.pool, options.model.models or []
+    values = (flags.models_dir, flags.max_models, flags.model_memory, flags.sleep_after)
+    if len(models) < 2 and all(value is None for value in values):
+        return False
+    single: dict[str, bool] = {
+        "--served-model-name": options.wire.served_model_name is not None,
+        "--chat-template": options.model.chat_template is not None,
+        "--draft-model": options.sharing.draft_model is not None,
+        "--lora": bool(options.sharing.lora) or options.adapters.lora_dir is not None,
+        "--replicas": (options.process.replicas or 1) > 1,
+        "--device with several devices": "," in options.computing.device,
+        "--engine-process off": options.process.engine_process == "off",
+    }
+    for name, is_given in single.items():
+        if is_given:
+            raise typer.BadParameter(f"{name} is for a single model: serve it without a pool of models")
+    if flags.models_dir is not None:
+        with suppress(OSError):  # it is there
+            flags.models_dir.mkdir()
+    if flags.models_dir is not None and not flags.models_dir.is_dir():
+        raise typer.BadParameter(f"--models-dir {flags.models_dir} is not a folder")
+    if len(set(models)) < len(models):
+        raise typer.BadParameter("--model names the same model twice")
+    device = options.computing.device
+    is_automatic = device == "auto" and options.computing.backend == "auto" and options.computing.threads is None
+    if device.startswith("cuda") or (is_automatic and has_driver() and not missing_packages()):
+        raise typer.BadParameter("a pool of models computes on a CPU: use --device cpu")
+    return True
+
+
+def _pool_front(
+    settings: ServerSettings,
+    options: ServeCommand,
+    load: LoadOptions,
+    references: dict[Kind, str],
+    dummy_step_s: float | None,
+    progress: Progress,
+) -> Front:
+    """Return the worker; the models that are named are fetched when it starts."""
+    sys.setswitchinterval(SWITCH_S)
+    flags, named = options.pool, [(name, None) for name in options.model.models or ()]
+    models: list[tuple[str, str | None]] = [*named, *((name, kind) for kind, name in references.items())]
+    if not models and flags.models_dir is None:
+        models.append((DEFAULT_MODEL, None))
+    max_models = flags.max_models or max(MIN_MODELS, len(models))
+    limit = free_memory() if flags.model_memory is None else check_usage(parse_size, flags.model_memory, "model_memory")
+    sleep_after = None if flags.sleep_after is None else check_usage(parse_duration, flags.sleep_after, "sleep_after")
+    pool = ModelPool(
+        max_models=max_models,
+        max_bytes=limit,
+        keep_alive_s=sleep_after,
+        load_timeout_s=flags.load_timeout,
+        **({} if settings.max_queue is None else {"max_waiting": settings.max_queue}),
+    )
+    process = options.process
+    supervision = {"max_restarts": process.engine_restarts, "stall_timeout_s": settings.stall_timeout_s}
+    offload = OffloadPool()
+    shared = PoolOptions(
+        settings=settings,
+        load=load,
+        supervision=supervision,
+        restart_on_stall=process.restart_on_stall,
+        offload=offload,
+        max_bytes=limit,
+        kv_fraction=min(HOST_MEMORY_FRACTION, KV_SHARE / max_models),
+        dummy_step_s=dummy_step_s,
+    )
+    store = None
+    if flags.models_dir is not None:
+        folder = ModelsFolder(flags.models_dir.expanduser(), partial(make_source, shared))
+        store = ModelStore(folder, pool, check_usage(parse_size, flags.max_pull, "max_pull"))
+    return Front(settings, pool, partial(_add_models, pool, models, shared, progress), offload=offload, store=store)
+
+
+async def _add_models(
+    pool: ModelPool, models: list[tuple[str, str | None]], shared: PoolOptions, progress: Progress
+) -> list[Member]:
+    """Fetch the models that are not on this machine, and add all to the pool."""
+    members: list[Member] = []
+    for reference, kind in models:
+        located = await asyncio.to_thread(find_model, reference, progress=progress)
+        name = model_name(reference)
+        if (other := pool.named(name)) is not None:
+            raise InvalidRequestError(f"two models have the name {name!r}: {reference} and {other.source.names[-1]}")
+        make: Callable[[], Any] = partial(make_source, shared, name, located.path, reference, kind=kind)
+        members.append(pool.add(await asyncio.to_thread(make)))
+    return members
 
 
 def reserved_bytes(references: dict[Kind, str]) -> int:

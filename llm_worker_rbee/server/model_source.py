@@ -123,7 +123,7 @@ class ChatSource(FileSource):
 
     async def load(self, on_stage: Callable[[Stage], None], on_idle: Callable[[], None], *, is_alone: bool) -> Service:
         options, name = self._options, self.names[0]
-        opened = _opened(self.text) if self.text is not None else _open(self.open_text)
+        opened = open_in_thread(self.open_text)
 
         def open_model(info: ModelInfo) -> TextModel:
             self.text = text = opened()
@@ -148,7 +148,7 @@ class ChatSource(FileSource):
         return worker
 
     def open_text(self) -> TextModel:
-        return open_text(self.path)
+        return self.text or open_text(self.path)
 
     def metrics(self) -> Iterator[Metric]:
         return chat_families(self.latencies, 0, 0, None)  # its counters stay while it is not loaded
@@ -248,12 +248,8 @@ def pooling_service(
     return PoolingService(name, kind, engine, lambda info: opened())
 
 
-def _opened(text: T) -> Callable[[], T]:
-    return lambda: text
-
-
-def _open(open_text: Callable[[], T]) -> Callable[[], T]:
-    """Start opening the text side of a model in a thread; return a function that waits for it."""
+def open_in_thread(open_text: Callable[[], T]) -> Callable[[], T]:
+    """Start opening the text side of a model; return a function that waits for it."""
     opening: Future[T] = Future()
 
     def run() -> None:
@@ -269,15 +265,11 @@ def _open(open_text: Callable[[], T]) -> Callable[[], T]:
 def open_ahead(open_text: Callable[[Path], T], model: str | None) -> tuple[Callable[[str], None], Callable[[], T]]:
     """Open the text side of a model in a thread, while an engine loads the weights: at once if it is on this machine.
     Return a callback that opens it once the engine has fetched it, and a function that waits for the thread."""
-    opening: Future[Callable[[], T]] = Future()
-
-    def start(path: str) -> None:
-        opening.set_result(_open(lambda: open_text(Path(path))))
-
+    located: Future[str] = Future()
     with suppress(WorkerError, OSError):
-        start(str(find_model(model, pull=False).path))
-        return lambda path: None, opening.result()
-    return start, lambda: opening.result()()
+        located.set_result(str(find_model(model, pull=False).path))
+    opened = open_in_thread(lambda: open_text(Path(located.result())))
+    return (lambda path: None if located.done() else located.set_result(path)), opened
 
 
 def open_text(path: Path, template: str | None = None, origin: str | None = None) -> TextModel:

@@ -40,11 +40,11 @@ async def start_reply(worker: Worker, request: GenerateRequest, make_printer: Ca
         return Reply(name, worker.offload, request, [], [], make_printer, started_at)
     context, chat, n = worker.model.max_context, request.chat, request.n
     if chat is None:
-        worker.require_capacity(len(request.prompts) * n)
+        worker.admission.require_capacity(len(request.prompts) * n)
         worker.encoder.check_texts(request.prompts)
     is_batch = request.priority >= BATCH_PRIORITY  # the runner of batches bounds it
     num_tokens = 0 if is_batch else n * sum(estimate_tokens(prompt, context) for prompt in request.prompts)
-    with worker.reserve(0 if is_batch else len(request.prompts) * n, num_tokens) as reservation:
+    with worker.admission.reserve(0 if is_batch else len(request.prompts) * n, num_tokens) as reservation:
         try:
             prompts = await worker.encoder.encode(request.prompts, request.params.structured_outputs)
         except InvalidRequestError as error:

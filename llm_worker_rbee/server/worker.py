@@ -12,7 +12,7 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +36,7 @@ from ..sampling_params import SamplingParams
 from ..text_model import TextModel
 from ..token_engine.protocol import LoraUse, ModelInfo, TokenEngine
 from ..tokenizer.chat.parser import ChatParser
-from .admission import Admission, Reservation
+from .admission import Admission
 from .batches import BatchService
 from .metrics import LatencyHistograms, batch_metrics, chat_families, encode_families, merge_families, pool_metrics
 from .model_pool import Member, ModelPool
@@ -519,16 +519,6 @@ class Worker(GenerationListener):
         self.require_open()
         if self._model is None:
             raise ModelLoadingError("the model is loading", LOADING_RETRY_S)
-
-    def reserve(self, num_requests: int, num_tokens: int) -> AbstractContextManager[Reservation]:
-        """Reserve places for requests that are being tokenized, with an estimate of their tokens; raise if full."""
-        self.require_ready()
-        return self.admission.reserve(num_requests, num_tokens)
-
-    def require_capacity(self, num_requests: int) -> None:
-        """Raise if one body asks for more requests than could ever be inside."""
-        self.require_ready()
-        self.admission.require_capacity(num_requests)
 
     def start_generations(
         self,

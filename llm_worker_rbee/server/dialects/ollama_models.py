@@ -1,17 +1,33 @@
-"""Ollama's routes for the version and the models."""
+"""Ollama's routes for the version and the models, and those that change them: pull, create, copy, delete. Only a worker
+with --models-dir has the latter, for clients with its key, or on this machine."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import time
+from collections.abc import AsyncGenerator
 from typing import Any
 
-from ..bodies import OPTION_NAMES
-from ..dialect import Call, Dialect, Front, Handler, Member, ModelFacts, Operation, Route, TextModel
+from ...errors import NotFoundError, WorkerError
+from ..bodies import OPTION_NAMES, ModelDefaults
+from ..dialect import Call, Dialect, Front, Handler, Member, ModelFacts, ModelStore, Operation, Route, TextModel
 from ..json_schema import COUNT, TEXT, Schema, array_schema, reply_schema
-from ..schema import KINDS, Boolean, Field, Text, table_parser, table_schema, tagged_name
+from ..object_fields import ListOf, ObjectOf
+from ..schema import (
+    KINDS,
+    AnyObject,
+    Boolean,
+    Field,
+    Text,
+    require,
+    table_parser,
+    table_schema,
+    tagged_name,
+    unsupported,
+)
 from ..settings import ServerSettings
+from ..sse import EventStream, encode_json
 from .ollama import TIME, error_body, timestamp
 
 VERSION = "0.14.0"  # of Ollama, whose API this is: clients compare it with the one that they need
@@ -23,6 +39,29 @@ SHOW: dict[str, Field] = {
 }
 
 
+NO_STORE = "the models of this worker are chosen when it starts (llm-worker-rbee serve --models-dir)"
+SUCCESS, NDJSON = {"status": "success"}, {"content-type": "application/x-ndjson"}
+MAX_PULL_S = 7 * 24 * 3600.0  # no ping goes between the lines of a stream
+NAMED: dict[str, Field] = {"model": Field(Text(1)), "name": Field(Text(1))}  # the same, as older clients call it
+# `insecure` has no effect: the environment names the hub.
+PULL: dict[str, Field] = {**NAMED, "stream": Field(Boolean(), True), "insecure": Field(Boolean())}
+CREATE: dict[str, Field] = {
+    **NAMED,
+    "from": Field(Text(1)),
+    "system": Field(Text()),
+    "parameters": Field(AnyObject()),
+    "messages": Field(ListOf(ObjectOf({"role": Field(Text(1), required=True), "content": Field(Text())}))),
+    "stream": Field(Boolean(), True),
+    "template": unsupported(""),  # of Go; the model's own is Jinja
+    "modelfile": unsupported(""),
+    "license": unsupported("", []),
+    **dict.fromkeys(("quantize", "quantization"), unsupported("")),
+    **dict.fromkeys(("files", "adapters"), unsupported({})),
+}
+COPY: dict[str, Field] = {"source": Field(Text(1), required=True), "destination": Field(Text(1), required=True)}
+BODIES = {"pull": PULL, "create": CREATE, "copy": COPY, "delete": NAMED}
+
+
 class Handlers:
     """The routes about the models, for one worker."""
 
@@ -30,7 +69,9 @@ class Handlers:
         self._worker = worker
 
     def table(self) -> dict[str, Handler]:
-        return {"/api/version": self.version, "/api/tags": self.tags, "/api/ps": self.ps, "/api/show": self.show}
+        reading = {"/api/version": self.version, "/api/tags": self.tags, "/api/ps": self.ps, "/api/show": self.show}
+        changing = {"/api/pull": self.pull, "/api/create": self.create, "/api/copy": self.copy}
+        return {**reading, **changing, "/api/delete": self.delete, "/api/push": self.push}
 
     async def version(self, _: Call) -> dict[str, Any]:
         return {"version": VERSION}
@@ -75,6 +116,75 @@ class Handlers:
         shown["model_info"][f"{facts.architecture}.vocab_size"] = model.vocab_size
         shown |= {"parameters": parameters, "template": template, "messages": model.first_messages}
         return shown if model.system is None else shown | {"system": model.system}
+
+    async def _read(self, call: Call) -> tuple[ModelStore, dict[str, Any]]:
+        """Return the store and the validated body; raise unless the client may change the models."""
+        store = require_store(self._worker, call)
+        values: dict[str, Any] = await self._worker.parse(call.path, await call.body())
+        if "name" in values:
+            values["model"] = values["model"] or values["name"]
+            require(values["model"] is not None, "model", "required", "model is required")
+        return store, values
+
+    async def _find(self, name: str) -> Member:
+        return await self._worker.find(name, *KINDS)
+
+    async def pull(self, call: Call) -> Any:
+        store, values = await self._read(call)
+        pull = store.start_pull(values["model"])
+        if values["stream"]:
+            return EventStream(_lines(pull.read()), ping_s=MAX_PULL_S, headers=NDJSON, on_end=pull.leave)
+        try:
+            async with call.until_disconnect():
+                async for _ in pull.read():
+                    continue
+        finally:
+            pull.leave()
+        return SUCCESS
+
+    async def create(self, call: Call) -> Any:
+        """Give a model of the folder another name and other defaults."""
+        store, values = await self._read(call)
+        require(values["from"] is not None, "from", "required", "from is required: the name of a model that is here")
+        defaults = ModelDefaults.of({name: values[name] for name in ("system", "parameters", "messages")})
+        await store.create(await self._find(values["from"]), values["model"], defaults)
+        return EventStream(_lines(_created()), ping_s=MAX_PULL_S, headers=NDJSON) if values["stream"] else SUCCESS
+
+    async def copy(self, call: Call) -> dict[str, Any]:
+        store, values = await self._read(call)
+        await store.create(await self._find(values["source"]), values["destination"])
+        return {}
+
+    async def delete(self, call: Call) -> dict[str, Any]:
+        store, values = await self._read(call)
+        await store.delete(await self._find(values["model"]))
+        return {}
+
+    async def push(self, _: Call) -> Any:
+        raise NotFoundError("/api/push is not supported: models stay on this machine")
+
+
+def require_store(worker: Front, call: Call) -> ModelStore:
+    """Return --models-dir; raise unless the client may change it."""
+    if worker.store is None:
+        raise NotFoundError(f"{call.method} {call.path} is not supported: {NO_STORE}")
+    call.require_trusted(has_key=worker.settings.api_key is not None)
+    worker.require_ready()
+    return worker.store
+
+
+async def _lines(source: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
+    """Yield progress as lines of JSON; an error is the last one."""
+    try:
+        async for progress in source:
+            yield encode_json(progress) + b"\n"
+    except WorkerError as error:
+        yield encode_json(error_body(error)) + b"\n"
+
+
+async def _created() -> AsyncGenerator[dict[str, Any], None]:
+    for status in ("using existing layer", "writing manifest", "success"):
+        yield {"status": status}
 
 
 def _entries(member: Member) -> list[dict[str, Any]]:
@@ -161,8 +271,12 @@ LISTED: dict[str, Schema] = {
 
 def _schemas(settings: ServerSettings) -> dict[str, Schema]:
     running = reply_schema(**LISTED, expires_at=TIME, size_vram=COUNT, context_length=COUNT)
+    is_open = settings.ignore_unknown_fields
+    changing = {f"Ollama{verb}Request": table_schema(table, is_open=is_open) for verb, table in BODIES.items()}
     return {
-        "OllamaShowRequest": table_schema(SHOW, settings.schema_names, is_open=settings.ignore_unknown_fields),
+        **changing,
+        "OllamaStatus": reply_schema(status=TEXT),
+        "OllamaShowRequest": table_schema(SHOW, settings.schema_names, is_open=is_open),
         "OllamaVersion": reply_schema(version=TEXT),
         "OllamaModels": reply_schema(models=array_schema(reply_schema(**LISTED))),
         "OllamaRunningModels": reply_schema(models=array_schema(running)),
@@ -176,13 +290,20 @@ def _schemas(settings: ServerSettings) -> dict[str, Schema]:
     }
 
 
+def _operation(summary: str, name: str, event: str | None = None) -> Operation:
+    return Operation(summary=summary, request=f"Ollama{name}Request", reply=event or "Any", event=event)
+
+
 DIALECT = Dialect(
     prefixes=("/api",),
     error_body=error_body,
     schemas=_schemas,
     error_schema="OllamaError",
     takes_any_content_type=True,
-    parsers={"ollama_show": table_parser(SHOW)},
+    parsers={
+        "ollama_show": table_parser(SHOW),
+        **{f"/api/{verb}": table_parser(table) for verb, table in BODIES.items()},
+    },
     make_handlers=lambda worker: Handlers(worker).table(),
     routes=(
         Route("GET", "/api/version", Operation(summary="The version of Ollama's API", reply="OllamaVersion")),
@@ -193,5 +314,10 @@ DIALECT = Dialect(
             "/api/show",
             Operation(summary="A description of a model (Ollama)", request="OllamaShowRequest", reply="OllamaModel"),
         ),
+        Route("POST", "/api/pull", _operation("Fetch a model of the hub (Ollama)", "pull", "OllamaStatus")),
+        Route("POST", "/api/create", _operation("A model with other defaults (Ollama)", "create", "OllamaStatus")),
+        Route("POST", "/api/copy", _operation("Copy a model (Ollama)", "copy")),
+        Route("DELETE", "/api/delete", _operation("Remove a model (Ollama)", "delete")),
+        Route("POST", "/api/push", Operation(summary="Refused", reply="OllamaError", status=404)),
     ),
 )

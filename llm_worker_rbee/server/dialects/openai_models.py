@@ -8,12 +8,13 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
 
-from ...errors import InvalidRequestError, NotFoundError
+from ...errors import InvalidRequestError
 from ..dialect import Call, Dialect, Front, Handler, Member, Operation, Route
 from ..json_schema import FLAG, TEXT, Schema, array_schema, reply_schema
 from ..schema import KINDS, Field, Text, require, table_parser, table_schema
 from ..settings import ServerSettings
 from ..sse import EventStream, encode_event
+from .ollama_models import require_store
 from .openai import error_body
 
 NAMED = {"model": Field(Text(1), required=True)}
@@ -51,10 +52,7 @@ class Handlers:
 
     async def _change(self, call: Call) -> dict[str, Any]:
         """Fetch a model of the hub in the background, or remove one."""
-        if (store := self._worker.store) is None:
-            raise NotFoundError("models are changed where the worker has a folder for them: serve --models-dir")
-        call.require_trusted(has_key=self._worker.settings.api_key is not None)
-        self._worker.require_ready()
+        store = require_store(self._worker, call)
         if call.method == "POST":
             values: dict[str, Any] = await self._worker.parse("model_verb", await call.body())
             store.start_pull(values["model"])
