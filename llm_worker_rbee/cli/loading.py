@@ -3,11 +3,15 @@
 `set_up` comes first in a command: threads and instruction set must be known before kernels are loaded.
 """
 
+from __future__ import annotations
+
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 
 from ..backends import cpu_info
 from ..backends.ops import CAPTURING, COMPILING
@@ -21,7 +25,7 @@ from ..text_model import EncodedPrompt
 from ..weights.hub import Progress
 from . import NUMPY_THREAD_VARIABLES
 from .options import DEFAULT_MAX_TOKENS, ComputeFlags, EngineFlags, LoadFlags, ModelFlags, check_usage
-from .terminal import Status, note, read_template
+from .terminal import OutputThread, Status, note, read_template
 
 # Arguments of `LLM` that error messages name and the user types as options.
 SETTING = re.compile(
@@ -100,6 +104,40 @@ def shown_loading(model: str, status: Status, **others: str) -> Iterator[Progres
             yield progress
     finally:
         status.clear()
+
+
+class LoadingOutput:
+    """What is shown while models load, until it is closed, by a thread of its own."""
+
+    def __init__(self) -> None:
+        self._output, self._shown, self._status = OutputThread(), ExitStack(), Status()
+        self._shown.callback(self._status.clear)
+        self._bar = self._shown.enter_context(transfer_progress(COMPILING, CAPTURING))
+        self._last: deque[tuple[str, int, int | None]] = deque(maxlen=1)
+
+    def status(self, text: str) -> None:
+        self._output.call(partial(self._status.show, text))
+
+    def progress(self, what: str, done: int, total: int | None) -> None:
+        self._last.append((what, done, total))
+        self._output.call(self._draw)
+
+    def _draw(self) -> None:
+        if self._last:  # later ones replace those that were not drawn in time
+            self._status.clear()
+            self._bar(*self._last.pop())
+
+    def close(self, then: Callable[[], object] = lambda: None) -> None:
+        self._output.call(self._shown.close)
+        self._output.call(then)
+
+    def __enter__(self) -> LoadingOutput:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close()
+        if not self._output.wait():
+            os._exit(0 if kind is None else 1)  # any other exit waits for the terminal
 
 
 def load_options(model: ModelFlags, computing: LoadFlags, engine: EngineFlags | None = None) -> LoadOptions:

@@ -15,7 +15,7 @@ from ..progress import request_progress
 from ..server.app import Routes
 from ..server.batch_store import CHUNK_BYTES
 from ..server.batches import Batch, BatchService
-from ..server.worker import Worker
+from ..server.worker import Front
 from ..token_engine.protocol import Load
 from .commands import (
     LimitFlags,
@@ -27,9 +27,9 @@ from .commands import (
     ServeCommand,
     WireFlags,
 )
-from .loading import load_options, option_names_in_errors, set_up
+from .loading import LoadingOutput, load_options, option_names_in_errors, set_up
 from .options import FilesFlags, PoolFlags, ServedFlags
-from .serve import pooling_references, reserved_bytes, server_settings, shown_until_ready, with_children
+from .serve import pooling_references, reserved_bytes, server_settings, with_children
 from .terminal import note
 
 POLL_S = 0.1
@@ -66,13 +66,13 @@ def run_batch(options: RunBatchCommand) -> None:
     load = load_options(options.model, options.computing, options.sharing)
     loads = [Load(options=replace(load, reserved_memory=reserved_bytes(references)))]
     settings = replace(server_settings(served, None, load), files_bytes=UNLIMITED, files_age_s=float(FOR_EVER_S))
-    with option_names_in_errors(), shown_until_ready() as (shown, output):
-        worker = with_children(settings, served, loads, references, shown, output)
+    with option_names_in_errors(), LoadingOutput() as shown:
+        worker = with_children(settings, served, loads, references, shown)
         service = BatchService(worker, Routes(worker).answer, "OUT.batch")
         start = time.perf_counter()
         try:
             begun = _find_batch(service, folder, work)
-            batch = asyncio.run(_run(worker, service, begun, work, options, partial(output.call, shown.close)))
+            batch = asyncio.run(_run(worker, service, begun, work, options, shown.close))
         except KeyboardInterrupt:
             finished = max((len(batch.finished) for batch in service.batches.values()), default=0)
             note(f"{counted(finished, 'line')} finished: the same command goes on")
@@ -99,7 +99,7 @@ def _find_batch(service: BatchService, folder: Path, work: Work) -> Batch | None
 
 
 async def _run(
-    worker: Worker,
+    worker: Front,
     service: BatchService,
     begun: Batch | None,
     work: Work,
@@ -127,17 +127,18 @@ async def _run(
     return batch
 
 
-async def _show(worker: Worker, batch: Batch, options: RunBatchCommand) -> None:
+async def _show(worker: Front, batch: Batch, options: RunBatchCommand) -> None:
     """Show how far the batch is, until its end."""
     while "total" not in batch.state and batch.is_open:
         await asyncio.sleep(POLL_S)
-    lines = tokens = 0
+    assert worker.chat is not None
+    latencies, lines, tokens = worker.chat.latencies, 0, 0
     with request_progress(batch.state.get("total", 0), not options.quiet, noun="lines") as advance:
         while True:
             is_open, counts = batch.is_open, batch.counts()
             finished = counts["completed"] + counts["failed"]
-            advance(requests=finished - lines, tokens=worker.latencies.num_tokens - tokens)
-            lines, tokens = finished, worker.latencies.num_tokens
+            advance(requests=finished - lines, tokens=latencies.num_tokens - tokens)
+            lines, tokens = finished, latencies.num_tokens
             if not is_open:
                 break
             await asyncio.sleep(POLL_S)

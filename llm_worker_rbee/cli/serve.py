@@ -1,13 +1,13 @@
 """`llm-worker-rbee serve`: a model over HTTP, for OpenAI clients and for an orchestrator."""
 
+import asyncio
 import os
 import re
 import shlex
 import ssl
 import sys
-from collections import deque
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,20 +15,33 @@ from typing import Any
 
 import typer
 
-from ..backends.ops import CAPTURING, COMPILING
+from ..backends.select import has_driver, missing_packages
 from ..config import LoadOptions, SchedulerLimits, parse_duration, parse_size
 from ..engine.engine import Engine
+from ..engine.memory_plan import HOST_MEMORY_FRACTION, free_memory
 from ..errors import InvalidRequestError, WorkerError, counted
-from ..progress import OnStage, transfer_progress
+from ..progress import OnStage
 from ..server import log
 from ..server.middleware import host_name, require_key
-from ..server.model_source import POOLING_WORKSPACE_BYTES, open_ahead, open_text, pooling_service, use_defaults
+from ..server.model_pool import Member, ModelPool
+from ..server.model_source import (
+    POOLING_WORKSPACE_BYTES,
+    PoolOptions,
+    fixed_front,
+    make_source,
+    open_ahead,
+    open_text,
+    pooling_service,
+    use_defaults,
+)
+from ..server.model_store import ModelsFolder, ModelStore
+from ..server.offload import OffloadPool
 from ..server.orchestrator import require_url
-from ..server.pooling import Kind, PoolingModels
+from ..server.pooling import Kind
 from ..server.serve import Signals, base_url, bind
 from ..server.serve import serve as run_server
-from ..server.settings import Key, ServerSettings, find_key
-from ..server.worker import NAME, Front, Worker
+from ..server.settings import Key, ServerSettings, find_key, model_name
+from ..server.worker import NAME, Front
 from ..text_model import TextModel, check_chat_template
 from ..token_engine.launch import replace_with_dummy, warm_up
 from ..token_engine.protocol import Load, ModelInfo
@@ -36,14 +49,16 @@ from ..token_engine.replicas import ReplicaSet
 from ..token_engine.supervisor import SupervisedEngine
 from ..token_engine.threaded import ThreadedEngine
 from ..tokenizer.chat.template import start_ahead
-from ..weights.hub import DEFAULT_MODEL, find_model
-from . import serve_pool
+from ..weights.hub import DEFAULT_MODEL, Progress, find_model
 from .commands import ENGINES, SWITCH, MeasuringFlags, PoolingServeFlags, ProcessFlags, ServeCommand, WireFlags
-from .loading import load_model, load_options, option_names_in_errors, set_up, with_option_names
+from .loading import LoadingOutput, load_model, load_options, option_names_in_errors, set_up, with_option_names
 from .options import check_usage
-from .terminal import OutputThread, Status, discard_output, note, read_template, style, visible
+from .terminal import Status, discard_output, note, read_template, style, visible
 
 DEFAULT_MAX_LORAS = 8  # with --lora-dir
+SWITCH_S = 0.0002  # streams wait so long for a thread that opens the tokenizer of another model; Python's own is 0.005
+MIN_MODELS = 3  # that may be loaded at the same time, unless --max-models says otherwise
+KV_SHARE = 0.8  # of the memory, for the KV caches of as many models as may be loaded
 MAX_PEM_BYTES = 1 << 20
 ORIGIN = re.compile(r"https?://[A-Za-z0-9.\[\]:-]+|\*")
 
@@ -128,7 +143,7 @@ def serve(options: ServeCommand) -> None:
     load = load_options(options.model.first, options.computing, options.sharing)
     if options.adapters.lora_dir is not None and load.max_loras is None:
         load = replace(load, max_loras=max(DEFAULT_MAX_LORAS, len(load.loras)))
-    has_pool = serve_pool.has_pool(options)
+    has_pool = _has_pool(options)
     devices = _engine_devices(process, options.computing.device)
     references = pooling_references(options.pooling, process.engine_process)
     is_null = _is_null_engine(options.measuring)
@@ -150,18 +165,17 @@ def serve(options: ServeCommand) -> None:
         _print_line("the null engine: replies are a fixed text")
 
     dummy_step_s = (options.measuring.null_step_ms or 0.0) / 1000 if is_null else None
-    with shown_until_ready() as (shown, output), option_names_in_errors():
-        worker: Front
+    with LoadingOutput() as shown, option_names_in_errors():
         if has_pool:
-            worker = serve_pool.make_worker(settings, options, load, references, dummy_step_s, shown, output)
+            worker = _pool_front(settings, options, load, references, dummy_step_s, shown.progress)
         elif process.engine_process == "off":
             worker = _one_process(settings, options, load, dummy_step_s)
         else:
             chat = replace(load, reserved_memory=reserved_bytes(references))
             engines = [replace(chat, device=name, num_sharing=devices.count(name)) for name in devices]
             loads = [Load(options=engine, dummy_step_s=dummy_step_s) for engine in engines]
-            worker = with_children(settings, options, loads, references, shown, output)
-        ready = partial(output.call, partial(_print_ready, worker, url, key, shown))
+            worker = with_children(settings, options, loads, references, shown)
+        ready = partial(shown.close, partial(_print_ready, worker, url, key))
         run_server(worker, sock, settings.advertise_url or url, ready, signals, **tls)
 
 
@@ -174,21 +188,9 @@ def _say_that_no_key_is_needed(settings: ServerSettings) -> None:
         )
 
 
-@contextmanager
-def shown_until_ready() -> Iterator[tuple[ExitStack, OutputThread]]:
-    """Provide what is shown while the model loads, and the thread that shows it; the terminal may take nothing."""
-    shown, output = ExitStack(), OutputThread()
-    try:
-        yield shown, output
-    finally:
-        output.call(shown.close)
-        if not output.wait():
-            os._exit(0 if sys.exc_info()[0] is None else 1)  # any other exit waits for the terminal
-
-
 def _one_process(
     settings: ServerSettings, options: ServeCommand, chosen: LoadOptions, dummy_step_s: float | None
-) -> Worker:
+) -> Front:
     """Return a worker whose engine runs in a thread."""
     loaded: list[TextModel] = []
 
@@ -204,7 +206,7 @@ def _one_process(
         use_defaults(loaded[0], Path(info.path))
         return _check_template(loaded[0], options.model.chat_template)
 
-    return Worker(settings, ThreadedEngine(load), open_model)
+    return fixed_front(settings, ThreadedEngine(load), open_model)
 
 
 def with_children(
@@ -212,26 +214,10 @@ def with_children(
     options: ServeCommand,
     loads: list[Load],
     references: dict[Kind, str],
-    shown: ExitStack,
-    output: OutputThread,
-) -> Worker:
-    """Return a worker whose engines run in child processes, as do the pooling models at `references`; progress
-    is shown until `shown` is closed."""
-    status = Status()
-    output.call(partial(status.show, f"loading {options.model.first.model or 'the default model'} ..."))
-    shown.callback(status.clear)
-    bar = shown.enter_context(transfer_progress(COMPILING, CAPTURING))
-    last_report: deque[tuple[str, int, int | None]] = deque(maxlen=1)
-
-    def draw() -> None:
-        if last_report:  # later ones replace those that were not drawn in time
-            status.clear()
-            bar(*last_report.pop())
-
-    def progress(what: str, done: int, total: int | None) -> None:
-        last_report.append((what, done, total))
-        output.call(draw)
-
+    shown: LoadingOutput,
+) -> Front:
+    """Return a worker whose engines run in child processes, as do the pooling models at `references`."""
+    shown.status(f"loading {options.model.first.model or 'the default model'} ...")
     start_ahead()
     open_text = partial(_open_text, template_path=options.model.chat_template)
     on_located, opened = open_ahead(open_text, options.model.first.model)
@@ -243,10 +229,105 @@ def with_children(
 
     supervision: Any = {"max_restarts": options.process.engine_restarts, "stall_timeout_s": settings.stall_timeout_s}
     watching = {**supervision, "restart_on_stall": options.process.restart_on_stall}
-    watching |= {"progress": progress, "on_located": on_located}
+    watching |= {"progress": shown.progress, "on_located": on_located}
     engine = SupervisedEngine(loads[0], **watching) if len(loads) == 1 else ReplicaSet(loads, **watching)
-    pooling = [pooling_service(kind, name, loads[0].compute, supervision) for kind, name in references.items()]
-    return Worker(settings, engine, open_model, PoolingModels(pooling))
+    compute = loads[0].compute
+    pooling = {
+        reference: pooling_service(model_name(reference), kind, reference, compute, supervision)
+        for kind, reference in references.items()
+    }
+    return fixed_front(settings, engine, open_model, pooling)
+
+
+def _has_pool(options: ServeCommand) -> bool:
+    """Return whether models are loaded by request; raise for options that belong to a single one."""
+    flags, models = options.pool, options.model.models or []
+    values = (flags.models_dir, flags.max_models, flags.model_memory, flags.sleep_after)
+    if len(models) < 2 and all(value is None for value in values):
+        return False
+    single: dict[str, bool] = {
+        "--served-model-name": options.wire.served_model_name is not None,
+        "--chat-template": options.model.chat_template is not None,
+        "--draft-model": options.sharing.draft_model is not None,
+        "--lora": bool(options.sharing.lora) or options.adapters.lora_dir is not None,
+        "--replicas": (options.process.replicas or 1) > 1,
+        "--device with several devices": "," in options.computing.device,
+        "--engine-process off": options.process.engine_process == "off",
+    }
+    for name, is_given in single.items():
+        if is_given:
+            raise typer.BadParameter(f"{name} is for a single model: serve it without a pool of models")
+    if flags.models_dir is not None:
+        with suppress(OSError):  # it is there
+            flags.models_dir.mkdir()
+    if flags.models_dir is not None and not flags.models_dir.is_dir():
+        raise typer.BadParameter(f"--models-dir {flags.models_dir} is not a folder")
+    if len(set(models)) < len(models):
+        raise typer.BadParameter("--model names the same model twice")
+    device = options.computing.device
+    is_automatic = device == "auto" and options.computing.backend == "auto" and options.computing.threads is None
+    if device.startswith("cuda") or (is_automatic and has_driver() and not missing_packages()):
+        raise typer.BadParameter("a pool of models computes on a CPU: use --device cpu")
+    return True
+
+
+def _pool_front(
+    settings: ServerSettings,
+    options: ServeCommand,
+    load: LoadOptions,
+    references: dict[Kind, str],
+    dummy_step_s: float | None,
+    progress: Progress,
+) -> Front:
+    """Return the worker; the models that are named are fetched when it starts."""
+    sys.setswitchinterval(SWITCH_S)
+    flags, named = options.pool, [(name, None) for name in options.model.models or ()]
+    models: list[tuple[str, str | None]] = [*named, *((name, kind) for kind, name in references.items())]
+    if not models and flags.models_dir is None:
+        models.append((DEFAULT_MODEL, None))
+    max_models = flags.max_models or max(MIN_MODELS, len(models))
+    limit = free_memory() if flags.model_memory is None else check_usage(parse_size, flags.model_memory, "model_memory")
+    sleep_after = None if flags.sleep_after is None else check_usage(parse_duration, flags.sleep_after, "sleep_after")
+    pool = ModelPool(
+        max_models=max_models,
+        max_bytes=limit,
+        keep_alive_s=sleep_after,
+        load_timeout_s=flags.load_timeout,
+        **({} if settings.max_queue is None else {"max_waiting": settings.max_queue}),
+    )
+    process = options.process
+    supervision = {"max_restarts": process.engine_restarts, "stall_timeout_s": settings.stall_timeout_s}
+    offload = OffloadPool()
+    shared = PoolOptions(
+        settings=settings,
+        load=load,
+        supervision=supervision,
+        restart_on_stall=process.restart_on_stall,
+        offload=offload,
+        max_bytes=limit,
+        kv_fraction=min(HOST_MEMORY_FRACTION, KV_SHARE / max_models),
+        dummy_step_s=dummy_step_s,
+    )
+    store = None
+    if flags.models_dir is not None:
+        folder = ModelsFolder(flags.models_dir.expanduser(), partial(make_source, shared))
+        store = ModelStore(folder, pool, check_usage(parse_size, flags.max_pull, "max_pull"))
+    return Front(settings, pool, partial(_add_models, pool, models, shared, progress), offload=offload, store=store)
+
+
+async def _add_models(
+    pool: ModelPool, models: list[tuple[str, str | None]], shared: PoolOptions, progress: Progress
+) -> list[Member]:
+    """Fetch the models that are not on this machine, and add all to the pool."""
+    members: list[Member] = []
+    for reference, kind in models:
+        located = await asyncio.to_thread(find_model, reference, progress=progress)
+        name = model_name(reference)
+        if (other := pool.named(name)) is not None:
+            raise InvalidRequestError(f"two models have the name {name!r}: {reference} and {other.source.names[-1]}")
+        make: Callable[[], Any] = partial(make_source, shared, name, located.path, reference, kind=kind)
+        members.append(pool.add(await asyncio.to_thread(make)))
+    return members
 
 
 def reserved_bytes(references: dict[Kind, str]) -> int:
@@ -322,25 +403,23 @@ def _validate_name(name: str, option: str) -> str:
     return name
 
 
-def _print_ready(worker: Front, url: str, key: Key | None, shown: ExitStack) -> None:
-    shown.close()
-    if not isinstance(worker, Worker):
-        models = counted(len(worker.pool.members), "model") if worker.pool is not None else "no model"
+def _print_ready(worker: Front, url: str, key: Key | None) -> None:
+    if (chat := worker.chat) is None:
+        models = counted(len(worker.pool.members), "model")
         _print_line(f"ready with {models}; open {url} in a browser, or see {url}/v1/models")
         return
-    if not isinstance(worker.engine, ThreadedEngine):  # which printed them as it loaded
-        for text in worker.engine.info.notes:
+    info = chat.engine.info
+    if not isinstance(chat.engine, ThreadedEngine):  # which printed them as it loaded
+        for text in info.notes:
             note(with_option_names(text))
-    info = worker.engine.info
     limits = SchedulerLimits(info.engine.max_batch, info.engine.max_step_tokens)
     each = f" in each of {info.num_replicas} engines" if info.num_replicas > 1 else ""
     _print_line(f"ready after {sum(info.phases.values()):.1f} s, {limits}{each}; open {url} in a browser, or try:")
-    _print_line("  " + _curl(worker, url, key))
+    _print_line("  " + _curl(chat.model.has_chat_template, url, key))
 
 
-def _curl(worker: Worker, url: str, key: Key | None) -> str:
+def _curl(has_template: bool, url: str, key: Key | None) -> str:
     """Return a command line that works when pasted; the key itself is not in it."""
-    has_template = worker.model.has_chat_template
     path = "/v1/chat/completions" if has_template else "/v1/completions"
     body = '"messages":[{"role":"user","content":"Hello!"}]' if has_template else '"prompt":"Once upon a time"'
     parts = ["curl", *(["-k"] if url.startswith("https") else []), shlex.quote(url + path)]

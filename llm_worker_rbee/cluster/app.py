@@ -24,14 +24,12 @@ from ray.serve.schema import LoggingConfig
 
 from ..config import LoadOptions, parse_size
 from ..errors import InvalidRequestError
-from ..models.sampling_defaults import read_sampling_defaults
 from ..server import log
 from ..server.app import application
+from ..server.model_source import fixed_front, open_text
 from ..server.settings import VARIABLES, Key, ServerSettings, find_key
-from ..server.worker import Worker
-from ..text_model import TextModel, check_chat_template, open_tokenizer
+from ..text_model import TextModel
 from ..token_engine.protocol import ModelInfo
-from ..weights import open_checkpoint
 from ..weights.hub import DEFAULT_MODEL, locate_model
 from . import reports
 from .engine import Engine
@@ -109,7 +107,7 @@ class Front:
         key = find_required_key(options, os.environ)
         api_key = None if key is None else key.value
         server = ServerSettings(model_ref=model or DEFAULT_MODEL, api_key=api_key, **settings)
-        self._worker = Worker(server, RayEngine(engines), partial(open_text_model, model, options.chat_template))
+        self._worker = fixed_front(server, RayEngine(engines), partial(open_text_model, model, options.chat_template))
         self._cpu_clock = time.monotonic(), time.process_time()
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -144,12 +142,10 @@ def find_required_key(options: ClusterOptions, environment: Mapping[str, str]) -
 
 def open_text_model(model: str | None, template_path: str | None, info: ModelInfo) -> TextModel:
     """Open tokenizer, sampling defaults and chat template; raise if a given template cannot be used."""
-    checkpoint = open_checkpoint(locate_model(model))
     template = None if template_path is None else Path(template_path).read_text(encoding="utf-8")
-    name, sizes = checkpoint.path.name, (info.vocab_size, info.max_context)
-    opened = TextModel(open_tokenizer(checkpoint), name, *sizes, read_sampling_defaults(checkpoint), template)
-    check_chat_template(opened, None if template_path is None else f"chat_template {template_path}")
-    return opened
+    text = open_text(locate_model(model), template, None if template_path is None else f"chat_template {template_path}")
+    text.max_context = info.max_context
+    return text
 
 
 def choose_resources(model: LoadOptions, gpus: float | None) -> tuple[str, dict[str, float]]:

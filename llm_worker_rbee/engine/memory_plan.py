@@ -209,20 +209,20 @@ def plan_member(checkpoint: Checkpoint, options: LoadOptions, total: int | None,
     plan.add("weights", _host_bytes(checkpoint), "the files, mapped or unpacked")
     _add_adapters(plan, checkpoint, options)
     plan.add("process", PROCESS_BYTES, "interpreter, kernels, the arrays of a step")
-    require_room(plan)
+    require_room(plan.rows, total)
     default = "float32" if options.backend == "reference" else KV_DEFAULT
     plan_cache(plan, [checkpoint], default if options.kv_type == KV_AUTO else options.kv_type, options)
     return plan
 
 
-def require_room(plan: MemoryPlan) -> None:
-    """Raise if the rows exceed the memory, with the size of each."""
-    needed = sum(row.bytes for row in plan.rows)
-    if plan.free is not None and needed > plan.free:
-        rows = ", ".join(f"{row.owner} {human_bytes(row.bytes)}" for row in plan.rows)
+def require_room(rows: Sequence[MemoryRow], total: int | None) -> None:
+    """Raise if the rows of a model exceed the memory of all models, with the size of each."""
+    needed = sum(row.bytes for row in rows)
+    if total is not None and needed > total:
+        sizes = ", ".join(f"{row.owner} {human_bytes(row.bytes)}" for row in rows)
         raise InsufficientMemoryError(
-            f"the model takes {human_bytes(needed)} ({rows}), and all models together may take "
-            f"{human_bytes(plan.free)}: use a smaller model, or allow more (--model-memory)"
+            f"the model takes {human_bytes(needed)} ({sizes}), and all models together may take {human_bytes(total)}: "
+            "use a smaller model, --max-context or --kv-memory, or give more with --model-memory"
         )
 
 

@@ -40,7 +40,6 @@ from ..errors import (
     UnsupportedMediaTypeError,
     WorkerError,
 )
-from ..generation import NamedLora
 from ..text_model import TextModel
 from ..tokenizer.tokenizer import MARK
 from . import log, openapi
@@ -52,7 +51,6 @@ from .dialects import DIALECTS, body_parsers, dialect_of, generate_routes
 from .metrics import CONTENT_TYPE
 from .middleware import RequestMiddleware, error_response, host_name, is_loopback
 from .model_pool import Member
-from .pool_worker import PoolWorker
 from .pooling import PoolingService
 from .reply import Reply, start_reply
 from .schema import CHUNK_ITEMS, JSON_TYPE, KINDS
@@ -187,7 +185,7 @@ class Routes:
 
     def __init__(self, worker: Front) -> None:
         self.worker = worker
-        worker.offload.parsers = worker.pooling.offload.parsers = body_parsers()
+        worker.offload.parsers = worker.pooling_offload.parsers = body_parsers()
         self._openapi = msgspec.json.encode(openapi.description(worker.settings))
         self._of_lines = {route.path: route.endpoint for route in self.table()}
 
@@ -237,76 +235,59 @@ class Routes:
         return Response(self.worker.metrics(), 200, {"content-type": CONTENT_TYPE})
 
     async def models(self, _: Request) -> Response:
-        return json_response({"object": "list", "data": await self._listed()})
+        self.worker.require_ready()
+        await self.worker.refresh()
+        data = [entry for member in self.worker.pool.members for entry in self._entries(member)]
+        return json_response({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if isinstance(self.worker, PoolWorker):
-            return json_response(self._member(await self.worker.find(name, *KINDS)))
-        if (service := self.worker.pooling.named(name)) is not None:
-            return json_response(self._pooling_model(service))
-        async with self.worker.use(name) as chat:
-            adapter = chat.loras.find(name)
-            return json_response(self._model(chat) if adapter is None else self._adapter(chat, adapter))
+        member = await self.worker.find(name, *KINDS)
+        adapter = member.service.loras.find(name) if isinstance(member.service, Worker) else None
+        own = member.name if adapter is None else adapter.name
+        return json_response(next(entry for entry in self._entries(member) if entry["id"] == own))
 
-    async def _listed(self) -> list[dict[str, Any]]:
-        if isinstance(self.worker, PoolWorker):
-            await self.worker.refresh()
-            return [self._member(member) for member in self.worker.pool.members]
-        pooling = [self._pooling_model(service) for service in self.worker.pooling.loaded]
-        async with self.worker.use(None) as chat:
-            return [self._model(chat), *(self._adapter(chat, named) for named in chat.loras.listed), *pooling]
-
-    def _model(self, chat: Worker) -> dict[str, Any]:
-        return self._entry(chat.names[0], "chat", chat.model.max_context)
-
-    def _adapter(self, chat: Worker, named: NamedLora) -> dict[str, Any]:
-        return self._model(chat) | {"id": named.name, "root": named.path, "parent": chat.names[0]}
-
-    def _pooling_model(self, service: PoolingService) -> dict[str, Any]:
-        self.worker.require_ready()
-        service.require_loaded()
-        info = service.engine.info
-        return self._entry(service.name, service.kind, info.max_length) | {"dimensions": info.output_dim}
-
-    def _member(self, member: Member) -> dict[str, Any]:
-        """Return the entry of a model of a pool, with its state."""
-        service, facts = member.service, member.source.facts
-        entry = self._entry(member.name, member.source.kind, 0 if facts is None else facts.context_length)
-        if isinstance(service, PoolingService):
-            entry = self._pooling_model(service)
-        elif isinstance(service, Worker):
-            entry = self._model(service)
-        return entry | {"status": member.status(), "size_bytes": member.size_bytes}
-
-    def _entry(self, name: str, kind: str, context_length: int) -> dict[str, Any]:
-        created, owner = int(self.worker.started_at), "llm-worker-rbee"
-        entry = {"id": name, "object": "model", "created": created, "owned_by": owner, "context_length": context_length}
-        return entry | {"kind": kind}
+    def _entries(self, member: Member) -> list[dict[str, Any]]:
+        """Return the entry of a model, with its state, and those of its adapters."""
+        service = member.service
+        entry = {
+            "id": member.name,
+            "object": "model",
+            "created": int(self.worker.started_at),
+            "owned_by": "llm-worker-rbee",
+            "context_length": member.context_length or 0,
+            "kind": member.source.kind,
+            "status": member.status(),
+            "size_bytes": member.size_bytes,
+        }
+        if isinstance(service, PoolingService) and member.state == "loaded":
+            entry["dimensions"] = service.engine.info.output_dim
+        loras = service.loras.listed if isinstance(service, Worker) else ()
+        return [entry, *(entry | {"id": lora.name, "root": lora.path, "parent": member.name} for lora in loras)]
 
     async def info(self, _: Request) -> Response:
-        if isinstance(self.worker, PoolWorker):
-            return json_response(describe_pool(self.worker))
-        async with self.worker.use(None) as chat:
-            return json_response(describe_worker(chat))
+        self.worker.require_ready()
+        return json_response(describe_server(self.worker))
 
     async def _generate(self, route: GenerateRoute, request: Request) -> Response | PushStream:
         """Parse a body and reply with the model's answer, streamed or whole."""
         body = await read_body(request, dialect_of(route.path).takes_any_content_type)
+        worker, pool = self.worker, self.worker.pool
         async with CancelOnDisconnect(request):
-            if (chat := self.worker.chat) is not None:
-                return await self._answer(chat, route, as_batch_work(request.scope, await chat.parse(route.path, body)))
-            assert isinstance(self.worker, PoolWorker)
-            member = await self.worker.find(model_of(body), "chat")
-            if not member.is_serving or route.unloads:  # a body that is not valid loads no model
-                parsed = await self.worker.parse(route.path, body)
+            member = await worker.find(model_of(body), "chat")
+            if not member.is_serving or (route.unloads and worker.settings.has_pool):
+                parsed = await worker.parse(route.path, body)  # one that is not valid loads no model
                 if parsed.keep_alive == 0 and not parsed.prompts:
-                    await self.worker.pool.unload(member)
-                    return await self._reply(Reply(self.worker, parsed, [], [], route.printer, time.perf_counter()))
-            async with self.worker.use_member(member) as chat:
-                parsed = as_batch_work(request.scope, await chat.parse(route.path, body))
+                    await pool.unload(member)
+                    made_at = time.perf_counter()
+                    return await self._reply(Reply(member.name, worker.offload, parsed, [], [], route.printer, made_at))
+            async with pool.use(member) as chat:
+                assert isinstance(chat, Worker)
+                parsed = await worker.parse(route.path, body, chat=chat)
+                if IS_BATCH in request.scope:
+                    parsed = as_batch_work(parsed)
                 if parsed.keep_alive is not None:
-                    self.worker.pool.set_keep_alive(member, parsed.keep_alive)
+                    pool.set_keep_alive(member, parsed.keep_alive)
                 return await self._answer(chat, route, parsed)
 
     async def _answer(self, chat: Worker, route: GenerateRoute, parsed: GenerateRequest) -> Response | PushStream:
@@ -340,7 +321,7 @@ class Routes:
         scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
         request = Request(scope | {IS_BATCH: True, ON_DISCONNECT: lambda callback: lambda: None}, receive)
         try:
-            if isinstance(self.worker, PoolWorker) and self.worker.batches is not None:
+            if self.worker.settings.has_pool and self.worker.batches is not None:
                 kind = "embedding" if path == EMBEDDINGS else "chat"
                 self.worker.batches.require_turn(await self.worker.find(model_of(body), kind))
             response: Response = await self._of_lines[path](request)
@@ -392,7 +373,7 @@ class Routes:
         for dialect in DIALECTS:
             handlers, methods = dialect.make_handlers(self.worker), defaultdict[str, list[str]](list)
             for route in dialect.routes:
-                if self.worker.pool is not None or not route.needs_pool:
+                if self.worker.settings.has_pool or not route.needs_pool:
                     methods[route.path].append(route.method)
             routes += [(path, partial(self._handle, handlers[path]), " ".join(methods[path])) for path in methods]
         return [Route(path, handler, methods=methods.split()) for path, handler, methods in routes]
@@ -505,31 +486,33 @@ def load_page() -> tuple[bytes, str]:
     return text.encode(), "; ".join(f"{name} {value}" for name, value in policy.items())
 
 
-def describe_pool(worker: PoolWorker) -> dict[str, Any]:
-    """Return the reply of `/info` of a pool: its memory, and what each loaded model is."""
-    members, backends = [], {"cpu"}
+def describe_server(worker: Front) -> dict[str, Any]:
+    """Return the reply of `/info`: all models of a pool, or a chat model and the pooling models beside it."""
+    described: dict[Member, dict[str, Any]] = {}
+    backends: set[str] = set()
     for member in worker.pool.members:
-        described = member.describe()
-        if isinstance(member.service, PoolingService):
-            described["info"] = member.service.describe()
-        elif isinstance(member.service, Worker):
-            described["info"] = describe_worker(member.service)
-            backends.add(member.service.engine.info.backend)
-        rows = [{"owner": row.owner, "bytes": row.bytes, "reason": row.reason} for row in member.rows]
-        members.append(described | {"memory": rows, "loads": member.num_loads})
-    return {
-        "models": members,
-        "memory": {"used_bytes": worker.pool.used_bytes, "limit_bytes": worker.pool.max_bytes},
-        "limits": {"max_models": worker.pool.max_models, "max_waiting": worker.pool.max_waiting},
+        if member.state == "loaded" and isinstance(service := member.service, Worker | PoolingService):
+            described[member] = describe_chat(service) if isinstance(service, Worker) else service.describe()
+            backends.add(service.engine.info.backend)
+    info: dict[str, Any] = {
         "worker_id": worker.settings.worker_id,
         "batches": None if worker.batches is None else worker.batches.describe(),
         "versions": _versions("cuda" if "cuda" in backends else "cpu"),
     }
+    if not worker.settings.has_pool:
+        first, *pooling = described.values()
+        return {**first, "pooling": pooling, **info}
+    members = []
+    for member in worker.pool.members:
+        own = {"memory": [row._asdict() for row in member.rows], "loads": member.num_loads}
+        members.append(member.describe() | own | ({"info": described[member]} if member in described else {}))
+    limits = {"max_models": worker.pool.max_models, "max_waiting": worker.pool.max_waiting}
+    return {"models": members, "memory": worker.pool.describe()["memory"], "limits": limits, **info}
 
 
-def describe_worker(worker: Worker) -> dict[str, Any]:
-    """Return the reply of `/info`: model, device, memory, limits, sampling defaults, versions."""
-    context_length = worker.model.max_context  # raises until the model is loaded
+def describe_chat(worker: Worker) -> dict[str, Any]:
+    """Return what `/info` tells of a chat model: device, memory, limits, sampling defaults."""
+    context_length = worker.model.max_context
     info, stats, limits = worker.engine.info, worker.engine.stats(), worker.admission.limits()
     return {
         "model": worker.names[0], "architecture": info.architecture, "quant": info.quant,
@@ -556,10 +539,7 @@ def describe_worker(worker: Worker) -> dict[str, Any]:
             {"name": named.name, "rank": named.info.rank, "scale": named.scale, "digest": named.info.digest.hex()}
             for named in worker.loras.listed
         ],
-        "pooling": [service.describe() for service in worker.pooling.loaded],
-        "batches": None if worker.batches is None else worker.batches.describe(),
         "sampling_defaults": worker.model.sampling_defaults.report(),
-        "worker_id": worker.settings.worker_id, "versions": _versions(info.backend),
     }  # fmt: skip
 
 

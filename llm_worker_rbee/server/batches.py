@@ -436,10 +436,8 @@ async def storing(work: Callable[[], T]) -> T:
         raise StorageFullError(f"nothing can be written: {error.strerror}") from None
 
 
-def as_batch_work(scope: Mapping[str, Any], parsed: GenerateRequest) -> GenerateRequest:
+def as_batch_work(parsed: GenerateRequest) -> GenerateRequest:
     """Return the request of a line, which comes after all requests of clients; its own priority counts among lines."""
-    if IS_BATCH not in scope:
-        return parsed
     if parsed.stream:
         raise InvalidRequestError("stream must be false: a batch has whole replies", "stream")
     return msgspec.structs.replace(parsed, priority=BATCH_PRIORITY + max(0, parsed.priority))

@@ -30,14 +30,11 @@ if TYPE_CHECKING:
     from .model_pool import Member as Member
     from .model_pool import ModelFacts as ModelFacts
     from .model_store import ModelStore as ModelStore
-    from .pool_worker import PoolWorker as PoolWorker
     from .pooling import PoolingService as PoolingService
     from .worker import Front as Front
     from .worker import Worker as Worker
 else:
-    Generation = TextDelta = TextModel = PoolingService = Front = Worker = PoolWorker = Member = ModelFacts = (
-        ModelStore
-    ) = Any
+    Generation = TextDelta = TextModel = PoolingService = Front = Worker = Member = ModelFacts = ModelStore = Any
 
 Parse = Callable[[bytes, ParseOptions], Any]
 
@@ -204,7 +201,7 @@ class Route:
     method: str
     path: str
     operation: Operation
-    needs_pool: bool = False  # a worker with one model does not have it
+    needs_pool: bool = False  # a worker whose models are fixed does not have it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from ..token_engine.protocol import EngineStats, TokenEngine
 
 if TYPE_CHECKING:
     from .batches import BatchService
+    from .model_pool import Member
 
 PREFIX = "llm_worker_"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -80,21 +81,10 @@ class LatencyHistograms:
         self.itl.observe(seconds / num_tokens, num_tokens)
 
 
-def exposition(
-    latencies: LatencyHistograms,
-    num_running: int,
-    num_waiting: int,
-    engine: TokenEngine | None,
-    pooling: Iterable[Metric] = (),
-) -> bytes:
-    """Return the text that Prometheus scrapes; `engine` is None until the model is loaded."""
-    return encode_families([*chat_families(latencies, num_running, num_waiting, engine), *pooling])
-
-
 def chat_families(
     latencies: LatencyHistograms, num_running: int, num_waiting: int, engine: TokenEngine | None
 ) -> Iterator[Metric]:
-    """Yield the metrics of a chat model."""
+    """Yield the metrics of a chat model; `engine` is None until it is loaded."""
     yield _gauge("num_requests_running", "Requests in the running batch.", num_running)
     yield _gauge("num_requests_waiting", "Requests that wait, preempted ones included.", num_waiting)
     yield _counter("generation_tokens", "Output tokens.", latencies.num_tokens)
@@ -116,12 +106,26 @@ def batch_metrics(batches: BatchService | None) -> Iterator[Metric]:
         yield _gauge("files_bytes", "Bytes of the files of clients and of results.", batches.store.num_bytes)
 
 
-def label_families(groups: Iterable[tuple[str, Iterable[Metric]]]) -> list[Metric]:
-    """Return the metrics of several models, each with its name and help once, and its samples labelled by model."""
+def pool_metrics(members: Iterable[Member]) -> list[Metric]:
+    """Return the metrics about the models of a pool, loaded or not."""
+    states = GaugeMetricFamily(f"{PREFIX}model_state", "1 in the state of a model.", labels=["model", "state"])
+    sizes = GaugeMetricFamily(f"{PREFIX}model_memory_bytes", "Planned memory of a model.", labels=["model"])
+    loads = CounterMetricFamily(f"{PREFIX}model_loads", "How often a model was loaded.", labels=["model"])
+    waiting = GaugeMetricFamily(f"{PREFIX}model_waiting", "Requests that wait for its load.", labels=["model"])
+    for member in members:
+        states.add_metric([member.name, member.state], 1)
+        sizes.add_metric([member.name], member.size_bytes)
+        loads.add_metric([member.name], member.num_loads)
+        waiting.add_metric([member.name], len(member.waiters))
+    return [states, sizes, loads, waiting]
+
+
+def merge_families(groups: Iterable[tuple[dict[str, str], Iterable[Metric]]]) -> list[Metric]:
+    """Return the metrics of several models, each with its name and help once, with the labels of each model."""
     merged: dict[str, Metric] = {}
-    for model, group in groups:
+    for labels, group in groups:
         for family in group:
-            samples = [sample._replace(labels={"model": model, **sample.labels}) for sample in family.samples]
+            samples = [sample._replace(labels={**labels, **sample.labels}) for sample in family.samples]
             empty = Metric(family.name, family.documentation, family.type, family.unit)
             merged.setdefault(family.name, empty).samples.extend(samples)
     return list(merged.values())

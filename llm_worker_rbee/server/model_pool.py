@@ -14,25 +14,24 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-from ..engine.memory_plan import MemoryRow
+from prometheus_client.core import Metric
+
+from ..engine.memory_plan import MemoryRow, require_room
 from ..errors import (
     DeadlineError,
     InferenceError,
-    InsufficientMemoryError,
     ModelNotFoundError,
     QueueFullError,
-    ShuttingDownError,
     UnavailableError,
     WorkerError,
     copy_error,
     counted,
-    human_bytes,
 )
 from ..machine import trim_heap
 from ..progress import Stage
@@ -56,6 +55,7 @@ class Service(Protocol):
     @property
     def context_length(self) -> int: ...
     async def close(self, error: WorkerError) -> None: ...  # its process ends; its requests end with the error
+    def metrics(self) -> Iterable[Metric]: ...
 
 
 class ModelFacts(NamedTuple):
@@ -74,7 +74,10 @@ class ModelFacts(NamedTuple):
 class ModelSource(ABC):
     """What the pool asks of a model: its names and its memory, and to load it."""
 
+    is_fixed = False  # loaded once, when the server starts, and never unloaded
+    service: Service | None = None  # of one that is fixed: it is there before it is loaded
     names: tuple[str, ...]  # of requests; replies use the first
+    num_listed = 1  # of these, in Ollama's lists
     path = Path()  # of its files
     kind: str  # chat, embedding or rerank
     facts: ModelFacts | None = None  # None: the files cannot be used, for `error`
@@ -93,17 +96,15 @@ class ModelSource(ABC):
     async def load(self, on_stage: Callable[[Stage], None], on_idle: Callable[[], None], *, is_alone: bool) -> Service:
         """Load it; `on_idle` is called when its last request has ended. `is_alone`: no other model answers now."""
 
+    def metrics(self) -> Iterable[Metric]:
+        """Return the metrics of a model that is not loaded."""
+        return ()
+
     def drop(self) -> None:
         """Free what is kept of a model that is not loaded."""
         text, self.text = self.text, None
         if text is not None:
             text.close()
-
-    def require_facts(self) -> ModelFacts:
-        """Return the facts; raise if the files cannot be used."""
-        if self.facts is None:
-            raise self.error
-        return self.facts
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -136,6 +137,13 @@ class Member:
     @property
     def size_bytes(self) -> int:
         return sum(row.bytes for row in self.rows)
+
+    @property
+    def context_length(self) -> int | None:
+        """Tokens that it takes, or that its files say; None: the files cannot be used."""
+        if self.service is not None and self.state == "loaded":
+            return self.service.context_length
+        return None if self.source.facts is None else self.source.facts.context_length
 
     @property
     def num_requests(self) -> int:
@@ -186,22 +194,23 @@ class ModelPool:
         max_models: int,
         max_bytes: int | None,
         keep_alive_s: float | None = None,
-        load_timeout_s: float = 300.0,
+        load_timeout_s: float | None = 300.0,
         max_waiting: int = MAX_WAITING,
     ) -> None:
         """`max_bytes` is for all members together; None: no limit but the system's."""
         self.members: list[Member] = []
         self.max_models, self.max_bytes = max_models, max_bytes
         self.keep_alive_s, self.load_timeout_s, self.max_waiting = keep_alive_s, load_timeout_s, max_waiting
+        self.on_stage: Callable[[Member, Stage], None] = lambda member, stage: None
         self._by_name: dict[str, Member] = {}
         self._queue: list[Member] = []  # that wait for room, the first one first: small models would starve a large one
         self._changed = asyncio.Event()  # replaced with each change of memory
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_stopped = False
+        self._stop_error: WorkerError | None = None
 
     def add(self, source: ModelSource) -> Member:
         """Add a model. A name that an earlier member has stays with that one."""
-        member = Member(source=source, keep_alive_s=self.keep_alive_s)
+        member = Member(source=source, keep_alive_s=self.keep_alive_s, service=source.service)
         self.members.append(member)
         for name in source.names:
             self._by_name.setdefault(name.removesuffix(LATEST), member)
@@ -229,18 +238,19 @@ class ModelPool:
     def num_waiting(self) -> int:
         return sum(len(member.waiters) for member in self.members)
 
+    def describe(self) -> dict[str, Any]:
+        """Return states, memory and queue of each model, and the memory of all."""
+        memory = {"used_bytes": self.used_bytes, "limit_bytes": self.max_bytes}
+        return {"models": [member.describe() for member in self.members], "memory": memory}
+
     @asynccontextmanager
     async def use(self, member: Member) -> AsyncIterator[Service]:
         """Provide the service of a member that is not unloaded meanwhile; load it first if it is not loaded."""
         self._notice_failure(member)
-        if member.is_serving:
-            member.num_users += 1
-            assert member.service is not None
-            service = member.service
+        if member.is_serving and member.service is not None:
+            service, member.num_users = member.service, member.num_users + 1
         else:
             service = await self._wait_for(member)
-        if member.timer is not None:
-            member.timer.cancel()
         try:
             yield service
         finally:
@@ -268,8 +278,8 @@ class ModelPool:
 
     def _require_place(self, member: Member) -> None:
         """Raise if no request may wait for this member."""
-        if self._is_stopped:
-            raise ShuttingDownError("the worker is shutting down")
+        if self._stop_error is not None:
+            raise copy_error(self._stop_error)
         if member not in self.members:  # its file went while the request was read
             raise ModelNotFoundError(f"there is no model {member.name!r} here any more")
         if self.num_waiting >= self.max_waiting:
@@ -291,7 +301,6 @@ class ModelPool:
     def _release(self, member: Member) -> None:
         """Count a user less."""
         member.num_users -= 1
-        member.last_used_at = time.monotonic()
         self._on_idle(member)
 
     def _on_idle(self, member: Member) -> None:
@@ -299,16 +308,15 @@ class ModelPool:
         if member.is_busy or member.state != "loaded" or member.unloading is not None:
             return
         member.last_used_at = time.monotonic()
+        if member.timer is not None:
+            member.timer.cancel()
         if member.drained_for:
             self._notify()
         elif member.keep_alive_s == 0:
             self._start_unload(member, "unloaded")
-        else:
-            if member.timer is not None:
-                member.timer.cancel()
-            if member.keep_alive_s is not None:
-                loop = asyncio.get_running_loop()
-                member.timer = loop.call_later(member.keep_alive_s, self._on_expiry, member)
+        elif member.keep_alive_s is not None:
+            loop = asyncio.get_running_loop()
+            member.timer = loop.call_later(member.keep_alive_s, self._on_expiry, member)
 
     def _on_expiry(self, member: Member) -> None:
         if member.is_serving and not member.is_busy:
@@ -336,14 +344,14 @@ class ModelPool:
                 before, member.state = member.state, "loading"
             await self._take_room(member, await self._plan(member))
             try:
-                member.service = await self._open(member)
+                member.service = await self.open(member)
             except (InferenceError, UnavailableError, ConnectionError) as error:  # its process has died
                 logger.warning("the model %s is loaded again: %s", member.name, error)
-                member.service = await self._open(member)
+                member.service = await self.open(member)
             member.state, member.num_loads = "loaded", member.num_loads + 1
         except asyncio.CancelledError:
             member.state, member.rows = "unloaded" if before == "loading" else before, []
-            if self._is_stopped:
+            if self._stop_error:
                 raise
         except Exception as error:
             self._fail(member, error)
@@ -356,9 +364,12 @@ class ModelPool:
         elif member.state != "failed" and member.waiters:  # they came while it was cancelled
             self._start_load(member)
 
-    async def _open(self, member: Member) -> Service:
+    async def open(self, member: Member) -> Service:
+        """Start the engine of a member, once it has room."""
+
         def on_stage(stage: Stage) -> None:
             member.stage = stage
+            self.on_stage(member, stage)
 
         def on_idle() -> None:
             self._on_idle(member)
@@ -406,14 +417,7 @@ class ModelPool:
     async def _plan(self, member: Member) -> list[MemoryRow]:
         """Return the memory that a member takes; raise if it is more than all may have."""
         rows = await asyncio.to_thread(member.source.plan)
-        size = sum(row.bytes for row in rows)
-        if self.max_bytes is not None and size > self.max_bytes:
-            parts = ", ".join(f"{row.owner} {human_bytes(row.bytes)}" for row in rows)
-            raise InsufficientMemoryError(
-                f"the model {member.name!r} takes {human_bytes(size)} ({parts}), and all models together may take "
-                f"{human_bytes(self.max_bytes)}: use a smaller model, --max-context or --kv-memory, or give more "
-                "with --model-memory"
-            )
+        require_room(rows, self.max_bytes)
         return rows
 
     async def _take_room(self, member: Member, rows: list[MemoryRow]) -> None:
@@ -528,8 +532,6 @@ class ModelPool:
         await self.preload(sorted(sleeping, key=lambda member: member.last_used_at, reverse=True))
 
     def _start_unload(self, member: Member, state: State) -> None:
-        if member.timer is not None:
-            member.timer.cancel()
         member.unloading = self._start_task(self._unload(member, state))
 
     async def _unload(self, member: Member, state: State) -> None:
@@ -537,7 +539,7 @@ class ModelPool:
         service, member.service = member.service, None
         assert service is not None
         try:
-            await service.close(InferenceError("the model was unloaded"))
+            await service.close(self._stop_error or InferenceError("the model was unloaded"))
         finally:
             member.rows, member.unloading = [], None
             if member.loading is None:
@@ -545,7 +547,7 @@ class ModelPool:
             self._drop_texts()
             asyncio.get_running_loop().run_in_executor(None, trim_heap)
             self._notify()
-        if member.waiters and not self._is_stopped:
+        if member.waiters and not self._stop_error:
             self._start_load(member)
 
     def _drop_texts(self) -> None:
@@ -558,7 +560,7 @@ class ModelPool:
     def _notice_failure(self, member: Member) -> None:
         """Let go of an engine that died too often to be restarted."""
         service, rows = member.service, member.rows
-        if member.state != "loaded" or member.unloading is not None or service is None:
+        if member.state != "loaded" or member.unloading is not None or service is None or member.source.is_fixed:
             return
         if service.engine.status() == "failed":
             self._fail(member, InferenceError(f"the engine of {member.name!r} died and was restarted too often"))
@@ -582,17 +584,16 @@ class ModelPool:
 
     async def stop(self, error: WorkerError) -> None:
         """End all engines; requests that wait end with the error."""
-        self._is_stopped = True
+        self._stop_error = error
         for member in self.members:
             for future in member.waiters:
                 if not future.done():
                     future.set_exception(copy_error(error))
             if member.loading is not None:
                 member.loading.cancel()
-            if member.timer is not None:
-                member.timer.cancel()
         for member in self.members:
-            if member.state == "loaded" and member.unloading is None and member.service is not None:
+            is_loaded = member.state == "loaded" or member.source.is_fixed
+            if is_loaded and member.unloading is None and member.service is not None:
                 self._start_unload(member, "unloaded")
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
+from prometheus_client.core import Metric
 
 from ..config import ComputeOptions, LoadOptions, PoolingOptions
-from ..engine.memory_plan import MemoryPlan, MemoryRow, plan_member, require_room
-from ..errors import InferenceError, ModelFileError, WorkerError
+from ..engine.memory_plan import MemoryRow, plan_member
+from ..errors import InferenceError, ModelLoadingError, WorkerError
 from ..models import read_model_config
 from ..models.pooling_config import is_pooling_model, read_pooling_config
 from ..models.sampling_defaults import read_sampling_defaults
@@ -31,20 +33,18 @@ from ..progress import Stage
 from ..text_model import TextModel, check_chat_template, open_tokenizer
 from ..token_engine import spawn
 from ..token_engine.pooling_supervisor import SupervisedPooling
-from ..token_engine.protocol import Load, ModelInfo
+from ..token_engine.protocol import Load, ModelInfo, TokenEngine
 from ..token_engine.supervisor import SupervisedEngine
 from ..weights import open_checkpoint
-from ..weights.gguf import list_gguf_models
 from ..weights.hub import find_model, model_files
 from ..weights.quant_mix import quant_name
-from .bodies import ModelDefaults, defaults_file
-from .metrics import LatencyHistograms
-from .model_pool import ModelFacts, ModelSource, Service
-from .model_store import MAX_DEPTH
+from .bodies import ModelDefaults
+from .metrics import LatencyHistograms, chat_families
+from .model_pool import Member, ModelFacts, ModelPool, ModelSource, Service
 from .offload import OffloadPool
 from .pooling import TASKS, Kind, PoolingService, open_text_side
-from .settings import ServerSettings, model_name
-from .worker import Worker
+from .settings import ServerSettings
+from .worker import Front, Worker
 
 NEXT_PROCESS_S = 2.0  # after a load, when its first answers have come
 LOADING_NICE = 19  # of an engine that loads beside others
@@ -53,7 +53,6 @@ POOLING_NICE = (
 )
 POOLING_WORKSPACE_BYTES = 1 << 30  # of a pooling model, beside its weights: an estimate for planning the KV cache
 POOLING_STEP_BYTES = 256 << 20  # the same on a CPU, in a pool: the arrays of a step of 1,024 tokens
-MAX_ENTRIES = 10_000  # of --models-dir
 T = TypeVar("T")
 logger = logging.getLogger("llm_worker_rbee.server")
 
@@ -124,7 +123,7 @@ class ChatSource(FileSource):
 
     async def load(self, on_stage: Callable[[Stage], None], on_idle: Callable[[], None], *, is_alone: bool) -> Service:
         options, name = self._options, self.names[0]
-        opened = _opened(self.text) if self.text is not None else _open(self.open_text)
+        opened = open_in_thread(self.open_text)
 
         def open_model(info: ModelInfo) -> TextModel:
             self.text = text = opened()
@@ -138,11 +137,10 @@ class ChatSource(FileSource):
             load, label=self.label, restart_on_stall=options.restart_on_stall, **options.supervision
         )
         settings = replace(options.settings, model_ref=self.names[-1], served_name=name)
-        shared: Any = {"offload": options.offload, "on_stage": on_stage, "on_idle": on_idle}
-        worker = Worker(settings, engine, open_model, **shared)
+        worker = Worker(settings, engine, open_model, options.offload)
         worker.latencies = self.latencies
         try:
-            await worker.start()
+            await worker.start(on_stage, on_idle)
         except BaseException:
             await engine.stop(InferenceError(f"{self.label} was stopped"))
             raise
@@ -150,24 +148,24 @@ class ChatSource(FileSource):
         return worker
 
     def open_text(self) -> TextModel:
-        return open_text(self.path)
+        return self.text or open_text(self.path)
+
+    def metrics(self) -> Iterator[Metric]:
+        return chat_families(self.latencies, 0, 0, None)  # its counters stay while it is not loaded
 
 
 class PoolingSource(FileSource):
     """An embedding model or a reranker."""
 
     def plan(self) -> list[MemoryRow]:
-        plan = MemoryPlan("host", self._options.max_bytes, 0.0, limits=None)  # type: ignore[arg-type]  # it has no steps
-        plan.add("weights", self.facts.weights_bytes, "the files, mapped or unpacked")
-        plan.add("process", POOLING_STEP_BYTES, "interpreter, kernels, the arrays of a step")
-        require_room(plan)
-        return plan.rows
+        process = MemoryRow("process", "host", POOLING_STEP_BYTES, "interpreter, kernels, the arrays of a step")
+        return [MemoryRow("weights", "host", self.facts.weights_bytes, "the files, mapped or unpacked"), process]
 
     async def load(self, on_stage: Callable[[Stage], None], on_idle: Callable[[], None], *, is_alone: bool) -> Service:
         kind: Kind = "rerank" if self.kind == "rerank" else "embedding"
-        service = pooling_service(kind, str(self.path), self._options.load, self._options.supervision, self.names[0])
+        service = pooling_service(self.names[0], kind, str(self.path), self._options.load, self._options.supervision)
         try:
-            await service.start(on_stage)
+            await service.start(on_stage, on_idle)
         except BaseException:
             await service.engine.stop(InferenceError(f"{self.label} was stopped"))
             raise
@@ -175,103 +173,64 @@ class PoolingSource(FileSource):
         return service
 
 
-class BrokenSource(ModelSource):
-    """A model whose files cannot be used."""
+class FixedSource(ModelSource):
+    """A model whose engine is started with the server, and which stays until its end."""
 
-    def __init__(self, name: str, path: Path, error: WorkerError) -> None:
-        self.names, self.kind, self.path, self.error = (name,), "chat", path, error
+    is_fixed = True
+    error = ModelLoadingError("the model is loading")
+
+    def __init__(self, kind: str, names: tuple[str, ...], service: Worker | PoolingService) -> None:
+        self.kind, self.names, self.service, self._loading = kind, names, service, service
 
     def plan(self) -> list[MemoryRow]:
-        raise self.error
+        info = self._loading.engine.info
+        memory = "host" if info.device == "cpu" else "device"
+        rows = [MemoryRow("weights", memory, info.weights_bytes, "the files, mapped or unpacked")]
+        if isinstance(info, ModelInfo):
+            rows.append(MemoryRow("KV cache", memory, info.kv_cache_bytes, "blocks of keys and values"))
+        return rows
 
-    async def load(self, *_: Any, **__: Any) -> Service:
-        raise self.error
+    async def load(self, on_stage: Callable[[Stage], None], on_idle: Callable[[], None], *, is_alone: bool) -> Service:
+        service = self._loading
+        await service.start(on_stage, on_idle)
+        info = service.engine.info
+        sizes = info.parameters, info.weights_bytes, service.context_length
+        self.facts = ModelFacts(info.path, self.kind, info.architecture, info.quant, *sizes, time.time())
+        if isinstance(service, Worker):
+            self.text = service.loaded
+        return service
 
 
-def make_source(name: str, path: Path, options: PoolOptions, *names: str, kind: str | None = None) -> ModelSource:
+def fixed_front(
+    settings: ServerSettings,
+    engine: TokenEngine,
+    open_model: Callable[[ModelInfo], TextModel],
+    pooling: Mapping[str, PoolingService] = MappingProxyType({}),
+) -> Front:
+    """Return a server of one chat model, whose text side `open_model` opens, and of pooling models beside it, by their
+    references."""
+    chat = Worker(settings, engine, open_model, OffloadPool())
+    pool = ModelPool(max_models=1 + len(pooling), max_bytes=None, load_timeout_s=None)
+    source = FixedSource("chat", settings.names, chat)
+    source.num_listed = len(settings.listed_names)
+    members = [pool.add(source)]
+    for reference, service in pooling.items():
+        members.append(pool.add(FixedSource(service.kind, (service.name, reference), service)))
+
+    async def list_models() -> list[Member]:
+        return members
+
+    return Front(settings, pool, list_models, offload=chat.offload)
+
+
+def make_source(options: PoolOptions, name: str, path: Path, *names: str, kind: str | None = None) -> ModelSource:
     """Return the source of a model, by its kind; raise if its files cannot be used."""
     facts = read_facts(path, kind)
     return (ChatSource if facts.kind == "chat" else PoolingSource)(name, path, facts, options, *names)
 
 
-class ModelsFolder:
-    """The models of --models-dir, by the names of their GGUF files, or of their folders with a config.json."""
-
-    def __init__(self, folder: Path, options: PoolOptions) -> None:
-        self.folder, self._options = folder.resolve(), options
-        self._sources: dict[tuple[str, int, int], ModelSource] = {}  # by name, size and time of the last change
-        self._refused: set[str] = set()
-
-    def scan(self) -> list[ModelSource]:
-        """Return the models that are in the folder now; called in a thread."""
-        sources: dict[tuple[str, int, int], ModelSource] = {}
-        for name, path in self._models():
-            if (key := _file_key(name, path)) is None:  # it was removed meanwhile
-                continue
-            sources[key] = self._sources.get(key) or self._open(name, path)
-        self._sources = sources
-        return list(sources.values())
-
-    def is_current(self, source: ModelSource) -> bool:
-        """Return whether the files of a model are as they were in the last scan; called in a thread."""
-        keys = [key for key, other in self._sources.items() if other is source]
-        return isinstance(source, FileSource | BrokenSource) and keys == [_file_key(source.names[0], source.path)]
-
-    def _open(self, name: str, path: Path) -> ModelSource:
-        try:
-            alias = [f"hf:{name.removeprefix('hf.co/')}"] if name.startswith("hf.co/") else []
-            return make_source(name, path, self._options, *alias)
-        except (WorkerError, OSError) as error:
-            known = error if isinstance(error, WorkerError) else ModelFileError(f"{name} cannot be read: {error}")
-            known.args = (str(known).replace(f"{self.folder}/", ""), *known.args[1:])
-            logger.warning("the model %s of --models-dir cannot be used: %s", name, known)
-            return BrokenSource(name, path, known)
-
-    def _models(self) -> Iterator[tuple[str, Path]]:
-        """Yield name and path of each model, by name."""
-        count = 0
-        pending = [(self.folder, 0)]
-        while pending:
-            folder, depth = pending.pop()
-            with suppress(OSError):
-                ggufs = set(list_gguf_models(folder))
-                for path in sorted(folder.iterdir()):
-                    count += 1
-                    is_folder = path.is_dir()
-                    if count > MAX_ENTRIES or path.name.startswith(".") or not self._is_inside(path):
-                        continue
-                    if path in ggufs and path.is_file():
-                        yield self._name(path.with_name(model_name(f"./{path.name}"))), path
-                    elif is_folder and (path / "config.json").is_file():
-                        yield self._name(path), path
-                    elif is_folder and depth + 1 < MAX_DEPTH:
-                        pending.append((path, depth + 1))
-
-    def _name(self, path: Path) -> str:
-        return path.relative_to(self.folder).as_posix()
-
-    def _is_inside(self, path: Path) -> bool:
-        """Return whether a path is in the folder, wherever links lead; a name must be printable."""
-        is_inside = path.name.isprintable() and Path(os.path.realpath(path)).is_relative_to(self.folder)
-        if not is_inside and path.name not in self._refused:
-            self._refused.add(path.name)
-            logger.warning("%s is passed over: its name is not printable, or it leads out of --models-dir", path)
-        return is_inside
-
-
-def _file_key(name: str, path: Path) -> tuple[str, int, int] | None:
-    """Return what differs once a model's files or its defaults are changed or replaced; None if they are gone."""
-    try:
-        stats = [file.stat() for file in model_files(path)]
-        if (file := defaults_file(path)).exists():
-            stats.append(file.stat())
-    except OSError:
-        return None
-    return name, sum(stat.st_size for stat in stats), max((stat.st_mtime_ns for stat in stats), default=0)
-
-
 def pooling_service(
-    kind: Kind, reference: str, chat: ComputeOptions, supervision: dict[str, Any], name: str | None = None
+    name: str, kind: Kind, reference: str, chat: ComputeOptions, supervision: dict[str, Any]
 ) -> PoolingService:
     """Start the process of a pooling model, with the compute options of the chat model."""
     options = PoolingOptions(
@@ -284,19 +243,13 @@ def pooling_service(
         refuses_chat_models=True,
     )
     on_located, opened = open_ahead(partial(open_text_side, kind=kind), reference)
-    load, label = Load(pooling=options, nice=POOLING_NICE), f"the engine of {name or reference}"
+    load, label = Load(pooling=options, nice=POOLING_NICE), f"the engine of {name}"
     engine = SupervisedPooling(load, label=label, on_located=on_located, **supervision)
-    service = PoolingService(reference, kind, engine, lambda info: opened())
-    service.name = name or service.name
-    return service
+    return PoolingService(name, kind, engine, lambda info: opened())
 
 
-def _opened(text: T) -> Callable[[], T]:
-    return lambda: text
-
-
-def _open(open_text: Callable[[], T]) -> Callable[[], T]:
-    """Start opening the text side of a model in a thread; return a function that waits for it."""
+def open_in_thread(open_text: Callable[[], T]) -> Callable[[], T]:
+    """Start opening the text side of a model; return a function that waits for it."""
     opening: Future[T] = Future()
 
     def run() -> None:
@@ -312,15 +265,11 @@ def _open(open_text: Callable[[], T]) -> Callable[[], T]:
 def open_ahead(open_text: Callable[[Path], T], model: str | None) -> tuple[Callable[[str], None], Callable[[], T]]:
     """Open the text side of a model in a thread, while an engine loads the weights: at once if it is on this machine.
     Return a callback that opens it once the engine has fetched it, and a function that waits for the thread."""
-    opening: Future[Callable[[], T]] = Future()
-
-    def start(path: str) -> None:
-        opening.set_result(_open(lambda: open_text(Path(path))))
-
+    located: Future[str] = Future()
     with suppress(WorkerError, OSError):
-        start(str(find_model(model, pull=False).path))
-        return lambda path: None, opening.result()
-    return start, lambda: opening.result()()
+        located.set_result(str(find_model(model, pull=False).path))
+    opened = open_in_thread(lambda: open_text(Path(located.result())))
+    return (lambda path: None if located.done() else located.set_result(path)), opened
 
 
 def open_text(path: Path, template: str | None = None, origin: str | None = None) -> TextModel:

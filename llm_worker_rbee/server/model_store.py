@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -21,10 +21,12 @@ from typing import Any
 
 import msgspec
 
+from ..engine.memory_plan import MemoryRow
 from ..errors import (
     ConflictError,
     DownloadError,
     InvalidRequestError,
+    ModelFileError,
     ModelNotFoundError,
     QueueFullError,
     RequestCancelledError,
@@ -32,12 +34,13 @@ from ..errors import (
     copy_error,
 )
 from ..pipe_process import package_command
-from ..weights.gguf import SPLIT_NAME
+from ..weights.gguf import SPLIT_NAME, list_gguf_models
 from ..weights.hub import model_files
 from .bodies import ModelDefaults, defaults_file
-from .model_pool import Member, ModelPool
+from .model_pool import Member, ModelPool, ModelSource, Service
+from .settings import model_name
 
-MAX_DEPTH = 3  # of the folder
+MAX_DEPTH, MAX_ENTRIES = 3, 10_000  # of the folder
 WORD = r"[A-Za-z0-9_][\w.-]*"
 NAME = re.compile(rf"(?=.{{1,200}}$){WORD}(?:/{WORD}){{0,{MAX_DEPTH - 1}}}(?::{WORD})?", re.ASCII)
 HUB_NAME = re.compile(rf"(?:hf:|hf\.co/|huggingface\.co/)(?P<repo>{WORD}/{WORD})(?P<quant>:{WORD})?", re.ASCII)
@@ -45,6 +48,96 @@ MAX_PULLS = 2  # at the same time
 MAX_LINE_BYTES = 1 << 16
 PROGRAM = "from llm_worker_rbee.weights.hub import report_pull; report_pull()"
 logger = logging.getLogger("llm_worker_rbee.server")
+
+
+class BrokenSource(ModelSource):
+    """A model whose files cannot be used."""
+
+    def __init__(self, name: str, path: Path, error: WorkerError) -> None:
+        self.names, self.kind, self.path, self.error = (name,), "chat", path, error
+
+    def plan(self) -> list[MemoryRow]:
+        raise self.error
+
+    async def load(self, *_: Any, **__: Any) -> Service:
+        raise self.error
+
+
+class ModelsFolder:
+    """The models of --models-dir, by the names of their GGUF files, or of their folders with a config.json."""
+
+    def __init__(self, folder: Path, make_source: Callable[..., ModelSource]) -> None:
+        """`make_source` returns the source of a model, from its name, its path and other names; or raises."""
+        self.folder, self._make_source = folder.resolve(), make_source
+        self._sources: dict[tuple[str, int, int], ModelSource] = {}  # by name, size and time of the last change
+        self._refused: set[str] = set()
+
+    def scan(self) -> list[ModelSource]:
+        """Return the models that are in the folder now; called in a thread."""
+        sources: dict[tuple[str, int, int], ModelSource] = {}
+        for name, path in self._models():
+            if (key := _file_key(name, path)) is None:  # it was removed meanwhile
+                continue
+            sources[key] = self._sources.get(key) or self._open(name, path)
+        self._sources = sources
+        return list(sources.values())
+
+    def is_current(self, source: ModelSource) -> bool:
+        """Return whether the files of a model are as they were in the last scan; called in a thread."""
+        keys = [key for key, other in self._sources.items() if other is source]
+        return keys == [_file_key(source.names[0], source.path)]
+
+    def _open(self, name: str, path: Path) -> ModelSource:
+        try:
+            alias = [f"hf:{name.removeprefix('hf.co/')}"] if name.startswith("hf.co/") else []
+            return self._make_source(name, path, *alias)
+        except (WorkerError, OSError) as error:
+            known = error if isinstance(error, WorkerError) else ModelFileError(f"{name} cannot be read: {error}")
+            known.args = (str(known).replace(f"{self.folder}/", ""), *known.args[1:])
+            logger.warning("the model %s of --models-dir cannot be used: %s", name, known)
+            return BrokenSource(name, path, known)
+
+    def _models(self) -> Iterator[tuple[str, Path]]:
+        """Yield name and path of each model, by name."""
+        count = 0
+        pending = [(self.folder, 0)]
+        while pending:
+            folder, depth = pending.pop()
+            with suppress(OSError):
+                ggufs = set(list_gguf_models(folder))
+                for path in sorted(folder.iterdir()):
+                    count += 1
+                    is_folder = path.is_dir()
+                    if count > MAX_ENTRIES or path.name.startswith(".") or not self._is_inside(path):
+                        continue
+                    if path in ggufs and path.is_file():
+                        yield self._name(path.with_name(model_name(f"./{path.name}"))), path
+                    elif is_folder and (path / "config.json").is_file():
+                        yield self._name(path), path
+                    elif is_folder and depth + 1 < MAX_DEPTH:
+                        pending.append((path, depth + 1))
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self.folder).as_posix()
+
+    def _is_inside(self, path: Path) -> bool:
+        """Return whether a path is in the folder, wherever links lead; a name must be printable."""
+        is_inside = path.name.isprintable() and Path(os.path.realpath(path)).is_relative_to(self.folder)
+        if not is_inside and path.name not in self._refused:
+            self._refused.add(path.name)
+            logger.warning("%s is passed over: its name is not printable, or it leads out of --models-dir", path)
+        return is_inside
+
+
+def _file_key(name: str, path: Path) -> tuple[str, int, int] | None:
+    """Return what differs once a model's files or its defaults are changed or replaced; None if they are gone."""
+    try:
+        stats = [file.stat() for file in model_files(path)]
+        if (file := defaults_file(path)).exists():
+            stats.append(file.stat())
+    except OSError:
+        return None
+    return name, sum(stat.st_size for stat in stats), max((stat.st_mtime_ns for stat in stats), default=0)
 
 
 class Pull:
@@ -88,13 +181,37 @@ class Pull:
 
 
 class ModelStore:
-    """Changes what is in the folder; the pool's members follow."""
+    """The folder and what changes in it; the pool's members follow."""
 
-    def __init__(self, folder: Path, pool: ModelPool, refresh: Callable[[], Awaitable[None]], max_bytes: int) -> None:
-        """`refresh` reads the folder again; `max_bytes` is for a model that is pulled."""
-        self._folder, self._pool, self._refresh, self._max_bytes = folder, pool, refresh, max_bytes
+    def __init__(self, folder: ModelsFolder, pool: ModelPool, max_bytes: int) -> None:
+        """`max_bytes` is for a model that is pulled."""
+        self._models, self._folder, self._pool, self._max_bytes = folder, folder.folder, pool, max_bytes
         self.pulls: dict[str, Pull] = {}
-        self._changing = asyncio.Lock()
+        self._members: set[Member] = set()  # of the folder
+        self._changing, self._scanning = asyncio.Lock(), asyncio.Lock()
+
+    async def refresh(self) -> None:
+        """Add the models that are new in the folder, and forget those that are gone; loaded ones stay until then."""
+        async with self._scanning:
+            sources = await asyncio.to_thread(self._models.scan)
+        for member in list(self._members):
+            if member.source not in sources and not (member.rows or member.loading or member.waiters):
+                self._members.remove(member)
+                self._pool.remove(member)
+                member.source.drop()
+        for source in sources:
+            if self._pool.named(source.names[0]) is None:
+                self._members.add(self._pool.add(source))
+
+    async def has_changed(self, member: Member) -> bool:
+        """Return whether the files of a model that is not loaded have changed since the folder was read."""
+        if member not in self._members or member.rows or member.loading is not None:
+            return False
+        return not await asyncio.to_thread(self._models.is_current, member.source)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return the models that are being fetched, and how far they are."""
+        return [{"model": pull.name, "progress": pull.progress} for pull in self.pulls.values()]
 
     async def create(self, origin: Member, name: str, defaults: ModelDefaults | None = None) -> None:
         """Add a model with the files of another one and defaults of its own; without them it is a copy."""
@@ -109,7 +226,7 @@ class ModelStore:
             await asyncio.to_thread(_write_defaults, path, target, defaults)
         if existing is not None:  # the next load reads them
             await self._pool.unload(existing)
-        await self._refresh()
+        await self.refresh()
 
     async def delete(self, member: Member) -> None:
         """Remove the files of a model once its requests have ended."""
@@ -117,7 +234,7 @@ class ModelStore:
         await self._pool.unload(member)
         async with self._changing:
             await asyncio.to_thread(_remove, path, self._folder)
-        await self._refresh()
+        await self.refresh()
 
     def start_pull(self, reference: str) -> Pull:
         """Begin to fetch a model of the hub, unless that is under way. The caller is one of its clients: it reads, and
@@ -181,7 +298,7 @@ class ModelStore:
         async with self._changing:
             await asyncio.to_thread(_place, Path(last["path"]), target, _move)
             await asyncio.to_thread(shutil.rmtree, work)
-        await self._refresh()
+        await self.refresh()
 
     async def close(self) -> None:
         """Stop all pulls."""

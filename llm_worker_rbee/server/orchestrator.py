@@ -94,7 +94,7 @@ def ready_message(worker: Front, url: str) -> dict[str, Any]:
     """Return the body of the callback."""
     ready = {"worker_id": worker.settings.worker_id, "url": url, "model_ref": worker.settings.model_ref}
     if worker.chat is None:
-        return ready | {"backend": "cpu", "device": "cpu", "vram_bytes": 0, "phases": {}, **_pool_message(worker)}
+        return ready | {"backend": "cpu", "device": "cpu", "vram_bytes": 0, "phases": {}, **worker.pool.describe()}
     info = worker.chat.engine.info
     return ready | {
         "backend": info.backend,
@@ -102,14 +102,6 @@ def ready_message(worker: Front, url: str) -> dict[str, Any]:
         "vram_bytes": worker.chat.engine.stats().device_bytes,
         "phases": {phase: round(seconds, 6) for phase, seconds in info.phases.items() if math.isfinite(seconds)},
     }
-
-
-def _pool_message(worker: Front) -> dict[str, Any]:
-    """Return what messages tell of the models of a pool: states, memory and queue of each."""
-    if worker.pool is None:
-        return {}
-    memory = {"used_bytes": worker.pool.used_bytes, "limit_bytes": worker.pool.max_bytes}
-    return {"models": [member.describe() for member in worker.pool.members], "memory": memory}
 
 
 def heartbeat_message(worker: Front, port: int) -> dict[str, Any]:
@@ -123,7 +115,7 @@ def heartbeat_message(worker: Front, port: int) -> dict[str, Any]:
             "status": worker.health()["status"],
             "implementation": "python",
             "version": __version__,
-            **_pool_message(worker),
+            **(worker.pool.describe() if worker.settings.has_pool else {}),
         },
         "timestamp": datetime.now(UTC).isoformat(timespec="milliseconds"),
     }

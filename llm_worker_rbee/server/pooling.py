@@ -27,8 +27,6 @@ from ..engine.pooling_engine import Floats, Score, finish_embeddings, finish_sco
 from ..errors import (
     ContextLengthError,
     InvalidRequestError,
-    ModelLoadingError,
-    ModelNotFoundError,
     PayloadTooLargeError,
     WorkerError,
     counted,
@@ -45,17 +43,15 @@ from .admission import Admission, QueueLimits, QueueLoad
 from .bodies import EmbedRequest, Inputs, RankRequest
 from .metrics import PREFIX, REQUEST_BOUNDS, Histogram
 from .offload import OffloadPool
-from .schema import JSON_TYPE, is_name_of
-from .settings import model_name
+from .schema import JSON_TYPE
 
 Kind = Literal["embedding", "rerank"]
 TASKS: dict[Kind, str] = {"embedding": "embed", "rerank": "rank"}  # of `PoolingOptions`
-OPTIONS: dict[Kind, str] = {"embedding": "--embedding-model", "rerank": "--rerank-model"}
+OPTIONS = {"chat": "--model", "embedding": "--embedding-model", "rerank": "--rerank-model"}
 MAX_QUEUED_TOKENS = 2 << 20  # of one model; a request may enter alone whatever its size
 MAX_QUEUED_SEQUENCES = 16_384
 MAX_REQUEST_TOKENS = 1 << 24  # estimated: 2,048 inputs of 8,192
 MAX_OFFLOADED_BYTES = 256 << 20  # that wait to be parsed or tokenized: bodies are larger than a chat's
-LOADING_RETRY_S = 2
 PROMPTS_OF_TYPE = {  # the names that models give the prompts of a type of input
     "query": ("query", "search_query"),
     "document": ("document", "passage", "search_document"),
@@ -75,14 +71,88 @@ class Pooled(NamedTuple):
     num_tokens: int
 
 
+def encode_rows(rows: Floats) -> list[bytes]:
+    """Return each row as a JSON list."""
+    return [msgspec.json.encode(row) for row in shorten(rows).tolist()]
+
+
+def shorten(rows: Floats) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    """Return float64 whose shortest decimals have nine digits at most, and are the float32 again when rounded."""
+    values = rows.astype(np.float64)
+    with np.errstate(divide="ignore"):
+        exponent = np.floor(np.log10(np.abs(values)))
+    places = np.clip(DIGITS - 1 - np.where(np.isfinite(exponent), exponent, 0), 0, 22)
+    scale = np.power(10.0, places)  # exact up to 10**22, and so is the quotient rounded once
+    shortened: np.ndarray[tuple[int, ...], np.dtype[np.float64]] = np.round(values * scale) / scale
+    return np.where(shortened.astype(np.float32) == rows, shortened, values)
+
+
+def encode_base64(rows: Floats) -> list[bytes]:
+    """Return the little-endian float32 of each row as a JSON string of base64."""
+    return [b'"' + base64.b64encode(row.tobytes()) + b'"' for row in rows.astype("<f4", copy=False)]
+
+
+def rows_response(
+    rows: Floats,
+    head: bytes,
+    item: Callable[[int, bytes], bytes],
+    tail: bytes,
+    *,
+    is_base64: bool = False,
+    headers: dict[str, str] | None = None,
+) -> Response:
+    """Return a reply of `head`, what `item` makes of the index and the text of each row, and `tail`."""
+    encode = encode_base64 if is_base64 else encode_rows
+    step = max(1, PIECE_VALUES // max(1, rows.shape[1]))
+
+    def piece(at: int) -> bytes:
+        encoded = encode(rows[at : at + step])
+        return b","[: at > 0] + b",".join(item(at + i, one) for i, one in enumerate(encoded))
+
+    if rows.size <= INLINE_VALUES:
+        body = b"".join((head, *map(piece, range(0, len(rows), step)), tail))
+        return Response(body, 200, headers, JSON_TYPE)
+    return StreamingResponse(_pieces(head, piece, range(0, len(rows), step), tail), 200, headers, JSON_TYPE)
+
+
+async def _pieces(head: bytes, piece: Callable[[int], bytes], places: range, tail: bytes) -> AsyncIterator[bytes]:
+    yield head
+    for at in places:
+        yield await asyncio.to_thread(piece, at)
+    yield tail
+
+
+def list_response(head: bytes, items: Iterable[Any], tail: bytes, headers: dict[str, str] | None = None) -> Response:
+    """Return a reply of `head`, the items, and `tail`; each item is encoded when the one before it is sent."""
+    return StreamingResponse(_list_pieces(head, items, tail), 200, headers, JSON_TYPE)
+
+
+async def _list_pieces(head: bytes, items: Iterable[Any], tail: bytes) -> AsyncIterator[bytes]:
+    yield head
+    for i, item in enumerate(items):
+        yield b","[: i > 0] + msgspec.json.encode(item)
+        await asyncio.sleep(0)
+    yield tail
+
+
+def ranking(scores: Floats, top_n: int | None) -> Iterator[tuple[int, float]]:
+    """Yield index and score of the best, the best first; equal ones in the order in which they came."""
+    values = scores[:, 0]
+    for i in np.argsort(-values, kind="stable")[:top_n]:
+        yield int(i), float(f"{values[i]:.9g}")
+
+
 class PoolingService:
     """One pooling model."""
 
+    rows_response, list_response = staticmethod(rows_response), staticmethod(list_response)
+    ranking = staticmethod(ranking)
+
     def __init__(
-        self, reference: str, kind: Kind, engine: SupervisedPooling, open_text: Callable[[PoolingInfo], PoolingText]
+        self, name: str, kind: Kind, engine: SupervisedPooling, open_text: Callable[[PoolingInfo], PoolingText]
     ) -> None:
         """`open_text` returns the text side of the model that the engine has loaded; it is called in a thread."""
-        self.reference, self.name, self.kind, self.engine = reference, model_name(reference), kind, engine
+        self.name, self.kind, self.engine = name, kind, engine
         self._open_text = open_text
         self._text: PoolingText | None = None
         self.admission = Admission(
@@ -92,8 +162,8 @@ class PoolingService:
         )
         self.seconds = Histogram("pooling_request_seconds", "From a request to its end.", REQUEST_BOUNDS)
 
-    async def start(self, on_stage: OnStage = lambda stage: None) -> None:
-        """Load the model."""
+    async def start(self, on_stage: OnStage, _: Callable[[], None]) -> None:
+        """Load the model. A request is inside `ModelPool.use` until its end, so nothing else tells when it is idle."""
         info = await self.engine.start(on_stage)
         self._text = await asyncio.to_thread(self._open_text, info)
         logger.info("the model %s is loaded", self.name)
@@ -117,11 +187,6 @@ class PoolingService:
         """End the engine; requests that are left end with the error."""
         await self.engine.stop(error)
 
-    def require_loaded(self) -> None:
-        """Raise while the model loads."""
-        if not self.is_loaded:
-            raise ModelLoadingError(f"the model {self.name!r} is loading", LOADING_RETRY_S)
-
     @property
     def text(self) -> PoolingText:
         """The text side of a model that is loaded."""
@@ -132,6 +197,23 @@ class PoolingService:
         """Return the state of the engine; "loading" until the text side is there too."""
         status = self.engine.status()
         return "loading" if status == "healthy" and not self.is_loaded else status
+
+    def health(self) -> dict[str, Any]:
+        """Return its state for `/health`."""
+        state = {"model": self.name, "kind": self.kind, "status": self.status()}
+        return state | {"inputs": self.admission.load.waiting, "restarts": self.engine.num_restarts}
+
+    def metrics(self) -> Iterator[Metric]:
+        """Yield its metrics, labelled by model and kind."""
+        labels = (self.name, self.kind)
+        for family, table in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+            for name, (text, value) in table.items():
+                metric = family(f"{PREFIX}pooling_{name}", text, labels=LABELS)
+                metric.add_metric(labels, value(self))
+                yield metric
+        seconds = HistogramMetricFamily(f"{PREFIX}pooling_request_seconds", "From a request to its end.", labels=LABELS)
+        seconds.add_metric(labels, self.seconds.buckets(), self.seconds.sum)
+        yield seconds
 
     def _describe_load(self, load: QueueLoad) -> str:
         inputs, tokens = counted(load.waiting, "input"), counted(load.unprefilled_tokens, "token")
@@ -284,142 +366,6 @@ def _check_ids(text: PoolingText, inputs: Inputs, truncate: bool) -> list[Ints]:
     return text.check_ids(np.split(values, np.cumsum(inputs.lengths)[:-1]), truncate=truncate)
 
 
-def encode_rows(rows: Floats) -> list[bytes]:
-    """Return each row as a JSON list."""
-    return [msgspec.json.encode(row) for row in shorten(rows).tolist()]
-
-
-def shorten(rows: Floats) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    """Return float64 whose shortest decimals have nine digits at most, and are the float32 again when rounded."""
-    values = rows.astype(np.float64)
-    with np.errstate(divide="ignore"):
-        exponent = np.floor(np.log10(np.abs(values)))
-    places = np.clip(DIGITS - 1 - np.where(np.isfinite(exponent), exponent, 0), 0, 22)
-    scale = np.power(10.0, places)  # exact up to 10**22, and so is the quotient rounded once
-    shortened: np.ndarray[tuple[int, ...], np.dtype[np.float64]] = np.round(values * scale) / scale
-    return np.where(shortened.astype(np.float32) == rows, shortened, values)
-
-
-def encode_base64(rows: Floats) -> list[bytes]:
-    """Return the little-endian float32 of each row as a JSON string of base64."""
-    return [b'"' + base64.b64encode(row.tobytes()) + b'"' for row in rows.astype("<f4", copy=False)]
-
-
-def rows_response(
-    rows: Floats,
-    head: bytes,
-    item: Callable[[int, bytes], bytes],
-    tail: bytes,
-    *,
-    is_base64: bool = False,
-    headers: dict[str, str] | None = None,
-) -> Response:
-    """Return a reply of `head`, what `item` makes of the index and the text of each row, and `tail`."""
-    encode = encode_base64 if is_base64 else encode_rows
-    step = max(1, PIECE_VALUES // max(1, rows.shape[1]))
-
-    def piece(at: int) -> bytes:
-        encoded = encode(rows[at : at + step])
-        return b","[: at > 0] + b",".join(item(at + i, one) for i, one in enumerate(encoded))
-
-    if rows.size <= INLINE_VALUES:
-        body = b"".join((head, *map(piece, range(0, len(rows), step)), tail))
-        return Response(body, 200, headers, JSON_TYPE)
-    return StreamingResponse(_pieces(head, piece, range(0, len(rows), step), tail), 200, headers, JSON_TYPE)
-
-
-async def _pieces(head: bytes, piece: Callable[[int], bytes], places: range, tail: bytes) -> AsyncIterator[bytes]:
-    yield head
-    for at in places:
-        yield await asyncio.to_thread(piece, at)
-    yield tail
-
-
-def list_response(head: bytes, items: Iterable[Any], tail: bytes, headers: dict[str, str] | None = None) -> Response:
-    """Return a reply of `head`, the items, and `tail`; each item is encoded when the one before it is sent."""
-    return StreamingResponse(_list_pieces(head, items, tail), 200, headers, JSON_TYPE)
-
-
-async def _list_pieces(head: bytes, items: Iterable[Any], tail: bytes) -> AsyncIterator[bytes]:
-    yield head
-    for i, item in enumerate(items):
-        yield b","[: i > 0] + msgspec.json.encode(item)
-        await asyncio.sleep(0)
-    yield tail
-
-
-def ranking(scores: Floats, top_n: int | None) -> Iterator[tuple[int, float]]:
-    """Yield index and score of the best, the best first; equal ones in the order in which they came."""
-    values = scores[:, 0]
-    for i in np.argsort(-values, kind="stable")[:top_n]:
-        yield int(i), float(f"{values[i]:.9g}")
-
-
-class PoolingModels:
-    """All pooling models of a worker, and the threads that parse and tokenize for them."""
-
-    rows_response, list_response = staticmethod(rows_response), staticmethod(list_response)
-    ranking = staticmethod(ranking)
-
-    def __init__(self, services: Sequence[PoolingService] = ()) -> None:
-        self.services = list(services)
-        self.offload = OffloadPool(MAX_OFFLOADED_BYTES)
-
-    async def start(self) -> None:
-        await asyncio.gather(*(service.start() for service in self.services))
-
-    async def stop(self, error: WorkerError) -> None:
-        await asyncio.gather(*(service.engine.stop(error) for service in self.services))
-        self.offload.close()
-
-    async def restart(self) -> None:
-        for service in self.services:
-            await service.engine.restart()
-
-    def health(self) -> list[dict[str, Any]]:
-        """Return the state of each model."""
-        return [
-            {
-                "model": service.name,
-                "kind": service.kind,
-                "status": service.status(),
-                "inputs": service.admission.load.waiting,
-                "restarts": service.engine.num_restarts,
-            }
-            for service in self.services
-        ]
-
-    @property
-    def num_open(self) -> int:
-        return sum(service.num_open for service in self.services)
-
-    @property
-    def loaded(self) -> list[PoolingService]:
-        return [service for service in self.services if service.is_loaded]
-
-    def named(self, name: str) -> PoolingService | None:
-        """Return the model of this name."""
-        services = self.services
-        return next((one for one in services if is_name_of(name, one.name) or name == one.reference), None)
-
-    def find(self, name: str | None, kinds: Sequence[Kind], chat_names: Sequence[str]) -> PoolingService:
-        """Return the model of a request: by its name, or the first of these kinds."""
-        fitting = [service for kind in kinds for service in self.services if service.kind == kind]
-        if not fitting:
-            options = " or ".join(OPTIONS[kind] for kind in kinds)
-            raise ModelNotFoundError(f"this worker has no such model: start it with {options}")
-        if name is None:
-            return fitting[0]
-        found, use = self.named(name), f"use {fitting[0].name!r}, or no model"
-        if found is None and not any(is_name_of(name, served) for served in chat_names):
-            raise ModelNotFoundError(f"the model {name[:100]!r} is not served here: {use}")
-        if found not in fitting:
-            kind = "a chat model" if found is None else f"a model of kind {found.kind!r}"
-            raise InvalidRequestError(f"the model {name[:100]!r} is {kind}, which does not do this: {use}", "model")
-        assert found is not None
-        return found
-
-
 LABELS = ("model", "kind")
 GAUGES: dict[str, tuple[str, Callable[[PoolingService], float]]] = {
     "num_requests": ("Open requests to a pooling model.", lambda one: one.admission.num_reservations),
@@ -440,19 +386,3 @@ COUNTERS: dict[str, tuple[str, Callable[[PoolingService], float]]] = {
     "step_seconds": ("Seconds of these.", lambda one: one.engine.stats.seconds),
     "engine_restarts": ("Restarts of its engine.", lambda one: one.engine.num_restarts),
 }
-
-
-def pooling_metrics(services: Sequence[PoolingService]) -> Iterator[Metric]:
-    """Yield the metrics of pooling models, labelled by model and kind."""
-    if not services:
-        return
-    for family, table in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
-        for name, (text, value) in table.items():
-            metric = family(f"{PREFIX}pooling_{name}", text, labels=LABELS)
-            for one in services:
-                metric.add_metric((one.name, one.kind), value(one))
-            yield metric
-    seconds = HistogramMetricFamily(f"{PREFIX}pooling_request_seconds", "From a request to its end.", labels=LABELS)
-    for one in services:
-        seconds.add_metric((one.name, one.kind), one.seconds.buckets(), one.seconds.sum)
-    yield seconds

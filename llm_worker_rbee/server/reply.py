@@ -23,8 +23,9 @@ from ..tokenizer import Tokenizer
 from . import log
 from .bodies import GenerateRequest, estimate_tokens
 from .dialect import Answer, Printer, ReplyState, Usage
+from .offload import OffloadPool
 from .sse import EventSource
-from .worker import Front, Worker
+from .worker import Worker
 
 TOKEN_BYTES = 16  # of a reply, an estimate
 
@@ -32,18 +33,18 @@ TOKEN_BYTES = 16  # of a reply, an estimate
 async def start_reply(worker: Worker, request: GenerateRequest, make_printer: Callable[[ReplyState], Printer]) -> Reply:
     """Start the generations of a request: all of them or none. Without prompts it starts none."""
     started_at = time.perf_counter()
-    worker.require_model(request.model)
+    adapter = None if request.model is None else worker.loras.find(request.model)
+    name = worker.names[0] if adapter is None else adapter.name
     loras = worker.loras.uses_of(request.model, request.lora)
     if not request.prompts:
-        worker.require_ready()
-        return Reply(worker, request, [], [], make_printer, started_at)
+        return Reply(name, worker.offload, request, [], [], make_printer, started_at)
     context, chat, n = worker.model.max_context, request.chat, request.n
     if chat is None:
-        worker.require_capacity(len(request.prompts) * n)
+        worker.admission.require_capacity(len(request.prompts) * n)
         worker.encoder.check_texts(request.prompts)
     is_batch = request.priority >= BATCH_PRIORITY  # the runner of batches bounds it
     num_tokens = 0 if is_batch else n * sum(estimate_tokens(prompt, context) for prompt in request.prompts)
-    with worker.reserve(0 if is_batch else len(request.prompts) * n, num_tokens) as reservation:
+    with worker.admission.reserve(0 if is_batch else len(request.prompts) * n, num_tokens) as reservation:
         try:
             prompts = await worker.encoder.encode(request.prompts, request.params.structured_outputs)
         except InvalidRequestError as error:
@@ -74,7 +75,8 @@ async def start_reply(worker: Worker, request: GenerateRequest, make_printer: Ca
             if chat is not None and isinstance(error, ContextLengthError) and error.field == "prompt":
                 error.field = request.messages_field
             raise
-    return Reply(worker, request, [prompt.ids for prompt in prompts], generations, make_printer, started_at)
+    ids = [prompt.ids for prompt in prompts]
+    return Reply(name, worker.offload, request, ids, generations, make_printer, started_at, worker)
 
 
 def _rename_field(error: InvalidRequestError, request: GenerateRequest) -> None:
@@ -102,13 +104,18 @@ class Reply(EventSource):
 
     def __init__(
         self,
-        worker: Front,
+        model: str,
+        offload: OffloadPool,
         request: GenerateRequest,
         prompts: list[list[int]],
         generations: list[Generation],
         make_printer: Callable[[ReplyState], Printer],
         started_at: float,
+        worker: Worker | None = None,
     ) -> None:
+        """`model` is the name of the model, or of the adapter that the request names; `worker` has it, where it is
+        needed for prompts."""
+        self.model, self._offload = model, offload
         self.request, self.prompts, self.generations = request, prompts, generations
         self.created_at = time.time()
         self.started_at = started_at  # in the time of time.perf_counter
@@ -118,16 +125,9 @@ class Reply(EventSource):
         self.printer = make_printer(self)
 
     @property
-    def model(self) -> str:
-        """The name of the model, or of the adapter that the request names."""
-        chat, name = self._worker.chat, self.request.model
-        adapter = None if chat is None or name is None else chat.loras.find(name)
-        return self._worker.names[0] if adapter is None else adapter.name
-
-    @property
     def tokenizer(self) -> Tokenizer:
-        assert self._worker.chat is not None
-        return self._worker.chat.loaded.tokenizer
+        assert self._worker is not None
+        return self._worker.loaded.tokenizer
 
     @property
     def max_tokens(self) -> int:
@@ -195,7 +195,7 @@ class Reply(EventSource):
         if self.request.values.get("echo"):
             size += TOKEN_BYTES * self.request.n * sum(map(len, self.prompts))
         size *= 1 + (self.request.params.logprobs or 0)
-        return await self._worker.offload.encode_reply(size, lambda: msgspec.json.encode(self.printer.whole(answers)))
+        return await self._offload.encode_reply(size, lambda: msgspec.json.encode(self.printer.whole(answers)))
 
 
 async def fold(generation: Generation) -> Answer:

@@ -377,7 +377,7 @@ class Server(uvicorn.Server):
             watcher.cancel()
         await super().shutdown(sockets)
         self._signals.ignore()
-        if not self._worker.is_loaded and self._worker.failure is None:
+        if not self._worker.was_ready and self._worker.failure is None:
             exit_now(0)  # the thread that loads the model cannot be stopped
 
     @contextmanager

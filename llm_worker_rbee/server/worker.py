@@ -11,16 +11,18 @@ import asyncio
 import logging
 import re
 import time
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
+
+from prometheus_client.core import Metric
 
 from ..config import LoraUse
 from ..engine.request import BATCH_PRIORITY
 from ..errors import (
     ConflictError,
+    DeadlineError,
     InferenceError,
     InvalidRequestError,
     ModelLoadingError,
@@ -35,18 +37,19 @@ from ..sampling_params import SamplingParams
 from ..text_model import TextModel
 from ..token_engine.protocol import ModelInfo, TokenEngine
 from ..tokenizer.chat.parser import ChatParser
-from .admission import Admission, Reservation
+from .admission import Admission
 from .batches import BatchService
-from .metrics import LatencyHistograms, batch_metrics, exposition
-from .model_pool import ModelPool
+from .metrics import LatencyHistograms, batch_metrics, chat_families, encode_families, merge_families, pool_metrics
+from .model_pool import Member, ModelPool
 from .model_store import ModelStore
 from .offload import OffloadPool, PromptEncoder
-from .pooling import Kind, PoolingModels, PoolingService, pooling_metrics
-from .schema import ModelLimits, ParseOptions, ValidationError, ValidationIssue, is_name_of
+from .pooling import MAX_OFFLOADED_BYTES, OPTIONS, Kind, PoolingService
+from .schema import KINDS, ModelLimits, ParseOptions, ValidationError, ValidationIssue, is_name_of
 from .settings import ServerSettings
 
 State = Literal["loading", "ready", "stopping", "failed"]
 LOADING_RETRY_S = 2
+MAX_LISTED = 8  # names in an error
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")  # of a model or an adapter
 logger = logging.getLogger("llm_worker_rbee.server")
 
@@ -56,15 +59,28 @@ def is_batch_work(generation: Generation) -> bool:
     return generation.request.submitted.priority >= BATCH_PRIORITY
 
 
-class Front(ABC):
-    """What the routes need of a worker, be it of one chat model (`Worker`) or of a pool of models (`PoolWorker`)."""
+class Front:
+    """What the routes need of a server: its models, which of them a request means, and the state of all.
 
-    pool: ModelPool | None = None
+    Its models are those of a pool, or (`has_pool` is not set) a chat model and pooling models that are fixed: they are
+    loaded when it starts, and one that cannot be loaded ends it.
+    """
+
     batches: BatchService | None = None  # with --files-dir
-    store: ModelStore | None = None  # of --models-dir
 
-    def __init__(self, settings: ServerSettings, pooling: PoolingModels, offload: OffloadPool | None) -> None:
-        self.settings, self.names, self.pooling = settings, settings.names, pooling
+    def __init__(
+        self,
+        settings: ServerSettings,
+        pool: ModelPool,
+        add_models: Callable[[], Awaitable[list[Member]]],
+        *,
+        offload: OffloadPool,
+        store: ModelStore | None = None,
+    ) -> None:
+        """`add_models` adds the models that the options name to the pool, and fetches those that are not here; it
+        returns those to load at once. `store` is --models-dir."""
+        self.settings, self.names, self.pool, self.offload = settings, settings.names, pool, offload
+        self.pooling_offload = OffloadPool(MAX_OFFLOADED_BYTES)  # bodies and texts of pooling models never delay chat
         self.state: State = "loading"
         self.started_at = time.time()  # a date; uptime comes from the monotonic clock
         self._start_clock = time.monotonic()
@@ -72,99 +88,101 @@ class Front(ABC):
         self.loading_changed = asyncio.Event()  # replaced with each event
         self.failure: WorkerError | None = None
         self.messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()  # for the callback URL
-        self._owns_offload, self.offload = offload is None, offload or OffloadPool()
+        self.store, self._add_models = store, add_models
+        self._restarting = asyncio.Lock()
+        self._preloading: asyncio.Task[None] | None = None
+        self.was_ready = False
+        pool.on_stage = self._publish_stage
 
     @property
     def chat(self) -> Worker | None:
-        """The chat model of a worker that has no pool."""
-        return None
+        """The chat model of a server that has no pool."""
+        service = None if self.settings.has_pool else self.pool.members[0].source.service
+        return service if isinstance(service, Worker) else None
 
-    @abstractmethod
-    def use(self, name: str | None) -> AbstractAsyncContextManager[Worker]:
-        """Provide the chat model of a request; in a pool it is loaded first if it is not, and kept meanwhile."""
-
-    @abstractmethod
-    def use_pooling(
-        self, name: str | None, *kinds: Kind, keep_alive: float | None = None
-    ) -> AbstractAsyncContextManager[PoolingService]:
-        """Provide the pooling model of a request, of one of these kinds; a pool keeps it so long after the request."""
-
-    @abstractmethod
     async def start(self) -> None:
-        """Load the models."""
+        """Load the models; the first one is served while others still load. A failure is kept and raised."""
+        try:
+            named = await self._add_models()
+            await self.refresh()
+            if self.settings.has_pool:
+                await self.pool.preload(named[:1])
+                self._become_ready()
+                self._preloading = asyncio.ensure_future(self.pool.preload(named[1:]))
+            else:
+                await self._load_fixed(named)
+        except Exception as error:
+            if self.state == "stopping":  # an engine that is stopped cannot load
+                return
+            raise self._note_failure(error) from error
 
-    @abstractmethod
-    async def stop(self) -> None:
-        """Take no new requests, let running ones finish within the shutdown timeout, end the others with an error."""
+    async def _load_fixed(self, members: Sequence[Member]) -> None:
+        """Load the models of a server without a pool at the same time."""
 
-    @abstractmethod
-    async def restart_engines(self) -> None:
-        """Replace the engines' processes, one after another."""
+        async def load(member: Member) -> None:
+            member.state = "loading"
+            member.service = await self.pool.open(member)
+            member.rows, member.state, member.num_loads = member.source.plan(), "loaded", 1
+            if member is members[0]:
+                self._become_ready()
+                for other in members:
+                    if other.state == "loading":
+                        logger.warning("the model %s is still loading: /health is degraded until it serves", other.name)
 
-    @abstractmethod
-    def health(self) -> dict[str, Any]:
-        """Return the health from cached state: forward progress, not that the process exists."""
+        loading = [asyncio.ensure_future(load(member)) for member in members]
+        try:
+            await asyncio.gather(*loading)
+        finally:
+            for task in loading:
+                task.cancel()
 
-    @abstractmethod
-    def engine_status(self) -> str:
-        """Return the state of the engines: "healthy", "loading", "stalled", "degraded" or "failed"."""
+    def _become_ready(self) -> None:
+        if self.state == "loading":  # else it was stopped meanwhile
+            self.state, self.was_ready = "ready", True
+            self._publish({"stage": "ready"})
 
-    @abstractmethod
-    def metrics(self) -> bytes:
-        """Return the metrics as Prometheus scrapes them."""
-
-    @property
-    @abstractmethod
-    def is_loaded(self) -> bool:
-        """Whether the worker has loaded what it loads at its start."""
-
-    @property
-    @abstractmethod
-    def is_busy(self) -> bool:
-        """Whether there is any request."""
-
-    async def parse(self, parser: str, body: bytes, *, is_stream: bool = False) -> Any:
-        """Parse a body with one of `body_parsers`, without the limits of a model."""
-        options = ParseOptions(None, self.settings.ignore_unknown_fields, is_stream, self.pool is not None)
-        return self._checked(await self.offload.parse(parser, body, options))
-
-    def _checked(self, record: Any) -> Any:
-        """Return the record of a body; raise if it has a priority where priorities are not honoured."""
-        if getattr(record, "priority", 0) and not self.settings.allow_priority:
-            message = "priority is not honoured here: send 0 or none, or start the worker with --allow-priority"
-            raise ValidationError([ValidationIssue("priority", "unsupported", message, record.priority)])
-        return record
-
-    async def parse_pooling(self, parser: str, body: bytes) -> Any:
-        """Return the record of a body for a pooling model, without delaying the chat model."""
-        options = ParseOptions(None, self.settings.ignore_unknown_fields, has_pool=self.pool is not None)
-        return await self.pooling.offload.parse(parser, body, options)
-
-    def _note_failure(self, error: Exception, what: str) -> WorkerError:
+    def _note_failure(self, error: Exception) -> WorkerError:
         """Keep and return why nothing can be served."""
+        what = "the model could not be loaded"
         known = error if isinstance(error, WorkerError) else InferenceError(f"{what}: {type(error).__name__}: {error}")
         self.failure, self.state = known, "failed"
         self._publish({"stage": "failed", "message": what})
         return known
 
-    async def _drain(self, is_busy: Callable[[], bool]) -> ShuttingDownError:
-        """Take no new requests, and wait for running ones within the shutdown timeout; return the error of the rest."""
+    async def stop(self) -> None:
+        """Take no new requests, let running ones finish within the shutdown timeout, end the others with an error."""
+        if self._preloading is not None:
+            self._preloading.cancel()
         was_loading, self.state = self.state == "loading", "stopping"
         if was_loading:
             self._publish({"stage": "stopping"})
         end = time.monotonic() + self.settings.shutdown_timeout_s
-        while is_busy() and time.monotonic() < end:
+        while any(member.is_busy for member in self.pool.members) and time.monotonic() < end:
             await asyncio.sleep(0.02)
-        return ShuttingDownError("the worker is shutting down")
+        if self.store is not None:
+            await self.store.close()
+        await self.pool.stop(ShuttingDownError("the worker is shutting down"))
+        for offload in (self.offload, self.pooling_offload):
+            offload.close()
 
-    @property
-    def uptime_s(self) -> float:
-        return round(time.monotonic() - self._start_clock, 3)
+    async def restart_engines(self) -> None:
+        """Replace the engines' processes, one after another."""
+        if self.state != "ready" or self._restarting.locked():
+            reason = "a restart is under way" if self._restarting.locked() else f"the worker is {self.state}"
+            logger.warning("the engines are not restarted: %s", reason)
+            return
+        async with self._restarting:
+            for member in self.pool.residents:
+                if member.is_serving and member.service is not None:
+                    try:
+                        await member.service.engine.restart()
+                    except WorkerError as error:
+                        logger.warning("the engine of %s is not restarted: %s", member.name, error)
 
-    def report(self, message: dict[str, Any]) -> None:
-        """Send a message to the callback URL, if there is one."""
-        if self.settings.callback_url is not None:
-            self.messages.put_nowait({"worker_id": self.settings.worker_id, **message})
+    async def refresh(self) -> None:
+        """Add the models that are new in --models-dir, and forget those that are gone."""
+        if self.store is not None:
+            await self.store.refresh()
 
     def require_ready(self) -> None:
         """Raise unless requests are accepted."""
@@ -172,19 +190,143 @@ class Front(ABC):
             raise ShuttingDownError("the worker is shutting down")
         if self.failure is not None:
             raise InferenceError("the model could not be loaded")
-        if not self.is_loaded or self.state != "ready":
+        if self.state != "ready":
             raise ModelLoadingError("the model is loading", LOADING_RETRY_S)
 
-    def _publish_stage(self, stage: Stage) -> None:
-        if self.state != "loading":  # an engine that is being stopped still reports
-            return
-        event = {"stage": stage.stage, "done": stage.done, "total": stage.total, "seconds": round(stage.seconds, 6)}
-        self._publish(event if stage.detail is None else event | {"detail": stage.detail})
+    async def find(self, name: str | None, *kinds: str) -> Member:
+        """Return the member of a request: by its name, or the first of these kinds; raise if there is none."""
+        if self.settings.has_pool:  # else the models are known before they are loaded
+            self.require_ready()
+        member = self._named(name, kinds)
+        if self.store is not None and (member is None or await self.store.has_changed(member)):
+            await self.store.refresh()
+            member = self._named(name, kinds)
+        if member is not None and member.source.kind in kinds:
+            self.require_ready()
+            if member.source.is_fixed and member.state == "loading":
+                raise ModelLoadingError(f"the model {member.name!r} is loading", LOADING_RETRY_S)
+            return member
+        fitting = [other.name for other in self.pool.members if other.source.kind in kinds]
+        options = " or ".join(OPTIONS[kind] for kind in kinds)
+        use = f"use {', '.join(map(repr, fitting[:MAX_LISTED]))}" if fitting else f"start the worker with {options}"
+        if member is not None:
+            kind = f"of kind {member.source.kind!r}, which does not do this"
+            raise InvalidRequestError(f"the model {member.name!r} is {kind}: {use}", "model")
+        if name is None:
+            raise ModelNotFoundError(f"there is no model of kind {' or '.join(kinds)} here: {use}")
+        raise ModelNotFoundError(f"the model {name[:100]!r} is not served here: {use}{', or no model' * bool(fitting)}")
+
+    def _named(self, name: str | None, kinds: Sequence[str]) -> Member | None:
+        """Return the model, or the one of the adapter, of this name; without one the default of these kinds."""
+        if name is None:
+            return self.default(kinds)
+        is_adapter = (member := self.pool.named(name)) is None and self.chat is not None and self.chat.loras.find(name)
+        return self.pool.members[0] if is_adapter else member
+
+    def default(self, kinds: Sequence[str] = KINDS) -> Member | None:
+        """Return the first model of the first of these kinds whose files can be used."""
+        usable = [member for member in self.pool.members if member.source.facts is not None or member.source.is_fixed]
+        return next((member for kind in kinds for member in usable if member.source.kind == kind), None)
+
+    @asynccontextmanager
+    async def use(self, name: str | None) -> AsyncIterator[Worker]:
+        """Provide the chat model of a request; it is loaded first if it is not, and kept meanwhile."""
+        async with self.pool.use(await self.find(name, "chat")) as service:
+            assert isinstance(service, Worker)
+            yield service
+
+    @asynccontextmanager
+    async def use_pooling(
+        self, name: str | None, *kinds: Kind, keep_alive: float | None = None
+    ) -> AsyncIterator[PoolingService]:
+        """Provide the pooling model of a request, of one of these kinds, and keep it so long after the request."""
+        member = await self.find(name, *kinds)
+        async with self.pool.use(member) as service:
+            assert isinstance(service, PoolingService)
+            if keep_alive is not None:
+                self.pool.set_keep_alive(member, keep_alive)
+            yield service
+
+    async def parse(self, parser: str, body: bytes, *, is_stream: bool = False, chat: Worker | None = None) -> Any:
+        """Parse a body with one of `body_parsers`, within the limits of a chat model; a large one in another process.
+        Raise if it has a priority where priorities are not honoured."""
+        chat, settings = chat or self.chat, self.settings
+        limits = None if chat is None else chat.limits
+        options = ParseOptions(limits, settings.ignore_unknown_fields, is_stream, settings.has_pool)
+        record = await self.offload.parse(parser, body, options)
+        if getattr(record, "priority", 0) and not settings.allow_priority:
+            message = "priority is not honoured here: send 0 or none, or start the worker with --allow-priority"
+            raise ValidationError([ValidationIssue("priority", "unsupported", message, record.priority)])
+        return record
+
+    async def parse_pooling(self, parser: str, body: bytes) -> Any:
+        """Return the record of a body for a pooling model."""
+        options = ParseOptions(None, self.settings.ignore_unknown_fields, has_pool=self.settings.has_pool)
+        return await self.pooling_offload.parse(parser, body, options)
+
+    def report(self, message: dict[str, Any]) -> None:
+        """Send a message to the callback URL, if there is one."""
+        if self.settings.callback_url is not None:
+            self.messages.put_nowait({"worker_id": self.settings.worker_id, **message})
+
+    def _publish_stage(self, member: Member, stage: Stage) -> None:
+        if self.state == "loading" and member is self.pool.members[0]:
+            event = {"stage": stage.stage, "done": stage.done, "total": stage.total, "seconds": round(stage.seconds, 6)}
+            self._publish(event if stage.detail is None else event | {"detail": stage.detail})
 
     def _publish(self, event: dict[str, Any]) -> None:
         self.loading_events.append(event)
         changed, self.loading_changed = self.loading_changed, asyncio.Event()
         changed.set()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is any request."""
+        return self.pool.num_waiting > 0 or any(member.is_busy for member in self.pool.members)
+
+    def engine_status(self) -> str:
+        """Return the worst state of the loaded members; one that is not loaded is no fault."""
+        self.pool.notice_failures()
+        services = [member.service for member in self.pool.members if member.service is not None]
+        states = [str(service.engine.status()) for service in services]
+        if self.chat is not None and states[0] != "healthy":
+            return states[0]
+        errors = [member.error for member in self.pool.members if member.state == "failed"]
+        has_failed = any(isinstance(error, InferenceError | DeadlineError) for error in errors)  # not by its files
+        if len(set(states)) == 1 and not has_failed:
+            return states[0]
+        return "degraded" if has_failed or set(states) - {"healthy"} else "healthy"
+
+    def health(self) -> dict[str, Any]:
+        """Return the health from cached state: forward progress, not that the process exists."""
+        members, first = self.pool.members, self.default()
+        workers = [member.service for member in members if isinstance(member.service, Worker)]
+        loads = [worker.admission.load for worker in workers]
+        age = max((worker.engine.last_step_age_s for worker in workers if self.state == "ready"), default=0.0)
+        status = self.engine_status() if self.state == "ready" else self.state
+        if status == "healthy" and age > self.settings.stall_timeout_s:
+            status = "stalled"
+        health: dict[str, Any] = {
+            "status": status,
+            "model": None if first is None else first.name,
+            "uptime_s": round(time.monotonic() - self._start_clock, 3),
+            "last_step_age_s": round(age, 3),
+            "running": sum(load.running for load in loads),
+            "waiting": sum(load.waiting for load in loads) + self.pool.num_waiting,
+            "pooling": [],
+        }
+        if self.settings.has_pool:
+            return health | {**self.pool.describe(), "pulls": None if self.store is None else self.store.describe()}
+        pooling = [member.service for member in members if isinstance(member.service, PoolingService)]
+        return health | {"pooling": [service.health() for service in pooling]}
+
+    def metrics(self) -> bytes:
+        """Return the metrics as Prometheus scrapes them; those of a pool are labelled by model."""
+        members, has_pool = self.pool.members, self.settings.has_pool
+        labels = ({"model": member.name} if has_pool else {} for member in members)
+        groups = zip(labels, ((member.service or member.source).metrics() for member in members), strict=True)
+        own = [*(pool_metrics(members) if has_pool else ()), *batch_metrics(self.batches)]
+        return encode_families([*own, *merge_families(groups)])
 
 
 class LoraNames:
@@ -283,124 +425,68 @@ class LoraNames:
             self._engine.unload_lora(old.info.digest)
 
 
-class Worker(Front, GenerationListener):
-    """One chat model on the wire, alone or as a member of a pool."""
+class Worker(GenerationListener):
+    """One chat model on the wire."""
 
     def __init__(
         self,
         settings: ServerSettings,
         engine: TokenEngine,
         open_model: Callable[[ModelInfo], TextModel],
-        pooling: PoolingModels | None = None,
-        *,
-        offload: OffloadPool | None = None,
-        on_stage: OnStage = lambda stage: None,
-        on_idle: Callable[[], None] = lambda: None,
+        offload: OffloadPool,
     ) -> None:
-        """`open_model` returns the text side of the model that the engine has loaded; it is called in a thread.
-        `pooling` are the embedding models and rerankers. In a pool all members share `offload`, `on_stage` and
-        `on_idle` are called with the stages of loading and when the last request has ended."""
-        super().__init__(settings, pooling or PoolingModels(), offload)
-        self.engine = engine
-        self._is_restarting = False
+        """`open_model` returns the text side of the model that the engine has loaded; it is called in a thread."""
+        self.settings, self.names, self.engine, self.offload = settings, settings.names, engine, offload
         self._open: set[Generation] = set()  # not read to their end
         self._unstarted: set[Generation] = set()  # of these, without a token
         self.admission = Admission.of_chat(engine, settings)
         self.loras = LoraNames(engine, settings)
         self.latencies = LatencyHistograms()
-        self._open_model, self._on_stage, self._on_idle = open_model, on_stage, on_idle
+        self._open_model: Callable[[ModelInfo], TextModel] | None = open_model
+        self._on_idle: Callable[[], None] = lambda: None
         self._model: TextModel | None = None
+        self._is_closed = False
         self.encoder: PromptEncoder  # once the model is loaded
 
-    @property
-    def chat(self) -> Worker | None:
-        return self
+    async def start(self, on_stage: OnStage, on_idle: Callable[[], None]) -> None:
+        """Load the model; `on_idle` is called when the last request has ended."""
+        loop, self._on_idle = asyncio.get_running_loop(), on_idle
 
-    @asynccontextmanager
-    async def use(self, name: str | None) -> AsyncIterator[Worker]:
-        self.require_model(name)
-        yield self
+        def report(stage: Stage) -> None:  # also called in a thread of the engine
+            loop.call_soon_threadsafe(on_stage, stage)
 
-    @asynccontextmanager
-    async def use_pooling(
-        self, name: str | None, *kinds: Kind, keep_alive: float | None = None
-    ) -> AsyncIterator[PoolingService]:
-        yield self.find_pooling(name, *kinds)
-
-    async def start(self) -> None:
-        """Load the models; chat is served while pooling models still load. A failure is kept and raised."""
-        loading = [asyncio.ensure_future(work) for work in (self._load_chat(), self.pooling.start())]
-        try:
-            await asyncio.gather(*loading)
-        except Exception as error:
-            for task in loading:
-                task.cancel()
-            if self.state == "stopping":  # an engine that is stopped cannot load
-                return
-            raise self._note_failure(error, "the model could not be loaded") from error
-
-    async def _load_chat(self) -> None:
-        """Load the chat model, then serve it."""
-        loop = asyncio.get_running_loop()
-
-        def on_stage(stage: Stage) -> None:
-            loop.call_soon_threadsafe(self._publish_stage, stage)
-            loop.call_soon_threadsafe(self._on_stage, stage)
-
-        info = await self.engine.start(on_stage)
-        self._model = await self._open_text(info)
-        if self.state != "loading":  # stopped meanwhile
-            return
+        info = await self.engine.start(report)
+        self.require_open()
+        model = await self._open_text(info, on_stage)
         self.loras.add_loaded(info)
-        self.encoder = PromptEncoder(self._model, self.offload)
-        self.state = "ready"
-        self._publish({"stage": "ready"})
-        for service in self.pooling.services:
-            if not service.is_loaded:
-                logger.warning("the model %s is still loading: until it serves, /health is degraded", service.name)
+        self.encoder = PromptEncoder(model, self.offload)
+        self._model = model
 
-    async def _open_text(self, info: ModelInfo) -> TextModel:
+    async def _open_text(self, info: ModelInfo, on_stage: OnStage) -> TextModel:
         """Open the text side of the model; a phase of loading, unless the engine's own load had it."""
         start = time.perf_counter()
+        assert self._open_model is not None
         model = await asyncio.to_thread(self._open_model, info)
         model.open_objects = self.settings.open_objects
         if (phase := "tokenizer") not in info.phases:
             seconds = info.phases[phase] = time.perf_counter() - start
-            self._publish_stage(Stage(phase, 0, None, 0.0))
-            self._publish_stage(Stage(phase, 1, 1, seconds))
+            on_stage(Stage(phase, 0, None, 0.0))
+            on_stage(Stage(phase, 1, 1, seconds))
         return model
 
-    async def restart_engines(self) -> None:
-        """Replace the engines' processes, one after another."""
-        if self.state != "ready" or self._is_restarting:
-            reason = "a restart is under way" if self._is_restarting else f"the worker is {self.state}"
-            logger.warning("the engines are not restarted: %s", reason)
-            return
-        self._is_restarting = True
-        try:
-            await self.engine.restart()
-            await self.pooling.restart()
-        except WorkerError as error:
-            logger.warning("the engines are not restarted: %s", error)
-        finally:
-            self._is_restarting = False
-
-    async def stop(self) -> None:
-        error = await self._drain(lambda: bool(self.num_open or self.pooling.num_open))
-        await asyncio.gather(self.engine.stop(error), self.pooling.stop(error))
-        self.offload.close()
-
     async def close(self, error: WorkerError) -> None:
-        """End the engine at once, and let go of the text side; requests that are left end with the error."""
-        self.state = "stopping"
+        """End the engine, and let go of the text side; requests that are left end with the error."""
+        self._is_closed = True
+        has_requests = bool(self._open)  # their replies are still printed
         await self.engine.stop(error)
-        self._model = None  # replies that ended hold the worker until they are collected
-        self.__dict__.pop("encoder", None)
-        self.__dict__.pop("_open_model", None)
+        self._open_model = None
+        if not has_requests:  # replies that ended hold the worker until they are collected
+            self._model = None
+            self.__dict__.pop("encoder", None)
 
     @property
     def model(self) -> TextModel:
-        """The text side of the model; raises while it loads, after it failed and while the worker stops."""
+        """The text side of the model; raises while it loads and once it is closed."""
         self.require_ready()
         return self.loaded
 
@@ -415,6 +501,11 @@ class Worker(Front, GenerationListener):
         return self._model
 
     @property
+    def limits(self) -> ModelLimits | None:
+        """The limits of values in bodies; none until it is loaded."""
+        return None if self._model is None else ModelLimits(self._model.max_context, self._model.vocab_size)
+
+    @property
     def num_open(self) -> int:
         return len(self._open)
 
@@ -422,44 +513,15 @@ class Worker(Front, GenerationListener):
     def num_unstarted(self) -> int:
         return len(self._unstarted)
 
-    @property
-    def is_busy(self) -> bool:
-        return self.num_open > 0 or self.admission.load.waiting > 0 or self.pooling.num_open > 0
+    def require_open(self) -> None:
+        if self._is_closed:
+            raise ShuttingDownError("the worker is shutting down")
 
-    async def parse(self, parser: str, body: bytes, *, is_stream: bool = False) -> Any:
-        """Parse a body with one of `body_parsers`; a large one is parsed in another process."""
-        model = self._model
-        limits = None if model is None else ModelLimits(model.max_context, model.vocab_size)
-        has_pool = not self._owns_offload
-        options = ParseOptions(limits, self.settings.ignore_unknown_fields, is_stream, has_pool)
-        return self._checked(await self.offload.parse(parser, body, options))
-
-    def find_pooling(self, name: str | None, *kinds: Kind) -> PoolingService:
-        """Return a request's pooling model of one of these kinds; raise if there is none, or it still loads."""
-        service = self.pooling.find(name, kinds, self.names)
-        self.require_ready()
-        service.require_loaded()
-        return service
-
-    def require_model(self, name: str | None) -> None:
-        """Raise unless this is the chat model's name, or none."""
-        if name is None or any(is_name_of(name, served) for served in self.names):
-            return
-        if self.loras.find(name) is None:
-            if (other := self.pooling.named(name)) is not None:
-                message = f"the model {name[:100]!r} is of kind {other.kind!r}, not a chat model: use {self.names[0]!r}"
-                raise InvalidRequestError(message, "model")
-            raise ModelNotFoundError(f"the model {name[:100]!r} is not served here: use {self.names[0]!r}, or no model")
-
-    def reserve(self, num_requests: int, num_tokens: int) -> AbstractContextManager[Reservation]:
-        """Reserve places for requests that are being tokenized, with an estimate of their tokens; raise if full."""
-        self.require_ready()
-        return self.admission.reserve(num_requests, num_tokens)
-
-    def require_capacity(self, num_requests: int) -> None:
-        """Raise if one body asks for more requests than could ever be inside."""
-        self.require_ready()
-        self.admission.require_capacity(num_requests)
+    def require_ready(self) -> None:
+        """Raise unless it is loaded."""
+        self.require_open()
+        if self._model is None:
+            raise ModelLoadingError("the model is loading", LOADING_RETRY_S)
 
     def start_generations(
         self,
@@ -522,37 +584,10 @@ class Worker(Front, GenerationListener):
         if not self._open:
             self._on_idle()
 
-    def engine_status(self) -> str:
-        return self.engine.status()
-
     @property
     def context_length(self) -> int:
         return self.engine.info.max_context
 
-    def metrics(self) -> bytes:
+    def metrics(self) -> Iterator[Metric]:
         load = self.admission.load
-        engine = self.engine if self.is_loaded else None
-        pooling = self.pooling.services if self.is_loaded else ()
-        more = [*pooling_metrics(pooling), *batch_metrics(self.batches)]
-        return exposition(self.latencies, load.running, load.waiting, engine, more)
-
-    def health(self) -> dict[str, Any]:
-        """Return the health from cached state: forward progress, not that the process exists."""
-        status, age = {"ready": "healthy"}.get(self.state, self.state), 0.0
-        if status == "healthy":
-            status, age = self.engine.status(), self.engine.last_step_age_s
-            if status == "healthy" and age > self.settings.stall_timeout_s:
-                status = "stalled"
-        load = self.admission.load
-        pooling = self.pooling.health()
-        if status == "healthy" and any(model["status"] != "healthy" for model in pooling):
-            status = "degraded"
-        return {
-            "status": status,
-            "model": self.names[0],
-            "uptime_s": self.uptime_s,
-            "last_step_age_s": round(age, 3),
-            "running": load.running,
-            "waiting": load.waiting,
-            "pooling": pooling,
-        }
+        return chat_families(self.latencies, load.running, load.waiting, self.engine if self.is_loaded else None)

@@ -25,7 +25,8 @@ from llm_worker_rbee import LLM
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.progress import OnStage
 from llm_worker_rbee.server.app import application
-from llm_worker_rbee.server.pooling import PoolingModels
+from llm_worker_rbee.server.model_source import fixed_front
+from llm_worker_rbee.server.pooling import PoolingService
 from llm_worker_rbee.server.serve import connection_class
 from llm_worker_rbee.server.settings import ServerSettings
 from llm_worker_rbee.server.worker import Worker
@@ -58,7 +59,7 @@ class Server:
 
     def __init__(
         self, load: Callable[..., LLM], *, http: str = "httptools", takes_on_stage: bool = False,
-        pooling: PoolingModels | None = None, **settings: Any,
+        pooling: dict[str, PoolingService] | None = None, **settings: Any,
     ) -> None:  # fmt: skip
         """`load` makes the model; with `takes_on_stage` it gets the callback for loading stages."""
         made = load if takes_on_stage else lambda on_stage: load()
@@ -69,7 +70,8 @@ class Server:
             return self.llm.engine, self.llm.info
 
         engine = ThreadedEngine(load_engine)
-        self.worker = Worker(ServerSettings(model_ref="tiny", **settings), engine, lambda info: self.llm, pooling)
+        own = ServerSettings(model_ref="tiny", **settings)
+        self.worker = fixed_front(own, engine, lambda info: self.llm, pooling or {})
         self.socket = socket.socket()
         self.socket.bind(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]
@@ -104,9 +106,21 @@ class Server:
 
     def ready(self) -> Server:
         """Wait until all models are loaded, or one has failed."""
-        services, worker = self.worker.pooling.services, self.worker
-        until(lambda: worker.failure or (worker.state != "loading" and all(one.is_loaded for one in services)))
+        worker = self.worker
+        members = worker.pool.members
+        until(lambda: worker.failure or (members and all(member.state == "loaded" for member in members)))
         return self
+
+    @property
+    def chat(self) -> Worker:
+        """The chat model of the server."""
+        assert self.worker.chat is not None
+        return self.worker.chat
+
+    @property
+    def pooling(self) -> list[Any]:
+        """The pooling models of the server."""
+        return [member.service for member in self.worker.pool.members[1:]]
 
     @property
     def num_connections(self) -> int:
@@ -141,16 +155,16 @@ class Server:
     def require_idle(self) -> None:
         """Require that no request or block is left and the scheduler is consistent."""
         scheduler = self.llm.engine.scheduler
-        until(lambda: self.worker.num_open == 0 and not scheduler.has_work)
+        until(lambda: self.chat.num_open == 0 and not scheduler.has_work)
         until(lambda: scheduler.pool.num_free == scheduler.pool.n_blocks)
         scheduler.check()
-        assert (self.worker.num_unstarted, self.worker.admission.load) == (0, (0, 0, 0))
+        assert (self.chat.num_unstarted, self.chat.admission.load) == (0, (0, 0, 0))
 
 
 def step_through(run: Callable[[Any], Any], engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pass every step through `run`; async scheduling is turned off."""
     monkeypatch.setattr(engine.pipeline, "is_enabled", False)
-    monkeypatch.setattr(engine.runner, "run", run)
+    monkeypatch.setattr(engine.runner, "run", lambda scheduled, *_: run(scheduled))
 
 
 def until(holds: Callable[[], object]) -> None:

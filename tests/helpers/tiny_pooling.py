@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from llm_worker_rbee.config import PoolingOptions
-from llm_worker_rbee.server.pooling import TASKS, Kind, PoolingModels, PoolingService, open_text_side
+from llm_worker_rbee.server.pooling import TASKS, Kind, PoolingService, open_text_side
 from llm_worker_rbee.token_engine.pooling_supervisor import SupervisedPooling
 from llm_worker_rbee.token_engine.protocol import Load
 
@@ -91,14 +91,14 @@ def load_of(folder: Path, kind: Kind = "embedding") -> Load:
     return Load(pooling=options)
 
 
-def pooling_models(folder: Path, embedder: str = NAMES["embedding"]) -> PoolingModels:
+def pooling_models(folder: Path, embedder: str = NAMES["embedding"]) -> dict[str, PoolingService]:
     """Return an embedder and a ranker, each in a process of its own; the folder gets their files."""
-    services = []
+    services = {}
     names: dict[Kind, str] = {**NAMES, "embedding": embedder}
     for kind, name in names.items():
         path = write_bert(folder / name, kind)
         engine = SupervisedPooling(load_of(path, kind), max_restarts=100)
-        services.append(
-            PoolingService(name, kind, engine, lambda info, path=path, kind=kind: open_text_side(path, kind))
+        services[name] = PoolingService(
+            name, kind, engine, lambda info, path=path, kind=kind: open_text_side(path, kind)
         )
-    return PoolingModels(services)
+    return services

@@ -39,7 +39,7 @@ def test_admission_full_is_429_with_retry_after(start: Start, limit: dict[str, i
     """Bounded by requests and by waiting prompt tokens; a job gets the error of its own dialect."""
     server = start({"max_batch": 1}, **limit)
     running = server.job(max_tokens=60_000)
-    until(lambda: server.worker.num_unstarted == 0)
+    until(lambda: server.chat.num_unstarted == 0)
     waiting = server.job(prompt="#" * 60, max_tokens=1)
     reply = server.post(JOBS, {"prompt": "#" * 60, "max_tokens": 1})
     assert (reply.status_code, reply.json()["code"], reply.json()["retriable"]) == (429, "QUEUE_FULL", True)
@@ -69,7 +69,7 @@ def test_prompt_over_context_is_400_also_where_tokens_wait(start: Start) -> None
     server = start({"max_batch": 1}, max_queued_tokens=70_000)
     context = server.http.get("/v1/models").json()["data"][0]["context_length"]
     running = server.job(max_tokens=60_000)
-    until(lambda: server.worker.num_unstarted == 0)
+    until(lambda: server.chat.num_unstarted == 0)
     waiting = server.job(prompt="#" * 4_000, max_tokens=1)
     text = "#" * (context + 5_000)
     for path, body in (
@@ -114,7 +114,7 @@ def test_reservation_counts_while_prompt_is_tokenized(start: Start, monkeypatch:
     monkeypatch.setattr(tokenizer, "encode", lambda text, **more: may_go.wait() and encode(text, **more))
     with ThreadPoolExecutor(1) as pool:
         held = pool.submit(server.post, COMPLETIONS, {"prompt": "#" * 196, "max_tokens": 1})
-        until(lambda: server.worker.admission.load == (0, 1, 50))
+        until(lambda: server.chat.admission.load == (0, 1, 50))
         refused = server.post(COMPLETIONS, {"prompt": "####", "max_tokens": 1})
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "QUEUE_FULL")
         may_go.set()
@@ -131,7 +131,7 @@ def test_batch_over_queue_enters_only_idle_worker(start: Start, gate: Gate) -> N
     opened = gate(server)
     job = server.job(prompt="?" * 60, max_tokens=1)
     refused = server.post(COMPLETIONS, batch)
-    assert (refused.status_code, server.worker.num_open) == (429, 1)
+    assert (refused.status_code, server.chat.num_open) == (429, 1)
     opened.set()
     assert server.events(job)[-1]["type"] == "end"
     assert server.post(COMPLETIONS, batch).status_code == 200
@@ -144,7 +144,7 @@ def test_request_counts_as_running_from_first_step(start: Start, gate: Gate) -> 
     server = start({"max_batch": 1}, max_queue=0)
     opened = gate(server)
     job = server.job(max_tokens=3)
-    until(lambda: server.worker.admission.load.running == 1)
+    until(lambda: server.chat.admission.load.running == 1)
     health, metrics = server.http.get("/health").json(), server.http.get("/metrics").text
     assert (health["running"], health["waiting"]) == (1, 0)
     assert "llm_worker_num_requests_running 1.0" in metrics
@@ -159,7 +159,7 @@ def test_request_counts_as_running_from_first_step(start: Start, gate: Gate) -> 
 
 
 def test_default_queue_follows_batch_and_step(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = server.worker.engine
+    engine = server.chat.engine
     admission = Admission.of_chat(engine, ServerSettings(model_ref="x"))
 
     def limits(max_batch: int, max_step_tokens: int, num_replicas: int = 1) -> tuple[int, int]:
@@ -178,7 +178,7 @@ def test_default_queue_follows_batch_and_step(server: Server, monkeypatch: pytes
 
 def test_admission_counts_prompts_once(server: Server) -> None:
     """A request that is added or removed twice counts once; the tokens of prompts bound what waits for prefill."""
-    admission = Admission.of_chat(server.worker.engine, ServerSettings(model_ref="x", max_queued_tokens=100))
+    admission = Admission.of_chat(server.chat.engine, ServerSettings(model_ref="x", max_queued_tokens=100))
     submitted = Submit(id=0, prompt=[1] * 60, params=SamplingParams(), max_tokens=5, seed=0, eos_ids=[])
     request = RequestState(submitted)
     admission.add(request)
@@ -199,7 +199,7 @@ def test_admission_counts_prompts_once(server: Server) -> None:
 
 def test_retry_after_follows_running_requests(server: Server) -> None:
     """From the tokens left to running requests, the inter-token latency, and the part of max_tokens used of late."""
-    engine = server.worker.engine
+    engine = server.chat.engine
     admission = Admission.of_chat(engine, ServerSettings(model_ref="x", max_queue=0))
 
     def running(max_tokens: int, said: int) -> RequestState:
@@ -239,10 +239,10 @@ def test_retry_after_follows_running_requests(server: Server) -> None:
 def test_retry_after_of_long_requests_is_long(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """With long requests in all slots the next client gets a long Retry-After."""
     server = start({"max_batch": 2}, max_queue=1)
-    spoke = server.worker.admission.observe_itl
-    monkeypatch.setattr(server.worker.admission, "observe_itl", lambda seconds, tokens: spoke(0.01 * tokens, tokens))
+    spoke = server.chat.admission.observe_itl
+    monkeypatch.setattr(server.chat.admission, "observe_itl", lambda seconds, tokens: spoke(0.01 * tokens, tokens))
     jobs = [server.job(max_tokens=LONG) for _ in range(3)]
-    until(lambda: server.worker.admission._itl_s)
+    until(lambda: server.chat.admission._itl_s)
     refused = server.post(COMPLETIONS, {"prompt": "#", "max_tokens": 1})
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "60")
     for job in jobs:

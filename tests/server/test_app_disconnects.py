@@ -74,7 +74,7 @@ def test_disconnect_or_cancel_frees_blocks_within_one_step(
 
 def _is_given_up(server: Server) -> bool:
     """The engine's thread sees it before its next step."""
-    engine = server.worker.engine
+    engine = server.chat.engine
     assert isinstance(engine, ThreadedEngine)
     return any(isinstance(message, Abort) for message in list(engine._inbox))
 
@@ -146,7 +146,7 @@ def test_disconnect_while_queued_frees_request(start: Start, stream: bool) -> No
     client = Client(server, CHATS, {"messages": CHAT, "max_tokens": LONG, "n": 2, "stream": stream})
     until(lambda: len(server.llm.engine.scheduler.waiting) == 2)
     client.leave()
-    until(lambda: not server.llm.engine.scheduler.waiting and server.worker.num_unstarted == 0)
+    until(lambda: not server.llm.engine.scheduler.waiting and server.chat.num_unstarted == 0)
     assert server.http.get(f"/v1/jobs/{running}").json()["state"] == "running"
     server.http.delete(f"/v1/jobs/{running}")
     server.require_idle()

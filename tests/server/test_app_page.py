@@ -77,7 +77,7 @@ def test_page_error_is_shown_and_next_message_works(browser: Any, server: Server
 
 
 def test_page_of_a_degraded_worker_works(browser: Any, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.worker.engine, "status", lambda: "degraded")
+    monkeypatch.setattr(server.chat.engine, "status", lambda: "degraded")
     with opened(browser, server, status="degraded") as page:
         assert page.inner_text("#status") == "ready, some engines are not"
         ask(page, "go on", max_tokens=3)

@@ -113,7 +113,7 @@ def test_chats_do_not_wait_for_slow_checks_whose_queue_is_bounded(
 ) -> None:
     """Checks are stopped in the middle; beyond their bound there is 429, and a chat without a grammar is answered."""
     server = start()
-    checker, may_go, checked = server.worker.loaded.grammar_checker, threading.Event(), list[bytes]()
+    checker, may_go, checked = server.chat.loaded.grammar_checker, threading.Event(), list[bytes]()
 
     def wait(request: bytes) -> Verdict:
         checked.append(request)
@@ -162,7 +162,7 @@ def test_check_whose_clients_have_gone_leaves_nothing_behind(start: Start, caplo
     server = start()
     with pytest.raises(httpx.ReadTimeout):
         server.post(CHATS, hostile(5), timeout=0.2)
-    until(lambda: not server.worker.encoder._checks)
+    until(lambda: not server.chat.encoder._checks)
     server.require_idle()
     gc.collect()  # a task whose exception is not retrieved is logged when it is collected
     assert not caplog.records

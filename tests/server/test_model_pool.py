@@ -199,7 +199,7 @@ async def test_load_whose_process_dies_is_tried_again_once() -> None:
 async def test_model_that_never_fits_is_refused_at_once() -> None:
     pool, members, sources = make_pool(4, 11)
     await pool.load(members[0])
-    with pytest.raises(InsufficientMemoryError, match=r"'b' takes 11\.00 GB \(weights 11\.00 GB\), .*take 10\.00 GB"):
+    with pytest.raises(InsufficientMemoryError, match=r"takes 11\.00 GB \(weights 11\.00 GB\), .*take 10\.00 GB"):
         await pool.load(members[1])
     assert states(members) == "a:loaded b:failed"
     assert sources[1].num_opened == 0

@@ -156,7 +156,7 @@ def test_long_prompt_is_tokenized_up_to_the_context(
         return encode(text, **more)
 
     monkeypatch.setattr(tokenizer, "encode", watched)
-    cached = vars(server.worker.encoder)
+    cached = vars(server.chat.encoder)
     monkeypatch.setitem(cached, "_max_token_bytes", 100)  # else its bytes are enough to refuse it
     text = letters * (20 * CONTEXT // len(letters))
     reply = server.post(COMPLETIONS, {"prompt": text})

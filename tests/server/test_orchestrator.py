@@ -62,7 +62,7 @@ def test_info_and_messages_match_the_model(server: Server, monkeypatch: pytest.M
     assert info["versions"]["worker"] == __version__
     more = set() if DEVICE == "cpu" else {"torch", "triton"}
     assert info["versions"].keys() == {"worker", "python", "numpy", "numba"} | more
-    engine = server.worker.engine
+    engine = server.chat.engine
     monkeypatch.setattr(engine, "info", msgspec.structs.replace(engine.info, device="cuda:3"))
     monkeypatch.setattr(llm.model.ops, "allocated_memory", lambda: 12_345)
     monkeypatch.setattr(llm.model.fused, "graph_bytes", 678)

@@ -119,7 +119,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (EMBEDDINGS, {"input": "a", "zap": 1}, 400, "zap"),
     (EMBEDDINGS, {"input": [1], "prompt_name": "zap"}, 400, "zap"),
     (EMBEDDINGS, {"input": "a", "model": "zap"}, 404, f"use '{EMBEDDER}'"),
-    (EMBEDDINGS, {"input": "a", "model": "tiny"}, 400, "chat model"),
+    (EMBEDDINGS, {"input": "a", "model": "tiny"}, 400, "kind 'chat'"),
     (EMBEDDINGS, {"input": "a", "model": RANKER}, 400, "rerank"),
     (EMBEDDINGS, {"input": ["a"] * 40 + [LONG]}, 400, f"input 40 has .* tokens, the model takes {MAX_LENGTH}"),
     (EMBEDDINGS, {"input": "x" * 100_000}, 400, "truncate"),
@@ -191,7 +191,7 @@ def test_scores_of_a_ranker_and_cosines_of_an_embedder(both: Both) -> None:
 
 
 def test_prompts_by_name_and_by_type(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = both.server.worker.pooling.services[0].text
+    text = both.server.pooling[0].text
     monkeypatch.setattr(text, "pooling", replace(text.pooling, prompts={"passage": "p. ", "search_query": "q. "}))
     document, query = both.embed(["p. hello"]), both.embed(["q. hello"])
     for given, expected in (
@@ -305,7 +305,7 @@ def test_chat_is_served_while_pooling_models_load(
 ) -> None:
     """Their routes reply 503 with a time to retry; `/health` is degraded, and the log says why."""
     models = pooling_models(tmp_path)
-    pids = [service.engine._child.process.pid for service in models.services]
+    pids = [service.engine._child.process.pid for service in models.values()]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     settings = {"embedding_model": EMBEDDER, "rerank_model": RANKER}
@@ -326,7 +326,8 @@ def test_chat_is_served_while_pooling_models_load(
             assert int(reply.headers["retry-after"]) >= 1
         assert running.post(EMBEDDINGS, {"input": "a"}).json()["error"]["code"] == "MODEL_LOADING"
         assert running.http.get(f"/v1/models/{EMBEDDER}").status_code == 503
-        assert [one["id"] for one in running.http.get("/v1/models").json()["data"]] == ["tiny"]
+        listed = running.http.get("/v1/models").json()["data"]
+        assert [one["status"]["value"] for one in listed] == ["loaded", "loading", "loading"]
         for path in ("/info", "/metrics", "/api/tags", "/api/ps"):
             assert running.http.get(path).status_code == 200
         for pid in pids:
@@ -340,7 +341,7 @@ def test_pooling_model_that_fails_after_chat_is_ready_fails_the_worker(
     load: Callable[..., LLM], tmp_path: Path
 ) -> None:
     models = pooling_models(tmp_path)
-    pid = models.services[0].engine._child.process.pid
+    pid = models[NAMES["embedding"]].engine._child.process.pid
     os.kill(pid, signal.SIGSTOP)
     with Server(load, pooling=models) as running:
         until(lambda: running.worker.state == "ready")
@@ -352,7 +353,7 @@ def test_pooling_model_that_fails_after_chat_is_ready_fails_the_worker(
 
 
 def test_request_goes_on_in_the_next_process(both: Both) -> None:
-    engine = both.server.worker.pooling.services[0].engine
+    engine = both.server.pooling[0].engine
     texts = [f"text {i} {'x' * 40}" for i in range(400)]
     before, restarts = engine.stats.num_steps, engine.num_restarts
 
@@ -369,7 +370,7 @@ def test_request_goes_on_in_the_next_process(both: Both) -> None:
 
 
 def test_disconnect_cancels(both: Both) -> None:
-    service = both.server.worker.pooling.services[0]
+    service = both.server.pooling[0]
     body = json.dumps({"input": [f"text {i} {'x' * 50}" for i in range(2048)]})
     before = service.engine.stats.num_steps
     with httpx.Client(base_url=both.server.url) as client, pytest.raises(httpx.ReadTimeout):
@@ -381,7 +382,7 @@ def test_disconnect_cancels(both: Both) -> None:
 
 def test_full_queue_is_refused_with_a_time_to_retry(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_module, "MAX_QUEUED_SEQUENCES", 100)
-    service = both.server.worker.pooling.services[0]
+    service = both.server.pooling[0]
     slow = threading.Thread(target=lambda: both.server.post(EMBEDDINGS, {"input": ["some words " * 5] * 500}))
     slow.start()
     until(lambda: service.admission.num_reservations == 1)

@@ -70,7 +70,7 @@ def test_fields_that_are_not_sent_have_the_defaults_of_the_model(
 ) -> None:
     """A null equals an absent field; a value that is sent wins, also a neutral one. `/info` reports the defaults."""
     server = start()
-    llm, seen = server.worker.loaded, []
+    llm, seen = server.chat.loaded, []
     stated = {**NEUTRAL_SAMPLING, "temperature": 0.3, "top_k": 5, "repetition_penalty": 1.1}
     sources = dict.fromkeys(stated, "GGUF metadata")
     monkeypatch.setattr(llm, "sampling_defaults", SamplingDefaults(stated, sources, []))
@@ -99,7 +99,7 @@ def test_kv_cache_exhausted_preempts_and_finishes(start: Start, monkeypatch: pyt
     step_through(lambda spans: all_are_in.wait() and run(spans), engine, monkeypatch)
     with ThreadPoolExecutor(10) as pool:
         together = [pool.submit(server.post, "/v1/jobs", one) for one in bodies]
-        until(lambda: server.worker.num_open == 10)
+        until(lambda: server.chat.num_open == 10)
         all_are_in.set()
         assert [one.result().json()["text"] for one in together] == alone
     assert server.llm.engine.scheduler.stats.num_preemptions > 0
@@ -168,7 +168,7 @@ def test_stop_lets_running_requests_finish(start: Start, monkeypatch: pytest.Mon
     with ThreadPoolExecutor(2) as pool:
         reading = pool.submit(server.events, job)
         whole = pool.submit(server.post, COMPLETIONS, {"prompt": "#", "max_tokens": 1_500, "logprobs": 1})
-        until(lambda: server.worker.num_open == 2)
+        until(lambda: server.chat.num_open == 2)
         stopped = server.soon(server.worker.stop())
         until(lambda: server.worker.state == "stopping")
         refused = [server.post(CHATS, {"messages": CHAT}), server.post("/v1/jobs", {"prompt": "#", "max_tokens": 1})]
@@ -188,7 +188,7 @@ def test_stop_after_timeout_ends_requests_with_error(start: Start) -> None:
         job = pool.submit(server.post, "/execute", {"prompt": "#", "max_tokens": LONG, "job_id": "late"})
         chat = pool.submit(server.post, CHATS, {"messages": CHAT, "max_tokens": LONG, "stream": True})
         whole = pool.submit(server.post, CHATS, {"messages": CHAT, "max_tokens": LONG})
-        until(lambda: server.worker.num_open == 3 and server.worker.num_unstarted == 0)
+        until(lambda: server.chat.num_open == 3 and server.chat.num_unstarted == 0)
         server.soon(server.worker.stop()).result(20)
         last = events(job.result().text)[-1]
         assert (last["type"], last["code"], last["retriable"]) == ("error", "SHUTTING_DOWN", True)
@@ -206,7 +206,7 @@ def test_stop_while_loading_never_becomes_ready(load: Callable[..., LLM]) -> Non
     with Server(slowly) as server:
         server.soon(server.worker.stop()).result(LIMIT_S)
         go_on.set()
-        until(lambda: server.worker.is_loaded)
+        until(lambda: server._loaded)
         assert server.http.get("/health").json()["status"] == "stopping"
         assert server.http.get("/v1/models").json()["error"]["code"] == "SHUTTING_DOWN"
 

@@ -323,7 +323,7 @@ class Jobs:
     async def _start(self, worker: Worker, request: GenerateRequest, job_id: str) -> Job:
         (prompt,), context = request.prompts, worker.model.max_context
         worker.encoder.check_texts([prompt])
-        with worker.reserve(1, estimate_tokens(prompt, context)) as reservation:
+        with worker.admission.reserve(1, estimate_tokens(prompt, context)) as reservation:
             (encoded,) = await worker.encoder.encode([prompt], request.params.structured_outputs)
             self._require_unused(job_id)  # another request may have taken it meanwhile
             params = request.params.with_structured_outputs(encoded.structured_outputs)

@@ -10,13 +10,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping
 from datetime import UTC, datetime
-from typing import Any, cast
+from typing import Any
 
 from ...errors import InferenceError, InvalidRequestError, RequestCancelledError, WorkerError
 from ...sampling_params import SamplingParams
 from .. import log
 from ..bodies import GenerateRequest
-from ..dialect import Front, Member, PoolWorker
+from ..dialect import Front, Member
 from ..schema import KINDS, Boolean, Enum, Field, FieldType, Text, validate_body
 from ..sse import DONE, encode_event
 
@@ -152,14 +152,13 @@ class ModelJob(JobEvents):
     @classmethod
     async def start(cls, job_id: str, request: GenerateRequest, worker: Front) -> ModelJob:
         """Return the job of a request; raise if there is no such model."""
-        if worker.pool is None:
+        if not worker.settings.has_pool:
             raise InvalidRequestError("this worker serves the model that it was started with", "operation")
-        member = await cast(PoolWorker, worker).find(request.model, *KINDS)
+        member = await worker.find(request.model, *KINDS)
         return cls(job_id, request.values["operation"], member, worker)
 
     async def _work(self) -> None:
         member, start, pool = self._member, time.monotonic(), self._worker.pool
-        assert pool is not None
         self._task = asyncio.current_task()
         self._emit({"type": "started", "job_id": self.id, **self._about, "started_at": now()})
         if self._operation == "load":

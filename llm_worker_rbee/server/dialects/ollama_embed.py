@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from ..bodies import DIMENSIONS, MAX_INPUTS, EmbedRequest, Inputs
-from ..dialect import Call, Dialect, Front, Operation, Route
+from ..dialect import Call, Dialect, Front, Operation, PoolingService, Route
 from ..json_schema import COUNT, NUMBER, TEXT, Schema, array_schema, reply_schema
 from ..schema import (
     AnyObject,
@@ -94,38 +94,38 @@ class Handlers:
 
     async def embed(self, call: Call) -> Any:
         start = time.perf_counter()
-        request, name, pooled = await self._embed(call, EMBED_PATH)
+        request, service, pooled = await self._embed(call, EMBED_PATH)
         last = {
             "total_duration": int((time.perf_counter() - start) * SECOND),
             "load_duration": 0,
             "prompt_eval_count": 0 if pooled is None else pooled.num_tokens,
         }
         if pooled is None:
-            return {"model": name, "embeddings": [], **last}
-        return self._worker.pooling.rows_response(
+            return {"model": service.name, "embeddings": [], **last}
+        return service.rows_response(
             pooled.rows,
-            b'{"model":' + msgspec.json.encode(name) + b',"embeddings":[',
+            b'{"model":' + msgspec.json.encode(service.name) + b',"embeddings":[',
             lambda index, row: row,
             b"]," + msgspec.json.encode(last)[1:],
             headers=request.notice_headers(),
         )
 
     async def embed_one(self, call: Call) -> Any:
-        request, _, pooled = await self._embed(call, LEGACY_PATH)
+        request, service, pooled = await self._embed(call, LEGACY_PATH)
         if pooled is None:
             return {"embedding": []}
-        return self._worker.pooling.rows_response(
+        return service.rows_response(
             pooled.rows, b'{"embedding":', lambda index, row: row, b"}", headers=request.notice_headers()
         )
 
-    async def _embed(self, call: Call, parser: str) -> tuple[EmbedRequest, str, Any]:
+    async def _embed(self, call: Call, parser: str) -> tuple[EmbedRequest, PoolingService, Any]:
         body = await call.body()
         async with call.until_disconnect():
             request: EmbedRequest = await self._worker.parse_pooling(parser, body)
             async with self._worker.use_pooling(request.model, "embedding", keep_alive=request.keep_alive) as service:
                 if not request.inputs.texts:
-                    return request, service.name, None
-                return request, service.name, await service.embed(request, self._worker.pooling.offload)
+                    return request, service, None
+                return request, service, await service.embed(request, self._worker.pooling_offload)
 
 
 def _schemas(settings: ServerSettings) -> dict[str, Schema]:

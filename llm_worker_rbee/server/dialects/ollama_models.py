@@ -1,34 +1,35 @@
-"""Ollama's routes for the version and the models."""
+"""Ollama's routes for the version and the models, and those that change them: pull, create, copy, delete. Only a worker
+with --models-dir has the latter, for clients with its key, or on this machine."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import time
-from typing import Any, cast
+from collections.abc import AsyncGenerator
+from typing import Any
 
-from ...token_engine.protocol import ModelInfo, PoolingInfo
-from ..bodies import OPTION_NAMES
-from ..dialect import (
-    Call,
-    Dialect,
-    Front,
-    Handler,
-    Member,
-    ModelFacts,
-    Operation,
-    PoolingService,
-    PoolWorker,
-    Route,
-    TextModel,
-    Worker,
-)
+from ...errors import NotFoundError, WorkerError
+from ..bodies import OPTION_NAMES, ModelDefaults
+from ..dialect import Call, Dialect, Front, Handler, Member, ModelFacts, ModelStore, Operation, Route, TextModel
 from ..json_schema import COUNT, TEXT, Schema, array_schema, reply_schema
-from ..schema import Boolean, Field, Text, table_parser, table_schema, tagged_name
+from ..object_fields import ListOf, ObjectOf
+from ..schema import (
+    KINDS,
+    AnyObject,
+    Boolean,
+    Field,
+    Text,
+    require,
+    table_parser,
+    table_schema,
+    tagged_name,
+    unsupported,
+)
 from ..settings import ServerSettings
+from ..sse import EventStream, encode_json
 from .ollama import TIME, error_body, timestamp
 
-Facts = ModelInfo | PoolingInfo | ModelFacts
 VERSION = "0.14.0"  # of Ollama, whose API this is: clients compare it with the one that they need
 FOREVER = "9999-12-31T23:59:59Z"
 SHOW: dict[str, Field] = {
@@ -38,167 +39,207 @@ SHOW: dict[str, Field] = {
 }
 
 
+NO_STORE = "the models of this worker are chosen when it starts (llm-worker-rbee serve --models-dir)"
+SUCCESS, NDJSON = {"status": "success"}, {"content-type": "application/x-ndjson"}
+MAX_PULL_S = 7 * 24 * 3600.0  # no ping goes between the lines of a stream
+NAMED: dict[str, Field] = {"model": Field(Text(1)), "name": Field(Text(1))}  # the same, as older clients call it
+# `insecure` has no effect: the environment names the hub.
+PULL: dict[str, Field] = {**NAMED, "stream": Field(Boolean(), True), "insecure": Field(Boolean())}
+CREATE: dict[str, Field] = {
+    **NAMED,
+    "from": Field(Text(1)),
+    "system": Field(Text()),
+    "parameters": Field(AnyObject()),
+    "messages": Field(ListOf(ObjectOf({"role": Field(Text(1), required=True), "content": Field(Text())}))),
+    "stream": Field(Boolean(), True),
+    "template": unsupported(""),  # of Go; the model's own is Jinja
+    "modelfile": unsupported(""),
+    "license": unsupported("", []),
+    **dict.fromkeys(("quantize", "quantization"), unsupported("")),
+    **dict.fromkeys(("files", "adapters"), unsupported({})),
+}
+COPY: dict[str, Field] = {"source": Field(Text(1), required=True), "destination": Field(Text(1), required=True)}
+BODIES = {"pull": PULL, "create": CREATE, "copy": COPY, "delete": NAMED}
+
+
 class Handlers:
     """The routes about the models, for one worker."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Front) -> None:
         self._worker = worker
-        self._started_at, self._offload = worker.started_at, worker.offload
 
     def table(self) -> dict[str, Handler]:
-        return {"/api/version": self.version, "/api/tags": self.tags, "/api/ps": self.ps, "/api/show": self.show}
+        reading = {"/api/version": self.version, "/api/tags": self.tags, "/api/ps": self.ps, "/api/show": self.show}
+        changing = {"/api/pull": self.pull, "/api/create": self.create, "/api/copy": self.copy}
+        return {**reading, **changing, "/api/delete": self.delete, "/api/push": self.push}
 
     async def version(self, _: Call) -> dict[str, Any]:
         return {"version": VERSION}
 
     async def tags(self, _: Call) -> dict[str, Any]:
-        return {"models": [self._model(name, info) for name, info in self._served()]}
+        self._worker.require_ready()
+        await self._worker.refresh()
+        return {"models": [entry for member in self._worker.pool.members for entry in _entries(member)]}
 
     async def ps(self, _: Call) -> dict[str, Any]:
-        return {"models": [self._model(name, info) | self._running(info) for name, info in self._served()]}
-
-    def _served(self) -> list[tuple[str, ModelInfo | PoolingInfo]]:
-        """Return name and description of each model: the chat model by its names, then pooling models."""
         self._worker.require_ready()
-        pooling = [(tagged_name(service.name), service.engine.info) for service in self._worker.pooling.loaded]
-        return [
-            *((tagged_name(name), self._worker.engine.info) for name in self._worker.settings.listed_names),
-            *pooling,
-        ]
-
-    def _running(self, info: ModelInfo | PoolingInfo) -> dict[str, Any]:
-        size, context = info.weights_bytes, self._worker.model.max_context
-        if isinstance(info, PoolingInfo):
-            context = info.max_length
-        else:
-            size += info.kv_cache_bytes
-        return {
-            "expires_at": FOREVER,
-            "size": size,
-            "size_vram": size if info.backend == "cuda" else 0,
-            "context_length": context,
-        }
-
-    def _model(self, name: str, info: Facts) -> dict[str, Any]:
-        identity = f"{info.path} {info.architecture} {info.quant} {info.parameters} {info.weights_bytes}"
-        return {
-            "name": name,
-            "model": name,
-            "modified_at": timestamp(self._started_at),
-            "size": info.weights_bytes,
-            "digest": hashlib.sha256(identity.encode()).hexdigest(),
-            "details": self._details(info),
-        }
-
-    def _details(self, info: Facts) -> dict[str, Any]:
-        return {
-            "parent_model": "",
-            "format": "gguf" if info.path.endswith(".gguf") else "safetensors",
-            "family": info.architecture,
-            "families": [info.architecture],
-            "parameter_size": human_parameters(info.parameters),
-            "quantization_level": info.quant,
-        }
+        members = self._worker.pool.residents
+        return {"models": [_running(member, entry) for member in members for entry in _entries(member)]}
 
     async def show(self, call: Call) -> dict[str, Any]:
         """Describe a model."""
         values: dict[str, Any] = await self._worker.parse("ollama_show", await call.body())
-        name = values["model"] or values["name"]
-        if name is not None and (service := self._worker.pooling.named(name)) is not None:
-            self._worker.require_ready()
-            service.require_loaded()
-            return self._shown_pooling(service)
-        self._worker.require_model(name)
-        return await self._shown_chat(self._worker.engine.info, self._worker.model)
-
-    async def _shown_chat(self, info: Facts, model: TextModel) -> dict[str, Any]:
-        capabilities, template = await self._offload.run(0, lambda: describe_chat(model))
-        defaults = model.sampling_defaults.values | {"num_ctx": model.max_context}
-        stops = [("stop", f'"{stop}"') for stop in defaults.pop("stop", ())]
-        names = {own: name for name, own in OPTION_NAMES.items()}
-        parameters = "\n".join(f"{names.get(name, name):<30} {value}" for name, value in (*defaults.items(), *stops))
-        chat = {"parameters": parameters, "template": template, "messages": model.first_messages}
-        chat |= {} if model.system is None else {"system": model.system}
-        return self._shown(info, model.max_context, model.vocab_size, capabilities) | chat
-
-    def _shown_pooling(self, service: PoolingService) -> dict[str, Any]:
-        info = service.engine.info
-        capabilities = ["embedding"] if service.kind == "embedding" else []
-        shown = self._shown(info, info.max_length, info.vocab_size, capabilities)
-        shown["model_info"][f"{info.architecture}.embedding_length"] = info.output_dim
-        return shown
-
-    def _shown(self, info: Facts, context: int, vocab_size: int | None, capabilities: list[str]) -> dict[str, Any]:
-        model_info = {
-            "general.architecture": info.architecture,
-            "general.parameter_count": info.parameters,
-            f"{info.architecture}.context_length": context,
-        }
-        if vocab_size is not None:
-            model_info[f"{info.architecture}.vocab_size"] = vocab_size
-        return {
-            "modelfile": "",
-            "license": "",
-            "modified_at": timestamp(self._started_at),
-            "parameters": "",
-            "template": "",
-            "details": self._details(info),
-            "capabilities": capabilities,
-            "model_info": model_info,
-        }
-
-
-class PoolHandlers(Handlers):
-    """The same for the models of a pool, whether they are loaded or not."""
-
-    def __init__(self, worker: PoolWorker) -> None:
-        self._models = worker
-        self._started_at, self._offload = worker.started_at, worker.offload
-
-    async def tags(self, _: Call) -> dict[str, Any]:
-        self._models.require_ready()
-        await self._models.refresh()
-        return {"models": [self._member(member) for member in self._models.pool.members if member.source.facts]}
-
-    async def ps(self, _: Call) -> dict[str, Any]:
-        self._models.require_ready()
-        return {"models": [self._resident(member) for member in self._models.pool.residents]}
-
-    def _member(self, member: Member) -> dict[str, Any]:
-        facts = member.source.require_facts()
-        listed = self._model(tagged_name(member.name), facts)
-        return listed | {"modified_at": timestamp(facts.modified_at), "status": member.state}
-
-    def _resident(self, member: Member) -> dict[str, Any]:
-        """Describe a model that takes memory."""
-        seconds, context = member.expires_in_s, member.source.require_facts().context_length
-        if member.service is not None:
-            context = member.service.context_length
-        return self._member(member) | {
-            "expires_at": FOREVER if seconds is None else timestamp(time.time() + seconds),
-            "size": member.size_bytes,
-            "size_vram": 0,
-            "context_length": context,
-        }
-
-    async def show(self, call: Call) -> dict[str, Any]:
-        values: dict[str, Any] = await self._models.parse("ollama_show", await call.body())
-        member = await self._models.find(values["model"] or values["name"], "chat", "embedding", "rerank")
-        facts, text = member.source.require_facts(), member.source.text
-        if member.source.kind != "chat":
-            capabilities = ["embedding"] if member.source.kind == "embedding" else []
-            return self._shown(facts, facts.context_length, None, capabilities)
-        if text is not None:
-            return await self._shown_chat(facts, text)
-        opened: TextModel = await asyncio.to_thread(member.source.open_text)
+        member = await self._worker.find(values["model"] or values["name"], *KINDS)
+        source, facts = member.source, member.source.facts
+        if facts is None:
+            raise source.error
+        if source.kind != "chat":
+            shown = _shown(facts, facts.context_length, ["embedding"] if source.kind == "embedding" else [])
+            if member.service is not None and member.state == "loaded":
+                shown["model_info"][f"{facts.architecture}.embedding_length"] = member.service.engine.info.output_dim
+            return shown
+        if source.text is not None:
+            return await self._shown_chat(facts, source.text)
+        opened: TextModel = await asyncio.to_thread(source.open_text)
         try:
             return await self._shown_chat(facts, opened)
         finally:
             opened.close()
 
+    async def _shown_chat(self, facts: ModelFacts, model: TextModel) -> dict[str, Any]:
+        capabilities, template = await self._worker.offload.run(0, lambda: describe_chat(model))
+        defaults = model.sampling_defaults.values | {"num_ctx": model.max_context}
+        stops = [("stop", f'"{stop}"') for stop in defaults.pop("stop", ())]
+        names = {own: name for name, own in OPTION_NAMES.items()}
+        parameters = "\n".join(f"{names.get(name, name):<30} {value}" for name, value in (*defaults.items(), *stops))
+        shown = _shown(facts, model.max_context, capabilities)
+        shown["model_info"][f"{facts.architecture}.vocab_size"] = model.vocab_size
+        shown |= {"parameters": parameters, "template": template, "messages": model.first_messages}
+        return shown if model.system is None else shown | {"system": model.system}
 
-def _make_handlers(worker: Front) -> dict[str, Handler]:
-    return (Handlers(worker.chat) if worker.chat is not None else PoolHandlers(cast(PoolWorker, worker))).table()
+    async def _read(self, call: Call) -> tuple[ModelStore, dict[str, Any]]:
+        """Return the store and the validated body; raise unless the client may change the models."""
+        store = require_store(self._worker, call)
+        values: dict[str, Any] = await self._worker.parse(call.path, await call.body())
+        if "name" in values:
+            values["model"] = values["model"] or values["name"]
+            require(values["model"] is not None, "model", "required", "model is required")
+        return store, values
+
+    async def _find(self, name: str) -> Member:
+        return await self._worker.find(name, *KINDS)
+
+    async def pull(self, call: Call) -> Any:
+        store, values = await self._read(call)
+        pull = store.start_pull(values["model"])
+        if values["stream"]:
+            return EventStream(_lines(pull.read()), ping_s=MAX_PULL_S, headers=NDJSON, on_end=pull.leave)
+        try:
+            async with call.until_disconnect():
+                async for _ in pull.read():
+                    continue
+        finally:
+            pull.leave()
+        return SUCCESS
+
+    async def create(self, call: Call) -> Any:
+        """Give a model of the folder another name and other defaults."""
+        store, values = await self._read(call)
+        require(values["from"] is not None, "from", "required", "from is required: the name of a model that is here")
+        defaults = ModelDefaults.of({name: values[name] for name in ("system", "parameters", "messages")})
+        await store.create(await self._find(values["from"]), values["model"], defaults)
+        return EventStream(_lines(_created()), ping_s=MAX_PULL_S, headers=NDJSON) if values["stream"] else SUCCESS
+
+    async def copy(self, call: Call) -> dict[str, Any]:
+        store, values = await self._read(call)
+        await store.create(await self._find(values["source"]), values["destination"])
+        return {}
+
+    async def delete(self, call: Call) -> dict[str, Any]:
+        store, values = await self._read(call)
+        await store.delete(await self._find(values["model"]))
+        return {}
+
+    async def push(self, _: Call) -> Any:
+        raise NotFoundError("/api/push is not supported: models stay on this machine")
+
+
+def require_store(worker: Front, call: Call) -> ModelStore:
+    """Return --models-dir; raise unless the client may change it."""
+    if worker.store is None:
+        raise NotFoundError(f"{call.method} {call.path} is not supported: {NO_STORE}")
+    call.require_trusted(has_key=worker.settings.api_key is not None)
+    worker.require_ready()
+    return worker.store
+
+
+async def _lines(source: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
+    """Yield progress as lines of JSON; an error is the last one."""
+    try:
+        async for progress in source:
+            yield encode_json(progress) + b"\n"
+    except WorkerError as error:
+        yield encode_json(error_body(error)) + b"\n"
+
+
+async def _created() -> AsyncGenerator[dict[str, Any], None]:
+    for status in ("using existing layer", "writing manifest", "success"):
+        yield {"status": status}
+
+
+def _entries(member: Member) -> list[dict[str, Any]]:
+    """Return the entries of a model in lists, one for each name; none if its files cannot be used."""
+    if (facts := member.source.facts) is None:
+        return []
+    identity = f"{facts.path} {facts.architecture} {facts.quant} {facts.parameters} {facts.weights_bytes}"
+    entry = {
+        "modified_at": timestamp(facts.modified_at),
+        "size": facts.weights_bytes,
+        "digest": hashlib.sha256(identity.encode()).hexdigest(),
+        "details": _details(facts),
+        "status": member.state,
+    }
+    names = map(tagged_name, member.source.names[: member.source.num_listed])
+    return [{"name": name, "model": name, **entry} for name in names]
+
+
+def _running(member: Member, entry: dict[str, Any]) -> dict[str, Any]:
+    """Return the entry of a model that takes memory, with how much and for how long."""
+    seconds, context = member.expires_in_s, member.context_length
+    return entry | {
+        "expires_at": FOREVER if seconds is None else timestamp(time.time() + seconds),
+        "size": member.size_bytes,
+        "size_vram": sum(row.bytes for row in member.rows if row.memory == "device"),
+        "context_length": context,
+    }
+
+
+def _details(facts: ModelFacts) -> dict[str, Any]:
+    return {
+        "parent_model": "",
+        "format": "gguf" if facts.path.endswith(".gguf") else "safetensors",
+        "family": facts.architecture,
+        "families": [facts.architecture],
+        "parameter_size": human_parameters(facts.parameters),
+        "quantization_level": facts.quant,
+    }
+
+
+def _shown(facts: ModelFacts, context: int, capabilities: list[str]) -> dict[str, Any]:
+    return {
+        "modelfile": "",
+        "license": "",
+        "modified_at": timestamp(facts.modified_at),
+        "parameters": "",
+        "template": "",
+        "details": _details(facts),
+        "capabilities": capabilities,
+        "model_info": {
+            "general.architecture": facts.architecture,
+            "general.parameter_count": facts.parameters,
+            f"{facts.architecture}.context_length": context,
+        },
+    }
 
 
 def human_parameters(count: int) -> str:
@@ -230,8 +271,12 @@ LISTED: dict[str, Schema] = {
 
 def _schemas(settings: ServerSettings) -> dict[str, Schema]:
     running = reply_schema(**LISTED, expires_at=TIME, size_vram=COUNT, context_length=COUNT)
+    is_open = settings.ignore_unknown_fields
+    changing = {f"Ollama{verb}Request": table_schema(table, is_open=is_open) for verb, table in BODIES.items()}
     return {
-        "OllamaShowRequest": table_schema(SHOW, settings.schema_names, is_open=settings.ignore_unknown_fields),
+        **changing,
+        "OllamaStatus": reply_schema(status=TEXT),
+        "OllamaShowRequest": table_schema(SHOW, settings.schema_names, is_open=is_open),
         "OllamaVersion": reply_schema(version=TEXT),
         "OllamaModels": reply_schema(models=array_schema(reply_schema(**LISTED))),
         "OllamaRunningModels": reply_schema(models=array_schema(running)),
@@ -245,14 +290,21 @@ def _schemas(settings: ServerSettings) -> dict[str, Schema]:
     }
 
 
+def _operation(summary: str, name: str, event: str | None = None) -> Operation:
+    return Operation(summary=summary, request=f"Ollama{name}Request", reply=event or "Any", event=event)
+
+
 DIALECT = Dialect(
     prefixes=("/api",),
     error_body=error_body,
     schemas=_schemas,
     error_schema="OllamaError",
     takes_any_content_type=True,
-    parsers={"ollama_show": table_parser(SHOW)},
-    make_handlers=_make_handlers,
+    parsers={
+        "ollama_show": table_parser(SHOW),
+        **{f"/api/{verb}": table_parser(table) for verb, table in BODIES.items()},
+    },
+    make_handlers=lambda worker: Handlers(worker).table(),
     routes=(
         Route("GET", "/api/version", Operation(summary="The version of Ollama's API", reply="OllamaVersion")),
         Route("GET", "/api/tags", Operation(summary="The served models (Ollama)", reply="OllamaModels")),
@@ -262,5 +314,10 @@ DIALECT = Dialect(
             "/api/show",
             Operation(summary="A description of a model (Ollama)", request="OllamaShowRequest", reply="OllamaModel"),
         ),
+        Route("POST", "/api/pull", _operation("Fetch a model of the hub (Ollama)", "pull", "OllamaStatus")),
+        Route("POST", "/api/create", _operation("A model with other defaults (Ollama)", "create", "OllamaStatus")),
+        Route("POST", "/api/copy", _operation("Copy a model (Ollama)", "copy")),
+        Route("DELETE", "/api/delete", _operation("Remove a model (Ollama)", "delete")),
+        Route("POST", "/api/push", Operation(summary="Refused", reply="OllamaError", status=404)),
     ),
 )

@@ -4,16 +4,17 @@ and `/sleep`, `/wake_up` and `/is_sleeping` as in vLLM. Errors have the form of 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
-from ...errors import InvalidRequestError, NotFoundError
-from ..dialect import Call, Dialect, Front, Handler, Member, Operation, PoolWorker, Route
+from ...errors import InvalidRequestError
+from ..dialect import Call, Dialect, Front, Handler, Member, Operation, Route
 from ..json_schema import FLAG, TEXT, Schema, array_schema, reply_schema
 from ..schema import KINDS, Field, Text, require, table_parser, table_schema
 from ..settings import ServerSettings
 from ..sse import EventStream, encode_event
+from .ollama_models import require_store
 from .openai import error_body
 
 NAMED = {"model": Field(Text(1), required=True)}
@@ -26,7 +27,6 @@ class Handlers:
 
     def __init__(self, worker: Front) -> None:
         self._worker = worker
-        self._models = cast(PoolWorker, worker)  # of the routes that only a pool has
 
     def table(self) -> dict[str, Handler]:
         return {
@@ -41,31 +41,24 @@ class Handlers:
 
     async def _find(self, call: Call) -> Member:
         values: dict[str, Any] = await self._worker.parse("model_verb", await call.body())
-        return await self._models.find(values["model"], *KINDS)
+        return await self._worker.find(values["model"], *KINDS)
 
     async def models(self, call: Call) -> dict[str, Any]:
         if call.method in ("POST", "DELETE"):
             return await self._change(call)
-        if self._worker.pool is None:
-            self._worker.require_ready()
-            names = [self._worker.names[0], *(service.name for service in self._worker.pooling.loaded)]
-            return _list([{"id": name, "status": {"value": "loaded"}} for name in names])
-        self._models.require_ready()
-        await self._models.refresh()
-        return _list([_entry(member) for member in self._models.pool.members])
+        self._worker.require_ready()
+        await self._worker.refresh()
+        return {"object": "list", "data": [_entry(member) for member in self._worker.pool.members]}
 
     async def _change(self, call: Call) -> dict[str, Any]:
         """Fetch a model of the hub in the background, or remove one."""
-        if (store := self._worker.store) is None:
-            raise NotFoundError("models are changed where the worker has a folder for them: serve --models-dir")
-        call.require_trusted(has_key=self._worker.settings.api_key is not None)
-        self._models.require_ready()
+        store = require_store(self._worker, call)
         if call.method == "POST":
             values: dict[str, Any] = await self._worker.parse("model_verb", await call.body())
             store.start_pull(values["model"])
         else:
             require("model" in call.query, "model", "required", "?model= is required: the name of a model")
-            await store.delete(await self._models.find(call.query["model"], *KINDS))
+            await store.delete(await self._worker.find(call.query["model"], *KINDS))
         return {"success": True}
 
     async def watch(self, _: Call) -> EventStream:
@@ -76,10 +69,10 @@ class Handlers:
         shown: dict[tuple[str, str], dict[str, Any]] = {}
         while self._worker.state != "stopping":
             present: dict[tuple[str, str], dict[str, Any]] = {}
-            for member in self._models.pool.members:
+            for member in self._worker.pool.members:
                 status = member.status()
                 present[member.name, "model_status"] = {"status": status.pop("value"), **status}
-            for pull in self._models.pulls:
+            for pull in () if self._worker.store is None else self._worker.store.describe():
                 present[pull["model"], DOWNLOAD] = pull["progress"]
             removed = [(name, "model_remove") for name, event in shown.keys() - present.keys() if event != DOWNLOAD]
             changed = [key for key, data in present.items() if shown.get(key) != data]
@@ -90,7 +83,7 @@ class Handlers:
 
     async def load(self, call: Call) -> dict[str, Any]:
         """Begin to load a model; `GET /models` has the progress."""
-        member, pool = await self._find(call), self._models.pool
+        member, pool = await self._find(call), self._worker.pool
         await pool.require_fits(member)
         pool.start_load(member)
         return {"success": True}
@@ -99,7 +92,7 @@ class Handlers:
         """Unload a model once its requests have ended."""
         member = await self._find(call)
         async with call.until_disconnect():
-            await self._models.pool.unload(member)
+            await self._worker.pool.unload(member)
         return {"success": True}
 
     async def sleep(self, call: Call) -> dict[str, Any]:
@@ -108,28 +101,24 @@ class Handlers:
         if (level := call.query.get("level", LEVELS[0])) not in LEVELS:
             raise InvalidRequestError(f"level is {level[:20]!r}: it must be 1 or 2, which do the same here", "level")
         async with call.until_disconnect():
-            await self._models.pool.sleep()
+            await self._worker.pool.sleep()
         return {"is_sleeping": True}
 
     async def wake_up(self, call: Call) -> dict[str, Any]:
         call.require_own_page()
         async with call.until_disconnect():
-            await self._models.pool.wake()
+            await self._worker.pool.wake()
         return {"is_sleeping": False}
 
     async def is_sleeping(self, _: Call) -> dict[str, Any]:
-        states = {member.state for member in self._models.pool.members}
+        states = {member.state for member in self._worker.pool.members}
         return {"is_sleeping": "sleeping" in states and not states & {"loaded", "loading"}}
 
 
-def _list(data: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return {"object": "list", "data": [entry | {"object": "model"} for entry in data]}
-
-
 def _entry(member: Member) -> dict[str, Any]:
-    facts = member.source.facts
     return {
         "id": member.name,
+        "object": "model",
         "kind": member.source.kind,
         "in_cache": True,
         "status": member.status(),
@@ -137,7 +126,7 @@ def _entry(member: Member) -> dict[str, Any]:
         "requests": member.num_requests,
         "waiting": len(member.waiters),
         "expires_in_s": member.expires_in_s,
-        "context_length": None if facts is None else facts.context_length,
+        "context_length": member.context_length,
     }
 
 

@@ -11,7 +11,7 @@ from uuid import uuid4
 import msgspec
 
 from ..bodies import DIMENSIONS, MAX_INPUTS, EmbedRequest, Inputs, RankRequest
-from ..dialect import Call, Dialect, Front, Operation, Route
+from ..dialect import Call, Dialect, Front, Operation, PoolingService, Route
 from ..json_schema import COUNT, NUMBER, TEXT, Schema, array_schema, reply_schema, with_field, with_values
 from ..object_fields import ListOf, ObjectOf
 from ..schema import (
@@ -230,10 +230,10 @@ class Handlers:
         async with call.until_disconnect():
             request: EmbedRequest = await self._worker.parse_pooling(PATH, body)
             async with self._worker.use_pooling(request.model, "embedding") as service:
-                pooled = await service.embed(request, self._worker.pooling.offload)
+                pooled = await service.embed(request, self._worker.pooling_offload)
         usage = msgspec.json.encode({"prompt_tokens": pooled.num_tokens, "total_tokens": pooled.num_tokens})
         name = msgspec.json.encode(service.name)
-        return self._worker.pooling.rows_response(
+        return service.rows_response(
             pooled.rows,
             b'{"object":"list","data":[',
             _item,
@@ -243,14 +243,14 @@ class Handlers:
         )
 
     async def rerank(self, call: Call) -> Any:
-        request, name, scores, usage = await self._score(call, RERANK_PATHS[0], "rerank")
-        ranked = self._worker.pooling.ranking(scores, request.top_n)
+        request, service, scores, usage = await self._score(call, RERANK_PATHS[0], "rerank")
+        ranked = service.ranking(scores, request.top_n)
         results: Iterable[dict[str, Any]] = ({"index": index, "relevance_score": score} for index, score in ranked)
-        head, last = {"id": f"rerank-{uuid4().hex}", "model": name}, {"usage": usage}
+        head, last = {"id": f"rerank-{uuid4().hex}", "model": service.name}, {"usage": usage}
         if not request.returns_documents:
             return {**head, "results": list(results), **last}, 200, request.notice_headers()
         documents = request.documents
-        return self._worker.pooling.list_response(
+        return service.list_response(
             msgspec.json.encode(head)[:-1] + b',"results":[',
             (result | {"document": {"text": documents[result["index"]]}} for result in results),
             b"]," + msgspec.json.encode(last)[1:],
@@ -258,20 +258,22 @@ class Handlers:
         )
 
     async def score(self, call: Call) -> Any:
-        request, name, scores, usage = await self._score(call, SCORE_PATHS[0], "rerank", "embedding")
-        ranked = sorted(self._worker.pooling.ranking(scores, None))
+        request, service, scores, usage = await self._score(call, SCORE_PATHS[0], "rerank", "embedding")
+        ranked = sorted(service.ranking(scores, None))
         data = [{"index": index, "object": "score", "score": score} for index, score in ranked]
-        head = {"id": f"score-{uuid4().hex}", "object": "list", "created": int(time.time()), "model": name}
+        head = {"id": f"score-{uuid4().hex}", "object": "list", "created": int(time.time()), "model": service.name}
         return {**head, "data": data, "usage": usage}, 200, request.notice_headers()
 
-    async def _score(self, call: Call, parser: str, *kinds: Any) -> tuple[RankRequest, str, Any, dict[str, int]]:
+    async def _score(
+        self, call: Call, parser: str, *kinds: Any
+    ) -> tuple[RankRequest, PoolingService, Any, dict[str, int]]:
         body = await call.body()
         async with call.until_disconnect():
             request: RankRequest = await self._worker.parse_pooling(parser, body)
             async with self._worker.use_pooling(request.model, *kinds) as service:
-                pooled = await service.score(request, self._worker.pooling.offload)
+                pooled = await service.score(request, self._worker.pooling_offload)
         usage = {"prompt_tokens": pooled.num_tokens, "total_tokens": pooled.num_tokens}
-        return request, service.name, pooled.rows, usage
+        return request, service, pooled.rows, usage
 
     def table(self) -> dict[str, Any]:
         ranking = dict.fromkeys(RERANK_PATHS, self.rerank) | dict.fromkeys(SCORE_PATHS, self.score)
