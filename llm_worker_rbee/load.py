@@ -159,7 +159,7 @@ def load(
     model, head = _load_weights(checkpoint, placed, options.quantize, phases, with_head=options.has_mtp)
     model, packed = _add_adapters(model, checkpoint, options, adapter_paths, phases)
     is_inexact = placed.kv_type == "int8" and model.config.family.attention.qkv_bias
-    kv_notes = ["the model's keys have biases, which kv_type int8 stores coarsely: float16 is more exact"] * is_inexact
+    kv_notes = ["the model's keys have biases, which kv_type int8 rounds coarsely: float16 is more exact"] * is_inexact
     return LoadedModel(
         checkpoint=checkpoint,
         config=model.config,

@@ -92,7 +92,7 @@ def test_int8_keys_with_a_bias_are_noted(tmp_path: Path) -> None:
     path = tmp_path / "qwen2.gguf"
     write_gguf(path, minimal_gguf.metadata("qwen2"), minimal_gguf.tensors("qwen2"))
     note = LLM(path, kv_type="int8").notes[0]
-    assert with_option_names(note).startswith("the model's keys have biases, which --kv-type int8 stores coarsely: ")
+    assert with_option_names(note).startswith("the model's keys have biases, which --kv-type int8 rounds coarsely: ")
     assert LLM(path, kv_type="float16").notes == []
 
 

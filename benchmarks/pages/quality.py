@@ -27,7 +27,8 @@ TYPES_TEXT = """
 arithmetic, not types.""".strip()
 KV_TEXT = """
 int8 has one scale for the keys of a position and head. Qwen 2 and 2.5 add a bias to their keys that is far larger in a
-few channels: these determine the scale, and the other channels keep few bits. Use float16 for these models.""".strip()
+few channels and would determine the scale; heads are rotated by a Hadamard matrix first, so that all values are of one
+size. What is left is an error relative to the whole key: use float16 for these models.""".strip()
 FUNCTIONS_TEXT = """
 40 small functions of our own (`benchmarks/small_functions.py`), requested by signature and one sentence, with greedy
 decoding; the answer's code runs on examples in a bounded child process. transformers computes in float32 on the

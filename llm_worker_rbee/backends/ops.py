@@ -79,7 +79,8 @@ class StepStopped(Exception):  # noqa: N818, as StopIteration
 class KVLayer:
     """Keys and values of one layer, with scales if they are int8. Iterating yields the arrays that exist.
 
-    The shapes are the reference's; other backends have their own layout.
+    The shapes are the reference's; other backends have their own layout. Keys are rotated if they are int8, and so are
+    the queries that meet them.
     """
 
     k: Array  # (blocks, P, kv_heads, head_dim)
@@ -89,6 +90,12 @@ class KVLayer:
 
     def __iter__(self) -> Iterator[Array]:
         return (part for part in (self.k, self.v, self.k_scales, self.v_scales) if part is not None)
+
+
+def rotated_values(head_dim: int) -> int:
+    """Return how many values of an int8 key are rotated together: the largest power of two that divides the head."""
+    size = head_dim & -head_dim
+    return size if size >= 16 else 1
 
 
 def first_kv(layers: Sequence[LayerCache]) -> KVLayer:

@@ -30,6 +30,7 @@ from .ops import (
     RouteParams,
     SampleRow,
     StateLayer,
+    rotated_values,
 )
 from .reference_sampling import logprobs, sample_row
 
@@ -182,6 +183,21 @@ def store(k: Floats, v: Floats, kv: KVLayer, slot_mapping: Ints) -> None:
             rows[slot_mapping] = values
 
 
+def hadamard(x: Floats) -> Floats:
+    """Rotate heads by a Hadamard matrix, which leaves the products of two rotated heads as they were.
+
+    A few channels of keys may be far larger than the others and determine the scale of an int8 head; rotated, all
+    values are of one size.
+    """
+    size, half = rotated_values(x.shape[-1]), 1
+    while half < size:
+        pairs = x.reshape(*x.shape[:-1], -1, 2, half)
+        low, high = pairs[..., 0, :], pairs[..., 1, :]
+        x = np.stack((low + high, low - high), axis=-2).reshape(x.shape)
+        half *= 2
+    return x * np.float32(1 / math.sqrt(size))
+
+
 def quantize_int8(x: Floats) -> tuple[NDArray[np.int8], Floats]:
     """Return int8 codes and scales over the last axis: x = code * scale, scale = max|x| / 127 (NaN in, NaN scale)."""
     scales = np.max(np.abs(x), axis=-1) / np.float32(127)
@@ -194,14 +210,18 @@ def quantize_int8(x: Floats) -> tuple[NDArray[np.int8], Floats]:
 def rope_store(
     q: Floats, k: Floats, v: Floats, positions: Ints, table: RopeTable, kv: KVLayer, slot_mapping: Ints
 ) -> Floats:
-    """Rotate q and k, write k and v into the cache, return q: (T, heads, head_dim).
+    """Rotate q and k by RoPE (and `hadamard`, if keys are int8), write k and v, return q: (T, heads, head_dim).
 
     Without heads of k and v nothing is written: the layer reads the keys and values of another one.
     """
+    q, k = rope(q, positions, table), rope(k, positions, table)
+    if table.temperature_beta:
+        q = q * query_temperature(positions, table)[:, None, None]
+    if kv.k_scales is not None:
+        q, k = hadamard(q), hadamard(k)
     if k.shape[1]:
-        store(rope(k, positions, table), v, kv, slot_mapping)
-    turned = rope(q, positions, table)
-    return turned * query_temperature(positions, table)[:, None, None] if table.temperature_beta else turned
+        store(k, v, kv, slot_mapping)
+    return q
 
 
 def query_temperature(positions: Ints, table: RopeTable) -> Floats:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from llm_worker_rbee.backends import reference as ops
-from llm_worker_rbee.backends.ops import AttentionParams, KVLayer, RopeTable
+from llm_worker_rbee.backends.ops import AttentionParams, KVLayer, RopeTable, rotated_values
 from llm_worker_rbee.layers.rope import inverse_frequencies
 from tests.helpers.layer_inputs import BlockTables, Floats, normal, quantized, tensor
 
@@ -189,6 +189,25 @@ def test_causal_mask_of_a_chunk() -> None:
     seen = ops.causal_mask(np.array([3, 4]), np.arange(6))
     assert seen.tolist() == [[True] * 4 + [False] * 2, [True] * 5 + [False]]
     assert ops.causal_mask(np.array([4]), np.arange(6), 2).tolist() == [[False] * 3 + [True] * 2 + [False]]
+
+
+@pytest.mark.parametrize("dim", [20, 64, 80, 96, 128, 256])
+def test_int8_keys_survive_one_large_channel(dim: int, rng: np.random.Generator) -> None:
+    """Rotated heads have the same products; the error of int8 keys falls where a channel is far larger than others."""
+    q, k = (rng.standard_normal((40, 3, dim), np.float32) for _ in range(2))
+    k[:, :, 5] += 100
+    exact = np.sum(q * k, axis=-1, dtype=np.float64)
+    rotated = np.sum(ops.hadamard(q) * ops.hadamard(k), axis=-1, dtype=np.float64)
+    np.testing.assert_allclose(rotated, exact, atol=1e-3)
+
+    def error(q: Floats, k: Floats) -> float:
+        codes, scales = ops.quantize_int8(k)
+        return float(np.std(np.sum(q * codes * scales[..., None], axis=-1) - exact))
+
+    size = rotated_values(dim)
+    assert size == {20: 1, 64: 64, 80: 16, 96: 32, 128: 128, 256: 256}[dim]
+    if size >= 64:
+        assert error(ops.hadamard(q), ops.hadamard(k)) < 0.6 * error(q, k)
 
 
 def test_rope_store_writes_only_its_slots(rng: np.random.Generator) -> None:

@@ -10,16 +10,17 @@ from __future__ import annotations
 import math
 from enum import IntEnum
 from functools import cache
+from typing import Any
 
 import numpy as np
 
-from ...ops import RopeTable
-from ..jit import TaskKernel, kernel
+from ...ops import RopeTable, rotated_values
+from ..jit import TaskKernel, ir, kernel
 from . import simd as f
 from .kv_layout import ADDRESSES_PER_LAYER, ARRAY_OF_TYPE, is_int8, padded_dim, store_one
 from .pointers import f32, f64, i64, scratch
 from .program import Step, Task, pack_args, pack_floats
-from .simd import LANES
+from .simd import LANES, emits, f32x16
 
 INT8_MAX = np.float32(127)
 TOKENS_PER_PIECE = 4
@@ -30,7 +31,9 @@ CACHED = None  # set for each variant: address -> array of the KV type
 AnglesArg = IntEnum("AnglesArg", "COS INV_FREQ PAIRS SCALE", start=0)
 # TEMPERATURE_BETA is 0 where queries have no factor by position.
 StoreArg = IntEnum(
-    "StoreArg", "LAYER COS PAIRS HEADS KV_HEADS DIM PADDED QKV QUERIES TEMPERATURE_LENGTH TEMPERATURE_BETA", start=0
+    "StoreArg",
+    "LAYER COS PAIRS HEADS KV_HEADS DIM PADDED QKV QUERIES TEMPERATURE_LENGTH TEMPERATURE_BETA MIXED",
+    start=0,
 )
 
 
@@ -61,6 +64,37 @@ def rotate_head(x, at, cos, sin, angle, half, dim, padded, out, to):
         out[to + i] = low * c - high * s
         out[to + half + i] = high * c + low * s
     copy_padded(x, at, 2 * half, dim, padded, out, to)
+
+
+@emits(f32x16(f32x16))
+def mix_lanes(b: Any, x: Any) -> Any:
+    """Multiply the lanes by a Hadamard matrix."""
+    undefined, index = ir.Constant(x.type, ir.Undefined), ir.VectorType(ir.IntType(32), LANES)
+    for half in (1, 2, 4, 8):
+        partner = b.shuffle_vector(x, undefined, ir.Constant(index, [lane ^ half for lane in range(LANES)]))
+        signs = ir.Constant(x.type, [-1.0 if lane & half else 1.0 for lane in range(LANES)])
+        x = b.fadd(partner, b.fmul(x, signs))
+    return x
+
+
+@kernel
+def mix_head(head, at, dim, size):
+    """Rotate a head in place by a Hadamard matrix of `size` values (`reference.hadamard`)."""
+    if size == 1:
+        return
+    for i in range(at, at + dim, LANES):
+        f.store(head, i, mix_lanes(f.load(head, i)))
+    half = LANES
+    while half < size:
+        for i in range(0, dim, LANES):
+            if not i & half:
+                low, high = f.load(head, at + i), f.load(head, at + i + half)
+                f.store(head, at + i, f.add(low, high))
+                f.store(head, at + i + half, f.add(low, f.mul(high, f.splat(np.float32(-1)))))
+        half *= 2
+    factor = f.splat(np.float32(1 / math.sqrt(size)))
+    for i in range(at, at + dim, LANES):
+        f.store(head, i, f.mul(f.load(head, i), factor))
 
 
 @kernel
@@ -137,9 +171,14 @@ def rope_store(args, step, piece):
         if a[StoreArg.TEMPERATURE_BETA]:
             position = i64(s[Step.POSITIONS])[t]
             scale_queries(args, position, out, t * heads * padded, heads * padded)
+        if is_int8(keys):
+            for h in range(heads):
+                mix_head(out, (t * heads + h) * padded, dim, a[StoreArg.MIXED])
         for h in range(kv_heads):
             row, k = (slot // size * kv_heads + h) * size + slot % size, q + (heads + h) * dim
             rotate_head(x, k, cos, sin, t * pairs, pairs, dim, padded, head, 0)
+            if is_int8(keys):
+                mix_head(head, 0, dim, a[StoreArg.MIXED])
             store_key(head, padded, keys, k_scales, row)
             copy_padded(x, k + kv_heads * dim, 0, dim, padded, head, 0)
             store_value(head, padded, values, v_scales, row)
@@ -174,7 +213,9 @@ def rope_store_task(
 ) -> Task:
     """Return the task that rotates and stores all tokens of a layer; `cos`, `qkv` and `queries` are entries."""
     beta, length = temperature
-    args = pack_args(layer, cos, pairs, heads, kv_heads, dim, padded_dim(dim), qkv, queries, length, 0)
+    args = pack_args(
+        layer, cos, pairs, heads, kv_heads, dim, padded_dim(dim), qkv, queries, length, 0, rotated_values(dim)
+    )
     pack_floats(args, StoreArg.TEMPERATURE_BETA, [beta])
     return Task(rope_store_kernel(kv_type), args, 1, Step.TOKENS, TOKENS_PER_PIECE)
 
