@@ -206,8 +206,12 @@ class ModelAdapters:
             raise InvalidRequestError(f"{problem}: start with a larger one", "lora")
         pairs = self.pairs(adapter)
         packed = {key: self.model.ops.pack_adapter(self.sites[key], each) for key, each in pairs.items()}
-        each_pair = (pair for each in pairs.values() for parts in each for pair in parts if pair is not None)
-        nbytes = sum(pair.a.nbytes + pair.b.nbytes for pair in each_pair)
+        nbytes = sum(
+            (pair.a.size + pair.b.size) * (4 if self.sites[key].is_exact else 2)
+            for key, each in pairs.items()
+            for parts in each
+            for pair in filter(None, parts)
+        )
         return PackedAdapter(str(adapter.path), adapter.digest, adapter.rank, nbytes, packed)
 
     def place(self, slot: int, packed: PackedAdapter | None) -> None:

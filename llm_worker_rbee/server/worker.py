@@ -23,6 +23,7 @@ from ..errors import (
     ConflictError,
     InferenceError,
     InvalidRequestError,
+    ModelFileError,
     ModelLoadingError,
     ModelNotFoundError,
     NotFoundError,
@@ -263,7 +264,11 @@ class LoraNames:
             if len(others) >= (most := self._engine.info.max_loras) > 0:
                 problem = f"all {most} places for adapters are taken (max_loras)"
                 raise InvalidRequestError(f"{problem}: unload one, or start with a larger max_loras", "lora")
-            self._named[name] = NamedLora(name, path, scale, await self._engine.load_lora(path))
+            try:
+                info = await self._engine.load_lora(path)
+            except ModelFileError as error:
+                raise InvalidRequestError(str(error), "lora_path") from error
+            self._named[name] = NamedLora(name, path, scale, info)
             self._drop(old)
             return self._named[name]
 
