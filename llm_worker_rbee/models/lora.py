@@ -168,6 +168,7 @@ class ModelAdapters:
     checkpoint: Checkpoint
     max_rank: int
     num_slots: int
+    max_loaded: int = 0  # more than slots: the others wait in the host's memory
     sites: dict[SiteKey, LoraSite] = field(init=False)
     active: dict[SiteKey, LoraSite] = field(default_factory=dict)
     fused: FusedForward | None = None

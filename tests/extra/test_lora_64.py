@@ -23,7 +23,7 @@ def test_64_adapters_are_asked_in_turn(tmp_path: Path) -> None:
     answers: dict[str, list[str]] = {}
     for most in ("64", "8"):
         loras = [word for name in names for word in ("--lora", f"{name}={tmp_path / name}")]
-        running = ServeProcess("--max-context", "512", *loras, "--max-loras", most).ready()
+        running = ServeProcess("--max-context", "512", *loras, "--max-loras", most, "--max-cpu-loras", "64").ready()
         try:
             answers[most] = [_text(running, name) for name in names]
             assert [_text(running, name) for name in names[::-1]] == answers[most][::-1]
