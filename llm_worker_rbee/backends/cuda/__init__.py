@@ -29,7 +29,6 @@ from .device import upload
 from .experts import pack_experts
 from .forward import CapturedForward, make_forward
 from .host_rows import PinnedRows
-from .kernels import lora
 from .kernels.attention_prefill import (
     QUERY_TILE,
     SMALL_QUERY_TILE,
@@ -129,11 +128,10 @@ class CudaBackend(ops.Backend):
     def pack_adapter(self, site: ops.LoraSite, pairs: ops.SitePairs) -> Any:
         device.activate(self.torch_device)  # in a thread that loads adapters
         with device.as_memory_error():
-            return lora.pack_pairs(site, pairs, self.torch_device)
+            return self._linear.pack_adapter(site, pairs)
 
     def place_adapter(self, site: ops.LoraSite, slot: int, packed: Any, num_slots: int) -> None:
-        site.packed = lora.SiteTable(site, num_slots, self.torch_device) if site.packed is None else site.packed
-        site.packed.place(slot, packed)
+        self._linear.place_adapter(site, slot, packed, num_slots)
 
     def empty_kv(self, blocks: int, block_size: int, kv_heads: int, head_dim: int, kind: str = "bfloat16") -> KVLayer:
         if kind not in KV_DTYPES:

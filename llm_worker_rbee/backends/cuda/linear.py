@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from triton import cdiv, next_power_of_2
 
+from ..ops import LoraSite, SitePairs
 from .device import (
     HOPPER_SHARED_BYTES,
     has_wgmma,
@@ -29,6 +30,7 @@ from .kernels.elementwise import launch_convert
 from .kernels.gemm import SCALE_LAYOUT, gemm_dense, gemm_packed
 from .kernels.gemm_hopper import launch_gemm
 from .kernels.gemv import STORE, gemv_dense, gemv_packed
+from .kernels.lora import PackedPairs, SiteTable, pack_pairs
 from .packed_weight import (
     E4M3,
     FP8,
@@ -101,6 +103,15 @@ class BatchedLinear:
         """Return x (tokens, columns) @ w.T in float32."""
         x = x if w.order is None else x[:, w.order]
         return sum_splits(self.multiply(self.convert(x, w, is_head=is_head), w))
+
+    def pack_adapter(self, site: LoraSite, pairs: SitePairs) -> PackedPairs:
+        """Copy an adapter's pairs for a site to the device."""
+        return pack_pairs(site, pairs, self.device)
+
+    def place_adapter(self, site: LoraSite, slot: int, packed: PackedPairs | None, num_slots: int) -> None:
+        """Let a slot of a site hold them."""
+        site.packed = SiteTable(site, num_slots, self.device) if site.packed is None else site.packed
+        site.packed.place(slot, packed)
 
     def stays_packed(self, w: PackedWeight, tokens: int, *, is_head: bool = False) -> bool:
         """Return whether a matrix is multiplied as it is packed; the output head always, as results are float32."""
