@@ -527,7 +527,8 @@ class LoadOptions(ComputeOptions, SchedulingOptions):
     num_sharing: int = 1  # engines that share the cores and the memory of the device, this one included
     reserved_memory: int = 0  # bytes that engines of other models will take
     loras: tuple[LoraSpec, ...] = ()
-    max_loras: int | None = None  # adapters at the same time; None: those that are named
+    max_loras: int | None = None  # adapters in the model at the same time; None: those that are named
+    max_cpu_loras: int | None = None  # adapters that may be loaded; None: as many
     max_lora_rank: int | None = None  # of an adapter; None: 16, or that of the largest named one
 
     def __post_init__(self) -> None:
@@ -539,13 +540,14 @@ class LoadOptions(ComputeOptions, SchedulingOptions):
             if getattr(self, name) and not self.prefix_cache:
                 raise InvalidRequestError(f"{name} keeps the blocks of the prefix cache: leave that on", name)
         _require_whole("kv_disk", self.kv_disk, None)
-        for name, least, most in (("max_loras", 0, MAX_LORAS), ("max_lora_rank", 1, MAX_LORA_RANK)):
+        bounds = ("max_loras", 0, MAX_LORAS), ("max_cpu_loras", 1, MAX_LORAS), ("max_lora_rank", 1, MAX_LORA_RANK)
+        for name, least, most in bounds:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or not least <= value <= most):
                 raise InvalidRequestError(f"{name} is {value!r}: it must be a whole number, {least} to {most}", name)
-        if self.max_loras is not None and len(self.loras) > self.max_loras:
+        if len(self.loras) > self.num_loras:
             raise InvalidRequestError(
-                f"{len(self.loras)} adapters are named, max_loras is {self.max_loras}", "max_loras"
+                f"{len(self.loras)} adapters are named, max_loras is {self.num_loras}", "max_loras"
             )
         if self.kv_ram:
             _require_whole("kv_ram", self.kv_ram, None)
@@ -560,8 +562,13 @@ class LoadOptions(ComputeOptions, SchedulingOptions):
 
     @property
     def lora_slots(self) -> int:
-        """Adapters at the same time."""
+        """Adapters in the model at the same time."""
         return len(self.loras) if self.max_loras is None else self.max_loras
+
+    @property
+    def num_loras(self) -> int:
+        """Adapters that may be loaded; those without a slot wait in the memory of the host, or in their files."""
+        return max(self.lora_slots, self.max_cpu_loras or 0)
 
     @property
     def has_mtp(self) -> bool:

@@ -192,11 +192,14 @@ def _add_adapters(
     if not options.lora_slots:
         return model, []
     assert options.max_lora_rank is not None
-    adapters = ModelAdapters(model, checkpoint, options.max_lora_rank, options.lora_slots)
+    adapters = ModelAdapters(model, checkpoint, options.max_lora_rank, options.lora_slots, options.num_loras)
+    packed: list[PackedAdapter] = []
     with phases.timed("adapters"):
         if model.ops.has_device_memory:
             adapters.prepare()
-        packed = [adapters.pack(read_adapter(path)) for path in paths]
+        for path in paths:
+            each = adapters.pack(read_adapter(path))
+            packed.append(each if len(packed) < options.lora_slots else replace(each, sites={}))
     return replace(model, adapters=adapters), packed
 
 
@@ -219,7 +222,7 @@ def make_engine(loaded: LoadedModel, options: LoadOptions) -> Engine:
     if loaded.draft_model is not None:
         drafter = DraftModel(loaded.draft_model, config, loaded.config.vocab_size, loaded.kv_type)
     engine = Engine(loaded.model, config, loaded.kv_type, drafter)
-    for packed in loaded.loras:
+    for packed in loaded.loras[: options.lora_slots]:
         assert engine.adapters is not None
         engine.adapters.add(packed)
     engine.grammar_compiler = GrammarCompiler(

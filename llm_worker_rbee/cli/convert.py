@@ -39,7 +39,9 @@ def convert(options: ConvertCommand) -> None:
         checkpoint = open_projector(located.path) if options.mmproj else open_checkpoint(located.path)
         _note_quantized_source(checkpoint)
         if specs:
-            checkpoint = merge_adapters(checkpoint, [(read_adapter(_located(s.path)), s.scale) for s in specs])
+            checkpoint = merge_adapters(
+                checkpoint, [(read_adapter(hub.locate_adapter(s.path)), s.scale) for s in specs]
+            )
         write = convert_projector if options.mmproj else convert_checkpoint
         result = write(checkpoint, out, to, threads=options.threads, progress=progress)
     if options.as_json:
@@ -57,13 +59,9 @@ def convert(options: ConvertCommand) -> None:
     print(out)
 
 
-def _located(reference: str) -> Path:
-    return hub.locate_adapter(reference)
-
-
 def _convert_adapter(options: ConvertCommand, out: Path, to: str) -> None:
     """Write an adapter as a GGUF file."""
-    source = _located(options.source)
+    source = hub.locate_adapter(options.source)
     base = open_checkpoint(hub.find_model(options.lora_base).path)
     count = write_adapter(read_adapter(source), base, out, to)
     if options.as_json:

@@ -29,7 +29,7 @@ from .terminal import OutputThread, Status, note, read_template
 
 # Arguments of `LLM` that error messages name and the user types as options.
 SETTING = re.compile(
-    r"(?<![\w-])(?:kv_memory|kv_type|max_context|max_tokens|max_batch|max_step_tokens|draft_model|quantize|max_length|max_loras|"
+    r"(?<![\w-])(?:kv_memory|kv_type|max_context|max_tokens|max_batch|max_step_tokens|draft_model|quantize|max_length|max_loras|max_cpu_loras|"
     r"max_lora_rank|prompt_name)(?!\w)"
 )
 

@@ -397,7 +397,10 @@ class EngineFlags(CapacityFlags):
         "A LoRA adapter: a GGUF file, a PEFT folder, or hf:owner/repo. Repeatable. `serve` offers each as a model.",
     )
     max_loras: int | None = _adapters(
-        None, "N", "Maximum number of adapters that are loaded.", min=0, show_default="those of --lora; with a folder 8"
+        None, "N", "Maximum number of adapters in the model.", min=0, show_default="those of --lora; with a folder 8"
+    )
+    max_cpu_loras: int | None = _adapters(
+        None, "N", "Maximum number of adapters that are loaded, the others in RAM.", min=1, show_default="--max-loras"
     )
     max_lora_rank: int | None = _adapters(
         None, "R", "Largest rank of an adapter.", min=1, show_default="16, or that of the largest of --lora"
@@ -422,6 +425,7 @@ class EngineFlags(CapacityFlags):
             kv_max_age_days=self.kv_max_age,
             loras=tuple(map(parse_lora, self.lora or ())),
             max_loras=self.max_loras,
+            max_cpu_loras=self.max_cpu_loras,
             max_lora_rank=self.max_lora_rank,
             kv_ram=0 if self.kv_ram is None else check_usage(parse_size, self.kv_ram, "kv_ram"),
             **{name: value for name, value in values.items() if value is not None},

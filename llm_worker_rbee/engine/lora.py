@@ -42,6 +42,9 @@ class AdapterPool:
         self._slots: dict[int, Slot] = {}
         self._clock = count(1)
         self._thread = ThreadPoolExecutor(1, "adapters")
+        # Beside a device's memory the host's keeps them, the last ones used; on a CPU their files do.
+        self._num_kept = adapters.max_loaded if adapters.model.ops.has_device_memory else 0
+        self._kept: dict[bytes, Adapter] = {}
 
     @property
     def nbytes(self) -> int:
@@ -93,6 +96,7 @@ class AdapterPool:
 
     def unload(self, digest: bytes) -> None:
         """Let an adapter go once the last request with it has ended."""
+        self._kept.pop(digest, None)
         for number, slot in list(self._slots.items()):
             if any(part == digest for part, _ in slot.key):
                 slot.is_unloaded = True
@@ -140,18 +144,20 @@ class AdapterPool:
             self.adapters.place(number, None)
 
     def _read(self, uses: Sequence[LoraUse]) -> PackedAdapter:
-        parts = [(_read(use), use.scale) for use in uses]
+        parts = [(self._read_one(use), use.scale) for use in uses]
         return self.adapters.pack(parts[0][0] if len(parts) == 1 else combined_adapter(parts))
+
+    def _read_one(self, use: LoraUse) -> Adapter:
+        adapter = self._kept.pop(use.digest, None) or read_adapter(Path(use.path))
+        if use.digest and adapter.digest != use.digest:
+            problem = f"adapter {adapter.path.name} has changed since it was loaded"
+            raise InvalidRequestError(f"{problem}: load it again", "model")
+        self._kept[adapter.digest] = adapter
+        for digest in list(self._kept)[: max(0, len(self._kept) - self._num_kept)]:
+            self._kept.pop(digest, None)
+        return adapter
 
 
 def _key(uses: Sequence[LoraUse]) -> Key:
     scales = [1.0] if len(uses) == 1 else [use.scale for use in uses]
     return tuple((use.digest or use.path, scale) for use, scale in zip(uses, scales, strict=True))
-
-
-def _read(use: LoraUse) -> Adapter:
-    adapter = read_adapter(Path(use.path))
-    if use.digest and adapter.digest != use.digest:
-        problem = f"adapter {adapter.path.name} has changed since it was loaded"
-        raise InvalidRequestError(f"{problem}: load it again", "model")
-    return adapter

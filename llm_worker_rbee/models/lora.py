@@ -42,12 +42,11 @@ MAX_COMBINED = 4  # times the largest rank: what adapters that a request combine
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowNumbers(Tensor):
-    """A tensor whose rows are their numbers in the file, or nothing where no adapter changes it."""
+    """A tensor whose rows are their numbers in the file, of each expert from 0."""
 
     @property
     def rows(self) -> NDArray[np.uint8]:
-        count = self.shape[0] if len(self.shape) < 3 else self.shape[0] * self.shape[1]
-        return self.data.reshape(count, ROW_BYTES if self.data.size else 0)
+        return self.data.reshape(-1, ROW_BYTES)
 
     @property
     def numbers(self) -> NDArray[np.int32]:
@@ -87,17 +86,13 @@ NOTING_BACKEND = SimpleNamespace(
 
 @dataclass(slots=True)
 class RowLoader(ModelLoader):
-    """The loader, over row numbers; `used` ends as the names of all matrices of the model."""
-
-    changed: frozenset[str] = frozenset()
+    """The loader, over row numbers."""
 
     def matrix(self, name: str, *shape: int) -> Tensor:
         if name not in self.checkpoint.tensors or self.checkpoint.tensors[name].shape != shape:
             raise UnsupportedModelError(f"tensor {name!r} of shape {shape} is not in the base as the adapter names it")
-        self.used.add(name)
-        count = int(np.prod(shape[:-1])) if is_changed(name, self.changed) else 0
-        numbers = np.arange(count, dtype=np.int32)
-        if len(shape) == 3 and count:
+        numbers = np.arange(np.prod(shape[:-1]), dtype=np.int32)
+        if len(shape) == 3:
             numbers %= shape[1]
         return RowNumbers(name, BLOCK_TYPES["F32"], shape, numbers.view(np.uint8))
 
@@ -124,12 +119,6 @@ class RowLoader(ModelLoader):
     def refuse_unused_tensors(self) -> None: ...
     def ropes(self) -> list[RopeTable]:
         return [still_table(self.config)] * self.config.n_layers  # which nothing computes
-
-
-def is_changed(name: str, changed: frozenset[str]) -> bool:
-    """Return whether an adapter has a pair for a tensor, or for an expert in it."""
-    stack = EXPERT_STACK.fullmatch(name)
-    return name in changed or (stack is not None and any(other.startswith(f"{stack[1]}.") for other in changed))
 
 
 class WithAdapters(Ops):
@@ -168,6 +157,7 @@ class ModelAdapters:
     checkpoint: Checkpoint
     max_rank: int
     num_slots: int
+    max_loaded: int = 0  # more than slots: the others wait in the host's memory
     sites: dict[SiteKey, LoraSite] = field(init=False)
     active: dict[SiteKey, LoraSite] = field(default_factory=dict)
     fused: FusedForward | None = None
@@ -175,7 +165,7 @@ class ModelAdapters:
 
     def __post_init__(self) -> None:
         self.sites = {}
-        for key, packed in self._products(self.checkpoint.format, frozenset()):
+        for key, packed in self._products(self.checkpoint.format):
             first, is_table = packed.parts[0], key[0] == "embed"
             if all(USUAL.fullmatch(part.name) for part in first):
                 self._usual.add(key)
@@ -206,8 +196,12 @@ class ModelAdapters:
             raise InvalidRequestError(f"{problem}: start with a larger one", "lora")
         pairs = self.pairs(adapter)
         packed = {key: self.model.ops.pack_adapter(self.sites[key], each) for key, each in pairs.items()}
-        each_pair = (pair for each in pairs.values() for parts in each for pair in parts if pair is not None)
-        nbytes = sum(pair.a.nbytes + pair.b.nbytes for pair in each_pair)
+        nbytes = sum(
+            (pair.a.size + pair.b.size) * (4 if self.sites[key].is_exact else 2)
+            for key, each in pairs.items()
+            for parts in each
+            for pair in filter(None, parts)
+        )
         return PackedAdapter(str(adapter.path), adapter.digest, adapter.rank, nbytes, packed)
 
     def place(self, slot: int, packed: PackedAdapter | None) -> None:
@@ -233,7 +227,7 @@ class ModelAdapters:
         self._check_base(adapter)
         left = dict(adapter.pairs)
         pairs: dict[SiteKey, list[list[LowRank | None]]] = {}
-        for key, packed in self._products(adapter.format, frozenset(adapter.pairs)):
+        for key, packed in self._products(adapter.format):
             for expert, parts in enumerate(packed.parts):
                 for i, part in enumerate(parts):
                     name = _pair_name(part.name, key[0])
@@ -273,7 +267,7 @@ class ModelAdapters:
 
     def _refuse_rest(self, adapter: Adapter, left: Iterable[str]) -> None:
         """Raise if the model has no matrix for a pair; heads for multi-token prediction are left alone."""
-        loader = self._loader(adapter.format, frozenset())
+        loader = self._loader(adapter.format)
         rest = [name for name in left if not (loader.is_of_nextn_layer(name) or loader.is_of_shared_keys(name))]
         if rest:
             others = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
@@ -281,15 +275,13 @@ class ModelAdapters:
             problem = f"changes {min(rest)!r}{others}, which no matrix of {base} is"
             raise InvalidRequestError(f"adapter {adapter.path.name} {problem}", "lora")
 
-    def _loader(self, form: str, changed: frozenset[str]) -> RowLoader:
+    def _loader(self, form: str) -> RowLoader:
         checkpoint = replace(self.checkpoint, format=form, metadata={})
-        ops = cast(Backend, NOTING_BACKEND)
-        tied = {EMBEDDING} if HEAD in changed and HEAD not in checkpoint.tensors else set()
-        return RowLoader(checkpoint, self.config, ops, 1, lambda packed_bytes: None, changed=changed | tied)
+        return RowLoader(checkpoint, self.config, cast(Backend, NOTING_BACKEND), 1, lambda packed_bytes: None)
 
-    def _products(self, form: str, changed: frozenset[str]) -> list[tuple[SiteKey, Packed]]:
+    def _products(self, form: str) -> list[tuple[SiteKey, Packed]]:
         """Return the products of the model, with the rows that each has of the file's tensors."""
-        noted = self._loader(form, changed).model().graph().nodes
+        noted = self._loader(form).model().graph().nodes
         nodes = zip(self.model.graph().nodes, noted, strict=True)
         return [(_site_key(node), other[WEIGHTS[node.op]]) for node, other in nodes if node.op in WEIGHTS]
 

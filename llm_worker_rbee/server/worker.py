@@ -25,6 +25,7 @@ from ..errors import (
     DeadlineError,
     InferenceError,
     InvalidRequestError,
+    ModelFileError,
     ModelLoadingError,
     ModelNotFoundError,
     NotFoundError,
@@ -405,9 +406,13 @@ class LoraNames:
                 raise ConflictError(f"the adapter {name!r} is loaded already: unload it first, or use load_inplace")
             others = {named.info.digest for named in self._named.values() if named is not old}
             if len(others) >= (most := self._engine.info.max_loras) > 0:
-                problem = f"all {most} places for adapters are taken (max_loras)"
-                raise InvalidRequestError(f"{problem}: unload one, or start with a larger max_loras", "lora")
-            self._named[name] = NamedLora(name, path, scale, await self._engine.load_lora(path))
+                problem = f"all {most} places for adapters are taken (max_loras, max_cpu_loras)"
+                raise InvalidRequestError(f"{problem}: unload one, or start with more", "lora")
+            try:
+                info = await self._engine.load_lora(path)
+            except ModelFileError as error:
+                raise InvalidRequestError(str(error), "lora_path") from error
+            self._named[name] = NamedLora(name, path, scale, info)
             self._drop(old)
             return self._named[name]
 

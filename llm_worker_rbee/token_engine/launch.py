@@ -42,7 +42,7 @@ def model_info(loaded: LoadedModel, engine: Engine, phases: LoadPhases) -> Model
         kv_cache_bytes=loaded.capacity.bytes,
         engine=engine.config,
         loras=[LoraInfo(path=packed.path, digest=packed.digest, rank=packed.rank) for packed in loaded.loras],
-        max_loras=0 if adapters is None else adapters.num_slots,
+        max_loras=0 if adapters is None else adapters.max_loaded,
         max_lora_rank=0 if adapters is None else adapters.max_rank,
         **facts,
     )

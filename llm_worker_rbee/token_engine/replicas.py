@@ -63,15 +63,15 @@ class ReplicaSet(TokenEngine):
         if request.prompt is not self._last_prompt:  # the choices of one prompt come one after another
             extra_keys, self._last_prompt = request.submitted.extra_keys, request.prompt
             self._last_hashes = prompt_hashes(request.prompt, self.info.engine, extra_keys)
-        return self._route(self._last_hashes).submit(request, self._last_hashes)
+        return self._route(request, self._last_hashes).submit(request, self._last_hashes)
 
-    def _route(self, hashes: Sequence[bytes]) -> SupervisedEngine:
+    def _route(self, request: RequestState, hashes: Sequence[bytes]) -> SupervisedEngine:
         """Return the engine for a request: one that serves, or else one that may serve later."""
         usable = [engine for engine in self._engines if engine.status() != "failed"]
         if not usable:
             raise InferenceError("all engines have failed")
         usable = [engine for engine in usable if engine.is_serving] or usable
-        return usable[choose([engine.candidate(hashes) for engine in usable])]
+        return usable[choose([engine.candidate(hashes, request.submitted.loras) for engine in usable])]
 
     def _move(self, supervised: SupervisedRequest, is_final: bool) -> bool:
         """Give a request of an engine that died to one that serves; with `is_final` to one that may serve later.
@@ -79,7 +79,7 @@ class ReplicaSet(TokenEngine):
         Return whether there is one.
         """
         if any(engine.is_serving or (is_final and engine.status() != "failed") for engine in self._engines):
-            self._route(supervised.hashes).adopt(supervised)
+            self._route(supervised.request, supervised.hashes).adopt(supervised)
             return True
         return False
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from ..config import LoraUse
 from ..errors import DeadlineError, WorkerError, counted
 from .protocol import (
     EngineStats,
@@ -34,6 +35,7 @@ from .routing import Candidate, PrefixIndex
 from .supervised_process import OpenRequest, SupervisedProcess
 from .wire import FromEngine, ProtocolError
 
+LORA_TOKENS = 1024  # of a prompt: about as much work as reading an adapter
 DEADLINE_GRACE_S = 0.05  # for the engine to end a request at its deadline itself
 
 
@@ -89,6 +91,7 @@ class SupervisedEngine(SupervisedProcess[ModelInfo, SupervisedRequest], TokenEng
         self._move = move
         self.prefix_index = PrefixIndex()
         self._stats = self._stats_before = EngineStats(num_free_blocks=1, num_blocks=1)
+        self._loras: set[bytes] = set()  # digests of adapters that requests of this process had
         self._num_queried_tokens = self._num_hit_tokens = 0  # counted here: a request that is replayed counts once
 
     def _planned_options(self) -> dict[str, object]:
@@ -100,6 +103,7 @@ class SupervisedEngine(SupervisedProcess[ModelInfo, SupervisedRequest], TokenEng
         return super()._planned_options() | limits | adapters
 
     def unload_lora(self, digest: bytes) -> None:
+        self._loras.discard(digest)
         if self._state == "ready":
             self._child.send(UnloadLora(digest))
 
@@ -125,10 +129,11 @@ class SupervisedEngine(SupervisedProcess[ModelInfo, SupervisedRequest], TokenEng
     def is_serving(self) -> bool:
         return self.accepts_requests and self.status() == "healthy"
 
-    def candidate(self, hashes: Sequence[bytes]) -> Candidate:
-        """Return this engine as routing sees it, for a request with these hashes."""
+    def candidate(self, hashes: Sequence[bytes], loras: Sequence[LoraUse] = ()) -> Candidate:
+        """Return this engine as routing sees it, for a request with these hashes and adapters."""
         load = sum(supervised.load for supervised in self._requests.values())
-        return Candidate(self._match(hashes), load, len(self.prefix_index))
+        saved = LORA_TOKENS * sum(use.digest in self._loras for use in loras)
+        return Candidate(self._match(hashes) + saved, load, len(self.prefix_index))
 
     def _match(self, hashes: Sequence[bytes]) -> int:
         return self.prefix_index.match(hashes) * self.info.engine.block_size if hashes else 0
@@ -164,6 +169,8 @@ class SupervisedEngine(SupervisedProcess[ModelInfo, SupervisedRequest], TokenEng
             if (supervised := self._submitted.get(event.id)) is not None:
                 self._count_admission(event, supervised.request)
                 supervised.request.apply(event)
+                if event.lora is not None:
+                    self._loras.add(event.lora.digest)
         for output in message.outputs:
             if (supervised := self._submitted.get(output.id)) is not None:
                 supervised.stream.put(output)
@@ -181,6 +188,7 @@ class SupervisedEngine(SupervisedProcess[ModelInfo, SupervisedRequest], TokenEng
         self._stats_before = self.stats()
         self._stats = EngineStats(num_free_blocks=self._stats.num_blocks, num_blocks=self._stats.num_blocks)
         self.prefix_index.clear()
+        self._loras.clear()
         for supervised in self._submitted.values():
             supervised.request.num_restarts += 1
         super()._lose_process(how)
@@ -199,6 +207,7 @@ class SupervisedEngine(SupervisedProcess[ModelInfo, SupervisedRequest], TokenEng
     def _encode(self, request: SupervisedRequest) -> Submit:
         """Return the request with the tokens that were delivered and the time that is left."""
         state, submitted = request.request, request.request.submitted
+        self._loras |= {use.digest for use in submitted.loras} - {b""}
         params = submitted.params
         if state.prompt_logprobs is not None:  # delivered already
             params = replace(params, prompt_logprobs=False)

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ModelFileError, UnsupportedModelError
+from .. import machine
+from ..errors import InsufficientMemoryError, ModelFileError, UnsupportedModelError, human_bytes
 from .checkpoint import Tensor
 from .gguf import MAGIC, read_gguf_file
 from .quants import BLOCK_TYPES
@@ -31,6 +32,8 @@ MAX_HEADER_BYTES = 16 << 20  # of an adapter's safetensors: 100,000 tensors
 MAX_PATTERN_CHARS, MAX_REPEATS = 400, 4  # of patterns in a configuration
 STORED_TYPES = ("F32", "F16", "BF16", "F64", "Q8_0")
 DIGEST_BYTES = 16
+FLOAT_BYTES = 4
+MAX_SETTING = 1e9  # of a rank or an alpha
 # Some versions of PEFT leave the name of the adapter in the key.
 PEFT_TENSOR = re.compile(
     r"(?:base_model\.model\.)?(?P<name>.+)\.lora_(?:embedding_)?(?P<half>[AB])(?:\.[\w-]+)??(?:\.weight)?"
@@ -102,7 +105,7 @@ def read_adapter(path: Path) -> Adapter:
         path = path.parent
     if path.is_dir():
         return _read_peft(path)
-    if not path.exists():
+    if not path.is_file():  # nor a pipe, which may never end
         raise ModelFileError(f"adapter {path}: no such file or folder")
     with path.open("rb") as file:
         if file.read(4) != MAGIC:
@@ -119,8 +122,8 @@ def _read_gguf(path: Path) -> Adapter:
     if np.size(file.metadata.get("adapter.alora.invocation_tokens", ())):
         raise UnsupportedModelError(f"{path.name}: activated LoRA (adapter.alora.invocation_tokens) is not supported")
     alpha = file.metadata.get("adapter.lora.alpha", 0.0)
-    if not isinstance(alpha, float) or not np.isfinite(alpha):
-        raise ModelFileError(f"{path.name}: adapter.lora.alpha is {alpha!r}, not a number")
+    if not isinstance(alpha, float) or not _is_number(alpha):
+        raise ModelFileError(f"{path.name}: adapter.lora.alpha is {alpha!r}, not a number up to {MAX_SETTING:g}")
     architecture = file.metadata.get("general.architecture")
     adapter = Adapter(path, "gguf", architecture if isinstance(architecture, str) else None)
     for name, half in _halves(path, file.tensors, GGUF_TENSOR).items():
@@ -132,10 +135,11 @@ def _read_gguf(path: Path) -> Adapter:
 
 
 def _read_peft(folder: Path) -> Adapter:
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise ModelFileError(f"adapter {folder}: {name} is missing; pickled adapters are refused, convert them")
     config = read_json(folder / CONFIG)
     _check_settings(folder, config)
-    if not (folder / WEIGHTS).is_file():
-        raise ModelFileError(f"{folder}: {WEIGHTS} is missing: pickled adapters are refused, convert them")
     adapter = Adapter(folder, "safetensors")
     tensors = read_safetensors(folder / WEIGHTS, MAX_HEADER_BYTES)
     for module, half in _halves(folder, tensors, PEFT_TENSOR).items():
@@ -164,6 +168,10 @@ def _halves(path: Path, tensors: Mapping[str, Tensor], pattern: re.Pattern[str])
             what = next((kind for mark, kind in kinds.items() if mark in name), "not a half of a LoRA pair")
             raise UnsupportedModelError(f"{path.name}: tensor {name!r} is {what}, which is not supported")
         halves.setdefault(part["name"], {})[part["half"].upper()] = tensor
+    needed, free = sum(FLOAT_BYTES * tensor.size for tensor in tensors.values()), machine.memory()[1]
+    if free is not None and needed > free:
+        sizes = f"takes {human_bytes(needed)} while it is read, and {human_bytes(free)} are free"
+        raise InsufficientMemoryError(f"adapter {path.name} {sizes}")
     return halves
 
 
@@ -225,15 +233,18 @@ def _check_settings(folder: Path, config: Mapping[str, Any]) -> None:
     if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
         problem = f"init_lora_weights {start!r} changed the weights of the base"
         raise UnsupportedModelError(f"{folder.name}: {problem}: save the adapter converted to plain LoRA")
-    for key, value in (("r", config.get("r")), ("lora_alpha", config.get("lora_alpha"))):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
-            raise ModelFileError(f"{folder.name}: {key} of {CONFIG} is {value!r}, not a number")
+    for key in ("r", "lora_alpha"):
+        if not _is_number(config.get(key)):
+            problem = f"is {str(config.get(key))[:100]}, not a number up to {MAX_SETTING:g}"
+            raise ModelFileError(f"{folder.name}: {key} of {CONFIG} {problem}")
     for key in ("rank_pattern", "alpha_pattern"):
         patterns = config.get(key) or {}
-        if not isinstance(patterns, dict) or not all(
-            isinstance(value, int | float) and np.isfinite(value) for value in patterns.values()
-        ):
+        if not isinstance(patterns, dict) or not all(map(_is_number, patterns.values())):
             raise ModelFileError(f"{folder.name}: {key} of {CONFIG} is not an object of numbers")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_SETTING
 
 
 def _matches(folder: Path, pattern: str, module: str) -> bool:

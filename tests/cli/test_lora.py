@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from llm_worker_rbee.cli.options import parse_lora
 from llm_worker_rbee.weights.hub import locate_model
 from llm_worker_rbee.weights.lora import read_adapter
 from tests.helpers import lora_zoo
+from tests.helpers.hub_server import running_hub
 
 PROMPT = "Once upon a time, in a small town by the sea, there lived"
 RUN = ("--raw", PROMPT, "-t", "0", "-n", "12", "--max-context", "256", "--json", "-q")
@@ -48,6 +50,28 @@ def test_run_applies_adapters_merged_ones_are_the_same(adapter: Path, tmp_path: 
     done = cli("convert", model, merged, "--type", "F16", "--merge-lora", adapter, "--json")
     assert done.returncode == 0, done.stderr
     assert text("-m", merged)[:16] == changed[:16]
+
+
+@pytest.mark.parametrize("others", [(), ("config.json", "README.md", "checkpoint-5/adapter_model.safetensors")])
+def test_adapter_is_fetched_from_the_hub(adapter: Path, tmp_path: Path, others: tuple[str, ...]) -> None:
+    files = {path.name: path.read_bytes() for path in adapter.iterdir()} | dict.fromkeys(others, b"{}")
+    with running_hub({"me/adapter": files}) as running:
+        env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        env |= {
+            "HF_ENDPOINT": running.url,
+            "HF_HOME": str(tmp_path),
+            "NO_PROXY": "127.0.0.1",
+            "HF_HUB_DISABLE_XET": "1",
+        }
+        line = ("run", "-m", locate_model(None), *RUN, "--lora", "hf:me/adapter")
+        first = cli(*line, env=env)
+        again = cli(*line, env={**env, "HF_HUB_OFFLINE": "1"})
+    for done in (first, again):
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["text"] == text("--lora", adapter)
+    fetched = [line for line in running.seen if line.startswith("GET") and "/resolve/" in line]
+    assert {line.rsplit("/", 1)[1] for line in fetched} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert not any("checkpoint" in line for line in fetched)
 
 
 def test_chat_applies_an_adapter(adapter: Path) -> None:

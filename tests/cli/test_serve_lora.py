@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,57 @@ def test_adapter_survives_a_killed_engine(serve: Serve, folder: Path, expected: 
     assert "".join(parts) == whole
     assert text(running, model="late") == expected["two"]
     assert text(running, model="one") == expected["one"]
+
+
+def test_storm_of_loads_beside_streams_and_a_killed_engine(
+    serve: Serve, folder: Path, expected: dict[str, str]
+) -> None:
+    """Names come and go in several threads while others stream, and the engine is killed: no stream has other tokens,
+    and each load or unload has an honest end."""
+    running = serve("--lora-dir", folder, "--max-loras", "2", "--engine-restarts", "10")
+    assert load(running, "kept", "one").status_code == 200
+
+    def ask(_: int) -> set[str]:
+        return {text(running, model="kept") for _ in range(6)}
+
+    def change(number: int) -> set[int]:
+        name, statuses = f"other{number % 2}", set[int]()
+        for _ in range(8):
+            statuses.add(load(running, name, "two", load_inplace=bool(number // 2)).status_code)
+            gone = running.http.post("/v1/unload_lora_adapter", json={"lora_name": name})
+            statuses.add(gone.status_code)
+        return statuses
+
+    with ThreadPoolExecutor(8) as threads:
+        asked, changed = threads.map(ask, range(4)), threads.map(change, range(4))
+        os.kill(running.engine(), signal.SIGKILL)
+        assert set().union(*asked) == {expected["one"]}
+        assert set().union(*changed) <= {200, 400, 404, 409}
+    assert text(running) == expected[""]
+    assert [entry["name"] for entry in running.http.get("/lora-adapters").json()] == ["kept"]
+
+
+def test_adapter_that_cannot_be_read_again_fails_its_requests_alone(
+    serve: Serve, folder: Path, expected: dict[str, str], tmp_path: Path
+) -> None:
+    for name in ("one", "two", "gone"):
+        shutil.copytree(folder / ("two" if name == "gone" else name), tmp_path / name)
+    running = serve("--lora-dir", tmp_path, "--engine-restarts", "10")
+    assert {load(running, name, name).status_code for name in ("one", "gone")} == {200}
+    shutil.rmtree(tmp_path / "gone")
+    assert text(running, model="gone") == expected["two"]
+    os.kill(running.engine(), signal.SIGKILL)
+    assert text(running, model="one") == expected["one"]
+    reply = running.http.post("/v1/completions", json={**OPTIONS, "model": "gone"})
+    assert (reply.status_code, "no such file" in reply.text) == (500, True), reply.text
+    (tmp_path / "one" / "adapter_config.json").write_text((tmp_path / "two" / "adapter_config.json").read_text() + " ")
+    shutil.copy(tmp_path / "two" / "adapter_model.safetensors", tmp_path / "one")
+    assert text(running, model="one") == expected["one"], "what was read stays"
+    os.kill(running.engine(), signal.SIGKILL)
+    reply = running.http.post("/v1/completions", json={**OPTIONS, "model": "one"})
+    assert (reply.status_code, "has changed since it was loaded" in reply.text) == (400, True), reply.text
+    assert load(running, "one", "one", load_inplace=True).status_code == 200
+    assert text(running, model="one") == expected["two"]
 
 
 def test_replicas_all_have_an_adapter(serve: Serve, folder: Path, expected: dict[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,23 @@ def test_adapters_take_turns_in_few_slots(folders: dict[str, Path], llm: LLM) ->
     assert list(few.engine.adapters._slots) == [0]
 
 
+def test_adapters_beside_a_device_wait_in_the_memory_of_the_host(folders: dict[str, Path], tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        shutil.copytree(folders[name], tmp_path / name)
+    paths = {name: tmp_path / name for name in ("one", "two")}
+    llm = LLM(loras=paths, max_loras=1, max_cpu_loras=2, max_context=256)
+    pool = llm.engine.adapters
+    assert pool is not None
+    pool._num_kept = 2  # as beside a device's memory
+    expected = {name: run(llm, (PROMPT, name)) for name in ("two", "one", "two")}
+    for path in paths.values():
+        shutil.rmtree(path)
+    assert {name: run(llm, (PROMPT, name)) for name in ("one", "two")} == expected
+    llm._sync_engine._loop.receive(UnloadLora(llm.loras["one"].info.digest))
+    with pytest.raises(ModelFileError, match="no such file"):
+        llm.generate(PROMPT, lora="one")
+
+
 def load(llm: LLM, path: str, digest: bytes = b"") -> RequestState:
     """Load an adapter as a front does."""
     submitted = llm.stream(PROMPT)._generation.request.submitted
@@ -197,7 +215,7 @@ def test_keys_of_blocks_differ_by_content_scale_and_salt(llm: LLM) -> None:
     stream = llm.stream(PROMPT)
     submitted = stream._generation.request.submitted
     a, b = LoraUse("path", b"a" * 16), LoraUse("path", b"b" * 16)
-    uses = ([], [a], [a._replace(scale=0.5)], [b], [a, a])
+    uses: list[list[LoraUse]] = [[], [a], [a._replace(scale=0.5)], [b], [a, a]]
     keys = [tuple(replace(submitted, loras=use).extra_keys) for use in uses]
     assert len(set(keys)) == len(uses)
     assert all(not key.isascii() for _, key in keys[1])

@@ -201,7 +201,7 @@ def test_heads_for_more_tokens_are_left_alone(tmp_path: Path, made: Callable[[st
     pairs = {
         f"blk.{i}.attn_q.weight": LowRank(np.ones((1, 64), np.float32), np.ones((64, 1), np.float32)) for i in (0, 3)
     }
-    adapter = Adapter(tmp_path, "gguf", "llama", None, pairs, b"")
+    adapter = Adapter(tmp_path, "gguf", "llama", pairs)
     assert len(file_adapters(checkpoint, config, 4).pairs(adapter)) == 1
     with pytest.raises(InvalidRequestError, match=r"blk\.3"):
         file_adapters(checkpoint, replace(config, nextn_layers=0), 4).pairs(adapter)

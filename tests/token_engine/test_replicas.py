@@ -10,10 +10,11 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from llm_worker_rbee.backends import cpu_info
-from llm_worker_rbee.config import EngineConfig
+from llm_worker_rbee.config import EngineConfig, LoraUse
 from llm_worker_rbee.errors import InferenceError, RequestCancelledError, WorkerError
 from llm_worker_rbee.progress import Stage
 from llm_worker_rbee.token_engine import replicas, supervised_process
@@ -21,6 +22,7 @@ from llm_worker_rbee.token_engine.protocol import Load
 from llm_worker_rbee.token_engine.replicas import ReplicaSet
 from llm_worker_rbee.token_engine.routing import MAX_HASHED_BLOCKS, prompt_hashes
 from tests.conftest import ON_CPU, with_kernels
+from tests.helpers import lora_zoo
 from tests.helpers.process import is_alive
 from tests.helpers.server import write_model
 from tests.helpers.token_engine_runs import POISON, load_of, outputs_of, request, summary
@@ -113,6 +115,27 @@ def test_requests_with_one_prefix_go_to_one_engine(load: Load) -> None:
         assert (stats.num_queried_tokens, stats.num_hit_tokens) == (num_queried, num_hit)
 
     run(main, load)
+
+
+def test_requests_with_an_adapter_go_to_the_engine_that_has_it(load: Load, tmp_path: Path) -> None:
+    assert load.options is not None
+    adapter = lora_zoo.write_random_peft(Path(str(load.options.model)), tmp_path / "adapter", rank=4)
+
+    async def main(engine: ReplicaSet) -> None:
+        info = await engine.load_lora(str(adapter))
+        used = [LoraUse(info.path, info.digest)]
+        for i in range(6):
+            state = request(i)
+            state.submitted = msgspec.structs.replace(state.submitted, loras=used)
+            await outputs_of(engine.submit(state))
+        await asyncio.sleep(0.3)  # of several reports of counters
+        assert sorted(one.stats().lora_bytes > 0 for one in engine.replicas) == [False, True]
+        engine.unload_lora(info.digest)
+        await outputs_of(engine.submit(request(7)))
+        while engine.stats().lora_bytes:
+            await asyncio.sleep(0.01)
+
+    run(main, load.with_options(max_loras=2))
 
 
 def test_requests_of_a_dead_engine_go_on_in_the_other(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError, WorkerError
+from llm_worker_rbee.errors import InsufficientMemoryError, ModelFileError, UnsupportedModelError, WorkerError
 from llm_worker_rbee.weights.gguf_writer import write_gguf
 from llm_worker_rbee.weights.lora import combined_adapter, read_adapter
 
@@ -110,6 +111,9 @@ def _pair_of(rank: int) -> dict[str, Any]:
         ({"peft_type": "IA3"}, "IA3"),
         ({"peft_type": None}, "peft_type None"),
         ({"r": "4"}, "r of adapter_config.json"),
+        ({"r": 10**400}, "r of adapter_config.json is 1000.*, not a number up to 1e"),
+        ({"lora_alpha": 1e308}, "lora_alpha of adapter_config.json"),
+        ({"rank_pattern": {"q_proj": 10**400}}, "rank_pattern"),
         ({"r": 5}, "its pair has rank 4, and adapter_config.json says 5"),
         ({"lora_alpha": None}, "lora_alpha"),
         ({"rank_pattern": [1]}, "rank_pattern"),
@@ -167,6 +171,7 @@ def test_bad_pair_is_refused(tmp_path: Path, halves: dict[str, Any], message: st
         ({"adapter__type": "control"}, "adapter.type"),
         ({"adapter__lora__alpha": float("nan")}, "alpha"),
         ({"adapter__lora__alpha": "8"}, "alpha"),
+        ({"adapter__lora__alpha": 3e38}, "alpha"),
         ({"adapter__alora__invocation_tokens": [1, 2]}, "activated LoRA"),
     ],
 )
@@ -233,6 +238,36 @@ def test_missing_and_pickled_files_are_refused(tmp_path: Path) -> None:
         read_adapter(folder)
     with pytest.raises(ModelFileError, match=r"adapter_config\.json is missing"):
         read_adapter(tmp_path)
+
+
+def test_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    folder = write_peft(tmp_path / "adapter")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (folder / name).rename(tmp_path / "kept")
+        os.mkfifo(folder / name)
+        with pytest.raises(ModelFileError, match=f"{name} is missing"):
+            read_adapter(folder)
+        (folder / name).unlink()
+        (tmp_path / "kept").rename(folder / name)
+    with pytest.raises(ModelFileError, match="no such file"):
+        read_adapter(tmp_path / "pipe.gguf")
+
+
+def test_adapter_larger_than_the_memory_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    folder, size = write_peft(tmp_path / "adapter"), 1 << 42
+    entries = {"A": ([4, size // 16], [0, size]), "B": ([6, 4], [size, size + 96])}
+    header = json.dumps(
+        {
+            f"{MODULE}.lora_{letter}.weight": {"dtype": "F32", "shape": shape, "data_offsets": offsets}
+            for letter, (shape, offsets) in entries.items()
+        }
+    ).encode()
+    weights = folder / "adapter_model.safetensors"
+    weights.write_bytes(struct.pack("<Q", len(header)) + header)
+    os.truncate(weights, 8 + len(header) + size + 96)
+    with pytest.raises(InsufficientMemoryError, match=r"adapter adapter takes 4,398.05 GB while it is read"):
+        read_adapter(folder)
 
 
 def test_adapter_outlives_its_file(tmp_path: Path) -> None:

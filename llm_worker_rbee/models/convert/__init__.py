@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,18 +89,16 @@ def merge_adapters(checkpoint: Checkpoint, adapters: Sequence[tuple[Adapter, flo
             problem = "changes the embedding or the head, which are one matrix in the base"
             raise UnsupportedModelError(f"adapter {adapter.path.name} {problem}: it cannot be merged")
         if adapter.format != checkpoint.format:
-            adapter = gguf_adapter(adapter, config) if checkpoint.format == "gguf" else _refuse_gguf(adapter)
+            if checkpoint.format != "gguf":
+                problem = "is a GGUF file, and the base a folder of safetensors"
+                raise UnsupportedModelError(f"adapter {adapter.path.name} {problem}: convert the base, and merge there")
+            adapter = gguf_adapter(adapter, config)
         for name, pair in adapter.pairs.items():
             pairs.setdefault(name, []).append(pair.times(scale))
     sums = {name: concatenated(each) for name, each in pairs.items()}
     merged = {name: _merged(tensor, sums) for name, tensor in checkpoint.tensors.items()}
     metadata = {key: value for key, value in checkpoint.metadata.items() if key != "quantization"}
     return replace(checkpoint, tensors=merged, metadata=metadata)
-
-
-def _refuse_gguf(adapter: Adapter) -> NoReturn:
-    problem = "is a GGUF file, and the base a folder of safetensors"
-    raise UnsupportedModelError(f"adapter {adapter.path.name} {problem}: convert the base to GGUF, and merge there")
 
 
 def _merged(tensor: Tensor, pairs: Mapping[str, LowRank]) -> Tensor:

@@ -62,10 +62,11 @@ def choose_files(model: HubModel, listing: list[str]) -> list[str]:
     sets = _gguf_sets(safe)
     if model.quant:
         return _by_quant(model, model.quant, sets)
-    if "config.json" in safe and (weights := _safetensors(safe)):
+    is_adapter = set(ADAPTER_FILES) <= set(safe)
+    if "config.json" in safe and (weights := _safetensors(safe)) and not (is_adapter and ADAPTER_FILES[1] in weights):
         modules = sorted(filter(MODULE_FILE.fullmatch, safe)) if "modules.json" in safe else []
         return [name for name in COMPANION_FILES if name in safe] + modules + weights
-    if set(ADAPTER_FILES) <= set(safe):
+    if is_adapter:
         return list(ADAPTER_FILES)
     if not sets:
         raise _no_model_error(model, safe)
