@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from uuid import uuid4
@@ -56,10 +56,7 @@ REQUESTS, RESULTS = "messages", "messages_results"  # purposes of files that onl
 IS_BATCH = "llm_worker.batch"  # in the scope of a line of a batch
 SPARE_LINES = 8  # beyond a full batch of the engine
 ENDED = ("completed", "failed", "expired", "cancelled")
-UNANSWERED = {
-    "expired": ("batch_expired", "the line was not answered before the completion window ended"),
-    "cancelled": ("batch_cancelled", "the batch was cancelled before the line was answered"),
-}
+UNANSWERED = {"expired": "batch_expired", "cancelled": "batch_cancelled"}  # the codes of lines that have no reply
 logger = logging.getLogger("llm_worker_rbee.server")
 
 
@@ -69,7 +66,7 @@ class Batch:
     def __init__(self, batch_id: str, journal: Journal, entries: Iterable[Entry]) -> None:
         self.id, self.journal, self.state = batch_id, journal, dict[str, Any](status="validating")
         self.finished: set[int] = set()
-        self.num_failed = self.num_unanswered = 0
+        self.counts = dict.fromkeys(("total", "completed", "failed", "unanswered"), 0)  # of those that failed
         self.apply(entries)
         self.created_at: int = self.state["created_at"]  # of the first entry, as is all that does not change
         self.ending: str | None = self.state.get("ending", "cancelled" if "cancelling_at" in self.state else None)
@@ -83,11 +80,12 @@ class Batch:
         for entry in entries:
             if self.is_open:
                 self.state |= entry.state
+                self.counts |= entry.state.get("counts", {})
             result = entry.result
             if result is not None and result.line not in self.finished:
                 self.finished.add(result.line)
-                self.num_failed += not result.is_success
-                self.num_unanswered += result.code in ("batch_expired", "batch_cancelled")
+                self.counts["completed" if result.is_success else "failed"] += 1
+                self.counts["unanswered"] += result.code in UNANSWERED.values()
 
     def append(self, entries: list[Entry]) -> None:
         """Write entries to the journal, then apply them."""
@@ -102,13 +100,9 @@ class Batch:
     def is_anthropic(self) -> bool:
         return self.id.startswith("msgbatch_")
 
-    def counts(self) -> dict[str, int]:
-        """Return the numbers of lines: all, answered, failed, and of these those without an answer."""
-        if (counts := self.state.get("counts")) is not None:  # of one that has ended: its results are in files
-            return dict(counts)
-        completed = len(self.finished) - self.num_failed
-        numbers = self.state.get("total", 0), completed, self.num_failed, self.num_unanswered
-        return dict(zip(("total", "completed", "failed", "unanswered"), numbers, strict=True))
+    @property
+    def num_finished(self) -> int:
+        return self.counts["completed"] + self.counts["failed"]
 
     def results(self) -> Iterator[Result]:
         """Yield the results in the journal, each line once."""
@@ -171,17 +165,14 @@ class BatchService:
                 await self._answer_lines(batch)
             state = await self._stored(lambda: self._write_files(batch))
             ending = batch.state["ending"]
-        except InvalidRequestError as error:
-            ending, state["errors"] = "failed", [{"code": error.field, "message": str(error), "line": None}]
-        except NotFoundError as error:
-            ending, state["errors"] = "failed", [{"code": "no_input", "message": str(error), "line": None}]
         except Exception as error:
-            log.request_failed(error)
-            ending, state["errors"] = (
-                "failed",
-                [{"code": "internal", "message": "internal error of the worker", "line": None}],
-            )
-        state |= {"status": ending, f"{ending}_at": int(time.time()), "counts": batch.counts()}
+            is_known = isinstance(error, InvalidRequestError | NotFoundError)
+            if not is_known:
+                log.request_failed(error)
+            code = getattr(error, "field", None) or ("no_input" if is_known else "internal")
+            message = str(error) if is_known else "internal error of the worker"
+            ending, state["errors"] = "failed", [{"code": code, "message": message, "line": None}]
+        state |= {"status": ending, f"{ending}_at": int(time.time()), "counts": batch.counts}
         await self._append(batch, [Entry(state)])
         with suppress(OSError):  # the results are in their files: the journal needs them no more
             batch.journal = await asyncio.to_thread(self.store.create_journal, batch.id, batch.state)
@@ -189,14 +180,14 @@ class BatchService:
         if batch.is_anthropic:
             with suppress(NotFoundError):
                 self.store.delete(batch.state["input_file_id"])
-        logger.info("batch %s is %s: %s", batch.id, ending, batch.counts())
+        logger.info("batch %s is %s: %s", batch.id, ending, batch.counts)
 
     async def _answer_lines(self, batch: Batch) -> None:
         """Answer the lines; what is left at the end of the batch gets an error."""
         with await asyncio.to_thread(self.store.open, batch.state["input_file_id"]) as file:
             lines = await asyncio.to_thread(plan_lines, file, batch.state["endpoint"], self._max_line)
             if batch.state["status"] == "validating":
-                begun = {"status": "in_progress", "in_progress_at": int(time.time()), "total": len(lines)}
+                begun = {"status": "in_progress", "in_progress_at": int(time.time()), "counts": {"total": len(lines)}}
                 await self._append(batch, [Entry(begun)])
             if batch.ending is None:
                 batch.work = asyncio.ensure_future(self._run_lines(batch, lines, file.fileno()))
@@ -212,8 +203,8 @@ class BatchService:
         if batch.writing is not None:
             await asyncio.shield(batch.writing)
         batch.ending = batch.ending or "completed"
+        code, message = UNANSWERED.get(batch.ending), f"the batch was {batch.ending} before the line was answered"
         left = [line for line in lines if line.number not in batch.finished]
-        code, message = UNANSWERED.get(batch.ending, ("", ""))
         errors = [Entry(result=Result(line.number, line.custom_id, code=code, message=message)) for line in left]
         state = {"status": "finalizing", "finalizing_at": int(time.time()), "ending": batch.ending}
         await self._append(batch, [*errors, Entry(state)])
@@ -244,11 +235,9 @@ class BatchService:
             if line.error is not None:
                 message = f"line {line.number}: {line.error}"
                 result = Result(line.number, line.custom_id, code="invalid_line", message=message)
-            elif line.url == EMBEDDINGS:
-                async with self._embeddings:
-                    result = await self._reply(line, file)
             else:
-                result = await self._reply(line, file)
+                async with self._embeddings if line.url == EMBEDDINGS else nullcontext():
+                    result = await self._reply(line, file)
         finally:
             self.num_running -= 1
             self._changed.set()
@@ -302,10 +291,10 @@ class BatchService:
         """Write results until none is left; those that come meanwhile are written together."""
         while batch.unwritten:
             results, batch.unwritten = batch.unwritten, []
-            before = batch.num_failed
+            failed = batch.counts["failed"]
             await self._append(batch, results)
             self.num_lines += len(results)
-            self.num_failed += batch.num_failed - before
+            self.num_failed += batch.counts["failed"] - failed
             self._changed.set()
 
     async def _append(self, batch: Batch, entries: list[Entry]) -> None:
@@ -421,7 +410,7 @@ class BatchService:
     def describe(self) -> dict[str, Any]:
         """Return what `/info` shows: the open batches, and why they wait."""
         batches = [
-            {"id": batch.id, "status": batch.state["status"], "endpoint": batch.state["endpoint"], **batch.counts()}
+            {"id": batch.id, "status": batch.state["status"], "endpoint": batch.state["endpoint"], **batch.counts}
             for batch in self.open
         ]
         size = {"files": len(self.store.files), "bytes": self.store.num_bytes, "limit_bytes": self.store.max_bytes}

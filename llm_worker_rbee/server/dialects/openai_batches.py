@@ -138,7 +138,7 @@ def encode_file(file: StoredFile) -> dict[str, Any]:
 
 def encode_batch(batch: Batch) -> dict[str, Any]:
     """Return a batch as OpenAI shows it."""
-    state, counts = batch.state, batch.counts()
+    state, counts = batch.state, batch.counts
     names = ("endpoint", "input_file_id", "metadata", "status", "output_file_id", "error_file_id", "created_at")
     errors = {"object": "list", "data": state["errors"]} if state.get("errors") else None
     return {
