@@ -52,7 +52,7 @@ NUM_TRIES, RETRY_S = 3, 1.0  # of a line that failed in the worker; after a refu
 DISK_RETRY_S, CLEAN_S = 2.0, 600.0
 POLL_S = 0.1  # whether another model of a pool needs memory
 QUIET_S, MAX_QUIET_S = 3.0, 600.0  # of the other models, before a line has its own loaded; it waits at most so long
-REQUESTS, RESULTS = "messages", "messages_results"  # purposes of files that only their batch shows
+REQUESTS, RESULTS = "messages", "messages_results"  # purposes of files
 IS_BATCH = "llm_worker.batch"  # in the scope of a line of a batch
 SPARE_LINES = 8  # beyond a full batch of the engine
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -359,8 +359,9 @@ class BatchService:
         chosen = [batch for batch in self.batches.values() if batch.id.startswith(f"{kind}_")]
         return sorted(chosen, key=lambda batch: (-batch.created_at, batch.id))
 
-    async def cancel(self, batch: Batch) -> None:
+    async def cancel(self, kind: str, batch_id: str) -> Batch:
         """End a batch with the results that it has."""
+        batch = self.get(kind, batch_id)
         if not batch.is_open:
             raise ConflictError(f"the batch is {batch.state['status']} already")
         if batch.ending is None:
@@ -373,6 +374,7 @@ class BatchService:
                 raise
             if batch.work is not None:
                 batch.work.cancel()
+        return batch
 
     def require_unused(self, file_id: str) -> None:
         """Raise if an open batch reads a file."""

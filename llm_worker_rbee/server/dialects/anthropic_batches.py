@@ -124,8 +124,7 @@ def make_handlers(worker: Front) -> Mapping[str, Handler]:
         return {"id": batch.id, "type": "message_batch_deleted"}
 
     async def cancel(call: Call) -> Any:
-        await batch_service(worker).cancel(stopped := find(call))
-        return encode_batch(stopped, base(call))
+        return encode_batch(await batch_service(worker).cancel("msgbatch", call.path_params["id"]), base(call))
 
     async def results(call: Call) -> Any:
         file_id = find(call).state.get("results_file_id")
