@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 from uuid import uuid4
 
 import msgspec
@@ -35,15 +35,23 @@ from .batch_store import (
     print_openai,
 )
 from .bodies import GenerateRequest
-
-if TYPE_CHECKING:  # the process that parses large bodies needs none of them
-    from starlette.responses import Response
-
-    from .model_pool import Member
-    from .worker import Front
+from .settings import ServerSettings
 
 T = TypeVar("T")
-Answer = Callable[[str, bytes], Awaitable["Response"]]  # of a route to a body
+Answer = Callable[[str, bytes], Awaitable[Any]]  # the response of a route to a body
+
+
+class LineWorker(Protocol):
+    """What batches need of a worker."""
+
+    settings: ServerSettings
+    batches: BatchService | None
+    pool: Any
+
+    @property
+    def chat(self) -> Any: ...
+    def engine_status(self) -> str: ...
+
 
 MAX_OPEN, MAX_BATCHES = 100, 10_000
 MAX_UNWRITTEN = 1_000  # results of a batch in memory
@@ -116,7 +124,7 @@ class Batch:
 class BatchService:
     """The files and batches of a worker, and what answers their lines."""
 
-    def __init__(self, worker: Front, answer: Answer, option: str = "files_dir") -> None:
+    def __init__(self, worker: LineWorker, answer: Answer, option: str = "files_dir") -> None:
         settings = worker.settings
         assert settings.files_dir is not None
         self._worker, self._answer, self._max_line = worker, answer, settings.max_body
@@ -126,7 +134,7 @@ class BatchService:
         self._starting = asyncio.Lock()  # of the batch whose lines are begun
         self._embeddings = asyncio.Semaphore(NUM_EMBEDDINGS)
         self._changed = asyncio.Event()
-        self._waiting_since: dict[Member, float] = {}  # for their turn in a pool
+        self._waiting_since: dict[Any, float] = {}  # for their turn in a pool
         self._cleaning: asyncio.Task[None] | None = None
         self.batches: dict[str, Batch] = {}
         for batch_id, journal in self.store.journals.items():
@@ -263,7 +271,7 @@ class BatchService:
                 return Result(line.number, line.custom_id, status, request_id, msgspec.Raw(reply.body))
             await asyncio.sleep(float(reply.headers.get("retry-after", RETRY_S)))
 
-    async def _answer_unless_drained(self, url: str, body: bytes) -> Response | None:
+    async def _answer_unless_drained(self, url: str, body: bytes) -> Any:
         """Return the reply to a line; None if a request of a client waits for the memory of a model: it goes first."""
         if (pool := self._worker.pool) is None:
             return await self._answer(url, body)
@@ -276,9 +284,8 @@ class BatchService:
         finally:
             work.cancel()
 
-    def require_turn(self, member: Member) -> None:
+    def require_turn(self, member: Any) -> None:
         """Raise unless a line may have its model loaded: the others of the pool are quiet, or it has waited long."""
-        assert self._worker.pool is not None
         now = time.monotonic()
         since = self._waiting_since.setdefault(member, now)
         for other in self._worker.pool.residents:
@@ -436,7 +443,7 @@ def as_batch_work(scope: Mapping[str, Any], parsed: GenerateRequest) -> Generate
     return msgspec.structs.replace(parsed, priority=BATCH_PRIORITY + max(0, parsed.priority))
 
 
-def batch_service(worker: Front) -> BatchService:
+def batch_service(worker: LineWorker) -> BatchService:
     """Return the batches of a worker; raise if it has none."""
     if worker.batches is None:
         raise NotFoundError("files and batches are off: start the worker with --files-dir DIR")
