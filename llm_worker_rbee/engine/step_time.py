@@ -263,7 +263,7 @@ class BatchShare:
 
     def __init__(self, step_time: StepTimeModel | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.step_time, self.clock = step_time or StepTimeModel(), clock
-        self.max_step_s = self.long_step_s = MAX_BATCH_STEP_S
+        self.max_step_s, self.long_step_s = MAX_BATCH_STEP_S, 0.0  # 0: no step can be given up
         self.is_long = False  # the present step, which can be given up
         self._last_turn, self._last_other = clock(), -math.inf
 
@@ -273,7 +273,7 @@ class BatchShare:
         self._last_other = self._last_other if is_alone else now
         self.is_long = now - self._last_other >= QUIET_S
         if is_alone:
-            return Room(self.long_step_s if self.is_long else self.max_step_s, True, NOTHING)
+            return Room(max(self.max_step_s, self.long_step_s * self.is_long), True, NOTHING)
         size = step_size(others, self.step_time.query_tile) if others else NOTHING
         seconds, coefficients = self.step_time.predict(size) or 0.0, self.step_time.coefficients
         if now - self._last_turn >= TURN_S:
@@ -300,6 +300,10 @@ class BatchShare:
         both = StepSize("mixed", False, size.tokens + others.tokens, size.context + others.context)
         count = self.step_time.prefill_tokens_within(room.limit_s, both, start, max_tokens - both.tokens)
         return count if count >= MIN_CHUNK else MIN_CHUNK * room.is_turn
+
+    def note_request(self) -> None:
+        """Record that another request has come, which the scheduler may not have yet."""
+        self._last_other = self.clock()
 
     def end_turn(self) -> None:
         """Record that batch rows joined a step."""

@@ -182,8 +182,9 @@ class BatchService:
             ending, state["errors"] = "failed", [{"code": code, "message": message, "line": None}]
         state |= {"status": ending, f"{ending}_at": int(time.time()), "counts": batch.counts}
         await self._append(batch, [Entry(state)])
-        with suppress(OSError):  # the results are in their files: the journal needs them no more
-            batch.journal = await asyncio.to_thread(self.store.create_journal, batch.id, batch.state)
+        if ending != "failed":
+            with suppress(OSError):  # the results are in their files: the journal needs them no more
+                batch.journal = await asyncio.to_thread(self.store.create_journal, batch.id, batch.state)
         batch.finished = set()
         if batch.is_anthropic:
             with suppress(NotFoundError):
