@@ -116,7 +116,7 @@ def test_long_steps_once_no_request_came_for_a_while() -> None:
     rows = [paper.request([i] * 400, 100, priority=BATCH_PRIORITY) for i in range(8)]
     assert seconds(paper, paper.step()) <= MAX_STEP_S
     paper.share.max_step_s /= 2  # as with two steps under way
-    assert seconds(paper, paper.step()) <= MAX_STEP_S / 2
+    assert seconds(paper, paper.step()) <= 0.6 * MAX_STEP_S  # at least 16 tokens of a prompt
     paper.share.max_step_s *= 2
     paper.share.long_step_s = LONG_STEP_S
     assert MAX_STEP_S < seconds(paper, paper.step()) <= LONG_STEP_S
