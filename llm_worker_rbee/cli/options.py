@@ -89,6 +89,11 @@ def _fill(group: Any, values: dict[str, Any]) -> Any:
     return group(**{name: _fill(kind, values) if is_dataclass(kind) else values[name] for name, kind in parts.items()})
 
 
+def with_defaults(group: Any, **values: Any) -> Any:
+    """Return a group with these values of options, and the defaults of the others."""
+    return _fill(group, {option.name: option.default for option in _parameters(group)} | values)
+
+
 def _annotation(declared: Field[Any]) -> Any:
     """Return the type of a field with its option; `names` are short ones, or replace the name of the field."""
     if not declared.metadata:  # annotated with its option already

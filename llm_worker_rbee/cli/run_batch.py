@@ -17,18 +17,9 @@ from ..server.batch_store import CHUNK_BYTES
 from ..server.batches import Batch, BatchService
 from ..server.worker import Front
 from ..token_engine.protocol import Load
-from .commands import (
-    LimitFlags,
-    LoraServeFlags,
-    MeasuringFlags,
-    PoolingServeFlags,
-    ProcessFlags,
-    RunBatchCommand,
-    ServeCommand,
-    WireFlags,
-)
+from .commands import RunBatchCommand, ServeCommand
 from .loading import LoadingOutput, load_options, option_names_in_errors, set_up
-from .options import FilesFlags, PoolFlags, ServedFlags
+from .options import with_defaults
 from .serve import pooling_references, reserved_bytes, server_settings, with_children
 from .terminal import note
 
@@ -44,26 +35,19 @@ def run_batch(options: RunBatchCommand) -> None:
     with options.source.open("rb") as file:
         work = [file_digest(file, "sha256").hexdigest(), options.model.model, options.embedding_model]
     folder = options.target.with_name(options.target.name + ".batch")
-    served = ServeCommand(
-        wire=WireFlags(),
-        limits=LimitFlags(),
-        files=FilesFlags(files_dir=folder),
-        adapters=LoraServeFlags(),
-        model=ServedFlags(
-            models=None if options.model.model is None else [options.model.model],
-            max_context=options.model.max_context,
-            chat_template=options.model.chat_template,
-        ),
-        pool=PoolFlags(),
-        pooling=PoolingServeFlags(embedding_model=options.embedding_model),
-        computing=options.computing,
-        sharing=options.sharing,
-        process=ProcessFlags(),
-        measuring=MeasuringFlags(),
+    model = options.model
+    served: ServeCommand = with_defaults(
+        ServeCommand,
+        models=None if model.model is None else [model.model],
+        max_context=model.max_context,
+        chat_template=model.chat_template,
+        embedding_model=options.embedding_model,
+        files_dir=folder,
     )
+    served = replace(served, computing=options.computing, sharing=options.sharing)
     set_up(options.computing)
     references = pooling_references(served.pooling, served.process.engine_process)
-    load = load_options(options.model, options.computing, options.sharing)
+    load = load_options(model, options.computing, options.sharing)
     loads = [Load(options=replace(load, reserved_memory=reserved_bytes(references)))]
     settings = replace(server_settings(served, None, load), files_bytes=UNLIMITED, files_age_s=float(FOR_EVER_S))
     with option_names_in_errors(), LoadingOutput() as shown:
@@ -74,14 +58,14 @@ def run_batch(options: RunBatchCommand) -> None:
             begun = _find_batch(service, folder, work)
             batch = asyncio.run(_run(worker, service, begun, work, options, shown.close))
         except KeyboardInterrupt:
-            finished = max((len(batch.finished) for batch in service.batches.values()), default=0)
+            finished = sum(batch.num_finished for batch in service.batches.values())
             note(f"{counted(finished, 'line')} finished: the same command goes on")
             raise
         finally:
             service.store.close()
     shutil.rmtree(folder, ignore_errors=True)
     if not options.quiet:
-        counts, seconds = batch.counts(), time.perf_counter() - start
+        counts, seconds = batch.counts, time.perf_counter() - start
         note(f"{counted(counts['total'], 'line')} in {seconds:.1f} s, {counts['failed']:,} of them with an error")
 
 
@@ -89,9 +73,9 @@ def _find_batch(service: BatchService, folder: Path, work: Work) -> Batch | None
     """Return the batch of an earlier run of the same work; forget one without results."""
     for batch in list(service.batches.values()):
         if batch.state["work"] == work and batch.state["status"] != "failed":
-            note(f"going on: {counted(sum(batch.counts().values()) - batch.counts()['total'], 'line')} finished")
+            note(f"going on: {counted(batch.num_finished, 'line')} finished")
             return batch
-        if batch.counts()["completed"]:
+        if batch.num_finished:
             message = f"{folder} has results of another input, or of another model: remove it to begin anew"
             raise InvalidRequestError(message, "OUT")
         service.drop(batch)
@@ -129,14 +113,13 @@ async def _run(
 
 async def _show(worker: Front, batch: Batch, options: RunBatchCommand) -> None:
     """Show how far the batch is, until its end."""
-    while "total" not in batch.state and batch.is_open:
+    while not batch.counts["total"] and batch.is_open:
         await asyncio.sleep(POLL_S)
     assert worker.chat is not None
     latencies, lines, tokens = worker.chat.latencies, 0, 0
-    with request_progress(batch.state.get("total", 0), not options.quiet, noun="lines") as advance:
+    with request_progress(batch.counts["total"], not options.quiet, noun="lines") as advance:
         while True:
-            is_open, counts = batch.is_open, batch.counts()
-            finished = counts["completed"] + counts["failed"]
+            is_open, finished = batch.is_open, batch.num_finished
             advance(requests=finished - lines, tokens=latencies.num_tokens - tokens)
             lines, tokens = finished, latencies.num_tokens
             if not is_open:

@@ -297,6 +297,7 @@ class Engine:
             logits, tokens = self._run(scheduled)
             sampled = self._sample(scheduled, logits, tokens)
         except StepStopped:
+            self.share.note_request()
             if self.mask_filler.pending is not None:
                 self.mask_filler.wait()
             self.is_computing = False

@@ -184,7 +184,7 @@ class Scheduler:
         def budget(scheduled: Sequence[ScheduledTokens], start: int) -> int:
             return self.share.prefill_tokens(room, scheduled, start, self.config.max_step_tokens)
 
-        return self._schedule_requests(joined + prefills, budget, is_batch=True)
+        return self._schedule_requests([*joined, *prefills], budget, is_batch=True)
 
     def _schedule_requests(
         self, requests: Sequence[Request], budget: int | PrefillBudget, *, is_batch: bool = False

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter, mul
 from typing import Literal, NamedTuple
@@ -263,7 +263,7 @@ class BatchShare:
 
     def __init__(self, step_time: StepTimeModel | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.step_time, self.clock = step_time or StepTimeModel(), clock
-        self.max_step_s = self.long_step_s = MAX_BATCH_STEP_S
+        self.max_step_s, self.long_step_s = MAX_BATCH_STEP_S, 0.0  # 0: no step can be given up
         self.is_long = False  # the present step, which can be given up
         self._last_turn, self._last_other = clock(), -math.inf
 
@@ -273,46 +273,37 @@ class BatchShare:
         self._last_other = self._last_other if is_alone else now
         self.is_long = now - self._last_other >= QUIET_S
         if is_alone:
-            return Room(self.long_step_s if self.is_long else self.max_step_s, True, NOTHING)
-        is_turn = now - self._last_turn >= TURN_S
+            return Room(max(self.max_step_s, self.long_step_s * self.is_long), True, NOTHING)
         size = step_size(others, self.step_time.query_tile) if others else NOTHING
-        seconds = self.step_time.predict(size) if others else None
-        if is_turn:
-            return Room((seconds or 0.0) + self.max_step_s, True, size)
-        if seconds is None or self.step_time.coefficients is None:
+        seconds, coefficients = self.step_time.predict(size) or 0.0, self.step_time.coefficients
+        if now - self._last_turn >= TURN_S:
+            return Room(seconds + self.max_step_s, True, size)
+        if not others or coefficients is None or coefficients.per_token > MAX_GROWTH * seconds:  # as on most CPUs
             return None
-        room = Room((1 + MAX_GROWTH) * seconds, False, size)
-        return room if seconds + self.step_time.coefficients.per_token <= room.limit_s else None  # as on most CPUs
+        return Room((1 + MAX_GROWTH) * seconds, False, size)
 
-    def decodes(self, room: Room, requests: Iterable[Request]) -> list[Request]:
+    def decodes(self, room: Room, requests: Sequence[Request]) -> Sequence[Request]:
         """Return the first of these requests, each at its last token, whose tokens fit into the step."""
-        coefficients, joined, seconds = (
-            self.step_time.coefficients,
-            list[Request](),
-            self.step_time.predict(room.others),
-        )
-        if not room.others.tokens and coefficients is not None:
-            seconds = coefficients.constant
-        for request in requests:
-            if coefficients is None or seconds is None:
-                if len(joined) == FIRST_ROWS:
-                    break
-            else:
-                tokens = 1 + len(request.drafts)
-                seconds += coefficients.per_token * tokens + coefficients.per_context * tokens * len(request.ids)
-                if seconds > room.limit_s and (joined or not room.is_turn):
-                    break
-            joined.append(request)
-        return joined
+        if (coefficients := self.step_time.coefficients) is None:
+            return requests[:FIRST_ROWS]
+        seconds = self.step_time.predict(room.others) or 0.0
+        for i, request in enumerate(requests):
+            tokens = 1 + len(request.drafts)
+            seconds += tokens * (coefficients.per_token + coefficients.per_context * len(request.ids))
+            if seconds > room.limit_s and (i or not room.is_turn):
+                return requests[:i]
+        return requests
 
     def prefill_tokens(self, room: Room, decodes: Sequence[ScheduledTokens], start: int, max_tokens: int) -> int:
         """Return the prompt tokens that fit into the step beside other requests and these batch rows."""
         size, others = step_size(decodes, self.step_time.query_tile) if decodes else NOTHING, room.others
         both = StepSize("mixed", False, size.tokens + others.tokens, size.context + others.context)
         count = self.step_time.prefill_tokens_within(room.limit_s, both, start, max_tokens - both.tokens)
-        if count >= MIN_CHUNK:
-            return count
-        return MIN_CHUNK if room.is_turn else 0
+        return count if count >= MIN_CHUNK else MIN_CHUNK * room.is_turn
+
+    def note_request(self) -> None:
+        """Record that another request has come, which the scheduler may not have yet."""
+        self._last_other = self.clock()
 
     def end_turn(self) -> None:
         """Record that batch rows joined a step."""

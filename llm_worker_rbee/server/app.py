@@ -44,7 +44,7 @@ from ..text_model import TextModel
 from ..tokenizer.tokenizer import MARK
 from . import log, openapi
 from .batch_store import EMBEDDINGS
-from .batches import IS_BATCH, BatchService, FileReply, as_batch_work
+from .batches import IS_BATCH, BatchService, FileReply, as_batch_work, batch_service
 from .bodies import Conversation, GenerateRequest, PackedIds
 from .dialect import GenerateRoute, Handler
 from .dialects import DIALECTS, body_parsers, dialect_of, generate_routes
@@ -187,7 +187,7 @@ class Routes:
         self.worker = worker
         worker.offload.parsers = worker.pooling_offload.parsers = body_parsers()
         self._openapi = msgspec.json.encode(openapi.description(worker.settings))
-        self._of_lines = {route.path: route.endpoint for route in self.table()}
+        self._of_lines: dict[str, Any] = {route.path: route.endpoint for route in self.table()}
 
     async def page(self, _: Request) -> Response:
         text, policy = load_page()
@@ -311,7 +311,7 @@ class Routes:
         headers["content-type"] = printer.media_type
         return PushStream(reply, ping_s=self.worker.settings.ping_s, headers=headers, ping=printer.ping)
 
-    async def answer(self, path: str, body: bytes) -> Response:
+    async def answer(self, path: str, body: bytes) -> Any:
         """Return the reply to a line of a batch: that of the route, without a client."""
 
         async def receive() -> Any:
@@ -321,22 +321,20 @@ class Routes:
         scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
         request = Request(scope | {IS_BATCH: True, ON_DISCONNECT: lambda callback: lambda: None}, receive)
         try:
-            if self.worker.settings.has_pool and self.worker.batches is not None:
+            if self.worker.settings.has_pool:
                 kind = "embedding" if path == EMBEDDINGS else "chat"
-                self.worker.batches.require_turn(await self.worker.find(model_of(body), kind))
-            response: Response = await self._of_lines[path](request)
+                batch_service(self.worker).require_turn(await self.worker.find(model_of(body), kind))
+            return await self._of_lines[path](request)
         except Exception as error:
             if not isinstance(error, WorkerError):
                 log.request_failed(error)
-            response = await _on_error(request, error)
-        return response
+            return await _on_error(request, error)
 
     async def _handle(self, handler: Handler, request: Request) -> Any:
         """Call a dialect's handler; convert its result to a response if it is none."""
         answer = await handler(RequestCall(request, dialect_of(request.url.path).takes_any_content_type))
         if isinstance(answer, FileReply):
-            headers = {"content-length": str(answer.size)}
-            return StreamingResponse(answer.chunks, 200, headers, answer.media_type)
+            return StreamingResponse(answer.chunks, 200, {"content-length": str(answer.size)}, answer.media_type)
         if isinstance(answer, tuple):
             return json_response(*answer)
         return json_response(answer) if isinstance(answer, dict) else answer

@@ -12,9 +12,9 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 from uuid import uuid4
 
 import msgspec
@@ -35,15 +35,23 @@ from .batch_store import (
     print_openai,
 )
 from .bodies import GenerateRequest
-
-if TYPE_CHECKING:  # the process that parses large bodies needs none of them
-    from starlette.responses import Response
-
-    from .model_pool import Member
-    from .worker import Front
+from .settings import ServerSettings
 
 T = TypeVar("T")
-Answer = Callable[[str, bytes], Awaitable["Response"]]  # of a route to a body
+Answer = Callable[[str, bytes], Awaitable[Any]]  # the response of a route to a body
+
+
+class LineWorker(Protocol):
+    """What batches need of a worker."""
+
+    settings: ServerSettings
+    batches: BatchService | None
+    pool: Any
+
+    @property
+    def chat(self) -> Any: ...
+    def engine_status(self) -> str: ...
+
 
 MAX_OPEN, MAX_BATCHES = 100, 10_000
 MAX_UNWRITTEN = 1_000  # results of a batch in memory
@@ -52,14 +60,11 @@ NUM_TRIES, RETRY_S = 3, 1.0  # of a line that failed in the worker; after a refu
 DISK_RETRY_S, CLEAN_S = 2.0, 600.0
 POLL_S = 0.1  # whether another model of a pool needs memory
 QUIET_S, MAX_QUIET_S = 3.0, 600.0  # of the other models, before a line has its own loaded; it waits at most so long
-REQUESTS, RESULTS = "messages", "messages_results"  # purposes of files that only their batch shows
+REQUESTS, RESULTS = "messages", "messages_results"  # purposes of files
 IS_BATCH = "llm_worker.batch"  # in the scope of a line of a batch
 SPARE_LINES = 8  # beyond a full batch of the engine
 ENDED = ("completed", "failed", "expired", "cancelled")
-UNANSWERED = {
-    "expired": ("batch_expired", "the line was not answered before the completion window ended"),
-    "cancelled": ("batch_cancelled", "the batch was cancelled before the line was answered"),
-}
+UNANSWERED = {"expired": "batch_expired", "cancelled": "batch_cancelled"}  # the codes of lines that have no reply
 logger = logging.getLogger("llm_worker_rbee.server")
 
 
@@ -69,7 +74,7 @@ class Batch:
     def __init__(self, batch_id: str, journal: Journal, entries: Iterable[Entry]) -> None:
         self.id, self.journal, self.state = batch_id, journal, dict[str, Any](status="validating")
         self.finished: set[int] = set()
-        self.num_failed = self.num_unanswered = 0
+        self.counts = dict.fromkeys(("total", "completed", "failed", "unanswered"), 0)  # of those that failed
         self.apply(entries)
         self.created_at: int = self.state["created_at"]  # of the first entry, as is all that does not change
         self.ending: str | None = self.state.get("ending", "cancelled" if "cancelling_at" in self.state else None)
@@ -83,11 +88,12 @@ class Batch:
         for entry in entries:
             if self.is_open:
                 self.state |= entry.state
+                self.counts |= entry.state.get("counts", {})
             result = entry.result
             if result is not None and result.line not in self.finished:
                 self.finished.add(result.line)
-                self.num_failed += not result.is_success
-                self.num_unanswered += result.code in ("batch_expired", "batch_cancelled")
+                self.counts["completed" if result.is_success else "failed"] += 1
+                self.counts["unanswered"] += result.code in UNANSWERED.values()
 
     def append(self, entries: list[Entry]) -> None:
         """Write entries to the journal, then apply them."""
@@ -102,13 +108,9 @@ class Batch:
     def is_anthropic(self) -> bool:
         return self.id.startswith("msgbatch_")
 
-    def counts(self) -> dict[str, int]:
-        """Return the numbers of lines: all, answered, failed, and of these those without an answer."""
-        if (counts := self.state.get("counts")) is not None:  # of one that has ended: its results are in files
-            return dict(counts)
-        completed = len(self.finished) - self.num_failed
-        numbers = self.state.get("total", 0), completed, self.num_failed, self.num_unanswered
-        return dict(zip(("total", "completed", "failed", "unanswered"), numbers, strict=True))
+    @property
+    def num_finished(self) -> int:
+        return self.counts["completed"] + self.counts["failed"]
 
     def results(self) -> Iterator[Result]:
         """Yield the results in the journal, each line once."""
@@ -122,7 +124,7 @@ class Batch:
 class BatchService:
     """The files and batches of a worker, and what answers their lines."""
 
-    def __init__(self, worker: Front, answer: Answer, option: str = "files_dir") -> None:
+    def __init__(self, worker: LineWorker, answer: Answer, option: str = "files_dir") -> None:
         settings = worker.settings
         assert settings.files_dir is not None
         self._worker, self._answer, self._max_line = worker, answer, settings.max_body
@@ -132,7 +134,7 @@ class BatchService:
         self._starting = asyncio.Lock()  # of the batch whose lines are begun
         self._embeddings = asyncio.Semaphore(NUM_EMBEDDINGS)
         self._changed = asyncio.Event()
-        self._waiting_since: dict[Member, float] = {}  # for their turn in a pool
+        self._waiting_since: dict[Any, float] = {}  # for their turn in a pool
         self._cleaning: asyncio.Task[None] | None = None
         self.batches: dict[str, Batch] = {}
         for batch_id, journal in self.store.journals.items():
@@ -171,32 +173,30 @@ class BatchService:
                 await self._answer_lines(batch)
             state = await self._stored(lambda: self._write_files(batch))
             ending = batch.state["ending"]
-        except InvalidRequestError as error:
-            ending, state["errors"] = "failed", [{"code": error.field, "message": str(error), "line": None}]
-        except NotFoundError as error:
-            ending, state["errors"] = "failed", [{"code": "no_input", "message": str(error), "line": None}]
         except Exception as error:
-            log.request_failed(error)
-            ending, state["errors"] = (
-                "failed",
-                [{"code": "internal", "message": "internal error of the worker", "line": None}],
-            )
-        state |= {"status": ending, f"{ending}_at": int(time.time()), "counts": batch.counts()}
+            is_known = isinstance(error, InvalidRequestError | NotFoundError)
+            if not is_known:
+                log.request_failed(error)
+            code = getattr(error, "field", None) or ("no_input" if is_known else "internal")
+            message = str(error) if is_known else "internal error of the worker"
+            ending, state["errors"] = "failed", [{"code": code, "message": message, "line": None}]
+        state |= {"status": ending, f"{ending}_at": int(time.time()), "counts": batch.counts}
         await self._append(batch, [Entry(state)])
-        with suppress(OSError):  # the results are in their files: the journal needs them no more
-            batch.journal = await asyncio.to_thread(self.store.create_journal, batch.id, batch.state)
+        if ending != "failed":
+            with suppress(OSError):  # the results are in their files: the journal needs them no more
+                batch.journal = await asyncio.to_thread(self.store.create_journal, batch.id, batch.state)
         batch.finished = set()
         if batch.is_anthropic:
             with suppress(NotFoundError):
                 self.store.delete(batch.state["input_file_id"])
-        logger.info("batch %s is %s: %s", batch.id, ending, batch.counts())
+        logger.info("batch %s is %s: %s", batch.id, ending, batch.counts)
 
     async def _answer_lines(self, batch: Batch) -> None:
         """Answer the lines; what is left at the end of the batch gets an error."""
         with await asyncio.to_thread(self.store.open, batch.state["input_file_id"]) as file:
             lines = await asyncio.to_thread(plan_lines, file, batch.state["endpoint"], self._max_line)
             if batch.state["status"] == "validating":
-                begun = {"status": "in_progress", "in_progress_at": int(time.time()), "total": len(lines)}
+                begun = {"status": "in_progress", "in_progress_at": int(time.time()), "counts": {"total": len(lines)}}
                 await self._append(batch, [Entry(begun)])
             if batch.ending is None:
                 batch.work = asyncio.ensure_future(self._run_lines(batch, lines, file.fileno()))
@@ -212,8 +212,8 @@ class BatchService:
         if batch.writing is not None:
             await asyncio.shield(batch.writing)
         batch.ending = batch.ending or "completed"
+        code, message = UNANSWERED.get(batch.ending), f"the batch was {batch.ending} before the line was answered"
         left = [line for line in lines if line.number not in batch.finished]
-        code, message = UNANSWERED.get(batch.ending, ("", ""))
         errors = [Entry(result=Result(line.number, line.custom_id, code=code, message=message)) for line in left]
         state = {"status": "finalizing", "finalizing_at": int(time.time()), "ending": batch.ending}
         await self._append(batch, [*errors, Entry(state)])
@@ -244,11 +244,9 @@ class BatchService:
             if line.error is not None:
                 message = f"line {line.number}: {line.error}"
                 result = Result(line.number, line.custom_id, code="invalid_line", message=message)
-            elif line.url == EMBEDDINGS:
-                async with self._embeddings:
-                    result = await self._reply(line, file)
             else:
-                result = await self._reply(line, file)
+                async with self._embeddings if line.url == EMBEDDINGS else nullcontext():
+                    result = await self._reply(line, file)
         finally:
             self.num_running -= 1
             self._changed.set()
@@ -274,7 +272,7 @@ class BatchService:
                 return Result(line.number, line.custom_id, status, request_id, msgspec.Raw(reply.body))
             await asyncio.sleep(float(reply.headers.get("retry-after", RETRY_S)))
 
-    async def _answer_unless_drained(self, url: str, body: bytes) -> Response | None:
+    async def _answer_unless_drained(self, url: str, body: bytes) -> Any:
         """Return the reply to a line; None if a request of a client waits for the memory of a model: it goes first."""
         if (pool := self._worker.pool) is None:
             return await self._answer(url, body)
@@ -287,9 +285,8 @@ class BatchService:
         finally:
             work.cancel()
 
-    def require_turn(self, member: Member) -> None:
+    def require_turn(self, member: Any) -> None:
         """Raise unless a line may have its model loaded: the others of the pool are quiet, or it has waited long."""
-        assert self._worker.pool is not None
         now = time.monotonic()
         since = self._waiting_since.setdefault(member, now)
         for other in self._worker.pool.residents:
@@ -302,10 +299,10 @@ class BatchService:
         """Write results until none is left; those that come meanwhile are written together."""
         while batch.unwritten:
             results, batch.unwritten = batch.unwritten, []
-            before = batch.num_failed
+            failed = batch.counts["failed"]
             await self._append(batch, results)
             self.num_lines += len(results)
-            self.num_failed += batch.num_failed - before
+            self.num_failed += batch.counts["failed"] - failed
             self._changed.set()
 
     async def _append(self, batch: Batch, entries: list[Entry]) -> None:
@@ -370,8 +367,9 @@ class BatchService:
         chosen = [batch for batch in self.batches.values() if batch.id.startswith(f"{kind}_")]
         return sorted(chosen, key=lambda batch: (-batch.created_at, batch.id))
 
-    async def cancel(self, batch: Batch) -> None:
+    async def cancel(self, kind: str, batch_id: str) -> Batch:
         """End a batch with the results that it has."""
+        batch = self.get(kind, batch_id)
         if not batch.is_open:
             raise ConflictError(f"the batch is {batch.state['status']} already")
         if batch.ending is None:
@@ -384,6 +382,7 @@ class BatchService:
                 raise
             if batch.work is not None:
                 batch.work.cancel()
+        return batch
 
     def require_unused(self, file_id: str) -> None:
         """Raise if an open batch reads a file."""
@@ -421,7 +420,7 @@ class BatchService:
     def describe(self) -> dict[str, Any]:
         """Return what `/info` shows: the open batches, and why they wait."""
         batches = [
-            {"id": batch.id, "status": batch.state["status"], "endpoint": batch.state["endpoint"], **batch.counts()}
+            {"id": batch.id, "status": batch.state["status"], "endpoint": batch.state["endpoint"], **batch.counts}
             for batch in self.open
         ]
         size = {"files": len(self.store.files), "bytes": self.store.num_bytes, "limit_bytes": self.store.max_bytes}
@@ -443,7 +442,7 @@ def as_batch_work(parsed: GenerateRequest) -> GenerateRequest:
     return msgspec.structs.replace(parsed, priority=BATCH_PRIORITY + max(0, parsed.priority))
 
 
-def batch_service(worker: Front) -> BatchService:
+def batch_service(worker: LineWorker) -> BatchService:
     """Return the batches of a worker; raise if it has none."""
     if worker.batches is None:
         raise NotFoundError("files and batches are off: start the worker with --files-dir DIR")

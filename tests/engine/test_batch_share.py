@@ -115,6 +115,9 @@ def test_long_steps_once_no_request_came_for_a_while() -> None:
     paper.share.step_time.coefficients = CPU
     rows = [paper.request([i] * 400, 100, priority=BATCH_PRIORITY) for i in range(8)]
     assert seconds(paper, paper.step()) <= MAX_STEP_S
+    paper.share.max_step_s /= 2  # as with two steps under way
+    assert seconds(paper, paper.step()) <= 0.6 * MAX_STEP_S  # at least 16 tokens of a prompt
+    paper.share.max_step_s *= 2
     paper.share.long_step_s = LONG_STEP_S
     assert MAX_STEP_S < seconds(paper, paper.step()) <= LONG_STEP_S
     assert paper.share.is_long
@@ -193,6 +196,22 @@ def test_steps_that_are_given_up_change_no_answer(model: Transformer) -> None:
     require_idle(serving)
     assert num_stops > 5
     assert [listener.answer(request) for request in requests] == [alone(model, question) for question in questions]
+
+
+def test_steps_are_short_after_one_that_was_given_up(model: Transformer) -> None:
+    """The request that came may wait for its grammar, and is not in the scheduler yet."""
+    serving, num_asked = engine(model), 0
+
+    def has_urgent() -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        return True
+
+    serving.stop_for(has_urgent)
+    row = Question(tuple(range(5, 60)), 3, {"temperature": 0.0})
+    listener = run(serving, request := row.request(priority=BATCH_PRIORITY))
+    assert num_asked == 1
+    assert listener.answer(request) == alone(model, row)
 
 
 def test_a_step_with_other_requests_is_not_given_up(model: Transformer) -> None:

@@ -26,7 +26,6 @@ from llm_worker_rbee.errors import (
     WorkerError,
 )
 from llm_worker_rbee.server import body_process, offload
-from llm_worker_rbee.server.batch_store import LINES
 from llm_worker_rbee.server.bodies import PackedIds
 from llm_worker_rbee.server.body_process import BodyProcess
 from llm_worker_rbee.server.dialects import body_parsers
@@ -109,8 +108,7 @@ def test_body_process_equals_parsing_here(shared: BodyProcess, parser: str) -> N
     given = [(body, options) for body in BODIES for options in OPTIONS]
     outcomes = [(outcome(partial(here, *one)), outcome(partial(there, *one))) for one in given]
     assert [pair for pair in outcomes if pair[0] != pair[1]] == []
-    if parser != LINES:  # whose lines have their errors
-        assert len({isinstance(one, tuple) for one, _ in outcomes}) == 2  # some are accepted, some refused
+    assert len({isinstance(one, tuple) for one, _ in outcomes}) == 2  # some are accepted, some refused
 
 
 json_values = st.recursive(

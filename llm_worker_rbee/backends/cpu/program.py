@@ -42,7 +42,7 @@ from .kernels.pointers import aligned
 from .kernels.program import Pool, Step, Table, Task
 
 CALIBRATION_S = 0.02
-TASKS_PER_PART = 8  # of a step that may be stopped: about a layer
+NUM_PARTS = 8  # of a step that may be stopped; after each, threads must be scheduled again on a busy machine
 
 _local = threading.local()  # of a Python thread: `counters` of its programs, zeros for them, and their address
 
@@ -156,11 +156,12 @@ class Program:
         _run(kernels.WORKER_LOOP, program, threads)
 
     def run_unless(self, should_stop: Callable[[], bool], step: Table, threads: int, address: int) -> None:
-        """Do the same, unless `should_stop`, which is asked between some tasks, says to give it up."""
-        for first in range(0, len(self.tasks), TASKS_PER_PART):
+        """Do the same in a few parts, unless `should_stop`, which is asked before each, says to give it up."""
+        size = -(-len(self.tasks) // NUM_PARTS)
+        for first in range(0, len(self.tasks), size):
             if should_stop():
                 raise StepStopped
-            count, at = min(TASKS_PER_PART, len(self.tasks) - first), self._address + first * self._table.strides[0]
+            count, at = min(size, len(self.tasks) - first), self._address + first * self._table.strides[0]
             _run(kernels.WORKER_LOOP, (at, count, address, _zero_counters(threads)), threads)
 
     def run_timed(self, step: Table, threads: int, address: int = 0) -> NDArray[np.float64]:

@@ -65,7 +65,7 @@ def parse_batch(body: bytes, _: ParseOptions) -> bytes:
 
 def encode_batch(batch: Batch, base: str) -> dict[str, Any]:
     """Return a batch as Anthropic shows it."""
-    state, counts = batch.state, batch.counts()
+    state, counts = batch.state, batch.counts
     status, unanswered = STATES.get(state["status"], "in_progress"), counts["unanswered"]
     ended = None if batch.is_open else state.get(f"{state['status']}_at")
     return {
@@ -110,7 +110,7 @@ def make_handlers(worker: Front) -> Mapping[str, Handler]:
         service.store.require_room(len(lines))
         file = await storing(partial(service.store.add, [lines], "requests.jsonl", REQUESTS))
         try:
-            batch = await service.create("msgbatch", MESSAGES, file.id, WINDOW_S, total=lines.count(b"\n"))
+            batch = await service.create("msgbatch", MESSAGES, file.id, WINDOW_S, counts={"total": lines.count(b"\n")})
         except StorageFullError:
             service.store.delete(file.id)
             raise
@@ -124,8 +124,7 @@ def make_handlers(worker: Front) -> Mapping[str, Handler]:
         return {"id": batch.id, "type": "message_batch_deleted"}
 
     async def cancel(call: Call) -> Any:
-        await batch_service(worker).cancel(stopped := find(call))
-        return encode_batch(stopped, base(call))
+        return encode_batch(await batch_service(worker).cancel("msgbatch", call.path_params["id"]), base(call))
 
     async def results(call: Call) -> Any:
         file_id = find(call).state.get("results_file_id")

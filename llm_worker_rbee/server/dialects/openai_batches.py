@@ -6,6 +6,7 @@ The body of an upload goes to disk as it arrives, and is parsed there: fields, a
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -14,10 +15,10 @@ from mmap import ACCESS_READ, mmap
 from typing import Any, NamedTuple
 
 from ...config import parse_duration
-from ...errors import DeadlineError, InvalidRequestError, NotFoundError, PayloadTooLargeError
+from ...errors import DeadlineError, InvalidRequestError
 from ...sampling_params import Bounds
 from ..batch_store import CHUNK_BYTES, ENDPOINTS, MAX_FILE_BYTES, StoredFile
-from ..batches import REQUESTS, Batch, BatchService, batch_service, page_of, storing, stream_file
+from ..batches import Batch, BatchService, batch_service, page_of, storing, stream_file
 from ..dialect import Call, Dialect, Front, Handler, Operation, Route
 from ..json_schema import COUNT, TEXT, Schema, array_schema, or_null, ref, reply_schema
 from ..schema import (
@@ -109,6 +110,7 @@ def form_parts(data: bytes | mmap, content_type: str) -> Iterator[Part]:
 
 def read_form(body: FileIO, content_type: str) -> tuple[Part, dict[str, Any]]:
     """Return where the file of a form is, and the values of its fields; raise unless it has one file."""
+    require(body.seek(0, os.SEEK_END) > 0, "body", "length", "the form is empty")
     fields, files = dict[str, Any](), list[Part]()
     with mmap(body.fileno(), 0, access=ACCESS_READ) as data:
         for part in form_parts(data, content_type):
@@ -138,7 +140,7 @@ def encode_file(file: StoredFile) -> dict[str, Any]:
 
 def encode_batch(batch: Batch) -> dict[str, Any]:
     """Return a batch as OpenAI shows it."""
-    state, counts = batch.state, batch.counts()
+    state, counts = batch.state, batch.counts
     names = ("endpoint", "input_file_id", "metadata", "status", "output_file_id", "error_file_id", "created_at")
     errors = {"object": "list", "data": state["errors"]} if state.get("errors") else None
     return {
@@ -168,33 +170,22 @@ class Handlers:
             except TimeoutError:
                 raise DeadlineError("the file did not arrive in time") from None
         purpose = call.query.get("purpose")
-        files = [file for file in service.store.files.values() if not file.purpose.startswith(REQUESTS)]
-        chosen = [file for file in files if purpose in (None, "", file.purpose)]
-        ordered = sorted(chosen, key=lambda file: (file.created_at, file.id), reverse=call.query.get("order") != "asc")
+        files = [file for file in service.store.files.values() if purpose in (None, "", file.purpose)]
+        ordered = sorted(files, key=lambda file: (file.created_at, file.id), reverse=call.query.get("order") != "asc")
         return page_of(call.query, [encode_file(file) for file in ordered])
 
     async def _receive(self, service: BatchService, call: Call) -> StoredFile:
         """Store the file of a form."""
         with service.store.receive() as (body, write):
-            size = 0
             async for data in call.stream():
-                if (size := size + len(data)) > MAX_FILE_BYTES + FORM_BYTES:
-                    raise PayloadTooLargeError(f"the file has more than {MAX_FILE_BYTES} bytes")
                 await storing(partial(write, data))
-            require(size > 0, "body", "length", "the form is empty")
             part, fields = await storing(partial(read_form, body, call.content_type))
             add = partial(service.store.add, read_part(body, part), part.filename or "", fields["purpose"])
             return await storing(partial(add, expires_s=fields[EXPIRES_S]))
 
-    def _file(self, call: Call) -> tuple[BatchService, StoredFile]:
+    async def file(self, call: Call) -> Any:
         service = batch_service(self._worker)
         file = service.store.get(call.path_params["id"])
-        if file.purpose.startswith(REQUESTS):
-            raise NotFoundError(f"there is no file {file.id!r}")
-        return service, file
-
-    async def file(self, call: Call) -> Any:
-        service, file = self._file(call)
         if call.method == "GET":
             return encode_file(file)
         service.require_unused(file.id)
@@ -202,8 +193,8 @@ class Handlers:
         return {"id": file.id, "object": "file", "deleted": True}
 
     async def content(self, call: Call) -> Any:
-        service, file = self._file(call)
-        return await asyncio.to_thread(stream_file, service, file.id, "application/octet-stream")
+        service, file_id = batch_service(self._worker), call.path_params["id"]
+        return await asyncio.to_thread(stream_file, service, file_id, "application/octet-stream")
 
     async def batches(self, call: Call) -> Any:
         service = batch_service(self._worker)
@@ -211,19 +202,14 @@ class Handlers:
             return page_of(call.query, [encode_batch(batch) for batch in service.listed("batch")])
         values = await self._worker.parse(BATCHES, await call.body())
         self._worker.require_ready()
-        file_id, endpoint = values["input_file_id"], values["endpoint"]
-        return encode_batch(
-            await service.create("batch", endpoint, file_id, values["window_s"], metadata=values["metadata"])
-        )
+        metadata, names = values["metadata"], ("endpoint", "input_file_id", "window_s")
+        return encode_batch(await service.create("batch", *(values[name] for name in names), metadata=metadata))
 
     async def batch(self, call: Call) -> Any:
         return encode_batch(batch_service(self._worker).get("batch", call.path_params["id"]))
 
     async def cancel(self, call: Call) -> Any:
-        service = batch_service(self._worker)
-        batch = service.get("batch", call.path_params["id"])
-        await service.cancel(batch)
-        return encode_batch(batch)
+        return encode_batch(await batch_service(self._worker).cancel("batch", call.path_params["id"]))
 
     def table(self) -> Mapping[str, Handler]:
         return {
