@@ -18,7 +18,7 @@ import typer
 from ..backends.select import has_driver, missing_packages
 from ..config import LoadOptions, SchedulerLimits, parse_duration, parse_size
 from ..engine.engine import Engine
-from ..engine.memory_plan import HOST_MEMORY_FRACTION, free_memory
+from ..engine.memory_plan import DEVICE_MEMORY_FRACTION, HOST_MEMORY_FRACTION, free_memory
 from ..errors import InvalidRequestError, WorkerError, counted
 from ..progress import OnStage
 from ..server import log
@@ -27,6 +27,7 @@ from ..server.model_pool import Member, ModelPool
 from ..server.model_source import (
     POOLING_WORKSPACE_BYTES,
     PoolOptions,
+    find_gpu,
     fixed_front,
     make_source,
     open_ahead,
@@ -264,10 +265,6 @@ def _has_pool(options: ServeCommand) -> bool:
         raise typer.BadParameter(f"--models-dir {flags.models_dir} is not a folder")
     if len(set(models)) < len(models):
         raise typer.BadParameter("--model names the same model twice")
-    device = options.computing.device
-    is_automatic = device == "auto" and options.computing.backend == "auto" and options.computing.threads is None
-    if device.startswith("cuda") or (is_automatic and has_driver() and not missing_packages()):
-        raise typer.BadParameter("a pool of models computes on a CPU: use --device cpu")
     return True
 
 
@@ -286,7 +283,11 @@ def _pool_front(
     if not models and flags.models_dir is None:
         models.append((DEFAULT_MODEL, None))
     max_models = flags.max_models or max(MIN_MODELS, len(models))
-    limit = free_memory() if flags.model_memory is None else check_usage(parse_size, flags.model_memory, "model_memory")
+    is_automatic = load.device == "auto" and load.backend == "auto" and load.threads is None
+    on_device = load.device.startswith("cuda") or (is_automatic and has_driver() and not missing_packages())
+    limit = None if flags.model_memory is None else check_usage(parse_size, flags.model_memory, "model_memory")
+    if limit is None and not on_device:
+        limit = free_memory()
     sleep_after = None if flags.sleep_after is None else check_usage(parse_duration, flags.sleep_after, "sleep_after")
     pool = ModelPool(
         max_models=max_models,
@@ -305,7 +306,8 @@ def _pool_front(
         restart_on_stall=process.restart_on_stall,
         offload=offload,
         max_bytes=limit,
-        kv_fraction=min(HOST_MEMORY_FRACTION, KV_SHARE / max_models),
+        kv_fraction=min(DEVICE_MEMORY_FRACTION if on_device else HOST_MEMORY_FRACTION, KV_SHARE / max_models),
+        on_device=on_device,
         dummy_step_s=dummy_step_s,
     )
     store = None
@@ -320,6 +322,11 @@ async def _add_models(
 ) -> list[Member]:
     """Fetch the models that are not on this machine, and add all to the pool."""
     members: list[Member] = []
+    if shared.on_device:
+        device = shared.load.device.replace("auto", "cuda")
+        pool.device, free = await asyncio.to_thread(find_gpu, device)
+        shared.load = replace(shared.load, device=pool.device)
+        pool.max_bytes = shared.max_bytes = free if pool.max_bytes is None else pool.max_bytes
     for reference, kind in models:
         located = await asyncio.to_thread(find_model, reference, progress=progress)
         name = model_name(reference)

@@ -199,6 +199,7 @@ class ModelPool:
     ) -> None:
         """`max_bytes` is for all members together; None: no limit but the system's."""
         self.members: list[Member] = []
+        self.device = "cpu"
         self.max_models, self.max_bytes = max_models, max_bytes
         self.keep_alive_s, self.load_timeout_s, self.max_waiting = keep_alive_s, load_timeout_s, max_waiting
         self.on_stage: Callable[[Member, Stage], None] = lambda member, stage: None

@@ -8,9 +8,12 @@ files that the folder has, and a link that leads out of it is passed over.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import subprocess
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -23,12 +26,14 @@ from typing import Any, TypeVar
 import msgspec
 from prometheus_client.core import Metric
 
-from ..config import ComputeOptions, LoadOptions, PoolingOptions
+from ..backends.select import packed_bytes
+from ..config import DEVICE_SPARE_BYTES, ComputeOptions, LoadOptions, PoolingOptions
 from ..engine.memory_plan import MemoryRow, plan_member
-from ..errors import InferenceError, ModelLoadingError, WorkerError
+from ..errors import InferenceError, ModelLoadingError, UnavailableError, WorkerError
 from ..models import read_model_config
 from ..models.pooling_config import is_pooling_model, read_pooling_config
 from ..models.sampling_defaults import read_sampling_defaults
+from ..pipe_process import package_command
 from ..progress import Stage
 from ..text_model import TextModel, check_chat_template, open_tokenizer
 from ..token_engine import spawn
@@ -46,6 +51,8 @@ from .pooling import TASKS, Kind, PoolingService, open_text_side
 from .settings import ServerSettings
 from .worker import Front, Worker
 
+GPU_PROGRAM = "from llm_worker_rbee.backends.select import report_gpu; report_gpu()"
+GPU_TIMEOUT_S = 120.0
 NEXT_PROCESS_S = 2.0  # after a load, when its first answers have come
 LOADING_NICE = 19  # of an engine that loads beside others
 POOLING_NICE = (
@@ -57,7 +64,7 @@ T = TypeVar("T")
 logger = logging.getLogger("llm_worker_rbee.server")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class PoolOptions:
     """What all models of a pool share."""
 
@@ -68,7 +75,20 @@ class PoolOptions:
     offload: OffloadPool
     max_bytes: int | None  # for all models together
     kv_fraction: float  # of these, for the KV cache of one
+    on_device: bool = False  # they share the memory of a GPU
     dummy_step_s: float | None = None
+
+
+def find_gpu(device: str) -> tuple[str, int]:
+    """Return the GPU of a device, and its free memory, as a child reads them that ends again: the driver stays out of
+    this process."""
+    command = package_command(GPU_PROGRAM, device)
+    child = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=GPU_TIMEOUT_S)
+    if child.returncode:
+        reason = child.stderr.strip().rpartition("\n")[2].partition(": ")[2]
+        raise UnavailableError(f"--device {device} cannot be used ({reason}): use --device cpu")
+    found = json.loads(child.stdout)
+    return found["device"], found["free"]
 
 
 def read_facts(path: Path, kind: str | None = None) -> ModelFacts:
@@ -97,10 +117,20 @@ class FileSource(ModelSource):
     def label(self) -> str:
         return f"the engine of {self.names[0]}"
 
-    def _prepare_next(self) -> None:
-        """Start the process of the next load a while later, to import what it needs."""
-        loop = asyncio.get_running_loop()
+    @abstractmethod
+    def _make_service(self, *, is_alone: bool) -> Worker | PoolingService:
+        """Start the process of the engine."""
+
+    async def load(self, on_stage: Callable[[Stage], None], on_idle: Callable[[], None], *, is_alone: bool) -> Service:
+        service = self._make_service(is_alone=is_alone)
+        try:
+            await service.start(on_stage, on_idle)
+        except BaseException:
+            await service.engine.stop(InferenceError(f"{self.label} was stopped"))
+            raise
+        loop = asyncio.get_running_loop()  # the process of the next load imports what it needs, a while later
         loop.call_later(NEXT_PROCESS_S, loop.run_in_executor, None, spawn.refill)
+        return service
 
 
 class ChatSource(FileSource):
@@ -117,11 +147,14 @@ class ChatSource(FileSource):
         limits = [limit for limit in (load.max_context, ModelDefaults.read(self.path).context) if limit]
         if limits:
             load = replace(load, max_context=min(*limits, self.facts.context_length))
-        rows = plan_member(checkpoint, load, options.max_bytes, options.kv_fraction).rows
-        self._planned = replace(load, kv_memory=rows[-1].bytes)
-        return rows
+        plan = plan_member(checkpoint, load, options.max_bytes, options.kv_fraction, on_device=options.on_device)
+        load = replace(load, kv_memory=plan.rows[-1].bytes)
+        if options.on_device:  # with the arrays of a step that were planned, not those of an empty GPU
+            load = replace(load, max_batch=plan.limits.max_batch, max_step_tokens=plan.limits.max_step_tokens)
+        self._planned = load
+        return plan.rows
 
-    async def load(self, on_stage: Callable[[Stage], None], on_idle: Callable[[], None], *, is_alone: bool) -> Service:
+    def _make_service(self, *, is_alone: bool) -> Worker:
         options, name = self._options, self.names[0]
         opened = open_in_thread(self.open_text)
 
@@ -139,12 +172,6 @@ class ChatSource(FileSource):
         settings = replace(options.settings, model_ref=self.names[-1], served_name=name)
         worker = Worker(settings, engine, open_model, options.offload)
         worker.latencies = self.latencies
-        try:
-            await worker.start(on_stage, on_idle)
-        except BaseException:
-            await engine.stop(InferenceError(f"{self.label} was stopped"))
-            raise
-        self._prepare_next()
         return worker
 
     def open_text(self) -> TextModel:
@@ -158,19 +185,17 @@ class PoolingSource(FileSource):
     """An embedding model or a reranker."""
 
     def plan(self) -> list[MemoryRow]:
+        if self._options.on_device:
+            size, step = packed_bytes(open_checkpoint(self.path, weights=False)), POOLING_WORKSPACE_BYTES
+            reason = "CUDA context, kernels, the arrays of a step"
+            process = MemoryRow("process", "device", DEVICE_SPARE_BYTES + step, reason)
+            return [MemoryRow("weights", "device", size, "packed for the GPU"), process]
         process = MemoryRow("process", "host", POOLING_STEP_BYTES, "interpreter, kernels, the arrays of a step")
         return [MemoryRow("weights", "host", self.facts.weights_bytes, "the files, mapped or unpacked"), process]
 
-    async def load(self, on_stage: Callable[[Stage], None], on_idle: Callable[[], None], *, is_alone: bool) -> Service:
+    def _make_service(self, *, is_alone: bool) -> PoolingService:
         kind: Kind = "rerank" if self.kind == "rerank" else "embedding"
-        service = pooling_service(self.names[0], kind, str(self.path), self._options.load, self._options.supervision)
-        try:
-            await service.start(on_stage, on_idle)
-        except BaseException:
-            await service.engine.stop(InferenceError(f"{self.label} was stopped"))
-            raise
-        self._prepare_next()
-        return service
+        return pooling_service(self.names[0], kind, str(self.path), self._options.load, self._options.supervision)
 
 
 class FixedSource(ModelSource):

@@ -94,7 +94,10 @@ def ready_message(worker: Front, url: str) -> dict[str, Any]:
     """Return the body of the callback."""
     ready = {"worker_id": worker.settings.worker_id, "url": url, "model_ref": worker.settings.model_ref}
     if worker.chat is None:
-        return ready | {"backend": "cpu", "device": "cpu", "vram_bytes": 0, "phases": {}, **worker.pool.describe()}
+        pool, device = worker.pool, worker.pool.device
+        vram_bytes = 0 if device == "cpu" else pool.used_bytes
+        place = {"backend": device.partition(":")[0], "device": device, "vram_bytes": vram_bytes}
+        return ready | place | {"phases": {}, **pool.describe()}
     info = worker.chat.engine.info
     return ready | {
         "backend": info.backend,
@@ -110,7 +113,7 @@ def heartbeat_message(worker: Front, port: int) -> dict[str, Any]:
         "worker": {
             "id": worker.settings.worker_id,
             "model_id": worker.settings.served_name or worker.settings.model_ref,
-            "device": "cpu" if worker.chat is None else worker.chat.engine.info.device,
+            "device": worker.pool.device if worker.chat is None else worker.chat.engine.info.device,
             "port": port,
             "status": worker.health()["status"],
             "implementation": "python",

@@ -481,7 +481,7 @@ def test_ps_and_stop_of_the_command_line(serve: Serve, folder: Path) -> None:
     stopped = CliRunner().invoke(app, ["stop", "one", "--url", running.url])
     assert (stopped.stdout, states(running)["one"]) == ("one is unloaded\n", "unloaded")
     unknown = CliRunner().invoke(app, ["stop", "nothing", "--url", running.url])
-    assert "there is no model 'nothing' here" in str(unknown.exception)
+    assert "the model 'nothing' is not served here" in str(unknown.exception)
     assert CliRunner().invoke(app, ["stop", "--all", "--url", running.url]).exit_code == 0
     assert CliRunner().invoke(app, ["stop"]).exit_code == 2
     absent = CliRunner().invoke(app, ["ps", "--url", "http://127.0.0.1:9"])

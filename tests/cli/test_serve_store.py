@@ -91,7 +91,7 @@ def test_ollama_client_pulls_and_uses_a_model_of_the_hub(serve: Serve, folder: P
     client.delete("hf.co/me/tiny")
     assert files(folder) == {"one.gguf"}
     assert not (folder / "hf.co").exists()
-    with pytest.raises(ollama.ResponseError, match="there is no model"):
+    with pytest.raises(ollama.ResponseError, match="is not served here"):
         client.generate("hf.co/me/tiny", ">")  # a name in a request starts no download
 
 
