@@ -19,7 +19,6 @@ from ..server.worker import Front
 from ..token_engine.protocol import Load
 from .commands import (
     LimitFlags,
-    LoraServeFlags,
     MeasuringFlags,
     PoolingServeFlags,
     ProcessFlags,
@@ -55,7 +54,6 @@ def _run_lines(store: FileStore, batch: Batch, options: RunBatchCommand) -> None
         wire=WireFlags(),
         limits=LimitFlags(),
         files=FilesFlags(),
-        adapters=LoraServeFlags(),
         model=ServedFlags(
             models=None if options.model.model is None else [options.model.model],
             max_context=options.model.max_context,

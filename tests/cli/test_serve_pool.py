@@ -470,6 +470,15 @@ def test_wrong_usage(args: list[str], problem: str) -> None:
     assert problem in errors
 
 
+def test_pool_on_a_gpu_that_is_not_there_says_so(folder: Path) -> None:
+    """A child has looked for it: the driver stays out of the worker's own process."""
+    line = [sys.executable, "-m", "llm_worker_rbee", "serve", "--port", "0", "--device", "cuda", "--models-dir"]
+    with spawn([*line, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1, errors
+    assert errors.startswith("error: --device cuda cannot be used (")
+
+
 def test_ps_and_stop_of_the_command_line(serve: Serve, folder: Path) -> None:
     running = serve("-m", folder / "one.gguf", "--models-dir", folder)
     listed = CliRunner().invoke(app, ["ps", "--url", running.url])
