@@ -358,7 +358,7 @@ def test_engine_that_dies_too_often_fails_and_comes_back(serve: Serve, folder: P
 
 
 def test_stopped_engine_holds_up_its_own_requests_alone(serve: Serve, folder: Path) -> None:
-    running = serve("-m", folder / "one.gguf", "--models-dir", folder, "--load-timeout", "3")
+    running = serve("-m", folder / "one.gguf", "--models-dir", folder, "--load-timeout", "30")
     (first,) = engine_of(running)
     os.kill(first, signal.SIGSTOP)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -485,3 +486,13 @@ async def test_any_order_loses_nothing_and_stays_within_memory(seed: int, monkey
     assert all(member.num_users == 0 for member in members)
     await pool.stop(ShuttingDownError("the end"))
     assert all(source.live == 0 for source in sources)
+
+
+@in_loop
+async def test_model_that_never_sleeps_has_no_timer() -> None:
+    """An infinite time, as a negative one is read, is none."""
+    pool, (member,), _ = make_pool(1, keep_alive_s=math.inf)
+    await pool.load(member)
+    assert (member.expires_in_s, member.timer) == (None, None)
+    pool.set_keep_alive(member, 5.0)
+    assert member.expires_in_s is not None
