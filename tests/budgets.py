@@ -166,7 +166,7 @@ LOG: tuple[Raise, ...] = (
     Raise(
         43,
         "lines of llm_worker_rbee/server",
-        2158,
+        2159,
         "model_pool.py, model_source.py, model_store.py, verbs about models, keep_alive",
     ),
     Raise(
@@ -187,7 +187,7 @@ LOG: tuple[Raise, ...] = (
     Raise(43, "lines of llm_worker_bench", 1, "the kind of run in the report"),
     Raise(43, "lines of benchmarks", 250, "model_switch.py: switches, gaps, memory"),
     Raise(43, "files of benchmarks", 1, "model_switch.py"),
-    Raise(43, "lines of the worker", 2684, "the above, 384 of them past the allowance"),
+    Raise(43, "lines of the worker", 2685, "the above, 385 of them past the allowance"),
     Raise(43, "files of the worker", 6, "the above"),
     *(Raise(44, f"lines of {folder}", lines, LORA) for folder, lines in LORA_LINES.items()),
     *(Raise(44, f"files of {folder}", 1, reason) for folder, reason in LORA_FILES.items()),
@@ -243,7 +243,7 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "llm_worker_rbee/images": (Budget(0, 581), Budget(0, 5)),
     "llm_worker_rbee/layers": (Budget(527, 573), Budget(8, 8)),
     "llm_worker_rbee/models": (Budget(3_580, 4_854), Budget(20, 24)),
-    "llm_worker_rbee/server": (Budget(9_136, 13_363), Budget(42, 43)),
+    "llm_worker_rbee/server": (Budget(9_136, 13_364), Budget(42, 43)),
     "llm_worker_rbee/structured_outputs": (Budget(1_658, 1_676), Budget(7, 7)),
     "llm_worker_rbee/token_engine": (Budget(2_499, 2_843), Budget(16, 14)),
     "llm_worker_rbee/tokenizer": (Budget(4_633, 4_718), Budget(17, 17)),
@@ -255,7 +255,7 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "benchmarks/pages": (Budget(1_045, 1_043), Budget(8, 8)),
 }
 COUNTS = {
-    "lines of the worker": Budget(57_243, 70_830),
+    "lines of the worker": Budget(57_243, 70_831),
     "files of the worker": Budget(252, 279),
     "files of a streamed chat": Budget(62, 55),
     "largest number of imported modules": Budget(27, 26),

@@ -91,9 +91,10 @@ class PoolOptions:
 
     def __post_init__(self) -> None:
         self.offload = OffloadPool()
-        is_automatic = self.load.device == "auto" and self.load.backend == "auto" and self.load.threads is None
+        device, backend = self.load.device, self.load.backend
+        is_automatic = (device, backend, self.load.threads) == ("auto", "auto", None)
         has_gpu = is_automatic and has_driver() and not missing_packages()
-        self.on_device = self.load.device.startswith("cuda") or has_gpu  # they share the memory of a GPU
+        self.on_device = device.startswith("cuda") or backend == "cuda" or has_gpu  # they share the memory of a GPU
         if self.max_bytes is None and not self.on_device:
             self.max_bytes = free_memory()
 
