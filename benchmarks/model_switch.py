@@ -1,12 +1,12 @@
 """What it takes to switch between the models of one `serve`, over HTTP.
 
     python -m benchmarks.model_switch SMALL LARGE
-    python -m benchmarks.model_switch smollm2 qwen.gguf --switches 100 --cycles 50 --save models.json.gz
+    python -m benchmarks.model_switch smollm2 qwen.gguf third.gguf --switches 100 --cycles 50 --save models.json.gz
 
 `switch/large`, `switch/small`: from a request of 16 words to its first token, while the other model has the only place;
 `loaded/...`: the same once it is loaded. `wake`: the first token of a long conversation with a model that sleeps, its
 blocks kept on disk. `gap@p95/alone`, `/loading` and `/ratio`: between two tokens of the small model while nothing else
-happens, and while the large one is loaded. `switches`: how many clients' requests for both in turn were answered
+happens, and while the large one is loaded. `switches`: how many clients' requests for all in turn were answered
 without an error. `left`: the memory of all processes after a model was unloaded, as a part of that while it was loaded.
 """
 
@@ -60,6 +60,7 @@ class Plan:
 
     small: str
     large: str
+    others: Sequence[str]  # for the switches of clients
     repetitions: int
     tokens: int  # words of the conversation of a model that sleeps
     switches: int
@@ -74,7 +75,8 @@ class Models:
     def __init__(self, plan: Plan, server: ServerProcess, client: Client) -> None:
         self.plan, self.server, self.client = plan, server, client
         self.verbs = Client(Address.parse(server.url))
-        self.small, self.large = model_name(plan.small), model_name(plan.large)
+        self.all = [model_name(name) for name in (plan.small, plan.large, *plan.others)]
+        self.small, self.large = self.all[:2]
         self._seed = 0
 
     def job(self, words: int = PROMPT, tokens: int = ANSWER) -> Job:
@@ -122,7 +124,7 @@ def run(recorder: Recorder, progress: StepProgress, plan: Plan) -> None:
 def _serve(
     plan: Plan, args: Sequence[str], act: Callable[..., Coroutine[Any, Any, None]], recorder: Recorder, progress: Any
 ) -> None:
-    named = ["--model", plan.small, "--model", plan.large]
+    named = [f"--model={name}" for name in (plan.small, plan.large, *plan.others)]
     with worker_server([*named, *plan.serve, *args]) as server, closing(Client(api_address(server.url))) as client:
         models = Models(plan, server, client)
         with closing(models.verbs):
@@ -171,14 +173,14 @@ async def _gaps_until(models: Models, end: asyncio.Future[Any]) -> float:
 
 
 async def _measure_clients(models: Models, recorder: Recorder, progress: StepProgress) -> None:
-    """Let clients ask for both models in turn: with one place, nearly each request is a switch."""
+    """Let clients ask for all models in turn: with one place, nearly each request is a switch."""
     count, failed, start = models.plan.switches // models.plan.clients, 0, time.perf_counter()
 
     async def work(client: int) -> None:
         nonlocal failed
         for i in range(count):
             try:
-                await models.ask((models.small, models.large)[(client + i) % 2])
+                await models.ask(models.all[(client + i) % len(models.all)])
             except RequestFailedError:
                 failed += 1
 
@@ -213,6 +215,7 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("small", metavar="SMALL", help="a file, a folder or a name")
     parser.add_argument("large", metavar="LARGE", help="another one")
+    parser.add_argument("others", metavar="OTHER", nargs="*", help="more models, for the requests of clients")
     parser.add_argument("--tokens", metavar="N", type=int, default=4000, help="words of a conversation (%(default)s)")
     parser.add_argument("--switches", metavar="N", type=int, default=100, help="requests of clients (%(default)s)")
     parser.add_argument("--clients", metavar="N", type=int, default=8, help="at the same time (%(default)s)")
@@ -223,9 +226,10 @@ def main(words: Sequence[str]) -> int:
     given = parser.parse_args(words)
     counts = {name: getattr(given, name) for name in ("tokens", "switches", "clients", "cycles", "repetitions")}
     try:
-        paths = [str(locate_model(name)) for name in (given.small, given.large)]
-        plan = Plan(small=paths[0], large=paths[1], serve=shlex.split(given.serve_args), **counts)
+        paths = [str(locate_model(name)) for name in (given.small, given.large, *given.others)]
+        plan = Plan(small=paths[0], large=paths[1], others=paths[2:], serve=shlex.split(given.serve_args), **counts)
         settings = {**counts, "small": model_name(plan.small), "large": model_name(plan.large), "serve": plan.serve}
+        settings["others"] = [model_name(name) for name in plan.others]
         with (
             common.recording("models", ResultFlags(save=given.save), show, **settings) as recorder,
             step_progress() as progress,

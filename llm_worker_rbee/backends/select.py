@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import math
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,12 @@ def load_cuda_backend(index: int | None, option: str = "device 'cuda'", *, deter
     module: Any = importlib.import_module(f"{__package__}.cuda")
     backend: Backend = module.CudaBackend(index, deterministic=deterministic)
     return backend
+
+
+def report_gpu() -> None:
+    """Print a GPU and its free memory, for a process without the driver; the argument is the device."""
+    gpu = load_cuda_backend(_parse_gpu_index(sys.argv[1]))
+    print(json.dumps({"device": gpu.device, "free": gpu.free_memory()}))
 
 
 def has_driver() -> bool:

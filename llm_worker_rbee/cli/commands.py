@@ -252,13 +252,6 @@ class MeasuringFlags:
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class LoraServeFlags:
-    """LoRA adapters over HTTP."""
-
-    lora_dir: Path | None = _adapters(None, "DIR", "Let clients load LoRA adapters that lie below this folder.")
-
-
-@dataclass(kw_only=True, eq=False, repr=False)
 class ServeCommand:
     """Serve models over HTTP: the APIs of OpenAI, Anthropic and Ollama, embeddings, reranking, jobs, a chat page.
 
@@ -288,7 +281,7 @@ class ServeCommand:
     pooling: PoolingServeFlags
     computing: LoadFlags
     sharing: EngineFlags
-    adapters: LoraServeFlags
+    lora_dir: Path | None = _adapters(None, "DIR", "Let clients load LoRA adapters that lie below this folder.")
     process: ProcessFlags
     measuring: MeasuringFlags
 

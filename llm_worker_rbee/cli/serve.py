@@ -1,12 +1,10 @@
 """`llm-worker-rbee serve`: a model over HTTP, for OpenAI clients and for an orchestrator."""
 
-import asyncio
 import os
 import re
 import shlex
 import ssl
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -15,27 +13,22 @@ from typing import Any
 
 import typer
 
-from ..backends.select import has_driver, missing_packages
 from ..config import LoadOptions, SchedulerLimits, parse_duration, parse_size
 from ..engine.engine import Engine
-from ..engine.memory_plan import HOST_MEMORY_FRACTION, free_memory
 from ..errors import InvalidRequestError, WorkerError, counted
 from ..progress import OnStage
 from ..server import log
 from ..server.middleware import host_name, require_key
-from ..server.model_pool import Member, ModelPool
 from ..server.model_source import (
     POOLING_WORKSPACE_BYTES,
     PoolOptions,
     fixed_front,
-    make_source,
     open_ahead,
     open_text,
+    pool_front,
     pooling_service,
     use_defaults,
 )
-from ..server.model_store import ModelsFolder, ModelStore
-from ..server.offload import OffloadPool
 from ..server.orchestrator import require_url
 from ..server.pooling import Kind
 from ..server.serve import Signals, base_url, bind
@@ -49,7 +42,7 @@ from ..token_engine.replicas import ReplicaSet
 from ..token_engine.supervisor import SupervisedEngine
 from ..token_engine.threaded import ThreadedEngine
 from ..tokenizer.chat.template import start_ahead
-from ..weights.hub import DEFAULT_MODEL, Progress, find_model
+from ..weights.hub import DEFAULT_MODEL, find_model
 from .commands import ENGINES, SWITCH, MeasuringFlags, PoolingServeFlags, ProcessFlags, ServeCommand, WireFlags
 from .loading import LoadingOutput, load_model, load_options, option_names_in_errors, set_up, with_option_names
 from .options import check_usage
@@ -58,7 +51,6 @@ from .terminal import Status, discard_output, note, read_template, style, visibl
 DEFAULT_MAX_LORAS = 8  # with --lora-dir
 SWITCH_S = 0.0002  # streams wait so long for a thread that opens the tokenizer of another model; Python's own is 0.005
 MIN_MODELS = 3  # that may be loaded at the same time, unless --max-models says otherwise
-KV_SHARE = 0.8  # of the memory, for the KV caches of as many models as may be loaded
 MAX_PEM_BYTES = 1 << 20
 ORIGIN = re.compile(r"https?://[A-Za-z0-9.\[\]:-]+|\*")
 
@@ -141,7 +133,7 @@ def serve(options: ServeCommand) -> None:
     """Start the engines, and serve until a signal."""
     wire, process = options.wire, options.process
     load = load_options(options.model.first, options.computing, options.sharing)
-    if options.adapters.lora_dir is not None and load.max_loras is None:
+    if options.lora_dir is not None and load.max_loras is None:
         load = replace(load, max_loras=max(DEFAULT_MAX_LORAS, len(load.loras)))
     has_pool = _has_pool(options)
     devices = _engine_devices(process, options.computing.device)
@@ -167,7 +159,9 @@ def serve(options: ServeCommand) -> None:
     dummy_step_s = (options.measuring.null_step_ms or 0.0) / 1000 if is_null else None
     with LoadingOutput() as shown, option_names_in_errors():
         if has_pool:
-            worker = _pool_front(settings, options, load, references, dummy_step_s, shown.progress)
+            sys.setswitchinterval(SWITCH_S)
+            others = {"dummy_step_s": dummy_step_s, "progress": shown.progress}
+            worker = pool_front(_pool_options(settings, options, load, references, **others))
         elif process.engine_process == "off":
             worker = _one_process(settings, options, load, dummy_step_s)
         else:
@@ -227,7 +221,7 @@ def with_children(
         text_model.max_context = info.max_context
         return text_model
 
-    supervision: Any = {"max_restarts": options.process.engine_restarts, "stall_timeout_s": settings.stall_timeout_s}
+    supervision = _supervision(settings, options)
     watching = {**supervision, "restart_on_stall": options.process.restart_on_stall}
     watching |= {"progress": shown.progress, "on_located": on_located}
     engine = SupervisedEngine(loads[0], **watching) if len(loads) == 1 else ReplicaSet(loads, **watching)
@@ -249,7 +243,7 @@ def _has_pool(options: ServeCommand) -> bool:
         "--served-model-name": options.wire.served_model_name is not None,
         "--chat-template": options.model.chat_template is not None,
         "--draft-model": options.sharing.draft_model is not None,
-        "--lora": bool(options.sharing.lora) or options.adapters.lora_dir is not None,
+        "--lora": bool(options.sharing.lora) or options.lora_dir is not None,
         "--replicas": (options.process.replicas or 1) > 1,
         "--device with several devices": "," in options.computing.device,
         "--engine-process off": options.process.engine_process == "off",
@@ -264,70 +258,36 @@ def _has_pool(options: ServeCommand) -> bool:
         raise typer.BadParameter(f"--models-dir {flags.models_dir} is not a folder")
     if len(set(models)) < len(models):
         raise typer.BadParameter("--model names the same model twice")
-    device = options.computing.device
-    is_automatic = device == "auto" and options.computing.backend == "auto" and options.computing.threads is None
-    if device.startswith("cuda") or (is_automatic and has_driver() and not missing_packages()):
-        raise typer.BadParameter("a pool of models computes on a CPU: use --device cpu")
     return True
 
 
-def _pool_front(
-    settings: ServerSettings,
-    options: ServeCommand,
-    load: LoadOptions,
-    references: dict[Kind, str],
-    dummy_step_s: float | None,
-    progress: Progress,
-) -> Front:
-    """Return the worker; the models that are named are fetched when it starts."""
-    sys.setswitchinterval(SWITCH_S)
-    flags, named = options.pool, [(name, None) for name in options.model.models or ()]
+def _pool_options(
+    settings: ServerSettings, options: ServeCommand, load: LoadOptions, references: dict[Kind, str], **others: Any
+) -> PoolOptions:
+    """Return the options of a pool of models."""
+    flags, sleep_after = options.pool, options.pool.sleep_after
+    named = [(name, None) for name in options.model.models or ()]
     models: list[tuple[str, str | None]] = [*named, *((name, kind) for kind, name in references.items())]
     if not models and flags.models_dir is None:
         models.append((DEFAULT_MODEL, None))
-    max_models = flags.max_models or max(MIN_MODELS, len(models))
-    limit = free_memory() if flags.model_memory is None else check_usage(parse_size, flags.model_memory, "model_memory")
-    sleep_after = None if flags.sleep_after is None else check_usage(parse_duration, flags.sleep_after, "sleep_after")
-    pool = ModelPool(
-        max_models=max_models,
-        max_bytes=limit,
-        keep_alive_s=sleep_after,
-        load_timeout_s=flags.load_timeout,
-        **({} if settings.max_queue is None else {"max_waiting": settings.max_queue}),
-    )
-    process = options.process
-    supervision = {"max_restarts": process.engine_restarts, "stall_timeout_s": settings.stall_timeout_s}
-    offload = OffloadPool()
-    shared = PoolOptions(
+    return PoolOptions(
         settings=settings,
         load=load,
-        supervision=supervision,
-        restart_on_stall=process.restart_on_stall,
-        offload=offload,
-        max_bytes=limit,
-        kv_fraction=min(HOST_MEMORY_FRACTION, KV_SHARE / max_models),
-        dummy_step_s=dummy_step_s,
+        supervision=_supervision(settings, options),
+        restart_on_stall=options.process.restart_on_stall,
+        models=models,
+        max_models=flags.max_models or max(MIN_MODELS, len(models)),
+        max_bytes=None if flags.model_memory is None else check_usage(parse_size, flags.model_memory, "model_memory"),
+        sleep_after_s=None if sleep_after is None else check_usage(parse_duration, sleep_after, "sleep_after"),
+        load_timeout_s=flags.load_timeout,
+        folder=flags.models_dir,
+        max_pull=check_usage(parse_size, flags.max_pull, "max_pull"),
+        **others,
     )
-    store = None
-    if flags.models_dir is not None:
-        folder = ModelsFolder(flags.models_dir.expanduser(), partial(make_source, shared))
-        store = ModelStore(folder, pool, check_usage(parse_size, flags.max_pull, "max_pull"))
-    return Front(settings, pool, partial(_add_models, pool, models, shared, progress), offload=offload, store=store)
 
 
-async def _add_models(
-    pool: ModelPool, models: list[tuple[str, str | None]], shared: PoolOptions, progress: Progress
-) -> list[Member]:
-    """Fetch the models that are not on this machine, and add all to the pool."""
-    members: list[Member] = []
-    for reference, kind in models:
-        located = await asyncio.to_thread(find_model, reference, progress=progress)
-        name = model_name(reference)
-        if (other := pool.named(name)) is not None:
-            raise InvalidRequestError(f"two models have the name {name!r}: {reference} and {other.source.names[-1]}")
-        make: Callable[[], Any] = partial(make_source, shared, name, located.path, reference, kind=kind)
-        members.append(pool.add(await asyncio.to_thread(make)))
-    return members
+def _supervision(settings: ServerSettings, options: ServeCommand) -> dict[str, Any]:
+    return {"max_restarts": options.process.engine_restarts, "stall_timeout_s": settings.stall_timeout_s}
 
 
 def reserved_bytes(references: dict[Kind, str]) -> int:
@@ -358,7 +318,7 @@ def server_settings(
     options: ServeCommand, key: Key | None, load: LoadOptions, *, has_pool: bool = False
 ) -> ServerSettings:
     """Return the settings of the server; raise for options that are not valid."""
-    wire, lora_dir = options.wire, options.adapters.lora_dir
+    wire, lora_dir = options.wire, options.lora_dir
     if lora_dir is not None and not lora_dir.is_dir():
         raise typer.BadParameter(f"--lora-dir {lora_dir} is not a folder")
     for spec in load.loras:

@@ -23,6 +23,7 @@ from ..backends import Backend, resolve_kv_type, select, select_backend
 from ..config import (
     DEVICE_SPARE_BYTES,
     KV_AUTO,
+    KV_CUDA,
     KV_DEFAULT,
     MAX_BATCH,
     STEP_TOKENS,
@@ -179,14 +180,23 @@ def plan_memory(
         plan.add("other models", options.reserved_memory, "beside this one: weights and the arrays of a step")
         _add_adapters(plan, models[0], options)
         return plan
-    plan = MemoryPlan("device", free_memory(backend), DEVICE_MEMORY_FRACTION / sharing, SchedulerLimits())
+    return _plan_device(free_memory(backend), DEVICE_MEMORY_FRACTION / sharing, models, kv_type, options)
+
+
+def _plan_device(
+    free: int | None, fraction: float, models: Sequence[Checkpoint], kv_type: str, options: LoadOptions
+) -> MemoryPlan:
+    """Return the rows and limits on a GPU with `free` bytes, of which the KV cache takes a `fraction` of the rest."""
+    sharing, plural = options.num_sharing, f" of {options.num_sharing} engines" if options.num_sharing > 1 else ""
+    plan = MemoryPlan("device", free, fraction, SchedulerLimits())
     plan.add("weights", sharing * device_weight_bytes(models, options), f"packed for the GPU{plural}")
     plan.add("runtime", sharing * DEVICE_SPARE_BYTES, f"CUDA context, kernels, graphs{plural}")
     plan.add("other models", options.reserved_memory, "beside this one: weights and the arrays of a step")
     _add_adapters(plan, models[0], options)
     config, *drafts = _configs(models, options)
     workspace = Workspace(config, options.drafts_per_step, options.deterministic, options.has_mtp)
-    plan.limits = _choose_limits(workspace, (plan.available or 0) // sharing, drafts, kv_type, options)
+    memory = int((plan.available or 0) * fraction / DEVICE_MEMORY_FRACTION)
+    plan.limits = _choose_limits(workspace, memory, drafts, kv_type, options)
     plan.add("step", sharing * workspace.bytes(plan.limits), f"arrays of the largest step{plural}: {plan.limits}")
     return plan
 
@@ -200,9 +210,17 @@ def _add_adapters(plan: MemoryPlan, model: Checkpoint, options: LoadOptions) -> 
     plan.add("adapters", options.num_sharing * count * each, f"{counted(count, 'LoRA adapter')} of rank {rank}")
 
 
-def plan_member(checkpoint: Checkpoint, options: LoadOptions, total: int | None, fraction: float) -> MemoryPlan:
-    """Return the rows of a chat model that shares `total` bytes of the host's memory with others, of which its KV cache
-    takes at most `fraction`; and its KV cache. Raise if it does not fit even alone."""
+def plan_member(
+    checkpoint: Checkpoint, options: LoadOptions, total: int | None, fraction: float, *, on_device: bool = False
+) -> MemoryPlan:
+    """Return the rows of a chat model that shares `total` bytes of a memory, the host's or a GPU's, with others, of
+    which its KV cache takes at most `fraction`; and its KV cache. Raise if it does not fit even alone."""
+    if on_device:
+        kv_type = KV_CUDA if options.kv_type == KV_AUTO else options.kv_type
+        plan = _plan_device(total, fraction, [checkpoint], kv_type, options)
+        require_room(plan.rows, total)
+        plan_cache(plan, [checkpoint], kv_type, options)
+        return plan
     limits = SchedulerLimits()
     limits = SchedulerLimits(options.max_batch or limits.max_batch, options.max_step_tokens or limits.max_step_tokens)
     plan = MemoryPlan("host", total, fraction, limits)

@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ..errors import WorkerError
+from ..errors import NotFoundError, WorkerError
 from ..sampling_params import FinishReason, TokenLogprob
 from ..tokenizer import Tokenizer
 from ..tokenizer.chat.events import ChatEvent, ContentDelta, EventFold
@@ -164,6 +164,16 @@ class Call(Protocol):
     def require_trusted(self, has_key: bool) -> None: ...  # raises unless it has the key, or comes from this machine
     async def body(self) -> bytes: ...  # raises unless it is JSON and arrives in time
     def until_disconnect(self) -> AbstractAsyncContextManager[None]: ...  # its task is cancelled then
+
+
+def require_store(worker: Front, call: Call) -> ModelStore:
+    """Return --models-dir; raise unless the client may change it."""
+    if worker.store is None:
+        why = "the models of this worker are chosen when it starts (llm-worker-rbee serve --models-dir)"
+        raise NotFoundError(f"{call.method} {call.path} is not supported: {why}")
+    call.require_trusted(has_key=worker.settings.api_key is not None)
+    worker.require_ready()
+    return worker.store
 
 
 # Returns a response, or what becomes one: an object or (object, status, headers).

@@ -199,8 +199,9 @@ class ModelPool:
     ) -> None:
         """`max_bytes` is for all members together; None: no limit but the system's."""
         self.members: list[Member] = []
-        self.max_models, self.max_bytes = max_models, max_bytes
-        self.keep_alive_s, self.load_timeout_s, self.max_waiting = keep_alive_s, load_timeout_s, max_waiting
+        self.device, self.max_models, self.max_bytes = "cpu", max_models, max_bytes
+        self.keep_alive_s = None if keep_alive_s == math.inf else keep_alive_s
+        self.load_timeout_s, self.max_waiting = load_timeout_s, max_waiting
         self.on_stage: Callable[[Member, Stage], None] = lambda member, stage: None
         self._by_name: dict[str, Member] = {}
         self._queue: list[Member] = []  # that wait for room, the first one first: small models would starve a large one

@@ -8,10 +8,12 @@ files that the folder has, and a link that leads out of it is passed over.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-import threading
+import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,12 +25,20 @@ from typing import Any, TypeVar
 import msgspec
 from prometheus_client.core import Metric
 
-from ..config import ComputeOptions, LoadOptions, PoolingOptions
-from ..engine.memory_plan import MemoryRow, plan_member
-from ..errors import InferenceError, ModelLoadingError, WorkerError
+from ..backends.select import has_driver, missing_packages, packed_bytes
+from ..config import DEVICE_SPARE_BYTES, ComputeOptions, LoadOptions, PoolingOptions
+from ..engine.memory_plan import (
+    DEVICE_MEMORY_FRACTION,
+    HOST_MEMORY_FRACTION,
+    MemoryRow,
+    free_memory,
+    plan_member,
+)
+from ..errors import InferenceError, InvalidRequestError, ModelLoadingError, UnavailableError, WorkerError
 from ..models import read_model_config
 from ..models.pooling_config import is_pooling_model, read_pooling_config
 from ..models.sampling_defaults import read_sampling_defaults
+from ..pipe_process import package_command
 from ..progress import Stage
 from ..text_model import TextModel, check_chat_template, open_tokenizer
 from ..token_engine import spawn
@@ -36,16 +46,20 @@ from ..token_engine.pooling_supervisor import SupervisedPooling
 from ..token_engine.protocol import Load, ModelInfo, TokenEngine
 from ..token_engine.supervisor import SupervisedEngine
 from ..weights import open_checkpoint
-from ..weights.hub import find_model, model_files
+from ..weights.hub import Progress, find_model, model_files
 from ..weights.quant_mix import quant_name
 from .bodies import ModelDefaults
 from .metrics import LatencyHistograms, chat_families
-from .model_pool import Member, ModelFacts, ModelPool, ModelSource, Service
-from .offload import OffloadPool
+from .model_pool import MAX_WAITING, Member, ModelFacts, ModelPool, ModelSource, Service
+from .model_store import ModelsFolder, ModelStore
+from .offload import OffloadPool, run_in_daemon_thread
 from .pooling import TASKS, Kind, PoolingService, open_text_side
-from .settings import ServerSettings
+from .settings import ServerSettings, model_name
 from .worker import Front, Worker
 
+GPU_PROGRAM = "from llm_worker_rbee.backends.select import report_gpu; report_gpu()"
+GPU_TIMEOUT_S = 120.0
+KV_SHARE = 0.8  # of the memory, for the KV caches of as many models as may be loaded
 NEXT_PROCESS_S = 2.0  # after a load, when its first answers have come
 LOADING_NICE = 19  # of an engine that loads beside others
 POOLING_NICE = (
@@ -57,7 +71,7 @@ T = TypeVar("T")
 logger = logging.getLogger("llm_worker_rbee.server")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class PoolOptions:
     """What all models of a pool share."""
 
@@ -65,10 +79,41 @@ class PoolOptions:
     load: LoadOptions  # without a model
     supervision: dict[str, Any]  # of `SupervisedProcess`
     restart_on_stall: bool = False  # a chat engine that makes no progress
-    offload: OffloadPool
-    max_bytes: int | None  # for all models together
-    kv_fraction: float  # of these, for the KV cache of one
     dummy_step_s: float | None = None
+    models: Sequence[tuple[str, str | None]]  # references that options name, and what they are used for, if it is known
+    max_models: int
+    max_bytes: int | None  # for all models together; None: what is free at the start
+    sleep_after_s: float | None
+    load_timeout_s: float
+    folder: Path | None  # --models-dir
+    max_pull: int  # bytes of a model that is pulled
+    progress: Progress  # of fetching the models that options name
+
+    def __post_init__(self) -> None:
+        self.offload = OffloadPool()
+        device, backend = self.load.device, self.load.backend
+        is_automatic = (device, backend, self.load.threads) == ("auto", "auto", None)
+        has_gpu = is_automatic and has_driver() and not missing_packages()
+        self.on_device = device.startswith("cuda") or backend == "cuda" or has_gpu  # they share the memory of a GPU
+        if self.max_bytes is None and not self.on_device:
+            self.max_bytes = free_memory()
+
+    @property
+    def kv_fraction(self) -> float:
+        """The part of the memory for the KV cache of one model."""
+        return min(DEVICE_MEMORY_FRACTION if self.on_device else HOST_MEMORY_FRACTION, KV_SHARE / self.max_models)
+
+
+def find_gpu(device: str) -> tuple[str, int]:
+    """Return the GPU of a device, and its free memory, as a child reads them that ends again: the driver stays out of
+    this process."""
+    command = package_command(GPU_PROGRAM, device)
+    child = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=GPU_TIMEOUT_S)
+    if child.returncode:
+        reason = child.stderr.strip().rpartition("\n")[2].partition(": ")[2]
+        raise UnavailableError(f"--device {device} cannot be used ({reason}): use --device cpu")
+    gpu = json.loads(child.stdout)
+    return gpu["device"], gpu["free"]
 
 
 def read_facts(path: Path, kind: str | None = None) -> ModelFacts:
@@ -97,10 +142,20 @@ class FileSource(ModelSource):
     def label(self) -> str:
         return f"the engine of {self.names[0]}"
 
-    def _prepare_next(self) -> None:
-        """Start the process of the next load a while later, to import what it needs."""
-        loop = asyncio.get_running_loop()
+    @abstractmethod
+    def _make_service(self, *, is_alone: bool) -> Worker | PoolingService:
+        """Start the process of the engine."""
+
+    async def load(self, on_stage: Callable[[Stage], None], on_idle: Callable[[], None], *, is_alone: bool) -> Service:
+        service = self._make_service(is_alone=is_alone)
+        try:
+            await service.start(on_stage, on_idle)
+        except BaseException:
+            await service.engine.stop(InferenceError(f"{self.label} was stopped"))
+            raise
+        loop = asyncio.get_running_loop()  # the process of the next load imports what it needs, a while later
         loop.call_later(NEXT_PROCESS_S, loop.run_in_executor, None, spawn.refill)
+        return service
 
 
 class ChatSource(FileSource):
@@ -117,13 +172,16 @@ class ChatSource(FileSource):
         limits = [limit for limit in (load.max_context, ModelDefaults.read(self.path).context) if limit]
         if limits:
             load = replace(load, max_context=min(*limits, self.facts.context_length))
-        rows = plan_member(checkpoint, load, options.max_bytes, options.kv_fraction).rows
-        self._planned = replace(load, kv_memory=rows[-1].bytes)
-        return rows
+        plan = plan_member(checkpoint, load, options.max_bytes, options.kv_fraction, on_device=options.on_device)
+        load = replace(load, kv_memory=plan.rows[-1].bytes)
+        if options.on_device:  # with the arrays of a step that were planned, not those of an empty GPU
+            load = replace(load, max_batch=plan.limits.max_batch, max_step_tokens=plan.limits.max_step_tokens)
+        self._planned = load
+        return plan.rows
 
-    async def load(self, on_stage: Callable[[Stage], None], on_idle: Callable[[], None], *, is_alone: bool) -> Service:
+    def _make_service(self, *, is_alone: bool) -> Worker:
         options, name = self._options, self.names[0]
-        opened = open_in_thread(self.open_text)
+        opened = run_in_daemon_thread(self.open_text, "tokenizer").result
 
         def open_model(info: ModelInfo) -> TextModel:
             self.text = text = opened()
@@ -139,12 +197,6 @@ class ChatSource(FileSource):
         settings = replace(options.settings, model_ref=self.names[-1], served_name=name)
         worker = Worker(settings, engine, open_model, options.offload)
         worker.latencies = self.latencies
-        try:
-            await worker.start(on_stage, on_idle)
-        except BaseException:
-            await engine.stop(InferenceError(f"{self.label} was stopped"))
-            raise
-        self._prepare_next()
         return worker
 
     def open_text(self) -> TextModel:
@@ -158,19 +210,17 @@ class PoolingSource(FileSource):
     """An embedding model or a reranker."""
 
     def plan(self) -> list[MemoryRow]:
+        if self._options.on_device:
+            size, step = packed_bytes(open_checkpoint(self.path, weights=False)), POOLING_WORKSPACE_BYTES
+            reason = "CUDA context, kernels, the arrays of a step"
+            process = MemoryRow("process", "device", DEVICE_SPARE_BYTES + step, reason)
+            return [MemoryRow("weights", "device", size, "packed for the GPU"), process]
         process = MemoryRow("process", "host", POOLING_STEP_BYTES, "interpreter, kernels, the arrays of a step")
         return [MemoryRow("weights", "host", self.facts.weights_bytes, "the files, mapped or unpacked"), process]
 
-    async def load(self, on_stage: Callable[[Stage], None], on_idle: Callable[[], None], *, is_alone: bool) -> Service:
+    def _make_service(self, *, is_alone: bool) -> PoolingService:
         kind: Kind = "rerank" if self.kind == "rerank" else "embedding"
-        service = pooling_service(self.names[0], kind, str(self.path), self._options.load, self._options.supervision)
-        try:
-            await service.start(on_stage, on_idle)
-        except BaseException:
-            await service.engine.stop(InferenceError(f"{self.label} was stopped"))
-            raise
-        self._prepare_next()
-        return service
+        return pooling_service(self.names[0], kind, str(self.path), self._options.load, self._options.supervision)
 
 
 class FixedSource(ModelSource):
@@ -223,6 +273,40 @@ def fixed_front(
     return Front(settings, pool, list_models, offload=chat.offload)
 
 
+def pool_front(options: PoolOptions) -> Front:
+    """Return a server of several models; those that options name are fetched when it starts."""
+    max_queue = options.settings.max_queue
+    pool = ModelPool(
+        max_models=options.max_models,
+        max_bytes=options.max_bytes,
+        keep_alive_s=options.sleep_after_s,
+        load_timeout_s=options.load_timeout_s,
+        max_waiting=MAX_WAITING if max_queue is None else max_queue,
+    )
+    store = None
+    if options.folder is not None:
+        folder = ModelsFolder(options.folder.expanduser(), partial(make_source, options))
+        store = ModelStore(folder, pool, options.max_pull)
+    return Front(options.settings, pool, partial(_add_models, pool, options), offload=options.offload, store=store)
+
+
+async def _add_models(pool: ModelPool, options: PoolOptions) -> list[Member]:
+    """Find the GPU and the models that options name, and add these to the pool."""
+    if options.on_device:
+        pool.device, free = await asyncio.to_thread(find_gpu, options.load.device.replace("auto", "cuda"))
+        options.load = replace(options.load, device=pool.device)
+        pool.max_bytes = options.max_bytes = free if options.max_bytes is None else options.max_bytes
+    members: list[Member] = []
+    for reference, kind in options.models:
+        located = await asyncio.to_thread(find_model, reference, progress=options.progress)
+        name = model_name(reference)
+        if (other := pool.named(name)) is not None:
+            raise InvalidRequestError(f"two models have the name {name!r}: {reference} and {other.source.names[-1]}")
+        source = await asyncio.to_thread(partial(make_source, options, name, located.path, reference, kind=kind))
+        members.append(pool.add(source))
+    return members
+
+
 def make_source(options: PoolOptions, name: str, path: Path, *names: str, kind: str | None = None) -> ModelSource:
     """Return the source of a model, by its kind; raise if its files cannot be used."""
     facts = read_facts(path, kind)
@@ -248,27 +332,13 @@ def pooling_service(
     return PoolingService(name, kind, engine, lambda info: opened())
 
 
-def open_in_thread(open_text: Callable[[], T]) -> Callable[[], T]:
-    """Start opening the text side of a model; return a function that waits for it."""
-    opening: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            opening.set_result(open_text())
-        except Exception as error:
-            opening.set_exception(error)
-
-    threading.Thread(target=run, name="tokenizer", daemon=True).start()
-    return opening.result
-
-
 def open_ahead(open_text: Callable[[Path], T], model: str | None) -> tuple[Callable[[str], None], Callable[[], T]]:
     """Open the text side of a model in a thread, while an engine loads the weights: at once if it is on this machine.
     Return a callback that opens it once the engine has fetched it, and a function that waits for the thread."""
     located: Future[str] = Future()
     with suppress(WorkerError, OSError):
         located.set_result(str(find_model(model, pull=False).path))
-    opened = open_in_thread(lambda: open_text(Path(located.result())))
+    opened = run_in_daemon_thread(lambda: open_text(Path(located.result())), "tokenizer").result
     return (lambda path: None if located.done() else located.set_result(path)), opened
 
 

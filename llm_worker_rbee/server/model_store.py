@@ -314,6 +314,9 @@ class ModelStore:
         if not is_name or not Path(os.path.realpath(target)).is_relative_to(self._folder):
             rule = f"use up to {MAX_DEPTH} words of letters, digits and . _ - with / between them, and a :tag"
             raise InvalidRequestError(f"{name[:100]!r} cannot be the name of a model: {rule}", "model")
+        above = list(target.relative_to(self._folder).parents)[:-1]
+        if any((self._folder / parent / "config.json").exists() for parent in above):
+            raise ConflictError(f"{name[:100]!r} would be a file of another model: use another name")
         return target
 
     def _require_own(self, member: Member) -> Path:
@@ -331,6 +334,8 @@ def _are_same(path: Path, other: Path) -> bool:
 
 def _place(path: Path, target: Path, move: Callable[[Path, Path], None]) -> None:
     """Link or move the files of a model to `target`, which has no suffix."""
+    if path.is_dir() and any(file.suffix == ".gguf" or file.name == "config.json" for file in target.rglob("*")):
+        raise ConflictError(f"there are other models in {target.name}, which would be files of this one")
     try:
         for file in model_files(path):
             if path.is_dir():

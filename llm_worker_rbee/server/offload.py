@@ -13,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -42,6 +43,21 @@ QUEUED_CHECKS = f"{MAX_QUEUED_CHECKS} grammars of other requests wait to be chec
 INLINE_BYTES = 256  # of texts that are tokenized in the event loop: about 0.2 ms
 LONG_TEXT_FACTOR = 6  # characters for each token of the context: few texts that are longer fit
 PART_CHARS = 64 << 10  # of a long text that are tokenized at a time
+
+
+def run_in_daemon_thread(work: Callable[[], T], name: str) -> Future[T]:
+    """Run work in a thread that the end of the process does not wait for."""
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # from now on it is not cancelled: the thread sets it in any case
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except Exception as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done
 
 
 class BoundedExecutor:

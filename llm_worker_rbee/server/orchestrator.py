@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import threading
 import urllib.request
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,6 +19,7 @@ import msgspec
 
 from .. import __version__
 from ..errors import InvalidRequestError
+from .offload import run_in_daemon_thread
 from .worker import Front
 
 HEARTBEAT_S = 30.0
@@ -94,7 +93,10 @@ def ready_message(worker: Front, url: str) -> dict[str, Any]:
     """Return the body of the callback."""
     ready = {"worker_id": worker.settings.worker_id, "url": url, "model_ref": worker.settings.model_ref}
     if worker.chat is None:
-        return ready | {"backend": "cpu", "device": "cpu", "vram_bytes": 0, "phases": {}, **worker.pool.describe()}
+        pool, device = worker.pool, worker.pool.device
+        vram_bytes = 0 if device == "cpu" else pool.used_bytes
+        place = {"backend": device.partition(":")[0], "device": device, "vram_bytes": vram_bytes}
+        return ready | place | {"phases": {}, **pool.describe()}
     info = worker.chat.engine.info
     return ready | {
         "backend": info.backend,
@@ -110,7 +112,7 @@ def heartbeat_message(worker: Front, port: int) -> dict[str, Any]:
         "worker": {
             "id": worker.settings.worker_id,
             "model_id": worker.settings.served_name or worker.settings.model_ref,
-            "device": "cpu" if worker.chat is None else worker.chat.engine.info.device,
+            "device": worker.pool.device if worker.chat is None else worker.chat.engine.info.device,
             "port": port,
             "status": worker.health()["status"],
             "implementation": "python",
@@ -132,25 +134,9 @@ async def _post(url: str, body: Mapping[str, Any]) -> str | None:
 
     try:
         async with asyncio.timeout(POST_TIMEOUT_S):
-            await _run_in_daemon_thread(post)
+            await asyncio.wrap_future(run_in_daemon_thread(post, "post"))
     except TimeoutError:
         return f"no answer within {POST_TIMEOUT_S:g} s"
     except Exception as error:  # never fatal
         return f"{type(error).__name__}: {error}"
     return None
-
-
-def _run_in_daemon_thread(work: Callable[[], None]) -> asyncio.Future[None]:
-    """Run work in a thread that the end of the process does not wait for."""
-    done: Future[None] = Future()
-    done.set_running_or_notify_cancel()  # from now on it is not cancelled: the thread sets it in any case
-
-    def run() -> None:
-        try:
-            work()
-            done.set_result(None)
-        except Exception as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="post", daemon=True).start()
-    return asyncio.wrap_future(done)

@@ -221,8 +221,13 @@ class Front:
         """Return the model, or the one of the adapter, of this name; without one the default of these kinds."""
         if name is None:
             return self.default(kinds)
-        is_adapter = (member := self.pool.named(name)) is None and self.chat is not None and self.chat.loras.find(name)
-        return self.pool.members[0] if is_adapter else member
+        if (member := self.pool.named(name)) is None:
+            is_adapter = self.chat is not None and self.chat.loras.find(name) is not None
+            return self.pool.members[0] if is_adapter else None
+        if member.source.kind in kinds:
+            return member
+        others = (other for other in self.pool.members if other.source.kind in kinds)  # two may have one name
+        return next((other for other in others if any(is_name_of(name, own) for own in other.source.names)), member)
 
     def default(self, kinds: Sequence[str] = KINDS) -> Member | None:
         """Return the first model of the first of these kinds whose files can be used."""
@@ -288,8 +293,8 @@ class Front:
     def engine_status(self) -> str:
         """Return the worst state of the loaded members; one that is not loaded is no fault."""
         self.pool.notice_failures()
-        services = [member.service for member in self.pool.members if member.service is not None]
-        states = [str(service.engine.status()) for service in services]
+        started = [(member.state, member.service) for member in self.pool.members if member.service is not None]
+        states = [state if state == "loading" else str(service.engine.status()) for state, service in started]
         if self.chat is not None and states[0] != "healthy":
             return states[0]
         errors = [member.error for member in self.pool.members if member.state == "failed"]

@@ -26,16 +26,17 @@ def test_switches_gaps_and_memory_are_measured_and_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], cli: RunCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_switch, "ALONE_S", 0.1)
-    small, large = (with_kernels(write_model(tmp_path / f"{name}.gguf", context=4096)) for name in ("small", "large"))
+    names = ("small", "large", "third")
+    models = [str(with_kernels(write_model(tmp_path / f"{name}.gguf", context=4096))) for name in names]
     saved = tmp_path / "run.json.gz"
-    args = [str(small), str(large), *COUNTS, "--serve-args", "--kv-memory 64M", "--save", str(saved)]
+    args = [*models, *COUNTS, "--serve-args", "--kv-memory 64M", "--save", str(saved)]
     assert model_switch.main(args) == 0
     run = Run.load(saved)
     assert [result.name for result in run.results] == NAMES
     assert all(result.estimate > 0 for result in run.results)
     counts = next(result.fields for result in run.results if result.name == "switches")
     assert (counts["requests"], counts["failed"]) == (8, 0)
-    assert run.command.startswith("python -m benchmarks.model_switch small.gguf large.gguf --tokens 40 ")
+    assert run.command.startswith("python -m benchmarks.model_switch small.gguf large.gguf third.gguf --tokens 40 ")
     assert str(tmp_path) not in json.dumps(run.as_json())
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == NAMES
     page = tmp_path / "report.html"

@@ -358,7 +358,7 @@ def test_engine_that_dies_too_often_fails_and_comes_back(serve: Serve, folder: P
 
 
 def test_stopped_engine_holds_up_its_own_requests_alone(serve: Serve, folder: Path) -> None:
-    running = serve("-m", folder / "one.gguf", "--models-dir", folder, "--load-timeout", "3")
+    running = serve("-m", folder / "one.gguf", "--models-dir", folder, "--load-timeout", "30")
     (first,) = engine_of(running)
     os.kill(first, signal.SIGSTOP)
     try:
@@ -470,6 +470,15 @@ def test_wrong_usage(args: list[str], problem: str) -> None:
     assert problem in errors
 
 
+def test_pool_on_a_gpu_that_is_not_there_says_so(folder: Path) -> None:
+    """A child has looked for it: the driver stays out of the worker's own process."""
+    line = [sys.executable, "-m", "llm_worker_rbee", "serve", "--port", "0", "--device", "cuda", "--models-dir"]
+    with spawn([*line, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1, errors
+    assert errors.startswith("error: --device cuda cannot be used (")
+
+
 def test_ps_and_stop_of_the_command_line(serve: Serve, folder: Path) -> None:
     running = serve("-m", folder / "one.gguf", "--models-dir", folder)
     listed = CliRunner().invoke(app, ["ps", "--url", running.url])
@@ -481,7 +490,7 @@ def test_ps_and_stop_of_the_command_line(serve: Serve, folder: Path) -> None:
     stopped = CliRunner().invoke(app, ["stop", "one", "--url", running.url])
     assert (stopped.stdout, states(running)["one"]) == ("one is unloaded\n", "unloaded")
     unknown = CliRunner().invoke(app, ["stop", "nothing", "--url", running.url])
-    assert "there is no model 'nothing' here" in str(unknown.exception)
+    assert "the model 'nothing' is not served here" in str(unknown.exception)
     assert CliRunner().invoke(app, ["stop", "--all", "--url", running.url]).exit_code == 0
     assert CliRunner().invoke(app, ["stop"]).exit_code == 2
     absent = CliRunner().invoke(app, ["ps", "--url", "http://127.0.0.1:9"])

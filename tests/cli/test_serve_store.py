@@ -19,6 +19,7 @@ from tests.conftest import ON_CPU, with_kernels
 from tests.helpers.hub_server import Hub, running_hub
 from tests.helpers.serve_process import ServeProcess, until
 from tests.helpers.server import SAID, write_model
+from tests.helpers.tiny_pooling import write_bert
 
 pytestmark = ON_CPU
 Serve = Callable[..., ServeProcess]
@@ -91,7 +92,7 @@ def test_ollama_client_pulls_and_uses_a_model_of_the_hub(serve: Serve, folder: P
     client.delete("hf.co/me/tiny")
     assert files(folder) == {"one.gguf"}
     assert not (folder / "hf.co").exists()
-    with pytest.raises(ollama.ResponseError, match="there is no model"):
+    with pytest.raises(ollama.ResponseError, match="is not served here"):
         client.generate("hf.co/me/tiny", ">")  # a name in a request starts no download
 
 
@@ -229,6 +230,27 @@ def test_no_name_leaves_the_folder(serve: Serve, folder: Path, tmp_path: Path) -
         assert deleted.status_code in (400, 404), name
     assert files(folder) == {"one.gguf"}
     assert not list(outside.iterdir())
+
+
+def test_no_model_lies_within_another(serve: Serve, folder: Path) -> None:
+    """A file in the folder of a model would be a part of it, and go with it; so would models in a folder that becomes
+    one."""
+    write_bert(folder / "embedder")
+    (folder / "team").mkdir()
+    (folder / "team" / "two.gguf").hardlink_to(folder / "one.gguf")
+    running, before = serve(), files(folder)
+    for source, name in (("one", "embedder/x"), ("embedder", "embedder/x"), ("embedder", "team")):
+        for path, body in (
+            ("/api/copy", {"source": source, "destination": name}),
+            ("/api/create", {"model": name, "from": source, "system": "x", "stream": False}),
+        ):
+            reply = running.http.post(path, json=body)
+            assert (reply.status_code, "other" in reply.text) == (409, True), reply.text
+    assert (
+        running.http.post("/api/copy", json={"source": "embedder", "destination": "team/embedder"}).status_code == 200
+    )
+    assert running.http.request("DELETE", "/api/delete", json={"model": "team/embedder"}).status_code == 200
+    assert files(folder) == before
 
 
 @pytest.mark.parametrize(

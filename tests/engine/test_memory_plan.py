@@ -11,10 +11,12 @@ import pytest
 from llm_worker_rbee.config import DEVICE_SPARE_BYTES, KV_CUDA, KV_ON_CUDA, MAX_BATCH, LoadOptions, SchedulerLimits
 from llm_worker_rbee.engine.memory_plan import (
     DEVICE_MEMORY_FRACTION,
+    MemoryPlan,
     Placement,
     Workspace,
     device_weight_bytes,
     place_model,
+    plan_member,
     plan_memory,
 )
 from llm_worker_rbee.errors import InsufficientMemoryError, InvalidRequestError
@@ -65,6 +67,27 @@ def test_limits_on_gpu_fill_its_memory(checkpoint: Checkpoint) -> None:
     assert placed.capacity.max_batch == MAX_BATCH
     assert placed.capacity.bytes <= DEVICE_MEMORY_FRACTION * (free - reserved)
     assert placed.capacity.tokens_each > 512
+
+
+def test_member_of_a_pool_on_a_gpu_is_planned_as_a_model_alone(checkpoint: Checkpoint) -> None:
+    """With all of the memory; a smaller share gives smaller steps and a smaller cache, so that others fit beside it."""
+    free = 40 * 10**9
+    placed = place(checkpoint, free)
+    alone = plan_member(checkpoint, options(), free, DEVICE_MEMORY_FRACTION, on_device=True)
+    assert (alone.rows, alone.limits) == (placed.rows, placed.limits)
+    share = plan_member(checkpoint, options(), free, 0.25, on_device=True)
+    assert {row.memory for row in share.rows} == {"device"}
+    assert 3 * sum(row.bytes for row in share.rows) < free
+    assert share.limits.max_batch <= alone.limits.max_batch
+    again = place(checkpoint, free - 2 * sum(row.bytes for row in share.rows), **_as_planned(share))
+    assert (again.limits, again.capacity.bytes) == (share.limits, share.rows[-1].bytes)
+    with pytest.raises(InsufficientMemoryError, match=r"weights .*runtime .*may take 500"):
+        plan_member(checkpoint, options(), 500 * 10**6, 0.25, on_device=True)
+
+
+def _as_planned(plan: MemoryPlan) -> dict[str, Any]:
+    """Return the options with which a member is loaded beside others."""
+    return {"kv_memory": plan.rows[-1].bytes, **plan.limits._asdict()}
 
 
 def test_given_limits_override_chosen_ones(checkpoint: Checkpoint) -> None:

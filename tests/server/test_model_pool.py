@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -58,7 +59,7 @@ class ScriptedService:
     async def close(self, error: WorkerError) -> None:
         assert self.num_open == 0 or self.source.may_be_busy, f"{self.source.names[0]} is unloaded while it is busy"
         await asyncio.sleep(0)
-        self.is_closed = True
+        self.is_closed, self.error = True, error
         self.source.live -= 1
 
 
@@ -485,3 +486,31 @@ async def test_any_order_loses_nothing_and_stays_within_memory(seed: int, monkey
     assert all(member.num_users == 0 for member in members)
     await pool.stop(ShuttingDownError("the end"))
     assert all(source.live == 0 for source in sources)
+
+
+@in_loop
+async def test_requests_that_a_stop_ends_get_its_error() -> None:
+    """Those that run, as well as those that wait."""
+    pool, members, sources = make_pool(4, 7)
+    sources[0].may_be_busy = True
+    await pool.load(members[0])
+    service: Any = members[0].service
+    service.num_open = 1
+    waiting = asyncio.ensure_future(pool.load(members[1]))
+    await settle()
+    await pool.stop(ShuttingDownError("it ends"))
+    assert isinstance(service.error, ShuttingDownError)
+    with pytest.raises(ShuttingDownError, match="it ends"):
+        await waiting
+    with pytest.raises(ShuttingDownError, match="it ends"):
+        await pool.load(members[0])
+
+
+@in_loop
+async def test_model_that_never_sleeps_has_no_timer() -> None:
+    """An infinite time, as a negative one is read, is none."""
+    pool, (member,), _ = make_pool(1, keep_alive_s=math.inf)
+    await pool.load(member)
+    assert (member.expires_in_s, member.timer) == (None, None)
+    pool.set_keep_alive(member, 5.0)
+    assert member.expires_in_s is not None

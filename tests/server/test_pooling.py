@@ -337,6 +337,15 @@ def test_chat_is_served_while_pooling_models_load(
         assert f"the model {EMBEDDER} is loaded" in caplog.text
 
 
+def test_chat_and_embedding_model_of_one_name(load: Callable[..., LLM], tmp_path: Path) -> None:
+    """As files of two folders may have: the route says which is meant."""
+    with Server(load, pooling=pooling_models(tmp_path, "tiny"), embedding_model="tiny") as running:
+        running.ready()
+        assert values(running.post(EMBEDDINGS, {"input": "a", "model": "tiny"})).shape == (1, WIDTH)
+        reply = running.post("/v1/completions", {"prompt": ">", "model": "tiny", "max_tokens": 1})
+        assert reply.status_code == 200
+
+
 def test_pooling_model_that_fails_after_chat_is_ready_fails_the_worker(
     load: Callable[..., LLM], tmp_path: Path
 ) -> None:

@@ -11,7 +11,19 @@ from typing import Any
 
 from ...errors import NotFoundError, WorkerError
 from ..bodies import OPTION_NAMES, ModelDefaults
-from ..dialect import Call, Dialect, Front, Handler, Member, ModelFacts, ModelStore, Operation, Route, TextModel
+from ..dialect import (
+    Call,
+    Dialect,
+    Front,
+    Handler,
+    Member,
+    ModelFacts,
+    ModelStore,
+    Operation,
+    Route,
+    TextModel,
+    require_store,
+)
 from ..json_schema import COUNT, TEXT, Schema, array_schema, reply_schema
 from ..object_fields import ListOf, ObjectOf
 from ..schema import (
@@ -39,7 +51,6 @@ SHOW: dict[str, Field] = {
 }
 
 
-NO_STORE = "the models of this worker are chosen when it starts (llm-worker-rbee serve --models-dir)"
 SUCCESS, NDJSON = {"status": "success"}, {"content-type": "application/x-ndjson"}
 MAX_PULL_S = 7 * 24 * 3600.0  # no ping goes between the lines of a stream
 NAMED: dict[str, Field] = {"model": Field(Text(1)), "name": Field(Text(1))}  # the same, as older clients call it
@@ -162,15 +173,6 @@ class Handlers:
 
     async def push(self, _: Call) -> Any:
         raise NotFoundError("/api/push is not supported: models stay on this machine")
-
-
-def require_store(worker: Front, call: Call) -> ModelStore:
-    """Return --models-dir; raise unless the client may change it."""
-    if worker.store is None:
-        raise NotFoundError(f"{call.method} {call.path} is not supported: {NO_STORE}")
-    call.require_trusted(has_key=worker.settings.api_key is not None)
-    worker.require_ready()
-    return worker.store
 
 
 async def _lines(source: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:

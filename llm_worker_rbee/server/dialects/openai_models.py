@@ -9,12 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import InvalidRequestError
-from ..dialect import Call, Dialect, Front, Handler, Member, Operation, Route
+from ..dialect import Call, Dialect, Front, Handler, Member, Operation, Route, require_store
 from ..json_schema import FLAG, TEXT, Schema, array_schema, reply_schema
 from ..schema import KINDS, Field, Text, require, table_parser, table_schema
 from ..settings import ServerSettings
 from ..sse import EventStream, encode_event
-from .ollama_models import require_store
 from .openai import error_body
 
 NAMED = {"model": Field(Text(1), required=True)}
