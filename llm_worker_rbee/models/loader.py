@@ -174,10 +174,15 @@ class ModelLoader:
             return shared
         return self.pack([own])
 
-    @property
-    def has_spans(self) -> bool:
-        """Whether tokens of an image see each other."""
-        return self.image_parts > 0 and self.config.family.attention.image_spans
+    def has_spans(self, i: int) -> bool:
+        """Return whether tokens of an image see each other in layer `i`; of Gemma 4 a GGUF does not say so, and they do
+        in the models without per-layer embeddings."""
+        c, layers = self.config, self.config.family.attention.image_spans
+        if not self.image_parts or layers != "window":
+            return self.image_parts > 0 and layers == "all"
+        if self.checkpoint.format == "gguf":
+            return c.windows[i] > 0 and not c.layer_input_dim
+        return c.windows[i] > 0 and self.checkpoint.metadata["config"].get("use_bidirectional_attention") == "vision"
 
     def check_quantization(self) -> None:
         quantization = self.checkpoint.metadata.get("quantization")
@@ -338,7 +343,7 @@ class ModelLoader:
             n_kv_heads=kv_heads,
             head_dim=dim,
             rope=rope,
-            params=AttentionParams(c.attention_scale, c.windows[i], c.attention_cap, c.causal, self.has_spans),
+            params=AttentionParams(c.attention_scale, c.windows[i], c.attention_cap, c.causal, self.has_spans(i)),
             q_norm=q_norm,
             k_norm=k_norm,
             v_norm=self.unit_norm(dim) if c.family.attention.v_norm and kv_heads else None,

@@ -24,7 +24,7 @@ from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.vision_names import open_projector
 from tests.helpers import tiny_vision
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "idefics3")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "idefics3", "mistral3", "gemma4", "gemma4_e")
 TOKENS = 6
 Loaded = tuple[Any, Any]
 
@@ -56,10 +56,11 @@ def make_engine(loaded: Loaded, **changes: Any) -> Engine:
 
 def question(loaded: Loaded, seed: int, sizes: tuple[tuple[int, int], ...], tail: int = 0) -> Request:
     """Return a request about random pictures; `tail`: words after the last one are others."""
-    settings, name = loaded[1].config.images, loaded[1].config.family.hf[0]
+    settings, family = loaded[1].config.images, loaded[1].config.family
+    name = "mistral3" if family.prompt.row_end else family.hf[0]
     rng = np.random.default_rng(seed)
     parts, _ = tiny_vision.plain_parts(name, settings, [tiny_vision.picture(rng, *size) for size in sizes])
-    ids, spans = tiny_vision.image_prompt(rng, settings, parts)
+    ids, spans = tiny_vision.image_prompt(rng, settings, parts, int(bool(family.prompt.row_end)))
     ids += np.random.default_rng(tail).integers(1, 90, 8).tolist()
     images = PromptImages(spans, parts, [part.tobytes() for part in parts])
     params = SamplingParams(temperature=0.0).resolve()
@@ -89,7 +90,9 @@ def alone(loaded: Loaded, request: Request) -> list[int]:
     sequence, ids, start = SingleSequence(model, len(request.prompt) + TOKENS), list(request.prompt), 0
     for _ in range(TOKENS):
         batch = sequence.batch(ids[start:], start, all_logits=False)
-        fields = step_arrays([(images, start, len(ids))], has_axes=model.has_axes, sees_both_ways=model.sees_both_ways)
+        padded = batch.ids if model.pads_images else None
+        flags = {"has_axes": model.has_axes, "sees_both_ways": model.sees_both_ways}
+        fields = step_arrays([(images, start, len(ids))], **flags, ids=padded)
         logits = forward(model, replace(batch, **fields), sequence.cache)
         start = len(ids)
         ids.append(int(logits[0].argmax()))
