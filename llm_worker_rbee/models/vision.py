@@ -185,11 +185,10 @@ def table_places(rows: int, columns: int, config: VisionConfig) -> Floats:
 
 def load_vision_tower(checkpoint: Checkpoint, ops: Backend, kv_type: str = "") -> VisionTower:
     """Build the tower; `kv_type` is the type of keys and values within a step."""
-    if ops.has_device_memory:
-        raise UnsupportedModelError(f"images are not computed on {ops.name} yet: use backend cpu or reference")
-    config = read_vision_config(checkpoint)
+    config, kv_type = read_vision_config(checkpoint), kv_type or ops.default_kv_type
+    ops.load_kernels(checkpoint, config.model, kv_type)
     loader = VisionLoader(checkpoint, config.model, ops, 1, lambda packed_bytes: None)
-    return loader.vision_tower(config, kv_type or ops.default_kv_type)
+    return loader.vision_tower(config, kv_type)
 
 
 def float_tensor(name: str, values: NDArray[np.float32]) -> Tensor:

@@ -7,7 +7,7 @@ and preprocessor_config.json).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isqrt
 from typing import Any, Literal, NamedTuple
 
@@ -25,7 +25,7 @@ GEMMA3_TOKENS = 256  # of an image, in files without the key
 QWEN_PROMPT = PromptStyle("<|image_pad|>", "<|image_pad|>")
 FAKE = "<fake_token_around_image>"
 LAYERS = TensorLayout(output_norm="post_ln")
-PIXTRAL_EPS = 1e-5
+PIXTRAL_EPS, AREA_TOKENS = 1e-5, 280  # in files without their keys
 
 
 class VisionFamily(NamedTuple):
@@ -112,7 +112,7 @@ FAMILIES = (
         ),
         hf=("gemma4",),
         images=ImageSettings(
-            "area", 16, 3, max_pixels=280 * 48 * 48, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), signed=True
+            "area", 16, 3, max_pixels=AREA_TOKENS * 48 * 48, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), signed=True
         ),
         merger="pool_out",
         prompt=PromptStyle("<|image|>", "<|image|>", "<|image>", "<image|>"),
@@ -178,12 +178,13 @@ def _from_gguf(checkpoint: Checkpoint) -> VisionConfig:
         if family.images.kind == "longest"
         else keys.integer("preproc_image_size", family.images.longest_edge, maximum=MAX_SIDE),
         min_pixels=keys.integer("image_min_pixels", 8 * unit),
-        max_pixels=keys.integer(
-            "image_max_pixels", family.images.max_pixels if family.images.kind == "area" else 4096 * unit, unit
-        ),
+        max_pixels=keys.integer("image_max_pixels", (AREA_TOKENS if family.images.kind == "area" else 4096) * unit, unit),
         mean=_triple(keys, "image_mean", family.images.mean),
         std=_triple(keys, "image_std", family.images.std),
     )
+    up = checkpoint.tensors.get("blk.0.ffn_up.weight")
+    if not keys.integer("feed_forward_length", 1) and up is not None:  # as in old files of Qwen
+        keys = replace(keys, values={**keys.values, keys.prefix + "feed_forward_length": up.shape[0]})
     flags = keys.array("is_deepstack_layers") or []
     every = keys.integer("n_wa_pattern", 0, maximum=MAX_LAYERS)
     window = keys.integer("window_size", 112, 1, MAX_SIDE) if family.has_windows and every else 0
@@ -287,7 +288,7 @@ def _hf_images(checkpoint: Checkpoint, family: VisionFamily, keys: MetadataReade
         common = common._replace(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
     if usual.kind == "area":
         merge = keys.integer("pooling_kernel_size", usual.merge, 1, 64)
-        tokens = reader.integer("max_soft_tokens", usual.max_pixels // (usual.patch * usual.merge) ** 2, 1)
+        tokens = reader.integer("max_soft_tokens", AREA_TOKENS, 1)
         return common._replace(merge=merge, max_pixels=tokens * (patch * merge) ** 2)
     if usual.kind == "longest":
         merge = whole.integer("spatial_merge_size", 2, 1, 64) if whole.values["model_type"] == "mistral3" else 1

@@ -83,6 +83,8 @@ PREFIX = re.compile(
 LAYER = re.compile(
     r"^(?:encoder\.|transformer\.)?(?:layers|blocks|blk)\.([0-9]{1,6})\.(.+)\.(weight|bias|(?:in|out)put_(?:min|max))$"
 )
+# Of encoders of sound beside the tower; and the embedding of a token, which the decoder has too.
+NOT_READ = re.compile(r"^(?:a\.|mm\.a\.|v\.token_embd\.img_break$)")
 MLP_ROLE = re.compile(r"\bffn_(?:up|down)\b")
 DEEPSTACK = re.compile(r"^deepstack_merger_list\.([0-9]{1,6})\.(\w+)\.(weight|bias)$")
 
@@ -96,7 +98,7 @@ def open_projector(path: Path) -> Checkpoint:
         raise ModelFileError(
             f"{path.name} holds the architecture {checkpoint.architecture!r}: a projector file (mmproj) holds {CLIP!r}"
         )
-    named = {_from_gguf(name): tensor for name, tensor in checkpoint.tensors.items()}
+    named = {_from_gguf(name): tensor for name, tensor in checkpoint.tensors.items() if not NOT_READ.match(name)}
     return replace(checkpoint, tensors=_unswap_mlp({name: replace(t, name=name) for name, t in named.items()}))
 
 

@@ -15,6 +15,7 @@ import transformers
 from numpy.typing import NDArray
 from PIL import Image
 
+from llm_worker_rbee.backends.ops import RopeTable
 from llm_worker_rbee.images.decode_process import cut_parts
 from llm_worker_rbee.images.prompt import ImageSpan
 from llm_worker_rbee.images.sizes import ImageSettings, plan_parts
@@ -123,7 +124,7 @@ def _gemma4(*, small: bool) -> Any:
     }  # fmt: skip
     vision = {
         "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 3, "head_dim": 16,
-        "num_key_value_heads": 3, "patch_size": 4, "pooling_kernel_size": 3, "position_embedding_size": 256,
+        "num_key_value_heads": 3, "patch_size": 4, "pooling_kernel_size": 3, "position_embedding_size": 1024,
         "use_clipped_linears": small, "standardize": not small,
     }  # fmt: skip
     config = transformers.Gemma4Config(
@@ -259,6 +260,9 @@ def settings_of(name: str) -> ImageSettings:
     output = Tensor("mm.2.weight", BLOCK_TYPES["F32"], (64, 192), np.zeros(0, np.uint8))
     tensors = {"mm.2.weight": output}
     if rows or name.startswith("gemma4"):
-        tensors["position_embd.weight"] = replace(output, shape=(rows, 48) if rows else (2, 256, 48))
+        tensors["position_embd.weight"] = replace(output, shape=(rows, 48) if rows else (2, 1024, 48))
     metadata = {"config": config, "preprocessor": PREPROCESSORS[name]}
     return read_vision_config(Checkpoint(Path(name), "safetensors", name, metadata, tensors, {})).images
+
+
+STILL = RopeTable(np.zeros(8, np.float32), 1.0)  # of heads of 16 values, which do not turn
