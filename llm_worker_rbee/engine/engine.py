@@ -29,7 +29,7 @@ from .model_runner import ModelRunner, forward
 from .request import Request, SamplerOutput, ScheduledTokens, StepOutput
 from .sampler import sample
 from .scheduler import MIN_PREFILL_TOKENS, Scheduler, max_scored_tokens
-from .speculative import Drafter, NgramDrafter, max_drafts
+from .speculative import DraftModel, Drafter, NgramDrafter, max_drafts
 from .state_pool import default_slots
 from .step_time import BatchShare, StepSize, StepTimeModel, chunk_context, step_size
 
@@ -83,6 +83,10 @@ class Engine:
 
     def use_tower(self, tower: VisionTower) -> None:
         """Take requests with images."""
+        if isinstance(self.drafter, DraftModel):
+            raise InvalidRequestError(
+                "a draft model takes no images: leave it out, or use speculative ngram", "draft_model"
+            )
         if tower.row_width != self.model.image_parts * self.model.config.d_model:
             raise ModelFileError(
                 f"the projector gives rows of {tower.row_width} values, the model takes "

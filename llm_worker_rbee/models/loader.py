@@ -72,10 +72,12 @@ def load_model_with_head(
     config: ModelConfig,
     max_context: int | None = None,
     advance: Callable[[int], None] = lambda packed_bytes: None,
+    image_parts: int = 0,
 ) -> tuple[Transformer, MtpHead]:
-    """Build the decoder, which keeps hidden states, and its head for multi-token prediction."""
+    """Build the decoder, which keeps hidden states, and its head for multi-token prediction, which sees no images: to it
+    their tokens are words."""
     require_head(checkpoint, config)
-    loader = ModelLoader(checkpoint, config, ops, max_context or config.context_length, advance)
+    loader = ModelLoader(checkpoint, config, ops, max_context or config.context_length, advance, image_parts)
     model = loader.model(keeps_hidden=True)
     return model, loader.mtp_head(model)
 
@@ -142,7 +144,8 @@ class ModelLoader:
         c, i = self.config, self.config.n_layers
         prefix = f"blk.{i}.nextn."
         kinds = (*c.layer_kinds, "attention") if c.layer_kinds else ()
-        loader = replace(self, config=replace(c, n_layers=i + 1, windows=(*c.windows, 0), layer_kinds=kinds))
+        config = replace(c, n_layers=i + 1, windows=(*c.windows, 0), layer_kinds=kinds)
+        loader = replace(self, config=config, image_parts=0)
         of_embedding, of_hidden = loader.matrix(prefix + "eh_proj.weight", c.d_model, 2 * c.d_model).split_columns()
         has_norm = prefix + "shared_head_norm.weight" in self.checkpoint.tensors
         head = MtpHead(

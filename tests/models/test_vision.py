@@ -19,14 +19,16 @@ from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError
 from llm_worker_rbee.images.prompt import NO_IMAGES, ImageSpan, PromptImages, find_spans, step_arrays
 from llm_worker_rbee.images.sizes import count_tokens, plan_parts
 from llm_worker_rbee.models import load_model, read_model_config
-from llm_worker_rbee.models.convert import convert
+from llm_worker_rbee.models.convert import convert, merge_adapters
 from llm_worker_rbee.models.convert.mmproj import convert_projector
+from llm_worker_rbee.models.lora import ModelAdapters
 from llm_worker_rbee.models.vision import VisionTower, load_vision_tower
 from llm_worker_rbee.models.vision_config import read_vision_config
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.gguf_writer import write_gguf
+from llm_worker_rbee.weights.lora import read_adapter
 from llm_worker_rbee.weights.vision_names import find_projector, gguf_projector_name, open_projector
-from tests.helpers import tiny_vision
+from tests.helpers import lora_zoo, tiny_vision
 from tests.models.test_convert import add_tokenizer
 
 TOLERANCE = 1e-4  # of the deviation
@@ -105,7 +107,13 @@ def _without_spans(block: Any) -> Any:
 
 
 def run_prompt(
-    model: Any, tower: VisionTower, parts: list[Any], ids: list[int], spans: list[ImageSpan], steps: list[int]
+    model: Any,
+    tower: VisionTower,
+    parts: list[Any],
+    ids: list[int],
+    spans: list[ImageSpan],
+    steps: list[int],
+    adapter: int = -1,
 ) -> Any:
     """Return the logits of all tokens, computed in steps that end at these tokens."""
     images = PromptImages(spans, parts, [b""] * len(parts))
@@ -114,6 +122,9 @@ def run_prompt(
     for stop in (*steps, len(ids)):
         batch = sequence.batch(ids[start:stop], start, all_logits=True)
         fields = arrays(model, images, start, stop, batch.ids if model.pads_images else None)
+        if adapter >= 0:
+            count = stop - start
+            fields |= {"adapters": np.full(count, adapter), "adapter_scales": np.ones(count, np.float32)}
         logits.append(forward(model, replace(batch, **fields), sequence.cache))
         start = stop
     return np.concatenate(logits)
@@ -154,6 +165,29 @@ def tower_images(model: Any) -> Any:
     """Return the decoder with attention that looks back alone, op by op."""
     blocks = tuple(replace(block, attention=_without_spans(block)) for block in model.blocks)
     return replace(model, blocks=blocks, fused_images=None)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "mistral3", "gemma4_e"])
+def test_adapters_change_prompts_with_images(name: str, folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """As in a model into which the adapter is merged."""
+    source = folder(name)
+    checkpoint, config = open_checkpoint(source), read_model_config(open_checkpoint(source))
+    adapter = read_adapter(lora_zoo.write_random_peft(source, tmp_path / "adapter", rank=4, size=4))
+    for kind in BACKENDS:
+        ops = backend(kind)
+        tower = tower_of(source, ops)
+        parts, _ = tiny_vision.plain_parts(name, tower.config.images, pictures(*SIZES[:1]))
+        gap = int(bool(tower.config.family.prompt.row_end))
+        ids, spans = tiny_vision.image_prompt(np.random.default_rng(5), tower.config.images, parts, gap)
+        image_parts = tower.row_width // config.d_model
+        plain = load_model(checkpoint, ops, config, image_parts=image_parts)
+        slots = ModelAdapters(plain, checkpoint, 8, 1)
+        slots.place(0, slots.pack(adapter))
+        merged = load_model(merge_adapters(checkpoint, [(adapter, 1.0)]), ops, config, image_parts=image_parts)
+        behind = spans[-1].stop + 2
+        actual = run_prompt(replace(plain, adapters=slots), tower, parts, ids, spans, [behind], adapter=0)
+        assert deviation(actual, run_prompt(merged, tower, parts, ids, spans, [])) < 5e-3
+        assert deviation(actual, run_prompt(plain, tower, parts, ids, spans, [])) > 0.1
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
