@@ -29,7 +29,7 @@ from .model_runner import ModelRunner, forward
 from .request import Request, SamplerOutput, ScheduledTokens, StepOutput
 from .sampler import sample
 from .scheduler import MIN_PREFILL_TOKENS, Scheduler, max_scored_tokens
-from .speculative import DraftModel, Drafter, NgramDrafter, max_drafts
+from .speculative import Drafter, DraftModel, NgramDrafter, max_drafts
 from .state_pool import default_slots
 from .step_time import BatchShare, StepSize, StepTimeModel, chunk_context, step_size
 
@@ -178,6 +178,9 @@ class Engine:
         own = self.model.ops.warm_up(run, self.model.fused, self.cache.layers, limits, progress)
         if (adapted := self.model.adapters) is not None and adapted.fused is not None:
             more = self.model.ops.warm_up(run, adapted.fused, self.cache.layers, limits, progress)
+            own = WarmUp(own.kernels + more.kernels, own.compiled + more.compiled)
+        if self.encoder is not None:
+            more = self.encoder.warm_up(self.model, self.cache, limits, progress)
             own = WarmUp(own.kernels + more.kernels, own.compiled + more.compiled)
         drafting = WarmUp(0, 0) if self.drafter is None else self.drafter.warm_up(limits, progress)
         self.step_time.ignores_first_runs = not self.model.ops.has_device_memory

@@ -42,6 +42,7 @@ from ..weights.checkpoint import refuse_order, release_pages
 from ..weights.encoder_names import is_training_head
 from ..weights.safetensors import LISTED_ID
 from .decoder import Transformer
+from .layer_shapes import has_image_spans
 from .mtp import MtpHead, head_config, require_head
 
 _log = logging.getLogger("llm_worker_rbee")
@@ -74,8 +75,8 @@ def load_model_with_head(
     advance: Callable[[int], None] = lambda packed_bytes: None,
     image_parts: int = 0,
 ) -> tuple[Transformer, MtpHead]:
-    """Build the decoder, which keeps hidden states, and its head for multi-token prediction, which sees no images: to it
-    their tokens are words."""
+    """Build the decoder, which keeps hidden states, and its head for multi-token prediction, to which the tokens of
+    images are words."""
     require_head(checkpoint, config)
     loader = ModelLoader(checkpoint, config, ops, max_context or config.context_length, advance, image_parts)
     model = loader.model(keeps_hidden=True)
@@ -176,16 +177,6 @@ class ModelLoader:
         if is_same_form and np.array_equal(own.load().data, other.load().data):
             return shared
         return self.pack([own])
-
-    def has_spans(self, i: int) -> bool:
-        """Return whether tokens of an image see each other in layer `i`; of Gemma 4 a GGUF does not say so, and they do
-        in the models without per-layer embeddings."""
-        c, layers = self.config, self.config.family.attention.image_spans
-        if not self.image_parts or layers != "window":
-            return self.image_parts > 0 and layers == "all"
-        if self.checkpoint.format == "gguf":
-            return c.windows[i] > 0 and not c.layer_input_dim
-        return c.windows[i] > 0 and self.checkpoint.metadata["config"].get("use_bidirectional_attention") == "vision"
 
     def check_quantization(self) -> None:
         quantization = self.checkpoint.metadata.get("quantization")
@@ -339,6 +330,7 @@ class ModelLoader:
         else:
             keys_as_values = c.family.attention.keys_as_values and not c.windows[i]
             qkv, gate = self.qkv(prefix, c.n_heads * dim, kv_heads * dim, keys_as_values=keys_as_values), None
+        has_spans = self.image_parts > 0 and has_image_spans(self.checkpoint, c, i)
         return Attention(
             qkv=qkv,
             output=self.linear([prefix + "attn_output"], [c.d_model], c.n_heads * dim),
@@ -346,7 +338,7 @@ class ModelLoader:
             n_kv_heads=kv_heads,
             head_dim=dim,
             rope=rope,
-            params=AttentionParams(c.attention_scale, c.windows[i], c.attention_cap, c.causal, self.has_spans(i)),
+            params=AttentionParams(c.attention_scale, c.windows[i], c.attention_cap, c.causal, has_spans),
             q_norm=q_norm,
             k_norm=k_norm,
             v_norm=self.unit_norm(dim) if c.family.attention.v_norm and kv_heads else None,

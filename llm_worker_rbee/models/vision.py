@@ -10,14 +10,27 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from math import isqrt
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..backends.graph import Graph, record
-from ..backends.ops import NO_TOKENS, Array, Backend, Batch, FusedForward, Ints, KVLayer, RopeTable
-from ..errors import ModelFileError, UnsupportedModelError
+from ..backends.ops import (
+    NO_TOKENS,
+    Array,
+    Backend,
+    Batch,
+    FusedForward,
+    Ints,
+    KVLayer,
+    Progress,
+    RopeTable,
+    StepLimits,
+    WarmUp,
+)
+from ..errors import ModelFileError
 from ..images.sizes import ImageSettings
 from ..layers.block import Block, Norm
 from ..layers.encoder import Merger, PatchEmbedding
@@ -27,7 +40,7 @@ from ..layers.rope import inverse_frequencies, still_table
 from ..weights import Checkpoint, Tensor
 from ..weights.checkpoint import release_pages
 from ..weights.quants import BLOCK_TYPES
-from .pooling import BLOCK_SIZE, Workspace
+from .pooling import BLOCK_SIZE, WARM_UP_TOKENS, Workspace
 from .pooling_loader import PoolingLoader
 from .vision_config import BY_GGUF, VisionConfig, read_vision_config
 
@@ -65,6 +78,18 @@ class VisionTower:
         per_token = self.config.merge**2
         ends = np.cumsum(np.diff(batch.query_start) // per_token)
         return np.split(rows, ends[:-1])
+
+    def warm_up(self, max_step_tokens: int, progress: Progress = lambda what, done, total: None) -> WarmUp:
+        """Do all one-time work of the backend before the first image: compile and load kernels."""
+        patches = min(max_step_tokens * self.config.merge**2, WARM_UP_TOKENS)
+        kv = self.workspace.layers(-(-patches // BLOCK_SIZE))
+
+        def run(batch: Batch) -> Array:
+            blank = make_batch([blank_part(self.config, len(batch.ids))], self.config)
+            return self.forward(blank, self.workspace.layers(int(blank.block_table.max()) + 1))[:, :0]  # no logits
+
+        limits = StepLimits(max_batch=1, max_tokens=patches, max_logits=1, max_context=patches)
+        return self.ops.warm_up(run, None, kv, limits, progress)
 
     def forward(self, batch: Batch, kv: Sequence[KVLayer]) -> Array:
         """Compute a step: (N, row_width)."""
@@ -150,6 +175,14 @@ def make_batch(parts: Sequence[NDArray[np.uint8]], config: VisionConfig) -> Batc
         places=np.concatenate([table_places(*grid, config)[o.patches] for grid, o in zip(grids, orders, strict=True)]),
         hidden=np.concatenate(pixels),
     )
+
+
+def blank_part(config: VisionConfig, patches: int) -> NDArray[np.uint8]:
+    """Return a part of about so many patches, or of the tower's only size."""
+    unit, tokens = config.images.patch * config.merge, max(1, patches // config.merge**2)
+    rows = isqrt(tokens)
+    height, width = (config.images.size,) * 2 if config.images.size else (rows * unit, tokens // rows * unit)
+    return np.zeros((height, width, CHANNELS), np.uint8)
 
 
 def cut_patches(part: NDArray[np.uint8], settings: ImageSettings) -> Floats:
@@ -279,7 +312,8 @@ class VisionLoader(PoolingLoader):
         """Return the limits of each column, if any has one."""
         if np.isinf(limits).all():
             return None
-        low, high = (self.ops.prepare_vector(np.repeat(np.float32(side), widths)) for side in zip(*limits, strict=True))
+        sides = (np.array(side, np.float32) for side in zip(*limits, strict=True))
+        low, high = (self.ops.prepare_vector(np.repeat(side, widths)) for side in sides)
         return low, high
 
     def tower_block(self, v: VisionConfig, i: int, rope: RopeTable) -> Block:
@@ -342,7 +376,7 @@ class VisionLoader(PoolingLoader):
             first = Linear(self.pack([float_tensor("mm.input_projection.weight", projection)]))
             return Merger(count, True, RMSNorm(self.ops.prepare_vector(norm), self.config.norm_eps), first)
         if v.family.merger == "pool_out":
-            norm, affine = self.unit_norm(width), None
+            plain, affine = self.unit_norm(width), None
             if "std_bias" in self.checkpoint.tensors:
                 bias, scale = self.vector("std_bias", width), self.vector("std_scale", width)
                 diagonal = np.diag(scale * np.float32(width**0.5))
@@ -350,9 +384,9 @@ class VisionLoader(PoolingLoader):
                     self.pack([float_tensor("std_scale", diagonal)]), self.ops.prepare_vector(-bias * scale)
                 )
             else:
-                norm = replace(norm, eps=norm.eps / width)
+                plain = replace(plain, eps=plain.eps / width)
             first = self.linear(["mm.input_projection"], [v.output_dim], width)
-            return Merger(count, True, norm, first, affine=affine)
+            return Merger(count, True, plain, first, affine=affine)
         if v.family.merger == "unfold":
             first, last = (
                 self.linear(["mm.1"], [v.output_dim], width),

@@ -178,7 +178,9 @@ def _from_gguf(checkpoint: Checkpoint) -> VisionConfig:
         if family.images.kind == "longest"
         else keys.integer("preproc_image_size", family.images.longest_edge, maximum=MAX_SIDE),
         min_pixels=keys.integer("image_min_pixels", 8 * unit),
-        max_pixels=keys.integer("image_max_pixels", (AREA_TOKENS if family.images.kind == "area" else 4096) * unit, unit),
+        max_pixels=keys.integer(
+            "image_max_pixels", (AREA_TOKENS if family.images.kind == "area" else 4096) * unit, unit
+        ),
         mean=_triple(keys, "image_mean", family.images.mean),
         std=_triple(keys, "image_std", family.images.std),
     )
@@ -246,7 +248,9 @@ def _refuse_hf_variants(config: Mapping[str, Any], family: VisionFamily, keys: M
     """Raise for what no GGUF has a key for, where it is not as in the models that exist."""
     rope = MetadataReader(keys.get("rope_parameters", dict, keys.values), source=keys.source)
     whole, text = MetadataReader(config, source="config.json: "), config.get("text_config") or {}
-    expected = [(rope, "rope_theta", family.rope_base)] if family.rope in ("apart", "halves") else []
+    expected: list[tuple[MetadataReader, str, object]] = []
+    if family.rope in ("apart", "halves"):
+        expected.append((rope, "rope_theta", family.rope_base))
     if family.merger == "unfold":
         tower = [(keys, "model_type", "pixtral"), (whole, "vision_feature_layer", -1)]
         rest = [(whole, "vision_feature_select_strategy", "full"), (whole, "projector_hidden_act", "gelu")]

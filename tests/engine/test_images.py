@@ -14,11 +14,11 @@ from llm_worker_rbee.backends import select_backend
 from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.model_runner import SingleSequence, forward
+from llm_worker_rbee.engine.mtp import MtpDrafter
 from llm_worker_rbee.engine.request import Request
+from llm_worker_rbee.engine.speculative import DraftModel
 from llm_worker_rbee.errors import InvalidRequestError, ModelFileError
 from llm_worker_rbee.images.prompt import ImageSpan, PromptImages, step_arrays
-from llm_worker_rbee.engine.mtp import MtpDrafter
-from llm_worker_rbee.engine.speculative import DraftModel
 from llm_worker_rbee.models import load_model, load_model_with_head, read_model_config
 from llm_worker_rbee.models.vision import load_vision_tower
 from llm_worker_rbee.sampling_params import SamplingParams

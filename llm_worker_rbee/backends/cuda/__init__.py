@@ -307,7 +307,7 @@ class CudaBackend(ops.Backend):
         down, across = (places - low).split(1, 1)
         upper = table[row, column] * (1 - across) + table[row, right] * across
         lower = table[below, column] * (1 - across) + table[below, right] * across
-        return upper * (1 - down) + lower * down
+        return cast(torch.Tensor, upper * (1 - down) + lower * down)
 
     def place_images(self, x: torch.Tensor, images: Any, rows: Ints, part: int, adds: bool = False) -> torch.Tensor:
         width, chosen = x.shape[1], np.flatnonzero(rows >= 0)

@@ -129,7 +129,8 @@ class PoolingLauncher:
 
     def __init__(self, graph: Graph, ops: Backend, device: torch.device, *, batch_invariant: bool) -> None:
         self.layers, self.output, self.ops, self.device = graph.nodes, graph.output, ops, device
-        self.hidden, self.hidden_rows = graph.hidden, None
+        self.hidden = graph.hidden
+        self.hidden_rows: torch.Tensor | None = None
         self.linear, self.exact = BatchedLinear(device, batch_invariant=batch_invariant), batch_invariant
         self.mark: Callable[[str], None] = lambda component: None
         self._readers = _find_readers(graph)
@@ -165,8 +166,8 @@ class PoolingLauncher:
         self.step, self.batch = step, replace(step.batch, **on_device)
         self._turned = {}
         for value in self._inputs:
-            rows = getattr(step.batch, value.name)
-            self.held[value] = Held(torch.as_tensor(rows, dtype=torch.float32, device=self.device))
+            given = getattr(step.batch, value.name)
+            self.held[value] = Held(torch.as_tensor(given, dtype=torch.float32, device=self.device))
         self.mark("copies")
         for index, node in enumerate(self.layers if nodes is None else nodes):
             self._launches.get(node.op if node.fused else "", self._single_op)(node)

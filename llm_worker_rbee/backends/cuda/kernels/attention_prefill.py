@@ -1,9 +1,9 @@
 """Prefill attention: a tile of queries of one request and head over its paged keys.
 
 The loop ends at the last key that the tile may see: of a causal model its last query, of others the last key of the
-sequence or of the window, which reaches WINDOW // 2 to both sides. With spans, ranges of keys of each query, it goes from
-the first to the last of them; a causal query also sees what lies before it, as far as the window. Queries and the cache are float16 or bfloat16
-(float32 under the interpreter); scores and sums are float32.
+sequence or of the window, which reaches WINDOW // 2 to both sides. With spans, ranges of keys of each query, it goes
+from the first to the last of them; a causal query also sees what lies before it, as far as the window. Queries and
+the cache are float16 or bfloat16 (float32 under the interpreter); scores and sums are float32.
 """
 
 from __future__ import annotations
