@@ -80,6 +80,19 @@ LORA_FILES = {
     "llm_worker_rbee/server": "openai_lora.py: routes",
     "llm_worker_rbee/weights": "lora.py: readers",
 }
+TOWERS = "towers of Pixtral, Mistral 3 and Gemma 4; images on CUDA"
+TOWERS_LINES = {
+    "llm_worker_rbee/backends": 7,
+    "llm_worker_rbee/backends/cpu": 8,
+    "llm_worker_rbee/backends/cpu/kernels": 15,
+    "llm_worker_rbee/backends/cuda": 76,
+    "llm_worker_rbee/backends/cuda/kernels": 27,
+    "llm_worker_rbee/engine": 30,
+    "llm_worker_rbee/images": 48,
+    "llm_worker_rbee/layers": 19,
+    "llm_worker_rbee/models": 228,
+    "llm_worker_rbee/weights": 25,
+}
 LOG: tuple[Raise, ...] = (
     Raise(38, "lines of llm_worker_rbee/engine", 246, "memory planning moved from load.py and select.py; drafters"),
     *(Raise(38, f"lines of {folder}", lines, FORMATTED) for folder, lines in FORMATTED_LINES.items()),
@@ -225,27 +238,29 @@ LOG: tuple[Raise, ...] = (
     Raise(45, "lines of llm_worker_bench", 2, "images"),
     Raise(45, "lines of the worker", 2_068, "images: the above"),
     Raise(45, "files of the worker", 10, "images: the above"),
+    *(Raise(45, f"lines of {folder}", lines, TOWERS) for folder, lines in TOWERS_LINES.items()),
+    Raise(45, "lines of the worker", 483, TOWERS),
 )
 
 FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the folders that have a row of their own
     "llm_worker_rbee": (Budget(3_543, 3_922), Budget(14, 14)),
-    "llm_worker_rbee/backends": (Budget(1_907, 2_250), Budget(8, 9)),
-    "llm_worker_rbee/backends/cpu": (Budget(2_777, 3_131), Budget(12, 13)),
-    "llm_worker_rbee/backends/cpu/kernels": (Budget(4_958, 5_637), Budget(18, 19)),
+    "llm_worker_rbee/backends": (Budget(1_907, 2_257), Budget(8, 9)),
+    "llm_worker_rbee/backends/cpu": (Budget(2_777, 3_139), Budget(12, 13)),
+    "llm_worker_rbee/backends/cpu/kernels": (Budget(4_958, 5_652), Budget(18, 19)),
     "llm_worker_rbee/backends/cpu/kernels/matmul": (Budget(1_004, 1_005), Budget(7, 7)),
-    "llm_worker_rbee/backends/cuda": (Budget(4_656, 5_095), Budget(16, 17)),
-    "llm_worker_rbee/backends/cuda/kernels": (Budget(4_049, 5_006), Budget(14, 16)),
+    "llm_worker_rbee/backends/cuda": (Budget(4_656, 5_171), Budget(16, 17)),
+    "llm_worker_rbee/backends/cuda/kernels": (Budget(4_049, 5_033), Budget(14, 16)),
     "llm_worker_rbee/cli": (Budget(3_837, 4_916), Budget(15, 20)),
     "llm_worker_rbee/cluster": (Budget(699, 714), Budget(6, 6)),
-    "llm_worker_rbee/engine": (Budget(3_307, 5_405), Budget(18, 21)),
-    "llm_worker_rbee/images": (Budget(0, 581), Budget(0, 5)),
-    "llm_worker_rbee/layers": (Budget(527, 573), Budget(8, 8)),
-    "llm_worker_rbee/models": (Budget(3_580, 4_854), Budget(20, 24)),
+    "llm_worker_rbee/engine": (Budget(3_307, 5_435), Budget(18, 21)),
+    "llm_worker_rbee/images": (Budget(0, 629), Budget(0, 5)),
+    "llm_worker_rbee/layers": (Budget(527, 592), Budget(8, 8)),
+    "llm_worker_rbee/models": (Budget(3_580, 5_082), Budget(20, 24)),
     "llm_worker_rbee/server": (Budget(9_136, 13_603), Budget(42, 45)),
     "llm_worker_rbee/structured_outputs": (Budget(1_658, 1_676), Budget(7, 7)),
     "llm_worker_rbee/token_engine": (Budget(2_499, 2_843), Budget(16, 14)),
     "llm_worker_rbee/tokenizer": (Budget(4_633, 4_718), Budget(17, 17)),
-    "llm_worker_rbee/weights": (Budget(4_502, 5_181), Budget(18, 20)),
+    "llm_worker_rbee/weights": (Budget(4_502, 5_206), Budget(18, 20)),
     "llm_worker_bench": (Budget(11_209, 11_558), Budget(55, 55)),
     "llm_worker_bench/commands": (Budget(1_806, 1_972), Budget(10, 11)),
     "benchmarks": (Budget(1_892, 2_652), Budget(12, 15)),
@@ -253,7 +268,7 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "benchmarks/pages": (Budget(1_045, 1_043), Budget(8, 8)),
 }
 COUNTS = {
-    "lines of the worker": Budget(57_243, 71_110),
+    "lines of the worker": Budget(57_243, 71_593),
     "files of the worker": Budget(252, 282),
     "files of a streamed chat": Budget(62, 55),
     "largest number of imported modules": Budget(27, 26),

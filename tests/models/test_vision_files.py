@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ Floats = NDArray[np.float32]
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "idefics3", "llava", "mistral3", "gemma4", "gemma4_e")
 SUFFIXES = (".weight", ".bias", ".input_max", ".input_min", ".output_max", ".output_min")
 SIZES = ((100, 150), (60, 60))
-TOLERANCE = {"F16": 0.02, "BF16": 0.15, "Q8_0": 0.08, "Q4_K": 0.9}  # of the deviation, of random weights
+TOLERANCE = {"F16": 0.005, "BF16": 0.02, "Q8_0": 0.08, "Q4_K": 0.6}  # of the deviation, of random weights
+ROUGHER = 7  # so many times for Gemma 4, whose scores are not divided by the size of a head
 
 
 @pytest.fixture(scope="module")
@@ -204,18 +205,30 @@ def test_swapped_mlps_are_read_as_they_are_meant(name: str, folder: Callable[[st
     np.testing.assert_array_equal(rows_of(path, name, ops)[1], rows_of(folder(name), name, ops)[1])
 
 
-@pytest.mark.parametrize("kind", TOLERANCE)
+@pytest.fixture
+def wide() -> Iterator[None]:
+    """Make towers wide enough for every block type."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny_vision, "WIDTH", tiny_vision.WIDE)
+        tiny_vision.reference_model.cache_clear()
+        yield
+    tiny_vision.reference_model.cache_clear()
+
+
 @pytest.mark.parametrize("name", FAMILIES)
-def test_quantized_towers(name: str, kind: str, folder: Callable[[str], Path], tmp_path: Path) -> None:
+def test_quantized_towers(name: str, wide: None, tmp_path: Path) -> None:
     """Near the float32 tower on both backends, and near each other."""
-    path, rows = tmp_path / "mmproj.gguf", {}
-    convert_projector(open_projector(folder(name)), path, kind)
-    _, expected = rows_of(folder(name), name, backend("reference"))
-    for which in ("reference", "cpu"):
-        _, rows[which] = rows_of(path, name, backend(which))
-        assert np.abs(rows[which] - expected).max() < TOLERANCE[kind] * expected.std()
-    limit = {"F16": 5e-3, "BF16": 0.05}.get(kind, 0.1)  # the cpu backend rounds activations as well
-    assert np.abs(rows["cpu"] - rows["reference"]).max() < limit * expected.std()
+    folder, path, rows = tiny_vision.save_model(name, tmp_path / name), tmp_path / "mmproj.gguf", {}
+    _, expected = rows_of(folder, name, backend("reference"))
+    for kind, tolerance in TOLERANCE.items():
+        times = ROUGHER if name.startswith("gemma4") else 1
+        result = convert_projector(open_projector(folder), path, kind)
+        assert result.tensors.get(kind, 0) >= 8
+        for which in ("reference", "cpu"):
+            _, rows[which] = rows_of(path, name, backend(which))
+            assert np.abs(rows[which] - expected).max() < times * tolerance * expected.std()
+        limit = {"F16": 1e-3, "BF16": 1e-3}.get(kind, 0.06)  # the cpu backend rounds activations to int8
+        assert np.abs(rows["cpu"] - rows["reference"]).max() < times * limit * expected.std()
 
 
 def with_config(checkpoint: Checkpoint, **changes: Any) -> Checkpoint:
