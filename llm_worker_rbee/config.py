@@ -52,7 +52,7 @@ class AttentionSpec(NamedTuple):
     window: int = 0
     full_every: int = 0  # with a window: every n-th layer has none (0: all have it)
     full_first: bool = False  # the first of every n layers, not the last
-    image_spans: bool = False  # tokens of an image see each other, whichever comes first
+    image_spans: Literal["", "all", "window"] = ""  # layers in which tokens of an image see each other
     scale: float = 0.0  # 0: head_dim ** -0.5
     cap: float = 0.0
 

@@ -526,6 +526,11 @@ def pool(x: Floats, index: Ints, count: int) -> Floats:
     return np.asarray(x.reshape(-1, count, x.shape[1])[index].mean(axis=1, dtype=np.float32), np.float32)
 
 
+def clamp(x: Floats, low: Floats, high: Floats) -> Floats:
+    """Return x with each column between its lowest and its highest value."""
+    return np.asarray(np.minimum(np.maximum(x, low), high), np.float32)
+
+
 def join(x: Floats, y: Floats) -> Floats:
     """Return each row of x with that of y behind it."""
     return np.concatenate((x, y), axis=1)

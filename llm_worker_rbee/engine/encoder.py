@@ -9,12 +9,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..images.prompt import PromptImages
+from ..backends.ops import Array, Batch, Progress, StepLimits, WarmUp
+from ..images.prompt import ImageSpan, PromptImages, step_arrays
+from ..models import Transformer
+from ..models.kv_cache import KVCache
 from ..models.vision import VisionTower
+from .model_runner import forward
 from .request import Request, ScheduledTokens
 
 Floats = NDArray[np.float32]
@@ -30,6 +35,23 @@ class ImageEncoder:
         self.num_encoded = 0  # parts of images
         self._rows: OrderedDict[bytes, Floats] = OrderedDict()
         self._num_bytes = 0
+
+    def warm_up(self, model: Transformer, cache: KVCache, limits: StepLimits, progress: Progress) -> WarmUp:
+        """Do the one-time work of the tower, and of steps of the decoder with images."""
+        ops, width = model.ops, self.tower.row_width
+        room = min(limits.max_tokens, limits.max_context, cache.n_blocks * cache.block_size)
+
+        def run(batch: Batch) -> Array:
+            count = len(batch.ids)
+            images = PromptImages([ImageSpan(0, 1, count)], [], [])
+            images.rows = [np.zeros((count, width), np.float32)]
+            chunk = [(images, 0, count)]
+            fields = step_arrays(chunk, has_axes=model.has_axes, sees_both_ways=model.sees_both_ways)
+            return forward(model, replace(batch, **fields), cache)
+
+        own = self.tower.warm_up(self.max_step_tokens, progress)
+        more = ops.warm_up(run, None, cache.layers, limits._replace(max_tokens=room), progress)
+        return WarmUp(own.kernels + more.kernels, own.compiled + more.compiled)
 
     def hold(self, request: Request, num_cached: int) -> None:
         """Let a request wait for its images behind the first `num_cached` tokens, if they are not encoded yet."""

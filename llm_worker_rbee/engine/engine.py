@@ -29,7 +29,7 @@ from .model_runner import ModelRunner, forward
 from .request import BATCH_PRIORITY, Request, SamplerOutput, ScheduledTokens, StepOutput
 from .sampler import sample
 from .scheduler import MIN_PREFILL_TOKENS, Scheduler, max_scored_tokens
-from .speculative import Drafter, NgramDrafter, max_drafts
+from .speculative import Drafter, DraftModel, NgramDrafter, max_drafts
 from .state_pool import default_slots
 from .step_time import LONG_STEP_S, BatchShare, StepSize, StepTimeModel, chunk_context, step_size
 
@@ -90,6 +90,10 @@ class Engine:
 
     def use_tower(self, tower: VisionTower) -> None:
         """Take requests with images."""
+        if isinstance(self.drafter, DraftModel):
+            raise InvalidRequestError(
+                "a draft model takes no images: leave it out, or use speculative ngram", "draft_model"
+            )
         if tower.row_width != self.model.image_parts * self.model.config.d_model:
             raise ModelFileError(
                 f"the projector gives rows of {tower.row_width} values, the model takes "
@@ -181,6 +185,9 @@ class Engine:
         own = self.model.ops.warm_up(run, self.model.fused, self.cache.layers, limits, progress)
         if (adapted := self.model.adapters) is not None and adapted.fused is not None:
             more = self.model.ops.warm_up(run, adapted.fused, self.cache.layers, limits, progress)
+            own = WarmUp(own.kernels + more.kernels, own.compiled + more.compiled)
+        if self.encoder is not None:
+            more = self.encoder.warm_up(self.model, self.cache, limits, progress)
             own = WarmUp(own.kernels + more.kernels, own.compiled + more.compiled)
         drafting = WarmUp(0, 0) if self.drafter is None else self.drafter.warm_up(limits, progress)
         self.step_time.ignores_first_runs = not self.model.ops.has_device_memory

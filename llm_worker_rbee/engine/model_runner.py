@@ -96,7 +96,8 @@ class ModelRunner:
         """Return a step with the rows of images, and with positions on several axes, where it has any."""
         chunks = [(request.images, start, stop) for request, start, stop, _ in scheduled]
         model = self.model
-        fields = step_arrays(chunks, has_axes=model.has_axes, sees_both_ways=model.sees_both_ways)
+        ids = batch.ids if model.pads_images else None
+        fields = step_arrays(chunks, has_axes=model.has_axes, sees_both_ways=model.sees_both_ways, ids=ids)
         return replace(batch, **fields) if fields else batch
 
     def release(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from .sizes import ImageSettings, PartPlan
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 AXES = 3  # time, row, column
+PADDING = 0  # its id
 
 
 class PromptStyle(NamedTuple):
@@ -26,6 +26,7 @@ class PromptStyle(NamedTuple):
     before: str = ""  # the tokens of the whole image
     after: str = ""
     tile: str = ""  # before the tokens of a tile, which has a row and a column
+    row_end: str = ""  # one token between rows
 
 
 def expand_prompt(prompt: str, style: PromptStyle, plans: Sequence[PartPlan], settings: ImageSettings) -> str:
@@ -41,7 +42,10 @@ def expand_prompt(prompt: str, style: PromptStyle, plans: Sequence[PartPlan], se
 
 
 def _image_text(style: PromptStyle, plan: PartPlan, settings: ImageSettings) -> str:
-    *tiles, whole = (style.token * math.prod(settings.tokens(*size)) for size in plan.sizes)
+    *tiles, whole = (
+        style.row_end.join([style.token * columns] * rows)
+        for rows, columns in (settings.tokens(*size) for size in plan.sizes)
+    )
     text = ""
     for i, tokens in enumerate(tiles):
         row, column = divmod(i, plan.columns)
@@ -50,13 +54,14 @@ def _image_text(style: PromptStyle, plan: PartPlan, settings: ImageSettings) -> 
 
 
 def find_spans(ids: Sequence[int], token: int, sizes: Sequence[tuple[int, int]]) -> list[ImageSpan]:
-    """Return where the parts of images stand, each of so many rows and columns of a token."""
+    """Return where the parts of images stand, each of so many rows and columns of a token. Another may end rows."""
     places, spans, at = [i for i, other in enumerate(ids) if other == token], list[ImageSpan](), 0
     for rows, columns in sizes:
         own = places[at : at + rows * columns]
-        if len(own) != rows * columns or own[-1] - own[0] >= len(own):
+        span = ImageSpan(own[0] if own else 0, rows, columns, int(bool(own) and own[-1] - own[0] >= rows * columns))
+        if own != (span.start + span.offsets()).tolist():
             raise ChatTemplateError("the tokens of an image are not adjacent in the prompt", "messages")
-        spans.append(ImageSpan(own[0], rows, columns))
+        spans.append(span)
         at += len(own)
     if at != len(places):
         raise ChatTemplateError("the prompt has tokens of images without an image", "messages")
@@ -69,10 +74,16 @@ class ImageSpan(NamedTuple):
     start: int
     rows: int
     columns: int
+    gap: int = 0  # tokens of text between rows
 
     @property
     def stop(self) -> int:
-        return self.start + self.rows * self.columns
+        return self.start + self.rows * (self.columns + self.gap) - self.gap
+
+    def offsets(self) -> Ints:
+        """Return the places of the image's tokens in the span: (rows * columns,)."""
+        row, column = np.divmod(np.arange(self.rows * self.columns), self.columns)
+        return np.asarray(row * (self.columns + self.gap) + column)
 
 
 def rope_positions(spans: Sequence[ImageSpan]) -> Ints:
@@ -93,7 +104,7 @@ def rope_positions(spans: Sequence[ImageSpan]) -> Ints:
 
 def next_position(spans: Sequence[ImageSpan]) -> int:
     """Return the position of the token after the last image."""
-    inside = sum(span.stop - span.start for span in spans)
+    inside = sum(span.rows * span.columns for span in spans)
     last = spans[-1].stop if spans else 0
     return last - inside + sum(max(span.rows, span.columns) for span in spans)
 
@@ -141,10 +152,13 @@ NO_IMAGES = PromptImages((), (), ())
 Chunk = tuple[PromptImages | None, int, int]  # of a request's tokens: first, last + 1
 
 
-def step_arrays(chunks: Sequence[Chunk], *, has_axes: bool, sees_both_ways: bool) -> dict[str, Any]:
+def step_arrays(
+    chunks: Sequence[Chunk], *, has_axes: bool, sees_both_ways: bool, ids: Ints | None = None
+) -> dict[str, Any]:
     """Return the fields of a `Batch` for the chunks of a step.
 
-    `has_axes`: RoPE positions of the model have several axes; `sees_both_ways`: tokens of an image see each other.
+    `has_axes`: RoPE positions of the model have several axes; `sees_both_ways`: tokens of an image see each other;
+    `ids`: of the step, for a model in which tokens of images have the id of padding.
     """
     fields: dict[str, Any] = {}
     if has_axes:
@@ -158,12 +172,16 @@ def step_arrays(chunks: Sequence[Chunk], *, has_axes: bool, sees_both_ways: bool
             span, rows = images.spans[i], images.rows[i]  # type: ignore[union-attr]
             assert rows is not None, "an image is encoded before its tokens are computed"
             begin, end = max(span.start, start), min(span.stop, stop)
-            pieces.append(rows[begin - span.start : end - span.start])
-            places = slice(first + begin - start, first + end - start)
-            image_rows[places], ends[places] = np.arange(at, at + end - begin), span.stop
-            at += end - begin
+            places, offsets = span.start + span.offsets(), slice(first + begin - start, first + end - start)
+            low, high = np.searchsorted(places, (begin, end))
+            pieces.append(rows[low:high])
+            image_rows[places[low:high] - start + first] = np.arange(at, at + high - low)
+            ends[offsets] = span.stop
+            at += int(high - low)
         first += stop - start
     fields |= {"images": np.concatenate(pieces), "image_rows": image_rows}
+    if ids is not None:
+        fields["ids"] = np.where(image_rows < 0, ids, PADDING)
     if sees_both_ways:
         fields["spans"] = np.stack((np.zeros_like(ends), ends), axis=1)
     return fields

@@ -17,19 +17,24 @@ MAX_TILED_SIDE = 4096  # of an image that is cut into tiles
 
 
 class ImageSettings(NamedTuple):
-    """What a tower takes. An image becomes one part of a size of its own (`native`), one square, or square tiles."""
+    """What a tower takes. An image becomes one part of a size of its own, one square, or square tiles.
 
-    kind: Literal["native", "square", "tiles"]
+    A size of its own is the nearest in whole tokens (`native`), that of an image whose longest edge is limited
+    (`longest`), or the largest of all with so many pixels (`area`).
+    """
+
+    kind: Literal["native", "longest", "area", "square", "tiles"]
     patch: int  # pixels
     merge: int  # patches of each side of a token
-    size: int = 0  # of the square or of a tile
-    longest_edge: int = 0  # to which an image is resized before it is cut into tiles
-    min_pixels: int = 0  # of a `native` part
+    size: int = 0  # of the square or of a tile; 0: parts have sizes of their own
+    longest_edge: int = 0  # of a `longest` part, or to which an image is resized before it is cut into tiles
+    min_pixels: int = 0  # of a `native` or `area` part
     max_pixels: int = 0
     resample: int = BICUBIC
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     splits: bool = True  # whether tiles are cut, or the whole image is resized to one
+    signed: bool = False  # normalized values 0 .. 1 become -1 .. 1
 
     def tokens(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of tokens of a part."""
@@ -56,9 +61,14 @@ def plan_parts(height: int, width: int, settings: ImageSettings) -> PartPlan:
     """Return the plan of an image, whose rotation is done; raise if it cannot be resized."""
     if settings.kind == "square":
         return PartPlan(((settings.size, settings.size),))
-    if settings.kind == "native":
-        return PartPlan((native_size(height, width, settings),))
-    return _plan_tiles(height, width, settings)
+    if settings.kind == "tiles":
+        return _plan_tiles(height, width, settings)
+    own_size = {"native": native_size, "longest": longest_edge_size, "area": area_size}[settings.kind]
+    size = own_size(height, width, settings)
+    if not all(size):
+        problem = f"one side of an image of {width} x {height} pixels is too long for the other"
+        raise InvalidRequestError(f"{problem}: the model cannot resize it")
+    return PartPlan((size,))
 
 
 def count_tokens(plan: PartPlan, settings: ImageSettings) -> int:
@@ -83,8 +93,28 @@ def native_size(height: int, width: int, settings: ImageSettings) -> tuple[int, 
     return rows * unit, columns * unit
 
 
+def longest_edge_size(height: int, width: int, settings: ImageSettings) -> tuple[int, int]:
+    """Return the size with no edge longer than allowed, rounded up to whole tokens."""
+    unit, ratio = settings.patch * settings.merge, max(height, width) / settings.longest_edge
+    if ratio > 1:
+        height, width = math.floor(height / ratio), math.floor(width / ratio)
+    return -(-height // unit) * unit, -(-width // unit) * unit
+
+
+def area_size(height: int, width: int, settings: ImageSettings) -> tuple[int, int]:
+    """Return the largest size in whole tokens of the same shape with at most so many pixels."""
+    unit = settings.patch * settings.merge
+    factor, most = math.sqrt(settings.max_pixels / (height * width)), settings.max_pixels // unit**2
+    rows, columns = math.floor(factor * height / unit), math.floor(factor * width / unit)
+    if rows and not columns:
+        return min(height // width, most) * unit, unit
+    if columns and not rows:
+        return unit, min(width // height, most) * unit
+    return rows * unit, columns * unit
+
+
 def _plan_tiles(height: int, width: int, settings: ImageSettings) -> PartPlan:
-    first, tile = _longest_edge_size(height, width, settings.longest_edge), settings.size
+    first, tile = _even_size(height, width, settings.longest_edge), settings.size
     if not settings.splits:
         return PartPlan((first, (tile, tile)))
     second = _whole_tiles(*first, tile)
@@ -94,7 +124,7 @@ def _plan_tiles(height: int, width: int, settings: ImageSettings) -> PartPlan:
     return PartPlan((first, second), rows, columns, tile)
 
 
-def _longest_edge_size(height: int, width: int, longest: int) -> tuple[int, int]:
+def _even_size(height: int, width: int, longest: int) -> tuple[int, int]:
     """Return the size with this longest edge; the other is even, and no edge is too long for tiles."""
     ratio = width / height
     if width >= height:

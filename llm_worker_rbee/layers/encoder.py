@@ -85,30 +85,43 @@ class Pooler:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PatchEmbedding:
-    """A projection of the pixels of each patch, plus the vector of its place in a table of positions."""
+    """A projection of the pixels of each patch, plus the vector of its place in a table of positions, or those of its
+    row and its column; then a norm."""
 
     projection: Linear
     table: Array | None = None  # (rows, columns, width)
+    sides: tuple[PackedWeight, PackedWeight] | None = None  # of rows and columns, (rows, width)
+    norm: Norm | None = None
 
     def __call__(self, ops: Backend, batch: Batch) -> Array:
         """Return (T, width)."""
         x = self.projection(ops, batch.hidden)
-        return x if self.table is None else ops.add(ops.interpolate(self.table, batch.places), x)
+        if self.table is not None:
+            x = ops.add(ops.interpolate(self.table, batch.places), x)
+        if self.sides is not None:
+            x = ops.add(ops.embed(self.sides[0], batch.ids, 1.0), x)
+            x = ops.add(ops.embed(self.sides[1], batch.token_types, 1.0), x)
+        return x if self.norm is None else self.norm(ops, x)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Merger:
-    """Groups of adjacent patches, joined to one row or averaged, then a norm and projections with GELU in between."""
+    """Groups of adjacent patches, joined to one row or averaged, then a scale and an offset of each column, a norm, and
+    projections with GELU behind the first."""
 
     count: int  # patches of a token
     pools: bool
     norm: Norm | None
     first: Linear
     last: Linear | None = None
+    middle: Linear | None = None  # before the first, without an activation
+    affine: Linear | None = None  # a diagonal matrix and a bias
 
     def __call__(self, ops: Backend, x: Array, batch: Batch) -> Array:
         """Map (T, width) to the tokens of `batch.logits_index`, (N, width of the decoder)."""
         index = batch.logits_index
         x = ops.pool(x, index, self.count) if self.pools else ops.merge(x, index, self.count)
-        x = self.first(ops, x if self.norm is None else self.norm(ops, x))
+        for part in (self.affine, self.norm, self.middle):
+            x = x if part is None else part(ops, x)
+        x = self.first(ops, x)
         return x if self.last is None else self.last(ops, ops.activate(x, "gelu"))

@@ -9,6 +9,7 @@ from typing import Protocol
 from ..backends.graph import Graph, ProgramLine, collapse_repeats, record
 from ..backends.ops import Array, Backend, Batch, FusedForward, LayerCache, PackedExperts, PackedWeight
 from ..config import ModelConfig
+from ..layers.attention import Attention
 from ..layers.block import Block, PerLayerInputs
 from ..layers.norm import RMSNorm
 from .kv_cache import KVCache
@@ -49,7 +50,12 @@ class Transformer:
     @property
     def sees_both_ways(self) -> bool:
         """Whether the tokens of an image see each other, so that no step may cut it."""
-        return self.image_parts > 0 and self.config.family.attention.image_spans
+        return any(isinstance(block.attention, Attention) and block.attention.params.spans for block in self.blocks)
+
+    @property
+    def pads_images(self) -> bool:
+        """Whether tokens of an image have the id of padding, for embeddings of each layer."""
+        return self.per_layer_inputs is not None
 
     def fused_for(self, batch: Batch) -> FusedForward | None:
         """Return the fused forward of a step; None for one with both images and adapters, which runs op by op."""
@@ -82,9 +88,9 @@ class Transformer:
     def compute(self, ops: Backend, batch: Batch, kv: Sequence[LayerCache]) -> tuple[Array, Array]:
         """Compute a step with these ops, the definition of the model: logits, and hidden states if they are kept."""
         x, residual = ops.embed(self.embedding, batch.ids, self.embedding_scale), None
-        inputs = None if self.per_layer_inputs is None else self.per_layer_inputs(ops, x, batch.ids)
         if batch.images is not None:
             x = ops.place_images(x, batch.images, batch.image_rows, 0)
+        inputs = None if self.per_layer_inputs is None else self.per_layer_inputs(ops, x, batch.ids)
         for i, block in enumerate(self.blocks):
             x, residual = block(ops, x, residual, kv[self.config.kv_source(i)], batch, inputs)
             if batch.images is not None and i + 1 < self.image_parts:

@@ -111,7 +111,7 @@ FAMILIES = (
     ),
     gemma3 := Family(
         "gemma3", gguf=("gemma3",), hf=("gemma3_text",), activation="gelu_tanh", scaled_embedding=True,
-        attention=AttentionSpec(qk_norm="head", full_every=6, image_spans=True), rope=RopeSpec(local_base=10000.0),
+        attention=AttentionSpec(qk_norm="head", full_every=6, image_spans="all"), rope=RopeSpec(local_base=10000.0),
         norms=NormSpec(post=True), tensors=TensorLayout(norm_plus_one=True),
         hf_defaults={
             "head_dim": 256, "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "sliding_window": 4096,
@@ -121,7 +121,9 @@ FAMILIES = (
     ),
     gemma4 := Family(
         "gemma4", gguf=("gemma4",), hf=("gemma4_text",), activation="gelu_tanh", scaled_embedding=True, final_cap=30.0,
-        attention=AttentionSpec(qk_norm="head", v_norm=True, keys_as_values=True, full_every=6, scale=1.0),
+        attention=AttentionSpec(
+            qk_norm="head", v_norm=True, keys_as_values=True, full_every=6, scale=1.0, image_spans="window"
+        ),
         rope=RopeSpec(local_base=10000.0), norms=NormSpec(post=True), experts=ExpertSpec(parallel=True),
         layer_shapes=True,
         hf_defaults={

@@ -1,4 +1,4 @@
-"""Shapes that differ from layer to layer: KV heads, sizes of heads, MLPs, layers that share keys and values.
+"""What differs from layer to layer: KV heads, sizes of heads, MLPs, shared keys and values, masks of images.
 
 Both readers return the metadata with one number instead of each list, and fields of `ModelConfig`. Fields are left out
 where all layers are alike, so that both formats give the same configuration.
@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..config import MAX_WIDTH
+from ..config import MAX_WIDTH, ModelConfig
 from ..errors import UnsupportedModelError
+from ..weights import Checkpoint
 from .metadata_reader import MetadataReader
 
 
@@ -72,6 +73,17 @@ def hf_layer_shapes(
         fields["window_rope_dim"] = int(fields["window_head_dim"] * local_rotary_fraction)
     shape = _with_numbers(keys, {"num_key_value_heads": kv_heads, "intermediate_size": widths, "head_dim": (head_dim,)})
     return shape, fields
+
+
+def has_image_spans(checkpoint: Checkpoint, config: ModelConfig, layer: int) -> bool:
+    """Return whether tokens of an image see each other in a layer. A GGUF of Gemma 4 does not say so: they do in the
+    models without per-layer embeddings."""
+    layers = config.family.attention.image_spans
+    if layers != "window" or not config.windows[layer]:
+        return layers == "all"
+    if checkpoint.format == "gguf":
+        return not config.layer_input_dim
+    return bool(checkpoint.metadata["config"].get("use_bidirectional_attention") == "vision")
 
 
 def _fields(

@@ -42,6 +42,7 @@ from ..weights.checkpoint import refuse_order, release_pages
 from ..weights.encoder_names import is_training_head
 from ..weights.safetensors import LISTED_ID
 from .decoder import Transformer
+from .layer_shapes import has_image_spans
 from .mtp import MtpHead, head_config, require_head
 
 _log = logging.getLogger("llm_worker_rbee")
@@ -72,10 +73,12 @@ def load_model_with_head(
     config: ModelConfig,
     max_context: int | None = None,
     advance: Callable[[int], None] = lambda packed_bytes: None,
+    image_parts: int = 0,
 ) -> tuple[Transformer, MtpHead]:
-    """Build the decoder, which keeps hidden states, and its head for multi-token prediction."""
+    """Build the decoder, which keeps hidden states, and its head for multi-token prediction, to which the tokens of
+    images are words."""
     require_head(checkpoint, config)
-    loader = ModelLoader(checkpoint, config, ops, max_context or config.context_length, advance)
+    loader = ModelLoader(checkpoint, config, ops, max_context or config.context_length, advance, image_parts)
     model = loader.model(keeps_hidden=True)
     return model, loader.mtp_head(model)
 
@@ -142,7 +145,8 @@ class ModelLoader:
         c, i = self.config, self.config.n_layers
         prefix = f"blk.{i}.nextn."
         kinds = (*c.layer_kinds, "attention") if c.layer_kinds else ()
-        loader = replace(self, config=replace(c, n_layers=i + 1, windows=(*c.windows, 0), layer_kinds=kinds))
+        config = replace(c, n_layers=i + 1, windows=(*c.windows, 0), layer_kinds=kinds)
+        loader = replace(self, config=config, image_parts=0)
         of_embedding, of_hidden = loader.matrix(prefix + "eh_proj.weight", c.d_model, 2 * c.d_model).split_columns()
         has_norm = prefix + "shared_head_norm.weight" in self.checkpoint.tensors
         head = MtpHead(
@@ -173,11 +177,6 @@ class ModelLoader:
         if is_same_form and np.array_equal(own.load().data, other.load().data):
             return shared
         return self.pack([own])
-
-    @property
-    def has_spans(self) -> bool:
-        """Whether tokens of an image see each other."""
-        return self.image_parts > 0 and self.config.family.attention.image_spans
 
     def check_quantization(self) -> None:
         quantization = self.checkpoint.metadata.get("quantization")
@@ -331,6 +330,7 @@ class ModelLoader:
         else:
             keys_as_values = c.family.attention.keys_as_values and not c.windows[i]
             qkv, gate = self.qkv(prefix, c.n_heads * dim, kv_heads * dim, keys_as_values=keys_as_values), None
+        has_spans = self.image_parts > 0 and has_image_spans(self.checkpoint, c, i)
         return Attention(
             qkv=qkv,
             output=self.linear([prefix + "attn_output"], [c.d_model], c.n_heads * dim),
@@ -338,7 +338,7 @@ class ModelLoader:
             n_kv_heads=kv_heads,
             head_dim=dim,
             rope=rope,
-            params=AttentionParams(c.attention_scale, c.windows[i], c.attention_cap, c.causal, self.has_spans),
+            params=AttentionParams(c.attention_scale, c.windows[i], c.attention_cap, c.causal, has_spans),
             q_norm=q_norm,
             k_norm=k_norm,
             v_norm=self.unit_norm(dim) if c.family.attention.v_norm and kv_heads else None,

@@ -10,14 +10,27 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from math import isqrt
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..backends.graph import Graph, record
-from ..backends.ops import NO_TOKENS, Array, Backend, Batch, FusedForward, Ints, KVLayer, RopeTable
-from ..errors import UnsupportedModelError
+from ..backends.ops import (
+    NO_TOKENS,
+    Array,
+    Backend,
+    Batch,
+    FusedForward,
+    Ints,
+    KVLayer,
+    Progress,
+    RopeTable,
+    StepLimits,
+    WarmUp,
+)
+from ..errors import ModelFileError
 from ..images.sizes import ImageSettings
 from ..layers.block import Block, Norm
 from ..layers.encoder import Merger, PatchEmbedding
@@ -27,9 +40,9 @@ from ..layers.rope import inverse_frequencies, still_table
 from ..weights import Checkpoint, Tensor
 from ..weights.checkpoint import release_pages
 from ..weights.quants import BLOCK_TYPES
-from .pooling import BLOCK_SIZE, Workspace
+from .pooling import BLOCK_SIZE, WARM_UP_TOKENS, Workspace
 from .pooling_loader import PoolingLoader
-from .vision_config import VisionConfig, read_vision_config
+from .vision_config import BY_GGUF, VisionConfig, read_vision_config
 
 Floats = NDArray[np.float32]
 CHANNELS, MAX_VALUE = 3, 255
@@ -65,6 +78,18 @@ class VisionTower:
         per_token = self.config.merge**2
         ends = np.cumsum(np.diff(batch.query_start) // per_token)
         return np.split(rows, ends[:-1])
+
+    def warm_up(self, max_step_tokens: int, progress: Progress = lambda what, done, total: None) -> WarmUp:
+        """Do all one-time work of the backend before the first image: compile and load kernels."""
+        patches = min(max_step_tokens * self.config.merge**2, WARM_UP_TOKENS)
+        kv = self.workspace.layers(-(-patches // BLOCK_SIZE))
+
+        def run(batch: Batch) -> Array:
+            blank = make_batch([blank_part(self.config, len(batch.ids))], self.config)
+            return self.forward(blank, self.workspace.layers(int(blank.block_table.max()) + 1))[:, :0]  # no logits
+
+        limits = StepLimits(max_batch=1, max_tokens=patches, max_logits=1, max_context=patches)
+        return self.ops.warm_up(run, None, kv, limits, progress)
 
     def forward(self, batch: Batch, kv: Sequence[KVLayer]) -> Array:
         """Compute a step: (N, row_width)."""
@@ -137,7 +162,8 @@ def make_batch(parts: Sequence[NDArray[np.uint8]], config: VisionConfig) -> Batc
     groups = start[:-1] // config.merge**2
     pixels = [cut_patches(part, settings)[order.patches] for part, order in zip(parts, orders, strict=True)]
     return Batch(
-        ids=np.zeros(int(start[-1]), np.int64),
+        ids=places[:, 0],
+        token_types=places[:, 1],
         positions=positions,
         slot_mapping=np.repeat(first * BLOCK_SIZE, counts) + positions,
         query_start=start,
@@ -149,6 +175,14 @@ def make_batch(parts: Sequence[NDArray[np.uint8]], config: VisionConfig) -> Batc
         places=np.concatenate([table_places(*grid, config)[o.patches] for grid, o in zip(grids, orders, strict=True)]),
         hidden=np.concatenate(pixels),
     )
+
+
+def blank_part(config: VisionConfig, patches: int) -> NDArray[np.uint8]:
+    """Return a part of about so many patches, or of the tower's only size."""
+    unit, tokens = config.images.patch * config.merge, max(1, patches // config.merge**2)
+    rows = isqrt(tokens)
+    height, width = (config.images.size,) * 2 if config.images.size else (rows * unit, tokens // rows * unit)
+    return np.zeros((height, width, CHANNELS), np.uint8)
 
 
 def cut_patches(part: NDArray[np.uint8], settings: ImageSettings) -> Floats:
@@ -164,7 +198,8 @@ def normal_values(settings: ImageSettings) -> Floats:
     """Return what the values 0 .. 255 of each channel become: (channels, 256)."""
     values = (np.arange(MAX_VALUE + 1) * np.float64(1 / MAX_VALUE)).astype(np.float32)
     mean, std = (np.array(numbers, np.float32)[:, None] for numbers in (settings.mean, settings.std))
-    return np.asarray((values - mean) / std, np.float32)
+    normal = (values - mean) / std
+    return np.asarray(2 * (normal - np.float32(0.5)) if settings.signed else normal, np.float32)
 
 
 def table_places(rows: int, columns: int, config: VisionConfig) -> Floats:
@@ -172,7 +207,7 @@ def table_places(rows: int, columns: int, config: VisionConfig) -> Floats:
 
     The corners of a grid are those of the table.
     """
-    if config.table is None:
+    if config.table is None or config.family.table == "sides":
         return np.zeros((rows * columns, 2), np.float32)
     sides = zip((rows, columns), config.table, strict=True)
     row, column = (
@@ -183,17 +218,23 @@ def table_places(rows: int, columns: int, config: VisionConfig) -> Floats:
 
 def load_vision_tower(checkpoint: Checkpoint, ops: Backend, kv_type: str = "") -> VisionTower:
     """Build the tower; `kv_type` is the type of keys and values within a step."""
-    if ops.has_device_memory:
-        raise UnsupportedModelError(f"images are not computed on {ops.name} yet: use backend cpu or reference")
-    config = read_vision_config(checkpoint)
+    config, kv_type = read_vision_config(checkpoint), kv_type or ops.default_kv_type
+    ops.load_kernels(checkpoint, config.model, kv_type)
     loader = VisionLoader(checkpoint, config.model, ops, 1, lambda packed_bytes: None)
-    return loader.vision_tower(config, kv_type or ops.default_kv_type)
+    return loader.vision_tower(config, kv_type)
 
 
 def float_tensor(name: str, values: NDArray[np.float32]) -> Tensor:
     """Return values as a tensor."""
     data = np.ascontiguousarray(values, np.float32)
     return Tensor(name, BLOCK_TYPES["F32"], data.shape, data.reshape(-1).view(np.uint8))
+
+
+def patches_by_channel(matrix: Tensor, config: VisionConfig) -> Tensor:
+    """Return a projection of patches, (width, row, column, channel), as a convolution."""
+    side = config.images.patch
+    values = matrix.dequantize().reshape(-1, side, side, CHANNELS).transpose(0, 3, 1, 2)
+    return float_tensor(matrix.name, values)
 
 
 class VisionLoader(PoolingLoader):
@@ -204,14 +245,14 @@ class VisionLoader(PoolingLoader):
     def vision_tower(self, v: VisionConfig, kv_type: str) -> VisionTower:
         c = self.config
         self.check_layer_count()
-        rope = self.axes_table() if v.family.has_rope else still_table(c)
+        rope = self.axes_table(v) if v.family.rope else still_table(c)
         blocks = self.blocks([rope] * c.n_layers, partial(self.tower_block, v))
         tower = VisionTower(
             config=v,
             ops=self.ops,
             embedding=self.patch_embedding(v),
             blocks=blocks,
-            norm=self.width_norm(c.family.tensors.output_norm),
+            norm=self.optional_norm(c.family.tensors.output_norm),
             merger=self.merger(v),
             deepstack={i: self.deepstack_merger(v, i) for i in v.deepstack},
             workspace=Workspace(self.ops, c, kv_type),
@@ -231,21 +272,65 @@ class VisionLoader(PoolingLoader):
             state.update(tensor.data[-SAMPLE_BYTES:].tobytes())
         return state.digest()
 
-    def axes_table(self) -> RopeTable:
-        """Return the RoPE of two axes: pairs of the first half of a head turn by the row, the others by the column."""
-        single = inverse_frequencies(self.config.rope_base, self.config.head_dim // 2)
-        axes = np.repeat(np.array([ROW_AXIS, COLUMN_AXIS], np.int64), len(single))
-        return RopeTable(np.concatenate((single, single)), 1.0, axes=axes)
+    def axes_table(self, v: VisionConfig) -> RopeTable:
+        """Return the RoPE of two axes, each with half of the pairs of a head."""
+        base, dim = self.config.rope_base, self.config.head_dim
+        own = inverse_frequencies(base, dim // 2)
+        both = inverse_frequencies(base, dim)
+        frequencies = (both[0::2], both[1::2]) if v.family.rope == "apart" else (own, own)
+        order = [COLUMN_AXIS, ROW_AXIS] if v.family.rope == "halves" else [ROW_AXIS, COLUMN_AXIS]
+        return RopeTable(np.concatenate(frequencies), 1.0, axes=np.repeat(np.array(order, np.int64), dim // 4))
+
+    def rope_order(self, name: str, rows: int) -> NDArray[np.intp] | None:
+        """Return the order of rows of q or k, or of their norms, that makes pairs (i, i + half) of a head."""
+        if BY_GGUF[self.config.family.name].rope != "halves":
+            return super().rope_order(name, rows)
+        if name.rpartition(".")[0].rpartition(".")[2] not in ("attn_q", "attn_k", "attn_q_norm", "attn_k_norm"):
+            return None
+        return np.arange(rows).reshape(-1, 2, 2, self.config.head_dim // 4).swapaxes(1, 2).reshape(-1)
+
+    def linear(self, names: list[str], rows: list[int], columns: int) -> Linear:
+        """Stack matrices by rows, where limits of their inputs are alike; limits stay beside them."""
+        inputs, outputs = ([self.limits(f"{name}.{kind}") for name in names] for kind in ("input", "output"))
+        if len(set(inputs)) > 1:
+            first, *others = (self.linear([name], [n], columns) for name, n in zip(names, rows, strict=True))
+            return replace(first, others=tuple(others))
+        linear = super().linear(names, rows, columns)
+        limits = self.columns_within(inputs[:1], [columns]), self.columns_within(outputs, rows)
+        return replace(linear, inputs=limits[0], outputs=limits[1])
+
+    def limits(self, name: str) -> tuple[float, float]:
+        """Return the lowest and the highest value of a clamped product; they are infinite in some models."""
+        low, high = -np.inf, np.inf
+        if f"{name}_min" in self.checkpoint.tensors:
+            low, high = (float(self.tensor(f"{name}_{end}").dequantize().reshape(-1)[0]) for end in ("min", "max"))
+        if not low <= high:
+            raise ModelFileError(f"tensors '{name}_min' and '{name}_max' hold {low} and {high}")
+        return low, high
+
+    def columns_within(self, limits: list[tuple[float, float]], widths: list[int]) -> tuple[Array, Array] | None:
+        """Return the limits of each column, if any has one."""
+        if np.isinf(limits).all():
+            return None
+        sides = (np.array(side, np.float32) for side in zip(*limits, strict=True))
+        low, high = (self.ops.prepare_vector(np.repeat(side, widths)) for side in sides)
+        return low, high
 
     def tower_block(self, v: VisionConfig, i: int, rope: RopeTable) -> Block:
         prefix, has_windows = f"blk.{i}.", v.window > 0 and i not in v.full_layers
-        attention = self.attention(i, prefix, rope)
+        attention, post = self.attention(i, prefix, rope), v.family.encoder.norms.post
+        width = self.config.d_model
         return Block(
             attention_norm=self.width_norm(prefix + "attn_norm"),
             attention=replace(attention, params=attention.params._replace(spans=has_windows)),
             mlp_norm=self.width_norm(prefix + "ffn_norm"),
             mlp=self.encoder_mlp(i, prefix),
+            post_attention_norm=self.norm(prefix + "attn_post_norm.weight", width) if post else None,
+            post_mlp_norm=self.norm(prefix + "ffn_post_norm.weight", width) if post else None,
         )
+
+    def optional_norm(self, name: str) -> Norm | None:
+        return self.width_norm(name) if f"{name}.weight" in self.checkpoint.tensors else None
 
     def width_norm(self, name: str) -> Norm:
         return (
@@ -258,6 +343,7 @@ class VisionLoader(PoolingLoader):
         """Return the convolution as a product; the frames of a picture are alike, so their weights are added."""
         name, width, values = "patch_embd.weight", self.config.d_model, v.patch_values
         weight = self.tensor(name)
+        weight = patches_by_channel(weight, v) if len(weight.shape) == 2 else weight
         if (
             weight.shape == (width, CHANNELS, v.images.patch, v.images.patch)
             and f"{name}.1" not in self.checkpoint.tensors
@@ -269,12 +355,15 @@ class VisionLoader(PoolingLoader):
                 frames.append(self.tensor(f"{name}.1").dequantize().reshape(frames[0].shape))
             matrix = float_tensor(name, np.sum(frames, axis=0).reshape(width, values))
         bias = self.optional_vector("patch_embd.bias", width)
-        table = None
-        if v.table is not None:
+        table, sides = None, None
+        if v.table is not None and v.family.table == "sides":
+            columns, rows = self.vector("position_embd.weight", 2, v.table[0], width)
+            sides = self.pack([float_tensor("rows", rows)]), self.pack([float_tensor("columns", columns)])
+        elif v.table is not None:
             rows = self.vector("position_embd.weight", v.table[0] * v.table[1], width)
             table = self.ops.prepare_vector(rows.reshape(*v.table, width))
         projection = Linear(self.pack([matrix]), None if bias is None else self.ops.prepare_vector(bias))
-        return PatchEmbedding(projection, table)
+        return PatchEmbedding(projection, table, sides, self.optional_norm("pre_ln"))
 
     def merger(self, v: VisionConfig) -> Merger:
         width, count = self.config.d_model, v.merge**2
@@ -286,6 +375,29 @@ class VisionLoader(PoolingLoader):
             projection = self.vector("mm.input_projection.weight", width, v.output_dim).T
             first = Linear(self.pack([float_tensor("mm.input_projection.weight", projection)]))
             return Merger(count, True, RMSNorm(self.ops.prepare_vector(norm), self.config.norm_eps), first)
+        if v.family.merger == "pool_out":
+            plain, affine = self.unit_norm(width), None
+            if "std_bias" in self.checkpoint.tensors:
+                bias, scale = self.vector("std_bias", width), self.vector("std_scale", width)
+                diagonal = np.diag(scale * np.float32(width**0.5))
+                affine = Linear(
+                    self.pack([float_tensor("std_scale", diagonal)]), self.ops.prepare_vector(-bias * scale)
+                )
+            else:
+                plain = replace(plain, eps=plain.eps / width)
+            first = self.linear(["mm.input_projection"], [v.output_dim], width)
+            return Merger(count, True, plain, first, affine=affine)
+        if v.family.merger == "unfold":
+            first, last = (
+                self.linear(["mm.1"], [v.output_dim], width),
+                self.linear(["mm.2"], [v.output_dim], v.output_dim),
+            )
+            middle = None
+            if count > 1:  # whose columns are, in files, the patches of each channel
+                matrix = self.vector("mm.patch_merger.weight", width, joined).reshape(width, width, count)
+                values = matrix.swapaxes(1, 2).reshape(width, joined)
+                middle = Linear(self.pack([float_tensor("mm.patch_merger.weight", values)]))
+            return Merger(count, False, None, first, last, middle)
         if v.family.merger == "linear":
             return Merger(count, False, None, self.linear(["mm.model.fc"], [v.output_dim], joined))
         first, last = self.linear(["mm.0"], [joined], joined), self.linear(["mm.2"], [v.output_dim], joined)

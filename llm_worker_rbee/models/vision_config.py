@@ -7,13 +7,13 @@ and preprocessor_config.json).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isqrt
 from typing import Any, Literal, NamedTuple
 
-from ..config import MAX_LAYERS, MAX_WIDTH, Family, ModelConfig, NormSpec, TensorLayout
+from ..config import MAX_LAYERS, MAX_WIDTH, AttentionSpec, Family, ModelConfig, NormSpec, RopeSpec, TensorLayout
 from ..errors import ModelFileError, UnsupportedModelError
-from ..images.prompt import PromptStyle
+from ..images.prompt import PADDING, PromptStyle
 from ..images.sizes import BICUBIC, BILINEAR, LANCZOS, ImageSettings
 from ..weights import Checkpoint
 from .metadata import ENCODER_ACTIVATIONS
@@ -21,11 +21,11 @@ from .metadata_reader import MetadataReader
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 MAX_SIDE = 1 << 16  # of an image or a table of positions
-ROPE_BASE = 10000.0
 GEMMA3_TOKENS = 256  # of an image, in files without the key
 QWEN_PROMPT = PromptStyle("<|image_pad|>", "<|image_pad|>")
 FAKE = "<fake_token_around_image>"
 LAYERS = TensorLayout(output_norm="post_ln")
+PIXTRAL_EPS, AREA_TOKENS = 1e-5, 280  # in files without their keys
 
 
 class VisionFamily(NamedTuple):
@@ -34,33 +34,33 @@ class VisionFamily(NamedTuple):
     encoder: Family  # its blocks; the name is the `projector_type` of files
     hf: tuple[str, ...]  # values of model_type
     images: ImageSettings
-    merger: Literal["mlp", "pool", "linear"]
+    merger: Literal["mlp", "pool", "pool_out", "linear", "unfold"]  # `pool_out`: its matrix is not transposed
     prompt: PromptStyle
     eps: float = 1e-6
-    has_rope: bool = False  # of two axes: pairs of the first half turn by the row, the others by the column
-    has_table: bool = True  # of learned positions
-    resizes_table: bool = False  # to the grid of an image
+    # RoPE of two axes. `rows`: pairs of the first half turn by the row, the others by the column; `apart`: they share
+    # one list of frequencies in turn; `halves`: each half of a head has pairs of its own, columns first
+    rope: Literal["", "rows", "apart", "halves"] = ""
+    rope_base: float = 10000.0
+    table: Literal["", "grid", "resized", "sides"] = "grid"  # of learned positions; `sides`: of rows and of columns
     has_windows: bool = False
 
 
-def _blocks(name: str, activation: str, *, layer_norms: bool = True, gated: bool = False) -> Family:
-    return Family(
-        name, gguf=(), hf=(), is_encoder=True, activation=activation, gated_mlp=gated,
-        norms=NormSpec(layer=layer_norms), tensors=LAYERS,
-    )  # fmt: skip
+def _blocks(name: str, activation: str, *, gated: bool = False, **more: Any) -> Family:
+    fields = {"norms": NormSpec(layer=not gated), "tensors": LAYERS, **more}
+    return Family(name, gguf=(), hf=(), is_encoder=True, activation=activation, gated_mlp=gated, **fields)
 
 
 FAMILIES = (
     VisionFamily(
-        _blocks("qwen2.5vl_merger", "silu", layer_norms=False, gated=True),
+        _blocks("qwen2.5vl_merger", "silu", gated=True),
         hf=("qwen2_5_vl",),
         images=ImageSettings(
             "native", 14, 2, min_pixels=56 * 56, max_pixels=28 * 28 * 16384, mean=CLIP_MEAN, std=CLIP_STD
         ),
         merger="mlp",
         prompt=QWEN_PROMPT,
-        has_rope=True,
-        has_table=False,
+        rope="rows",
+        table="",
         has_windows=True,
     ),
     VisionFamily(
@@ -69,8 +69,8 @@ FAMILIES = (
         images=ImageSettings("native", 16, 2, min_pixels=256 * 256, max_pixels=4096 * 4096),
         merger="mlp",
         prompt=QWEN_PROMPT,
-        has_rope=True,
-        resizes_table=True,
+        rope="rows",
+        table="resized",
     ),
     VisionFamily(
         _blocks("gemma3", "gelu_tanh"),
@@ -86,6 +86,40 @@ FAMILIES = (
         merger="linear",
         prompt=PromptStyle("<image>", "<image>", f"{FAKE}<global-img>", FAKE, f"{FAKE}<row_{{row}}_col_{{column}}>"),
     ),
+    VisionFamily(
+        _blocks(
+            "pixtral",
+            "silu",
+            gated=True,
+            rope=RopeSpec(("gguf",)),
+            tensors=LAYERS._replace(output_norm="mm.input_norm"),
+        ),
+        hf=("llava", "mistral3"),
+        images=ImageSettings("longest", 16, 1, longest_edge=1024, mean=CLIP_MEAN, std=CLIP_STD),
+        merger="unfold",
+        prompt=PromptStyle("[IMG]", "[IMG]", after="[IMG_END]", row_end="[IMG_BREAK]"),
+        eps=PIXTRAL_EPS,
+        rope="apart",
+        table="",
+    ),
+    VisionFamily(
+        _blocks(
+            "gemma4v",
+            "gelu_tanh",
+            gated=True,
+            attention=AttentionSpec(qk_norm="head", v_norm=True, scale=1.0),
+            norms=NormSpec(post=True),
+        ),
+        hf=("gemma4",),
+        images=ImageSettings(
+            "area", 16, 3, max_pixels=AREA_TOKENS * 48 * 48, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), signed=True
+        ),
+        merger="pool_out",
+        prompt=PromptStyle("<|image|>", "<|image|>", "<|image>", "<image|>"),
+        rope="halves",
+        rope_base=100.0,
+        table="sides",
+    ),
 )
 BY_GGUF = {family.encoder.name: family for family in FAMILIES}
 BY_HF = {name: family for family in FAMILIES for name in family.hf}
@@ -100,7 +134,7 @@ class VisionConfig:
     model: ModelConfig  # its blocks
     images: ImageSettings
     output_dim: int  # the width of the decoder
-    table: tuple[int, int] | None = None  # rows and columns of learned positions
+    table: tuple[int, int] | None = None  # rows and columns that have learned positions
     window: int = 0  # tokens of each side of a window of attention; 0: none
     full_layers: frozenset[int] = field(default_factory=frozenset)  # without windows
     deepstack: tuple[int, ...] = ()  # layers whose patches become rows for the decoder too
@@ -134,18 +168,25 @@ def _from_gguf(checkpoint: Checkpoint) -> VisionConfig:
     family, count = BY_GGUF[name], keys.integer("block_count", minimum=1, maximum=MAX_LAYERS)
     patch = keys.integer("patch_size", minimum=1, maximum=MAX_SIDE)
     merge = keys.integer("spatial_merge_size", keys.integer("projector.scale_factor", family.images.merge), 1, 64)
-    size = keys.integer("image_size", family.images.size or 1, 1, MAX_SIDE)
+    size = keys.integer("image_size", family.images.size or family.images.longest_edge or 1, 1, MAX_SIDE)
     unit = (patch * merge) ** 2
     images = family.images._replace(
         patch=patch,
         merge=merge,
-        size=0 if family.images.kind == "native" else size,
-        longest_edge=keys.integer("preproc_image_size", family.images.longest_edge, maximum=MAX_SIDE),
+        size=size if family.images.size else 0,
+        longest_edge=size
+        if family.images.kind == "longest"
+        else keys.integer("preproc_image_size", family.images.longest_edge, maximum=MAX_SIDE),
         min_pixels=keys.integer("image_min_pixels", 8 * unit),
-        max_pixels=keys.integer("image_max_pixels", 4096 * unit),
+        max_pixels=keys.integer(
+            "image_max_pixels", (AREA_TOKENS if family.images.kind == "area" else 4096) * unit, unit
+        ),
         mean=_triple(keys, "image_mean", family.images.mean),
         std=_triple(keys, "image_std", family.images.std),
     )
+    up = checkpoint.tensors.get("blk.0.ffn_up.weight")
+    if not keys.integer("feed_forward_length", 1) and up is not None:  # as in old files of Qwen
+        keys = replace(keys, values={**keys.values, keys.prefix + "feed_forward_length": up.shape[0]})
     flags = keys.array("is_deepstack_layers") or []
     every = keys.integer("n_wa_pattern", 0, maximum=MAX_LAYERS)
     window = keys.integer("window_size", 112, 1, MAX_SIDE) if family.has_windows and every else 0
@@ -156,8 +197,8 @@ def _from_gguf(checkpoint: Checkpoint) -> VisionConfig:
         activation=_gguf_activation(both, family),
         eps=keys.positive("attention.layer_norm_epsilon", family.eps),
         images=images,
-        table=_table_sides(checkpoint),
-        output_dim=_output_dim(checkpoint),
+        table=_table_sides(checkpoint, family),
+        output_dim=_output_dim(checkpoint, family),
         window=window // (patch * merge),
         full_layers=frozenset(i for i in range(count) if every and (i + 1) % every == 0),
         deepstack=tuple(i for i, flag in enumerate(flags[:count]) if flag),
@@ -165,12 +206,12 @@ def _from_gguf(checkpoint: Checkpoint) -> VisionConfig:
 
 
 def _gguf_activation(keys: MetadataReader, family: VisionFamily) -> str:
-    if family.encoder.gated_mlp:
-        return family.encoder.activation
     if keys.get("use_gelu", bool, False):
         return "gelu_tanh"
     if keys.get("use_silu", bool, False):
         return "silu"
+    if family.encoder.gated_mlp:
+        return family.encoder.activation
     raise UnsupportedModelError("the file has neither clip.use_gelu nor clip.use_silu, and quick GELU is not supported")
 
 
@@ -179,6 +220,7 @@ def _from_hf(checkpoint: Checkpoint, family: VisionFamily) -> VisionConfig:
     keys = MetadataReader(whole["vision_config"], source="config.json: vision_config: ")
     patch = keys.integer("patch_size", family.images.patch, 1, MAX_SIDE)
     images = _hf_images(checkpoint, family, keys)
+    _refuse_hf_variants(whole, family, keys)
     is_qwen = family.images.kind == "native"
     names = ("depth", "hidden_size", "intermediate_size", "num_heads")
     others = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
@@ -192,21 +234,46 @@ def _from_hf(checkpoint: Checkpoint, family: VisionFamily) -> VisionConfig:
         activation=ENCODER_ACTIVATIONS.get(name, name),
         eps=keys.positive("layer_norm_eps", family.eps),
         images=images,
-        table=_table_sides(checkpoint),
-        output_dim=_output_dim(checkpoint),
+        table=_table_sides(checkpoint, family),
+        output_dim=_output_dim(checkpoint, family),
         window=keys.integer("window_size", 112, 1, MAX_SIDE) // (patch * images.merge) if family.has_windows else 0,
         full_layers=frozenset(keys.get("fullatt_block_indexes", list, [7, 15, 23, 31]))
         if family.has_windows
         else frozenset(),
-        deepstack=tuple(keys.get("deepstack_visual_indexes", list, [])) if family.resizes_table else (),
+        deepstack=tuple(keys.get("deepstack_visual_indexes", list, [])) if family.table == "resized" else (),
     )
+
+
+def _refuse_hf_variants(config: Mapping[str, Any], family: VisionFamily, keys: MetadataReader) -> None:
+    """Raise for what no GGUF has a key for, where it is not as in the models that exist."""
+    rope = MetadataReader(keys.get("rope_parameters", dict, keys.values), source=keys.source)
+    whole, text = MetadataReader(config, source="config.json: "), config.get("text_config") or {}
+    expected: list[tuple[MetadataReader, str, object]] = []
+    if family.rope in ("apart", "halves"):
+        expected.append((rope, "rope_theta", family.rope_base))
+    if family.merger == "unfold":
+        tower = [(keys, "model_type", "pixtral"), (whole, "vision_feature_layer", -1)]
+        rest = [(whole, "vision_feature_select_strategy", "full"), (whole, "projector_hidden_act", "gelu")]
+        eps = MetadataReader(text, source="config.json: text_config: ")
+        expected += [
+            *tower,
+            *rest,
+            *([(eps, "rms_norm_eps", PIXTRAL_EPS)] if config["model_type"] == "mistral3" else []),
+        ]
+    if family.table == "sides":
+        expected.append((MetadataReader(text, source="config.json: text_config: "), "pad_token_id", PADDING))
+    for reader, key, value in expected:
+        if reader.values.get(key, value) != value:
+            raise UnsupportedModelError(
+                f"{reader.describe_key(key)} is {reader.values[key]!r}: only {value!r} is supported"
+            )
 
 
 def _hf_images(checkpoint: Checkpoint, family: VisionFamily, keys: MetadataReader) -> ImageSettings:
     """Return the settings of preprocessor_config.json; what it does not say is the family's."""
     usual, whole = family.images, MetadataReader(checkpoint.metadata["config"], source="config.json: ")
     reader = MetadataReader(checkpoint.metadata["preprocessor"], source="preprocessor_config.json: ")
-    for key in ("do_resize", "do_rescale", "do_normalize"):
+    for key in ("do_resize", "do_rescale"):
         if not reader.get(key, bool, True):
             raise UnsupportedModelError(f"{reader.describe_key(key)} is false: not supported")
     if reader.get("do_pan_and_scan", bool, False):
@@ -221,6 +288,15 @@ def _hf_images(checkpoint: Checkpoint, family: VisionFamily, keys: MetadataReade
         mean=_triple(reader, "image_mean", usual.mean),
         std=_triple(reader, "image_std", usual.std),
     )
+    if not reader.get("do_normalize", bool, not usual.signed):
+        common = common._replace(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+    if usual.kind == "area":
+        merge = keys.integer("pooling_kernel_size", usual.merge, 1, 64)
+        tokens = reader.integer("max_soft_tokens", AREA_TOKENS, 1)
+        return common._replace(merge=merge, max_pixels=tokens * (patch * merge) ** 2)
+    if usual.kind == "longest":
+        merge = whole.integer("spatial_merge_size", 2, 1, 64) if whole.values["model_type"] == "mistral3" else 1
+        return common._replace(merge=merge, longest_edge=size.integer("longest_edge", image_size, 1, MAX_SIDE))
     if usual.kind == "native":
         lowest = reader.integer("min_pixels", size.integer("shortest_edge", usual.min_pixels), 1)
         highest = reader.integer("max_pixels", size.integer("longest_edge", usual.max_pixels), 1)
@@ -250,11 +326,15 @@ def _triple(keys: MetadataReader, key: str, usual: tuple[float, float, float]) -
     return red, green, blue
 
 
-def _table_sides(checkpoint: Checkpoint) -> tuple[int, int] | None:
+def _table_sides(checkpoint: Checkpoint, family: VisionFamily) -> tuple[int, int] | None:
     """Return the rows and columns of the table of positions."""
     table = checkpoint.tensors.get("position_embd.weight")
     if table is None:
         return None
+    if family.table == "sides":
+        if len(table.shape) != 3 or table.shape[0] != 2:
+            raise ModelFileError(f"tensor 'position_embd.weight' has shape {table.shape}: it must be of two axes")
+        return table.shape[1], table.shape[1]
     side = isqrt(table.shape[0])
     if len(table.shape) != 2 or side * side != table.shape[0] or not side:
         raise ModelFileError(
@@ -263,9 +343,10 @@ def _table_sides(checkpoint: Checkpoint) -> tuple[int, int] | None:
     return side, side
 
 
-def _output_dim(checkpoint: Checkpoint) -> int:
+def _output_dim(checkpoint: Checkpoint, family: VisionFamily) -> int:
     """Return the width of the decoder, as the last projection has it."""
-    for name, axis in (("mm.2.weight", 0), ("mm.model.fc.weight", 0), ("mm.input_projection.weight", 1)):
+    is_transposed = int(family.merger == "pool")
+    for name, axis in (("mm.2.weight", 0), ("mm.model.fc.weight", 0), ("mm.input_projection.weight", is_transposed)):
         tensor = checkpoint.tensors.get(name)
         if tensor is not None and len(tensor.shape) == 2:
             return tensor.shape[axis]
@@ -282,7 +363,9 @@ def _vision_config(
     if d_model % n_heads:
         raise keys.error(names[3], f"is {n_heads}: a width of {d_model} cannot be shared evenly")
     head_dim = d_model // n_heads
-    if family.has_rope and head_dim % 4:
+    if keys.integer("head_dim", head_dim) != head_dim or keys.integer("num_key_value_heads", n_heads) != n_heads:
+        raise UnsupportedModelError(f"{keys.describe_key('head_dim')}: heads of another size or number for keys")
+    if family.rope and head_dim % 4:
         raise keys.error(names[3], f"gives heads of {head_dim} values: RoPE by rows and columns needs a multiple of 4")
     model = ModelConfig(
         family=family.encoder,
@@ -296,8 +379,8 @@ def _vision_config(
         context_length=1,
         norm_eps=eps,
         rope_dim=head_dim - head_dim % 2,
-        rope_base=ROPE_BASE,
-        attention_scale=head_dim**-0.5,
+        rope_base=family.rope_base,
+        attention_scale=family.encoder.attention.scale or head_dim**-0.5,
         windows=(0,) * n_layers,
         activation=activation,
         causal=False,
@@ -308,11 +391,14 @@ def _vision_config(
 def _checked(config: VisionConfig) -> VisionConfig:
     """Return the configuration; raise if its numbers do not fit together."""
     images, name = config.images, config.family.encoder.name
-    if (config.table is None) == config.family.has_table:
+    if (config.table is None) == bool(config.family.table):
         raise ModelFileError(
             f"tensor 'position_embd.weight': a tower of {name} has {'one' if config.table is None else 'none'}"
         )
-    if images.kind != "native":
+    longest = images.max_pixels // images.patch**2 // images.merge
+    if config.table is not None and config.family.table == "sides" and config.table[0] < longest:
+        raise ModelFileError(f"tensor 'position_embd.weight' has {config.table[0]} places, an image up to {longest}")
+    if images.size:
         side = images.size // images.patch
         if side % images.merge or images.size % images.patch:
             raise ModelFileError(f"images of {images.size} pixels are no whole tokens of {images.patch * images.merge}")
@@ -329,7 +415,7 @@ def vision_keys(config: VisionConfig) -> Mapping[str, Any]:
     """Return the keys of a projector file for a tower."""
     c, images = config.model, config.images
     keys: dict[str, Any] = {
-        "image_size": images.size or images.patch * images.merge,
+        "image_size": images.size or images.longest_edge or images.patch * images.merge,
         "patch_size": images.patch,
         "embedding_length": c.d_model,
         "feed_forward_length": c.d_ff,
@@ -339,9 +425,9 @@ def vision_keys(config: VisionConfig) -> Mapping[str, Any]:
         "attention.layer_norm_epsilon": c.norm_eps,
         "image_mean": list(images.mean),
         "image_std": list(images.std),
-        "spatial_merge_size" if images.kind == "native" else "projector.scale_factor": images.merge,
+        "spatial_merge_size" if images.kind in ("native", "longest") else "projector.scale_factor": images.merge,
     }
-    if images.kind == "native":
+    if images.max_pixels:
         keys |= {"image_min_pixels": images.min_pixels, "image_max_pixels": images.max_pixels}
     if images.kind == "tiles":
         keys["preproc_image_size"] = images.longest_edge
@@ -354,6 +440,6 @@ def vision_keys(config: VisionConfig) -> Mapping[str, Any]:
         keys |= {"n_wa_pattern": every, "window_size": config.window * images.patch * images.merge}
     if config.deepstack:
         keys["is_deepstack_layers"] = [i in config.deepstack for i in range(c.n_layers)]
-    activation = {"gelu_tanh": "use_gelu", "silu": "use_silu"}.get(c.activation)
+    activation = {"gelu_tanh": "use_gelu", "gelu": "use_gelu", "silu": "use_silu"}.get(c.activation)
     flags = {f"clip.{activation}": True} if activation else {}
     return {f"clip.vision.{key}": value for key, value in keys.items()} | flags

@@ -34,6 +34,18 @@ TOP_NAMES = {
     "merger.linear_fc2": "mm.2",
     "modality_projection.proj": "mm.model.fc",
     "mm_soft_emb_norm": "mm.soft_emb_norm",
+    "patch_conv": "patch_embd",
+    "ln_pre": "pre_ln",
+    "norm": "mm.input_norm",
+    "patch_merger.merging_layer": "mm.patch_merger",
+    "linear_1": "mm.1",
+    "linear_2": "mm.2",
+    "patch_embedder.input_proj": "patch_embd",
+    "embedding_projection": "mm.input_projection",
+}
+WHOLE_NAMES = {  # without a suffix
+    "mm_input_projection_weight": "mm.input_projection.weight",
+    "patch_embedder.position_embedding_table": "position_embd.weight",
 }
 LAYER_NAMES = {
     "norm1": "attn_norm",
@@ -42,9 +54,6 @@ LAYER_NAMES = {
     "layer_norm2": "ffn_norm",
     "attn.qkv": "attn_qkv",
     "attn.proj": "attn_output",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
     "self_attn.out_proj": "attn_output",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -53,14 +62,29 @@ LAYER_NAMES = {
     "mlp.linear_fc2": "ffn_down",
     "mlp.fc1": "ffn_up",
     "mlp.fc2": "ffn_down",
+    "attention_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "attn_post_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "ffn_post_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
 }
+LAYER_NAMES |= {
+    f"{part}.{x}_proj": f"attn_{'output' if x == 'o' else x}" for part in ("attention", "self_attn") for x in "qkvo"
+} | {f"feed_forward.{x}_proj": f"ffn_{x}" for x in ("gate", "up", "down")}
 DEEPSTACK_NAMES = {"norm": "norm", "linear_fc1": "fc1", "linear_fc2": "fc2"}
 GGUF_LAYER_NAMES = {"ln1": "attn_norm", "ln2": "ffn_norm", "attn_out": "attn_output"}
-PROJECTION = "mm_input_projection_weight"  # of Gemma 3, a name without a suffix
 PREFIX = re.compile(
-    r"^(?:model\.)?(?:visual|vision_tower\.vision_model|vision_tower|vision_model|multi_modal_projector|connector)\."
+    r"^(?:model\.)?(?:visual|vision_tower\.vision_model|vision_tower|vision_model|multi_modal_projector|connector"
+    r"|embed_vision)\."
 )
-LAYER = re.compile(r"^(?:encoder\.)?(?:layers|blocks|blk)\.([0-9]{1,6})\.(.+)\.(weight|bias)$")
+LAYER = re.compile(
+    r"^(?:encoder\.|transformer\.)?(?:layers|blocks|blk)\.([0-9]{1,6})\.(.+)\.(weight|bias|(?:in|out)put_(?:min|max))$"
+)
+# Of encoders of sound beside the tower; and the embedding of a token, which the decoder has too.
+NOT_READ = re.compile(r"^(?:a\.|mm\.a\.|v\.token_embd\.img_break$)")
 MLP_ROLE = re.compile(r"\bffn_(?:up|down)\b")
 DEEPSTACK = re.compile(r"^deepstack_merger_list\.([0-9]{1,6})\.(\w+)\.(weight|bias)$")
 
@@ -74,7 +98,7 @@ def open_projector(path: Path) -> Checkpoint:
         raise ModelFileError(
             f"{path.name} holds the architecture {checkpoint.architecture!r}: a projector file (mmproj) holds {CLIP!r}"
         )
-    named = {_from_gguf(name): tensor for name, tensor in checkpoint.tensors.items()}
+    named = {_from_gguf(name): tensor for name, tensor in checkpoint.tensors.items() if not NOT_READ.match(name)}
     return replace(checkpoint, tensors=_unswap_mlp({name: replace(t, name=name) for name, t in named.items()}))
 
 
@@ -118,8 +142,9 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 def _from_hf(name: str, config: Mapping[str, Any]) -> str:
     """Return our name of a tensor of transformers without its prefix; an unknown one is returned as it is."""
-    if name == PROJECTION:
-        return "mm.input_projection.weight"
+    if name in WHOLE_NAMES:
+        return WHOLE_NAMES[name]
+    name = name.replace(".linear.", ".")
     stem, _, suffix = name.rpartition(".")
     if stem in TOP_NAMES:
         return f"{TOP_NAMES[stem]}.{suffix}"

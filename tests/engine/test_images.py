@@ -14,17 +14,19 @@ from llm_worker_rbee.backends import select_backend
 from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.model_runner import SingleSequence, forward
+from llm_worker_rbee.engine.mtp import MtpDrafter
 from llm_worker_rbee.engine.request import Request
+from llm_worker_rbee.engine.speculative import DraftModel
 from llm_worker_rbee.errors import InvalidRequestError, ModelFileError
 from llm_worker_rbee.images.prompt import ImageSpan, PromptImages, step_arrays
-from llm_worker_rbee.models import load_model, read_model_config
+from llm_worker_rbee.models import load_model, load_model_with_head, read_model_config
 from llm_worker_rbee.models.vision import load_vision_tower
 from llm_worker_rbee.sampling_params import SamplingParams
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.vision_names import open_projector
-from tests.helpers import tiny_vision
+from tests.helpers import mtp_models, tiny_vision
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "idefics3")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "idefics3", "mistral3", "gemma4", "gemma4_e")
 TOKENS = 6
 Loaded = tuple[Any, Any]
 
@@ -56,10 +58,11 @@ def make_engine(loaded: Loaded, **changes: Any) -> Engine:
 
 def question(loaded: Loaded, seed: int, sizes: tuple[tuple[int, int], ...], tail: int = 0) -> Request:
     """Return a request about random pictures; `tail`: words after the last one are others."""
-    settings, name = loaded[1].config.images, loaded[1].config.family.hf[0]
+    settings, family = loaded[1].config.images, loaded[1].config.family
+    name = "mistral3" if family.prompt.row_end else family.hf[0]
     rng = np.random.default_rng(seed)
     parts, _ = tiny_vision.plain_parts(name, settings, [tiny_vision.picture(rng, *size) for size in sizes])
-    ids, spans = tiny_vision.image_prompt(rng, settings, parts)
+    ids, spans = tiny_vision.image_prompt(rng, settings, parts, int(bool(family.prompt.row_end)))
     ids += np.random.default_rng(tail).integers(1, 90, 8).tolist()
     images = PromptImages(spans, parts, [part.tobytes() for part in parts])
     params = SamplingParams(temperature=0.0).resolve()
@@ -89,7 +92,9 @@ def alone(loaded: Loaded, request: Request) -> list[int]:
     sequence, ids, start = SingleSequence(model, len(request.prompt) + TOKENS), list(request.prompt), 0
     for _ in range(TOKENS):
         batch = sequence.batch(ids[start:], start, all_logits=False)
-        fields = step_arrays([(images, start, len(ids))], has_axes=model.has_axes, sees_both_ways=model.sees_both_ways)
+        padded = batch.ids if model.pads_images else None
+        flags = {"has_axes": model.has_axes, "sees_both_ways": model.sees_both_ways}
+        fields = step_arrays([(images, start, len(ids))], **flags, ids=padded)
         logits = forward(model, replace(batch, **fields), sequence.cache)
         start = len(ids)
         ids.append(int(logits[0].argmax()))
@@ -212,6 +217,42 @@ def test_rows_are_dropped_by_age(loaded: Callable[[str], Loaded]) -> None:
     for seed in (50, 51, 52, 52, 50):
         run(engine, question(pair, seed, ((50, 50),)))
     assert engine.encoder.num_encoded == 4, "the fourth is kept, the fifth went away"
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
+def test_drafts_from_earlier_tokens_change_nothing(name: str, loaded: Callable[[str], Loaded]) -> None:
+    pair = loaded(name)
+    first = question(pair, 60, ((90, 60),))
+    prompt = list(first.prompt) + list(first.prompt[-6:]) * 2  # what follows it is drafted
+    again = Request(prompt, first.params, TOKENS, 0, frozenset(), extra_keys=first.extra_keys, images=first.images)
+    expected = [alone(pair, request) for request in (again, words(61, 20))]
+    engine = make_engine(pair, speculative="ngram")
+    assert run(engine, again, words(61, 20)) == expected
+    assert engine.drafter is not None, "it did not fail"
+
+
+def test_head_for_further_tokens_takes_images(loaded: Callable[[str], Loaded], tmp_path: Path) -> None:
+    """Multi-token prediction: the same answers as without drafts."""
+    tower = loaded("qwen3_5")[1]
+    path = mtp_models.make("qwen3_5").save_gguf(tmp_path / "model.gguf")
+    checkpoint, ops = open_checkpoint(path), tower.ops
+    model, head = load_model_with_head(checkpoint, ops, read_model_config(checkpoint), None, image_parts=1)
+    plain, answers = make_engine((model, tower), max_context=256), []
+    for speculative in ("off", "mtp"):
+        config = replace(plain.config, speculative=speculative, draft_tokens=3)
+        engine = Engine(model, config, drafter=MtpDrafter(head, config) if speculative == "mtp" else None)
+        engine.use_tower(tower)
+        answers.append(run(engine, *(question((model, tower), seed, ((90, 60),)) for seed in (70, 71))))
+        assert (engine.drafter is None) == (speculative == "off"), "it did not fail"
+    assert answers[0] == answers[1]
+
+
+def test_draft_model_with_images_is_refused(loaded: Callable[[str], Loaded]) -> None:
+    model, tower = loaded("gemma3")
+    config = EngineConfig(max_context=512, n_blocks=64)
+    drafter = DraftModel(model, config, model.config.vocab_size)
+    with pytest.raises(InvalidRequestError, match="a draft model takes no images"):
+        Engine(model, config, drafter=drafter).use_tower(tower)
 
 
 def test_image_is_cut_by_no_chunk() -> None:

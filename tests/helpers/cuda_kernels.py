@@ -234,6 +234,23 @@ def other_cases() -> dict[str, Case]:
             attention_prefill.prefill_attention, {"table_width": I4}, {"num_warps": 4, "num_stages": 2},
             {**read, "DIM": 64, "WINDOW": 128, "CAUSAL": False},
         ),
+        "prefill spans": (
+            attention_prefill.prefill_attention, {"out": B16, "table_width": I4, "spans": I4},
+            {"num_warps": 4, "num_stages": 2},
+            {**read, "WINDOW": 512},
+        ),
+        "prefill spans both directions": (
+            attention_prefill.prefill_attention, {"table_width": I4, "spans": I4}, {"num_warps": 4, "num_stages": 2},
+            {**read, "HEADS": 16, "KV_HEADS": 16, "DIM": 80, "CAUSAL": False},
+        ),
+        "decode turns": (
+            decode_attention, {"out": I8, "table_width": I4, "rope_positions": I4}, {"num_warps": 1},
+            {**decode, **none, **plain},
+        ),
+        "decode gqa turns": (
+            decode_attention_gqa, {"out": I8, "table_width": I4, "rope_positions": I4}, {"num_warps": 4},
+            {**grouped, **none, **plain, "TILE": 64, "STAGES": 3},
+        ),
         "prefill dim 256": (
             attention_prefill.prefill_attention, {"table_width": I4}, {"num_warps": 4, "num_stages": 2},
             {**read, "DIM": 256},

@@ -34,6 +34,20 @@ def test_single_parts_are_written_in_their_places() -> None:
     assert expand_prompt(text, style, [plan], settings) == f"<|vision_start|>{'<|image_pad|>' * 6}<|vision_end|>hi"
 
 
+@pytest.mark.parametrize(("name", "merge"), [("llava", 1), ("mistral3", 2)])
+def test_rows_of_pixtral_end_as_in_transformers(name: str, merge: int) -> None:
+    settings, style = tiny_vision.settings_of(name), BY_HF[name].prompt
+    plan = plan_parts(70, 110, settings)
+    (height, width), unit = plan.sizes[0], 8 * merge
+    rows = ["[IMG]" * (width // unit)] * (height // unit)
+    prompt = expand_prompt("a[IMG]b", style, [plan], settings)
+    assert prompt == f"a{'[IMG_BREAK]'.join(rows)}[IMG_END]b"
+    ids = [{"[IMG]": 9, "[IMG_BREAK]": 8}.get(word, 1) for word in prompt.replace("[", " [").replace("]", "] ").split()]
+    (span,) = find_spans(ids, 9, [settings.tokens(height, width)])
+    assert (span.start, span.gap, span.stop) == (1, 1, len(ids) - 2)
+    assert [ids[span.start + place] for place in span.offsets()] == [9] * ids.count(9)
+
+
 def test_template_without_images_is_an_error() -> None:
     settings, style = tiny_vision.settings_of("qwen3_vl"), BY_HF["qwen3_vl"].prompt
     with pytest.raises(ChatTemplateError, match="wrote 0 of 1 images"):
@@ -49,3 +63,6 @@ def test_spans_are_found_by_their_token() -> None:
         find_spans(ids, 9, [(2, 3)])
     with pytest.raises(ChatTemplateError, match="not adjacent"):
         find_spans(ids, 9, [(2, 3), (1, 3)])
+    assert find_spans([9, 9, 1, 9, 9], 9, [(2, 2)]) == [ImageSpan(0, 2, 2, gap=1)]
+    with pytest.raises(ChatTemplateError, match="not adjacent"):
+        find_spans([9, 1, 9, 9, 9], 9, [(2, 2)])

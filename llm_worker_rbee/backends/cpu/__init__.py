@@ -149,6 +149,7 @@ class CpuBackend(Backend):
     merge = staticmethod(reference.merge)
     pool = staticmethod(reference.pool)
     join = staticmethod(reference.join)
+    clamp = staticmethod(reference.clamp)
     interpolate = staticmethod(reference.interpolate)
     place_images = staticmethod(reference.place_images)
 

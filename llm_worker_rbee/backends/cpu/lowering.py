@@ -12,7 +12,7 @@
     layer_norm, add_ quantize                  layer_norm: residual add, norm, activation quantization
     activate                                   activate: activation, activation quantization
     mean_rows, take                            means of each request's rows, rows of some tokens
-    merge, pool, join, interpolate, place_images   what models that see images have
+    merge, pool, join, clamp, interpolate, place_images   what models that see images have
     logits           quantize, matmul, soft_cap
     shrink, expand   shrink, expand (kernels/lora.py); expand adds in place
     route                                      route
@@ -427,6 +427,10 @@ class Lowering:
         places = self.entries[x], self.entries[y], self._new(node.output)
         return "merger", [encoder.join_task(COUNTS[x.shape[0]], *places, (_width(x), _width(y)))]
 
+    def _clamp(self, node: Node) -> tuple[str, list[Task]]:
+        places = self.entries[node["x"]], self._new(node.output)
+        return "clamp", [encoder.clamp_task(COUNTS[node.output.shape[0]], *places, node["low"], node["high"])]
+
     def _interpolate(self, node: Node) -> tuple[str, list[Task]]:
         places = self.entries[node["places"]], self._new(node.output)
         return "embedding", [encoder.interpolate_task(node["table"], *places)]
@@ -631,7 +635,8 @@ class Lowering:
     _BY_OP: ClassVar[dict[str, Callable[[Lowering, Node], Any]]] = {
         "rope_angles": _rope_angles, "split_work": _split_work, "embed": _embed, "norm": _norm,
         "layer_norm": _layer_norm, "activate": _activate, "mean_rows": _mean_rows, "take": _take, "add": _add,
-        "merge": _merge, "pool": _merge, "join": _join, "interpolate": _interpolate, "place_images": _place_images,
+        "merge": _merge, "pool": _merge, "join": _join, "clamp": _clamp,
+        "interpolate": _interpolate, "place_images": _place_images,
         "rope_kv_write": _rope_kv_write, "attention": _attention, "quantize": _quantize,
         "take_columns": _take_columns, "gated": _gated, "gated_delta": _gated_delta, "sigmoid_gate": _sigmoid_gate,
         "per_layer_inputs": _per_layer_inputs, "per_layer_gate": _per_layer_gate, "causal_conv": _causal_conv,

@@ -64,6 +64,8 @@ def model_kernels(checkpoint: Checkpoint, config: ModelConfig, kv_type: str = KV
     """Return the kernels that a model needs."""
     tensors = checkpoint.tensors.values()
     types = {t.kind.name for t in tensors if len(t.shape) >= 2 or t.name.endswith(MATRICES_OF_ONE_ROW)}
+    if not (config.family.gguf or config.family.hf):  # a vision tower, which packs some matrices as float32
+        types |= {"F32"}
     groups = sorted({config.n_heads // config.kv_shape(i)[0] for i in range(config.n_layers)})
     layouts = sorted(types & LAYOUT_BY_TYPE.keys())
     # a causal model may pool too: kernels of means and activations are then compiled when first used

@@ -51,7 +51,7 @@ from .step_inputs import warm_up_batches
 
 KV_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float8": E4M3}
 MODULES = (experts,)  # whose functions compute the ops that have no method
-MAX_HELD = 4  # arrays of a step on the device: of its tiles, and of three RoPE tables at most
+MAX_HELD = 6  # arrays of a step on the device: of its tiles, of three RoPE tables at most, spans, images
 
 
 class CudaBackend(ops.Backend):
@@ -231,7 +231,7 @@ class CudaBackend(ops.Backend):
         return residual + x
 
     def linear(self, x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-        out = self._linear(x, w)
+        out = self._linear(torch.as_tensor(x, device=self.torch_device), w)  # pixels are on the host
         return out if bias is None else out + bias
 
     split_heads = staticmethod(reference.split_heads)
@@ -277,9 +277,44 @@ class CudaBackend(ops.Backend):
             arrays = (table, np.array(table.shape[1:]), batch.query_start, batch.context_len, count, *tiles)
             return QueryTiles(queries, len(tiles[0]), *(upload(array, self.torch_device) for array in arrays))
 
-        out = self._empty(len(q), q.shape[1] * q.shape[2])
+        out, spans = self._empty(len(q), q.shape[1] * q.shape[2]), None
         key = batch.query_start, batch.context_len, batch.block_table
-        launch_prefill_attention(q.contiguous(), kv, self._once(key, upload_tiles), params, out, sinks)
+        if params.spans and len(batch.spans):
+            spans = self._once((batch.spans,), lambda: upload(batch.spans, self.torch_device))
+        tiles = self._once(key, upload_tiles)
+        launch_prefill_attention(q.contiguous(), kv, tiles, params, out, sinks, spans=spans)
+        return out
+
+    def merge(self, x: torch.Tensor, index: Ints, count: int) -> torch.Tensor:
+        return self.take(x.reshape(-1, count * x.shape[1]), index)
+
+    def pool(self, x: torch.Tensor, index: Ints, count: int) -> torch.Tensor:
+        groups, total = self.take(x.reshape(-1, count, x.shape[1]), index), None
+        for row in groups.unbind(1):  # in their order, as elsewhere
+            total = row if total is None else total + row
+        return cast(torch.Tensor, total) / count
+
+    def join(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.cat((x, y), 1)
+
+    def clamp(self, x: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+        return x.clamp(low, high)
+
+    def interpolate(self, table: torch.Tensor, places: Any) -> torch.Tensor:
+        places = torch.as_tensor(places, dtype=torch.float32, device=self.torch_device)
+        low, last = places.floor().long(), torch.tensor(table.shape[:2], device=self.torch_device) - 1
+        (row, column), (below, right) = low.unbind(1), torch.minimum(low + 1, last).unbind(1)
+        down, across = (places - low).split(1, 1)
+        upper = table[row, column] * (1 - across) + table[row, right] * across
+        lower = table[below, column] * (1 - across) + table[below, right] * across
+        return cast(torch.Tensor, upper * (1 - down) + lower * down)
+
+    def place_images(self, x: torch.Tensor, images: Any, rows: Ints, part: int, adds: bool = False) -> torch.Tensor:
+        width, chosen = x.shape[1], np.flatnonzero(rows >= 0)
+        on_device = self._once((images,), lambda: torch.as_tensor(images, device=self.torch_device))
+        values = self.take(on_device[:, part * width : (part + 1) * width], rows[chosen])
+        out, index = x.clone(), upload(chosen, self.torch_device, torch.int64)
+        out[index] = out[index] + values if adds else values
         return out
 
     def gated_delta(
@@ -371,7 +406,7 @@ class CudaBackend(ops.Backend):
         if self.torch_device.type == "cuda":
             torch.cuda.empty_cache()  # what packing needed: the KV cache takes the rest
         graph = record()
-        if all(node.op != "logits" for node in graph.nodes):
+        if all(node.op != "logits" for node in graph.nodes) or any(node.op == "place_images" for node in graph.nodes):
             return PoolingForward(graph, self, self.torch_device, batch_invariant=self.deterministic)
         return make_forward(graph, self, self.torch_device, batch_invariant=self.deterministic)
 

@@ -57,6 +57,7 @@ from .step_inputs import (
     state_arrays,
     step_arrays,
     total_size,
+    turn_arrays,
     uncaptured_sizes,
 )
 
@@ -239,6 +240,7 @@ class CudaForward(CapturedForward):
         self._num_slots = max((len(site.packed.records) for site in (sites or {}).values()), default=0)
         self.fused, self._is_tiled, self._keeps_hidden = fused, batch_invariant, keeps_hidden
         self._has_states = any(isinstance(op, GatedDelta | ShortConv) for op in fused)
+        self._has_axes = any(isinstance(op, Attention) and op.rope.axes is not None for op in fused)
         self._max_gemv = 0 if sites else max_gemv_tokens(fused, batch_invariant=batch_invariant)
 
     def with_hidden(self, batch: Batch, kv: Sequence[LayerCache]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -268,8 +270,10 @@ class CudaForward(CapturedForward):
         return None
 
     def _more_arrays(self, batch: Batch, sizes: StepSizes) -> Arrays | None:
-        states = state_arrays(batch, sizes.tokens) if self._has_states else {}
-        return {**states, **adapter_arrays(batch, sizes.tokens, self._num_slots)} if self._num_slots else states
+        arrays = dict(state_arrays(batch, sizes.tokens)) if self._has_states else {}
+        if self._has_axes:
+            arrays |= turn_arrays(batch, sizes.tokens, sizes.decoding)
+        return {**arrays, **adapter_arrays(batch, sizes.tokens, self._num_slots)} if self._num_slots else arrays
 
     def _warm_up_steps(self, kv: Sequence[LayerCache], limits: StepLimits) -> list[tuple[Batch, StepSizes]]:
         """Return steps without tokens: all are padding."""

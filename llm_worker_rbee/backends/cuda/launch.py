@@ -486,8 +486,9 @@ class Launcher:
         positions, tables, width = (arrays[name] for name in ("decode_positions", "tables", "width"))
         rope = step.ropes[id(op.rope)]
         launch_decode_attention(
-            qkv, op, kv, rope, positions, tables, width, step.decoding, config, scratch, out, self.pdl
-        )
+            qkv, op, kv, rope, positions, tables, width, step.decoding, config, scratch, out, self.pdl,
+            None if op.rope.axes is None else arrays["decode_turns"],
+        )  # fmt: skip
         self.mark("rope_kv_attention")
 
     def _prefill(self, qkv: torch.Tensor, op: Attention, out: torch.Tensor | Activations) -> None:
@@ -497,7 +498,8 @@ class Launcher:
         norms = op.bias, op.q_norm, op.k_norm, op.eps
         exact = self.linear.batch_invariant
         options: dict[str, Any] = {"exact": exact, "v_norm": op.v_norm, "pdl": self.pdl}
-        launch_rope_store(qkv, kv, rope, arrays["positions"], arrays["slots"], q, *norms, **options)
+        turns = arrays["positions" if op.rope.axes is None else "turns"]
+        launch_rope_store(qkv, kv, rope, turns, arrays["slots"], q, *norms, **options)
         self.mark("rope_kv_write")
         launch_prefill_attention(q, kv, self.step.tiles, op.params, out, op.sinks, self.pdl)
         self.mark("attention")

@@ -1,4 +1,5 @@
-"""The fused forward of a pooling model: the recorded ops in their order, neighbours fused around each product.
+"""The fused forward of a pooling model, of a vision tower, and of a decoder's steps with images: the recorded ops in
+their order, neighbours fused around each product.
 
 A value is held in the forms in which it is read: as activations of a product, as float32 rows, or both. Ops of no
 rewrite, of which there are few before the first layer and after the last, run as single ops. Small steps are padded and
@@ -16,17 +17,17 @@ from typing import Any, NamedTuple
 import torch
 
 from ..graph import Graph, Node, Rewrite, Value, apply_rewrites
-from ..ops import Backend, Batch, LayerCache, StepLimits
+from ..ops import ROPE_AXES, Backend, Batch, LayerCache, StepLimits
 from .device import is_interpreted
 from .forward import CapturedForward
 from .kernels import encoder as encoder_kernels
 from .kernels.attention_prefill import launch_prefill_attention, query_dtype
 from .kernels.elementwise import ACTIVATIONS
 from .kernels.encoder import Product, Results, launch_activation, launch_norm
-from .kernels.rope import launch_rope_store
+from .kernels.rope import CosSin, launch_rope_store, rope_tables
 from .launch import StepInputs
 from .linear import BatchedLinear, sum_splits
-from .lowering import ATTENTION, attention_op, has_attention_kernels
+from .lowering import ATTENTION, Attention, attention_op, has_attention_kernels
 from .packed_weight import Activations, PackedWeight
 from .step_inputs import Arrays, StepSizes, pooling_sizes, warm_up_batches
 
@@ -93,7 +94,9 @@ class PoolingForward(CapturedForward):
         super().__init__(ops, device, self.launcher.layers, self.launcher.attention.values())
 
     def with_hidden(self, batch: Batch, kv: Sequence[LayerCache]) -> tuple[torch.Tensor, torch.Tensor]:
-        raise NotImplementedError("a pooling model has no hidden states beside its rows")
+        rows = self(batch, kv)
+        assert self.launcher.hidden_rows is not None
+        return rows, self.launcher.hidden_rows
 
     def launch_all(self, kv: Sequence[LayerCache], limits: StepLimits, *, every_size: bool = False) -> int:
         for batch, _ in self._warm_up_steps(kv, limits):
@@ -110,10 +113,12 @@ class PoolingForward(CapturedForward):
         return pooling_sizes(batch, batch_invariant=self.launcher.linear.batch_invariant, is_captured=is_captured)
 
     def _more_arrays(self, batch: Batch, sizes: StepSizes) -> Arrays | None:
-        return {
+        arrays = {
             "token_types": (sizes.tokens, batch.token_types, 0),
-            "logits_index": (sizes.requests, batch.logits_index, 0),
+            "logits_index": (max(sizes.requests, len(batch.logits_index)), batch.logits_index, 0),
         }
+        images = {"rope_positions": batch.rope_positions, "spans": batch.spans}
+        return arrays | {name: (array.size, array, 0) for name, array in images.items() if array.size}
 
     def _launch(self, step: StepInputs, sizes: StepSizes, layers: Iterable[Any] | None = None) -> Any:
         return self.launcher.run(step, layers)
@@ -124,11 +129,15 @@ class PoolingLauncher:
 
     def __init__(self, graph: Graph, ops: Backend, device: torch.device, *, batch_invariant: bool) -> None:
         self.layers, self.output, self.ops, self.device = graph.nodes, graph.output, ops, device
+        self.hidden = graph.hidden
+        self.hidden_rows: torch.Tensor | None = None
         self.linear, self.exact = BatchedLinear(device, batch_invariant=batch_invariant), batch_invariant
         self.mark: Callable[[str], None] = lambda component: None
         self._readers = _find_readers(graph)
         self.attention = {
-            node: attention_op(node.fused, self._following(node)) for node in self.layers if node.op == "attention"
+            node: attention_op(node.fused, self._following(node))
+            for node in self.layers
+            if node.op == "attention" and node.fused
         }
         self.is_captured = all(node.fused or node.op in CAPTURED_OPS for node in self.layers)
         self._last_reads: dict[int, list[Value]] = defaultdict(list)
@@ -144,6 +153,8 @@ class PoolingLauncher:
         self.step: Any = None
         self.batch: Any = None  # whose arrays are on the device
         self.held: dict[Value, Held] = {}
+        self._inputs = {value for node in graph.nodes for value in node.inputs if value.name == "hidden"}
+        self._turned: dict[int, tuple[CosSin, torch.Tensor]] = {}  # by id of the RoPE table: those of the step
 
     def reserve(self, tokens: int) -> bool:
         """Make room for what steps share, which is nothing; return whether an address has changed."""
@@ -151,8 +162,12 @@ class PoolingLauncher:
 
     def run(self, step: StepInputs, nodes: Iterable[Node] | None = None) -> torch.Tensor:
         """Launch all ops; return the rows of the graph's output."""
-        on_device: Any = {name: step.arrays[name] for name in ON_DEVICE} if self.is_captured else {}
+        on_device: Any = {name: step.arrays[name] for name in (ON_DEVICE if self.is_captured else ("ids",))}
         self.step, self.batch = step, replace(step.batch, **on_device)
+        self._turned = {}
+        for value in self._inputs:
+            given = getattr(step.batch, value.name)
+            self.held[value] = Held(torch.as_tensor(given, dtype=torch.float32, device=self.device))
         self.mark("copies")
         for index, node in enumerate(self.layers if nodes is None else nodes):
             self._launches.get(node.op if node.fused else "", self._single_op)(node)
@@ -160,7 +175,9 @@ class PoolingLauncher:
             for value in self._last_reads[index]:
                 self.held.pop(value, None)
         self.step = self.batch = None  # not held: the cache of a larger step is another one
-        rows: torch.Tensor = self.held.pop(self.output).rows
+        self.hidden_rows = None if self.hidden is None else self._rows(self.hidden)
+        rows: torch.Tensor = self.held[self.output].rows
+        self.held.clear()
         return rows
 
     def _following(self, node: Node) -> PackedWeight | None:
@@ -172,7 +189,7 @@ class PoolingLauncher:
         tokens = product.parts.shape[1]
         q = torch.empty(tokens, op.n_heads, op.head_dim, dtype=query_dtype(kv.k.dtype), device=self.device)
         launch_rope_store(
-            product.parts, kv, step.ropes[id(op.rope)], step.arrays["positions"], step.arrays["slots"], q, op.bias,
+            product.parts, kv, *self._angles(op), step.arrays["slots"], q, op.bias,
             op.q_norm, op.k_norm, op.eps, exact=self.exact, v_norm=op.v_norm, factors=product.factors,
         )  # fmt: skip
         takes_rows = op.following is not None and self.linear.takes_rows(op.following, tokens)
@@ -180,8 +197,19 @@ class PoolingLauncher:
         dtype = op.following.dense_dtype if takes_rows and not needs_rows else torch.float32
         make = torch.zeros if is_interpreted() else torch.empty  # padding rows are not written
         out = make(tokens, op.n_heads * op.head_dim, dtype=dtype, device=self.device)
-        launch_prefill_attention(q, kv, step.tiles, op.params, out, op.sinks)
+        spans = step.arrays.get("spans") if op.params.spans else None
+        launch_prefill_attention(q, kv, step.tiles, op.params, out, op.sinks, spans=spans)
         self.held[node.output] = Held(out) if needs_rows or not takes_rows else Held(None, Activations(out))
+
+    def _angles(self, op: Attention) -> tuple[CosSin, torch.Tensor]:
+        """Return cosines and sines, and which rows of them are those of the tokens."""
+        if op.rope.axes is None:
+            return self.step.ropes[id(op.rope)], self.step.arrays["positions"]
+        if id(op.rope) not in self._turned:
+            places = self.step.arrays["rope_positions"].view(-1, ROPE_AXES)
+            rows = torch.arange(len(places), dtype=torch.int32, device=self.device)
+            self._turned[id(op.rope)] = rope_tables(op.rope, places), rows
+        return self._turned[id(op.rope)]
 
     def _linear(self, node: Node) -> None:
         product = self._multiply(node.fused[0])
@@ -246,7 +274,7 @@ class PoolingLauncher:
 
     def _argument(self, name: str, value: Any) -> Any:
         if isinstance(value, Value):
-            return getattr(self.batch, value.name) if value.name else self.held[value].rows
+            return getattr(self.batch, value.name) if value not in self.held else self.held[value].rows
         if isinstance(value, Batch):
             return self.batch
         return self.step.kv[value] if name in ("kv", "state") else value
@@ -259,7 +287,7 @@ def _form(w: PackedWeight) -> tuple[Any, ...]:
 
 def _find_readers(graph: Graph) -> dict[Value, Readers]:
     matrices: dict[Value, dict[Any, PackedWeight]] = defaultdict(dict)
-    of_rows = {graph.output}
+    of_rows = {value for value in (graph.output, graph.hidden) if value is not None}
     for node in graph.nodes:
         first = node.fused[0] if node.fused and node.op != "norm" else None
         for part in node.fused or (node,):
@@ -270,7 +298,8 @@ def _find_readers(graph: Graph) -> dict[Value, Readers]:
                     matrices[value].setdefault(_form(part["w"]), part["w"])
                 else:
                     of_rows.add(value)
-    made = {value for node in graph.nodes for part in node.fused or (node,) for value in part.outputs}
+    parts = [part for node in graph.nodes for part in node.fused or (node,)]
+    made = {value for part in parts for value in (*part.outputs, *(v for v in part.inputs if v.name == "hidden"))}
     return {
         value: Readers(tuple(matrices[value].values()), value in of_rows or len(matrices[value]) > 1) for value in made
     }

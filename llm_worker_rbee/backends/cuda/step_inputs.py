@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..ops import Batch, Ints, LayerCache, StepLimits, first_kv
+from ..ops import ROPE_AXES, Batch, Ints, LayerCache, StepLimits, first_kv
 from .device import is_interpreted
 from .kernels.attention_prefill import QUERY_TILE, SMALL_QUERY_TILE, query_tiles
 from .kernels.elementwise import launch_fill_pending
@@ -115,7 +115,7 @@ def all_logits_sizes(limits: StepLimits) -> list[int]:
 STAGING_INTS = 1 << 20
 STATIC_INTS = 1 << 15  # where graphs read, at first
 ALIGNMENT = 4  # int32: 16 bytes
-ARRAYS_PER_TOKEN = 18  # a bound on the values of a step without its block tables
+ARRAYS_PER_TOKEN = 20  # a bound on the values of a step without its block tables
 NO_IDS = np.empty(0, np.int64)
 NO_BATCH = Batch(
     ids=NO_IDS,
@@ -209,6 +209,12 @@ def state_arrays(batch: Batch, size: int) -> Arrays:
         "token_request": (size, requests, -1),
         "num_requests": (1, np.array(len(batch.state_in)), 0),
     }
+
+
+def turn_arrays(batch: Batch, size: int, decoding: int) -> Arrays:
+    """Return the positions of RoPE of a step without tokens of images, which are the same on all axes."""
+    turns = batch.rope_positions.reshape(-1, ROPE_AXES)[:, 0]
+    return {"turns": (size, turns, 0), "decode_turns": (decoding, turns[:decoding], 0)}
 
 
 def adapter_arrays(batch: Batch, size: int, num_slots: int) -> Arrays:

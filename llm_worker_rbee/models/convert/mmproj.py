@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+
 from ...backends.ops import Backend
 from ...weights import Checkpoint, Tensor
 from ...weights.gguf_writer import Typed, write_quantized_gguf
@@ -20,7 +22,8 @@ from ...weights.quant_mix import Mix, Place, matrix_type
 from ...weights.quantize import Progress, TensorJob
 from ...weights.quants import BLOCK_TYPES
 from ...weights.vision_names import CLIP, gguf_projector_name
-from ..vision import float_tensor, load_vision_tower
+from ..loader import rope_row_order
+from ..vision import float_tensor, load_vision_tower, patches_by_channel
 from ..vision_config import VisionConfig, read_vision_config, vision_keys
 from . import ConvertResult, find_type_mix
 from .gguf_metadata import QUANTIZATION_VERSION
@@ -58,6 +61,10 @@ def _tensors(checkpoint: Checkpoint, config: VisionConfig) -> Iterator[Tensor]:
         if name == PIXELS[0] and len(tensor.shape) == 5:
             for i, frame in enumerate(tensor.dequantize().transpose(2, 0, 1, 3, 4)):
                 yield float_tensor(PIXELS[i], frame)
+        elif name == PIXELS[0] and len(tensor.shape) == 2:
+            yield patches_by_channel(tensor, config)
+        elif not tensor.shape:
+            yield replace(tensor, shape=(1,))
         elif FUSED in name and config.family.has_windows:
             width = config.model.d_model
             for i, part in enumerate("qkv"):
@@ -83,4 +90,7 @@ def _job(tensor: Tensor, config: VisionConfig, mix: Mix, source: str) -> TensorJ
     block = BLOCK.match(tensor.name)
     place = Place(int(block[1]) if block else 0, config.model.n_layers, 1)
     kind = matrix_type(mix, block[2] if block else tensor.name, tensor.shape[-1], place, tied=False)
-    return TensorJob(name, tensor, BLOCK_TYPES[kind])
+    c, order = config.model, None
+    if source != "gguf" and c.family.rope.interleaved and block and block[2] in ("attn_q", "attn_k"):
+        order = np.argsort(rope_row_order(tensor.shape[0], c.head_dim, c.rope_dim))
+    return TensorJob(name, tensor, BLOCK_TYPES[kind], order=order)

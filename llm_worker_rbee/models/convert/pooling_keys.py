@@ -43,7 +43,7 @@ CHECK_ONLY_BACKEND = SimpleNamespace(
     has_device_memory=False,
     threads=1,
     prepare=_packed,
-    **dict.fromkeys(("prepare_experts", "prepare_vector", "fuse"), lambda _: None),
+    **dict.fromkeys(("prepare_experts", "prepare_vector", "fuse", "load_kernels"), lambda *_: None),
 )
 
 

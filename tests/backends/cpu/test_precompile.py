@@ -12,9 +12,13 @@ from llm_worker_rbee.backends.cpu.forward import CpuForward
 from llm_worker_rbee.backends.cpu.jit import TaskKernel
 from llm_worker_rbee.backends.cpu.kernels import sampling
 from llm_worker_rbee.models import load_model, read_model_config
+from llm_worker_rbee.models.convert.mmproj import convert_projector
+from llm_worker_rbee.models.vision import load_vision_tower
+from llm_worker_rbee.models.vision_config import read_vision_config
 from llm_worker_rbee.pipe_process import PipeProcess
 from llm_worker_rbee.weights import open_checkpoint
-from tests.helpers import model_zoo
+from llm_worker_rbee.weights.vision_names import open_projector
+from tests.helpers import model_zoo, tiny_vision
 
 FAMILIES = (
     "gemma3", "ministral3", "qwen2moe", "glm4moe", "gpt-oss", "lfm2", "lfm2moe", "qwen3_5", "qwen3_next", "gemma4",
@@ -73,3 +77,19 @@ def test_model_kernels_are_all_that_a_step_runs(name: str, tmp_path: Path) -> No
         listed = {kernel.name for kernel in precompile.model_kernels(checkpoint, config, kv_type)}
         assert needed <= listed
         assert listed <= {kernel.name for kernel in precompile.all_kernels()}
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "mistral3", "gemma4", "gemma4_e"])
+def test_kernels_of_a_tower_and_of_steps_with_images_are_known(name: str, tmp_path: Path) -> None:
+    folder, path = tiny_vision.save_model(name, tmp_path / name), tmp_path / "mmproj-F16.gguf"
+    convert_projector(open_projector(folder), path, "F16")
+    projector, checkpoint, ops = open_projector(path), open_checkpoint(folder), CpuBackend(threads=2)
+    vision, config = read_vision_config(projector), read_model_config(checkpoint)
+    tower = load_vision_tower(projector, ops, "float32")
+    model = load_model(checkpoint, ops, config, image_parts=tower.row_width // config.d_model)
+    known = {kernel.name for kernel in precompile.model_kernels(projector, vision.model, "float32")}
+    assert isinstance(tower.fused, CpuForward)
+    assert isinstance(model.fused_images, CpuForward)
+    assert {kernel for line in tower.fused.program("float32") for kernel in line.runs.split(", ")} <= known
+    known |= {kernel.name for kernel in precompile.model_kernels(checkpoint, config, "float32")}
+    assert {kernel for line in model.fused_images.program("float32") for kernel in line.runs.split(", ")} <= known

@@ -13,6 +13,7 @@ import pytest
 PACKED = ("q4", "q4m", "q5", "q5m", "q6", "q8", "e4m3")
 COMPACT = ("q2_k", "q3_k", "tq1_0", "iq4_xs", "iq2_s", "iq3_s", "iq1_m")
 COMPACT_GEMM = ("q3_k", "iq4_xs", "iq2_s")
+STAGED = ("decode staged", "decode gqa", "decode gqa dim 96", "decode gqa turns")
 GROUPS = {
     "gemv": [f"gemv {kind}" for kind in PACKED] + ["gemv residual", "gemv 4 tokens", "gemv dense", "gemv experts"],
     "compact": [f"gemv {kind}" for kind in COMPACT] + [f"gemm {kind}" for kind in COMPACT_GEMM],
@@ -33,7 +34,8 @@ GROUPS = {
         "decode", "decode staged", "decode float8 all", "decode dim 96", "decode dim 80 part", "decode gqa",
         "decode gqa float8 all", "decode gqa dim 96", "decode gqa part", "decode gqa shared", "prefill",
         "prefill dim 96 float8 window cap", "prefill dim 256", "prefill both directions",
-        "prefill window to both sides", "score_tile", "rope_store_qkv", "rope_store_qkv all",
+        "prefill window to both sides", "prefill spans", "prefill spans both directions", "decode turns",
+        "decode gqa turns", "score_tile", "rope_store_qkv", "rope_store_qkv all",
         "rope_store_qkv dim 96 part",
     ],
     "elementwise": [
@@ -94,7 +96,7 @@ def test_kernel_compiles_with_expected_instructions(group: str, compiled: dict[s
             assert {"wgmma.mma_async", "mma.sync"} & set(words), name
         if name.startswith("decode"):
             assert ".v4.b32" in words, name
-            assert ("cp.async.cg" in words) == (name in ("decode staged", "decode gqa", "decode gqa dim 96")), name
+            assert ("cp.async.cg" in words) == (name in STAGED), name
 
 
 def test_groups_cover_every_kernel_case() -> None:

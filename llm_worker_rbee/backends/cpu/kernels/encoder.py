@@ -39,6 +39,7 @@ RowsArg = IntEnum("RowsArg", "SOURCE OUT WIDTH", start=0)
 AxesArg = IntEnum("AxesArg", "COS INV_FREQ AXES PAIRS SCALE", start=0)
 PoolArg = IntEnum("PoolArg", "SOURCE OUT WIDTH COUNT", start=0)
 JoinArg = IntEnum("JoinArg", "X Y OUT X_WIDTH Y_WIDTH", start=0)
+ClampArg = IntEnum("ClampArg", "X OUT LOW HIGH WIDTH", start=0)
 InterpolateArg = IntEnum("InterpolateArg", "TABLE PLACES OUT ROWS COLUMNS WIDTH", start=0)
 PlaceArg = IntEnum("PlaceArg", "X IMAGES WIDTH IMAGE_WIDTH FIRST ADDS", start=0)
 
@@ -187,6 +188,15 @@ def join_rows(args, step, piece):
         out[to + left + i] = y[piece * right + i]
 
 
+def clamp_rows(args, step, piece):
+    """Write a row of x, each column between its limits."""
+    a, s = i64(args), i64(step)
+    x, out, low, high = f32(s[a[ClampArg.X]]), f32(s[a[ClampArg.OUT]]), f32(a[ClampArg.LOW]), f32(a[ClampArg.HIGH])
+    at = piece * a[ClampArg.WIDTH]
+    for i in range(a[ClampArg.WIDTH]):
+        out[at + i] = min(max(x[at + i], low[i]), high[i])
+
+
 def interpolate(args, step, piece):
     """Write the vector at the place of a patch between four of a table."""
     a, s = i64(args), i64(step)
@@ -218,7 +228,7 @@ def place_images(args, step, piece):
 
 LAYER_NORM, ACTIVATE, MEAN_ROWS, TAKE_ROWS = map(TaskKernel, (layer_norm, activate, mean_rows, take_rows))
 AXES_ANGLES, POOL_ROWS, JOIN_ROWS = map(TaskKernel, (axes_angles, pool_rows, join_rows))
-INTERPOLATE, PLACE_IMAGES = map(TaskKernel, (interpolate, place_images))
+CLAMP_ROWS, INTERPOLATE, PLACE_IMAGES = map(TaskKernel, (clamp_rows, interpolate, place_images))
 
 
 def layer_norm_task(
@@ -273,6 +283,11 @@ def pool_task(source: int, out: int, width: int, count: int) -> Task:
 def join_task(count: int, x: int, y: int, out: int, widths: tuple[int, int]) -> Task:
     """Return the task that joins the rows of two entries."""
     return Task(JOIN_ROWS, pack_args(x, y, out, *widths), 1, count, 1)
+
+
+def clamp_task(count: int, x: int, out: int, low: Any, high: Any) -> Task:
+    """Return the task that keeps the columns of an entry between limits."""
+    return Task(CLAMP_ROWS, pack_args(x, out, low, high, len(low)), 1, count, 1)
 
 
 def interpolate_task(table: Any, places: int, out: int) -> Task:

@@ -363,7 +363,7 @@ def decode_attention(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
     RUN_KEYS: tl.constexpr, RUNS: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, FORM: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, sinks=None,
-    V_NORM: tl.constexpr = False, SHARED: tl.constexpr = False,
+    V_NORM: tl.constexpr = False, SHARED: tl.constexpr = False, rope_positions=None,
 ):  # fmt: skip
     """Attend with one token per request. RoPE turns the first 2 * HALF of the DIM values of a head.
 
@@ -371,7 +371,7 @@ def decode_attention(
     float32; cos, sin (positions, HALF); block_tables (B, table_width[0]). A tile is RUNS runs of RUN_KEYS keys, each
     summed by its own lanes until the end; a split has MIN_TILES tiles or more. Position -1 is padding. STAGES > 0: that
     many tiles in flight through shared memory, else one in registers. `sinks` (HEADS) join the softmax. SHARED: qkv has
-    queries alone, and another layer has written the cache."""
+    queries alone, and another layer has written the cache. `rope_positions`: where they are not places in the cache."""
     SIZE: tl.constexpr = padded_dim(DIM)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TILE: tl.constexpr = RUN_KEYS * RUNS
@@ -394,7 +394,10 @@ def decode_attention(
         k = tl.load(k_words + at, mask=mask, other=0)
         v = tl.load(v_words + at, mask=mask, other=0)
         blocks = load_block_ids(table, first + TILE, end, RUN_KEYS, RUNS, P)
-    cosines, sines = load_cos_sin(cos, sin, position, DIM, HALF)
+    turn = position
+    if rope_positions is not None:
+        turn = tl.load(rope_positions + t)
+    cosines, sines = load_cos_sin(cos, sin, turn, DIM, HALF)
     wait_for_previous(PDL)
     ROW: tl.constexpr = (HEADS if SHARED else HEADS + 2 * KV_HEADS) * DIM
     row, part_stride = qkv + t * ROW, tokens * ROW
@@ -515,7 +518,7 @@ def decode_attention_gqa(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     FORM: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, GROUP_PAD: tl.constexpr,
-    DOT_TYPE: tl.constexpr, sinks=None, V_NORM: tl.constexpr = False, SHARED: tl.constexpr = False,
+    DOT_TYPE: tl.constexpr, sinks=None, V_NORM: tl.constexpr = False, SHARED: tl.constexpr = False, rope_positions=None,
 ):  # fmt: skip
     """Do what decode_attention does, with the heads of a group as rows of one product on tensor cores.
 
@@ -539,7 +542,10 @@ def decode_attention_gqa(
     i = tl.arange(0, SIZE)
     if STAGES == 0:
         k, v = load_tile(k_words, v_words, table, first, end, kv_head, KV_HEADS, P, TILE, WORDS, PADDED_WORDS)
-    cosines, sines = load_cos_sin(cos, sin, position, DIM, HALF)
+    turn = position
+    if rope_positions is not None:
+        turn = tl.load(rope_positions + t)
+    cosines, sines = load_cos_sin(cos, sin, turn, DIM, HALF)
     wait_for_previous(PDL)
     ROW: tl.constexpr = (HEADS if SHARED else HEADS + 2 * KV_HEADS) * DIM
     row, part_stride = qkv + t * ROW, tokens * ROW
@@ -602,6 +608,7 @@ def launch_decode_attention(
     scratch: tuple[Any, Any, Any],
     out: Any,
     pdl: bool,
+    rope_positions: Any = None,
 ) -> None:
     """Attend with decoding tokens by the fused op; qkv (parts, tokens, rows), scratch (partial, stats, counters);
     interleaved activations have factors of 1."""
@@ -627,8 +634,8 @@ def launch_decode_attention(
     if config.tensor_cores:
         group = triton.next_power_of_2(op.n_heads // kv_heads)
         dtype = tl.float32 if is_interpreted() else tl.float16 if kv.k.dtype == torch.float16 else tl.bfloat16
-        more = group, dtype, op.sinks, op.v_norm, is_shared
+        more = group, dtype, op.sinks, op.v_norm, is_shared, rope_positions
         decode_attention_gqa[grid](*common, config.tile_keys, *rest, *more, **options)
     else:
         runs = tile_runs(config, op.head_dim, item, block_size)
-        decode_attention[grid](*common, *runs, *rest, op.sinks, op.v_norm, is_shared, **options)
+        decode_attention[grid](*common, *runs, *rest, op.sinks, op.v_norm, is_shared, rope_positions, **options)

@@ -1,8 +1,9 @@
 """Prefill attention: a tile of queries of one request and head over its paged keys.
 
 The loop ends at the last key that the tile may see: of a causal model its last query, of others the last key of the
-sequence or of the window, which reaches WINDOW // 2 to both sides. Queries and the cache are float16 or bfloat16
-(float32 under the interpreter); scores and sums are float32.
+sequence or of the window, which reaches WINDOW // 2 to both sides. With spans, ranges of keys of each query, it goes
+from the first to the last of them; a causal query also sees what lies before it, as far as the window. Queries and
+the cache are float16 or bfloat16 (float32 under the interpreter); scores and sums are float32.
 """
 
 from __future__ import annotations
@@ -53,9 +54,10 @@ def prefill_tile(shared_bytes: int, dim: int, item: int) -> tuple[int, int]:
 def attend_keys(
     queries, k_cache, v_cache, table, kv_head, at, end, query_positions, m_i, l_i, acc, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, P: tl.constexpr, TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    CAP: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, oldest=None, last=None,
 ):  # fmt: skip
-    """Attend with a tile of queries to TILE_KEYS keys from `at` on. Without MASKED all of them are seen."""
+    """Attend with a tile of queries to TILE_KEYS keys from `at` on. Without MASKED all of them are seen; with `oldest`
+    and `last` those from the one to before the other."""
     SIZE: tl.constexpr = padded_dim(DIM)
     i = tl.arange(0, SIZE)
     keys = at + tl.arange(0, TILE_KEYS)
@@ -76,7 +78,10 @@ def attend_keys(
     k, v = k.to(queries.dtype), v.to(queries.dtype)
     scores = cap_scores(tl.dot(queries, k, input_precision="ieee") * scale, CAP)
     if MASKED:
-        visible = is_visible(keys[None, :], query_positions[:, None], end, WINDOW, CAUSAL)
+        if oldest is None:
+            visible = is_visible(keys[None, :], query_positions[:, None], end, WINDOW, CAUSAL)
+        else:
+            visible = (keys[None, :] >= oldest[:, None]) & (keys[None, :] < last[:, None])
         scores = tl.where(visible, scores, -1e30)
     m_new = tl.maximum(m_i, tl.max(scores, 1))
     weights = tl.exp(scores - m_new[:, None])
@@ -107,7 +112,7 @@ def attend_tile(
     q, k_cache, v_cache, block_tables, table_width, query_start, context_len, request, first, out, tokens, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, P: tl.constexpr, TILE_QUERIES: tl.constexpr,
     TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, sinks=None, CAUSAL: tl.constexpr = True,
-    FORM: tl.constexpr = ROWS,
+    FORM: tl.constexpr = ROWS, spans=None,
 ):  # fmt: skip
     """Attend with the queries of a request from its first-th of this step on."""
     SIZE: tl.constexpr = padded_dim(DIM)
@@ -133,10 +138,20 @@ def attend_tile(
     if not CAUSAL:
         query_positions = tl.minimum(query_positions, end - 1)  # missing queries see keys too
         end = tl.minimum(end + WINDOW // 2, past + count) if WINDOW > 0 else past + count
+    oldest, last = None, None
+    if spans is not None:
+        is_query = m < count
+        last = tl.load(spans + 2 * (start + m) + 1, mask=is_query, other=0)
+        if CAUSAL:
+            oldest = tl.where(is_query, tl.maximum(query_positions - WINDOW + 1, 0) if WINDOW > 0 else 0, end)
+            last = tl.where(is_query, tl.maximum(last, query_positions + 1), 0)
+        else:
+            oldest = tl.load(spans + 2 * (start + m), mask=is_query, other=end)
+        begin, end = tl.min(oldest, 0) // TILE_KEYS * TILE_KEYS, tl.max(last, 0)
     m_i = tl.full((TILE_QUERIES,), -1e30, tl.float32)
     l_i = tl.zeros((TILE_QUERIES,), tl.float32)
     acc = tl.zeros((TILE_QUERIES, SIZE), tl.float32)
-    if not CAUSAL and WINDOW == 0:  # whole tiles of keys, which all queries see
+    if not CAUSAL and WINDOW == 0 and spans is None:  # whole tiles of keys, which all queries see
         begin = end // TILE_KEYS * TILE_KEYS
         for at in range(0, begin, TILE_KEYS):
             m_i, l_i, acc = attend_keys(
@@ -146,8 +161,10 @@ def attend_tile(
     for at in range(begin, end, TILE_KEYS):
         m_i, l_i, acc = attend_keys(
             queries, k_cache, v_cache, table, kv_head, at, end, query_positions, m_i, l_i, acc, scale, KV_HEADS,
-            DIM, P, TILE_KEYS, WINDOW, CAP, CAUSAL, True,
+            DIM, P, TILE_KEYS, WINDOW, CAP, CAUSAL, True, oldest, last,
         )  # fmt: skip
+    if spans is not None:
+        l_i = tl.where(m < count, l_i, 1.0)  # missing queries have seen none
     if sinks is not None:
         l_i += tl.exp(tl.load(sinks + head) - m_i)
     store_values(acc / l_i[:, None], row, column, query_mask, out, tokens, HEADS * DIM, FORM)
@@ -158,20 +175,20 @@ def prefill_attention(
     q, k_cache, v_cache, block_tables, table_width, query_start, context_len, num_tiles, tile_request, tile_first, out,
     tokens, scale, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, P: tl.constexpr,
     TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, sinks=None,
-    CAUSAL: tl.constexpr = True, PDL: tl.constexpr = False, FORM: tl.constexpr = ROWS,
+    CAUSAL: tl.constexpr = True, PDL: tl.constexpr = False, FORM: tl.constexpr = ROWS, spans=None,
 ):  # fmt: skip
     """Attend with TILE_QUERIES queries of request tile_request[tile], from its tile_first[tile]-th of this step on; the
     step has `tokens`.
 
     Program (i, head) has tiles i, i + programs, .. of num_tiles[0]. block_tables (requests, table_width[0]). `sinks`
-    (HEADS) join the denominators of the softmax."""
+    (HEADS) join the denominators of the softmax. spans (tokens, 2) are positions of keys: first, last + 1."""
     launch_next(PDL)
     wait_for_previous(PDL)
     for tile in range(tl.program_id(0), tl.load(num_tiles), tl.num_programs(0)):
         attend_tile(
             q, k_cache, v_cache, block_tables, table_width, query_start, context_len, tl.load(tile_request + tile),
             tl.load(tile_first + tile), out, tokens, scale, HEADS, KV_HEADS, DIM, P, TILE_QUERIES, TILE_KEYS, WINDOW,
-            CAP, sinks, CAUSAL, FORM,
+            CAP, sinks, CAUSAL, FORM, spans,
         )  # fmt: skip
 
 
@@ -204,6 +221,7 @@ def launch_prefill_attention(
     out: torch.Tensor | Activations,
     sinks: torch.Tensor | None = None,
     pdl: bool = False,
+    spans: torch.Tensor | None = None,
 ) -> None:
     """Attend with queries (tokens, heads, dim); out (tokens, heads * dim), or interleaved with factors of 1."""
     values, form = (out.values, INTERLEAVED) if isinstance(out, Activations) else (out, ROWS)
@@ -212,6 +230,6 @@ def launch_prefill_attention(
     warps = 4 if dim * q.element_size() <= WIDE_HEAD_BYTES else 8
     prefill_attention[(tiles.programs, heads)](
         q, kv.k, kv.v, *tiles[2:], values, len(values), params.scale, heads, kv_heads, dim, block_size, tiles.queries,
-        keys, params.window, params.soft_cap, sinks, params.causal, pdl, form.value, num_warps=warps,
+        keys, params.window, params.soft_cap, sinks, params.causal, pdl, form.value, spans, num_warps=warps,
         num_stages=stages, **pdl_options(pdl),
     )  # fmt: skip

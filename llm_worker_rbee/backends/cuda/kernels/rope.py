@@ -28,8 +28,10 @@ class CosSin(NamedTuple):
 
 
 def rope_tables(table: RopeTable, positions: torch.Tensor) -> CosSin:
-    """Return cosines and sines of positions: angles in float32, as everywhere, their functions exact."""
-    angles = positions.float()[:, None] * torch.tensor(table.inv_freq, device=positions.device)
+    """Return cosines and sines of positions: angles in float32, as everywhere, their functions exact. Positions on
+    several axes, (tokens, axes), give each pair's of its own."""
+    turns = positions[:, None] if table.axes is None or positions.dim() == 1 else positions[:, table.axes]
+    angles = turns.float() * torch.tensor(table.inv_freq, device=positions.device)
     cos, sin = (f(angles.double()).mul(table.scale).float().contiguous() for f in (torch.cos, torch.sin))
     if not table.temperature_beta:
         return CosSin(cos, sin)
