@@ -290,6 +290,9 @@ def server_settings(
     for host in wire.allowed_host or ():
         if host != "*" and host_name(host) is None:
             raise typer.BadParameter(f"--allowed-host {host!r} is not a name such as worker.example, an address or *")
+    for host in wire.allow_image_urls or ():
+        if host_name(host.removeprefix("*.")) != host.removeprefix("*.").lower():
+            raise typer.BadParameter(f"--allow-image-urls {host!r} is not the name of a host, nor *.domain")
     worker_id: dict[str, Any] = (
         {} if wire.worker_id is None else {"worker_id": _validate_name(wire.worker_id, "--worker-id")}
     )
@@ -303,6 +306,7 @@ def server_settings(
         api_key=None if key is None else key.value,
         cors_origins=tuple(wire.cors_origin or ()),
         allowed_hosts=tuple(wire.allowed_host or ()),
+        image_hosts=tuple(map(str.lower, wire.allow_image_urls or ())),
         callback_url=require_url(wire.callback_url, "--callback-url"),
         heartbeat_url=require_url(wire.heartbeat_url, "--heartbeat-url"),
         advertise_url=require_url(wire.advertise_url, "--advertise-url"),

@@ -16,6 +16,7 @@ from ..backends.select import has_driver, missing_packages
 from ..config import LoadOptions, parse_duration, parse_size
 from ..engine.memory_plan import HOST_MEMORY_FRACTION, free_memory
 from ..errors import InvalidRequestError
+from ..load import NO_PROJECTOR
 from ..progress import transfer_progress
 from ..server.model_pool import Member, ModelPool
 from ..server.model_source import ModelsFolder, PoolOptions, make_source
@@ -42,6 +43,7 @@ def has_pool(options: ServeCommand) -> bool:
     single: dict[str, bool] = {
         "--served-model-name": options.wire.served_model_name is not None,
         "--chat-template": options.model.chat_template is not None,
+        "--mmproj with a file": options.sharing.mmproj not in (None, NO_PROJECTOR),
         "--draft-model": options.sharing.draft_model is not None,
         "--lora": bool(options.sharing.lora) or options.adapters.lora_dir is not None,
         "--replicas": (options.process.replicas or 1) > 1,

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+import numpy as np
+
 from ..backends.ops import Array, Progress, StepLimits, WarmUp
 from ..config import EngineConfig
 from ..errors import InferenceError, InsufficientMemoryError, InvalidRequestError, ModelFileError, WorkerError
@@ -175,6 +177,11 @@ class Engine:
         if (adapted := self.model.adapters) is not None and adapted.fused is not None:
             more = self.model.ops.warm_up(run, adapted.fused, self.cache.layers, limits, progress)
             own = WarmUp(own.kernels + more.kernels, own.compiled + more.compiled)
+        if self.encoder is not None:  # the kernels of a tower are those of the smallest image
+            more = self.model.ops.warm_up(run, self.model.fused_images, self.cache.layers, limits, progress)
+            own = WarmUp(own.kernels + more.kernels, own.compiled + more.compiled)
+            side = self.encoder.tower.config.side
+            self.encoder.tower.encode([np.zeros((side, side, 3), np.uint8)])
         drafting = WarmUp(0, 0) if self.drafter is None else self.drafter.warm_up(limits, progress)
         self.step_time.ignores_first_runs = not self.model.ops.has_device_memory
         return WarmUp(own.kernels + drafting.kernels, own.compiled + drafting.compiled)

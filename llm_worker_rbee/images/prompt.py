@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ChatTemplateError
-from .sizes import ImageSettings, PartPlan
+from ..errors import ChatTemplateError, ContextLengthError
+from .decoder import DecodedImage
+from .sizes import ImageSettings, PartPlan, count_tokens
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -26,6 +28,47 @@ class PromptStyle(NamedTuple):
     before: str = ""  # the tokens of the whole image
     after: str = ""
     tile: str = ""  # before the tokens of a tile, which has a row and a column
+    wrapped: str = ""  # what a template writes, where that is more than the placeholder
+
+
+class VisionInfo(NamedTuple):
+    """What a front knows of a tower."""
+
+    family: str
+    settings: ImageSettings
+    style: PromptStyle
+    digest: bytes  # of its weights
+
+
+class ImagePart(msgspec.Struct, frozen=True, array_like=True):
+    """A part of an image in a prompt: its tokens stand from `start` on, row by row; its pixels are RGB."""
+
+    start: int
+    rows: int  # of tokens
+    columns: int
+    height: int  # pixels
+    width: int
+    digest: bytes  # of its content, and of the tower
+    pixels: bytes
+
+
+def require_images_fit(images: Sequence[DecodedImage], settings: ImageSettings, context: int) -> None:
+    """Raise for images that have more tokens than the context."""
+    if (tokens := sum(count_tokens(image.plan, settings) for image in images)) >= context:
+        remedy = "send fewer or smaller ones, or allow a longer context (max_context)"
+        raise ContextLengthError(f"the images have {tokens} tokens, the context {context}: {remedy}", "messages")
+
+
+def locate_parts(
+    ids: Sequence[int], token: int, images: Sequence[DecodedImage], settings: ImageSettings
+) -> list[ImagePart]:
+    """Return the parts of images at their places in a prompt."""
+    parts = [pair for image in images for pair in zip(image.parts, image.digests, strict=True)]
+    spans = find_spans(ids, token, [settings.tokens(*pixels.shape[:2]) for pixels, _ in parts])
+    pairs = zip(spans, parts, strict=True)
+    return [
+        ImagePart(*span, pixels.shape[0], pixels.shape[1], digest, pixels.tobytes()) for span, (pixels, digest) in pairs
+    ]
 
 
 def expand_prompt(prompt: str, style: PromptStyle, plans: Sequence[PartPlan], settings: ImageSettings) -> str:

@@ -13,6 +13,7 @@ from ..errors import InvalidRequestError
 
 LANCZOS, BILINEAR, BICUBIC = 1, 2, 3  # Pillow's numbers of filters
 MAX_ASPECT_RATIO = 200
+LOW_DETAIL_PIXELS = 512 * 512  # as in OpenAI's API
 MAX_TILED_SIDE = 4096  # of an image that is cut into tiles
 
 
@@ -30,6 +31,12 @@ class ImageSettings(NamedTuple):
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     splits: bool = True  # whether tiles are cut, or the whole image is resized to one
+
+    def with_detail(self, detail: str) -> ImageSettings:
+        """Return the settings for an image of which little detail is wanted ("low"): one small part."""
+        if detail != "low":
+            return self
+        return self._replace(splits=False, max_pixels=max(self.min_pixels, min(self.max_pixels, LOW_DETAIL_PIXELS)))
 
     def tokens(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of tokens of a part."""

@@ -255,7 +255,8 @@ class Routes:
             return [self._model(chat), *(self._adapter(chat, named) for named in chat.loras.listed), *pooling]
 
     def _model(self, chat: Worker) -> dict[str, Any]:
-        return self._entry(chat.names[0], "chat", chat.model.max_context)
+        entry = self._entry(chat.names[0], "chat", chat.model.max_context)
+        return entry | {"architecture": modalities(has_images=chat.takes_images)}
 
     def _adapter(self, chat: Worker, named: NamedLora) -> dict[str, Any]:
         return self._model(chat) | {"id": named.name, "root": named.path, "parent": chat.names[0]}
@@ -274,6 +275,8 @@ class Routes:
             entry = self._pooling_model(service)
         elif isinstance(service, Worker):
             entry = self._model(service)
+        elif facts is not None and member.source.kind == "chat":
+            entry["architecture"] = modalities(has_images=facts.takes_images)
         return entry | {"status": member.status(), "size_bytes": member.size_bytes}
 
     def _entry(self, name: str, kind: str, context_length: int) -> dict[str, Any]:
@@ -401,7 +404,7 @@ def application(worker: Front) -> RequestMiddleware | CORSMiddleware:
     app = starlette(routes, lifespan=lifespan)
     if worker.settings.files_dir is not None:
         worker.batches = BatchService(worker.settings, BatchRunner(worker, app))
-    wrapped = RequestMiddleware(DirectRoutes(app, routes.direct_table()), worker.settings)
+    wrapped = RequestMiddleware(DirectRoutes(app, routes.direct_table()), worker.settings, lambda: worker.takes_images)
     origins = worker.settings.cors_origins
     return (
         wrapped if not origins else CORSMiddleware(wrapped, origins, CORS_METHODS, ("*",), expose_headers=CORS_HEADERS)
@@ -466,6 +469,11 @@ async def _on_error(request: Request, error: Exception) -> Response:
     shown = error if isinstance(error, WorkerError) else InferenceError("internal error of the worker")
     status, headers, body = error_response(request.url.path, shown)
     return Response(body, status, headers)
+
+
+def modalities(*, has_images: bool) -> dict[str, Any]:
+    """Return what a model takes and gives, as llama-server has it."""
+    return {"input_modalities": ["text", "image"] if has_images else ["text"], "output_modalities": ["text"]}
 
 
 @cache

@@ -24,6 +24,7 @@ import msgspec
 from ..config import ComputeOptions, LoadOptions, PoolingOptions
 from ..engine.memory_plan import MemoryPlan, MemoryRow, plan_member, require_room
 from ..errors import InferenceError, ModelFileError, WorkerError
+from ..load import find_vision
 from ..models import read_model_config
 from ..models.pooling_config import is_pooling_model, read_pooling_config
 from ..models.sampling_defaults import read_sampling_defaults
@@ -72,7 +73,7 @@ class PoolOptions:
     dummy_step_s: float | None = None
 
 
-def read_facts(path: Path, kind: str | None = None) -> ModelFacts:
+def read_facts(path: Path, load: LoadOptions, kind: str | None = None) -> ModelFacts:
     """Return what the files of a model say; `kind` is what it is used for, if that is known."""
     checkpoint = open_checkpoint(path)
     config = read_model_config(checkpoint)
@@ -83,7 +84,8 @@ def read_facts(path: Path, kind: str | None = None) -> ModelFacts:
     parameters = sum(tensor.size for tensor in checkpoint.tensors.values())
     modified_at = max(file.stat().st_mtime for file in model_files(path))
     sizes = parameters, checkpoint.nbytes, config.context_length
-    return ModelFacts(str(path), kind, config.family.name, quant_name(checkpoint), *sizes, modified_at)
+    takes_images = kind == "chat" and find_vision(checkpoint, load)[1] is not None
+    return ModelFacts(str(path), kind, config.family.name, quant_name(checkpoint), *sizes, modified_at, takes_images)
 
 
 class FileSource(ModelSource):
@@ -114,7 +116,7 @@ class ChatSource(FileSource):
 
     def plan(self) -> list[MemoryRow]:
         checkpoint, options = open_checkpoint(self.path), self._options
-        load = replace(options.load, model=str(self.path))
+        load = replace(find_vision(checkpoint, options.load)[0], model=str(self.path))
         limits = [limit for limit in (load.max_context, ModelDefaults.read(self.path).context) if limit]
         if limits:
             load = replace(load, max_context=min(*limits, self.facts.context_length))
@@ -190,7 +192,7 @@ class BrokenSource(ModelSource):
 
 def make_source(name: str, path: Path, options: PoolOptions, *names: str, kind: str | None = None) -> ModelSource:
     """Return the source of a model, by its kind; raise if its files cannot be used."""
-    facts = read_facts(path, kind)
+    facts = read_facts(path, options.load, kind)
     return (ChatSource if facts.kind == "chat" else PoolingSource)(name, path, facts, options, *names)
 
 

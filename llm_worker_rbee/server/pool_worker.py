@@ -57,6 +57,10 @@ class PoolWorker(Front):
         self._preloading: asyncio.Task[None] | None = None
         self._is_located = False
 
+    @property
+    def takes_images(self) -> bool:
+        return any(facts.takes_images for member in self.pool.members if (facts := member.source.facts) is not None)
+
     async def start(self) -> None:
         """Locate the models, and load the first; the others are loaded while it serves."""
         try:

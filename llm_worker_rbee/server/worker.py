@@ -31,9 +31,8 @@ from ..errors import (
 from ..generation import Generation, GenerationListener, NamedLora, make_generations, named_loras
 from ..progress import OnStage, Stage
 from ..sampling_params import SamplingParams
-from ..text_model import TextModel
+from ..text_model import EncodedPrompt, TextModel
 from ..token_engine.protocol import LoraUse, ModelInfo, TokenEngine
-from ..tokenizer.chat.parser import ChatParser
 from .admission import Admission, Reservation
 from .batches import BatchService
 from .metrics import LatencyHistograms, batch_metrics, exposition
@@ -46,6 +45,7 @@ from .settings import ServerSettings
 
 State = Literal["loading", "ready", "stopping", "failed"]
 LOADING_RETRY_S = 2
+QUEUED_IMAGE_BODIES = 4  # bodies of the largest size that wait to be parsed
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")  # of a model or an adapter
 logger = logging.getLogger("llm_worker_rbee.server")
 
@@ -121,6 +121,11 @@ class Front(ABC):
     @abstractmethod
     def is_busy(self) -> bool:
         """Whether there is any request."""
+
+    @property
+    @abstractmethod
+    def takes_images(self) -> bool:
+        """Whether a model that is served takes images."""
 
     async def parse(self, parser: str, body: bytes, *, is_stream: bool = False) -> Any:
         """Parse a body with one of `body_parsers`, without the limits of a model."""
@@ -347,7 +352,7 @@ class Worker(Front, GenerationListener):
         if self.state != "loading":  # stopped meanwhile
             return
         self.loras.add_loaded(info)
-        self.encoder = PromptEncoder(self._model, self.offload)
+        self.encoder = PromptEncoder(self._model, self.offload, self.settings)
         self.state = "ready"
         self._publish({"stage": "ready"})
         for service in self.pooling.services:
@@ -359,6 +364,12 @@ class Worker(Front, GenerationListener):
         start = time.perf_counter()
         model = await asyncio.to_thread(self._open_model, info)
         model.open_objects = self.settings.open_objects
+        if info.vision is not None and model.vision is None:
+            await asyncio.to_thread(model.use_images, info.vision)
+        if model.image_decoder is not None:
+            model.image_decoder.max_bytes = self.settings.max_image_bytes
+            model.image_decoder.max_pixels = self.settings.max_image_pixels
+            self.offload.grow(QUEUED_IMAGE_BODIES * self.settings.max_image_body)
         if (phase := "tokenizer") not in info.phases:
             seconds = info.phases[phase] = time.perf_counter() - start
             self._publish_stage(Stage(phase, 0, None, 0.0))
@@ -402,6 +413,10 @@ class Worker(Front, GenerationListener):
     @property
     def is_loaded(self) -> bool:
         return self._model is not None
+
+    @property
+    def takes_images(self) -> bool:
+        return self._model is not None and self._model.vision is not None
 
     @property
     def loaded(self) -> TextModel:
@@ -458,7 +473,7 @@ class Worker(Front, GenerationListener):
 
     def start_generations(
         self,
-        ids: list[int],
+        prompt: EncodedPrompt,
         params: SamplingParams,
         *,
         n: int = 1,
@@ -467,7 +482,6 @@ class Worker(Front, GenerationListener):
         cache_salt: str | None = None,
         is_scored_only: bool = False,
         loras: Sequence[LoraUse] = (),
-        make_parser: Callable[[], ChatParser] | None = None,
     ) -> list[Generation]:
         """Start `n` generations of one prompt, within a reservation; they share one seed."""
         model = self.model
@@ -475,7 +489,7 @@ class Worker(Front, GenerationListener):
             model.tokenizer,
             self.engine.info.engine,
             model.vocab_size,
-            ids,
+            prompt,
             params.resolve(model.sampling_defaults.values),
             n=n,
             priority=priority,
@@ -484,7 +498,6 @@ class Worker(Front, GenerationListener):
             is_scored_only=is_scored_only,
             loras=loras,
             listener=self,
-            make_parser=make_parser,
         )
         for generation in generations:
             generation.submit(self.engine)

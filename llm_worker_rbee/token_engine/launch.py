@@ -39,7 +39,12 @@ def model_info(loaded: LoadedModel, engine: Engine, phases: LoadPhases) -> Model
         facts["notes"].append(f"{loaded.capacity}; kv_memory or a smaller kv_type gives longer contexts")
     loras = [None if pair is None else lora_info(*pair) for pair in loaded.loras]
     return ModelInfo(
-        kv_type=loaded.kv_type, kv_cache_bytes=loaded.capacity.bytes, engine=engine.config, loras=loras, **facts
+        kv_type=loaded.kv_type,
+        kv_cache_bytes=loaded.capacity.bytes,
+        engine=engine.config,
+        loras=loras,
+        vision=loaded.vision,
+        **facts,
     )
 
 

@@ -27,24 +27,13 @@ from ..config import EngineConfig, LoadOptions, PoolingOptions
 from ..engine.kv_store import TierStats
 from ..engine.step_time import StepTimeCoefficients, StepTimes
 from ..errors import InvalidRequestError, RequestCancelledError, WorkerError, copy_error
+from ..images.prompt import ImagePart, VisionInfo
 from ..progress import OnStage, Stage
 from ..sampling_params import FinishReason, SamplingParams, TokenLogprob
 
 MAX_BUFFERED_OUTPUTS = 4096  # of one request
 VERSION = 1  # of the messages; both ends must have the same
 EventKind = Literal["admitted", "prefill", "preempted", "resumed"]
-
-
-class ImagePart(msgspec.Struct, frozen=True, array_like=True):
-    """A part of an image in a prompt: its tokens stand from `start` on, row by row; its pixels are RGB."""
-
-    start: int
-    rows: int  # of tokens
-    columns: int
-    height: int  # pixels
-    width: int
-    digest: bytes  # of its content
-    pixels: bytes
 
 
 class LoraUse(msgspec.Struct, frozen=True, array_like=True):
@@ -349,6 +338,7 @@ class ModelInfo(EngineInfo, frozen=True, tag=True, kw_only=True):
     engine: EngineConfig
     num_replicas: int = 1
     loras: list[LoraInfo | None] = []  # those that it was loaded with, in their order; None: left out
+    vision: VisionInfo | None = None  # None: it takes no images
 
     @property
     def max_context(self) -> int:

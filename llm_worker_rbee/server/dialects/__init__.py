@@ -15,7 +15,17 @@ from ...tokenizer.chat.events import ChatOptions
 from ..batch_store import LINES, LineHead, parse_lines
 from ..bodies import Conversation, GenerateRequest, Messages, PackedIds, num_bytes
 from ..dialect import Dialect, GenerateRoute, Parse
-from ..schema import Boolean, BoundedObject, Field, ParseOptions, Text, TokenIds, decode_object, validate_body
+from ..schema import (
+    Boolean,
+    BoundedObject,
+    Field,
+    ParseOptions,
+    Text,
+    TokenIds,
+    decode_object,
+    require,
+    validate_body,
+)
 from . import (
     anthropic,
     anthropic_batches,
@@ -99,6 +109,7 @@ def parse_apply_template(body: bytes, _: ParseOptions) -> Conversation:
     values = validate_body(decode_object(body), APPLY_TEMPLATE)
     options = ChatOptions(template_kwargs=values["chat_template_kwargs"])
     conversation = Conversation.encode(values["messages"], options)
+    require(not conversation.options.images, "messages", "unsupported", "messages: this route takes no images")
     _require_short(conversation.num_bytes)
     return conversation
 
