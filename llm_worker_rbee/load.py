@@ -40,7 +40,7 @@ from .errors import (
     WorkerError,
     human_bytes,
 )
-from .images.prompt import VisionInfo
+from .images.sizes import VisionInfo
 from .layers.attention import Attention
 from .models import (
     ModelAdapters,

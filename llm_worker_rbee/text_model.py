@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from .errors import ChatTemplateError, InvalidRequestError, ModelFileError, WorkerError
 from .images.decoder import DecodedImage, ImageDecoder
-from .images.prompt import ImagePart, VisionInfo, expand_prompt, locate_parts, require_images_fit
+from .images.prompt import expand_prompt, locate_parts, require_images_fit
+from .images.sizes import ImagePart, VisionInfo
 from .sampling_params import STRUCTURED, SamplingDefaults, StructuredOutputsParams
 from .structured_outputs.chat_grammar import ToolSchemaError, answer_grammar, parameters_schema
 from .structured_outputs.grammar import POSITION
@@ -100,7 +101,7 @@ class TextModel:
         """Raise for an image of a request to a model that takes none."""
         if self.vision is None:
             problem = f"{image.place}: {self._name} takes no images, since no vision tower is loaded"
-            raise InvalidRequestError(f"{problem}; give the file of its projector (mmproj)", "messages")
+            raise InvalidRequestError(f"{problem}: give the file of its projector with --mmproj (in Python: mmproj)", "messages")
 
     @property
     def has_chat_template(self) -> bool:

@@ -7,49 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ChatTemplateError, ContextLengthError
 from .decoder import DecodedImage
-from .sizes import ImageSettings, PartPlan, count_tokens
+from .sizes import ImagePart, ImageSettings, PartPlan, PromptStyle, count_tokens
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 AXES = 3  # time, row, column
-
-
-class PromptStyle(NamedTuple):
-    """What a family writes for an image, in the place of what its chat template writes."""
-
-    placeholder: str  # of the chat template
-    token: str  # for each row of the encoded image
-    before: str = ""  # the tokens of the whole image
-    after: str = ""
-    tile: str = ""  # before the tokens of a tile, which has a row and a column
-    wrapped: str = ""  # what a template writes, where that is more than the placeholder
-
-
-class VisionInfo(NamedTuple):
-    """What a front knows of a tower."""
-
-    family: str
-    settings: ImageSettings
-    style: PromptStyle
-    digest: bytes  # of its weights
-
-
-class ImagePart(msgspec.Struct, frozen=True, array_like=True):
-    """A part of an image in a prompt: its tokens stand from `start` on, row by row; its pixels are RGB."""
-
-    start: int
-    rows: int  # of tokens
-    columns: int
-    height: int  # pixels
-    width: int
-    digest: bytes  # of its content, and of the tower
-    pixels: bytes
 
 
 def require_images_fit(images: Sequence[DecodedImage], settings: ImageSettings, context: int) -> None:

@@ -1,4 +1,5 @@
-"""How a family resizes and cuts images, as data: the parts of an image, each of which a tower encodes by itself.
+"""How a family resizes and cuts images, as data: the parts of an image, each of which a tower encodes by itself; and
+the records of images that pass between processes. No arrays here.
 
 `plan_parts` returns the steps for one size before anything is decoded, so that the number of tokens is known. It agrees
 with the image processors of transformers that use Pillow, rounding included.
@@ -8,6 +9,8 @@ from __future__ import annotations
 
 import math
 from typing import Literal, NamedTuple
+
+import msgspec
 
 from ..errors import InvalidRequestError
 
@@ -42,6 +45,38 @@ class ImageSettings(NamedTuple):
         """Return the rows and columns of tokens of a part."""
         unit = self.patch * self.merge
         return height // unit, width // unit
+
+
+class PromptStyle(NamedTuple):
+    """What a family writes for an image, in the place of what its chat template writes."""
+
+    placeholder: str  # of the chat template
+    token: str  # for each row of the encoded image
+    before: str = ""  # the tokens of the whole image
+    after: str = ""
+    tile: str = ""  # before the tokens of a tile, which has a row and a column
+    wrapped: str = ""  # what a template writes, where that is more than the placeholder
+
+
+class VisionInfo(NamedTuple):
+    """What a front knows of a tower."""
+
+    family: str
+    settings: ImageSettings
+    style: PromptStyle
+    digest: bytes  # of its weights
+
+
+class ImagePart(msgspec.Struct, frozen=True, array_like=True):
+    """A part of an image in a prompt: its tokens stand from `start` on, row by row; its pixels are RGB."""
+
+    start: int
+    rows: int  # of tokens
+    columns: int
+    height: int  # pixels
+    width: int
+    digest: bytes  # of its content, and of the tower
+    pixels: bytes
 
 
 class PartPlan(NamedTuple):

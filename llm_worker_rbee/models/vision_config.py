@@ -15,8 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from ..config import MAX_LAYERS, MAX_WIDTH, Family, ModelConfig, NormSpec, TensorLayout
 from ..errors import ModelFileError, UnsupportedModelError, WorkerError
-from ..images.prompt import PromptStyle
-from ..images.sizes import BICUBIC, BILINEAR, LANCZOS, ImageSettings
+from ..images.sizes import BICUBIC, BILINEAR, LANCZOS, ImageSettings, PromptStyle
 from ..weights import Checkpoint
 from ..weights.vision_names import find_projectors, open_projector
 from .metadata import ENCODER_ACTIVATIONS

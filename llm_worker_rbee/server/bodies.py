@@ -37,7 +37,7 @@ from .settings import model_name
 
 BYTES_PER_TOKEN, IMAGE_TOKENS = 4, 512  # estimates
 DETAILS = ("auto", "low", "high", "original")  # of images: all but "low" are alike
-IMAGE_URL = "^(data:image/|https?://)"
+IMAGE_URL = "^(data:image[/;]|https?://)"
 MAX_INPUTS = 2048  # of a request to a pooling model
 MAX_TOKEN_ID = (1 << 31) - 1
 DIMENSIONS = Field(integer(1, 1 << 20))

@@ -20,7 +20,8 @@ from ..engine.lora import AdapterPool, Uses
 from ..engine.pooling_engine import PoolingEngine
 from ..engine.request import Request, StepOutput
 from ..errors import ContextLengthError, InferenceError, InvalidRequestError, WorkerError, copy_error
-from ..images.prompt import ImagePart, ImageSpan, PromptImages
+from ..images.prompt import ImageSpan, PromptImages
+from ..images.sizes import ImagePart
 from ..models.lora import PackedAdapter
 from ..structured_outputs.constraint import Constraint
 from .protocol import (

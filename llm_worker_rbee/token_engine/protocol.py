@@ -27,7 +27,7 @@ from ..config import EngineConfig, LoadOptions, PoolingOptions
 from ..engine.kv_store import TierStats
 from ..engine.step_time import StepTimeCoefficients, StepTimes
 from ..errors import InvalidRequestError, RequestCancelledError, WorkerError, copy_error
-from ..images.prompt import ImagePart, VisionInfo
+from ..images.sizes import ImagePart, VisionInfo
 from ..progress import OnStage, Stage
 from ..sampling_params import FinishReason, SamplingParams, TokenLogprob
 

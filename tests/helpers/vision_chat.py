@@ -28,7 +28,8 @@ TEMPLATE = (
     "{%% if m.content is string %%}{{ m.content }}{%% else %%}"
     "{%% for part in m.content %%}"
     "{%% if part.type == 'image' %%}%s{%% else %%}{{ part.text }}{%% endif %%}"
-    "{%% endfor %%}{%% endif %%}<|im_end|>\n{%% endfor %%}{%% if add_generation_prompt %%}<|im_start|>assistant\n{%% endif %%}"
+    "{%% endfor %%}{%% endif %%}<|im_end|>\n{%% endfor %%}"
+    "{%% if add_generation_prompt %%}<|im_start|>assistant\n{%% endif %%}"
 )
 # As SmolVLM's: content must be a list of parts.
 PARTS_TEMPLATE = (
@@ -62,7 +63,7 @@ def save_chat_model(name: str, folder: Path, template: str | None = None) -> Pat
     flags = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
     specials = SPECIALS[kind_of(name)] + SHARED
     added = [{"id": FIRST_SPECIAL + i, "content": s, "special": True, **flags} for i, s in enumerate(specials)]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     source = {
         "version": "1.0", "added_tokens": added, "pre_tokenizer": byte_level, "decoder": byte_level,
         "model": {"type": "BPE", "vocab": vocabulary(name), "merges": []},

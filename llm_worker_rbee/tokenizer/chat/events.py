@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from ...errors import InvalidRequestError
 
 ToolChoice = Literal["auto", "none", "required"]  # or a `NamedTool`
-DATA_URL = re.compile(r"data:image/[\w.+-]{1,40}(?:;[\w.=-]{1,80})*;base64,", re.ASCII | re.IGNORECASE)
+DATA_URL = re.compile(r"data:image(?:/[\w.+-]{1,40})?(?:;[\w.=-]{1,80})*;base64,", re.ASCII | re.IGNORECASE)
 IMAGE = "\ufdd1"  # stands for an image in a text: a noncharacter
 
 
@@ -44,7 +44,7 @@ class Image:
         if url[:8].lower().startswith(("http://", "https://")):
             return cls(url=url, place=place, detail=detail or "auto")
         if (head := DATA_URL.match(url)) is None:
-            raise InvalidRequestError(f"{place} must be a URL such as data:image/png;base64,... or https://...", place)
+            raise _image_error(place, "must be a data URL of an image in base64, or a URL of http or https")
         return cls.from_base64(place, url[head.end() :], detail)
 
     @classmethod
@@ -52,10 +52,14 @@ class Image:
         try:
             data = binascii.a2b_base64(text, strict_mode=True)
         except ValueError as error:
-            raise InvalidRequestError(f"{place} is not valid base64: {error}", place) from None
+            raise _image_error(place, f"is not valid base64: {error}") from None
         if not data:
-            raise InvalidRequestError(f"{place} is empty", place)
+            raise _image_error(place, "is empty")
         return cls(data=data, place=place, detail=detail or "auto")
+
+
+def _image_error(place: str, problem: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{place} {problem}", place.partition("[")[0])
 
 
 @dataclass(frozen=True, slots=True)
