@@ -101,7 +101,9 @@ class TextModel:
         """Raise for an image of a request to a model that takes none."""
         if self.vision is None:
             problem = f"{image.place}: {self._name} takes no images, since no vision tower is loaded"
-            raise InvalidRequestError(f"{problem}: give the file of its projector with --mmproj (in Python: mmproj)", "messages")
+            raise InvalidRequestError(
+                f"{problem}: give the file of its projector with --mmproj (in Python: mmproj)", "messages"
+            )
 
     @property
     def has_chat_template(self) -> bool:

@@ -234,16 +234,19 @@ def grammar_size(params: StructuredOutputsParams | None) -> int:
     return sum(map(len, params.choice)) if params.choice is not None else len(getattr(params, params.kind))
 
 
+@dataclass(frozen=True, slots=True)
 class Messages(FieldType):
     """A conversation: known roles, each with text, or parts: text and images. Other keys are left to the template.
 
     The assistant's may have no content, refusals and tool calls.
     """
 
+    part_kinds: tuple[str, ...] = ("text", "image_url")  # but of the assistant's
+
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
         if not isinstance(value, list) or not value:
             return ValidationIssue(name, "type", f"{name} must be a list of at least one message")
-        checks = (_check_message(f"{name}[{i}]", message) for i, message in enumerate(value))
+        checks = (_check_message(f"{name}[{i}]", message, self.part_kinds) for i, message in enumerate(value))
         issue = next((issue for issue in checks if issue is not None), None)
         return None if issue is None else issue._replace(field=name)
 
@@ -253,8 +256,8 @@ class Messages(FieldType):
         roles = [role for role in ROLES if role != "assistant"]
         url: dict[str, Schema] = {"url": {"type": "string", "pattern": IMAGE_URL}, "detail": {"enum": [*DETAILS, None]}}
         image: dict[str, Schema] = {"type": {"const": "image_url"}, "image_url": object_schema(url, "url")}
-        parts: Schema = {"anyOf": [text, object_schema(image, "type", "image_url", is_open=True)]}
-        content: Schema = {"anyOf": [TEXT, array_schema(parts)]}
+        kinds = {"text": text, "image_url": object_schema(image, "type", "image_url", is_open=True)}
+        content: Schema = {"anyOf": [TEXT, array_schema({"anyOf": [kinds[kind] for kind in self.part_kinds]})]}
         custom = object_schema({"name": {**TEXT, "minLength": 1}, "input": TEXT}, "name", "input", is_open=True)
         calls = [
             object_schema({"type": {"not": {"const": "custom"}}}, is_open=True),
@@ -270,7 +273,7 @@ class Messages(FieldType):
         return array_schema({"anyOf": [other, object_schema(answer, "role", is_open=True)]}, 1)
 
 
-def _check_message(name: str, message: Any) -> ValidationIssue | None:
+def _check_message(name: str, message: Any, part_kinds: Sequence[str]) -> ValidationIssue | None:
     if not isinstance(message, dict):
         actual = type_name(message)
         return ValidationIssue(name, "type", f"{name} must be an object with role and content, not {actual}")
@@ -281,22 +284,26 @@ def _check_message(name: str, message: Any) -> ValidationIssue | None:
     is_text = isinstance(content, str) or (content is None and is_answer)
     if not is_text:
         parts: list[Any] = content if isinstance(content, list) else [None]
-        bad = next((i for i, part in enumerate(parts) if not _is_part(part, is_answer)), None)
+        allowed = ("text", "refusal") if is_answer else part_kinds
+        bad = next((i for i, part in enumerate(parts) if not _is_part(part, allowed)), None)
         if bad is not None:
             kind = parts[bad].get("type") if isinstance(parts[bad], dict) else None
-            kinds = "text parts" if is_answer else "parts of the types text and image_url"
-            usual = ValidationIssue(name, "type", f"{name}.content must be text, or a list of {kinds}")
+            usual = ValidationIssue(
+                name, "type", f"{name}.content must be text, or a list of parts of the types {' and '.join(allowed)}"
+            )
             return unsupported_part(f"{name}.content[{bad}].type", kind) or usual
     return _check_answer(name, message) if is_answer else None
 
 
-def _is_part(part: Any, is_answer: bool) -> bool:
+def _is_part(part: Any, kinds: Sequence[str]) -> bool:
     kind = part.get("type", "text") if isinstance(part, dict) else None
-    if kind == "image_url" and not is_answer:
-        source = part.get(kind)
-        is_known = isinstance(source, dict) and source.keys() <= {"url", "detail"}
-        return is_known and isinstance(source.get("url"), str) and source.get("detail") in (*DETAILS, None)
-    return kind in (("text", "refusal") if is_answer else ("text",)) and isinstance(part.get(kind), str)
+    if kind not in kinds:
+        return False
+    if kind != "image_url":
+        return isinstance(part.get(kind), str)
+    source = part.get(kind)
+    is_known = isinstance(source, dict) and source.keys() <= {"url", "detail"}
+    return is_known and isinstance(source.get("url"), str) and source.get("detail") in (*DETAILS, None)
 
 
 def _check_answer(name: str, message: dict[str, Any]) -> ValidationIssue | None:

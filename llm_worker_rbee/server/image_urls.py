@@ -114,6 +114,8 @@ def _get(
                 raise ValueError(f"it has more than {max_bytes} bytes")
         if time.monotonic() >= deadline:  # the watchdog ended it
             raise TimeoutError
+        if not data:
+            raise ValueError("it is empty")
         return None, bytes(data)
     finally:
         watchdog.cancel()

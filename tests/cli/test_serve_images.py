@@ -1,4 +1,4 @@
-"""Images over HTTP: clients that others wrote, transformers' answers, the prefix cache, a killed engine, hostile files."""
+"""Images over HTTP: clients that others wrote, transformers' answers, cached prefixes, killed engines, hostile files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import anthropic
 import httpx
@@ -31,7 +31,7 @@ from llm_worker_rbee.models.convert.mmproj import convert_projector
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.vision_names import open_projector
 from tests.helpers import vision_chat
-from tests.helpers.serve_process import ServeProcess, until
+from tests.helpers.serve_process import ServeProcess
 
 NAME, TOKENS = "qwen3_vl", 6
 PICTURES = [vision_chat.picture_file(1), vision_chat.picture_file(2, 60, 90)]
@@ -257,6 +257,7 @@ def test_pool_of_models_takes_images(tmp_path: Path, folder: Path, expected: tup
 
 def bomb(side: int) -> bytes:
     """Return a small PNG whose header says that it has side x side pixels, and whose data has many of them."""
+
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
@@ -342,7 +343,7 @@ def test_mutated_images_harm_nobody(running: ServeProcess) -> None:
 class Pictures(BaseHTTPRequestHandler):
     """A server that a request must not reach."""
 
-    asked: list[str] = []
+    asked: ClassVar[list[str]] = []
 
     def do_GET(self) -> None:
         self.asked.append(self.path)
@@ -357,7 +358,16 @@ def test_private_addresses_are_not_asked(serve: Serve) -> None:
     server = HTTPServer(("127.0.0.1", 0), Pictures)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     port = server.server_address[1]
-    hosts = ["localhost", "127.0.0.1", "0.0.0.0", "2130706433", "0x7f.1", "[::1]", "[::ffff:127.0.0.1]", "169.254.169.254"]
+    hosts = [
+        "localhost",
+        "127.0.0.1",
+        "0.0.0.0",
+        "2130706433",
+        "0x7f.1",
+        "[::1]",
+        "[::ffff:127.0.0.1]",
+        "169.254.169.254",
+    ]
     try:
         process = serve(*(part for host in ("localhost", "127.0.0.1", "*.example.com") for part in
                           ("--allow-image-urls", host)))  # fmt: skip

@@ -148,6 +148,13 @@ IMAGE_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp", "image/bmp"
 PARALLEL = {"disable_parallel_tool_use": Field(Boolean(), False)}
 
 
+def image_fields(is_open: bool) -> dict[str, Field]:
+    """Return the fields of an image."""
+    base64 = {"media_type": Field(Enum(IMAGE_TYPES), required=True), "data": Field(Text(1), required=True)}
+    sources = {"base64": base64, "url": {"url": Field(Text(1), required=True)}}
+    return {"source": Field(Tagged("type", sources, is_open), required=True), **CACHE_CONTROL}
+
+
 @cache
 def message_fields(is_open: bool) -> dict[str, Field]:
     """Return the fields of both routes; where they are open, nested objects may have unknown fields."""
@@ -162,9 +169,7 @@ def message_fields(is_open: bool) -> dict[str, Field]:
         "caller": Field(AnyObject()),
         **CACHE_CONTROL,
     }
-    base64 = {"media_type": Field(Enum(IMAGE_TYPES), required=True), "data": Field(Text(1), required=True)}
-    sources = {"base64": base64, "url": {"url": Field(Text(1), required=True)}}
-    image = {"source": Field(Tagged("type", sources, is_open), required=True), **CACHE_CONTROL}
+    image = image_fields(is_open)
     result = {
         "tool_use_id": Field(Text(), required=True),
         "content": Field(blocks(image=image).type, ""),

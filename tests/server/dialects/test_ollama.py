@@ -85,7 +85,11 @@ def test_options_without_effect_are_listed(server: Server) -> None:
         (CHATS, {"messages": ["x"]}, "messages[0] must be an object"),
         (CHATS, {"messages": [{"role": "king"}]}, "messages[0].role must be one of"),
         (CHATS, {"messages": [*CHAT, {"role": "user", "content": []}]}, "messages[1].content must be a string"),
-        (CHATS, {"messages": [{"role": "user", "images": ["aGk="]}]}, "messages[0].images[0]: tiny.gguf takes no images"),
+        (
+            CHATS,
+            {"messages": [{"role": "user", "images": ["aGk="]}]},
+            "messages[0].images[0]: tiny.gguf takes no images",
+        ),
         (CHATS, {"messages": [{"role": "user", "name": "x"}]}, "unknown field 'messages[0].name'"),
         (
             CHATS,
