@@ -530,6 +530,9 @@ class LoadOptions(ComputeOptions, SchedulingOptions):
     max_loras: int | None = None  # adapters in the model at the same time; None: those that are named
     max_cpu_loras: int | None = None  # adapters that may be loaded; None: as many
     max_lora_rank: int | None = None  # of an adapter; None: 16, or that of the largest named one
+    mmproj: str | None = None  # the projector, whose tower sees images; None: the one beside the model, "none": none
+    max_image_tokens: int = 4096  # of an image that has a size of its own: a larger one is made smaller
+    tower_memory: int = 0  # bytes that the tower takes
 
     def __post_init__(self) -> None:
         for name, maximum in (("max_batch", MAX_BATCH), ("max_step_tokens", None)):
@@ -540,6 +543,7 @@ class LoadOptions(ComputeOptions, SchedulingOptions):
             if getattr(self, name) and not self.prefix_cache:
                 raise InvalidRequestError(f"{name} keeps the blocks of the prefix cache: leave that on", name)
         _require_whole("kv_disk", self.kv_disk, None)
+        _require_whole("max_image_tokens", self.max_image_tokens, None)
         bounds = ("max_loras", 0, MAX_LORAS), ("max_cpu_loras", 1, MAX_LORAS), ("max_lora_rank", 1, MAX_LORA_RANK)
         for name, least, most in bounds:
             value = getattr(self, name)

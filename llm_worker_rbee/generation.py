@@ -21,6 +21,7 @@ from .engine.request import NO_TOKEN, resolve_max_tokens
 from .engine.sampler import draw_seed
 from .errors import InvalidRequestError
 from .sampling_params import FinishReason, SamplingParams, TokenLogprob
+from .text_model import EncodedPrompt
 from .token_engine.protocol import (
     LoraInfo,
     ModelInfo,
@@ -303,7 +304,7 @@ def make_generations(
     tokenizer: Tokenizer,
     config: EngineConfig,
     vocab_size: int,
-    prompt: list[int],
+    prompt: EncodedPrompt,
     params: SamplingParams,
     *,
     n: int = 1,
@@ -313,14 +314,13 @@ def make_generations(
     is_scored_only: bool = False,
     loras: Sequence[LoraUse] = (),
     listener: GenerationListener | None = None,
-    make_parser: Callable[[], ChatParser] | None = None,
 ) -> list[Generation]:
     """Return `n` generations of one prompt; they share the seed, which is drawn where `params` has none.
 
     Raise if the prompt and max_tokens do not fit. With `is_scored_only` the prompt's log-probabilities are all that
     is wanted: the engine still samples one token, which the caller discards.
     """
-    max_tokens = resolve_max_tokens(len(prompt), 0 if is_scored_only else params.max_tokens, config)
+    max_tokens = resolve_max_tokens(len(prompt.ids), 0 if is_scored_only else params.max_tokens, config)
     if (token := max(params.logit_bias, default=0)) >= vocab_size:
         raise InvalidRequestError(f"logit_bias names token {token}, past the vocabulary of {vocab_size}", "logit_bias")
     seed = draw_seed() if params.seed is None else params.seed
@@ -328,7 +328,8 @@ def make_generations(
     submissions = [
         Submit(
             id=next(request_ids),
-            prompt=prompt,
+            prompt=prompt.ids,
+            images=list(prompt.images),
             params=params,
             max_tokens=max_tokens,
             seed=seed,
@@ -341,6 +342,7 @@ def make_generations(
         )
         for i in range(n)
     ]
+    make_parser = prompt.make_parser
     return [
         Generation(RequestState(submitted), tokenizer, listener, None if make_parser is None else make_parser())
         for submitted in submissions

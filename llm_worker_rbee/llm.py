@@ -29,12 +29,11 @@ from .generation import Chunk, Completion, Generation, Timings, check_lora_scale
 from .load import LoadPhases, load, make_engine
 from .progress import OnStage, request_progress
 from .sampling_params import MAX_COMPLETIONS, SamplingParams, StructuredOutputsParams, TokenLogprob
-from .text_model import TextModel, open_tokenizer
+from .text_model import EncodedPrompt, TextModel, open_tokenizer
 from .token_engine.engine_loop import EngineLoop
 from .token_engine.launch import model_info
 from .token_engine.protocol import RequestState, StepResult, TokenOutput
 from .tokenizer.chat.events import ChatOptions, EventFold, Tool, ToolCall, thinking_variables
-from .tokenizer.chat.parser import ChatParser
 from .tokenizer.chat.template import Message
 from .weights.hub import Progress
 
@@ -112,6 +111,8 @@ class LLM(TextModel):
         name, sizes = self.checkpoint.path.name, (self.config.vocab_size, self.capacity.max_context)
         super().__init__(loaded.tokenizer, name, *sizes, loaded.sampling_defaults, chat_template)
         self.open_objects = open_objects
+        if self.info.vision is not None:
+            self.use_images(self.info.vision)
         self.loras = named_loras(model.loras, self.info)
         self.default_lora: Mapping[str, float] = {}  # of requests without the option `lora`
         self._sync_engine = SyncEngine(self.engine)
@@ -158,7 +159,7 @@ class LLM(TextModel):
         merged = _merge_params(params, guided)
         prompt = self.prepare_chat(messages, chat, merged.structured_outputs)
         merged = merged.with_structured_outputs(prompt.structured_outputs)
-        return self.streams(prompt.ids, merged, make_parser=prompt.make_parser, **options)[0]
+        return self.streams(prompt, merged, **options)[0]
 
     @overload
     def generate(
@@ -215,11 +216,10 @@ class LLM(TextModel):
 
     def streams(
         self,
-        prompt: Prompt,
+        prompt: Prompt | EncodedPrompt,
         params: SamplingParams | None = None,
         n: int | None = None,
         *,
-        make_parser: Callable[[], ChatParser] | None = None,
         lora: str | Mapping[str, float] | None = None,
         **options: Any,
     ) -> list[Stream]:
@@ -230,17 +230,17 @@ class LLM(TextModel):
         params = _merge_params(params, options).resolve(self.sampling_defaults.values)
         params = params.with_structured_outputs(self.check_grammar(params.structured_outputs))
         uses = self._lora_uses(lora)
-        ids = self.tokenize(prompt) if isinstance(prompt, str) else self._check_ids(prompt)
+        if not isinstance(prompt, EncodedPrompt):
+            prompt = EncodedPrompt(self.tokenize(prompt) if isinstance(prompt, str) else self._check_ids(prompt))
         generations = make_generations(
             self.tokenizer,
             self.engine.config,
             self.config.vocab_size,
-            ids,
+            prompt,
             params,
             n=n or 1,
             priority=priority,
             timeout_s=timeout,
-            make_parser=make_parser,
             loras=uses,
         )
         return [Stream(self._sync_engine, generation) for generation in generations]

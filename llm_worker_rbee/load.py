@@ -41,10 +41,11 @@ from .models import (
     load_model_with_head,
     read_model_config,
     require_decoder,
+    require_head,
 )
 from .models.convert import quantize_checkpoint
-from .models.mtp import require_head
 from .models.sampling_defaults import read_sampling_defaults
+from .models.vision import Projector, VisionTower, find_projector, load_vision_tower
 from .progress import OnStage, Stage
 from .sampling_params import SamplingDefaults
 from .structured_outputs.grammar import GrammarCompiler
@@ -116,8 +117,10 @@ class LoadedModel:
     notes: list[str]  # on the choice of device and on ignored metadata, for people
     draft_model: Transformer | None
     mtp_head: MtpHead | None
-    file_facts: list[list[int]]  # of the model's files when they were opened; empty where nothing is kept on disk
+    files: list[Path]  # of the model and its projector
+    file_facts: list[list[int]]  # of these when they were opened; empty where nothing is kept on disk
     loras: list[PackedAdapter]  # in the order of the options
+    tower: VisionTower | None  # None: it takes no images
 
 
 @machine.without_collection()
@@ -139,8 +142,10 @@ def load(
         path = _locate(options.model, phases)
         draft_path = None if options.draft_model is None else _locate(options.draft_model, phases)
     with phases.timed("open"):
-        facts = [] if options.kv_dir is None else file_facts(model_files(path))
         checkpoint = _open_checkpoint(path, options)
+        options, projector, image_notes = find_projector(checkpoint, options)
+        files = _files(path, projector)
+        facts = [] if options.kv_dir is None else file_facts(files)
         draft = None if draft_path is None else open_checkpoint(draft_path)
         for opened in filter(None, (checkpoint, draft)):
             require_decoder(opened)
@@ -156,7 +161,8 @@ def load(
             if draft is not None:
                 _check_same_vocabulary(tokenizer, open_tokenizer(draft))
     sampling_defaults = read_sampling_defaults(checkpoint)
-    model, head = _load_weights(checkpoint, placed, options.quantize, phases, with_head=options.has_mtp)
+    tower = None if projector is None else _load_tower(projector, placed.backend, phases)
+    model, head = _load_weights(checkpoint, placed, options, phases, tower)
     model, packed = _add_adapters(model, checkpoint, options, adapter_paths, phases)
     is_inexact = placed.kv_type == "int8" and model.config.family.attention.qkv_bias
     kv_notes = ["the model's keys have biases, which kv_type int8 rounds coarsely: float16 is more exact"] * is_inexact
@@ -170,11 +176,13 @@ def load(
         capacity=placed.capacity,
         limits=placed.limits,
         sampling_defaults=sampling_defaults,
-        notes=[*placed.notes, *kv_notes, *sampling_defaults.warnings],
+        notes=[*placed.notes, *image_notes, *kv_notes, *sampling_defaults.warnings],
         draft_model=None if draft is None else _load_weights(draft, placed, None, phases)[0],
         mtp_head=head,
+        files=files,
         file_facts=facts,
         loras=packed,
+        tower=tower,
     )
 
 
@@ -183,6 +191,17 @@ def _plan_adapters(options: LoadOptions, phases: LoadPhases) -> tuple[LoadOption
     paths = [locate_adapter(spec.path, progress=phases.progress) for spec in options.loras]
     rank = options.max_lora_rank or max([DEFAULT_LORA_RANK, *(read_adapter(path).rank for path in paths)])
     return replace(options, max_lora_rank=rank, max_loras=options.lora_slots), paths
+
+
+def _load_tower(projector: Projector, backend: Backend, phases: LoadPhases) -> VisionTower:
+    with phases.timed("vision tower", projector.checkpoint.nbytes):
+        return load_vision_tower(projector.checkpoint, backend, config=projector.config)
+
+
+def _files(path: Path, projector: Projector | None) -> list[Path]:
+    """Return the files of a model, and of a projector beside them."""
+    own = model_files(path)
+    return own if projector is None else list(dict.fromkeys([*own, *model_files(projector.checkpoint.path)]))
 
 
 def _add_adapters(
@@ -222,6 +241,8 @@ def make_engine(loaded: LoadedModel, options: LoadOptions) -> Engine:
     if loaded.draft_model is not None:
         drafter = DraftModel(loaded.draft_model, config, loaded.config.vocab_size, loaded.kv_type)
     engine = Engine(loaded.model, config, loaded.kv_type, drafter)
+    if loaded.tower is not None:
+        engine.use_tower(loaded.tower)
     for packed in loaded.loras[: options.lora_slots]:
         assert engine.adapters is not None
         engine.adapters.add(packed)
@@ -290,7 +311,7 @@ def _open_store(loaded: LoadedModel, engine: Engine, options: LoadOptions) -> Bl
         return None
     folder, cache = open_folder(options.kv_dir), engine.cache
     try:
-        digest = model_digest(folder, model_files(loaded.checkpoint.path), loaded.file_facts)
+        digest = model_digest(folder, loaded.files, loaded.file_facts)
     except BaseException:
         os.close(folder)
         raise
@@ -334,9 +355,14 @@ def _open_checkpoint(path: Path, options: LoadOptions) -> Checkpoint:
 
 
 def _load_weights(
-    checkpoint: Checkpoint, placed: Placement, quantize: str | None, phases: LoadPhases, *, with_head: bool = False
+    checkpoint: Checkpoint,
+    placed: Placement,
+    options: LoadOptions | None,
+    phases: LoadPhases,
+    tower: VisionTower | None = None,
 ) -> tuple[Transformer, MtpHead | None]:
-    config = read_model_config(checkpoint)
+    """Load a model; options None: one that drafts."""
+    config, quantize = read_model_config(checkpoint), None if options is None else options.quantize
     if quantize is not None:
         with phases.timed("quantize"):
             checkpoint = quantize_checkpoint(checkpoint, quantize, progress=phases.progress)
@@ -344,7 +370,10 @@ def _load_weights(
         placed.backend.load_kernels(checkpoint, config, placed.kv_type, phases.progress)
     with phases.timed("weights", checkpoint.nbytes):
         source = checkpoint, placed.backend, config, placed.capacity.max_context, phases.advance
-        return load_model_with_head(*source) if with_head else (load_model(*source), None)
+        if options is not None and options.has_mtp:
+            return load_model_with_head(*source)
+        image_parts = 0 if tower is None else tower.row_width // config.d_model
+        return load_model(*source, image_parts=image_parts), None
 
 
 def _check_same_vocabulary(tokenizer: Tokenizer, draft: Tokenizer) -> None:

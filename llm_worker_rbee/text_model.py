@@ -11,17 +11,20 @@ from functools import cached_property, partial
 from threading import Thread
 from typing import Any, NamedTuple
 
-from .errors import ChatTemplateError, InvalidRequestError, WorkerError
+from .errors import ChatTemplateError, InvalidRequestError, ModelFileError, WorkerError
+from .images.decoder import DecodedImage, ImageDecoder
+from .images.prompt import expand_prompt, locate_parts, require_images_fit
+from .images.sizes import ImagePart, VisionInfo
 from .sampling_params import STRUCTURED, SamplingDefaults, StructuredOutputsParams
 from .structured_outputs.chat_grammar import ToolSchemaError, answer_grammar, parameters_schema
 from .structured_outputs.grammar import POSITION
 from .structured_outputs.grammar_check import GrammarChecker
 from .tokenizer import ChatTemplate, Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
 from .tokenizer.chat.detection import detect_chat_format
-from .tokenizer.chat.events import ChatOptions
+from .tokenizer.chat.events import IMAGE, ChatOptions, Image
 from .tokenizer.chat.format import ChatFormat
 from .tokenizer.chat.parser import ChatParser
-from .tokenizer.chat.template import Message, validate_messages
+from .tokenizer.chat.template import Message, read_messages, validate_messages
 from .weights import Checkpoint
 
 logger = logging.getLogger("llm_worker_rbee.server")
@@ -37,6 +40,7 @@ class EncodedPrompt(NamedTuple):
     ids: list[int]
     make_parser: Callable[[], ChatParser] | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    images: Sequence[ImagePart] = ()
 
 
 class TextModel:
@@ -59,6 +63,8 @@ class TextModel:
         self.open_objects = False  # whether objects may have properties that their schemas do not name
         self.system: str | None = None  # of conversations without a system message
         self.first_messages: list[Message] = []  # before those of a conversation
+        self.vision: VisionInfo | None = None  # None: it takes no images
+        self.image_decoder: ImageDecoder | None = None
         self._name = name
         self._chat_format = ChatFormat()
         self._template_source = tokenizer.chat_template if chat_template is None else chat_template
@@ -69,6 +75,35 @@ class TextModel:
         template: ChatTemplate | None = self.__dict__.get("chat_template")
         if template is not None:
             template.close()
+        if self.image_decoder is not None:
+            self.image_decoder.close()
+
+    def use_images(self, vision: VisionInfo) -> None:
+        """Take images in chats."""
+        token = vision.style.token
+        if token not in self.tokenizer.verbatim_ids:
+            problem = f"the projector ({vision.family}) needs the token {token!r}, which {self._name} does not have"
+            raise ModelFileError(f"{problem}: they do not belong together (mmproj)")
+        self.vision, self.image_decoder = vision, ImageDecoder(vision.settings, key=vision.digest)
+        if "chat_template" in self.__dict__:
+            self._adapt_to_images(self.chat_template)
+
+    def decode_image(self, image: Image) -> DecodedImage:
+        """Return the pixels of an image; an error has its place in the request."""
+        self.require_vision(image)
+        assert self.image_decoder is not None
+        try:
+            return self.image_decoder.decode(image.data, image.detail)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"{image.place}: {error}", "messages") from None
+
+    def require_vision(self, image: Image) -> None:
+        """Raise for an image of a request to a model that takes none."""
+        if self.vision is None:
+            problem = f"{image.place}: {self._name} takes no images, since no vision tower is loaded"
+            raise InvalidRequestError(
+                f"{problem}: give the file of its projector with --mmproj (in Python: mmproj)", "messages"
+            )
 
     @property
     def has_chat_template(self) -> bool:
@@ -84,7 +119,22 @@ class TextModel:
         template = ChatTemplate(self._template_source, bos_token=bos, eos_token=eos)
         self._chat_format = detect_chat_format(template, tok)
         template.rules = self._chat_format.adaptation()
+        if self.vision is not None:
+            self._adapt_to_images(template)
         return template
+
+    def _adapt_to_images(self, template: ChatTemplate) -> None:
+        """Let the template write images, if it takes them as parts of a message; and keep their names out of texts."""
+        assert self.vision is not None
+        style, rules, template.rules, shown = self.vision.style, self._chat_format.adaptation(), None, ""
+        parts = [{"type": "image"}, {"type": "text", "text": "Hello!"}]
+        try:
+            shown = template.render([{"role": "user", "content": parts}])
+        except WorkerError as error:
+            logger.info("the chat template does not take images, which go before it as text: %s", error)
+        writes = shown.count(style.placeholder) == 1 and "Hello!" in shown
+        markers = [*rules["markers"], style.placeholder, style.token]
+        template.rules = {**rules, "parts": rules["parts"] or ("images" if writes else ""), "markers": markers}
 
     @cached_property
     def grammar_checker(self) -> GrammarChecker:
@@ -158,10 +208,14 @@ class TextModel:
         return json.dumps([*system, *self.first_messages, *own]).encode()
 
     def encode_chat(
-        self, prompt: str, options: ChatOptions, structured_outputs: StructuredOutputsParams | None
+        self,
+        prompt: str,
+        options: ChatOptions,
+        structured_outputs: StructuredOutputsParams | None,
+        images: Sequence[DecodedImage] = (),
     ) -> EncodedPrompt:
-        """Encode a rendered chat prompt; return its ids, a parser factory and the answer's grammar."""
-        ids = self.tokenizer.encode(prompt, parse_special=True, protected=True)
+        """Encode a rendered chat prompt and its images; return ids, a parser factory and the answer's grammar."""
+        ids, parts = self._encode_images(prompt, images)
         tail, shape = prompt[-TAIL_CHARS:], self.chat_format
         guided = structured_outputs
         is_free = guided is None and not options.tools and options.thinking_budget is None
@@ -173,7 +227,7 @@ class TextModel:
             guided = None if grammar is None else StructuredOutputsParams(grammar=grammar)
         has_calls = bool(options.tools) and options.tool_choice != "none"
         if not (has_calls or shape.has_reasoning):
-            return EncodedPrompt(ids, None, guided)
+            return EncodedPrompt(ids, None, guided, parts)
         parser = partial(
             ChatParser,
             shape,
@@ -182,7 +236,19 @@ class TextModel:
             parse_tools=has_calls,
             parse_json_calls=structured_outputs is None,
         )
-        return EncodedPrompt(ids, parser, guided)
+        return EncodedPrompt(ids, parser, guided, parts)
+
+    def _encode_images(self, prompt: str, images: Sequence[DecodedImage]) -> tuple[list[int], Sequence[ImagePart]]:
+        """Return the ids of a prompt, and its images with their places."""
+        if (vision := self.vision) is not None:
+            style, settings = vision.style, vision.settings
+            require_images_fit(images, settings, self.max_context)
+            prompt = prompt.replace(IMAGE, style.wrapped or style.placeholder)
+            prompt = expand_prompt(prompt, style, [image.plan for image in images], settings)
+        ids = self.tokenizer.encode(prompt, parse_special=True, protected=True)
+        if vision is None:
+            return ids, ()
+        return ids, locate_parts(ids, self.tokenizer.verbatim_ids[style.token], images, settings)
 
     def prepare_chat(
         self,
@@ -191,13 +257,15 @@ class TextModel:
         structured_outputs: StructuredOutputsParams | None = None,
     ) -> EncodedPrompt:
         """Encode messages; return the prompt's ids, a parser factory and the answer's grammar."""
+        plain, images = read_messages(messages)
         try:
-            encoded = json.dumps(validate_messages(messages)).encode()
+            encoded = json.dumps(plain).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise ChatTemplateError(f"the messages are not plain JSON: {str(error)[:200]}", "messages") from None
         options = options or ChatOptions()
         guided = self.check_grammar(structured_outputs)
-        prompt = self.encode_chat(self.render_chat(encoded, options), options, guided)
+        decoded = list(map(self.decode_image, images))
+        prompt = self.encode_chat(self.render_chat(encoded, options), options, guided, decoded)
         if prompt.structured_outputs is None or prompt.structured_outputs is guided:
             return prompt
         return prompt._replace(structured_outputs=self.check_answer_grammar(options, guided, prompt.structured_outputs))

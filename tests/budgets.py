@@ -93,6 +93,16 @@ TOWERS_LINES = {
     "llm_worker_rbee/models": 228,
     "llm_worker_rbee/weights": 25,
 }
+IMAGES = "images in requests: options, messages, APIs, URLs"
+IMAGE_LINES = {
+    "llm_worker_rbee": 108,
+    "llm_worker_rbee/cli": 55,
+    "llm_worker_rbee/engine": 7,
+    "llm_worker_rbee/images": 57,
+    "llm_worker_rbee/models": 111,
+    "llm_worker_rbee/server": 305,
+    "llm_worker_rbee/tokenizer": 110,
+}
 LOG: tuple[Raise, ...] = (
     Raise(38, "lines of llm_worker_rbee/engine", 246, "memory planning moved from load.py and select.py; drafters"),
     *(Raise(38, f"lines of {folder}", lines, FORMATTED) for folder, lines in FORMATTED_LINES.items()),
@@ -249,6 +259,10 @@ LOG: tuple[Raise, ...] = (
     Raise(46, "lines of llm_worker_bench", 13, "steps of as many requests as the token budget begin at once"),
     *(Raise(45, f"lines of {folder}", lines, TOWERS) for folder, lines in TOWERS_LINES.items()),
     Raise(45, "lines of the worker", 483, TOWERS),
+    *(Raise(45, f"lines of {folder}", lines, IMAGES) for folder, lines in IMAGE_LINES.items()),
+    Raise(45, "files of llm_worker_rbee/server", 1, "image_urls.py: images of URLs, from hosts that are allowed"),
+    Raise(45, "lines of the worker", 748, IMAGES),
+    Raise(45, "files of the worker", 1, "image_urls.py"),
 )
 
 FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the folders that have a row of their own

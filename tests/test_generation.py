@@ -14,6 +14,7 @@ from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.errors import ContextLengthError, DeadlineError, InvalidRequestError
 from llm_worker_rbee.generation import Generation, GenerationListener, TextDelta, Timings, make_generations
 from llm_worker_rbee.sampling_params import FinishReason, TokenLogprob
+from llm_worker_rbee.text_model import EncodedPrompt
 from llm_worker_rbee.token_engine.protocol import RequestState, TokenOutput
 
 CONFIG = EngineConfig(max_context=64, n_blocks=4)
@@ -27,9 +28,14 @@ def make(tiny_llm: LLM) -> Make:
     def generations(prompt: str = "Hello", **options: Any) -> list[Generation]:
         names = ("n", "priority", "timeout_s", "is_scored_only", "listener")
         own = {name: options.pop(name) for name in names if name in options}
-        ids = list(prompt.encode())
+        encoded = EncodedPrompt(list(prompt.encode()))
         return make_generations(
-            tiny_llm.tokenizer, CONFIG, tiny_llm.config.vocab_size, ids, SamplingParams(**options).resolve(), **own
+            tiny_llm.tokenizer,
+            CONFIG,
+            tiny_llm.config.vocab_size,
+            encoded,
+            SamplingParams(**options).resolve(),
+            **own,
         )
 
     return generations

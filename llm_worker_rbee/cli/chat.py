@@ -20,7 +20,7 @@ from ..llm import LLM, Stream
 from ..progress import supports_ansi
 from ..sampling_params import SamplingParams
 from ..text_model import EncodedPrompt
-from ..tokenizer.chat.template import start_ahead
+from ..tokenizer.chat.template import read_image, start_ahead
 from ..weights.hub import cache_dir
 from .commands import ChatCommand
 from .loading import load_model, start_stream
@@ -29,6 +29,7 @@ from .session import NAME, SavedChat, SavedMessage, Session, open_session, sessi
 from .terminal import Status, argument_text, columns, decode, note, one_line, stdin_lines, style, visible
 
 HELP = """\
+/image FILE     show a picture with the next message
 /reset          forget the conversation, keep the system message
 /system TEXT    set the system message; alone, show it
 /save FILE      write the conversation: Markdown to a .md file, JSON to any other
@@ -146,11 +147,18 @@ class Conversation:
         self.session = session
         saved = SavedChat("", 0, []) if session is None else session.saved
         self.messages: list[SavedMessage] = list(saved.messages)
+        self.images: list[str] = []  # of the next message
         self.num_tokens, self.system = saved.tokens, system
         if self.messages and self.messages[0]["role"] == "system":
             first = self.messages.pop(0)["content"]
             self.system = first if system is None else system
-        self.commands = {"/reset": self.reset, "/system": self.set_system, "/save": self.save, "/help": self.help}
+        self.commands = {
+            "/image": self.add_image,
+            "/reset": self.reset,
+            "/system": self.set_system,
+            "/save": self.save,
+            "/help": self.help,
+        }
 
     def handle_line(self, line: str) -> bool:
         """Run a command or answer a message; return False where the line ends the conversation."""
@@ -173,8 +181,13 @@ class Conversation:
     def prompt(self, *follow_ups: str) -> EncodedPrompt:
         """Return the prompt of the conversation with one more message of the user (or an example of one)."""
         texts = follow_ups or ("Hello",)
-        messages = [*self.all_messages(), *({"role": "user", "content": text} for text in texts)]
+        messages = [*self.all_messages(), *map(self.message, texts)]
         return self.llm.prepare_chat(messages)
+
+    def message(self, text: str) -> SavedMessage:
+        """Return a message of the user, with the pictures that wait for it."""
+        plain: SavedMessage = {"role": "user", "content": text}
+        return {**plain, "images": self.images} if self.images else plain
 
     def answer(self, text: str) -> None:
         """Run one turn. A message that cannot be answered is not kept; an answer that was stopped is."""
@@ -189,7 +202,8 @@ class Conversation:
         reply: SavedMessage = {"role": "assistant", "content": answer}
         if done.reasoning:
             reply["reasoning_content"] = done.reasoning
-        self.messages += [{"role": "user", "content": text}, reply]
+        self.messages += [self.message(text), reply]
+        self.images = []
         self.num_tokens = len(done.prompt_tokens) + len(done.tokens)
         self.save_session()
         self.print_figures(done, stopped, draft_stats(self.llm, before))
@@ -248,9 +262,18 @@ class Conversation:
 
     def reset(self, rest: str) -> None:
         self.messages.clear()
-        self.num_tokens = 0
+        self.num_tokens, self.images = 0, []
         self.save_session()
         note("(the conversation starts over)")
+
+    def add_image(self, rest: str) -> None:
+        if not rest:
+            note("(/image needs a file name: /image photo.jpg)")
+            return
+        path = str(Path(rest).expanduser().absolute())
+        self.llm.decode_image(read_image(path, rest))  # fails now for a file that cannot be used
+        self.images.append(path)
+        note("(the picture goes with the next message)")
 
     def set_system(self, rest: str) -> None:
         if rest:

@@ -57,6 +57,7 @@ class PromptFlags:
         '{"prompt" or "messages", "max_tokens", "priority", ...}; - is standard input.',
     )
     system: str | None = _prompt(None, "TEXT", "A system message before the prompt.", "-s")
+    image: list[Path] | None = _prompt(None, "FILE", "A picture before the prompt. Repeatable.")
     raw: bool = _prompt(False, None, "Use no chat template: continue the text of the prompt.")
     special: bool = _prompt(False, None, "With --raw: parse the names of special tokens in the prompt.")
 
@@ -104,6 +105,7 @@ class RunCommand:
       git diff | llm-worker-rbee run -m model.gguf -n 100
       llm-worker-rbee run --raw "Once upon a time" -t 0.8 --seed 7 --choices 3
       llm-worker-rbee run "Say yes or no." -t 0 --json --logprobs 5
+      llm-worker-rbee run "What is this?" -m model.gguf --image photo.jpg
       llm-worker-rbee run "Hello" -m folder --quantize Q4_K_M --threads 4
       llm-worker-rbee run --prompts questions.txt --json > answers.jsonl
       llm-worker-rbee run "Invent a person." --json-schema person.json -q | jq
@@ -125,7 +127,7 @@ class ChatCommand:
     Ctrl-C stops an answer, Ctrl-D ends the conversation. A backslash at the end of a line continues the message. In a
     pipe, each line is one turn.
 
-    Commands: /reset, /system TEXT, /save FILE, /help, /exit.
+    Commands: /image FILE, /reset, /system TEXT, /save FILE, /help, /exit.
 
     With --session the conversation is saved under a name after each turn, and continued from there the next time. On a
     CPU its keys and values are kept too, in --kv-dir or the user's cache, so that it goes on at once.
@@ -166,6 +168,9 @@ class WireFlags:
     allowed_host: list[str] | None = _wire(
         None, "NAME", "Without a key: accept this name in the Host header, beside localhost; * accepts any. Repeatable."
     )
+    allow_image_urls: list[str] | None = _wire(
+        None, "HOST", "Fetch images from this host (or *.domain) when a request has their URL. Repeatable."
+    )
     ssl_certfile: Path | None = _wire(None, "FILE", "Certificate (PEM): serve HTTPS.")
     ssl_keyfile: Path | None = _wire(None, "FILE", "Private key of the certificate (PEM), if not in the same file.")
 
@@ -185,6 +190,10 @@ class LimitFlags:
         show_default="64 steps, at least 262144",
     )
     max_body: int = _limit(DEFAULTS["max_body"], "BYTES", "Maximum size of a request body.", min=1)
+    max_image_body: int = _limit(DEFAULTS["max_image_body"], "BYTES", "The same for a model that takes images.", min=1)
+    max_images: int = _limit(DEFAULTS["max_images"], "N", "Maximum number of images in a request.", min=0)
+    max_image_bytes: int = _limit(DEFAULTS["max_image_bytes"], "BYTES", "Maximum size of an image file.", min=1)
+    max_image_pixels: int = _limit(DEFAULTS["max_image_pixels"], "N", "Maximum number of pixels of an image.", min=1)
     max_pooling_body: int = _limit(
         DEFAULTS["max_pooling_body"], "BYTES", "Maximum size of a request body for embeddings and reranking.", min=1
     )

@@ -164,4 +164,4 @@ def start_stream(
     with option_names_in_errors():
         limited = limit_tokens(llm, prompt.ids, params, is_reduced=is_reduced)
         guided = limited.with_structured_outputs(prompt.structured_outputs)
-        return llm.streams(prompt.ids, guided, timeout=timeout, make_parser=prompt.make_parser)[0]
+        return llm.streams(prompt, guided, timeout=timeout)[0]

@@ -52,7 +52,7 @@ def option_fields(panel: str | None) -> Callable[..., Any]:
 
 _model, _sampling = option_fields("Model"), option_fields("Sampling")
 _device, _engine = option_fields("Computing"), option_fields("Memory and batches")
-_adapters = option_fields("LoRA adapters")
+_adapters, _images = option_fields("LoRA adapters"), option_fields("Images")
 _several, _files, _worker = map(option_fields, ("Several models", "Files and batches", None))
 
 
@@ -396,6 +396,15 @@ class EngineFlags(CapacityFlags):
         None, "SIZE", "Host memory that keeps keys and values when a GPU has no room for them.", show_default="none"
     )
 
+    mmproj: str | None = _images(
+        None,
+        "FILE",
+        "The projector file of the model, with the tower that sees images; none: take text alone.",
+        show_default="mmproj*.gguf beside the model, or its own folder",
+    )
+    max_image_tokens: int = _images(
+        LoadOptions.max_image_tokens, "N", "Make larger images smaller, so that each has at most N tokens.", min=1
+    )
     lora: list[str] | None = _adapters(
         None,
         "[NAME=]PATH[:SCALE]",
@@ -428,6 +437,8 @@ class EngineFlags(CapacityFlags):
             kv_dir=None if self.kv_dir is None else str(Path(self.kv_dir).expanduser().absolute()),
             kv_disk=check_usage(parse_size, self.kv_disk, "kv_disk"),
             kv_max_age_days=self.kv_max_age,
+            mmproj=self.mmproj,
+            max_image_tokens=self.max_image_tokens,
             loras=tuple(map(parse_lora, self.lora or ())),
             max_loras=self.max_loras,
             max_cpu_loras=self.max_cpu_loras,

@@ -83,6 +83,8 @@ def read_requests(source: PromptFlags, params: SamplingParams) -> list[PromptReq
     """Return the one prompt, or all of a file."""
     if source.special and not source.raw:
         raise typer.BadParameter("--special goes with --raw: a chat message is always text")
+    if source.image and (source.raw or source.prompts is not None):
+        raise typer.BadParameter("--image goes with one prompt in the chat template: leave out --raw and --prompts")
     if source.raw and source.system is not None:
         raise typer.BadParameter("--system goes into the chat template, which --raw leaves out")
     argument_text(source.system or "", "--system")
@@ -106,11 +108,14 @@ def _read_prompt(source: PromptFlags) -> str:
 
 def messages_of(source: PromptFlags, request: PromptRequest) -> list[Any]:
     """Return the conversation with the system message."""
+    messages = request.messages()
+    if source.image:
+        messages = [{**messages[0], "images": source.image}]
     if source.system is None:
-        return request.messages()
+        return messages
     if not isinstance(request.prompt, str):
         raise InvalidRequestError("messages bring their own system message: leave out --system", "messages")
-    return [{"role": "system", "content": source.system}, *request.messages()]
+    return [{"role": "system", "content": source.system}, *messages]
 
 
 def encode_prompt(source: PromptFlags, llm: LLM, request: PromptRequest) -> EncodedPrompt:
@@ -282,7 +287,7 @@ def _start_streams(llm: LLM, request: PromptRequest, source: PromptFlags, output
         encoded = encode_prompt(source, llm, request)
         params = limit_tokens(llm, encoded.ids, request.params).with_structured_outputs(encoded.structured_outputs)
         options = {"timeout": output.timeout, **request.scheduling}
-        return llm.streams(encoded.ids, params, output.choices, make_parser=encoded.make_parser, **options)
+        return llm.streams(encoded, params, output.choices, **options)
     except InvalidRequestError as error:
         if request.origin:
             error.args = (f"{request.origin}: {error}", *error.args[1:])

@@ -16,6 +16,7 @@ import typer
 from ..config import LoadOptions, SchedulerLimits, parse_duration, parse_size
 from ..engine.engine import Engine
 from ..errors import InvalidRequestError, WorkerError, counted
+from ..models.vision import NO_PROJECTOR
 from ..progress import OnStage
 from ..server import log
 from ..server.middleware import host_name, require_key
@@ -242,6 +243,7 @@ def _has_pool(options: ServeCommand) -> bool:
     single: dict[str, bool] = {
         "--served-model-name": options.wire.served_model_name is not None,
         "--chat-template": options.model.chat_template is not None,
+        "--mmproj with a file": options.sharing.mmproj not in (None, NO_PROJECTOR),
         "--draft-model": options.sharing.draft_model is not None,
         "--lora": bool(options.sharing.lora) or options.lora_dir is not None,
         "--replicas": (options.process.replicas or 1) > 1,
@@ -331,6 +333,9 @@ def server_settings(
     for host in wire.allowed_host or ():
         if host != "*" and host_name(host) is None:
             raise typer.BadParameter(f"--allowed-host {host!r} is not a name such as worker.example, an address or *")
+    for host in wire.allow_image_urls or ():
+        if host_name(host.removeprefix("*.")) != host.removeprefix("*.").lower():
+            raise typer.BadParameter(f"--allow-image-urls {host!r} is not the name of a host, nor *.domain")
     worker_id: dict[str, Any] = (
         {} if wire.worker_id is None else {"worker_id": _validate_name(wire.worker_id, "--worker-id")}
     )
@@ -344,6 +349,7 @@ def server_settings(
         api_key=None if key is None else key.value,
         cors_origins=tuple(wire.cors_origin or ()),
         allowed_hosts=tuple(wire.allowed_host or ()),
+        image_hosts=tuple(map(str.lower, wire.allow_image_urls or ())),
         callback_url=require_url(wire.callback_url, "--callback-url"),
         heartbeat_url=require_url(wire.heartbeat_url, "--heartbeat-url"),
         advertise_url=require_url(wire.advertise_url, "--advertise-url"),

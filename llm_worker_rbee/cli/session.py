@@ -33,6 +33,7 @@ class SavedMessage(TypedDict):
     role: Literal["system", "user", "assistant"]
     content: str
     reasoning_content: NotRequired[str]
+    images: NotRequired[list[str]]  # their files
 
 
 class SavedChat(msgspec.Struct):

@@ -18,18 +18,17 @@ from ..backends.ops import Array, Batch, Progress, StepLimits, WarmUp
 from ..images.prompt import ImageSpan, PromptImages, step_arrays
 from ..models import Transformer
 from ..models.kv_cache import KVCache
-from ..models.vision import VisionTower
+from ..models.vision import ROWS_BYTES, VisionTower
 from .model_runner import forward
 from .request import Request, ScheduledTokens
 
 Floats = NDArray[np.float32]
-CACHE_BYTES = 256 << 20  # of rows
 
 
 class ImageEncoder:
     """The tower of an engine, requests that wait for it, and the rows of the last images."""
 
-    def __init__(self, tower: VisionTower, max_step_tokens: int, max_bytes: int = CACHE_BYTES) -> None:
+    def __init__(self, tower: VisionTower, max_step_tokens: int, max_bytes: int = ROWS_BYTES) -> None:
         self.tower, self.max_step_tokens, self.max_bytes = tower, max_step_tokens, max_bytes
         self.waiting: dict[Request, int] = {}  # the prompt tokens that the prefix cache had, in the order of arrival
         self.num_encoded = 0  # parts of images
@@ -50,7 +49,7 @@ class ImageEncoder:
             return forward(model, replace(batch, **fields), cache)
 
         own = self.tower.warm_up(self.max_step_tokens, progress)
-        more = ops.warm_up(run, None, cache.layers, limits._replace(max_tokens=room), progress)
+        more = ops.warm_up(run, model.fused_images, cache.layers, limits._replace(max_tokens=room), progress)
         return WarmUp(own.kernels + more.kernels, own.compiled + more.compiled)
 
     def hold(self, request: Request, num_cached: int) -> None:

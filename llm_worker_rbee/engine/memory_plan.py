@@ -178,7 +178,7 @@ def plan_memory(
         plan = MemoryPlan("host", free_memory(), HOST_MEMORY_FRACTION / sharing, limits)
         plan.add("weights", sharing * sum(map(_host_bytes, models)), f"the files{plural}, mapped or unpacked")
         plan.add("other models", options.reserved_memory, "beside this one: weights and the arrays of a step")
-        _add_adapters(plan, models[0], options)
+        _add_extras(plan, models[0], options)
         return plan
     return _plan_device(free_memory(backend), DEVICE_MEMORY_FRACTION / sharing, models, kv_type, options)
 
@@ -192,7 +192,7 @@ def _plan_device(
     plan.add("weights", sharing * device_weight_bytes(models, options), f"packed for the GPU{plural}")
     plan.add("runtime", sharing * DEVICE_SPARE_BYTES, f"CUDA context, kernels, graphs{plural}")
     plan.add("other models", options.reserved_memory, "beside this one: weights and the arrays of a step")
-    _add_adapters(plan, models[0], options)
+    _add_extras(plan, models[0], options)
     config, *drafts = _configs(models, options)
     workspace = Workspace(config, options.drafts_per_step, options.deterministic, options.has_mtp)
     memory = int((plan.available or 0) * fraction / DEVICE_MEMORY_FRACTION)
@@ -201,8 +201,9 @@ def _plan_device(
     return plan
 
 
-def _add_adapters(plan: MemoryPlan, model: Checkpoint, options: LoadOptions) -> None:
-    """Add room for as many LoRA adapters as there may be, of all matrices of the layers but experts."""
+def _add_extras(plan: MemoryPlan, model: Checkpoint, options: LoadOptions) -> None:
+    """Add a vision tower; and as many LoRA adapters as there may be, of all matrices of the layers but experts."""
+    plan.add("vision tower", options.num_sharing * options.tower_memory, "its weights, a step, rows of images")
     rank = options.max_lora_rank or DEFAULT_LORA_RANK
     shapes = [(t.shape, t.kind.name) for name, t in model.tensors.items() if name.startswith("blk.")]
     each = sum(rank * sum(shape) * (4 if kind == "F32" else 2) for shape, kind in shapes if len(shape) == 2)
@@ -225,7 +226,7 @@ def plan_member(
     limits = SchedulerLimits(options.max_batch or limits.max_batch, options.max_step_tokens or limits.max_step_tokens)
     plan = MemoryPlan("host", total, fraction, limits)
     plan.add("weights", _host_bytes(checkpoint), "the files, mapped or unpacked")
-    _add_adapters(plan, checkpoint, options)
+    _add_extras(plan, checkpoint, options)
     plan.add("process", PROCESS_BYTES, "interpreter, kernels, the arrays of a step")
     require_room(plan.rows, total)
     default = "float32" if options.backend == "reference" else KV_DEFAULT

@@ -50,23 +50,28 @@ class ImageDecoder:
     several threads, each of which has a process while it decodes."""
 
     def __init__(
-        self, settings: ImageSettings, max_bytes: int = MAX_IMAGE_BYTES, max_pixels: int = MAX_IMAGE_PIXELS
+        self,
+        settings: ImageSettings,
+        max_bytes: int = MAX_IMAGE_BYTES,
+        max_pixels: int = MAX_IMAGE_PIXELS,
+        key: bytes = b"",
     ) -> None:
-        self.settings, self.max_bytes, self.max_pixels = settings, max_bytes, max_pixels
+        """`key` is part of all digests: that of the tower."""
+        self.settings, self.max_bytes, self.max_pixels, self._key = settings, max_bytes, max_pixels, key
         self._idle: list[PipeProcess] = []
         self._lock = threading.Lock()
         weakref.finalize(self, _stop_all, self._idle)
 
-    def decode(self, data: bytes) -> DecodedImage:
+    def decode(self, data: bytes, detail: str = "auto") -> DecodedImage:
         """Return an image's parts; raise for one that is too large, damaged or of another format."""
         if len(data) > self.max_bytes:
             raise InvalidRequestError(f"the image has {len(data)} bytes, and at most {self.max_bytes} are read")
-        header = {"bytes": len(data), "max_pixels": self.max_pixels, "settings": self.settings}
+        header = {"bytes": len(data), "max_pixels": self.max_pixels, "settings": self.settings.with_detail(detail)}
         reply, pixels = self._request([json.dumps(header).encode() + b"\n", data])
         if "error" in reply:
             raise InvalidRequestError(f"the image cannot be used: {reply['error']}")
         plan = PartPlan(**{**reply["plan"], "resizes": tuple(map(tuple, reply["plan"]["resizes"]))})
-        return _decoded(reply["width"], reply["height"], plan, pixels)
+        return _decoded(reply["width"], reply["height"], plan, pixels, self._key)
 
     def _request(self, request: Sequence[bytes]) -> tuple[dict[str, Any], bytearray]:
         """Ask a process; one that was ended from outside is replaced once."""
@@ -102,13 +107,13 @@ def _read_reply(process: PipeProcess, deadline: float) -> tuple[dict[str, Any], 
     return reply, process.read(reply.get("bytes", 0), deadline)
 
 
-def _decoded(width: int, height: int, plan: PartPlan, pixels: bytearray) -> DecodedImage:
+def _decoded(width: int, height: int, plan: PartPlan, pixels: bytearray, key: bytes) -> DecodedImage:
     parts, at = list[Pixels](), 0
     for rows, columns in plan.sizes:
         count = rows * columns * CHANNELS
         parts.append(np.frombuffer(pixels, np.uint8, count, at).reshape(rows, columns, CHANNELS))
         at += count
-    digests = [hashlib.sha256(json.dumps(part.shape).encode() + part.tobytes()).digest() for part in parts]
+    digests = [hashlib.sha256(key + json.dumps(part.shape).encode() + part.tobytes()).digest() for part in parts]
     return DecodedImage(width, height, plan, tuple(parts), tuple(digests))
 
 

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ChatTemplateError
-from .sizes import ImageSettings, PartPlan
+from ..errors import ChatTemplateError, ContextLengthError
+from .decoder import DecodedImage
+from .sizes import ImagePart, ImageSettings, PartPlan, PromptStyle, count_tokens
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -18,15 +19,23 @@ AXES = 3  # time, row, column
 PADDING = 0  # its id
 
 
-class PromptStyle(NamedTuple):
-    """What a family writes for an image, in the place of what its chat template writes."""
+def require_images_fit(images: Sequence[DecodedImage], settings: ImageSettings, context: int) -> None:
+    """Raise for images that have more tokens than the context."""
+    if (tokens := sum(count_tokens(image.plan, settings) for image in images)) >= context:
+        remedy = "send fewer or smaller ones, or allow a longer context (max_context)"
+        raise ContextLengthError(f"the images have {tokens} tokens, the context {context}: {remedy}", "messages")
 
-    placeholder: str  # of the chat template
-    token: str  # for each row of the encoded image
-    before: str = ""  # the tokens of the whole image
-    after: str = ""
-    tile: str = ""  # before the tokens of a tile, which has a row and a column
-    row_end: str = ""  # one token between rows
+
+def locate_parts(
+    ids: Sequence[int], token: int, images: Sequence[DecodedImage], settings: ImageSettings
+) -> list[ImagePart]:
+    """Return the parts of images at their places in a prompt."""
+    parts = [pair for image in images for pair in zip(image.parts, image.digests, strict=True)]
+    spans = find_spans(ids, token, [settings.tokens(*pixels.shape[:2]) for pixels, _ in parts])
+    pairs = zip(spans, parts, strict=True)
+    return [
+        ImagePart(*span, pixels.shape[0], pixels.shape[1], digest, pixels.tobytes()) for span, (pixels, digest) in pairs
+    ]
 
 
 def expand_prompt(prompt: str, style: PromptStyle, plans: Sequence[PartPlan], settings: ImageSettings) -> str:

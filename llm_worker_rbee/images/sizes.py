@@ -1,4 +1,5 @@
-"""How a family resizes and cuts images, as data: the parts of an image, each of which a tower encodes by itself.
+"""How a family resizes and cuts images, as data: the parts of an image, each of which a tower encodes by itself; and
+the records of images that pass between processes. No arrays here.
 
 `plan_parts` returns the steps for one size before anything is decoded, so that the number of tokens is known. It agrees
 with the image processors of transformers that use Pillow, rounding included.
@@ -9,10 +10,13 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
+import msgspec
+
 from ..errors import InvalidRequestError
 
 LANCZOS, BILINEAR, BICUBIC = 1, 2, 3  # Pillow's numbers of filters
 MAX_ASPECT_RATIO = 200
+LOW_DETAIL_PIXELS = 512 * 512  # as in OpenAI's API
 MAX_TILED_SIDE = 4096  # of an image that is cut into tiles
 
 
@@ -36,10 +40,50 @@ class ImageSettings(NamedTuple):
     splits: bool = True  # whether tiles are cut, or the whole image is resized to one
     signed: bool = False  # normalized values 0 .. 1 become -1 .. 1
 
+    def with_detail(self, detail: str) -> ImageSettings:
+        """Return the settings for an image of which little detail is wanted ("low"): one small part."""
+        if detail != "low":
+            return self
+        return self._replace(splits=False, max_pixels=max(self.min_pixels, min(self.max_pixels, LOW_DETAIL_PIXELS)))
+
     def tokens(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of tokens of a part."""
         unit = self.patch * self.merge
         return height // unit, width // unit
+
+
+class PromptStyle(NamedTuple):
+    """What a family writes for an image, in the place of what its chat template writes."""
+
+    placeholder: str  # of the chat template
+    token: str  # for each row of the encoded image
+    before: str = ""  # the tokens of the whole image
+    after: str = ""
+    tile: str = ""  # before the tokens of a tile, which has a row and a column
+    row_end: str = ""  # one token between rows
+    wrapped: str = ""  # what a template writes, where that is more than the placeholder
+
+
+class VisionInfo(NamedTuple):
+    """What a front knows of a tower."""
+
+    family: str
+    settings: ImageSettings
+    style: PromptStyle
+    digest: bytes  # of its weights
+
+
+class ImagePart(msgspec.Struct, frozen=True, array_like=True):
+    """A part of an image in a prompt: its tokens stand from `start` on, row by row; its pixels are RGB."""
+
+    start: int
+    rows: int  # of tokens
+    columns: int
+    gap: int  # tokens of text between rows
+    height: int  # pixels
+    width: int
+    digest: bytes  # of its content, and of the tower
+    pixels: bytes
 
 
 class PartPlan(NamedTuple):

@@ -6,23 +6,27 @@ and preprocessor_config.json).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import isqrt
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ..config import MAX_LAYERS, MAX_WIDTH, AttentionSpec, Family, ModelConfig, NormSpec, RopeSpec, TensorLayout
-from ..errors import ModelFileError, UnsupportedModelError
-from ..images.prompt import PADDING, PromptStyle
-from ..images.sizes import BICUBIC, BILINEAR, LANCZOS, ImageSettings
+from ..errors import ModelFileError, UnsupportedModelError, WorkerError
+from ..images.prompt import PADDING
+from ..images.sizes import BICUBIC, BILINEAR, LANCZOS, ImageSettings, PromptStyle
 from ..weights import Checkpoint
+from ..weights.vision_names import find_projectors, open_projector
 from .metadata import ENCODER_ACTIVATIONS
 from .metadata_reader import MetadataReader
 
+logger = logging.getLogger("llm_worker_rbee")
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 MAX_SIDE = 1 << 16  # of an image or a table of positions
 GEMMA3_TOKENS = 256  # of an image, in files without the key
-QWEN_PROMPT = PromptStyle("<|image_pad|>", "<|image_pad|>")
+QWEN_PROMPT = PromptStyle("<|image_pad|>", "<|image_pad|>", wrapped="<|vision_start|><|image_pad|><|vision_end|>")
 FAKE = "<fake_token_around_image>"
 LAYERS = TensorLayout(output_norm="post_ln")
 PIXTRAL_EPS, AREA_TOKENS = 1e-5, 280  # in files without their keys
@@ -145,8 +149,60 @@ class VisionConfig:
         return self.images.merge
 
     @property
+    def side(self) -> int:
+        """Pixels of each side of a token."""
+        return self.images.patch * self.merge
+
+    @property
     def patch_values(self) -> int:
         return 3 * self.images.patch**2
+
+    def limit_images(self, max_tokens: int) -> ImageSettings:
+        """Return the settings of images of so many tokens at most, where they have sizes of their own."""
+        most = max(self.images.min_pixels, min(self.images.max_pixels, max_tokens * self.side**2))
+        return self.images._replace(max_pixels=most)
+
+    @property
+    def step_bytes(self) -> int:
+        """The bytes of a step with the largest image, an estimate."""
+        patches = (self.images.max_pixels or self.images.size**2) // self.images.patch**2
+        return 4 * patches * (self.patch_values + 8 * self.model.d_model + 3 * self.model.d_ff)
+
+
+def open_tower(checkpoint: Checkpoint, config: ModelConfig, path: Path) -> tuple[Checkpoint, VisionConfig]:
+    """Open the projector of a model; raise if they do not belong together."""
+    projector = open_projector(path)
+    vision = read_vision_config(projector)
+    family, side = vision.family, f"the projector {path.name} ({vision.family.encoder.name})"
+    tokens = checkpoint.metadata.get("tokenizer.ggml.tokens")
+    facts: list[tuple[str, Any, Any]] = [
+        ("the width", vision.output_dim, config.d_model),
+        ("M-RoPE", family.images.kind == "native", bool(config.rope_sections)),
+        ("images that attend in both directions", family.merger == "pool", config.family.attention.image_spans),
+        (f"a token {family.prompt.token!r}", True, tokens is None or family.prompt.token in tokens),
+    ]
+    for what, needed, actual in facts:
+        if needed != actual:
+            shown = [("no", "yes")[value] if isinstance(value, bool) else value for value in (needed, actual)]
+            model = f"the model {checkpoint.path.name} ({config.family.name})"
+            raise ModelFileError(
+                f"{side} and {model} do not belong together: {what}: {shown[0]} and {shown[1]} (mmproj)"
+            )
+    return projector, vision
+
+
+def find_tower(
+    checkpoint: Checkpoint, config: ModelConfig, path: Path | None
+) -> tuple[Checkpoint, VisionConfig] | None:
+    """Return the projector at a path, or one beside a model that belongs to it; None: there is none."""
+    if path is not None:
+        return open_tower(checkpoint, config, path)
+    for candidate in find_projectors(checkpoint.path):
+        try:
+            return open_tower(checkpoint, config, candidate)
+        except WorkerError as error:
+            logger.info("%s is not used: %s", candidate.name, error)
+    return None
 
 
 def read_vision_config(checkpoint: Checkpoint) -> VisionConfig:

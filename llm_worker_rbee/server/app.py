@@ -260,6 +260,11 @@ class Routes:
             "status": member.status(),
             "size_bytes": member.size_bytes,
         }
+        facts = member.source.facts
+        if isinstance(service, Worker):
+            entry["architecture"] = modalities(has_images=service.takes_images)
+        elif facts is not None and member.source.kind == "chat":
+            entry["architecture"] = modalities(has_images=facts.takes_images)
         if isinstance(service, PoolingService) and member.state == "loaded":
             entry["dimensions"] = service.engine.info.output_dim
         loras = service.loras.listed if isinstance(service, Worker) else ()
@@ -403,7 +408,7 @@ def application(worker: Front) -> RequestMiddleware | CORSMiddleware:
     app = starlette(routes, lifespan=lifespan)
     if worker.settings.files_dir is not None:
         worker.batches = BatchService(worker, routes.answer)
-    wrapped = RequestMiddleware(DirectRoutes(app, routes.direct_table()), worker.settings)
+    wrapped = RequestMiddleware(DirectRoutes(app, routes.direct_table()), worker.settings, lambda: worker.takes_images)
     origins = worker.settings.cors_origins
     return (
         wrapped if not origins else CORSMiddleware(wrapped, origins, CORS_METHODS, ("*",), expose_headers=CORS_HEADERS)
@@ -462,6 +467,11 @@ async def _on_error(request: Request, error: Exception) -> Response:
     shown = error if isinstance(error, WorkerError) else InferenceError("internal error of the worker")
     status, headers, body = error_response(request.url.path, shown)
     return Response(body, status, headers)
+
+
+def modalities(*, has_images: bool) -> dict[str, Any]:
+    """Return what a model takes and gives, as llama-server has it."""
+    return {"input_modalities": ["text", "image"] if has_images else ["text"], "output_modalities": ["text"]}
 
 
 @cache

@@ -20,7 +20,7 @@ import msgspec
 
 from ..errors import InvalidRequestError, ModelFileError
 from ..sampling_params import MAX_COUNT, SamplingDefaults, SamplingParams, StructuredOutputsParams
-from ..tokenizer.chat.events import ChatOptions, Tool, thinking_variables
+from ..tokenizer.chat.events import IMAGE, ChatOptions, Image, Tool, thinking_variables
 from .json_schema import TEXT, Schema, array_schema, object_schema, or_null
 from .schema import (
     CHUNK_ITEMS,
@@ -35,7 +35,9 @@ from .schema import (
 )
 from .settings import model_name
 
-BYTES_PER_TOKEN = 4  # an estimate
+BYTES_PER_TOKEN, IMAGE_TOKENS = 4, 512  # estimates
+DETAILS = ("auto", "low", "high", "original")  # of images: all but "low" are alike
+IMAGE_URL = "^(data:image[/;]|https?://)"
 MAX_INPUTS = 2048  # of a request to a pooling model
 MAX_TOKEN_ID = (1 << 31) - 1
 DIMENSIONS = Field(integer(1, 1 << 20))
@@ -87,13 +89,16 @@ class Conversation(msgspec.Struct, frozen=True, tag=True):
 
     @classmethod
     def encode(cls, messages: list[Any], options: ChatOptions | None = None) -> Conversation:
-        options = options or ChatOptions()
+        """`messages` may have images as parts of their content; they go into the options."""
+        options, images = options or ChatOptions(), list[Image]()
+        messages = normalize_messages(messages, images)
         size = num_bytes(messages) + sum(num_bytes([tool.description, tool.parameters]) for tool in options.tools)
         try:
             msgspec.msgpack.encode(options)  # as it passes between processes: a small body is refused alike
         except OverflowError:
             raise InvalidRequestError("an integer in tools or variables has more than 64 bits", "tools") from None
-        return cls(msgspec.json.encode(normalize_messages(messages)), size, options)
+        size += IMAGE_TOKENS * BYTES_PER_TOKEN * len(images)
+        return cls(msgspec.json.encode(messages), size, replace(options, images=images) if images else options)
 
 
 Prompt = str | PackedIds | Conversation
@@ -229,16 +234,19 @@ def grammar_size(params: StructuredOutputsParams | None) -> int:
     return sum(map(len, params.choice)) if params.choice is not None else len(getattr(params, params.kind))
 
 
+@dataclass(frozen=True, slots=True)
 class Messages(FieldType):
-    """A conversation: known roles, each with text or text parts. Other keys are left to the template.
+    """A conversation: known roles, each with text, or parts: text and images. Other keys are left to the template.
 
     The assistant's may have no content, refusals and tool calls.
     """
 
+    part_kinds: tuple[str, ...] = ("text", "image_url")  # but of the assistant's
+
     def validate(self, name: str, value: Any) -> ValidationIssue | None:
         if not isinstance(value, list) or not value:
             return ValidationIssue(name, "type", f"{name} must be a list of at least one message")
-        checks = (_check_message(f"{name}[{i}]", message) for i, message in enumerate(value))
+        checks = (_check_message(f"{name}[{i}]", message, self.part_kinds) for i, message in enumerate(value))
         issue = next((issue for issue in checks if issue is not None), None)
         return None if issue is None else issue._replace(field=name)
 
@@ -246,7 +254,10 @@ class Messages(FieldType):
         text = object_schema({"type": {"const": "text"}, "text": TEXT}, "text", is_open=True)
         refusal = object_schema({"type": {"const": "refusal"}, "refusal": TEXT}, "type", "refusal", is_open=True)
         roles = [role for role in ROLES if role != "assistant"]
-        content: Schema = {"anyOf": [TEXT, array_schema(text)]}
+        url: dict[str, Schema] = {"url": {"type": "string", "pattern": IMAGE_URL}, "detail": {"enum": [*DETAILS, None]}}
+        image: dict[str, Schema] = {"type": {"const": "image_url"}, "image_url": object_schema(url, "url")}
+        kinds = {"text": text, "image_url": object_schema(image, "type", "image_url", is_open=True)}
+        content: Schema = {"anyOf": [TEXT, array_schema({"anyOf": [kinds[kind] for kind in self.part_kinds]})]}
         custom = object_schema({"name": {**TEXT, "minLength": 1}, "input": TEXT}, "name", "input", is_open=True)
         calls = [
             object_schema({"type": {"not": {"const": "custom"}}}, is_open=True),
@@ -262,7 +273,7 @@ class Messages(FieldType):
         return array_schema({"anyOf": [other, object_schema(answer, "role", is_open=True)]}, 1)
 
 
-def _check_message(name: str, message: Any) -> ValidationIssue | None:
+def _check_message(name: str, message: Any, part_kinds: Sequence[str]) -> ValidationIssue | None:
     if not isinstance(message, dict):
         actual = type_name(message)
         return ValidationIssue(name, "type", f"{name} must be an object with role and content, not {actual}")
@@ -273,17 +284,26 @@ def _check_message(name: str, message: Any) -> ValidationIssue | None:
     is_text = isinstance(content, str) or (content is None and is_answer)
     if not is_text:
         parts: list[Any] = content if isinstance(content, list) else [None]
-        bad = next((i for i, part in enumerate(parts) if not _is_part(part, is_answer)), None)
+        allowed = ("text", "refusal") if is_answer else part_kinds
+        bad = next((i for i, part in enumerate(parts) if not _is_part(part, allowed)), None)
         if bad is not None:
             kind = parts[bad].get("type") if isinstance(parts[bad], dict) else None
-            usual = ValidationIssue(name, "type", f"{name}.content must be text, or a list of text parts")
+            usual = ValidationIssue(
+                name, "type", f"{name}.content must be text, or a list of parts of the types {' and '.join(allowed)}"
+            )
             return unsupported_part(f"{name}.content[{bad}].type", kind) or usual
     return _check_answer(name, message) if is_answer else None
 
 
-def _is_part(part: Any, is_answer: bool) -> bool:
+def _is_part(part: Any, kinds: Sequence[str]) -> bool:
     kind = part.get("type", "text") if isinstance(part, dict) else None
-    return kind in (("text", "refusal") if is_answer else ("text",)) and isinstance(part.get(kind), str)
+    if kind not in kinds:
+        return False
+    if kind != "image_url":
+        return isinstance(part.get(kind), str)
+    source = part.get(kind)
+    is_known = isinstance(source, dict) and source.keys() <= {"url", "detail"}
+    return is_known and isinstance(source.get("url"), str) and source.get("detail") in (*DETAILS, None)
 
 
 def _check_answer(name: str, message: dict[str, Any]) -> ValidationIssue | None:
@@ -305,20 +325,41 @@ def _is_custom(call: Any) -> bool:
     return isinstance(call, dict) and bool(call.get("name")) and all(isinstance(call.get(k), str) for k in CUSTOM)
 
 
-def normalize_messages(messages: list[Any]) -> list[Any]:
-    """Return validated messages as chat templates expect them.
+def normalize_messages(messages: list[Any], images: list[Image]) -> list[Any]:
+    """Return validated messages as chat templates expect them; `images` gets their images.
 
-    Parts are joined, `developer` is `system`, a refusal is text of the answer, the call of a custom tool is a function
-    call with one argument, `input`.
+    Parts are joined, with a mark for each image, `developer` is `system`, a refusal is text of the answer, the call of
+    a custom tool is a function call with one argument, `input`.
     """
     normalized = []
-    for message in messages:
+    for i, message in enumerate(messages):
         if message["role"] == "developer":
             message = {**message, "role": "system"}
         if isinstance(parts := message.get("content"), list):
-            message = {**message, "content": "".join([part[part.get("type", "text")] for part in parts])}
+            texts = [_part_text(part, f"messages[{i}].content[{j}]", images) for j, part in enumerate(parts)]
+            message = {**message, "content": "".join(texts)}
         normalized.append(_normalize_answer(message) if message["role"] == "assistant" else message)
     return normalized
+
+
+def _part_text(part: Any, place: str, images: list[Image]) -> str:
+    """Return the text of a part of a message; an image, which may have been read already, is added to `images`."""
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Image):
+        kind = part.get("type", "text")
+        if kind != "image_url":
+            return str(part[kind])
+        part = Image.from_url(place, part[kind]["url"], part[kind].get("detail"))
+    images.append(part)
+    return IMAGE
+
+
+def join_parts(parts: Sequence[str | Image], separator: str = "") -> Any:
+    """Return the content of a message: a text, if there is no image."""
+    if any(isinstance(part, Image) for part in parts):
+        return parts
+    return separator.join(map(str, parts))
 
 
 def _normalize_answer(message: dict[str, Any]) -> dict[str, Any]:

@@ -46,6 +46,7 @@ class Usage(NamedTuple):
     output: int
     cached: int  # of the prompt, found in the prefix cache
     reasoning: int  # of the output
+    images: int = 0  # tokens of the prompt
 
 
 @dataclass(slots=True)

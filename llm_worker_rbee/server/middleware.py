@@ -7,7 +7,7 @@ import hmac
 import ipaddress
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -104,11 +104,12 @@ def check_host(values: list[bytes], http_version: str, allowed: frozenset[str] |
 class RequestMiddleware:
     """An ASGI application around the routes."""
 
-    def __init__(self, app: Any, settings: ServerSettings) -> None:
-        self._app = app
+    def __init__(self, app: Any, settings: ServerSettings, takes_images: Callable[[], bool] = lambda: False) -> None:
+        """`takes_images`: a model that is served takes images, so that bodies may be larger."""
+        self._app, self._takes_images = app, takes_images
         self._key = None if settings.api_key is None else settings.api_key.encode()
         self._allowed_hosts = allowed_hosts(settings)
-        self._max_body = settings.max_body
+        self._max_body, self._max_image_body = settings.max_body, max(settings.max_body, settings.max_image_body)
         self._max_pooling_body = (
             settings.max_pooling_body if settings.pooling_names or settings.has_pool else settings.max_body
         )
@@ -129,7 +130,8 @@ class RequestMiddleware:
             if self._key is not None and scope["path"] not in PUBLIC_PATHS:
                 check_authorization(headers.get(b"authorization", b""), headers.get(b"x-api-key", b""), self._key)
             dialect = dialect_of(scope["path"])
-            max_body = self._max_pooling_body if dialect.has_large_bodies else self._max_body
+            max_body = self._max_image_body if self._takes_images() else self._max_body
+            max_body = self._max_pooling_body if dialect.has_large_bodies else max_body
             max_body = dialect.body_limits.get(scope["path"], max_body)
             _check_lengths(scope["headers"], headers, max_body)
             is_checked = True

@@ -69,6 +69,7 @@ class ModelFacts(NamedTuple):
     weights_bytes: int
     context_length: int
     modified_at: float
+    takes_images: bool = False
 
 
 class ModelSource(ABC):

@@ -38,6 +38,7 @@ from ..errors import InferenceError, InvalidRequestError, ModelLoadingError, Una
 from ..models import read_model_config
 from ..models.pooling_config import is_pooling_model, read_pooling_config
 from ..models.sampling_defaults import read_sampling_defaults
+from ..models.vision import find_projector
 from ..pipe_process import package_command
 from ..progress import Stage
 from ..text_model import TextModel, check_chat_template, open_tokenizer
@@ -116,7 +117,7 @@ def find_gpu(device: str) -> tuple[str, int]:
     return gpu["device"], gpu["free"]
 
 
-def read_facts(path: Path, kind: str | None = None) -> ModelFacts:
+def read_facts(path: Path, load: LoadOptions, kind: str | None = None) -> ModelFacts:
     """Return what the files of a model say; `kind` is what it is used for, if that is known."""
     checkpoint = open_checkpoint(path)
     config = read_model_config(checkpoint)
@@ -127,7 +128,8 @@ def read_facts(path: Path, kind: str | None = None) -> ModelFacts:
     parameters = sum(tensor.size for tensor in checkpoint.tensors.values())
     modified_at = max(file.stat().st_mtime for file in model_files(path))
     sizes = parameters, checkpoint.nbytes, config.context_length
-    return ModelFacts(str(path), kind, config.family.name, quant_name(checkpoint), *sizes, modified_at)
+    takes_images = kind == "chat" and find_projector(checkpoint, load)[1] is not None
+    return ModelFacts(str(path), kind, config.family.name, quant_name(checkpoint), *sizes, modified_at, takes_images)
 
 
 class FileSource(ModelSource):
@@ -168,7 +170,7 @@ class ChatSource(FileSource):
 
     def plan(self) -> list[MemoryRow]:
         checkpoint, options = open_checkpoint(self.path), self._options
-        load = replace(options.load, model=str(self.path))
+        load = replace(find_projector(checkpoint, options.load)[0], model=str(self.path))
         limits = [limit for limit in (load.max_context, ModelDefaults.read(self.path).context) if limit]
         if limits:
             load = replace(load, max_context=min(*limits, self.facts.context_length))
@@ -309,7 +311,7 @@ async def _add_models(pool: ModelPool, options: PoolOptions) -> list[Member]:
 
 def make_source(options: PoolOptions, name: str, path: Path, *names: str, kind: str | None = None) -> ModelSource:
     """Return the source of a model, by its kind; raise if its files cannot be used."""
-    facts = read_facts(path, kind)
+    facts = read_facts(path, options.load, kind)
     return (ChatSource if facts.kind == "chat" else PoolingSource)(name, path, facts, options, *names)
 
 

@@ -18,28 +18,35 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from ..errors import ContextLengthError, InvalidRequestError, QueueFullError, ShuttingDownError
+from ..images.decoder import DecodedImage
 from ..sampling_params import StructuredOutputsParams
 from ..text_model import EncodedPrompt, TextModel
+from ..tokenizer.chat.events import Image
 from ..tokenizer.tokenizer import MARK
 from .bodies import Conversation, Prompt, grammar_size, num_bytes, prompt_size
 from .body_process import BodyProcess
+from .image_urls import fetch_image
 from .schema import ParseOptions
+from .settings import ServerSettings
 
 T = TypeVar("T")
 Parse = Callable[[bytes, ParseOptions], Any]
 CheckGrammar = Callable[[StructuredOutputsParams], StructuredOutputsParams]
 LARGE_BYTES = 64 << 10
 MIN_COUNTED_BYTES = 4 << 10  # each piece of work counts as at least this
+MAX_QUEUED_IMAGE_BYTES = 128 << 20
 MAX_QUEUED_BYTES = 32 << 20  # of large and of small work each, unless given; one piece alone may be larger
 EMA_WEIGHT = 0.3
 MAX_RETRY_S = 60
 # Checks of grammars: at once, so that streams keep half of the cores, and with those that wait.
 NUM_CHECKS, MAX_QUEUED_CHECKS = max(1, (os.cpu_count() or 1) // 2), 32
 QUEUED_CHECKS = f"{MAX_QUEUED_CHECKS} grammars of other requests wait to be checked"
+NUM_DECODERS, NUM_FETCHES, FETCHED_BYTES = 2, 8, 1 << 20  # of images; the size of one that is fetched, an estimate
 INLINE_BYTES = 256  # of texts that are tokenized in the event loop: about 0.2 ms
 LONG_TEXT_FACTOR = 6  # characters for each token of the context: few texts that are longer fit
 PART_CHARS = 64 << 10  # of a long text that are tokenized at a time
@@ -71,7 +78,7 @@ class BoundedExecutor:
         full: str = "{} bytes of other requests wait to be parsed or tokenized",
     ) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
-        self._max_bytes, self._full = max_bytes, full
+        self.max_bytes, self._full = max_bytes, full
         self._num_bytes = 0
         self._seconds_per_byte = 0.0
         self._is_closed = False
@@ -81,7 +88,7 @@ class BoundedExecutor:
         if self._is_closed:
             raise ShuttingDownError("the worker is shutting down")
         size = max(size, MIN_COUNTED_BYTES)
-        if not is_admitted and self._num_bytes and self._num_bytes + size > self._max_bytes:
+        if not is_admitted and self._num_bytes and self._num_bytes + size > self.max_bytes:
             retry = max(1, min(MAX_RETRY_S, math.ceil(self._num_bytes * self._seconds_per_byte)))
             raise QueueFullError(self._full.format(self._num_bytes), retry)
         self._num_bytes += size
@@ -102,9 +109,19 @@ class OffloadPool:
 
     def __init__(self, max_bytes: int = MAX_QUEUED_BYTES) -> None:
         self._small, self._large = BoundedExecutor("small", 2, max_bytes), BoundedExecutor("large", 1, max_bytes)
+        self._images = BoundedExecutor(
+            "image", NUM_DECODERS, MAX_QUEUED_IMAGE_BYTES, "{} bytes of images wait to be decoded"
+        )
+        self._fetches = BoundedExecutor(
+            "fetch", NUM_FETCHES, MAX_QUEUED_IMAGE_BYTES, "images of other requests wait to be fetched"
+        )
         self._checks = BoundedExecutor("check", NUM_CHECKS, MAX_QUEUED_CHECKS * MIN_COUNTED_BYTES, QUEUED_CHECKS)
         self.body_process = BodyProcess()
         self.parsers: dict[str, tuple[Parse, Any]] = {}  # `body_parsers`, set by the application
+
+    def grow(self, max_bytes: int) -> None:
+        """Let more bytes of large work wait."""
+        self._large.max_bytes = max(self._large.max_bytes, max_bytes)
 
     async def run(self, size: int, work: Callable[[], T], *, is_admitted: bool = False) -> T:
         """Return the result of work on `size` bytes; never refuse work for a request with a place in a queue."""
@@ -113,6 +130,14 @@ class OffloadPool:
     async def check_grammar(self, work: Callable[[], T]) -> T:
         """Return the result of checks of grammars; raise if too many wait."""
         return await self._checks.run(0, work)
+
+    async def decode_image(self, model: TextModel, image: Image, settings: ServerSettings) -> DecodedImage:
+        """Return the pixels of an image, which is fetched first if the request has a URL of it."""
+        model.require_vision(image)
+        if image.url:
+            data = await self._fetches.run(FETCHED_BYTES, lambda: fetch_image(image, settings))
+            image = replace(image, data=data)
+        return await self._images.run(len(image.data), lambda: model.decode_image(image))
 
     async def parse(self, parser: str, body: bytes, options: ParseOptions) -> Any:
         """Return the record of a body; a small one is parsed in the event loop."""
@@ -129,7 +154,7 @@ class OffloadPool:
 
     def close(self) -> None:
         """Take no new work; drop what is queued."""
-        for executor in (self._small, self._large, self._checks):
+        for executor in (self._small, self._large, self._images, self._fetches, self._checks):
             executor.close()
         self.body_process.close()
 
@@ -143,8 +168,8 @@ def _timed(work: Callable[[], T]) -> tuple[float, T]:
 class PromptEncoder:
     """Encodes prompts for one model."""
 
-    def __init__(self, model: TextModel, offload: OffloadPool) -> None:
-        self._model, self._offload = model, offload
+    def __init__(self, model: TextModel, offload: OffloadPool, settings: ServerSettings | None = None) -> None:
+        self._model, self._offload, self._settings = model, offload, settings or ServerSettings(model_ref="")
         self._checks: dict[StructuredOutputsParams, asyncio.Task[StructuredOutputsParams]] = {}  # that are under way
 
     def check_texts(self, prompts: Sequence[Prompt]) -> None:
@@ -193,11 +218,22 @@ class PromptEncoder:
     async def _encode_chat(
         self, conversation: Conversation, size: int, structured_outputs: StructuredOutputsParams | None
     ) -> EncodedPrompt:
-        encoded = await self._offload.run(size, lambda: self.encode_conversation(conversation, structured_outputs))
+        images = await self._decode_images(conversation.options.images)
+        encoded = await self._offload.run(
+            size, lambda: self.encode_conversation(conversation, structured_outputs, images)
+        )
         if encoded.structured_outputs is structured_outputs:
             return encoded
         check = partial(self._model.check_answer_grammar, conversation.options, structured_outputs)
         return encoded._replace(structured_outputs=await self._check_grammar(encoded.structured_outputs, check))
+
+    async def _decode_images(self, images: Sequence[Image]) -> list[DecodedImage]:
+        """Return the pixels of the images of a request, one after the other: others get their turn between them."""
+        if len(images) > self._settings.max_images:
+            raise InvalidRequestError(
+                f"the request has {len(images)} images: at most {self._settings.max_images} are accepted", "messages"
+            )
+        return [await self._offload.decode_image(self._model, image, self._settings) for image in images]
 
     def _encode_one(self, prompt: Prompt) -> list[int]:
         assert not isinstance(prompt, Conversation)
@@ -210,14 +246,17 @@ class PromptEncoder:
         return prompt.view().tolist()
 
     def encode_conversation(
-        self, conversation: Conversation, structured_outputs: StructuredOutputsParams | None = None
+        self,
+        conversation: Conversation,
+        structured_outputs: StructuredOutputsParams | None = None,
+        images: Sequence[DecodedImage] = (),
     ) -> EncodedPrompt:
         """Return a conversation encoded; a template may drop messages, so only its output must fit."""
         model, options = self._model, conversation.options
         prompt = model.render_chat(conversation.messages, options)
         self._require_bytes_fit(num_bytes(prompt) - len(MARK.encode()) * prompt.count(MARK), "messages")
         self._require_tokens_fit(prompt, "messages")
-        return model.encode_chat(prompt, options, structured_outputs)
+        return model.encode_chat(prompt, options, structured_outputs, images)
 
     def _require_bytes_fit(self, size: int, field: str) -> None:
         context = self._model.max_context

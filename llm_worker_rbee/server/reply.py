@@ -59,7 +59,7 @@ async def start_reply(worker: Worker, request: GenerateRequest, make_printer: Ca
                 reservation.set_actual(n * sum(len(prompt.ids) for prompt in prompts))
             for prompt in prompts:
                 generations += worker.start_generations(
-                    prompt.ids,
+                    prompt,
                     fit_params(worker, request.params, prompt),
                     n=n,
                     priority=request.priority,
@@ -67,7 +67,6 @@ async def start_reply(worker: Worker, request: GenerateRequest, make_printer: Ca
                     cache_salt=request.cache_salt,
                     is_scored_only=request.is_scored_only,
                     loras=loras,
-                    make_parser=prompt.make_parser,
                 )
         except WorkerError as error:
             for generation in generations:
@@ -144,7 +143,9 @@ class Reply(EventSource):
         first_choices = self.generations[:: self.request.n]
         cached = sum(max(0, generation.request.num_cached_tokens) for generation in first_choices)
         reasoning = sum(generation.num_reasoning_tokens for generation in self.generations)
-        return Usage(sum(map(len, self.prompts)), output, cached, reasoning)
+        parts = [part for generation in first_choices for part in generation.request.submitted.images]
+        images = sum(part.rows * part.columns for part in parts)
+        return Usage(sum(map(len, self.prompts)), output, cached, reasoning, images)
 
     def close(self) -> None:
         """Release all generations."""

@@ -37,7 +37,6 @@ MAX_CHOICES = 16
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
 SURROGATE = re.compile("[\ud800-\udfff]")
 MEDIA = {
-    "image": "images are",
     "audio": "audio is",
     "video": "video is",
     "file": "files are",

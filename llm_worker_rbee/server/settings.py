@@ -80,6 +80,11 @@ class ServerSettings:
     max_queue: int | None = None  # waiting requests beyond a full batch; None: 4 batches, at least 256
     max_queued_tokens: int | None = None  # prompt tokens that wait for prefill; None: 64 steps, at least 262,144
     max_body: int = 4 << 20
+    max_image_body: int = 32 << 20  # of requests to a model that takes images
+    max_images: int = 20  # of a request
+    max_image_bytes: int = 20 << 20  # of one, as a file
+    max_image_pixels: int = 50_000_000  # of one, before it is made smaller
+    image_hosts: tuple[str, ...] = ()  # that image URLs may name: a host, or *.domain; others are not fetched
     max_pooling_body: int = 64 << 20  # of requests to pooling models: 2,048 long texts
     job_ttl_s: float = 300.0  # how long a finished job is kept
     ping_s: float = 15.0  # after which an idle stream gets a ping

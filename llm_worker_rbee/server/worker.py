@@ -35,9 +35,8 @@ from ..errors import (
 from ..generation import Generation, GenerationListener, NamedLora, make_generations, named_loras
 from ..progress import OnStage, Stage
 from ..sampling_params import SamplingParams
-from ..text_model import TextModel
+from ..text_model import EncodedPrompt, TextModel
 from ..token_engine.protocol import ModelInfo, TokenEngine
-from ..tokenizer.chat.parser import ChatParser
 from .admission import Admission
 from .batches import BatchService
 from .metrics import LatencyHistograms, batch_metrics, chat_families, encode_families, merge_families, pool_metrics
@@ -51,6 +50,7 @@ from .settings import ServerSettings
 State = Literal["loading", "ready", "stopping", "failed"]
 LOADING_RETRY_S = 2
 MAX_LISTED = 8  # names in an error
+QUEUED_IMAGE_BODIES = 4  # bodies of the largest size that wait to be parsed
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")  # of a model or an adapter
 logger = logging.getLogger("llm_worker_rbee.server")
 
@@ -141,6 +141,13 @@ class Front:
         if self.state == "loading":  # else it was stopped meanwhile
             self.state, self.was_ready = "ready", True
             self._publish({"stage": "ready"})
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether a model that is served takes images."""
+        if self.chat is not None:
+            return self.chat.takes_images
+        return any(facts.takes_images for member in self.pool.members if (facts := member.source.facts) is not None)
 
     def _note_failure(self, error: Exception) -> WorkerError:
         """Keep and return why nothing can be served."""
@@ -469,7 +476,7 @@ class Worker(GenerationListener):
         self.require_open()
         model = await self._open_text(info, on_stage)
         self.loras.add_loaded(info)
-        self.encoder = PromptEncoder(model, self.offload)
+        self.encoder = PromptEncoder(model, self.offload, self.settings)
         self._model = model
 
     async def _open_text(self, info: ModelInfo, on_stage: OnStage) -> TextModel:
@@ -478,6 +485,12 @@ class Worker(GenerationListener):
         assert self._open_model is not None
         model = await asyncio.to_thread(self._open_model, info)
         model.open_objects = self.settings.open_objects
+        if info.vision is not None and model.vision is None:
+            await asyncio.to_thread(model.use_images, info.vision)
+        if model.image_decoder is not None:
+            model.image_decoder.max_bytes = self.settings.max_image_bytes
+            model.image_decoder.max_pixels = self.settings.max_image_pixels
+            self.offload.grow(QUEUED_IMAGE_BODIES * self.settings.max_image_body)
         if (phase := "tokenizer") not in info.phases:
             seconds = info.phases[phase] = time.perf_counter() - start
             on_stage(Stage(phase, 0, None, 0.0))
@@ -503,6 +516,10 @@ class Worker(GenerationListener):
     @property
     def is_loaded(self) -> bool:
         return self._model is not None
+
+    @property
+    def takes_images(self) -> bool:
+        return self._model is not None and self._model.vision is not None
 
     @property
     def loaded(self) -> TextModel:
@@ -535,7 +552,7 @@ class Worker(GenerationListener):
 
     def start_generations(
         self,
-        ids: list[int],
+        prompt: EncodedPrompt,
         params: SamplingParams,
         *,
         n: int = 1,
@@ -544,7 +561,6 @@ class Worker(GenerationListener):
         cache_salt: str | None = None,
         is_scored_only: bool = False,
         loras: Sequence[LoraUse] = (),
-        make_parser: Callable[[], ChatParser] | None = None,
     ) -> list[Generation]:
         """Start `n` generations of one prompt, within a reservation; they share one seed."""
         model = self.model
@@ -552,7 +568,7 @@ class Worker(GenerationListener):
             model.tokenizer,
             self.engine.info.engine,
             model.vocab_size,
-            ids,
+            prompt,
             params.resolve(model.sampling_defaults.values),
             n=n,
             priority=priority,
@@ -561,7 +577,6 @@ class Worker(GenerationListener):
             is_scored_only=is_scored_only,
             loras=loras,
             listener=self,
-            make_parser=make_parser,
         )
         for generation in generations:
             generation.submit(self.engine)

@@ -20,11 +20,11 @@ from ..engine.pooling_engine import PoolingEngine
 from ..engine.request import BATCH_PRIORITY, Request, StepOutput
 from ..errors import ContextLengthError, DeadlineError, InferenceError, InvalidRequestError, WorkerError, copy_error
 from ..images.prompt import ImageSpan, PromptImages
+from ..images.sizes import ImagePart
 from ..structured_outputs.constraint import Constraint
 from .protocol import (
     Abort,
     EngineStats,
-    ImagePart,
     LoraInfo,
     Pool,
     PooledRows,
@@ -360,6 +360,6 @@ class PoolingLoop:
 
 
 def _images(parts: Sequence[ImagePart]) -> PromptImages:
-    spans = [ImageSpan(part.start, part.rows, part.columns) for part in parts]
+    spans = [ImageSpan(part.start, part.rows, part.columns, part.gap) for part in parts]
     pixels = [np.frombuffer(part.pixels, np.uint8).reshape(part.height, part.width, 3) for part in parts]
     return PromptImages(spans, pixels, [part.digest for part in parts])

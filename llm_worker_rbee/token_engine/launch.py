@@ -44,6 +44,7 @@ def model_info(loaded: LoadedModel, engine: Engine, phases: LoadPhases) -> Model
         loras=[LoraInfo(path=packed.path, digest=packed.digest, rank=packed.rank) for packed in loaded.loras],
         max_loras=0 if adapters is None else adapters.max_loaded,
         max_lora_rank=0 if adapters is None else adapters.max_rank,
+        vision=None if loaded.tower is None else loaded.tower.info,
         **facts,
     )
 

@@ -26,24 +26,13 @@ from ..config import EngineConfig, LoadOptions, LoraUse, PoolingOptions
 from ..engine.kv_store import TierStats
 from ..engine.step_time import StepTimeCoefficients, StepTimes
 from ..errors import RequestCancelledError, WorkerError
+from ..images.sizes import ImagePart, VisionInfo
 from ..progress import OnStage, Stage
 from ..sampling_params import FinishReason, SamplingParams, TokenLogprob
 
 MAX_BUFFERED_OUTPUTS = 4096  # of one request
 VERSION = 1  # of the messages; both ends must have the same
 EventKind = Literal["admitted", "prefill", "preempted", "resumed", "loaded"]
-
-
-class ImagePart(msgspec.Struct, frozen=True, array_like=True):
-    """A part of an image in a prompt: its tokens stand from `start` on, row by row; its pixels are RGB."""
-
-    start: int
-    rows: int  # of tokens
-    columns: int
-    height: int  # pixels
-    width: int
-    digest: bytes  # of its content
-    pixels: bytes
 
 
 class LoraInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -325,6 +314,7 @@ class ModelInfo(EngineInfo, frozen=True, tag=True, kw_only=True):
     loras: list[LoraInfo] = []  # that it was loaded with, in their order
     max_loras: int = 0  # that may be loaded
     max_lora_rank: int = 0  # of an adapter
+    vision: VisionInfo | None = None  # None: it takes no images
 
     @property
     def max_context(self) -> int:

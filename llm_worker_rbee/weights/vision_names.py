@@ -102,16 +102,16 @@ def open_projector(path: Path) -> Checkpoint:
     return replace(checkpoint, tensors=_unswap_mlp({name: replace(t, name=name) for name, t in named.items()}))
 
 
-def find_projector(model: Path) -> Path | None:
-    """Return the projector that lies beside a model: the folder itself, or a file named mmproj; None if there is none.
+def find_projectors(model: Path) -> list[Path]:
+    """Return the projectors that lie beside a model: the folder itself, or files named mmproj.
 
-    Of several the one with the most exact type is taken, not larger than F16 where there is a choice.
+    Those with the most exact type, not larger than F16 where there is a choice, come first.
     """
     folder = model if model.is_dir() else model.parent
     if model.is_dir() and (model / "config.json").exists():
-        return model if isinstance(read_json(model / "config.json").get("vision_config"), dict) else None
+        return [model] if isinstance(read_json(model / "config.json").get("vision_config"), dict) else []
     files = [p for p in folder.iterdir() if p.suffix.lower() == ".gguf" and PROJECTOR in p.name.lower()]
-    return min(files, key=_preference, default=None)
+    return sorted(files, key=_preference)
 
 
 def _preference(path: Path) -> tuple[int, str]:

@@ -27,7 +27,7 @@ from llm_worker_rbee.models.vision_config import read_vision_config
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.gguf_writer import write_gguf
 from llm_worker_rbee.weights.lora import read_adapter
-from llm_worker_rbee.weights.vision_names import find_projector, gguf_projector_name, open_projector
+from llm_worker_rbee.weights.vision_names import find_projectors, gguf_projector_name, open_projector
 from tests.helpers import lora_zoo, tiny_vision
 from tests.models.test_convert import add_tokenizer
 
@@ -252,8 +252,8 @@ def test_pair_of_files_gives_what_the_folder_gives(name: str, folder: Callable[[
     convert(open_checkpoint(source), text, "F32")
     checkpoint = open_checkpoint(text)
     assert read_model_config(checkpoint).rope_sections == read_model_config(open_checkpoint(source)).rope_sections
-    assert find_projector(text) == tmp_path / "mmproj-F16.gguf"
-    assert find_projector(source) == source
+    assert find_projectors(text)[0] == tmp_path / "mmproj-F16.gguf"
+    assert find_projectors(source) == [source]
 
 
 def test_projector_of_a_projector_is_the_same(folder: Callable[[str], Path], tmp_path: Path) -> None:

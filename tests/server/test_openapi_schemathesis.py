@@ -17,7 +17,11 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
 from llm_worker_rbee import LLM
+from llm_worker_rbee.server.bodies import DETAILS, IMAGE_URL
 from llm_worker_rbee.server.dialects import dialect_of
+from llm_worker_rbee.server.dialects.anthropic import image_fields
+from llm_worker_rbee.server.dialects.ollama import IMAGES
+from llm_worker_rbee.server.object_fields import ObjectOf
 from llm_worker_rbee.server.openapi import all_operations
 from tests.cli.conftest import environment
 from tests.conftest import DEVICE
@@ -102,7 +106,7 @@ def within_the_model(path: str, body: Any) -> Any:
     there is, that `best_of` is `n`, and that two names of one limit agree. What is wrong with it stays wrong."""
     if not isinstance(body, dict):
         return body
-    made = dict(body)
+    made: dict[str, Any] = _without_images(body)
     for name in ("max_tokens", "max_completion_tokens"):
         if _is_whole(made.get(name)):
             is_unlimited = made[name] == -1 and path in UNLIMITED  # what is left of the context
@@ -129,6 +133,27 @@ def within_the_model(path: str, body: Any) -> Any:
     if path in (*UNLIMITED, "/v1/responses", "/v1/jobs", "/v1/inference", "/execute"):
         return _with_plain_grammar(_with_plain_tools(made))
     return _within_anthropic(made) if path.startswith("/v1/messages") else made
+
+
+def _without_images(value: Any) -> Any:
+    """Return the same value with texts in the place of valid images, which the model does not take."""
+    if isinstance(value, list):
+        return [_without_images(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    source = value.get("image_url", value.get("source"))
+    url = source.get("url") if isinstance(source, dict) else source
+    details = [one.get("detail") in (*DETAILS, None) for one in (value, source) if isinstance(one, dict)]
+    is_url = isinstance(url, str) and re.match(IMAGE_URL, url) is not None and all(details)
+    if value.get("type") == "image_url" and isinstance(source, dict) and is_url and source.keys() <= {"url", "detail"}:
+        return {"type": "text", "text": ""}
+    if value.get("type") == "input_image" and is_url and value.keys() <= {"type", "image_url", "detail"}:
+        return {"type": "input_text", "text": ""}
+    if value.get("type") == "image" and ObjectOf(image_fields(False), tag="type").validate("image", value) is None:
+        return {"type": "text", "text": ""}
+    if "images" in value and value["images"] and IMAGES.validate("images", value["images"]) is None:
+        value = {**value, "images": []}
+    return {name: _without_images(item) for name, item in value.items()}
 
 
 def _within_anthropic(made: dict[str, Any]) -> dict[str, Any]:

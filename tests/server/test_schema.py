@@ -213,22 +213,22 @@ SMALL = {"type": "text", "text": "What is it?"}
 URL = "data:image;base64,aGk="
 IMAGES: list[tuple[str, dict[str, Any], str]] = [
     (CHATS, {"messages": [{"role": "user", "content": [SMALL, {"type": "image_url", "image_url": {"url": URL}}]}]},
-     "messages[0].content[1].type is 'image_url': images are not supported"),
+     "messages[0].content[1]: tiny.gguf takes no images, since no vision tower is loaded"),
     (JOB, {"max_tokens": 2, "messages": [{"role": "user", "content": [{"type": "image", "image": URL}]}]},
-     "messages[0].content[0].type is 'image': images are not supported"),
+     "messages[0].content must be text, or a list of parts of the types text and image_url"),
     (CHATS, {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
      "messages[0].content[0].type is 'input_audio': audio is not supported"),
     (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": URL}]}]},
-     "input[0].content[0].type is 'input_image': images are not supported"),
+     "input[0].content[0]: tiny.gguf takes no images"),
     (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "1"}]}]},
      "input[0].content[0].type is 'input_file': files are not supported"),
     (MESSAGES_PATH, {"max_tokens": 2, "messages": [{"role": "user", "content": [SMALL, {"type": "image"}]}]},
-     "messages[0].content[1].type is 'image': images are not supported"),
+     "messages[0].content[1].source is required"),
     (MESSAGES_PATH, {"max_tokens": 2, "messages": [{"role": "user", "content": [{"type": "document"}]}]},
      "messages[0].content[0].type is 'document': documents are not supported"),
     (OLLAMA, {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]},
-     "messages[0].images is not supported by this worker"),
-    (GENERATE, {"prompt": "x", "images": ["aGk="]}, "images is not supported by this worker"),
+     "messages[0].images[0]: tiny.gguf takes no images"),
+    (GENERATE, {"prompt": "x", "images": ["aGk="]}, "images[0]: tiny.gguf takes no images"),
 ]  # fmt: skip
 
 

@@ -14,7 +14,16 @@ from ...errors import PayloadTooLargeError
 from ...tokenizer.chat.events import ChatOptions
 from ..bodies import Conversation, GenerateRequest, Messages, PackedIds, num_bytes
 from ..dialect import Dialect, GenerateRoute, Parse
-from ..schema import Boolean, BoundedObject, Field, ParseOptions, Text, TokenIds, decode_object, validate_body
+from ..schema import (
+    Boolean,
+    BoundedObject,
+    Field,
+    ParseOptions,
+    Text,
+    TokenIds,
+    decode_object,
+    validate_body,
+)
 from . import (
     anthropic,
     anthropic_batches,
@@ -55,7 +64,7 @@ TOKENIZE = {
 DETOKENIZE = {"model": Field(Text()), "tokens": Field(TokenIds(), required=True, is_secret=True)}
 APPLY_TEMPLATE = {
     "model": Field(Text()),
-    "messages": Field(Messages(), required=True, is_secret=True),
+    "messages": Field(Messages(("text",)), required=True, is_secret=True),
     "chat_template_kwargs": Field(BoundedObject(), {}),
 }
 MAX_TEXT_BYTES = 512 << 10  # of /tokenize and /apply-template: a text of this length takes about 0.5 s of a core

@@ -19,6 +19,7 @@ from ...sampling_params import MAX_STOPS, Bounds, SamplingParams, StructuredOutp
 from ...tokenizer.chat.events import (
     ChatEvent,
     ContentDelta,
+    Image,
     ReasoningDelta,
     Tool,
     ToolCall,
@@ -36,6 +37,7 @@ from ..bodies import (
     chat_options,
     check_function,
     function_call,
+    join_parts,
 )
 from ..dialect import (
     Answer,
@@ -142,7 +144,15 @@ TOOL: dict[str, Field] = {
 }
 TEXT_BLOCK = {"text": Field(Text(), required=True), **CACHE_CONTROL, "citations": Field(ListOf(AnyObject()))}
 THINKING_DISPLAY = {"display": Field(Enum(("summarized", "updates", "omitted")))}  # the first two: all of it
+IMAGE_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp", "image/bmp")  # what a file is, its bytes tell
 PARALLEL = {"disable_parallel_tool_use": Field(Boolean(), False)}
+
+
+def image_fields(is_open: bool) -> dict[str, Field]:
+    """Return the fields of an image."""
+    base64 = {"media_type": Field(Enum(IMAGE_TYPES), required=True), "data": Field(Text(1), required=True)}
+    sources = {"base64": base64, "url": {"url": Field(Text(1), required=True)}}
+    return {"source": Field(Tagged("type", sources, is_open), required=True), **CACHE_CONTROL}
 
 
 @cache
@@ -161,14 +171,14 @@ def message_fields(is_open: bool) -> dict[str, Field]:
     }
     result = {
         "tool_use_id": Field(Text(), required=True),
-        "content": Field(blocks().type, ""),
+        "content": Field(blocks(image=image_fields(is_open)).type, ""),
         "is_error": Field(Boolean(), False),
         **CACHE_CONTROL,
     }
     thinking = {"thinking": Field(Text(), required=True), "signature": Field(Text()), **CACHE_CONTROL}
     redacted = {"data": Field(Text(), ""), **CACHE_CONTROL}
     roles = {
-        "user": {"content": blocks(tool_result=result)},
+        "user": {"content": blocks(image=image_fields(is_open), tool_result=result)},
         "assistant": {"content": blocks(tool_use=call, thinking=thinking, redacted_thinking=redacted)},
         "system": {"content": blocks()},
     }
@@ -313,7 +323,7 @@ def to_messages(system: Any, messages: Sequence[Mapping[str, Any]]) -> Iterator[
     if text := _join(system):
         yield {"role": "system", "content": text}
     names: dict[str, str] = {}  # of called tools, by the ids of their calls
-    for message in messages:
+    for i, message in enumerate(messages):
         role, content = message["role"], message["content"]
         if isinstance(content, str) or role == "system":
             yield {"role": role, "content": _join(content)}
@@ -321,7 +331,7 @@ def to_messages(system: Any, messages: Sequence[Mapping[str, Any]]) -> Iterator[
             names |= {block["id"]: block["name"] for block in content if block["type"] == "tool_use"}
             yield _to_assistant(content)
         else:
-            yield from _to_user(content, names)
+            yield from _to_user(content, names, f"messages[{i}].content")
 
 
 def _join(content: Any) -> str:
@@ -345,26 +355,34 @@ def _to_assistant(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return assistant
 
 
-def _to_user(blocks: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """Yield the results of tools and the texts between them, in their order."""
-    texts: list[Mapping[str, Any]] = []
-    for block in blocks:
-        if block["type"] == "text":
-            texts.append(block)
+def _to_user(blocks: Sequence[Mapping[str, Any]], names: Mapping[str, str], place: str) -> Iterator[dict[str, Any]]:
+    """Yield the results of tools and the texts and images between them, in their order."""
+    parts: list[str | Image] = []
+    for j, block in enumerate(blocks):
+        if block["type"] != "tool_result":
+            _add_part(parts, block, f"{place}[{j}]")
             continue
-        if texts:
-            yield {"role": "user", "content": _join(texts)}
-            texts = []
-        text, call = _join(block["content"]), block["tool_use_id"]
+        if parts:
+            yield {"role": "user", "content": join_parts(parts)}
+        parts, result, call = [], block["content"], block["tool_use_id"]
+        own: list[str | Image] = [result] if isinstance(result, str) else []
+        for k, inner in enumerate(() if isinstance(result, str) else result):
+            _add_part(own, inner, f"{place}[{j}].content[{k}]")
         named = {"name": names[call]} if call in names else {}
-        yield {
-            "role": "tool",
-            "tool_call_id": call,
-            **named,
-            "content": f"Error: {text}" if block["is_error"] else text,
-        }
-    if texts or not blocks:
-        yield {"role": "user", "content": _join(texts)}
+        content = join_parts(["Error: ", *own] if block["is_error"] else own)
+        yield {"role": "tool", "tool_call_id": call, **named, "content": content}
+    if parts or not blocks:
+        yield {"role": "user", "content": join_parts(parts)}
+
+
+def _add_part(parts: list[str | Image], block: Mapping[str, Any], place: str) -> None:
+    """Add a text, on a line of its own behind another, or an image."""
+    if block["type"] == "text":
+        parts.append("\n" * bool(parts and isinstance(parts[-1], str)) + block["text"])
+    elif (source := block["source"])["type"] == "url":
+        parts.append(Image.from_url(f"{place}.source.url", source["url"]))
+    else:
+        parts.append(Image.from_base64(f"{place}.source.data", source["data"]))
 
 
 def error_body(error: WorkerError) -> dict[str, Any]:

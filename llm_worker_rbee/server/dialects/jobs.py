@@ -331,9 +331,7 @@ class Jobs:
             resolve_max_tokens(len(ids), params.max_tokens, worker.engine.info.engine)  # raises before a 429 would
             reservation.set_actual(len(ids))
             timeout_s = None if request.timeout_ms is None else request.timeout_ms / 1000
-            (generation,) = worker.start_generations(
-                ids, params, priority=request.priority, timeout_s=timeout_s, make_parser=encoded.make_parser
-            )
+            (generation,) = worker.start_generations(encoded, params, priority=request.priority, timeout_s=timeout_s)
         return Job(job_id, generation, worker)
 
     def _run(self, job: JobEvents) -> JobEvents:

@@ -23,7 +23,15 @@ from ...sampling_params import (
     StructuredOutputsParams,
     TokenLogprob,
 )
-from ...tokenizer.chat.events import ChatEvent, ChatOptions, ContentDelta, ReasoningDelta, ToolCallDelta, ToolCallStart
+from ...tokenizer.chat.events import (
+    ChatEvent,
+    ChatOptions,
+    ContentDelta,
+    Image,
+    ReasoningDelta,
+    ToolCallDelta,
+    ToolCallStart,
+)
 from ..bodies import (
     ROLES,
     Conversation,
@@ -33,6 +41,7 @@ from ..bodies import (
     chat_options,
     function_call,
     function_places,
+    join_parts,
     to_tool,
 )
 from ..dialect import (
@@ -47,6 +56,7 @@ from ..dialect import (
     chat_logprobs,
 )
 from ..json_schema import FLAG, TEXT, Schema, array_schema, object_schema, reply_schema, with_field, with_values
+from ..object_fields import ListOf
 from ..schema import (
     SAMPLING,
     AnyObject,
@@ -100,6 +110,8 @@ class Options(AnyObject):
         return table_schema({name.partition(".")[2]: field for name, field in OPTIONS.items()})
 
 
+BASE64 = Text(1)
+IMAGES = ListOf(BASE64)
 MESSAGE = ("role", "content", "thinking", "images", "tool_calls", "tool_name", "tool_call_id")
 CALL, FUNCTION = ("id", "type", "index", "function"), ("name", "arguments", "index")
 
@@ -122,7 +134,7 @@ class ChatMessages(FieldType):
         properties: dict[str, Schema] = {
             **dict.fromkeys(MESSAGE, text),
             "role": {"enum": [*ROLES]},
-            "images": {"enum": [[], None]},
+            "images": {"type": ["array", "null"], "items": BASE64.json_schema()},
             "tool_calls": {"type": ["array", "null"], "items": call},
         }
         return array_schema(object_schema(properties, "role"))
@@ -137,8 +149,8 @@ def _check_message(name: str, message: Any) -> ValidationIssue | None:
     for key in ("content", "thinking", "tool_name", "tool_call_id"):
         if not isinstance(text := message.get(key), (str, type(None))):
             return ValidationIssue(f"{name}.{key}", "type", f"{name}.{key} must be a string, not {type_name(text)}")
-    if message.get("images") not in (None, []):
-        return ValidationIssue(f"{name}.images", "unsupported", f"{name}.images is not supported by this worker")
+    if (images := message.get("images")) is not None and (issue := IMAGES.validate(f"{name}.images", images)):
+        return issue
     calls = message.get("tool_calls")
     if not isinstance(calls, (list, type(None))):
         return ValidationIssue(f"{name}.tool_calls", "type", f"{name}.tool_calls must be a list")
@@ -211,7 +223,7 @@ GENERATE: dict[str, Field] = {
     "prompt": Field(Text(), "", is_secret=True),
     "system": Field(Text(), is_secret=True),
     "raw": Field(Boolean(), False),
-    "images": unsupported([]),
+    "images": Field(IMAGES, [], is_secret=True),
     "suffix": unsupported(""),
     "template": unsupported(""),
     "context": unsupported([]),
@@ -238,10 +250,11 @@ def parse_generate(body: bytes, options: ParseOptions) -> GenerateRequest:
     if values["raw"]:
         require(not system, "system", "conflict", "raw: true needs the whole prompt in prompt: leave system out")
         require(not values["think"], "think", "conflict", "raw: true takes the prompt as it is: leave think out")
+        require(not values["images"], "images", "conflict", "raw: true has no place for images: leave raw out")
         prompts += [prompt] if prompt else []
-    elif prompt:
+    elif prompt or values["images"]:
         messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": prompt})
+        messages.append({"role": "user", "content": _with_images(prompt, values["images"], "images")})
         prompts.append(Conversation.encode(messages, _chat_options(values, [])))
     return _request(values, ignored, prompts, options)
 
@@ -331,8 +344,9 @@ def to_openai(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     converted: list[dict[str, Any]] = []
     num_calls, open_calls = 0, list[tuple[str, str]]()  # id and name
-    for message in messages:
-        result: dict[str, Any] = {"role": message["role"], "content": message.get("content") or ""}
+    for i, message in enumerate(messages):
+        content = _with_images(message.get("content") or "", message.get("images") or (), f"messages[{i}].images")
+        result: dict[str, Any] = {"role": message["role"], "content": content}
         if message.get("thinking"):
             result["reasoning_content"] = message["thinking"]
         if calls := message.get("tool_calls"):
@@ -347,6 +361,11 @@ def to_openai(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             result |= _close_call(message, open_calls)
         converted.append(result)
     return converted
+
+
+def _with_images(text: str, images: Sequence[str], place: str) -> Any:
+    """Return the content of a message: its images, then its text."""
+    return join_parts([*(Image.from_base64(f"{place}[{i}]", image) for i, image in enumerate(images)), text])
 
 
 def _close_call(message: Mapping[str, Any], open_calls: list[tuple[str, str]]) -> dict[str, str]:

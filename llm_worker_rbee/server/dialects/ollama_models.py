@@ -255,7 +255,7 @@ def describe_chat(model: TextModel) -> tuple[list[str], str]:
         return ["completion"], ""
     chat = model.chat_format
     tools, thinking = ["tools"] * chat.has_native_tools, ["thinking"] * chat.has_reasoning
-    return ["completion", *tools, *thinking], model.chat_template.source
+    return ["completion", *["vision"] * (model.vision is not None), *tools, *thinking], model.chat_template.source
 
 
 DETAILS = reply_schema(

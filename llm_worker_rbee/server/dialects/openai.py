@@ -310,11 +310,12 @@ class ChunkPrinter(Printer):
 
 def encode_usage(usage: Usage) -> dict[str, Any]:
     """Return the usage of a reply."""
+    images = {"image_tokens": usage.images} if usage.images else {}
     return {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.output,
         "total_tokens": usage.prompt + usage.output,
-        "prompt_tokens_details": {"cached_tokens": usage.cached},
+        "prompt_tokens_details": {"cached_tokens": usage.cached, **images},
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
     }
 

@@ -16,9 +16,11 @@ import msgspec
 
 from ...errors import NotFoundError
 from ...sampling_params import MAX_LOGPROBS
-from ...tokenizer.chat.events import Tool
+from ...tokenizer.chat.events import Image, Tool
 from ..bodies import (
+    DETAILS,
     EFFORTS,
+    IMAGE_URL,
     MAX_TOOL_NAME,
     MAX_TOOLS,
     Conversation,
@@ -27,6 +29,7 @@ from ..bodies import (
     check_function,
     function_call,
     input_arguments,
+    join_parts,
     to_tool,
 )
 from ..dialect import Call, Dialect, Front, GenerateRoute, Handler, Operation, Route
@@ -79,7 +82,9 @@ class Input(FieldType):
     def json_schema(self) -> Schema:
         text = object_schema({"type": {"enum": [*TEXT_PARTS]}, "text": TEXT}, "type", "text", is_open=True)
         refusal = object_schema({"type": {"const": "refusal"}, "refusal": TEXT}, "type", "refusal", is_open=True)
-        content: Schema = {"anyOf": [TEXT, array_schema({"anyOf": [text, refusal]})]}
+        picture = {"type": {"const": "input_image"}, "image_url": {"type": "string", "pattern": IMAGE_URL}}
+        image = object_schema({**picture, "detail": {"enum": [*DETAILS, None]}}, *picture)
+        content: Schema = {"anyOf": [TEXT, array_schema({"anyOf": [text, refusal, image]})]}
         name: Schema = {"type": "string", "minLength": 1}
         pieces = or_null(array_schema(object_schema({"text": TEXT}, "text", is_open=True)))
         kinds: dict[str, dict[str, Schema]] = {
@@ -151,6 +156,7 @@ class _ItemReader:
         _require(role in ROLES, f"{name}.role", "choice", f"must be one of {', '.join(ROLES)}")
         content = _content(f"{name}.content", item.get("content"))
         if role == "assistant":
+            _require(isinstance(content, str), f"{name}.content", "unsupported", "has an image, in an answer")
             self._part("content", content)
         else:
             self._answer = None
@@ -193,22 +199,32 @@ def _text(name: str, item: dict[str, Any], key: str) -> str:
     return str(value)
 
 
-def _content(name: str, content: Any) -> str:
-    """Return the text of a message, or of the output of a call."""
+def _content(name: str, content: Any) -> Any:
+    """Return the text and the images of a message, or of the output of a call."""
     if isinstance(content, str):
         return content
     _require(isinstance(content, list), name, "type", f"must be a text, or a list of parts, not {type_name(content)}")
-    texts = []
+    parts: list[str | Image] = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "input_image":
+            parts.append(_image(f"{name}[{i}]", part))
+            continue
         key = "refusal" if kind == "refusal" else "text"
         is_text = kind in TEXT_PARTS or key == "refusal"
         place = f"{name}[{i}].type"
         if not is_text and (issue := unsupported_part(place, kind)) is not None:
             raise ValidationError([issue])
-        _require(is_text, place, "unsupported", f"must be {', '.join(TEXT_PARTS)} or refusal: text only")
-        texts.append(_text(f"{name}[{i}]", part, key))
-    return "".join(texts)
+        _require(is_text, place, "unsupported", f"must be {', '.join(TEXT_PARTS)}, refusal or input_image")
+        parts.append(_text(f"{name}[{i}]", part, key))
+    return join_parts(parts)
+
+
+def _image(name: str, part: dict[str, Any]) -> Image:
+    unknown = next((key for key in part if key not in ("type", "image_url", "detail")), None)
+    _require(unknown is None, f"{name}.{unknown}"[:200], "unsupported", f"cannot be used: {NO_STATE}")
+    _require(part.get("detail") in (*DETAILS, None), f"{name}.detail", "choice", f"must be one of {', '.join(DETAILS)}")
+    return Image.from_url(name, _text(name, part, "image_url"), part.get("detail"))
 
 
 def _reasoning(name: str, item: dict[str, Any]) -> str:

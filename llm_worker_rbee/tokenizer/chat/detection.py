@@ -68,14 +68,23 @@ class _Probe:
     def __init__(self, template: ChatTemplate, end_names: list[str]) -> None:
         self.source, self.end_names = template.source, end_names  # names: of the tokens that end an answer
         self._template, self._is_stopped = template, False
-        self.tools_variable = "tools"
+        self.tools_variable, self.has_parts = "tools", False
         plain = self.render([_user()])
+        if plain is not None and USER not in plain:  # perhaps it takes lists of parts alone
+            self.has_parts = True
+            parts = self.render([_user()])
+            self.has_parts = parts is not None and USER in parts
+            plain = parts if self.has_parts else plain
         self.prompt = "" if plain is None else _after(plain, USER)
 
     def render(self, messages: list[dict[str, Any]], *, prompt: bool = True, **fields: Any) -> str | None:
         if self._is_stopped:
             return None
         try:
+            if self.has_parts:
+                texts = [message["content"] for message in messages]
+                parts = [[{"type": "text", "text": text}] if isinstance(text, str) else text for text in texts]
+                messages = [{**message, "content": part} for message, part in zip(messages, parts, strict=True)]
             return self._template.render(messages, add_generation_prompt=prompt, **fields)
         except WorkerError as error:
             self._is_stopped = "was stopped: it takes" in str(error)  # its limit is a second each
@@ -393,6 +402,7 @@ def _detect_rules(probe: _Probe, calls: _Calls | None) -> MessageRules:
         has_null_content=null is not None and "None" not in _after(null, USER),
         has_short_ids=calls is not None and short,
         has_parallel_calls=calls is None or calls.shows_two,
+        parts="all" if probe.has_parts else "",
     )
 
 

@@ -5,12 +5,18 @@ Every dialect of the server and the offline API use the same records.
 
 from __future__ import annotations
 
+import binascii
+import re
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+from ...errors import InvalidRequestError
+
 ToolChoice = Literal["auto", "none", "required"]  # or a `NamedTool`
+DATA_URL = re.compile(r"data:image(?:/[\w.+-]{1,40})?(?:;[\w.=-]{1,80})*;base64,", re.ASCII | re.IGNORECASE)
+IMAGE = "\ufdd1"  # stands for an image in a text: a noncharacter
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +30,42 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True)
+class Image:
+    """A picture in a message: the bytes of a file, or the URL of one."""
+
+    data: bytes = b""
+    url: str = ""
+    place: str = "the image"  # in the request, for errors
+    detail: str = "auto"  # "low": of fewer tokens
+
+    @classmethod
+    def from_url(cls, place: str, url: str, detail: str | None = None) -> Image:
+        """Return the image of a data URL, or of one of HTTP, which is not fetched here."""
+        if url[:8].lower().startswith(("http://", "https://")):
+            return cls(url=url, place=place, detail=detail or "auto")
+        if (head := DATA_URL.match(url)) is None:
+            raise _image_error(place, "must be a data URL of an image in base64, or a URL of http or https")
+        return cls.from_base64(place, url[head.end() :], detail)
+
+    @classmethod
+    def from_base64(cls, place: str, text: str, detail: str | None = None) -> Image:
+        try:
+            data = binascii.a2b_base64(text, strict_mode=True)
+        except ValueError as error:
+            raise _image_error(place, f"is not valid base64: {error}") from None
+        if not data:
+            raise _image_error(place, "is empty")
+        return cls(data=data, place=place, detail=detail or "auto")
+
+
+def _image_error(place: str, problem: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{place} {problem}", place.partition("[")[0])
+
+
+@dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """The options of a chat other than its messages and sampling parameters."""
+    """The options of a chat other than its messages and sampling parameters; and its images, for which the text of the
+    messages has `IMAGE`."""
 
     tools: list[Tool] = field(default_factory=list)
     tool_choice: ToolChoice = "auto"
@@ -33,6 +73,7 @@ class ChatOptions:
     parallel_tool_calls: bool = True
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # variables of the template: `enable_thinking`, ...
     thinking_budget: int | None = None  # tokens; then the end of the reasoning is forced
+    images: list[Image] = field(default_factory=list)  # in their order
 
 
 @dataclass(frozen=True, slots=True)

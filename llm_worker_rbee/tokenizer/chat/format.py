@@ -72,6 +72,7 @@ class MessageRules:
     has_parallel_calls: bool = True  # a message may have several calls
     has_content_beside_reasoning: bool = True  # a message with calls may have both
     reasoning_field: str = ""
+    parts: Literal["", "images", "all"] = ""  # content is a list of parts: of messages with images, or of all
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -25,30 +26,75 @@ import msgspec
 from ...errors import ChatTemplateError, InvalidRequestError, UnavailableError, WorkerError
 from ...pipe_process import PipeProcess, ProgramError
 from ..tokenizer import MARK, Tokenizer
-from .events import Tool
+from .events import IMAGE, Image, Tool
 from .reader import SURROGATES
 
 Message = Mapping[str, Any]
+PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 logger = logging.getLogger(__name__)
 
 
 def validate_messages(messages: Sequence[Message]) -> list[Message]:
-    """Return messages as templates expect them: a role and text (a list of text parts is joined)."""
+    """Return messages as templates expect them: a role and text."""
+    return read_messages(messages)[0]
+
+
+def read_messages(messages: Sequence[Message]) -> tuple[list[Message], list[Image]]:
+    """Return messages as templates expect them, and their images: content is text (of a list the texts, joined), with a
+    mark for each image. A message may have `images`, which go before its text."""
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequestError("messages must be a non-empty list of {role, content}", "messages")
-    return [_validate_message(i, message) for i, message in enumerate(messages)]
+    images: list[Image] = []
+    return [_read_message(i, message, images) for i, message in enumerate(messages)], images
 
 
-def _validate_message(i: int, message: Message) -> Message:
+def _read_message(i: int, message: Message, images: list[Image]) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not message["role"]:
         raise InvalidRequestError(f"messages[{i}] must have a role", "messages")
-    content = message.get("content")
-    if isinstance(content, str) or (content is None and message.get("tool_calls")):
-        return message
-    if isinstance(content, list) and all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content):
-        return {**message, "content": "".join(part["text"] for part in content)}
-    problem = f"messages[{i}].content must be text, or a list of text parts: images are not supported"
-    raise InvalidRequestError(problem, "messages")
+    content, place = message.get("content"), f"messages[{i}]"
+    own = [read_image(image, f"{place}.images[{j}]") for j, image in enumerate(message.get("images") or ())]
+    images += own
+    if isinstance(content, list):
+        content = "".join(_read_part(part, f"{place}.content[{j}]", images) for j, part in enumerate(content))
+    elif not isinstance(content, str) and (own or content is not None or not message.get("tool_calls")):
+        raise InvalidRequestError(f"{place}.content must be text, or a list of texts and images", "messages")
+    if own:
+        content = IMAGE * len(own) + (content or "")
+        message = {key: value for key, value in message.items() if key != "images"}
+    return message if content is message.get("content") else {**message, "content": content}
+
+
+def _read_part(part: Any, place: str, images: list[Image]) -> str:
+    """Return the text of a part of a message; an image is added to `images`."""
+    kind = part.get("type", "text") if isinstance(part, Mapping) else None
+    if kind in ("image", "image_url") and part.get(kind) is not None:
+        source = part[kind]
+        images.append(read_image(source.get("url") if isinstance(source, Mapping) else source, place))
+        return IMAGE
+    if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+        return str(part["text"])
+    forms = '{"type": "text", "text": ...} or {"type": "image", "image": a path, bytes or a picture of Pillow}'
+    raise InvalidRequestError(f"{place} must be {forms}", "messages")
+
+
+def read_image(source: Any, place: str) -> Image:
+    """Return an image of bytes, a path, a data URL, or a picture of Pillow."""
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        return Image(bytes(source), place=place)
+    if isinstance(source, str) and source.startswith("data:"):
+        return Image.from_url(place, source)
+    if isinstance(source, (str, Path)):
+        try:
+            return Image(Path(source).expanduser().read_bytes(), place=str(source))
+        except (OSError, ValueError, RuntimeError) as error:  # a NUL, an unknown ~user
+            why = getattr(error, "strerror", None) or error
+            raise InvalidRequestError(f"{place}: cannot read {str(source)[:200]!r}: {why}", "messages") from None
+    if not callable(getattr(source, "save", None)):
+        kind = type(source).__name__
+        raise InvalidRequestError(f"{place} must be a path, bytes or a picture of Pillow, not {kind}", "messages")
+    file = BytesIO()
+    (source if source.mode in PNG_MODES else source.convert("RGB")).save(file, "PNG", compress_level=1)
+    return Image(file.getvalue(), place=place)
 
 
 MAX_KWARGS_CHARS = 64 << 10

@@ -25,6 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 MAX_MEMORY = 512 << 20  # address space of this process
 MAX_PROMPT_CHARS = 4 << 20  # characters of the prompt; the input adds to it
 GLOBALS = ("range", "dict", "namespace", "joiner", "cycler")
+IMAGE = "\ufdd1"  # stands for an image in a text, as in events.py
 
 
 class GenerationTag(Extension):
@@ -109,7 +110,8 @@ def adapt(messages: list[Any], values: dict[str, Any], rules: dict[str, Any]) ->
     elif tools and rules["tools"] == "xml_tools":
         values["xml_tools"] = tools
     adapted = move_system(adapted, rules)
-    return merge_users(adapted) if rules["must_alternate"] else adapted
+    adapted = merge_users(adapted) if rules["must_alternate"] else adapted
+    return [split_parts(message, rules["parts"]) for message in adapted] if rules["parts"] else adapted
 
 
 def adapt_message(message: dict[str, Any], rules: dict[str, Any]) -> dict[str, Any]:
@@ -275,6 +277,16 @@ def merge_users(messages: list[Any]) -> list[Any]:
         else:
             merged.append(message)
     return merged
+
+
+def split_parts(message: dict[str, Any], parts: str) -> dict[str, Any]:
+    """Return a message with its content as a list of texts and images, if the template takes it so."""
+    text = message["content"]
+    if not isinstance(text, str) or not (parts == "all" or (message["role"] == "user" and IMAGE in text)):
+        return message
+    pieces = [piece for piece in re.split(f"({IMAGE})", text) if piece]
+    content = [{"type": "image"} if piece == IMAGE else {"type": "text", "text": piece} for piece in pieces]
+    return {**message, "content": content}
 
 
 def protect(value: Any, names: re.Pattern[str], mark: str) -> Any:

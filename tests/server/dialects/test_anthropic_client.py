@@ -155,7 +155,9 @@ def test_errors_are_raised_by_type(server: Server, locked: Server, ask: dict[str
     with pytest.raises(anthropic.NotFoundError, match="claude-sonnet-5"):
         plain.messages.create(**{**ask, "model": "claude-sonnet-5"})
     content = [{"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}]
-    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\]\.content\[0\]\.type is 'image'"):
+    with pytest.raises(
+        anthropic.BadRequestError, match=r"messages\[0\]\.content\[0\]\.source\.url: tiny\.gguf takes no images"
+    ):
         plain.messages.create(**{**ask, "messages": [{"role": "user", "content": content}]})
     with pytest.raises(anthropic.AuthenticationError) as caught:
         connect(locked, api_key="wrong").messages.create(**ask)

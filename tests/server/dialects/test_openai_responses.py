@@ -310,7 +310,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [USER, {"type": "web_search_call", "id": "1"}]}, "input[1].type is 'web_search_call'"),
     ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]},
-     "input[0].content[0].type"),
+     "input[0].content[0] must be a data URL"),
     ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": {}}]}, "input[0].arguments"),
     ({"input": [{"type": "function_call_output", "call_id": "1", "output": None}]}, "input[0].output"),
     ({"tools": [{"type": "function"}]}, "tools[0].name"),
