@@ -247,7 +247,8 @@ class FixedSource(ModelSource):
         await service.start(on_stage, on_idle)
         info = service.engine.info
         sizes = info.parameters, info.weights_bytes, service.context_length
-        self.facts = ModelFacts(info.path, self.kind, info.architecture, info.quant, *sizes, time.time())
+        takes_images = isinstance(service, Worker) and service.takes_images
+        self.facts = ModelFacts(info.path, self.kind, info.architecture, info.quant, *sizes, time.time(), takes_images)
         if isinstance(service, Worker):
             self.text = service.loaded
         return service
