@@ -36,6 +36,9 @@ class Width(NamedTuple):
     d_ff: int
     heads: int
 
+    def sizes(self) -> dict[str, int]:
+        return {"hidden_size": self.hidden, "intermediate_size": self.d_ff}
+
 
 WIDTH, WIDE = Width(48, 80, 3), Width(256, 512, 4)  # blocks of Q4_K have 256 values
 IMAGE_TOKEN, BREAK_TOKEN = 100, 99
@@ -52,7 +55,7 @@ def _qwen2_5_vl() -> Any:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
     text = TEXT | {"rope_parameters": rope, "tie_word_embeddings": False, "num_attention_heads": 2}
     vision = {
-        "depth": 4, "hidden_size": WIDTH.hidden, "intermediate_size": WIDTH.d_ff, "num_heads": WIDTH.heads, "patch_size": 14, "window_size": 56,
+        "depth": 4, **WIDTH.sizes(), "num_heads": WIDTH.heads, "patch_size": 14, "window_size": 56,
         "fullatt_block_indexes": [1, 3], "out_hidden_size": 64,
     }  # fmt: skip
     config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **SPECIAL)
@@ -62,7 +65,7 @@ def _qwen2_5_vl() -> Any:
 def _qwen3_vl() -> Any:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
     vision = {
-        "depth": 3, "hidden_size": WIDTH.hidden, "intermediate_size": WIDTH.d_ff, "num_heads": WIDTH.heads, "patch_size": 16,
+        "depth": 3, **WIDTH.sizes(), "num_heads": WIDTH.heads, "patch_size": 16,
         "out_hidden_size": 64, "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 2],
     }  # fmt: skip
     config = transformers.Qwen3VLConfig(text_config=TEXT | {"rope_parameters": rope}, vision_config=vision, **SPECIAL)
@@ -79,7 +82,7 @@ def _qwen3_5() -> Any:
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     }  # fmt: skip
     vision = {
-        "depth": 2, "hidden_size": WIDTH.hidden, "intermediate_size": WIDTH.d_ff, "num_heads": WIDTH.heads, "patch_size": 16,
+        "depth": 2, **WIDTH.sizes(), "num_heads": WIDTH.heads, "patch_size": 16,
         "out_hidden_size": 64, "num_position_embeddings": 36,
     }  # fmt: skip
     config = transformers.Qwen3_5Config(text_config=text, vision_config=vision, **SPECIAL)
@@ -89,7 +92,7 @@ def _qwen3_5() -> Any:
 def _gemma3() -> Any:
     text = TEXT | {"sliding_window": 16, "num_hidden_layers": 6, "query_pre_attn_scalar": 32}
     vision = {
-        "hidden_size": WIDTH.hidden, "intermediate_size": WIDTH.d_ff, "num_hidden_layers": 2, "num_attention_heads": WIDTH.heads, "image_size": 56,
+        **WIDTH.sizes(), "num_hidden_layers": 2, "num_attention_heads": WIDTH.heads, "image_size": 56,
         "patch_size": 7, "hidden_act": "gelu_pytorch_tanh", "vision_use_head": False,
     }  # fmt: skip
     config = transformers.Gemma3Config(
@@ -102,7 +105,7 @@ def _gemma3() -> Any:
 def _idefics3(kind: str) -> Any:
     text = TEXT | {"model_type": "llama", "pad_token_id": 0}
     vision = {
-        "hidden_size": WIDTH.hidden, "intermediate_size": WIDTH.d_ff, "num_hidden_layers": 2, "num_attention_heads": WIDTH.heads, "image_size": 48,
+        **WIDTH.sizes(), "num_hidden_layers": 2, "num_attention_heads": WIDTH.heads, "image_size": 48,
         "patch_size": 8,
     }  # fmt: skip
     config = getattr(transformers, f"{kind}Config")(
@@ -114,7 +117,7 @@ def _idefics3(kind: str) -> Any:
 def _pixtral(kind: str) -> Any:
     text = TEXT | {"model_type": "mistral", "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
     vision = {
-        "model_type": "pixtral", "hidden_size": WIDTH.hidden, "intermediate_size": WIDTH.d_ff, "num_hidden_layers": 2,
+        "model_type": "pixtral", **WIDTH.sizes(), "num_hidden_layers": 2,
         "num_attention_heads": WIDTH.heads, "patch_size": 8, "image_size": 128, "hidden_act": "silu",
     }  # fmt: skip
     more = {"vision_feature_select_strategy": "full"} if kind == "Llava" else {"multimodal_projector_bias": False}
@@ -134,7 +137,8 @@ def _gemma4(*, small: bool) -> Any:
         "use_bidirectional_attention": None if small else "vision",
     }  # fmt: skip
     vision = {
-        "hidden_size": WIDTH.hidden, "intermediate_size": WIDTH.d_ff, "num_hidden_layers": 2, "num_attention_heads": WIDTH.heads, "head_dim": WIDTH.hidden // WIDTH.heads,
+        **WIDTH.sizes(), "num_hidden_layers": 2, "num_attention_heads": WIDTH.heads,
+        "head_dim": WIDTH.hidden // WIDTH.heads,
         "num_key_value_heads": WIDTH.heads, "patch_size": 4, "pooling_kernel_size": 3, "position_embedding_size": 1024,
         "use_clipped_linears": small, "standardize": not small,
     }  # fmt: skip
