@@ -175,10 +175,15 @@ def open_tower(checkpoint: Checkpoint, config: ModelConfig, path: Path) -> tuple
     vision = read_vision_config(projector)
     family, side = vision.family, f"the projector {path.name} ({vision.family.encoder.name})"
     tokens = checkpoint.metadata.get("tokenizer.ggml.tokens")
+    spans = bool(config.family.attention.image_spans)  # a Gemma 4 file does not say whether it has them
     facts: list[tuple[str, Any, Any]] = [
         ("the width", vision.output_dim, config.d_model),
         ("M-RoPE", family.images.kind == "native", bool(config.rope_sections)),
-        ("images that attend in both directions", family.merger == "pool", config.family.attention.image_spans),
+        (
+            "images that attend in both directions",
+            family.merger == "pool" or (spans and family.merger == "pool_out"),
+            spans,
+        ),
         (f"a token {family.prompt.token!r}", True, tokens is None or family.prompt.token in tokens),
     ]
     for what, needed, actual in facts:

@@ -24,15 +24,9 @@ from llm_worker_rbee.weights import Checkpoint, Tensor
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 
 TEXT = {
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-}
+    "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512,
+}  # fmt: skip
 
 
 class Width(NamedTuple):
@@ -41,6 +35,9 @@ class Width(NamedTuple):
     hidden: int
     d_ff: int
     heads: int
+
+    def sizes(self) -> dict[str, int]:
+        return {"hidden_size": self.hidden, "intermediate_size": self.d_ff}
 
 
 WIDTH, WIDE = Width(48, 80, 3), Width(256, 512, 4)  # blocks of Q4_K have 256 values
@@ -58,15 +55,9 @@ def _qwen2_5_vl() -> Any:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
     text = TEXT | {"rope_parameters": rope, "tie_word_embeddings": False, "num_attention_heads": 2}
     vision = {
-        "depth": 4,
-        "hidden_size": WIDTH.hidden,
-        "intermediate_size": WIDTH.d_ff,
-        "num_heads": WIDTH.heads,
-        "patch_size": 14,
-        "window_size": 56,
-        "fullatt_block_indexes": [1, 3],
-        "out_hidden_size": 64,
-    }
+        "depth": 4, **WIDTH.sizes(), "num_heads": WIDTH.heads, "patch_size": 14, "window_size": 56,
+        "fullatt_block_indexes": [1, 3], "out_hidden_size": 64,
+    }  # fmt: skip
     config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **SPECIAL)
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
@@ -74,44 +65,26 @@ def _qwen2_5_vl() -> Any:
 def _qwen3_vl() -> Any:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
     vision = {
-        "depth": 3,
-        "hidden_size": WIDTH.hidden,
-        "intermediate_size": WIDTH.d_ff,
-        "num_heads": WIDTH.heads,
-        "patch_size": 16,
-        "out_hidden_size": 64,
-        "num_position_embeddings": 36,
-        "deepstack_visual_indexes": [0, 2],
-    }
+        "depth": 3, **WIDTH.sizes(), "num_heads": WIDTH.heads, "patch_size": 16,
+        "out_hidden_size": 64, "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 2],
+    }  # fmt: skip
     config = transformers.Qwen3VLConfig(text_config=TEXT | {"rope_parameters": rope}, vision_config=vision, **SPECIAL)
     return transformers.Qwen3VLForConditionalGeneration(config)
 
 
 def _qwen3_5() -> Any:
     rope = {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "mrope_section": [3, 3, 2],
-        "mrope_interleaved": True,
+        "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2], "mrope_interleaved": True,
         "partial_rotary_factor": 0.5,
-    }
+    }  # fmt: skip
     text = TEXT | {
-        "rope_parameters": rope,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-    }
+        "rope_parameters": rope, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    }  # fmt: skip
     vision = {
-        "depth": 2,
-        "hidden_size": WIDTH.hidden,
-        "intermediate_size": WIDTH.d_ff,
-        "num_heads": WIDTH.heads,
-        "patch_size": 16,
-        "out_hidden_size": 64,
-        "num_position_embeddings": 36,
-    }
+        "depth": 2, **WIDTH.sizes(), "num_heads": WIDTH.heads, "patch_size": 16,
+        "out_hidden_size": 64, "num_position_embeddings": 36,
+    }  # fmt: skip
     config = transformers.Qwen3_5Config(text_config=text, vision_config=vision, **SPECIAL)
     return transformers.Qwen3_5ForConditionalGeneration(config)
 
@@ -119,36 +92,22 @@ def _qwen3_5() -> Any:
 def _gemma3() -> Any:
     text = TEXT | {"sliding_window": 16, "num_hidden_layers": 6, "query_pre_attn_scalar": 32}
     vision = {
-        "hidden_size": WIDTH.hidden,
-        "intermediate_size": WIDTH.d_ff,
-        "num_hidden_layers": 2,
-        "num_attention_heads": WIDTH.heads,
-        "image_size": 56,
-        "patch_size": 7,
-        "hidden_act": "gelu_pytorch_tanh",
-        "vision_use_head": False,
-    }
+        **WIDTH.sizes(), "num_hidden_layers": 2, "num_attention_heads": WIDTH.heads, "image_size": 56,
+        "patch_size": 7, "hidden_act": "gelu_pytorch_tanh", "vision_use_head": False,
+    }  # fmt: skip
     config = transformers.Gemma3Config(
-        text_config=text,
-        vision_config=vision,
-        mm_tokens_per_image=16,
-        image_token_id=IMAGE_TOKEN,
-        boi_token_id=102,
+        text_config=text, vision_config=vision, mm_tokens_per_image=16, image_token_id=IMAGE_TOKEN, boi_token_id=102,
         eoi_token_id=103,
-    )
+    )  # fmt: skip
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
 def _idefics3(kind: str) -> Any:
     text = TEXT | {"model_type": "llama", "pad_token_id": 0}
     vision = {
-        "hidden_size": WIDTH.hidden,
-        "intermediate_size": WIDTH.d_ff,
-        "num_hidden_layers": 2,
-        "num_attention_heads": WIDTH.heads,
-        "image_size": 48,
+        **WIDTH.sizes(), "num_hidden_layers": 2, "num_attention_heads": WIDTH.heads, "image_size": 48,
         "patch_size": 8,
-    }
+    }  # fmt: skip
     config = getattr(transformers, f"{kind}Config")(
         text_config=text, vision_config=vision, scale_factor=3, image_token_id=IMAGE_TOKEN
     )
@@ -158,108 +117,66 @@ def _idefics3(kind: str) -> Any:
 def _pixtral(kind: str) -> Any:
     text = TEXT | {"model_type": "mistral", "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
     vision = {
-        "model_type": "pixtral",
-        "hidden_size": WIDTH.hidden,
-        "intermediate_size": WIDTH.d_ff,
-        "num_hidden_layers": 2,
-        "num_attention_heads": WIDTH.heads,
-        "patch_size": 8,
-        "image_size": 128,
-        "hidden_act": "silu",
-    }
+        "model_type": "pixtral", **WIDTH.sizes(), "num_hidden_layers": 2,
+        "num_attention_heads": WIDTH.heads, "patch_size": 8, "image_size": 128, "hidden_act": "silu",
+    }  # fmt: skip
     more = {"vision_feature_select_strategy": "full"} if kind == "Llava" else {"multimodal_projector_bias": False}
     config = getattr(transformers, f"{kind}Config")(
-        text_config=text,
-        vision_config=vision,
-        image_token_index=IMAGE_TOKEN,
-        vision_feature_layer=-1,
-        tie_word_embeddings=False,
-        **more,
-    )
+        text_config=text, vision_config=vision, image_token_index=IMAGE_TOKEN, vision_feature_layer=-1,
+        tie_word_embeddings=False, **more,
+    )  # fmt: skip
     return getattr(transformers, f"{kind}ForConditionalGeneration")(config)
 
 
 def _gemma4(*, small: bool) -> Any:
     """Return a model like E2B, with per-layer embeddings and limits of products, or one like 31B."""
     text = TEXT | {
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "global_head_dim": 64,
-        "sliding_window": 16,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-        "pad_token_id": 0,
-        "vocab_size_per_layer_input": 300,
-        "hidden_size_per_layer_input": 16 if small else 0,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "global_head_dim": 64, "sliding_window": 16,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "pad_token_id": 0,
+        "vocab_size_per_layer_input": 300, "hidden_size_per_layer_input": 16 if small else 0,
         "use_bidirectional_attention": None if small else "vision",
-    }
+    }  # fmt: skip
     vision = {
-        "hidden_size": WIDTH.hidden,
-        "intermediate_size": WIDTH.d_ff,
-        "num_hidden_layers": 2,
-        "num_attention_heads": WIDTH.heads,
+        **WIDTH.sizes(), "num_hidden_layers": 2, "num_attention_heads": WIDTH.heads,
         "head_dim": WIDTH.hidden // WIDTH.heads,
-        "num_key_value_heads": WIDTH.heads,
-        "patch_size": 4,
-        "pooling_kernel_size": 3,
-        "position_embedding_size": 1024,
-        "use_clipped_linears": small,
-        "standardize": not small,
-    }
+        "num_key_value_heads": WIDTH.heads, "patch_size": 4, "pooling_kernel_size": 3, "position_embedding_size": 1024,
+        "use_clipped_linears": small, "standardize": not small,
+    }  # fmt: skip
     config = transformers.Gemma4Config(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=IMAGE_TOKEN,
-        boi_token_id=102,
-        eoi_token_id=103,
-        video_token_id=104,
-        audio_token_id=105,
-    )
+        text_config=text, vision_config=vision, image_token_id=IMAGE_TOKEN, boi_token_id=102, eoi_token_id=103,
+        video_token_id=104, audio_token_id=105,
+    )  # fmt: skip
     return transformers.Gemma4ForConditionalGeneration(config)
 
 
 MODELS: dict[str, Callable[[], Any]] = {
-    "qwen2_5_vl": _qwen2_5_vl,
-    "qwen3_vl": _qwen3_vl,
-    "qwen3_5": _qwen3_5,
-    "gemma3": _gemma3,
-    "idefics3": lambda: _idefics3("Idefics3"),
-    "smolvlm": lambda: _idefics3("SmolVLM"),
-    "llava": lambda: _pixtral("Llava"),
-    "mistral3": lambda: _pixtral("Mistral3"),
-    "gemma4": lambda: _gemma4(small=False),
-    "gemma4_e": lambda: _gemma4(small=True),
-}
+    "qwen2_5_vl": _qwen2_5_vl, "qwen3_vl": _qwen3_vl, "qwen3_5": _qwen3_5, "gemma3": _gemma3,
+    "idefics3": lambda: _idefics3("Idefics3"), "smolvlm": lambda: _idefics3("SmolVLM"),
+    "llava": lambda: _pixtral("Llava"), "mistral3": lambda: _pixtral("Mistral3"),
+    "gemma4": lambda: _gemma4(small=False), "gemma4_e": lambda: _gemma4(small=True),
+}  # fmt: skip
 PREPROCESSORS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 64, "patch_size": 14},
     "qwen3_vl": {
-        "size": {"shortest_edge": 64 * 64, "longest_edge": 256 * 256},
-        "patch_size": 16,
-        "image_mean": [0.5] * 3,
+        "size": {"shortest_edge": 64 * 64, "longest_edge": 256 * 256}, "patch_size": 16, "image_mean": [0.5] * 3,
         "image_std": [0.5] * 3,
     },
     "gemma3": {"size": {"height": 56, "width": 56}},
     "idefics3": {"size": {"longest_edge": 120}, "max_image_size": {"longest_edge": 48}},
-}
+}  # fmt: skip
 PREPROCESSORS |= {
     "llava": {"size": {"longest_edge": 128}, "patch_size": 8},
     "mistral3": {"size": {"longest_edge": 128}, "patch_size": 16},
     "gemma4": {"patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 3},
-}
+}  # fmt: skip
 PREPROCESSORS |= {"gemma4_e": PREPROCESSORS["gemma4"]}
 PREPROCESSORS |= {"qwen3_5": PREPROCESSORS["qwen3_vl"], "smolvlm": PREPROCESSORS["idefics3"]}
 PROCESSOR_OF = {
-    "qwen2_5_vl": "Qwen2VLImageProcessorPil",
-    "qwen3_vl": "Qwen2VLImageProcessorPil",
-    "qwen3_5": "Qwen2VLImageProcessorPil",
-    "gemma3": "Gemma3ImageProcessorPil",
-    "idefics3": "Idefics3ImageProcessorPil",
-    "smolvlm": "SmolVLMImageProcessorPil",
-    "llava": "PixtralImageProcessorPil",
-    "mistral3": "PixtralImageProcessorPil",
-    "gemma4": "Gemma4ImageProcessorPil",
-    "gemma4_e": "Gemma4ImageProcessorPil",
-}
+    "qwen2_5_vl": "Qwen2VLImageProcessorPil", "qwen3_vl": "Qwen2VLImageProcessorPil",
+    "qwen3_5": "Qwen2VLImageProcessorPil", "gemma3": "Gemma3ImageProcessorPil", "idefics3": "Idefics3ImageProcessorPil",
+    "smolvlm": "SmolVLMImageProcessorPil", "llava": "PixtralImageProcessorPil", "mistral3": "PixtralImageProcessorPil",
+    "gemma4": "Gemma4ImageProcessorPil", "gemma4_e": "Gemma4ImageProcessorPil",
+}  # fmt: skip
 
 
 @cache
