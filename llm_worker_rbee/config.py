@@ -549,6 +549,9 @@ class LoadOptions(ComputeOptions, SchedulingOptions):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or not least <= value <= most):
                 raise InvalidRequestError(f"{name} is {value!r}: it must be a whole number, {least} to {most}", name)
+        names = [spec.name for spec in self.loras]
+        if double := next((name for name in names if names.count(name) > 1), None):
+            raise InvalidRequestError(f"two adapters have the name {double!r}: use NAME=PATH", "loras")
         if len(self.loras) > self.num_loras:
             raise InvalidRequestError(
                 f"{len(self.loras)} adapters are named, max_loras is {self.num_loras}", "max_loras"

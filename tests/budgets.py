@@ -59,7 +59,7 @@ STEP_LINES = {
 }
 LORA = "LoRA adapters: many in one batch"
 LORA_LINES = {
-    "llm_worker_rbee": 153,
+    "llm_worker_rbee": 156,
     "llm_worker_rbee/backends": 102,
     "llm_worker_rbee/backends/cpu": 105,
     "llm_worker_rbee/backends/cpu/kernels": 295,
@@ -68,7 +68,7 @@ LORA_LINES = {
     "llm_worker_rbee/cli": 89,
     "llm_worker_rbee/engine": 199,
     "llm_worker_rbee/models": 416,
-    "llm_worker_rbee/server": 286,
+    "llm_worker_rbee/server": 289,
     "llm_worker_rbee/token_engine": 156,
     "llm_worker_rbee/weights": 335,
 }
@@ -214,7 +214,7 @@ LOG: tuple[Raise, ...] = (
     Raise(43, "files of the worker", 6, "the above"),
     *(Raise(44, f"lines of {folder}", lines, LORA) for folder, lines in LORA_LINES.items()),
     *(Raise(44, f"files of {folder}", 1, reason) for folder, reason in LORA_FILES.items()),
-    Raise(44, "lines of the worker", 2_452, LORA),
+    Raise(44, "lines of the worker", 2_458, LORA),
     Raise(44, "files of the worker", 6, "the above"),
     Raise(44, "lines of llm_worker_bench", 1, "the kind of run in the report"),
     Raise(44, "lines of benchmarks", 189, "lora.py: what adapters cost"),
@@ -266,7 +266,7 @@ LOG: tuple[Raise, ...] = (
 )
 
 FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the folders that have a row of their own
-    "llm_worker_rbee": (Budget(3_543, 3_927), Budget(14, 14)),
+    "llm_worker_rbee": (Budget(3_543, 3_930), Budget(14, 14)),
     "llm_worker_rbee/backends": (Budget(1_907, 2_250), Budget(8, 9)),
     "llm_worker_rbee/backends/cpu": (Budget(2_777, 3_131), Budget(12, 13)),
     "llm_worker_rbee/backends/cpu/kernels": (Budget(4_958, 5_637), Budget(18, 19)),
@@ -279,7 +279,7 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "llm_worker_rbee/images": (Budget(0, 581), Budget(0, 5)),
     "llm_worker_rbee/layers": (Budget(527, 573), Budget(8, 8)),
     "llm_worker_rbee/models": (Budget(3_580, 4_845), Budget(20, 24)),
-    "llm_worker_rbee/server": (Budget(9_136, 13_611), Budget(42, 45)),
+    "llm_worker_rbee/server": (Budget(9_136, 13_614), Budget(42, 45)),
     "llm_worker_rbee/structured_outputs": (Budget(1_658, 1_676), Budget(7, 7)),
     "llm_worker_rbee/token_engine": (Budget(2_499, 2_724), Budget(16, 14)),
     "llm_worker_rbee/tokenizer": (Budget(4_633, 4_718), Budget(17, 17)),
@@ -291,7 +291,7 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "benchmarks/pages": (Budget(1_045, 1_043), Budget(8, 8)),
 }
 COUNTS = {
-    "lines of the worker": Budget(57_243, 71_012),
+    "lines of the worker": Budget(57_243, 71_018),
     "files of the worker": Budget(252, 282),
     "files of a streamed chat": Budget(62, 55),
     "largest number of imported modules": Budget(27, 26),

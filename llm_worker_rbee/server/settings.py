@@ -15,6 +15,7 @@ from uuid import uuid4
 
 from ..config import LoraSpec
 from ..errors import InvalidRequestError
+from .schema import is_name_of
 
 VARIABLES = ("LLM_WORKER_API_KEY", "LLORCH_API_TOKEN")  # the second is the Rust worker's
 MAX_FILE_BYTES = 4096
@@ -107,6 +108,9 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if self.api_key is not None and not self.api_key.strip():
             raise InvalidRequestError("the API key is empty: give one, or none at all", "api_key")
+        for spec in self.loras:
+            if any(is_name_of(spec.name, name) for name in self.names):
+                raise InvalidRequestError(f"{spec.name!r} is the name of the model: name the adapter otherwise", "lora")
 
     @property
     def listed_names(self) -> tuple[str, ...]:

@@ -361,10 +361,9 @@ class LoraNames:
 
     def find(self, name: str) -> NamedLora | None:
         """Return the adapter of a model's name: its own, or `base:adapter`."""
-        if not self._named or name in self._named:
-            return self._named.get(name)
-        bases = (base for base in self._settings.names if name.startswith(f"{base}:"))
-        return next((self._named.get(name.removeprefix(f"{base}:")) for base in bases), None)
+        bases = (f"{base}:" for base in self._settings.names)
+        written = [name, *(name.removeprefix(base) for base in bases if name.startswith(base))]
+        return next((own for key, own in self._named.items() if any(is_name_of(text, key) for text in written)), None)
 
     def uses_of(self, name: str | None, scales: Sequence[tuple[int, float]] | None) -> list[LoraUse]:
         """Return the adapters of a request: what it names as its model, or by ids, or what it has by default."""

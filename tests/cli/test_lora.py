@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,8 @@ def test_run_applies_adapters_merged_ones_are_the_same(adapter: Path, tmp_path: 
     plain, changed = text(), text("--lora", adapter)
     assert changed != plain
     assert text("--lora", f"mine={adapter}:0") == plain
+    second = shutil.copytree(adapter, tmp_path / "second")
+    assert text("--lora", f"{adapter}:0.5", "--lora", f"{second}:0.5")[:16] == changed[:16]
     model, merged, written = locate_model(None), tmp_path / "merged.gguf", tmp_path / "adapter.gguf"
     done = cli("convert", adapter, written, "--type", "F32", "--lora-base", model, "--json")
     assert done.returncode == 0, done.stderr
@@ -101,6 +104,8 @@ def test_spellings() -> None:
         (("run", *RUN, "--lora", "{adapter}", "--max-loras", "0"), "--max-loras is 0"),
         (("serve", "--lora-dir", "/nowhere"), "is not a folder"),
         (("serve", "--lora", "bad name=/x"), "--lora 'bad name'"),
+        (("serve", "--lora", "a=/x", "--lora", "a=/y"), "two adapters have the name 'a'"),
+        (("serve", "--lora", "smollm2:latest=/x"), "'smollm2:latest' is the name of the model"),
         (("serve", "-m", "a", "-m", "b", "--lora", "x=/x"), "--lora is for a single model"),
         (("convert", "{adapter}", "{out}", "--type", "Q4_0", "--lora-base", "smollm2"), "F32 or F16"),
         (("convert", "smollm2", "{out}", "--type", "F16", "--merge-lora", "/nowhere"), "no such file or folder"),

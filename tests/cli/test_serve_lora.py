@@ -85,6 +85,7 @@ def test_openai_client_uses_two_adapters(serve: Serve, folder: Path, expected: d
         assert {chunk.model for chunk in chunks} == {name or "smollm2"}
     with pytest.raises(openai.NotFoundError, match="three"):
         client.completions.create(model="three", **OPTIONS)
+    assert text(running, model="one:latest") == text(running, model="smollm2:one:latest") == expected["one"]
     chat = client.chat.completions.create(model="one", messages=[{"role": "user", "content": "Hi"}], max_tokens=4)
     assert chat.model == "one"
 
