@@ -171,7 +171,7 @@ def require_store(worker: Front, call: Call) -> ModelStore:
     """Return --models-dir; raise unless the client may change it."""
     if worker.store is None:
         why = "the models of this worker are chosen when it starts (llm-worker-rbee serve --models-dir)"
-        raise NotFoundError(f"{call.method} {call.path} is not supported: {why}")
+        raise NotFoundError(f"{call.path} is not supported: {why}")
     call.require_trusted(has_key=worker.settings.api_key is not None)
     worker.require_ready()
     return worker.store
