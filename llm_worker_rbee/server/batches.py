@@ -195,9 +195,10 @@ class BatchService:
         """Answer the lines; what is left at the end of the batch gets an error."""
         with await asyncio.to_thread(self.store.open, batch.state["input_file_id"]) as file:
             lines = await asyncio.to_thread(plan_lines, file, batch.state["endpoint"], self._max_line)
-            if batch.state["status"] == "validating":
-                begun = {"status": "in_progress", "in_progress_at": int(time.time()), "counts": {"total": len(lines)}}
-                await self._append(batch, [Entry(begun)])
+            if "in_progress_at" not in batch.state:
+                begun = {"in_progress_at": int(time.time()), "counts": {"total": len(lines)}}
+                status = {"status": "in_progress"} if batch.ending is None else {}
+                await self._append(batch, [Entry(begun | status)])
             if batch.ending is None:
                 batch.work = asyncio.ensure_future(self._run_lines(batch, lines, file.fileno()))
                 try:
