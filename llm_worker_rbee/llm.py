@@ -116,8 +116,8 @@ class LLM(TextModel):
         name, sizes = self.checkpoint.path.name, (self.config.vocab_size, self.capacity.max_context)
         super().__init__(loaded.tokenizer, name, *sizes, loaded.sampling_defaults, chat_template)
         self.open_objects = open_objects
-        if loaded.vision is not None:
-            self.use_images(loaded.vision)
+        if self.info.vision is not None:
+            self.use_images(self.info.vision)
         self.loras = named_loras(model.loras, self.info)
         self.default_lora: Mapping[str, float] = {}  # of requests without the option `lora`
         self._sync_engine = SyncEngine(self.engine)

@@ -7,7 +7,6 @@ start (done 0), its progress in bytes or items (about ten times, more often only
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import logging
 import os
@@ -24,7 +23,6 @@ from . import machine
 from .backends import cpu_info, resolve_kv_type, select_backend
 from .backends.ops import Backend, KVLayer, LayerCache, StateLayer
 from .config import FP8, EngineConfig, LoadOptions, ModelConfig, SchedulerLimits
-from .engine.encoder import CACHE_BYTES
 from .engine.engine import Engine
 from .engine.kv_store import BlockStore, file_facts, model_digest, open_folder
 from .engine.kv_tier import KVTier
@@ -34,13 +32,10 @@ from .engine.speculative import Drafter, DraftModel
 from .engine.state_pool import SLOTS_PER_REQUEST
 from .errors import (
     InvalidRequestError,
-    MissingDependencyError,
     ModelFileError,
-    UnsupportedModelError,
     WorkerError,
     human_bytes,
 )
-from .images.sizes import VisionInfo
 from .layers.attention import Attention
 from .models import (
     ModelAdapters,
@@ -51,12 +46,11 @@ from .models import (
     load_model_with_head,
     read_model_config,
     require_decoder,
+    require_head,
 )
 from .models.convert import quantize_checkpoint
-from .models.mtp import require_head
 from .models.sampling_defaults import read_sampling_defaults
-from .models.vision import VisionTower, load_vision_tower
-from .models.vision_config import VisionConfig, find_tower
+from .models.vision import Projector, VisionTower, find_projector, load_vision_tower
 from .progress import OnStage, Stage
 from .sampling_params import SamplingDefaults
 from .structured_outputs.grammar import GrammarCompiler
@@ -68,7 +62,6 @@ from .weights.quant_mix import quant_name
 
 logger = logging.getLogger("llm_worker_rbee")
 REPORTS_PER_PHASE = 10
-NO_PROJECTOR = "none"  # of the option mmproj
 FLUSH_S = 2.0  # for blocks that wait to be written when an engine ends
 MAX_REPORT_INTERVAL_S = 2.0
 
@@ -133,7 +126,6 @@ class LoadedModel:
     file_facts: list[list[int]]  # of these when they were opened; empty where nothing is kept on disk
     loras: list[tuple[Path, PackedAdapter] | None]  # in the order of the options; None: left out
     tower: VisionTower | None  # None: it takes no images
-    vision: VisionInfo | None
 
 
 @machine.without_collection()
@@ -156,7 +148,7 @@ def load(
         draft_path = None if options.draft_model is None else _locate(options.draft_model, phases)
     with phases.timed("open"):
         checkpoint = _open_checkpoint(path, options)
-        options, projector, image_notes = find_vision(checkpoint, options, backend)
+        options, projector, image_notes = find_projector(checkpoint, options, backend)
         files = _files(path, projector)
         facts = [] if options.kv_dir is None else file_facts(files)
         draft = None if draft_path is None else open_checkpoint(draft_path)
@@ -174,15 +166,8 @@ def load(
             if draft is not None:
                 _check_same_vocabulary(tokenizer, open_tokenizer(draft))
     sampling_defaults = read_sampling_defaults(checkpoint)
-    tower = None if projector is None else _load_tower(projector[0], placed.backend, phases)
-    model, head = _load_weights(
-        checkpoint,
-        placed,
-        options.quantize,
-        phases,
-        with_head=options.has_mtp,
-        image_width=None if tower is None else tower.row_width,
-    )
+    tower = None if projector is None else _load_tower(projector, placed.backend, phases)
+    model, head = _load_weights(checkpoint, placed, options, phases, tower)
     model, packed = _add_adapters(model, checkpoint, options, adapters, phases)
     is_inexact = placed.kv_type == "int8" and model.config.family.attention.qkv_bias
     kv_notes = ["the model's keys have biases, which kv_type int8 stores coarsely: float16 is more exact"] * is_inexact
@@ -203,60 +188,18 @@ def load(
         file_facts=facts,
         loras=packed,
         tower=tower,
-        vision=None if tower is None else _describe_tower(tower, options),
     )
 
 
-def find_vision(
-    checkpoint: Checkpoint, options: LoadOptions, backend: Backend | None = None
-) -> tuple[LoadOptions, tuple[Checkpoint, VisionConfig] | None, list[str]]:
-    """Return the options with the memory of a model's tower, its projector, and why one that is there is not used;
-    backend None: on the CPU.
-
-    One that was not asked for is not used where it cannot be: the model then takes text alone.
-    """
-    if options.mmproj == NO_PROJECTOR:
-        return options, None, []
-    config, path = read_model_config(checkpoint), None
-    try:
-        path = None if options.mmproj is None else locate_model(options.mmproj, pull=False)
-        if (projector := find_tower(checkpoint, config, path)) is None:
-            return options, None, []
-        _require_images(options, backend)
-    except WorkerError as error:
-        if options.mmproj is not None:
-            raise
-        return options, None, [f"the model takes no images: {error}"]
-    opened, vision = projector
-    size = opened.nbytes + vision.step_bytes(options.max_image_tokens) + CACHE_BYTES
-    return replace(options, tower_memory=size), projector, []
+def _load_tower(projector: Projector, backend: Backend, phases: LoadPhases) -> VisionTower:
+    with phases.timed("vision tower", projector.checkpoint.nbytes):
+        return load_vision_tower(projector.checkpoint, backend, config=projector.config)
 
 
-def _require_images(options: LoadOptions, backend: Backend | None) -> None:
-    """Raise if images cannot be taken here."""
-    if importlib.util.find_spec("PIL") is None:
-        raise MissingDependencyError("images need Pillow: install llm-worker-rbee[vision]")
-    if options.has_mtp:
-        raise InvalidRequestError("speculative mtp does not go with images: give mmproj none, or no mtp", "speculative")
-    if backend is not None and backend.has_device_memory:
-        raise UnsupportedModelError(f"images are not computed on {backend.name} yet: use backend cpu or reference")
-
-
-def _load_tower(projector: Checkpoint, backend: Backend, phases: LoadPhases) -> VisionTower:
-    with phases.timed("vision tower", projector.nbytes):
-        return load_vision_tower(projector, backend)
-
-
-def _describe_tower(tower: VisionTower, options: LoadOptions) -> VisionInfo:
-    config = tower.config
-    images = config.limit_images(options.max_image_tokens)
-    return VisionInfo(config.family.encoder.name, images, config.family.prompt, tower.digest)
-
-
-def _files(path: Path, projector: tuple[Checkpoint, VisionConfig] | None) -> list[Path]:
+def _files(path: Path, projector: Projector | None) -> list[Path]:
     """Return the files of a model, and of a projector beside them."""
     own = model_files(path)
-    return own if projector is None else list(dict.fromkeys([*own, *model_files(projector[0].path)]))
+    return own if projector is None else list(dict.fromkeys([*own, *model_files(projector.checkpoint.path)]))
 
 
 def _read_adapters(options: LoadOptions, phases: LoadPhases) -> tuple[LoadOptions, list[Adapter | None]]:
@@ -432,14 +375,12 @@ def _open_checkpoint(path: Path, options: LoadOptions) -> Checkpoint:
 def _load_weights(
     checkpoint: Checkpoint,
     placed: Placement,
-    quantize: str | None,
+    options: LoadOptions | None,
     phases: LoadPhases,
-    *,
-    with_head: bool = False,
-    image_width: int | None = None,
+    tower: VisionTower | None = None,
 ) -> tuple[Transformer, MtpHead | None]:
-    """`image_width` is that of the rows of encoded images."""
-    config = read_model_config(checkpoint)
+    """Load a model; options None: one that drafts."""
+    config, quantize = read_model_config(checkpoint), None if options is None else options.quantize
     if quantize is not None:
         with phases.timed("quantize"):
             checkpoint = quantize_checkpoint(checkpoint, quantize, progress=phases.progress)
@@ -447,9 +388,10 @@ def _load_weights(
         placed.backend.load_kernels(checkpoint, config, placed.kv_type, phases.progress)
     with phases.timed("weights", checkpoint.nbytes):
         source = checkpoint, placed.backend, config, placed.capacity.max_context, phases.advance
-        if with_head:
+        if options is not None and options.has_mtp:
             return load_model_with_head(*source)
-        return load_model(*source, image_parts=(image_width or 0) // config.d_model), None
+        image_parts = 0 if tower is None else tower.row_width // config.d_model
+        return load_model(*source, image_parts=image_parts), None
 
 
 def _check_same_vocabulary(tokenizer: Tokenizer, draft: Tokenizer) -> None:

@@ -43,7 +43,7 @@ IMPORTS: dict[str, set[str]] = {
     "models": DATA | {"backends", "images", "layers"},
     "structured_outputs": DATA | {"backends"},
     "engine": MODEL | GRAMMARS,
-    "text_model": DATA | GRAMMARS,
+    "text_model": DATA | GRAMMARS | {"images"},
     "load": MODEL | GRAMMARS | {"engine", "progress", "text_model"},
     "load_pooling": MODEL | {"engine", "load", "progress", "text_model"},
     "token_engine": ENGINE - {"token_engine"},

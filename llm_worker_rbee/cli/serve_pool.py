@@ -16,7 +16,7 @@ from ..backends.select import has_driver, missing_packages
 from ..config import LoadOptions, parse_duration, parse_size
 from ..engine.memory_plan import HOST_MEMORY_FRACTION, free_memory
 from ..errors import InvalidRequestError
-from ..load import NO_PROJECTOR
+from ..models.vision import NO_PROJECTOR
 from ..progress import transfer_progress
 from ..server.model_pool import Member, ModelPool
 from ..server.model_source import ModelsFolder, PoolOptions, make_source

@@ -14,17 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..images.prompt import PromptImages
-from ..models.vision import VisionTower
+from ..models.vision import ROWS_BYTES, VisionTower
 from .request import Request, ScheduledTokens
 
 Floats = NDArray[np.float32]
-CACHE_BYTES = 256 << 20  # of rows
 
 
 class ImageEncoder:
     """The tower of an engine, requests that wait for it, and the rows of the last images."""
 
-    def __init__(self, tower: VisionTower, max_step_tokens: int, max_bytes: int = CACHE_BYTES) -> None:
+    def __init__(self, tower: VisionTower, max_step_tokens: int, max_bytes: int = ROWS_BYTES) -> None:
         self.tower, self.max_step_tokens, self.max_bytes = tower, max_step_tokens, max_bytes
         self.waiting: dict[Request, int] = {}  # the prompt tokens that the prefix cache had, in the order of arrival
         self.num_encoded = 0  # parts of images

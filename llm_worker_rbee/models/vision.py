@@ -7,6 +7,7 @@ the patches of a token are adjacent, and so are those of a window of attention. 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -17,8 +18,9 @@ from numpy.typing import NDArray
 
 from ..backends.graph import Graph, record
 from ..backends.ops import NO_TOKENS, Array, Backend, Batch, FusedForward, Ints, KVLayer, RopeTable
-from ..errors import UnsupportedModelError
-from ..images.sizes import ImageSettings
+from ..config import LoadOptions
+from ..errors import InvalidRequestError, MissingDependencyError, UnsupportedModelError, WorkerError
+from ..images.sizes import ImageSettings, VisionInfo
 from ..layers.block import Block, Norm
 from ..layers.encoder import Merger, PatchEmbedding
 from ..layers.linear import Linear
@@ -26,14 +28,18 @@ from ..layers.norm import LayerNorm, RMSNorm
 from ..layers.rope import inverse_frequencies, still_table
 from ..weights import Checkpoint, Tensor
 from ..weights.checkpoint import release_pages
+from ..weights.hub import locate_model
 from ..weights.quants import BLOCK_TYPES
+from .families import read_model_config
 from .pooling import BLOCK_SIZE, Workspace
 from .pooling_loader import PoolingLoader
-from .vision_config import VisionConfig, read_vision_config
+from .vision_config import VisionConfig, find_tower, read_vision_config
 
 Floats = NDArray[np.float32]
 CHANNELS, MAX_VALUE = 3, 255
 MAX_KEPT_ORDERS = 32
+NO_PROJECTOR = "none"  # of the option mmproj
+ROWS_BYTES = 256 << 20  # of the last images, which an engine keeps
 SAMPLE_BYTES = 1 << 16  # of each end of a tensor
 ROW_AXIS, COLUMN_AXIS = 1, 2  # of `Batch.rope_positions`
 
@@ -57,6 +63,11 @@ class VisionTower:
     def row_width(self) -> int:
         """The columns of what `encode` returns: the width of the decoder, once more for each merger of deepstack."""
         return self.config.output_dim * (1 + len(self.deepstack))
+
+    @property
+    def info(self) -> VisionInfo:
+        family = self.config.family
+        return VisionInfo(family.encoder.name, self.config.images, family.prompt, self.digest)
 
     def encode(self, parts: Sequence[NDArray[np.uint8]]) -> list[Floats]:
         """Return the rows of each part, (tokens, row_width), on the host; a part has the same bits in any step."""
@@ -181,11 +192,55 @@ def table_places(rows: int, columns: int, config: VisionConfig) -> Floats:
     return np.stack(np.meshgrid(row, column, indexing="ij"), axis=-1).reshape(-1, 2)
 
 
-def load_vision_tower(checkpoint: Checkpoint, ops: Backend, kv_type: str = "") -> VisionTower:
-    """Build the tower; `kv_type` is the type of keys and values within a step."""
+class Projector(NamedTuple):
+    """The tower of a model, before it is loaded; `config` has the limit of tokens of an image."""
+
+    checkpoint: Checkpoint
+    config: VisionConfig
+
+
+def find_projector(
+    model: Checkpoint, options: LoadOptions, ops: Backend | None = None
+) -> tuple[LoadOptions, Projector | None, list[str]]:
+    """Return the options with the memory of a model's tower, its projector, and why one that is there is not used;
+    `ops` None: on the CPU.
+
+    One that was not asked for is not used where it cannot be: the model then takes text alone.
+    """
+    if options.mmproj == NO_PROJECTOR:
+        return options, None, []
+    try:
+        path = None if options.mmproj is None else locate_model(options.mmproj, pull=False)
+        if (pair := find_tower(model, read_model_config(model), path)) is None:
+            return options, None, []
+        _require_images(options, ops)
+    except WorkerError as error:
+        if options.mmproj is not None:
+            raise
+        return options, None, [f"the model takes no images: {error}"]
+    checkpoint, config = pair
+    config = replace(config, images=config.limit_images(options.max_image_tokens))
+    size = checkpoint.nbytes + config.step_bytes + ROWS_BYTES
+    return replace(options, tower_memory=size), Projector(checkpoint, config), []
+
+
+def _require_images(options: LoadOptions, ops: Backend | None) -> None:
+    """Raise if images cannot be taken here."""
+    if importlib.util.find_spec("PIL") is None:
+        raise MissingDependencyError("images need Pillow: install llm-worker-rbee[vision]")
+    if options.has_mtp:
+        raise InvalidRequestError("speculative mtp does not go with images: give mmproj none, or no mtp", "speculative")
+    if ops is not None and ops.has_device_memory:
+        raise UnsupportedModelError(f"images are not computed on {ops.name} yet: use backend cpu or reference")
+
+
+def load_vision_tower(
+    checkpoint: Checkpoint, ops: Backend, kv_type: str = "", config: VisionConfig | None = None
+) -> VisionTower:
+    """Build the tower; `kv_type` is the type of keys and values within a step, `config` None: what the file says."""
     if ops.has_device_memory:
         raise UnsupportedModelError(f"images are not computed on {ops.name} yet: use backend cpu or reference")
-    config = read_vision_config(checkpoint)
+    config = config or read_vision_config(checkpoint)
     loader = VisionLoader(checkpoint, config.model, ops, 1, lambda packed_bytes: None)
     return loader.vision_tower(config, kv_type or ops.default_kv_type)
 

@@ -127,10 +127,10 @@ class VisionConfig:
         most = max(self.images.min_pixels, min(self.images.max_pixels, max_tokens * self.side**2))
         return self.images._replace(max_pixels=most)
 
-    def step_bytes(self, max_tokens: int) -> int:
-        """Estimate the bytes of a step with the largest image."""
-        images = self.limit_images(max_tokens)
-        patches = (images.max_pixels or images.size**2) // images.patch**2
+    @property
+    def step_bytes(self) -> int:
+        """The bytes of a step with the largest image, an estimate."""
+        patches = (self.images.max_pixels or self.images.size**2) // self.images.patch**2
         return 4 * patches * (self.patch_values + 8 * self.model.d_model + 3 * self.model.d_ff)
 
 
@@ -162,11 +162,11 @@ def find_tower(
     """Return the projector at a path, or one beside a model that belongs to it; None: there is none."""
     if path is not None:
         return open_tower(checkpoint, config, path)
-    for found in find_projectors(checkpoint.path):
+    for candidate in find_projectors(checkpoint.path):
         try:
-            return open_tower(checkpoint, config, found)
+            return open_tower(checkpoint, config, candidate)
         except WorkerError as error:
-            logger.info("%s is not used: %s", found.name, error)
+            logger.info("%s is not used: %s", candidate.name, error)
     return None
 
 

@@ -24,10 +24,10 @@ import msgspec
 from ..config import ComputeOptions, LoadOptions, PoolingOptions
 from ..engine.memory_plan import MemoryPlan, MemoryRow, plan_member, require_room
 from ..errors import InferenceError, ModelFileError, WorkerError
-from ..load import find_vision
 from ..models import read_model_config
 from ..models.pooling_config import is_pooling_model, read_pooling_config
 from ..models.sampling_defaults import read_sampling_defaults
+from ..models.vision import find_projector
 from ..progress import Stage
 from ..text_model import TextModel, check_chat_template, open_tokenizer
 from ..token_engine import spawn
@@ -84,7 +84,7 @@ def read_facts(path: Path, load: LoadOptions, kind: str | None = None) -> ModelF
     parameters = sum(tensor.size for tensor in checkpoint.tensors.values())
     modified_at = max(file.stat().st_mtime for file in model_files(path))
     sizes = parameters, checkpoint.nbytes, config.context_length
-    takes_images = kind == "chat" and find_vision(checkpoint, load)[1] is not None
+    takes_images = kind == "chat" and find_projector(checkpoint, load)[1] is not None
     return ModelFacts(str(path), kind, config.family.name, quant_name(checkpoint), *sizes, modified_at, takes_images)
 
 
@@ -116,7 +116,7 @@ class ChatSource(FileSource):
 
     def plan(self) -> list[MemoryRow]:
         checkpoint, options = open_checkpoint(self.path), self._options
-        load = replace(find_vision(checkpoint, options.load)[0], model=str(self.path))
+        load = replace(find_projector(checkpoint, options.load)[0], model=str(self.path))
         limits = [limit for limit in (load.max_context, ModelDefaults.read(self.path).context) if limit]
         if limits:
             load = replace(load, max_context=min(*limits, self.facts.context_length))

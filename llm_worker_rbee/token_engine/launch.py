@@ -43,7 +43,7 @@ def model_info(loaded: LoadedModel, engine: Engine, phases: LoadPhases) -> Model
         kv_cache_bytes=loaded.capacity.bytes,
         engine=engine.config,
         loras=loras,
-        vision=loaded.vision,
+        vision=None if loaded.tower is None else loaded.tower.info,
         **facts,
     )
 

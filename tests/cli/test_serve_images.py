@@ -1,4 +1,4 @@
-"""Images over HTTP: clients that others wrote, transformers' answers, cached prefixes, killed engines, hostile files."""
+"""Images over HTTP: clients that others wrote, transformers' answers, cached prefixes, a killed engine, bad files."""
 
 from __future__ import annotations
 
@@ -306,8 +306,8 @@ def test_urls_and_forms_that_are_no_images_are_refused(running: ServeProcess) ->
         assert reply.status_code == 400, (url, reply.text)
         assert message in reply.json()["error"]["message"], (url, reply.text)
         assert reply.json()["error"]["message"].startswith("messages[0].content[0]")
-    for part in ({"type": "image_url"}, {"type": "image_url", "image_url": {"url": 5}}, {"type": "image_url", "image_url":
-                 {"url": URLS[0], "detail": "all"}}, {"type": "image", "image": URLS[0]}):  # fmt: skip
+    forms: list[dict[str, Any]] = [{}, {"image_url": {"url": 5}}, {"image_url": {"url": URLS[0], "detail": "all"}}]
+    for part in [{"type": "image_url", **form} for form in forms] + [{"type": "image", "image": URLS[0]}]:
         assert ask(running, user(part)).status_code == 400
     assert ask(running, user(*[image(URLS[1])] * 21)).json()["error"]["message"].startswith("the request has 21 images")
     assistant = [*BOTH, {"role": "assistant", "content": [image(URLS[0])]}, *BOTH]

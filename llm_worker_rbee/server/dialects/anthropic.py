@@ -169,17 +169,16 @@ def message_fields(is_open: bool) -> dict[str, Field]:
         "caller": Field(AnyObject()),
         **CACHE_CONTROL,
     }
-    image = image_fields(is_open)
     result = {
         "tool_use_id": Field(Text(), required=True),
-        "content": Field(blocks(image=image).type, ""),
+        "content": Field(blocks(image=image_fields(is_open)).type, ""),
         "is_error": Field(Boolean(), False),
         **CACHE_CONTROL,
     }
     thinking = {"thinking": Field(Text(), required=True), "signature": Field(Text()), **CACHE_CONTROL}
     redacted = {"data": Field(Text(), ""), **CACHE_CONTROL}
     roles = {
-        "user": {"content": blocks(image=image, tool_result=result)},
+        "user": {"content": blocks(image=image_fields(is_open), tool_result=result)},
         "assistant": {"content": blocks(tool_use=call, thinking=thinking, redacted_thinking=redacted)},
         "system": {"content": blocks()},
     }
