@@ -88,7 +88,7 @@ IMAGE_LINES = {
     "llm_worker_rbee/images": 57,
     "llm_worker_rbee/models": 111,
     "llm_worker_rbee/server": 305,
-    "llm_worker_rbee/tokenizer": 110,
+    "llm_worker_rbee/tokenizer": 113,
     "llm_worker_rbee/weights": 12,
 }
 LOG: tuple[Raise, ...] = (
@@ -238,7 +238,7 @@ LOG: tuple[Raise, ...] = (
     Raise(45, "files of the worker", 10, "images: the above"),
     *(Raise(45, f"lines of {folder}", lines, IMAGES) for folder, lines in IMAGE_LINES.items()),
     Raise(45, "files of llm_worker_rbee/server", 1, "image_urls.py: images of URLs, from hosts that are allowed"),
-    Raise(45, "lines of the worker", 760, IMAGES),
+    Raise(45, "lines of the worker", 763, IMAGES),
     Raise(45, "files of the worker", 1, "image_urls.py"),
 )
 
@@ -259,7 +259,7 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "llm_worker_rbee/server": (Budget(9_136, 13_908), Budget(42, 46)),
     "llm_worker_rbee/structured_outputs": (Budget(1_658, 1_676), Budget(7, 7)),
     "llm_worker_rbee/token_engine": (Budget(2_499, 2_838), Budget(16, 14)),
-    "llm_worker_rbee/tokenizer": (Budget(4_633, 4_828), Budget(17, 17)),
+    "llm_worker_rbee/tokenizer": (Budget(4_633, 4_831), Budget(17, 17)),
     "llm_worker_rbee/weights": (Budget(4_502, 5_193), Budget(18, 20)),
     "llm_worker_bench": (Budget(11_209, 11_558), Budget(55, 55)),
     "llm_worker_bench/commands": (Budget(1_806, 1_972), Budget(10, 11)),
@@ -268,7 +268,7 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "benchmarks/pages": (Budget(1_045, 1_043), Budget(8, 8)),
 }
 COUNTS = {
-    "lines of the worker": Budget(57_243, 71_870),
+    "lines of the worker": Budget(57_243, 71_873),
     "files of the worker": Budget(252, 283),
     "files of a streamed chat": Budget(62, 55),
     "largest number of imported modules": Budget(27, 26),
