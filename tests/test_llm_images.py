@@ -13,12 +13,12 @@ from PIL import Image
 
 from llm_worker_rbee import LLM
 from llm_worker_rbee.errors import InvalidRequestError, ModelFileError, ModelNotFoundError
-from llm_worker_rbee.models.convert import convert
+from llm_worker_rbee.models.convert import convert, merge_adapters
 from llm_worker_rbee.models.convert.mmproj import convert_projector
-from llm_worker_rbee.weights import open_checkpoint
+from llm_worker_rbee.weights import open_checkpoint, read_adapter
 from llm_worker_rbee.weights.vision_names import open_projector
 from tests.cli.conftest import environment
-from tests.helpers import vision_chat
+from tests.helpers import lora_zoo, vision_chat
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "idefics3", "smolvlm")
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
@@ -136,6 +136,21 @@ def test_drafts_from_earlier_tokens_give_the_same_answer(folders: dict[str, Path
     messages = [{"role": "user", "content": "abcabcabc", "images": [PICTURE]}]
     options = {**GREEDY, "max_tokens": 40}
     assert other.chat(messages, **options).tokens == llm.chat(messages, **options).tokens
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
+def test_answer_with_an_adapter_is_that_of_the_merged_model(
+    name: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    adapter = lora_zoo.write_random_peft(folders[name], tmp_path / "adapter", rank=8, seed=1, size=4)
+    merged = merge_adapters(open_checkpoint(folders[name]), [(read_adapter(adapter), 1.0)])
+    convert(merged, tmp_path / "model.gguf", "F32")
+    convert_projector(open_projector(folders[name]), tmp_path / "mmproj-F32.gguf", "F32")
+    options: dict[str, Any] = {"kv_type": "float32", "device": "cpu"}
+    expected = ask(LLM(tmp_path / "model.gguf", **options), "What?", images=[PICTURE])
+    llm = LLM(folders[name], loras={"a": adapter}, **options)
+    messages = [{"role": "user", "content": "What?", "images": [PICTURE]}]
+    assert llm.chat(messages, lora="a", **GREEDY).tokens == expected
 
 
 def test_blocks_on_disk_belong_to_the_projector(folders: dict[str, Path], tmp_path: Path) -> None:

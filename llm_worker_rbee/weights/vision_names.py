@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from ..errors import ModelFileError, UnsupportedModelError
@@ -103,18 +103,20 @@ def open_projector(path: Path) -> Checkpoint:
 
 
 def find_projectors(model: Path) -> list[Path]:
-    """Return the projectors that lie beside a model: the folder itself, or files named mmproj.
-
-    Those with the most exact type, not larger than F16 where there is a choice, come first.
-    """
+    """Return the projectors that lie beside a model: the folder itself, or files named mmproj, in their order."""
     folder = model if model.is_dir() else model.parent
     if model.is_dir() and (model / "config.json").exists():
         return [model] if isinstance(read_json(model / "config.json").get("vision_config"), dict) else []
-    files = [p for p in folder.iterdir() if p.suffix.lower() == ".gguf" and PROJECTOR in p.name.lower()]
-    return sorted(files, key=_preference)
+    return sorted((path for path in folder.iterdir() if is_projector(path.name)), key=projector_order)
 
 
-def _preference(path: Path) -> tuple[int, str]:
+def is_projector(name: str) -> bool:
+    """Return whether a file has the name of a projector."""
+    return name.lower().endswith(".gguf") and PROJECTOR in PurePosixPath(name).name.lower()
+
+
+def projector_order(path: PurePath) -> tuple[int, str]:
+    """Sort projectors: those with the most exact type first, not larger than F16 where there is a choice."""
     name = path.name.lower()
     return next((i for i, kind in enumerate(PREFERRED_TYPES) if kind in name), len(PREFERRED_TYPES)), name
 

@@ -17,7 +17,7 @@ from llm_worker_rbee.tokenizer.chat.events import Tool
 from llm_worker_rbee.tokenizer.chat.format import ChatFormat, marker_ids
 from llm_worker_rbee.tokenizer.chat.parser import ChatParser
 from llm_worker_rbee.tokenizer.chat.template import validate_template_kwargs
-from llm_worker_rbee.tokenizer.chat.template_worker import adapt_call, print_calls
+from llm_worker_rbee.tokenizer.chat.template_worker import IMAGE, adapt, adapt_call, print_calls
 from llm_worker_rbee.tokenizer.tokenizer import find_end_ids
 from tests.helpers.chat_formats import ANSWERS, TOOLS, USER, fold, template_of
 from tests.helpers.tokenizer_metadata import bpe_metadata
@@ -301,3 +301,17 @@ def test_render_odd_messages_with_rules_give_an_error(plain_tokenizer: Tokenizer
     with pytest.raises(ChatTemplateError):
         template.render([5])  # type: ignore[list-item]
     assert template.render([USER])
+
+
+def test_results_with_images_keep_the_order_of_their_images() -> None:
+    rules = ChatFormat().adaptation() | {"has_parallel_calls": False, "calls": "object", "has_tool_role": True}
+    calls = [{"id": i, "type": "function", "function": {"name": "f", "arguments": "{}"}} for i in "ab"]
+    results = [{"role": "tool", "tool_call_id": i, "content": f"{IMAGE} of {i}"} for i in "ab"]
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    adapted = adapt([*messages, *results], {}, rules)
+    assert [message["content"] for message in adapted if message["role"] == "tool"] == [
+        f"{IMAGE} of a",
+        f"{IMAGE} of b",
+    ]
+    with pytest.raises(TypeError, match="in the order of their calls"):
+        adapt([*messages, *reversed(results)], {}, rules)

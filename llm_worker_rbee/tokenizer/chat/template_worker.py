@@ -96,7 +96,10 @@ def adapt(messages: list[Any], values: dict[str, Any], rules: dict[str, Any]) ->
     """Adapt messages to the template; `values` gets its variables of tools."""
     adapted = [adapt_message(message, rules) for message in messages]
     if not rules["has_parallel_calls"]:
+        images = [message for message in adapted if IMAGE in str(message["content"])]
         adapted = split_calls(adapted)
+        if images != [message for message in adapted if IMAGE in str(message["content"])]:
+            raise TypeError("results with images must come in the order of their calls")
     if rules["format"]["name_is_id"]:
         name_ids(adapted)
     tools = values.get("tools")

@@ -19,6 +19,7 @@ from typing import Any
 from ...errors import DownloadError, ModelNotFoundError, UnsupportedModelError, WorkerError
 from ..checkpoint import PICKLE_SUFFIXES
 from ..gguf import SPLIT_NAME
+from ..vision_names import PREPROCESSOR_FILES, is_projector, projector_order
 from .cache_dir import DISK_FULL_ERRNOS, Progress, disk_full_error, explain_os_errors, require_space, user_cache_dir
 
 PREFERRED_QUANTS = ("Q4_K_M", "Q4_0", "Q8_0")
@@ -31,6 +32,7 @@ COMPANION_FILES = (
     *("config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json", "tokenizer.model"),
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
     *("chat_template.jinja", "chat_template.json", "modules.json", "config_sentence_transformers.json"),
+    *PREPROCESSOR_FILES,
 )
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # of a PEFT adapter
 MODULE_FILE = re.compile(r"sentence_\w+_config\.json|\d+_\w+/(?:config\.json|model\.safetensors)", re.ASCII)
@@ -57,8 +59,16 @@ def parse_reference(reference: str) -> HubModel:
 
 
 def choose_files(model: HubModel, listing: list[str]) -> list[str]:
-    """Return the files of the referenced model, the entry file first."""
+    """Return the files of the referenced model, the entry file first; with a GGUF file the projector beside it."""
     safe = [name for name in listing if not name.startswith("/") and ".." not in PurePosixPath(name).parts]
+    files = _choose_model(model, safe)
+    folder, is_gguf = PurePosixPath(files[0]).parent, files[0].lower().endswith(".gguf")
+    paths = [PurePosixPath(name) for name in safe if is_gguf and is_projector(name)]
+    beside = sorted((path for path in paths if path.parent == folder), key=projector_order)
+    return [*files, *map(str, beside[:1])]
+
+
+def _choose_model(model: HubModel, safe: list[str]) -> list[str]:
     sets = _gguf_sets(safe)
     if model.quant:
         return _by_quant(model, model.quant, sets)

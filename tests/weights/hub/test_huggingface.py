@@ -28,7 +28,9 @@ FOLDER = {
     "README.md": b"never fetched",
 }
 REPOS: dict[str, dict[str, bytes]] = {
-    "me/quants": QUANTS | SPLIT | {"mmproj-X-Q8_0.gguf": b"no", "X.imatrix.gguf": b"no", "README.md": b"no"},
+    "me/quants": QUANTS | SPLIT | {"X.imatrix.gguf": b"no", "README.md": b"no"},
+    "me/sees": QUANTS
+    | dict.fromkeys(("mmproj-X-Q8_0.gguf", "mmproj-X-f16.gguf", "mmproj-X-F32.gguf", "other/mmproj-BF16.gguf"), b"v"),
     "me/one": {"One.IQ3_XS.gguf": b"one" * 100},
     "me/odd": {"A.Q5_1.gguf": b"a", "A.Q5_0.gguf": b"b"},
     "me/folder": FOLDER,
@@ -69,6 +71,7 @@ def downloads(seen: "Counter[str]") -> list[str]:
         ("hf:me/quants:Q6_K", sorted(SPLIT)),
         ("hf:me/quants:X-BF16.gguf", ["X-BF16.gguf"]),
         ("hf:me/one", ["One.IQ3_XS.gguf"]),
+        ("hf:me/sees:Q8_0", ["X-Q8_0.gguf", "mmproj-X-f16.gguf"]),
         ("hf:me/folder", sorted(FOLDER, key=list(FOLDER).index)[:5]),
     ],
 )
