@@ -370,9 +370,9 @@ def _load_weights(
         placed.backend.load_kernels(checkpoint, config, placed.kv_type, phases.progress)
     with phases.timed("weights", checkpoint.nbytes):
         source = checkpoint, placed.backend, config, placed.capacity.max_context, phases.advance
-        if options is not None and options.has_mtp:
-            return load_model_with_head(*source)
         image_parts = 0 if tower is None else tower.row_width // config.d_model
+        if options is not None and options.has_mtp:
+            return load_model_with_head(*source, image_parts=image_parts)
         return load_model(*source, image_parts=image_parts), None
 
 

@@ -17,9 +17,9 @@ cache call cap change check choose clean close collect compare compile complete 
 declare decode delete deny describe detach detect do document draw drop emit encode end evict exclude explain export
 expose extend extract fetch fill find finish fit fix fold follow free fuse generate give group guard hand handle hash
 hide hold ignore import include increase index infer inline install join journal keep kill launch leave let limit link
-list load lock log look lower make map mark match measure mend merge mix move multiply name normalize note offer
+list load lock log look lower make map mark match measure mend merge mix move multiply name normalize note number offer
 offload open order own pack page parse pass persist pick pin place plan play point prefer prefetch prefill prepare
-print profile project prove publish put quantize queue quote raise reach read rebuild record redraw reduce refuse
+print profile project prove publish pull put quantize queue quote raise reach read rebuild record redraw reduce refuse
 register reject release remove rename render repack repair repeat replace report requantize require reserve reset
 resolve restart restore resume retry return reuse revert rework rewrite rotate round route run sample save say scale
 scan schedule score seed select send separate serve set share shift ship shorten show sign simplify size skip sleep
@@ -32,7 +32,7 @@ VERBS = frozenset(VERB_LIST.split())
 
 def find_fault(subject: str) -> str | None:
     """Return the fault of a subject, or None."""
-    first = subject.split(" ")[0]
+    first = subject.split(" ")[0].removesuffix(",")
     if len(subject) > MAX_CHARACTERS:
         return f"it has {len(subject)} characters: at most {MAX_CHARACTERS}"
     if not first[:1].isupper() or first.lower() not in VERBS:

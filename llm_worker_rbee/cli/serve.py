@@ -19,6 +19,7 @@ from ..errors import InvalidRequestError, WorkerError, counted
 from ..models.vision import NO_PROJECTOR
 from ..progress import OnStage
 from ..server import log
+from ..server.lora_names import NAME
 from ..server.middleware import host_name, require_key
 from ..server.model_source import (
     POOLING_WORKSPACE_BYTES,
@@ -35,7 +36,7 @@ from ..server.pooling import Kind
 from ..server.serve import Signals, base_url, bind
 from ..server.serve import serve as run_server
 from ..server.settings import Key, ServerSettings, find_key, model_name
-from ..server.worker import NAME, Front
+from ..server.worker import Front
 from ..text_model import TextModel, check_chat_template
 from ..token_engine.launch import replace_with_dummy, warm_up
 from ..token_engine.protocol import Load, ModelInfo

@@ -45,7 +45,8 @@ class ImageEncoder:
             images = PromptImages([ImageSpan(0, 1, count)], [], [])
             images.rows = [np.zeros((count, width), np.float32)]
             chunk = [(images, 0, count)]
-            fields = step_arrays(chunk, has_axes=model.has_axes, sees_both_ways=model.sees_both_ways)
+            ids = batch.ids if model.pads_images else None
+            fields = step_arrays(chunk, has_axes=model.has_axes, sees_both_ways=model.sees_both_ways, ids=ids)
             return forward(model, replace(batch, **fields), cache)
 
         own = self.tower.warm_up(self.max_step_tokens, progress)

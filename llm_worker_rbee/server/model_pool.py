@@ -1,10 +1,9 @@
 """The pool of models: which are loaded, which wait for memory, which one is unloaded for another.
 
 A member is a model that may be loaded; its engine is supervised as any other (`token_engine`), and the pool is above
-it. A request holds a member while it runs. A member that is not loaded is loaded for the first request; others wait
-with it. Where memory or places are missing, idle members are unloaded, the least recently used first. A busy one is
-never unloaded: it takes no new request until its own have ended, so that two models that do not fit together take
-turns. Everything belongs to the event loop.
+it. A request holds a member while it runs. One that is not loaded is loaded for the first request; others wait with
+it. Where memory or places are missing, idle members are unloaded, the least recently used first. A busy one takes no
+new request until its own have ended: two that do not fit together take turns. All belongs to the event loop.
 """
 
 from __future__ import annotations
