@@ -231,8 +231,8 @@ def test_chunks_from_template_have_the_bytes_of_encoding_each(
 
 @pytest.mark.parametrize("path", [CHATS, COMPLETIONS, "/v1/responses", "/v1/jobs"])
 def test_priority_is_refused_by_name_unless_it_is_allowed(server: Server, start: Start, path: str) -> None:
-    prompts: dict[str, dict[str, Any]] = {"/v1/responses": {"input": "#"}, "/v1/jobs": {"prompt": "#", "max_tokens": 1}}
-    body = BODIES.get(path) or prompts[path]
+    prompts: dict[str, dict[str, Any]] = {"/v1/responses": {"input": "#"}, "/v1/jobs": {"prompt": "#"}}
+    body = (BODIES.get(path) or prompts[path]) | {"max_output_tokens" if "responses" in path else "max_tokens": 16}
     reply = server.post(path, {**body, "priority": 3})
     assert reply.status_code == 400
     assert "--allow-priority" in reply.text
