@@ -14,8 +14,7 @@ from ..config import LoraUse
 from ..errors import ConflictError, InvalidRequestError, ModelFileError, ModelNotFoundError, NotFoundError
 from ..generation import NamedLora, named_loras
 from ..token_engine.protocol import ModelInfo, TokenEngine
-from .schema import is_name_of
-from .settings import ServerSettings
+from .settings import ServerSettings, is_name_of
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")  # of a model or an adapter
 

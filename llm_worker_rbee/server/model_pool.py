@@ -35,7 +35,7 @@ from ..errors import (
 from ..machine import trim_heap
 from ..progress import Stage
 from ..text_model import TextModel
-from .schema import LATEST
+from .settings import LATEST
 
 State = Literal["unloaded", "loading", "loaded", "sleeping", "failed"]
 MAX_WAITING = 512  # requests that wait for a model to be loaded

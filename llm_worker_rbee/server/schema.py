@@ -26,6 +26,7 @@ from ..sampling_params import (
     StructuredOutputsParams,
 )
 from .json_schema import Schema, array_schema, object_schema
+from .settings import LATEST
 
 JSON_TYPE = "application/json"  # required of bodies: a page of another origin cannot send it without a CORS preflight
 MISSING: Any = object()
@@ -42,7 +43,6 @@ MEDIA = {
     "file": "files are",
     "document": "documents are",
 }
-LATEST = ":latest"  # the tag that clients of Ollama add to the name of a model, or leave out
 KINDS = ("chat", "embedding", "rerank")  # of models
 TYPE_NAMES = {
     bool: "a truth value",
@@ -168,11 +168,6 @@ def unsupported_part(place: str, kind: Any) -> ValidationIssue | None:
 def tagged_name(name: str) -> str:
     """Return the name of a model with a tag, as in Ollama."""
     return name if ":" in name.rpartition("/")[2] else name + LATEST
-
-
-def is_name_of(name: str, served: str) -> bool:
-    """Return whether a request names a served model, with or without the tag `:latest`."""
-    return bool({name, name.removesuffix(LATEST)} & {served, served.removesuffix(LATEST)})
 
 
 def validate_body(

@@ -15,10 +15,10 @@ from uuid import uuid4
 
 from ..config import LoraSpec
 from ..errors import InvalidRequestError
-from .schema import is_name_of
 
 VARIABLES = ("LLM_WORKER_API_KEY", "LLORCH_API_TOKEN")  # the second is the Rust worker's
 MAX_FILE_BYTES = 4096
+LATEST = ":latest"  # the tag that clients of Ollama add to the name of a model, or leave out
 
 
 class Key(NamedTuple):
@@ -57,6 +57,11 @@ def _read_key_file(file: Path) -> str:
     if len(data) > MAX_FILE_BYTES:
         raise InvalidRequestError(f"{file} is too long for a key: at most {MAX_FILE_BYTES} bytes", "api_key")
     return data.decode("utf-8", "replace").strip()
+
+
+def is_name_of(name: str, served: str) -> bool:
+    """Return whether a request names a served model, with or without the tag `:latest`."""
+    return bool({name, name.removesuffix(LATEST)} & {served, served.removesuffix(LATEST)})
 
 
 def model_name(reference: str) -> str:

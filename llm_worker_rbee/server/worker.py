@@ -40,8 +40,8 @@ from .model_pool import Member, ModelPool
 from .model_store import ModelStore
 from .offload import OffloadPool, PromptEncoder
 from .pooling import MAX_OFFLOADED_BYTES, OPTIONS, Kind, PoolingService
-from .schema import KINDS, ModelLimits, ParseOptions, ValidationError, ValidationIssue, is_name_of
-from .settings import ServerSettings
+from .schema import KINDS, ModelLimits, ParseOptions, ValidationError, ValidationIssue
+from .settings import ServerSettings, is_name_of
 
 State = Literal["loading", "ready", "stopping", "failed"]
 LOADING_RETRY_S = 2

@@ -396,6 +396,7 @@ def _has_openssl() -> bool:
 def test_limit_defaults_are_as_documented() -> None:
     documented = {
         "max_queue": None, "max_queued_tokens": None, "max_body": 4 << 20,
+            "max_image_body": 32 << 20, "max_images": 20, "max_image_bytes": 20 << 20, "max_image_pixels": 50_000_000,
             "max_pooling_body": 64 << 20, "job_ttl_s": 300.0,
         "shutdown_timeout_s": 30.0, "stall_timeout_s": 30.0, "ignore_unknown_fields": False,
         "open_objects": False, "allow_priority": False,

@@ -216,8 +216,8 @@ def test_invalid_message_ends_that_engine_only(
 
 def test_engine_that_gets_no_message_ends(load: Load, caplog: pytest.LogCaptureFixture) -> None:
     async def main(engine: SupervisedEngine) -> None:
-        expected = summary(await outputs_of(engine.submit(request(1, 50))))
-        stream = engine.submit(request(1, 50))
+        expected = summary(await outputs_of(engine.submit(request(1, 200))))
+        stream = engine.submit(request(1, 200))
         assert engine._child._transport is not None
         engine._child._transport.write(b"\xff" * 100)
         assert summary(await outputs_of(stream)) == expected
