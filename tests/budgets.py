@@ -275,8 +275,8 @@ LOG: tuple[Raise, ...] = (
     Raise(46, "lines of the worker", 68, "the above"),
     Raise(44, "lines of llm_worker_rbee/engine", 16, "slots by priority; reads that failed are forgotten"),
     Raise(44, "lines of llm_worker_rbee/server", 25, "adapters of jobs; names while the model loads and once unloaded"),
-    Raise(44, "lines of llm_worker_rbee/token_engine", 9, "slots by priority; a deadline of loading an adapter"),
-    Raise(44, "lines of the worker", 50, "the above"),
+    Raise(44, "lines of llm_worker_rbee/token_engine", 11, "slots by priority; a deadline of loading an adapter"),
+    Raise(44, "lines of the worker", 52, "the above"),
 )
 
 FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the folders that have a row of their own
@@ -295,7 +295,7 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "llm_worker_rbee/models": (Budget(3_580, 5_178), Budget(20, 24)),
     "llm_worker_rbee/server": (Budget(9_136, 13_581), Budget(42, 45)),
     "llm_worker_rbee/structured_outputs": (Budget(1_658, 1_676), Budget(7, 7)),
-    "llm_worker_rbee/token_engine": (Budget(2_499, 2_737), Budget(16, 14)),
+    "llm_worker_rbee/token_engine": (Budget(2_499, 2_739), Budget(16, 14)),
     "llm_worker_rbee/tokenizer": (Budget(4_633, 4_831), Budget(17, 17)),
     "llm_worker_rbee/weights": (Budget(4_502, 5_225), Budget(18, 20)),
     "llm_worker_bench": (Budget(11_209, 11_572), Budget(55, 55)),
@@ -305,7 +305,7 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "benchmarks/pages": (Budget(1_045, 1_044), Budget(8, 8)),
 }
 COUNTS = {
-    "lines of the worker": Budget(57_243, 72_000),
+    "lines of the worker": Budget(57_243, 72_002),
     "files of the worker": Budget(252, 281),
     "files of a streamed chat": Budget(62, 57),
     "largest number of imported modules": Budget(27, 26),

@@ -66,8 +66,8 @@ class AdapterPool:
         """Drop what could not be read, but for requests that still wait for its error: a file may be there again."""
         kept = {_key(uses) for uses in waiting}
         for number, slot in list(self._slots.items()):
-            is_read = slot.packed is None and slot.reading is not None and slot.reading.done()
-            if is_read and slot.key not in kept and slot.reading.exception() is not None:
+            reading = slot.reading if slot.packed is None and slot.key not in kept else None
+            if reading is not None and reading.done() and reading.exception() is not None:
                 del self._slots[number]
 
     def emptiest(self) -> int:

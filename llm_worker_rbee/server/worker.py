@@ -202,7 +202,8 @@ class Front:
         """Return the member of a request: by its name, or the first of these kinds; raise if there is none."""
         if self.settings.has_pool:  # else the models are known before they are loaded
             self.require_ready()
-        member = self._named(name, kinds)
+        if (member := self._named(name, kinds)) is None and self.settings.may_have_adapters:
+            self.require_ready()  # their names are known once the model is loaded
         if self.store is not None and (member is None or await self.store.has_changed(member)):
             await self.store.refresh()
             member = self._named(name, kinds)
