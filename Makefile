@@ -74,7 +74,7 @@ test-extra: $(VENV)/.dev test-clients
 	LLM_WORKER_KILLS=200 $(BIN)/python -m pytest tests/engine/test_kv_store.py
 	LLM_WORKER_SOAK_ROUNDS=60 $(BIN)/python -m pytest tests/cli/test_serve_soak.py
 	LLM_WORKER_BATCH_LINES=10000 $(BIN)/python -m pytest -rs tests/extra/test_batch_kills.py
-	LLM_WORKER_TRAIN=1 $(BIN)/python -m pytest -rs tests/extra/test_lora_training.py
+	LLM_WORKER_TRAIN=1 $(BIN)/python -m pytest -rs tests/extra/test_lora_training.py tests/extra/test_lora_64.py
 	LLM_WORKER_EMULATE=1 $(BIN)/python -m pytest -rs tests/backends/cpu/test_emulated_arm.py tests/extra/test_kernel_libraries.py
 	LLM_WORKER_WALKS=20 $(BIN)/python -m pytest -rs tests/extra/test_grammar_walks.py
 	@$(MAKE) --no-print-directory test-agents

@@ -273,6 +273,10 @@ LOG: tuple[Raise, ...] = (
     Raise(46, "lines of llm_worker_rbee/backends", 27, "int8 keys are rotated"),
     Raise(46, "lines of llm_worker_rbee/backends/cpu/kernels", 41, "the same"),
     Raise(46, "lines of the worker", 68, "the above"),
+    Raise(44, "lines of llm_worker_rbee/engine", 16, "slots by priority; reads that failed are forgotten"),
+    Raise(44, "lines of llm_worker_rbee/server", 25, "adapters of jobs; names while the model loads and once unloaded"),
+    Raise(44, "lines of llm_worker_rbee/token_engine", 11, "slots by priority; a deadline of loading an adapter"),
+    Raise(44, "lines of the worker", 52, "the above"),
 )
 
 FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the folders that have a row of their own
@@ -285,13 +289,13 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "llm_worker_rbee/backends/cuda/kernels": (Budget(4_049, 5_033), Budget(14, 16)),
     "llm_worker_rbee/cli": (Budget(3_837, 4_904), Budget(15, 19)),
     "llm_worker_rbee/cluster": (Budget(699, 710), Budget(6, 6)),
-    "llm_worker_rbee/engine": (Budget(3_307, 5_479), Budget(18, 21)),
+    "llm_worker_rbee/engine": (Budget(3_307, 5_495), Budget(18, 21)),
     "llm_worker_rbee/images": (Budget(0, 687), Budget(0, 5)),
     "llm_worker_rbee/layers": (Budget(527, 592), Budget(8, 8)),
     "llm_worker_rbee/models": (Budget(3_580, 5_178), Budget(20, 24)),
-    "llm_worker_rbee/server": (Budget(9_136, 13_556), Budget(42, 45)),
+    "llm_worker_rbee/server": (Budget(9_136, 13_581), Budget(42, 45)),
     "llm_worker_rbee/structured_outputs": (Budget(1_658, 1_676), Budget(7, 7)),
-    "llm_worker_rbee/token_engine": (Budget(2_499, 2_728), Budget(16, 14)),
+    "llm_worker_rbee/token_engine": (Budget(2_499, 2_739), Budget(16, 14)),
     "llm_worker_rbee/tokenizer": (Budget(4_633, 4_831), Budget(17, 17)),
     "llm_worker_rbee/weights": (Budget(4_502, 5_225), Budget(18, 20)),
     "llm_worker_bench": (Budget(11_209, 11_572), Budget(55, 55)),
@@ -301,7 +305,7 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "benchmarks/pages": (Budget(1_045, 1_044), Budget(8, 8)),
 }
 COUNTS = {
-    "lines of the worker": Budget(57_243, 71_950),
+    "lines of the worker": Budget(57_243, 72_002),
     "files of the worker": Budget(252, 281),
     "files of a streamed chat": Budget(62, 57),
     "largest number of imported modules": Budget(27, 26),

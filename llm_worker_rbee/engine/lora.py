@@ -8,7 +8,7 @@ scale: one that it uses alone is scaled as it is applied, several together becom
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
@@ -61,6 +61,22 @@ class AdapterPool:
         if self._find(key) is None:
             self._slots[number] = Slot(key, packed=packed)
             self.adapters.place(number, packed)
+
+    def forget_failures(self, waiting: Iterable[Sequence[LoraUse]]) -> None:
+        """Drop what could not be read, but for requests that still wait for its error: a file may be there again."""
+        kept = {_key(uses) for uses in waiting}
+        for number, slot in list(self._slots.items()):
+            reading = slot.reading if slot.packed is None and slot.key not in kept else None
+            if reading is not None and reading.done() and reading.exception() is not None:
+                del self._slots[number]
+
+    def emptiest(self) -> int:
+        """Return the slot that is likely to be free first."""
+        return min(self._slots, key=lambda number: (self._slots[number].num_requests, number))
+
+    def find(self, uses: Sequence[LoraUse]) -> int | None:
+        """Return the slot that has the adapters of a request, or gets them."""
+        return self._find(_key(uses))
 
     def assign(self, uses: Sequence[LoraUse]) -> bool:
         """Let a slot have the adapters of a request; return whether there is one."""

@@ -42,6 +42,11 @@ class LoraNames:
         written = [name, *(name.removeprefix(base) for base in bases if name.startswith(base))]
         return next((own for key, own in self._named.items() if any(is_name_of(text, key) for text in written)), None)
 
+    def name_of(self, name: str | None) -> str:
+        """Return what a reply has as its model: the adapter's name, or the model's."""
+        named = None if name is None else self.find(name)
+        return self._settings.names[0] if named is None else named.name
+
     def uses_of(self, name: str | None, scales: Sequence[tuple[int, float]] | None) -> list[LoraUse]:
         """Return the adapters of a request: what it names as its model, or by ids, or what it has by default."""
         named = None if name is None else self.find(name)
@@ -53,6 +58,9 @@ class LoraNames:
             return [listed[number].use(scale) for number, scale in scales if scale]
         if named is not None:
             return [named.use(named.scale)] if named.scale else []
+        is_base = name is None or any(is_name_of(name, own) for own in self._settings.names)
+        if self._settings.may_have_adapters and not is_base:  # it was unloaded since the request came
+            raise ModelNotFoundError(f"there is no adapter {(name or '')[:100]!r} any more: see /lora-adapters")
         return [self._named[key].use(scale) for key, scale in self.defaults.items()]
 
     def set_defaults(self, scales: Sequence[tuple[int, float]]) -> None:

@@ -33,8 +33,7 @@ TOKEN_BYTES = 16  # of a reply, an estimate
 async def start_reply(worker: Worker, request: GenerateRequest, make_printer: Callable[[ReplyState], Printer]) -> Reply:
     """Start the generations of a request: all of them or none. Without prompts it starts none."""
     started_at = time.perf_counter()
-    adapter = None if request.model is None else worker.loras.find(request.model)
-    name = worker.names[0] if adapter is None else adapter.name
+    name = worker.loras.name_of(request.model)
     loras = worker.loras.uses_of(request.model, request.lora)
     if not request.prompts:
         return Reply(name, worker.offload, request, [], [], make_printer, started_at)

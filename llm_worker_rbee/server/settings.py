@@ -128,9 +128,13 @@ class ServerSettings:
         return tuple(dict.fromkeys((*self.listed_names, self.model_ref)))
 
     @property
+    def may_have_adapters(self) -> bool:
+        return bool(self.loras) or self.lora_dir is not None
+
+    @property
     def schema_names(self) -> tuple[str, ...]:
         """The values of `model` in bodies; none where any of several models may be named."""
-        return () if self.has_pool or self.loras or self.lora_dir else self.names
+        return () if self.has_pool or self.may_have_adapters else self.names
 
     @property
     def pooling_names(self) -> tuple[str, ...]:

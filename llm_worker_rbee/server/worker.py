@@ -46,6 +46,7 @@ from .settings import ServerSettings, is_name_of
 State = Literal["loading", "ready", "stopping", "failed"]
 LOADING_RETRY_S = 2
 MAX_LISTED = 8  # names in an error
+MAX_MESSAGES = 1000  # that wait for the callback URL
 QUEUED_IMAGE_BODIES = 4  # bodies of the largest size that wait to be parsed
 logger = logging.getLogger("llm_worker_rbee.server")
 
@@ -83,7 +84,8 @@ class Front:
         self.loading_events: list[dict[str, Any]] = []  # of /v1/loading/progress
         self.loading_changed = asyncio.Event()  # replaced with each event
         self.failure: WorkerError | None = None
-        self.messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()  # for the callback URL
+        self.messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue(MAX_MESSAGES)  # for the callback URL
+        self._has_dropped = False  # one of them
         self.store, self._add_models = store, add_models
         self._restarting = asyncio.Lock()
         self._preloading: asyncio.Task[None] | None = None
@@ -160,7 +162,7 @@ class Front:
         if was_loading:
             self._publish({"stage": "stopping"})
         end = time.monotonic() + self.settings.shutdown_timeout_s
-        while any(member.is_busy for member in self.pool.members) and time.monotonic() < end:
+        while self.is_busy and time.monotonic() < end:
             await asyncio.sleep(0.02)
         if self.store is not None:
             await self.store.close()
@@ -200,7 +202,8 @@ class Front:
         """Return the member of a request: by its name, or the first of these kinds; raise if there is none."""
         if self.settings.has_pool:  # else the models are known before they are loaded
             self.require_ready()
-        member = self._named(name, kinds)
+        if (member := self._named(name, kinds)) is None and self.settings.may_have_adapters:
+            self.require_ready()  # their names are known once the model is loaded
         if self.store is not None and (member is None or await self.store.has_changed(member)):
             await self.store.refresh()
             member = self._named(name, kinds)
@@ -275,6 +278,11 @@ class Front:
     def report(self, message: dict[str, Any]) -> None:
         """Send a message to the callback URL, if there is one."""
         if self.settings.callback_url is not None:
+            if self.messages.full():
+                self.messages.get_nowait()
+                if not self._has_dropped:
+                    logger.warning("the callback URL does not answer: its oldest messages are dropped")
+                self._has_dropped = True
             self.messages.put_nowait({"worker_id": self.settings.worker_id, **message})
 
     def _publish_stage(self, member: Member, stage: Stage) -> None:

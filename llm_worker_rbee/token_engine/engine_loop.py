@@ -109,6 +109,7 @@ class EngineLoop:
             if not self.engine.has_room_for(request):
                 raise ContextLengthError("the request is longer than the context or the KV cache", "max_tokens")
             if message.loras:
+                self._adapters().forget_failures(waiting.loras for waiting in self._adapting.values())
                 self._adapting[request] = message
             else:
                 self._add(request)
@@ -123,14 +124,21 @@ class EngineLoop:
             self._compiling[request] = self._compile(request)
 
     def _add_adapted(self) -> None:
-        """Add the requests whose adapters are in the model by now, in their order."""
-        for request, submitted in list(self._adapting.items()):
+        """Add the requests whose adapters are in the model by now, by their priorities, then in their order.
+
+        The first that has no slot waits until one is empty: those behind it may still use the other slots.
+        """
+        emptied: int | None = None
+        for request, submitted in sorted(self._adapting.items(), key=lambda entry: entry[1].priority):
             try:
                 pool, uses = self._adapters(), submitted.loras
                 if request.deadline is not None and time.monotonic() > request.deadline:
                     raise DeadlineError("the request timed out while it waited for its adapter")
+                if emptied is not None and pool.find(uses) in (None, emptied):
+                    continue
                 if not pool.assign(uses):
-                    return  # those behind it wait, too: so that a slot becomes free
+                    emptied = pool.emptiest()
+                    continue
                 if (place := pool.acquire(uses)) is None:
                     continue
                 del self._adapting[request]

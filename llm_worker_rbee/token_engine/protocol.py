@@ -468,6 +468,7 @@ class RequestStream:
 
 ToEngineLoop = Submit | Abort | UnloadLora
 request_ids = count(1)  # of this process
+LORA_TIMEOUT_S = 300.0  # of loading an adapter, and of waiting for a slot
 
 
 class TokenEngine(ABC):
@@ -515,8 +516,10 @@ class TokenEngine(ABC):
 
     async def load_lora(self, path: str) -> LoraInfo:
         """Load an adapter, while requests run; several engines load it when they get a request with it."""
-        params, uses = SamplingParams().resolve(), [LoraUse(path)]
-        submitted = Submit(id=next(request_ids), prompt=[], params=params, max_tokens=0, seed=0, eos_ids=[], loras=uses)
+        number, params, uses = next(request_ids), SamplingParams().resolve(), [LoraUse(path)]
+        submitted = Submit(
+            id=number, prompt=[], params=params, max_tokens=0, seed=0, eos_ids=[], timeout_s=LORA_TIMEOUT_S, loras=uses
+        )
         stream = self.submit(RequestState(submitted))
         try:
             await stream.next_outputs()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -108,6 +110,40 @@ def test_request_names_adapters_with_scales(serve: Serve, folder: Path, expected
         assert running.http.post("/lora-adapters", json=wrong).status_code == status
     conflict = running.http.post("/v1/completions", json={**OPTIONS, "model": "one", "lora": [{"id": 1, "scale": 1}]})
     assert conflict.status_code == 400
+
+
+def test_jobs_use_adapters(serve: Serve, folder: Path, expected: dict[str, str]) -> None:
+    running = serve("--lora", f"one={folder / 'one'}", "--lora", f"two={folder / 'two'}", "--max-loras", "3")
+
+    def job(**fields: Any) -> str:
+        reply = running.http.post("/v1/jobs", json={**OPTIONS, "stream": False, **fields})
+        assert reply.status_code == 200, reply.text
+        return str(reply.json()["text"])
+
+    assert (job(model="one"), job(model="smollm2"), job()) == (expected["one"], expected[""], expected[""])
+    assert running.http.post("/lora-adapters", json=[{"id": 1, "scale": 1.0}]).status_code == 200
+    assert job() == expected["two"]
+    for fields, name in (({"model": "one:latest"}, "one"), ({}, "two")):
+        stream = running.http.post("/execute", json={**OPTIONS, "job_id": f"job-{name}", **fields}).text
+        sent = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+        assert sent[0]["model"] == fields.get("model", "smollm2").removesuffix(":latest")
+        assert "".join(event["t"] for event in sent if event["type"] == "token") == expected[name]
+
+
+def test_client_that_leaves_a_load_holds_up_no_other_change(serve: Serve, folder: Path) -> None:
+    """A load waits for a slot that a request has; when its client goes, adapters can be changed again."""
+    running = serve("--lora-dir", folder, "--max-loras", "1", "--max-cpu-loras", "3", "--max-context", "4096")
+    assert load(running, "one", "one").status_code == 200
+    options = {**OPTIONS, "max_tokens": 4000, "ignore_eos": True, "model": "one", "stream": True}
+    with running.http.stream("POST", "/v1/completions", json=options) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        body = {"lora_name": "two", "lora_path": "two"}
+        with pytest.raises(httpx.ReadTimeout):
+            running.http.post("/v1/load_lora_adapter", json=body, timeout=1.0)
+        assert running.http.post("/v1/unload_lora_adapter", json={"lora_name": "two"}, timeout=30).status_code == 404
+        assert next(line for line in lines if line), "the slot is free: the check would be vacuous"
+    assert load(running, "two", "two").status_code == 200
 
 
 def test_adapter_is_loaded_replaced_and_unloaded_over_http(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from msgspec.structs import replace
 
 from llm_worker_rbee import LLM
 from llm_worker_rbee.config import LoraUse
+from llm_worker_rbee.engine.request import BATCH_PRIORITY
 from llm_worker_rbee.errors import InvalidRequestError, ModelFileError, WorkerError
 from llm_worker_rbee.llm import Stream, StructuredOutputsParams, together
-from llm_worker_rbee.token_engine.protocol import RequestState, TokenOutput, UnloadLora, request_ids
+from llm_worker_rbee.token_engine.protocol import Abort, RequestState, Submit, TokenOutput, UnloadLora, request_ids
 from llm_worker_rbee.weights.hub import locate_model
 from tests.helpers import lora_zoo
 
@@ -209,6 +211,50 @@ def test_refused_requests_hold_no_slot(llm: LLM) -> None:
     stream.close()
     llm.generate(PROMPT, max_tokens=1)  # what is closed is dropped before the next step
     assert all(slot.num_requests == 0 for slot in pool._slots.values())
+
+
+def test_slots_go_by_priority_and_pass_a_request_that_waits(llm: LLM, folders: dict[str, Path]) -> None:
+    """Where all slots are in use, a request that waits gets the first that is empty: a later one for that slot waits
+    behind it, one for another slot does not, and one that is more urgent comes first."""
+    two = LLM(loras={name: folders[name] for name in ("one", "two")}, max_loras=2, max_context=2048)
+    two.loras = dict(llm.loras)
+    loop, pool = two._sync_engine._loop, two.engine.adapters
+    assert pool is not None
+    params = two.stream(PROMPT, temperature=0, ignore_eos=True)._generation.request.submitted.params
+
+    def submit(name: str, max_tokens: int, priority: int = 0) -> int:
+        info, number = two.loras[name].info, next(request_ids)
+        submitted = Submit(
+            id=number, prompt=[1, 2, 3], params=params, max_tokens=max_tokens, seed=0, eos_ids=[], priority=priority,
+            loras=[LoraUse(two.loras[name].path, info.digest)],
+        )  # fmt: skip
+        loop.receive(submitted)
+        return number
+
+    names = {submit("two", 8): "short", **{submit("one", 24): "long" for _ in range(3)}}
+    loop.step()
+    names |= {submit("three", 2, BATCH_PRIORITY): "batch", submit("three", 2): "waits"}
+    names |= {submit("one", 2): "passes", submit("two", 2): "behind", submit("two", 2, -1): "urgent"}
+    ended: list[str] = []
+    while loop.has_work:
+        ended += [names[output.id] for output in loop.step().outputs if output.finish_reason]
+    assert ended.index("urgent") < ended.index("passes") < ended.index("short") < ended.index("waits")
+    assert ended.index("waits") < ended.index("behind"), ended
+
+
+def test_error_that_nobody_waited_for_is_not_of_the_next_request(
+    llm: LLM, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    loop, pool = llm._sync_engine._loop, llm.engine.adapters
+    assert pool is not None
+    submitted = llm.stream(PROMPT)._generation.request.submitted
+    path = tmp_path / "late"
+    loop.receive(replace(submitted, id=(number := next(request_ids)), prompt=[], loras=[LoraUse(str(path))]))
+    loop._add_adapted()
+    wait(pool.reading)
+    loop.receive(Abort(number))
+    shutil.copytree(folders["two"], path)
+    assert load(llm, str(path)).lora is not None
 
 
 def test_keys_of_blocks_differ_by_content_scale_and_salt(llm: LLM) -> None:

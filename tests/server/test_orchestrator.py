@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 from datetime import datetime
 from typing import Any
@@ -32,6 +33,20 @@ def test_callback_unanswered_blocks_nothing(start: Start, monkeypatch: pytest.Mo
         life.cancel()
         for one in accepted:
             one.close()
+
+
+def test_messages_of_a_callback_that_does_not_answer_are_bounded(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    front = start(callback_url="http://127.0.0.1:9/").worker
+    caplog.set_level(logging.WARNING, "llm_worker_rbee.server")
+    for number in range(front.messages.maxsize + 3):
+        front.report({"number": number})
+    assert front.messages.qsize() == front.messages.maxsize
+    assert front.messages.get_nowait()["number"] == 3
+    assert [record.message for record in caplog.records if "oldest" in record.message] == [
+        "the callback URL does not answer: its oldest messages are dropped"
+    ]
 
 
 @pytest.mark.parametrize(

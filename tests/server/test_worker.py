@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -14,6 +15,7 @@ import httpx
 import pytest
 
 from llm_worker_rbee import LLM
+from llm_worker_rbee.errors import ModelNotFoundError
 from llm_worker_rbee.progress import OnStage, Stage
 from llm_worker_rbee.sampling_params import NEUTRAL_SAMPLING, SamplingDefaults
 from llm_worker_rbee.server.dialects import jobs
@@ -194,6 +196,44 @@ def test_stop_after_timeout_ends_requests_with_error(start: Start) -> None:
         assert (last["type"], last["code"], last["retriable"]) == ("error", "SHUTTING_DOWN", True)
         assert events(chat.result().text)[-1]["error"]["code"] == "SHUTTING_DOWN"
         assert (whole.result().status_code, whole.result().json()["error"]["code"]) == (503, "SHUTTING_DOWN")
+
+
+def test_stop_waits_for_requests_that_wait_for_a_load(start: Start) -> None:
+    """Also where no model is busy."""
+    server = start(shutdown_timeout_s=LIMIT_S)
+    (member,) = server.worker.pool.members
+
+    async def stop() -> bool:
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        member.waiters.add(waiting)
+        stopped = asyncio.ensure_future(server.worker.stop())
+        await asyncio.sleep(0.1)
+        was_done = stopped.done()
+        member.waiters.remove(waiting)
+        await stopped
+        return was_done
+
+    assert not server.soon(stop()).result(LIMIT_S)
+
+
+def test_name_of_an_adapter_is_unknown_only_once_the_model_is_loaded(load: Callable[..., LLM], tmp_path: Path) -> None:
+    """Until then it may be one: 503, so that a client or a batch tries again. One that is gone is never the base."""
+    may_load = threading.Event()
+
+    def slowly() -> LLM:
+        assert may_load.wait(LIMIT_S)
+        return load()
+
+    with Server(slowly, lora_dir=tmp_path) as server:
+        try:
+            reply = server.post(COMPLETIONS, {"prompt": "#", "model": "mine"})
+            assert (reply.status_code, reply.json()["error"]["code"]) == (503, "MODEL_LOADING")
+        finally:
+            may_load.set()
+        assert server.ready().post(COMPLETIONS, {"prompt": "#", "model": "mine"}).status_code == 404
+        with pytest.raises(ModelNotFoundError, match="'mine' any more"):
+            server.chat.loras.uses_of("mine", None)
+        assert [server.chat.loras.uses_of(name, None) for name in (None, "tiny", "tiny:latest")] == [[]] * 3
 
 
 def test_stop_while_loading_never_becomes_ready(load: Callable[..., LLM]) -> None:

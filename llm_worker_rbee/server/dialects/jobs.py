@@ -194,8 +194,10 @@ class Narrator:
 class Job(JobEvents):
     """A generation and its events."""
 
-    def __init__(self, job_id: str, generation: Generation, worker: Worker) -> None:
+    def __init__(self, job_id: str, generation: Generation, worker: Worker, model: str) -> None:
+        """`model` is the name of the model, or of the adapter that the request names."""
         super().__init__(job_id)
+        self._model = model
         self.generation: Generation | None = generation  # until its end
         self.narrator: Narrator | None = Narrator(worker.settings.worker_id, job_id, generation.request, self._emit)
         self.num_tokens, self.decode_ms = 0, 0.0
@@ -212,8 +214,8 @@ class Job(JobEvents):
         generation, narrator = self.generation, self.narrator
         assert generation is not None
         assert narrator is not None
-        model = self._worker.names[0]
-        self._emit({"type": "started", "job_id": self.id, "model": model, "started_at": now(), "seed": self._seed})
+        started = {"type": "started", "job_id": self.id, "model": self._model}
+        self._emit(started | {"started_at": now(), "seed": self._seed})
         narrator.queued(self._num_others)
         events = EventFold()
         async for delta in generation.deltas():
@@ -322,6 +324,7 @@ class Jobs:
 
     async def _start(self, worker: Worker, request: GenerateRequest, job_id: str) -> Job:
         (prompt,), context = request.prompts, worker.model.max_context
+        model, loras = worker.loras.name_of(request.model), worker.loras.uses_of(request.model, None)
         worker.encoder.check_texts([prompt])
         with worker.admission.reserve(1, estimate_tokens(prompt, context)) as reservation:
             (encoded,) = await worker.encoder.encode([prompt], request.params.structured_outputs)
@@ -331,8 +334,10 @@ class Jobs:
             resolve_max_tokens(len(ids), params.max_tokens, worker.engine.info.engine)  # raises before a 429 would
             reservation.set_actual(len(ids))
             timeout_s = None if request.timeout_ms is None else request.timeout_ms / 1000
-            (generation,) = worker.start_generations(encoded, params, priority=request.priority, timeout_s=timeout_s)
-        return Job(job_id, generation, worker)
+            (generation,) = worker.start_generations(
+                encoded, params, priority=request.priority, timeout_s=timeout_s, loras=loras
+            )
+        return Job(job_id, generation, worker, model)
 
     def _run(self, job: JobEvents) -> JobEvents:
         self._jobs[job.id] = job

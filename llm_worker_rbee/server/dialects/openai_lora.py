@@ -51,7 +51,8 @@ class Handlers:
         values: dict[str, Any] = await self._front.parse("load_lora", await call.body())
         names = self._worker.loras
         path = names.require_path(values["lora_path"])
-        named = await names.load(values["lora_name"], path, values["scale"], replaces=values["load_inplace"])
+        async with call.until_disconnect():
+            named = await names.load(values["lora_name"], path, values["scale"], replaces=values["load_inplace"])
         return {"success": True, "lora_name": named.name, "rank": named.info.rank, "digest": named.info.digest.hex()}
 
     async def unload(self, call: Call) -> dict[str, Any]:
