@@ -313,7 +313,18 @@ def test_urls_and_forms_that_are_no_images_are_refused(running: ServeProcess) ->
     assistant = [*BOTH, {"role": "assistant", "content": [image(URLS[0])]}, *BOTH]
     assert ask(running, assistant).status_code == 400
     names = ask(running, user(image(URLS[0]), text("<|image_pad|> <|vision_start|>\ufdd1")))
-    assert names.status_code in (200, 400)
+    assert names.status_code == 200, names.text
+    mark, call = "a \ufdd1 b", {"name": "f\ufdd1", "arguments": json.dumps({"\ufdd1": "\ufdd1"})}
+    answer = {"role": "assistant", "content": mark, "refusal": mark, "reasoning_content": mark}
+    calls = [{"id": "\ufdd1", "type": "function", "function": call}]
+    chat = [{"role": "system", "content": mark}, *user(text(mark)), {**answer, "tool_calls": calls},
+            {"role": "tool", "tool_call_id": "\ufdd1", "content": mark}, *user(image(URLS[1]), text(mark))]  # fmt: skip
+    tool = {"type": "function", "function": {"name": "f", "description": mark, "parameters": {"title": mark}}}
+    for fields in ({}, {"tools": [tool], "chat_template_kwargs": {"x": mark}}):
+        reply = ask(running, chat, **fields)
+        assert reply.status_code == 200, reply.text
+        plain = ask(running, json.loads(json.dumps(chat).replace("\\ufdd1", "\\ufffd")), **fields)
+        assert reply.json()["usage"]["prompt_tokens"] == plain.json()["usage"]["prompt_tokens"]
     require_alive(running)
 
 
