@@ -314,17 +314,18 @@ def test_urls_and_forms_that_are_no_images_are_refused(running: ServeProcess) ->
     assert ask(running, assistant).status_code == 400
     names = ask(running, user(image(URLS[0]), text("<|image_pad|> <|vision_start|>\ufdd1")))
     assert names.status_code == 200, names.text
-    mark, call = "a \ufdd1 b", {"name": "f\ufdd1", "arguments": json.dumps({"\ufdd1": "\ufdd1"})}
-    answer = {"role": "assistant", "content": mark, "refusal": mark, "reasoning_content": mark}
-    calls = [{"id": "\ufdd1", "type": "function", "function": call}]
-    chat = [{"role": "system", "content": mark}, *user(text(mark)), {**answer, "tool_calls": calls},
-            {"role": "tool", "tool_call_id": "\ufdd1", "content": mark}, *user(image(URLS[1]), text(mark))]  # fmt: skip
-    tool = {"type": "function", "function": {"name": "f", "description": mark, "parameters": {"title": mark}}}
-    for fields in ({}, {"tools": [tool], "chat_template_kwargs": {"x": mark}}):
-        reply = ask(running, chat, **fields)
+    mark = "\ufdd1"
+    calls = [{"id": mark, "type": "function", "function": {"name": mark, "arguments": json.dumps({mark: mark})}}]
+    answer = {"role": "assistant", "content": mark, "refusal": mark, "reasoning_content": mark, "tool_calls": calls}
+    result = {"role": "tool", "tool_call_id": mark, "content": mark}
+    tool = {"type": "function", "function": {"name": "f", "description": mark}}
+    before, after = [{"role": "system", "content": mark}, {"role": "user", "content": mark}], user(image(URLS[1]))
+    for chat, tools in (([*before, answer, result, *after], []), (after, [tool])):
+        reply = ask(running, chat, tools=tools, chat_template_kwargs={"x": mark}, max_tokens=1)
         assert reply.status_code == 200, reply.text
-        plain = ask(running, json.loads(json.dumps(chat).replace("\\ufdd1", "\\ufffd")), **fields)
-        assert reply.json()["usage"]["prompt_tokens"] == plain.json()["usage"]["prompt_tokens"]
+    refused = running.http.post("/apply-template", json={"messages": after})
+    assert refused.status_code == 400, refused.text
+    assert "messages[0].content must be text, or a list of parts of the types text" in refused.text
     require_alive(running)
 
 
