@@ -12,7 +12,7 @@ from threading import Thread
 from typing import Any, NamedTuple
 
 from .errors import ChatTemplateError, InvalidRequestError, ModelFileError, WorkerError
-from .images.decoder import DecodedImage, ImageDecoder
+from .images.decoder import MAX_CPU_S, DecodedImage, ImageDecoder
 from .images.prompt import expand_prompt, locate_parts, require_images_fit
 from .images.sizes import ImagePart, VisionInfo
 from .sampling_params import STRUCTURED, SamplingDefaults, StructuredOutputsParams
@@ -88,12 +88,12 @@ class TextModel:
         if "chat_template" in self.__dict__:
             self._adapt_to_images(self.chat_template)
 
-    def decode_image(self, image: Image) -> DecodedImage:
-        """Return the pixels of an image; an error has its place in the request."""
+    def decode_image(self, image: Image, cpu_s: float = MAX_CPU_S) -> DecodedImage:
+        """Return the pixels of an image within so much CPU time; an error has its place in the request."""
         self.require_vision(image)
         assert self.image_decoder is not None
         try:
-            return self.image_decoder.decode(image.data, image.detail)
+            return self.image_decoder.decode(image.data, image.detail, cpu_s)
         except InvalidRequestError as error:
             raise InvalidRequestError(f"{image.place}: {error}", "messages") from None
 
