@@ -248,9 +248,16 @@ def test_pool_of_models_takes_images(tmp_path: Path, folder: Path, expected: tup
         assert {name: "image" in one["input_modalities"] for name, one in listed.items()} == {
             "blind": False, "pair/sees": True,
         }  # fmt: skip
+        for name, sees in (("blind", False), ("pair/sees", True)):
+            shown = process.http.post("/api/show", json={"model": name}).json()
+            assert ("vision" in shown["capabilities"]) is sees
         reply = ask(process, BOTH, model="pair/sees").json()
         assert PADDING.sub("", reply["choices"][0]["message"]["content"]) == expected[0]
         assert ask(process, BOTH, model="blind").status_code == 400
+        (models / "pair" / "mmproj-F32.gguf").rename(models / "mmproj-F32.gguf")
+        listed = {one["id"]: one["architecture"] for one in process.http.get("/v1/models").json()["data"]}
+        assert "image" in listed["blind"]["input_modalities"]
+        assert "image" not in listed["pair/sees"]["input_modalities"]
     finally:
         process.close()
 
