@@ -21,7 +21,7 @@ from .structured_outputs.grammar import POSITION
 from .structured_outputs.grammar_check import GrammarChecker
 from .tokenizer import ChatTemplate, Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
 from .tokenizer.chat.detection import detect_chat_format
-from .tokenizer.chat.events import IMAGE, ChatOptions, Image
+from .tokenizer.chat.events import IMAGE, ChatOptions, Image, without_images
 from .tokenizer.chat.format import ChatFormat
 from .tokenizer.chat.parser import ChatParser
 from .tokenizer.chat.template import Message, read_messages, validate_messages
@@ -204,8 +204,9 @@ class TextModel:
         own: list[Message] = json.loads(messages)
         system = [own.pop(0)] if own and own[0]["role"] == "system" else []
         if self.system is not None and not system:
-            system = [{"role": "system", "content": self.system}]
-        return json.dumps([*system, *self.first_messages, *own]).encode()
+            system = [{"role": "system", "content": without_images(self.system)}]
+        first = validate_messages(self.first_messages) if self.first_messages else []
+        return json.dumps([*system, *first, *own]).encode()
 
     def encode_chat(
         self,

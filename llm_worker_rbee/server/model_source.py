@@ -46,11 +46,10 @@ from ..token_engine import spawn
 from ..token_engine.pooling_supervisor import SupervisedPooling
 from ..token_engine.protocol import Load, ModelInfo, TokenEngine
 from ..token_engine.supervisor import SupervisedEngine
-from ..tokenizer.chat.events import without_images
 from ..weights import open_checkpoint
 from ..weights.hub import Progress, find_model, model_files
 from ..weights.quant_mix import quant_name
-from .bodies import ModelDefaults, normalize_messages
+from .bodies import ModelDefaults
 from .metrics import LatencyHistograms, chat_families
 from .model_pool import MAX_WAITING, Member, ModelFacts, ModelPool, ModelSource, Service
 from .model_store import ModelsFolder, ModelStore
@@ -363,5 +362,4 @@ def use_defaults(text: TextModel, path: Path) -> None:
     """Let a text side start from the defaults beside the model."""
     own = ModelDefaults.read(path)
     text.sampling_defaults = own.sampling_over(text.sampling_defaults)
-    text.system = None if own.system is None else without_images(own.system)
-    text.first_messages = normalize_messages(msgspec.to_builtins(own.messages), [])
+    text.system, text.first_messages = own.system, msgspec.to_builtins(own.messages)
