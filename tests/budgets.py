@@ -103,6 +103,14 @@ IMAGE_LINES = {
     "llm_worker_rbee/server": 305,
     "llm_worker_rbee/tokenizer": 110,
 }
+HOSTILE = "marks in texts, time and rights of decoding, special addresses, a resolver's time: what a review found"
+HOSTILE_LINES = {
+    "llm_worker_rbee": 6,
+    "llm_worker_rbee/images": 11,
+    "llm_worker_rbee/models": 3,
+    "llm_worker_rbee/server": 39,
+    "llm_worker_rbee/tokenizer": 22,
+}
 LOG: tuple[Raise, ...] = (
     Raise(38, "lines of llm_worker_rbee/engine", 246, "memory planning moved from load.py and select.py; drafters"),
     *(Raise(38, f"lines of {folder}", lines, FORMATTED) for folder, lines in FORMATTED_LINES.items()),
@@ -270,13 +278,15 @@ LOG: tuple[Raise, ...] = (
     Raise(45, "lines of llm_worker_rbee/images", 1, "rows of tokens that text ends, on the wire"),
     Raise(45, "lines of llm_worker_rbee/tokenizer", 3, "results of tools with images"),
     Raise(45, "lines of llm_worker_rbee/weights", 12, "projectors of the hub"),
+    *(Raise(45, f"lines of {folder}", lines, HOSTILE) for folder, lines in HOSTILE_LINES.items()),
+    Raise(45, "lines of the worker", 81, HOSTILE),
     Raise(46, "lines of llm_worker_rbee/backends", 27, "int8 keys are rotated"),
     Raise(46, "lines of llm_worker_rbee/backends/cpu/kernels", 41, "the same"),
     Raise(46, "lines of the worker", 68, "the above"),
 )
 
 FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the folders that have a row of their own
-    "llm_worker_rbee": (Budget(3_543, 4_033), Budget(14, 14)),
+    "llm_worker_rbee": (Budget(3_543, 4_039), Budget(14, 14)),
     "llm_worker_rbee/backends": (Budget(1_907, 2_297), Budget(8, 9)),
     "llm_worker_rbee/backends/cpu": (Budget(2_777, 3_152), Budget(12, 13)),
     "llm_worker_rbee/backends/cpu/kernels": (Budget(4_958, 5_693), Budget(18, 19)),
@@ -286,13 +296,13 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "llm_worker_rbee/cli": (Budget(3_837, 4_904), Budget(15, 19)),
     "llm_worker_rbee/cluster": (Budget(699, 710), Budget(6, 6)),
     "llm_worker_rbee/engine": (Budget(3_307, 5_479), Budget(18, 21)),
-    "llm_worker_rbee/images": (Budget(0, 687), Budget(0, 5)),
+    "llm_worker_rbee/images": (Budget(0, 698), Budget(0, 5)),
     "llm_worker_rbee/layers": (Budget(527, 592), Budget(8, 8)),
-    "llm_worker_rbee/models": (Budget(3_580, 5_178), Budget(20, 24)),
-    "llm_worker_rbee/server": (Budget(9_136, 13_556), Budget(42, 45)),
+    "llm_worker_rbee/models": (Budget(3_580, 5_181), Budget(20, 24)),
+    "llm_worker_rbee/server": (Budget(9_136, 13_595), Budget(42, 45)),
     "llm_worker_rbee/structured_outputs": (Budget(1_658, 1_676), Budget(7, 7)),
     "llm_worker_rbee/token_engine": (Budget(2_499, 2_728), Budget(16, 14)),
-    "llm_worker_rbee/tokenizer": (Budget(4_633, 4_831), Budget(17, 17)),
+    "llm_worker_rbee/tokenizer": (Budget(4_633, 4_853), Budget(17, 17)),
     "llm_worker_rbee/weights": (Budget(4_502, 5_225), Budget(18, 20)),
     "llm_worker_bench": (Budget(11_209, 11_572), Budget(55, 55)),
     "llm_worker_bench/commands": (Budget(1_806, 1_972), Budget(10, 11)),
@@ -301,7 +311,7 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "benchmarks/pages": (Budget(1_045, 1_044), Budget(8, 8)),
 }
 COUNTS = {
-    "lines of the worker": Budget(57_243, 71_950),
+    "lines of the worker": Budget(57_243, 72_031),
     "files of the worker": Budget(252, 281),
     "files of a streamed chat": Budget(62, 57),
     "largest number of imported modules": Budget(27, 26),
