@@ -49,10 +49,15 @@ class PipeProcess:
     the pipes, so the program reads an end of file when its parent ends. Its own session keeps Ctrl-C away."""
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str] | None = None, errors: IO[bytes] | None = None
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        errors: IO[bytes] | None = None,
+        *,
+        inherits: bool = True,
     ) -> None:
-        """`environment` are variables beside this process's own; `errors` gets its standard error."""
-        env = {**os.environ, **(environment or {})}
+        """`environment` are variables beside this process's own, if it inherits; `errors` gets its standard error."""
+        env = {**(os.environ if inherits else {}), **(environment or {})}
         try:
             self._process = Popen(
                 command, bufsize=0, stdin=PIPE, stdout=PIPE, stderr=errors or DEVNULL, env=env, start_new_session=True

@@ -12,7 +12,7 @@ from threading import Thread
 from typing import Any, NamedTuple
 
 from .errors import ChatTemplateError, InvalidRequestError, ModelFileError, WorkerError
-from .images.decoder import DecodedImage, ImageDecoder
+from .images.decoder import MAX_CPU_S, DecodedImage, ImageDecoder
 from .images.prompt import expand_prompt, locate_parts, require_images_fit
 from .images.sizes import ImagePart, VisionInfo
 from .sampling_params import STRUCTURED, SamplingDefaults, StructuredOutputsParams
@@ -21,7 +21,7 @@ from .structured_outputs.grammar import POSITION
 from .structured_outputs.grammar_check import GrammarChecker
 from .tokenizer import ChatTemplate, Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
 from .tokenizer.chat.detection import detect_chat_format
-from .tokenizer.chat.events import IMAGE, ChatOptions, Image
+from .tokenizer.chat.events import IMAGE, ChatOptions, Image, without_images
 from .tokenizer.chat.format import ChatFormat
 from .tokenizer.chat.parser import ChatParser
 from .tokenizer.chat.template import Message, read_messages, validate_messages
@@ -88,12 +88,12 @@ class TextModel:
         if "chat_template" in self.__dict__:
             self._adapt_to_images(self.chat_template)
 
-    def decode_image(self, image: Image) -> DecodedImage:
-        """Return the pixels of an image; an error has its place in the request."""
+    def decode_image(self, image: Image, cpu_s: float = MAX_CPU_S) -> DecodedImage:
+        """Return the pixels of an image within so much CPU time; an error has its place in the request."""
         self.require_vision(image)
         assert self.image_decoder is not None
         try:
-            return self.image_decoder.decode(image.data, image.detail)
+            return self.image_decoder.decode(image.data, image.detail, cpu_s)
         except InvalidRequestError as error:
             raise InvalidRequestError(f"{image.place}: {error}", "messages") from None
 
@@ -204,8 +204,9 @@ class TextModel:
         own: list[Message] = json.loads(messages)
         system = [own.pop(0)] if own and own[0]["role"] == "system" else []
         if self.system is not None and not system:
-            system = [{"role": "system", "content": self.system}]
-        return json.dumps([*system, *self.first_messages, *own]).encode()
+            system = [{"role": "system", "content": without_images(self.system)}]
+        first = validate_messages(self.first_messages) if self.first_messages else []
+        return json.dumps([*system, *first, *own]).encode()
 
     def encode_chat(
         self,

@@ -103,6 +103,14 @@ IMAGE_LINES = {
     "llm_worker_rbee/server": 305,
     "llm_worker_rbee/tokenizer": 110,
 }
+HOSTILE = "marks in texts, time and rights of decoding, special addresses, a resolver's time: what a review found"
+HOSTILE_LINES = {
+    "llm_worker_rbee": 6,
+    "llm_worker_rbee/images": 11,
+    "llm_worker_rbee/models": 3,
+    "llm_worker_rbee/server": 39,
+    "llm_worker_rbee/tokenizer": 22,
+}
 LOG: tuple[Raise, ...] = (
     Raise(38, "lines of llm_worker_rbee/engine", 246, "memory planning moved from load.py and select.py; drafters"),
     *(Raise(38, f"lines of {folder}", lines, FORMATTED) for folder, lines in FORMATTED_LINES.items()),
@@ -270,6 +278,8 @@ LOG: tuple[Raise, ...] = (
     Raise(45, "lines of llm_worker_rbee/images", 1, "rows of tokens that text ends, on the wire"),
     Raise(45, "lines of llm_worker_rbee/tokenizer", 3, "results of tools with images"),
     Raise(45, "lines of llm_worker_rbee/weights", 12, "projectors of the hub"),
+    *(Raise(45, f"lines of {folder}", lines, HOSTILE) for folder, lines in HOSTILE_LINES.items()),
+    Raise(45, "lines of the worker", 81, HOSTILE),
     Raise(46, "lines of llm_worker_rbee/backends", 27, "int8 keys are rotated"),
     Raise(46, "lines of llm_worker_rbee/backends/cpu/kernels", 41, "the same"),
     Raise(46, "lines of the worker", 68, "the above"),
@@ -280,7 +290,7 @@ LOG: tuple[Raise, ...] = (
 )
 
 FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the folders that have a row of their own
-    "llm_worker_rbee": (Budget(3_543, 4_033), Budget(14, 14)),
+    "llm_worker_rbee": (Budget(3_543, 4_039), Budget(14, 14)),
     "llm_worker_rbee/backends": (Budget(1_907, 2_297), Budget(8, 9)),
     "llm_worker_rbee/backends/cpu": (Budget(2_777, 3_152), Budget(12, 13)),
     "llm_worker_rbee/backends/cpu/kernels": (Budget(4_958, 5_693), Budget(18, 19)),

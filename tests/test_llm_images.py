@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -15,6 +16,9 @@ from llm_worker_rbee import LLM
 from llm_worker_rbee.errors import InvalidRequestError, ModelFileError, ModelNotFoundError
 from llm_worker_rbee.models.convert import convert, merge_adapters
 from llm_worker_rbee.models.convert.mmproj import convert_projector
+from llm_worker_rbee.server import offload
+from llm_worker_rbee.server.settings import ServerSettings
+from llm_worker_rbee.tokenizer.chat import events
 from llm_worker_rbee.weights import open_checkpoint, read_adapter
 from llm_worker_rbee.weights.vision_names import open_projector
 from tests.cli.conftest import environment
@@ -92,6 +96,19 @@ def test_names_of_tokens_and_marks_in_texts_stand_for_no_image(llm: LLM) -> None
     token = llm.tokenizer.verbatim_ids["<|image_pad|>"]
     assert prompt.ids.count(token) == expected.ids.count(token)
     assert [part.start for part in prompt.images] == [part.start for part in expected.images]
+
+
+def test_decoding_time_of_a_request_is_bounded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "MAX_DECODING_S", 1e-6)
+    encoder = offload.PromptEncoder(llm, offload.OffloadPool(), ServerSettings(model_ref="tiny"))
+    pictures = [events.Image(PICTURE, place="first"), events.Image(PICTURE, place="second")]
+    with pytest.raises(InvalidRequestError, match=r"^second: the images before it took 1e-06 s"):
+        asyncio.run(encoder._decode_images(pictures))
+
+
+def test_projector_of_the_hub_is_refused(folders: dict[str, Path]) -> None:
+    with pytest.raises(InvalidRequestError, match="`llm-worker-rbee pull hf:a/b` fetches a model with its projector"):
+        LLM(folders["qwen3_vl"], device="cpu", mmproj="hf:a/b")
 
 
 def test_template_without_images_gets_them_as_text(folders: dict[str, Path], llm: LLM) -> None:

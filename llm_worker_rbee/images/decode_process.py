@@ -4,9 +4,9 @@ Bytes of a client reach native decoders here, so each image gets a child, which 
 The system limits its time and memory; the number of pixels is checked before a pixel is decoded. A child that dies is
 reported with its status.
 
-Standard input: a line of JSON, {"bytes", "max_pixels", "settings"}, then so many bytes. Standard output: a line of
-JSON, {"error"} or {"width", "height", "bytes", "plan"} of an image after its rotation, then the parts of the plan one
-after the other, RGB row by row.
+Standard input: a line of JSON, {"bytes", "max_pixels", "cpu_s", "settings"}, then so many bytes. Standard output: a
+line of JSON, {"error"} or {"width", "height", "bytes", "plan", "cpu_s"} of an image after its rotation, then the parts
+of the plan one after the other, RGB row by row.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import sys
 import time
 import warnings
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -30,7 +31,7 @@ from .sizes import ImageSettings, plan_parts
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MODES = ("I;16", "I;16B", "I;16L", "I;16N", "I", "F")  # of more bits than 8, which `convert` would cut off
-MAX_CPU_S, MAX_WAIT_S = 20, 60
+MAX_WAIT_S = 60
 BYTES_PER_PIXEL, SPARE_BYTES = 24, 256 << 20  # of a child: the picture in several modes; parts and decoders
 STATUS_MEMORY = 3
 READ_BYTES = 1 << 20
@@ -93,7 +94,7 @@ def decode(request: dict[str, Any], data: bytes) -> list[bytes]:
         reply, parts = {"error": str(error)}, []
     except Exception as error:  # decoders raise whatever a damaged file leads to
         reply, parts = {"error": f"it is damaged or cut off ({str(error)[:200] or type(error).__name__})"}, []
-    return [json.dumps(reply).encode() + b"\n", *parts]
+    return [json.dumps({**reply, "cpu_s": time.process_time()}).encode() + b"\n", *parts]
 
 
 def limit_memory(pixels: int) -> None:
@@ -104,10 +105,14 @@ def limit_memory(pixels: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (own + SPARE_BYTES + BYTES_PER_PIXEL * pixels, hard))
 
 
-def limit_child() -> None:
-    """Limit the time and memory of this process."""
+def limit_child(cpu_s: int) -> None:
+    """Limit the time and memory of this process, and what it can reach; root alone may still start others."""
+    os.closerange(0, 2)  # the pipes of the program
+    with suppress(OSError):  # where memory is short, this process ends before the engine does
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     limit_memory(0)
-    resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
@@ -116,7 +121,7 @@ def run_child(request: dict[str, Any], data: bytes, pipe: int) -> None:
     """Decode in this process, a child, and end it."""
     status = 1
     try:
-        limit_child()
+        limit_child(request["cpu_s"])
         for part in decode(request, data):
             view = memoryview(part)
             while view:

@@ -9,10 +9,12 @@ import hashlib
 import importlib.util
 import json
 import logging
+import math
+import os
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,8 @@ from .sizes import ImageSettings, PartPlan, count_tokens
 logger = logging.getLogger("llm_worker_rbee")
 PROGRAM = f"from {__package__}.decode_process import main; main()"
 MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS = 20 << 20, 50_000_000
-MAX_WAIT_S = 90.0
+MAX_CPU_S, MAX_WAIT_S = 20.0, 90.0
+KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "TMPDIR")  # none that holds a key
 MAX_REPLY_BYTES = 4096  # of its line
 CHANNELS = 3
 Pixels = NDArray[np.uint8]
@@ -40,6 +43,7 @@ class DecodedImage:
     plan: PartPlan
     parts: tuple[Pixels, ...]
     digests: tuple[bytes, ...]  # of each: pixels and size
+    cpu_s: float = 0.0  # which decoding took
 
     def num_tokens(self, settings: ImageSettings) -> int:
         return count_tokens(self.plan, settings)
@@ -62,16 +66,17 @@ class ImageDecoder:
         self._lock = threading.Lock()
         weakref.finalize(self, _stop_all, self._idle)
 
-    def decode(self, data: bytes, detail: str = "auto") -> DecodedImage:
-        """Return an image's parts; raise for one that is too large, damaged or of another format."""
+    def decode(self, data: bytes, detail: str = "auto", cpu_s: float = MAX_CPU_S) -> DecodedImage:
+        """Return an image's parts; raise for one that is too large, too slow, damaged or of another format."""
         if len(data) > self.max_bytes:
             raise InvalidRequestError(f"the image has {len(data)} bytes, and at most {self.max_bytes} are read")
-        header = {"bytes": len(data), "max_pixels": self.max_pixels, "settings": self.settings.with_detail(detail)}
+        header: dict[str, Any] = {"bytes": len(data), "max_pixels": self.max_pixels}
+        header |= {"cpu_s": math.ceil(min(cpu_s, MAX_CPU_S)), "settings": self.settings.with_detail(detail)}
         reply, pixels = self._request([json.dumps(header).encode() + b"\n", data])
         if "error" in reply:
             raise InvalidRequestError(f"the image cannot be used: {reply['error']}")
         plan = PartPlan(**{**reply["plan"], "resizes": tuple(map(tuple, reply["plan"]["resizes"]))})
-        return _decoded(reply["width"], reply["height"], plan, pixels, self._key)
+        return replace(_decoded(reply["width"], reply["height"], plan, pixels, self._key), cpu_s=reply["cpu_s"])
 
     def _request(self, request: Sequence[bytes]) -> tuple[dict[str, Any], bytearray]:
         """Ask a process; one that was ended from outside is replaced once."""
@@ -93,7 +98,8 @@ class ImageDecoder:
     def _start_process(self) -> PipeProcess:
         if importlib.util.find_spec("PIL") is None:
             raise MissingDependencyError("images need Pillow: install llm-worker-rbee[vision]")
-        return PipeProcess(package_command(PROGRAM))
+        kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+        return PipeProcess(package_command(PROGRAM), kept, inherits=False)
 
     def close(self) -> None:
         """End the processes that wait for work."""

@@ -32,7 +32,7 @@ from ..backends.ops import (
     WarmUp,
 )
 from ..config import LoadOptions
-from ..errors import MissingDependencyError, ModelFileError, WorkerError
+from ..errors import InvalidRequestError, MissingDependencyError, ModelFileError, WorkerError
 from ..images.sizes import ImageSettings, VisionInfo
 from ..layers.block import Block, Norm
 from ..layers.encoder import Merger, PatchEmbedding
@@ -241,6 +241,9 @@ def find_projector(model: Checkpoint, options: LoadOptions) -> tuple[LoadOptions
     """
     if options.mmproj == NO_PROJECTOR:
         return options, None, []
+    if options.mmproj is not None and options.mmproj.startswith("hf:"):
+        remedy = f"`llm-worker-rbee pull {options.mmproj[:200]}` fetches a model with its projector; give that file"
+        raise InvalidRequestError(f"mmproj must be a file or a folder, not a name of the hub: {remedy}")
     try:
         path = None if options.mmproj is None else locate_model(options.mmproj, pull=False)
         if (pair := find_tower(model, read_model_config(model), path)) is None:

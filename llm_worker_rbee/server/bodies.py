@@ -20,7 +20,7 @@ import msgspec
 
 from ..errors import InvalidRequestError, ModelFileError
 from ..sampling_params import MAX_COUNT, SamplingDefaults, SamplingParams, StructuredOutputsParams
-from ..tokenizer.chat.events import IMAGE, ChatOptions, Image, Tool, thinking_variables
+from ..tokenizer.chat.events import IMAGE, ChatOptions, Image, Tool, thinking_variables, without_images
 from .json_schema import TEXT, Schema, array_schema, object_schema, or_null
 from .schema import (
     CHUNK_ITEMS,
@@ -338,6 +338,8 @@ def normalize_messages(messages: list[Any], images: list[Image]) -> list[Any]:
         if isinstance(parts := message.get("content"), list):
             texts = [_part_text(part, f"messages[{i}].content[{j}]", images) for j, part in enumerate(parts)]
             message = {**message, "content": "".join(texts)}
+        elif parts is not None and IMAGE in parts:
+            message = {**message, "content": without_images(parts)}
         normalized.append(_normalize_answer(message) if message["role"] == "assistant" else message)
     return normalized
 
@@ -345,11 +347,11 @@ def normalize_messages(messages: list[Any], images: list[Image]) -> list[Any]:
 def _part_text(part: Any, place: str, images: list[Image]) -> str:
     """Return the text of a part of a message; an image, which may have been read already, is added to `images`."""
     if isinstance(part, str):
-        return part
+        return without_images(part)
     if not isinstance(part, Image):
         kind = part.get("type", "text")
         if kind != "image_url":
-            return str(part[kind])
+            return without_images(part[kind])
         part = Image.from_url(place, part[kind]["url"], part[kind].get("detail"))
     images.append(part)
     return IMAGE
@@ -366,7 +368,7 @@ def _normalize_answer(message: dict[str, Any]) -> dict[str, Any]:
     calls, refusal = message.get("tool_calls"), message.get("refusal")
     normal = {key: value for key, value in message.items() if key != "refusal"}
     if refusal or not (normal.get("content") or calls):
-        normal["content"] = (normal.get("content") or "") + (refusal or "")
+        normal["content"] = (normal.get("content") or "") + without_images(refusal or "")
     if calls:
         normal["tool_calls"] = [custom_call(call) if call.get("type") == "custom" else call for call in calls]
     return normal

@@ -13,7 +13,9 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
+from typing import cast
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from ..errors import InvalidRequestError
@@ -24,6 +26,10 @@ FETCH_S = 10.0  # of all redirects together
 MAX_REDIRECTS = 3
 READ_BYTES = 1 << 16
 PORTS = {"http": 80, "https": 443}
+# Special, though versions of `ipaddress` call them global: site-local, translation, documentation, routing, protocols.
+SPECIAL = ("fec0::/10", "64:ff9b:1::/48", "::ffff:0:0:0/96", "3fff::/20", "5f00::/16", "192.0.0.0/24")
+NOT_PUBLIC = tuple(map(ipaddress.ip_network, SPECIAL))
+ISATAP, ISATAP_MASK = 0x5EFE, 0xFFFFFFFF & ~(0x0200 << 16)  # the upper half of an interface's identifier
 REDIRECTS = (301, 302, 303, 307, 308)
 
 
@@ -31,11 +37,13 @@ def is_public(address: str) -> bool:
     """Return whether an address is of the internet, in whichever form it is written."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
+        if int(ip) >> 32 & ISATAP_MASK == ISATAP:
+            return False
         inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
         is_nat64 = ip in ipaddress.ip_network("64:ff9b::/96") or int(ip) < 1 << 32
         if inner is not None or is_nat64:
             ip = inner or ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
-    return ip.is_global and not ip.is_multicast
+    return ip.is_global and not ip.is_multicast and not any(ip in network for network in NOT_PUBLIC)
 
 
 def is_listed(host: str, hosts: Sequence[str]) -> bool:
@@ -86,18 +94,18 @@ def _get(
 ) -> tuple[str | None, bytes]:
     """Return where a URL redirects to, or its body."""
     host, port = str(parts.hostname), parts.port or PORTS[parts.scheme]
-    addresses = [str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    addresses = _resolve(host, port, deadline)
     if not addresses or not all(map(may_connect, addresses)):  # a name with both kinds is an attempt, too
         raise ValueError(f"the host {host[:100]!r} has an address that is not public")
-    connection = http.client.HTTPConnection(host, port)
-    sock = socket.create_connection((addresses[0], port), max(0.1, deadline - time.monotonic()))
-    if parts.scheme == "https":
-        context = ssl.create_default_context()
-        sock = context.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
-    connection.sock = sock
-    watchdog = threading.Timer(max(0.0, deadline - time.monotonic()), _cut, (sock,))  # of a server that trickles
-    watchdog.start()
+    connection, sock = http.client.HTTPConnection(host, port), cast("socket.socket | None", None)
+    watchdog = threading.Timer(max(0.0, deadline - time.monotonic()), lambda: _cut(sock))  # of a server that trickles
     try:
+        sock = socket.create_connection((addresses[0], port), max(0.1, deadline - time.monotonic()))
+        if parts.scheme == "https":
+            context = ssl.create_default_context()
+            sock = context.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
+        connection.sock = sock
+        watchdog.start()
         if isinstance(sock, ssl.SSLSocket):
             sock.do_handshake()
         target = f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}"
@@ -120,9 +128,26 @@ def _get(
     finally:
         watchdog.cancel()
         connection.close()
-        sock.close()
+        if sock is not None:
+            sock.close()
 
 
-def _cut(sock: socket.socket) -> None:
-    with suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
+def _resolve(host: str, port: int, deadline: float) -> list[str]:
+    """Return the addresses of a host; the system's resolver knows no deadline."""
+    addresses: Future[list[str]] = Future()
+
+    def resolve() -> None:
+        try:
+            infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            addresses.set_result([str(info[4][0]) for info in infos])
+        except Exception as error:
+            addresses.set_exception(error)
+
+    threading.Thread(target=resolve, name="resolve", daemon=True).start()
+    return addresses.result(max(0.0, deadline - time.monotonic()))
+
+
+def _cut(sock: socket.socket | None) -> None:
+    if sock is not None:
+        with suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)

@@ -36,6 +36,7 @@ from ..errors import (
 from ..pipe_process import package_command
 from ..weights.gguf import SPLIT_NAME, list_gguf_models
 from ..weights.hub import model_files
+from ..weights.vision_names import find_projectors
 from .bodies import ModelDefaults, defaults_file
 from .model_pool import Member, ModelPool, ModelSource, Service
 from .settings import model_name
@@ -132,7 +133,8 @@ class ModelsFolder:
 def _file_key(name: str, path: Path) -> tuple[str, int, int] | None:
     """Return what differs once a model's files or its defaults are changed or replaced; None if they are gone."""
     try:
-        stats = [file.stat() for file in model_files(path)]
+        projectors = [] if path.is_dir() else find_projectors(path)  # the tower of a folder is in its own files
+        stats = [file.stat() for file in (*model_files(path), *projectors)]
         if (file := defaults_file(path)).exists():
             stats.append(file.stat())
     except OSError:

@@ -46,7 +46,8 @@ MAX_RETRY_S = 60
 # Checks of grammars: at once, so that streams keep half of the cores, and with those that wait.
 NUM_CHECKS, MAX_QUEUED_CHECKS = max(1, (os.cpu_count() or 1) // 2), 32
 QUEUED_CHECKS = f"{MAX_QUEUED_CHECKS} grammars of other requests wait to be checked"
-NUM_DECODERS, NUM_FETCHES, FETCHED_BYTES = 2, 8, 1 << 20  # of images; the size of one that is fetched, an estimate
+NUM_DECODERS, NUM_FETCHES, IMAGE_BYTES = 2, 8, 1 << 20  # of images, each of which counts as at least so many bytes
+MAX_DECODING_S = 30.0  # CPU time, for all images of a request
 INLINE_BYTES = 256  # of texts that are tokenized in the event loop: about 0.2 ms
 LONG_TEXT_FACTOR = 6  # characters for each token of the context: few texts that are longer fit
 PART_CHARS = 64 << 10  # of a long text that are tokenized at a time
@@ -131,13 +132,15 @@ class OffloadPool:
         """Return the result of checks of grammars; raise if too many wait."""
         return await self._checks.run(0, work)
 
-    async def decode_image(self, model: TextModel, image: Image, settings: ServerSettings) -> DecodedImage:
+    async def decode_image(
+        self, model: TextModel, image: Image, settings: ServerSettings, cpu_s: float
+    ) -> DecodedImage:
         """Return the pixels of an image, which is fetched first if the request has a URL of it."""
         model.require_vision(image)
         if image.url:
-            data = await self._fetches.run(FETCHED_BYTES, lambda: fetch_image(image, settings))
+            data = await self._fetches.run(IMAGE_BYTES, lambda: fetch_image(image, settings))
             image = replace(image, data=data)
-        return await self._images.run(len(image.data), lambda: model.decode_image(image))
+        return await self._images.run(max(IMAGE_BYTES, len(image.data)), lambda: model.decode_image(image, cpu_s))
 
     async def parse(self, parser: str, body: bytes, options: ParseOptions) -> Any:
         """Return the record of a body; a small one is parsed in the event loop."""
@@ -233,7 +236,14 @@ class PromptEncoder:
             raise InvalidRequestError(
                 f"the request has {len(images)} images: at most {self._settings.max_images} are accepted", "messages"
             )
-        return [await self._offload.decode_image(self._model, image, self._settings) for image in images]
+        decoded, left = list[DecodedImage](), MAX_DECODING_S
+        for image in images:
+            if left <= 0:
+                problem = f"{image.place}: the images before it took {MAX_DECODING_S:g} s to decode"
+                raise InvalidRequestError(f"{problem}: send fewer or smaller ones", "messages")
+            decoded.append(await self._offload.decode_image(self._model, image, self._settings, left))
+            left -= decoded[-1].cpu_s
+        return decoded
 
     def _encode_one(self, prompt: Prompt) -> list[int]:
         assert not isinstance(prompt, Conversation)

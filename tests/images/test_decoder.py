@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import os
+import resource
 import struct
 import time
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -214,10 +216,32 @@ def test_process_that_was_ended_is_replaced(decoders: dict[str, ImageDecoder]) -
 
 def test_memory_of_a_child_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     data, settings = png_bomb(12_000, 12_000), ImageSettings("square", 14, 4, size=896)
-    request = {"max_pixels": 200_000_000, "settings": settings}
+    request = {"max_pixels": 200_000_000, "cpu_s": 20, "settings": settings}
     monkeypatch.setattr(decode_process, "BYTES_PER_PIXEL", 0)
     monkeypatch.setattr(decode_process, "SPARE_BYTES", 32 << 20)
     assert b"too much memory" in decode_process.run_request(request, data)
+
+
+def test_child_gives_up_its_rights() -> None:
+    if not (child := os.fork()):
+        status = 1
+        try:
+            decode_process.limit_child(7)
+            assert Path("/proc/self/oom_score_adj").read_text(encoding="ascii") == "1000\n"
+            assert resource.getrlimit(resource.RLIMIT_CPU) == (7, 7)
+            assert resource.getrlimit(resource.RLIMIT_NPROC) == (0, 0)
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_process_has_no_keys(decoders: dict[str, ImageDecoder], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "secret")
+    decoder = ImageDecoder(decoders["gemma3"].settings)
+    assert decoder.decode(odd_picture(np.random.default_rng(1), 8)).cpu_s > 0
+    assert b"secret" not in Path(f"/proc/{decoder._idle[0].pid}/environ").read_bytes()
+    decoder.close()
 
 
 def test_digest_is_of_pixels_and_sizes(decoders: dict[str, ImageDecoder]) -> None:

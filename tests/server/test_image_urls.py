@@ -21,6 +21,8 @@ PRIVATE = (
     "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "0.0.0.0", "100.64.0.1", "224.0.0.1",
     "255.255.255.255", "::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "::ffff:127.0.0.1", "::127.0.0.1", "ff02::1",
     "64:ff9b::7f00:1", "2002:7f00:1::1", "2001:0:4136:e378:8000:63bf:80ff:fffe", "198.18.0.1", "192.0.2.1",
+    "fec0::1", "64:ff9b:1::808:808", "::ffff:0:7f00:1", "2606:4700::5efe:7f00:1", "2606:4700::200:5efe:7f00:1",
+    "3fff::1", "5f00::1", "192.0.0.9", "::ffff:192.0.0.9",
 )  # fmt: skip
 DATA = b"\x89PNG and more"
 LOOPBACK: Callable[[str], bool] = lambda address: address.startswith("127.")  # noqa: E731
@@ -147,6 +149,31 @@ def test_time_is_bounded_however_slowly_bytes_come(url: str) -> None:
     with pytest.raises(InvalidRequestError, match=r"did not come within 0\.5 s"):
         fetch(f"{url}/slow", limit_s=0.5, may_connect=LOOPBACK)
     assert time.monotonic() - start < 10
+
+
+def test_time_of_a_resolver_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    never = threading.Event()
+    monkeypatch.setattr(image_urls.socket, "getaddrinfo", lambda *_, **__: never.wait(60))
+    start = time.monotonic()
+    with pytest.raises(InvalidRequestError, match=r"did not come within 0\.2 s"):
+        fetch("http://localhost/image", limit_s=0.2)
+    assert time.monotonic() - start < 30
+    never.set()
+
+
+def test_sockets_are_closed_where_tls_cannot_begin(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Any:
+        raise OSError("no certificates")
+
+    monkeypatch.setattr(image_urls.ssl, "create_default_context", refuse)
+    opened: list[socket.socket] = []
+    connect = socket.create_connection
+    monkeypatch.setattr(
+        image_urls.socket, "create_connection", lambda *args: opened.append(connect(*args)) or opened[0]
+    )
+    with pytest.raises(InvalidRequestError, match="no certificates"):
+        fetch(url.replace("http:", "https:"), may_connect=LOOPBACK)
+    assert [sock.fileno() for sock in opened] == [-1]
 
 
 def test_server_that_says_nothing_and_one_that_does_not_speak_http() -> None:

@@ -118,7 +118,7 @@ class Handlers:
             opened.close()
 
     async def _shown_chat(self, facts: ModelFacts, model: TextModel) -> dict[str, Any]:
-        capabilities, template = await self._worker.offload.run(0, lambda: describe_chat(model))
+        capabilities, template = await self._worker.offload.run(0, lambda: describe_chat(model, facts))
         defaults = model.sampling_defaults.values | {"num_ctx": model.max_context}
         stops = [("stop", f'"{stop}"') for stop in defaults.pop("stop", ())]
         names = {own: name for name, own in OPTION_NAMES.items()}
@@ -249,13 +249,13 @@ def human_parameters(count: int) -> str:
     return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
 
 
-def describe_chat(model: TextModel) -> tuple[list[str], str]:
+def describe_chat(model: TextModel, facts: ModelFacts) -> tuple[list[str], str]:
     """Return the capabilities of a model, and its chat template."""
     if not model.has_chat_template:
         return ["completion"], ""
     chat = model.chat_format
     tools, thinking = ["tools"] * chat.has_native_tools, ["thinking"] * chat.has_reasoning
-    return ["completion", *["vision"] * (model.vision is not None), *tools, *thinking], model.chat_template.source
+    return ["completion", *["vision"] * facts.takes_images, *tools, *thinking], model.chat_template.source
 
 
 DETAILS = reply_schema(

@@ -19,6 +19,11 @@ DATA_URL = re.compile(r"data:image(?:/[\w.+-]{1,40})?(?:;[\w.=-]{1,80})*;base64,
 IMAGE = "\ufdd1"  # stands for an image in a text: a noncharacter
 
 
+def without_images(text: str) -> str:
+    """Return a text of a client, which must not hold the mark itself."""
+    return text.replace(IMAGE, "\ufffd")
+
+
 @dataclass(frozen=True, slots=True)
 class Tool:
     """A function that the model may call; `parameters` is the JSON schema of its arguments."""

@@ -26,7 +26,7 @@ import msgspec
 from ...errors import ChatTemplateError, InvalidRequestError, UnavailableError, WorkerError
 from ...pipe_process import PipeProcess, ProgramError
 from ..tokenizer import MARK, Tokenizer
-from .events import IMAGE, Image, Tool
+from .events import IMAGE, Image, Tool, without_images
 from .reader import SURROGATES
 
 Message = Mapping[str, Any]
@@ -56,7 +56,9 @@ def _read_message(i: int, message: Message, images: list[Image]) -> Message:
     images += own
     if isinstance(content, list):
         content = "".join(_read_part(part, f"{place}.content[{j}]", images) for j, part in enumerate(content))
-    elif not isinstance(content, str) and (own or content is not None or not message.get("tool_calls")):
+    elif isinstance(content, str):
+        content = without_images(content)
+    elif own or content is not None or not message.get("tool_calls"):
         raise InvalidRequestError(f"{place}.content must be text, or a list of texts and images", "messages")
     if own:
         content = IMAGE * len(own) + (content or "")
@@ -72,7 +74,7 @@ def _read_part(part: Any, place: str, images: list[Image]) -> str:
         images.append(read_image(source.get("url") if isinstance(source, Mapping) else source, place))
         return IMAGE
     if isinstance(part, Mapping) and isinstance(part.get("text"), str):
-        return str(part["text"])
+        return without_images(part["text"])
     forms = '{"type": "text", "text": ...} or {"type": "image", "image": a path, bytes or a picture of Pillow}'
     raise InvalidRequestError(f"{place} must be {forms}", "messages")
 

@@ -181,9 +181,9 @@ def adapt_call(call: dict[str, Any], rules: dict[str, Any]) -> dict[str, Any]:
         except (ValueError, RecursionError):
             parsed = None
         if isinstance(parsed, dict):
-            arguments = parsed
+            arguments = without_images(parsed)
         elif rules["calls"] != "content":
-            arguments = close_object(arguments)
+            arguments = without_images(close_object(arguments))
     elif not isinstance(arguments, str):
         arguments = {} if arguments is None else arguments
         arguments = tojson(arguments) if rules["calls"] == "string" else arguments
@@ -306,6 +306,17 @@ def protect(value: Any, names: re.Pattern[str], mark: str) -> Any:
     return value
 
 
+def without_images(value: Any) -> Any:
+    """Return a value without marks of images, which only the content of a message has."""
+    if isinstance(value, str):
+        return value.replace(IMAGE, "\ufffd")
+    if isinstance(value, list):
+        return [without_images(item) for item in value]
+    return (
+        {without_images(key): without_images(item) for key, item in value.items()} if isinstance(value, dict) else value
+    )
+
+
 def render(template: Any, values: dict[str, Any], max_chars: int) -> dict[str, Any]:
     """Render once; an exception of the template becomes an error reply."""
     try:
@@ -344,7 +355,11 @@ def compile_template(source: str) -> tuple[Any, dict[str, str]]:
 
 def prepare(request: dict[str, Any]) -> dict[str, Any]:
     """Return the variables of a rendering: messages and tools adapted, and texts of a request protected."""
-    variables, messages = request["given"], request["messages"]
+    variables, messages = without_images(request["given"]), request["messages"]
+    messages = [
+        {key: value if key == "content" else without_images(value) for key, value in message.items()}
+        for message in messages
+    ]
     if request["rules"] is not None:
         messages = adapt(messages, variables, request["rules"])
     if request["protect"] is not None:
