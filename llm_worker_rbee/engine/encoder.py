@@ -50,7 +50,8 @@ class ImageEncoder:
             return forward(model, replace(batch, **fields), cache)
 
         own = self.tower.warm_up(self.max_step_tokens, progress)
-        more = ops.warm_up(run, model.fused_images, cache.layers, limits._replace(max_tokens=room), progress)
+        # None: a fused forward would be launched without `run`, on steps that have no images
+        more = ops.warm_up(run, None, cache.layers, limits._replace(max_tokens=room), progress)
         return WarmUp(own.kernels + more.kernels, own.compiled + more.compiled)
 
     def hold(self, request: Request, num_cached: int) -> None:

@@ -15,7 +15,7 @@ from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.model_runner import SingleSequence, forward
 from llm_worker_rbee.engine.mtp import MtpDrafter
-from llm_worker_rbee.engine.request import Request
+from llm_worker_rbee.engine.request import Request, ScheduledTokens
 from llm_worker_rbee.engine.speculative import DraftModel
 from llm_worker_rbee.errors import InvalidRequestError, ModelFileError
 from llm_worker_rbee.images.prompt import ImageSpan, PromptImages, step_arrays
@@ -24,6 +24,7 @@ from llm_worker_rbee.models.vision import load_vision_tower
 from llm_worker_rbee.sampling_params import SamplingParams
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.vision_names import open_projector
+from tests.engine.test_async_scheduling import AsyncBackend, PendingForward, make_async
 from tests.helpers import mtp_models, tiny_vision
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "idefics3", "mistral3", "gemma4", "gemma4_e")
@@ -129,6 +130,51 @@ def test_second_question_computes_no_token_of_the_picture(name: str, loaded: Cal
     if name != "qwen3_5":  # which goes on from a snapshot of its states
         end = max(span.stop for span in second.images.spans)  # type: ignore[union-attr]
         assert second.num_cached_tokens >= end // engine.config.block_size * engine.config.block_size
+
+
+def ahead_engine(loaded: Loaded, **changes: Any) -> tuple[Engine, AsyncBackend]:
+    """Return an engine that launches steps ahead, as on a GPU."""
+    model, tower = loaded
+    device = AsyncBackend(model.ops)
+    fused_images: Any = PendingForward(model.fused_images, device)
+    return make_engine((replace(make_async(model, device), fused_images=fused_images), tower), **changes), device
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
+def test_steps_launched_ahead_encode_pictures_whose_blocks_went_away(
+    name: str, loaded: Callable[[str], Loaded]
+) -> None:
+    """The second question waits behind a long text, which takes the blocks that it had at its arrival."""
+    pair = loaded(name)
+    engine, device = ahead_engine(pair, n_blocks=20, max_batch=1)
+    first, second = (question(pair, 5, ((150, 150),), tail=tail) for tail in (1, 2))
+    text = words(6, 300)
+    expected = [alone(pair, request) for request in (first, text, second)]
+    assert run(engine, first) == expected[:1]
+    assert engine.encoder is not None
+    engine.encoder._rows.clear()
+    assert run(engine, text, second) == expected[1:]
+    assert second.num_cached_tokens == 0
+    assert engine.encoder.num_encoded == 2 * len(second.images.parts)  # type: ignore[union-attr]
+    assert device.num_ahead > 0
+    for request in (first, second):
+        assert request.images is not None
+        assert request.images.rows == [None] * len(request.images.rows), "behind their tokens none is kept"
+
+
+def test_steps_with_images_and_adapters_are_not_launched_ahead(loaded: Callable[[str], Loaded]) -> None:
+    """They run op by op, where the id of a token that the device has yet to sample would be read."""
+    pair = loaded("gemma3")
+    pipeline = ahead_engine(pair)[0].pipeline
+    picture, text, adapted = question(pair, 1, ((50, 50),)), words(2, 9), words(3, 9)
+    adapted.adapter_slot = 0
+    assert picture.images is not None
+    stop = len(picture.ids)
+    whole, rest = (ScheduledTokens(picture, start, stop, stop - 1) for start in (0, picture.images.spans[-1].stop))
+    text_step, adapted_step = (ScheduledTokens(request, 0, 9, 8) for request in (text, adapted))
+    assert pipeline.can_launch([whole, text_step])
+    assert pipeline.can_launch([rest, adapted_step])
+    assert not pipeline.can_launch([adapted_step, whole])
 
 
 def test_other_picture_of_the_same_size_is_not_found_in_the_prefix_cache(loaded: Callable[[str], Loaded]) -> None:
