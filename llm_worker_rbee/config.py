@@ -36,6 +36,7 @@ WRITTEN_TYPES += ("Q4_K", "Q5_K", "Q6_K", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M"
 STEP_TOKENS = (8192, 4096, 2048, 1024, 512)  # of a step on a GPU: the largest that model and memory allow
 UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([KMGT]?)(iB?|B)?", re.IGNORECASE | re.ASCII)
+IMAGE_ROWS_BYTES = 256 << 20  # of the last images, which an engine keeps in the host's memory
 DEVICE_SPARE_BYTES = 1 << 30  # of a GPU beside weights, KV cache and the arrays of a step: context, kernels, graphs
 
 

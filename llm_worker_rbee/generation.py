@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 from .config import EngineConfig, LoraSpec, LoraUse
 from .engine.request import NO_TOKEN, resolve_max_tokens
 from .engine.sampler import draw_seed
-from .errors import InvalidRequestError
+from .errors import InvalidRequestError, counted
+from .images.sizes import ImagePart
 from .sampling_params import FinishReason, SamplingParams, TokenLogprob
 from .text_model import EncodedPrompt
 from .token_engine.protocol import (
@@ -32,6 +33,7 @@ from .token_engine.protocol import (
     TokenOutput,
     request_ids,
 )
+from .token_engine.wire import MAX_DATA_BYTES
 from .tokenizer import Detokenizer, Tokenizer
 from .tokenizer.chat.events import ChatEvent, ToolCall, ToolCallEnd
 from .tokenizer.chat.parser import ChatParser
@@ -300,6 +302,15 @@ def num_call_ends(events: Sequence[ChatEvent]) -> int:
     return sum(isinstance(event, ToolCallEnd) for event in events)
 
 
+def _require_sendable(images: Sequence[ImagePart], n: int) -> None:
+    """Raise for more pixels than the engine's process takes."""
+    size = n * sum(len(part.pixels) for part in images)
+    if size > MAX_DATA_BYTES:
+        problem = f"the images of {counted(n, 'answer')} (n) have {size} bytes of pixels"
+        remedy = f"at most {MAX_DATA_BYTES} are accepted, send fewer or smaller ones{', or lower n' * (n > 1)}"
+        raise InvalidRequestError(f"{problem}: {remedy}", "messages")
+
+
 def make_generations(
     tokenizer: Tokenizer,
     config: EngineConfig,
@@ -320,6 +331,7 @@ def make_generations(
     Raise if the prompt and max_tokens do not fit. With `is_scored_only` the prompt's log-probabilities are all that
     is wanted: the engine still samples one token, which the caller discards.
     """
+    _require_sendable(prompt.images, n)
     max_tokens = resolve_max_tokens(len(prompt.ids), 0 if is_scored_only else params.max_tokens, config)
     if (token := max(params.logit_bias, default=0)) >= vocab_size:
         raise InvalidRequestError(f"logit_bias names token {token}, past the vocabulary of {vocab_size}", "logit_bias")

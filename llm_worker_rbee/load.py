@@ -299,7 +299,7 @@ def _require_kv_ram(backend: Backend, size: int) -> None:
 def _code_digest() -> str:
     """Return a hash of the sources that the bits of keys and values depend on."""
     digest, package = hashlib.sha256(), Path(__file__).parent
-    folders = [package / name for name in ("backends", "engine", "layers", "models", "weights")]
+    folders = [package / name for name in ("backends", "engine", "images", "layers", "models", "weights")]
     for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
         digest.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee import LLM, SamplingParams
+from llm_worker_rbee import LLM, SamplingParams, generation
 from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.errors import ContextLengthError, DeadlineError, InvalidRequestError
 from llm_worker_rbee.generation import Generation, GenerationListener, TextDelta, Timings, make_generations
+from llm_worker_rbee.images.sizes import ImagePart
 from llm_worker_rbee.sampling_params import FinishReason, TokenLogprob
 from llm_worker_rbee.text_model import EncodedPrompt
 from llm_worker_rbee.token_engine.protocol import RequestState, TokenOutput
@@ -97,6 +98,23 @@ class FakeEngine:
 async def read_all(generation: Generation, engine: FakeEngine) -> list[TextDelta]:
     generation.submit(engine)  # type: ignore[arg-type]
     return [delta async for delta in generation.deltas()]
+
+
+def test_pixels_that_no_message_holds_are_refused(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before they reach the engine's process, which would end."""
+    monkeypatch.setattr(generation, "MAX_DATA_BYTES", 300)
+    image = ImagePart(0, 1, 1, 0, 8, 5, b"", bytes(120))
+
+    def make_some(num_images: int, n: int) -> list[Generation]:
+        prompt, params = EncodedPrompt([1, 2, 3], images=[image] * num_images), SamplingParams(max_tokens=1).resolve()
+        return make_generations(tiny_llm.tokenizer, CONFIG, tiny_llm.config.vocab_size, prompt, params, n=n)
+
+    assert len(make_some(2, 1)) == 1
+    assert len(make_some(1, 2)) == 2
+    with pytest.raises(InvalidRequestError, match=r"1 answer \(n\) have 360 bytes .*at most 300 .*or smaller ones$"):
+        make_some(3, 1)
+    with pytest.raises(InvalidRequestError, match=r"2 answers \(n\) have 480 bytes of pixels: .*, or lower n$"):
+        make_some(2, 2)
 
 
 def test_length_finish_keeps_last_token(make: Make) -> None:

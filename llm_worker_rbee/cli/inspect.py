@@ -24,6 +24,7 @@ from ..models import read_model_config
 from ..models.mtp import has_head, head_config
 from ..models.pooling_config import is_pooling_model, read_pooling_config
 from ..models.sampling_defaults import read_sampling_defaults
+from ..models.vision import find_projector
 from ..progress import transfer_progress
 from ..sampling_params import BUILT_IN, NEUTRAL_SAMPLING
 from ..text_model import open_tokenizer
@@ -441,6 +442,7 @@ def _memory(checkpoint: Checkpoint, config: ModelConfig | None, context: int | N
 
 def _fits(checkpoint: Checkpoint, options: LoadOptions) -> dict[str, Any]:
     """Return the steps, and the KV cache of each type, that an engine would have on this machine now."""
+    options = find_projector(checkpoint, options)[0]
     models, backend = [checkpoint], _gpu_backend(checkpoint, options.device)
     caches: dict[str, Any] = {}
     for kv_type in KV_ON_CPU if backend is None else backend.kv_types:

@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
 
 from ..backends.ops import Array, PendingTokens, SampleRow
-from .model_runner import forward
+from .model_runner import forward, has_image_tokens
 from .request import Request, SamplerOutput, ScheduledTokens, StepOutput
 from .sampler import collect_logprobs, next_row
 from .step_time import StepSize
@@ -100,6 +100,7 @@ class StepEngine(Protocol):
     model: Any
     runner: Any
     scheduler: Any
+    encoder: Any
     mask_filler: Any
     step_time: Any
     on_schedule: Callable[[], None]
@@ -128,9 +129,15 @@ class StepPipeline:
         self._waits_for_drafts = False  # the step after the one in flight is to have drafts that grammars force
 
     def can_launch(self, scheduled: Sequence[ScheduledTokens]) -> bool:
-        """Return whether a step has only prefills and decodes: prompts are scored and drafts verified synchronously."""
+        """Return whether a step has only prefills and decodes: prompts are scored and drafts verified synchronously.
+
+        A step with both images and adapters is synchronous too: it runs op by op, where ids cannot be pending.
+        """
         is_plain = not any(item.request.num_unscored_tokens or item.request.drafts for item in scheduled)
-        return is_plain and not self._engine.is_drafting
+        if not is_plain or self._engine.is_drafting:
+            return False
+        has_adapters = any(item.request.adapter_slot >= 0 for item in scheduled)
+        return not (has_adapters and has_image_tokens(scheduled))
 
     def waits_for(self, num_drafts: int) -> bool:
         """Return whether a step with these certain drafts saves more time than launching ahead."""
@@ -220,6 +227,8 @@ class StepPipeline:
     ) -> LaunchedForward:
         """Launch the forward pass of a step; `previous` is in flight, and assumed to be collected."""
         engine = self._engine
+        if engine.encoder is not None:
+            engine.encoder.prepare(scheduled)
         sampled = [item.request for item in scheduled if item.logits_from < item.stop]
         batch = engine.runner.batch(scheduled, _tokens_of(previous))
         return LaunchedForward(scheduled, sampled, forward(engine.model, batch, engine.runner.cache))

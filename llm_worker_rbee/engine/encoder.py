@@ -2,35 +2,38 @@
 
 A request with images waits, held, until those that the prefix cache lacks are encoded. A step takes images of several
 requests together, as many as fit into a budget of tokens, and at least one. Rows are kept by content, so that the same
-picture is encoded once.
+picture is encoded once. While those of requests that are not computed yet take much memory, the others wait.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..backends.ops import Array, Batch, Progress, StepLimits, WarmUp
+from ..config import IMAGE_ROWS_BYTES
 from ..images.prompt import ImageSpan, PromptImages, step_arrays
 from ..models import Transformer
 from ..models.kv_cache import KVCache
-from ..models.vision import ROWS_BYTES, VisionTower
+from ..models.vision import VisionTower
 from .model_runner import forward
 from .request import Request, ScheduledTokens
 
 Floats = NDArray[np.float32]
+Pixels = NDArray[np.uint8]
 
 
 class ImageEncoder:
     """The tower of an engine, requests that wait for it, and the rows of the last images."""
 
-    def __init__(self, tower: VisionTower, max_step_tokens: int, max_bytes: int = ROWS_BYTES) -> None:
+    def __init__(self, tower: VisionTower, max_step_tokens: int, max_bytes: int = IMAGE_ROWS_BYTES) -> None:
         self.tower, self.max_step_tokens, self.max_bytes = tower, max_step_tokens, max_bytes
-        self.waiting: dict[Request, int] = {}  # the prompt tokens that the prefix cache had, in the order of arrival
+        self.waiting: dict[Request, int] = {}  # the prompt tokens that the prefix cache had
+        self._row_bytes = np.dtype(np.float32).itemsize * tower.row_width
         self.num_encoded = 0  # parts of images
         self._rows: OrderedDict[bytes, Floats] = OrderedDict()
         self._num_bytes = 0
@@ -50,7 +53,8 @@ class ImageEncoder:
             return forward(model, replace(batch, **fields), cache)
 
         own = self.tower.warm_up(self.max_step_tokens, progress)
-        more = ops.warm_up(run, model.fused_images, cache.layers, limits._replace(max_tokens=room), progress)
+        # None: a fused forward would be launched without `run`, on steps that have no images
+        more = ops.warm_up(run, None, cache.layers, limits._replace(max_tokens=room), progress)
         return WarmUp(own.kernels + more.kernels, own.compiled + more.compiled)
 
     def hold(self, request: Request, num_cached: int) -> None:
@@ -59,16 +63,22 @@ class ImageEncoder:
             request.is_held = True
             self.waiting[request] = num_cached
 
-    def next_requests(self) -> list[Request]:
-        """Return the requests whose images the next step encodes; forget those that ended meanwhile."""
-        for request in [item for item in self.waiting if item.is_finished]:
-            del self.waiting[request]
-        chosen, tokens = list[Request](), 0
-        for request, num_cached in self.waiting.items():
-            chosen.append(request)
-            tokens += sum(len(_span(request, i)) for i in self._missing(request, num_cached))
-            if tokens >= self.max_step_tokens:
+    def next_requests(self, queue: Sequence[Request], running: Sequence[Request]) -> list[Request]:
+        """Return the requests whose images the next step encodes, of a queue in its order; forget those that ended.
+
+        Where the rows of all these requests take more than `max_bytes`, only the first of the queue is encoded.
+        """
+        self.waiting = {request: count for request, count in self.waiting.items() if not request.is_finished}
+        images = [request.images for request in (*queue, *running) if request.images is not None]
+        kept = {id(rows): rows.nbytes for item in images for rows in item.rows if rows is not None}
+        chosen, tokens, num_bytes = list[Request](), 0, sum(kept.values())
+        for place, request in enumerate(queue):
+            if tokens >= self.max_step_tokens or (place and num_bytes > self.max_bytes):
                 break
+            if request in self.waiting:
+                chosen.append(request)
+                count = sum(len(_span(request, i)) for i in self._missing(request, self.waiting[request]))
+                tokens, num_bytes = tokens + count, num_bytes + count * self._row_bytes
         return chosen
 
     def run_step(self, requests: Sequence[Request]) -> None:
@@ -119,13 +129,29 @@ class ImageEncoder:
         """Encode images, each content once."""
         named = [(request.images, i) for request, i in items if request.images is not None]
         parts = {images.digests[i]: images.parts[i] for images, i in named if not self._recall(images, i)}
-        encoded = dict(zip(parts, self.tower.encode(list(parts.values())), strict=True)) if parts else {}
-        self.num_encoded += len(parts)
+        encoded = dict[bytes, Floats]()
+        for group in self._groups(parts):
+            rows_of_group = self.tower.encode([parts[digest] for digest in group])
+            for digest, rows in zip(group, rows_of_group, strict=True):
+                encoded[digest] = rows.copy()  # not a part of the rows of all
+                self._keep(digest, encoded[digest])
+            self.num_encoded += len(group)
         for images, i in named:
             if images.rows[i] is None:
                 images.rows[i] = encoded[images.digests[i]]
-        for digest, rows in encoded.items():
-            self._keep(digest, rows.copy())  # not a part of the rows of all
+
+    def _groups(self, parts: Mapping[bytes, Pixels]) -> Iterator[list[bytes]]:
+        """Yield parts of images that the tower encodes together: as many patches as memory was planned for."""
+        config, group, patches = self.tower.config, list[bytes](), 0
+        for digest, pixels in parts.items():
+            count = pixels.shape[0] * pixels.shape[1] // config.images.patch**2
+            if group and patches + count > config.step_patches:
+                yield group
+                group, patches = [], 0
+            group.append(digest)
+            patches += count
+        if group:
+            yield group
 
     def _keep(self, digest: bytes, rows: Floats) -> None:
         self._rows[digest] = rows

@@ -214,18 +214,20 @@ class Engine:
             with self._tier_may_fail():
                 self.tier.collect(is_idle=is_idle, has_next=has_next, num_running=len(running))
         if self.encoder is not None and self.encoder.waiting:
-            outputs += self._encode_images(self.encoder)
+            requests = self.encoder.next_requests(self.scheduler.waiting[::-1], self.scheduler.running)
+            outputs += self._encode_images(self.encoder, requests)
         if self.mask_filler.held:
             is_idle = self.pipeline.in_flight is None and all(request.is_held for request in self.scheduler.running)
             outputs += collect_held(self.mask_filler, self.scheduler.remove, is_idle=is_idle)
         return outputs
 
-    def _encode_images(self, encoder: ImageEncoder) -> list[StepOutput]:
+    def _encode_images(self, encoder: ImageEncoder, requests: list[Request]) -> list[StepOutput]:
         """Encode some images of waiting requests; return the errors of those for which that failed."""
-        requests = encoder.next_requests()
         try:
             encoder.run_step(requests)
         except Exception as error:
+            if len(requests) > 1:  # one of them may have failed all
+                return [output for request in requests for output in self._encode_images(encoder, [request])]
             encoder.drop(requests)
             return self.scheduler.fail([ScheduledTokens(r, 0, 0, 0) for r in requests], _to_worker_error(error))
         return []

@@ -22,6 +22,7 @@ from .. import machine
 from ..backends import Backend, resolve_kv_type, select, select_backend
 from ..config import (
     DEVICE_SPARE_BYTES,
+    IMAGE_ROWS_BYTES,
     KV_AUTO,
     KV_CUDA,
     KV_DEFAULT,
@@ -203,7 +204,9 @@ def _plan_device(
 
 def _add_extras(plan: MemoryPlan, model: Checkpoint, options: LoadOptions) -> None:
     """Add a vision tower; and as many LoRA adapters as there may be, of all matrices of the layers but experts."""
-    plan.add("vision tower", options.num_sharing * options.tower_memory, "its weights, a step, rows of images")
+    rows = IMAGE_ROWS_BYTES if options.tower_memory and plan.memory == "host" else 0  # those of a GPU are there too
+    size = options.num_sharing * (options.tower_memory + rows)
+    plan.add("vision tower", size, f"its weights, a step{', rows of images' if rows else ''}")
     rank = options.max_lora_rank or DEFAULT_LORA_RANK
     shapes = [(t.shape, t.kind.name) for name, t in model.tensors.items() if name.startswith("blk.")]
     each = sum(rank * sum(shape) * (4 if kind == "F32" else 2) for shape, kind in shapes if len(shape) == 2)

@@ -73,7 +73,8 @@ class ModelRunner:
                 ids += request.ids[start:stop]
                 ids += request.drafts[max(0, start - length) : max(0, stop - length)]
         has_states = has_states and self.cache.n_slots > 0
-        if len(ids) == len(requests) and logits_from == starts and not self._has_image_tokens(scheduled):
+        has_images = self.model.image_parts > 0 and has_image_tokens(scheduled)
+        if len(ids) == len(requests) and logits_from == starts and not has_images:
             batch = self._decode_batch(requests, ids, starts, pending, has_states)
         else:
             slots = [request.batch_slot for request in requests]
@@ -86,11 +87,6 @@ class ModelRunner:
         if has_states:
             batch.state_in[:], batch.state_out[:] = _states(scheduled, len(ids))
         return batch
-
-    def _has_image_tokens(self, scheduled: Sequence[ScheduledTokens]) -> bool:
-        if not self.model.image_parts:
-            return False
-        return any(item.images is not None and item.images.inside(start, stop) for item, start, stop, _ in scheduled)
 
     def _with_images(self, batch: Batch, scheduled: Sequence[ScheduledTokens]) -> Batch:
         """Return a step with the rows of images, and with positions on several axes, where it has any."""
@@ -181,6 +177,11 @@ class _DecodeBatch(NamedTuple):
         """Return whether the arrays belong to a step of these requests, with so many columns and states."""
         has_columns = width <= self.batch.block_table.shape[1]
         return has_columns and num_states == self.batch.state_out.size and requests == self.requests
+
+
+def has_image_tokens(scheduled: Sequence[ScheduledTokens]) -> bool:
+    """Return whether a step computes tokens of images."""
+    return any(item.images is not None and item.images.inside(start, stop) for item, start, stop, _ in scheduled)
 
 
 def _adapters(requests: Sequence[Request], counts: Sequence[int]) -> dict[str, Any]:

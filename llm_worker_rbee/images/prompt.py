@@ -64,6 +64,8 @@ def _image_text(style: PromptStyle, plan: PartPlan, settings: ImageSettings) -> 
 
 def find_spans(ids: Sequence[int], token: int, sizes: Sequence[tuple[int, int]]) -> list[ImageSpan]:
     """Return where the parts of images stand, each of so many rows and columns of a token. Another may end rows."""
+    if not sizes and token not in ids:  # a text alone, which may be long
+        return []
     places, spans, at = [i for i, other in enumerate(ids) if other == token], list[ImageSpan](), 0
     for rows, columns in sizes:
         own = places[at : at + rows * columns]

@@ -44,7 +44,13 @@ class ImageSettings(NamedTuple):
         """Return the settings for an image of which little detail is wanted ("low"): one small part."""
         if detail != "low":
             return self
+        if self.kind == "longest":
+            return self.with_longest_edge(math.isqrt(LOW_DETAIL_PIXELS))
         return self._replace(splits=False, max_pixels=max(self.min_pixels, min(self.max_pixels, LOW_DETAIL_PIXELS)))
+
+    def with_longest_edge(self, most: int) -> ImageSettings:
+        """Return the settings for images with no edge longer than this, and at least one token."""
+        return self._replace(longest_edge=max(self.patch * self.merge, min(self.longest_edge, most)))
 
     def tokens(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of tokens of a part."""

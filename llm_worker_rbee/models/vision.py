@@ -52,7 +52,6 @@ Floats = NDArray[np.float32]
 CHANNELS, MAX_VALUE = 3, 255
 MAX_KEPT_ORDERS = 32
 NO_PROJECTOR = "none"  # of the option mmproj
-ROWS_BYTES = 256 << 20  # of the last images, which an engine keeps
 SAMPLE_BYTES = 1 << 16  # of each end of a tensor
 ROW_AXIS, COLUMN_AXIS = 1, 2  # of `Batch.rope_positions`
 
@@ -256,8 +255,7 @@ def find_projector(model: Checkpoint, options: LoadOptions) -> tuple[LoadOptions
         return options, None, [f"the model takes no images: {error}"]
     checkpoint, config = pair
     config = replace(config, images=config.limit_images(options.max_image_tokens))
-    size = checkpoint.nbytes + config.step_bytes + ROWS_BYTES
-    return replace(options, tower_memory=size), Projector(checkpoint, config), []
+    return replace(options, tower_memory=checkpoint.nbytes + config.step_bytes), Projector(checkpoint, config), []
 
 
 def load_vision_tower(

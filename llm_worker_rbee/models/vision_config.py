@@ -30,6 +30,7 @@ QWEN_PROMPT = PromptStyle("<|image_pad|>", "<|image_pad|>", wrapped="<|vision_st
 FAKE = "<fake_token_around_image>"
 LAYERS = TensorLayout(output_norm="post_ln")
 PIXTRAL_EPS, AREA_TOKENS = 1e-5, 280  # in files without their keys
+STEP_PATCHES = 4096  # of a tower's step, or as many as one part has
 
 
 class VisionFamily(NamedTuple):
@@ -37,6 +38,7 @@ class VisionFamily(NamedTuple):
 
     encoder: Family  # its blocks; the name is the `projector_type` of files
     hf: tuple[str, ...]  # values of model_type
+    text: tuple[str, ...]  # families of the decoders that its rows are made for
     images: ImageSettings
     merger: Literal["mlp", "pool", "pool_out", "linear", "unfold"]  # `pool_out`: its matrix is not transposed
     prompt: PromptStyle
@@ -58,6 +60,7 @@ FAMILIES = (
     VisionFamily(
         _blocks("qwen2.5vl_merger", "silu", gated=True),
         hf=("qwen2_5_vl",),
+        text=("qwen2vl",),
         images=ImageSettings(
             "native", 14, 2, min_pixels=56 * 56, max_pixels=28 * 28 * 16384, mean=CLIP_MEAN, std=CLIP_STD
         ),
@@ -70,6 +73,7 @@ FAMILIES = (
     VisionFamily(
         _blocks("qwen3vl_merger", "gelu_tanh"),
         hf=("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+        text=("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe"),
         images=ImageSettings("native", 16, 2, min_pixels=256 * 256, max_pixels=4096 * 4096),
         merger="mlp",
         prompt=QWEN_PROMPT,
@@ -79,6 +83,7 @@ FAMILIES = (
     VisionFamily(
         _blocks("gemma3", "gelu_tanh"),
         hf=("gemma3",),
+        text=("gemma3",),
         images=ImageSettings("square", 14, 4, size=896, resample=BILINEAR),
         merger="pool",
         prompt=PromptStyle("<start_of_image>", "<image_soft_token>", "\n\n<start_of_image>", "<end_of_image>\n\n"),
@@ -86,6 +91,7 @@ FAMILIES = (
     VisionFamily(
         _blocks("idefics3", "gelu_tanh"),
         hf=("idefics3", "smolvlm"),
+        text=("llama",),
         images=ImageSettings("tiles", 16, 4, size=512, longest_edge=2048, resample=LANCZOS),
         merger="linear",
         prompt=PromptStyle("<image>", "<image>", f"{FAKE}<global-img>", FAKE, f"{FAKE}<row_{{row}}_col_{{column}}>"),
@@ -99,6 +105,7 @@ FAMILIES = (
             tensors=LAYERS._replace(output_norm="mm.input_norm"),
         ),
         hf=("llava", "mistral3"),
+        text=("llama", "mistral", "mistral3"),
         images=ImageSettings("longest", 16, 1, longest_edge=1024, mean=CLIP_MEAN, std=CLIP_STD),
         merger="unfold",
         prompt=PromptStyle("[IMG]", "[IMG]", after="[IMG_END]", row_end="[IMG_BREAK]"),
@@ -115,6 +122,7 @@ FAMILIES = (
             norms=NormSpec(post=True),
         ),
         hf=("gemma4",),
+        text=("gemma4",),
         images=ImageSettings(
             "area", 16, 3, max_pixels=AREA_TOKENS * 48 * 48, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), signed=True
         ),
@@ -159,14 +167,31 @@ class VisionConfig:
 
     def limit_images(self, max_tokens: int) -> ImageSettings:
         """Return the settings of images of so many tokens at most, where they have sizes of their own."""
-        most = max(self.images.min_pixels, min(self.images.max_pixels, max_tokens * self.side**2))
-        return self.images._replace(max_pixels=most)
+        images = self.images
+        if images.kind == "longest":
+            return images.with_longest_edge(isqrt(max_tokens) * self.side)
+        most = max(images.min_pixels, min(images.max_pixels, max_tokens * self.side**2))
+        return images._replace(max_pixels=most)
+
+    @property
+    def part_patches(self) -> int:
+        """The patches of the largest part of an image."""
+        images = self.images
+        if images.size:
+            return (images.size // images.patch) ** 2
+        if images.kind == "longest":
+            return (-(-images.longest_edge // self.side) * self.merge) ** 2
+        return images.max_pixels // images.patch**2
+
+    @property
+    def step_patches(self) -> int:
+        """The patches of a step: of several parts, if they are small."""
+        return max(self.part_patches, STEP_PATCHES)
 
     @property
     def step_bytes(self) -> int:
-        """The bytes of a step with the largest image, an estimate."""
-        patches = (self.images.max_pixels or self.images.size**2) // self.images.patch**2
-        return 4 * patches * (self.patch_values + 8 * self.model.d_model + 3 * self.model.d_ff)
+        """The bytes of a step, an estimate."""
+        return 4 * self.step_patches * (self.patch_values + 8 * self.model.d_model + 3 * self.model.d_ff)
 
 
 def open_tower(checkpoint: Checkpoint, config: ModelConfig, path: Path) -> tuple[Checkpoint, VisionConfig]:
@@ -178,6 +203,7 @@ def open_tower(checkpoint: Checkpoint, config: ModelConfig, path: Path) -> tuple
     spans = bool(config.family.attention.image_spans)  # a Gemma 4 file does not say whether it has them
     facts: list[tuple[str, Any, Any]] = [
         ("the width", vision.output_dim, config.d_model),
+        (f"a model of {' or '.join(family.text)}", True, config.family.name in family.text),
         ("M-RoPE", family.images.kind == "native", bool(config.rope_sections)),
         (
             "images that attend in both directions",

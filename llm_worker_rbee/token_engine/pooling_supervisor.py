@@ -16,10 +16,9 @@ from ..engine.pooling_engine import Floats
 from ..errors import InvalidRequestError, WorkerError
 from .protocol import Load, Pool, PooledRows, PoolingInfo, PoolingStep
 from .supervised_process import OpenRequest, SupervisedProcess
-from .wire import MAX_FRAME_BYTES, FromEngine, ProtocolError, pack_sequences
+from .wire import MAX_DATA_BYTES, FromEngine, ProtocolError, pack_sequences
 
 TOKEN_BYTES = 4
-MAX_MESSAGE_BYTES = MAX_FRAME_BYTES - (1 << 20)  # of tokens
 INLINE_BYTES = 256 << 10  # of tokens that are packed in the event loop
 EMA_WEIGHT = 0.1
 
@@ -69,9 +68,9 @@ class SupervisedPooling(SupervisedProcess[PoolingInfo, PoolingRequest]):
     async def compute(self, sequences: Sequence[Ints], token_types: Sequence[Ints] | None = None) -> Floats:
         """Return a row for each sequence; cancelling the task drops the request."""
         num_bytes = TOKEN_BYTES * sum(map(len, sequences)) * (1 if token_types is None else 2)
-        if num_bytes > MAX_MESSAGE_BYTES:
+        if num_bytes > MAX_DATA_BYTES:
             raise InvalidRequestError(
-                f"the tokens of the request have {num_bytes} bytes: at most {MAX_MESSAGE_BYTES} "
+                f"the tokens of the request have {num_bytes} bytes: at most {MAX_DATA_BYTES} "
                 "are accepted, send fewer inputs at a time",
                 "input",
             )

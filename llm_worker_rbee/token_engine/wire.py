@@ -30,6 +30,7 @@ from .protocol import (
 T = TypeVar("T")
 HEADER = struct.Struct("<I")
 MAX_FRAME_BYTES = 1 << 28
+MAX_DATA_BYTES = MAX_FRAME_BYTES - (1 << 20)  # of the tokens or pixels of a request
 ToEngine = Load | Submit | Pool | Abort | UnloadLora
 FromEngine = StageReport | Located | LogLine | Failed | ModelInfo | StepResult | PoolingInfo | PoolingStep
 

@@ -26,8 +26,12 @@ import pytest
 from PIL import Image
 
 from llm_worker_rbee import LLM
+from llm_worker_rbee.cli import inspect
+from llm_worker_rbee.config import IMAGE_ROWS_BYTES, LoadOptions
+from llm_worker_rbee.engine import memory_plan
 from llm_worker_rbee.models.convert import convert
 from llm_worker_rbee.models.convert.mmproj import convert_projector
+from llm_worker_rbee.models.vision import find_projector
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.vision_names import open_projector
 from tests.helpers import vision_chat
@@ -111,6 +115,14 @@ def require_alive(process: ServeProcess) -> None:
 
 
 BOTH = user(image(URLS[0]), text("Which of "), image(URLS[1], detail="high"), text(" is it?"))
+
+
+def test_inspect_plans_with_the_tower(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_plan, "free_memory", lambda backend=None: 8 << 30)
+    checkpoint = open_checkpoint(folder)
+    bare, whole = (inspect._fits(checkpoint, LoadOptions(device="cpu", mmproj=path)) for path in ("none", None))
+    tower = find_projector(checkpoint, LoadOptions())[0].tower_memory
+    assert bare["available_bytes"] - whole["available_bytes"] == tower + IMAGE_ROWS_BYTES > IMAGE_ROWS_BYTES
 
 
 def test_openai_client(running: ServeProcess, expected: tuple[str, int]) -> None:

@@ -15,15 +15,16 @@ from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.model_runner import SingleSequence, forward
 from llm_worker_rbee.engine.mtp import MtpDrafter
-from llm_worker_rbee.engine.request import Request
+from llm_worker_rbee.engine.request import Request, ScheduledTokens
 from llm_worker_rbee.engine.speculative import DraftModel
 from llm_worker_rbee.errors import InvalidRequestError, ModelFileError
 from llm_worker_rbee.images.prompt import ImageSpan, PromptImages, step_arrays
-from llm_worker_rbee.models import load_model, load_model_with_head, read_model_config
+from llm_worker_rbee.models import load_model, load_model_with_head, read_model_config, vision_config
 from llm_worker_rbee.models.vision import load_vision_tower
 from llm_worker_rbee.sampling_params import SamplingParams
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.vision_names import open_projector
+from tests.engine.test_async_scheduling import AsyncBackend, PendingForward, make_async
 from tests.helpers import mtp_models, tiny_vision
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "idefics3", "mistral3", "gemma4", "gemma4_e")
@@ -131,6 +132,51 @@ def test_second_question_computes_no_token_of_the_picture(name: str, loaded: Cal
         assert second.num_cached_tokens >= end // engine.config.block_size * engine.config.block_size
 
 
+def ahead_engine(loaded: Loaded, **changes: Any) -> tuple[Engine, AsyncBackend]:
+    """Return an engine that launches steps ahead, as on a GPU."""
+    model, tower = loaded
+    device = AsyncBackend(model.ops)
+    fused_images: Any = PendingForward(model.fused_images, device)
+    return make_engine((replace(make_async(model, device), fused_images=fused_images), tower), **changes), device
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
+def test_steps_launched_ahead_encode_pictures_whose_blocks_went_away(
+    name: str, loaded: Callable[[str], Loaded]
+) -> None:
+    """The second question waits behind a long text, which takes the blocks that it had at its arrival."""
+    pair = loaded(name)
+    engine, device = ahead_engine(pair, n_blocks=20, max_batch=1)
+    first, second = (question(pair, 5, ((150, 150),), tail=tail) for tail in (1, 2))
+    text = words(6, 300)
+    expected = [alone(pair, request) for request in (first, text, second)]
+    assert run(engine, first) == expected[:1]
+    assert engine.encoder is not None
+    engine.encoder._rows.clear()
+    assert run(engine, text, second) == expected[1:]
+    assert second.num_cached_tokens == 0
+    assert engine.encoder.num_encoded == 2 * len(second.images.parts)  # type: ignore[union-attr]
+    assert device.num_ahead > 0
+    for request in (first, second):
+        assert request.images is not None
+        assert request.images.rows == [None] * len(request.images.rows), "behind their tokens none is kept"
+
+
+def test_steps_with_images_and_adapters_are_not_launched_ahead(loaded: Callable[[str], Loaded]) -> None:
+    """They run op by op, where the id of a token that the device has yet to sample would be read."""
+    pair = loaded("gemma3")
+    pipeline = ahead_engine(pair)[0].pipeline
+    picture, text, adapted = question(pair, 1, ((50, 50),)), words(2, 9), words(3, 9)
+    adapted.adapter_slot = 0
+    assert picture.images is not None
+    stop = len(picture.ids)
+    whole, rest = (ScheduledTokens(picture, start, stop, stop - 1) for start in (0, picture.images.spans[-1].stop))
+    text_step, adapted_step = (ScheduledTokens(request, 0, 9, 8) for request in (text, adapted))
+    assert pipeline.can_launch([whole, text_step])
+    assert pipeline.can_launch([rest, adapted_step])
+    assert not pipeline.can_launch([adapted_step, whole])
+
+
 def test_other_picture_of_the_same_size_is_not_found_in_the_prefix_cache(loaded: Callable[[str], Loaded]) -> None:
     pair = loaded("qwen3_vl")
     engine = make_engine(pair)
@@ -157,7 +203,12 @@ def test_preempted_requests_give_the_same(name: str, loaded: Callable[[str], Loa
     assert run(engine, *requests) == expected
 
 
-def test_steps_encode_images_of_several_requests_together(loaded: Callable[[str], Loaded]) -> None:
+@pytest.mark.parametrize(("patches", "expected"), [(64 * 8, [4, 2]), (64 * 3, [3, 1, 2]), (9, [1] * 6)])
+def test_steps_encode_images_of_several_requests_together(
+    patches: int, expected: list[int], loaded: Callable[[str], Loaded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No more at a time than memory was planned for."""
+    monkeypatch.setattr(vision_config, "STEP_PATCHES", patches)
     pair = loaded("gemma3")
     engine, sizes = make_engine(pair), list[int]()
     encode = pair[1].encode
@@ -177,7 +228,30 @@ def test_steps_encode_images_of_several_requests_together(loaded: Callable[[str]
     engine.encoder.tower = Counting()  # type: ignore[assignment]
     while engine.has_work:
         engine.step()
-    assert sizes == [4, 2], "16 tokens each, a budget of 64"
+    assert sizes == expected, "16 tokens of 64 patches each, a budget of 64 tokens"
+
+
+def test_rows_of_waiting_requests_are_bounded(loaded: Callable[[str], Loaded]) -> None:
+    """The engine encodes no further ahead than that, the most urgent requests first."""
+    pair = loaded("gemma3")
+    engine, each = make_engine(pair, max_batch=1, prefix_cache=False), 16 * pair[1].row_width * 4
+    assert engine.encoder is not None
+    engine.encoder.max_bytes = 2 * each
+    requests = [question(pair, seed, ((50, 50),)) for seed in range(80, 88)]
+    requests[-1].priority = -1
+    expected = [alone(pair, request) for request in requests]
+    for request in requests:
+        engine.add(request)
+    most, encoded = 0, set[Request]()
+    while engine.has_work:
+        assert all(output.error is None for output in engine.step())
+        images = [request.images for request in requests if request.images is not None]
+        rows = {id(rows): rows.nbytes for item in images for rows in item.rows if rows is not None}
+        most = max(most, sum(rows.values()))
+        encoded |= {request for request in requests if not request.is_held}
+        assert requests[-1] in encoded, "which was added last"
+    assert [request.tokens for request in requests] == expected
+    assert each < most <= 4 * each, "what is allowed, the one that exceeds it, and the first of the queue"
 
 
 def test_aborted_request_is_not_encoded(loaded: Callable[[str], Loaded]) -> None:
@@ -207,6 +281,23 @@ def test_failing_tower_fails_its_requests_alone(loaded: Callable[[str], Loaded])
     assert list(errors) == [bad]
     assert len(good.tokens) == TOKENS
     assert not engine.encoder.waiting
+
+
+def test_failing_image_fails_its_request_alone(loaded: Callable[[str], Loaded]) -> None:
+    """Of several that are encoded in a step."""
+    pair = loaded("gemma3")
+    engine = make_engine(pair)
+    requests = [question(pair, seed, ((50, 50),)) for seed in (90, 91, 92)]
+    expected = [alone(pair, request) for request in requests]
+    assert requests[1].images is not None
+    requests[1].images.parts = [np.zeros((55, 55, 3), np.uint8)]  # cut into no whole patches
+    for request in requests:
+        engine.add(request)
+    errors = {}
+    while engine.has_work:
+        errors |= {output.request: output.error for output in engine.step() if output.error is not None}
+    assert list(errors) == [requests[1]]
+    assert [requests[0].tokens, requests[2].tokens] == [expected[0], expected[2]]
 
 
 def test_rows_are_dropped_by_age(loaded: Callable[[str], Loaded]) -> None:

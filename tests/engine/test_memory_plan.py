@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.config import DEVICE_SPARE_BYTES, KV_CUDA, KV_ON_CUDA, MAX_BATCH, LoadOptions, SchedulerLimits
+from llm_worker_rbee.config import (
+    DEVICE_SPARE_BYTES,
+    IMAGE_ROWS_BYTES,
+    KV_CUDA,
+    KV_ON_CUDA,
+    MAX_BATCH,
+    LoadOptions,
+    SchedulerLimits,
+)
 from llm_worker_rbee.engine.memory_plan import (
     DEVICE_MEMORY_FRACTION,
     MemoryPlan,
@@ -54,6 +62,15 @@ def test_limits_on_cpu_are_those_of_engine_config(checkpoint: Checkpoint) -> Non
     plan = plan_memory(None, [checkpoint], "float16", options(max_batch=None))
     assert plan.limits == (64, 512)
     assert plan_memory(None, [checkpoint], "float16", options(max_batch=7, max_step_tokens=9)).limits == (7, 9)
+
+
+def test_rows_of_images_are_in_the_memory_of_the_host(checkpoint: Checkpoint) -> None:
+    device: Any = Device(40 * 10**9)
+    for backend, expected in ((None, 1000 + IMAGE_ROWS_BYTES), (device, 1000)):
+        plan = plan_memory(backend, [checkpoint], "float16", options(tower_memory=1000))
+        assert [row.bytes for row in plan.rows if row.owner == "vision tower"] == [expected]
+        plan = plan_memory(backend, [checkpoint], "float16", options())
+        assert all(row.owner != "vision tower" for row in plan.rows)
 
 
 def test_limits_on_gpu_fill_its_memory(checkpoint: Checkpoint) -> None:

@@ -63,6 +63,9 @@ def test_spans_are_found_by_their_token() -> None:
         find_spans(ids, 9, [(2, 3)])
     with pytest.raises(ChatTemplateError, match="not adjacent"):
         find_spans(ids, 9, [(2, 3), (1, 3)])
+    assert find_spans([1, 2, 3], 9, []) == []
+    with pytest.raises(ChatTemplateError, match="without an image"):
+        find_spans(ids, 9, [])
     assert find_spans([9, 9, 1, 9, 9], 9, [(2, 2)]) == [ImageSpan(0, 2, 2, gap=1)]
     with pytest.raises(ChatTemplateError, match="not adjacent"):
         find_spans([9, 1, 9, 9, 9], 9, [(2, 2)])

@@ -18,12 +18,14 @@ from llm_worker_rbee.engine.model_runner import SingleSequence, forward
 from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError
 from llm_worker_rbee.images.prompt import NO_IMAGES, ImageSpan, PromptImages, find_spans, step_arrays
 from llm_worker_rbee.images.sizes import count_tokens, plan_parts
-from llm_worker_rbee.models import load_model, read_model_config
+from llm_worker_rbee.models import load_model, read_model_config, vision_config
 from llm_worker_rbee.models.convert import convert, merge_adapters
 from llm_worker_rbee.models.convert.mmproj import convert_projector
+from llm_worker_rbee.models.families import FAMILIES
 from llm_worker_rbee.models.lora import ModelAdapters
 from llm_worker_rbee.models.vision import VisionTower, load_vision_tower
-from llm_worker_rbee.models.vision_config import read_vision_config
+from llm_worker_rbee.models.vision_config import FAMILIES as VISION_FAMILIES
+from llm_worker_rbee.models.vision_config import open_tower, read_vision_config
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.gguf_writer import write_gguf
 from llm_worker_rbee.weights.lora import read_adapter
@@ -325,6 +327,55 @@ def test_names_of_projector_files_are_those_of_llama_cpp(folder: Callable[[str],
         "v.blk.1.attn_out.weight", "v.blk.0.ffn_up.weight", "v.post_ln.weight", "v.deepstack.2.fc1.weight",
         "v.deepstack.0.norm.bias", "mm.0.weight", "mm.2.bias",
     }  # fmt: skip
+
+
+def test_projector_of_another_family_is_refused(folder: Callable[[str], Path]) -> None:
+    """Qwen2.5-VL and Qwen3-VL agree in all else: the width, M-RoPE, the token."""
+    checkpoint = open_checkpoint(folder("qwen3_vl"))
+    with pytest.raises(
+        ModelFileError, match=r"\(qwen2.5vl_merger\) and .*\(qwen3vl\) .* a model of qwen2vl: yes and no"
+    ):
+        open_tower(checkpoint, read_model_config(checkpoint), folder("qwen2_5_vl"))
+    known = {family.name for family in FAMILIES}
+    assert {name for family in VISION_FAMILIES for name in family.text} <= known
+
+
+@pytest.mark.parametrize("name", tiny_vision.MODELS)
+def test_projector_of_the_same_folder_belongs_to_its_model(name: str, folder: Callable[[str], Path]) -> None:
+    checkpoint = open_checkpoint(folder(name))
+    assert open_tower(checkpoint, read_model_config(checkpoint), folder(name))
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+@pytest.mark.parametrize("name", tiny_vision.MODELS)
+def test_steps_are_planned_for_the_largest_part(
+    name: str, kind: str, folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = folder(name)
+    if kind == "gguf":
+        path = tmp_path / "mmproj.gguf"
+        convert_projector(open_projector(folder(name)), path, "F32")
+    config = read_vision_config(open_projector(path))
+    most, images = config.part_patches, config.images
+    plans = [plan_parts(*size, images) for size in ((900, 900), (600, 900), (900, 300), (30, 30))]
+    patches = [height * width // images.patch**2 for plan in plans for height, width in plan.sizes]
+    assert most / 2 < max(patches) <= most
+    assert config.step_patches == vision_config.STEP_PATCHES > most
+    assert config.step_bytes > 4 * vision_config.STEP_PATCHES * config.model.d_ff
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "llava", "mistral3"])
+def test_images_with_sizes_of_their_own_are_made_smaller(name: str, folder: Callable[[str], Path]) -> None:
+    config = read_vision_config(open_projector(folder(name)))
+    for limit in (4, 12):
+        images = config.limit_images(limit)
+        for size in ((900, 900), (600, 900), (900, 300)):
+            assert 0 < count_tokens(plan_parts(*size, images), images) <= limit
+    large = config.images._replace(longest_edge=2048, max_pixels=2048 * 2048)
+    (height, width), (low_height, low_width) = (
+        plan_parts(2000, 1000, settings).sizes[0] for settings in (large, large.with_detail("low"))
+    )
+    assert low_height * low_width <= 513 * 513 < height * width
 
 
 def test_tokens_are_counted_before_anything_is_decoded() -> None:

@@ -213,7 +213,7 @@ def test_query_times_documents_is_bounded(both: Both, monkeypatch: pytest.Monkey
     assert (reply.status_code, "about 2562 tokens" in reply.text) == (413, True)
     assert both.server.post(RERANK, {**body, "documents": ["b"] * 10, "truncate": True}).status_code == 200
     monkeypatch.undo()
-    monkeypatch.setattr(pooling_supervisor, "MAX_MESSAGE_BYTES", 100)
+    monkeypatch.setattr(pooling_supervisor, "MAX_DATA_BYTES", 100)
     reply = both.server.post(EMBEDDINGS, {"input": ["a" * 20, "b" * 20]})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "input")
 
