@@ -66,6 +66,10 @@ class InferenceError(WorkerError):
     """The forward pass gave logits from which no token can be sampled."""
 
 
+class EngineCrashError(InferenceError):
+    """A request ended the engine's process each time that it was computed alone."""
+
+
 class GrammarDeadEndError(WorkerError, code="GRAMMAR_DEAD_END", status=422):
     """The grammar of a structured output allows no token: it cannot be satisfied, or is too complex."""
 

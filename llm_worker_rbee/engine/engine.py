@@ -307,8 +307,10 @@ class Engine:
             sampled = self._sample(scheduled, logits, tokens)
         except StepStopped:
             self.share.note_request()
-            if self.mask_filler.pending is not None:
+            try:
                 self.mask_filler.wait()
+            except Exception as error:
+                return self.fail_step(scheduled, error)
             self.is_computing = False
             return []
         except Exception as error:
@@ -337,8 +339,7 @@ class Engine:
         return computed
 
     def _sample(self, scheduled: list[ScheduledTokens], logits: Array, tokens: list[int] | None) -> SamplerOutput:
-        if self.mask_filler.pending is not None:
-            self.mask_filler.wait()
+        self.mask_filler.wait()
         return sample(self.model.ops, scheduled, logits, tokens)
 
     def _run_model(self, scheduled: list[ScheduledTokens]) -> tuple[Array, list[int] | None]:

@@ -100,7 +100,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         request.is_finished = False
-        request.waiting_since, request.num_waited_tokens = self.share.clock(), len(request.ids)
+        request.waiting_since, request.num_waited_tokens = self.share.note_request(request.priority), len(request.ids)
         if self.pool.caching:
             size = self.config.block_size
             extend_hashes(request.hashes, request.ids, (len(request.ids) - 1) // size, size, request.extra_keys)
@@ -154,8 +154,8 @@ class Scheduler:
             self._promote_starved()
             self._preempt_for_urgent()
         running, waiting = self.running, self.waiting
-        has_batch = running and running[-1].priority >= BATCH_PRIORITY
-        if not (has_batch or (waiting and waiting[0].priority >= BATCH_PRIORITY)):
+        if not any(request.priority >= BATCH_PRIORITY for request in (*running[-1:], *waiting[:1])):
+            self.share.note_request()
             return self._prepare_states(self._schedule_requests(running[:], budget))
         scheduled, is_alone = list[ScheduledTokens](), self.is_batch_alone
         if not is_alone:

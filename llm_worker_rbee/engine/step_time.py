@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from operator import itemgetter, mul
 from typing import Literal, NamedTuple
 
-from .request import Request, ScheduledTokens
+from .request import BATCH_PRIORITY, Request, ScheduledTokens
 
 StepKind = Literal["prefill", "decode", "mixed"]
 STEP_KINDS: tuple[StepKind, ...] = ("prefill", "decode", "mixed")
@@ -301,9 +301,11 @@ class BatchShare:
         count = self.step_time.prefill_tokens_within(room.limit_s, both, start, max_tokens - both.tokens)
         return count if count >= MIN_CHUNK else MIN_CHUNK * room.is_turn
 
-    def note_request(self) -> None:
-        """Record that another request has come, which the scheduler may not have yet."""
-        self._last_other = self.clock()
+    def note_request(self, priority: int = 0) -> float:
+        """Record that a request has come, which the scheduler may not have yet; return the time."""
+        now = self.clock()
+        self._last_other = now if priority < BATCH_PRIORITY else self._last_other
+        return now
 
     def end_turn(self) -> None:
         """Record that batch rows joined a step."""

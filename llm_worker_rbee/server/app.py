@@ -43,9 +43,8 @@ from ..errors import (
 from ..text_model import TextModel
 from ..tokenizer.tokenizer import MARK
 from . import log, openapi
-from .batch_store import EMBEDDINGS
-from .batches import IS_BATCH, BatchService, FileReply, as_batch_work, batch_service
-from .bodies import Conversation, GenerateRequest, PackedIds
+from .batches import IS_BATCH, BatchService, FileReply, as_batch_work
+from .bodies import Conversation, GenerateRequest, PackedIds, model_of
 from .dialect import GenerateRoute, Handler
 from .dialects import DIALECTS, body_parsers, dialect_of, generate_routes
 from .metrics import CONTENT_TYPE
@@ -316,8 +315,8 @@ class Routes:
         headers["content-type"] = printer.media_type
         return PushStream(reply, ping_s=self.worker.settings.ping_s, headers=headers, ping=printer.ping)
 
-    async def answer(self, path: str, body: bytes) -> Any:
-        """Return the reply to a line of a batch: that of the route, without a client."""
+    async def answer(self, path: str, body: bytes) -> tuple[Any, Exception | None]:
+        """Return the reply to a line of a batch: that of the route, without a client; and the error that it says."""
 
         async def receive() -> Any:
             return {"type": "http.request", "body": body, "more_body": False}
@@ -326,14 +325,11 @@ class Routes:
         scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
         request = Request(scope | {IS_BATCH: True, ON_DISCONNECT: lambda callback: lambda: None}, receive)
         try:
-            if self.worker.settings.has_pool:
-                kind = "embedding" if path == EMBEDDINGS else "chat"
-                batch_service(self.worker).require_turn(await self.worker.find(model_of(body), kind))
-            return await self._of_lines[path](request)
+            return await self._of_lines[path](request), None
         except Exception as error:
             if not isinstance(error, WorkerError):
                 log.request_failed(error)
-            return await _on_error(request, error)
+            return await _on_error(request, error), error
 
     async def _handle(self, handler: Handler, request: Request) -> Any:
         """Call a dialect's handler; convert its result to a response if it is none."""
@@ -413,21 +409,6 @@ def application(worker: Front) -> RequestMiddleware | CORSMiddleware:
     return (
         wrapped if not origins else CORSMiddleware(wrapped, origins, CORS_METHODS, ("*",), expose_headers=CORS_HEADERS)
     )
-
-
-class NamedModel(msgspec.Struct):
-    """What a body is read for before its model is known."""
-
-    model: Any = None
-
-
-def model_of(body: bytes) -> str | None:
-    """Return the model that a body names; one that is not valid is left to its parser."""
-    try:
-        name = msgspec.json.decode(body, type=NamedModel).model
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    return name if isinstance(name, str) else None
 
 
 class DirectRoutes:

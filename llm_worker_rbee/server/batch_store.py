@@ -189,7 +189,7 @@ class FileStore:
 
     @property
     def num_bytes(self) -> int:
-        return sum(file.bytes for file in self.files.values()) + self.num_received
+        return sum(file.bytes for file in list(self.files.values())) + self.num_received
 
     def require_room(self, size: int = 0) -> None:
         """Raise if clients may not keep so many bytes more."""
@@ -265,7 +265,7 @@ class FileStore:
 
     def delete(self, file_id: str) -> None:
         self._unlink(self.get(file_id).id)
-        del self.files[file_id]
+        self.files.pop(file_id, None)  # another thread may have deleted it
 
     @contextmanager
     def receive(self) -> Iterator[tuple[FileIO, Callable[[bytes], None]]]:

@@ -11,16 +11,17 @@ import asyncio
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from uuid import uuid4
 
 import msgspec
 
 from ..engine.request import BATCH_PRIORITY
-from ..errors import ConflictError, InvalidRequestError, NotFoundError, QueueFullError, StorageFullError
+from ..errors import ConflictError, EngineCrashError, InvalidRequestError, NotFoundError, StorageFullError, WorkerError
 from . import log
 from .batch_store import (
     EMBEDDINGS,
@@ -34,29 +35,25 @@ from .batch_store import (
     print_anthropic,
     print_openai,
 )
-from .bodies import GenerateRequest
-from .settings import ServerSettings
+from .bodies import GenerateRequest, model_of
+from .model_pool import RETRY_FAILED_S, Member
+
+if TYPE_CHECKING:
+    from .worker import Front
 
 T = TypeVar("T")
-Answer = Callable[[str, bytes], Awaitable[Any]]  # the response of a route to a body
-
-
-class LineWorker(Protocol):
-    """What batches need of a worker."""
-
-    settings: ServerSettings
-    batches: BatchService | None
-    pool: Any
-
-    @property
-    def chat(self) -> Any: ...
-    def engine_status(self) -> str: ...
+Answer = Callable[[str, bytes], Awaitable[tuple[Any, Exception | None]]]  # the response of a route to a body
 
 
 MAX_OPEN, MAX_BATCHES = 100, 10_000
 MAX_UNWRITTEN = 1_000  # results of a batch in memory
 NUM_EMBEDDINGS = 2  # lines at a time: they have no priorities
 NUM_TRIES, RETRY_S = 3, 1.0  # of a line that failed in the worker; after a refusal for now
+AFTER_ERROR: dict[str, str] = {  # by its code, what a line does; any other error ends it
+    **dict.fromkeys(("QUEUE_FULL", "MODEL_LOADING", "SHUTTING_DOWN"), "wait"),
+    **dict.fromkeys(("INFERENCE_FAILED", "INVALID_MODEL", "DOWNLOAD_FAILED"), "count"),  # a try less
+    **dict.fromkeys(("INSUFFICIENT_MEMORY", "SERVICE_UNAVAILABLE"), "count"),  # the line may be the cause
+}
 DISK_RETRY_S, CLEAN_S = 2.0, 600.0
 POLL_S = 0.1  # whether another model of a pool needs memory
 QUIET_S, MAX_QUIET_S = 3.0, 600.0  # of the other models, before a line has its own loaded; it waits at most so long
@@ -82,6 +79,7 @@ class Batch:
         self.writing: asyncio.Task[None] | None = None
         self.work: asyncio.Task[None] | None = None  # on its lines
         self.runner: asyncio.Task[None] | None = None
+        self.waiting_since: dict[Member, float] = {}  # for their turn in a pool
 
     def apply(self, entries: Iterable[Entry]) -> None:
         """Change the state as entries of the journal say; nothing changes after its end."""
@@ -124,7 +122,7 @@ class Batch:
 class BatchService:
     """The files and batches of a worker, and what answers their lines."""
 
-    def __init__(self, worker: LineWorker, answer: Answer, option: str = "files_dir") -> None:
+    def __init__(self, worker: Front, answer: Answer, option: str = "files_dir") -> None:
         settings = worker.settings
         assert settings.files_dir is not None
         self._worker, self._answer, self._max_line = worker, answer, settings.max_body
@@ -134,7 +132,7 @@ class BatchService:
         self._starting = asyncio.Lock()  # of the batch whose lines are begun
         self._embeddings = asyncio.Semaphore(NUM_EMBEDDINGS)
         self._changed = asyncio.Event()
-        self._waiting_since: dict[Any, float] = {}  # for their turn in a pool
+        self._lines_of = Counter[Member]()  # lines at work of models in a pool
         self._cleaning: asyncio.Task[None] | None = None
         self.batches: dict[str, Batch] = {}
         for batch_id, journal in self.store.journals.items():
@@ -153,7 +151,7 @@ class BatchService:
 
     @property
     def open(self) -> list[Batch]:
-        return [batch for batch in self.batches.values() if batch.is_open]
+        return [batch for batch in list(self.batches.values()) if batch.is_open]
 
     async def stop(self) -> None:
         """Stop at once; open batches go on when the worker starts again."""
@@ -180,6 +178,8 @@ class BatchService:
             code = getattr(error, "field", None) or ("no_input" if is_known else "internal")
             message = str(error) if is_known else "internal error of the worker"
             ending, state["errors"] = "failed", [{"code": code, "message": message, "line": None}]
+            with suppress(Exception):  # the results that it has stay readable
+                state |= await self._stored(lambda: self._write_files(batch))
         state |= {"status": ending, f"{ending}_at": int(time.time()), "counts": batch.counts}
         await self._append(batch, [Entry(state)])
         if ending != "failed":
@@ -234,9 +234,8 @@ class BatchService:
 
     def _num_places(self) -> int:
         """Return how many lines are begun: a full batch of the engine, and some that wait for a place in it."""
-        chats: list[Any] = [self._worker.chat]
-        if self._worker.pool is not None:
-            chats = [member.service for member in self._worker.pool.members if member.source.kind == "chat"]
+        members = self._worker.pool.members
+        chats: list[Any] = [member.service for member in members if member.source.kind == "chat"]
         limits = [chat.admission.limits().max_batch for chat in chats if chat is not None and chat.is_loaded]
         return SPARE_LINES + max(limits, default=0)
 
@@ -247,7 +246,10 @@ class BatchService:
                 result = Result(line.number, line.custom_id, code="invalid_line", message=message)
             else:
                 async with self._embeddings if line.url == EMBEDDINGS else nullcontext():
-                    result = await self._reply(line, file)
+                    result = await self._reply(batch, line, file)
+        except Exception as error:
+            log.request_failed(error)
+            result = Result(line.number, line.custom_id, code="internal", message="internal error of the worker")
         finally:
             self.num_running -= 1
             self._changed.set()
@@ -255,46 +257,65 @@ class BatchService:
         if batch.writing is None or batch.writing.done():
             batch.writing = asyncio.ensure_future(self._write(batch))
 
-    async def _reply(self, line: Line, file: int) -> Result:
+    async def _reply(self, batch: Batch, line: Line, file: int) -> Result:
         """Return the reply to a line, once the worker does not refuse it for now."""
         data = await asyncio.to_thread(os.pread, file, line.size, line.offset)
         body = bytes(msgspec.json.decode(data, type=Envelope).body)
-        request_id, tries = str(uuid4()), 0
+        request_id, tries, member = str(uuid4()), 0, None
         log.correlation_id.set(request_id)
         while True:
-            if (reply := await self._answer_unless_drained(line.url, body)) is None:
-                await asyncio.sleep(RETRY_S)
-                continue
-            status = reply.status_code
-            if status == 500 and self._worker.engine_status() in ("failed", "loading"):
-                status = 503  # the engine restarts, and the line need not be the cause
-            tries += status == 500
-            if status not in (429, 503) and (status != 500 or tries == NUM_TRIES):
-                return Result(line.number, line.custom_id, status, request_id, msgspec.Raw(reply.body))
-            await asyncio.sleep(float(reply.headers.get("retry-after", RETRY_S)))
+            delay = RETRY_S
+            if self._worker.settings.has_pool:
+                with suppress(WorkerError):  # which the route says
+                    member = await self._worker.find(model_of(body), "embedding" if line.url == EMBEDDINGS else "chat")
+            if answered := await self._answer_in_turn(batch, line.url, body, member):
+                reply, error = answered
+                after = "end" if error is None else self._after(error, member)
+                tries += after == "count"
+                if after == "end" or tries == NUM_TRIES:
+                    rows = getattr(reply, "body_iterator", None)  # of a long reply
+                    content = reply.body if rows is None else b"".join([part async for part in rows])
+                    return Result(line.number, line.custom_id, reply.status_code, request_id, msgspec.Raw(content))
+                delay = float(reply.headers.get("retry-after", RETRY_S))
+            has_failed = member is not None and member.state == "failed"  # meanwhile its error is the reply
+            await asyncio.sleep(RETRY_FAILED_S if has_failed else delay)
 
-    async def _answer_unless_drained(self, url: str, body: bytes) -> Any:
-        """Return the reply to a line; None if a request of a client waits for the memory of a model: it goes first."""
-        if (pool := self._worker.pool) is None:
+    def _after(self, error: Exception, member: Member | None) -> str:
+        """Return what a line does after an error."""
+        code = getattr(error, "code", "INFERENCE_FAILED")
+        if code == "TIMEOUT" and member is not None and not member.is_serving:
+            return "count"  # of the load, not of the line
+        after = "end" if isinstance(error, EngineCrashError) else AFTER_ERROR.get(code, "end")
+        return "wait" if after == "count" and self._worker.engine_status() == "failed" else after
+
+    async def _answer_in_turn(self, batch: Batch, url: str, body: bytes, member: Member | None) -> Any:
+        """Return the reply to a line and its error; None if it is not its turn, or another request needs the memory."""
+        if member is None:
             return await self._answer(url, body)
+        if not self._has_turn(batch, member):
+            return None
         work = asyncio.ensure_future(self._answer(url, body))
+        self._lines_of[member] += 1
         try:
             while not (await asyncio.wait([work], timeout=POLL_S))[0]:
-                if any(member.drained_for for member in pool.members):
+                queue = [other for other in self._worker.pool.members if other.waits_for_room]
+                is_behind = any(len(other.waiters) > self._lines_of[other] for other in queue if other is not member)
+                if member.drained_for or (member.waits_for_room and is_behind):
                     return None
             return work.result()
         finally:
+            self._lines_of[member] -= 1
             work.cancel()
 
-    def require_turn(self, member: Any) -> None:
-        """Raise unless a line may have its model loaded: the others of the pool are quiet, or it has waited long."""
+    def _has_turn(self, batch: Batch, member: Member) -> bool:
+        """Return whether a line may have its model: the others of the pool are quiet, or it has waited long."""
+        if member.is_serving:
+            batch.waiting_since.pop(member, None)
+            return True
         now = time.monotonic()
-        since = self._waiting_since.setdefault(member, now)
-        for other in self._worker.pool.residents:
-            is_quiet = now - other.last_used_at >= QUIET_S and not (other.is_busy or other.waiters)
-            if not (member.is_serving or other is member or is_quiet or now - since >= MAX_QUIET_S):
-                raise QueueFullError(f"the model {other.name!r} is at work: a batch waits for it", 1)
-        del self._waiting_since[member]
+        others = [other for other in self._worker.pool.residents if other is not member]
+        is_busy = any(item.is_busy or item.waiters or now - item.last_used_at < QUIET_S for item in others)
+        return now - batch.waiting_since.setdefault(member, now) >= MAX_QUIET_S or not is_busy
 
     async def _write(self, batch: Batch) -> None:
         """Write results until none is left; those that come meanwhile are written together."""
@@ -365,7 +386,7 @@ class BatchService:
 
     def listed(self, kind: str) -> list[Batch]:
         """Return the batches of an API, the latest first."""
-        chosen = [batch for batch in self.batches.values() if batch.id.startswith(f"{kind}_")]
+        chosen = [batch for batch in list(self.batches.values()) if batch.id.startswith(f"{kind}_")]
         return sorted(chosen, key=lambda batch: (-batch.created_at, batch.id))
 
     async def cancel(self, kind: str, batch_id: str) -> Batch:
@@ -402,7 +423,7 @@ class BatchService:
             with suppress(NotFoundError):
                 self.store.delete(batch.state.get(name) or "")
         self.store.delete_journal(batch.id)
-        del self.batches[batch.id]
+        self.batches.pop(batch.id, None)
 
     async def _clean(self) -> None:
         """Delete what is too old, now and then."""
@@ -410,12 +431,13 @@ class BatchService:
             now = time.time()
             for file in list(self.store.files.values()):
                 if (file.expires_at or file.created_at + self.store.max_age_s) <= now:
-                    with suppress(ConflictError):
+                    with suppress(ConflictError, NotFoundError):
                         self.require_unused(file.id)
                         self.store.delete(file.id)
-            for batch in [batch for batch in self.batches.values() if not batch.is_open]:
-                if batch.state[f"{batch.state['status']}_at"] + self.store.max_age_s <= now:
-                    self.delete(batch)
+            for batch in list(self.batches.values()):
+                if batch.state.get(f"{batch.state['status']}_at", now) + self.store.max_age_s <= now:
+                    with suppress(ConflictError):
+                        self.delete(batch)
             await asyncio.sleep(CLEAN_S)
 
     def describe(self) -> dict[str, Any]:
@@ -443,7 +465,7 @@ def as_batch_work(parsed: GenerateRequest) -> GenerateRequest:
     return msgspec.structs.replace(parsed, priority=BATCH_PRIORITY + max(0, parsed.priority))
 
 
-def batch_service(worker: LineWorker) -> BatchService:
+def batch_service(worker: Front) -> BatchService:
     """Return the batches of a worker; raise if it has none."""
     if worker.batches is None:
         raise NotFoundError("files and batches are off: start the worker with --files-dir DIR")

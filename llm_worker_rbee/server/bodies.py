@@ -545,3 +545,18 @@ class ModelDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
 def defaults_file(path: Path) -> Path:
     """Return the path of the defaults of a model."""
     return path.with_name(model_name(f"./{path.name}") + DEFAULTS_SUFFIX)
+
+
+class NamedModel(msgspec.Struct):
+    """What a body is read for before its model is known."""
+
+    model: Any = None
+
+
+def model_of(body: bytes) -> str | None:
+    """Return the model that a body names; one that is not valid is left to its parser."""
+    try:
+        name = msgspec.json.decode(body, type=NamedModel).model
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return name if isinstance(name, str) else None

@@ -22,7 +22,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from ..errors import InferenceError, WorkerError, copy_error, counted
+from ..errors import EngineCrashError, InferenceError, WorkerError, copy_error, counted
 from ..progress import OnStage, TransferProgress
 from .child_process import ChildProcess
 from .protocol import Abort, Failed, Load, Located, LogLine, ModelInfo, PoolingInfo, StageReport
@@ -223,7 +223,7 @@ class SupervisedProcess(ABC, Generic[Info, Request]):
             request.progress_at_death = request.progress
             if request.num_deaths_alone >= DEATHS_TO_REFUSE:
                 message = f"{self.label} {how} twice while it computed this request alone: it is not tried again"
-                self._finish(request, InferenceError(message))
+                self._finish(request, EngineCrashError(message))
         self._isolated = deque(request for request in self._requests.values() if request.is_isolated)
 
     def _finish(self, request: Request, error: WorkerError) -> None:

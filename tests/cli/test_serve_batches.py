@@ -22,6 +22,7 @@ from tests.helpers.process import spawn
 from tests.helpers.serve_process import LIMIT_S, ServeProcess, until
 from tests.helpers.server import SAID, write_model
 from tests.helpers.tiny_pooling import write_bert
+from tests.helpers.token_engine_runs import POISON
 from tests.server.test_batches import CHATS, COMPLETIONS, line, results
 
 from .conftest import Run
@@ -100,6 +101,24 @@ def test_engine_is_killed_and_worker_restarted_in_a_batch(model: Path, tmp_path:
             assert time.monotonic() < end
             time.sleep(0.05)
         require_once(client, batch)
+    serve.close()
+
+
+def test_line_that_kills_the_engine_ends_with_an_error(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(POISON)
+    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
+    serve = ServeProcess("-m", model, "--files-dir", tmp_path / "files", PYTHONPATH=path).ready()
+    with client_of(serve) as client:
+        rows = [line(f"{seed}", prompt="?", max_tokens=40, seed=seed, temperature=1.0) for seed in (1, 666, 2)]
+        file = client.files.create(file=("in.jsonl", "\n".join(rows).encode()), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h")
+        until(lambda: client.batches.retrieve(batch.id).status in ENDED)
+        batch = client.batches.retrieve(batch.id)
+        assert sorted(row["custom_id"] for row in results(client, batch.output_file_id)) == ["1", "2"]
+        (error,) = results(client, batch.error_file_id)
+        assert (error["custom_id"], error["response"]["status_code"]) == ("666", 500)
+        assert "not tried again" in error["response"]["body"]["error"]["message"]
+        assert serve.metric("engine_restarts_total") <= 4
     serve.close()
 
 
@@ -220,9 +239,12 @@ def test_request_of_another_model_goes_before_lines(models: Path) -> None:
 def test_run_batch_of_embeddings(cli: Run, model: Path, models: Path, tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join([line("text"), *(line(f"{i}", EMBEDDINGS, input=[f"{i}", "b"]) for i in range(5))]))
+    with source.open("a") as file:
+        file.write("\n" + line("long", EMBEDDINGS, input=["b"] * 2_000))
     done = cli("run-batch", source, target, "-m", model, "--embedding-model", models / "embedder")
     assert done.returncode == 0, done.stderr
     printed = {one["custom_id"]: one["response"]["body"] for one in map(json.loads, target.read_text().splitlines())}
-    assert {name: len(body.get("data", ())) for name, body in printed.items()} == {"text": 0} | dict.fromkeys(
-        "01234", 2
-    )
+    assert {name: len(body.get("data", ())) for name, body in printed.items()} == {
+        **{"text": 0, "long": 2_000},
+        **dict.fromkeys("01234", 2),
+    }

@@ -130,6 +130,21 @@ def test_long_steps_once_no_request_came_for_a_while() -> None:
     assert not any(row in paper.finished for row in rows)
 
 
+def test_steps_are_short_after_a_request_that_had_no_batch_work_beside_it() -> None:
+    paper = PaperScheduler(n_blocks=4096, max_batch=16, max_step_tokens=512)
+    paper.share.step_time.coefficients, paper.share.long_step_s = CPU, LONG_STEP_S
+    chat = paper.request([99] * 5, 300)
+    while chat not in paper.finished:
+        paper.step()
+        paper.now += 0.1
+    assert paper.now > QUIET_S
+    for i in range(8):
+        paper.request([i] * 400, 100, priority=BATCH_PRIORITY)
+    assert seconds(paper, paper.step()) <= MAX_STEP_S
+    paper.now += QUIET_S
+    assert seconds(paper, paper.step()) > MAX_STEP_S
+
+
 def test_chat_takes_blocks_and_places_of_batch_rows() -> None:
     paper = PaperScheduler(n_blocks=16, max_batch=4)
     rows = [paper.request([i] * 9, 3, priority=BATCH_PRIORITY) for i in range(4)]
