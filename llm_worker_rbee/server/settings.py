@@ -19,6 +19,7 @@ from .schema import is_name_of
 
 VARIABLES = ("LLM_WORKER_API_KEY", "LLORCH_API_TOKEN")  # the second is the Rust worker's
 MAX_FILE_BYTES = 4096
+RETRY_FAILED_S = 5.0  # so long after a failed load requests get its error, and no new try
 
 
 class Key(NamedTuple):
