@@ -304,7 +304,8 @@ class Engine:
         self.is_computing = True
         try:
             logits, tokens = self._run(scheduled)
-            sampled = self._sample(scheduled, logits, tokens)
+            self.mask_filler.wait()
+            sampled = sample(self.model.ops, scheduled, logits, tokens)
         except StepStopped:
             self.share.note_request()
             try:
@@ -338,10 +339,6 @@ class Engine:
             self.mask_filler.start(guided)
         return computed
 
-    def _sample(self, scheduled: list[ScheduledTokens], logits: Array, tokens: list[int] | None) -> SamplerOutput:
-        self.mask_filler.wait()
-        return sample(self.model.ops, scheduled, logits, tokens)
-
     def _run_model(self, scheduled: list[ScheduledTokens]) -> tuple[Array, list[int] | None]:
         if self.encoder is not None:
             self.encoder.prepare(scheduled)
@@ -355,9 +352,7 @@ class Engine:
     def update(self, scheduled: list[ScheduledTokens], sampled: SamplerOutput) -> list[StepOutput]:
         is_guided = self.scheduler.num_guided > 0
         outputs = self.scheduler.update(scheduled, sampled)
-        if is_guided:
-            return consume_outputs(outputs, self.scheduler.remove, self.mask_filler)
-        return outputs
+        return consume_outputs(outputs, self.scheduler.remove, self.mask_filler) if is_guided else outputs
 
     def fail_step(self, scheduled: list[ScheduledTokens], error: Exception) -> list[StepOutput]:
         """Finish the requests of a failed step with an error; the others go on."""

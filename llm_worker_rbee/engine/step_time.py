@@ -269,8 +269,7 @@ class BatchShare:
 
     def room(self, others: Sequence[ScheduledTokens], *, is_alone: bool) -> Room | None:
         """Return the room beside the other requests of a step; None: batch work waits."""
-        now = self.clock()
-        self._last_other = self._last_other if is_alone else now
+        now = self.note_request(BATCH_PRIORITY if is_alone else 0)
         self.is_long = now - self._last_other >= QUIET_S
         if is_alone:
             return Room(max(self.max_step_s, self.long_step_s * self.is_long), True, NOTHING)

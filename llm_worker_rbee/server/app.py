@@ -11,7 +11,7 @@ import platform
 import re
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from functools import cache, partial
@@ -43,7 +43,7 @@ from ..errors import (
 from ..text_model import TextModel
 from ..tokenizer.tokenizer import MARK
 from . import log, openapi
-from .batches import IS_BATCH, BatchService, FileReply, as_batch_work
+from .batches import IS_BATCH, BatchService, as_batch_work
 from .bodies import Conversation, GenerateRequest, PackedIds, model_of
 from .dialect import GenerateRoute, Handler
 from .dialects import DIALECTS, body_parsers, dialect_of, generate_routes
@@ -334,10 +334,8 @@ class Routes:
     async def _handle(self, handler: Handler, request: Request) -> Any:
         """Call a dialect's handler; convert its result to a response if it is none."""
         answer = await handler(RequestCall(request, dialect_of(request.url.path).takes_any_content_type))
-        if isinstance(answer, FileReply):
-            return StreamingResponse(answer.chunks, 200, {"content-length": str(answer.size)}, answer.media_type)
         if isinstance(answer, tuple):
-            return json_response(*answer)
+            return (StreamingResponse if isinstance(answer[0], Iterator) else json_response)(*answer)
         return json_response(answer) if isinstance(answer, dict) else answer
 
     async def _offload(self, parser: str, reply: Callable[[TextModel, Any], bytes], request: Request) -> Response:

@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from uuid import uuid4
 
@@ -36,23 +35,20 @@ from .batch_store import (
     print_openai,
 )
 from .bodies import GenerateRequest, model_of
-from .model_pool import RETRY_FAILED_S, Member
+from .settings import RETRY_FAILED_S
 
 if TYPE_CHECKING:
-    from .worker import Front
+    from .model_pool import Member
 
 T = TypeVar("T")
 Answer = Callable[[str, bytes], Awaitable[tuple[Any, Exception | None]]]  # the response of a route to a body
-
-
 MAX_OPEN, MAX_BATCHES = 100, 10_000
 MAX_UNWRITTEN = 1_000  # results of a batch in memory
 NUM_EMBEDDINGS = 2  # lines at a time: they have no priorities
 NUM_TRIES, RETRY_S = 3, 1.0  # of a line that failed in the worker; after a refusal for now
 AFTER_ERROR: dict[str, str] = {  # by its code, what a line does; any other error ends it
     **dict.fromkeys(("QUEUE_FULL", "MODEL_LOADING", "SHUTTING_DOWN"), "wait"),
-    **dict.fromkeys(("INFERENCE_FAILED", "INVALID_MODEL", "DOWNLOAD_FAILED"), "count"),  # a try less
-    **dict.fromkeys(("INSUFFICIENT_MEMORY", "SERVICE_UNAVAILABLE"), "count"),  # the line may be the cause
+    **dict.fromkeys(("INFERENCE_FAILED", "INSUFFICIENT_MEMORY", "SERVICE_UNAVAILABLE", "INVALID_MODEL"), "count"),
 }
 DISK_RETRY_S, CLEAN_S = 2.0, 600.0
 POLL_S = 0.1  # whether another model of a pool needs memory
@@ -122,7 +118,7 @@ class Batch:
 class BatchService:
     """The files and batches of a worker, and what answers their lines."""
 
-    def __init__(self, worker: Front, answer: Answer, option: str = "files_dir") -> None:
+    def __init__(self, worker: Any, answer: Answer, option: str = "files_dir") -> None:
         settings = worker.settings
         assert settings.files_dir is not None
         self._worker, self._answer, self._max_line = worker, answer, settings.max_body
@@ -132,7 +128,7 @@ class BatchService:
         self._starting = asyncio.Lock()  # of the batch whose lines are begun
         self._embeddings = asyncio.Semaphore(NUM_EMBEDDINGS)
         self._changed = asyncio.Event()
-        self._lines_of = Counter[Member]()  # lines at work of models in a pool
+        self._lines_of: Counter[Member] = Counter()  # lines at work of models in a pool
         self._cleaning: asyncio.Task[None] | None = None
         self.batches: dict[str, Batch] = {}
         for batch_id, journal in self.store.journals.items():
@@ -172,8 +168,7 @@ class BatchService:
             state = await self._stored(lambda: self._write_files(batch))
             ending = batch.state["ending"]
         except Exception as error:
-            is_known = isinstance(error, InvalidRequestError | NotFoundError)
-            if not is_known:
+            if not (is_known := isinstance(error, InvalidRequestError | NotFoundError)):
                 log.request_failed(error)
             code = getattr(error, "field", None) or ("no_input" if is_known else "internal")
             message = str(error) if is_known else "internal error of the worker"
@@ -222,20 +217,16 @@ class BatchService:
     async def _run_lines(self, batch: Batch, lines: Iterable[Line], file: int) -> None:
         """Answer as many lines at a time as fill the engine; those of another batch begin after all of them."""
         async with asyncio.TaskGroup() as group, self._starting:
-            for line in lines:
-                if line.number not in batch.finished:
-                    while (
-                        self.problem or self.num_running >= self._num_places() or len(batch.unwritten) >= MAX_UNWRITTEN
-                    ):
-                        self._changed.clear()
-                        await self._changed.wait()
-                    self.num_running += 1
-                    group.create_task(self._run_line(batch, line, file))
+            for line in (line for line in lines if line.number not in batch.finished):
+                while self.problem or self.num_running >= self._num_places() or len(batch.unwritten) >= MAX_UNWRITTEN:
+                    self._changed.clear()
+                    await self._changed.wait()
+                self.num_running += 1
+                group.create_task(self._run_line(batch, line, file))
 
     def _num_places(self) -> int:
         """Return how many lines are begun: a full batch of the engine, and some that wait for a place in it."""
-        members = self._worker.pool.members
-        chats: list[Any] = [member.service for member in members if member.source.kind == "chat"]
+        chats: list[Any] = [member.service for member in self._worker.pool.members if member.source.kind == "chat"]
         limits = [chat.admission.limits().max_batch for chat in chats if chat is not None and chat.is_loaded]
         return SPARE_LINES + max(limits, default=0)
 
@@ -261,14 +252,15 @@ class BatchService:
         """Return the reply to a line, once the worker does not refuse it for now."""
         data = await asyncio.to_thread(os.pread, file, line.size, line.offset)
         body = bytes(msgspec.json.decode(data, type=Envelope).body)
-        request_id, tries, member = str(uuid4()), 0, None
+        request_id, tries = str(uuid4()), 0
         log.correlation_id.set(request_id)
         while True:
-            delay = RETRY_S
+            delay, member = RETRY_S, None
             if self._worker.settings.has_pool:
                 with suppress(WorkerError):  # which the route says
                     member = await self._worker.find(model_of(body), "embedding" if line.url == EMBEDDINGS else "chat")
-            if answered := await self._answer_in_turn(batch, line.url, body, member):
+            has_turn = member is None or self._has_turn(batch, member)
+            if has_turn and (answered := await self._answer_unless_drained(line.url, body, member)):
                 reply, error = answered
                 after = "end" if error is None else self._after(error, member)
                 tries += after == "count"
@@ -288,12 +280,10 @@ class BatchService:
         after = "end" if isinstance(error, EngineCrashError) else AFTER_ERROR.get(code, "end")
         return "wait" if after == "count" and self._worker.engine_status() == "failed" else after
 
-    async def _answer_in_turn(self, batch: Batch, url: str, body: bytes, member: Member | None) -> Any:
-        """Return the reply to a line and its error; None if it is not its turn, or another request needs the memory."""
+    async def _answer_unless_drained(self, url: str, body: bytes, member: Member | None) -> Any:
+        """Return the reply to a line and its error; None if another request needs the memory: it goes first."""
         if member is None:
             return await self._answer(url, body)
-        if not self._has_turn(batch, member):
-            return None
         work = asyncio.ensure_future(self._answer(url, body))
         self._lines_of[member] += 1
         try:
@@ -465,11 +455,11 @@ def as_batch_work(parsed: GenerateRequest) -> GenerateRequest:
     return msgspec.structs.replace(parsed, priority=BATCH_PRIORITY + max(0, parsed.priority))
 
 
-def batch_service(worker: Front) -> BatchService:
+def batch_service(worker: Any) -> BatchService:
     """Return the batches of a worker; raise if it has none."""
-    if worker.batches is None:
+    if (service := cast(BatchService | None, worker.batches)) is None:
         raise NotFoundError("files and batches are off: start the worker with --files-dir DIR")
-    return worker.batches
+    return service
 
 
 def page_of(query: Mapping[str, str], entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -487,15 +477,7 @@ def page_of(query: Mapping[str, str], entries: Sequence[dict[str, Any]]) -> dict
     return {"object": "list", "data": shown, "has_more": first + len(shown) < len(entries), **ids}
 
 
-@dataclass(frozen=True, slots=True)
-class FileReply:
-    """The bytes of a file as a reply."""
-
-    chunks: Iterator[bytes]
-    size: int
-    media_type: str
-
-
-def stream_file(service: BatchService, file_id: str, media_type: str) -> FileReply:
-    """Return a file of clients, or of results, as a reply."""
-    return FileReply(service.store.read(file_id), service.store.get(file_id).bytes, media_type)
+def stream_file(service: BatchService, file_id: str, media_type: str) -> tuple[Iterator[bytes], int, dict[str, str]]:
+    """Return a file of clients, or of results, with the status and headers of a reply."""
+    headers = {"content-length": str(service.store.get(file_id).bytes), "content-type": media_type}
+    return service.store.read(file_id), 200, headers

@@ -550,13 +550,12 @@ def defaults_file(path: Path) -> Path:
 class NamedModel(msgspec.Struct):
     """What a body is read for before its model is known."""
 
-    model: Any = None
+    model: str | None = None
 
 
 def model_of(body: bytes) -> str | None:
     """Return the model that a body names; one that is not valid is left to its parser."""
     try:
-        name = msgspec.json.decode(body, type=NamedModel).model
+        return msgspec.json.decode(body, type=NamedModel).model
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    return name if isinstance(name, str) else None

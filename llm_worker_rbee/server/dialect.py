@@ -177,7 +177,7 @@ def require_store(worker: Front, call: Call) -> ModelStore:
     return worker.store
 
 
-# Returns a response, or what becomes one: an object or (object, status, headers).
+# Returns a response, or what becomes one: an object or (object or bytes, status, headers).
 Handler = Callable[[Call], Awaitable[Any]]
 
 

@@ -35,12 +35,16 @@ from ..errors import (
 from ..machine import trim_heap
 from ..progress import Stage
 from ..text_model import TextModel
+<<<<<<< HEAD
 from .settings import LATEST
+=======
+from .schema import LATEST
+from .settings import RETRY_FAILED_S
+>>>>>>> fixb
 
 State = Literal["unloaded", "loading", "loaded", "sleeping", "failed"]
 MAX_WAITING = 512  # requests that wait for a model to be loaded
 TURN_S = 30.0  # so long a busy model takes no new requests for one that waits for its memory, then it serves as long
-RETRY_FAILED_S = 5.0  # so long after a failed load requests get its error, and no new try
 logger = logging.getLogger("llm_worker_rbee.server")
 
 
