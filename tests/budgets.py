@@ -301,7 +301,7 @@ LOG: tuple[Raise, ...] = (
 )
 
 FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the folders that have a row of their own
-    "llm_worker_rbee": (Budget(3_543, 4_039), Budget(14, 14)),
+    "llm_worker_rbee": (Budget(3_543, 4_056), Budget(14, 14)),
     "llm_worker_rbee/backends": (Budget(1_907, 2_297), Budget(8, 9)),
     "llm_worker_rbee/backends/cpu": (Budget(2_777, 3_152), Budget(12, 13)),
     "llm_worker_rbee/backends/cpu/kernels": (Budget(4_958, 5_693), Budget(18, 19)),
@@ -310,14 +310,14 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "llm_worker_rbee/backends/cuda/kernels": (Budget(4_049, 5_033), Budget(14, 16)),
     "llm_worker_rbee/cli": (Budget(3_837, 4_906), Budget(15, 19)),
     "llm_worker_rbee/cluster": (Budget(699, 710), Budget(6, 6)),
-    "llm_worker_rbee/engine": (Budget(3_307, 5_495), Budget(18, 21)),
-    "llm_worker_rbee/images": (Budget(0, 687), Budget(0, 5)),
+    "llm_worker_rbee/engine": (Budget(3_307, 5_533), Budget(18, 21)),
+    "llm_worker_rbee/images": (Budget(0, 706), Budget(0, 5)),
     "llm_worker_rbee/layers": (Budget(527, 592), Budget(8, 8)),
-    "llm_worker_rbee/models": (Budget(3_580, 5_178), Budget(20, 24)),
-    "llm_worker_rbee/server": (Budget(9_136, 13_581), Budget(42, 45)),
+    "llm_worker_rbee/models": (Budget(3_580, 5_205), Budget(20, 24)),
+    "llm_worker_rbee/server": (Budget(9_136, 13_616), Budget(42, 45)),
     "llm_worker_rbee/structured_outputs": (Budget(1_658, 1_676), Budget(7, 7)),
     "llm_worker_rbee/token_engine": (Budget(2_499, 2_739), Budget(16, 14)),
-    "llm_worker_rbee/tokenizer": (Budget(4_633, 4_831), Budget(17, 17)),
+    "llm_worker_rbee/tokenizer": (Budget(4_633, 4_853), Budget(17, 17)),
     "llm_worker_rbee/weights": (Budget(4_502, 5_225), Budget(18, 20)),
     "llm_worker_bench": (Budget(11_209, 11_572), Budget(55, 55)),
     "llm_worker_bench/commands": (Budget(1_806, 1_972), Budget(10, 11)),
@@ -326,7 +326,7 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "benchmarks/pages": (Budget(1_045, 1_044), Budget(8, 8)),
 }
 COUNTS = {
-    "lines of the worker": Budget(57_243, 72_002),
+    "lines of the worker": Budget(57_243, 72_168),
     "files of the worker": Budget(252, 281),
     "files of a streamed chat": Budget(62, 57),
     "largest number of imported modules": Budget(27, 26),

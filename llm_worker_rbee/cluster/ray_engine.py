@@ -23,7 +23,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import DeploymentStatus
 
-from ..errors import DeadlineError, InferenceError, WorkerError, copy_error, counted
+from ..errors import DeadlineError, EngineCrashError, InferenceError, WorkerError, copy_error, counted
 from ..progress import OnStage, Stage
 from ..token_engine.protocol import (
     VERSION,
@@ -165,7 +165,7 @@ class RayEngine(TokenEngine):
             num_deaths, num_losses, num_tokens = num_deaths + request.is_running, num_losses + 1, len(request.tokens)
             if num_deaths >= MAX_DEATHS:
                 message = f"{MAX_DEATHS} engines in a row died while they ran this request: it is not tried again"
-                raise InferenceError(message)
+                raise EngineCrashError(message)
             request.is_running, request.num_computed_tokens = False, 0
             request.num_restarts += 1
             pause = min(FIRST_BACKOFF_S * 2 ** (num_losses - 1), MAX_BACKOFF_S)

@@ -35,12 +35,7 @@ from ..errors import (
 from ..machine import trim_heap
 from ..progress import Stage
 from ..text_model import TextModel
-<<<<<<< HEAD
-from .settings import LATEST
-=======
-from .schema import LATEST
-from .settings import RETRY_FAILED_S
->>>>>>> fixb
+from .settings import LATEST, RETRY_FAILED_S
 
 State = Literal["unloaded", "loading", "loaded", "sleeping", "failed"]
 MAX_WAITING = 512  # requests that wait for a model to be loaded

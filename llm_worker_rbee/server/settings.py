@@ -18,11 +18,8 @@ from ..errors import InvalidRequestError
 
 VARIABLES = ("LLM_WORKER_API_KEY", "LLORCH_API_TOKEN")  # the second is the Rust worker's
 MAX_FILE_BYTES = 4096
-<<<<<<< HEAD
 LATEST = ":latest"  # the tag that clients of Ollama add to the name of a model, or leave out
-=======
 RETRY_FAILED_S = 5.0  # so long after a failed load requests get its error, and no new try
->>>>>>> fixb
 
 
 class Key(NamedTuple):
