@@ -14,18 +14,18 @@ MAX_CHARACTERS = 72
 VERB_LIST = """
 accept adapt add adopt align allow annotate answer apply ask assert attach avoid ban bind bound break bring build
 cache call cap change check choose clean close collect compare compile complete compute convert copy correct count cut
-decide declare decode delete deny describe detach detect do document draw drop emit encode end evict exclude explain export
-expose extend extract fetch fill find finish fit fix fold follow free fuse generate give group guard hand handle hash
-hide hold ignore import include increase index infer inline install join journal keep kill launch leave let limit link
-list load lock log look lower make map mark match measure mend merge mix move multiply name normalize note number offer
-offload open order own pack page parse pass persist pick pin place plan play point prefer prefetch prefill prepare
-print profile project prove publish pull put quantize queue quote raise reach read rebuild record redraw reduce refuse
-register reject release remove rename render repack repair repeat replace report requantize require reserve reset
-resolve restart restore resume retry return reuse revert rework rewrite rotate round route run sample save say scale
-scan schedule score seed select send separate serve set share shift ship shorten show sign simplify size skip sleep
-sort speed spell split spread start state stop store stream stress strip sum support swap sync take tell test time
-tokenize trace translate treat trigger trim trust try tune turn type undo unify unload unpack update upgrade use
-validate verify wait wake walk warm warn widen wire wrap write
+decide declare decode delete deny describe detach detect do document draw drop emit encode end evict exclude explain
+export expose extend extract fetch fill find finish fit fix fold follow free fuse generate give group guard hand
+handle hash hide hold ignore import include increase index infer inline install join journal keep kill launch leave
+let limit link list load lock log look lower make map mark match measure mend merge mix move multiply name normalize
+note number offer offload open order own pack page parse pass persist pick pin place plan play point prefer prefetch
+prefill prepare print profile project prove publish pull put quantize queue quote raise reach read rebuild record
+redraw reduce refuse register reject release remove rename render repack repair repeat replace report requantize
+require reserve reset resolve restart restore resume retry return reuse revert rework rewrite rotate round route run
+sample save say scale scan schedule score seed select send separate serve set share shift ship shorten show sign
+simplify size skip sleep sort speed spell split spread start state stop store stream stress strip sum support swap
+sync take tell test time tokenize trace translate treat trigger trim trust try tune turn type undo unify unload unpack
+update upgrade use validate verify wait wake walk warm warn widen wire wrap write
 """
 VERBS = frozenset(VERB_LIST.split())
 
