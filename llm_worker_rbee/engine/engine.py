@@ -304,8 +304,7 @@ class Engine:
         self.is_computing = True
         try:
             logits, tokens = self._run(scheduled)
-            self.mask_filler.wait()
-            sampled = sample(self.model.ops, scheduled, logits, tokens)
+            sampled = self._sample(scheduled, logits, tokens)
         except StepStopped:
             self.share.note_request()
             try:
@@ -338,6 +337,10 @@ class Engine:
         if guided and self.model.ops.has_device_memory:  # which computes while the host fills masks
             self.mask_filler.start(guided)
         return computed
+
+    def _sample(self, scheduled: list[ScheduledTokens], logits: Array, tokens: list[int] | None) -> SamplerOutput:
+        self.mask_filler.wait()
+        return sample(self.model.ops, scheduled, logits, tokens)
 
     def _run_model(self, scheduled: list[ScheduledTokens]) -> tuple[Array, list[int] | None]:
         if self.encoder is not None:
