@@ -310,7 +310,7 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "llm_worker_rbee/backends/cuda/kernels": (Budget(4_049, 5_033), Budget(14, 16)),
     "llm_worker_rbee/cli": (Budget(3_837, 4_906), Budget(15, 19)),
     "llm_worker_rbee/cluster": (Budget(699, 710), Budget(6, 6)),
-    "llm_worker_rbee/engine": (Budget(3_307, 5_536), Budget(18, 21)),
+    "llm_worker_rbee/engine": (Budget(3_307, 5_537), Budget(18, 21)),
     "llm_worker_rbee/images": (Budget(0, 706), Budget(0, 5)),
     "llm_worker_rbee/layers": (Budget(527, 592), Budget(8, 8)),
     "llm_worker_rbee/models": (Budget(3_580, 5_205), Budget(20, 24)),
@@ -326,7 +326,7 @@ FOLDERS: dict[str, tuple[Budget, Budget]] = {  # lines and files, without the fo
     "benchmarks/pages": (Budget(1_045, 1_044), Budget(8, 8)),
 }
 COUNTS = {
-    "lines of the worker": Budget(57_243, 72_171),
+    "lines of the worker": Budget(57_243, 72_172),
     "files of the worker": Budget(252, 281),
     "files of a streamed chat": Budget(62, 57),
     "largest number of imported modules": Budget(27, 26),

@@ -339,7 +339,8 @@ class Engine:
         return computed
 
     def _sample(self, scheduled: list[ScheduledTokens], logits: Array, tokens: list[int] | None) -> SamplerOutput:
-        self.mask_filler.wait()
+        if self.mask_filler.pending is not None:
+            self.mask_filler.wait()
         return sample(self.model.ops, scheduled, logits, tokens)
 
     def _run_model(self, scheduled: list[ScheduledTokens]) -> tuple[Array, list[int] | None]:
