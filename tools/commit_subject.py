@@ -14,7 +14,8 @@ MAX_CHARACTERS = 72
 VERB_LIST = """
 accept adapt add adopt align allow annotate answer apply ask assert attach avoid ban bind bound break bring build
 cache call cap change check choose clean close collect compare compile complete compute convert copy correct count cut
-decide declare decode delete deny describe detach detect do document draw drop emit encode end enter evict exclude explain
+decide declare decode delete deny describe detach detect do document draw drop emit encode end enter evict exclude
+explain
 export expose extend extract fetch fill find finish fit fix fold follow free fuse generate give group guard hand
 handle hash hide hold ignore import include increase index infer inline install join journal keep kill launch leave
 let limit link list load lock log look lower make map mark match measure mend merge mix move multiply name normalize
