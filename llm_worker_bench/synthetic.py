@@ -10,7 +10,7 @@ that begin with different ones: a model of 16 GB takes the time and memory of it
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -172,8 +172,16 @@ def without_weights(spec: Spec) -> Checkpoint:
     return Checkpoint(Path(str(spec)), "gguf", spec.shape.architecture, metadata(spec), {}, {})
 
 
-def write(spec: Spec, path: Path, seed: int = 0, progress: StepProgress | None = None) -> Path:
-    """Write the model as a GGUF file."""
+def write(
+    spec: Spec,
+    path: Path,
+    seed: int = 0,
+    progress: StepProgress | None = None,
+    *,
+    control_tokens: Sequence[str] = (),
+    keys: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write the model as a GGUF file; `control_tokens` are the last ones of its vocabulary, `keys` more metadata."""
     needed, free = spec.nbytes, shutil.disk_usage(path.parent).free
     if needed + RESERVE_BYTES > free:
         raise WorkerError(
@@ -182,7 +190,7 @@ def write(spec: Spec, path: Path, seed: int = 0, progress: StepProgress | None =
         )
     tensors = checkpoint(spec, seed, progress).tensors
     raws = {name: Raw(t.kind.name, t.shape, t.data) for name, t in tensors.items()}
-    return write_gguf(path, {**metadata(spec), **_vocabulary(spec.shape)}, raws)
+    return write_gguf(path, {**metadata(spec), **_vocabulary(spec.shape, control_tokens), **(keys or {})}, raws)
 
 
 def metadata(spec: Spec) -> dict[str, Any]:
@@ -199,7 +207,7 @@ def metadata(spec: Spec) -> dict[str, Any]:
     return {f"{section}.{key}": value for section, pairs in sections for key, value in pairs.items()}
 
 
-def _vocabulary(shape: Shape) -> dict[str, Any]:
+def _vocabulary(shape: Shape, control_tokens: Sequence[str] = ()) -> dict[str, Any]:
     """Return a vocabulary of the right size: control tokens, then invented pieces; WordPiece for encoders."""
     size, is_encoder = shape.vocabulary, shape.architecture == "bert"
     special: dict[str, Any]
@@ -214,12 +222,14 @@ def _vocabulary(shape: Shape) -> dict[str, Any]:
         kinds = [2, 3, 3] + [6] * 256
     word = "\u2581t{}" if is_encoder else "t{}"  # a word begins so in llama.cpp's form of WordPiece
     tokens = [*head, *(word.format(number) for number in range(size - len(head)))][:size]
+    tokens[size - len(control_tokens) :] = control_tokens
+    kinds = [*kinds, *[1] * (size - len(kinds) - len(control_tokens)), *[3] * len(control_tokens)]
     scores = Typed("float32", [-float(number) for number in range(size)])
     keys = {
         "model": "bert" if is_encoder else "llama",
         "tokens": tokens,
         "scores": scores,
-        "token_type": Typed("int32", (kinds + [1] * size)[:size]),
+        "token_type": Typed("int32", kinds[:size]),
         **special,
     }
     return {f"tokenizer.ggml.{key}": value for key, value in keys.items()}

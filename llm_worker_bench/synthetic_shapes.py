@@ -93,8 +93,13 @@ SHAPES: dict[str, Shape] = {
     ),
     "tinyllama-1.1b": Shape(22, 2048, 32, 4, 5632, 32000, 2048),
     "smollm2-135m": Shape(30, 576, 9, 3, 1536, 49152, 8192, rope_base=100000.0, tied=True),
+    "smolvlm-256m": Shape(30, 576, 9, 3, 1536, 49280, 8192, rope_base=100000.0, tied=True),
     "smollm2-1.7b": Shape(24, 2048, 32, 32, 8192, 49152, 8192, rope_base=130000.0, tied=True),
     "qwen2.5-0.5b": Shape(24, 896, 14, 2, 4864, 151936, 32768, 1e6, tied=True, eps=1e-6, architecture="qwen2"),
+    "qwen2.5-vl-7b": Shape(
+        28, 3584, 28, 4, 18944, 152064, 128000, 1e6, eps=1e-6, architecture="qwen2vl",
+        keys={"rope.dimension_sections": [16, 24, 24, 0]},
+    ),
     "qwen3-30b-a3b": Shape(
         48, 2048, 32, 4, 6144, 151936, 40960, 1e6, eps=1e-6, architecture="qwen3moe", head_dim=128, experts=128,
         used_experts=8, expert_ff=768,
