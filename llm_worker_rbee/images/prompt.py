@@ -190,7 +190,7 @@ def step_arrays(
             ends[offsets] = span.stop
             at += int(high - low)
         first += stop - start
-    fields |= {"images": np.concatenate(pieces), "image_rows": image_rows}
+    fields |= {"images": np.concatenate(pieces) if len(pieces) > 1 else pieces[0], "image_rows": image_rows}
     if ids is not None:
         fields["ids"] = np.where(image_rows < 0, ids, PADDING)
     if sees_both_ways:

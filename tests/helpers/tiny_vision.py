@@ -41,6 +41,7 @@ class Width(NamedTuple):
 
 
 WIDTH, WIDE = Width(48, 80, 3), Width(256, 512, 4)  # blocks of Q4_K have 256 values
+UNALIGNED = 84  # width of an MLP whose rows do not begin at 16 bytes
 IMAGE_TOKEN, BREAK_TOKEN = 100, 99
 SIZES = ("image_sizes", "image_position_ids")  # what transformers' processors say of them
 SPECIAL = {
@@ -56,6 +57,7 @@ def _qwen2_5_vl() -> Any:
     text = TEXT | {"rope_parameters": rope, "tie_word_embeddings": False, "num_attention_heads": 2}
     vision = {
         "depth": 4, **WIDTH.sizes(), "num_heads": WIDTH.heads, "patch_size": 14, "window_size": 56,
+        "intermediate_size": UNALIGNED,
         "fullatt_block_indexes": [1, 3], "out_hidden_size": 64,
     }  # fmt: skip
     config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **SPECIAL)
