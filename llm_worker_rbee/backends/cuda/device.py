@@ -132,6 +132,15 @@ def upload(array: NDArray[Any] | torch.Tensor, device: torch.device, dtype: torc
 
 
 @contextmanager
+def copying_on(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Copy on this stream: on that of the steps, each copy would wait for the steps that are launched."""
+    with torch.cuda.stream(stream):  # None: no other one
+        yield
+    if stream is not None:
+        stream.synchronize()
+
+
+@contextmanager
 def as_memory_error() -> Iterator[None]:
     """Raise MemoryError if the device runs out of memory, as the host does."""
     try:

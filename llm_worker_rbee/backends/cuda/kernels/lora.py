@@ -22,6 +22,7 @@ from triton import cdiv
 
 from ....weights.lora import LowRank
 from ...ops import LoraSite, SitePairs
+from ..device import upload
 from ..packed_weight import Activations
 from .gemm import GROUP_BLOCKS, interleaved_offset
 
@@ -198,7 +199,7 @@ class SiteTable(dict[int, Any]):
         if packed is not None:
             self._held[slot], self[slot], self.factors[slot] = packed, packed.pairs, packed.factor
             if packed.record:
-                self.records[slot] = torch.tensor(packed.record, device=self.records.device)
+                self.records[slot] = upload(np.array(packed.record), self.records.device, torch.int64)
 
 
 def max_tiles(tokens: int, num_slots: int) -> int:
