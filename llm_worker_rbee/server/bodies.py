@@ -10,6 +10,7 @@ are JSON for the chat template. That process imports this module and the dialect
 from __future__ import annotations
 
 import re
+import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -124,6 +125,14 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     values: dict[str, Any] = {}  # what the dialect needs for its reply
     ignored: list[str] = []  # names of unknown fields
     skipped: list[str] = []  # types of tools that this worker does not have
+
+    @property
+    def timeout_s(self) -> float | None:
+        return None if self.timeout_ms is None else self.timeout_ms / 1000
+
+    def time_left(self, started_at: float) -> float | None:
+        """Return what is left of the timeout of a request that came then, as time.perf_counter() gives it."""
+        return None if self.timeout_s is None else max(0.001, self.timeout_s - (time.perf_counter() - started_at))
 
     @property
     def chat(self) -> ChatOptions | None:
@@ -471,7 +480,7 @@ def chat_options(
 
 
 class DefaultMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A message before those of a request."""
+    """A message before the messages of a request."""
 
     role: Literal["system", "user", "assistant"]
     content: str
@@ -492,7 +501,7 @@ class ModelDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
         except msgspec.ValidationError as error:
             raise InvalidRequestError(f"the defaults cannot be used: {error}", "parameters") from None
         defaults.sampling()
-        limit = MAX_DEFAULTS_BYTES // 8  # indented, and with those of another model, the file has more
+        limit = MAX_DEFAULTS_BYTES // 8  # indented, and with the defaults of another model, the file has more
         message = f"system and messages have more than {limit} bytes"
         require(len(msgspec.json.encode(defaults)) <= limit, "messages", "length", message)
         return defaults

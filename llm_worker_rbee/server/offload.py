@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
-from ..errors import ContextLengthError, InvalidRequestError, QueueFullError, ShuttingDownError
+from ..errors import ContextLengthError, DeadlineError, InvalidRequestError, QueueFullError, ShuttingDownError
 from ..images.decoder import DecodedImage
 from ..sampling_params import StructuredOutputsParams
 from ..text_model import EncodedPrompt, TextModel
@@ -182,12 +182,24 @@ class PromptEncoder:
                 self._require_bytes_fit(num_bytes(prompt), "prompt")
 
     async def encode(
-        self, prompts: Sequence[Prompt], structured_outputs: StructuredOutputsParams | None = None
+        self,
+        prompts: Sequence[Prompt],
+        structured_outputs: StructuredOutputsParams | None = None,
+        timeout_s: float | None = None,
     ) -> list[EncodedPrompt]:
         """Return each prompt encoded; token ids are checked against the vocabulary, and grammars in another process.
 
         A short text is tokenized in the event loop: passing it to a thread would take longer.
         """
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._encode(prompts, structured_outputs)
+        except TimeoutError:
+            raise DeadlineError(f"the prompt was not encoded within {timeout_s:g} s (timeout_ms)") from None
+
+    async def _encode(
+        self, prompts: Sequence[Prompt], structured_outputs: StructuredOutputsParams | None
+    ) -> list[EncodedPrompt]:
         size = sum(map(prompt_size, prompts)) + grammar_size(structured_outputs)
         resolved = self._model.resolve_objects(structured_outputs)
         structured_outputs = await self._check_grammar(resolved, self._model.grammar_checker.check)

@@ -45,12 +45,11 @@ async def start_reply(worker: Worker, request: GenerateRequest, make_printer: Ca
     num_tokens = 0 if is_batch else n * sum(estimate_tokens(prompt, context) for prompt in request.prompts)
     with worker.admission.reserve(0 if is_batch else len(request.prompts) * n, num_tokens) as reservation:
         try:
-            prompts = await worker.encoder.encode(request.prompts, request.params.structured_outputs)
+            prompts = await worker.encoder.encode(request.prompts, request.params.structured_outputs, request.timeout_s)
         except InvalidRequestError as error:
             _rename_field(error, request)
             raise
         generations: list[Generation] = []
-        timeout_s = None if request.timeout_ms is None else request.timeout_ms / 1000
         try:
             for prompt in prompts:
                 check_prompt_fits(len(prompt.ids), context, is_scored_only=request.is_scored_only)
@@ -62,7 +61,7 @@ async def start_reply(worker: Worker, request: GenerateRequest, make_printer: Ca
                     fit_params(worker, request.params, prompt),
                     n=n,
                     priority=request.priority,
-                    timeout_s=timeout_s,
+                    timeout_s=request.time_left(started_at),
                     cache_salt=request.cache_salt,
                     is_scored_only=request.is_scored_only,
                     loras=loras,

@@ -345,6 +345,14 @@ def test_urls_and_forms_that_are_no_images_are_refused(running: ServeProcess) ->
     require_alive(running)
 
 
+def test_time_of_decoding_counts(running: ServeProcess) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (7000, 7000)).save(file, "PNG")
+    reply = ask(running, user(image(vision_chat.data_url(file.getvalue()))), timeout_ms=20)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (504, "TIMEOUT"), reply.text
+    require_alive(running)
+
+
 def test_too_many_tokens_are_counted_before_anything_is_encoded(running: ServeProcess) -> None:
     large = vision_chat.data_url(vision_chat.picture_file(9, 256, 256))
     reply = ask(running, user(*[image(large)] * 9))

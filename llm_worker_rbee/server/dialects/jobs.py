@@ -323,17 +323,17 @@ class Jobs:
             return self._run(await self._start(worker, request, job_id))
 
     async def _start(self, worker: Worker, request: GenerateRequest, job_id: str) -> Job:
-        (prompt,), context = request.prompts, worker.model.max_context
+        (prompt,), context, started_at = request.prompts, worker.model.max_context, time.perf_counter()
         model, loras = worker.loras.name_of(request.model), worker.loras.uses_of(request.model, None)
         worker.encoder.check_texts([prompt])
         with worker.admission.reserve(1, estimate_tokens(prompt, context)) as reservation:
-            (encoded,) = await worker.encoder.encode([prompt], request.params.structured_outputs)
+            (encoded,) = await worker.encoder.encode([prompt], request.params.structured_outputs, request.timeout_s)
             self._require_unused(job_id)  # another request may have taken it meanwhile
             params = request.params.with_structured_outputs(encoded.structured_outputs)
             ids = encoded.ids
             resolve_max_tokens(len(ids), params.max_tokens, worker.engine.info.engine)  # raises before a 429 would
             reservation.set_actual(len(ids))
-            timeout_s = None if request.timeout_ms is None else request.timeout_ms / 1000
+            timeout_s = request.time_left(started_at)
             (generation,) = worker.start_generations(
                 encoded, params, priority=request.priority, timeout_s=timeout_s, loras=loras
             )
