@@ -220,6 +220,25 @@ def test_lines_of_models_that_take_turns_are_grouped(models: Path) -> None:
     serve.close()
 
 
+def test_lines_of_a_model_that_cannot_be_loaded_get_its_error(models: Path) -> None:
+    """And the lines of another model are answered."""
+    whole = (models / "two.gguf").read_bytes()
+    serve = pool_of(models)
+    (models / "two.gguf").write_bytes(whole[: len(whole) * 2 // 3])
+    with client_of(serve) as client:
+        rows = [line(f"id-{i}", model=("one", "two")[i % 2], temperature=0) for i in range(6)]
+        file = client.files.create(file=("in.jsonl", "\n".join(rows).encode()), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h")
+        until(lambda: client.batches.retrieve(batch.id).status in ENDED)
+        batch = client.batches.retrieve(batch.id)
+        assert batch.request_counts.model_dump() == {"total": 6, "completed": 3, "failed": 3}
+        assert {row["custom_id"] for row in results(client, batch.output_file_id)} == {"id-0", "id-2", "id-4"}
+        errors = [row["response"]["body"]["error"]["message"] for row in results(client, batch.error_file_id)]
+        assert len(errors) == 3
+        assert all("two" in error for error in errors), errors
+    serve.close()
+
+
 def test_request_of_another_model_goes_before_lines(models: Path) -> None:
     """It needs the memory of their model: they are given up, and answered after it."""
     serve = pool_of(models)

@@ -17,7 +17,7 @@ from llm_worker_rbee.errors import InvalidRequestError, NotFoundError, StorageFu
 from llm_worker_rbee.server.batch_store import Entry, FileStore, Result, encode_entry
 from llm_worker_rbee.server.batches import Batch
 from tests.server.conftest import Start
-from tests.server.test_batches import finish, line
+from tests.server.test_batches import finish, line, results, run
 
 BATCH = "batch_" + "1" * 32
 STATE = {"status": "in_progress", "created_at": 1, "expires_at": 2, "input_file_id": "x", "endpoint": None}
@@ -191,6 +191,26 @@ def test_folder_has_one_worker_at_a_time(store: FileStore, tmp_path: Path) -> No
         store.get("file-" + "0" * 32)
     with pytest.raises(StorageFullError):
         store.require_room(2 << 20)
+
+
+def test_files_of_a_batch_wait_for_room_on_the_disk(start: Start, tmp_path: Path) -> None:
+    """The journal fits and the file of the results, which is larger, does not: nothing is left out of it."""
+    serving, body = start(files_dir=tmp_path / "files"), {"prompt": "#", "max_tokens": 60, "ignore_eos": True}
+    with openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", max_retries=0) as client:
+        lines = [line(f"id-{i}", **body) for i in range(20)]
+        whole = run(client, lines)
+        size = len(client.files.content(whole.output_file_id or "").content)
+        file = client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
+        with full_disk(size - 1):
+            batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+            end = time.monotonic() + 30
+            while not serving.http.get("/info").json()["batches"]["problem"]:
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            assert client.batches.retrieve(batch.id).status == "finalizing"
+        ended = finish(client, batch.id)
+        assert (ended.status, ended.request_counts.completed) == ("completed", 20)
+        assert {row["custom_id"] for row in results(client, ended.output_file_id)} == {f"id-{i}" for i in range(20)}
 
 
 def test_batch_waits_for_room_on_the_disk(start: Start, tmp_path: Path) -> None:
