@@ -33,6 +33,7 @@ from .pages import __main__ as pages
 NAMED = "^(rope_forward|qkv_projection|attention_scores|causal_mask|causal_mask_cached|full_attention)/"
 SHAPE_7B = "--synthetic llama2-7b:Q4_K_M"
 NO_FILES = "--flame 0 --no-report"
+IMAGES_CUDA = "--synthetic qwen2.5-vl-7b:BF16 --device cuda --size 1920x1080 --requests 32"
 LORA_64 = "--requests 64 --streams 64 --serve-args '--device cuda'"
 CUDA_CLAIMS = "--only 1 --only 3 --only 3a --only 4 --only 5 --only 9 --only 10"
 LLAMA_BENCH = "--peer llama-bench --llama-bench {llama_bench}"
@@ -112,6 +113,8 @@ STEPS = (
     Step("lora", "-m benchmarks.lora", ("cpu",)),
     Step("lora-coder-1.5b", "-m benchmarks.lora {coder_15b}", ("cpu", "coder-1.5b")),
     Step("lora-cuda", f"-m benchmarks.lora {SHAPE_7B} {LORA_64}", ("cuda",)),
+    Step("images", "-m benchmarks.images --synthetic smolvlm-256m:Q8_0", ("cpu",)),
+    Step("images-cuda", f"-m benchmarks.images {IMAGES_CUDA}", ("cuda",)),
     Step("models", "-m benchmarks.model_switch smollm2 {coder_15b}", ("cpu", "coder-1.5b")),
     Step("e2e", "bench e2e --batch 1,16 --prefix 1000", ("cpu",)),
     Step("e2e-cuda", f"bench e2e --device cuda {SHAPE_7B} --batch 1,64 --burst 64x27", ("cuda",)),

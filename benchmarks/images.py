@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,11 +32,11 @@ from llm_worker_bench.commands import common
 from llm_worker_bench.commands.options import ResultFlags
 from llm_worker_bench.results import Recorder, describe_model
 from llm_worker_bench.synthetic_vision import write_pair
-from llm_worker_rbee.llm import LLM, together
-from llm_worker_rbee.token_engine.launch import warm_up
 from llm_worker_rbee.errors import WorkerError
+from llm_worker_rbee.llm import LLM, together
 from llm_worker_rbee.progress import StepProgress, step_progress
 from llm_worker_rbee.text_model import EncodedPrompt
+from llm_worker_rbee.token_engine.launch import warm_up
 from llm_worker_rbee.weights.hub import locate_model
 
 from .batch import show
@@ -98,13 +99,17 @@ def measure(recorder: Recorder, progress: StepProgress, plan: Plan, llm: LLM) ->
         prompt = pictures.prompt(file=file)
         recorder.add_sample("decode", "s", time.perf_counter() - start, "lower")
         again = pictures.prompt("Is it blue?", file)
-        text = EncodedPrompt(random.integers(300, llm.config.vocab_size // 2, len(prompt.ids)).tolist())
+        text = EncodedPrompt(
+            random.integers(llm.config.vocab_size // 3, llm.config.vocab_size // 2, len(prompt.ids)).tolist()
+        )
         for name, each in (("first_token", prompt), ("again", again), ("text", text)):
             recorder.add_sample(name, "s", first_tokens(llm, [each]), "lower")
     recorder.add_sample("prompt", "tokens", len(prompt.ids), "lower")
     for i in range(plan.repetitions if plan.requests else 0):
         progress(f"{plan.requests} images at once", i, plan.repetitions)
-        prompts = [pictures.prompt() for _ in range(plan.requests)]
+        files = [pictures.file() for _ in range(plan.requests)]
+        with ThreadPoolExecutor() as threads:
+            prompts = list(threads.map(lambda file: pictures.prompt(file=file), files))
         recorder.add_sample("images", "images/s", plan.requests / first_tokens(llm, prompts), "higher")
 
 

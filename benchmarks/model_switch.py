@@ -40,13 +40,15 @@ from llm_worker_bench.http_client import (
     run_event_loop,
 )
 from llm_worker_bench.processes import children_of
-from llm_worker_bench.results import Recorder, Run, describe_model
+from llm_worker_bench.results import Recorder, describe_model
 from llm_worker_bench.server_process import ServerProcess, worker_server
 from llm_worker_bench.workload import Job, Lengths, Workload
 from llm_worker_rbee.errors import WorkerError
 from llm_worker_rbee.progress import StepProgress, step_progress
 from llm_worker_rbee.server.settings import model_name
 from llm_worker_rbee.weights.hub import locate_model
+
+from .batch import show
 
 PROMPT, ANSWER, LONG_ANSWER = 16, 8, 256
 ALONE_S, QUANTILE = 5.0, 0.95
@@ -199,15 +201,6 @@ async def _measure_memory(models: Models, recorder: Recorder, progress: StepProg
         await models.post("/models/unload", model=models.large)
         left = models.memory()
         recorder.add_sample("left", "of 1", left / loaded, "lower", bytes=left, loaded_bytes=loaded)
-
-
-def show(run: Run) -> None:
-    """Print the results."""
-    rows = [["", "RESULT", "95% INTERVAL", "SAMPLES"]]
-    for result in run.results:
-        value = common.quantity(result.estimate, result.unit)
-        rows.append([result.name, value, common.interval(result), str(len(result.samples))])
-    common.print_table(rows, right=[1, 3])
 
 
 def main(words: Sequence[str]) -> int:

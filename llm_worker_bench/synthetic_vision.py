@@ -45,24 +45,43 @@ class Tower(NamedTuple):
 
 TOWERS = {
     "qwen2.5-vl-7b": Tower(
-        32, 1280, 3420, 14, 2, ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>"),
+        32,
+        1280,
+        3420,
+        14,
+        2,
+        ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>"),
         "<|vision_start|><|image_pad|><|vision_end|>",
         {
-            "projector_type": "qwen2.5vl_merger", "use_silu": True, "vision.image_size": 560,
-            "vision.attention.head_count": 16, "vision.spatial_merge_size": 2, "vision.n_wa_pattern": 8,
-            "vision.window_size": 112, "vision.image_min_pixels": 3136, "vision.image_max_pixels": 12845056,
+            "projector_type": "qwen2.5vl_merger",
+            "use_silu": True,
+            "vision.image_size": 560,
+            "vision.attention.head_count": 16,
+            "vision.spatial_merge_size": 2,
+            "vision.n_wa_pattern": 8,
+            "vision.window_size": 112,
+            "vision.image_min_pixels": 3136,
+            "vision.image_max_pixels": 12845056,
         },
     ),
     "smolvlm-256m": Tower(
-        12, 768, 3072, 16, 4,
+        12,
+        768,
+        3072,
+        16,
+        4,
         (*IDEFICS_TOKENS, *(f"<row_{r + 1}_col_{c + 1}>" for r in range(MAX_TILES) for c in range(MAX_TILES))),
         "<image>",
         {
-            "projector_type": "idefics3", "use_gelu": True, "vision.image_size": 512,
-            "vision.attention.head_count": 12, "vision.projector.scale_factor": 4, "vision.preproc_image_size": 2048,
+            "projector_type": "idefics3",
+            "use_gelu": True,
+            "vision.image_size": 512,
+            "vision.attention.head_count": 12,
+            "vision.projector.scale_factor": 4,
+            "vision.preproc_image_size": 2048,
         },
     ),
-}  # fmt: skip
+}
 
 
 def write_pair(text: str, folder: Path, progress: StepProgress | None = None) -> tuple[Path, Path]:
@@ -115,7 +134,7 @@ def _shapes(tower: Tower, out: int) -> dict[str, tuple[int, ...]]:
     else:
         positions = (tower.keys["vision.image_size"] // tower.patch) ** 2
         tensors |= {"v.position_embd.weight": (positions, width), "mm.model.fc.weight": (out, merged)}
-    matrices = {name: (width, width) for name in BLOCK_MATRICES} | {"ffn_up": (tower.d_ff, width)}
+    matrices = dict.fromkeys(BLOCK_MATRICES, (width, width)) | {"ffn_up": (tower.d_ff, width)}
     matrices |= {"ffn_down": (width, tower.d_ff)} | ({"ffn_gate": (tower.d_ff, width)} if tower.is_gated else {})
     for layer in range(tower.layers):
         for norm in ("ln1", "ln2"):

@@ -45,6 +45,8 @@ TITLES = {
     "kv": "Keys and values on disk",
     "models": "Several models on one port",
     "lora": "LoRA adapters",
+    "batch": "Batches",
+    "images": "Images",
     "serving": "Serving",
     "peers": "Beside its peers",
     "accuracy": "Accuracy",

@@ -201,7 +201,7 @@ def test_shapes_have_the_published_parameter_counts() -> None:
         "lfm2-2.6b": 2_569_272_320,
         # without the vision part
         "gemma3-4b": 3_880_099_328, "ministral3-8b": 8_489_553_920, "qwen3.5-9b": 8_953_803_264,
-        "gemma4-12b": 11_907_350_576,
+        "gemma4-12b": 11_907_350_576, "qwen2.5-vl-7b": 7_615_616_512, "smolvlm-256m": 134_515_008 + 128 * 576,
         # without the pooler; two segments, and no positions for padding
         "minilm": 22_713_216 - 147_840, "bge-large": 335_141_888 - 1_049_600,
         "bge-m3": 567_754_752 - 1_049_600 - 2 * 1024 + 1024,
