@@ -530,7 +530,7 @@ class LoadOptions(ComputeOptions, SchedulingOptions):
     loras: tuple[LoraSpec, ...] = ()
     max_loras: int | None = None  # adapters in the model at the same time; None: those that are named
     max_cpu_loras: int | None = None  # adapters that may be loaded; None: as many
-    max_lora_rank: int | None = None  # of an adapter; None: 16, or that of the largest named one
+    max_lora_rank: int | None = None  # of an adapter; None: 16, or the rank of the largest named one
     mmproj: str | None = None  # the projector, whose tower sees images; None: the one beside the model, "none": none
     max_image_tokens: int = 4096  # of an image that has a size of its own: a larger one is made smaller
     tower_memory: int = 0  # bytes that the tower takes

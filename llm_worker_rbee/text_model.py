@@ -62,7 +62,7 @@ class TextModel:
         self.sampling_defaults = sampling_defaults
         self.open_objects = False  # whether objects may have properties that their schemas do not name
         self.system: str | None = None  # of conversations without a system message
-        self.first_messages: list[Message] = []  # before those of a conversation
+        self.first_messages: list[Message] = []  # before the messages of a conversation
         self.vision: VisionInfo | None = None  # None: it takes no images
         self.image_decoder: ImageDecoder | None = None
         self._name = name

@@ -68,7 +68,7 @@ class Batch:
     # The LoRA adapter of each token, and its factor. Empty: no token of the step has one.
     adapters: Ints = field(default_factory=lambda: NO_TOKENS)  # (T,) a slot; -1: none
     adapter_scales: NDArray[np.float32] = field(default_factory=lambda: NO_SCALES)  # (T,)
-    should_stop: Callable[[], bool] | None = None  # asked between parts of the step; it may end with `StepStopped`
+    should_stop: Callable[[], bool] | None = None  # called between parts of the step; it may end with `StepStopped`
 
 
 class StepStopped(Exception):  # noqa: N818, as StopIteration

@@ -532,12 +532,12 @@ def clamp(x: Floats, low: Floats, high: Floats) -> Floats:
 
 
 def join(x: Floats, y: Floats) -> Floats:
-    """Return each row of x with that of y behind it."""
+    """Return each row of x with the row of y behind it."""
     return np.concatenate((x, y), axis=1)
 
 
 def interpolate(table: Floats, places: Floats) -> Floats:
-    """Return the vectors at places between those of a table, (rows, columns, width), by bilinear interpolation."""
+    """Return the vectors at places of a table, (rows, columns, width), by bilinear interpolation."""
     low = np.floor(places)
     share = (places - low).astype(np.float32)
     (row, column), (next_row, next_column) = (

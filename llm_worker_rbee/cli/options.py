@@ -411,13 +411,13 @@ class EngineFlags(CapacityFlags):
         "A LoRA adapter: a GGUF file, a PEFT folder, or hf:owner/repo. Repeatable. `serve` offers each as a model.",
     )
     max_loras: int | None = _adapters(
-        None, "N", "Maximum number of adapters in the model.", min=0, show_default="those of --lora; with a folder 8"
+        None, "N", "Maximum number of adapters in the model.", min=0, show_default="all of --lora; with a folder 8"
     )
     max_cpu_loras: int | None = _adapters(
         None, "N", "Maximum number of adapters that are loaded, the others in RAM.", min=1, show_default="--max-loras"
     )
     max_lora_rank: int | None = _adapters(
-        None, "R", "Largest rank of an adapter.", min=1, show_default="16, or that of the largest of --lora"
+        None, "R", "Largest rank of an adapter.", min=1, show_default="16, or the largest rank of --lora"
     )
 
     def apply(self, options: LoadOptions) -> LoadOptions:

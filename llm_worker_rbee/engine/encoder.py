@@ -2,7 +2,7 @@
 
 A request with images waits, held, until those that the prefix cache lacks are encoded. A step takes images of several
 requests together, as many as fit into a budget of tokens, and at least one. Rows are kept by content, so that the same
-picture is encoded once. While those of requests that are not computed yet take much memory, the others wait.
+picture is encoded once. While rows of requests that are not computed yet take much memory, other requests wait.
 """
 
 from __future__ import annotations

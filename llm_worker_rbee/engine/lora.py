@@ -2,8 +2,8 @@
 
 An adapter is known by the digest of its content, so that a name may be given to another content at any time. Names are
 the front's. An adapter is read from its file, in a thread, when a request needs it and no slot has it; without a free
-slot it takes that of the least recently used one that no request has. A request may use several adapters, each with a
-scale: one that it uses alone is scaled as it is applied, several together become one adapter with all their ranks.
+slot it takes the slot of the least recently used one that no request has. A request may use several adapters, each with
+a scale: one that it uses alone is scaled as it is applied, several together become one adapter with all their ranks.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ def _plan_device(
 
 def _add_extras(plan: MemoryPlan, model: Checkpoint, options: LoadOptions) -> None:
     """Add a vision tower; and as many LoRA adapters as there may be, of all matrices of the layers but experts."""
-    rows = IMAGE_ROWS_BYTES if options.tower_memory and plan.memory == "host" else 0  # those of a GPU are there too
+    rows = IMAGE_ROWS_BYTES if options.tower_memory and plan.memory == "host" else 0  # rows of a GPU are there too
     size = options.num_sharing * (options.tower_memory + rows)
     plan.add("vision tower", size, f"its weights, a step{', rows of images' if rows else ''}")
     rank = options.max_lora_rank or DEFAULT_LORA_RANK

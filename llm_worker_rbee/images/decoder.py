@@ -60,7 +60,7 @@ class ImageDecoder:
         max_pixels: int = MAX_IMAGE_PIXELS,
         key: bytes = b"",
     ) -> None:
-        """`key` is part of all digests: that of the tower."""
+        """`key`, the tower's digest, is part of all digests."""
         self.settings, self.max_bytes, self.max_pixels, self._key = settings, max_bytes, max_pixels, key
         self._idle: list[PipeProcess] = []
         self._lock = threading.Lock()

@@ -247,7 +247,7 @@ class Routes:
         return json_response(next(entry for entry in self._entries(member) if entry["id"] == own))
 
     def _entries(self, member: Member) -> list[dict[str, Any]]:
-        """Return the entry of a model, with its state, and those of its adapters."""
+        """Return the entry of a model, with its state, and the entries of its adapters."""
         service = member.service
         entry = {
             "id": member.name,
@@ -316,7 +316,7 @@ class Routes:
         return PushStream(reply, ping_s=self.worker.settings.ping_s, headers=headers, ping=printer.ping)
 
     async def answer(self, path: str, body: bytes) -> tuple[Any, Exception | None]:
-        """Return the reply to a line of a batch: that of the route, without a client; and the error that it says."""
+        """Return the reply to a line of a batch: the route's reply, without a client; and the error that it says."""
 
         async def receive() -> Any:
             return {"type": "http.request", "body": body, "more_body": False}

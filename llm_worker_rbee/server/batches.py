@@ -215,7 +215,7 @@ class BatchService:
         await self._append(batch, [*errors, Entry(state)])
 
     async def _run_lines(self, batch: Batch, lines: Iterable[Line], file: int) -> None:
-        """Answer as many lines at a time as fill the engine; those of another batch begin after all of them."""
+        """Answer as many lines at a time as fill the engine; lines of another batch begin after all of them."""
         async with asyncio.TaskGroup() as group, self._starting:
             for line in (line for line in lines if line.number not in batch.finished):
                 while self.problem or self.num_running >= self._num_places() or len(batch.unwritten) >= MAX_UNWRITTEN:

@@ -1,7 +1,8 @@
 """Fetches the images of URLs, for a client that may try to reach what this machine can and it cannot.
 
-Only hosts of `--allow-image-urls` are asked, and only at public addresses: a name is resolved once, and the connection
-goes to the address that was checked. Each redirect is checked anew. Time and size are bounded. No proxy is used.
+Only hosts of `--allow-image-urls` are requested, and only at public addresses: a name is resolved once, and the
+connection goes to the address that was checked. Each redirect is checked anew. Time and size are bounded. No proxy is
+used.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def _reason(error: Exception) -> str:
 
 
 def _checked(url: str, hosts: Sequence[str]) -> SplitResult:
-    """Return the parts of a URL that may be asked; raise for any other."""
+    """Return the parts of a URL that may be fetched; raise for any other."""
     parts = urlsplit(url)
     if parts.scheme not in PORTS or not parts.hostname or not url.isascii() or not url.isprintable() or " " in url:
         raise ValueError("it is none of http or https, or not written as a URL")

@@ -57,7 +57,7 @@ class Service(Protocol):
 
 
 class ModelFacts(NamedTuple):
-    """What a model's files say, for lists; the sizes are those of its weights."""
+    """What a model's files say, for lists; the sizes are of its weights."""
 
     path: str
     kind: str

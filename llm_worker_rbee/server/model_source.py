@@ -176,7 +176,7 @@ class ChatSource(FileSource):
             load = replace(load, max_context=min(*limits, self.facts.context_length))
         plan = plan_member(checkpoint, load, options.max_bytes, options.kv_fraction, on_device=options.on_device)
         load = replace(load, kv_memory=plan.rows[-1].bytes)
-        if options.on_device:  # with the arrays of a step that were planned, not those of an empty GPU
+        if options.on_device:  # with the arrays of a step that were planned, not with an empty GPU's
             load = replace(load, max_batch=plan.limits.max_batch, max_step_tokens=plan.limits.max_step_tokens)
         self._planned = load
         return plan.rows
@@ -346,7 +346,7 @@ def open_ahead(open_text: Callable[[Path], T], model: str | None) -> tuple[Calla
 
 
 def open_text(path: Path, template: str | None = None, origin: str | None = None) -> TextModel:
-    """Open tokenizer, sampling defaults and chat template; the context is that of the model's file. `template` replaces
+    """Open tokenizer, sampling defaults and chat template, with the context of the model's file. `template` replaces
     the file's own, `origin` is the option that gave it."""
     checkpoint = open_checkpoint(path)
     config, defaults = read_model_config(checkpoint), read_sampling_defaults(checkpoint)

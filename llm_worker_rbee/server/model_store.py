@@ -357,7 +357,7 @@ def _move(file: Path, place: Path) -> None:
 
 
 def _write_defaults(path: Path, target: Path, defaults: ModelDefaults | None) -> None:
-    """Write the defaults of a model beside it: those of its origin, and what replaces them."""
+    """Write the defaults of a model beside it: its origin's defaults, and what replaces them."""
     file, base = defaults_file(target), defaults_file(path)
     merged = ModelDefaults.read(path).merge(defaults or ModelDefaults())
     if defaults is not None or base.exists():

@@ -337,7 +337,7 @@ class Front:
         return health | {"pooling": [service.health() for service in pooling]}
 
     def metrics(self) -> bytes:
-        """Return the metrics as Prometheus scrapes them; those of a pool are labelled by model."""
+        """Return the metrics as Prometheus scrapes them; a pool's metrics are labelled by model."""
         members, has_pool = self.pool.members, self.settings.has_pool
         labels = ({"model": member.name} if has_pool else {} for member in members)
         groups = zip(labels, ((member.service or member.source).metrics() for member in members), strict=True)

@@ -156,7 +156,7 @@ class Program:
         _run(kernels.WORKER_LOOP, program, threads)
 
     def run_unless(self, should_stop: Callable[[], bool], step: Table, threads: int, address: int) -> None:
-        """Do the same in a few parts, unless `should_stop`, which is asked before each, says to give it up."""
+        """Do the same in a few parts, unless `should_stop`, which is called before each, says to give it up."""
         size = -(-len(self.tasks) // NUM_PARTS)
         for first in range(0, len(self.tasks), size):
             if should_stop():

@@ -154,7 +154,7 @@ class PoolingLauncher:
         self.batch: Any = None  # whose arrays are on the device
         self.held: dict[Value, Held] = {}
         self._inputs = {value for node in graph.nodes for value in node.inputs if value.name == "hidden"}
-        self._turned: dict[int, tuple[CosSin, torch.Tensor]] = {}  # by id of the RoPE table: those of the step
+        self._turned: dict[int, tuple[CosSin, torch.Tensor]] = {}  # by id of the RoPE table: the angles of the step
 
     def reserve(self, tokens: int) -> bool:
         """Make room for what steps share, which is nothing; return whether an address has changed."""
@@ -202,7 +202,7 @@ class PoolingLauncher:
         self.held[node.output] = Held(out) if needs_rows or not takes_rows else Held(None, Activations(out))
 
     def _angles(self, op: Attention) -> tuple[CosSin, torch.Tensor]:
-        """Return cosines and sines, and which rows of them are those of the tokens."""
+        """Return cosines and sines, and the rows of the tokens in them."""
         if op.rope.axes is None:
             return self.step.ropes[id(op.rope)], self.step.arrays["positions"]
         if id(op.rope) not in self._turned:

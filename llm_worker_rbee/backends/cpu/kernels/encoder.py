@@ -1,6 +1,6 @@
 """What encoders have between products: layer norms, activations without a gate, rows of a step that are taken or added.
 
-Vision towers join or average groups of adjacent patches, look up positions between those of a table, and turn pairs of
+Vision towers join or average groups of adjacent patches, interpolate positions of a table, and turn pairs of
 values by the row or by the column of a patch. A decoder puts rows of encoded images in the place of tokens.
 
 Rows are independent: a sequence has the same bits alone and in a batch. Where the next product needs int8, a task
@@ -177,7 +177,7 @@ def pool_rows(args, step, piece):
 
 
 def join_rows(args, step, piece):
-    """Write a row of x, and that of y behind it."""
+    """Write a row of x, and the row of y behind it."""
     a, s = i64(args), i64(step)
     x, y, out = f32(s[a[JoinArg.X]]), f32(s[a[JoinArg.Y]]), f32(s[a[JoinArg.OUT]])
     left, right = a[JoinArg.X_WIDTH], a[JoinArg.Y_WIDTH]

@@ -1,6 +1,6 @@
 """LoRA adapters: `shrink` to the rank, `expand` to the rows, for the tokens of a step that have an adapter.
 
-Tokens are grouped by adapter; a unit is some tokens of one adapter. A sum has one order, whoever else is in the batch:
+Tokens are grouped by adapter; a unit is some tokens of one adapter. A sum has one order, whatever else is in the batch:
 of `shrink` 16 lanes along the columns, of `expand` the ranks one after the other. So a token has the same bits alone
 and beside others. Of experts each row is a unit (kernels/experts.py).
 
@@ -33,7 +33,7 @@ UNIT_TOKENS = 64
 GROUPS_IN_L1 = 16  # of `expand`
 PIECES_PER_THREAD = 2  # of a unit
 # Entries of the step about adapters: the rows that have one, grouped, and (slot, first, count) of units; of experts the
-# slot of each token instead. FACTORS are those of all rows, or tokens.
+# slot of each token instead. FACTORS are of all rows, or tokens.
 LoraEntry = IntEnum("LoraEntry", "ORDER FACTORS UNITS NUM_UNITS", start=0)
 Record = IntEnum("Record", "RANKS A FACTOR PARTS", start=0)
 PartRecord = IntEnum("PartRecord", "B FIRST RANKS", start=0)
@@ -139,7 +139,7 @@ def find_unit(a, s, piece):
 
 @kernel
 def find_row(a, s, t):
-    """Return a row of the results, that of x, and that of its factor."""
+    """Return the places of a row in the results, in x and in its factors."""
     if a[LoraArg.ROWS] == 0:
         row = i64(s[a[LoraArg.GROUPS] + LoraEntry.ORDER])[t]
         return row, row, row
@@ -268,7 +268,7 @@ class SiteTable:
 
 
 def group_by_adapter(slots: NDArray[np.int64], scales: NDArray[np.float32]) -> list[NDArray[Any]]:
-    """Return the rows that have an adapter, those of one adapter together, the factors of all rows, and the units."""
+    """Return the rows that have an adapter, rows of one adapter together, the factors of all rows, and the units."""
     order = np.argsort(slots, kind="stable")
     order = np.ascontiguousarray(order[np.searchsorted(slots[order], 0) :], np.int64)
     own = slots[order]

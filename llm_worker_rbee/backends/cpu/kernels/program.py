@@ -232,7 +232,7 @@ def pool_loop(pool):
 
 
 def run_region(pool, loop, program, length, step, counters, threads):
-    """Run one program on the calling thread and on those of a pool."""
+    """Run one program on the calling thread and on the threads of a pool."""
     region, generation, spins = i64(pool + Pool.REGION), atomic_load(pool + Pool.GENERATION) + 1, 0
     region[0], region[1], region[2], region[3], region[4], region[5] = loop, program, length, step, counters, threads
     atomic_store(pool + Pool.LEFT, 0)

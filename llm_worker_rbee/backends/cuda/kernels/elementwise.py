@@ -71,7 +71,7 @@ def add_rms_norm_rows(
     multiplies the stream. Without `norm` the stream itself is stored.
 
     With `weights` (tokens, K), parts are the K experts' results of a token, (tokens, K, width), and `shared`, times the
-    sigmoid of its gate, that of the expert of all tokens; `sum_norm` is the weight of a norm of the experts' sum alone,
+    sigmoid of its gate, is the expert of all tokens; `sum_norm` is the weight of a norm of the experts' sum alone,
     `shared_norm` of one of `shared`."""
     t = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, SIZE)[:, None] * 32 + tl.arange(0, 32)[None, :]

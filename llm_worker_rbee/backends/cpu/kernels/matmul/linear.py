@@ -105,7 +105,7 @@ def unpacked_matmul(args, step, piece):
                 UNPACK(a, group + g, n, block, blocks, unpacked, scales, minima)
                 weights = u8(a[LinearArg.PACKED]) if IN_PLACE else unpacked
                 line = ((group + g) * n + block) * BLOCK_BYTES if IN_PLACE else 0
-                for p in range(terms * count):  # panels of second terms lie behind all those of first ones
+                for p in range(terms * count):  # panels of second terms lie behind all panels of first terms
                     panel = (first + p if p < count else all_panels + first + p - count) * n + block
                     to = (p * PANEL_TOKENS * groups + g) * 16
                     MULTIPLY(
