@@ -17,7 +17,7 @@ from . import synthetic
 from .synthetic_shapes import SHAPES
 
 BLOCK_MATRICES = ("attn_q", "attn_k", "attn_v", "attn_out")
-IDEFICS_TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>")
+IDEFICS_TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>", "\n\n")  # the last one for llama.cpp
 MAX_TILES = 4  # of a side
 TEMPLATE = (
     "{%% for m in messages %%}{{ m.role }}: {%% if m.content is string %%}{{ m.content }}{%% else %%}"
