@@ -51,14 +51,22 @@ class SimulatedClient:
         return found
 
     async def events(
-        self, method: str, path: str, body: Any = None, *, max_parts: int | None = None, pause_s: float = 0.0
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        max_parts: int | None = None,
+        pause_s: float = 0.0,
+        expected_codes: Sequence[str] = (),
     ) -> list[str]:
-        """Return the events of a stream, to its end or until `max_parts` were read."""
+        """Return the events of a stream, to its end or until `max_parts` were read; errors as in `reply`."""
         raw, parser, seen = None if body is None else json.dumps(body).encode(), EventParser(), 0
         found: list[str] = []
         async with self.client.request(method, path, raw) as response:
             if response.status != 200:
-                check_error(f"{method} {path}", response.status, json.loads(await response.text(MAX_REPLY_BYTES)), ())
+                reply = json.loads(await response.text(MAX_REPLY_BYTES))
+                check_error(f"{method} {path}", response.status, reply, expected_codes)
                 return []
             async for part in response.parts():
                 found += parser.feed(part)
@@ -209,9 +217,8 @@ async def hit_timeout(client: SimulatedClient) -> None:
     """Set a timeout that is often too short."""
     limit = client.rng.choice([1, 20, 200])
     if client.rng.random() < 0.5:
-        check_stream(
-            await client.events("POST", CHAT, {**client.openai(CHAT, stream=True), "timeout_ms": limit}), ["TIMEOUT"]
-        )
+        body = {**client.openai(CHAT, stream=True), "timeout_ms": limit}
+        check_stream(await client.events("POST", CHAT, body, expected_codes=["TIMEOUT"]), ["TIMEOUT"])
     else:
         await client.reply("POST", JOBS, client.job(stream=False, timeout_ms=limit), expected_codes=["TIMEOUT"])
 

@@ -215,8 +215,9 @@ def test_process_that_was_ended_is_replaced(decoders: dict[str, ImageDecoder]) -
 
 
 def test_memory_of_a_child_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    data, settings = png_bomb(12_000, 12_000), ImageSettings("square", 14, 4, size=896)
-    request = {"max_pixels": 200_000_000, "cpu_s": 20, "settings": settings}
+    # more than what this process may have freed and not given back
+    data, settings = png_bomb(24_000, 24_000), ImageSettings("square", 14, 4, size=896)
+    request = {"max_pixels": 600_000_000, "cpu_s": 20, "settings": settings}
     monkeypatch.setattr(decode_process, "BYTES_PER_PIXEL", 0)
     monkeypatch.setattr(decode_process, "SPARE_BYTES", 32 << 20)
     assert b"too much memory" in decode_process.run_request(request, data)

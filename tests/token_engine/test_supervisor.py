@@ -175,7 +175,8 @@ def test_request_that_kills_engines_alone_is_refused(
         with pytest.raises(InferenceError, match="SIGKILL twice while it computed this request alone"):
             await outputs_of(poison)
         assert [summary(await outputs_of(stream)) for stream in streams] == expected
-        assert (engine.num_restarts, engine.status()) == (4, "healthy")
+        assert engine.num_restarts in (4, 5)  # beside others, as they are admitted; then alone
+        assert engine.status() == "healthy"
 
     run(main, load)
 

@@ -75,8 +75,7 @@ class CudaBackend(ops.Backend):
         self.query_tile = SMALL_QUERY_TILE if deterministic else QUERY_TILE
         self._linear = BatchedLinear(self.torch_device, batch_invariant=deterministic)
         self._held: list[tuple[tuple[Any, ...], Any]] = []  # what was made from host arrays
-        is_gpu = self.torch_device.type == "cuda"
-        self._adapter_stream = torch.cuda.Stream(self.torch_device) if is_gpu else None  # type: ignore[no-untyped-call]
+        self._adapter_stream: torch.cuda.Stream | None = None
 
     def to_host(self, x: torch.Tensor) -> NDArray[np.float32]:
         return sampling.to_host(x.float())
@@ -129,6 +128,8 @@ class CudaBackend(ops.Backend):
 
     def pack_adapter(self, site: ops.LoraSite, pairs: ops.SitePairs) -> Any:
         device.activate(self.torch_device)  # in a thread that loads adapters
+        if self._adapter_stream is None and self.torch_device.type == "cuda":
+            self._adapter_stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         with device.as_memory_error(), device.copying_on(self._adapter_stream):
             return self._linear.pack_adapter(site, pairs)
 
