@@ -41,7 +41,6 @@ from llm_worker_rbee.weights.hub import locate_model
 
 from .batch import show
 
-FREE_TOKENS = 256  # of the context, beside the images
 OPTIONS: dict[str, Any] = {"max_tokens": 1, "temperature": 0, "ignore_eos": True}
 
 

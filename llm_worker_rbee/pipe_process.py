@@ -23,8 +23,8 @@ STOP_TIMEOUT_S = 0.2  # for a process to end by itself once its pipes are closed
 
 
 def package_command(program: str, *arguments: object, ends_with_parent: bool = True) -> list[str]:
-    """Return a command that runs a program which imports this package, and not the current folder. Unless told
-    otherwise it ends with this process, also while it imports."""
+    """Return a command that runs a program which imports this package, and not the current folder. With
+    `ends_with_parent` it ends with this process, also while it imports."""
     watch = f"from {__package__}.machine import exit_with_parent; exit_with_parent({os.getpid()})\n"
     run = f"import sys; sys.path.insert(0, {ROOT!r})\n{watch if ends_with_parent else ''}{program}"
     return [sys.executable, "-P", "-c", run, *map(str, arguments)]

@@ -175,7 +175,9 @@ def test_request_that_kills_engines_alone_is_refused(
         with pytest.raises(InferenceError, match="SIGKILL twice while it computed this request alone"):
             await outputs_of(poison)
         assert [summary(await outputs_of(stream)) for stream in streams] == expected
-        assert engine.num_restarts in (4, 5)  # beside others, as they are admitted; then alone
+        # Twice beside others, twice alone; once more if its token 20 was lost at one death and delivered at the next,
+        # since a request that gets further is no suspect any more.
+        assert engine.num_restarts in (4, 5)
         assert engine.status() == "healthy"
 
     run(main, load)
